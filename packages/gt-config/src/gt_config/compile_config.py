@@ -1,0 +1,166 @@
+"""What a user can choose about capture and compilation: the flags under ``--compile.``.
+
+The dataclasses hold plain values and check nothing when built, because command-line parsers build
+them piece by piece; ``gt_config.validate`` judges the finished configuration together with the
+topology. A trainer may subclass ``CompileConfig`` to derive what its own framework reads.
+
+The text under each field is what ``gt-train --help`` shows (tyro reads it from here), so it speaks
+to a user, and its lines are short and broken by meaning: tyro keeps the line breaks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from gt_config.graph_neutral import graph_neutral
+
+__all__ = [
+    "AutoParallelConfig",
+    "CompileConfig",
+    "EpChunkDim",
+    "EpChunkStrategy",
+    "EpModuleFqn",
+    "EpOverlapConfig",
+    "FsdpBucketing",
+    "InductorCompilation",
+    "MemoryPolicy",
+    "Mode",
+    "ShapeChangePolicy",
+]
+
+Mode = Literal["none", "aot_fx_trace", "aot_joint"]
+InductorCompilation = Literal["none", "regional", "full", "autoparallel_backend"]
+MemoryPolicy = Literal["save_all", "selective", "full_recompute", "offload"]
+FsdpBucketing = Literal["off", "transformer_block"]
+ShapeChangePolicy = Literal["error", "recapture"]
+EpChunkDim = Literal["batch", "seq"]
+EpChunkStrategy = Literal["eager", "graph"]
+EpModuleFqn = Literal["layers.*", "layers.*.moe"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AutoParallelConfig:
+    """Limits of the solver that chooses placements. They act only with --compile.autoparallel."""
+
+    memory_budget_gib: float | None = None
+    """Memory that the plan may use on each rank, in GiB.
+    It counts parameters, gradients, optimizer state, saved activations.
+    None: all that the device has."""
+
+    time_limit_seconds: float = 120.0
+    """Stop solving here, and take the best plan so far."""
+
+    relative_gap: float = 0.0
+    """Accept a plan proven to be within this fraction of the optimum."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpOverlapConfig:
+    """Overlap of the expert-parallel token exchange with compute, by running modules in chunks."""
+
+    enabled: bool = False
+    """Hide one chunk's token exchange behind another chunk's compute.
+    Needs --compile.mode aot_fx_trace and expert parallelism."""
+
+    num_chunks: int = 2
+    """Number of chunks. The eager strategy supports 2 only."""
+
+    chunk_dim: EpChunkDim = "batch"
+    """Input dimension to split.
+    seq needs module_fqn layers.*.moe: attention needs the whole sequence."""
+
+    strategy: EpChunkStrategy = "graph"
+    """eager: wrap the modules' forwards before tracing.
+    graph: chunk the traced graph."""
+
+    module_fqn: EpModuleFqn = "layers.*"
+    """Modules to chunk: all transformer blocks, or all MoE blocks."""
+
+    disable_early_grad_accumulation: bool = False
+    """Cast and sum the chunks' gradients in the eager strategy's order.
+    For bitwise comparison; costs memory. Graph strategy only."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompileConfig:
+    """How the training step is captured, transformed and compiled.
+
+    A configuration is judged by ``gt_config.validate``, never by its constructor.
+    """
+
+    mode: Mode = "aot_fx_trace"
+    """none: run eagerly, the reference for every comparison.
+    aot_fx_trace: capture forward, loss and backward as one graph.
+    aot_joint: export a joint graph, cut in forward and backward."""
+
+    inductor_compilation: InductorCompilation = "none"
+    """none: run the graph as captured.
+    regional: compile tagged regions with Inductor.
+    full: compile the whole graph with Inductor.
+    autoparallel_backend: AutoParallel's own policy.
+    The last needs --compile.autoparallel and mode aot_fx_trace."""
+
+    autoparallel: bool = False
+    """Let an exact solver choose every placement."""
+
+    autoparallel_solver: AutoParallelConfig = field(default_factory=AutoParallelConfig)
+    """Limits of the solver. They act only with --compile.autoparallel."""
+
+    memory_policy: MemoryPolicy = "save_all"
+    """What is kept of the forward for the backward.
+    save_all: everything.
+    selective: what is costly to compute again.
+    full_recompute: the inputs of each layer.
+    offload: as selective, but kept in host memory."""
+
+    full_recompute_saved_ops: tuple[str, ...] = ()
+    """Results that full_recompute saves all the same.
+    Each is MODULE_PATTERN::OP, as 'layers.*.attention::aten.mm'.
+    An asterisk stands for one component of a module's name.
+    What lies inside a matched module is matched too."""
+
+    passes: tuple[str, ...] = ()
+    """Names of graph passes to run in addition to the mode's own."""
+
+    disable_passes: tuple[str, ...] = ()
+    """Names of graph passes to leave out."""
+
+    verify_passes: bool = True
+    """Verify the graph after every pass."""
+
+    debug_graph_passes: bool = field(
+        default=False,
+        metadata=graph_neutral("reports what each pass did; edits no graph and decides nothing"),
+    )
+    """Report time, operator counts and memory of every pass.
+    Also writes the graph before and after it."""
+
+    fsdp_bucketing: FsdpBucketing = "off"
+    """transformer_block: gather and reduce a block's parameters at once.
+    off: gather and reduce each parameter alone."""
+    # TODO: the default becomes "transformer_block" with the bucketing pass of gt-passes
+    # (docs/decisions/0001-fsdp-bucketing-default.md); then this comment goes.
+
+    fsdp_bucket_cap_mib: int | None = None
+    """Largest bucket in MiB; a larger block gets several. None: no limit."""
+
+    prefetch_layers: int = 0
+    """Gather a layer's parameters this many layers ahead of their use."""
+
+    ep_overlap: EpOverlapConfig = field(default_factory=EpOverlapConfig)
+    """Hide the expert-parallel token exchange behind compute."""
+
+    numerics_changing: bool = False
+    """Also run passes that are faster but round differently."""
+
+    cuda_graphs: bool = False
+    """Record the compiled step as CUDA graphs and replay them."""
+
+    on_shape_change: ShapeChangePolicy = field(
+        default="error",
+        metadata=graph_neutral("chosen by the caller of a graph; every shape has its own graph"),
+    )
+    """What to do with an input whose shape is not the captured one.
+    error: stop, and name the input and both shapes.
+    recapture: capture the step again for the new shape."""
