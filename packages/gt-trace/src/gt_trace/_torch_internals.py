@@ -1,0 +1,44 @@
+"""The one place where this package touches PyTorch's private or unstable symbols.
+
+Each has its reason beside it, so that a new PyTorch needs one edit.
+"""
+
+from __future__ import annotations
+
+# Fake tensors stand in for parameters and inputs while tracing; no public constructor exists.
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+# The engine patch gives backward nodes the sequence number of their forward node; the context
+# is the permission that the patch asks for.
+from torch.compiler import _non_strict_tracing_context as non_strict_tracing_context
+from torch.compiler import _patch_engine_backward as patch_engine_backward
+
+# make_fx with its recording options is the tracer itself; it has no public name.
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    ShapeEnv,
+    StatelessSymbolicContext,
+)
+
+# The tree functions of torch itself: the same registrations as every other torch tracer.
+from torch.utils import _pytree as pytree
+
+# Says whether a tensor subclass can be taken apart with __tensor_flatten__.
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+__all__ = [
+    "DimDynamic",
+    "FakeTensor",
+    "FakeTensorMode",
+    "ShapeEnv",
+    "StatelessSymbolicContext",
+    "TracingContext",
+    "is_traceable_wrapper_subclass",
+    "make_fx",
+    "non_strict_tracing_context",
+    "patch_engine_backward",
+    "pytree",
+    "tracing",
+]

@@ -1,0 +1,75 @@
+"""Backward nodes inherit the annotations of the forward node that caused them.
+
+Autograd numbers its nodes; a forward node of the graph and the backward nodes it causes carry the
+same number (``meta["seq_nr"]``). Several forward nodes can share one: operators without a gradient
+repeat the number of the last one that had it, so the *first* forward node of a number is the one
+that autograd differentiates.
+"""
+
+from __future__ import annotations
+
+from torch.fx import GraphModule, Node
+
+from gt_config.node_keys import FsdpCollectiveAnnotation, Phase, PhaseAnnotation
+from gt_trace.node_metadata import (
+    copy_annotations,
+    is_backward,
+    read_annotation,
+    sequence_number,
+    write_annotation,
+)
+
+__all__ = ["inherit_annotations"]
+
+
+def inherit_annotations(graph_module: GraphModule) -> None:
+    """Annotate backward nodes, and give every node its phase.
+
+    A backward node takes over all annotations and the stack trace of its forward node. An FSDP
+    unshard becomes a reduce-grad, since the backward of gathering a parameter is the reduction of
+    its gradient. Nodes that accumulate gradients have no forward node and get a phase only.
+    Submodule graphs (of higher-order operators) are treated alike.
+    """
+    graphs = [module.graph for module in graph_module.modules() if isinstance(module, GraphModule)]
+    forward_of: dict[int, Node] = {}
+    for graph in graphs:
+        for node in graph.nodes:
+            number = sequence_number(node)
+            if number is not None and not is_backward(node):
+                forward_of.setdefault(number, node)
+    for graph in graphs:
+        for node in graph.nodes:
+            if node.op in ("placeholder", "output"):
+                continue
+            if is_backward(node):
+                _inherit(node, forward_of)
+            write_annotation(node, PhaseAnnotation(phase=_phase(node)))
+
+
+def _inherit(node: Node, forward_of: dict[int, Node]) -> None:
+    if node.meta.get("is_gradient_acc", False):
+        return
+    number = sequence_number(node)
+    source = None if number is None else forward_of.get(number)
+    if source is None:
+        return
+    copy_annotations(source, node)
+    collective = read_annotation(node, FsdpCollectiveAnnotation)
+    if collective is not None and collective.kind == "unshard":
+        write_annotation(
+            node,
+            FsdpCollectiveAnnotation(
+                kind="reduce_grad",
+                parameter_names=collective.parameter_names,
+                mesh_axis=collective.mesh_axis,
+            ),
+        )
+    if "stack_trace" in source.meta:
+        node.meta["stack_trace"] = source.meta["stack_trace"]
+
+
+def _phase(node: Node) -> Phase:
+    if is_backward(node):
+        return "backward"
+    stated = read_annotation(node, PhaseAnnotation)
+    return "forward" if stated is None else stated.phase

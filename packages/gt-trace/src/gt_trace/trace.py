@@ -1,0 +1,227 @@
+"""Capture of a whole training step as one graph.
+
+Non-strict: the Python of the step runs once on fake tensors, and ``make_fx`` records every
+operator below autograd, so that ``torch.autograd.grad`` inside the step becomes part of the graph.
+What comes out is a pure function of plain tensors; whatever would make it impure (a closed-over
+tensor, a lost ``.grad``, a re-registered buffer) is an error, not a surprise at replay.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.fx import Graph, GraphModule
+
+from gt_trace._torch_internals import (
+    FakeTensorMode,
+    ShapeEnv,
+    TracingContext,
+    make_fx,
+    non_strict_tracing_context,
+    patch_engine_backward,
+    pytree,
+    tracing,
+)
+from gt_trace.annotate import annotate_modules
+from gt_trace.errors import CaptureError, ConstantCapturedError
+from gt_trace.flat_inputs import FlatInputs
+from gt_trace.inherit import inherit_annotations
+from gt_trace.input_preparers import InputPreparer, TraceInputs
+from gt_trace.module_state import StateSlot, collect_state, swapped_optimizer
+from gt_trace.subclass_layout import TensorLayout, flatten_tensor
+from gt_trace.traced_step import GraphInput, TracedStep
+
+__all__ = ["ConstantPolicy", "trace_step"]
+
+ConstantPolicy = Literal["error", "allow"]
+
+
+def trace_step(
+    fn: Callable[..., Any],
+    *,
+    module: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    input_preparers: Sequence[InputPreparer] = (),
+    constants: ConstantPolicy = "error",
+) -> Callable[..., TracedStep]:
+    """Capture ``fn``, a training step, as one graph.
+
+    Args:
+        fn: runs forward and loss, calls ``torch.autograd.grad``, optionally steps the optimizer,
+            and returns a tree of tensors. It reads ``module`` and ``optimizer`` by closure. It
+            runs once, on fake tensors; no kernel runs.
+        module: its parameters and buffers become the leading inputs of the graph. Nodes traced in
+            the forward of a submodule carry that module's name. In-place updates of buffers are
+            captured and happen at replay.
+        optimizer: steps inside ``fn``; its state must exist already and must be tensors that are
+            updated in place (fused or capturable optimizers, SGD). Learning rates that are
+            Python numbers become constants.
+        input_preparers: hooks on the inputs, see ``InputPreparer``.
+        constants: what to do with a tensor that is neither state nor argument: "error" refuses,
+            "allow" freezes its present value into the graph.
+
+    Returns:
+        A function of the step's example arguments that returns the ``TracedStep``. Arguments are
+        trees whose leaves are tensors, or numbers, strings and None, which become constants.
+        Shapes are static except in dimensions marked dynamic (``torch._dynamo.mark_dynamic``).
+
+    Raises:
+        CaptureError: the step cannot be captured faithfully; every reason found is listed.
+        ConstantCapturedError: a closed-over tensor would become a constant.
+    """
+
+    def capture(*args: Any, **kwargs: Any) -> TracedStep:
+        inputs = TraceInputs(args=args, kwargs=kwargs)
+        for preparer in input_preparers:
+            inputs = preparer.before_faking(inputs)
+        flat = FlatInputs.of(fn, collect_state(module, optimizer), inputs)
+        step = _TracedFunction(fn, flat, optimizer, input_preparers)
+        fake_mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+        fakes = flat.fake(fake_mode)
+        with _tracing_contexts(fake_mode, module):
+            graph_module: GraphModule = make_fx(step, record_stack_traces=True)(*fakes)
+        inherit_annotations(graph_module)
+        names = flat.graph_inputs()
+        _name_placeholders(graph_module.graph, names)
+        if constants == "error":
+            _refuse_constants(graph_module)
+        graph_module.recompile()
+        assert step.output_spec is not None
+        return TracedStep(
+            graph_module=graph_module,
+            inputs=names,
+            example_inputs=tuple(fakes),
+            fake_mode=fake_mode,
+            state=tuple(slot.entry for slot in flat.slots),
+            state_layouts=flat.state_layouts,
+            arguments=flat.signatures(fakes),
+            argument_spec=flat.argument_spec,
+            output_spec=step.output_spec,
+            output_layouts=tuple(step.output_layouts),
+        )
+
+    return capture
+
+
+@contextlib.contextmanager
+def _tracing_contexts(fake_mode: FakeTensorMode, module: nn.Module | None) -> Any:
+    with contextlib.ExitStack() as stack:
+        if module is not None:
+            stack.enter_context(annotate_modules(module))
+        stack.enter_context(fake_mode)
+        stack.enter_context(tracing(TracingContext(fake_mode)))
+        stack.enter_context(torch.fx.traceback.preserve_node_meta())
+        # Backward must be traced on this thread: others do not see contextual state.
+        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+        stack.enter_context(non_strict_tracing_context())
+        stack.enter_context(patch_engine_backward())
+        yield
+
+
+class _TracedFunction:
+    """The step as a function of plain tensors, as ``make_fx`` calls it once."""
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        flat: FlatInputs,
+        optimizer: torch.optim.Optimizer | None,
+        preparers: Sequence[InputPreparer],
+    ) -> None:
+        self._fn = fn
+        self._flat = flat
+        self._optimizer = optimizer
+        self._preparers = preparers
+        self.output_spec: pytree.TreeSpec | None = None
+        self.output_layouts: list[TensorLayout | None] = []
+
+    def __call__(self, *plain: torch.Tensor) -> list[Any]:
+        state, inputs = self._flat.rebuild(plain)
+        for preparer in self._preparers:
+            inputs = preparer.inside_trace(inputs)
+        slots = self._flat.slots
+        traced = {id(slot.tensor): tensor for slot, tensor in zip(slots, state, strict=True)}
+        with swapped_optimizer(self._optimizer, traced):
+            try:
+                for slot, tensor in zip(slots, state, strict=True):
+                    slot.put(tensor)
+                result = self._fn(*inputs.args, **inputs.kwargs)
+                _refuse_side_effects(slots, state, writes_grad=self._optimizer is not None)
+            finally:
+                for slot in slots:
+                    slot.put(slot.tensor)
+        return self._flatten_outputs(result)
+
+    def _flatten_outputs(self, result: Any) -> list[Any]:
+        outputs, self.output_spec = pytree.tree_flatten(result)
+        self.output_layouts = []
+        plain: list[Any] = []
+        for output in outputs:
+            if not isinstance(output, torch.Tensor):
+                self.output_layouts.append(None)
+                plain.append(output)
+                continue
+            leaves, layout = flatten_tensor(output)
+            self.output_layouts.append(layout)
+            plain.extend(leaves)
+        return plain
+
+
+def _refuse_side_effects(
+    slots: Sequence[StateSlot], state: Sequence[torch.Tensor], *, writes_grad: bool
+) -> None:
+    problems: list[str] = []
+    for slot, tensor in zip(slots, state, strict=True):
+        kind, name = slot.entry.kind, slot.entry.name
+        if not slot.holds(tensor):
+            problems.append(
+                f"{kind} {name} was replaced, and a replay would not replace it; update it in "
+                "place (copy_, add_)"
+            )
+        if tensor.grad is not None and not writes_grad:
+            problems.append(
+                f"{name}.grad was written, and a replay would lose it; use torch.autograd.grad "
+                "and return the gradients"
+            )
+    if problems:
+        raise CaptureError("the step has side effects:\n  " + "\n  ".join(problems))
+
+
+_PREFIX = {"parameter": "p", "buffer": "b", "optimizer_state": "o", "argument": "a"}
+
+
+def _name_placeholders(graph: Graph, inputs: Sequence[GraphInput]) -> None:
+    """Placeholders read as what they stand for: ``p_layers_0_attention_wq_weight``."""
+    placeholders = graph.find_nodes(op="placeholder")
+    for node, graph_input in zip(placeholders, inputs, strict=True):
+        words = re.sub(r"\W+", "_", graph_input.name).strip("_")
+        leaf = f"_{graph_input.leaf}" if graph_input.leaf else ""
+        # A node's own rename keeps names unique; the target is what the generated code declares.
+        node._rename(f"{_PREFIX[graph_input.kind]}_{words}{leaf}")
+        node.target = node.name
+
+
+def _refuse_constants(graph_module: GraphModule) -> None:
+    """A tensor literal is copied fresh at every replay; any other constant is a frozen input."""
+    problems: list[str] = []
+    for node in graph_module.graph.find_nodes(op="get_attr"):
+        value = getattr(graph_module, str(node.target), None)
+        if not isinstance(value, torch.Tensor):
+            continue
+        if all(user.target is torch.ops.aten.lift_fresh_copy.default for user in node.users):
+            continue
+        user = next(iter(node.users))
+        where = (user.meta.get("stack_trace") or "").strip().splitlines()
+        at = f", first read at {where[-1].strip()!r}" if where else ""
+        problems.append(f"{value.dtype} {list(value.shape)}{at}")
+    if problems:
+        raise ConstantCapturedError(
+            "tensors that are neither state nor argument of the step would be frozen into the "
+            "graph; register them as buffers, pass them as arguments, or give "
+            "constants='allow':\n  " + "\n  ".join(problems)
+        )
