@@ -1,0 +1,180 @@
+"""Attention for machines without FlexAttention: scaled dot product with a per-document mask.
+
+torchtitan 0.3.0 gives its language models FlexAttention or varlen attention. Neither has a backward
+on CPU, and torchtitan's own scaled-dot-product module takes no mask, so that documents packed into
+one sample would see each other. On CPU we therefore replace the *configuration* of each layer's
+inner attention; the attention block around it stays torchtitan's
+(``torchtitan/models/common/attention.py``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torchtitan.models.common.attention import FlexAttention, VarlenAttention
+from torchtitan.protocols.module import Module
+
+if TYPE_CHECKING:
+    from torchtitan.models.common.decoder import Decoder
+
+__all__ = [
+    "AttentionMaskError",
+    "DocumentCausalSDPA",
+    "attention_mask_for",
+    "document_causal_mask",
+    "replace_inner_attention",
+]
+
+
+class AttentionMaskError(ValueError):
+    """A mask or the positions it is built from have the wrong type or shape."""
+
+
+def document_causal_mask(positions: torch.Tensor) -> torch.Tensor:
+    """Say which tokens each token may attend to: itself and earlier ones of its own document.
+
+    Args:
+        positions: (B, L) integers, the position of each token in its document. A 0 starts a new
+            document, as in torchtitan's ``get_document_mask_mod``. What precedes the first 0 of a
+            sample, the rest of a document that began earlier, is a document too.
+
+    Returns:
+        (B, 1, L, L) bool on the device of ``positions``; [b, 0, q, k] is True where q attends to k.
+
+    Raises:
+        AttentionMaskError: ``positions`` is not two-dimensional.
+    """
+    if positions.ndim != 2:
+        raise AttentionMaskError(
+            f"positions have shape {tuple(positions.shape)}; allowed: (batch, sequence)"
+        )
+    document_BL = torch.cumsum((positions == 0).to(torch.int32), dim=1)
+    token_L = torch.arange(positions.shape[1], device=positions.device)
+    same_document_BLL = document_BL.unsqueeze(2) == document_BL.unsqueeze(1)
+    causal_LL = token_L.unsqueeze(1) >= token_L.unsqueeze(0)
+    return (same_document_BLL & causal_LL).unsqueeze(1)
+
+
+class DocumentCausalSDPA(Module):
+    """Inner attention by ``F.scaled_dot_product_attention`` under a (B, 1, L, L) boolean mask.
+
+    Always one kernel, torch's flash attention for CPU, or an error: eager execution and a captured
+    graph then hold the same operator, hence the same bits. The kernel parallelizes over batch and
+    heads, forward and backward, and sums within a head in a fixed order. It wants values as wide as
+    queries; where they are narrower (multi-head latent attention), values are padded with zero
+    columns and the output is cut, which changes no kept number.
+
+    The names of the first three arguments are those that torchtitan's sharding configurations
+    refer to; under tensor parallelism the module then runs inside their ``local_map``, on the local
+    heads, and the mask passes through unchanged.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Module.Config):
+        """No options: the mask comes with the batch."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+
+    def forward(
+        self,
+        q_BLNH: torch.Tensor,
+        k_BLNH: torch.Tensor,
+        v_BLNH: torch.Tensor,
+        *,
+        attention_masks: torch.Tensor,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        """Attend within documents.
+
+        Args:
+            q_BLNH: (B, L, heads, width) queries.
+            k_BLNH: (B, L, key-value heads, width) keys.
+            v_BLNH: (B, L, key-value heads, value width) values; not wider than the queries.
+            attention_masks: (B, 1, L, L) bool from ``document_causal_mask``.
+            scale: Factor on the scores; None is 1 / sqrt(width).
+            enable_gqa: Whether there are fewer key-value heads than heads.
+
+        Returns:
+            (B, L, heads, value width).
+
+        Raises:
+            AttentionMaskError: No such mask was given.
+        """
+        _check_mask(attention_masks, batch=q_BLNH.shape[0], length=q_BLNH.shape[1])
+        value_width = v_BLNH.shape[-1]
+        padding = q_BLNH.shape[-1] - value_width
+        if padding > 0:
+            v_BLNH = F.pad(v_BLNH, (0, padding))
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            out_BNLH = F.scaled_dot_product_attention(
+                q_BLNH.transpose(1, 2),
+                k_BLNH.transpose(1, 2),
+                v_BLNH.transpose(1, 2),
+                attn_mask=attention_masks,
+                scale=scale,
+                enable_gqa=enable_gqa,
+            )
+        if padding > 0:
+            out_BNLH = out_BNLH[..., :value_width]
+        return out_BNLH.transpose(1, 2)
+
+
+def replace_inner_attention(model_config: Decoder.Config) -> tuple[str, ...]:
+    """Make every layer of a decoder's configuration use ``DocumentCausalSDPA``, in place.
+
+    Returns:
+        The names of the attention classes that were replaced, sorted; empty if there were none.
+    """
+    found = [
+        match
+        for attention in (FlexAttention, VarlenAttention)
+        for match in model_config.traverse(attention.Config)
+    ]
+    for fqn, _, parent, field in found:
+        if parent is None or not isinstance(field, str):
+            raise TypeError(
+                f"the attention configuration at {fqn!r} is not the field of another configuration"
+            )
+        setattr(parent, field, DocumentCausalSDPA.Config())
+    return tuple(sorted({type(config).__qualname__.split(".")[0] for _, config, _, _ in found}))
+
+
+def attention_mask_for(model_config: object, positions: torch.Tensor | None) -> torch.Tensor | None:
+    """Build the mask of one batch for a model whose inner attention is ours, else return None.
+
+    Args:
+        model_config: Configuration of the model, as built by torchtitan.
+        positions: (B, L) positions in the document, or None where the batch has none.
+
+    Raises:
+        AttentionMaskError: The model needs a mask and the batch has no positions.
+    """
+    attention = getattr(model_config, "first_attention", None)
+    if not isinstance(getattr(attention, "inner_attention", None), DocumentCausalSDPA.Config):
+        return None
+    if positions is None:
+        raise AttentionMaskError(
+            "the model attends within documents, but the batch holds no 'positions': the data "
+            "loader must give the position of each token in its document, shape (batch, sequence)"
+        )
+    return document_causal_mask(positions)
+
+
+def _check_mask(mask: object, *, batch: int, length: int) -> None:
+    wanted = f"a bool tensor of shape ({batch}, 1, {length}, {length})"
+    if not isinstance(mask, torch.Tensor):
+        raise AttentionMaskError(
+            f"attention_masks is {type(mask).__name__}; allowed: {wanted}, from "
+            "document_causal_mask(positions)"
+        )
+    if mask.dtype != torch.bool or tuple(mask.shape) != (batch, 1, length, length):
+        raise AttentionMaskError(
+            f"attention_masks has dtype {mask.dtype} and shape {tuple(mask.shape)}; allowed: "
+            f"{wanted}, from document_causal_mask(positions)"
+        )
