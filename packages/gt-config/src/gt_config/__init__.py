@@ -1,7 +1,8 @@
 """Configuration, validation, fingerprints and node-metadata keys of Graph Trainer.
 
 Standard library only: importing this package loads neither torch nor any of its siblings, so that
-a launcher can judge a configuration before it pays for either.
+a launcher can judge a configuration before it pays for either. The node-metadata contract has its
+own module, ``gt_config.node_keys``, because only those who touch graphs need it.
 """
 
 from gt_config.compile_config import (
@@ -29,11 +30,24 @@ from gt_config.errors import (
     StaleFingerprintError,
     Violation,
 )
+from gt_config.fingerprint import (
+    FINGERPRINT_FORMAT,
+    Fingerprint,
+    explain_difference,
+    fingerprint,
+    refuse_stale,
+)
 from gt_config.graph_neutral import graph_neutral, is_graph_neutral
+from gt_config.landed import UNLANDED, UnlandedOption
+from gt_config.selectors import SELECTOR_SYNTAX, SavedOpSelector
 from gt_config.topology import TOPOLOGY_FLAGS, Topology
+from gt_config.validate import find_violations, validate
 
 __all__ = [
+    "FINGERPRINT_FORMAT",
+    "SELECTOR_SYNTAX",
     "TOPOLOGY_FLAGS",
+    "UNLANDED",
     "AutoParallelConfig",
     "CompileConfig",
     "ConfigError",
@@ -42,6 +56,7 @@ __all__ = [
     "EpModuleFqn",
     "EpOverlapConfig",
     "FieldDifference",
+    "Fingerprint",
     "FingerprintDocumentError",
     "FingerprintTypeError",
     "FsdpBucketing",
@@ -51,11 +66,18 @@ __all__ = [
     "Mode",
     "NodeMetadataError",
     "NodeMetadataVersionError",
+    "SavedOpSelector",
     "SelectorSyntaxError",
     "ShapeChangePolicy",
     "StaleFingerprintError",
     "Topology",
+    "UnlandedOption",
     "Violation",
+    "explain_difference",
+    "find_violations",
+    "fingerprint",
     "graph_neutral",
     "is_graph_neutral",
+    "refuse_stale",
+    "validate",
 ]

@@ -1,0 +1,356 @@
+"""Rules between fields. Each is one function that says what it reads and yields what is broken.
+
+A rule never runs on a value that is wrong by itself (``_field_values``), so it may rely on types,
+literal values and bounds. The mesh rules are those of torchtitan 0.3.0 (``ParallelDims`` and the
+sequence-length check in ``Trainer``), stated before any process group exists.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+from gt_config._subject import Subject, default_at, flag_of, leaf_paths, value_at
+from gt_config.compile_config import AutoParallelConfig, EpOverlapConfig
+from gt_config.errors import SelectorSyntaxError, Violation
+from gt_config.selectors import SELECTOR_SYNTAX, SavedOpSelector
+
+Check = Callable[[Subject], Iterator[Violation]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """A check, and the paths whose values it relies on."""
+
+    reads: tuple[str, ...]
+    check: Check
+
+
+RULES: list[Rule] = []
+"""Every rule, in the order in which violations are reported."""
+
+
+def _rule(*reads: str) -> Callable[[Check], Check]:
+    def register(check: Check) -> Check:
+        RULES.append(Rule(reads=reads, check=check))
+        return check
+
+    return register
+
+
+def _violation(subject: Subject, path: str, *, allowed: str, fix: str) -> Violation:
+    return Violation(flag=flag_of(path), value=value_at(subject, path), allowed=allowed, fix=fix)
+
+
+def _paths(cls: type, prefix: str) -> tuple[str, ...]:
+    return tuple(path for path, _ in leaf_paths(cls, prefix))
+
+
+_SOLVER = _paths(AutoParallelConfig, "config.autoparallel_solver")
+_EP_OVERLAP = _paths(EpOverlapConfig, "config.ep_overlap")
+_EP_SETTINGS = tuple(path for path in _EP_OVERLAP if path != "config.ep_overlap.enabled")
+
+_GRAPH_ONLY = (
+    "config.inductor_compilation",
+    "config.memory_policy",
+    "config.passes",
+    "config.disable_passes",
+    "config.verify_passes",
+    "config.debug_graph_passes",
+    "config.fsdp_bucketing",
+    "config.prefetch_layers",
+    "config.numerics_changing",
+    "config.cuda_graphs",
+    "config.on_shape_change",
+)
+"""Options that act on a graph, and so on nothing in eager mode."""
+
+
+# ---- the mesh and the batch --------------------------------------------------------------------
+
+_WORLD_AXES = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
+
+
+@_rule("topology.world", *(f"topology.{axis}" for axis in _WORLD_AXES))
+def _degrees_multiply_to_world(subject: Subject) -> Iterator[Violation]:
+    degrees = {axis: int(value_at(subject, f"topology.{axis}")) for axis in _WORLD_AXES}
+    world, product = subject.topology.world, math.prod(degrees.values())
+    if product == world:
+        return
+    rest = product // degrees["dp_shard"]
+    fix = f"start {product} processes, or change a degree"
+    if world % rest == 0:
+        fix += f" (for example {flag_of('topology.dp_shard')} {world // rest})"
+    terms = " * ".join(f"{axis} {degree}" for axis, degree in degrees.items())
+    yield _violation(subject, "topology.world", allowed=f"{terms} = {product}", fix=fix)
+
+
+@_rule("topology.dp_shard", "topology.cp", "topology.tp", "topology.ep")
+def _ep_divides_the_ranks_it_borrows(subject: Subject) -> Iterator[Violation]:
+    mesh = subject.topology
+    ranks = mesh.dp_shard * mesh.cp * mesh.tp
+    if ranks % mesh.ep == 0:
+        return
+    divisors = ", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
+    yield _violation(
+        subject,
+        "topology.ep",
+        allowed=f"a divisor of dp_shard {mesh.dp_shard} * cp {mesh.cp} * tp {mesh.tp} = {ranks}",
+        fix=f"use one of {divisors}, or change the other degrees",
+    )
+
+
+@_rule("topology.seq_len", "topology.tp", "topology.cp", "topology.sequence_parallel")
+def _sequence_divides_over_tp_and_cp(subject: Subject) -> Iterator[Violation]:
+    mesh = subject.topology
+    terms = []
+    if mesh.sequence_parallel and mesh.tp > 1:
+        terms.append(f"tp {mesh.tp}")
+    if mesh.cp > 1:
+        # The two halves of the sequence go to the ranks in opposite orders, to balance the mask.
+        terms.append(f"2 * cp {mesh.cp}")
+    divisor = (mesh.tp if mesh.sequence_parallel else 1) * (2 * mesh.cp if mesh.cp > 1 else 1)
+    if mesh.seq_len % divisor == 0:
+        return
+    yield _violation(
+        subject,
+        "topology.seq_len",
+        allowed=f"a multiple of {divisor} ({' * '.join(terms)})",
+        fix=f"use {_round_up(mesh.seq_len, divisor)}, or smaller degrees",
+    )
+
+
+def _round_up(value: int, divisor: int) -> int:
+    return -(-value // divisor) * divisor
+
+
+# ---- options that need another, or would silently do nothing -----------------------------------
+
+
+@_rule("config.inductor_compilation", "config.autoparallel", "config.mode")
+def _autoparallel_backend_needs_autoparallel_and_a_trace(subject: Subject) -> Iterator[Violation]:
+    config = subject.config
+    if config.inductor_compilation != "autoparallel_backend":
+        return
+    if not config.autoparallel:
+        yield _violation(
+            subject,
+            "config.inductor_compilation",
+            allowed="'autoparallel_backend' only with --compile.autoparallel",
+            fix="add --compile.autoparallel, or choose another inductor_compilation",
+        )
+    if config.mode != "aot_fx_trace":
+        yield _violation(
+            subject,
+            "config.inductor_compilation",
+            allowed=f"'autoparallel_backend' only with --compile.mode aot_fx_trace, "
+            f"not {config.mode}",
+            fix="use --compile.mode aot_fx_trace, or choose another inductor_compilation",
+        )
+
+
+@_rule("config.mode", *_GRAPH_ONLY)
+def _eager_mode_ignores_graph_options(subject: Subject) -> Iterator[Violation]:
+    if subject.config.mode != "none":
+        return
+    for path in _GRAPH_ONLY:
+        yield from _must_be_default(
+            subject, path, because="--compile.mode none captures no graph", switch="another mode"
+        )
+
+
+@_rule("config.autoparallel", *_SOLVER)
+def _solver_limits_need_autoparallel(subject: Subject) -> Iterator[Violation]:
+    if subject.config.autoparallel:
+        return
+    for path in _SOLVER:
+        yield from _must_be_default(
+            subject, path, because="autoparallel is off", switch="--compile.autoparallel"
+        )
+
+
+@_rule("config.fsdp_bucketing", "config.fsdp_bucket_cap_mib")
+def _bucket_cap_needs_bucketing(subject: Subject) -> Iterator[Violation]:
+    if subject.config.fsdp_bucketing != "off":
+        return
+    yield from _must_be_default(
+        subject,
+        "config.fsdp_bucket_cap_mib",
+        because="FSDP bucketing is off",
+        switch="--compile.fsdp_bucketing transformer_block",
+    )
+
+
+@_rule("config.memory_policy", "config.full_recompute_saved_ops")
+def _saved_ops_need_full_recompute(subject: Subject) -> Iterator[Violation]:
+    policy = subject.config.memory_policy
+    if policy == "full_recompute":
+        return
+    yield from _must_be_default(
+        subject,
+        "config.full_recompute_saved_ops",
+        because=f"memory_policy is {policy}",
+        switch="--compile.memory_policy full_recompute",
+    )
+
+
+def _must_be_default(
+    subject: Subject, path: str, *, because: str, switch: str
+) -> Iterator[Violation]:
+    default = default_at(subject, path)
+    if value_at(subject, path) == default:
+        return
+    yield _violation(
+        subject,
+        path,
+        allowed=f"its default {default!r}, since {because} and it would do nothing",
+        fix=f"drop the option, or use {switch}",
+    )
+
+
+# ---- names -------------------------------------------------------------------------------------
+
+
+@_rule("config.full_recompute_saved_ops")
+def _saved_ops_are_selectors(subject: Subject) -> Iterator[Violation]:
+    for text in subject.config.full_recompute_saved_ops:
+        try:
+            SavedOpSelector.parse(text)
+        except SelectorSyntaxError:
+            yield Violation(
+                flag=flag_of("config.full_recompute_saved_ops"),
+                value=text,
+                allowed=SELECTOR_SYNTAX,
+                fix="write it in that form",
+            )
+
+
+@_rule("config.passes", "config.disable_passes")
+def _passes_are_registered_and_named_once(subject: Subject) -> Iterator[Violation]:
+    for path in ("config.passes", "config.disable_passes"):
+        names: tuple[str, ...] = value_at(subject, path)
+        for name in dict.fromkeys(names):
+            if name not in subject.known_passes:
+                yield _unknown_pass(subject, path, name)
+            if names.count(name) > 1:
+                yield Violation(
+                    flag=flag_of(path),
+                    value=name,
+                    allowed="each pass once",
+                    fix=f"name it once; it is named {names.count(name)} times",
+                )
+    for name in dict.fromkeys(subject.config.passes):
+        if name in subject.config.disable_passes:
+            yield Violation(
+                flag=flag_of("config.disable_passes"),
+                value=name,
+                allowed="passes that --compile.passes does not name",
+                fix="drop it from one of the two",
+            )
+
+
+def _unknown_pass(subject: Subject, path: str, name: str) -> Violation:
+    known = sorted(subject.known_passes)
+    near = get_close_matches(name, known)
+    return Violation(
+        flag=flag_of(path),
+        value=name,
+        allowed=f"the registered passes: {', '.join(known)}" if known else "no pass is registered",
+        fix=f"did you mean {' or '.join(map(repr, near))}?" if near else "drop it",
+    )
+
+
+# ---- expert-parallel overlap -------------------------------------------------------------------
+
+
+@_rule(*_EP_OVERLAP)
+def _ep_overlap_settings_need_it_enabled(subject: Subject) -> Iterator[Violation]:
+    if subject.config.ep_overlap.enabled:
+        return
+    for path in _EP_SETTINGS:
+        yield from _must_be_default(
+            subject, path, because="EP overlap is off", switch="--compile.ep_overlap.enabled"
+        )
+
+
+@_rule("config.ep_overlap.enabled", "config.mode", "topology.ep")
+def _ep_overlap_needs_a_trace_and_ep(subject: Subject) -> Iterator[Violation]:
+    if not subject.config.ep_overlap.enabled:
+        return
+    if subject.config.mode != "aot_fx_trace":
+        yield _violation(
+            subject,
+            "config.ep_overlap.enabled",
+            allowed=f"True only with --compile.mode aot_fx_trace, not {subject.config.mode}",
+            fix="use --compile.mode aot_fx_trace, or turn EP overlap off",
+        )
+    if subject.topology.ep <= 1:
+        yield _violation(
+            subject,
+            "config.ep_overlap.enabled",
+            allowed=f"True only with {flag_of('topology.ep')} above 1; it is {subject.topology.ep}",
+            fix=f"raise {flag_of('topology.ep')}, or turn EP overlap off",
+        )
+
+
+@_rule(*_EP_OVERLAP)
+def _ep_overlap_choices_fit_together(subject: Subject) -> Iterator[Violation]:
+    overlap = subject.config.ep_overlap
+    if not overlap.enabled:
+        return
+    if overlap.chunk_dim == "seq" and overlap.module_fqn != "layers.*.moe":
+        yield _violation(
+            subject,
+            "config.ep_overlap.chunk_dim",
+            allowed=f"'seq' only with --compile.ep_overlap.module_fqn layers.*.moe, "
+            f"not {overlap.module_fqn}: attention needs the whole K/V context",
+            fix="use --compile.ep_overlap.module_fqn 'layers.*.moe', or chunk_dim batch",
+        )
+    if overlap.strategy == "eager" and overlap.num_chunks != 2:
+        yield _violation(
+            subject,
+            "config.ep_overlap.num_chunks",
+            allowed="2, with --compile.ep_overlap.strategy eager",
+            fix="use 2 chunks, or --compile.ep_overlap.strategy graph",
+        )
+    if overlap.strategy == "eager" and overlap.disable_early_grad_accumulation:
+        yield _violation(
+            subject,
+            "config.ep_overlap.disable_early_grad_accumulation",
+            allowed="its default False, since the eager strategy never accumulates early",
+            fix="drop the option, or use --compile.ep_overlap.strategy graph",
+        )
+
+
+@_rule(
+    "config.ep_overlap.enabled",
+    "config.ep_overlap.chunk_dim",
+    "config.ep_overlap.num_chunks",
+    "topology.batch_size",
+    "topology.seq_len",
+    "topology.cp",
+    "topology.tp",
+    "topology.sequence_parallel",
+)
+def _ep_overlap_chunks_are_equal(subject: Subject) -> Iterator[Violation]:
+    overlap, mesh = subject.config.ep_overlap, subject.topology
+    if not overlap.enabled:
+        return
+    # Chunks are cut from what one rank holds, and context and sequence parallelism shard that.
+    shards = 1
+    if overlap.chunk_dim == "seq":
+        shards = mesh.cp * (mesh.tp if mesh.sequence_parallel else 1)
+    path = "topology.batch_size" if overlap.chunk_dim == "batch" else "topology.seq_len"
+    extent: int = value_at(subject, path)
+    divisor = overlap.num_chunks * shards
+    if extent % divisor == 0:
+        return
+    over = f" on each of {shards} sequence shards" if shards > 1 else ""
+    yield _violation(
+        subject,
+        path,
+        allowed=f"a multiple of {divisor}, for {overlap.num_chunks} equal chunks{over}",
+        fix=f"use {_round_up(extent, divisor)}, or another --compile.ep_overlap.num_chunks",
+    )

@@ -1,0 +1,63 @@
+"""What the rules look at: a configuration and a topology, addressed by dotted paths.
+
+``config.ep_overlap.num_chunks`` and ``topology.tp`` name values in rules, in the list of unlanded
+options and in the record of what is already known to be wrong, and map to the user's flags.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from typing import Any
+
+from gt_config._field_types import field_hints
+from gt_config.compile_config import CompileConfig
+from gt_config.topology import TOPOLOGY_FLAGS, Topology
+
+FLAG_PREFIX = "--compile."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """The data under validation."""
+
+    config: CompileConfig
+    topology: Topology
+    known_passes: tuple[str, ...]
+
+
+def flag_of(path: str) -> str:
+    """The flag that sets the value at ``path``."""
+    root, _, names = path.partition(".")
+    return TOPOLOGY_FLAGS[names] if root == "topology" else FLAG_PREFIX + names
+
+
+def value_at(subject: Subject, path: str) -> Any:
+    """The value at ``path``."""
+    value: Any = subject
+    for name in path.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def default_at(subject: Subject, path: str) -> object:
+    """The default of the configuration field at ``path``, as the configuration's class has it."""
+    _, name, *inner = path.split(".")
+    field = next(field for field in fields(subject.config) if field.name == name)
+    value: Any = field.default
+    if field.default_factory is not MISSING:
+        value = field.default_factory()
+    for part in inner:
+        value = getattr(value, part)
+    return value
+
+
+def leaf_paths(cls: type, prefix: str) -> Iterator[tuple[str, Any]]:
+    """Every (path, type hint) of the dataclass ``cls``, nested dataclasses opened."""
+    hints = field_hints(cls)
+    for field in fields(cls):
+        hint = hints[field.name]
+        if is_dataclass(hint) and isinstance(hint, type):
+            yield from leaf_paths(hint, f"{prefix}.{field.name}")
+        else:
+            yield f"{prefix}.{field.name}", hint

@@ -1,0 +1,153 @@
+"""The identity of a captured graph: a digest over everything that went into it.
+
+A stored graph may be used only by a run with the same fingerprint. Stale means refuse, and no
+switch skips the check. To leave a field out by mistake is the costly error (a stale graph runs and
+nobody notices), so fields are found by reflection and count unless their own declaration says
+otherwise; the only price of counting too much is a needless capture.
+
+The flat field map is kept beside the digest, so that a refusal can say which field differs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from gt_config._canonical import flatten
+from gt_config.compile_config import CompileConfig
+from gt_config.errors import FieldDifference, FingerprintDocumentError, StaleFingerprintError
+from gt_config.topology import Topology
+
+__all__ = ["FINGERPRINT_FORMAT", "Fingerprint", "explain_difference", "fingerprint", "refuse_stale"]
+
+FINGERPRINT_FORMAT = 1
+"""Raised by one whenever the canonical text of anything changes; it is part of every digest."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fingerprint:
+    """A digest and the fields behind it. Two fingerprints are equal if their fields are."""
+
+    fields: Mapping[str, str]
+    """Canonical text of every field by path; read-only and sorted."""
+
+    digest: str = field(init=False)
+    """SHA-256 over the canonical JSON of the format number and the fields; 64 hex digits."""
+
+    def __post_init__(self) -> None:
+        ordered = MappingProxyType(dict(sorted(self.fields.items())))
+        object.__setattr__(self, "fields", ordered)
+        text = _canonical_json({"format": FINGERPRINT_FORMAT, "fields": dict(ordered)})
+        object.__setattr__(self, "digest", hashlib.sha256(text.encode()).hexdigest())
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # A read-only mapping does not pickle, and a checked document is the better wire format.
+        return (Fingerprint.from_json, (self.to_json(),))
+
+    def to_json(self) -> str:
+        """The fingerprint as a JSON document that ``from_json`` reads."""
+        document = {
+            "format": FINGERPRINT_FORMAT,
+            "digest": self.digest,
+            "fields": dict(self.fields),
+        }
+        return json.dumps(document, indent=1, ensure_ascii=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> Fingerprint:
+        """The fingerprint in a document that ``to_json`` wrote.
+
+        Raises:
+            FingerprintDocumentError: the text is not such a document, is of another format, or
+                holds a digest that does not match its fields.
+        """
+        try:
+            document = json.loads(text)
+        except ValueError as error:
+            raise FingerprintDocumentError(
+                f"a fingerprint is JSON, and this is not: {error}"
+            ) from (error)
+        if not isinstance(document, dict) or set(document) != {"format", "digest", "fields"}:
+            raise FingerprintDocumentError(
+                "a fingerprint document has exactly the keys 'format', 'digest' and 'fields'"
+            )
+        if document["format"] != FINGERPRINT_FORMAT:
+            raise FingerprintDocumentError(
+                f"the fingerprint has format {document['format']!r}, and this gt-config reads "
+                f"format {FINGERPRINT_FORMAT}: capture again"
+            )
+        entries = document["fields"]
+        if not isinstance(entries, dict) or not all(isinstance(v, str) for v in entries.values()):
+            raise FingerprintDocumentError("the fields of a fingerprint map paths to texts")
+        loaded = cls(fields=entries)
+        if document["digest"] != loaded.digest:
+            raise FingerprintDocumentError(
+                f"the fingerprint claims the digest {document['digest']!r}, but its fields give "
+                f"{loaded.digest!r}: the document was damaged or edited"
+            )
+        return loaded
+
+
+def fingerprint(
+    config: CompileConfig,
+    topology: Topology,
+    model: object,
+    batch: object,
+    environment: Mapping[str, str | None],
+) -> Fingerprint:
+    """The fingerprint of one capture.
+
+    Args:
+        config: the flags under ``--compile.``.
+        topology: mesh degrees and batch extents.
+        model: plain data that identifies the model: its own configuration, and names, shapes and
+            dtypes of its parameters and buffers.
+        batch: plain data that identifies the inputs: names, shapes and dtypes.
+        environment: version of each thing that shapes a graph: the gt packages, torch, CUDA,
+            torchtitan. None stands for one that is absent.
+
+    Raises:
+        FingerprintTypeError: names the path of a value that has no canonical form.
+        ValueError: ``environment`` is empty, as no graph is independent of every version.
+    """
+    if not environment:
+        raise ValueError("environment is empty: give the versions of the gt packages and of torch")
+    return Fingerprint(
+        fields={
+            **flatten(config, path="config"),
+            **flatten(topology, path="topology"),
+            **flatten(model, path="model"),
+            **flatten(batch, path="batch"),
+            **flatten(environment, path="environment"),
+        }
+    )
+
+
+def explain_difference(before: Fingerprint, after: Fingerprint) -> tuple[FieldDifference, ...]:
+    """Every field that differs, was added or was removed, sorted by path; empty if none."""
+    return tuple(
+        FieldDifference(path=path, before=before.fields.get(path), after=after.fields.get(path))
+        for path in sorted({*before.fields, *after.fields})
+        if before.fields.get(path) != after.fields.get(path)
+    )
+
+
+def refuse_stale(*, stored: Fingerprint, current: Fingerprint) -> None:
+    """Refuse what was stored under another fingerprint than this run's.
+
+    Raises:
+        StaleFingerprintError: names every field that differs, with both values.
+    """
+    differences = explain_difference(stored, current)
+    if differences:
+        raise StaleFingerprintError(differences)
+
+
+def _canonical_json(document: object) -> str:
+    return json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=False)

@@ -1,0 +1,108 @@
+"""Options that this version knows and refuses, because what they ask for has not been built yet.
+
+Graph Trainer lands in parts, and the configuration's shape was fixed first. An option whose part
+is missing must be refused by name, and never accepted and ignored. The list is data: landing a part
+means deleting its entries here, and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from gt_config.compile_config import CompileConfig
+from gt_config.topology import Topology
+
+__all__ = ["UNLANDED", "UnlandedOption"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnlandedOption:
+    """A field, and those of its values that are refused for now."""
+
+    path: str
+    """``config.`` or ``topology.``, then the field's dotted path."""
+
+    refused: Callable[[object], bool]
+    """Whether a value of the right type is refused."""
+
+    landed: str
+    """What is accepted today, in words."""
+
+    reason: str
+    """Why the rest is refused, and when it comes."""
+
+    def __post_init__(self) -> None:
+        root, _, names = self.path.partition(".")
+        owner: type = {"config": CompileConfig, "topology": Topology}.get(root, object)
+        if names.split(".")[0] not in getattr(owner, "__dataclass_fields__", {}):
+            raise ValueError(f"{self.path!r} is no field of the configuration or the topology")
+
+
+def _one_of(*values: object) -> Callable[[object], bool]:
+    return lambda value: value in values
+
+
+def _above(limit: int) -> Callable[[object], bool]:
+    return lambda value: isinstance(value, int) and value > limit
+
+
+def _is_on(value: object) -> bool:
+    return value is True
+
+
+_PART_2 = "the rest arrives with part 2 (gt-passes)"
+_PART_3 = "expert-parallel overlap arrives with part 3"
+_PART_4 = "pipeline parallelism arrives with part 4 (gt-pipeline)"
+_PART_5 = "automatic placement arrives with part 5 (gt-autoparallel)"
+
+UNLANDED: tuple[UnlandedOption, ...] = (
+    UnlandedOption(
+        path="config.mode",
+        refused=_one_of("aot_joint"),
+        landed="'none' or 'aot_fx_trace'",
+        reason=_PART_2,
+    ),
+    UnlandedOption(
+        path="config.inductor_compilation",
+        refused=_one_of("regional", "full"),
+        landed="'none'",
+        reason=_PART_2,
+    ),
+    UnlandedOption(
+        path="config.inductor_compilation",
+        refused=_one_of("autoparallel_backend"),
+        landed="'none'",
+        reason=_PART_5,
+    ),
+    UnlandedOption(path="config.autoparallel", refused=_is_on, landed="False", reason=_PART_5),
+    UnlandedOption(
+        path="config.memory_policy",
+        refused=_one_of("selective", "full_recompute", "offload"),
+        landed="'save_all'",
+        reason=_PART_2,
+    ),
+    UnlandedOption(
+        path="config.debug_graph_passes", refused=_is_on, landed="False", reason=_PART_2
+    ),
+    UnlandedOption(
+        path="config.fsdp_bucketing",
+        refused=_one_of("transformer_block"),
+        landed="'off'",
+        reason=_PART_2,
+    ),
+    UnlandedOption(path="config.prefetch_layers", refused=_above(0), landed="0", reason=_PART_2),
+    UnlandedOption(
+        path="config.ep_overlap.enabled", refused=_is_on, landed="False", reason=_PART_3
+    ),
+    UnlandedOption(path="config.numerics_changing", refused=_is_on, landed="False", reason=_PART_2),
+    UnlandedOption(path="config.cuda_graphs", refused=_is_on, landed="False", reason=_PART_2),
+    UnlandedOption(path="topology.pp", refused=_above(1), landed="1", reason=_PART_4),
+    UnlandedOption(
+        path="topology.cp",
+        refused=_above(1),
+        landed="1",
+        reason="context parallelism is not supported yet",
+    ),
+)
+"""Everything that is refused today."""
