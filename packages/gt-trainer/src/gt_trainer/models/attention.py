@@ -59,7 +59,7 @@ def document_causal_mask(positions: torch.Tensor) -> torch.Tensor:
     return (same_document_BLL & causal_LL).unsqueeze(1)
 
 
-class DocumentCausalSDPA(Module):
+class DocumentCausalSDPA(Module):  # type: ignore[no-untyped-call]  # torchtitan annotates no hook
     """Inner attention by ``F.scaled_dot_product_attention`` under a (B, 1, L, L) boolean mask.
 
     Always one kernel, torch's flash attention for CPU, or an error: eager execution and a captured
