@@ -44,12 +44,8 @@ def _violation(subject: Subject, path: str, *, allowed: str, fix: str) -> Violat
     return Violation(flag=flag_of(path), value=value_at(subject, path), allowed=allowed, fix=fix)
 
 
-def _paths(cls: type, prefix: str) -> tuple[str, ...]:
-    return tuple(path for path, _ in leaf_paths(cls, prefix))
-
-
-_SOLVER = _paths(AutoParallelConfig, "config.autoparallel_solver")
-_EP_OVERLAP = _paths(EpOverlapConfig, "config.ep_overlap")
+_SOLVER = tuple(leaf_paths(AutoParallelConfig, "config.autoparallel_solver"))
+_EP_OVERLAP = tuple(leaf_paths(EpOverlapConfig, "config.ep_overlap"))
 _EP_SETTINGS = tuple(path for path in _EP_OVERLAP if path != "config.ep_overlap.enabled")
 
 _GRAPH_ONLY = (

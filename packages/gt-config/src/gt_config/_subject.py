@@ -52,12 +52,10 @@ def default_at(subject: Subject, path: str) -> object:
     return value
 
 
-def leaf_paths(cls: type, prefix: str) -> Iterator[tuple[str, Any]]:
-    """Every (path, type hint) of the dataclass ``cls``, nested dataclasses opened."""
-    hints = field_hints(cls)
-    for field in fields(cls):
-        hint = hints[field.name]
+def leaf_paths(cls: type, prefix: str) -> Iterator[str]:
+    """The path of every field of the dataclass ``cls``, nested dataclasses opened."""
+    for name, hint in field_hints(cls).items():
         if is_dataclass(hint) and isinstance(hint, type):
-            yield from leaf_paths(hint, f"{prefix}.{field.name}")
+            yield from leaf_paths(hint, f"{prefix}.{name}")
         else:
-            yield f"{prefix}.{field.name}", hint
+            yield f"{prefix}.{name}"

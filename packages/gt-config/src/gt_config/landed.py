@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from gt_config._subject import leaf_paths
 from gt_config.compile_config import CompileConfig
 from gt_config.topology import Topology
 
@@ -33,9 +34,8 @@ class UnlandedOption:
     """Why the rest is refused, and when it comes."""
 
     def __post_init__(self) -> None:
-        root, _, names = self.path.partition(".")
-        owner: type = {"config": CompileConfig, "topology": Topology}.get(root, object)
-        if names.split(".")[0] not in getattr(owner, "__dataclass_fields__", {}):
+        known = {*leaf_paths(CompileConfig, "config"), *leaf_paths(Topology, "topology")}
+        if self.path not in known:
             raise ValueError(f"{self.path!r} is no field of the configuration or the topology")
 
 

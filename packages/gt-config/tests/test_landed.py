@@ -1,0 +1,159 @@
+"""Options whose part has not landed: data, and refused by name."""
+
+import dataclasses
+
+import pytest
+
+from gt_config import (
+    UNLANDED,
+    CompileConfig,
+    EpOverlapConfig,
+    Topology,
+    UnlandedOption,
+    Violation,
+    find_violations,
+)
+
+TOPOLOGY = Topology(world=1, batch_size=2, seq_len=8)
+
+
+def violations_of(config=None, topology=TOPOLOGY, **settings):
+    found = find_violations(config or CompileConfig(**settings), topology, known_passes=())
+    return {
+        violation.flag: violation for violation in found if "in this version" in violation.allowed
+    }
+
+
+@pytest.mark.parametrize(
+    ("settings", "flag", "value", "landed", "reason"),
+    [
+        (
+            {"mode": "aot_joint"},
+            "--compile.mode",
+            "aot_joint",
+            "'none' or 'aot_fx_trace'",
+            "the rest arrives with part 2 (gt-passes)",
+        ),
+        *(
+            (
+                {"inductor_compilation": value},
+                "--compile.inductor_compilation",
+                value,
+                "'none'",
+                "the rest arrives with part 2 (gt-passes)",
+            )
+            for value in ("regional", "full")
+        ),
+        (
+            {"inductor_compilation": "autoparallel_backend"},
+            "--compile.inductor_compilation",
+            "autoparallel_backend",
+            "'none'",
+            "automatic placement arrives with part 5 (gt-autoparallel)",
+        ),
+        (
+            {"autoparallel": True},
+            "--compile.autoparallel",
+            True,
+            "False",
+            "automatic placement arrives with part 5 (gt-autoparallel)",
+        ),
+        *(
+            (
+                {"memory_policy": value},
+                "--compile.memory_policy",
+                value,
+                "'save_all'",
+                "the rest arrives with part 2 (gt-passes)",
+            )
+            for value in ("selective", "full_recompute", "offload")
+        ),
+        (
+            {"fsdp_bucketing": "transformer_block"},
+            "--compile.fsdp_bucketing",
+            "transformer_block",
+            "'off'",
+            "the rest arrives with part 2 (gt-passes)",
+        ),
+        (
+            {"prefetch_layers": 1},
+            "--compile.prefetch_layers",
+            1,
+            "0",
+            "the rest arrives with part 2 (gt-passes)",
+        ),
+        *(
+            (
+                {name: True},
+                f"--compile.{name}",
+                True,
+                "False",
+                "the rest arrives with part 2 (gt-passes)",
+            )
+            for name in ("debug_graph_passes", "numerics_changing", "cuda_graphs")
+        ),
+        (
+            {"ep_overlap": EpOverlapConfig(enabled=True)},
+            "--compile.ep_overlap.enabled",
+            True,
+            "False",
+            "expert-parallel overlap arrives with part 3",
+        ),
+    ],
+)
+def test_refuses_by_name_what_has_not_landed(settings, flag, value, landed, reason):
+    assert violations_of(**settings)[flag] == Violation(
+        flag=flag,
+        value=value,
+        allowed=f"{landed} in this version",
+        fix=f"use {landed}: {reason}",
+    )
+
+
+@pytest.mark.parametrize(
+    ("axis", "flag", "reason"),
+    [
+        (
+            "pp",
+            "--parallelism.pipeline_parallel_degree",
+            "pipeline parallelism arrives with part 4 (gt-pipeline)",
+        ),
+        (
+            "cp",
+            "--parallelism.context_parallel_degree",
+            "context parallelism is not supported yet",
+        ),
+    ],
+)
+def test_refuses_a_mesh_axis_that_has_not_landed(axis, flag, reason):
+    topology = dataclasses.replace(TOPOLOGY, world=2, **{axis: 2})
+    assert violations_of(topology=topology) == {
+        flag: Violation(flag=flag, value=2, allowed="1 in this version", fix=f"use 1: {reason}")
+    }
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"mode": "none"},
+        {"verify_passes": False},
+        {"on_shape_change": "recapture"},
+    ],
+)
+def test_accepts_what_has_landed(settings):
+    assert find_violations(CompileConfig(**settings), TOPOLOGY, known_passes=()) == ()
+
+
+def test_accepts_an_option_once_its_entry_is_gone():
+    remaining = [option for option in UNLANDED if option.path != "config.cuda_graphs"]
+    config = CompileConfig(cuda_graphs=True)
+    assert find_violations(config, TOPOLOGY, known_passes=(), unlanded=remaining) == ()
+
+
+@pytest.mark.parametrize(
+    "path", ["config.cuda_graph", "topology.ranks", "mesh.tp", "tp", "config.ep_overlap.chunks"]
+)
+def test_refuses_an_entry_for_a_field_that_does_not_exist(path):
+    with pytest.raises(ValueError, match="is no field of the configuration or the topology"):
+        UnlandedOption(path=path, refused=bool, landed="0", reason="later")
