@@ -211,8 +211,7 @@ def test_every_topology_field_refuses_a_value_of_another_type(field):
     ],
 )
 def test_refuses_a_wrong_value_in_words(config, expected):
-    topology = dataclasses.replace(EP_TOPOLOGY)
-    assert only(config, topology) == expected
+    assert only(config, EP_TOPOLOGY) == expected
 
 
 @pytest.mark.parametrize(
