@@ -1,0 +1,65 @@
+"""Dynamic dimensions, and hooks on the inputs of a trace."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from gt_trace import CaptureError, InputMismatchError, InputPreparer, TraceInputs, trace_step
+
+
+class MarkDynamic(InputPreparer):
+    """Marks dimension 0 of the first argument."""
+
+    def before_faking(self, inputs: TraceInputs) -> TraceInputs:
+        torch._dynamo.mark_dynamic(inputs.args[0], 0)
+        return inputs
+
+
+class Double(InputPreparer):
+    """Doubles the first argument, inside the trace."""
+
+    def inside_trace(self, inputs: TraceInputs) -> TraceInputs:
+        return TraceInputs(args=(inputs.args[0] * 2, *inputs.args[1:]), kwargs=inputs.kwargs)
+
+
+def test_dimension_marked_dynamic_takes_other_sizes() -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return x.sin().sum(0)
+
+    traced = trace_step(step, input_preparers=[MarkDynamic()])(torch.rand(4, 3))
+    bound = traced.bind()
+    for size in (2, 4, 9):
+        x = torch.rand(size, 3)
+        assert torch.equal(bound(x), step(x))
+    with pytest.raises(InputMismatchError) as error:
+        bound(torch.rand(4, 5))
+    assert str(error.value) == (
+        "the inputs are not those of the captured step:\n"
+        "  x: torch.float32 [4, 5], captured as torch.float32 [any, 3]"
+    )
+
+
+def test_size_that_breaks_a_guard_of_the_capture_is_refused() -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return x + 1 if x.shape[0] > 3 else x - 1
+
+    bound = trace_step(step, input_preparers=[MarkDynamic()])(torch.rand(5)).bind()
+    assert torch.equal(bound(torch.ones(4)), torch.full((4,), 2.0))
+    with pytest.raises(InputMismatchError, match=r"\[\(2,\)\] break an assumption of the capture"):
+        bound(torch.ones(2))
+
+
+def test_step_that_fixes_a_dynamic_dimension_is_refused() -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return x.reshape(2, 2)
+
+    with pytest.raises(CaptureError) as error:
+        trace_step(step, input_preparers=[MarkDynamic()])(torch.rand(4))
+    assert str(error.value) == (
+        "dimensions marked dynamic were fixed by the step:\n  x dim 0: needed to be 4"
+    )
+
+
+def test_preparer_inside_the_trace_becomes_part_of_the_graph() -> None:
+    bound = trace_step(lambda x: x + 1, input_preparers=[Double(), Double()])(torch.ones(2)).bind()
+    assert torch.equal(bound(torch.full((2,), 3.0)), torch.full((2,), 13.0))
