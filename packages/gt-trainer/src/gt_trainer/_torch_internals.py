@@ -1,0 +1,19 @@
+"""Every private torch symbol that gt_trainer uses, each with the reason."""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["is_cuda_lost_by_fork"]
+
+
+def is_cuda_lost_by_fork() -> bool:
+    """Say whether this process was forked from one that had initialised the CUDA driver.
+
+    False on a machine without a CUDA device, where asking for one initialises nothing.
+
+    ``torch.cuda.is_initialized`` tells of PyTorch's context only. The driver is initialised
+    earlier, by counting devices, and torch keeps a note of that for forked children alone; no
+    public function reads it before the first use of CUDA fails.
+    """
+    return bool(torch.cuda._is_in_bad_fork()) and torch.cuda.device_count() > 0

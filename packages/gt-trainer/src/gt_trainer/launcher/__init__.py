@@ -1,0 +1,34 @@
+"""Start a training run: as N forked local ranks, as a rank of a given job, or in this process.
+
+::
+
+    command                              what happens
+    gt-train                             this process is rank 0 of 1
+    gt-train --nproc 4                   this process imports, forks 4 ranks and supervises them
+    torchrun ... -m gt_trainer           this process is the rank that torchrun says
+    srun gt-train                        this process is the rank that Slurm says
+"""
+
+from gt_trainer.launcher.fork_safety import ForkUnsafeError, check_can_fork, prepare_environment
+from gt_trainer.launcher.launch import launch
+from gt_trainer.launcher.rendezvous import (
+    Rendezvous,
+    RendezvousError,
+    find_rendezvous,
+    first_host,
+)
+from gt_trainer.launcher.supervise import Outcome, RankPlan, run_ranks
+
+__all__ = [
+    "ForkUnsafeError",
+    "Outcome",
+    "RankPlan",
+    "Rendezvous",
+    "RendezvousError",
+    "check_can_fork",
+    "find_rendezvous",
+    "first_host",
+    "launch",
+    "prepare_environment",
+    "run_ranks",
+]

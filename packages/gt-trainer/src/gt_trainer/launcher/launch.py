@@ -1,0 +1,207 @@
+"""``launch``: the one function that the command line calls to run a training function.
+
+The rendezvous of forked ranks cannot race for a port: the supervisor binds and listens before the
+forks, and serves torch's key-value store on that very socket after them. The ranks are told, by the
+variable that torchrun's agent uses for the same purpose, that the store is served for them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Collection, Iterator
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from gt_trainer.launcher.rendezvous import Rendezvous
+from gt_trainer.launcher.supervise import RankPlan, run_ranks
+
+__all__ = ["launch"]
+
+_LOOPBACK = "127.0.0.1"
+_SHOW_CURSOR = "\x1b[?25h"
+
+
+def launch(
+    run: Callable[[], None],
+    *,
+    num_ranks: int,
+    log_folder: Path,
+    rendezvous: Rendezvous | None = None,
+    shown_ranks: Collection[int] = (0,),
+    num_threads: int | None = None,
+) -> int:
+    """Run ``run`` on every rank that this process is responsible for, and wait.
+
+    What goes wrong is printed to standard error, once.
+
+    Args:
+        run: The training. It finds RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in the
+            environment, as torchtitan expects.
+        num_ranks: Ranks to run here. More than 1 forks, so everything heavy should be imported
+            already, in a process prepared with ``prepare_environment``.
+        log_folder: Folder for ``rank_N.log``, made if missing; used only when forking.
+        rendezvous: The job that this process is a rank of; then ``num_ranks`` must be 1.
+        shown_ranks: Forked ranks whose output goes to the terminal instead of a log.
+        num_threads: OpenMP threads of each forked rank; None leaves it to the environment.
+
+    Returns:
+        The exit status: 0; 1 if ``run`` failed; 128 + n after signal n.
+
+    Raises:
+        ForkUnsafeError: Ranks must not be forked from this process.
+        ValueError: ``num_ranks`` is not positive, or contradicts ``rendezvous``.
+    """
+    if num_ranks < 1:
+        raise ValueError(f"num_ranks is {num_ranks}, and must be at least 1")
+    if rendezvous is not None and num_ranks != 1:
+        raise ValueError(
+            f"num_ranks is {num_ranks}, but this process is already rank {rendezvous.rank} of "
+            f"{rendezvous.world_size} of a job started by {rendezvous.source}"
+        )
+    if rendezvous is not None:
+        return _run_here(run, rendezvous)
+    if num_ranks == 1:
+        # Port 0: the store of a job of one may listen anywhere.
+        alone = _local_rendezvous(0, world_size=1, port=0)
+        with _loopback_for_gloo(), _raising_on_termination():
+            return _run_here(run, alone)
+    return _fork_and_wait(
+        run,
+        num_ranks=num_ranks,
+        log_folder=log_folder,
+        shown_ranks=frozenset(shown_ranks),
+        num_threads=num_threads,
+    )
+
+
+def _fork_and_wait(
+    run: Callable[[], None],
+    *,
+    num_ranks: int,
+    log_folder: Path,
+    shown_ranks: frozenset[int],
+    num_threads: int | None,
+) -> int:
+    if not shown_ranks.issuperset(range(num_ranks)):
+        log_folder.mkdir(parents=True, exist_ok=True)
+    with socket.create_server((_LOOPBACK, 0), backlog=max(128, 2 * num_ranks)) as listener:
+        port = listener.getsockname()[1]
+
+        def environment(rank: int) -> dict[str, str]:
+            rendezvous = _local_rendezvous(rank, world_size=num_ranks, port=port)
+            return {**rendezvous.environment(), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+
+        with _loopback_for_gloo():
+            outcome = run_ranks(
+                run,
+                plan=RankPlan(
+                    num_ranks=num_ranks,
+                    environment=environment,
+                    log_folder=log_folder,
+                    shown_ranks=shown_ranks,
+                    num_threads=num_threads,
+                ),
+                host=lambda: _serving_store(listener, port),
+            )
+    if outcome.message is not None:
+        _tell(outcome.message)
+    return outcome.status
+
+
+def _local_rendezvous(rank: int, *, world_size: int, port: int) -> Rendezvous:
+    return Rendezvous(
+        rank=rank,
+        world_size=world_size,
+        local_rank=rank,
+        local_world_size=world_size,
+        master_addr=_LOOPBACK,
+        master_port=port,
+        source="gt-train",
+    )
+
+
+@contextlib.contextmanager
+def _serving_store(listener: socket.socket, port: int) -> Iterator[None]:
+    """Serve torch's key-value store on the listening socket. Starts threads."""
+    import torch.distributed
+
+    store = torch.distributed.TCPStore(  # type: ignore[attr-defined]  # public, re-exported untyped
+        _LOOPBACK,
+        port,
+        is_master=True,
+        timeout=timedelta(seconds=60),
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+    yield
+    del store
+
+
+@contextlib.contextmanager
+def _loopback_for_gloo() -> Iterator[None]:
+    """Let gloo use the loopback interface: a machine's own name may resolve to nothing."""
+    if "GLOO_SOCKET_IFNAME" in os.environ:
+        yield
+        return
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
+    try:
+        yield
+    finally:
+        del os.environ["GLOO_SOCKET_IFNAME"]
+
+
+class _TerminatedError(BaseException):
+    """SIGTERM, as an exception, so that ``finally`` clauses run."""
+
+
+@contextlib.contextmanager
+def _raising_on_termination() -> Iterator[None]:
+    previous = signal.signal(signal.SIGTERM, _raise_terminated)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _raise_terminated(number: int, frame: FrameType | None) -> NoReturn:
+    raise _TerminatedError
+
+
+def _run_here(run: Callable[[], None], rendezvous: Rendezvous) -> int:
+    """Run as one rank in this process, and turn what ends it into a message and a status."""
+    os.environ.update(rendezvous.environment())
+    name = "gt-train"
+    if rendezvous.world_size > 1:
+        name += f": rank {rendezvous.rank} of {rendezvous.world_size}"
+    try:
+        run()
+    except KeyboardInterrupt:
+        _tell(f"{name}: interrupted")
+        return 128 + signal.SIGINT
+    except _TerminatedError:
+        _tell(f"{name}: ended by SIGTERM")
+        return 128 + signal.SIGTERM
+    except Exception as error:  # noqa: BLE001  # the top of the program
+        # The outermost frame is this function, which tells a reader nothing.
+        frames = error.__traceback__.tb_next if error.__traceback__ else None
+        text = "".join(traceback.format_exception(type(error), error, frames))
+        first_line = (str(error).strip().splitlines() or [""])[0]
+        _tell(f"{text}{name}: failed: {type(error).__name__}: {first_line}")
+        return 1
+    return 0
+
+
+def _tell(message: str) -> None:
+    """Print the one message. A rank that was ended may have left the cursor hidden."""
+    if sys.stdout.isatty():
+        sys.stdout.write(_SHOW_CURSOR + "\n")
+        sys.stdout.flush()
+    sys.stderr.write(message + "\n")
+    sys.stderr.flush()

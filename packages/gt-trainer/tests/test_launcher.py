@@ -1,0 +1,243 @@
+"""``launch`` with torch: the rendezvous of forked ranks, and one rank in this process."""
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from gt_trainer.launcher import Rendezvous, launch, prepare_environment
+from gt_trainer.launcher.fork_safety import thread_names
+
+RENDEZVOUS_VARIABLES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+
+
+@pytest.fixture
+def clean_environment(monkeypatch):
+    for name in (*RENDEZVOUS_VARIABLES, "OMP_NUM_THREADS"):
+        # setenv first, so that monkeypatch removes what `launch` sets.
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+
+def run_program(program: str, *arguments: object, **variables: str):
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in (*RENDEZVOUS_VARIABLES, "OMP_NUM_THREADS")
+    }
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program), *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env={**environment, **variables},
+    )
+
+
+def test_forked_ranks_meet_after_the_parent_imported_torchtitan_without_starting_a_thread(tmp_path):
+    finished = run_program(
+        """
+        import os, sys
+        from pathlib import Path
+        from gt_trainer.launcher import launch, prepare_environment
+        from gt_trainer.launcher.fork_safety import thread_names
+
+        num_threads = prepare_environment(os.environ, num_ranks=4)
+        from gt_trainer.device import install
+        install("cpu")
+        import torch
+        import torchtitan.trainer
+        from torchtitan.config import CommConfig
+        from torchtitan.distributed.utils import init_distributed
+
+        assert len(thread_names()) == 1, thread_names()
+        assert not torch.cuda.is_initialized()
+
+        def run():
+            assert init_distributed(CommConfig(trace_buf_size=0)) == 4
+            assert torch.get_num_threads() == num_threads
+            total = torch.tensor([2 ** int(os.environ["LOCAL_RANK"])])
+            torch.distributed.all_reduce(total)
+            print("sum", total.item())
+            torch.distributed.destroy_process_group()
+
+        sys.exit(launch(run, num_ranks=4, log_folder=Path(sys.argv[1]), num_threads=num_threads))
+        """,
+        tmp_path / "logs",
+    )
+    assert (finished.returncode, finished.stderr) == (0, "")
+    assert finished.stdout == "sum 15\n"
+    for rank in (1, 2, 3):
+        assert (tmp_path / "logs" / f"rank_{rank}.log").read_text() == "sum 15\n"
+
+
+def test_a_rank_that_fails_inside_a_collective_is_reported_alone(tmp_path):
+    finished = run_program(
+        """
+        import os, sys
+        from pathlib import Path
+        from gt_trainer.launcher import launch, prepare_environment
+        prepare_environment(os.environ, num_ranks=3)
+        import torch.distributed
+
+        def run():
+            torch.distributed.init_process_group("gloo")
+            torch.distributed.barrier()
+            if os.environ["RANK"] == "2":
+                raise ValueError("the cause")
+            torch.distributed.all_reduce(torch.ones(3))
+
+        sys.exit(launch(run, num_ranks=3, log_folder=Path(sys.argv[1])))
+        """,
+        tmp_path,
+    )
+    assert finished.returncode == 1
+    assert finished.stderr.count("Traceback") == 1
+    assert finished.stderr.splitlines()[-4:] == [
+        "ValueError: the cause",
+        "gt-train: rank 2 of 3 failed: ValueError: the cause",
+        "  the other ranks were ended",
+        f"  its output: {tmp_path / 'rank_2.log'}",
+    ]
+
+
+def test_one_rank_runs_in_this_process_as_rank_0_of_1(tmp_path, clean_environment):
+    seen = {}
+
+    def run():
+        import torch.distributed
+
+        torch.distributed.init_process_group("gloo")
+        seen["world_size"] = torch.distributed.get_world_size()
+        torch.distributed.destroy_process_group()
+        seen["pid"] = os.getpid()
+        seen["variables"] = {name: os.environ[name] for name in RENDEZVOUS_VARIABLES}
+
+    assert launch(run, num_ranks=1, log_folder=tmp_path / "logs") == 0
+    assert seen == {
+        "world_size": 1,
+        "pid": os.getpid(),
+        "variables": {
+            "RANK": "0",
+            "WORLD_SIZE": "1",
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "1",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": "0",
+        },
+    }
+    assert not (tmp_path / "logs").exists()
+
+
+def test_a_failure_in_this_process_is_shown_once(tmp_path, clean_environment, capsys):
+    def run():
+        raise ValueError("no such thing")
+
+    assert launch(run, num_ranks=1, log_folder=tmp_path) == 1
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    lines = shown.err.splitlines()
+    assert lines[0] == "Traceback (most recent call last):"
+    assert lines[-2:] == [
+        "ValueError: no such thing",
+        "gt-train: failed: ValueError: no such thing",
+    ]
+    assert "launch.py" not in shown.err
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "message"),
+    [
+        ("SIGINT", 130, "gt-train: interrupted\n"),
+        ("SIGTERM", 143, "gt-train: ended by SIGTERM\n"),
+    ],
+)
+def test_a_signal_ends_a_run_in_this_process_with_one_message(tmp_path, name, status, message):
+    finished = run_program(
+        """
+        import os, signal, sys, time
+        from pathlib import Path
+        from gt_trainer.launcher import launch
+
+        def run():
+            try:
+                os.kill(os.getpid(), signal.Signals[sys.argv[2]])
+                time.sleep(600)
+            finally:
+                print("closed")
+
+        sys.exit(launch(run, num_ranks=1, log_folder=Path(sys.argv[1])))
+        """,
+        tmp_path,
+        name,
+    )
+    assert (finished.returncode, finished.stdout, finished.stderr) == (status, "closed\n", message)
+
+
+def test_a_rank_of_a_given_job_runs_in_this_process(tmp_path, clean_environment, capsys):
+    rendezvous = Rendezvous(
+        rank=3,
+        world_size=8,
+        local_rank=1,
+        local_world_size=None,
+        master_addr="node1",
+        master_port=29500,
+        source="Slurm",
+    )
+
+    def run():
+        assert os.environ["RANK"] == "3"
+        assert os.environ["MASTER_ADDR"] == "node1"
+        raise ValueError("no such thing")
+
+    assert launch(run, num_ranks=1, log_folder=tmp_path, rendezvous=rendezvous) == 1
+    assert capsys.readouterr().err.endswith(
+        "gt-train: rank 3 of 8: failed: ValueError: no such thing\n"
+    )
+    with pytest.raises(ValueError, match="already rank 3 of 8 of a job started by Slurm"):
+        launch(run, num_ranks=2, log_folder=tmp_path, rendezvous=rendezvous)
+
+
+def test_no_rank_at_all_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="num_ranks is 0, and must be at least 1"):
+        launch(lambda: None, num_ranks=0, log_folder=tmp_path)
+
+
+def test_the_environment_is_prepared_without_overriding_the_user():
+    environment: dict[str, str] = {}
+    assert prepare_environment(environment, num_ranks=10_000) == 1
+    assert environment == {
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+        "JE_ARROW_MALLOC_CONF": "background_thread:false",
+    }
+    chosen = {"OMP_NUM_THREADS": "6", "JE_ARROW_MALLOC_CONF": "narenas:2"}
+    assert prepare_environment(chosen, num_ranks=2) is None
+    assert chosen["OMP_NUM_THREADS"] == "6"
+    assert chosen["JE_ARROW_MALLOC_CONF"] == "narenas:2,background_thread:false"
+
+
+def test_threads_are_named_main_first():
+    import threading
+
+    stop = threading.Event()
+    thread = threading.Thread(target=stop.wait, name="second")
+    thread.start()
+    try:
+        names = thread_names()
+    finally:
+        stop.set()
+        thread.join()
+    assert names[0] == "MainThread"
+    assert "second" in names
