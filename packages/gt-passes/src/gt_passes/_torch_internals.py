@@ -1,0 +1,99 @@
+"""Every private PyTorch symbol that gt-passes relies on, in one place, each with its reason.
+
+A new PyTorch needs edits here and nowhere else. Checked against torch 2.13, 2.14 and 2.15.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+
+# The functional collectives register their operators when this module is imported, and a captured
+# graph names them before anybody else may have imported it.
+import torch.distributed._functional_collectives
+from torch._library.utils import is_impure as _is_impure
+from torch._ops import HigherOrderOperator, OpOverload
+
+# Fake values are what a captured graph carries; there is no public way to know one, or its mode.
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+    maybe_get_fake_mode,
+)
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+__all__ = [
+    "CANNOT_REPROPAGATE",
+    "FakeTensorMode",
+    "HigherOrderOperator",
+    "OpOverload",
+    "fake_mode_of",
+    "has_declared_effect",
+    "is_fake_tensor",
+    "quiet_fake_execution",
+    "value_of",
+]
+
+CANNOT_REPROPAGATE: tuple[type[Exception], ...] = (
+    # The operator has no fake implementation, or one whose answer depends on data. These say
+    # nothing about the graph; every other exception does.
+    UnsupportedOperatorException,
+    DynamicOutputShapeException,
+    DataDependentOutputException,
+    GuardOnDataDependentSymNode,
+    NotImplementedError,
+)
+
+
+def value_of(node: Node) -> object:
+    """The fake value that tracing recorded for a node; None where there is none."""
+    return node.meta.get("val")
+
+
+def is_fake_tensor(value: object) -> bool:
+    """Whether a value is a fake tensor."""
+    return isinstance(value, torch.Tensor) and maybe_get_fake_mode(value) is not None
+
+
+def fake_mode_of(graph_module: GraphModule) -> FakeTensorMode | None:
+    """The fake mode of the first fake tensor recorded in a graph, or None."""
+    for node in graph_module.graph.nodes:
+        value = value_of(node)
+        for leaf in value if isinstance(value, (tuple, list)) else (value,):
+            mode = maybe_get_fake_mode(leaf)
+            if mode is not None:
+                return mode
+    return None
+
+
+@contextmanager
+def quiet_fake_execution(fake_mode: FakeTensorMode) -> Iterator[None]:
+    """Run operators on fake tensors without leaving a trace of it.
+
+    Nothing is recorded for autograd, ambient autocast does not change dtypes, and the shape
+    environment gets no guards and expects nobody to bind the data-dependent sizes that appear.
+    """
+    with ExitStack() as stack:
+        if fake_mode.shape_env is not None:
+            stack.enter_context(fake_mode.shape_env.suppress_guards())
+            stack.enter_context(fake_mode.shape_env.ignore_fresh_unbacked_symbols())
+        stack.enter_context(torch._C._DisableAutocast())
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(fake_mode)
+        yield
+
+
+def has_declared_effect(node: Node) -> bool:
+    """Whether PyTorch knows an effect of a ``call_function`` node.
+
+    Mutable schemas, waits, asserts, effectful custom operators, and operators that draw random
+    numbers. ``Node.is_impure`` answers the same but for random operators under a Dynamo context,
+    where it may call them pure; here drawing a number always counts.
+    """
+    assert callable(node.target)  # true of call_function nodes
+    return _is_impure(node.target, args=node.args, kwargs=node.kwargs, impure_random=True)

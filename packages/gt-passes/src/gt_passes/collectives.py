@@ -1,0 +1,100 @@
+"""Which nodes launch a collective, which wait for one, and how many bytes are given to it.
+
+A functional collective returns at once, with memory that the network may still be writing;
+``_c10d_functional.wait_tensor`` makes it readable. Source: PyTorch,
+``torch/distributed/_functional_collectives.py``.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+
+import torch
+from torch.fx import GraphModule, Node
+
+from gt_passes._torch_internals import OpOverload, value_of
+
+__all__ = [
+    "collective_bytes",
+    "is_collective",
+    "is_pure_collective",
+    "is_wait",
+    "raw_results",
+]
+
+_NAMESPACES = frozenset({"_c10d_functional", "_c10d_functional_autograd"})
+_WAIT_NAMES = frozenset({"wait_tensor", "wait_tensors"})
+
+
+def is_wait(node: Node) -> bool:
+    """Whether a node waits for a functional collective."""
+    return _functional_collective_name(node) in _WAIT_NAMES
+
+
+def is_collective(node: Node) -> bool:
+    """Whether a node launches a functional collective, whose result must be waited for."""
+    name = _functional_collective_name(node)
+    return name is not None and name not in _WAIT_NAMES
+
+
+def is_pure_collective(node: Node) -> bool:
+    """Whether a node launches a collective into fresh memory: neither in place nor point-to-point.
+
+    Point-to-point operations pair up between ranks that run different graphs.
+    """
+    if not is_collective(node):
+        return False
+    assert isinstance(node.target, OpOverload)  # what is_collective just saw
+    name = _functional_collective_name(node)
+    return not node.target._schema.is_mutable and name not in {"isend", "irecv", "batch_p2p_ops"}
+
+
+def raw_results(collective: Node) -> Iterator[Node]:
+    """The nodes of tensors still being written: the launch, or its items if it has many.
+
+    Args:
+        collective: a node for which ``is_collective`` holds.
+    """
+    if not isinstance(value_of(collective), (tuple, list)):
+        yield collective
+        return
+    for user in collective.users:
+        if user.target is operator.getitem:
+            yield user
+
+
+def collective_bytes(graph_module: GraphModule) -> int:
+    """Bytes that this rank gives to and takes from all collectives of a graph.
+
+    The larger of input and output of each: the gathered bytes of an all-gather, the bytes before
+    reduction of a reduce-scatter. Symbolic sizes count with their hints, and as nothing without.
+    """
+    total = 0
+    for node in graph_module.graph.nodes:
+        if is_collective(node):
+            taken = _num_bytes(value_of(node))
+            given = sum(_num_bytes(value_of(argument)) for argument in node.all_input_nodes)
+            total += max(taken, given)
+    return total
+
+
+def _functional_collective_name(node: Node) -> str | None:
+    target = node.target
+    if node.op != "call_function" or not isinstance(target, OpOverload):
+        return None
+    if target.namespace not in _NAMESPACES:
+        return None
+    return target._schema.name.split("::")[1]
+
+
+def _num_bytes(value: object) -> int:
+    if isinstance(value, (tuple, list)):
+        return sum(map(_num_bytes, value))
+    if not isinstance(value, torch.Tensor):
+        return 0
+    numel: object = value.numel()  # an int, or a symbolic one that PyTorch declares as int
+    if isinstance(numel, torch.SymInt):
+        numel = numel.node.hint if numel.node.has_hint() else 0
+    assert isinstance(numel, int)
+    return numel * value.element_size()

@@ -1,0 +1,174 @@
+"""The pass contract: what a pass declares, what it is given, and what it returns.
+
+A pass is a frozen dataclass whose fields are its options. It edits the graph module in place and
+returns what it did as data; the pipeline orders, verifies, recompiles, times and dumps, so that no
+pass repeats that. The shape is that of xDSL's ``ModulePass`` (``xdsl/passes.py``), with declared
+facts and bounds that a verifier can hold a pass to.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import ClassVar, Self
+
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import GraphModule
+
+from gt_passes._torch_internals import fake_mode_of
+from gt_passes.errors import GraphInputError, PassDeclarationError
+from gt_passes.facts import Fact
+
+__all__ = ["ChangeBounds", "GraphPass", "PassContext", "PassReport", "Refusal", "check_declaration"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChangeBounds:
+    """How far a pass may change what the graph costs. The default: no more bytes, no more memory.
+
+    Growth is a fraction of the value before the pass: 0.005 allows half a percent.
+    """
+
+    collective_bytes_growth: float = 0.0
+    """Bytes that this rank gives to collectives, as a fraction on top."""
+
+    collective_bytes_may_shrink: bool = False
+    """Whether the pass may remove collectives. False: a lost collective is an error."""
+
+    peak_memory_growth: float | None = 0.0
+    """Estimated peak memory, as a fraction on top. None: the pass declares no bound."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassContext:
+    """What passes need to know that the graph itself does not say. Bound when a recipe is built."""
+
+    fake_mode: FakeTensorMode
+    """The mode of the fake values in ``node.meta["val"]``: passes that add nodes compute theirs in
+    it."""
+
+    static_input_names: tuple[str, ...] = ()
+    """Fully qualified names of the parameters and buffers, in the order of the leading
+    placeholders that hold them."""
+
+    @classmethod
+    def from_graph(
+        cls, graph_module: GraphModule, *, static_input_names: tuple[str, ...] = ()
+    ) -> Self:
+        """The context of a captured graph, with the fake mode found in its nodes.
+
+        Raises:
+            GraphInputError: the graph has no fake values, or fewer placeholders than names.
+        """
+        num_placeholders = len(graph_module.graph.find_nodes(op="placeholder"))
+        if len(static_input_names) > num_placeholders:
+            raise GraphInputError(
+                f"{len(static_input_names)} static input names were given for a graph with "
+                f"{num_placeholders} placeholders: static inputs are its leading placeholders"
+            )
+        fake_mode = fake_mode_of(graph_module)
+        if fake_mode is None:
+            raise GraphInputError(
+                'no node has a fake tensor in node.meta["val"]: trace with fake tensors '
+                '(make_fx(..., tracing_mode="fake"))'
+            )
+        return cls(fake_mode=fake_mode, static_input_names=static_input_names)
+
+    @property
+    def num_static_inputs(self) -> int:
+        """Number of leading placeholders that hold parameters and buffers."""
+        return len(self.static_input_names)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """A place that a pass looked at and left alone."""
+
+    node_name: str
+    reason: str
+    """Why, in words; shown to users."""
+
+    def __str__(self) -> str:
+        return f"{self.node_name}: {self.reason}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassReport:
+    """What a pass did, as data."""
+
+    changed: bool
+    """Whether the graph was edited."""
+
+    counts: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    """What was done, by name and in a fixed order: ``{"removed": 12}``. Only what happened."""
+
+    refusals: tuple[Refusal, ...] = ()
+    """What the pass would have changed and must not, in execution order."""
+
+
+class GraphPass(ABC):
+    """Base of every pass. Subclasses are frozen dataclasses; their fields are the options.
+
+    A pass may assume a graph of aten operators, functional collectives and higher-order operators
+    as ``make_fx`` makes it, with fake values in ``node.meta["val"]`` and one ``output`` node. It
+    must be deterministic (the same graph gives the same result on every rank), linear in the
+    number of nodes, and must give the nodes it adds the metadata of those they stand for.
+    """
+
+    __slots__ = ()
+
+    name: ClassVar[str]
+    """Registered name: the class name in kebab-case."""
+
+    preserves_numerics: ClassVar[bool]
+    """Whether every output keeps every bit, on every input."""
+
+    requires: ClassVar[frozenset[Fact]] = frozenset()
+    """What must hold before the pass runs."""
+
+    provides: ClassVar[frozenset[Fact]] = frozenset()
+    """What holds afterwards."""
+
+    @property
+    def bounds(self) -> ChangeBounds:
+        """How far the pass may change costs; overridden where options decide."""
+        return ChangeBounds()
+
+    @abstractmethod
+    def run(self, graph_module: GraphModule, context: PassContext) -> PassReport:
+        """Edit ``graph_module.graph`` in place and return what was done.
+
+        The pass does not log, lint, recompile or verify: the pipeline does.
+        """
+
+
+def check_declaration(pass_class: type[GraphPass]) -> None:
+    """Check that a class declares a pass as the contract asks.
+
+    Raises:
+        PassDeclarationError: it does not; every problem is listed.
+    """
+    problems = []
+    parameters = vars(pass_class).get("__dataclass_params__")  # its own, not those of a base
+    if parameters is None or not parameters.frozen:
+        problems.append("it is not a frozen dataclass: write @dataclass(frozen=True, ...)")
+    expected_name = _kebab_case(pass_class.__name__)
+    name = getattr(pass_class, "name", None)
+    if name != expected_name:
+        problems.append(f"its name is {name!r}, and its class name asks for {expected_name!r}")
+    numerics = getattr(pass_class, "preserves_numerics", None)
+    if not isinstance(numerics, bool):
+        problems.append(f"preserves_numerics is {numerics!r}, not True or False")
+    for attribute in ("requires", "provides"):
+        facts = getattr(pass_class, attribute)
+        if not isinstance(facts, frozenset) or not all(isinstance(fact, Fact) for fact in facts):
+            problems.append(f"{attribute} is {facts!r}, not a frozenset of Fact")
+    if problems:
+        raise PassDeclarationError(pass_class.__qualname__, problems)
+
+
+def _kebab_case(class_name: str) -> str:
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "-", class_name).lower()

@@ -1,0 +1,147 @@
+"""Every exception that gt-passes raises on purpose, in one tree.
+
+::
+
+    Exception
+    └── GtPassesError
+        ├── PassDeclarationError  (TypeError)     a pass class breaks the contract
+        ├── UnknownPassError      (ValueError)    a name that no registered pass has
+        ├── RecipeError           (ValueError)    passes added or left out contradict each other
+        ├── PassOrderError        (ValueError)    requirements that no order of the passes meets
+        ├── GraphInputError       (ValueError)    a graph that passes cannot work on
+        └── VerificationError     (RuntimeError)  a graph is broken; names the pass that broke it
+
+A pass that is handed a graph which it must not change does not raise: it leaves the place alone
+and says so in ``PassReport.refusals``.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from gt_passes.graph_problem import GraphProblem
+
+__all__ = [
+    "GraphInputError",
+    "GtPassesError",
+    "PassDeclarationError",
+    "PassOrderError",
+    "RecipeError",
+    "UnknownPassError",
+    "VerificationError",
+]
+
+_MAX_SHOWN_PROBLEMS = 10
+
+
+class GtPassesError(Exception):
+    """Base of every error that gt-passes raises on purpose."""
+
+
+class PassDeclarationError(GtPassesError, TypeError):
+    """A pass class breaks the contract; the message lists every way in which it does."""
+
+    def __init__(self, class_name: str, problems: Iterable[str]) -> None:
+        self.class_name = class_name
+        self.problems: tuple[str, ...] = tuple(problems)
+        super().__init__(self.class_name, self.problems)
+
+    def __str__(self) -> str:
+        return "\n  - ".join(
+            [f"{self.class_name} does not declare a pass as the contract asks:", *self.problems]
+        )
+
+
+class UnknownPassError(GtPassesError, ValueError):
+    """One or more names that no registered pass has, each with its near matches."""
+
+    def __init__(self, names: Iterable[str], *, known: Iterable[str]) -> None:
+        self.names: tuple[str, ...] = tuple(names)
+        self.known: tuple[str, ...] = tuple(sorted(known))
+        super().__init__(self.names, self.known)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_rebuild_unknown_pass_error, (self.names, self.known))
+
+    def __str__(self) -> str:
+        lines = []
+        for name in self.names:
+            near = difflib.get_close_matches(name, self.known, n=3)
+            hint = f"; did you mean {_join_quoted(near)}?" if near else ""
+            lines.append(f"no graph pass is named {name!r}{hint}")
+        return "\n".join([*lines, f"known passes: {', '.join(self.known) or 'none'}"])
+
+
+class RecipeError(GtPassesError, ValueError):
+    """The passes to add and to leave out contradict the recipe or each other; all at once."""
+
+    def __init__(self, problems: Iterable[str]) -> None:
+        self.problems: tuple[str, ...] = tuple(problems)
+        super().__init__(self.problems)
+
+    def __str__(self) -> str:
+        return "\n  - ".join(["the recipe cannot be built:", *self.problems])
+
+
+class PassOrderError(GtPassesError, ValueError):
+    """No order of the passes meets their requirements; every unmet requirement is named."""
+
+    def __init__(self, problems: Iterable[str]) -> None:
+        self.problems: tuple[str, ...] = tuple(problems)
+        super().__init__(self.problems)
+
+    def __str__(self) -> str:
+        return "\n  - ".join(["the passes cannot be ordered:", *self.problems])
+
+
+class GraphInputError(GtPassesError, ValueError):
+    """A graph lacks what every pass and the verifier rely on."""
+
+
+class VerificationError(GtPassesError, RuntimeError):
+    """A graph is broken.
+
+    Attributes:
+        after: what had just run: "the pass remove-dead-code", or "capture" when the graph was
+            broken before any pass.
+        problems: every problem found.
+        reproduce: what to do to see it again, in words.
+    """
+
+    def __init__(self, *, after: str, problems: Sequence[GraphProblem], reproduce: str) -> None:
+        self.after = after
+        self.problems: tuple[GraphProblem, ...] = tuple(problems)
+        self.reproduce = reproduce
+        super().__init__(after, self.problems, reproduce)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_rebuild_verification_error, (self.after, self.problems, self.reproduce))
+
+    def __str__(self) -> str:
+        count = len(self.problems)
+        lines = [f"after {self.after}, the graph has {count} problem{'' if count == 1 else 's'}:"]
+        for number, problem in enumerate(self.problems[:_MAX_SHOWN_PROBLEMS], start=1):
+            bullet = f"  {number}. "
+            indent = "\n" + " " * len(bullet)
+            lines.append(bullet + indent.join(str(problem).splitlines()))
+        if count > _MAX_SHOWN_PROBLEMS:
+            lines.append(f"  and {count - _MAX_SHOWN_PROBLEMS} more, in VerificationError.problems")
+        lines.append(f"to reproduce: {self.reproduce}")
+        return "\n".join(lines)
+
+
+def _join_quoted(names: Sequence[str]) -> str:
+    return " or ".join(repr(name) for name in names)
+
+
+def _rebuild_unknown_pass_error(names: tuple[str, ...], known: tuple[str, ...]) -> UnknownPassError:
+    return UnknownPassError(names, known=known)
+
+
+def _rebuild_verification_error(
+    after: str, problems: tuple[GraphProblem, ...], reproduce: str
+) -> VerificationError:
+    return VerificationError(after=after, problems=problems, reproduce=reproduce)

@@ -1,0 +1,266 @@
+"""The pipeline: orders passes, runs them, verifies after each, recompiles once, and reports.
+
+Everything that surrounds a pass is here, so that a pass is only its idea.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.fx import GraphModule
+
+from gt_passes._torch_internals import OpOverload
+from gt_passes.collectives import collective_bytes
+from gt_passes.contract import GraphPass, PassContext, PassReport, check_declaration
+from gt_passes.errors import VerificationError
+from gt_passes.facts import Fact
+from gt_passes.graph_problem import GraphProblem
+from gt_passes.pass_order import order_passes
+from gt_passes.pipeline_report import GraphSize, PassRecord, PipelineReport
+from gt_passes.repropagation import UnverifiedNode
+from gt_passes.verifier import GraphInterface, Verifier
+
+__all__ = ["PassPipeline"]
+
+
+class PassPipeline:
+    """Runs passes on a graph, and holds each to what it declares.
+
+    Args:
+        passes: in the order wanted; moved only where declared facts ask.
+        context: what passes need to know besides the graph.
+        given_facts: what already holds of the graphs to come.
+        verify: verify the captured graph, and the graph after every pass.
+        dump_directory: where to write the graph before and after each pass, as text; made if it is
+            missing. Ranks that share a file system need one each.
+        estimate_peak_bytes: an estimator of peak memory; with it, each pass is held to its bound.
+
+    Raises:
+        PassDeclarationError: a pass breaks the contract.
+        PassOrderError: no order meets the requirements.
+    """
+
+    def __init__(
+        self,
+        passes: Sequence[GraphPass],
+        *,
+        context: PassContext,
+        given_facts: Iterable[Fact] = (),
+        verify: bool = True,
+        dump_directory: Path | None = None,
+        estimate_peak_bytes: Callable[[GraphModule], int] | None = None,
+    ) -> None:
+        for graph_pass in passes:
+            check_declaration(type(graph_pass))
+        self.passes = order_passes(passes, given_facts=given_facts)
+        self._context = context
+        self._verify = verify
+        self._dump_directory = dump_directory
+        self._estimate_peak_bytes = estimate_peak_bytes
+
+    def run(self, graph_module: GraphModule) -> PipelineReport:
+        """Run all passes on ``graph_module``, in place, and recompile it.
+
+        Raises:
+            VerificationError: the graph is broken; names the pass after which it is. The graph
+                module is then left as that pass left it, not recompiled, and must not be used.
+            GraphInputError: the graph has no fake values.
+        """
+        return _Run(
+            graph_module,
+            passes=self.passes,
+            context=self._context,
+            verify=self._verify,
+            dump_directory=self._dump_directory,
+            estimate_peak_bytes=self._estimate_peak_bytes,
+        ).run()
+
+
+@dataclass(slots=True)
+class _Stopwatch:
+    """Wall and processor time, in nanoseconds."""
+
+    wall_ns: int = 0
+    cpu_ns: int = 0
+
+    def __enter__(self) -> _Stopwatch:
+        self.wall_ns = -time.perf_counter_ns()
+        self.cpu_ns = -time.process_time_ns()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.cpu_ns += time.process_time_ns()
+        self.wall_ns += time.perf_counter_ns()
+
+
+class _Run:
+    """One run of the pipeline on one graph."""
+
+    def __init__(
+        self,
+        graph_module: GraphModule,
+        *,
+        passes: tuple[GraphPass, ...],
+        context: PassContext,
+        verify: bool,
+        dump_directory: Path | None,
+        estimate_peak_bytes: Callable[[GraphModule], int] | None,
+    ) -> None:
+        self._graph_module = graph_module
+        self._passes = passes
+        self._context = context
+        self._verifier = Verifier() if verify else None
+        self._dump_directory = dump_directory
+        self._estimate_peak_bytes = estimate_peak_bytes
+        self._interface = GraphInterface.of(graph_module)
+        self._unverified: tuple[UnverifiedNode, ...] = ()
+
+    def run(self) -> PipelineReport:
+        with _Stopwatch() as capture_verification:
+            self._check("capture", reproduce="gt_passes.Verifier().verify(graph_module)")
+        records = tuple(self._records())
+        with _Stopwatch() as recompilation:
+            self._graph_module.recompile()
+        return PipelineReport(
+            records=records,
+            verified=self._verifier is not None,
+            unverified=self._unverified,
+            capture_verification_wall_ns=capture_verification.wall_ns,
+            capture_verification_cpu_ns=capture_verification.cpu_ns,
+            recompile_wall_ns=recompilation.wall_ns,
+            recompile_cpu_ns=recompilation.cpu_ns,
+        )
+
+    def _records(self) -> Iterator[PassRecord]:
+        before_ops, before = self._op_counts(), self._size()
+        for position, graph_pass in enumerate(self._passes):
+            dump_before = self._dump(position, graph_pass, "before")
+            with _Stopwatch() as pass_time:
+                report = self._run_pass(graph_pass)
+            dump_after = self._dump(position, graph_pass, "after")
+            after_ops, after = self._op_counts(), self._size()
+            with _Stopwatch() as verification:
+                self._check(
+                    f"the pass {graph_pass.name}",
+                    reproduce=self._reproduction(position, dump_before, dump_after),
+                    bound_problems=_bound_problems(graph_pass, before, after),
+                )
+            yield PassRecord(
+                name=graph_pass.name,
+                report=report,
+                before=before,
+                after=after,
+                op_count_differences={
+                    op: after_ops[op] - before_ops[op]
+                    for op in sorted(before_ops | after_ops)
+                    if after_ops[op] != before_ops[op]
+                },
+                wall_ns=pass_time.wall_ns,
+                cpu_ns=pass_time.cpu_ns,
+                verification_wall_ns=verification.wall_ns if self._verifier else 0,
+                verification_cpu_ns=verification.cpu_ns if self._verifier else 0,
+                dump_before=dump_before,
+                dump_after=dump_after,
+            )
+            before_ops, before = after_ops, after
+
+    def _run_pass(self, graph_pass: GraphPass) -> PassReport:
+        try:
+            return graph_pass.run(self._graph_module, self._context)
+        except Exception as error:
+            error.add_note(f"raised by the graph pass {graph_pass.name}: {graph_pass!r}")
+            raise
+
+    def _check(
+        self, after: str, *, reproduce: str, bound_problems: Iterable[GraphProblem] = ()
+    ) -> None:
+        if self._verifier is None:
+            return
+        report = self._verifier.verify(self._graph_module, interface=self._interface)
+        problems = (*report.problems, *bound_problems)
+        if problems:
+            raise VerificationError(after=after, problems=problems, reproduce=reproduce)
+        self._unverified = report.unverified
+
+    def _reproduction(
+        self, position: int, dump_before: Path | None, dump_after: Path | None
+    ) -> str:
+        earlier = ", ".join(graph_pass.name for graph_pass in self._passes[:position])
+        text = f"run {self._passes[position]!r} on the captured graph"
+        if earlier:
+            text += f" after {earlier}"
+        if dump_before is None:
+            return f"{text}; PassPipeline(dump_directory=...) writes the graph before and after it"
+        return f"{text}; compare {dump_before} with {dump_after}"
+
+    def _size(self) -> GraphSize:
+        estimate = self._estimate_peak_bytes
+        return GraphSize(
+            num_ops=self._op_counts().total(),
+            collective_bytes=collective_bytes(self._graph_module),
+            peak_memory_bytes=None if estimate is None else estimate(self._graph_module),
+        )
+
+    def _op_counts(self) -> Counter[str]:
+        return Counter(
+            _op_name(node.target)
+            for node in self._graph_module.graph.nodes
+            if node.op not in ("placeholder", "get_attr", "output")
+        )
+
+    def _dump(self, position: int, graph_pass: GraphPass, moment: str) -> Path | None:
+        if self._dump_directory is None:
+            return None
+        self._dump_directory.mkdir(parents=True, exist_ok=True)
+        path = self._dump_directory / f"{position:02d}-{graph_pass.name}-{moment}.txt"
+        path.write_text(_graph_text(self._graph_module), encoding="utf-8")
+        return path
+
+
+def _bound_problems(
+    graph_pass: GraphPass, before: GraphSize, after: GraphSize
+) -> Iterator[GraphProblem]:
+    """What a pass changed beyond what it declares."""
+    bounds = graph_pass.bounds
+    old, new = before.collective_bytes, after.collective_bytes
+    most = int(old * (1 + bounds.collective_bytes_growth))
+    if new > most or (new < old and not bounds.collective_bytes_may_shrink):
+        least = "0" if bounds.collective_bytes_may_shrink else str(old)
+        yield GraphProblem(
+            check="declared bounds",
+            message=f"{graph_pass.name} changed the bytes given to collectives",
+            expected=f"{least} to {most} bytes" if least != str(most) else f"{most} bytes",
+            got=f"{new} bytes",
+        )
+    if before.peak_memory_bytes is None or after.peak_memory_bytes is None:
+        return
+    if bounds.peak_memory_growth is None:
+        return
+    most = int(before.peak_memory_bytes * (1 + bounds.peak_memory_growth))
+    if after.peak_memory_bytes > most:
+        yield GraphProblem(
+            check="declared bounds",
+            message=f"{graph_pass.name} raised the estimated peak memory",
+            expected=f"at most {most} bytes",
+            got=f"{after.peak_memory_bytes} bytes",
+        )
+
+
+def _op_name(target: object) -> str:
+    if isinstance(target, (OpOverload, str)):
+        return str(target)
+    return str(getattr(target, "__name__", target))
+
+
+def _graph_text(graph_module: GraphModule) -> str:
+    """The graph with shapes, as of now: also where the module is not recompiled."""
+    text: Any = graph_module.print_readable(
+        print_output=False, include_stride=True, include_device=True
+    )
+    return re.sub(r"[ \t]+$", "", str(text), flags=re.MULTILINE) + "\n"

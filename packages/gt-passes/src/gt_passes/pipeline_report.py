@@ -1,0 +1,122 @@
+"""What a run of the pipeline did, pass by pass: as data, and as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from gt_passes.contract import PassReport
+from gt_passes.repropagation import UnverifiedNode
+
+__all__ = ["GraphSize", "PassRecord", "PipelineReport"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphSize:
+    """How large a graph is, by measures that passes change."""
+
+    num_ops: int
+    """Number of calls: nodes without placeholders, attributes and the output."""
+
+    collective_bytes: int
+    """Bytes given to collectives on this rank; see ``gt_passes.collectives.collective_bytes``."""
+
+    peak_memory_bytes: int | None
+    """Estimated; None where the pipeline was given no estimator."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassRecord:
+    """One pass in one run."""
+
+    name: str
+    report: PassReport
+    before: GraphSize
+    after: GraphSize
+
+    op_count_differences: Mapping[str, int]
+    """By operator, sorted by name: how many more calls of it (negative: fewer). Only changes."""
+
+    wall_ns: int
+    """Time of the pass itself, in nanoseconds."""
+
+    cpu_ns: int
+    """Processor time of the pass itself, all threads, in nanoseconds."""
+
+    verification_wall_ns: int
+    verification_cpu_ns: int
+    """Time of the verifier after the pass; 0 when it was off."""
+
+    dump_before: Path | None = None
+    dump_after: Path | None = None
+    """Files with the graph as text; None when none were asked for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineReport:
+    """A whole run. ``str(report)`` is a table with one line a pass."""
+
+    records: tuple[PassRecord, ...]
+    """In the order in which the passes ran."""
+
+    verified: bool
+    """Whether the verifier was on."""
+
+    unverified: tuple[UnverifiedNode, ...]
+    """Nodes of the final graph on which fake re-propagation says nothing."""
+
+    capture_verification_wall_ns: int
+    capture_verification_cpu_ns: int
+    """Time of the verifier on the graph as captured, before any pass; 0 when it was off."""
+
+    recompile_wall_ns: int
+    recompile_cpu_ns: int
+    """Time of the one recompilation at the end."""
+
+    @property
+    def total_wall_ns(self) -> int:
+        """Everything: passes, verification, recompilation."""
+        return (
+            self.capture_verification_wall_ns
+            + self.recompile_wall_ns
+            + sum(record.wall_ns + record.verification_wall_ns for record in self.records)
+        )
+
+    @property
+    def total_cpu_ns(self) -> int:
+        """As ``total_wall_ns``, in processor time."""
+        return (
+            self.capture_verification_cpu_ns
+            + self.recompile_cpu_ns
+            + sum(record.cpu_ns + record.verification_cpu_ns for record in self.records)
+        )
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        names = [record.name for record in self.records]
+        width = max(map(len, (*names, "(recompilation)")))
+        yield f"{'pass':<{width}}  {'ops':>15}  {'cpu ms':>8}  {'verify ms':>9}  done"
+        yield _line(width, "(capture)", "", 0, self.capture_verification_cpu_ns, "")
+        for record in self.records:
+            ops = f"{record.before.num_ops} -> {record.after.num_ops}"
+            done = ", ".join(f"{name} {count}" for name, count in record.report.counts.items())
+            refused = len(record.report.refusals)
+            done = (done or "nothing") + (f"; refused {refused}" if refused else "")
+            yield _line(width, record.name, ops, record.cpu_ns, record.verification_cpu_ns, done)
+        yield _line(width, "(recompilation)", "", self.recompile_cpu_ns, 0, "")
+        if not self.verified:
+            yield "The verifier was off."
+        if self.unverified:
+            targets = sorted({node.target for node in self.unverified})
+            yield (
+                f"{len(self.unverified)} nodes could not be re-propagated on fake values: "
+                + ", ".join(targets)
+            )
+
+
+def _line(width: int, name: str, ops: str, cpu_ns: int, verify_ns: int, done: str) -> str:
+    line = f"{name:<{width}}  {ops:>15}  {cpu_ns / 1e6:>8.1f}  {verify_ns / 1e6:>9.1f}  {done}"
+    return line.rstrip()

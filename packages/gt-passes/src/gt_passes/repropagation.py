@@ -1,0 +1,210 @@
+"""Fake re-propagation: does every node still produce what is recorded for it?
+
+Each operator is run again on the recorded fake values of its inputs, in the graph's own fake mode,
+and its answer is compared with the recorded one: structure, shape, stride, dtype, device. A pass
+that rewires a graph and forgets to update a value, or updates it wrongly, shows here. The idea is
+that of Inductor's ``FakeTensorUpdater`` (``torch/_inductor/fx_utils.py``), used to check instead of
+to repair.
+
+A captured model repeats its layers, so answers are remembered by operator and input signatures:
+most nodes cost one dictionary lookup.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_aggregate
+
+from gt_passes._torch_internals import (
+    CANNOT_REPROPAGATE,
+    FakeTensorMode,
+    OpOverload,
+    is_fake_tensor,
+    quiet_fake_execution,
+    value_of,
+)
+from gt_passes.graph_problem import GraphProblem
+from gt_passes.symbol_renaming import equal_up_to_fresh_symbols
+from gt_passes.tensor_signature import describe, is_symbolic, signature
+
+__all__ = ["Repropagator", "UnverifiedNode"]
+
+_CHECK: Final = "fake re-propagation"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnverifiedNode:
+    """A node whose operator could not be run on fake values, so nothing is known about it."""
+
+    node_name: str
+    target: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.node_name} ({self.target}): {self.reason}"
+
+
+@dataclass(slots=True)
+class Repropagator:
+    """Re-propagates graphs, and remembers the answers of operators between them.
+
+    Use one for graphs of one fake mode; it is not safe to share between threads.
+    """
+
+    unverified: list[UnverifiedNode] = field(default_factory=list)
+    """Of the latest graph: what could not be re-propagated."""
+
+    _answers: dict[Hashable, Hashable] = field(default_factory=dict)
+
+    def find_problems(
+        self, graph_module: GraphModule, fake_mode: FakeTensorMode
+    ) -> Iterator[GraphProblem]:
+        """Yield a problem for each node whose recorded value is not what its operator gives."""
+        self.unverified = []
+        signatures: dict[Node, Hashable] = {}
+        values: dict[Node, object] = {}
+        with quiet_fake_execution(fake_mode):
+            for node in graph_module.graph.nodes:
+                recorded = value_of(node)
+                if node.op == "get_attr":
+                    recorded = _attribute(graph_module, node, fake_mode)
+                values[node] = recorded
+                signatures[node] = signature(recorded)
+                if node.op == "get_attr":
+                    yield from _attribute_problems(node, signatures[node])
+                elif node.op == "call_function":
+                    yield from self._node_problems(node, values, signatures)
+                elif node.op in ("call_module", "call_method"):
+                    yield _problem(node, f"captured graphs have no {node.op} nodes")
+
+    def _node_problems(
+        self, node: Node, values: dict[Node, object], signatures: dict[Node, Hashable]
+    ) -> Iterator[GraphProblem]:
+        if any(argument not in values for argument in node.all_input_nodes):
+            return  # used before it is made, as the check of well-formedness says
+        recorded = signatures[node]
+        key = _call_key(node, signatures)
+        if key is not None and key in self._answers:
+            answer = self._answers[key]
+            if answer != recorded:
+                yield _mismatch(node, recorded, answer)
+            return
+        try:
+            result = _run(node, values)
+        except CANNOT_REPROPAGATE as error:
+            self.unverified.append(
+                UnverifiedNode(
+                    node_name=node.name, target=str(node.target), reason=_first_line(error)
+                )
+            )
+            return
+        except Exception as error:  # noqa: BLE001 - whatever an operator says of its inputs
+            yield _problem(
+                node,
+                "its operator refuses the recorded values of its inputs: "
+                f"{type(error).__name__}: {_first_line(error)}",
+            )
+            return
+        answer = signature(result)
+        if not is_symbolic(answer) and not is_symbolic(recorded):
+            if key is not None:
+                self._answers[key] = answer
+            if answer != recorded:
+                yield _mismatch(node, recorded, answer)
+        elif not equal_up_to_fresh_symbols(values[node], result):
+            yield _mismatch(node, recorded, answer)
+
+
+def _run(node: Node, values: dict[Node, object]) -> object:
+    """Run a node's operator on the values of its inputs."""
+    changes_metadata = (
+        isinstance(node.target, OpOverload) and torch.Tag.inplace_view in node.target.tags
+    )
+
+    def load(leaf: Any) -> Any:
+        if not isinstance(leaf, Node):
+            return leaf
+        value = values[leaf]
+        if changes_metadata and isinstance(value, torch.Tensor):
+            # `t_` and its like would change the recorded value itself.
+            return torch.empty_strided(
+                value.shape, value.stride(), dtype=value.dtype, device=value.device
+            )
+        return value
+
+    args: Any = map_aggregate(node.args, load)
+    kwargs: Any = map_aggregate(node.kwargs, load)
+    assert callable(node.target)  # true of call_function nodes, which lint has seen
+    return node.target(*args, **kwargs)
+
+
+def _call_key(node: Node, signatures: dict[Node, Hashable]) -> Hashable | None:
+    """What an operator's answer depends on; None where it may depend on more, or on symbols."""
+    if node.target is operator.getitem:  # as cheap as the lookup
+        return None
+    parts = _frozen((node.args, node.kwargs), signatures)
+    return None if parts is None else (node.target, parts)
+
+
+def _frozen(argument: object, signatures: dict[Node, Hashable]) -> Hashable | None:
+    if isinstance(argument, Node):
+        signed = signatures[argument]
+        return None if is_symbolic(signed) else (Node, signed)
+    if isinstance(argument, (tuple, list)):
+        items = [_frozen(item, signatures) for item in argument]
+        return None if None in items else tuple(items)
+    if isinstance(argument, dict):
+        return _frozen(tuple(argument.items()), signatures)
+    if argument is None:
+        return (type(None),)
+    try:
+        hash(argument)
+    except TypeError:  # a symbolic size, or an object that opted out
+        return None
+    # 1, 1.0 and True are equal and hash alike, but operators tell them apart.
+    return (type(argument), argument)
+
+
+def _attribute(graph_module: GraphModule, node: Node, fake_mode: FakeTensorMode) -> object:
+    """What a get_attr node stands for: a constant, faked, or a subgraph."""
+    value: object = graph_module
+    for part in str(node.target).split("."):
+        value = getattr(value, part, None)
+    if isinstance(value, torch.Tensor) and not is_fake_tensor(value):
+        return fake_mode.from_tensor(value, static_shapes=True)
+    return value
+
+
+def _attribute_problems(node: Node, actual: Hashable) -> Iterator[GraphProblem]:
+    recorded = value_of(node)
+    if isinstance(recorded, torch.Tensor) and signature(recorded) != actual:
+        yield _mismatch(node, signature(recorded), actual)
+
+
+def _mismatch(node: Node, recorded: Hashable, answer: Hashable) -> GraphProblem:
+    if recorded is None:
+        message = 'it has no fake value in node.meta["val"]'
+    else:
+        message = "its recorded fake value is not what its operator gives on its inputs"
+    return GraphProblem(
+        check=_CHECK,
+        node_name=node.name,
+        target=str(node.target),
+        message=message,
+        expected=describe(answer),
+        got=None if recorded is None else describe(recorded),
+    )
+
+
+def _problem(node: Node, message: str) -> GraphProblem:
+    return GraphProblem(check=_CHECK, node_name=node.name, target=str(node.target), message=message)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().split("\n", 1)[0]

@@ -1,0 +1,160 @@
+"""The verifier: reads off a graph whether it can still be right.
+
+Today it checks that the graph is well-formed SSA in execution order, that its inputs and outputs
+are those of the capture, that fake re-propagation gives every recorded shape, stride, dtype and
+device, and that every collective is waited for before it is read. Aliasing and the order of
+collectives across ranks come next to these.
+
+XLA verifies around its passes even in release builds, and MLIR after every pass, for the reason
+that stands here too: a pass that breaks a graph is found at that pass, not in a loss curve.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field
+
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+
+from gt_passes._torch_internals import fake_mode_of, value_of
+from gt_passes.collective_waits import find_wait_problems
+from gt_passes.errors import GraphInputError
+from gt_passes.graph_problem import GraphProblem
+from gt_passes.repropagation import Repropagator, UnverifiedNode
+from gt_passes.tensor_signature import describe, signature
+
+__all__ = ["GraphInterface", "VerificationReport", "Verifier"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerificationReport:
+    """What the verifier found, as data."""
+
+    problems: tuple[GraphProblem, ...]
+    """Empty when nothing is wrong."""
+
+    unverified: tuple[UnverifiedNode, ...]
+    """Nodes about which re-propagation says nothing, because their operator cannot be run on fake
+    values. Not an error, and never silent."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphInterface:
+    """What a graph takes and gives. Passes leave it alone: the caller binds by position."""
+
+    placeholders: tuple[tuple[str, Hashable], ...]
+    """Target and signature of each input."""
+
+    outputs: tuple[Hashable, ...]
+    """Signature of each output."""
+
+    @classmethod
+    def of(cls, graph_module: GraphModule) -> GraphInterface:
+        """The interface of a graph as it is now."""
+        find_nodes = graph_module.graph.find_nodes
+        placeholders = tuple(
+            (str(node.target), signature(value_of(node))) for node in find_nodes(op="placeholder")
+        )
+        results: list[Node] = []
+        for node in find_nodes(op="output"):
+            map_arg(node.args, results.append)  # every occurrence, unlike all_input_nodes
+        return cls(
+            placeholders=placeholders,
+            outputs=tuple(signature(value_of(result)) for result in results),
+        )
+
+    def find_differences(self, now: GraphInterface) -> Iterator[GraphProblem]:
+        """Yield a problem for each way in which ``now`` is not this interface."""
+        yield from _sequence_differences("input", self.placeholders, now.placeholders)
+        yield from _sequence_differences("output", self.outputs, now.outputs)
+
+
+@dataclass(slots=True)
+class Verifier:
+    """Verifies graphs, and remembers what operators answer from one to the next.
+
+    ::
+
+        report = Verifier().verify(graph_module)
+        assert not report.problems, report.problems
+    """
+
+    _repropagator: Repropagator = field(default_factory=Repropagator)
+
+    def verify(
+        self, graph_module: GraphModule, *, interface: GraphInterface | None = None
+    ) -> VerificationReport:
+        """Check a graph; changes nothing.
+
+        Args:
+            graph_module: with fake values in ``node.meta["val"]``.
+            interface: what the graph must take and give; None to accept what it does.
+
+        Raises:
+            GraphInputError: the graph has no fake values at all.
+        """
+        fake_mode = fake_mode_of(graph_module)
+        if fake_mode is None:
+            raise GraphInputError(
+                'no node has a fake tensor in node.meta["val"]: trace with fake tensors '
+                '(make_fx(..., tracing_mode="fake"))'
+            )
+        problems = list(_structure_problems(graph_module))
+        if interface is not None:
+            problems += interface.find_differences(GraphInterface.of(graph_module))
+        problems += self._repropagator.find_problems(graph_module, fake_mode)
+        problems += find_wait_problems(graph_module)
+        return VerificationReport(
+            problems=tuple(problems), unverified=tuple(self._repropagator.unverified)
+        )
+
+
+def _structure_problems(graph_module: GraphModule) -> Iterator[GraphProblem]:
+    """SSA in execution order, as ``Graph.lint`` sees it, and inputs first and one output last."""
+    try:
+        graph_module.graph.lint()
+    except (RuntimeError, ValueError, AttributeError, AssertionError) as error:
+        # lint prints the whole graph after its first line.
+        yield GraphProblem(check="well-formed", message=str(error).split("\n", 1)[0])
+    nodes = list(graph_module.graph.nodes)
+    outputs = [node for node in nodes if node.op == "output"]
+    if len(outputs) != 1 or nodes[-1] is not outputs[0]:
+        yield GraphProblem(
+            check="well-formed",
+            message="a graph ends with its one output",
+            expected="1 output node, the last",
+            got=f"{len(outputs)} output nodes, and {nodes[-1].op if nodes else 'nothing'} last",
+        )
+    seen_computation: Node | None = None
+    for node in nodes:
+        if node.op != "placeholder":
+            seen_computation = seen_computation or node
+        elif seen_computation is not None:
+            yield GraphProblem(
+                check="well-formed",
+                node_name=node.name,
+                message=f"this placeholder stands after {seen_computation.name}",
+                expected="all placeholders first",
+            )
+
+
+def _sequence_differences(
+    kind: str, before: tuple[Hashable, ...], now: tuple[Hashable, ...]
+) -> Iterator[GraphProblem]:
+    if len(before) != len(now):
+        yield GraphProblem(
+            check="inputs and outputs",
+            message=f"the number of {kind}s changed",
+            expected=str(len(before)),
+            got=str(len(now)),
+        )
+        return
+    for position, (old, new) in enumerate(zip(before, now, strict=True)):
+        if old != new:
+            yield GraphProblem(
+                check="inputs and outputs",
+                message=f"{kind} {position} changed",
+                expected=describe(old),
+                got=describe(new),
+            )
