@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
+from torch.fx import Graph
+from trace_models import TiedModel, batch, step_of
+
 from gt_config.node_keys import (
     EpExchangeAnnotation,
     EpRegionAnnotation,
@@ -22,9 +26,6 @@ from gt_trace import (
     trace_step,
     write_annotation,
 )
-from torch import nn
-from torch.fx import Graph
-from trace_models import TiedModel, batch, step_of
 
 
 def test_every_module_is_found_in_forward_and_in_backward() -> None:

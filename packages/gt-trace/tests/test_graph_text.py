@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import torch
 from expecttest import assert_expected_inline
-from gt_config.node_keys import EpRegionAnnotation, FsdpCollectiveAnnotation
-from gt_trace import annotate, collective_counts, graph_text, trace_step
-from gt_trace.testing import fake_world
 from torch import nn
 from torch.distributed import _functional_collectives as funcol
 from torch.distributed.device_mesh import init_device_mesh
+
+from gt_config.node_keys import EpRegionAnnotation, FsdpCollectiveAnnotation
+from gt_trace import annotate, collective_counts, graph_text, trace_step
+from gt_trace.testing import fake_world
 
 
 def test_text_groups_nodes_by_phase_and_module() -> None:

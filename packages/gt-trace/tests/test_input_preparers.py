@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from gt_trace import CaptureError, InputMismatchError, InputPreparer, TraceInputs, trace_step
 
 

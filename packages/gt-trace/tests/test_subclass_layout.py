@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from gt_trace import StateMismatchError, flatten_tensor, trace_step, unflatten_tensor
-from gt_trace.testing import fake_world
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from gt_trace import StateMismatchError, flatten_tensor, trace_step, unflatten_tensor
+from gt_trace.testing import fake_world
 
 
 class Scaled(torch.Tensor):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gt_trace import CaptureError, ConstantCapturedError, trace_step
 from torch import nn
 from trace_models import TiedModel, assert_same, batch, step_of
+
+from gt_trace import CaptureError, ConstantCapturedError, trace_step
 
 
 @pytest.fixture

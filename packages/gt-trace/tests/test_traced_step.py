@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gt_trace import InputMismatchError, StateMismatchError, trace_step
 from torch import nn
 from trace_models import TiedModel, assert_same, batch, step_of
+
+from gt_trace import InputMismatchError, StateMismatchError, trace_step
 
 
 def test_changed_shape_and_dtype_are_one_error_naming_both(model: TiedModel) -> None:

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from gt_trace import phase
 from torch import nn
+
+from gt_trace import phase
 
 
 class Block(nn.Module):

@@ -5,6 +5,8 @@ Each has its reason beside it, so that a new PyTorch needs one edit.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 # Fake tensors stand in for parameters and inputs while tracing; no public constructor exists.
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -28,6 +30,12 @@ from torch.utils import _pytree as pytree
 # Says whether a tensor subclass can be taken apart with __tensor_flatten__.
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.placement_types import Placement
+
 __all__ = [
     "DimDynamic",
     "FakeTensor",
@@ -35,10 +43,26 @@ __all__ = [
     "ShapeEnv",
     "StatelessSymbolicContext",
     "TracingContext",
+    "concatenate_meshes",
     "is_traceable_wrapper_subclass",
     "make_fx",
     "non_strict_tracing_context",
     "patch_engine_backward",
     "pytree",
+    "strided_shard",
     "tracing",
 ]
+
+
+def concatenate_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
+    """Return the mesh that spans several meshes of one root, as FSDP2 makes it; no public way."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    return DeviceMesh._concatenate(list(meshes))
+
+
+def strided_shard(dim: int, *, split_factor: int) -> Placement:
+    """Return FSDP2's placement of a dimension that tensor parallelism already splits."""
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return _StridedShard(dim, split_factor=split_factor)

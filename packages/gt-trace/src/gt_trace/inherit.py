@@ -53,9 +53,13 @@ def _inherit(node: Node, forward_of: dict[int, Node]) -> None:
     source = None if number is None else forward_of.get(number)
     if source is None:
         return
+    own = read_annotation(node, FsdpCollectiveAnnotation)
     copy_annotations(source, node)
     collective = read_annotation(node, FsdpCollectiveAnnotation)
-    if collective is not None and collective.kind == "unshard":
+    if own is not None and own.kind == "reduce_grad":
+        # Said by the backward itself, which knows its axis better.
+        write_annotation(node, own)
+    elif collective is not None and collective.kind == "unshard":
         write_annotation(
             node,
             FsdpCollectiveAnnotation(

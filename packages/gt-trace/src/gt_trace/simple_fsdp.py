@@ -1,0 +1,433 @@
+"""Data parallelism as traceable collectives on parameters.
+
+After ``shard``, each rank stores its shard of every parameter, as a ``DTensor``. A parameter that
+is read *inside a forward* of the model is gathered first (and its gradient reduced in backward);
+read anywhere else it is the stored shard. So the model's own code, optimizers, initializers,
+weight tying and checkpoints work unchanged, eagerly and in a trace.
+
+Before (one parameter ``w`` of a linear layer, as captured)::
+
+    out = mm(x, t(w))                                  # w whole on every rank
+
+After, with mode "shard" over 4 ranks::
+
+    w_whole = wait_tensor(all_gather_into_tensor(w_shard, 4, dp))
+    out = mm(x, t(w_whole))
+    ...
+    g_shard = wait_tensor(reduce_scatter_tensor(g_whole, "sum", 4, dp))
+
+Idea: SimpleFSDP (arXiv 2411.00284). The placements are those of torch's FSDP2
+(torch/distributed/fsdp/_fully_shard/_fsdp_param.py), so that its checkpoints fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from gt_trace._torch_internals import concatenate_meshes, strided_shard
+from gt_trace.errors import GtTraceError
+from gt_trace.fsdp_collectives import GradientReduction, ShardAxis, UnshardPlan, unshard
+
+__all__ = ["MixedPrecision", "Mode", "ShardedModel", "ShardingError", "gathered", "shard"]
+
+Mode = Literal["replicate", "shard", "hybrid_shard"]
+
+_PARAMETERS = "_gt_sharded_parameters"
+_ACTIVITY = "_gt_activity"
+
+
+class ShardingError(GtTraceError, ValueError):
+    """A model cannot be sharded as asked. The text lists every reason."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixedPrecision:
+    """Dtypes of computation and of gradient reduction; None keeps what is there."""
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ShardedParameter:
+    """How one stored parameter becomes the one that the forward computes with."""
+
+    plan: UnshardPlan
+    inner_mesh: DeviceMesh | None
+    """The tensor- or expert-parallel mesh on which the gathered parameter is a DTensor."""
+
+    inner_placements: tuple[Placement, ...]
+
+    def gather(self, stored: torch.Tensor) -> torch.Tensor:
+        local = stored.to_local() if isinstance(stored, DTensor) else stored
+        whole = unshard(local, self.plan)
+        if self.inner_mesh is None:
+            return whole
+        return DTensor.from_local(
+            whole,
+            self.inner_mesh,
+            self.inner_placements,
+            run_check=False,
+            shape=stored.shape,
+            stride=stored.stride(),
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _ShardedParameter:
+        return self
+
+
+class _Activity:
+    """Counts the forwards that run. Parameters are gathered while it is above zero."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self.outer: _Activity | None = None
+        """Activity of a model that was sharded around this one."""
+
+    def is_on(self) -> bool:
+        return self.depth > 0 or (self.outer is not None and self.outer.is_on())
+
+    def enter(self, *_: Any) -> None:
+        self.depth += 1
+
+    def leave(self, *_: Any) -> None:
+        self.depth -= 1
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Activity:
+        return self
+
+
+class ShardedModel:
+    """What ``shard`` did to a model, and how to take it back."""
+
+    def __init__(self, model: nn.Module, undo: list[Callable[[], None]]) -> None:
+        self.model = model
+        self._undo = undo
+
+    def undo(self) -> None:
+        """Store whole parameters again and remove every trace of the sharding.
+
+        A collective: all ranks must call it. Calling it twice is harmless.
+        """
+        while self._undo:
+            self._undo.pop()()
+
+
+def shard(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    mode: Mode,
+    mixed_precision: MixedPrecision | None = None,
+    shard_dim: int = 0,
+    reduction: GradientReduction = "avg",
+    prefix: str = "",
+) -> ShardedModel:
+    """Shard the parameters of ``model`` over data-parallel ranks, in place.
+
+    Args:
+        model: on any device, meta included. Parameters may be DTensors on a tensor- or
+            expert-parallel mesh of the same root mesh. Submodules that were sharded before keep
+            their sharding. On a real device every rank must hold equal values.
+        mesh: with axis names. One axis for "replicate" and "shard"; (replicate, shard) for
+            "hybrid_shard".
+        mode: "shard" splits each parameter (FSDP), "replicate" keeps it whole and all-reduces
+            gradients (DDP), "hybrid_shard" splits within the second axis and replicates over the
+            first (HSDP).
+        mixed_precision: dtypes of computation and reduction.
+        shard_dim: tensor dimension to split. Extents that do not divide are padded in transit.
+        reduction: "avg" over all data-parallel ranks, as FSDP2 and DDP do; "sum" where the loss
+            is already divided by what all ranks saw.
+        prefix: name of ``model`` in a larger model, for annotations.
+
+    Raises:
+        ShardingError: every reason why not, with the names of the parameters concerned.
+    """
+    problems = _mesh_problems(mesh, mode)
+    slots = _slots(model, prefix)
+    if not problems:
+        problems = _parameter_problems(slots, mesh, mode, shard_dim)
+    if problems:
+        raise ShardingError("the model cannot be sharded:\n  " + "\n  ".join(problems))
+    axes = _axes(mesh)
+    shard_axis = None if mode == "replicate" else axes[-1]
+    replicate_axis = None if mode == "shard" else axes[0]
+    precision = mixed_precision or MixedPrecision()
+    undo: list[Callable[[], None]] = []
+    by_module: dict[nn.Module, dict[str, _ShardedParameter]] = {}
+    for slot in slots:
+        parameter = slot.parameter
+        local = _local(parameter)
+        plan = UnshardPlan(
+            parameter_names=slot.names,
+            shard_axis=shard_axis,
+            replicate_axis=replicate_axis,
+            shard_dim=shard_dim,
+            size=local.shape[shard_dim] if mode != "replicate" else 0,
+            param_dtype=precision.param_dtype,
+            reduce_dtype=precision.reduce_dtype,
+            reduction=reduction,
+        )
+        stored = _store(parameter, mesh, mode, plan)
+        inner = parameter if isinstance(parameter, DTensor) else None
+        sharded = _ShardedParameter(
+            plan=plan,
+            inner_mesh=None if inner is None else inner.device_mesh,
+            inner_placements=() if inner is None else tuple(inner.placements),
+        )
+        for module, name in slot.owners:
+            module._parameters[name] = stored
+            by_module.setdefault(module, {})[name] = sharded
+        undo.append(_restore_parameter(slot, sharded))
+    activity = _Activity()
+    for module in model.modules():
+        earlier = vars(module).get(_ACTIVITY)
+        if earlier is not None and earlier.outer is None:
+            earlier.outer = activity
+    for module, parameters in by_module.items():
+        undo.append(_give_properties(module, parameters, activity))
+    for module in model.modules():
+        before = module.register_forward_pre_hook(activity.enter)
+        after = module.register_forward_hook(activity.leave, always_call=True)
+        undo.extend([before.remove, after.remove])
+    return ShardedModel(model, undo)
+
+
+@contextmanager
+def gathered(module: nn.Module) -> Iterator[None]:
+    """Inside, parameters of ``module`` and its submodules read as gathered, as in a forward."""
+    activities = {
+        id(activity): activity
+        for submodule in module.modules()
+        if (activity := vars(submodule).get(_ACTIVITY)) is not None
+    }
+    for activity in activities.values():
+        activity.enter()
+    try:
+        yield
+    finally:
+        for activity in activities.values():
+            activity.leave()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Slot:
+    parameter: nn.Parameter
+    owners: tuple[tuple[nn.Module, str], ...]
+    names: tuple[str, ...]
+
+
+def _slots(model: nn.Module, prefix: str) -> list[_Slot]:
+    """Each distinct parameter that is not sharded yet, with all its owners."""
+    found: dict[int, tuple[nn.Parameter, list[tuple[nn.Module, str]], list[str]]] = {}
+    for fqn, module in model.named_modules(prefix=prefix):
+        if _PARAMETERS in vars(module):
+            continue
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            _, owners, names = found.setdefault(id(parameter), (parameter, [], []))
+            owners.append((module, name))
+            names.append(f"{fqn}.{name}" if fqn else name)
+    return [
+        _Slot(parameter=parameter, owners=tuple(owners), names=tuple(names))
+        for parameter, owners, names in found.values()
+    ]
+
+
+def _mesh_problems(mesh: DeviceMesh, mode: Mode) -> list[str]:
+    problems: list[str] = []
+    if mode not in ("replicate", "shard", "hybrid_shard"):
+        return [f"mode is {mode!r}; allowed: 'replicate', 'shard', 'hybrid_shard'"]
+    wanted = 2 if mode == "hybrid_shard" else 1
+    if mesh.ndim != wanted:
+        problems.append(
+            f"mode {mode!r} needs a mesh of {wanted} axes, and this one has {mesh.ndim}"
+        )
+    if mesh.mesh_dim_names is None:
+        problems.append("the mesh has no axis names; give mesh_dim_names=")
+    return problems
+
+
+def _parameter_problems(
+    slots: list[_Slot], mesh: DeviceMesh, mode: Mode, shard_dim: int
+) -> list[str]:
+    if not slots:
+        return ["no parameter is left to shard: the model has none, or all are sharded already"]
+    problems: list[str] = []
+    num_shards = 1 if mode == "replicate" else mesh.size(mesh.ndim - 1)
+    for slot in slots:
+        name, parameter = slot.names[0], slot.parameter
+        if parameter.numel() == 0:
+            problems.append(f"{name} has no elements")
+        if mode != "replicate" and not 0 <= shard_dim < parameter.dim():
+            problems.append(
+                f"{name} has {parameter.dim()} dimensions, and shard_dim is {shard_dim}"
+            )
+            continue
+        if not isinstance(parameter, DTensor):
+            continue
+        strange = [p for p in parameter.placements if not isinstance(p, Shard | Replicate)]
+        if strange:
+            problems.append(f"{name} is placed as {strange} already; allowed: Shard, Replicate")
+        if mode == "replicate" or not _inner_shards(parameter, shard_dim):
+            continue
+        inner = _inner_shards(parameter, shard_dim)
+        if inner > 1 and parameter.shape[shard_dim] % (inner * num_shards):
+            problems.append(
+                f"{name} has extent {parameter.shape[shard_dim]} in dim {shard_dim}, which its own "
+                f"mesh splits by {inner}; it does not divide by {inner} x {num_shards}"
+            )
+    return problems
+
+
+def _inner_shards(parameter: DTensor, dim: int) -> int:
+    """Into how many parts the parameter's own mesh already splits that dimension."""
+    count = 1
+    for axis, placement in enumerate(parameter.placements):
+        if isinstance(placement, Shard) and placement.dim == dim:
+            count *= parameter.device_mesh.size(axis)
+    return count
+
+
+def _axes(mesh: DeviceMesh) -> list[ShardAxis]:
+    assert mesh.mesh_dim_names is not None
+    return [
+        ShardAxis(
+            name=name,
+            group_name=mesh.get_group(axis).group_name,
+            num_ranks=mesh.size(axis),
+            rank=mesh.get_local_rank(axis),
+        )
+        for axis, name in enumerate(mesh.mesh_dim_names)
+    ]
+
+
+def _local(parameter: torch.Tensor) -> torch.Tensor:
+    detached = parameter.detach()
+    return detached.to_local() if isinstance(detached, DTensor) else detached
+
+
+def _store(
+    parameter: nn.Parameter, mesh: DeviceMesh, mode: Mode, plan: UnshardPlan
+) -> nn.Parameter:
+    """This rank's shard as a DTensor over the data-parallel mesh and the parameter's own."""
+    local = _local(parameter)
+    outer: tuple[Placement, ...] = (Replicate(),)
+    if mode != "replicate":
+        assert plan.shard_axis is not None
+        dim = plan.shard_dim
+        start = min(plan.shard_axis.rank * plan.chunk, plan.size)
+        # A copy, so that the whole parameter can be freed.
+        local = local.narrow(dim, start, plan.local_size).clone(
+            memory_format=torch.contiguous_format
+        )
+        inner = _inner_shards(parameter, dim) if isinstance(parameter, DTensor) else 1
+        placement = Shard(dim) if inner == 1 else strided_shard(dim, split_factor=inner)
+        outer = (placement,) if mode == "shard" else (Replicate(), placement)
+    spanned = mesh
+    placements = outer
+    if isinstance(parameter, DTensor):
+        spanned = concatenate_meshes([mesh, parameter.device_mesh])
+        placements = (*outer, *parameter.placements)
+    with torch.no_grad():
+        stored = DTensor.from_local(
+            local,
+            spanned,
+            placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+    return nn.Parameter(stored, requires_grad=parameter.requires_grad)
+
+
+def _restore_parameter(slot: _Slot, sharded: _ShardedParameter) -> Callable[[], None]:
+    plan = sharded.plan
+    as_stored = _ShardedParameter(
+        plan=UnshardPlan(
+            parameter_names=plan.parameter_names,
+            shard_axis=plan.shard_axis,
+            replicate_axis=plan.replicate_axis,
+            shard_dim=plan.shard_dim,
+            size=plan.size,
+            param_dtype=None,
+            reduce_dtype=None,
+            reduction=plan.reduction,
+        ),
+        inner_mesh=sharded.inner_mesh,
+        inner_placements=sharded.inner_placements,
+    )
+
+    def undo() -> None:
+        module, name = slot.owners[0]
+        stored = module._parameters[name]
+        assert stored is not None
+        with torch.no_grad():
+            whole = nn.Parameter(
+                as_stored.gather(stored).clone(), requires_grad=stored.requires_grad
+            )
+        for owner, key in slot.owners:
+            owner._parameters[key] = whole
+
+    return undo
+
+
+def _give_properties(
+    module: nn.Module, parameters: dict[str, _ShardedParameter], activity: _Activity
+) -> Callable[[], None]:
+    """Let the instance read its parameters through properties, by a class of its own kind."""
+    original = type(module)
+    vars(module)[_PARAMETERS] = parameters
+    vars(module)[_ACTIVITY] = activity
+    module.__class__ = _sharded_class(original, tuple(parameters))
+
+    def undo() -> None:
+        module.__class__ = original
+        del vars(module)[_PARAMETERS], vars(module)[_ACTIVITY]
+
+    return undo
+
+
+_classes: dict[tuple[type, tuple[str, ...]], type] = {}
+
+
+def _sharded_class(original: type, names: tuple[str, ...]) -> type:
+    key = (original, names)
+    if key not in _classes:
+        body: dict[str, Any] = {name: property(_reader(name)) for name in names}
+        body["__reduce_ex__"] = lambda self, _protocol: (
+            _rebuild,
+            (original, names),
+            vars(self),
+        )
+        body["__module__"] = original.__module__
+        body["__doc__"] = original.__doc__
+        _classes[key] = type(f"Sharded{original.__name__}", (original,), body)
+    return _classes[key]
+
+
+def _rebuild(original: type, names: tuple[str, ...]) -> Any:
+    """An empty instance for ``copy.deepcopy`` and ``pickle``, which find no generated class."""
+    cls = _sharded_class(original, names)
+    return cls.__new__(cls)
+
+
+def _reader(name: str) -> Callable[[nn.Module], torch.Tensor | None]:
+    def read(self: nn.Module) -> torch.Tensor | None:
+        stored = self._parameters[name]
+        if stored is None or not vars(self)[_ACTIVITY].is_on():
+            return stored
+        sharded: _ShardedParameter = vars(self)[_PARAMETERS][name]
+        return sharded.gather(stored)
+
+    return read
