@@ -1,0 +1,147 @@
+"""The text dataloader, as torchtitan's Trainer and Validator build it from a configuration.
+
+Both call `config.build(dp_world_size=..., dp_rank=..., tokenizer=..., seq_len=...,
+local_batch_size=...)`; the Validator sets `infinite` itself (False when it is to take the whole
+split). torchtitan's own text loader needs `datasets`, which nothing here imports.
+"""
+
+import warnings
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torchtitan.components.dataloader import ParallelAwareDataloader
+
+from gt_trainer.data.packed_text import DataResumeError, DocumentTokenizer, PackedText
+from gt_trainer.data.text_source import (
+    DEFAULT_VALIDATION_FRACTION,
+    TextSource,
+    python_stdlib,
+    text_directory,
+)
+
+
+# torchtitan wires `Config.build` in an __init_subclass__ that has no annotations.
+class StdlibTextDataLoader(ParallelAwareDataloader):  # type: ignore[no-untyped-call]  # see above
+    """Batches of packed text: the running Python's standard library, or a folder of files.
+
+    Yields ({"input": [B, L], "positions": [B, L]}, labels [B, L]), int64, of constant shape. See
+    `gt_trainer.data.packed_text` for what a sequence is and how ranks share the text.
+
+    Args:
+        config: What to read, and how.
+        dp_world_size: Data-parallel ranks.
+        dp_rank: This rank among them.
+        tokenizer: Turns a document into token ids.
+        seq_len: Tokens of a sequence (L).
+        local_batch_size: Sequences of a batch on this rank (B).
+        snapshot_every_n_steps: Passed on to torchdata; matters only with a worker process.
+
+    Raises:
+        ValueError: An option is out of range, or (TextSourceError) there is no such text.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(ParallelAwareDataloader.Config):
+        """What to read, and how."""
+
+        dataset: str = "stdlib"
+        """The text that comes with every machine: the running Python's standard library."""
+
+        dataset_path: str | None = None
+        """Folder of .txt, .md and .py files to read instead, one document a file."""
+
+        split: Literal["train", "validation"] = "train"
+        """Which side of the split to read; a hash of a file's relative path decides its side."""
+
+        validation_fraction: float = DEFAULT_VALIDATION_FRACTION
+        """Share of the files that is kept for validation."""
+
+        infinite: bool = True
+        """Start again, in a new order, when all files have been read."""
+
+        seed: int = 0
+        """Chooses the order of the files."""
+
+        def open_text(self) -> TextSource:
+            """Return the documents that this configuration names.
+
+            Quick (it lists files and reads none), so that a launcher can call it to refuse bad
+            input before any process group exists.
+
+            Raises:
+                ValueError: An option is out of range (all are named).
+                TextSourceError: There is no such text.
+            """
+            problems = []
+            if self.dataset != "stdlib":
+                problems.append(
+                    f"--dataloader.dataset is {self.dataset!r}; 'stdlib' is the only named text: "
+                    "for a folder of your own leave it and give --dataloader.dataset_path"
+                )
+            if self.num_workers not in (0, 1):
+                problems.append(
+                    f"--dataloader.num_workers is {self.num_workers}; 0 (in the training process) "
+                    "or 1 is possible: one stream of text is not dealt to several workers"
+                )
+            if problems:
+                raise ValueError("\n".join(problems))
+            everything = (
+                python_stdlib() if self.dataset_path is None else text_directory(self.dataset_path)
+            )
+            return everything.split(self.split, validation_fraction=self.validation_fraction)
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        dp_world_size: int,
+        dp_rank: int,
+        tokenizer: DocumentTokenizer,
+        seq_len: int,
+        local_batch_size: int,
+        snapshot_every_n_steps: int | None = 1,
+    ) -> None:
+        self.text = PackedText(
+            config.open_text(),
+            tokenizer=tokenizer,
+            seq_len=seq_len,
+            batch_size=local_batch_size,
+            dp_rank=dp_rank,
+            dp_world_size=dp_world_size,
+            seed=config.seed,
+            infinite=config.infinite,
+        )
+        with warnings.catch_warnings():
+            # torchdata 0.11 calls it itself; nothing that a person who trains could act on.
+            warnings.filterwarnings("ignore", message="'set_vital' is deprecated")
+            super().__init__(
+                self.text,
+                dp_rank=dp_rank,
+                dp_world_size=dp_world_size,
+                batch_size=None,  # PackedText yields whole batches: a state falls between two
+                num_workers=config.num_workers,
+                persistent_workers=config.persistent_workers,
+                prefetch_factor=config.prefetch_factor,
+                pin_memory=config.pin_memory,
+                snapshot_every_n_steps=snapshot_every_n_steps,
+            )
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue where `state_dict` was taken; an empty one is a fresh start.
+
+        Raises:
+            DataResumeError: It was taken with another number of data-parallel ranks, has nothing
+                for this rank, or belongs to other text.
+        """
+        if not state_dict:
+            return
+        saved_world_size = state_dict.get("world_size")
+        if saved_world_size != self.dp_world_size or self._rank_id not in state_dict:
+            raise DataResumeError(
+                f"the checkpoint's data position is for {saved_world_size} data-parallel rank(s) "
+                f"and this run has {self.dp_world_size} (rank {self.dp_rank} looks for "
+                f"{self._rank_id!r}): documents are dealt to a fixed number of ranks; resume with "
+                "the same data-parallel degree, or leave the position out with "
+                "--checkpoint.exclude_from_loading dataloader"
+            )
+        super().load_state_dict(state_dict)
