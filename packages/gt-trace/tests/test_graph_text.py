@@ -49,9 +49,9 @@ def test_collectives_are_marked_and_counted() -> None:
 
         def step(w: torch.Tensor) -> torch.Tensor:
             with annotate(unshard), annotate(EpRegionAnnotation(kind="compute")):
-                return funcol.all_gather_tensor(w, 0, mesh.get_group())
+                return funcol.all_reduce(w, "sum", mesh.get_group())
 
         graph_module = trace_step(step)(torch.ones(2)).graph_module
     mark = "  # fsdp unshard a.w, b.w over dp; ep compute"
     assert sum(line.endswith(mark) for line in graph_text(graph_module).splitlines()) == 2
-    assert collective_counts(graph_module) == {"all_gather_into_tensor": 1}
+    assert collective_counts(graph_module) == {"all_reduce": 1}

@@ -51,7 +51,8 @@ def test_nested_subclass_round_trips() -> None:
     leaves, layout = flatten_tensor(Scaled(inner, torch.tensor(4.0)))
     assert [leaf.numel() for leaf in leaves] == [3, 1, 1]
     again = unflatten_tensor(leaves, layout)
-    assert isinstance(again, Scaled) and isinstance(again.value, Scaled)
+    assert isinstance(again, Scaled)
+    assert isinstance(again.value, Scaled)
     assert again.scale is leaves[2]
 
 

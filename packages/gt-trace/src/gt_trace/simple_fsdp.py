@@ -418,7 +418,7 @@ def _sharded_class(original: type, names: tuple[str, ...]) -> type:
 
 def _rebuild(original: type, names: tuple[str, ...]) -> Any:
     """An empty instance for ``copy.deepcopy`` and ``pickle``, which find no generated class."""
-    cls = _sharded_class(original, names)
+    cls: Any = _sharded_class(original, names)
     return cls.__new__(cls)
 
 

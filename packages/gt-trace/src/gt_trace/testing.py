@@ -22,6 +22,7 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import FileStore
 
 __all__ = ["GlooWorkers", "WorkerError", "fake_world"]
 
@@ -141,7 +142,7 @@ def _serve(rank: int, world_size: int, store: str, connection: Connection) -> No
     """Answer calls until the other side closes the connection."""
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size
+        "gloo", store=FileStore(store, world_size), rank=rank, world_size=world_size
     )
     while True:
         try:
@@ -151,7 +152,7 @@ def _serve(rank: int, world_size: int, store: str, connection: Connection) -> No
         try:
             function, args = pickle.loads(task)
             answer = (True, function(*args))
-        except BaseException:  # whatever ended the call is the caller's to see
+        except BaseException:  # noqa: BLE001  # whatever ended the call is the caller's to see
             answer = (False, traceback.format_exc())
         connection.send_bytes(pickle.dumps(answer))
     dist.destroy_process_group()
@@ -167,7 +168,7 @@ def fake_world(*, rank: int, world_size: int) -> Iterator[None]:
     # The fake process group is registered by this import; it has no public home.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)  # type: ignore[no-untyped-call]  # untyped in torch
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         yield
     finally:
