@@ -1,0 +1,106 @@
+# Every target does its own set-up: git, make, Python >= 3.11 and a package registry are enough.
+
+UV_VERSION := 0.13.8
+PACKAGES := gt-config gt-trace gt-passes gt-pipeline gt-autoparallel gt-trainer
+TORCH_ONLY := gt-trace gt-passes gt-pipeline
+TORCH ?= 2.15.0
+BENCH ?= $(patsubst benchmarks/bench_%.py,%,$(sort $(wildcard benchmarks/bench_*.py)))
+ARGS ?=
+
+# The first Python >= 3.11 on PATH; `make PYTHON=... train` names another.
+PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python; do \
+	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
+	&& { echo $$python; break; }; done)
+
+BIN := .venv/bin
+STAMP := .venv/.installed
+
+.PHONY: help train test test-all check check-ruff check-types check-layers check-dependencies \
+	check-workspace format build smoke bench test-torch clean
+
+help:
+	@echo 'make train       train the Llama 3 debug model as a captured graph (ARGS=... to gt-train)'
+	@echo 'make test        every test but the slow ones (ARGS=... to pytest)'
+	@echo 'make test-all    every test'
+	@echo 'make check       ruff, mypy --strict, import layers, dependencies, workspace metadata'
+	@echo 'make format      let ruff format and fix'
+	@echo 'make build       wheels and source distributions of all packages in dist/'
+	@echo 'make smoke       each wheel passes its own tests in a fresh environment'
+	@echo 'make test-torch  torch-only packages against TORCH=2.13.0, 2.14.1 or 2.15.0'
+	@echo 'make bench       benchmarks, results in outputs/bench/ (BENCH=name for one)'
+	@echo 'make clean       remove environments, caches and builds'
+
+$(STAMP): pyproject.toml $(PACKAGES:%=packages/%/pyproject.toml) Makefile
+	@test -n "$(PYTHON)" || { echo 'No Python >= 3.11 on PATH; name one: make PYTHON=...' >&2; exit 2; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv \
+		|| { echo 'Cannot create .venv; on Debian and Ubuntu, install python3-venv.' >&2; exit 2; }
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv==$(UV_VERSION)
+	$(BIN)/uv pip install --python $(BIN)/python --group dev $(PACKAGES:%=--editable packages/%)
+	@touch $@
+
+train: $(STAMP)
+	$(BIN)/gt-train $(ARGS)
+
+# One thread for each of the processes that a distributed test starts.
+test: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m 'not slow' $(ARGS)
+
+test-all: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/pytest $(ARGS)
+
+# `make --keep-going check` reports what every tool found.
+check: check-ruff check-types check-layers check-dependencies check-workspace
+
+check-ruff: $(STAMP)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+# Once per package: each must be well typed as its users see it, through its siblings' py.typed.
+check-types: $(STAMP)
+	@status=0; for package in $(PACKAGES); do \
+		echo "mypy --strict $$package"; \
+		$(BIN)/mypy --strict packages/$$package/src || status=1; \
+	done; \
+	echo 'mypy --strict tools'; $(BIN)/mypy --strict tools/*.py || status=1; exit $$status
+
+check-layers: $(STAMP)
+	$(BIN)/lint-imports
+
+check-dependencies: $(STAMP)
+	@status=0; for package in $(PACKAGES); do \
+		echo "deptry $$package"; \
+		(cd packages/$$package && ../../$(BIN)/deptry --no-ansi src) || status=1; \
+	done; exit $$status
+
+check-workspace: $(STAMP)
+	$(BIN)/python tools/check_workspace.py
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+build: $(STAMP)
+	rm -rf dist
+	$(BIN)/uv build --quiet --all-packages --out-dir dist
+	@ls dist
+
+smoke: build
+	$(BIN)/python tools/smoke.py --uv $(BIN)/uv $(ARGS)
+
+test-torch: $(STAMP)
+	@status=0; for package in $(TORCH_ONLY); do \
+		echo "$$package, torch $(TORCH)"; \
+		(cd packages/$$package && OMP_NUM_THREADS=1 HATCH_DATA_DIR=$(CURDIR)/.hatch/data \
+			HATCH_CACHE_DIR=$(CURDIR)/.hatch/cache HATCH_ENV_TYPE_VIRTUAL_UV_PATH=$(CURDIR)/$(BIN)/uv \
+			$(CURDIR)/$(BIN)/hatch run torch.$(TORCH):test $(ARGS)) || status=1; \
+	done; exit $$status
+
+bench: $(STAMP)
+	@mkdir -p outputs/bench
+	@for name in $(BENCH); do \
+		$(BIN)/python benchmarks/bench_$$name.py --json outputs/bench/$$name.json $(ARGS) || exit 1; \
+	done
+
+clean:
+	rm -rf .venv .hatch .smoke dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find packages tests-integration tools benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,81 @@
+"""Rules on the tracked files: nothing of one machine in them, no forbidden import, no vague name.
+
+import-linter sees imports of other distributions only by their first name, so the ban on
+`torchtitan.experiments` (gt_trainer may import the rest of torchtitan) is checked here.
+"""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import PurePosixPath
+
+from workspace import Workspace
+
+FORBIDDEN_MODULE = "torchtitan.experiments"
+LOCK_FILES = {"uv.lock", "poetry.lock", "pdm.lock", "Pipfile.lock", "pylock.toml"}
+VAGUE_NAMES = {"utils.py", "helpers.py", "common.py", "misc.py"}
+
+# An absolute path below a folder that belongs to one machine or one person.
+MACHINE_PATH = re.compile(r"(?<![\w.~}/-])/(?:root|home|Users|work)/[\w.]+")
+# Which registry is used is for each machine to configure.
+REGISTRY = re.compile(
+    r"files\.pythonhosted\.org|pypi\.org/simple|(?:extra-)?index-url\s*=|\[\[tool\.uv\.index\]\]"
+)
+
+
+def no_lock_file(workspace: Workspace) -> Iterator[str]:
+    """A lock file records the registry of the machine that made it (docs/decisions/0001)."""
+    for path in workspace.tracked:
+        if PurePosixPath(path).name in LOCK_FILES:
+            yield f"{path} is tracked; lock files are not committed: `git rm --cached {path}`"
+
+
+def no_machine_in_text(workspace: Workspace) -> Iterator[str]:
+    """No tracked text names an absolute machine path or a registry host."""
+    for path, text in _tracked_text(workspace):
+        for number, line in enumerate(text.splitlines(), start=1):
+            for what, pattern in (("machine path", MACHINE_PATH), ("registry", REGISTRY)):
+                match = pattern.search(line)
+                if match:
+                    yield f"{path}:{number} names a {what}: {match.group()!r}"
+
+
+def no_forbidden_import(workspace: Workspace) -> Iterator[str]:
+    """No package imports the competing system, not even by a string."""
+    for path, text in _tracked_text(workspace):
+        if not path.startswith("packages/") or not path.endswith(".py"):
+            continue
+        for node in ast.walk(ast.parse(text, filename=path)):
+            for module in _imported_modules(node):
+                if module == FORBIDDEN_MODULE or module.startswith(FORBIDDEN_MODULE + "."):
+                    yield f"{path}:{getattr(node, 'lineno', 0)} imports {module}"
+
+
+def no_vague_name(workspace: Workspace) -> Iterator[str]:
+    """A file is named for its one idea."""
+    for path in workspace.tracked:
+        if PurePosixPath(path).name in VAGUE_NAMES:
+            yield f"{path}: name the file for its one idea (STYLE.md, Names)"
+
+
+SOURCE_RULES = (no_lock_file, no_machine_in_text, no_forbidden_import, no_vague_name)
+
+
+def _tracked_text(workspace: Workspace) -> Iterator[tuple[str, str]]:
+    for path in workspace.tracked:
+        content = (workspace.root / path).read_bytes()
+        if b"\0" not in content:
+            yield path, content.decode("utf-8", errors="replace")
+
+
+def _imported_modules(node: ast.AST) -> Iterator[str]:
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+    elif isinstance(node, ast.ImportFrom) and node.module:
+        yield node.module
+        yield from (f"{node.module}.{alias.name}" for alias in node.names)
+    elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+        called = node.func.attr if isinstance(node.func, ast.Attribute) else None
+        called = node.func.id if isinstance(node.func, ast.Name) else called
+        if called in {"import_module", "__import__"} and isinstance(node.args[0].value, str):
+            yield node.args[0].value

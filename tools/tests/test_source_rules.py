@@ -1,0 +1,88 @@
+"""Each rule on tracked files is broken once, and its message pinned.
+
+Forbidden strings are put together here from pieces, since this file is tracked too.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from check_workspace import violations
+from workspace import Workspace
+
+Load = Callable[[], Workspace]
+
+
+def test_reports_a_tracked_lock_file(root: Path, load: Load) -> None:
+    (root / "uv.lock").touch()
+    assert list(violations(load())) == [
+        "no_lock_file: uv.lock is tracked; lock files are not committed: `git rm --cached uv.lock`"
+    ]
+
+
+@pytest.mark.parametrize("folder", ["home", "root", "Users", "work"])
+def test_reports_a_machine_path(root: Path, load: Load, folder: str) -> None:
+    path = "/" + folder + "/someone"
+    (root / "notes.md").write_text(f"first line\nsee `{path}/run.log`\n")
+    assert list(violations(load())) == [
+        f"no_machine_in_text: notes.md:2 names a machine path: '{path}'"
+    ]
+
+
+@pytest.mark.parametrize(
+    "text", ["~/work/run.log", "outputs/work/run", "https://host/home/page", "${DIR}/home/x"]
+)
+def test_accepts_paths_that_are_relative_to_something(root: Path, load: Load, text: str) -> None:
+    (root / "notes.md").write_text(text)
+    assert list(violations(load())) == []
+
+
+def test_reports_a_registry_host(root: Path, load: Load) -> None:
+    host = "files." + "pythonhosted.org"
+    (root / "notes.md").write_text(f"https://{host}/packages/x.whl\n")
+    assert list(violations(load())) == [
+        f"no_machine_in_text: notes.md:1 names a registry: '{host}'"
+    ]
+
+
+def test_accepts_binary_files(root: Path, load: Load) -> None:
+    (root / "blob.bin").write_bytes(b"\0/home/" + b"someone")
+    assert list(violations(load())) == []
+
+
+@pytest.mark.parametrize(
+    ("statement", "module"),
+    [
+        ("import torchtitan.experiments", "torchtitan.experiments"),
+        ("import torchtitan.experiments.x as x", "torchtitan.experiments.x"),
+        ("from torchtitan.experiments.x import y", "torchtitan.experiments.x"),
+        ("from torchtitan import experiments", "torchtitan.experiments"),
+        ("importlib.import_module('torchtitan.experiments.x')", "torchtitan.experiments.x"),
+        ("__import__('torchtitan.experiments')", "torchtitan.experiments"),
+    ],
+)
+def test_reports_an_import_of_experiments(
+    root: Path, load: Load, statement: str, module: str
+) -> None:
+    (root / "packages/gt-high/src/gt_high/peer.py").write_text(f"\n{statement}\n")
+    messages = list(violations(load()))
+    assert messages[0] == (
+        f"no_forbidden_import: packages/gt-high/src/gt_high/peer.py:2 imports {module}"
+    )
+
+
+def test_accepts_experiments_as_a_peer_in_benchmarks(root: Path, load: Load) -> None:
+    (root / "benchmarks").mkdir()
+    (root / "benchmarks/bench_peer.py").write_text("import torchtitan.experiments\n")
+    assert list(violations(load())) == []
+
+
+def test_reports_a_vague_file_name(root: Path, load: Load) -> None:
+    (root / "packages/gt-high/src/gt_high/utils.py").touch()
+    assert list(violations(load())) == [
+        (
+            "no_vague_name: packages/gt-high/src/gt_high/utils.py: "
+            "name the file for its one idea (STYLE.md, Names)"
+        )
+    ]
