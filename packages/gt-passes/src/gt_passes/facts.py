@@ -3,6 +3,9 @@
 Passes name facts, never each other, so that a pass can be replaced by another that establishes the
 same, and so that a fact may also hold from the start (``PassPipeline(given_facts=...)``): chunks
 made eagerly before tracing and chunks made by a pass are one fact.
+
+A fact that holds stays true: every later pass keeps what was established before it, and cleans up
+behind itself.
 """
 
 from __future__ import annotations

@@ -5,13 +5,11 @@ Everything that surrounds a pass is here, so that a pass is only its idea.
 
 from __future__ import annotations
 
-import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from torch.fx import GraphModule
 
@@ -25,6 +23,7 @@ from gt_passes.pass_order import order_passes
 from gt_passes.pipeline_report import GraphSize, PassRecord, PipelineReport
 from gt_passes.repropagation import UnverifiedNode
 from gt_passes.verifier import GraphInterface, Verifier
+from gt_trace.graph_text import graph_text
 
 __all__ = ["PassPipeline"]
 
@@ -219,7 +218,7 @@ class _Run:
             return None
         self._dump_directory.mkdir(parents=True, exist_ok=True)
         path = self._dump_directory / f"{position:02d}-{graph_pass.name}-{moment}.txt"
-        path.write_text(_graph_text(self._graph_module), encoding="utf-8")
+        path.write_text(graph_text(self._graph_module), encoding="utf-8")
         return path
 
 
@@ -256,11 +255,3 @@ def _op_name(target: object) -> str:
     if isinstance(target, (OpOverload, str)):
         return str(target)
     return str(getattr(target, "__name__", target))
-
-
-def _graph_text(graph_module: GraphModule) -> str:
-    """The graph with shapes, as of now: also where the module is not recompiled."""
-    text: Any = graph_module.print_readable(
-        print_output=False, include_stride=True, include_device=True
-    )
-    return re.sub(r"[ \t]+$", "", str(text), flags=re.MULTILINE) + "\n"

@@ -83,7 +83,7 @@ class _Canonicalization:
         (output,) = graph.find_nodes(op="output")
         self._returned = set(output.all_input_nodes)
         self._signatures: dict[Node, Hashable] = {}
-        self._skipped: list[Node] = []  # views that a later one was composed with
+        self._skipped: list[Node] = []  # what a view was made of that no longer is
         self._refusals: list[Refusal] = []
         self._counts = dict.fromkeys(
             ("views_folded", "copies_folded", "views_composed", "views_respelled"), 0
@@ -97,7 +97,7 @@ class _Canonicalization:
                 self._visit_copy(node)
             elif _is_view(node):
                 self._visit_view(node)
-        _erase_unused_views(self._graph, self._skipped)
+        _erase_unused(self._graph, self._skipped)
         counts = {name: count for name, count in self._counts.items() if count}
         return PassReport(changed=bool(counts), counts=counts, refusals=tuple(self._refusals))
 
@@ -148,9 +148,7 @@ class _Canonicalization:
     def _fold(self, node: Node, into: Node, count: str) -> None:
         if node in self._returned:
             self._returned.add(into)
-        source = _source(node)
-        if source is not None and source is not into:
-            self._skipped.append(source)
+        self._skipped.extend(node.all_input_nodes)
         self._sweep.replace(node, by=into)
         self._counts[count] += 1
 
@@ -264,16 +262,15 @@ def _is_chunk_boundary(node: Node) -> bool:
     return chunk is not None and chunk.role != "body"
 
 
-def _erase_unused_views(graph: Graph, candidates: Iterable[Node]) -> None:
-    """Erase those candidates that nobody reads any more, and the views that only they read."""
+def _erase_unused(graph: Graph, candidates: Iterable[Node]) -> None:
+    """Erase the candidates that nobody reads any more, if they are views or sizes, and so on up."""
     worklist = list(candidates)
     erased: set[Node] = set()
     while worklist:
         node = worklist.pop()
-        if node in erased or node.users or not _is_view(node):
+        is_erasable = _is_view(node) or node.target is _aten.sym_size.int
+        if node in erased or node.users or not is_erasable:
             continue
-        source = _source(node)
+        worklist += node.all_input_nodes
         graph.erase_node(node)
         erased.add(node)
-        if source is not None:
-            worklist.append(source)
