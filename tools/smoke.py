@@ -46,6 +46,8 @@ def smoke_test(workspace: Workspace, name: str, *, dist: Path, scratch: Path, uv
     shutil.rmtree(room, ignore_errors=True)
     room.mkdir(parents=True)
     shutil.copytree(workspace.members[name].path / "tests", room / "tests")
+    # What a source distribution has beside `tests`: a README's example is tested too.
+    shutil.copy(workspace.members[name].path / "README.md", room)
     defaults = room / "defaults.txt"
     defaults.write_text("".join(f"{pin}\n" for pin in workspace.group("defaults")))
 
