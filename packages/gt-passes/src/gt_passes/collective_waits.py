@@ -8,12 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch.fx import GraphModule, Node
 
 from gt_passes.collectives import is_collective, is_wait, raw_results
 from gt_passes.graph_problem import GraphProblem
 
 __all__ = ["find_wait_problems"]
+
+_aten = torch.ops.aten
+_READS_ONLY_METADATA = frozenset(
+    {
+        _aten.sym_size.int,
+        _aten.sym_stride.int,
+        _aten.sym_numel.default,
+        _aten.sym_storage_offset.default,
+    }
+)
+"""Known when a collective is launched: sizes do not wait for data."""
 
 
 def find_wait_problems(graph_module: GraphModule) -> Iterator[GraphProblem]:
@@ -25,8 +37,9 @@ def find_wait_problems(graph_module: GraphModule) -> Iterator[GraphProblem]:
         if not results:
             yield _never_waited(node)
         for result in results:
-            readers = [user for user in result.users if not is_wait(user) and user not in results]
-            if len(readers) == len(result.users):
+            users = [user for user in result.users if user.target not in _READS_ONLY_METADATA]
+            readers = [user for user in users if not is_wait(user) and user not in results]
+            if len(readers) == len(users):
                 yield _never_waited(result)
             for reader in readers:
                 yield GraphProblem(
