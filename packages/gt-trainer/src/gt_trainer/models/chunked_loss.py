@@ -12,14 +12,17 @@ The sharded weights of the projection are gathered once for all pieces, hence al
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
-from gt_trace.simple_fsdp import gathered
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torchtitan.components.loss import ChunkedLossWrapper
+
+from gt_trace.simple_fsdp import gathered
 
 __all__ = ["ChunkedLossError", "GraphChunkedLoss"]
 
@@ -75,6 +78,12 @@ class GraphChunkedLoss(ChunkedLossWrapper):  # type: ignore[no-untyped-call]  # 
             raise ChunkedLossError(
                 "the chunked loss has no output projection: call set_lm_head(model.lm_head) first"
             )
+        if next(lm_head.children(), None) is not None:
+            raise ChunkedLossError(
+                f"the output projection {type(lm_head).__name__} has submodules; the chunked loss "
+                "gathers the weights of one module: use a single linear layer, or the inner loss "
+                "without chunks"
+            )
         differentiate = torch.is_grad_enabled() and pred.requires_grad
         hidden_chunks = [
             chunk.requires_grad_(differentiate) for chunk in self._chunks("pred", pred.detach())
@@ -85,16 +94,20 @@ class GraphChunkedLoss(ChunkedLossWrapper):  # type: ignore[no-untyped-call]  # 
             for key, value in loss_inputs.items()
             if isinstance(value, torch.Tensor)
         }
-        with gathered(lm_head):
-            weights = _trainable_weights(lm_head) if differentiate else []
+        with _gathered_once(lm_head) as gathered_weights:
+            weights = [
+                weight for weight in gathered_weights if differentiate and weight.requires_grad
+            ]
             total_loss = torch.zeros((), dtype=torch.float32, device=labels.device)
             metrics: dict[str, torch.Tensor] = {}
             hidden_gradients: list[torch.Tensor] = []
             weight_sums: list[torch.Tensor] = []
             for index, hidden in enumerate(hidden_chunks):
                 chunk_inputs = loss_inputs | {key: c[index] for key, c in input_chunks.items()}
+                # Not lm_head(hidden): the hooks of a call would have the weights gathered again.
+                logits = lm_head.forward(hidden)
                 loss, chunk_metrics = self.loss_fn(
-                    lm_head(hidden), label_chunks[index], global_valid_tokens, **chunk_inputs
+                    logits, label_chunks[index], global_valid_tokens, **chunk_inputs
                 )
                 metrics = self._combine_chunk_metrics(metrics, chunk_metrics)
                 total_loss = total_loss + loss.detach()
@@ -158,14 +171,23 @@ class _LossWithGradients(torch.autograd.Function):
         return (None, None, *(None for _ in gradients), *scaled)
 
 
-def _trainable_weights(lm_head: nn.Module) -> list[torch.Tensor]:
-    """The projection's weights as its forward reads them: gathered where they are sharded."""
-    return [
-        getattr(module, name)
-        for module in lm_head.modules()
-        for name, stored in module.named_parameters(recurse=False)
-        if stored.requires_grad
-    ]
+@contextmanager
+def _gathered_once(lm_head: nn.Module) -> Iterator[list[torch.Tensor]]:
+    """Inside, the projection holds its whole weights, gathered once; yields those weights.
+
+    They are differentiable functions of the stored shards. A module that is not sharded yields its
+    parameters.
+    """
+    stored = dict(lm_head.named_parameters(recurse=False))
+    with gathered(lm_head):
+        whole: dict[str, torch.Tensor] = {name: getattr(lm_head, name) for name in stored}
+    # As torch.func.functional_call does, which would go through the hooks of a call.
+    held = cast("dict[str, torch.Tensor]", lm_head._parameters)
+    held.update(whole)
+    try:
+        yield list(whole.values())
+    finally:
+        held.update(stored)
 
 
 def _add(sums: list[torch.Tensor], gradients: list[torch.Tensor]) -> list[torch.Tensor]:

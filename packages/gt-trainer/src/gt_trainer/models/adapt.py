@@ -1,0 +1,146 @@
+"""Turn a configuration that torchtitan publishes into one that Graph Trainer runs.
+
+The model, its sizes, the optimizer, the schedule and the data stay as published. What changes is
+what capture needs: placement by ``parallelize``, the loss whose gradients come back through
+autograd, no second way to recompute or compile. Whatever a user would notice is said in the log.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Any
+
+from torchtitan.components.checkpoint import CheckpointManager
+from torchtitan.components.loss import BaseLoss, ChunkedLossWrapper
+from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
+from torchtitan.components.validate import Validator
+from torchtitan.config import ParallelismConfig, TrainingConfig
+from torchtitan.config.configs import DebugConfig
+from torchtitan.protocols.model_spec import ModelSpec
+from torchtitan.tools.logging import logger
+from torchtitan.trainer import Trainer
+
+from gt_trainer.data.shipped_tokenizer import shipped_tokenizer_path
+from gt_trainer.data.text_dataloader import StdlibTextDataLoader
+from gt_trainer.device import installed_device_type
+from gt_trainer.metrics_jsonl import GraphMetricsProcessor
+from gt_trainer.models.attention import replace_inner_attention
+from gt_trainer.models.chunked_loss import GraphChunkedLoss
+from gt_trainer.models.parallelize import parallelize
+from gt_trainer.trainer import GraphTrainer
+from gt_trainer.validator import GraphValidator
+
+__all__ = ["adapt_debug", "adapt_published", "say_converters_dropped"]
+
+_DEBUG_SEQ_LEN = 256
+_DEBUG_BATCH_SIZE = 8
+_DEBUG_STEPS = 20
+_DEBUG_SEED = 42
+
+
+def adapt_published(published: Trainer.Config, **parallelism: Any) -> GraphTrainer.Config:
+    """Make a published configuration capturable; everything else stays.
+
+    Args:
+        published: What torchtitan's ``config_registry`` returns. Not changed.
+        **parallelism: Fields of ``ParallelismConfig`` to set, such as degrees.
+    """
+    if published.model_spec is None:
+        raise ValueError("the published configuration has no model_spec, hence no model")
+    fields = {field.name: getattr(published, field.name) for field in dataclasses.fields(published)}
+    del fields["compile"]  # ours has other options, and its own defaults
+    return GraphTrainer.Config(
+        **fields
+        | {
+            "model_spec": _adapt_model(published.model_spec),
+            "loss": _adapt_loss(published.loss),
+            "metrics": _adapt_metrics(published.metrics),
+            "validator": _adapt_validator(published.validator),
+            "training": dataclasses.replace(published.training, disable_cuda_graphs=True),
+            "parallelism": dataclasses.replace(
+                published.parallelism, spmd_backend="partial_dtensor", **parallelism
+            ),
+            "activation_checkpoint": None,
+        }
+    )
+
+
+def adapt_debug(published: Trainer.Config, *, learning_rate: float) -> GraphTrainer.Config:
+    """Make a published debug configuration train here and now: small batches of text at hand.
+
+    20 steps of 8 x 256 tokens in float32, from a fixed seed, on the Python standard library's
+    sources with the tokenizer that we ship; a checkpoint at the end.
+
+    Args:
+        published: What torchtitan's ``config_registry`` returns. Not changed.
+        learning_rate: Peak of the learning rate of AdamW, for this number of steps.
+    """
+    adapted = adapt_published(published)
+    return dataclasses.replace(
+        adapted,
+        hf_assets_path=str(shipped_tokenizer_path()),
+        dataloader=StdlibTextDataLoader.Config(),
+        optimizer=default_adamw(lr=learning_rate),
+        lr_scheduler=LRSchedulersContainer.Config(warmup_steps=2),
+        training=TrainingConfig(
+            local_batch_size=_DEBUG_BATCH_SIZE,
+            seq_len=_DEBUG_SEQ_LEN,
+            steps=_DEBUG_STEPS,
+            mixed_precision_param="float32",
+            disable_cuda_graphs=True,
+        ),
+        parallelism=ParallelismConfig(spmd_backend="partial_dtensor"),
+        checkpoint=CheckpointManager.Config(
+            enable=True, interval=_DEBUG_STEPS, last_save_model_only=False
+        ),
+        validator=GraphValidator.Config(
+            enable=False,
+            freq=10,
+            steps=2,
+            dataloader=StdlibTextDataLoader.Config(split="validation"),
+        ),
+        debug=DebugConfig(seed=_DEBUG_SEED),
+    )
+
+
+def say_converters_dropped(config: str, converters: str) -> None:
+    """Log, once a job, that a model is trained without the converters it is published with."""
+    _say(f"{config} is published with {converters}; here it trains in bfloat16 without them")
+
+
+def _adapt_model(published: ModelSpec) -> ModelSpec:
+    if installed_device_type() == "cpu":
+        replaced = replace_inner_attention(published.model)
+        if replaced:
+            _say(
+                f"{' and '.join(replaced)} has no backward on cpu: {published.name} "
+                f"{published.flavor} attends with DocumentCausalSDPA here"
+            )
+    return dataclasses.replace(published, parallelize_fn=parallelize)
+
+
+def _adapt_loss(published: BaseLoss.Config) -> BaseLoss.Config:
+    if type(published) is not ChunkedLossWrapper.Config:
+        return published
+    return GraphChunkedLoss.Config(
+        **{field.name: getattr(published, field.name) for field in dataclasses.fields(published)}
+    )
+
+
+def _adapt_metrics(published: MetricsProcessor.Config) -> GraphMetricsProcessor.Config:
+    return GraphMetricsProcessor.Config(
+        **{field.name: getattr(published, field.name) for field in dataclasses.fields(published)}
+    )
+
+
+def _adapt_validator(published: Validator.Config) -> GraphValidator.Config:
+    return GraphValidator.Config(
+        **{field.name: getattr(published, field.name) for field in dataclasses.fields(published)}
+    )
+
+
+def _say(line: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        logger.info(line)

@@ -1,0 +1,25 @@
+"""DeepSeek V3 configurations (torchtitan/models/deepseek_v3/config_registry.py)."""
+
+from __future__ import annotations
+
+from torchtitan.models.deepseek_v3 import config_registry
+
+from gt_trainer.models.adapt import adapt_debug, adapt_published
+from gt_trainer.trainer import GraphTrainer
+
+__all__ = ["deepseek_v3_16b", "deepseek_v3_671b", "deepseek_v3_debugmodel"]
+
+
+def deepseek_v3_debugmodel() -> GraphTrainer.Config:
+    """6 layers of width 256 with multi-head latent attention; 8 experts, 3 for a token."""
+    return adapt_debug(config_registry.deepseek_v3_debugmodel(), learning_rate=1e-3)
+
+
+def deepseek_v3_16b() -> GraphTrainer.Config:
+    """16B parameters; 32 ranks: FSDP 32, EP 32, hence 2 of the 64 experts on each."""
+    return adapt_published(config_registry.deepseek_v3_16b(), expert_parallel_degree=32)
+
+
+def deepseek_v3_671b() -> GraphTrainer.Config:
+    """671B parameters; 512 ranks: FSDP 512, EP 64, hence 4 of the 256 experts on each."""
+    return adapt_published(config_registry.deepseek_v3_671b(), expert_parallel_degree=64)

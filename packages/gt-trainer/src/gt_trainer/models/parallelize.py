@@ -1,0 +1,184 @@
+"""Place a decoder on the device mesh: torchtitan's tensor and expert parallelism, our data one.
+
+torchtitan 0.3.0 has one ``parallelize_fn`` a model, all alike (``torchtitan/models/llama3/
+parallelize.py``, ``.../deepseek_v3/parallelize.py``, ``torchtitan/distributed/fsdp.py``): the model
+shards itself for TP and EP by its sharding configuration, and FSDP2 shards what is left. This one
+function serves all decoders, and puts ``gt_trace.simple_fsdp`` in FSDP2's place, whose collectives
+a capture records. It is the model specification's ``parallelize_fn`` in all our configurations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torchtitan.config import TORCH_DTYPE_MAP, ParallelismConfig, TrainingConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.models.common.decoder import Decoder
+from torchtitan.models.common.moe import RoutedExperts
+
+from gt_config import ConfigError, Violation
+from gt_trace.simple_fsdp import MixedPrecision, Mode, shard
+
+__all__ = ["parallelize", "refuse_unsupported_parallelism"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _DataParallel:
+    """How one group of parameters is kept: the mesh of its data-parallel axes, and the mode."""
+
+    mesh: DeviceMesh
+    mode: Mode
+
+
+def parallelize(
+    model: Decoder,
+    *,
+    parallel_dims: ParallelDims,
+    training: TrainingConfig,
+    parallelism: ParallelismConfig,
+    compile_config: object,
+    ac_config: object,
+    dump_folder: str,
+) -> Decoder:
+    """Place ``model`` in place, and return it.
+
+    TP and EP come first, by the model's own ``parallelize``. Then routed experts are sharded over
+    the ranks that hold the same experts, and everything else over all data-parallel ranks.
+    Gradients are summed over ranks, not averaged: the loss is divided by the token count of all
+    ranks. Also a model that no data parallelism shards goes through ``simple_fsdp``, which casts to
+    the mixed-precision dtypes.
+
+    Args:
+        model: A torchtitan decoder, usually on the meta device; not placed yet.
+        parallel_dims: torchtitan's meshes.
+        training: Gives the mixed-precision dtypes.
+        parallelism: Checked for what this placement does not do.
+        compile_config: Not read: capture and compilation come after placement.
+        ac_config: torchtitan's activation checkpointing; must be None, since recomputation is a
+            graph pass here.
+        dump_folder: Not read.
+
+    Raises:
+        ConfigError: An option asks for something else; every such option is listed.
+    """
+    refuse_unsupported_parallelism(parallelism, training, activation_checkpoint=ac_config)
+    if parallel_dims.tp_enabled or parallel_dims.ep_enabled:
+        model.parallelize(parallel_dims)  # type: ignore[no-untyped-call]  # torchtitan's
+    precision = MixedPrecision(
+        param_dtype=TORCH_DTYPE_MAP[training.mixed_precision_param],
+        reduce_dtype=TORCH_DTYPE_MAP[training.mixed_precision_reduce],
+    )
+    for name, experts in _routed_experts(model):
+        shard_dim = _expert_shard_dim(experts.num_experts, parallel_dims)
+        if not parallel_dims.ep_enabled and shard_dim == 0:
+            continue  # as any other parameter, below
+        placement = _expert_placement(parallel_dims)
+        shard(
+            experts,
+            placement.mesh,
+            mode=placement.mode,
+            mixed_precision=precision,
+            shard_dim=shard_dim,
+            reduction="sum",
+            prefix=name,
+        )
+    placement = _dense_placement(parallel_dims)
+    shard(model, placement.mesh, mode=placement.mode, mixed_precision=precision, reduction="sum")
+    return model
+
+
+def refuse_unsupported_parallelism(
+    parallelism: ParallelismConfig, training: TrainingConfig, *, activation_checkpoint: object
+) -> None:
+    """Raise one ``ConfigError`` that lists every option which this placement does not honour."""
+    violations = [
+        Violation(flag=flag, value=value, allowed=allowed, fix=fix)
+        for flag, value, allowed, fix in _unsupported(parallelism, training, activation_checkpoint)
+    ]
+    if violations:
+        raise ConfigError(violations)
+
+
+def _unsupported(
+    parallelism: ParallelismConfig, training: TrainingConfig, activation_checkpoint: object
+) -> Iterator[tuple[str, object, str, str]]:
+    if parallelism.spmd_backend != "partial_dtensor":
+        yield (
+            "--parallelism.spmd_backend",
+            parallelism.spmd_backend,
+            "'partial_dtensor', whose collectives a capture records",
+            "leave the flag out",
+        )
+    if parallelism.context_parallel_degree != 1:
+        yield (
+            "--parallelism.context_parallel_degree",
+            parallelism.context_parallel_degree,
+            "1: context parallelism is not supported",
+            "leave the flag out, and use tensor parallelism for long sequences",
+        )
+    if parallelism.fsdp_reshard_after_forward != "default":
+        yield (
+            "--parallelism.fsdp_reshard_after_forward",
+            parallelism.fsdp_reshard_after_forward,
+            "'default': what is kept for the backward is the memory policy's to say",
+            "leave the flag out, and see --compile.memory_policy",
+        )
+    if parallelism.enable_fsdp_symm_mem:
+        yield (
+            "--parallelism.enable_fsdp_symm_mem",
+            True,
+            "False: it configures torch's FSDP2, which is not used here",
+            "leave the flag out",
+        )
+    if training.enable_cpu_offload:
+        yield (
+            "--training.enable_cpu_offload",
+            True,
+            "False: it configures torch's FSDP2, which is not used here",
+            "leave the flag out",
+        )
+    if activation_checkpoint is not None:
+        yield (
+            "activation-checkpoint",
+            type(activation_checkpoint).__qualname__,
+            "none: recomputation is decided on the captured graph",
+            "choose activation-checkpoint:none, and see --compile.memory_policy",
+        )
+
+
+def _routed_experts(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    for name, module in model.named_modules():
+        if isinstance(module, RoutedExperts):
+            yield f"{name}.inner_experts", module.inner_experts
+
+
+def _expert_shard_dim(num_experts: int, parallel_dims: ParallelDims) -> int:
+    """Shard along experts; along the next dim if some ranks would be left without an expert."""
+    if parallel_dims.ep_enabled:
+        num_shards = parallel_dims.get_mesh("efsdp").size() * parallel_dims.ep
+    else:
+        num_shards = parallel_dims.get_mesh("fsdp").size()
+    return 1 if num_shards > num_experts else 0
+
+
+def _dense_placement(parallel_dims: ParallelDims) -> _DataParallel:
+    if not parallel_dims.dp_replicate_enabled:
+        return _DataParallel(mesh=parallel_dims.get_mesh("fsdp"), mode="shard")
+    if parallel_dims.get_mesh("fsdp").size() == 1:
+        return _DataParallel(mesh=parallel_dims.get_mesh("dp_replicate"), mode="replicate")
+    return _DataParallel(mesh=parallel_dims.get_mesh(["dp_replicate", "fsdp"]), mode="hybrid_shard")
+
+
+def _expert_placement(parallel_dims: ParallelDims) -> _DataParallel:
+    """The axes beside EP. Of one rank too: they must come from the mesh that EP is part of."""
+    if not parallel_dims.ep_enabled:
+        return _dense_placement(parallel_dims)
+    if not parallel_dims.dp_replicate_enabled:
+        return _DataParallel(mesh=parallel_dims.get_mesh("efsdp"), mode="shard")
+    return _DataParallel(
+        mesh=parallel_dims.get_mesh(["dp_replicate", "efsdp"]), mode="hybrid_shard"
+    )
