@@ -27,7 +27,7 @@ input a_x: f32[1, 2]
 # forward 1
     relu: f32[1, 2] = aten.relu.default(mm)
     alias: f32[1, 2] = aten.alias.default(relu)
-return relu
+return [relu]
 """,
     )
 

@@ -249,3 +249,15 @@ def test_optimizer_of_another_model_is_refused() -> None:
         "2 parameters of the SGD are not parameters of the module; build the optimizer from the "
         "module that is captured"
     )
+
+
+def test_model_on_meta_is_captured_as_if_on_another_device() -> None:
+    with torch.device("meta"):
+        model = TiedModel()
+    on_meta = trace_step(step_of(model), module=model)
+    with pytest.raises(RuntimeError, match="device"):
+        on_meta(*batch(1))
+    traced = trace_step(step_of(model), module=model, meta_device="cpu")(*batch(1))
+    assert {t.device.type for t in traced.example_inputs} == {"cpu"}
+    real = TiedModel()
+    assert_same(traced.bind(real)(*batch(2)), step_of(real)(*batch(2)))

@@ -101,10 +101,10 @@ class FlatInputs:
         ]
         return (*state, *arguments)
 
-    def fake(self, fake_mode: FakeTensorMode) -> list[torch.Tensor]:
-        """A fake tensor for each placeholder."""
+    def fake(self, fake_mode: FakeTensorMode, meta_device: torch.device) -> list[torch.Tensor]:
+        """A fake tensor for each placeholder; tensors on meta stand for ones on that device."""
         return [
-            fake_like(leaf, fake_mode)
+            fake_like(leaf, fake_mode, meta_device=meta_device)
             for tensor, _ in self.tensors()
             for leaf in flatten_tensor(tensor)[0]
         ]
@@ -159,8 +159,15 @@ class FlatInputs:
         return tuple(signatures)
 
 
-def fake_like(tensor: torch.Tensor, fake_mode: FakeTensorMode) -> torch.Tensor:
+def fake_like(
+    tensor: torch.Tensor, fake_mode: FakeTensorMode, *, meta_device: torch.device
+) -> torch.Tensor:
     """A fake of a plain tensor: sizes are static, except in dimensions marked dynamic."""
+    if tensor.is_meta and meta_device.type != "meta":
+        with fake_mode:
+            return torch.empty_strided(
+                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=meta_device
+            )
     backed, unbacked = _marked(tensor)
     plain = tensor.detach()
     if not backed and not unbacked:

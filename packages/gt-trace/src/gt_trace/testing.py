@@ -22,7 +22,6 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import FileStore
 
 __all__ = ["GlooWorkers", "WorkerError", "fake_world"]
 
@@ -142,7 +141,10 @@ def _serve(rank: int, world_size: int, store: str, connection: Connection) -> No
     """Answer calls until the other side closes the connection."""
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", store=FileStore(store, world_size), rank=rank, world_size=world_size
+        "gloo",
+        store=dist.FileStore(store, world_size),  # type: ignore[attr-defined]  # exported at run time
+        rank=rank,
+        world_size=world_size,
     )
     while True:
         try:

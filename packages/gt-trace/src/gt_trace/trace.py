@@ -48,6 +48,7 @@ def trace_step(
     optimizer: torch.optim.Optimizer | None = None,
     input_preparers: Sequence[InputPreparer] = (),
     constants: ConstantPolicy = "error",
+    meta_device: torch.device | str = "meta",
 ) -> Callable[..., TracedStep]:
     """Capture ``fn``, a training step, as one graph.
 
@@ -64,6 +65,8 @@ def trace_step(
         input_preparers: hooks on the inputs, see ``InputPreparer``.
         constants: what to do with a tensor that is neither state nor argument: "error" refuses,
             "allow" freezes its present value into the graph.
+        meta_device: what tensors on the meta device stand for. A model too large for this
+            machine is built on meta and captured as if it were on that device.
 
     Returns:
         A function of the step's example arguments that returns the ``TracedStep``. Arguments are
@@ -82,7 +85,7 @@ def trace_step(
         flat = FlatInputs.of(fn, collect_state(module, optimizer), inputs)
         step = _TracedFunction(fn, flat, optimizer, input_preparers)
         fake_mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
-        fakes = flat.fake(fake_mode)
+        fakes = flat.fake(fake_mode, torch.device(meta_device))
         with _tracing_contexts(fake_mode, module):
             graph_module: GraphModule = make_fx(step, record_stack_traces=True)(*fakes)
         inherit_annotations(graph_module)

@@ -1,0 +1,173 @@
+"""A training step that captures itself on first use, and knows what to do when shapes change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from gt_config import ShapeChangePolicy
+from gt_passes import PassContext, PassPipeline, PipelineReport
+from gt_trace import BoundStep, InputMismatchError, TracedStep, phase, trace_step
+from gt_trainer.expert_regions import annotate_expert_regions
+from gt_trainer.startup import StartupClock
+
+__all__ = [
+    "CaptureReport",
+    "CapturedTrainingStep",
+    "LossFunction",
+    "Recipe",
+    "capture_training_step",
+    "training_step",
+]
+
+LossFunction = Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]]
+"""torchtitan's: (prediction, labels, global_valid_tokens, **inputs) -> (loss, metrics)."""
+
+Recipe = Callable[[PassContext], PassPipeline]
+"""Builds the passes for one captured graph."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaptureReport:
+    """What a capture produced, for the log."""
+
+    traced: TracedStep
+    passes: PipelineReport
+
+    @property
+    def num_nodes_captured(self) -> int:
+        """Operators in the graph as captured, before passes."""
+        records = self.passes.records
+        return records[0].before.num_ops if records else self.num_nodes
+
+    @property
+    def num_nodes(self) -> int:
+        """Operators in the graph that runs, after passes."""
+        return sum(
+            node.op not in ("placeholder", "get_attr", "output")
+            for node in self.traced.graph_module.graph.nodes
+        )
+
+
+def training_step(
+    model: nn.Module, loss_fn: LossFunction
+) -> Callable[..., tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]]:
+    """Forward, loss and backward as a function that returns the loss and the gradients.
+
+    The gradients are those of ``[p for p in model.parameters() if p.requires_grad]``, in this
+    order; None for a parameter that the loss does not depend on.
+    """
+
+    def step(
+        inputs: torch.Tensor,
+        labels: torch.Tensor,
+        global_valid_tokens: torch.Tensor,
+        extra_kwargs: dict[str, Any],
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:
+        prediction = model(inputs, **extra_kwargs)
+        loss_inputs = {k: v for k, v in extra_kwargs.items() if k == "positions"}
+        with phase("loss"):
+            loss, _ = loss_fn(prediction, labels, global_valid_tokens, **loss_inputs)
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        return loss, torch.autograd.grad(loss, parameters, allow_unused=True)
+
+    return step
+
+
+def capture_training_step(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    *args: Any,
+    recipe: Recipe,
+    clock: StartupClock,
+    meta_device: torch.device | str = "meta",
+) -> CaptureReport:
+    """Capture ``training_step`` and run the passes on its graph.
+
+    Args:
+        model: parallelized, on its device or on meta.
+        loss_fn: torchtitan's loss.
+        args: example arguments of the function of ``training_step``.
+        recipe: builds the passes.
+        clock: counts capture and passes as parts of the start-up.
+        meta_device: the device for which a model on meta is captured.
+    """
+    with clock.part("capture"), annotate_expert_regions(model):
+        step = training_step(model, loss_fn)
+        traced = trace_step(step, module=model, meta_device=meta_device)(*args)
+    with clock.part("passes"):
+        static_inputs = traced.inputs[: traced.num_static_inputs]
+        context = PassContext(
+            fake_mode=traced.fake_mode,
+            static_input_names=tuple(graph_input.name for graph_input in static_inputs),
+        )
+        report = recipe(context).run(traced.graph_module)
+    return CaptureReport(traced=traced, passes=report)
+
+
+class CapturedTrainingStep:
+    """``training_step`` as a captured graph, optimized by passes and bound to the model.
+
+    Args:
+        model: parallelized, on its device.
+        loss_fn: torchtitan's loss.
+        recipe: builds the passes for a captured graph.
+        on_shape_change: "error" lets the mismatch of a changed input through; "recapture" makes
+            another graph for the new shapes and keeps both.
+        clock: counts capture and passes as parts of the start-up.
+        on_capture: called after each capture, before the graph first runs.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFunction,
+        *,
+        recipe: Recipe,
+        on_shape_change: ShapeChangePolicy,
+        clock: StartupClock,
+        on_capture: Callable[[CaptureReport], None],
+    ) -> None:
+        self._model = model
+        self._loss_fn = loss_fn
+        self._recipe = recipe
+        self._on_shape_change = on_shape_change
+        self._clock = clock
+        self._on_capture = on_capture
+        self._bound: list[BoundStep] = []
+        """The one used last comes first."""
+
+    def __call__(self, *args: Any) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:
+        """Run the step on the arguments of ``training_step``'s function.
+
+        Raises:
+            InputMismatchError: an input differs from the captured one and the policy is "error".
+        """
+        result: tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]
+        if not self._bound:
+            self._bound.append(self._capture(args))
+        if self._on_shape_change == "error":
+            result = self._bound[0](*args)
+            return result
+        for bound in self._bound:
+            try:
+                result = bound(*args)
+            except InputMismatchError:
+                continue
+            self._bound.remove(bound)
+            self._bound.insert(0, bound)
+            return result
+        self._bound.insert(0, self._capture(args))
+        result = self._bound[0](*args)
+        return result
+
+    def _capture(self, args: tuple[Any, ...]) -> BoundStep:
+        report = capture_training_step(
+            self._model, self._loss_fn, *args, recipe=self._recipe, clock=self._clock
+        )
+        self._on_capture(report)
+        return report.traced.bind(self._model)

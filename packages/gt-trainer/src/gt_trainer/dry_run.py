@@ -1,0 +1,183 @@
+"""A run without ranks, weights or data: validate, build, place, capture, and say what came out.
+
+One process is rank 0 of a world that does not exist (torch's fake process group), and the model is
+on the meta device, so that a configuration for a thousand GPUs is checked on a laptop.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torchtitan.components.loss import ChunkedLossWrapper
+from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed import utils as dist_utils
+from torchtitan.tools import utils as titan_utils
+
+from gt_trace import collective_counts
+from gt_trainer.captured_step import capture_training_step
+from gt_trainer.models.attention import attention_mask_for
+from gt_trainer.recipe import recipe_of
+from gt_trainer.startup import StartupClock
+from gt_trainer.trainer import GraphTrainer
+
+__all__ = ["DryRunReport", "dry_run"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DryRunReport:
+    """What one rank of the run would hold and execute."""
+
+    model: str
+    world_size: int
+    degrees: tuple[tuple[str, int], ...]
+    """Mesh axes above 1, by name."""
+
+    num_parameters: int
+    """Of the whole model; tied parameters count once."""
+
+    num_parameters_per_rank: int
+    """Stored on rank 0, after sharding."""
+
+    parameter_bytes_per_rank: int
+    num_nodes_captured: int
+    num_nodes: int
+    """Operators after passes."""
+
+    collectives: tuple[tuple[str, int], ...]
+    """How often each communication operator runs in a step on rank 0, after passes."""
+
+    capture_seconds: float
+    passes_seconds: float
+
+    def __str__(self) -> str:
+        """The report as lines for a terminal."""
+        axes = " x ".join(f"{name} {degree}" for name, degree in self.degrees) or "one rank"
+        communication = ", ".join(f"{count} {name}" for name, count in self.collectives) or "none"
+        gib = self.parameter_bytes_per_rank / 2**30
+        lines = (
+            f"Dry run of {self.model} on {self.world_size:,} ranks ({axes})",
+            f"  parameters       {self.num_parameters:,}",
+            f"  on each rank     {self.num_parameters_per_rank:,} ({gib:.2f} GiB as stored)",
+            f"  operators        {self.num_nodes_captured:,}, after passes {self.num_nodes:,}",
+            f"  collectives      {communication}",
+            f"  capture          {self.capture_seconds:.1f} s",
+            f"  passes           {self.passes_seconds:.1f} s",
+        )
+        return "\n".join(lines)
+
+
+def dry_run(config: GraphTrainer.Config, world_size: int) -> DryRunReport:
+    """Check that ``config`` can be built, placed and captured on ``world_size`` ranks.
+
+    Args:
+        config: a finished configuration that ``preflight`` accepts.
+        world_size: number of ranks; none of them is started.
+
+    Raises:
+        RuntimeError: a process group exists already.
+        Exception: whatever building, placing or capturing raises, as in a real run.
+    """
+    if dist.is_initialized():
+        raise RuntimeError(
+            "a dry run needs a process without a process group, and this one has one"
+        )
+    with _fake_world(world_size):
+        return _dry_run(config, world_size)
+
+
+@contextmanager
+def _fake_world(world_size: int) -> Iterator[None]:
+    dist_utils.init_fake_mode(world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _dry_run(config: GraphTrainer.Config, world_size: int) -> DryRunReport:
+    parallel_dims = ParallelDims.from_config(config.parallelism, world_size)
+    dist_utils.set_spmd_backend(config.parallelism.spmd_backend)
+    model, num_parameters = _placed_model(config, parallel_dims)
+    loss_fn = config.loss.build(compile_config=config.compile)
+    if isinstance(loss_fn, ChunkedLossWrapper):
+        loss_fn.set_lm_head(model.lm_head)
+        model._skip_lm_head = True
+    stored = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
+    inputs = _example_inputs(config, model)
+    begin = time.perf_counter()
+    clock = StartupClock()
+    report = capture_training_step(
+        model,
+        loss_fn,
+        *inputs,
+        recipe=recipe_of(config.compile),
+        clock=clock,
+        meta_device=titan_utils.device_type,
+    )
+    total = time.perf_counter() - begin
+    passes = clock.seconds("passes")
+    spec = config.model_spec
+    assert spec is not None
+    return DryRunReport(
+        model=f"{spec.name} {spec.flavor}",
+        world_size=world_size,
+        degrees=_degrees(parallel_dims),
+        num_parameters=num_parameters,
+        num_parameters_per_rank=sum(p.numel() for p in stored),
+        parameter_bytes_per_rank=sum(p.numel() * p.element_size() for p in stored),
+        num_nodes_captured=report.num_nodes_captured,
+        num_nodes=report.num_nodes,
+        collectives=tuple(collective_counts(report.traced.graph_module).items()),
+        capture_seconds=total - passes,
+        passes_seconds=passes,
+    )
+
+
+def _placed_model(config: GraphTrainer.Config, parallel_dims: ParallelDims) -> tuple[Any, int]:
+    """The parallelized model on meta, and the number of its parameters before sharding."""
+    spec = config.model_spec
+    assert spec is not None
+    spec.model.update_from_config(config=config)
+    dtype = TORCH_DTYPE_MAP[config.training.dtype]
+    with torch.device("meta"), titan_utils.set_default_dtype(dtype):
+        model: Any = spec.model.build()
+    num_parameters = sum(p.numel() for p in model.parameters())
+    model = spec.parallelize_fn(
+        model,
+        parallel_dims=parallel_dims,
+        training=config.training,
+        parallelism=config.parallelism,
+        compile_config=config.compile,
+        ac_config=config.activation_checkpoint,
+        dump_folder=config.dump_folder,
+    )
+    model.train()
+    return model, num_parameters
+
+
+def _example_inputs(config: GraphTrainer.Config, model: nn.Module) -> tuple[Any, ...]:
+    """A batch of zeros of the configured shape: (tokens, labels, token count, extra inputs)."""
+    shape = (config.training.local_batch_size, config.training.seq_len)
+    device = titan_utils.device_type
+    tokens = torch.zeros(shape, dtype=torch.int64, device=device)
+    positions = torch.arange(shape[1], device=device).expand(shape).contiguous()
+    extra: dict[str, Any] = {"positions": positions}
+    mask = attention_mask_for(model.config, positions)
+    if mask is not None:
+        extra["attention_masks"] = mask
+    return tokens, tokens.clone(), torch.tensor(tokens.numel(), device=device), extra
+
+
+def _degrees(parallel_dims: ParallelDims) -> tuple[tuple[str, int], ...]:
+    names = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
+    degrees = ((name, int(getattr(parallel_dims, name))) for name in names)
+    return tuple((name, degree) for name, degree in degrees if degree > 1)

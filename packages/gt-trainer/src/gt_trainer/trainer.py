@@ -1,0 +1,127 @@
+"""torchtitan's trainer, with the forward and backward of a step as one captured graph.
+
+Only the forward/backward step is overridden. Model building, parallelization, optimizer,
+schedules, checkpoints, metrics, validation and the loop itself are torchtitan's
+(torchtitan/trainer.py, 0.3.0), configured and not copied.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed as dist
+from torchtitan.components.validate import Validator
+from torchtitan.tools.logging import logger
+from torchtitan.trainer import Trainer
+
+from gt_trainer.captured_step import CapturedTrainingStep, CaptureReport
+from gt_trainer.compile_options import TrainerCompileConfig
+from gt_trainer.gradients import accumulate_gradients
+from gt_trainer.models.attention import attention_mask_for
+from gt_trainer.recipe import recipe_of
+from gt_trainer.startup import StartupClock
+from gt_trainer.validator import GraphValidator
+
+__all__ = ["GraphTrainer"]
+
+
+class GraphTrainer(Trainer):
+    """Trains with captured steps (``compile.mode`` aot_fx_trace) or eagerly (none).
+
+    Both modes run the same model, placed the same way; losses and gradients agree bit for bit.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Trainer.Config):
+        """torchtitan's configuration with this project's ``compile`` options."""
+
+        compile: TrainerCompileConfig = field(  # type: ignore[assignment]  # answers what torchtitan's CompileConfig is asked
+            default_factory=TrainerCompileConfig
+        )
+        validator: Validator.Config = field(default_factory=GraphValidator.Config)
+
+    config: Config
+
+    def __init__(self, config: Config) -> None:
+        """Build everything that a training run needs; see torchtitan's ``Trainer``."""
+        self.startup = StartupClock()
+        with self.startup.part("setup"):
+            super().__init__(config)
+        self.captures: list[CaptureReport] = []
+        """One report for each capture so far, oldest first."""
+        self._captured: CapturedTrainingStep | None = None
+
+    def post_dataloading_process(
+        self, input_dict: dict[str, torch.Tensor], labels: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+        """As torchtitan's, plus the mask of documents where the model's attention takes one.
+
+        Args:
+            input_dict: "input" (B, L) token ids and "positions" (B, L).
+            labels: (B, L) token ids.
+        """
+        inputs, labels, extra_kwargs = super().post_dataloading_process(input_dict, labels)
+        mask = attention_mask_for(self.model_config, extra_kwargs.get("positions"))
+        if mask is not None:
+            extra_kwargs["attention_masks"] = mask
+        return inputs, labels, extra_kwargs
+
+    def forward_backward_step(
+        self,
+        *,
+        input_dict: dict[str, torch.Tensor] | list[dict[str, torch.Tensor]],
+        labels: torch.Tensor | list[torch.Tensor],
+        global_valid_tokens: torch.Tensor,
+    ) -> torch.Tensor:
+        """Run forward, loss and backward of one batch, and accumulate the gradients.
+
+        Args:
+            input_dict: "input" (B, L) and "positions" (B, L) of this rank's batch.
+            labels: (B, L).
+            global_valid_tokens: scalar, tokens of the whole step over all ranks.
+
+        Returns:
+            This rank's share of the mean loss, a scalar.
+        """
+        if self.config.compile.mode == "none":
+            return super().forward_backward_step(
+                input_dict=input_dict, labels=labels, global_valid_tokens=global_valid_tokens
+            )
+        # Lists come with pipeline parallelism, which preflight refuses for now.
+        assert isinstance(input_dict, dict)
+        assert isinstance(labels, torch.Tensor)
+        inputs, labels, extra_kwargs = self.post_dataloading_process(input_dict, labels)
+        if self._captured is None:
+            self._captured = self._new_captured_step()
+        with self.train_context():
+            loss, gradients = self._captured(inputs, labels, global_valid_tokens, extra_kwargs)
+        parameters = [p for p in self.model_parts[0].parameters() if p.requires_grad]
+        accumulate_gradients(parameters, gradients)
+        return loss
+
+    def train_step(self, data_iterator: Any) -> None:
+        """As torchtitan's; the first one ends the start-up, whose parts it writes down."""
+        super().train_step(data_iterator)
+        is_first_rank = dist.get_rank() == 0
+        path = Path(self.config.dump_folder) / "startup.json" if is_first_rank else None
+        self.startup.finish(path)
+
+    def _new_captured_step(self) -> CapturedTrainingStep:
+        return CapturedTrainingStep(
+            self.model_parts[0],
+            self.loss_fn,
+            recipe=recipe_of(self.config.compile),
+            on_shape_change=self.config.compile.on_shape_change,
+            clock=self.startup,
+            on_capture=self._report_capture,
+        )
+
+    def _report_capture(self, report: CaptureReport) -> None:
+        self.captures.append(report)
+        logger.info(
+            f"Captured the training step: {report.num_nodes:,} operators after "
+            f"{len(report.passes.records)} passes"
+        )

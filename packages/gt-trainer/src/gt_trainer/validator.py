@@ -1,0 +1,43 @@
+"""torchtitan's validator, with the attention masks of this package's attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torchtitan.components.validate import Validator
+
+from gt_trainer.models.attention import attention_mask_for
+
+__all__ = ["GraphValidator"]
+
+
+class GraphValidator(Validator):
+    """Runs the model eagerly on validation data, and logs the mean loss over its tokens."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Validator.Config):
+        """The options of torchtitan's validator."""
+
+    def post_dataloading_process(
+        self,
+        input_dict: dict[str, torch.Tensor],
+        labels: torch.Tensor,
+        model_parts: list[nn.Module],
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+        """As torchtitan's, plus the mask of documents where the model's attention takes one.
+
+        Args:
+            input_dict: "input" (B, L) token ids and "positions" (B, L).
+            labels: (B, L) token ids.
+            model_parts: the model, in one part.
+        """
+        inputs, labels, extra_kwargs = super().post_dataloading_process(
+            input_dict, labels, model_parts
+        )
+        mask = attention_mask_for(model_parts[0].config, extra_kwargs.get("positions"))
+        if mask is not None:
+            extra_kwargs["attention_masks"] = mask
+        return inputs, labels, extra_kwargs
