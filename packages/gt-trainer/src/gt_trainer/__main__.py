@@ -1,0 +1,8 @@
+"""``python -m gt_trainer`` is ``gt-train``."""
+
+import sys
+
+from gt_trainer.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())
