@@ -20,6 +20,7 @@ from torchtitan.trainer import Trainer
 from gt_trainer.captured_step import CapturedTrainingStep, CaptureReport
 from gt_trainer.compile_options import TrainerCompileConfig
 from gt_trainer.gradients import accumulate_gradients
+from gt_trainer.metrics_jsonl import GraphMetricsProcessor
 from gt_trainer.models.attention import attention_mask_for
 from gt_trainer.recipe import recipe_of
 from gt_trainer.startup import StartupClock
@@ -53,6 +54,7 @@ class GraphTrainer(Trainer):
         self.captures: list[CaptureReport] = []
         """One report for each capture so far, oldest first."""
         self._captured: CapturedTrainingStep | None = None
+        self._has_stepped = False
 
     def post_dataloading_process(
         self, input_dict: dict[str, torch.Tensor], labels: torch.Tensor
@@ -104,6 +106,12 @@ class GraphTrainer(Trainer):
 
     def train_step(self, data_iterator: Any) -> None:
         """As torchtitan's; the first one ends the start-up, whose parts it writes down."""
+        if not self._has_stepped and isinstance(self.metrics_processor, GraphMetricsProcessor):
+            # Not before: the checkpoint that is resumed has only now said where it left off.
+            self.metrics_processor.training_starts(after_step=self.step - 1)
+            if self.config.compile.mode != "none":
+                self.metrics_processor.display.phase("capturing")
+        self._has_stepped = True
         super().train_step(data_iterator)
         is_first_rank = dist.get_rank() == 0
         path = Path(self.config.dump_folder) / "startup.json" if is_first_rank else None
