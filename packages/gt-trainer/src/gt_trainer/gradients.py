@@ -43,4 +43,5 @@ def _laid_out_like(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Ten
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    with torch.no_grad():
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()

@@ -18,7 +18,7 @@ def train(config: GraphTrainer.Config) -> None:
     trainer: GraphTrainer | None = None
     try:
         trainer = config.build()
-        trainer.train()  # type: ignore[no-untyped-call]  # torchtitan's, wrapped by an untyped decorator
+        trainer.train()
     finally:
         if trainer is not None:
             trainer.close()
