@@ -17,10 +17,12 @@ REQUIRES_PYTHON = ">=3.11"
 
 
 def required_files(workspace: Workspace) -> Iterator[str]:
-    """Each member has its README, CHANGELOG, LICENSE, py.typed and at least one test."""
+    """Each member has its documents, an importable and typed module, and at least one test."""
     license_text = (workspace.root / "LICENSE").read_text(encoding="utf-8")
     for member in workspace.members.values():
-        for needed in ("README.md", "CHANGELOG.md", "LICENSE", f"src/{member.module}/py.typed"):
+        module = f"src/{member.module}"
+        documents = ("README.md", "CHANGELOG.md", "LICENSE")
+        for needed in (*documents, f"{module}/__init__.py", f"{module}/py.typed"):
             if not (member.path / needed).is_file():
                 yield f"packages/{member.name}/{needed} is missing"
         license_file = member.path / "LICENSE"

@@ -20,7 +20,8 @@ _IMPORT_CHECK = """
 import importlib.util, pathlib, sys
 here, wanted, unwanted = pathlib.Path(sys.prefix).resolve(), sys.argv[1], sys.argv[2:]
 found = importlib.util.find_spec(wanted)
-assert found and here in pathlib.Path(found.origin).resolve().parents, f"{wanted}: {found}"
+assert found and found.origin, f"{wanted} is not installed, or has no __init__.py: {found}"
+assert here in pathlib.Path(found.origin).resolve().parents, f"{wanted}: not the wheel: {found}"
 leaked = [name for name in unwanted if importlib.util.find_spec(name)]
 assert not leaked, f"not declared by {wanted}, yet importable: {leaked}"
 """

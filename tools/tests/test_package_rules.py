@@ -23,10 +23,12 @@ def test_a_sound_workspace_has_no_violation(load: Load) -> None:
 
 def test_reports_each_missing_file(root: Path, load: Load) -> None:
     (root / "packages/gt-low/README.md").unlink()
+    (root / "packages/gt-low/src/gt_low/__init__.py").unlink()
     (root / "packages/gt-low/src/gt_low/py.typed").unlink()
     (root / "packages/gt-low/tests/test_it.py").unlink()
     assert list(violations(load())) == [
         "required_files: packages/gt-low/README.md is missing",
+        "required_files: packages/gt-low/src/gt_low/__init__.py is missing",
         "required_files: packages/gt-low/src/gt_low/py.typed is missing",
         "required_files: packages/gt-low/tests has no test_*.py",
     ]

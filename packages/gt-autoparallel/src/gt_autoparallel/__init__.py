@@ -1,4 +1,4 @@
-"""Solver-chosen placement of tensors and operators. **Empty in this version.**
+"""Solver-chosen placement of tensors and operators. Empty in this version.
 
 Planned for part 5 of Graph Trainer: DTensor placement options per graph node, an exact LP/MILP
 solved in process by HiGHS under a memory budget, an audit of every plan, and applying a plan.

@@ -1,4 +1,4 @@
-"""Pipeline parallelism over captured stage graphs. **Empty in this version.**
+"""Pipeline parallelism over captured stage graphs. Empty in this version.
 
 Planned for part 4 of Graph Trainer: `gt_pipeline.split` (split a model into stages; torch alone),
 schedule building, graph stages with one graph per schedule action, and `GraphPPRunner`.
