@@ -17,7 +17,7 @@ def train(config: GraphTrainer.Config) -> None:
     """
     trainer: GraphTrainer | None = None
     try:
-        trainer = config.build()
+        trainer = config.build()  # type: ignore[no-untyped-call]  # torchtitan leaves it unannotated
         trainer.train()
     finally:
         if trainer is not None:

@@ -55,7 +55,7 @@ class StartupClock:
             return None
         self._finished = True
         total = time.time() - self._start
-        parts: dict[str, float] = {**self._seconds}
+        parts: dict[str, float] = dict(self._seconds.items())
         parts["execution"] = total - sum(parts.values())
         parts["total"] = total
         if path is not None:
