@@ -52,7 +52,7 @@ def apply_overrides(config: ConfigT, arguments: Sequence[str]) -> ConfigT:
             )
     except SystemExit:
         raise UsageError(_plain(drawn.getvalue())) from None
-    except (ValueError, TypeError) as error:  # a configuration's own check, in __post_init__
+    except (ValueError, TypeError, AssertionError) as error:  # a configuration's own check
         raise UsageError(str(error)) from None
     if unknown:
         raise UsageError(*_explain_unknown(unknown, config))

@@ -1,0 +1,249 @@
+"""Everything that can be known to be wrong with a run, on a model small enough to judge fast."""
+
+import dataclasses
+
+import pytest
+
+from gt_config import ConfigError
+from gt_trainer.device import install
+
+install("cpu")
+
+from torchtitan.config import CommConfig  # noqa: E402
+from torchtitan.distributed.activation_checkpoint import FullAC  # noqa: E402
+from torchtitan.tools.profiler import Profiler  # noqa: E402
+
+from gt_trainer.models import deepseek_v3, llama3  # noqa: E402
+from gt_trainer.preflight import check_configuration, topology_of  # noqa: E402
+
+EVERYTHING_WRONG = """\
+the configuration has 13 problems:
+  1. world size is 4
+     allowed: dp_replicate 1 * dp_shard 2 * cp 1 * tp 3 * pp 2 = 12
+     fix: start 12 processes, or change a degree
+  2. --parallelism.expert_parallel_degree is 5
+     allowed: a divisor of dp_shard 2 * cp 1 * tp 3 = 6
+     fix: use one of 1, 2, 3, 6, or change the other degrees
+  3. --training.seq_len is 250
+     allowed: a multiple of 3 (tp 3)
+     fix: use 252, or smaller degrees
+  4. --parallelism.pipeline_parallel_degree is 2
+     allowed: 1 in this version
+     fix: use 1: pipeline parallelism arrives with part 4 (gt-pipeline)
+  5. --parallelism.spmd_backend is 'full_dtensor'
+     allowed: 'partial_dtensor', whose collectives a capture records
+     fix: leave the flag out
+  6. activation-checkpoint is 'FullAC.Config'
+     allowed: none: recomputation is decided on the captured graph
+     fix: choose activation-checkpoint:none, and see --compile.memory_policy
+  7. --comm.mode is 'fake_backend'
+     allowed: 'default'
+     fix: to try a configuration without its machines, use --dry-run --world-size N
+  8. --training.steps is 0
+     allowed: 1 or more
+     fix: give 1 or more
+  9. --training.global_batch_size is 20
+     allowed: a multiple of 8 (local_batch_size 4 * dp_replicate 1 * dp_shard 2), or -1 for that
+     fix: use 16, or leave the flag out
+  10. --parallelism.tensor_parallel_degree is 3
+      allowed: a divisor of the model's n_heads 16
+      fix: use one of 1, 2, 4, 8, 16
+  11. --parallelism.expert_parallel_degree is 5
+      allowed: 1: the model has no experts
+      fix: leave the flag out
+  12. --dump_folder is 'RUN'
+      allowed: a folder that can be made and written
+      fix: TMP/file is a file: choose another folder
+  13. --hf_assets_path is '/no/such/folder'
+      allowed: the folder of the model's tokenizer (tokenizer.json)
+      fix: download the tokenizer from the model's page, and give its folder"""
+
+
+def changed(config, folder, **sections):
+    """Change fields of sections: ``changed(config, folder, training={"steps": 0})``."""
+    values = {
+        name: dataclasses.replace(getattr(config, name), **fields)
+        if isinstance(fields, dict)
+        else fields
+        for name, fields in sections.items()
+    }
+    return dataclasses.replace(config, **{"dump_folder": str(folder), **values})
+
+
+def refusal(config, world_size, **options) -> str:
+    with pytest.raises(ConfigError) as refused:
+        check_configuration(config, world_size, **options)
+    return str(refused.value).replace(config.dump_folder, "RUN")
+
+
+def test_the_debug_models_pass_in_the_layouts_they_are_for(tmp_path):
+    check_configuration(changed(llama3.llama3_debugmodel(), tmp_path), 1)
+    check_configuration(
+        changed(
+            llama3.llama3_debugmodel(),
+            tmp_path / "not" / "made" / "yet",
+            parallelism={"data_parallel_shard_degree": 2, "tensor_parallel_degree": 2},
+        ),
+        4,
+        num_local_ranks=4,
+    )
+    assert not (tmp_path / "not").exists()
+    check_configuration(
+        changed(
+            deepseek_v3.deepseek_v3_debugmodel(),
+            tmp_path,
+            parallelism={"data_parallel_shard_degree": 4, "expert_parallel_degree": 2},
+        ),
+        4,
+    )
+
+
+def test_the_topology_takes_the_ranks_that_are_left_and_counts_accumulation(tmp_path):
+    config = changed(
+        llama3.llama3_debugmodel(),
+        tmp_path,
+        parallelism={"data_parallel_replicate_degree": 2, "tensor_parallel_degree": 2},
+        training={"local_batch_size": 3, "global_batch_size": 48},
+    )
+    topology = topology_of(config, 16)
+    assert (topology.dp_replicate, topology.dp_shard, topology.tp) == (2, 4, 2)
+    assert topology.gradient_accumulation_steps == 2
+
+
+def test_everything_wrong_is_listed_at_once(tmp_path):
+    (tmp_path / "file").touch()
+    config = changed(
+        llama3.llama3_debugmodel(),
+        tmp_path / "file" / "run",
+        parallelism={
+            "data_parallel_shard_degree": 2,
+            "tensor_parallel_degree": 3,
+            "pipeline_parallel_degree": 2,
+            "expert_parallel_degree": 5,
+            "spmd_backend": "full_dtensor",
+        },
+        training={
+            "steps": 0,
+            "global_batch_size": 20,
+            "seq_len": 250,
+            "local_batch_size": 4,
+        },
+        activation_checkpoint=FullAC.Config(),
+        comm=CommConfig(mode="fake_backend"),
+        hf_assets_path="/no/such/folder",
+    )
+    assert refusal(config, 4).replace(str(tmp_path), "TMP") == EVERYTHING_WRONG
+
+
+def test_torchtitans_own_cuda_graphs_are_refused(tmp_path):
+    config = changed(llama3.llama3_debugmodel(), tmp_path, training={"disable_cuda_graphs": False})
+    assert refusal(config, 1) == (
+        "the configuration has 1 problem:\n"
+        "  1. --training.disable_cuda_graphs is False\n"
+        "     allowed: True: torchtitan's own CUDA graphs do not know the captured step\n"
+        "     fix: leave the flag out; --compile.cuda_graphs will record the captured step "
+        "(part 2)"
+    )
+
+
+def test_a_dry_run_needs_no_files_and_no_devices(tmp_path):
+    (tmp_path / "file").touch()
+    config = changed(
+        llama3.llama3_debugmodel(), tmp_path / "file", hf_assets_path="/no/such/folder"
+    )
+    check_configuration(config, 1, will_train=False)
+
+
+def test_more_processes_than_gpus_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("gt_trainer.preflight.installed_device_type", lambda: "cuda")
+    monkeypatch.setattr("torch.accelerator.device_count", lambda: 2)
+    config = changed(llama3.llama3_debugmodel(), tmp_path)
+    check_configuration(config, 4, num_local_ranks=2)
+    assert refusal(config, 4, num_local_ranks=4) == (
+        "the configuration has 1 problem:\n"
+        "  1. --nproc is 4\n"
+        "     allowed: at most 2, one process for each cuda device\n"
+        "     fix: use fewer processes, or GT_DEVICE=cpu"
+    )
+
+
+def test_counts_of_what_is_switched_off_do_not_matter(tmp_path):
+    config = changed(llama3.llama3_debugmodel(), tmp_path, validator={"freq": 0})
+    check_configuration(config, 1)
+    text = refusal(
+        changed(
+            llama3.llama3_debugmodel(),
+            tmp_path,
+            validator={"enable": True, "freq": 0},
+            metrics={"log_freq": 0},
+        ),
+        1,
+    )
+    assert text == (
+        "the configuration has 2 problems:\n"
+        "  1. --metrics.log_freq is 0\n"
+        "     allowed: 1 or more\n"
+        "     fix: give 1 or more\n"
+        "  2. --validator.freq is 0\n"
+        "     allowed: 1 or more\n"
+        "     fix: give 1 or more"
+    )
+
+
+def test_what_torchtitan_would_do_for_its_own_trainer_is_refused_by_name(tmp_path):
+    text = refusal(
+        changed(
+            llama3.llama3_debugmodel(),
+            tmp_path,
+            checkpoint={"create_seed_checkpoint": True},
+            profiler=Profiler.Config(enable_memory_snapshot=True),
+        ),
+        1,
+    )
+    assert text == (
+        "the configuration has 2 problems:\n"
+        "  1. --checkpoint.create_seed_checkpoint is True\n"
+        "     allowed: False\n"
+        "     fix: leave the flag out; to train from the same weights, set --debug.seed\n"
+        "  2. --profiler.enable_memory_snapshot is True\n"
+        "     allowed: False on cpu: the snapshot records the CUDA allocator\n"
+        "     fix: leave the flag out"
+    )
+
+
+def test_experts_and_positions_bound_the_degree_and_the_length(tmp_path):
+    model = deepseek_v3.deepseek_v3_debugmodel()
+    longest = model.model_spec.model.max_seq_len
+    text = refusal(
+        changed(
+            model,
+            tmp_path,
+            parallelism={"data_parallel_shard_degree": 16, "expert_parallel_degree": 16},
+            training={"seq_len": longest + 1},
+        ),
+        16,
+    )
+    assert text == (
+        "the configuration has 2 problems:\n"
+        f"  1. --training.seq_len is {longest + 1}\n"
+        f"     allowed: at most {longest}, the longest that the model's positions reach\n"
+        f"     fix: use {longest} or less\n"
+        "  2. --parallelism.expert_parallel_degree is 16\n"
+        "     allowed: a divisor of the model's 8 experts\n"
+        "     fix: use one of 1, 2, 4, 8"
+    )
+
+
+def test_ep_overlap_without_expert_parallelism_is_refused(tmp_path):
+    config = llama3.llama3_debugmodel()
+    overlap = dataclasses.replace(config.compile.ep_overlap, enabled=True)
+    text = refusal(changed(config, tmp_path, compile={"ep_overlap": overlap}), 1)
+    assert "--compile.ep_overlap.enabled is True" in text
+    assert "expert_parallel_degree" in text
+
+
+def test_the_newest_checkpoint_is_judged_too(tmp_path):
+    (tmp_path / "checkpoint" / "step-3").mkdir(parents=True)
+    assert "--checkpoint.folder is 'RUN/checkpoint'" in refusal(
+        changed(llama3.llama3_debugmodel(), tmp_path), 1
+    )
