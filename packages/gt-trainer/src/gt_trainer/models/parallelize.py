@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 from torchtitan.config import TORCH_DTYPE_MAP, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.common.decoder import Decoder
@@ -87,6 +88,16 @@ def parallelize(
             prefix=name,
         )
     placement = _dense_placement(parallel_dims)
+    uneven = _unevenly_split(model, parallel_dims.get_mesh("fsdp").size())
+    if uneven is not None:
+        shard(
+            uneven,
+            placement.mesh,
+            mode=placement.mode,
+            mixed_precision=precision,
+            shard_dim=1,
+            reduction="sum",
+        )
     shard(model, placement.mesh, mode=placement.mode, mixed_precision=precision, reduction="sum")
     return model
 
@@ -148,6 +159,23 @@ def _unsupported(
             "none: recomputation is decided on the captured graph",
             "choose activation-checkpoint:none, and see --compile.memory_policy",
         )
+
+
+def _unevenly_split(model: Decoder, num_shards: int) -> nn.Module | None:
+    """Collect the model's own layers whose dim 0 TP splits into parts that FSDP cannot split.
+
+    That is the vocabulary: Llama 3's 128,256 tokens over TP 8 and FSDP 128. Such weights are
+    sharded along dim 1 instead. One module holds them under their names in the model, so that tied
+    weights stay one weight.
+    """
+    uneven = nn.Module()
+    for name, child in model.named_children():
+        for parameter in child.parameters(recurse=False):
+            if not isinstance(parameter, DTensor) or Shard(0) not in parameter.placements:
+                continue
+            if parameter.to_local().shape[0] % num_shards != 0:
+                uneven.add_module(name, child)
+    return uneven if any(True for _ in uneven.children()) else None
 
 
 def _routed_experts(model: nn.Module) -> Iterator[tuple[str, Any]]:
