@@ -140,7 +140,7 @@ class CompileConfig:
     """transformer_block: gather and reduce a block's parameters at once.
     off: gather and reduce each parameter alone."""
     # TODO: the default becomes "transformer_block" with the bucketing pass of gt-passes
-    # (docs/decisions/0001-fsdp-bucketing-default.md); then this comment goes.
+    # (docs/decisions/0002-fsdp-bucketing-default.md); then this comment goes.
 
     fsdp_bucket_cap_mib: int | None = None
     """Largest bucket in MiB; a larger block gets several. None: no limit."""
