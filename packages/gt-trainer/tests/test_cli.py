@@ -2,9 +2,12 @@
 
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from gt_config import ConfigError, Violation
 from gt_trainer import cli
 from gt_trainer.command_line import usage
 
@@ -111,3 +114,94 @@ def test_ctrl_c_before_training_is_one_message(capsys, monkeypatch):
     monkeypatch.setattr(cli, "_load_configuration", interrupt)
     assert cli.main([]) == 130
     assert capsys.readouterr() == ("", "gt-train: interrupted before training started\n")
+
+
+@pytest.fixture
+def no_models(monkeypatch):
+    """Replace what needs a model: the configuration, its check, and the work."""
+    config = SimpleNamespace(
+        dump_folder="out",
+        training=SimpleNamespace(steps=2),
+        checkpoint=SimpleNamespace(enable=True, folder="checkpoint"),
+    )
+    checks = []
+    monkeypatch.setattr(cli, "_load_configuration", lambda command: config)
+    monkeypatch.setattr("gt_trainer.overrides.apply_overrides", lambda config, flags: config)
+    monkeypatch.setattr(
+        "gt_trainer.preflight.check_configuration",
+        lambda config, world_size, **options: checks.append((world_size, options)),
+    )
+    for name in (*JOB, "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    return checks
+
+
+def test_a_finished_run_says_where_its_results_are(capsys, monkeypatch, tmp_path, no_models):
+    monkeypatch.chdir(tmp_path)
+
+    def train(config):
+        checkpoint = Path(config.dump_folder, "checkpoint", "step-2")
+        checkpoint.mkdir(parents=True)
+        (checkpoint / ".metadata").touch()
+        Path(config.dump_folder, "metrics.jsonl").touch()
+
+    monkeypatch.setattr("gt_trainer.run.train", train)
+    assert cli.main([]) == 0
+    assert capsys.readouterr().out == (
+        "gt-train: finished 2 steps\n"
+        "  metrics:    out/metrics.jsonl\n"
+        "  checkpoint: out/checkpoint/step-2\n"
+    )
+    assert no_models == [(1, {"num_local_ranks": 1})]
+
+
+def test_a_failed_run_is_status_1(capsys, monkeypatch, no_models):
+    def train(config):
+        raise ValueError("no such thing")
+
+    monkeypatch.setattr("gt_trainer.run.train", train)
+    assert cli.main([]) == 1
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.endswith("gt-train: failed: ValueError: no such thing\n")
+
+
+def test_a_dry_run_prints_its_report_for_the_world_size_asked_for_or_intended(
+    capsys, monkeypatch, no_models
+):
+    monkeypatch.setattr("gt_trainer.dry_run.dry_run", lambda config, world_size: world_size * 100)
+    assert cli.main(["--dry-run", "--world-size", "6"]) == 0
+    assert cli.main(["--dry-run", "--config", "llama3_70b"]) == 0
+    assert capsys.readouterr() == ("600\n25600\n", "")
+    assert no_models == [(6, {"will_train": False}), (256, {"will_train": False})]
+
+
+def test_what_the_configuration_breaks_is_bad_input(capsys, monkeypatch, no_models):
+    def refuse(config, world_size, **options):
+        raise ConfigError([Violation(flag="--a", value=1, allowed="2", fix="use 2")])
+
+    monkeypatch.setattr("gt_trainer.preflight.check_configuration", refuse)
+    assert cli.main([]) == 2
+    assert capsys.readouterr().err == (
+        "gt-train: the configuration has 1 problem:\n"
+        "  1. --a is 1\n"
+        "     allowed: 2\n"
+        "     fix: use 2\n"
+    )
+
+
+def test_a_module_of_the_users_is_imported_and_judged(capsys, monkeypatch, tmp_path):
+    # It would take the root logger from pytest.
+    monkeypatch.setattr("torchtitan.tools.logging.init_logger", lambda: None)
+    (tmp_path / "my_models").mkdir()
+    (tmp_path / "my_models" / "tiny.py").write_text("def tiny():\n    return 3\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert cli.main(["--module", "my_models.tiny", "--config", "tini"]) == 2
+    assert cli.main(["--module", "my_models.tiny", "--config", "tiny"]) == 2
+    assert cli.main(["--module", "my_models.small", "--config", "tiny"]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "gt-train: module 'my_models.tiny' has no function 'tini'. Did you mean 'tiny'?",
+        "gt-train: my_models.tiny.tiny returned 3, which is no GraphTrainer.Config",
+        "gt-train: --module my_models.small: there is no Python module 'my_models.small'",
+    ]

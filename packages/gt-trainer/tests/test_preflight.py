@@ -1,20 +1,17 @@
 """Everything that can be known to be wrong with a run, on a model small enough to judge fast."""
 
 import dataclasses
+import importlib
 
 import pytest
+from torchtitan.config import CommConfig
+from torchtitan.distributed.activation_checkpoint import FullAC
+from torchtitan.tools.profiler import Profiler
 
 from gt_config import ConfigError
-from gt_trainer.device import install
-
-install("cpu")
-
-from torchtitan.config import CommConfig  # noqa: E402
-from torchtitan.distributed.activation_checkpoint import FullAC  # noqa: E402
-from torchtitan.tools.profiler import Profiler  # noqa: E402
-
-from gt_trainer.models import deepseek_v3, llama3  # noqa: E402
-from gt_trainer.preflight import check_configuration, topology_of  # noqa: E402
+from gt_trainer.models import deepseek_v3, llama3
+from gt_trainer.models.catalog import CATALOG, INTENDED_WORLD_SIZE
+from gt_trainer.preflight import check_configuration, topology_of
 
 EVERYTHING_WRONG = """\
 the configuration has 13 problems:
@@ -96,6 +93,13 @@ def test_the_debug_models_pass_in_the_layouts_they_are_for(tmp_path):
         ),
         4,
     )
+
+
+@pytest.mark.parametrize("name", INTENDED_WORLD_SIZE)
+def test_every_configuration_passes_at_the_world_size_it_is_meant_for(name):
+    module = next(module for module, configs in CATALOG.items() if name in configs)
+    config = getattr(importlib.import_module(f"gt_trainer.models.{module}"), name)()
+    check_configuration(config, INTENDED_WORLD_SIZE[name], will_train=False)
 
 
 def test_the_topology_takes_the_ranks_that_are_left_and_counts_accumulation(tmp_path):

@@ -206,9 +206,11 @@ def _dry_run(config: GraphTrainer.Config, world_size: int) -> int:
     check_configuration(config, world_size, will_train=False)
     from gt_trainer.dry_run import dry_run
 
-    sys.stdout.write(f"{dry_run(config, world_size)}\n")
-    sys.stdout.flush()
-    return 0
+    def report() -> None:
+        sys.stdout.write(f"{dry_run(config, world_size)}\n")
+        sys.stdout.flush()
+
+    return launch(report, num_ranks=1, log_folder=Path(config.dump_folder) / "logs")
 
 
 def _tell_results(config: GraphTrainer.Config) -> None:
