@@ -130,9 +130,9 @@ def _adapt_loss(published: BaseLoss.Config) -> BaseLoss.Config:
 
 
 def _adapt_metrics(published: MetricsProcessor.Config) -> GraphMetricsProcessor.Config:
-    return GraphMetricsProcessor.Config(
-        **{field.name: getattr(published, field.name) for field in dataclasses.fields(published)}
-    )
+    """Keep TensorBoard and the like, but report every step: metrics.jsonl has one object a step."""
+    fields = {field.name: getattr(published, field.name) for field in dataclasses.fields(published)}
+    return GraphMetricsProcessor.Config(**fields | {"log_freq": 1})
 
 
 def _adapt_validator(published: Validator.Config) -> GraphValidator.Config:

@@ -19,7 +19,7 @@ from torchtitan.models.common.attention import FlexAttention, VarlenAttention
 from torchtitan.protocols.module import Module
 
 if TYPE_CHECKING:
-    from torchtitan.models.common.decoder import Decoder
+    from torchtitan.protocols.model import BaseModel
 
 __all__ = [
     "AttentionMaskError",
@@ -59,7 +59,7 @@ def document_causal_mask(positions: torch.Tensor) -> torch.Tensor:
     return (same_document_BLL & causal_LL).unsqueeze(1)
 
 
-class DocumentCausalSDPA(Module):  # type: ignore[no-untyped-call]  # torchtitan annotates no hook
+class DocumentCausalSDPA(Module):
     """Inner attention by ``F.scaled_dot_product_attention`` under a (B, 1, L, L) boolean mask.
 
     Always one kernel, torch's flash attention for CPU, or an error: eager execution and a captured
@@ -125,7 +125,7 @@ class DocumentCausalSDPA(Module):  # type: ignore[no-untyped-call]  # torchtitan
         return out_BNLH.transpose(1, 2)
 
 
-def replace_inner_attention(model_config: Decoder.Config) -> tuple[str, ...]:
+def replace_inner_attention(model_config: BaseModel.Config) -> tuple[str, ...]:
     """Make every layer of a decoder's configuration use ``DocumentCausalSDPA``, in place.
 
     Returns:

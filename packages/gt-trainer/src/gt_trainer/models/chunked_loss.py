@@ -12,10 +12,8 @@ The sharded weights of the projection are gathered once for all pieces, hence al
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -33,7 +31,7 @@ class ChunkedLossError(ValueError):
     """The loss cannot be computed in the configured number of chunks."""
 
 
-class GraphChunkedLoss(ChunkedLossWrapper):  # type: ignore[no-untyped-call]  # torchtitan's hook
+class GraphChunkedLoss(ChunkedLossWrapper):
     """Output projection and loss, one chunk of the sequence at a time.
 
     The value is that of the inner loss on the whole sequence, up to the order of summation, since
@@ -78,12 +76,6 @@ class GraphChunkedLoss(ChunkedLossWrapper):  # type: ignore[no-untyped-call]  # 
             raise ChunkedLossError(
                 "the chunked loss has no output projection: call set_lm_head(model.lm_head) first"
             )
-        if next(lm_head.children(), None) is not None:
-            raise ChunkedLossError(
-                f"the output projection {type(lm_head).__name__} has submodules; the chunked loss "
-                "gathers the weights of one module: use a single linear layer, or the inner loss "
-                "without chunks"
-            )
         differentiate = torch.is_grad_enabled() and pred.requires_grad
         hidden_chunks = [
             chunk.requires_grad_(differentiate) for chunk in self._chunks("pred", pred.detach())
@@ -94,20 +86,16 @@ class GraphChunkedLoss(ChunkedLossWrapper):  # type: ignore[no-untyped-call]  # 
             for key, value in loss_inputs.items()
             if isinstance(value, torch.Tensor)
         }
-        with _gathered_once(lm_head) as gathered_weights:
-            weights = [
-                weight for weight in gathered_weights if differentiate and weight.requires_grad
-            ]
+        with gathered(lm_head):
+            weights = _trainable_weights(lm_head) if differentiate else []
             total_loss = torch.zeros((), dtype=torch.float32, device=labels.device)
             metrics: dict[str, torch.Tensor] = {}
             hidden_gradients: list[torch.Tensor] = []
             weight_sums: list[torch.Tensor] = []
             for index, hidden in enumerate(hidden_chunks):
                 chunk_inputs = loss_inputs | {key: c[index] for key, c in input_chunks.items()}
-                # Not lm_head(hidden): the hooks of a call would have the weights gathered again.
-                logits = lm_head.forward(hidden)
                 loss, chunk_metrics = self.loss_fn(
-                    logits, label_chunks[index], global_valid_tokens, **chunk_inputs
+                    lm_head(hidden), label_chunks[index], global_valid_tokens, **chunk_inputs
                 )
                 metrics = self._combine_chunk_metrics(metrics, chunk_metrics)
                 total_loss = total_loss + loss.detach()
@@ -156,38 +144,27 @@ class _LossWithGradients(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(  # type: ignore[override]  # torch declares no arguments
+    def forward(
         ctx: Any, loss: torch.Tensor, num_gradients: int, *gradients_and_inputs: torch.Tensor
     ) -> torch.Tensor:
         ctx.save_for_backward(*gradients_and_inputs[:num_gradients])
         return loss.detach()
 
     @staticmethod
-    def backward(  # type: ignore[override]  # torch declares no arguments
-        ctx: Any, upstream: torch.Tensor
-    ) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         gradients: tuple[torch.Tensor, ...] = ctx.saved_tensors
         scaled = (_scale(gradient, upstream) for gradient in gradients)
         return (None, None, *(None for _ in gradients), *scaled)
 
 
-@contextmanager
-def _gathered_once(lm_head: nn.Module) -> Iterator[list[torch.Tensor]]:
-    """Inside, the projection holds its whole weights, gathered once; yields those weights.
-
-    They are differentiable functions of the stored shards. A module that is not sharded yields its
-    parameters.
-    """
-    stored = dict(lm_head.named_parameters(recurse=False))
-    with gathered(lm_head):
-        whole: dict[str, torch.Tensor] = {name: getattr(lm_head, name) for name in stored}
-    # As torch.func.functional_call does, which would go through the hooks of a call.
-    held = cast("dict[str, torch.Tensor]", lm_head._parameters)
-    held.update(whole)
-    try:
-        yield list(whole.values())
-    finally:
-        held.update(stored)
+def _trainable_weights(lm_head: nn.Module) -> list[torch.Tensor]:
+    """The projection's weights as its forward reads them: gathered where they are sharded."""
+    return [
+        getattr(module, name)
+        for module in lm_head.modules()
+        for name, stored in module.named_parameters(recurse=False)
+        if stored.requires_grad
+    ]
 
 
 def _add(sums: list[torch.Tensor], gradients: list[torch.Tensor]) -> list[torch.Tensor]:

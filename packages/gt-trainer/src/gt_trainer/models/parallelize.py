@@ -68,7 +68,7 @@ def parallelize(
     """
     refuse_unsupported_parallelism(parallelism, training, activation_checkpoint=ac_config)
     if parallel_dims.tp_enabled or parallel_dims.ep_enabled:
-        model.parallelize(parallel_dims)  # type: ignore[no-untyped-call]  # torchtitan's
+        model.parallelize(parallel_dims)
     precision = MixedPrecision(
         param_dtype=TORCH_DTYPE_MAP[training.mixed_precision_param],
         reduce_dtype=TORCH_DTYPE_MAP[training.mixed_precision_reduce],
