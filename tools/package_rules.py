@@ -5,6 +5,7 @@ wrong range would first be noticed by whoever installs the wheels. Each rule yie
 per violation: what is wrong, where, and what would be right.
 """
 
+import re
 from collections.abc import Iterator
 
 from packaging.requirements import Requirement
@@ -14,6 +15,7 @@ from packaging.utils import canonicalize_name
 from workspace import Member, Workspace
 
 REQUIRES_PYTHON = ">=3.11"
+_STATED_VERSION = re.compile(r"""^__version__ = ["'](.*)["']$""", re.MULTILINE)
 
 
 def required_files(workspace: Workspace) -> Iterator[str]:
@@ -52,6 +54,19 @@ def project_table(workspace: Workspace) -> Iterator[str]:
         backend = member.pyproject.get("build-system", {}).get("build-backend")
         if backend != "hatchling.build":
             yield f"{where}: build-backend is {backend!r}, must be 'hatchling.build'"
+
+
+def module_version(workspace: Workspace) -> Iterator[str]:
+    """A `__version__` that a module states is the package's version."""
+    for member in workspace.members.values():
+        init = member.path / "src" / member.module / "__init__.py"
+        text = init.read_text(encoding="utf-8") if init.is_file() else ""
+        for stated in _STATED_VERSION.findall(text):
+            if stated != member.version:
+                yield (
+                    f"packages/{member.name}/src/{member.module}/__init__.py: __version__ is "
+                    f"{stated!r}, project.version is {member.version!r}"
+                )
 
 
 def changelog_has_version(workspace: Workspace) -> Iterator[str]:
@@ -140,6 +155,7 @@ def pinned_tools(workspace: Workspace) -> Iterator[str]:
 PACKAGE_RULES = (
     required_files,
     project_table,
+    module_version,
     changelog_has_version,
     sibling_ranges,
     torch_ranges,

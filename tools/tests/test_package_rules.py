@@ -60,6 +60,16 @@ def test_reports_a_dynamic_version(root: Path, load: Load) -> None:
     ]
 
 
+def test_reports_a_module_that_states_another_version(root: Path, load: Load) -> None:
+    (root / "packages/gt-low/src/gt_low/__init__.py").write_text('__version__ = "0.0.9"\n')
+    assert list(violations(load())) == [
+        (
+            "module_version: packages/gt-low/src/gt_low/__init__.py: "
+            "__version__ is '0.0.9', project.version is '0.1.0'"
+        )
+    ]
+
+
 def test_reports_a_version_that_the_changelog_lacks(root: Path, load: Load) -> None:
     edit(root, HIGH, 'version = "0.1.0"', 'version = "0.1.1"')
     assert list(violations(load())) == [
