@@ -115,15 +115,33 @@ class _Unshard(torch.autograd.Function):
         shard_axis, replicate_axis = plan.shard_axis, plan.replicate_axis
         with annotate(_annotation(plan, "reduce_grad", shard_axis or replicate_axis)):
             value = _cast(gradient, plan.reduce_dtype)
+            before, after = _divisors(plan, value.dtype)
+            if before != 1:
+                value = value / before
             if shard_axis is not None and shard_axis.num_ranks > 1:
                 value = _reduce_scatter(value, plan, shard_axis)
         if replicate_axis is not None and replicate_axis.num_ranks > 1:
             with annotate(_annotation(plan, "reduce_grad", replicate_axis)):
                 value = _all_reduce(value, replicate_axis)
         with annotate(_annotation(plan, "reduce_grad", shard_axis or replicate_axis)):
-            if plan.reduction == "avg" and plan.num_ranks > 1:
-                value = value / plan.num_ranks
+            if after != 1:
+                value = value / after
             return _cast(value, ctx.dtype), None
+
+
+def _divisors(plan: UnshardPlan, dtype: torch.dtype) -> tuple[float, float]:
+    """By what to divide before and after the reduction.
+
+    float16 overflows easily, so about the square root of the number of ranks goes first. That
+    float64 is treated as float16 is FSDP2's choice too.
+    """
+    factor = float(plan.num_ranks) if plan.reduction == "avg" else 1.0
+    if dtype in (torch.float32, torch.bfloat16):
+        return 1.0, factor
+    before = 1.0
+    while factor % before == 0 and factor / before > before:
+        before *= 2
+    return before, factor / before
 
 
 def _annotation(

@@ -23,9 +23,9 @@ Idea: SimpleFSDP (arXiv 2411.00284). The placements are those of torch's FSDP2
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Literal
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import nn
@@ -34,19 +34,19 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from gt_trace._torch_internals import concatenate_meshes, strided_shard
-from gt_trace.errors import GtTraceError
-from gt_trace.fsdp_collectives import GradientReduction, ShardAxis, UnshardPlan, unshard
+from gt_trace.fsdp_collectives import GradientReduction, ShardAxis, UnshardPlan
+from gt_trace.sharded_parameter import (
+    Activity,
+    ShardedParameter,
+    ShardingError,
+    activity_of,
+    give_properties,
+    sharded_parameters,
+)
 
 __all__ = ["MixedPrecision", "Mode", "ShardedModel", "ShardingError", "gathered", "shard"]
 
 Mode = Literal["replicate", "shard", "hybrid_shard"]
-
-_PARAMETERS = "_gt_sharded_parameters"
-_ACTIVITY = "_gt_activity"
-
-
-class ShardingError(GtTraceError, ValueError):
-    """A model cannot be sharded as asked. The text lists every reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,55 +55,6 @@ class MixedPrecision:
 
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _ShardedParameter:
-    """How one stored parameter becomes the one that the forward computes with."""
-
-    plan: UnshardPlan
-    inner_mesh: DeviceMesh | None
-    """The tensor- or expert-parallel mesh on which the gathered parameter is a DTensor."""
-
-    inner_placements: tuple[Placement, ...]
-
-    def gather(self, stored: torch.Tensor) -> torch.Tensor:
-        local = stored.to_local() if isinstance(stored, DTensor) else stored
-        whole = unshard(local, self.plan)
-        if self.inner_mesh is None:
-            return whole
-        return DTensor.from_local(
-            whole,
-            self.inner_mesh,
-            self.inner_placements,
-            run_check=False,
-            shape=stored.shape,
-            stride=stored.stride(),
-        )
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _ShardedParameter:
-        return self
-
-
-class _Activity:
-    """Counts the forwards that run. Parameters are gathered while it is above zero."""
-
-    def __init__(self) -> None:
-        self.depth = 0
-        self.outer: _Activity | None = None
-        """Activity of a model that was sharded around this one."""
-
-    def is_on(self) -> bool:
-        return self.depth > 0 or (self.outer is not None and self.outer.is_on())
-
-    def enter(self, *_: Any) -> None:
-        self.depth += 1
-
-    def leave(self, *_: Any) -> None:
-        self.depth -= 1
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Activity:
-        return self
 
 
 class ShardedModel:
@@ -155,6 +106,8 @@ def shard(
     problems = _mesh_problems(mesh, mode)
     slots = _slots(model, prefix)
     if not problems:
+        problems = _nesting_problems(slots, model)
+    if not problems:
         problems = _parameter_problems(slots, mesh, mode, shard_dim)
     if problems:
         raise ShardingError("the model cannot be sharded:\n  " + "\n  ".join(problems))
@@ -163,7 +116,7 @@ def shard(
     replicate_axis = None if mode == "shard" else axes[0]
     precision = mixed_precision or MixedPrecision()
     undo: list[Callable[[], None]] = []
-    by_module: dict[nn.Module, dict[str, _ShardedParameter]] = {}
+    by_module: dict[nn.Module, dict[str, ShardedParameter]] = {}
     for slot in slots:
         parameter = slot.parameter
         local = _local(parameter)
@@ -178,23 +131,27 @@ def shard(
             reduction=reduction,
         )
         stored = _store(parameter, mesh, mode, plan)
+        assert isinstance(stored, DTensor)
         inner = parameter if isinstance(parameter, DTensor) else None
-        sharded = _ShardedParameter(
+        sharded = ShardedParameter(
+            name=slot.names[0],
             plan=plan,
+            placements=tuple(stored.placements),
             inner_mesh=None if inner is None else inner.device_mesh,
             inner_placements=() if inner is None else tuple(inner.placements),
         )
-        for module, name in slot.owners:
-            module._parameters[name] = stored
-            by_module.setdefault(module, {})[name] = sharded
+        for (module, key), name in zip(slot.owners, slot.names, strict=True):
+            module._parameters[key] = stored
+            by_module.setdefault(module, {})[key] = replace(sharded, name=name)
         undo.append(_restore_parameter(slot, sharded))
-    activity = _Activity()
+    activity = Activity()
     for module in model.modules():
-        earlier = vars(module).get(_ACTIVITY)
+        earlier = activity_of(module)
         if earlier is not None and earlier.outer is None:
             earlier.outer = activity
+            undo.append(_restore_outer(earlier))
     for module, parameters in by_module.items():
-        undo.append(_give_properties(module, parameters, activity))
+        undo.append(give_properties(module, parameters, activity))
     for module in model.modules():
         before = module.register_forward_pre_hook(activity.enter)
         after = module.register_forward_hook(activity.leave, always_call=True)
@@ -204,19 +161,19 @@ def shard(
 
 @contextmanager
 def gathered(module: nn.Module) -> Iterator[None]:
-    """Inside, parameters of ``module`` and its submodules read as gathered, as in a forward."""
+    """Inside, parameters of ``module`` and its submodules read as gathered, as in a forward.
+
+    Each is gathered once, also if several forwards run inside.
+    """
     activities = {
         id(activity): activity
         for submodule in module.modules()
-        if (activity := vars(submodule).get(_ACTIVITY)) is not None
+        if (activity := activity_of(submodule)) is not None
     }
-    for activity in activities.values():
-        activity.enter()
-    try:
-        yield
-    finally:
+    with ExitStack() as stack:
         for activity in activities.values():
-            activity.leave()
+            stack.enter_context(activity.hold(module))
+        yield
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,10 +187,8 @@ def _slots(model: nn.Module, prefix: str) -> list[_Slot]:
     """Each distinct parameter that is not sharded yet, with all its owners."""
     found: dict[int, tuple[nn.Parameter, list[tuple[nn.Module, str]], list[str]]] = {}
     for fqn, module in model.named_modules(prefix=prefix):
-        if _PARAMETERS in vars(module):
-            continue
         for name, parameter in module._parameters.items():
-            if parameter is None:
+            if parameter is None or name in sharded_parameters(module):
                 continue
             _, owners, names = found.setdefault(id(parameter), (parameter, [], []))
             owners.append((module, name))
@@ -288,6 +243,27 @@ def _parameter_problems(
                 f"mesh splits by {inner}; it does not divide by {inner} x {num_shards}"
             )
     return problems
+
+
+def _nesting_problems(slots: list[_Slot], model: nn.Module) -> list[str]:
+    """Where this call cannot go around an earlier one."""
+    earlier = {
+        id(module._parameters[key]): sharded.name
+        for module in model.modules()
+        for key, sharded in sharded_parameters(module).items()
+    }
+    added = [
+        f"{name} was added to a module that is sharded already; undo that sharding first"
+        for slot in slots
+        for (module, _), name in zip(slot.owners, slot.names, strict=True)
+        if sharded_parameters(module) and id(slot.parameter) not in earlier
+    ]
+    return added + [
+        f"{slot.names[0]} is tied to {earlier[id(slot.parameter)]}, which is sharded already; "
+        "shard them in one call"
+        for slot in slots
+        if id(slot.parameter) in earlier
+    ]
 
 
 def _inner_shards(parameter: DTensor, dim: int) -> int:
@@ -351,22 +327,9 @@ def _store(
     return nn.Parameter(stored, requires_grad=parameter.requires_grad)
 
 
-def _restore_parameter(slot: _Slot, sharded: _ShardedParameter) -> Callable[[], None]:
-    plan = sharded.plan
-    as_stored = _ShardedParameter(
-        plan=UnshardPlan(
-            parameter_names=plan.parameter_names,
-            shard_axis=plan.shard_axis,
-            replicate_axis=plan.replicate_axis,
-            shard_dim=plan.shard_dim,
-            size=plan.size,
-            param_dtype=None,
-            reduce_dtype=None,
-            reduction=plan.reduction,
-        ),
-        inner_mesh=sharded.inner_mesh,
-        inner_placements=sharded.inner_placements,
-    )
+def _restore_parameter(slot: _Slot, sharded: ShardedParameter) -> Callable[[], None]:
+    # In the stored dtype: what is computed in is no matter here.
+    as_stored = replace(sharded, plan=replace(sharded.plan, param_dtype=None, reduce_dtype=None))
 
     def undo() -> None:
         module, name = slot.owners[0]
@@ -382,52 +345,8 @@ def _restore_parameter(slot: _Slot, sharded: _ShardedParameter) -> Callable[[], 
     return undo
 
 
-def _give_properties(
-    module: nn.Module, parameters: dict[str, _ShardedParameter], activity: _Activity
-) -> Callable[[], None]:
-    """Let the instance read its parameters through properties, by a class of its own kind."""
-    original = type(module)
-    vars(module)[_PARAMETERS] = parameters
-    vars(module)[_ACTIVITY] = activity
-    module.__class__ = _sharded_class(original, tuple(parameters))
-
+def _restore_outer(activity: Activity) -> Callable[[], None]:
     def undo() -> None:
-        module.__class__ = original
-        del vars(module)[_PARAMETERS], vars(module)[_ACTIVITY]
+        activity.outer = None
 
     return undo
-
-
-_classes: dict[tuple[type, tuple[str, ...]], type] = {}
-
-
-def _sharded_class(original: type, names: tuple[str, ...]) -> type:
-    key = (original, names)
-    if key not in _classes:
-        body: dict[str, Any] = {name: property(_reader(name)) for name in names}
-        body["__reduce_ex__"] = lambda self, _protocol: (
-            _rebuild,
-            (original, names),
-            vars(self),
-        )
-        body["__module__"] = original.__module__
-        body["__doc__"] = original.__doc__
-        _classes[key] = type(f"Sharded{original.__name__}", (original,), body)
-    return _classes[key]
-
-
-def _rebuild(original: type, names: tuple[str, ...]) -> Any:
-    """An empty instance for ``copy.deepcopy`` and ``pickle``, which find no generated class."""
-    cls: Any = _sharded_class(original, names)
-    return cls.__new__(cls)
-
-
-def _reader(name: str) -> Callable[[nn.Module], torch.Tensor | None]:
-    def read(self: nn.Module) -> torch.Tensor | None:
-        stored = self._parameters[name]
-        if stored is None or not vars(self)[_ACTIVITY].is_on():
-            return stored
-        sharded: _ShardedParameter = vars(self)[_PARAMETERS][name]
-        return sharded.gather(stored)
-
-    return read

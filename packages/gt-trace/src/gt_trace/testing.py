@@ -11,14 +11,16 @@ from __future__ import annotations
 import multiprocessing
 import pickle
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import torch
 import torch.distributed as dist
@@ -67,23 +69,26 @@ class GlooWorkers:
         if not self._processes:
             self._start()
         task = pickle.dumps((function, args))
-        for connection in self._connections:
-            connection.send_bytes(task)
         results: dict[int, Any] = {}
-        waiting = {connection: rank for rank, connection in enumerate(self._connections)}
+        waiting: dict[Any, int] = {}
+        for rank, connection in enumerate(self._connections):
+            try:
+                connection.send_bytes(task)
+            except OSError:
+                self._fail(self._death_of(rank))
+            waiting[connection] = rank
+        deadline = time.monotonic() + self._timeout
         while waiting:
-            ready = wait(list(waiting), timeout=self._timeout)
+            ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
                 self._fail(f"ranks {sorted(waiting.values())} took more than {self._timeout} s")
-            for connection in ready:
-                assert isinstance(connection, Connection)
-                rank = waiting.pop(connection)
+            for answered in ready:
+                rank = waiting.pop(answered)
                 try:
-                    succeeded, value = pickle.loads(connection.recv_bytes())
-                except EOFError:
-                    self._processes[rank].join(1)
-                    code = self._processes[rank].exitcode
-                    self._fail(f"rank {rank} died with exit code {code}")
+                    answer = self._connections[rank].recv_bytes()
+                except (EOFError, OSError):
+                    self._fail(self._death_of(rank))
+                succeeded, value = pickle.loads(answer)
                 if not succeeded:
                     self._fail(f"rank {rank} failed:\n{value}")
                 results[rank] = value
@@ -123,21 +128,27 @@ class GlooWorkers:
         for rank in range(self.num_ranks):
             mine, theirs = context.Pipe()
             process = context.Process(
-                target=_serve, args=(rank, self.num_ranks, store, theirs), daemon=True
+                target=_serve,
+                args=(rank, self.num_ranks, store, self._timeout, theirs),
+                daemon=True,
             )
             process.start()
             theirs.close()
             self._processes.append(process)
             self._connections.append(mine)
 
-    def _fail(self, message: str) -> None:
+    def _death_of(self, rank: int) -> str:
+        self._processes[rank].join(1)
+        return f"rank {rank} died with exit code {self._processes[rank].exitcode}"
+
+    def _fail(self, message: str) -> NoReturn:
         for process in self._processes:
             process.kill()
         self.close()
         raise WorkerError(message)
 
 
-def _serve(rank: int, world_size: int, store: str, connection: Connection) -> None:
+def _serve(rank: int, world_size: int, store: str, timeout: float, connection: Connection) -> None:
     """Answer calls until the other side closes the connection."""
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -145,6 +156,8 @@ def _serve(rank: int, world_size: int, store: str, connection: Connection) -> No
         store=dist.FileStore(store, world_size),  # type: ignore[attr-defined]  # exported at run time
         rank=rank,
         world_size=world_size,
+        # Workers whose tests were killed do not wait for each other much longer.
+        timeout=timedelta(seconds=timeout),
     )
     while True:
         try:
@@ -153,10 +166,10 @@ def _serve(rank: int, world_size: int, store: str, connection: Connection) -> No
             break
         try:
             function, args = pickle.loads(task)
-            answer = (True, function(*args))
+            answer = pickle.dumps((True, function(*args)))
         except BaseException:  # noqa: BLE001  # whatever ended the call is the caller's to see
-            answer = (False, traceback.format_exc())
-        connection.send_bytes(pickle.dumps(answer))
+            answer = pickle.dumps((False, traceback.format_exc()))
+        connection.send_bytes(answer)
     dist.destroy_process_group()
 
 

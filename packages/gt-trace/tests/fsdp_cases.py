@@ -1,0 +1,307 @@
+"""Models and cells that the tests of ``simple_fsdp`` run, on gloo workers or in a fake world.
+
+Everything here is imported by worker processes, by name. A *cell* is one model, placement and
+precision; both our sharding and torch's FSDP2 train it from the same start on the same batches.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+from gt_trace.fsdp_collectives import GradientReduction
+from gt_trace.simple_fsdp import MixedPrecision, Mode, ShardedModel, shard
+
+VOCAB = 13
+
+
+class Block(nn.Module):
+    """A residual block whose extents no number of ranks divides."""
+
+    def __init__(self, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(dim)
+        self.up = nn.Linear(dim, hidden)
+        self.down = nn.Linear(hidden, dim)
+        self.scale = nn.Parameter(torch.ones(1))
+        """One element: from two ranks on, some rank's shard is empty."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.scale * self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Language(nn.Module):
+    """Tokens (B, T) to logits (B, T, V); optionally embedding and head are one weight."""
+
+    def __init__(self, *, tied: bool = True, dim: int = 6, hidden: int = 11) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, dim)
+        self.blocks = nn.ModuleList([Block(dim, hidden), Block(dim, hidden)])
+        self.head = nn.Linear(dim, VOCAB, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Experts(nn.Module):
+    """Two experts as one parameter (E, H, D), as mixture-of-experts layers hold them."""
+
+    def __init__(self, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(2, hidden, dim) / 4)
+        self.down = nn.Parameter(torch.randn(2, dim, hidden) / 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.relu(torch.einsum("btd,ehd->beth", x, self.up))
+        return torch.einsum("beth,edh->btd", h, self.down)
+
+
+class Mixture(nn.Module):
+    """A model whose experts are sharded otherwise than the rest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, 8)
+        self.experts = Experts(8, 4)
+        self.head = nn.Linear(8, VOCAB)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        return self.head(x + self.experts(x))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One comparison. Data parallelism over ``extents``, then tensor parallelism over ``tp``."""
+
+    mode: Mode
+    extents: tuple[int, ...]
+    model: Literal["tied", "untied", "experts_dim_1"] = "tied"
+    reduction: GradientReduction = "avg"
+    bf16: bool = False
+    tp: int = 1
+
+    def __str__(self) -> str:
+        words = [self.mode, "x".join(map(str, self.extents)), self.model, self.reduction]
+        words += ["bf16"] * self.bf16 + [f"tp{self.tp}"] * (self.tp > 1)
+        return "-".join(words)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """What a run of training left on this rank. Tensors are this rank's shards."""
+
+    losses: list[float]
+    first_gradients: dict[str, torch.Tensor]
+    parameters: dict[str, torch.Tensor]
+    placements: dict[str, str]
+
+
+@functools.cache
+def mesh_of(extents: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """One mesh, hence one set of process groups, for all cells of that form."""
+    return init_device_mesh("cpu", extents, mesh_dim_names=names)
+
+
+def data_parallel_names(mode: Mode) -> tuple[str, ...]:
+    """Names of the data-parallel mesh axes of a mode."""
+    if mode == "hybrid_shard":
+        return ("replicate", "shard")
+    return ("replicate",) if mode == "replicate" else ("shard",)
+
+
+def meshes(cell: Cell) -> tuple[DeviceMesh, DeviceMesh | None]:
+    """The data-parallel mesh and, if there is one, the tensor-parallel mesh."""
+    names = data_parallel_names(cell.mode)
+    if cell.tp == 1:
+        return mesh_of(cell.extents, names), None
+    whole = mesh_of((*cell.extents, cell.tp), (*names, "tp"))
+    return whole[names], whole["tp"]
+
+
+def build(cell: Cell) -> nn.Module:
+    """The cell's model, equal on all ranks, on its tensor-parallel mesh if it has one."""
+    torch.manual_seed(0)
+    if cell.model == "experts_dim_1":
+        return Mixture()
+    hidden = 11 if cell.tp == 1 else 8
+    model = Language(tied=cell.model == "tied", hidden=hidden)
+    _, tensor_parallel = meshes(cell)
+    if tensor_parallel is not None:
+        # Placements Shard(0) for `up`, Shard(1) and Replicate for `down`; the rest stays plain.
+        for block in model.blocks:
+            plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+            parallelize_module(block, tensor_parallel, plan)
+    return model
+
+
+def shard_ours(model: nn.Module, cell: Cell) -> list[ShardedModel]:
+    """Shard with ``simple_fsdp``."""
+    mesh, _ = meshes(cell)
+    precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    options: dict[str, Any] = {
+        "mode": cell.mode,
+        "mixed_precision": precision if cell.bf16 else None,
+        "reduction": cell.reduction,
+    }
+    handles: list[ShardedModel] = []
+    if isinstance(model, Mixture):
+        handles.append(shard(model.experts, mesh, shard_dim=1, prefix="experts", **options))
+    handles.append(shard(model, mesh, **options))
+    return handles
+
+
+def shard_fsdp2(model: nn.Module, cell: Cell) -> None:
+    """Shard with torch: blocks first, then the root, as is usual.
+
+    The reference of mode "replicate" is torch's replicate on the machinery of FSDP2, not
+    DistributedDataParallel, which has no mixed precision of that kind and divides first.
+    """
+    mesh, _ = meshes(cell)
+    options: dict[str, Any] = {"mesh": mesh}
+    if cell.bf16:
+        options["mp_policy"] = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+        )
+    apply = replicate if cell.mode == "replicate" else fully_shard
+    if isinstance(model, Mixture):
+        placed = options if cell.mode == "replicate" else options | {"shard_placement_fn": _dim_1}
+        apply(model.experts, **placed)
+    else:
+        for block in model.blocks:
+            apply(block, **options)
+    apply(model, **options)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no average
+            if cell.reduction == "sum":
+                module.set_gradient_divide_factor(1.0)
+
+
+def _dim_1(parameter: nn.Parameter) -> Shard:
+    return Shard(1)
+
+
+def batch(cell: Cell, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and labels (2, 5): another batch for each step and data-parallel rank."""
+    data_rank = dist.get_rank() // cell.tp
+    generator = torch.Generator().manual_seed(1000 * step + data_rank)
+    tokens = torch.randint(0, VOCAB, (2, 6), generator=generator)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def loss_of(model: nn.Module, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Cross-entropy in float32."""
+    logits = model(tokens).float()
+    return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part."""
+    detached = tensor.detach()
+    return detached.to_local() if isinstance(detached, DTensor) else detached
+
+
+def train(model: nn.Module, cell: Cell, *, steps: int) -> Trained:
+    """Adam steps on the cell's batches."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01, foreach=False)
+    losses: list[float] = []
+    first: dict[str, torch.Tensor] = {}
+    for step in range(steps):
+        loss = loss_of(model, *batch(cell, step))
+        loss.backward()
+        if step == 0:
+            first = {n: local(p.grad).clone() for n, p in model.named_parameters()}
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    named = dict(model.named_parameters())
+    return Trained(
+        losses=losses,
+        first_gradients=first,
+        parameters={name: local(parameter).clone() for name, parameter in named.items()},
+        placements={
+            name: f"{parameter.device_mesh.mesh_dim_names} {parameter.placements}"
+            for name, parameter in named.items()
+        },
+    )
+
+
+def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Norm of the difference over norm."""
+    difference = torch.linalg.vector_norm(actual.double() - expected.double())
+    if difference == 0:
+        return 0.0
+    return (difference / torch.linalg.vector_norm(expected.double())).item()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Ours against FSDP2 on one rank."""
+
+    placements_agree: bool
+    losses_differ: list[int]
+    """Steps whose losses are not equal to the last bit."""
+
+    gradients_differ: list[str]
+    parameters_differ: list[str]
+    loss_error: float
+    gradient_error: float
+    """The worst relative error of a gradient of step 1, over the shards of all ranks."""
+
+    @property
+    def is_bitwise(self) -> bool:
+        return not (self.losses_differ or self.gradients_differ or self.parameters_differ)
+
+
+def compare_with_fsdp2(cell: Cell, steps: int) -> Comparison:
+    """Train the cell both ways."""
+    ours, reference = build(cell), build(cell)
+    shard_ours(ours, cell)
+    shard_fsdp2(reference, cell)
+    mine, theirs = train(ours, cell, steps=steps), train(reference, cell, steps=steps)
+    return Comparison(
+        placements_agree=mine.placements == theirs.placements,
+        losses_differ=[
+            step
+            for step, (a, b) in enumerate(zip(mine.losses, theirs.losses, strict=True))
+            if a != b
+        ],
+        gradients_differ=_differences(mine.first_gradients, theirs.first_gradients),
+        parameters_differ=_differences(mine.parameters, theirs.parameters),
+        loss_error=max(
+            abs(a - b) / abs(b) for a, b in zip(mine.losses, theirs.losses, strict=True)
+        ),
+        gradient_error=max(
+            relative(mine.first_gradients[name], theirs.first_gradients[name])
+            for name in theirs.first_gradients
+        ),
+    )
+
+
+def _differences(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> list[str]:
+    assert list(mine) == list(theirs)
+    return [
+        name
+        for name in theirs
+        if mine[name].dtype != theirs[name].dtype or not torch.equal(mine[name], theirs[name])
+    ]
