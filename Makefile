@@ -41,12 +41,21 @@ $(STAMP): pyproject.toml $(PACKAGES:%=packages/%/pyproject.toml) Makefile
 train: $(STAMP)
 	$(BIN)/gt-train $(ARGS)
 
-# One thread for each of the processes that a distributed test starts.
+# One thread for each of the processes that a distributed test starts. Two runs, since each has one
+# server that worker processes are forked from: one knows torch alone, the other torchtitan too.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest
+
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m 'not slow' $(ARGS)
+	@status=0; \
+	$(PYTEST) -m 'not slow' packages tools $(ARGS) || status=1; \
+	$(PYTEST) -m 'not slow' tests-integration $(ARGS) || status=1; \
+	exit $$status
 
 test-all: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/pytest $(ARGS)
+	@status=0; \
+	$(PYTEST) packages tools $(ARGS) || status=1; \
+	$(PYTEST) tests-integration $(ARGS) || status=1; \
+	exit $$status
 
 # `make --keep-going check` reports what every tool found.
 check: check-ruff check-types check-layers check-dependencies check-workspace
