@@ -14,7 +14,7 @@ from gt_trace.testing import fake_world
 
 
 def test_text_groups_nodes_by_phase_and_module() -> None:
-    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.ReLU())
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.GELU())
     text = graph_text(trace_step(lambda x: model(x), module=model)(torch.ones(1, 2)).graph_module)
     assert_expected_inline(
         text,
@@ -25,9 +25,8 @@ input a_x: f32[1, 2]
     t: f32[2, 2] = aten.t.default(p_0_weight)
     mm: f32[1, 2] = aten.mm.default(a_x, t)
 # forward 1
-    relu: f32[1, 2] = aten.relu.default(mm)
-    alias: f32[1, 2] = aten.alias.default(relu)
-return [relu]
+    gelu: f32[1, 2] = aten.gelu.default(mm)
+return [gelu]
 """,
     )
 
