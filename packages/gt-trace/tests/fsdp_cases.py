@@ -28,6 +28,12 @@ from gt_trace.simple_fsdp import MixedPrecision, Mode, ShardedModel, shard
 
 VOCAB = 13
 
+DTYPES: dict[str, dict[str, torch.dtype]] = {
+    "fp32": {},
+    "bf16": {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32},
+    "fp16": {"param_dtype": torch.float16, "reduce_dtype": torch.float16},
+}
+
 
 class Block(nn.Module):
     """A residual block whose extents no number of ranks divides."""
@@ -97,12 +103,12 @@ class Cell:
     extents: tuple[int, ...]
     model: Literal["tied", "untied", "experts_dim_1"] = "tied"
     reduction: GradientReduction = "avg"
-    bf16: bool = False
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     tp: int = 1
 
     def __str__(self) -> str:
         words = [self.mode, "x".join(map(str, self.extents)), self.model, self.reduction]
-        words += ["bf16"] * self.bf16 + [f"tp{self.tp}"] * (self.tp > 1)
+        words += [self.precision] * (self.precision != "fp32") + [f"tp{self.tp}"] * (self.tp > 1)
         return "-".join(words)
 
 
@@ -157,10 +163,9 @@ def build(cell: Cell) -> nn.Module:
 def shard_ours(model: nn.Module, cell: Cell) -> list[ShardedModel]:
     """Shard with ``simple_fsdp``."""
     mesh, _ = meshes(cell)
-    precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     options: dict[str, Any] = {
         "mode": cell.mode,
-        "mixed_precision": precision if cell.bf16 else None,
+        "mixed_precision": MixedPrecision(**DTYPES[cell.precision]),
         "reduction": cell.reduction,
     }
     handles: list[ShardedModel] = []
@@ -177,11 +182,8 @@ def shard_fsdp2(model: nn.Module, cell: Cell) -> None:
     DistributedDataParallel, which has no mixed precision of that kind and divides first.
     """
     mesh, _ = meshes(cell)
-    options: dict[str, Any] = {"mesh": mesh}
-    if cell.bf16:
-        options["mp_policy"] = MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16, reduce_dtype=torch.float32
-        )
+    policy = MixedPrecisionPolicy(**DTYPES[cell.precision])
+    options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
     apply = replicate if cell.mode == "replicate" else fully_shard
     if isinstance(model, Mixture):
         placed = options if cell.mode == "replicate" else options | {"shard_placement_fn": _dim_1}
@@ -242,6 +244,7 @@ def train(model: nn.Module, cell: Cell, *, steps: int) -> Trained:
         placements={
             name: f"{parameter.device_mesh.mesh_dim_names} {parameter.placements}"
             for name, parameter in named.items()
+            if isinstance(parameter, DTensor)
         },
     )
 
@@ -298,10 +301,91 @@ def compare_with_fsdp2(cell: Cell, steps: int) -> Comparison:
     )
 
 
-def _differences(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> list[str]:
-    assert list(mine) == list(theirs)
+def _differences(
+    mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], *, in_order: bool = True
+) -> list[str]:
+    assert list(mine) == list(theirs) if in_order else mine.keys() == theirs.keys()
     return [
         name
         for name in theirs
         if mine[name].dtype != theirs[name].dtype or not torch.equal(mine[name], theirs[name])
     ]
+
+
+def matches_distributed_data_parallel(steps: int) -> bool:
+    """Whether mode "replicate" trains to the same bits as torch's DistributedDataParallel."""
+    cell = Cell(mode="replicate", extents=(dist.get_world_size(),))
+    ours, reference = build(cell), build(cell)
+    shard_ours(ours, cell)
+    mine = train(ours, cell, steps=steps)
+    theirs = train(nn.parallel.DistributedDataParallel(reference), cell, steps=steps)
+    return mine.losses == theirs.losses and all(
+        torch.equal(a, b)
+        for a, b in zip(mine.parameters.values(), theirs.parameters.values(), strict=True)
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layouts:
+    """Names of parameters whose first gradient differs in some bit, on one rank."""
+
+    alone_differ_from_ours: list[str]
+    joined_differ_from_fsdp2: list[str]
+    alone_differ_from_joined: list[str]
+
+
+def gradients_of_both_layouts(cell: Cell) -> Layouts:
+    """Reduce one step's gradients by hand, one by one and in FSDP2's messages."""
+    ours, reference, plain = build(cell), build(cell), build(cell)
+    shard_ours(ours, cell)
+    shard_fsdp2(reference, cell)
+    mine, theirs = train(ours, cell, steps=1), train(reference, cell, steps=1)
+    loss_of(plain, *batch(cell, 0)).backward()
+    whole = {name: parameter.grad for name, parameter in plain.named_parameters()}
+    # A message of FSDP2 holds the gradients of one call of fully_shard, those of submodules first.
+    blocks = [
+        sorted((n for n in whole if n.startswith(f"blocks.{at}.")), key=lambda n: "scale" in n)
+        for at in range(2)
+    ]
+    rest = [n for n in whole if not n.startswith("blocks.")]
+    alone: dict[str, torch.Tensor] = {}
+    joined: dict[str, torch.Tensor] = {}
+    for names in (*blocks, rest):
+        for name in names:
+            alone |= _reduce_message({name: whole[name]}, cell)
+        joined |= _reduce_message({name: whole[name] for name in names}, cell)
+    return Layouts(
+        alone_differ_from_ours=_differences(mine.first_gradients, alone, in_order=False),
+        joined_differ_from_fsdp2=_differences(theirs.first_gradients, joined, in_order=False),
+        alone_differ_from_joined=_differences(alone, joined),
+    )
+
+
+def _reduce_message(gradients: dict[str, torch.Tensor], cell: Cell) -> dict[str, torch.Tensor]:
+    """This rank's shards of the reduced gradients, sent as one flat message."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    divisor = ranks if cell.reduction == "avg" else 1
+    if cell.mode == "replicate":
+        message = torch.cat([g.flatten() for g in gradients.values()])
+        dist.all_reduce(message)
+        parts = message.split([g.numel() for g in gradients.values()])
+        return {
+            name: (part / divisor).view_as(gradient)
+            for part, (name, gradient) in zip(parts, gradients.items(), strict=True)
+        }
+    chunks = {name: -(-gradient.shape[0] // ranks) for name, gradient in gradients.items()}
+    padded = {
+        name: torch.cat([g, g.new_zeros(chunks[name] * ranks - g.shape[0], *g.shape[1:])])
+        for name, g in gradients.items()
+    }
+    # All that goes to rank 0, then all that goes to rank 1, and so on.
+    message = torch.cat([g.view(ranks, -1) for g in padded.values()], dim=1).flatten()
+    mine = message.new_empty(message.numel() // ranks)
+    dist.reduce_scatter_tensor(mine, message)
+    parts = mine.split([g.numel() // ranks for g in padded.values()])
+    reduced: dict[str, torch.Tensor] = {}
+    for part, (name, gradient) in zip(parts, gradients.items(), strict=True):
+        start = min(rank * chunks[name], gradient.shape[0])
+        size = min(chunks[name], gradient.shape[0] - start)
+        reduced[name] = (part / divisor).view(-1, *gradient.shape[1:])[:size]
+    return reduced
