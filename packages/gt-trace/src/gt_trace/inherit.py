@@ -10,7 +10,12 @@ from __future__ import annotations
 
 from torch.fx import GraphModule, Node
 
-from gt_config.node_keys import FsdpCollectiveAnnotation, Phase, PhaseAnnotation
+from gt_config.node_keys import (
+    FsdpCollectiveAnnotation,
+    ModuleAnnotation,
+    Phase,
+    PhaseAnnotation,
+)
 from gt_trace.node_metadata import (
     copy_annotations,
     is_backward,
@@ -38,12 +43,16 @@ def inherit_annotations(graph_module: GraphModule) -> None:
             if number is not None and not is_backward(node):
                 forward_of.setdefault(number, node)
     for graph in graphs:
+        latest: Phase = "forward"
         for node in graph.nodes:
             if node.op in ("placeholder", "output"):
                 continue
             if is_backward(node):
                 _inherit(node, forward_of)
-            write_annotation(node, PhaseAnnotation(phase=_phase(node)))
+                write_annotation(node, PhaseAnnotation(phase="backward"))
+                continue
+            latest = _phase(node, latest)
+            write_annotation(node, PhaseAnnotation(phase=latest))
 
 
 def _inherit(node: Node, forward_of: dict[int, Node]) -> None:
@@ -72,8 +81,13 @@ def _inherit(node: Node, forward_of: dict[int, Node]) -> None:
         node.meta["stack_trace"] = source.meta["stack_trace"]
 
 
-def _phase(node: Node) -> Phase:
-    if is_backward(node):
-        return "backward"
+def _phase(node: Node, latest: Phase) -> Phase:
+    """What was stated; else forward inside a module, and elsewhere what came before.
+
+    So the gradient that autograd starts from, a node that nobody could annotate, belongs to the
+    loss.
+    """
     stated = read_annotation(node, PhaseAnnotation)
-    return "forward" if stated is None else stated.phase
+    if stated is not None:
+        return stated.phase
+    return "forward" if read_annotation(node, ModuleAnnotation) is not None else latest
