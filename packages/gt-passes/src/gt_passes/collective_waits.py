@@ -46,10 +46,7 @@ def find_wait_problems(graph_module: GraphModule) -> Iterator[GraphProblem]:
                     check="collective waits",
                     node_name=reader.name,
                     target=str(reader.target),
-                    message=(
-                        f"it reads {result.name}, the result of the collective {node.target}, "
-                        "without a wait"
-                    ),
+                    message=f"it reads {result.name}, the result of a collective, unwaited",
                     expected=f"a use of wait_tensor({result.name})",
                     got=f"a use of {result.name} itself",
                 )

@@ -67,7 +67,7 @@ class PassContext:
         if len(static_input_names) > num_placeholders:
             raise GraphInputError(
                 f"{len(static_input_names)} static input names were given for a graph with "
-                f"{num_placeholders} placeholders: static inputs are its leading placeholders"
+                f"{num_placeholders} placeholders"
             )
         fake_mode = fake_mode_of(graph_module)
         if fake_mode is None:

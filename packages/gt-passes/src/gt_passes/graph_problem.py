@@ -34,9 +34,9 @@ class GraphProblem:
     got: str | None = None
 
     def __str__(self) -> str:
-        where = "" if self.node_name is None else f" node {self.node_name}"
+        where = "the graph" if self.node_name is None else f"node {self.node_name}"
         what = "" if self.target is None else f" ({self.target})"
-        lines = [f"[{self.check}]{where}{what}: {self.message}"]
+        lines = [f"[{self.check}] {where}{what}", self.message]
         if self.expected is not None:
             lines.append(f"expected {self.expected}")
         if self.got is not None:

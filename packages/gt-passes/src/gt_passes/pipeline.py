@@ -195,8 +195,10 @@ class _Run:
         if earlier:
             text += f" after {earlier}"
         if dump_before is None:
-            return f"{text}; PassPipeline(dump_directory=...) writes the graph before and after it"
-        return f"{text}; compare {dump_before} with {dump_after}"
+            return (
+                f"{text}\n  PassPipeline(dump_directory=...) writes the graph before and after it"
+            )
+        return f"{text}\n  and compare {dump_before} with {dump_after}"
 
     def _size(self) -> GraphSize:
         estimate = self._estimate_peak_bytes

@@ -50,7 +50,7 @@ def default_recipe(
     in_recipe = [graph_pass.name for graph_pass in recipe]
     added = find_passes(passes)
     problems = [
-        f"{name!r} is disabled, and is not part of the recipe: {', '.join(in_recipe)}"
+        f"{name!r} is disabled, and the recipe has only {', '.join(in_recipe)}"
         for name in disable_passes
         if name not in in_recipe
     ]
@@ -61,8 +61,8 @@ def default_recipe(
         needed = _options_without_default(pass_class)
         if needed:
             problems.append(
-                f"{pass_class.name!r} cannot be added by name, because {', '.join(needed)} has no "
-                "default: build a PassPipeline with an instance of it"
+                f"{pass_class.name!r} cannot be added by name, for want of {', '.join(needed)}: "
+                "give PassPipeline an instance"
             )
     if problems:
         raise RecipeError(problems)

@@ -184,7 +184,7 @@ return [cos]
     )
     assert_expected_inline(
         "\n".join(map(str, report.refusals)),
-        """wait_tensor: nobody reads this collective here, but other ranks may, and would wait for it""",
+        """wait_tensor: nobody reads this collective here, but another rank may, and would hang""",
     )
 
 

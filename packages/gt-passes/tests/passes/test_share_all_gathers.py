@@ -156,7 +156,7 @@ def test_cannot_share_across_a_write_to_the_parameter(one_rank_group):
     assert report.counts == {"all_gathers_shared": 1, "nodes_shared": 2}  # of the last two
     assert_expected_inline(
         "\n".join(map(str, report.refusals)),
-        """all_gather_into_tensor_1: its input is written to after all_gather_into_tensor, which it equals""",  # noqa: E501
+        """all_gather_into_tensor_1: its input is written to after all_gather_into_tensor, which it equals""",
     )
     assert same_bits(graph_module(W.clone(), X), reference(W.clone(), X))
 
@@ -179,9 +179,7 @@ def test_cannot_share_a_gathered_value_that_is_written_to(one_rank_group):
 
 
 def test_cannot_make_two_outputs_one():
-    graph_module = capture(
-        lambda w: (unshard(w, group="fsdp"), unshard(w, group="fsdp")), W
-    )
+    graph_module = capture(lambda w: (unshard(w, group="fsdp"), unshard(w, group="fsdp")), W)
     report = run_pass(ShareAllGathers(), graph_module)
     assert not report.changed
     assert_expected_inline(

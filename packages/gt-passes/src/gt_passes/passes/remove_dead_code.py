@@ -108,7 +108,7 @@ class RemoveDeadCode(GraphPass):
             return None
         return Refusal(
             node_name=wait.name,
-            reason="nobody reads this collective here, but other ranks may, and would wait for it",
+            reason="nobody reads this collective here, but another rank may, and would hang",
         )
 
 

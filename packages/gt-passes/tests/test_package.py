@@ -1,0 +1,61 @@
+"""The public surface of the package."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import gt_passes
+from gt_passes import errors
+
+README = Path(__file__).parents[1] / "README.md"
+
+
+def test_the_public_names_are_exactly_these():
+    assert gt_passes.__all__ == [
+        "CANONICAL_VIEWS",
+        "NO_DEAD_CODE",
+        "ONE_ALL_GATHER_PER_PARAMETER",
+        "CanonicalizeViews",
+        "ChangeBounds",
+        "Fact",
+        "GraphInputError",
+        "GraphInterface",
+        "GraphPass",
+        "GraphProblem",
+        "GraphSize",
+        "GtPassesError",
+        "PassContext",
+        "PassDeclarationError",
+        "PassOrderError",
+        "PassPipeline",
+        "PassRecord",
+        "PassReport",
+        "PipelineReport",
+        "RecipeError",
+        "Refusal",
+        "RemoveDeadCode",
+        "ShareAllGathers",
+        "UnknownPassError",
+        "UnverifiedNode",
+        "VerificationError",
+        "VerificationReport",
+        "Verifier",
+        "default_recipe",
+        "find_passes",
+        "known_passes",
+        "register_pass",
+    ]
+    assert all(hasattr(gt_passes, name) for name in gt_passes.__all__)
+
+
+def test_every_error_stands_in_the_tree_and_is_public():
+    tree = errors.__doc__ or ""
+    for name in errors.__all__:
+        error = getattr(errors, name)
+        assert issubclass(error, errors.GtPassesError)
+        assert name in tree
+        assert name in gt_passes.__all__
+        for base in (ValueError, TypeError, RuntimeError):
+            if issubclass(error, base):
+                assert re.search(rf"{name} +\({base.__name__}\)", tree)

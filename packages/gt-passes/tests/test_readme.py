@@ -1,0 +1,41 @@
+"""The README's example runs and prints what it says."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+from pathlib import Path
+
+import pytest
+
+import gt_passes
+from gt_passes import registry
+
+README = Path(__file__).parents[1] / "README.md"
+
+
+def test_the_example_prints_what_the_readme_shows(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(registry, "_PASSES", dict(registry._PASSES))
+    text = README.read_text(encoding="utf-8")
+    [program] = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    [shown] = re.findall(r"```text\n(.*?)```", text, flags=re.DOTALL)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(program, str(README), "exec", dont_inherit=True), {"__name__": "readme"})
+    assert without_times(printed.getvalue()) == without_times(shown)
+
+
+def without_times(text: str) -> str:
+    return re.sub(r" +\d+\.\d", " #", text)
+
+
+def test_the_map_names_every_module():
+    text = README.read_text(encoding="utf-8")
+    source = Path(gt_passes.__path__[0])
+    modules = {
+        path.relative_to(source).as_posix()
+        for path in source.rglob("*.py")
+        if path.name != "__init__.py"
+    }
+    assert {name for name in modules if f"`{name}`" not in text} == set()
