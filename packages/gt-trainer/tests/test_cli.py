@@ -1,5 +1,6 @@
 """The program ``gt-train`` as its user meets it, as far as no model is needed."""
 
+import gc
 import subprocess
 import sys
 from pathlib import Path
@@ -114,6 +115,16 @@ def test_ctrl_c_before_training_is_one_message(capsys, monkeypatch):
     monkeypatch.setattr(cli, "_load_configuration", interrupt)
     assert cli.main([]) == 130
     assert capsys.readouterr() == ("", "gt-train: interrupted before training started\n")
+
+
+def test_imports_are_done_without_collecting_garbage_and_stay_exempt_from_it():
+    assert gc.isenabled()
+    frozen = gc.get_freeze_count()
+    with cli._without_garbage_collection():
+        assert not gc.isenabled()
+        made = [[] for _ in range(10)]
+    assert gc.isenabled()
+    assert gc.get_freeze_count() >= frozen + len(made)
 
 
 @pytest.fixture
