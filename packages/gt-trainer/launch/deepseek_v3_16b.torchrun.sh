@@ -1,0 +1,14 @@
+#!/bin/bash
+# DeepSeek V3 16B on 32 H100: FSDP 32, EP 32. Start it on each of the 4 nodes:
+# HF_ASSETS_PATH=... RDZV_ENDPOINT=host:port ./deepseek_v3_16b.torchrun.sh [more options of gt-train]
+# Never run on such a machine by its authors; see README.md.
+set -euo pipefail
+: "${HF_ASSETS_PATH:?folder with the tokenizer of DeepSeek V3 16B}"
+
+torchrun --nnodes 4 --nproc-per-node 8 \
+    --rdzv-backend c10d --rdzv-id "${RDZV_ID:-deepseek_v3_16b}" \
+    --rdzv-endpoint "${RDZV_ENDPOINT:?host:port of one of the nodes}" \
+    -m gt_trainer --module deepseek_v3 --config deepseek_v3_16b \
+    --hf_assets_path "$HF_ASSETS_PATH" \
+    --dump_folder "${DUMP_FOLDER:-outputs/deepseek_v3_16b}" \
+    "$@"

@@ -1,0 +1,14 @@
+#!/bin/bash
+# DeepSeek V3 671B on 512 H100: FSDP 512, EP 64. Start it on each of the 64 nodes:
+# HF_ASSETS_PATH=... RDZV_ENDPOINT=host:port ./deepseek_v3_671b.torchrun.sh [more options of gt-train]
+# Never run on such a machine by its authors; see README.md.
+set -euo pipefail
+: "${HF_ASSETS_PATH:?folder with the tokenizer of DeepSeek V3 671B}"
+
+torchrun --nnodes 64 --nproc-per-node 8 \
+    --rdzv-backend c10d --rdzv-id "${RDZV_ID:-deepseek_v3_671b}" \
+    --rdzv-endpoint "${RDZV_ENDPOINT:?host:port of one of the nodes}" \
+    -m gt_trainer --module deepseek_v3 --config deepseek_v3_671b \
+    --hf_assets_path "$HF_ASSETS_PATH" \
+    --dump_folder "${DUMP_FOLDER:-outputs/deepseek_v3_671b}" \
+    "$@"

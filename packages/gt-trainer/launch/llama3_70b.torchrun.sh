@@ -1,0 +1,14 @@
+#!/bin/bash
+# Llama 3.1 70B on 256 H100: FSDP 32 x TP 8. Start it on each of the 32 nodes:
+# HF_ASSETS_PATH=... RDZV_ENDPOINT=host:port ./llama3_70b.torchrun.sh [more options of gt-train]
+# Never run on such a machine by its authors; see README.md.
+set -euo pipefail
+: "${HF_ASSETS_PATH:?folder with the tokenizer of Llama 3.1 70B}"
+
+torchrun --nnodes 32 --nproc-per-node 8 \
+    --rdzv-backend c10d --rdzv-id "${RDZV_ID:-llama3_70b}" \
+    --rdzv-endpoint "${RDZV_ENDPOINT:?host:port of one of the nodes}" \
+    -m gt_trainer --module llama3 --config llama3_70b \
+    --hf_assets_path "$HF_ASSETS_PATH" \
+    --dump_folder "${DUMP_FOLDER:-outputs/llama3_70b}" \
+    "$@"

@@ -1,0 +1,14 @@
+#!/bin/bash
+# Llama 3.1 8B on 8 H100: FSDP 4 x TP 2. Start it on the node:
+# HF_ASSETS_PATH=... ./llama3_8b.torchrun.sh [more options of gt-train]
+# Never run on such a machine by its authors; see README.md.
+set -euo pipefail
+: "${HF_ASSETS_PATH:?folder with the tokenizer of Llama 3.1 8B}"
+
+torchrun --nnodes 1 --nproc-per-node 8 \
+    --rdzv-backend c10d --rdzv-id "${RDZV_ID:-llama3_8b}" \
+    --rdzv-endpoint "${RDZV_ENDPOINT:-localhost:29400}" \
+    -m gt_trainer --module llama3 --config llama3_8b \
+    --hf_assets_path "$HF_ASSETS_PATH" \
+    --dump_folder "${DUMP_FOLDER:-outputs/llama3_8b}" \
+    "$@"

@@ -1,0 +1,14 @@
+#!/bin/bash
+# Qwen3 14B on 8 H100: FSDP 8. Start it on the node:
+# HF_ASSETS_PATH=... ./qwen3_14b.torchrun.sh [more options of gt-train]
+# Never run on such a machine by its authors; see README.md.
+set -euo pipefail
+: "${HF_ASSETS_PATH:?folder with the tokenizer of Qwen3 14B}"
+
+torchrun --nnodes 1 --nproc-per-node 8 \
+    --rdzv-backend c10d --rdzv-id "${RDZV_ID:-qwen3_14b}" \
+    --rdzv-endpoint "${RDZV_ENDPOINT:-localhost:29400}" \
+    -m gt_trainer --module qwen3 --config qwen3_14b \
+    --hf_assets_path "$HF_ASSETS_PATH" \
+    --dump_folder "${DUMP_FOLDER:-outputs/qwen3_14b}" \
+    "$@"
