@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
 import re
 from collections.abc import Callable
@@ -292,6 +293,16 @@ def test_an_exception_inside_a_pass_names_the_pass():
     with pytest.raises(KeyError) as error:
         run(small_step(), EditGraph(edit=fail))
     assert error.value.__notes__ == ["raised by the graph pass edit-graph: EditGraph()"]
+
+
+def test_garbage_collection_is_on_again_after_a_run_also_one_that_failed():
+    seen = []
+    run(small_step(), EditGraph(edit=lambda graph_module: seen.append(gc.isenabled())))
+    assert seen == [False]
+    assert gc.isenabled()
+    with pytest.raises(VerificationError):
+        run(small_step(), EditGraph(edit=retype))
+    assert gc.isenabled()
 
 
 def test_refuses_a_pass_that_breaks_the_contract():
