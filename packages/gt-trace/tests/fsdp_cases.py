@@ -105,6 +105,8 @@ class Cell:
     reduction: GradientReduction = "avg"
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     tp: int = 1
+    hidden: int = 11
+    """Of a language model without tensor parallelism; with it, 8."""
 
     def __str__(self) -> str:
         words = [self.mode, "x".join(map(str, self.extents)), self.model, self.reduction]
@@ -149,8 +151,7 @@ def build(cell: Cell) -> nn.Module:
     torch.manual_seed(0)
     if cell.model == "experts_dim_1":
         return Mixture()
-    hidden = 11 if cell.tp == 1 else 8
-    model = Language(tied=cell.model == "tied", hidden=hidden)
+    model = Language(tied=cell.model == "tied", hidden=cell.hidden if cell.tp == 1 else 8)
     _, tensor_parallel = meshes(cell)
     if tensor_parallel is not None:
         # Placements Shard(0) for `up`, Shard(1) and Replicate for `down`; the rest stays plain.

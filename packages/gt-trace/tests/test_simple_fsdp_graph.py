@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from fsdp_cases import Cell, Experts, Language, Mixture, data_parallel_names, loss_of
+from fsdp_cases import Experts, Language, Mixture, data_parallel_names, loss_of
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -81,7 +81,9 @@ def test_golden_of_shard() -> None:
     model, mesh = linear(), mesh_for("shard")
     shard(model, mesh, mode="shard")
     traced = trace_step(gradient_step(model), module=model)(torch.ones(3, 2))
-    assert_expected_inline(text(traced, mesh), """\
+    assert_expected_inline(
+        text(traced, mesh),
+        """\
 input p_0_weight: f32[2, 2]
 input a_x: f32[3, 2]
 # forward 0
@@ -108,14 +110,17 @@ input a_x: f32[3, 2]
     div: f32[2, 2] = aten.div.Tensor(wait_tensor_1, 4.0)  # fsdp reduce_grad 0.weight over shard
     view_1: f32[2, 2] = aten.view.default(div, [2, 2])
 return [view_1]
-""")
+""",
+    )
 
 
 def test_golden_of_replicate() -> None:
     model, mesh = linear(), mesh_for("replicate")
     shard(model, mesh, mode="replicate")
     traced = trace_step(gradient_step(model), module=model)(torch.ones(3, 2))
-    assert_expected_inline(text(traced, mesh), """\
+    assert_expected_inline(
+        text(traced, mesh),
+        """\
 input p_0_weight: f32[5, 2]
 input a_x: f32[3, 2]
 # forward 0
@@ -138,7 +143,8 @@ input a_x: f32[3, 2]
     div: f32[5, 2] = aten.div.Tensor(wait_tensor, 4.0)  # fsdp reduce_grad 0.weight over replicate
     view_2: f32[5, 2] = aten.view.default(div, [5, 2])
 return [view_2]
-""")
+""",
+    )
 
 
 def test_golden_of_hybrid_shard_in_mixed_precision() -> None:
@@ -146,7 +152,9 @@ def test_golden_of_hybrid_shard_in_mixed_precision() -> None:
     precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     shard(model, mesh, mode="hybrid_shard", mixed_precision=precision)
     traced = trace_step(gradient_step(model), module=model)(torch.ones(3, 2).bfloat16())
-    assert_expected_inline(text(traced, mesh), """\
+    assert_expected_inline(
+        text(traced, mesh),
+        """\
 input p_0_weight: f32[2, 2]
 input a_x: bf16[3, 2]
 # forward 0
@@ -180,7 +188,8 @@ input a_x: bf16[3, 2]
     div: f32[2, 2] = aten.div.Tensor(wait_tensor_2, 4.0)  # fsdp reduce_grad 0.weight over shard
     view_1: f32[2, 2] = aten.view.default(div, [2, 2])
 return [view_1]
-""")
+""",
+    )
 
 
 EXPECTED_COUNTS = {
@@ -212,11 +221,14 @@ def test_every_collective_says_what_it_is_for(mode: Mode) -> None:
     gather = ("all_gather_into_tensor", "unshard", "shard")
     scatter = ("reduce_scatter_tensor", "reduce_grad", "shard")
     reduce = ("all_reduce", "reduce_grad", "replicate")
-    assert of_tied == {
-        "shard": [gather, scatter],
-        "replicate": [reduce],
-        "hybrid_shard": [gather, scatter, reduce],
-    }[mode]
+    assert (
+        of_tied
+        == {
+            "shard": [gather, scatter],
+            "replicate": [reduce],
+            "hybrid_shard": [gather, scatter, reduce],
+        }[mode]
+    )
     for node in traced.graph_module.graph.nodes:
         if _is_communication(node):  # waits too
             assert read_annotation(node, FsdpCollectiveAnnotation) is not None
@@ -244,9 +256,7 @@ def test_experts_sharded_first_keep_their_own_axis_and_dim() -> None:
     model = Mixture()
     shard(model.experts, mesh["inner"], mode="shard", shard_dim=1, prefix="experts")
     shard(model, flat, mode="shard")
-    axis_of = {
-        names[0]: axis for _, kind, names, axis in collectives(language_step(model)) if kind
-    }
+    axis_of = {names[0]: axis for _, kind, names, axis in collectives(language_step(model)) if kind}
     assert axis_of == {
         "embedding.weight": "data",
         "experts.up": "inner",

@@ -7,8 +7,6 @@ in one message and we send each alone. The last tests here show that this is the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 from fsdp_cases import (
     Cell,
@@ -48,18 +46,6 @@ NEAR_ON_4 = [
     Cell(mode="shard", extents=(4,)),
     Cell(mode="shard", extents=(4,), reduction="sum"),
 ]
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[GlooWorkers]:
-    with GlooWorkers(2) as workers:
-        yield workers
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[GlooWorkers]:
-    with GlooWorkers(4) as workers:
-        yield workers
 
 
 @pytest.mark.parametrize("cell", BITWISE_ON_2, ids=str)

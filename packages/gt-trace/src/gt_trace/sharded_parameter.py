@@ -8,7 +8,8 @@ properties: SimpleFSDP (arXiv 2411.00284), which reads parameters through parame
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -125,7 +126,10 @@ class Activity:
     gradient to sum, and nothing is kept.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, originals: Sequence[tuple[str, weakref.ref[nn.Parameter]]] = ()) -> None:
+        self.originals = originals
+        """Names and, while they live, the whole parameters that the sharded ones replaced."""
+
         self.outer: Activity | None = None
         """Activity of a model that was sharded around this one."""
 

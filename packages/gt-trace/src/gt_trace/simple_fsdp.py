@@ -22,6 +22,7 @@ Idea: SimpleFSDP (arXiv 2411.00284). The placements are those of torch's FSDP2
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -144,7 +145,7 @@ def shard(
             module._parameters[key] = stored
             by_module.setdefault(module, {})[key] = replace(sharded, name=name)
         undo.append(_restore_parameter(slot, sharded))
-    activity = Activity()
+    activity = Activity(originals=[(slot.names[0], weakref.ref(slot.parameter)) for slot in slots])
     for module in model.modules():
         earlier = activity_of(module)
         if earlier is not None and earlier.outer is None:
@@ -163,7 +164,8 @@ def shard(
 def gathered(module: nn.Module) -> Iterator[None]:
     """Inside, parameters of ``module`` and its submodules read as gathered, as in a forward.
 
-    Each is gathered once, also if several forwards run inside.
+    Each is gathered once, also if several forwards run inside. As in a forward, that goes for
+    everything that was sharded in the same call of ``shard``.
     """
     activities = {
         id(activity): activity
@@ -231,6 +233,7 @@ def _parameter_problems(
             continue
         if not isinstance(parameter, DTensor):
             continue
+        problems.extend(_mesh_overlap(name, parameter, mesh))
         strange = [p for p in parameter.placements if not isinstance(p, Shard | Replicate)]
         if strange:
             problems.append(f"{name} is placed as {strange} already; allowed: Shard, Replicate")
@@ -245,13 +248,29 @@ def _parameter_problems(
     return problems
 
 
+def _mesh_overlap(name: str, parameter: DTensor, mesh: DeviceMesh) -> list[str]:
+    try:
+        concatenate_meshes([mesh, parameter.device_mesh])
+    except RuntimeError:
+        own = parameter.device_mesh.mesh_dim_names
+        problem = (
+            f"{name} is placed on the mesh axes {own}, which overlap the data-parallel axes "
+            f"{mesh.mesh_dim_names} or have another root mesh"
+        )
+        return [problem]
+    return []
+
+
 def _nesting_problems(slots: list[_Slot], model: nn.Module) -> list[str]:
     """Where this call cannot go around an earlier one."""
-    earlier = {
-        id(module._parameters[key]): sharded.name
-        for module in model.modules()
-        for key, sharded in sharded_parameters(module).items()
-    }
+    earlier: dict[int, str] = {}
+    for module in model.modules():
+        activity = activity_of(module)
+        if activity is not None:
+            # What was whole before may still be held where that call did not see it.
+            earlier |= {id(o): n for n, ref in activity.originals if (o := ref()) is not None}
+        for key, sharded in sharded_parameters(module).items():
+            earlier[id(module._parameters[key])] = sharded.name
     added = [
         f"{name} was added to a module that is sharded already; undo that sharding first"
         for slot in slots

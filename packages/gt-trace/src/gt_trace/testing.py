@@ -27,7 +27,13 @@ import torch.distributed as dist
 
 __all__ = ["GlooWorkers", "WorkerError", "fake_world"]
 
-_PRELOAD = ["torch.distributed.tensor", "torch.distributed.fsdp", "gt_trace.testing"]
+# The first sharded forward imports torch._dynamo, which costs each worker seconds: once is enough.
+_PRELOAD = [
+    "torch.distributed.tensor",
+    "torch.distributed.fsdp",
+    "torch._dynamo",
+    "gt_trace.testing",
+]
 
 
 class WorkerError(AssertionError):
