@@ -136,6 +136,27 @@ def test_unshard_annotation_turns_into_reduce_grad_in_backward() -> None:
     assert kinds == {(cast, "unshard"), (cast, "reduce_grad")}
 
 
+def test_unshard_that_checkpointing_runs_again_in_backward_stays_an_unshard() -> None:
+    unshard = FsdpCollectiveAnnotation(kind="unshard", parameter_names=("w",), mesh_axis="dp")
+
+    def block(w: torch.Tensor) -> torch.Tensor:
+        with annotate(unshard):
+            gathered = w.to(torch.float64)
+        return gathered.sin()
+
+    def step(w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = torch.utils.checkpoint.checkpoint(block, w, use_reentrant=False)
+        return torch.autograd.grad(y.sum(), [w])
+
+    graph = trace_step(step)(torch.rand(3, requires_grad=True)).graph_module.graph
+    kinds = [
+        (found.kind, is_backward(n))
+        for n in graph.nodes
+        if (found := read_annotation(n, FsdpCollectiveAnnotation)) is not None
+    ]
+    assert kinds == [("unshard", False), ("unshard", True), ("reduce_grad", True)]
+
+
 def test_annotations_of_a_node_can_be_written_read_and_removed() -> None:
     node = Graph().placeholder("x")
     assert read_annotation(node, ModuleAnnotation) is None

@@ -65,8 +65,9 @@ def _inherit(node: Node, forward_of: dict[int, Node]) -> None:
     own = read_annotation(node, FsdpCollectiveAnnotation)
     copy_annotations(source, node)
     collective = read_annotation(node, FsdpCollectiveAnnotation)
-    if own is not None and own.kind == "reduce_grad":
-        # Said by the backward itself, which knows its axis better.
+    if own is not None:
+        # Said by the collective itself: a reduction that knows its own axis, or an unshard that
+        # activation checkpointing runs again inside the backward.
         write_annotation(node, own)
     elif collective is not None and collective.kind == "unshard":
         write_annotation(
