@@ -3,7 +3,9 @@
 After ``shard``, each rank stores its shard of every parameter, as a ``DTensor``. A parameter that
 is read *inside a forward* of the model is gathered first (and its gradient reduced in backward);
 read anywhere else it is the stored shard. So the model's own code, optimizers, initializers,
-weight tying and checkpoints work unchanged, eagerly and in a trace.
+weight tying and checkpoints work unchanged, eagerly and in a trace. A parameter is gathered once in
+the forward of its module, a tied one once in the whole forward; several forwards share what they
+gather inside ``gathered``.
 
 Before (one parameter ``w`` of a linear layer, as captured)::
 
