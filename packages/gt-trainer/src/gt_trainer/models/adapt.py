@@ -35,7 +35,6 @@ from gt_trainer.validator import GraphValidator
 __all__ = ["adapt_debug", "adapt_published", "say_converters_dropped"]
 
 _DEBUG_SEQ_LEN = 256
-_DEBUG_BATCH_SIZE = 8
 _DEBUG_STEPS = 20
 _DEBUG_SEED = 42
 
@@ -67,15 +66,20 @@ def adapt_published(published: Trainer.Config, **parallelism: Any) -> GraphTrain
     )
 
 
-def adapt_debug(published: Trainer.Config, *, learning_rate: float) -> GraphTrainer.Config:
+def adapt_debug(
+    published: Trainer.Config, *, learning_rate: float, batch_size: int
+) -> GraphTrainer.Config:
     """Make a published debug configuration train here and now: small batches of text at hand.
 
-    20 steps of 8 x 256 tokens in float32, from a fixed seed, on the Python standard library's
-    sources with the tokenizer that we ship; a checkpoint at the end.
+    20 steps of ``batch_size`` x 256 tokens in float32, from a fixed seed, on the Python standard
+    library's sources with the tokenizer that we ship; a checkpoint at the end. The learning rate
+    stays constant after two steps of warm-up: torchtitan's schedules depend on the number of steps,
+    and a run that is resumed for more steps should be the run that never stopped.
 
     Args:
         published: What torchtitan's ``config_registry`` returns. Not changed.
-        learning_rate: Peak of the learning rate of AdamW, for this number of steps.
+        learning_rate: Of AdamW.
+        batch_size: Sequences of a step on each rank.
     """
     adapted = adapt_published(published)
     return dataclasses.replace(
@@ -83,9 +87,9 @@ def adapt_debug(published: Trainer.Config, *, learning_rate: float) -> GraphTrai
         hf_assets_path=str(shipped_tokenizer_path()),
         dataloader=StdlibTextDataLoader.Config(),
         optimizer=default_adamw(lr=learning_rate),
-        lr_scheduler=LRSchedulersContainer.Config(warmup_steps=2),
+        lr_scheduler=LRSchedulersContainer.Config(warmup_steps=2, decay_ratio=0.0),
         training=TrainingConfig(
-            local_batch_size=_DEBUG_BATCH_SIZE,
+            local_batch_size=batch_size,
             seq_len=_DEBUG_SEQ_LEN,
             steps=_DEBUG_STEPS,
             mixed_precision_param="float32",

@@ -12,7 +12,7 @@ __all__ = ["deepseek_v3_16b", "deepseek_v3_671b", "deepseek_v3_debugmodel"]
 
 def deepseek_v3_debugmodel() -> GraphTrainer.Config:
     """6 layers of width 256 with multi-head latent attention; 8 experts, 3 for a token."""
-    return adapt_debug(config_registry.deepseek_v3_debugmodel(), learning_rate=1e-3)
+    return adapt_debug(config_registry.deepseek_v3_debugmodel(), learning_rate=2e-3, batch_size=4)
 
 
 def deepseek_v3_16b() -> GraphTrainer.Config:

@@ -15,7 +15,7 @@ __all__ = ["llama3_8b", "llama3_70b", "llama3_405b", "llama3_debugmodel"]
 
 def llama3_debugmodel() -> GraphTrainer.Config:
     """6 layers of width 256, 2048 tokens."""
-    return adapt_debug(config_registry.llama3_debugmodel(), learning_rate=2e-3)
+    return adapt_debug(config_registry.llama3_debugmodel(), learning_rate=2e-3, batch_size=16)
 
 
 def llama3_8b() -> GraphTrainer.Config:

@@ -12,12 +12,12 @@ __all__ = ["qwen3_14b", "qwen3_debugmodel", "qwen3_moe_debugmodel"]
 
 def qwen3_debugmodel() -> GraphTrainer.Config:
     """8 layers of width 256, 2048 tokens, embedding and output projection tied."""
-    return adapt_debug(config_registry.qwen3_debugmodel(), learning_rate=2e-3)
+    return adapt_debug(config_registry.qwen3_debugmodel(), learning_rate=2e-3, batch_size=4)
 
 
 def qwen3_moe_debugmodel() -> GraphTrainer.Config:
     """8 layers of width 256 with 64 experts each, 8 for a token."""
-    return adapt_debug(config_registry.qwen3_moe_debug(), learning_rate=1e-3)
+    return adapt_debug(config_registry.qwen3_moe_debug(), learning_rate=1e-3, batch_size=4)
 
 
 def qwen3_14b() -> GraphTrainer.Config:
