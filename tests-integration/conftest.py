@@ -1,5 +1,34 @@
-"""Every test of this folder runs on the CPU, whatever the machine has."""
+"""Every test of this folder runs on the CPU, whatever the machine has.
 
+Holds the worker processes too: torchtitan is imported once for all of them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gt_trace.testing import GlooWorkers
 from gt_trainer import device
 
 device.install("cpu")
+sys.path.insert(0, str(Path(__file__).parent))
+
+_PRELOAD = ["gt_trainer.testing"]
+
+
+@pytest.fixture(scope="session")
+def one() -> Iterator[GlooWorkers]:
+    """One rank, in a process of its own, so that what torchtitan sets globally stays there."""
+    with GlooWorkers(1, timeout=600, preload=_PRELOAD) as workers:
+        yield workers
+
+
+@pytest.fixture(scope="session")
+def four() -> Iterator[GlooWorkers]:
+    """Four ranks."""
+    with GlooWorkers(4, timeout=600, preload=_PRELOAD) as workers:
+        yield workers

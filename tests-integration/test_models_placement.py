@@ -130,3 +130,47 @@ def test_one_rank_computes_in_the_mixed_precision_dtype(fake_world, dtype):
     model(torch.zeros(BATCH, LENGTH, dtype=torch.int64), positions, mask)
     assert seen == [getattr(torch, dtype)]
     assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+def make_placed_parameters(config_of, rank, world_size, **parallelism):
+    """What one rank of a fake world holds after initialization from seed 0."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        set_spmd_backend("partial_dtensor")
+        torch.manual_seed(0)
+        model = make_placed_model(config_of(), world_size, **parallelism)
+        return {name: p.to_local().detach().clone() for name, p in model.named_parameters()}
+    finally:
+        dist.destroy_process_group()
+
+
+def test_initial_weights_do_not_depend_on_the_number_of_ranks():
+    whole = make_placed_parameters(llama3_debugmodel, 0, 1)
+    # Ranks 0..3 are (fsdp, tp) = (0, 0), (0, 1), (1, 0), (1, 1).
+    ranks = [
+        make_placed_parameters(llama3_debugmodel, rank, 4, tensor_parallel_degree=2)
+        for rank in range(4)
+    ]
+
+    def join(name, order, tp_dim):
+        parts = [ranks[rank][name] for rank in order]
+        if tp_dim == 0:  # TP cuts first, then FSDP cuts each of its parts
+            return torch.cat(parts)
+        return torch.cat([torch.cat(parts[:2], dim=1), torch.cat(parts[2:], dim=1)])
+
+    column_wise, row_wise = "layers.0.feed_forward.w1.weight", "layers.0.attention.wo.weight"
+    assert torch.equal(join(column_wise, (0, 2, 1, 3), tp_dim=0), whole[column_wise])
+    assert torch.equal(join(row_wise, (0, 1, 2, 3), tp_dim=1), whole[row_wise])
+    assert torch.equal(join("lm_head.weight", (0, 2, 1, 3), tp_dim=0), whole["lm_head.weight"])
+    for name in whole:
+        assert not torch.isnan(ranks[3][name]).any(), name
+
+
+def test_tied_weights_are_initialized_by_one_of_their_owners_only():
+    whole = make_placed_parameters(qwen3_debugmodel, 0, 1)["tok_embeddings.weight"]
+    shards = [
+        make_placed_parameters(qwen3_debugmodel, rank, 4)["tok_embeddings.weight"]
+        for rank in range(4)
+    ]
+    assert torch.equal(torch.cat(shards), whole)
+    assert whole.std() == pytest.approx(0.02, rel=0.05)

@@ -13,7 +13,7 @@ import pickle
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -46,13 +46,18 @@ class GlooWorkers:
     Args:
         num_ranks: size of the world.
         timeout: seconds that one call may take.
+        preload: modules that the workers share instead of importing them each. All pools of a
+            process fork from one server, so it counts for the first pool that starts.
 
     Use it as a context manager, or call ``close``. After a failure the workers are gone, since
     ranks may be left inside different collectives; the next call starts new ones.
     """
 
-    def __init__(self, num_ranks: int, *, timeout: float = 120.0) -> None:
+    def __init__(
+        self, num_ranks: int, *, timeout: float = 120.0, preload: Sequence[str] = ()
+    ) -> None:
         self.num_ranks = num_ranks
+        self._preload = [*_PRELOAD, *preload]
         self._timeout = timeout
         self._processes: list[BaseProcess] = []
         self._connections: list[Connection] = []
@@ -128,7 +133,7 @@ class GlooWorkers:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOAD)
+        context.set_forkserver_preload(self._preload)
         self._folder = tempfile.TemporaryDirectory(prefix="gloo-workers-")
         store = str(Path(self._folder.name) / "store")
         for rank in range(self.num_ranks):

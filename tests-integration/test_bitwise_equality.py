@@ -1,0 +1,123 @@
+"""Captured training equals eager training, to the last bit, compared in the same run.
+
+Eager is the same model, placed the same way, run without capture. Compared over five optimizer
+steps: losses, every gradient before clipping, buffers, parameters; then a batch whose documents,
+expert loads and token counts the capture has not seen.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from training_cases import (
+    NUM_STEPS,
+    Case,
+    Comparison,
+    compare_modes,
+    compare_resumed,
+    histories,
+    message_of_another_shape,
+    recaptured,
+)
+
+from gt_trace.testing import GlooWorkers
+
+FSDP_TP = {"data_parallel_shard_degree": 2, "tensor_parallel_degree": 2}
+HSDP = {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 2}
+FSDP_EP = {"data_parallel_shard_degree": 4, "expert_parallel_degree": 2}
+
+LLAMA3 = Case(module="llama3", config="llama3_debugmodel")
+QWEN3_TIED = Case(module="qwen3", config="qwen3_debugmodel")
+QWEN3_MOE = Case(module="qwen3", config="qwen3_moe_debugmodel")
+# The first layer is dense.
+DEEPSEEK_V3 = Case(module="deepseek_v3", config="deepseek_v3_debugmodel", num_layers=3)
+
+
+def on(case: Case, **changes: object) -> Case:
+    fields = {name: getattr(case, name) for name in case.__dataclass_fields__}
+    return Case(**{**fields, **changes})
+
+
+ONE_RANK = {
+    "llama3": LLAMA3,
+    "llama3, loss not chunked": on(LLAMA3, chunked_loss=False),
+    "llama3, gradient accumulation": on(LLAMA3, gradient_accumulation_steps=2),
+    "llama3, bfloat16": on(LLAMA3, param_dtype="bfloat16"),
+    "qwen3, tied weights": QWEN3_TIED,
+    "qwen3 with experts": QWEN3_MOE,
+    "deepseek_v3": DEEPSEEK_V3,
+}
+FOUR_RANKS = {
+    "llama3, FSDP 2 x TP 2": on(LLAMA3, parallelism=FSDP_TP),
+    "llama3, FSDP 2 x TP 2, loss not chunked": on(LLAMA3, parallelism=FSDP_TP, chunked_loss=False),
+    "llama3, FSDP 2 x TP 2, gradient accumulation": on(
+        LLAMA3, parallelism=FSDP_TP, gradient_accumulation_steps=2
+    ),
+    "llama3, HSDP 2 x 2": on(LLAMA3, parallelism=HSDP),
+    "qwen3, tied weights, FSDP 2 x TP 2": on(QWEN3_TIED, parallelism=FSDP_TP),
+    "deepseek_v3, FSDP 4 x EP 2": on(DEEPSEEK_V3, parallelism=FSDP_EP),
+}
+
+
+def check(found: list[Comparison], case: Case) -> None:
+    for rank, comparison in enumerate(found):
+        assert comparison.differences == (), f"rank {rank}"
+        # The odd batch is one more pass.
+        num_passes = NUM_STEPS * case.gradient_accumulation_steps + 1
+        assert len(comparison.losses) == num_passes
+        assert len(set(comparison.losses)) == num_passes
+        assert comparison.num_gradients > 10
+        assert comparison.num_captures == 1
+        assert comparison.verified
+
+
+@pytest.mark.parametrize("name", ONE_RANK)
+def test_captured_equals_eager_in_one_process(name: str, one: GlooWorkers, tmp_path: Path) -> None:
+    check(one.run(compare_modes, ONE_RANK[name], str(tmp_path)), ONE_RANK[name])
+
+
+@pytest.mark.parametrize("name", FOUR_RANKS)
+def test_captured_equals_eager_on_four_ranks(name: str, four: GlooWorkers, tmp_path: Path) -> None:
+    check(four.run(compare_modes, FOUR_RANKS[name], str(tmp_path)), FOUR_RANKS[name])
+
+
+def test_resumed_run_equals_one_that_never_stopped(one: GlooWorkers, tmp_path: Path) -> None:
+    assert one.run(compare_resumed, LLAMA3, str(tmp_path)) == [([], 2)]
+
+
+def test_resumed_run_equals_one_that_never_stopped_on_four_ranks(
+    four: GlooWorkers, tmp_path: Path
+) -> None:
+    case = FOUR_RANKS["llama3, FSDP 2 x TP 2"]
+    assert four.run(compare_resumed, case, str(tmp_path)) == [([], 2)] * 4
+
+
+def test_changed_shape_is_captured_anew_where_that_is_configured(
+    one: GlooWorkers, tmp_path: Path
+) -> None:
+    case = on(LLAMA3, on_shape_change="recapture")
+    assert one.run(recaptured, case, str(tmp_path)) == [([], 2)]
+
+
+def test_changed_shape_is_an_error_that_names_input_and_both_shapes(
+    one: GlooWorkers, tmp_path: Path
+) -> None:
+    assert one.run(message_of_another_shape, LLAMA3, str(tmp_path)) == [
+        "the inputs are not those of the captured step:\n"
+        "  inputs: torch.int64 [2, 32], captured as torch.int64 [2, 64]\n"
+        "  labels: torch.int64 [2, 32], captured as torch.int64 [2, 64]\n"
+        "  extra_kwargs['positions']: torch.int64 [2, 32], captured as torch.int64 [2, 64]\n"
+        "  extra_kwargs['attention_masks']: torch.bool [2, 1, 32, 32], captured as torch.bool "
+        "[2, 1, 64, 64]"
+    ]
+
+
+def test_metrics_and_validation_files_are_the_same_in_both_modes(
+    one: GlooWorkers, tmp_path: Path
+) -> None:
+    (eager,) = one.run(histories, LLAMA3, "none", str(tmp_path / "eager"))
+    (captured,) = one.run(histories, LLAMA3, "aot_fx_trace", str(tmp_path / "captured"))
+    assert captured == eager
+    # torchtitan validates after the first step and after every second one.
+    assert eager[1].count("\n") == 3
