@@ -23,6 +23,7 @@ from torchtitan.models.common.moe import RoutedExperts
 
 from gt_config import ConfigError, Violation
 from gt_trace.simple_fsdp import MixedPrecision, Mode, shard
+from gt_trainer.models.initialization import draw_whole_weights
 
 __all__ = ["parallelize", "refuse_unsupported_parallelism"]
 
@@ -99,6 +100,7 @@ def parallelize(
             reduction="sum",
         )
     shard(model, placement.mesh, mode=placement.mode, mixed_precision=precision, reduction="sum")
+    draw_whole_weights(model)
     return model
 
 
