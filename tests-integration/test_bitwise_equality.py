@@ -103,14 +103,15 @@ def test_changed_shape_is_captured_anew_where_that_is_configured(
 def test_changed_shape_is_an_error_that_names_input_and_both_shapes(
     one: GlooWorkers, tmp_path: Path
 ) -> None:
-    assert one.run(message_of_another_shape, LLAMA3, str(tmp_path)) == [
+    (message,) = one.run(message_of_another_shape, LLAMA3, str(tmp_path))
+    assert message == (
         "the inputs are not those of the captured step:\n"
         "  inputs: torch.int64 [2, 32], captured as torch.int64 [2, 64]\n"
         "  labels: torch.int64 [2, 32], captured as torch.int64 [2, 64]\n"
         "  extra_kwargs['positions']: torch.int64 [2, 32], captured as torch.int64 [2, 64]\n"
         "  extra_kwargs['attention_masks']: torch.bool [2, 1, 32, 32], captured as torch.bool "
         "[2, 1, 64, 64]"
-    ]
+    )
 
 
 def test_metrics_and_validation_files_are_the_same_in_both_modes(
