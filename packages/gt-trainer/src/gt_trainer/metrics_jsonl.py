@@ -33,8 +33,7 @@ from gt_trainer.progress_display import (
 )
 
 
-# torchtitan wires `Config.build` in an __init_subclass__ that has no annotations.
-class GraphMetricsProcessor(MetricsProcessor):  # type: ignore[no-untyped-call]  # see above
+class GraphMetricsProcessor(MetricsProcessor):
     """Logs as torchtitan does, writes `metrics.jsonl` and drives the progress display.
 
     The rank that sees the loss (rank 0 without pipeline parallelism) writes and displays; the

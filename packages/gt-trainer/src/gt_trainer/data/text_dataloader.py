@@ -20,8 +20,7 @@ from gt_trainer.data.text_source import (
 )
 
 
-# torchtitan wires `Config.build` in an __init_subclass__ that has no annotations.
-class StdlibTextDataLoader(ParallelAwareDataloader):  # type: ignore[no-untyped-call]  # see above
+class StdlibTextDataLoader(ParallelAwareDataloader):
     """Batches of packed text: the running Python's standard library, or a folder of files.
 
     Yields ({"input": [B, L], "positions": [B, L]}, labels [B, L]), int64, of constant shape. See
