@@ -5,7 +5,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torchtitan.components.checkpoint import CheckpointManager
 
-from gt_trainer.checkpoint_folder import check_checkpoints, newest_checkpoint
+from gt_trainer.checkpoint_folder import check_checkpoints, newest_checkpoint, step_of
 
 
 @pytest.fixture(scope="module")
@@ -126,3 +126,9 @@ def test_a_missing_initial_checkpoint_is_refused_unless_the_run_resumes(tmp_path
 def test_remote_checkpoints_are_not_read(run_folder):
     (run_folder / "checkpoint" / "step-10" / ".metadata").write_bytes(b"")
     assert problems(run_folder, folder="gs://bucket/checkpoint") == []
+
+
+def test_step_of_a_checkpoint_is_in_its_folders_name(tmp_path):
+    assert step_of(tmp_path / "step-120") == 120
+    with pytest.raises(ValueError, match="last is not named step-N"):
+        step_of(tmp_path / "last")

@@ -21,7 +21,7 @@ from torchtitan.tools import filesystem
 
 from gt_config import Violation
 
-__all__ = ["check_checkpoints", "newest_checkpoint"]
+__all__ = ["check_checkpoints", "newest_checkpoint", "step_of"]
 
 _STEP_FOLDER = re.compile(r"step-(\d+)")
 _METADATA = ".metadata"
@@ -32,6 +32,18 @@ def newest_checkpoint(folder: Path) -> Path | None:
     """Return the complete checkpoint of the highest step in ``folder``, if there is one."""
     complete = [path for path in _step_folders(folder) if _is_complete(path)]
     return complete[-1] if complete else None
+
+
+def step_of(checkpoint: Path) -> int:
+    """Return the step that a checkpoint's folder is named after.
+
+    Raises:
+        ValueError: The folder is not named step-N.
+    """
+    match = _STEP_FOLDER.fullmatch(checkpoint.name)
+    if match is None:
+        raise ValueError(f"{checkpoint} is not named step-N")
+    return int(match.group(1))
 
 
 def check_checkpoints(

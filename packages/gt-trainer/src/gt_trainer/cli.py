@@ -128,6 +128,10 @@ def _run(command: CommandLine, rendezvous: Rendezvous | None, started: float) ->
         num_ranks if rendezvous is None else rendezvous.world_size,
         num_local_ranks=num_ranks if rendezvous is None else rendezvous.local_world_size,
     )
+    finished = _already_finished(config)
+    if finished is not None:
+        _tell_once_a_machine(finished)
+        return 0
     status = launch(
         partial(run.train, config),
         num_ranks=num_ranks,
@@ -225,6 +229,23 @@ def _dry_run(config: GraphTrainer.Config, world_size: int) -> int:
         sys.stdout.flush()
 
     return launch(report, num_ranks=1, log_folder=Path(config.dump_folder) / "logs")
+
+
+def _already_finished(config: GraphTrainer.Config) -> str | None:
+    """What to say if the newest checkpoint leaves no step to take; None if one is left."""
+    from gt_trainer.checkpoint_folder import newest_checkpoint, step_of
+
+    if not config.checkpoint.enable or config.checkpoint.load_step != -1:
+        return None
+    newest = newest_checkpoint(Path(config.dump_folder) / config.checkpoint.folder)
+    if newest is None or step_of(newest) < config.training.steps:
+        return None
+    return (
+        f"gt-train: nothing to do: {newest} is of step {step_of(newest)}, and --training.steps is "
+        f"{config.training.steps}.\n"
+        f"  To train on:    --training.steps {step_of(newest) + config.training.steps}\n"
+        "  To start anew:  --dump_folder with a folder that holds no checkpoint"
+    )
 
 
 def _tell_results(config: GraphTrainer.Config) -> None:
