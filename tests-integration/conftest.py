@@ -5,6 +5,7 @@ Holds the worker processes too: torchtitan is imported once for all of them.
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,10 @@ from gt_trace.testing import GlooWorkers
 from gt_trainer import device
 
 device.install("cpu")
+
+# A shell that runs pytest in the background lets it ignore Ctrl-C, and so would every program that a
+# test starts and interrupts. A handler here becomes the default disposition there.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.path.insert(0, str(Path(__file__).parent))
 
 _PRELOAD = ["gt_trainer.testing"]

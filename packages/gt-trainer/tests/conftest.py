@@ -1,5 +1,11 @@
 """Every test of this package runs on the CPU, whatever the machine has."""
 
+import signal
+
 from gt_trainer import device
 
 device.install("cpu")
+
+# A shell that runs pytest in the background lets it ignore Ctrl-C, and so would every program that a
+# test starts and interrupts. A handler here becomes the default disposition there.
+signal.signal(signal.SIGINT, signal.default_int_handler)
