@@ -133,7 +133,7 @@ def no_models(monkeypatch):
     config = SimpleNamespace(
         dump_folder="out",
         training=SimpleNamespace(steps=2),
-        checkpoint=SimpleNamespace(enable=True, folder="checkpoint"),
+        checkpoint=SimpleNamespace(enable=True, folder="checkpoint", load_step=-1),
     )
     checks = []
     monkeypatch.setattr(cli, "_load_configuration", lambda command: config)
