@@ -1,0 +1,1 @@
+"""What ``bench_train_step.py`` starts and commands: ours, its peers, and the workloads."""

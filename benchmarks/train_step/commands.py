@@ -1,0 +1,167 @@
+"""How the measuring process commands the ranks, and what they answer.
+
+Each rank holds one end of a Unix socket. It builds its trainer, makes the first optimizer step,
+says so, and then makes one step for each command. Between commands it blocks in a read, so that
+several contestants can be alive at once and only the commanded one computes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any, Literal, get_args
+
+__all__ = [
+    "CHANNELS_VARIABLE",
+    "STARTUP_PARTS",
+    "STEP_PARTS",
+    "Command",
+    "CommandedTraining",
+    "StepDone",
+    "StepPart",
+]
+
+CHANNELS_VARIABLE = "GT_BENCH_CHANNELS"
+"""Environment variable: file descriptors of the ranks' sockets, by rank, separated by commas."""
+
+Command = Literal["step", "stop"]
+
+StepPart = Literal["data", "forward_backward", "clip", "optimizer", "metrics"]
+
+STEP_PARTS: tuple[StepPart, ...] = get_args(StepPart)
+
+STARTUP_PARTS = ("imports", "setup", "capture", "passes", "execution")
+"""As in our ``startup.json``; "execution" is what the others leave of the whole."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepDone:
+    """What a rank says after an optimizer step."""
+
+    loss: float
+    """Mean over all ranks' tokens."""
+    grad_norm: float
+    cpu_seconds: float
+    """Processor time of this rank's process: of the step, or for the first one since it began."""
+    cpu_parts: dict[StepPart, float]
+    """That of the step's parts; what is left is torchtitan's loop and the logging of metrics."""
+    startup: dict[str, float] = field(default_factory=dict)
+    """Seconds by part, with the first step only."""
+
+
+class CommandedTraining:
+    """Mix this in before a torchtitan trainer: ``train`` then steps on command.
+
+    A step is what ``Trainer.train`` does for one: garbage collection at its interval, then
+    ``train_step``. The trainer must have ``startup``, a ``StartupClock``.
+    """
+
+    def train(self) -> None:
+        """Make the first step, report it, and obey until told to stop."""
+        trainer: Any = self
+        channel = _channel_of_this_rank()
+        meter = _StepMeter(trainer)
+        batches = meter.timed_batches(trainer.batch_generator(trainer.dataloader))
+        trainer.checkpointer.load(step=-1)  # checkpoints are off; the call is part of starting
+
+        def step() -> None:
+            trainer.step += 1
+            trainer.gc_handler.run(trainer.step)
+            trainer.train_step(batches)
+
+        step()
+        channel.send(meter.done(since=0.0, startup=_first_update_parts(trainer.startup)))
+        while True:
+            command: Command = channel.recv()
+            if command == "stop":
+                return
+            begin = time.process_time()
+            step()
+            channel.send(meter.done(since=begin))
+
+
+def _first_update_parts(clock: Any) -> dict[str, float]:
+    """Seconds by part since the measuring process started us; call it after the first update.
+
+    Args:
+        clock: A ``gt_trainer.startup.StartupClock``, whose start the measuring process has set.
+    """
+    from gt_trainer.startup import PROCESS_START_VARIABLE
+
+    parts: dict[str, float] = {name: clock.seconds(name) for name in STARTUP_PARTS[:-1]}
+    total = time.time() - float(os.environ[PROCESS_START_VARIABLE])
+    return {**parts, "execution": total - sum(parts.values())}
+
+
+def _channel_of_this_rank() -> Connection:
+    descriptors = os.environ[CHANNELS_VARIABLE].split(",")
+    return Connection(int(descriptors[int(os.environ["RANK"])]))
+
+
+class _StepMeter:
+    """Adds up processor time by part of a step, and catches the loss on its way to the log.
+
+    Five pairs of clock readings a step. Gradient clipping is a function of torchtitan's module, so
+    that function is replaced; the rest are methods of this trainer's own objects.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        from torchtitan.distributed import utils as dist_utils
+
+        self._parts: dict[StepPart, float] = {}
+        self._logged: tuple[float, float] = (float("nan"), float("nan"))
+        trainer.forward_backward_step = self._timed(
+            "forward_backward", trainer.forward_backward_step
+        )
+        dist_utils.clip_grad_norm_ = self._timed("clip", dist_utils.clip_grad_norm_)
+        trainer.optimizers.step = self._timed("optimizer", trainer.optimizers.step)
+        log = self._timed("metrics", trainer.metrics_processor.log)
+
+        @functools.wraps(log)
+        def log_and_keep(
+            step: int, loss: float, max_loss: float, grad_norm: float, **more: Any
+        ) -> None:
+            self._logged = (loss, grad_norm)
+            log(step, loss, max_loss, grad_norm, **more)
+
+        trainer.metrics_processor.log = log_and_keep
+
+    def timed_batches(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """The same batches; making them counts as "data"."""
+        while True:
+            with self._part("data"):
+                batch = next(batches)
+            yield batch
+
+    def done(self, *, since: float, startup: dict[str, float] | None = None) -> StepDone:
+        """What to answer now; the next step starts from zero."""
+        parts, self._parts = self._parts, {}
+        loss, grad_norm = self._logged
+        return StepDone(
+            loss=loss,
+            grad_norm=grad_norm,
+            cpu_seconds=time.process_time() - since,
+            cpu_parts=parts,
+            startup=startup or {},
+        )
+
+    def _timed(self, part: StepPart, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            with self._part(part):
+                return function(*args, **kwargs)
+
+        return timed
+
+    @contextlib.contextmanager
+    def _part(self, part: StepPart) -> Iterator[None]:
+        begin = time.process_time()
+        try:
+            yield
+        finally:
+            self._parts[part] = self._parts.get(part, 0.0) + time.process_time() - begin
