@@ -31,6 +31,7 @@ VOCAB = 13
 DTYPES: dict[str, dict[str, torch.dtype]] = {
     "fp32": {},
     "bf16": {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32},
+    "bf16_params": {"param_dtype": torch.bfloat16},
     "fp16": {"param_dtype": torch.float16, "reduce_dtype": torch.float16},
 }
 
@@ -103,7 +104,7 @@ class Cell:
     extents: tuple[int, ...]
     model: Literal["tied", "untied", "experts_dim_1"] = "tied"
     reduction: GradientReduction = "avg"
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    precision: Literal["fp32", "bf16", "bf16_params", "fp16"] = "fp32"
     tp: int = 1
     hidden: int = 11
     """Of a language model without tensor parallelism; with it, 8."""
@@ -183,7 +184,8 @@ def shard_fsdp2(model: nn.Module, cell: Cell) -> None:
     DistributedDataParallel, which has no mixed precision of that kind and divides first.
     """
     mesh, _ = meshes(cell)
-    policy = MixedPrecisionPolicy(**DTYPES[cell.precision])
+    # What no reduce_dtype means to FSDP2 changed in torch 2.15; said here, it is what ours means.
+    policy = MixedPrecisionPolicy(**({"reduce_dtype": torch.float32} | DTYPES[cell.precision]))
     options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy}
     apply = replicate if cell.mode == "replicate" else fully_shard
     if isinstance(model, Mixture):

@@ -30,6 +30,7 @@ BITWISE_ON_2 = [
     Cell(mode="replicate", extents=(2,), precision="bf16"),
     Cell(mode="shard", extents=(2,), precision="bf16"),
     Cell(mode="hybrid_shard", extents=(1, 2), precision="bf16"),
+    Cell(mode="shard", extents=(2,), precision="bf16_params"),
     Cell(mode="shard", extents=(2,), precision="fp16"),
     Cell(mode="shard", extents=(2,), model="untied"),
     Cell(mode="shard", extents=(2,), model="experts_dim_1"),

@@ -53,7 +53,7 @@ class UnshardPlan:
     """Computed in; None: as stored."""
 
     reduce_dtype: torch.dtype | None
-    """Gradients are reduced in; None: as computed."""
+    """Gradients are reduced in; None: as stored."""
 
     reduction: GradientReduction
 
@@ -114,7 +114,7 @@ class _Unshard(torch.autograd.Function):
         plan: UnshardPlan = ctx.plan
         shard_axis, replicate_axis = plan.shard_axis, plan.replicate_axis
         with annotate(_annotation(plan, "reduce_grad", shard_axis or replicate_axis)):
-            value = _cast(gradient, plan.reduce_dtype)
+            value = _cast(gradient, plan.reduce_dtype or ctx.dtype)
             before, after = _divisors(plan, value.dtype)
             if before != 1:
                 value = value / before

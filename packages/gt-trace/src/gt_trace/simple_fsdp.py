@@ -54,10 +54,16 @@ Mode = Literal["replicate", "shard", "hybrid_shard"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixedPrecision:
-    """Dtypes of computation and of gradient reduction; None keeps what is there."""
+    """Dtypes of computation and of gradient reduction."""
 
     param_dtype: torch.dtype | None = None
+    """Parameters are gathered and computed with in this; None: as stored."""
+
     reduce_dtype: torch.dtype | None = None
+    """Gradients are reduced in this; None: as stored, whatever ``param_dtype`` is.
+
+    FSDP2 has the same default from torch 2.15 on; before, it followed ``param_dtype``.
+    """
 
 
 class ShardedModel:
