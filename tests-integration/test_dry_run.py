@@ -1,0 +1,55 @@
+"""Every shipped configuration builds, places and captures on as many ranks as it is meant for.
+
+One process, no weights: torch's fake process group and the meta device. From 70B parameters up it
+takes minutes each, so those are marked slow: ``pytest -m slow tests-integration/test_dry_run.py``.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+
+from gt_trainer.dry_run import DryRunReport, dry_run
+from gt_trainer.models.catalog import CATALOG, INTENDED_WORLD_SIZE
+from gt_trainer.preflight import check_configuration
+
+_LARGE = {"llama3_70b", "llama3_405b", "deepseek_v3_671b"}
+_ENTRIES = [
+    pytest.param(entry, marks=[pytest.mark.slow] if entry.config in _LARGE else [], id=entry.config)
+    for table in CATALOG.values()
+    for entry in table.values()
+]
+
+
+def run(module: str, name: str, world_size: int, **parallelism: int) -> DryRunReport:
+    config = getattr(importlib.import_module(f"gt_trainer.models.{module}"), name)()
+    for field, value in parallelism.items():
+        setattr(config.parallelism, field, value)
+    check_configuration(config, world_size, will_train=False)
+    return dry_run(config, world_size)
+
+
+@pytest.mark.parametrize("entry", _ENTRIES)
+def test_configuration_is_captured_at_its_intended_world_size(entry) -> None:
+    world_size = INTENDED_WORLD_SIZE[entry.config]
+    report = run(entry.module, entry.config, world_size)
+    collectives = dict(report.collectives)
+    assert 0 < report.num_nodes < report.num_nodes_captured
+    # Sharding is even up to padding, and expert parallelism counts among the shards.
+    assert report.num_parameters_per_rank < 1.05 * report.num_parameters / world_size + 10_000
+    assert (collectives.get("all_gather_into_tensor", 0) > 0) == (world_size > 1)
+    degrees = dict(report.degrees)
+    assert ("all_to_all_single" in collectives) == (degrees.get("ep", 1) > 1)
+
+
+def test_report_says_what_a_rank_would_hold_and_execute() -> None:
+    report = run("llama3", "llama3_debugmodel", 4, tensor_parallel_degree=2)
+    lines = str(report).splitlines()
+    assert lines[0] == "Dry run of llama3 debugmodel on 4 ranks (dp_shard 2 x tp 2)"
+    assert lines[1:3] == [
+        "  parameters       6,163,712",
+        "  on each rank     1,541,760 (0.01 GiB as stored)",
+    ]
+    assert lines[4].startswith("  collectives      ")
+    assert {"all_gather_into_tensor", "reduce_scatter_tensor"} <= dict(report.collectives).keys()
