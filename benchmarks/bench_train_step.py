@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Callable
@@ -48,6 +49,7 @@ Steps = dict[ContestantName, list[Step]]
 
 def main(arguments: list[str] | None = None) -> int:
     options = _parse(arguments)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # ends the ranks
     report = Report(benchmark="train_step")
     report.notes.append(
         f"{options.steps} timed steps after {options.warmup} untimed ones; {options.starts} "
