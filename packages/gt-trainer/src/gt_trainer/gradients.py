@@ -2,7 +2,7 @@
 
 A captured step returns gradients as values. Optimizers and gradient clipping read ``param.grad``,
 and autograd's own accumulation has a contract: the first gradient is taken as it is if it is laid
-out like the parameter, later ones are added in place.
+out like the parameter and belongs to nobody else, later ones are added in place.
 """
 
 from __future__ import annotations
@@ -25,17 +25,23 @@ def accumulate_gradients(
         gradients: one for each parameter, of its shape, dtype and placement; None where the loss
             does not depend on it, which leaves ``.grad`` alone.
     """
+    # Two parameters that are only ever added have one and the same gradient, which clipping would
+    # scale twice.
+    taken = {_storage(parameter) for parameter in parameters}
     for parameter, gradient in zip(parameters, gradients, strict=True):
         if gradient is None:
             continue
         if parameter.grad is None:
-            parameter.grad = _laid_out_like(parameter, gradient)
+            parameter.grad = _own(parameter, gradient, taken)
+            taken.add(_storage(parameter.grad))
         else:
             _local(parameter.grad).add_(_local(gradient))
 
 
-def _laid_out_like(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    if _local(gradient).stride() == _local(parameter).stride():
+def _own(parameter: torch.Tensor, gradient: torch.Tensor, taken: set[int]) -> torch.Tensor:
+    """The gradient, or a copy of it if its memory is another's or laid out otherwise."""
+    is_alone = _storage(gradient) not in taken
+    if is_alone and _local(gradient).stride() == _local(parameter).stride():
         return gradient
     copy = torch.empty_like(parameter, requires_grad=False)
     _local(copy).copy_(_local(gradient))
@@ -45,3 +51,8 @@ def _laid_out_like(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Ten
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    """Identifies the memory behind a tensor."""
+    return _local(tensor).untyped_storage().data_ptr()
