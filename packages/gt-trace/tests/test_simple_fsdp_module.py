@@ -118,6 +118,22 @@ def test_gathered_covers_all_of_the_sharding_and_ends_with_an_exception(mesh: De
     assert isinstance(model.blocks[0].up.weight, DTensor)
 
 
+def test_inside_gathered_a_forward_of_a_nested_sharding_reads_what_was_read_before(
+    mesh: DeviceMesh,
+) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    shard(model[1], mesh, mode="shard", shard_dim=0, prefix="1")
+    shard(model[0], mesh, mode="shard")
+    shard(nn.Sequential(model, nn.Linear(4, 4)), mesh, mode="shard")
+    seen: list[torch.Tensor] = []
+    model[1].register_forward_hook(lambda module, args, output: seen.append(module.weight))
+    with gathered(model[1]):
+        weight = model[1].weight
+        output = model[1](torch.ones(1, 4))
+        assert seen[0] is weight
+    assert torch.autograd.grad(output.sum(), [weight])[0].shape == (4, 4)
+
+
 def test_nested_sharding_gathers_the_inner_model_in_either_forward(mesh: DeviceMesh) -> None:
     model = Mixture()
     shard(model.experts, mesh, mode="shard", shard_dim=2, prefix="experts")

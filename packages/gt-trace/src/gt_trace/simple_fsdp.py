@@ -175,11 +175,13 @@ def gathered(module: nn.Module) -> Iterator[None]:
     Each is gathered once, also if several forwards run inside. As in a forward, that goes for
     everything that was sharded in the same call of ``shard``.
     """
-    activities = {
-        id(activity): activity
-        for submodule in module.modules()
-        if (activity := activity_of(submodule)) is not None
-    }
+    activities: dict[int, Activity] = {}
+    for submodule in module.modules():
+        activity = activity_of(submodule)
+        # A model that was sharded around this one decides what is read while its hooks run.
+        while activity is not None:
+            activities[id(activity)] = activity
+            activity = activity.outer
     with ExitStack() as stack:
         for activity in activities.values():
             stack.enter_context(activity.hold(module))
