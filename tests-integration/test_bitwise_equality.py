@@ -1,7 +1,7 @@
 """Captured training equals eager training, to the last bit, compared in the same run.
 
 Eager is the same model, placed the same way, run without capture. Compared over five optimizer
-steps: losses, every gradient before clipping, buffers, parameters; then a batch whose documents,
+steps: losses, every gradient before clipping, buffers, parameters; then batches whose documents,
 expert loads and token counts the capture has not seen.
 """
 
@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from training_cases import (
     NUM_STEPS,
+    NUM_UNSEEN_BATCHES,
     Case,
     Comparison,
     compare_modes,
@@ -30,7 +31,7 @@ FSDP_EP = {"data_parallel_shard_degree": 4, "expert_parallel_degree": 2}
 LLAMA3 = Case(module="llama3", config="llama3_debugmodel")
 QWEN3_TIED = Case(module="qwen3", config="qwen3_debugmodel")
 QWEN3_MOE = Case(module="qwen3", config="qwen3_moe_debugmodel")
-# The first layer is dense.
+# The first of its layers is dense.
 DEEPSEEK_V3 = Case(module="deepseek_v3", config="deepseek_v3_debugmodel", num_layers=3)
 
 
@@ -55,19 +56,28 @@ FOUR_RANKS = {
         LLAMA3, parallelism=FSDP_TP, gradient_accumulation_steps=2
     ),
     "llama3, HSDP 2 x 2": on(LLAMA3, parallelism=HSDP),
+    "llama3, HSDP 2 x 2, bfloat16": on(LLAMA3, parallelism=HSDP, param_dtype="bfloat16"),
     "qwen3, tied weights, FSDP 2 x TP 2": on(QWEN3_TIED, parallelism=FSDP_TP),
     "deepseek_v3, FSDP 4 x EP 2": on(DEEPSEEK_V3, parallelism=FSDP_EP),
 }
 
 
+# Layers with experts, after the layers were cut.
+NUM_MOE_LAYERS = {"qwen3_moe_debugmodel": 2, "deepseek_v3_debugmodel": 2}
+
+
 def check(found: list[Comparison], case: Case) -> None:
     for rank, comparison in enumerate(found):
         assert comparison.differences == (), f"rank {rank}"
-        # The odd batch is one more pass.
-        num_passes = NUM_STEPS * case.gradient_accumulation_steps + 1
+        num_passes = NUM_STEPS * case.gradient_accumulation_steps + NUM_UNSEEN_BATCHES
         assert len(comparison.losses) == num_passes
+        # Also of the two that differ in documents only: the model attends within them.
         assert len(set(comparison.losses)) == num_passes
-        assert comparison.num_gradients > 10
+        assert comparison.without_gradient == ()
+        assert comparison.num_tied_parameters == (case.config == "qwen3_debugmodel")
+        assert len(comparison.num_idle_experts) == NUM_MOE_LAYERS.get(case.config, 0)
+        assert all(num_idle > 0 for num_idle in comparison.num_idle_experts)
+        assert comparison.matmul_dtypes == {case.param_dtype}
         assert comparison.num_captures == 1
         assert comparison.verified
 
@@ -82,8 +92,12 @@ def test_captured_equals_eager_on_four_ranks(name: str, four: GlooWorkers, tmp_p
     check(four.run(compare_modes, FOUR_RANKS[name], str(tmp_path)), FOUR_RANKS[name])
 
 
-def test_resumed_run_equals_one_that_never_stopped(one: GlooWorkers, tmp_path: Path) -> None:
-    assert one.run(compare_resumed, LLAMA3, str(tmp_path)) == [([], 2)]
+# With experts, their biases are state that neither gradients nor the optimizer restore.
+@pytest.mark.parametrize("name", ["llama3", "deepseek_v3"])
+def test_resumed_run_equals_one_that_never_stopped(
+    name: str, one: GlooWorkers, tmp_path: Path
+) -> None:
+    assert one.run(compare_resumed, ONE_RANK[name], str(tmp_path)) == [([], 2)]
 
 
 def test_resumed_run_equals_one_that_never_stopped_on_four_ranks(

@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import importlib
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,13 @@ from torch.distributed.tensor import DTensor
 from torchtitan.components.loss import CrossEntropyLoss
 
 from gt_config import ShapeChangePolicy
+from gt_trainer.models.chunked_loss import GraphChunkedLoss
 from gt_trainer.trainer import GraphTrainer
 
 NUM_STEPS = 5
 SEQ_LEN = 64
 BATCH_SIZE = 2
+NUM_UNSEEN_BATCHES = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +58,7 @@ class Case:
         training.global_batch_size = (
             BATCH_SIZE * (dist.get_world_size() // model_ranks) * self.gradient_accumulation_steps
         )
+        assert isinstance(config.loss, GraphChunkedLoss.Config)
         if not self.chunked_loss:
             config.loss = CrossEntropyLoss.Config()
         config.debug.seed, config.debug.deterministic = 7, True
@@ -67,33 +71,36 @@ class Case:
         return config
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pass:
+    """What one forward/backward left on this rank, as plain local tensors."""
+
+    loss: torch.Tensor
+    gradients: dict[str, torch.Tensor]
+    """Accumulated so far, before clipping."""
+
+    buffers: dict[str, torch.Tensor]
+    """Before the optimizer step, which starts the experts' token counts anew."""
+
+
 class RecordingTrainer(GraphTrainer):
-    """Keeps what each step computed, as plain local tensors."""
+    """Keeps what each pass computed."""
 
     def __init__(self, config: GraphTrainer.Config, *, stop_after: int | None = None) -> None:
         super().__init__(config)
         self.stop_after = stop_after
-        self.losses: list[torch.Tensor] = []
-        self.gradients: list[dict[str, torch.Tensor]] = []
-        """After each forward/backward, before clipping, accumulated so far."""
-
-        self.buffers: list[dict[str, torch.Tensor]] = []
+        self.passes: list[Pass] = []
+        self._batches: Iterator[Any] | None = None
 
     def forward_backward_step(self, **inputs: Any) -> torch.Tensor:
         loss = super().forward_backward_step(**inputs)
-        self.losses.append(loss.detach().clone())
-        self.gradients.append(
-            {
-                name: local(parameter.grad)
-                for name, parameter in self.model_parts[0].named_parameters()
-                if parameter.grad is not None
-            }
-        )
+        gradients = {
+            name: local(parameter.grad)
+            for name, parameter in self.model_parts[0].named_parameters()
+            if parameter.grad is not None
+        }
+        self.passes.append(Pass(loss=local(loss), gradients=gradients, buffers=self.buffers()))
         return loss
-
-    def train_step(self, data_iterator: Any) -> None:
-        super().train_step(data_iterator)
-        self.buffers.append({n: local(b) for n, b in self.model_parts[0].named_buffers()})
 
     def should_continue_training(self) -> bool:
         if self.stop_after is not None and self.step >= self.stop_after:
@@ -104,12 +111,16 @@ class RecordingTrainer(GraphTrainer):
         """Local tensors, as they are now."""
         return {n: local(p) for n, p in self.model_parts[0].named_parameters()}
 
-    def take_steps(self, num_steps: int) -> None:
-        """Train, without the loop around it."""
-        batches = self.batch_generator(self.dataloader)
-        for _ in range(num_steps):
-            self.step += 1
-            self.train_step(batches)
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Local tensors, as they are now."""
+        return {n: local(b) for n, b in self.model_parts[0].named_buffers()}
+
+    def take_step(self) -> None:
+        """One optimizer step, without the loop around it."""
+        if self._batches is None:
+            self._batches = self.batch_generator(self.dataloader)
+        self.step += 1
+        self.train_step(self._batches)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -139,42 +150,87 @@ def differing(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], what: str)
     """Names under which two records differ in any bit, or which only one of them has."""
     problems = [f"{what} {name}: in one run only" for name in sorted(a.keys() ^ b.keys())]
     problems += [
-        f"{what} {name}" for name in a.keys() & b.keys() if not torch.equal(a[name], b[name])
+        f"{what} {name}" for name in sorted(a.keys() & b.keys()) if not same(a[name], b[name])
     ]
     return problems
 
 
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors agree in every bit, in the sign of a zero too."""
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
+    return torch.equal(a.view(bits), b.view(bits))
+
+
+def differing_passes(a: Pass, b: Pass, what: str) -> list[str]:
+    """What differs between a forward/backward of one trainer and that of another."""
+    differences = []
+    if not same(a.loss, b.loss):
+        differences.append(f"{what} loss: {a.loss.item()!r} and {b.loss.item()!r}")
+    differences += differing(a.gradients, b.gradients, f"{what} gradient")
+    differences += differing(a.buffers, b.buffers, f"{what} buffer")
+    return differences
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """What a rank found. Counts are there so that an empty comparison cannot pass."""
+    """What a rank found. What it looked at is there too, so that no empty comparison passes."""
 
     differences: tuple[str, ...]
     losses: tuple[float, ...]
-    num_gradients: int
+    """Of every pass, those on unseen batches last."""
+
+    without_gradient: tuple[str, ...]
+    """Parameters that had none in some pass."""
+
+    num_idle_experts: tuple[int, ...]
+    """For each layer with experts: those without a token of this rank in the last pass."""
+
+    num_tied_parameters: int
+    matmul_dtypes: frozenset[str]
+    """Of the captured graph."""
+
     num_captures: int
     verified: bool
 
 
 def compare_modes(case: Case, folder: str) -> Comparison:
-    """Train eagerly and captured, five optimizer steps each, and compare every bit."""
+    """Train eagerly and captured, five optimizer steps each, and compare every bit.
+
+    Step by step, so that no more than one step's gradients are in memory.
+    """
     eager = trainer_of(case, "none", f"{folder}/eager")
     captured = trainer_of(case, "aot_fx_trace", f"{folder}/captured")
     differences = differing(eager.parameters(), captured.parameters(), "initial parameter")
-    eager.take_steps(NUM_STEPS)
-    captured.take_steps(NUM_STEPS)
-    for step, (a, b) in enumerate(zip(eager.losses, captured.losses, strict=True)):
-        if not torch.equal(a, b):
-            differences.append(f"loss of pass {step}: {a.item()!r} and {b.item()!r}")
-    for step, (mine, theirs) in enumerate(zip(eager.gradients, captured.gradients, strict=True)):
-        differences += differing(mine, theirs, f"pass {step} gradient")
-    for step, (mine, theirs) in enumerate(zip(eager.buffers, captured.buffers, strict=True)):
-        differences += differing(mine, theirs, f"step {step} buffer")
+    names = {name for name, _ in captured.model_parts[0].named_parameters()}
+    num_names = sum(1 for _ in captured.model_parts[0].named_parameters(remove_duplicate=False))
+    losses: list[float] = []
+    without_gradient: set[str] = set()
+
+    def compare_passes(what: str) -> None:
+        for a, b in zip(eager.passes, captured.passes, strict=True):
+            differences.extend(differing_passes(a, b, what))
+            losses.append(b.loss.item())
+            without_gradient.update(names - b.gradients.keys())
+
+    for step in range(1, NUM_STEPS + 1):
+        eager.passes, captured.passes = [], []
+        eager.take_step()
+        captured.take_step()
+        compare_passes(f"step {step}")
+        differences += differing(eager.buffers(), captured.buffers(), f"after step {step} buffer")
     differences += differing(eager.parameters(), captured.parameters(), "final parameter")
-    differences += probe(eager, captured)
+    eager.passes, captured.passes = [], []
+    take_unseen(eager, captured)
+    compare_passes("unseen batch")
     found = Comparison(
         differences=tuple(differences),
-        losses=tuple(loss.item() for loss in captured.losses),
-        num_gradients=min(len(g) for g in captured.gradients),
+        losses=tuple(losses),
+        without_gradient=tuple(sorted(without_gradient)),
+        num_idle_experts=num_idle_experts(captured.passes[-2], captured.passes[-1]),
+        num_tied_parameters=num_names - len(names),
+        matmul_dtypes=matmul_dtypes(captured),
         num_captures=len(captured.captures),
         verified=all(report.passes.verified for report in captured.captures),
     )
@@ -182,15 +238,46 @@ def compare_modes(case: Case, folder: str) -> Comparison:
     return found
 
 
-def odd_batch(shape: tuple[int, int]) -> dict[str, Any]:
-    """A batch unlike those of the data: one token everywhere, so that most experts get none; a
-    document of one token, and labels that do not count."""
-    tokens = torch.full(shape, 17)
-    positions = torch.arange(shape[1]).repeat(shape[0], 1)
-    positions[0, 1:] -= 1
-    positions[1, shape[1] // 2 :] -= shape[1] // 2
-    labels = tokens.clone()
-    labels[:, ::3] = -100
+def num_idle_experts(before: Pass, after: Pass) -> tuple[int, ...]:
+    """For each layer with experts, those that got no token in the later of two passes."""
+    return tuple(
+        int((after.buffers[name] == before.buffers[name]).sum())
+        for name in after.buffers
+        if name.endswith("tokens_per_expert_E")
+    )
+
+
+def matmul_dtypes(captured: RecordingTrainer) -> frozenset[str]:
+    """What the plain matrix products of the captured graph compute in."""
+    nodes = captured.captures[0].traced.graph_module.graph.nodes
+    found = (node.meta["val"].dtype for node in nodes if node.target is torch.ops.aten.mm.default)
+    return frozenset(str(dtype).removeprefix("torch.") for dtype in found)
+
+
+def unseen_batches(shape: tuple[int, int]) -> list[dict[str, Any]]:
+    """Three batches unlike those of the data, the same on every rank.
+
+    The first two differ in nothing but where documents begin, so their losses tell whether masks
+    and positions matter. In the last there is one token only, so its experts are the same few:
+    others idle.
+    """
+    tokens = torch.randint(2048, shape, generator=torch.Generator().manual_seed(11))
+    one_document = torch.arange(shape[1]).repeat(shape[0], 1)
+    documents = one_document.clone()
+    documents[0, 1:] -= 1  # the first has one token
+    documents[1, shape[1] // 2 :] -= shape[1] // 2
+    one_token = torch.full(shape, 17)
+    return [
+        batch_of(tokens, documents, ignore_every=3),
+        batch_of(tokens, one_document, ignore_every=3),
+        batch_of(one_token, documents, ignore_every=4),
+    ]
+
+
+def batch_of(tokens: torch.Tensor, positions: torch.Tensor, *, ignore_every: int) -> dict[str, Any]:
+    """Arguments of ``forward_backward_step``; some labels do not count."""
+    labels = tokens.roll(-1, dims=1)
+    labels[:, ::ignore_every] = -100
     return {
         "input_dict": {"input": tokens, "positions": positions},
         "labels": labels,
@@ -198,17 +285,12 @@ def odd_batch(shape: tuple[int, int]) -> dict[str, Any]:
     }
 
 
-def probe(
-    eager: RecordingTrainer, captured: RecordingTrainer, shape: tuple[int, int] | None = None
-) -> list[str]:
-    """Both on a batch whose documents, expert loads and token count the capture has not seen."""
-    for trainer in (eager, captured):
-        trainer.optimizers.zero_grad()
-        trainer.forward_backward_step(**odd_batch(shape or (BATCH_SIZE, SEQ_LEN)))
-    differences = differing(eager.gradients[-1], captured.gradients[-1], "odd batch gradient")
-    if not torch.equal(eager.losses[-1], captured.losses[-1]):
-        differences.append("odd batch loss")
-    return differences
+def take_unseen(*trainers: RecordingTrainer, length: int = SEQ_LEN) -> None:
+    """A pass of each trainer on each batch whose like the capture has not seen."""
+    for trainer in trainers:
+        for batch in unseen_batches((BATCH_SIZE, length)):
+            trainer.optimizers.zero_grad()
+            trainer.forward_backward_step(**batch)
 
 
 def compare_resumed(case: Case, folder: str) -> tuple[list[str], int]:
@@ -220,16 +302,12 @@ def compare_resumed(case: Case, folder: str) -> tuple[list[str], int]:
     stopped.train()
     resumed = trainer_of(case, "aot_fx_trace", f"{folder}/cut", **every_three)
     differences = []
-    if len(stopped.losses) != 3:
-        differences.append(f"the run that stops took {len(stopped.losses)} steps")
+    if len(stopped.passes) != 3:
+        differences.append(f"the run that stops took {len(stopped.passes)} steps")
     resumed.train()
-    num_resumed = len(resumed.losses)
-    for offset in range(num_resumed):
-        if not torch.equal(whole.losses[3 + offset], resumed.losses[offset]):
-            differences.append(f"loss of step {4 + offset}")
-        differences += differing(
-            whole.gradients[3 + offset], resumed.gradients[offset], f"step {4 + offset} gradient"
-        )
+    num_resumed = len(resumed.passes)
+    for step, again in enumerate(resumed.passes, start=4):
+        differences += differing_passes(whole.passes[step - 1], again, f"step {step}")
     differences += differing(whole.parameters(), resumed.parameters(), "final parameter")
     close(whole, stopped, resumed)
     return differences, num_resumed
@@ -239,9 +317,12 @@ def recaptured(case: Case, folder: str) -> tuple[list[str], int]:
     """Another shape, then the first again, against eager; and how many captures that took."""
     eager = trainer_of(case, "none", f"{folder}/eager")
     captured = trainer_of(case, "aot_fx_trace", f"{folder}/captured")
-    differences = probe(eager, captured)
-    differences += probe(eager, captured, (BATCH_SIZE, SEQ_LEN // 2))
-    differences += probe(eager, captured)
+    take_unseen(eager, captured)
+    take_unseen(eager, captured, length=SEQ_LEN // 2)
+    take_unseen(eager, captured)
+    differences = []
+    for index, (a, b) in enumerate(zip(eager.passes, captured.passes, strict=True)):
+        differences += differing_passes(a, b, f"pass {index}")
     count = len(captured.captures)
     close(eager, captured)
     return differences, count
@@ -250,9 +331,9 @@ def recaptured(case: Case, folder: str) -> tuple[list[str], int]:
 def message_of_another_shape(case: Case, folder: str) -> str:
     """The error of a captured step that is given half of a sequence."""
     captured = trainer_of(case, "aot_fx_trace", folder)
-    captured.forward_backward_step(**odd_batch((BATCH_SIZE, SEQ_LEN)))
+    captured.forward_backward_step(**unseen_batches((BATCH_SIZE, SEQ_LEN))[0])
     try:
-        captured.forward_backward_step(**odd_batch((BATCH_SIZE, SEQ_LEN // 2)))
+        captured.forward_backward_step(**unseen_batches((BATCH_SIZE, SEQ_LEN // 2))[0])
     except ValueError as error:
         return str(error)
     finally:
