@@ -24,6 +24,7 @@ __all__ = [
     "EpOverlapConfig",
     "FsdpBucketing",
     "InductorCompilation",
+    "JointPartitioner",
     "MemoryPolicy",
     "Mode",
     "ShapeChangePolicy",
@@ -33,6 +34,7 @@ Mode = Literal["none", "aot_fx_trace", "aot_joint"]
 InductorCompilation = Literal["none", "regional", "full", "autoparallel_backend"]
 MemoryPolicy = Literal["save_all", "selective", "full_recompute", "offload"]
 FsdpBucketing = Literal["off", "transformer_block"]
+JointPartitioner = Literal["min_cut", "save_all"]
 ShapeChangePolicy = Literal["error", "recapture"]
 EpChunkDim = Literal["batch", "seq"]
 EpChunkStrategy = Literal["eager", "graph"]
@@ -120,6 +122,21 @@ class CompileConfig:
     An asterisk stands for one component of a module's name.
     What lies inside a matched module is matched too."""
 
+    offload_host_gib: float | None = None
+    """Host memory that the offload policy may fill on each rank, in GiB.
+    None: no limit."""
+
+    offload_prefetch_layers: int = 1
+    """Start to bring an offloaded tensor back this many layers ahead of its use."""
+
+    offload_defer_layers: int = 1
+    """Wait for a copy to the host this many layers after it was started."""
+
+    joint_partitioner: JointPartitioner = "min_cut"
+    """How mode aot_joint cuts the joint graph in forward and backward.
+    min_cut: keep the fewest bytes between them, and compute the rest again.
+    save_all: compute nothing again."""
+
     passes: tuple[str, ...] = ()
     """Names of graph passes to run in addition to the mode's own."""
 
@@ -147,6 +164,16 @@ class CompileConfig:
 
     prefetch_layers: int = 0
     """Gather a layer's parameters this many layers ahead of their use."""
+
+    fsdp_second_group: bool = False
+    """Give reduce-scatters a communicator of their own, to run beside all-gathers."""
+
+    fsdp_into_dense_regions: bool = False
+    """Move FSDP communication to where no other communication runs."""
+
+    async_tensor_parallel: bool = False
+    """Pipeline tensor-parallel collectives with the matrix products next to them.
+    Needs symmetric memory: CUDA devices that reach each other directly."""
 
     ep_overlap: EpOverlapConfig = field(default_factory=EpOverlapConfig)
     """Hide the expert-parallel token exchange behind compute."""

@@ -126,6 +126,11 @@ class GraphPass(ABC):
     preserves_numerics: ClassVar[bool]
     """Whether every output keeps every bit, on every input."""
 
+    keeps_dataflow: ClassVar[bool] = True
+    """Whether every output is still computed by the same operators from the same inputs, up to
+    layout (views, buckets), copies, order and recomputation. False: the dataflow check of the
+    verifier says nothing about this pass, as for one that calls a compiler."""
+
     requires: ClassVar[frozenset[Fact]] = frozenset()
     """What must hold before the pass runs."""
 
