@@ -90,7 +90,14 @@ def violations_of(config=None, topology=TOPOLOGY, **settings):
                 "False",
                 "the rest arrives with part 2 (gt-passes)",
             )
-            for name in ("debug_graph_passes", "numerics_changing", "cuda_graphs")
+            for name in (
+                "debug_graph_passes",
+                "numerics_changing",
+                "cuda_graphs",
+                "fsdp_second_group",
+                "fsdp_into_dense_regions",
+                "async_tensor_parallel",
+            )
         ),
         (
             {"ep_overlap": EpOverlapConfig(enabled=True)},

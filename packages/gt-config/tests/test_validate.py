@@ -429,6 +429,50 @@ def test_saved_ops_need_full_recompute():
     assert found(recompute) == ()
 
 
+@pytest.mark.parametrize(
+    ("settings", "default"),
+    [
+        ({"offload_host_gib": 4.0}, "None"),
+        ({"offload_prefetch_layers": 2}, "1"),
+        ({"offload_defer_layers": 0}, "1"),
+    ],
+)
+def test_offload_settings_need_the_offload_policy(settings, default):
+    [(name, value)] = settings.items()
+    assert only(CompileConfig(memory_policy="selective", **settings)) == Violation(
+        flag=f"--compile.{name}",
+        value=value,
+        allowed=f"its default {default}, since memory_policy is selective and it would do nothing",
+        fix="drop the option, or use --compile.memory_policy offload",
+    )
+    assert found(CompileConfig(memory_policy="offload", **settings)) == ()
+
+
+@pytest.mark.parametrize("name", ["fsdp_second_group", "fsdp_into_dense_regions"])
+@pytest.mark.parametrize("axis", ["dp_shard", "dp_replicate"])
+def test_fsdp_schedules_need_data_parallelism(name, axis):
+    config = CompileConfig(**{name: True})
+    assert only(config) == Violation(
+        flag=f"--compile.{name}",
+        value=True,
+        allowed="its default False, since no data-parallel rank has anything to communicate "
+        "and it would do nothing",
+        fix="drop the option, or use a data-parallel degree above 1",
+    )
+    assert found(config, mesh(world=2, **{axis: 2})) == ()
+
+
+def test_async_tensor_parallelism_needs_tensor_parallelism():
+    config = CompileConfig(async_tensor_parallel=True)
+    assert only(config) == Violation(
+        flag="--compile.async_tensor_parallel",
+        value=True,
+        allowed="its default False, since there is no tensor parallelism and it would do nothing",
+        fix="drop the option, or use a tensor-parallel degree above 1",
+    )
+    assert found(config, mesh(world=2, tp=2)) == ()
+
+
 def test_saved_ops_are_selectors():
     config = CompileConfig(
         memory_policy="full_recompute",

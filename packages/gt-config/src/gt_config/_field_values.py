@@ -46,6 +46,9 @@ BOUNDS: dict[str, Bound] = {
         holds=lambda value: 0 <= value < 1, words="from 0 up to, but not including, 1"
     ),
     "config.fsdp_bucket_cap_mib": _POSITIVE_OR_NONE,
+    "config.offload_host_gib": _POSITIVE_OR_NONE,
+    "config.offload_prefetch_layers": _at_least(0),
+    "config.offload_defer_layers": _at_least(0),
     "config.prefetch_layers": _at_least(0),
     "config.ep_overlap.num_chunks": _at_least(2),
     "topology.world": _at_least(1),

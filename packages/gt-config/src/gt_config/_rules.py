@@ -57,6 +57,9 @@ _GRAPH_ONLY = (
     "config.debug_graph_passes",
     "config.fsdp_bucketing",
     "config.prefetch_layers",
+    "config.fsdp_second_group",
+    "config.fsdp_into_dense_regions",
+    "config.async_tensor_parallel",
     "config.numerics_changing",
     "config.cuda_graphs",
     "config.on_shape_change",
@@ -189,6 +192,59 @@ def _saved_ops_need_full_recompute(subject: Subject) -> Iterator[Violation]:
         "config.full_recompute_saved_ops",
         because=f"memory_policy is {policy}",
         switch="--compile.memory_policy full_recompute",
+    )
+
+
+_OFFLOAD = (
+    "config.offload_host_gib",
+    "config.offload_prefetch_layers",
+    "config.offload_defer_layers",
+)
+
+
+@_rule("config.memory_policy", *_OFFLOAD)
+def _offload_settings_need_the_offload_policy(subject: Subject) -> Iterator[Violation]:
+    policy = subject.config.memory_policy
+    if policy == "offload":
+        return
+    for path in _OFFLOAD:
+        yield from _must_be_default(
+            subject,
+            path,
+            because=f"memory_policy is {policy}",
+            switch="--compile.memory_policy offload",
+        )
+
+
+_FSDP_SCHEDULE = (
+    "config.fsdp_second_group",
+    "config.fsdp_into_dense_regions",
+)
+
+
+@_rule("config.mode", *_FSDP_SCHEDULE, "topology.dp_replicate", "topology.dp_shard")
+def _fsdp_schedule_needs_data_parallelism(subject: Subject) -> Iterator[Violation]:
+    mesh = subject.topology
+    if subject.config.mode == "none" or mesh.dp_replicate * mesh.dp_shard > 1:
+        return
+    for path in _FSDP_SCHEDULE:
+        yield from _must_be_default(
+            subject,
+            path,
+            because="no data-parallel rank has anything to communicate",
+            switch="a data-parallel degree above 1",
+        )
+
+
+@_rule("config.mode", "config.async_tensor_parallel", "topology.tp")
+def _async_tensor_parallel_needs_tensor_parallelism(subject: Subject) -> Iterator[Violation]:
+    if subject.config.mode == "none" or subject.topology.tp > 1:
+        return
+    yield from _must_be_default(
+        subject,
+        "config.async_tensor_parallel",
+        because="there is no tensor parallelism",
+        switch="a tensor-parallel degree above 1",
     )
 
 

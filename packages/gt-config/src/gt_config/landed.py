@@ -97,6 +97,10 @@ UNLANDED: tuple[UnlandedOption, ...] = (
     ),
     UnlandedOption(path="config.numerics_changing", refused=_is_on, landed="False", reason=_PART_2),
     UnlandedOption(path="config.cuda_graphs", refused=_is_on, landed="False", reason=_PART_2),
+    *(
+        UnlandedOption(path=f"config.{name}", refused=_is_on, landed="False", reason=_PART_2)
+        for name in ("fsdp_second_group", "fsdp_into_dense_regions", "async_tensor_parallel")
+    ),
     UnlandedOption(path="topology.pp", refused=_above(1), landed="1", reason=_PART_4),
     UnlandedOption(
         path="topology.cp",
