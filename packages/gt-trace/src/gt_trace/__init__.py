@@ -20,6 +20,7 @@ from gt_trace.errors import (
     InputMismatchError,
     StateMismatchError,
 )
+from gt_trace.graph_inputs import ArgumentSignature, GraphInput
 from gt_trace.graph_text import collective_counts, graph_text
 from gt_trace.input_preparers import InputPreparer, TraceInputs
 from gt_trace.module_state import StateEntry
@@ -36,7 +37,7 @@ from gt_trace.node_metadata import (
 )
 from gt_trace.subclass_layout import TensorLayout, flatten_tensor, unflatten_tensor
 from gt_trace.trace import trace_step
-from gt_trace.traced_step import ArgumentSignature, BoundStep, GraphInput, TracedStep
+from gt_trace.traced_step import BoundStep, TracedStep
 
 __version__ = "0.1.0"
 

@@ -16,10 +16,10 @@ from gt_trace._torch_internals import (
     pytree,
 )
 from gt_trace.errors import CaptureError
+from gt_trace.graph_inputs import ArgumentSignature, GraphInput
 from gt_trace.input_preparers import TraceInputs
 from gt_trace.module_state import StateSlot
 from gt_trace.subclass_layout import TensorLayout, flatten_tensor, unflatten_tensor
-from gt_trace.traced_step import ArgumentSignature, GraphInput
 
 __all__ = ["FlatArgument", "FlatInputs", "fake_like"]
 

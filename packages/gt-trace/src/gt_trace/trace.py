@@ -9,13 +9,12 @@ tensor, a lost ``.grad``, a re-registered buffer) is an error, not a surprise at
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.fx import Graph, GraphModule
+from torch.fx import GraphModule
 
 from gt_trace._torch_internals import (
     FakeTensorMode,
@@ -28,13 +27,14 @@ from gt_trace._torch_internals import (
     tracing,
 )
 from gt_trace.annotate import annotate_modules
-from gt_trace.errors import CaptureError, ConstantCapturedError
 from gt_trace.flat_inputs import FlatInputs
+from gt_trace.graph_inputs import name_placeholders
 from gt_trace.inherit import inherit_annotations
 from gt_trace.input_preparers import InputPreparer, TraceInputs
-from gt_trace.module_state import StateSlot, collect_state, swapped_optimizer
+from gt_trace.module_state import collect_state, swapped_optimizer
+from gt_trace.purity import refuse_constants, refuse_side_effects
 from gt_trace.subclass_layout import TensorLayout, flatten_tensor
-from gt_trace.traced_step import GraphInput, TracedStep
+from gt_trace.traced_step import TracedStep
 
 __all__ = ["ConstantPolicy", "trace_step"]
 
@@ -90,9 +90,9 @@ def trace_step(
             graph_module: GraphModule = make_fx(step, record_stack_traces=True)(*fakes)
         inherit_annotations(graph_module)
         names = flat.graph_inputs()
-        _name_placeholders(graph_module.graph, names)
+        name_placeholders(graph_module.graph, names)
         if constants == "error":
-            _refuse_constants(graph_module)
+            refuse_constants(graph_module)
         graph_module.recompile()
         assert step.output_spec is not None
         return TracedStep(
@@ -154,7 +154,7 @@ class _TracedFunction:
                 for slot, tensor in zip(slots, state, strict=True):
                     slot.put(tensor)
                 result = self._fn(*inputs.args, **inputs.kwargs)
-                _refuse_side_effects(slots, state, writes_grad=self._optimizer is not None)
+                refuse_side_effects(slots, state, writes_grad=self._optimizer is not None)
             finally:
                 for slot in slots:
                     slot.put(slot.tensor)
@@ -173,58 +173,3 @@ class _TracedFunction:
             self.output_layouts.append(layout)
             plain.extend(leaves)
         return plain
-
-
-def _refuse_side_effects(
-    slots: Sequence[StateSlot], state: Sequence[torch.Tensor], *, writes_grad: bool
-) -> None:
-    problems: list[str] = []
-    for slot, tensor in zip(slots, state, strict=True):
-        kind, name = slot.entry.kind, slot.entry.name
-        if not slot.holds(tensor):
-            problems.append(
-                f"{kind} {name} was replaced, and a replay would not replace it; update it in "
-                "place (copy_, add_)"
-            )
-        if tensor.grad is not None and not writes_grad:
-            problems.append(
-                f"{name}.grad was written, and a replay would lose it; use torch.autograd.grad "
-                "and return the gradients"
-            )
-    if problems:
-        raise CaptureError("the step has side effects:\n  " + "\n  ".join(problems))
-
-
-_PREFIX = {"parameter": "p", "buffer": "b", "optimizer_state": "o", "argument": "a"}
-
-
-def _name_placeholders(graph: Graph, inputs: Sequence[GraphInput]) -> None:
-    """Placeholders read as what they stand for: ``p_layers_0_attention_wq_weight``."""
-    placeholders = graph.find_nodes(op="placeholder")
-    for node, graph_input in zip(placeholders, inputs, strict=True):
-        words = re.sub(r"\W+", "_", graph_input.name).strip("_")
-        leaf = f"_{graph_input.leaf}" if graph_input.leaf else ""
-        # A node's own rename keeps names unique; the target is what the generated code declares.
-        node._rename(f"{_PREFIX[graph_input.kind]}_{words}{leaf}")
-        node.target = node.name
-
-
-def _refuse_constants(graph_module: GraphModule) -> None:
-    """A tensor literal is copied fresh at every replay; any other constant is a frozen input."""
-    problems: list[str] = []
-    for node in graph_module.graph.find_nodes(op="get_attr"):
-        value = getattr(graph_module, str(node.target), None)
-        if not isinstance(value, torch.Tensor):
-            continue
-        if all(user.target is torch.ops.aten.lift_fresh_copy.default for user in node.users):
-            continue
-        user = next(iter(node.users))
-        where = (user.meta.get("stack_trace") or "").strip().splitlines()
-        at = f", first read at {where[-1].strip()!r}" if where else ""
-        problems.append(f"{value.dtype} {list(value.shape)}{at}")
-    if problems:
-        raise ConstantCapturedError(
-            "tensors that are neither state nor argument of the step would be frozen into the "
-            "graph; register them as buffers, pass them as arguments, or give "
-            "constants='allow':\n  " + "\n  ".join(problems)
-        )

@@ -1,0 +1,74 @@
+"""What would make a captured graph impure: refused, with every case listed.
+
+A replay runs operators and nothing else. A buffer that Python replaced, a ``.grad`` that was
+written, a tensor that is neither state nor argument: all of these would be lost or frozen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.fx import GraphModule
+
+from gt_trace.errors import CaptureError, ConstantCapturedError
+from gt_trace.module_state import StateSlot
+
+__all__ = ["refuse_constants", "refuse_side_effects"]
+
+
+def refuse_side_effects(
+    slots: Sequence[StateSlot], state: Sequence[torch.Tensor], *, writes_grad: bool
+) -> None:
+    """Refuse a step that replaced state, or wrote a ``.grad`` without an optimizer to use it.
+
+    Args:
+        slots: where the state lives.
+        state: what was put there when the step began, one tensor for each slot.
+        writes_grad: whether ``.grad`` is part of the step.
+
+    Raises:
+        CaptureError: lists every such tensor.
+    """
+    problems: list[str] = []
+    for slot, tensor in zip(slots, state, strict=True):
+        kind, name = slot.entry.kind, slot.entry.name
+        if not slot.holds(tensor):
+            problems.append(
+                f"{kind} {name} was replaced, and a replay would not replace it; update it in "
+                "place (copy_, add_)"
+            )
+        if tensor.grad is not None and not writes_grad:
+            problems.append(
+                f"{name}.grad was written, and a replay would lose it; use torch.autograd.grad "
+                "and return the gradients"
+            )
+    if problems:
+        raise CaptureError("the step has side effects:\n  " + "\n  ".join(problems))
+
+
+def refuse_constants(graph_module: GraphModule) -> None:
+    """Refuse tensors that the graph holds itself.
+
+    A tensor literal is copied fresh at every replay; any other constant is a frozen input.
+
+    Raises:
+        ConstantCapturedError: lists every such tensor.
+    """
+    problems: list[str] = []
+    for node in graph_module.graph.find_nodes(op="get_attr"):
+        value = getattr(graph_module, str(node.target), None)
+        if not isinstance(value, torch.Tensor):
+            continue
+        if all(user.target is torch.ops.aten.lift_fresh_copy.default for user in node.users):
+            continue
+        user = next(iter(node.users))
+        where = (user.meta.get("stack_trace") or "").strip().splitlines()
+        at = f", first read at {where[-1].strip()!r}" if where else ""
+        problems.append(f"{value.dtype} {list(value.shape)}{at}")
+    if problems:
+        raise ConstantCapturedError(
+            "tensors that are neither state nor argument of the step would be frozen into the "
+            "graph; register them as buffers, pass them as arguments, or give "
+            "constants='allow':\n  " + "\n  ".join(problems)
+        )
