@@ -3,8 +3,15 @@
 ``trace_step`` records forward, loss and backward of any ``nn.Module`` as one graph of plain
 tensors; ``TracedStep.bind`` runs it on live parameters. Data parallelism as traceable collectives
 is in ``gt_trace.simple_fsdp``, multi-process test workers in ``gt_trace.testing``; neither is
-imported here, so that a capture without them does not pay for ``torch.distributed``.
+imported here, so that a capture without them does not pay for ``torch.distributed``. Likewise
+``export_joint_graph`` and ``partition``, a step as a forward and a backward graph for autograd, are
+imported when they are first asked for: AOTAutograd takes seconds to import.
 """
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
 
 from gt_trace.annotate import (
     AnnotationHandle,
@@ -39,18 +46,29 @@ from gt_trace.subclass_layout import TensorLayout, flatten_tensor, unflatten_ten
 from gt_trace.trace import trace_step
 from gt_trace.traced_step import BoundStep, TracedStep
 
+if TYPE_CHECKING:
+    from gt_trace.bound_joint import BoundJoint
+    from gt_trace.joint_export import export_joint_graph
+    from gt_trace.joint_graph import GraphResult, JointGraph, OutputSignature
+    from gt_trace.joint_partition import ForwardBackward, partition
+
 __version__ = "0.1.0"
 
 __all__ = [
     "AnnotationHandle",
     "ArgumentSignature",
+    "BoundJoint",
     "BoundStep",
     "CaptureError",
     "ConstantCapturedError",
+    "ForwardBackward",
     "GraphInput",
+    "GraphResult",
     "GtTraceError",
     "InputMismatchError",
     "InputPreparer",
+    "JointGraph",
+    "OutputSignature",
     "StateEntry",
     "StateMismatchError",
     "TensorLayout",
@@ -61,11 +79,13 @@ __all__ = [
     "annotate_modules",
     "collective_counts",
     "copy_annotations",
+    "export_joint_graph",
     "flatten_tensor",
     "graph_text",
     "is_backward",
     "module_fqn",
     "node_annotations",
+    "partition",
     "phase",
     "phase_of",
     "read_annotation",
@@ -75,3 +95,19 @@ __all__ = [
     "unflatten_tensor",
     "write_annotation",
 ]
+
+_IMPORTED_LATE = {
+    "BoundJoint": "bound_joint",
+    "ForwardBackward": "joint_partition",
+    "GraphResult": "joint_graph",
+    "JointGraph": "joint_graph",
+    "OutputSignature": "joint_graph",
+    "export_joint_graph": "joint_export",
+    "partition": "joint_partition",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _IMPORTED_LATE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"gt_trace.{_IMPORTED_LATE[name]}"), name)

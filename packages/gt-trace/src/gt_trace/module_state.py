@@ -55,6 +55,10 @@ class StateSlot:
         """Whether every place still holds this very object."""
         return all(holder.get(key) is tensor for holder, key in self.places)
 
+    def contents(self) -> tuple[torch.Tensor | None, ...]:
+        """What each place holds now."""
+        return tuple(holder.get(key) for holder, key in self.places)
+
 
 def collect_state(
     module: nn.Module | None, optimizer: torch.optim.Optimizer | None = None

@@ -18,33 +18,41 @@ __all__ = ["refuse_constants", "refuse_side_effects"]
 
 
 def refuse_side_effects(
-    slots: Sequence[StateSlot], state: Sequence[torch.Tensor], *, writes_grad: bool
+    slots: Sequence[StateSlot],
+    before: Sequence[tuple[torch.Tensor | None, ...]],
+    *,
+    writes_grad: bool,
 ) -> None:
     """Refuse a step that replaced state, or wrote a ``.grad`` without an optimizer to use it.
 
     Args:
         slots: where the state lives.
-        state: what was put there when the step began, one tensor for each slot.
+        before: ``contents()`` of each slot when the step began.
         writes_grad: whether ``.grad`` is part of the step.
 
     Raises:
         CaptureError: lists every such tensor.
     """
     problems: list[str] = []
-    for slot, tensor in zip(slots, state, strict=True):
+    for slot, held in zip(slots, before, strict=True):
         kind, name = slot.entry.kind, slot.entry.name
-        if not slot.holds(tensor):
+        if any(new is not old for new, old in zip(slot.contents(), held, strict=True)):
             problems.append(
                 f"{kind} {name} was replaced, and a replay would not replace it; update it in "
                 "place (copy_, add_)"
             )
-        if tensor.grad is not None and not writes_grad:
+        if not writes_grad and any(old is not None and _has_grad(old) for old in held):
             problems.append(
                 f"{name}.grad was written, and a replay would lose it; use torch.autograd.grad "
                 "and return the gradients"
             )
     if problems:
         raise CaptureError("the step has side effects:\n  " + "\n  ".join(problems))
+
+
+def _has_grad(tensor: torch.Tensor) -> bool:
+    # Asking anything but a leaf makes torch warn.
+    return tensor.is_leaf and tensor.grad is not None
 
 
 def refuse_constants(graph_module: GraphModule) -> None:

@@ -153,8 +153,9 @@ class _TracedFunction:
             try:
                 for slot, tensor in zip(slots, state, strict=True):
                     slot.put(tensor)
+                before = [slot.contents() for slot in slots]
                 result = self._fn(*inputs.args, **inputs.kwargs)
-                refuse_side_effects(slots, state, writes_grad=self._optimizer is not None)
+                refuse_side_effects(slots, before, writes_grad=self._optimizer is not None)
             finally:
                 for slot in slots:
                     slot.put(slot.tensor)

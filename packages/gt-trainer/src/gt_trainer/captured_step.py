@@ -11,8 +11,9 @@ from torch import nn
 
 from gt_config import ShapeChangePolicy
 from gt_passes import PassContext, PassPipeline, PipelineReport
-from gt_trace import BoundStep, InputMismatchError, TracedStep, phase, trace_step
+from gt_trace import BoundStep, TracedStep, phase, trace_step
 from gt_trainer.expert_regions import annotate_expert_regions
+from gt_trainer.per_shape import PerShape
 from gt_trainer.startup import StartupClock
 
 __all__ = [
@@ -135,11 +136,9 @@ class CapturedTrainingStep:
         self._model = model
         self._loss_fn = loss_fn
         self._recipe = recipe
-        self._on_shape_change = on_shape_change
         self._clock = clock
         self._on_capture = on_capture
-        self._bound: list[BoundStep] = []
-        """The one used last comes first."""
+        self._calls = PerShape(self._capture, policy=on_shape_change)
 
     def __call__(self, *args: Any) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:
         """Run the step on the arguments of ``training_step``'s function.
@@ -147,25 +146,11 @@ class CapturedTrainingStep:
         Raises:
             InputMismatchError: an input differs from the captured one and the policy is "error".
         """
-        result: tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]
-        if not self._bound:
-            self._bound.append(self._capture(args))
-        if self._on_shape_change == "error":
-            result = self._bound[0](*args)
-            return result
-        for bound in self._bound:
-            try:
-                result = bound(*args)
-            except InputMismatchError:
-                continue
-            self._bound.remove(bound)
-            self._bound.insert(0, bound)
-            return result
-        self._bound.insert(0, self._capture(args))
-        result = self._bound[0](*args)
+        result: tuple[torch.Tensor, tuple[torch.Tensor | None, ...]] = self._calls(*args)
         return result
 
-    def _capture(self, args: tuple[Any, ...]) -> BoundStep:
+    def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BoundStep:
+        assert not kwargs
         report = capture_training_step(
             self._model, self._loss_fn, *args, recipe=self._recipe, clock=self._clock
         )

@@ -7,12 +7,15 @@ schedules, checkpoints, metrics, validation and the loop itself are torchtitan's
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import distributed as dist
+from torch import nn
 from torchtitan.components.validate import Validator
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
@@ -20,6 +23,7 @@ from torchtitan.trainer import Trainer
 from gt_trainer.captured_step import CapturedTrainingStep, CaptureReport
 from gt_trainer.compile_options import TrainerCompileConfig
 from gt_trainer.gradients import accumulate_gradients
+from gt_trainer.joint_step import JointCaptureReport, JointForward
 from gt_trainer.metrics_jsonl import GraphMetricsProcessor
 from gt_trainer.models.attention import attention_mask_for
 from gt_trainer.recipe import recipe_of
@@ -30,9 +34,9 @@ __all__ = ["GraphTrainer"]
 
 
 class GraphTrainer(Trainer):
-    """Trains with captured steps (``compile.mode`` aot_fx_trace) or eagerly (none).
+    """Trains with captured steps (``compile.mode`` aot_fx_trace, aot_joint) or eagerly (none).
 
-    Both modes run the same model, placed the same way; losses and gradients agree bit for bit.
+    All modes run the same model, placed the same way; losses and gradients agree bit for bit.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -53,7 +57,10 @@ class GraphTrainer(Trainer):
             super().__init__(config)
         self.captures: list[CaptureReport] = []
         """One report for each capture so far, oldest first."""
+        self.joint_captures: list[JointCaptureReport] = []
+        """Likewise in mode aot_joint."""
         self._captured: CapturedTrainingStep | None = None
+        self._joint: JointForward | None = None
         self._has_stepped = False
 
     def post_dataloading_process(
@@ -96,6 +103,9 @@ class GraphTrainer(Trainer):
         assert isinstance(input_dict, dict)
         assert isinstance(labels, torch.Tensor)
         inputs, labels, extra_kwargs = self.post_dataloading_process(input_dict, labels)
+        if self.config.compile.mode == "aot_joint":
+            with self._joint_model():
+                return self.fwd_bwd_fn(inputs, labels, global_valid_tokens, extra_kwargs)
         if self._captured is None:
             self._captured = self._new_captured_step()
         with self.train_context():
@@ -103,6 +113,19 @@ class GraphTrainer(Trainer):
         parameters = [p for p in self.model_parts[0].parameters() if p.requires_grad]
         accumulate_gradients(parameters, gradients)
         return loss
+
+    @contextmanager
+    def _joint_model(self) -> Iterator[None]:
+        """Inside, torchtitan's own forward, loss and backward call the captured forward."""
+        if self._joint is None:
+            self._joint = self._new_joint_forward()
+        models = self.model_parts
+        # torchtitan only calls it: what else it asks of a model, it asks outside.
+        self.model_parts = [cast("nn.Module", self._joint)]
+        try:
+            yield
+        finally:
+            self.model_parts = models
 
     def train_step(self, data_iterator: Any) -> None:
         """As torchtitan's; the first one ends the start-up, whose parts it writes down."""
@@ -125,6 +148,25 @@ class GraphTrainer(Trainer):
             on_shape_change=self.config.compile.on_shape_change,
             clock=self.startup,
             on_capture=self._report_capture,
+        )
+
+    def _new_joint_forward(self) -> JointForward:
+        options = self.config.compile
+        return JointForward(
+            self.model_parts[0],
+            partitioner=options.joint_partitioner,
+            recipe=recipe_of(options),
+            on_shape_change=options.on_shape_change,
+            clock=self.startup,
+            on_capture=self._report_joint_capture,
+        )
+
+    def _report_joint_capture(self, report: JointCaptureReport) -> None:
+        self.joint_captures.append(report)
+        logger.info(
+            f"Captured the model: {report.num_nodes_forward:,} operators forward and "
+            f"{report.num_nodes_backward:,} backward after "
+            f"{len(report.forward_passes.records)} passes on each"
         )
 
     def _report_capture(self, report: CaptureReport) -> None:

@@ -1,0 +1,97 @@
+"""The private symbols of PyTorch behind the joint graph, each with its reason.
+
+Apart from ``_torch_internals``, because importing AOTAutograd takes seconds that a capture with
+``trace_step`` need not pay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+# The joint graph of AOTAutograd, and the descriptors that say what its values stand for; no public
+# name exists.
+from torch._functorch._aot_autograd import graph_capture
+from torch._functorch._aot_autograd.descriptors import (
+    BufferAOTInput,
+    GradAOTOutput,
+    InputMutationAOTOutput,
+    ParamAOTInput,
+    PlainAOTInput,
+    PlainAOTOutput,
+    SubclassGetAttrAOTInput,
+    SubclassGetAttrAOTOutput,
+    TangentAOTInput,
+)
+from torch._functorch._aot_autograd.schemas import (
+    JointWithDescriptors,
+    OutputType,
+    PlainTensorMeta,
+    SubclassCreationMeta,
+)
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+
+# The two ways to cut a joint graph; torch.compile uses them, no public name exists.
+from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
+
+# While AOTAutograd traces, a DTensor's mesh is a stand-in; the real one is behind it.
+from torch._library.fake_class_registry import FakeScriptObject
+
+# A gradient that autograd hands over may still be under way.
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+# Code for a graph that takes its inputs in a list and empties it, so that they can be freed early.
+from torch.fx.graph import _BoxedCodeGen as BoxedCodeGen
+
+__all__ = [
+    "AsyncCollectiveTensor",
+    "BoxedCodeGen",
+    "BufferAOTInput",
+    "FakeScriptObject",
+    "GradAOTOutput",
+    "InputMutationAOTOutput",
+    "JointWithDescriptors",
+    "OutputType",
+    "ParamAOTInput",
+    "PlainAOTInput",
+    "PlainAOTOutput",
+    "PlainTensorMeta",
+    "SubclassCreationMeta",
+    "SubclassGetAttrAOTInput",
+    "SubclassGetAttrAOTOutput",
+    "TangentAOTInput",
+    "aot_export_joint_with_descriptors",
+    "default_partition",
+    "min_cut_rematerialization_partition",
+    "own_backward_annotations",
+]
+
+_COPY = "copy_fwd_metadata_to_bw_nodes"
+
+
+@contextmanager
+def own_backward_annotations() -> Iterator[None]:
+    """Backward nodes keep the annotations that they were traced with.
+
+    AOTAutograd copies those of the forward node over them, so that a gradient's reduction would be
+    annotated as the gathering of its parameter. There is no switch; ``inherit_annotations`` does
+    the same without losing what a backward node says of itself.
+
+    Raises:
+        RuntimeError: this version of torch copies them in another place.
+    """
+    module: Any = graph_capture
+    original = getattr(module, _COPY, None)
+    if original is None:
+        raise RuntimeError(
+            f"torch {torch.__version__} has no {module.__name__}.{_COPY}: which annotations its "
+            "joint graphs carry is not known; use torch 2.13 to 2.15"
+        )
+    setattr(module, _COPY, lambda _graph: None)
+    try:
+        yield
+    finally:
+        setattr(module, _COPY, original)
