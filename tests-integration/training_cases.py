@@ -6,9 +6,10 @@ import dataclasses
 import gc
 import importlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -39,8 +40,22 @@ class Case:
     param_dtype: str = "float32"
     on_shape_change: ShapeChangePolicy = "error"
 
-    def build(self, mode: str, folder: str, **checkpoint: Any) -> GraphTrainer.Config:
-        """The configuration of one run."""
+    def build(
+        self,
+        mode: str,
+        folder: str,
+        *,
+        options: Mapping[str, Any] = MappingProxyType({}),
+        **checkpoint: Any,
+    ) -> GraphTrainer.Config:
+        """The configuration of one run.
+
+        Args:
+            mode: of ``--compile.mode``.
+            folder: its dump folder.
+            options: further options of ``--compile``.
+            checkpoint: options of ``--checkpoint``.
+        """
         module = importlib.import_module(f"gt_trainer.models.{self.module}")
         config: GraphTrainer.Config = getattr(module, self.config)()
         assert config.model_spec is not None
@@ -48,7 +63,7 @@ class Case:
         model.layers = model.layers[: self.num_layers]
         config.parallelism = dataclasses.replace(config.parallelism, **self.parallelism)
         config.compile = dataclasses.replace(
-            config.compile, mode=mode, on_shape_change=self.on_shape_change
+            config.compile, mode=mode, on_shape_change=self.on_shape_change, **options
         )
         training = config.training
         training.seq_len, training.local_batch_size = SEQ_LEN, BATCH_SIZE
@@ -131,12 +146,19 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def trainer_of(
-    case: Case, mode: str, folder: str, *, stop_after: int | None = None, **checkpoint: Any
+    case: Case,
+    mode: str,
+    folder: str,
+    *,
+    stop_after: int | None = None,
+    options: Mapping[str, Any] = MappingProxyType({}),
+    **checkpoint: Any,
 ) -> RecordingTrainer:
     """A trainer in this worker's process group."""
     rank, size = str(dist.get_rank()), str(dist.get_world_size())
     os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size)
-    return RecordingTrainer(case.build(mode, folder, **checkpoint), stop_after=stop_after)
+    config = case.build(mode, folder, options=options, **checkpoint)
+    return RecordingTrainer(config, stop_after=stop_after)
 
 
 def close(*trainers: RecordingTrainer) -> None:

@@ -1,0 +1,115 @@
+"""One eager run against several captured ones that differ in options. Workers import this by name.
+
+The eager run is recorded once, as it costs as much as a captured one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from training_cases import (
+    NUM_STEPS,
+    Case,
+    Pass,
+    RecordingTrainer,
+    close,
+    differing,
+    differing_passes,
+    take_unseen,
+    trainer_of,
+)
+
+from gt_passes import PassRecord
+
+__all__ = ["Variant", "VariantResult", "compare_variants"]
+
+Variant = Mapping[str, Any]
+"""Options of ``--compile`` besides those of the eager run; ``mode`` among them if it matters."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VariantResult:
+    """What a rank found of one variant."""
+
+    differences: tuple[str, ...]
+    """Every loss, gradient, buffer and parameter that is not bitwise that of the eager run."""
+
+    losses: tuple[float, ...]
+    largest_difference: float
+    """Over all gradients and losses: the difference divided by the tensor's largest magnitude."""
+
+    passes: tuple[str, ...]
+    """Of the recipe that ran."""
+
+    changed: frozenset[str]
+    """Passes that edited the graph."""
+
+    verified: bool
+
+
+@dataclass(slots=True)
+class _History:
+    passes: list[Pass]
+    parameters: dict[str, torch.Tensor]
+    trainer: RecordingTrainer
+
+
+def compare_variants(
+    case: Case, folder: str, variants: Mapping[str, Variant]
+) -> dict[str, VariantResult]:
+    """Train eagerly, then once for each variant, from the same weights on the same data.
+
+    Five optimizer steps, then batches that the capture has not seen.
+    """
+    eager = _train(case, "none", f"{folder}/eager", options={})
+    close(eager.trainer)
+    results = {}
+    for number, (name, variant) in enumerate(variants.items()):
+        options = dict(variant)
+        mode = options.pop("mode", "aot_fx_trace")
+        run = _train(case, mode, f"{folder}/{number}", options=options)
+        results[name] = _compare(eager, run)
+        close(run.trainer)
+    return results
+
+
+def _train(case: Case, mode: str, folder: str, *, options: Variant) -> _History:
+    trainer = trainer_of(case, mode, folder, options=options)
+    for _ in range(NUM_STEPS):
+        trainer.take_step()
+    parameters = trainer.parameters()
+    take_unseen(trainer)
+    return _History(passes=trainer.passes, parameters=parameters, trainer=trainer)
+
+
+def _compare(eager: _History, run: _History) -> VariantResult:
+    differences: list[str] = []
+    largest = 0.0
+    for number, (a, b) in enumerate(zip(eager.passes, run.passes, strict=True), start=1):
+        differences += differing_passes(a, b, f"pass {number}")
+        largest = max(largest, _relative_difference(a.loss, b.loss))
+        for name in a.gradients.keys() & b.gradients.keys():
+            largest = max(largest, _relative_difference(a.gradients[name], b.gradients[name]))
+    differences += differing(eager.parameters, run.parameters, "final parameter")
+    records: tuple[PassRecord, ...] = tuple(
+        record for report in run.trainer.captures for record in report.passes.records
+    )
+    return VariantResult(
+        differences=tuple(differences),
+        losses=tuple(each.loss.item() for each in run.passes),
+        largest_difference=largest,
+        passes=tuple(record.name for record in records),
+        changed=frozenset(record.name for record in records if record.report.changed),
+        verified=all(report.passes.verified for report in run.trainer.captures),
+    )
+
+
+def _relative_difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    if a.numel() == 0:
+        return 0.0
+    scale = a.abs().max().item()
+    difference = (a.double() - b.double()).abs().max().item()
+    return difference / scale if scale > 0 else difference
