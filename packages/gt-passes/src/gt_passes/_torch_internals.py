@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 
@@ -36,6 +37,7 @@ __all__ = [
     "has_declared_effect",
     "is_fake_tensor",
     "quiet_fake_execution",
+    "torch_group_ranks",
     "value_of",
 ]
 
@@ -97,3 +99,16 @@ def has_declared_effect(node: Node) -> bool:
     """
     assert callable(node.target)  # true of call_function nodes
     return _is_impure(node.target, args=node.args, kwargs=node.kwargs, impure_random=True)
+
+
+def torch_group_ranks(group_name: str) -> tuple[int, ...] | None:
+    """The global ranks of a process group by its name; None if this process has no such group.
+
+    Functional collectives name their group, and only a private registry knows groups by name.
+    """
+    resolve: Any = vars(torch.distributed.distributed_c10d)["_resolve_process_group"]
+    try:
+        group = resolve(group_name)
+    except (RuntimeError, KeyError, ValueError):
+        return None
+    return tuple(torch.distributed.get_process_group_ranks(group))

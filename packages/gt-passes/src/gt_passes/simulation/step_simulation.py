@@ -1,0 +1,205 @@
+"""What a simulated step tells: its time, the communication that nothing hides, and where it is.
+
+Everything here is simulated, and every text that comes out of it says so.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from torch.fx import GraphModule, Node
+
+from gt_config.node_keys import EpExchangeAnnotation, FsdpCollectiveAnnotation
+from gt_passes.simulation.collective_model import CollectiveKind
+from gt_passes.simulation.cost_model import CostModel
+from gt_passes.simulation.graph_program import COMPUTE_STREAM, GraphProgram, GraphRun
+from gt_passes.simulation.hardware import Hardware
+from gt_trace.node_metadata import module_fqn, read_annotation
+
+__all__ = ["CollectiveRecord", "PurposeTotal", "StepSimulation", "simulate_step"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveRecord:
+    """One collective of a simulated step."""
+
+    node_name: str
+    kind: CollectiveKind
+    purpose: str
+    """FSDP unshard, FSDP reduce_grad, EP token exchange, or the label of its group."""
+
+    group_name: str
+    module: str
+    """Fully qualified name of the module that it belongs to; empty for none."""
+
+    num_bytes: int
+    start_us: float
+    duration_us: float
+    exposed_us: float
+    """How long the compute stream stood still for it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PurposeTotal:
+    """All collectives of one purpose."""
+
+    purpose: str
+    count: int
+    num_bytes: int
+    duration_us: float
+    exposed_us: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSimulation:
+    """A training step on a machine that nobody ran it on.
+
+    ``step_us`` is ``compute_us + exposed_us + host_idle_us``, where the compute stream ends last.
+    """
+
+    hardware: Hardware
+    run: GraphRun
+    step_us: float
+    compute_us: float
+    """The compute stream was busy."""
+
+    exposed_us: float
+    """The compute stream stood still for a collective."""
+
+    host_idle_us: float
+    """The compute stream stood still for the host."""
+
+    flops: int
+    """Of matrix products and attention, recomputation and masked pairs included."""
+
+    collectives: tuple[CollectiveRecord, ...]
+    """In the order of their launches."""
+
+    guesses: Mapping[str, int]
+    """Operators of which only the bytes were priced, by name, with how many there are."""
+
+    assumed_symbols: tuple[str, ...]
+    """Data-dependent sizes for which nothing was known; they count as 1."""
+
+    @property
+    def by_purpose(self) -> tuple[PurposeTotal, ...]:
+        """Collectives by purpose, the most exposed first."""
+        names = dict.fromkeys(record.purpose for record in self.collectives)
+        totals = [
+            PurposeTotal(
+                purpose=name,
+                count=len(records),
+                num_bytes=sum(record.num_bytes for record in records),
+                duration_us=sum(record.duration_us for record in records),
+                exposed_us=sum(record.exposed_us for record in records),
+            )
+            for name in names
+            for records in [[r for r in self.collectives if r.purpose == name]]
+        ]
+        return tuple(sorted(totals, key=lambda total: (-total.exposed_us, total.purpose)))
+
+    def table(self) -> str:
+        """The step in lines for a terminal."""
+        lines = [
+            f"Simulated on {self.hardware.name} (no clock was read)",
+            f"  step                    {_ms(self.step_us)}",
+            f"  compute stream busy     {_ms(self.compute_us)}",
+            f"  exposed communication   {_ms(self.exposed_us)}",
+            f"  waiting for the host    {_ms(self.host_idle_us)}",
+        ]
+        if self.collectives:
+            lines.append(f"  {'collectives':<26}{'count':>6}{'GiB':>9}{'time':>12}{'exposed':>12}")
+        lines += [
+            f"    {total.purpose:<24}{total.count:>6}{total.num_bytes / 2**30:>9.2f}"
+            f"{_ms(total.duration_us):>12}{_ms(total.exposed_us):>12}"
+            for total in self.by_purpose
+        ]
+        if self.guesses:
+            listed = ", ".join(f"{count} {name}" for name, count in self.guesses.items())
+            lines.append(f"  priced by bytes only    {listed}")
+        if self.assumed_symbols:
+            lines.append(
+                f"  sizes counted as 1      {len(self.assumed_symbols)} data-dependent symbols, "
+                f"such as {self.assumed_symbols[0]}"
+            )
+        return "\n".join(lines)
+
+
+def simulate_step(
+    graph_module: GraphModule,
+    cost_model: CostModel,
+    *,
+    group_labels: Mapping[str, str] | None = None,
+    program: GraphProgram | None = None,
+) -> StepSimulation:
+    """Simulate one run of a captured graph on one rank, all ranks being alike.
+
+    Args:
+        graph_module: a captured graph with recorded values.
+        cost_model: prices its nodes.
+        group_labels: by the name of a process group, what its collectives are for, where no
+            annotation says it (``{"3": "tensor parallel"}``).
+        program: of the same graph, if it has been read already.
+
+    Raises:
+        UnknownProcessGroupError: a collective over a group whose ranks are unknown.
+        UnknownCollectiveError: a collective of an unknown kind.
+    """
+    if program is None:
+        program = GraphProgram(graph_module, cost_model)
+    run = program.run(cost_model)
+    timeline = run.timeline
+    exposed: dict[int, float] = {}
+    for stall in timeline.stalls:
+        if stall.stream == COMPUTE_STREAM:
+            exposed[stall.waited_for] = exposed.get(stall.waited_for, 0.0) + stall.duration_us
+    collectives = []
+    for position, (node, cost) in enumerate(zip(run.nodes, run.costs, strict=True)):
+        launch = cost.collective
+        if launch is None:
+            continue
+        collectives.append(
+            CollectiveRecord(
+                node_name=node.name,
+                kind=launch.kind,
+                purpose=_purpose(node, launch.group_name, group_labels or {}),
+                group_name=launch.group_name,
+                module=module_fqn(node),
+                num_bytes=launch.num_bytes,
+                start_us=timeline.start_us[position],
+                duration_us=cost.duration_us,
+                exposed_us=exposed.get(position, 0.0),
+            )
+        )
+    guesses = Counter(
+        str(node.target) for node, cost in zip(run.nodes, run.costs, strict=True) if cost.is_guess
+    )
+    return StepSimulation(
+        hardware=cost_model.hardware,
+        run=run,
+        step_us=timeline.makespan_us,
+        compute_us=timeline.busy_us(COMPUTE_STREAM),
+        exposed_us=sum(exposed.values()),
+        host_idle_us=timeline.host_idle_us.get(COMPUTE_STREAM, 0.0),
+        flops=sum(cost.flops for cost in run.costs),
+        collectives=tuple(collectives),
+        guesses=MappingProxyType(dict(guesses)),
+        assumed_symbols=cost_model.sizes.assumed_symbols,
+    )
+
+
+def _purpose(node: Node, group_name: str, labels: Mapping[str, str]) -> str:
+    fsdp = read_annotation(node, FsdpCollectiveAnnotation)
+    if fsdp is not None:
+        return f"FSDP {fsdp.kind}"
+    exchange = read_annotation(node, EpExchangeAnnotation)
+    if exchange is not None:
+        return f"EP {exchange.kind.replace('_', ' ')}"
+    return labels.get(group_name, f"group {group_name}")
+
+
+def _ms(time_us: float) -> str:
+    return f"{time_us / 1000:,.2f} ms"
