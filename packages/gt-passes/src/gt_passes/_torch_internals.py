@@ -28,14 +28,23 @@ from torch._subclasses.fake_tensor import (
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
+# To measure which memory is alive while a graph runs: the tensors of every operator, and whether
+# their storages still exist. Neither has a public form.
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
 __all__ = [
     "CANNOT_REPROPAGATE",
     "FakeTensorMode",
     "HigherOrderOperator",
     "OpOverload",
+    "StorageWeakRef",
+    "TorchDispatchMode",
     "fake_mode_of",
     "has_declared_effect",
     "is_fake_tensor",
+    "pytree",
     "quiet_fake_execution",
     "torch_group_ranks",
     "value_of",
