@@ -27,13 +27,6 @@ def violations_of(config=None, topology=TOPOLOGY, **settings):
 @pytest.mark.parametrize(
     ("settings", "flag", "value", "landed", "reason"),
     [
-        (
-            {"mode": "aot_joint"},
-            "--compile.mode",
-            "aot_joint",
-            "'none' or 'aot_fx_trace'",
-            "the rest arrives with part 2 (gt-passes)",
-        ),
         *(
             (
                 {"inductor_compilation": value},

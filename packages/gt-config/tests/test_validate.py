@@ -415,6 +415,27 @@ def test_a_bucket_cap_needs_bucketing():
     assert found(with_bucketing) == ()
 
 
+@pytest.mark.parametrize("mode", ["none", "aot_fx_trace"])
+def test_a_joint_partitioner_needs_a_joint_graph(mode):
+    assert only(CompileConfig(mode=mode, joint_partitioner="save_all")) == Violation(
+        flag="--compile.joint_partitioner",
+        value="save_all",
+        allowed=f"its default 'min_cut', since --compile.mode is {mode} and it would do nothing",
+        fix="drop the option, or use --compile.mode aot_joint",
+    )
+    assert found(CompileConfig(mode="aot_joint", joint_partitioner="save_all")) == ()
+
+
+def test_a_memory_policy_needs_a_whole_step():
+    assert only(CompileConfig(mode="aot_joint", memory_policy="selective")) == Violation(
+        flag="--compile.memory_policy",
+        value="selective",
+        allowed="its default 'save_all', since in --compile.mode aot_joint "
+        "--compile.joint_partitioner says what is kept and it would do nothing",
+        fix="drop the option, or use --compile.mode aot_fx_trace",
+    )
+
+
 def test_saved_ops_need_full_recompute():
     selectors = ("layers.*::aten.mm",)
     assert only(

@@ -195,6 +195,31 @@ def _saved_ops_need_full_recompute(subject: Subject) -> Iterator[Violation]:
     )
 
 
+@_rule("config.mode", "config.joint_partitioner")
+def _joint_partitioner_needs_a_joint_graph(subject: Subject) -> Iterator[Violation]:
+    mode = subject.config.mode
+    if mode == "aot_joint":
+        return
+    yield from _must_be_default(
+        subject,
+        "config.joint_partitioner",
+        because=f"--compile.mode is {mode}",
+        switch="--compile.mode aot_joint",
+    )
+
+
+@_rule("config.mode", "config.memory_policy")
+def _memory_policy_needs_a_whole_step(subject: Subject) -> Iterator[Violation]:
+    if subject.config.mode != "aot_joint":
+        return
+    yield from _must_be_default(
+        subject,
+        "config.memory_policy",
+        because="in --compile.mode aot_joint --compile.joint_partitioner says what is kept",
+        switch="--compile.mode aot_fx_trace",
+    )
+
+
 _OFFLOAD = (
     "config.offload_host_gib",
     "config.offload_prefetch_layers",

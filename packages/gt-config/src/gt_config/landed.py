@@ -58,12 +58,6 @@ _PART_5 = "automatic placement arrives with part 5 (gt-autoparallel)"
 
 UNLANDED: tuple[UnlandedOption, ...] = (
     UnlandedOption(
-        path="config.mode",
-        refused=_one_of("aot_joint"),
-        landed="'none' or 'aot_fx_trace'",
-        reason=_PART_2,
-    ),
-    UnlandedOption(
         path="config.inductor_compilation",
         refused=_one_of("regional", "full"),
         landed="'none'",
