@@ -205,7 +205,8 @@ def _problems(name: str, stored: Mapping[str, object], hint: str) -> list[str]:
         problems.append(f"{name} is {value!r}, not a whole number")
     for field, allowed in (("kind", ConstantKind), ("scales_with", ScalesWith)):
         if stored[field] not in get_args(allowed):
-            problems.append(f"{name}: {field} is {stored[field]!r}; allowed: {get_args(allowed)}")
+            options = ", ".join(get_args(allowed))
+            problems.append(f"{name}: {field} is {stored[field]!r}; allowed: {options}")
     if not stored["source"]:
         problems.append(f"{name} has no source")
     return problems

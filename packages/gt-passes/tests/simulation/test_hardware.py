@@ -1,0 +1,82 @@
+"""The data file of the H100: complete, sourced, and not changed by accident."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from importlib import resources
+
+import pytest
+
+from gt_passes.simulation import HardwareDataError, h100_sxm, load_hardware
+
+TEXT = resources.files("gt_passes.simulation").joinpath("h100_sxm.json").read_text("utf-8")
+
+
+def test_no_value_has_changed_since_the_file_was_fixed():
+    """A new value needs a reason: in docs/decisions/0007-cost-model.md, then here."""
+    values = {name: constant.value for name, constant in h100_sxm().constants.items()}
+    pinned = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+    assert (h100_sxm().fixed_on, pinned[:16]) == ("2026-11-21", "8834d46d46365de9")
+
+
+def test_every_constant_has_a_source_and_only_efficiencies_and_overheads_are_assumed():
+    constants = h100_sxm().constants
+    assert all(len(constant.source) > 10 for constant in constants.values())
+    assumed = {name for name, constant in constants.items() if constant.kind == "assumption"}
+    assert not {name for name in assumed if name.startswith(("peak_", "nccl_ring", "nccl_tree"))}
+    assert {"hbm_bytes_per_s", "nvlink_bytes_per_s", "nic_bytes_per_s"}.isdisjoint(assumed)
+
+
+def test_data_sheet_values_are_those_of_the_data_sheet():
+    hardware = h100_sxm()
+    assert hardware.peak_bf16_flops_per_s == 989.4e12
+    assert hardware.hbm_bytes_per_s == 3.35e12
+    assert hardware.nvlink_bytes_per_s == 450e9
+    assert hardware.nic_bytes_per_s * 8 == 400e9
+    assert hardware.num_sms == 132
+
+
+def test_what_can_be_achieved_is_below_what_the_data_sheet_says():
+    hardware = h100_sxm()
+    assert hardware.nvlink_bus_bytes_per_s < hardware.nvlink_bytes_per_s
+    assert hardware.nic_effective_bytes_per_s < hardware.nic_bytes_per_s
+    efficiencies = [n for n in hardware.constants if n.endswith(("_efficiency", "_speed"))]
+    assert efficiencies
+    assert all(0 < getattr(hardware, name) <= 1 for name in efficiencies)
+
+
+def test_scaling_moves_one_group_and_leaves_the_others():
+    hardware = h100_sxm()
+    faster = hardware.scaled("network", 1.3)
+    assert faster.nvlink_bus_bytes_per_s == pytest.approx(1.3 * hardware.nvlink_bus_bytes_per_s)
+    assert faster.hbm_bytes_per_s == hardware.hbm_bytes_per_s
+    slower = hardware.scaled("latency", 0.5)
+    assert slower.host_kernel_us == 2 * hardware.host_kernel_us
+    assert slower.peak_bf16_flops_per_s == hardware.peak_bf16_flops_per_s
+    assert hardware.scaled("compute", 2.0).matmul_efficiency == hardware.matmul_efficiency
+
+
+def test_refuses_to_scale_by_nothing():
+    with pytest.raises(ValueError, match="factor is 0; allowed: a number above 0"):
+        h100_sxm().scaled("compute", 0)
+
+
+def test_every_problem_of_a_data_file_is_told_at_once():
+    document = json.loads(TEXT)
+    del document["constants"]["num_sms"]
+    document["constants"]["flux_capacitors"] = document["constants"]["hbm_bytes_per_s"]
+    document["constants"]["gpus_per_node"]["value"] = 7.5
+    document["constants"]["matmul_efficiency"]["kind"] = "hearsay"
+    document["constants"]["kernel_fixed_us"]["source"] = ""
+    with pytest.raises(HardwareDataError) as caught:
+        load_hardware(json.dumps(document))
+    kinds = "data sheet, published measurement, published source, assumption"
+    assert str(caught.value).splitlines() == [
+        "hardware data of 'H100 SXM':",
+        "  num_sms is missing",
+        "  flux_capacitors is unknown",
+        f"  matmul_efficiency: kind is 'hearsay'; allowed: {kinds}",
+        "  kernel_fixed_us has no source",
+        "  gpus_per_node is 7.5, not a whole number",
+    ]

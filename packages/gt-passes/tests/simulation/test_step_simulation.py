@@ -1,0 +1,258 @@
+"""A captured graph on streams: what is exposed, to whom it is charged, and what is printed.
+
+Drawings: one character is one microsecond, and every operator and collective takes the time that
+the test gives it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Hashable
+from dataclasses import replace
+
+import pytest
+import torch
+from exchange_graphs import capture_exchange
+from expecttest import assert_expected_inline
+from pass_graphs import capture, collectives, unshard
+from torch.fx import GraphModule, Node
+
+from gt_passes.simulation import (
+    CostModel,
+    OpCost,
+    StepSimulation,
+    SymbolSizes,
+    balanced_exchange_sizes,
+    h100_sxm,
+    simulate_step,
+    step_sensitivity,
+    write_perfetto_trace,
+)
+
+RANKS = {"fsdp": range(8), "tp": range(2), "ep": range(4)}
+
+
+class UnitCosts(CostModel):
+    """Every operator takes 1 us, every collective 4, and the host nothing."""
+
+    def __init__(self) -> None:
+        super().__init__(ranks_of_group=lambda name: tuple(RANKS[name]))
+
+    def cost_of_key(self, key: Hashable, node: Node) -> OpCost:
+        cost = super().cost_of_key(key, node)
+        duration = 4.0 if cost.kind == "collective" else float(cost.duration_us > 0)
+        return replace(cost, duration_us=duration, host_us=0.0)
+
+
+def simulate(fn: Callable[..., object], *args: torch.Tensor) -> StepSimulation:
+    return simulate_step(capture(fn, *args), UnitCosts())
+
+
+def gather(x: torch.Tensor, group: str = "fsdp") -> torch.Tensor:
+    return collectives.all_gather_into_tensor(x, len(RANKS[group]), group)
+
+
+wait = collectives.wait_tensor
+X = torch.ones(8)
+
+
+def test_can_hide_a_gathering_behind_operators_in_between():
+    """
+    compute s123456m
+    fsdp     GGGG
+    """
+
+    def step(x):
+        launched = gather(x.sin())
+        y = x
+        for _ in range(6):
+            y = y.cos()
+        return wait(launched) * 2, y
+
+    simulation = simulate(step, X)
+    assert (simulation.step_us, simulation.exposed_us) == (8, 0)
+
+
+def test_cannot_hide_a_gathering_that_is_waited_for_at_once():
+    """
+    compute s....123456m
+    fsdp     GGGG
+    """
+
+    def step(x):
+        gathered = wait(gather(x.sin()))
+        y = x
+        for _ in range(6):
+            y = y.cos()
+        return gathered * 2, y
+
+    simulation = simulate(step, X)
+    assert (simulation.step_us, simulation.compute_us, simulation.exposed_us) == (12, 8, 4)
+    (record,) = simulation.collectives
+    assert (record.start_us, record.duration_us, record.exposed_us) == (1, 4, 4)
+
+
+def test_can_hide_part_of_a_gathering():
+    """
+    compute s1...m
+    fsdp     GGGG
+    """
+
+    def step(x):
+        launched = gather(x.sin())
+        y = x.cos()
+        return wait(launched) * 2, y
+
+    assert simulate(step, X).exposed_us == 3
+
+
+def test_cannot_overlap_two_collectives_of_one_group():
+    """
+    compute s........m
+    fsdp     GGGGHHHH
+    """
+
+    def step(x):
+        y = x.sin()
+        first, second = gather(y), gather(x)
+        return wait(first) * wait(second)
+
+    simulation = simulate(step, X)
+    assert simulation.step_us == 1 + 8 + 1
+    assert [record.exposed_us for record in simulation.collectives] == [4, 4]
+
+
+def test_can_overlap_collectives_of_two_groups():
+    """
+    compute s....m
+    fsdp     GGGG
+    tp       HHHH
+    """
+
+    def step(x):
+        y = x.sin()
+        first, second = gather(y), gather(x, "tp")
+        return wait(first)[:8] * wait(second)[:8]
+
+    assert simulate(step, X).step_us == 1 + 4 + 1
+
+
+def test_a_collective_starts_after_what_was_launched_before_it():
+    """It records an event on the compute stream, whatever its input is.
+
+    compute 123....m
+    fsdp       GGGG
+    """
+
+    def step(x):
+        y = x.sin().cos().tan()
+        return wait(gather(x)) * 2, y
+
+    simulation = simulate(step, X)
+    assert simulation.collectives[0].start_us == 3
+
+
+def test_collectives_are_charged_to_what_they_are_for():
+    def step(x, weight):
+        whole = unshard(weight, group="fsdp", num_ranks=8)
+        return wait(gather(x, "tp")) * 2, whole * 3
+
+    simulation = simulate_step(
+        capture(step, X, X), UnitCosts(), group_labels={"tp": "tensor parallel"}
+    )
+    totals = {total.purpose: total for total in simulation.by_purpose}
+    assert totals.keys() == {"FSDP unshard", "tensor parallel"}
+    assert totals["FSDP unshard"].num_bytes == 4 * 64
+    assert simulation.exposed_us == sum(total.exposed_us for total in simulation.by_purpose)
+
+
+def test_a_group_without_a_label_goes_by_its_name():
+    (record,) = simulate(lambda x: wait(gather(x, "tp")) * 2, X).collectives
+    assert record.purpose == "group tp"
+
+
+def test_reading_sizes_makes_the_host_wait_for_the_device():
+    graph = capture_exchange(rows=2**16, width=2**10)
+    sizes = SymbolSizes(balanced_exchange_sizes(graph))
+    cost_model = CostModel(sizes=sizes, ranks_of_group=lambda name: range(4))
+    assert simulate_step(graph, cost_model).host_idle_us > h100_sxm().host_collective_us
+
+
+def test_sizes_that_nobody_knows_are_told():
+    graph = capture_exchange()
+    cost_model = CostModel(ranks_of_group=lambda name: range(4))
+    table = simulate_step(graph, cost_model).table()
+    assert "sizes counted as 1      4 data-dependent symbols, such as u" in table
+
+
+def test_the_parts_of_the_compute_stream_make_the_whole():
+    def step(x, weight):
+        return (unshard(weight, group="fsdp", num_ranks=8) * 2).sum() + x.sum()
+
+    graph = capture(step, torch.ones(2**20), torch.ones(2**20))
+    cost_model = CostModel(ranks_of_group=lambda name: range(8))
+    simulation = simulate_step(graph, cost_model)
+    parts = simulation.compute_us + simulation.exposed_us + simulation.host_idle_us
+    assert simulation.step_us == pytest.approx(parts)
+
+
+def sharded_step() -> GraphModule:
+    def step(x, weight):
+        whole = unshard(weight, group="fsdp", num_ranks=8)
+        return x @ whole.view(8192, 8192)
+
+    weight = torch.empty(1024 * 8192, dtype=torch.bfloat16)
+    return capture(step, torch.empty(8192, 8192, dtype=torch.bfloat16), weight)
+
+
+def h100() -> CostModel:
+    return CostModel(ranks_of_group=lambda name: range(8))
+
+
+def test_the_table_says_that_nothing_was_measured():
+    assert_expected_inline(
+        simulate_step(sharded_step(), h100()).table(),
+        """\
+Simulated on H100 SXM (no clock was read)
+  step                    1.91 ms
+  compute stream busy     1.53 ms
+  exposed communication   0.35 ms
+  waiting for the host    0.03 ms
+  collectives                count      GiB        time     exposed
+    FSDP unshard                 1     0.12     0.35 ms     0.35 ms""",
+    )
+
+
+def test_the_sensitivity_line_names_every_group_of_constants():
+    found = step_sensitivity(sharded_step(), h100())
+    assert [r.group for r in found.ranges] == ["compute", "memory", "network", "latency", "all"]
+    assert all(r.faster_us <= found.time_us <= r.slower_us for r in found.ranges)
+    assert found.ranges[-1].faster_us < found.time_us < found.ranges[-1].slower_us
+    assert "simulated; with ±30% of compute" in str(found)
+
+
+def test_sensitivity_includes_what_follows_the_graph():
+    alone = step_sensitivity(sharded_step(), h100())
+    longer = step_sensitivity(sharded_step(), h100(), extra_us=lambda hardware: 100.0)
+    assert longer.time_us == pytest.approx(alone.time_us + 100)
+
+
+@pytest.mark.parametrize("fraction", [0.0, 1.0, -0.3])
+def test_refuses_a_fraction_that_leaves_no_machine(fraction):
+    with pytest.raises(ValueError, match="allowed: between 0 and 1"):
+        step_sensitivity(sharded_step(), h100(), fraction=fraction)
+
+
+def test_the_trace_is_a_file_that_perfetto_opens(tmp_path):
+    simulation = simulate_step(sharded_step(), h100())
+    path = tmp_path / "traces" / "step.json"
+    write_perfetto_trace(simulation, path)
+    document = json.loads(path.read_text())
+    assert document["otherData"] == {"simulated": True, "hardware": "H100 SXM"}
+    threads = [e["args"]["name"] for e in document["traceEvents"] if e["name"] == "thread_name"]
+    assert threads == ["group fsdp (simulated)", "compute (simulated)"]
+    events = [event for event in document["traceEvents"] if event["ph"] == "X"]
+    assert [event["name"] for event in events] == ["all_gather_into_tensor", "mm"]
+    gathering, product = events
+    assert gathering["ts"] + gathering["dur"] <= product["ts"]
+    assert product["args"]["flops"] == 2 * 8192**3

@@ -1,0 +1,55 @@
+"""Numbers for sizes that depend on data."""
+
+from __future__ import annotations
+
+import torch
+from exchange_graphs import NUM_RANKS, capture_exchange
+
+from gt_passes.simulation import SymbolSizes, balanced_exchange_sizes
+from gt_passes.simulation.operands import output_operands
+
+
+def exchanged(graph_module):
+    """The tensors that the two exchanges return."""
+    target = torch.ops._c10d_functional.all_to_all_single.default
+    return graph_module.graph.find_nodes(op="call_function", target=target)
+
+
+def test_balance_gives_a_rank_as_many_rows_as_it_sends():
+    graph = capture_exchange(rows=64)
+    sizes = balanced_exchange_sizes(graph)
+    assert list(sizes.values()) == [64 // NUM_RANKS] * NUM_RANKS
+    there, back = exchanged(graph)
+    (taken,) = output_operands(there, SymbolSizes(sizes))
+    assert taken.shape == (64, 8)
+    (returned,) = output_operands(back, SymbolSizes(sizes))
+    assert returned.shape == (64, 8)
+
+
+def test_given_sizes_are_kept_and_the_rest_is_shared_out():
+    graph = capture_exchange(rows=64)
+    names = list(balanced_exchange_sizes(graph))
+    sizes = balanced_exchange_sizes(graph, sizes={names[0]: 34})
+    assert [sizes[name] for name in names] == [34, 10, 10, 10]
+
+
+def test_an_unknown_size_counts_as_one_and_is_remembered():
+    graph = capture_exchange()
+    sizes = SymbolSizes()
+    (taken,) = output_operands(exchanged(graph)[0], sizes)
+    assert taken.shape == (NUM_RANKS, 8)
+    assert len(sizes.assumed_symbols) == NUM_RANKS
+
+
+def test_a_known_size_is_itself():
+    assert SymbolSizes().number(17) == 17
+    assert SymbolSizes().knows(17)
+
+
+def test_pricing_adds_no_guards():
+    graph = capture_exchange()
+    (node, _) = exchanged(graph)
+    shape_env = node.meta["val"].shape[0].node.shape_env
+    before = len(shape_env.guards)
+    output_operands(node, SymbolSizes(balanced_exchange_sizes(graph)))
+    assert len(shape_env.guards) == before

@@ -1,0 +1,187 @@
+"""What operators have to do: FLOPs and bytes of captured nodes, against numbers by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from pass_graphs import capture
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+from gt_passes.simulation import MatmulShape, OpWork, SymbolSizes, work_of
+
+aten = torch.ops.aten
+BF16 = torch.bfloat16
+
+
+def only(graph_module: GraphModule, target: object) -> Node:
+    (found,) = graph_module.graph.find_nodes(op="call_function", target=target)
+    return found
+
+
+def work(graph_module: GraphModule, target: object) -> OpWork:
+    return work_of(only(graph_module, target), SymbolSizes())
+
+
+def test_a_matrix_product_counts_twice_its_multiply_adds_and_each_matrix_once():
+    graph = capture(torch.mm, torch.ones(8, 16, dtype=BF16), torch.ones(16, 4, dtype=BF16))
+    assert work(graph, aten.mm.default) == OpWork(
+        kind="matmul",
+        flops=2 * 8 * 16 * 4,
+        matmul=MatmulShape(8, 4, 16),
+        dtype=BF16,
+        moved_bytes=2 * (8 * 16 + 16 * 4 + 8 * 4),
+    )
+
+
+def test_a_batched_product_counts_its_batch():
+    graph = capture(torch.bmm, torch.ones(3, 8, 16), torch.ones(3, 16, 4))
+    assert work(graph, aten.bmm.default).matmul == MatmulShape(8, 4, 16, 3)
+
+
+def test_a_product_with_a_bias_reads_the_bias():
+    graph = capture(torch.addmm, torch.ones(4), torch.ones(8, 16), torch.ones(16, 4))
+    found = work(graph, aten.addmm.default)
+    assert found.matmul == MatmulShape(8, 4, 16)
+    assert found.moved_bytes == 4 * (4 + 8 * 16 + 16 * 4 + 8 * 4)
+
+
+def test_a_matrix_and_itself_are_read_once():
+    graph = capture(lambda x: x @ x, torch.ones(8, 8))
+    assert work(graph, aten.mm.default).moved_bytes == 4 * 2 * 64
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "expected"),
+    [
+        ((64, 16), (4, 16, 8), MatmulShape(16, 8, 16, 4)),  # rows belong to groups
+        ((32, 64), (64, 8), MatmulShape(32, 8, 16, 4)),  # the inner dimension does
+    ],
+)
+def test_a_grouped_product_is_one_product_a_group(a, b, expected):
+    first = torch.ones(a, dtype=BF16)
+    second = torch.ones(b, dtype=BF16)
+    if second.ndim == 2:
+        first = torch.ones(a[1], a[0], dtype=BF16).t()  # column-major, as its kernel asks
+    offsets = torch.arange(1, 5, dtype=torch.int32) * 16
+
+    def grouped(x, y, ends):
+        return torch.ops.aten._grouped_mm.default(x, y, ends)
+
+    graph = capture(grouped, first, second, offsets)
+    found = work(graph, aten._grouped_mm.default)
+    assert (found.kind, found.matmul) == ("grouped_matmul", expected)
+
+
+def test_a_convolution_agrees_with_the_flop_counter_of_torch():
+    def convolve(x, w):
+        return F.conv2d(x, w, stride=2, padding=1)
+
+    x, w = torch.ones(2, 8, 16, 16), torch.ones(12, 8, 3, 3)
+    counter = FlopCounterMode(display=False)
+    with counter:
+        convolve(x, w)
+    found = work(capture(convolve, x, w), aten.convolution.default)
+    assert found.flops == counter.get_total_flops()
+
+
+def attention(**options: object) -> GraphModule:
+    q, k = torch.ones(2, 4, 32, 16, dtype=BF16), torch.ones(2, 4, 32, 16, dtype=BF16)
+
+    def attend(q, k, v):
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, **options)[0]
+
+    return capture(attend, q, k, k.clone())
+
+
+def test_attention_counts_scores_and_values():
+    graph = attention()
+    found = work(graph, aten._scaled_dot_product_flash_attention_for_cpu.default)
+    assert found.kind == "attention_forward"
+    assert found.flops == 2 * (2 * 4 * 32 * 32) * (16 + 16)
+    assert found.moved_bytes == 2 * 4 * (2 * 4 * 32 * 16)
+
+
+def test_backward_of_attention_counts_five_products():
+    graph = capture(
+        lambda g, q, k, v, o, lse: (
+            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                g, q, k, v, o, lse, 0.0, True
+            )[0]
+        ),
+        *(torch.ones(2, 4, 32, 16) for _ in range(5)),
+        torch.ones(2, 4, 32),
+    )
+    found = work(graph, aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
+    assert found.kind == "attention_backward"
+    assert found.flops == 2 * (2 * 4 * 32 * 32) * 5 * 16
+
+
+def test_element_wise_operators_move_their_inputs_and_outputs():
+    graph = capture(torch.add, torch.ones(64, 8), torch.ones(64, 8))
+    assert work(graph, aten.add.Tensor) == OpWork(kind="streaming", moved_bytes=3 * 4 * 64 * 8)
+
+
+def test_a_broadcast_dimension_is_read_once():
+    graph = capture(lambda x, y: x + y.expand(64, 8), torch.ones(64, 8), torch.ones(1, 8))
+    assert work(graph, aten.add.Tensor).moved_bytes == 4 * (2 * 64 * 8 + 8)
+
+
+def test_an_update_in_place_reads_and_writes():
+    graph = capture(lambda x, y: x.clone().add_(y), torch.ones(64), torch.ones(64))
+    assert work(graph, aten.add_.Tensor).moved_bytes == 3 * 4 * 64
+
+
+def test_filling_only_writes():
+    graph = capture(lambda x: torch.zeros_like(x), torch.ones(64))
+    assert work(graph, aten.zeros_like.default).moved_bytes == 4 * 64
+
+
+def test_a_gather_reads_the_rows_that_it_is_asked_for():
+    graph = capture(
+        lambda rows, table: F.embedding(rows, table),
+        torch.zeros(3, dtype=torch.int64),
+        torch.ones(1000, 8),
+    )
+    target = aten.embedding.default
+    # Of 1000 rows 3 are read and written; indices are 8 bytes.
+    assert work(graph, target).kind == "irregular"
+    assert work(graph, target).moved_bytes == 2 * 4 * 3 * 8 + 8 * 3
+
+
+def test_views_and_allocations_launch_nothing():
+    graph = capture(lambda x: x.new_empty(3).copy_(x.view(4, 2).t()[0, :3]), torch.ones(8))
+    assert work(graph, aten.t.default).kind == "view"
+    assert work(graph, aten.new_empty.default).kind == "view"
+
+
+def test_reading_a_number_blocks_the_host():
+    def read(x):
+        return torch.ones(x.sum().item())
+
+    graph = make_fx(read, tracing_mode="symbolic")(torch.ones(4, dtype=torch.int64))
+    found = work(graph, aten._local_scalar_dense.default)
+    assert (found.kind, found.blocks_host) == ("host_scalar", True)
+
+
+def test_a_custom_operator_is_priced_by_its_bytes_and_says_so():
+    with torch.library._scoped_library("gt_simulation_test", "DEF") as library:
+        library.define("mystery(Tensor x) -> Tensor")
+        library.impl("mystery", lambda x: x.clone(), "CompositeExplicitAutograd")
+        target = torch.ops.gt_simulation_test.mystery.default
+        graph = capture(lambda x: target(x), torch.ones(8))
+        found = work(graph, target)
+        assert (found.moved_bytes, found.is_guess) == (2 * 4 * 8, True)
+
+        def rule(node, sizes):
+            return OpWork(kind="streaming", moved_bytes=1)
+
+        known = work_of(only(graph, target), SymbolSizes(), {target: rule})
+        assert known == OpWork(kind="streaming", moved_bytes=1)
+
+
+def test_an_operator_of_torch_that_bytes_do_not_describe_says_so():
+    graph = capture(lambda x: torch.linalg.cholesky(x), torch.eye(4))
+    assert work(graph, aten.linalg_cholesky_ex.default).is_guess
