@@ -15,7 +15,10 @@ from typing import Any
 __all__ = ["WORKLOADS", "Workload", "shared_settings"]
 
 _SEED = 42
-_LEARNING_RATE = 2e-3
+_LEARNING_RATE = 2e-4
+"""Small enough that rounding does not grow: at ten times this, deepseek_v3's losses are 10 % apart
+after eight steps between any two of the contestants, torchtitan's own among them."""
+
 _STEPS = 1000  # more than any run makes: the parent process says when to stop
 
 
