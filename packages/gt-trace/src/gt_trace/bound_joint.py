@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule
 
@@ -122,11 +121,23 @@ class BoundJoint:
         return outputs, [results[position] for position in plan.saved]
 
     def run_backward(
-        self, saved: list[Any], tangents: Sequence[torch.Tensor | None]
+        self,
+        saved: list[Any],
+        tangents: Sequence[torch.Tensor | None],
+        shapes: Sequence[torch.Size],
     ) -> list[torch.Tensor]:
-        """Gradients in the order of the inputs that they belong to; empties ``saved``."""
+        """Gradients in the order of the inputs that they belong to; empties ``saved``.
+
+        Args:
+            saved: what ``run_forward`` returned.
+            tangents: the gradient of each output; None where there is none.
+            shapes: of this rank's part of each output.
+        """
         plan = self._plan
-        arrived = [plan.tangent(position, tangent) for position, tangent in enumerate(tangents)]
+        arrived = [
+            plan.tangent(position, tangent, shape)
+            for position, (tangent, shape) in enumerate(zip(tangents, shapes, strict=True))
+        ]
         inputs = [
             saved[index] if kind == "saved" else arrived[index]
             for kind, index in plan.backward_inputs
@@ -193,19 +204,23 @@ class _Plan:
             assert result.of is not None
             self.gradients.setdefault((result.of, result.name), []).append(position)
 
-    def tangent(self, position: int, arrived: torch.Tensor | None) -> torch.Tensor | None:
+    def tangent(
+        self, position: int, arrived: torch.Tensor | None, shape: torch.Size
+    ) -> torch.Tensor | None:
         """The plain tensor that the backward graph expects; None where it reads none."""
         example = self._examples.get(position)
         if example is None:
             return None
         if arrived is None:
-            return torch.zeros_like(example, device=example.device)
-        plain = _placed(arrived, self.outputs[position][0])
-        if plain.stride() == example.stride():
+            plain = torch.zeros(shape, dtype=example.dtype, device=example.device)
+        else:
+            plain = _placed(arrived, self.outputs[position][0])
+        stride = example.stride()
+        if not all(isinstance(step, int) for step in stride):
+            return plain.contiguous()  # extents that depend on data: as the graph was traced
+        if plain.stride() == stride:
             return plain
-        laid_out = torch.empty_strided(
-            plain.shape, example.stride(), dtype=plain.dtype, device=plain.device
-        )
+        laid_out = torch.empty_strided(plain.shape, stride, dtype=plain.dtype, device=plain.device)
         return laid_out.copy_(plain)
 
 
@@ -216,6 +231,7 @@ class _Graphs(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         outputs, saved = bound.run_forward(plain)
         ctx.bound = bound
+        ctx.shapes = [_local(output).shape for output in outputs]
         ctx.set_materialize_grads(False)
         is_tensor = [isinstance(value, torch.Tensor) for value in saved]
         ctx.save_for_backward(*(v for v, t in zip(saved, is_tensor, strict=True) if t))
@@ -228,8 +244,12 @@ class _Graphs(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "the captured backward has no backward of its own: differentiate without "
+                "create_graph=True, or call the module itself"
+            )
         tensors = iter(ctx.saved_tensors)
         saved = [
             next(tensors) if is_tensor else value
@@ -239,7 +259,7 @@ class _Graphs(torch.autograd.Function):
         # Each can then be freed as soon as the graph has read it, unless the caller retains them.
         ctx.maybe_clear_saved_tensors()
         bound: BoundJoint = ctx.bound
-        return (None, None, *bound.run_backward(saved, tangents))
+        return (None, None, *bound.run_backward(saved, tangents, ctx.shapes))
 
 
 def boxed(graph_module: GraphModule) -> BoxedFunction:
@@ -283,6 +303,10 @@ def _placed(tangent: torch.Tensor, signature: OutputSignature) -> torch.Tensor:
         tangent = tangent.redistribute(placements=placements)
     local = tangent.to_local()
     return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _own(leaf: torch.Tensor, taken: set[int]) -> torch.Tensor:

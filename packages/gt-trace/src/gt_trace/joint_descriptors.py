@@ -98,6 +98,19 @@ class InputNames:
             return GraphInput(kind="argument", name=argument.name), argument.layout
         return None
 
+    def explain(self, descriptor: Any) -> str:
+        """Why a descriptor of something else is refused."""
+        meaning = "nothing that is known" if descriptor is None else str(descriptor.expr())
+        for name, (entry, _) in self._state.items():
+            meaning = meaning.replace(repr(name), repr(entry.name))
+        for index, argument in enumerate(self._arguments):
+            meaning = meaning.replace(f"args[{index}]", argument.name)
+        return (
+            f"it needs {meaning} ({type(descriptor).__name__}): inputs or outputs that share "
+            "memory, effects with an order of their own, and in-place updates that require a "
+            "gradient are not supported; return and pass copies, or use trace_step"
+        )
+
 
 def described_inputs(
     graph_module: GraphModule, names: InputNames, output_names: Sequence[str]
@@ -124,7 +137,7 @@ def described_inputs(
             continue
         known = names.find(descriptor)
         if known is None:
-            problems.append(_explain(node.meta.get("desc")))
+            problems.append(names.explain(node.meta.get("desc")))
             continue
         whole, layout = known
         leaf, constant = _part(layout, attributes)
@@ -168,7 +181,7 @@ def described_results(
         elif isinstance(whole, GradAOTOutput):
             known = names.find(whole.grad_of)
         if known is None:
-            problems.append(_explain(descriptor))
+            problems.append(names.explain(descriptor))
             continue
         of, layout = known
         leaf = _part(layout, attributes)[0] if attributes else 0
@@ -213,13 +226,3 @@ def _part(layout: TensorLayout, attributes: Sequence[str]) -> tuple[int | None, 
                 break
             leaf += inner.num_leaves
     return leaf, None
-
-
-def _explain(descriptor: Any) -> str:
-    meaning = "nothing that is known" if descriptor is None else descriptor.expr()
-    kind = type(descriptor).__name__
-    return (
-        f"it needs {meaning} ({kind}): inputs or outputs that share memory, effects with an order "
-        "of their own, and in-place updates that require a gradient are not supported; return and "
-        "pass copies, or use trace_step"
-    )

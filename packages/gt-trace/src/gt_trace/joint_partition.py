@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from torch import nn
+from torch import Tag, nn
 from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
@@ -23,6 +23,7 @@ from gt_trace._torch_joint_internals import (
     min_cut_rematerialization_partition,
 )
 from gt_trace.bound_joint import BoundJoint, BoxedFunction
+from gt_trace.errors import CaptureError
 from gt_trace.graph_inputs import GraphInput, name_placeholders
 from gt_trace.joint_graph import GraphResult, JointGraph
 from gt_trace.node_metadata import is_backward, read_annotation, write_annotation
@@ -100,6 +101,10 @@ def partition(
         gathered_parameters: what becomes of parameters that data parallelism gathers for the
             forward: "save" keeps them whole until the backward, "gather_again" keeps the shards and
             repeats the collectives. None: "gather_again" for "min_cut", "save" for "save_all".
+
+    Raises:
+        ValueError: a choice is unknown.
+        CaptureError: the backward would repeat a random operator.
     """
     if partitioner not in ("min_cut", "save_all"):
         raise ValueError(f"partitioner is {partitioner!r}; allowed: 'min_cut', 'save_all'")
@@ -123,7 +128,39 @@ def partition(
             index for index, each in enumerate(primals) if each.kind in ("parameter", "buffer")
         ],
     )
+    _refuse_repeated_effects(forward, backward)
     return _described(joint, forward, backward, inputs)
+
+
+def _refuse_repeated_effects(forward: GraphModule, backward: GraphModule) -> None:
+    """Take out of the backward what the partitioner repeated for nothing.
+
+    torch's partitioners count a random operator as one with an effect, and leave a copy of it in
+    the backward although nothing reads it. It would draw numbers that eager execution does not.
+
+    Raises:
+        CaptureError: a random operator is repeated whose results are read; they would differ.
+    """
+    done = {node.name for node in forward.graph.nodes if node.op == "call_function"}
+    problems: list[str] = []
+    for node in reversed(backward.graph.nodes):
+        if node.op != "call_function" or node.name not in done:
+            continue
+        if not node.users:
+            backward.graph.erase_node(node)
+        elif (
+            isinstance(node.target, OpOverload) and Tag.nondeterministic_seeded in node.target.tags
+        ):
+            problems.append(f"{node.name} ({node.target})")
+    if problems:
+        raise CaptureError(
+            "the backward would repeat random operators, with other numbers than the forward; use "
+            "partitioner='save_all':\n  " + "\n  ".join(problems)
+        )
+
+
+def _is_random(node: Node) -> bool:
+    return isinstance(node.target, OpOverload) and (Tag.nondeterministic_seeded in node.target.tags)
 
 
 def _mark_gathering(graph_module: GraphModule) -> None:

@@ -1,0 +1,245 @@
+"""Two graphs in place of a module: the numbers, the history and the errors are the module's."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from joint_models import Chosen, Dropping, Gelu, ManyNames, Tree
+from torch import nn
+from trace_models import TiedModel, batch
+
+from gt_trace import (
+    BoundJoint,
+    InputMismatchError,
+    StateMismatchError,
+    export_joint_graph,
+    partition,
+)
+
+PARTITIONERS = ("min_cut", "save_all")
+
+
+def bind(module: nn.Module, *args: Any, partitioner: str = "min_cut", **kwargs: Any) -> BoundJoint:
+    joint = export_joint_graph(module, args, kwargs)
+    return partition(joint, partitioner=partitioner).bind(module)
+
+
+def assert_same_training(
+    module: nn.Module,
+    inputs: Callable[[int], tuple[torch.Tensor, ...]],
+    *,
+    partitioner: str,
+    num_steps: int = 3,
+    num_passes: int = 1,
+) -> None:
+    """Train with the module and with the graphs, side by side, and compare every bit."""
+    eager = copy.deepcopy(module)
+    bound = bind(module, *inputs(0), partitioner=partitioner)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (module, eager)]
+    for step in range(num_steps):
+        for number in range(num_passes):
+            x = inputs(10 * step + number)
+            losses = []
+            for call in (bound, eager):
+                torch.manual_seed(step)
+                loss = call(*x).float().sin().sum()
+                loss.backward()
+                losses.append(loss.detach())
+                # Whatever the backward draws, what follows must draw the same.
+                losses.append(torch.rand(1))
+            assert torch.equal(losses[0], losses[2])
+            assert torch.equal(losses[1], losses[3])
+        for (name, mine), theirs in zip(module.named_parameters(), eager.parameters(), strict=True):
+            assert torch.equal(mine.grad, theirs.grad), name
+        for (name, mine), theirs in zip(module.named_buffers(), eager.buffers(), strict=True):
+            assert torch.equal(mine, theirs), name
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("partitioner", PARTITIONERS)
+class TestEqualsEager:
+    def test_with_tied_weights_and_a_buffer_that_counts(self, partitioner: str) -> None:
+        torch.manual_seed(0)
+        assert_same_training(TiedModel(), lambda seed: (batch(seed)[0],), partitioner=partitioner)
+
+    def test_with_gradients_that_accumulate(self, partitioner: str) -> None:
+        torch.manual_seed(0)
+        assert_same_training(
+            TiedModel(), lambda seed: (batch(seed)[0],), partitioner=partitioner, num_passes=2
+        )
+
+    def test_with_random_operators(self, partitioner: str) -> None:
+        torch.manual_seed(0)
+        assert_same_training(
+            Dropping(), lambda seed: (torch.full((4, 8), seed / 7),), partitioner=partitioner
+        )
+
+    def test_with_sizes_that_depend_on_data(self, partitioner: str) -> None:
+        torch.manual_seed(0)
+
+        def rows(seed: int) -> tuple[torch.Tensor]:
+            return (torch.randn(6, 4, generator=torch.Generator().manual_seed(seed)),)
+
+        sizes = {int((rows(seed)[0].sum(-1) > 0).sum()) for seed in (0, 10, 20)}
+        assert len(sizes) > 1
+        assert_same_training(Chosen(), rows, partitioner=partitioner)
+
+
+def test_outputs_come_back_as_the_tree_they_were() -> None:
+    module, x = Tree(), torch.rand(2, 3)
+    found, expected = bind(module, x)(x), module(x)
+    assert found.keys() == expected.keys()
+    assert (found["name"], found["nothing"]) == ("tree", None)
+    assert torch.equal(found["logits"], expected["logits"])
+    assert torch.equal(found["more"][1], expected["more"][1])
+    assert found["more"][0].requires_grad
+    assert not found["more"][1].requires_grad
+
+
+def test_an_output_that_nobody_differentiates_counts_as_zero() -> None:
+    module, x = Tree(), torch.rand(2, 3)
+    bound = bind(module, x)
+    bound(x)["more"][0].sum().backward()
+    expected = torch.autograd.grad(module(x)["more"][0].sum(), list(module.a.parameters()))
+    for parameter, gradient in zip(module.a.parameters(), expected, strict=True):
+        assert torch.equal(parameter.grad, gradient)
+
+
+def test_gradients_reach_arguments() -> None:
+    module, x, scale = ManyNames(), torch.rand(3, requires_grad=True), torch.rand(3)
+    bound = bind(module, x, scale=scale)
+    mine = torch.autograd.grad(bound(x, scale=scale).sum(), [x, module.zeta])
+    theirs = torch.autograd.grad(module(x, scale=scale).sum(), [x, module.zeta])
+    assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+def test_a_parameter_without_a_part_in_the_output_has_no_gradient() -> None:
+    module, x, scale = ManyNames(), torch.rand(3), torch.rand(3)
+    bind(module, x, scale=scale)(x, scale=scale).sum().backward()
+    assert module.unused.grad is None
+    assert module.frozen.grad is None
+    assert module.zeta.grad is not None
+
+
+def test_without_gradients_nothing_is_kept() -> None:
+    module, x = Gelu(), torch.rand(2, 4)
+    bound = bind(module, x)
+    with torch.no_grad():
+        assert bound(x).grad_fn is None
+    assert torch.equal(bound(x), module(x))
+
+
+def test_replaced_and_loaded_parameters_are_seen() -> None:
+    module, x = Gelu(), torch.rand(2, 4)
+    bound = bind(module, x)
+    module.linear.weight = nn.Parameter(torch.rand(3, 4))
+    assert torch.equal(bound(x), module(x))
+    module.load_state_dict({"linear.weight": torch.rand(3, 4)}, assign=True)
+    assert torch.equal(bound(x), module(x))
+    bound(x).sum().backward()
+    assert module.linear.weight.grad is not None
+
+
+def test_another_module_of_the_same_structure_can_be_bound() -> None:
+    x = torch.rand(2, 4)
+    parts = partition(export_joint_graph(Gelu(), (x,)))
+    other = Gelu()
+    assert torch.equal(parts.bind(other)(x), other(x))
+
+
+def test_compiled_forms_run_in_place_of_the_graphs() -> None:
+    module, x = Gelu(), torch.rand(2, 4)
+    parts = partition(export_joint_graph(module, (x,)))
+    called: list[str] = []
+
+    def forward(inputs: list[Any]) -> Any:
+        called.append("forward")
+        return parts.forward(*inputs)
+
+    def backward(inputs: list[Any]) -> Any:
+        called.append("backward")
+        return parts.backward(*inputs)
+
+    parts.bind(module, forward=forward, backward=backward)(x).sum().backward()
+    assert called == ["forward", "backward"]
+
+
+def test_a_gradient_laid_out_otherwise_is_laid_out_anew() -> None:
+    module, x = Gelu(), torch.rand(2, 4)
+    tangent = torch.rand(3, 2).t()
+    assert not tangent.is_contiguous()
+    (mine,) = torch.autograd.grad(bind(module, x)(x), [module.linear.weight], tangent)
+    (theirs,) = torch.autograd.grad(module(x), [module.linear.weight], tangent)
+    assert torch.equal(mine, theirs)
+
+
+def test_a_retained_graph_runs_again_and_another_does_not() -> None:
+    module, x = Gelu(), torch.rand(2, 4)
+    out = bind(module, x)(x).sum()
+    first = torch.autograd.grad(out, [module.linear.weight], retain_graph=True)
+    second = torch.autograd.grad(out, [module.linear.weight])
+    assert torch.equal(first[0], second[0])
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        torch.autograd.grad(out, [module.linear.weight])
+
+
+def test_gradients_of_gradients_are_refused() -> None:
+    module, x = Gelu(), torch.rand(2, 4)
+    out = bind(module, x)(x).sum()
+    with pytest.raises(RuntimeError) as error:
+        torch.autograd.grad(out, [module.linear.weight], create_graph=True)
+    assert str(error.value) == (
+        "the captured backward has no backward of its own: differentiate without "
+        "create_graph=True, or call the module itself"
+    )
+
+
+def test_a_parameter_changed_before_the_backward_is_an_error_as_in_eager() -> None:
+    module, x = TiedModel(), batch(1)[0]
+    out = bind(module, x)(x).sum()
+    with torch.no_grad():
+        module.blocks[0].up.weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.backward()
+
+
+def test_another_shape_is_an_error_naming_both() -> None:
+    with pytest.raises(InputMismatchError) as error:
+        bind(Gelu(), torch.rand(2, 4))(torch.rand(3, 4))
+    assert str(error.value) == (
+        "the inputs are not those of the captured step:\n"
+        "  x: torch.float32 [3, 4], captured as torch.float32 [2, 4]"
+    )
+
+
+def test_a_gradient_that_was_not_captured_is_an_error() -> None:
+    module, x = Gelu(), torch.rand(2, 4)
+    with pytest.raises(InputMismatchError) as error:
+        bind(module, x)(x.requires_grad_())
+    assert str(error.value) == (
+        "these require a gradient and did not when they were captured, so that none would reach "
+        "them:\n  argument x"
+    )
+    many, x, scale = ManyNames(), torch.rand(3), torch.rand(3)
+    bound = bind(many, x, scale=scale)
+    many.frozen.requires_grad_()
+    with pytest.raises(StateMismatchError, match="would reach them:\n  parameter frozen"):
+        bound(x, scale=scale)
+
+
+def test_evaluation_with_what_was_captured_in_training_is_an_error() -> None:
+    module, x = Dropping(), torch.rand(2, 8)
+    bound = bind(module, x)
+    module.eval()
+    with pytest.raises(StateMismatchError) as error:
+        bound(x)
+    assert str(error.value) == (
+        "the module was captured in training mode, and is not in it; call module.train(True), or "
+        "the module itself"
+    )
