@@ -55,12 +55,17 @@ class _StorageWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
         for leaf in pytree.tree_leaves(value):
             if isinstance(leaf, torch.Tensor):
                 storage = leaf.untyped_storage()
-                reference = StorageWeakRef(storage)
+                reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]  # torch's
                 if reference not in self._live:
                     self._live[reference] = storage.nbytes()
                     self._live_bytes += storage.nbytes()
         self.peak_bytes = max(self.peak_bytes, self._live_bytes)
 
     def _forget(self) -> None:
-        for reference in [reference for reference in self._live if reference.expired()]:
+        gone = [
+            reference
+            for reference in self._live
+            if reference.expired()  # type: ignore[no-untyped-call]  # torch's
+        ]
+        for reference in gone:
             self._live_bytes -= self._live.pop(reference)
