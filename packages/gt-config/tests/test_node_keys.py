@@ -22,6 +22,7 @@ from gt_config.node_keys import (
     ModuleAnnotation,
     PhaseAnnotation,
     PipelineAnnotation,
+    ResidencyAnnotation,
 )
 
 EXAMPLES = [
@@ -36,6 +37,7 @@ EXAMPLES = [
         region_root="layers.0.moe", role="body", chunk_id=1, direction="forward", producer="eager"
     ),
     PipelineAnnotation(stage_index=3, action="BACKWARD_WEIGHT", slot=17),
+    ResidencyAnnotation(residency="recompute"),
 ]
 
 
@@ -62,6 +64,7 @@ def test_keys_are_distinct_and_under_one_prefix():
         "gt.ep_exchange",
         "gt.chunk",
         "gt.pipeline",
+        "gt.residency",
     )
     assert all(key.startswith(NODE_METADATA_PREFIX) for key in NODE_METADATA_KEYS)
 

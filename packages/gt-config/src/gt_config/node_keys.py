@@ -14,6 +14,7 @@ key                       dataclass                     read by
 ``gt.ep_exchange``        ``EpExchangeAnnotation``      EP overlap
 ``gt.chunk``              ``ChunkAnnotation``           the overlap scheduler
 ``gt.pipeline``           ``PipelineAnnotation``        profiling, reports
+``gt.residency``          ``ResidencyAnnotation``       recomputation, offloading, reports
 ========================  ============================  =====================================
 
 Each concept has its own top-level key, so that nested annotation contexts that merge dictionaries
@@ -42,6 +43,7 @@ __all__ = [
     "NODE_METADATA_VERSION",
     "PHASE_KEY",
     "PIPELINE_KEY",
+    "RESIDENCY_KEY",
     "VERSION_KEY",
     "ChunkAnnotation",
     "ChunkDirection",
@@ -59,6 +61,8 @@ __all__ = [
     "PhaseAnnotation",
     "PipelineAction",
     "PipelineAnnotation",
+    "Residency",
+    "ResidencyAnnotation",
 ]
 
 NODE_METADATA_VERSION = 1
@@ -73,6 +77,7 @@ EP_REGION_KEY = "gt.ep_region"
 EP_EXCHANGE_KEY = "gt.ep_exchange"
 CHUNK_KEY = "gt.chunk"
 PIPELINE_KEY = "gt.pipeline"
+RESIDENCY_KEY = "gt.residency"
 
 Phase = Literal["forward", "loss", "backward", "optimizer"]
 FsdpCollectiveKind = Literal["unshard", "reduce_grad"]
@@ -90,6 +95,7 @@ PipelineAction = Literal[
     "REDUCE_GRAD",
     "OVERLAP_F_B",
 ]
+Residency = Literal["save", "recompute", "offload"]
 
 
 class NodeAnnotation:
@@ -270,6 +276,18 @@ class PipelineAnnotation(NodeAnnotation):
         return problems
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResidencyAnnotation(NodeAnnotation):
+    """Where a tensor that the forward makes is until the backward reads it."""
+
+    KEY: ClassVar[str] = RESIDENCY_KEY
+
+    residency: Residency
+    """save: it stays in device memory.
+    recompute: it is let go, and computed again.
+    offload: it is copied to host memory, and back."""
+
+
 ANNOTATION_TYPES: tuple[type[NodeAnnotation], ...] = (
     ModuleAnnotation,
     PhaseAnnotation,
@@ -278,6 +296,7 @@ ANNOTATION_TYPES: tuple[type[NodeAnnotation], ...] = (
     EpExchangeAnnotation,
     ChunkAnnotation,
     PipelineAnnotation,
+    ResidencyAnnotation,
 )
 """Every concept, in the order of the table above."""
 
