@@ -53,3 +53,28 @@ def test_report_says_what_a_rank_would_hold_and_execute() -> None:
     ]
     assert lines[4].startswith("  collectives      ")
     assert {"all_gather_into_tensor", "reduce_scatter_tensor"} <= dict(report.collectives).keys()
+
+
+def test_report_simulates_the_step_and_says_that_it_does() -> None:
+    report = run("deepseek_v3", "deepseek_v3_debugmodel", 8, expert_parallel_degree=4)
+    simulated = report.simulated
+    purposes = {total.purpose for total in simulated.graph.by_purpose}
+    assert {"FSDP unshard", "FSDP reduce_grad", "EP token exchange"} <= purposes
+    assert not simulated.graph.assumed_symbols
+    assert simulated.graph.memory.num_unsized == 0
+    exchanged = [r for r in simulated.graph.collectives if r.purpose == "EP token exchange"]
+    # With balanced routing a rank receives as many tokens as it sends, forward and backward.
+    assert len({record.num_bytes for record in exchanged}) == 1
+    assert simulated.facts.num_microbatches == 1
+    lines = str(report).splitlines()
+    (heading,) = [line for line in lines if not line.startswith("  ")][1:]
+    assert heading.startswith("Simulated on 8 H100 SXM, by a model of the hardware")
+    assert any(line.startswith("  attention        captured as scaled dot") for line in lines)
+
+
+def test_accumulation_counts_the_graph_once_for_each_microbatch() -> None:
+    config = importlib.import_module("gt_trainer.models.llama3").llama3_debugmodel()
+    config.training.global_batch_size = 3 * config.training.local_batch_size
+    simulated = dry_run(config, 1).simulated
+    assert simulated.facts.num_microbatches == 3
+    assert simulated.facts.tokens == 3 * config.training.local_batch_size * config.training.seq_len

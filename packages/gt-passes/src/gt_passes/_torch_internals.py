@@ -5,7 +5,7 @@ A new PyTorch needs edits here and nowhere else. Checked against torch 2.13, 2.1
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -47,6 +47,7 @@ __all__ = [
     "pytree",
     "quiet_fake_execution",
     "torch_group_ranks",
+    "traced_symbol_values",
     "value_of",
 ]
 
@@ -121,3 +122,15 @@ def torch_group_ranks(group_name: str) -> tuple[int, ...] | None:
     except (RuntimeError, KeyError, ValueError):
         return None
     return tuple(torch.distributed.get_process_group_ranks(group))
+
+
+def traced_symbol_values(size: torch.SymInt) -> Mapping[Any, int]:
+    """What the symbols of traced inputs were, by symbol; those that depend on data are not in it.
+
+    ``SymNode.hint`` answers for a whole expression only, and for none with one such symbol.
+    """
+    shape_env = size.node.shape_env
+    values: Mapping[Any, int] | None = getattr(shape_env, "backed_var_to_val", None)
+    if values is None:  # its name before torch 2.15
+        values = getattr(shape_env, "var_to_val", {})
+    return values

@@ -218,9 +218,20 @@ Simulated on H100 SXM (no clock was read)
   compute stream busy     1.53 ms
   exposed communication   0.35 ms
   waiting for the host    0.03 ms
+  peak memory (graph)     0.39 GiB estimated
   collectives                count      GiB        time     exposed
     FSDP unshard                 1     0.12     0.35 ms     0.35 ms""",
     )
+
+
+def test_memory_is_estimated_with_the_sizes_of_data():
+    graph = capture_exchange(rows=2**16, width=2**10)
+    sizes = SymbolSizes(balanced_exchange_sizes(graph))
+    cost_model = CostModel(sizes=sizes, ranks_of_group=lambda name: range(4))
+    memory = simulate_step(graph, cost_model, num_static_inputs=1).memory
+    assert memory.num_unsized == 0
+    assert memory.peak_bytes >= 3 * 4 * 2**26
+    assert memory.bytes_by_kind["static inputs"] == 4 * 2**26
 
 
 def test_the_sensitivity_line_names_every_group_of_constants():

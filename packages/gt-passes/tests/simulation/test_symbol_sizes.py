@@ -41,6 +41,17 @@ def test_an_unknown_size_counts_as_one_and_is_remembered():
     assert len(sizes.assumed_symbols) == NUM_RANKS
 
 
+def test_a_size_of_both_kinds_takes_the_traced_part_from_the_trace():
+    graph = capture_exchange(rows=64, width=8, static_shapes=False)
+    (there, _) = exchanged(graph)
+    sizes = SymbolSizes(balanced_exchange_sizes(graph))
+    received = there.meta["val"].numel()  # rows by width, of which only the rows depend on data
+    assert len(received.node.expr.free_symbols) == NUM_RANKS + 1
+    assert sizes.knows(received)
+    assert sizes.number(received) == 64 * 8
+    assert not SymbolSizes().knows(received)
+
+
 def test_a_known_size_is_itself():
     assert SymbolSizes().number(17) == 17
     assert SymbolSizes().knows(17)

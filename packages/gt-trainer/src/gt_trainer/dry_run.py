@@ -1,4 +1,4 @@
-"""A run without ranks, weights or data: validate, build, place, capture, and say what came out.
+"""A run without ranks, weights or data: validate, build, place, capture, simulate, and say it.
 
 One process is rank 0 of a world that does not exist (torch's fake process group), and the model is
 on the meta device, so that a configuration for a thousand GPUs is checked on a laptop.
@@ -7,9 +7,10 @@ on the meta device, so that a configuration for a thousand GPUs is checked on a 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,8 +25,9 @@ from torchtitan.tools import utils as titan_utils
 
 from gt_trace import collective_counts
 from gt_trainer.captured_step import capture_training_step
-from gt_trainer.models.attention import attention_mask_for
+from gt_trainer.models.attention import DocumentCausalSDPA, attention_mask_for
 from gt_trainer.recipe import recipe_of
+from gt_trainer.simulated_run import SimulatedRun, StepFacts, simulate_run
 from gt_trainer.startup import StartupClock
 from gt_trainer.trainer import GraphTrainer
 
@@ -58,6 +60,9 @@ class DryRunReport:
     capture_seconds: float
     passes_seconds: float
 
+    simulated: SimulatedRun
+    """A training step on the hardware that the configuration is meant for."""
+
     def __str__(self) -> str:
         """The report as lines for a terminal."""
         axes = " x ".join(f"{name} {degree}" for name, degree in self.degrees) or "one rank"
@@ -71,6 +76,7 @@ class DryRunReport:
             f"  collectives      {communication}",
             f"  capture          {self.capture_seconds:.1f} s",
             f"  passes           {self.passes_seconds:.1f} s",
+            str(self.simulated),
         )
         return "\n".join(lines)
 
@@ -106,7 +112,7 @@ def _fake_world(world_size: int) -> Iterator[None]:
 def _dry_run(config: GraphTrainer.Config, world_size: int) -> DryRunReport:
     parallel_dims = ParallelDims.from_config(config.parallelism, world_size)
     dist_utils.set_spmd_backend(config.parallelism.spmd_backend)
-    model, num_parameters = _placed_model(config, parallel_dims)
+    model, size = _placed_model(config, parallel_dims)
     loss_fn = config.loss.build(compile_config=config.compile)
     if isinstance(loss_fn, ChunkedLossWrapper):
         loss_fn.set_lm_head(model.lm_head)
@@ -127,11 +133,19 @@ def _dry_run(config: GraphTrainer.Config, world_size: int) -> DryRunReport:
     passes = clock.seconds("passes")
     spec = config.model_spec
     assert spec is not None
+    simulated = simulate_run(
+        report.traced,
+        _step_facts(config, parallel_dims, stored, flops_per_token=size.flops_per_token),
+        parallel_dims=parallel_dims,
+        host="cuda_graph" if config.compile.cuda_graphs else "eager",
+        attention_note=_attention_note(model),
+        trace_path=_trace_path(config),
+    )
     return DryRunReport(
         model=f"{spec.name} {spec.flavor}",
         world_size=world_size,
         degrees=_degrees(parallel_dims),
-        num_parameters=num_parameters,
+        num_parameters=size.num_parameters,
         num_parameters_per_rank=sum(p.numel() for p in stored),
         parameter_bytes_per_rank=sum(p.numel() * p.element_size() for p in stored),
         num_nodes_captured=report.num_nodes_captured,
@@ -139,18 +153,72 @@ def _dry_run(config: GraphTrainer.Config, world_size: int) -> DryRunReport:
         collectives=tuple(collective_counts(report.traced.graph_module).items()),
         capture_seconds=total - passes,
         passes_seconds=passes,
+        simulated=simulated,
     )
 
 
-def _placed_model(config: GraphTrainer.Config, parallel_dims: ParallelDims) -> tuple[Any, int]:
-    """The parallelized model on meta, and the number of its parameters before sharding."""
+def _step_facts(
+    config: GraphTrainer.Config,
+    parallel_dims: ParallelDims,
+    stored: Sequence[torch.Tensor],
+    *,
+    flops_per_token: int,
+) -> StepFacts:
+    """What one training step is, as torchtitan's trainer reads the configuration."""
+    training = config.training
+    batch_degree = parallel_dims.dp_replicate * parallel_dims.dp_shard
+    samples = training.local_batch_size * batch_degree
+    global_batch_size = training.global_batch_size if training.global_batch_size > 0 else samples
+    return StepFacts(
+        num_gpus=parallel_dims.world_size,
+        tokens=global_batch_size * training.seq_len,
+        num_microbatches=max(1, global_batch_size // samples),
+        flops_per_token=flops_per_token,
+        num_parameters_per_rank=sum(p.numel() for p in stored),
+        parameter_bytes_per_rank=sum(p.numel() * p.element_size() for p in stored),
+        clips_gradients=training.max_norm > 0,
+    )
+
+
+def _attention_note(model: nn.Module) -> str | None:
+    """What differs from a GPU where attention was captured for the CPU."""
+    if not any(isinstance(module, DocumentCausalSDPA) for module in model.modules()):
+        return None
+    return (
+        "captured as scaled dot product with a mask, since this machine has no GPU; priced as "
+        "FlexAttention over a causal mask without document boundaries"
+    )
+
+
+def _trace_path(config: GraphTrainer.Config) -> Path | None:
+    """Where the simulated step goes as a Perfetto trace, with the other dumps of debugging."""
+    if not config.compile.debug_graph_passes:
+        return None
+    return Path(config.dump_folder) / "graph_passes" / "simulated_step.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ModelSize:
+    """Of the whole model, before sharding."""
+
+    num_parameters: int
+    flops_per_token: int
+
+
+def _placed_model(
+    config: GraphTrainer.Config, parallel_dims: ParallelDims
+) -> tuple[Any, _ModelSize]:
+    """The parallelized model on meta, and its size before sharding."""
     spec = config.model_spec
     assert spec is not None
     spec.model.update_from_config(config=config)
     dtype = TORCH_DTYPE_MAP[config.training.dtype]
     with torch.device("meta"), titan_utils.set_default_dtype(dtype):
         model: Any = spec.model.build()
-    num_parameters = sum(p.numel() for p in model.parameters())
+    _, flops_per_token = spec.model.get_nparams_and_flops(model, config.training.seq_len)
+    size = _ModelSize(
+        num_parameters=sum(p.numel() for p in model.parameters()), flops_per_token=flops_per_token
+    )
     model = spec.parallelize_fn(
         model,
         parallel_dims=parallel_dims,
@@ -161,7 +229,7 @@ def _placed_model(config: GraphTrainer.Config, parallel_dims: ParallelDims) -> t
         dump_folder=config.dump_folder,
     )
     model.train()
-    return model, num_parameters
+    return model, size
 
 
 def _example_inputs(config: GraphTrainer.Config, model: nn.Module) -> tuple[Any, ...]:

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from torch.fx import GraphModule, Node
 
 from gt_config.node_keys import EpExchangeAnnotation, FsdpCollectiveAnnotation
+from gt_passes.liveness import MemoryProfile, estimate_memory
 from gt_passes.simulation.collective_model import CollectiveKind
 from gt_passes.simulation.cost_model import CostModel
 from gt_passes.simulation.graph_program import COMPUTE_STREAM, GraphProgram, GraphRun
@@ -20,6 +21,9 @@ from gt_passes.simulation.hardware import Hardware
 from gt_trace.node_metadata import module_fqn, read_annotation
 
 __all__ = ["CollectiveRecord", "PurposeTotal", "StepSimulation", "simulate_step"]
+
+_ALLOCATION_BYTES = 512
+"""PyTorch's CUDA allocator rounds every block up to a multiple of this."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +88,9 @@ class StepSimulation:
     assumed_symbols: tuple[str, ...]
     """Data-dependent sizes for which nothing was known; they count as 1."""
 
+    memory: MemoryProfile
+    """Estimated, of the graph alone: an optimizer's state outside it is not in it."""
+
     @property
     def by_purpose(self) -> tuple[PurposeTotal, ...]:
         """Collectives by purpose, the most exposed first."""
@@ -109,6 +116,7 @@ class StepSimulation:
             f"  compute stream busy     {_ms(self.compute_us)}",
             f"  exposed communication   {_ms(self.exposed_us)}",
             f"  waiting for the host    {_ms(self.host_idle_us)}",
+            f"  peak memory (graph)     {self.memory.peak_bytes / 2**30:,.2f} GiB estimated",
         ]
         if self.collectives:
             lines.append(f"  {'collectives':<26}{'count':>6}{'GiB':>9}{'time':>12}{'exposed':>12}")
@@ -133,6 +141,7 @@ def simulate_step(
     cost_model: CostModel,
     *,
     group_labels: Mapping[str, str] | None = None,
+    num_static_inputs: int = 0,
     program: GraphProgram | None = None,
 ) -> StepSimulation:
     """Simulate one run of a captured graph on one rank, all ranks being alike.
@@ -142,6 +151,7 @@ def simulate_step(
         cost_model: prices its nodes.
         group_labels: by the name of a process group, what its collectives are for, where no
             annotation says it (``{"3": "tensor parallel"}``).
+        num_static_inputs: how many leading placeholders hold parameters and buffers.
         program: of the same graph, if it has been read already.
 
     Raises:
@@ -188,6 +198,12 @@ def simulate_step(
         collectives=tuple(collectives),
         guesses=MappingProxyType(dict(guesses)),
         assumed_symbols=cost_model.sizes.assumed_symbols,
+        memory=estimate_memory(
+            graph_module,
+            num_static_inputs=num_static_inputs,
+            block_bytes=_ALLOCATION_BYTES,
+            symbol_sizes=cost_model.sizes.sizes,
+        ),
     )
 
 

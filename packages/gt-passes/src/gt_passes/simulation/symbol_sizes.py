@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from gt_passes._torch_internals import value_of
+from gt_passes._torch_internals import traced_symbol_values, value_of
 from gt_passes.collectives import is_collective
 
 __all__ = ["SymbolSizes", "balanced_exchange_sizes"]
@@ -50,8 +50,9 @@ class SymbolSizes:
         """Whether nothing would have to be assumed for a size."""
         if not isinstance(size, torch.SymInt):
             return True
-        return size.node.has_hint() or all(
-            str(symbol) in self._sizes for symbol in size.node.expr.free_symbols
+        traced = traced_symbol_values(size)
+        return all(
+            symbol in traced or str(symbol) in self._sizes for symbol in size.node.expr.free_symbols
         )
 
     def number(self, size: int | torch.SymInt) -> int:
@@ -74,15 +75,16 @@ class SymbolSizes:
         return known
 
     def _substitute(self, size: torch.SymInt, expression: Any) -> int:
-        names = sorted(map(str, expression.free_symbols))
-        if size.node.has_hint() and not any(name in self._sizes for name in names):
-            return int(size.node.hint)  # type: ignore[arg-type]  # of a size, hence an int
-        values = {}
+        traced, values = traced_symbol_values(size), {}
         for symbol in expression.free_symbols:
             name = str(symbol)
-            if name not in self._sizes:
+            if name in self._sizes:
+                values[symbol] = self._sizes[name]
+            elif symbol in traced:
+                values[symbol] = traced[symbol]
+            else:
+                values[symbol] = self._assumed
                 self._assumed_symbols[name] = None
-            values[symbol] = self._sizes.get(name, self._assumed)
         return int(expression.xreplace(values))
 
 
