@@ -11,6 +11,7 @@ from gt_passes.contract import ChangeBounds, GraphPass, PassContext, PassReport,
 from gt_passes.errors import (
     GraphInputError,
     GtPassesError,
+    InductorOptionError,
     PassDeclarationError,
     PassOrderError,
     RecipeError,
@@ -24,7 +25,14 @@ from gt_passes.facts import (
     Fact,
 )
 from gt_passes.graph_problem import GraphProblem
-from gt_passes.passes import CanonicalizeViews, RemoveDeadCode, ShareAllGathers
+from gt_passes.inductor_compiler import DescribeOnly, InductorCompiler, SubgraphCompiler
+from gt_passes.passes import (
+    CanonicalizeViews,
+    CompileRegions,
+    CompileWholeGraph,
+    RemoveDeadCode,
+    ShareAllGathers,
+)
 from gt_passes.pipeline import PassPipeline
 from gt_passes.pipeline_report import GraphSize, PassRecord, PipelineReport
 from gt_passes.recipes import default_recipe
@@ -38,6 +46,9 @@ __all__ = [
     "ONE_ALL_GATHER_PER_PARAMETER",
     "CanonicalizeViews",
     "ChangeBounds",
+    "CompileRegions",
+    "CompileWholeGraph",
+    "DescribeOnly",
     "Fact",
     "GraphInputError",
     "GraphInterface",
@@ -45,6 +56,8 @@ __all__ = [
     "GraphProblem",
     "GraphSize",
     "GtPassesError",
+    "InductorCompiler",
+    "InductorOptionError",
     "PassContext",
     "PassDeclarationError",
     "PassOrderError",
@@ -56,6 +69,7 @@ __all__ = [
     "Refusal",
     "RemoveDeadCode",
     "ShareAllGathers",
+    "SubgraphCompiler",
     "UnknownPassError",
     "UnverifiedNode",
     "VerificationError",

@@ -10,14 +10,16 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.fx import Graph, Node
 
 from gt_passes._torch_internals import HigherOrderOperator, OpOverload
 from gt_passes.collectives import is_wait
+from gt_passes.outlined_region import OutlinedRegion, region_inputs, region_of
 
-__all__ = ["AliasClasses", "has_unknown_effects", "written_nodes"]
+__all__ = ["AliasClasses", "has_unknown_effects", "shared_nodes", "written_nodes"]
 
 # Their schemas promise a fresh tensor, but it can be the argument's memory.
 _SHARES_DESPITE_SCHEMA = frozenset(
@@ -47,7 +49,7 @@ class AliasClasses:
         self._outputs: set[Node] = set()
         for node in graph.nodes:
             self._parent[node] = node
-            for source in _shared_nodes(node):
+            for source in shared_nodes(node):
                 self._union(source, node)
         for node in graph.nodes:
             if node.op in ("placeholder", "get_attr"):
@@ -109,6 +111,9 @@ def has_unknown_effects(node: Node) -> bool:
         return True
     if isinstance(node.target, OpOverload):
         return False
+    region = region_of(node)
+    if region is not None:
+        return any(map(has_unknown_effects, region.body.graph.nodes))
     if isinstance(node.target, HigherOrderOperator):
         return str(node.target) not in _PURE_HIGHER_ORDER_OPERATORS
     if getattr(node.target, "__module__", None) in _PURE_FUNCTION_MODULES:
@@ -119,24 +124,57 @@ def has_unknown_effects(node: Node) -> bool:
 
 def written_nodes(node: Node) -> Iterator[Node]:
     """The arguments whose memory a node writes, or may write if it has unknown effects."""
+    region = region_of(node)
     if has_unknown_effects(node):
         yield from node.all_input_nodes
+    elif region is not None:
+        inputs = region_inputs(node)
+        yield from (inputs[position] for position in _memory_of(region).written_inputs)
     elif isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
         for argument in _aliased_arguments(node):
             if argument.is_written:
                 yield argument.node
 
 
-def _shared_nodes(node: Node) -> Iterator[Node]:
+def shared_nodes(node: Node) -> Iterator[Node]:
     """The arguments whose memory the result of a node may share."""
     if node.op in ("placeholder", "get_attr", "output"):
         return
     target = node.target
-    if not isinstance(target, OpOverload) or target in _SHARES_DESPITE_SCHEMA or is_wait(node):
+    region = region_of(node)
+    if region is not None:
+        inputs = region_inputs(node)
+        yield from (inputs[position] for position in _memory_of(region).shared_inputs)
+    elif not isinstance(target, OpOverload) or target in _SHARES_DESPITE_SCHEMA or is_wait(node):
         yield from node.all_input_nodes
     elif any(result.alias_info is not None for result in target._schema.returns):
         for argument in _aliased_arguments(node):
             yield argument.node
+
+
+class _RegionMemory(NamedTuple):
+    """Positions of a region's inputs."""
+
+    shared_inputs: tuple[int, ...]
+    """An output may share their memory."""
+
+    written_inputs: tuple[int, ...]
+    """The region writes to their memory, or may."""
+
+
+_region_memory: WeakKeyDictionary[OutlinedRegion, _RegionMemory] = WeakKeyDictionary()
+
+
+def _memory_of(region: OutlinedRegion) -> _RegionMemory:
+    """Regions do not change, and many nodes may call one: what is found is kept."""
+    if region not in _region_memory:
+        aliases = AliasClasses(region.body.graph)
+        inputs = region.body.graph.find_nodes(op="placeholder")
+        _region_memory[region] = _RegionMemory(
+            shared_inputs=tuple(i for i, node in enumerate(inputs) if aliases.holds_output(node)),
+            written_inputs=tuple(i for i, node in enumerate(inputs) if aliases.is_written(node)),
+        )
+    return _region_memory[region]
 
 
 class _AliasedArgument(NamedTuple):

@@ -9,6 +9,7 @@
         ├── RecipeError           (ValueError)    passes added or left out contradict each other
         ├── PassOrderError        (ValueError)    requirements that no order of the passes meets
         ├── GraphInputError       (ValueError)    a graph that passes cannot work on
+        ├── InductorOptionError   (ValueError)    an option that this PyTorch's Inductor lacks
         └── VerificationError     (RuntimeError)  a graph is broken; names the pass that broke it
 
 A pass that is handed a graph which it must not change does not raise: it leaves the place alone
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = [
     "GraphInputError",
     "GtPassesError",
+    "InductorOptionError",
     "PassDeclarationError",
     "PassOrderError",
     "RecipeError",
@@ -99,6 +101,21 @@ class PassOrderError(GtPassesError, ValueError):
 
 class GraphInputError(GtPassesError, ValueError):
     """A graph lacks what every pass and the verifier rely on."""
+
+
+class InductorOptionError(GtPassesError, ValueError):
+    """One or more options that this PyTorch's Inductor does not have."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self.names: tuple[str, ...] = tuple(names)
+        super().__init__(self.names)
+
+    def __str__(self) -> str:
+        plural = "s" if len(self.names) > 1 else ""
+        return (
+            f"Inductor has no option{plural} {', '.join(map(repr, self.names))}: "
+            "torch._inductor.list_options() lists those of the installed PyTorch"
+        )
 
 
 class VerificationError(GtPassesError, RuntimeError):

@@ -15,6 +15,7 @@ from torch.fx import Node
 
 from gt_passes._torch_internals import OpOverload
 from gt_passes.aliasing import has_unknown_effects
+from gt_passes.outlined_region import region_of
 
 __all__ = ["draws_random_numbers", "is_barrier", "is_only_a_view", "reads_only_metadata"]
 
@@ -70,6 +71,9 @@ def is_barrier(node: Node) -> bool:
         return has_unknown_effects(node)
     if isinstance(node.target, OpOverload):
         return _effects_of(node.target).is_unknown
+    region = region_of(node)
+    if region is not None:
+        return any(map(is_barrier, region.body.graph.nodes))
     return has_unknown_effects(node)
 
 
@@ -78,6 +82,9 @@ def draws_random_numbers(node: Node) -> bool:
 
     Attention without dropout does not, though its operator can.
     """
+    region = region_of(node)
+    if region is not None:
+        return any(map(draws_random_numbers, region.body.graph.nodes))
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return False
     effects = _effects_of(node.target)

@@ -1,11 +1,15 @@
 """The passes, one a file. Importing this package registers them all."""
 
 from gt_passes.passes.canonicalize_views import CanonicalizeViews
+from gt_passes.passes.compile_regions import CompileRegions
+from gt_passes.passes.compile_whole_graph import CompileWholeGraph
 from gt_passes.passes.remove_dead_code import DeadCollectives, RemoveDeadCode
 from gt_passes.passes.share_all_gathers import ShareAllGathers, SharingScope
 
 __all__ = [
     "CanonicalizeViews",
+    "CompileRegions",
+    "CompileWholeGraph",
     "DeadCollectives",
     "RemoveDeadCode",
     "ShareAllGathers",

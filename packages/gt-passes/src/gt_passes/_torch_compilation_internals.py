@@ -1,0 +1,55 @@
+"""The private PyTorch symbols behind compilation, each with its reason.
+
+Apart from ``_torch_internals`` because Inductor takes seconds to import, and only those who compile
+should wait for it: everything here is imported on use. Checked against torch 2.13, 2.14 and 2.15.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch._guards import active_fake_mode
+from torch.fx import GraphModule
+
+__all__ = ["compile_with_inductor", "fake_mode_is_active", "known_inductor_options"]
+
+
+def fake_mode_is_active() -> bool:
+    """Whether operators are being run on fake tensors; there is no public way to ask."""
+    return active_fake_mode() is not None
+
+
+@functools.cache
+def known_inductor_options() -> frozenset[str]:
+    """The names of ``torch._inductor.config``, nested ones with a dot."""
+    import torch._inductor
+
+    return frozenset(torch._inductor.list_options())
+
+
+def compile_with_inductor(
+    body: GraphModule, inputs: Sequence[Any], options: Mapping[str, object]
+) -> Callable[..., Sequence[Any]]:
+    """Compile a graph for the given fake inputs.
+
+    ``standalone_compile`` is how Inductor offers to compile a graph without Dynamo. Its options are
+    global, and can only be patched around the call.
+    """
+    import torch._functorch.config
+    import torch._inductor
+    import torch._inductor.config
+
+    with (
+        # Nothing is differentiated: the graph holds its own backward.
+        torch.no_grad(),
+        torch._inductor.config.patch(dict(options)),
+        # A memory policy has already decided what to compute again. torch's own would act on tags
+        # left on the nodes, and refuse graphs whose backward is not in one piece.
+        torch._functorch.config.patch(remat_using_tags_for_fwd_loss_bwd_graph=False),
+    ):
+        compiled: Callable[..., Sequence[Any]] = torch._inductor.standalone_compile(
+            body, list(inputs), dynamic_shapes="from_graph"
+        )
+    return compiled
