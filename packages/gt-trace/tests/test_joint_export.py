@@ -9,6 +9,7 @@ import torch
 from expecttest import assert_expected_inline
 from joint_models import Gelu, ManyNames, Tree
 from torch import nn
+from torch.distributed.tensor import Replicate
 from trace_models import TiedModel, batch
 
 from gt_config.node_keys import PhaseAnnotation
@@ -180,6 +181,15 @@ def test_refuses(what: str) -> None:
     with pytest.raises(CaptureError) as error:
         export_joint_graph(module_of(function), (torch.rand(2),))
     assert str(error.value) == text
+
+
+def test_refuses_placements_of_what_is_no_dtensor_output() -> None:
+    with pytest.raises(CaptureError) as error:
+        export_joint_graph(Gelu(), (torch.rand(2, 4),), gradient_placements={"out": [Replicate()]})
+    assert str(error.value) == (
+        "the module's outputs cannot be captured:\n"
+        "  gradient_placements names out, which is no DTensor output"
+    )
 
 
 def test_refuses_a_tensor_that_is_neither_state_nor_argument() -> None:

@@ -60,6 +60,7 @@ def export_joint_graph(
     args: tuple[Any, ...] = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
+    gradient_placements: Mapping[str, Sequence[Placement]] | None = None,
     meta_device: torch.device | str = "meta",
 ) -> JointGraph:
     """Capture forward and backward of ``module``, called with ``args`` and ``kwargs``.
@@ -71,11 +72,14 @@ def export_joint_graph(
         args: example arguments, trees of tensors, or of numbers, strings and None, which become
             constants. Shapes are static.
         kwargs: likewise.
+        gradient_placements: how the gradients of DTensor outputs are placed when they arrive, by
+            the outputs' names ("output" for a single one, else as ``output['logits']``). Those not
+            named are expected as the outputs are placed, and replicated where these are partial.
+            What arrives otherwise is redistributed, which costs a collective.
         meta_device: what tensors on the meta device stand for, as in ``trace_step``.
 
     Returns:
-        The joint graph. Gradients arrive at DTensor outputs placed as the outputs are, and
-        replicated where an output is partial.
+        The joint graph.
 
     Raises:
         CaptureError: the module cannot be captured faithfully; every reason found is listed.
@@ -86,7 +90,7 @@ def export_joint_graph(
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     fakes = flat.fake(fake_mode, torch.device(meta_device))
     state, fake_arguments = flat.rebuild(fakes)
-    shell = _Shell(module, flat, state)
+    shell = _Shell(module, flat, state, dict(gradient_placements or {}))
     exported = _export(shell, module, fake_arguments, fake_mode)
     graph_module = exported.graph_module
     _mark_backward(graph_module)
@@ -156,10 +160,17 @@ class _Shell(nn.Module):
     is a plain tensor whose placements are known.
     """
 
-    def __init__(self, module: nn.Module, flat: FlatInputs, state: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        flat: FlatInputs,
+        state: Sequence[torch.Tensor],
+        gradient_placements: Mapping[str, Sequence[Placement]],
+    ) -> None:
         super().__init__()
         # In a list, so that its own parameters are not registered a second time.
         self._inner = [module]
+        self._gradient_placements = gradient_placements
         self.flat = flat
         self.outputs: list[OutputSignature] = []
         self.output_spec: pytree.TreeSpec | None = None
@@ -200,10 +211,7 @@ class _Shell(nn.Module):
             layout = _real_layout(flatten_tensor(leaf)[1])
             placements: tuple[Placement, ...] | None = None
             if isinstance(leaf, DTensor):
-                placements = tuple(
-                    Replicate() if placement.is_partial() else placement
-                    for placement in leaf.placements
-                )
+                placements = tuple(self._gradient_placements.get(name) or _usual_placements(leaf))
                 plain.append(leaf.to_local(grad_placements=placements))
             else:
                 if layout.subclass is not None:
@@ -218,11 +226,21 @@ class _Shell(nn.Module):
                     gradient_placements=placements,
                 )
             )
+        dtensors = {o.name for o in self.outputs if o.gradient_placements is not None}
+        problems += [
+            f"gradient_placements names {name}, which is no DTensor output"
+            for name in self._gradient_placements
+            if name not in dtensors
+        ]
         if problems:
             raise CaptureError(
                 "the module's outputs cannot be captured:\n  " + "\n  ".join(problems)
             )
         return plain
+
+
+def _usual_placements(output: DTensor) -> list[Placement]:
+    return [Replicate() if placement.is_partial() else placement for placement in output.placements]
 
 
 def _real_layout(layout: TensorLayout) -> TensorLayout:
