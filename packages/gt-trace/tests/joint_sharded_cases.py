@@ -115,6 +115,6 @@ def gradients_behind_a_dtensor_output() -> list[str]:
             problems.append(f"{name} is placed as {told[name].placements}")
         if not torch.equal(local(told[name]), local(expected)):
             problems.append(f"{name} differs")
-        if not torch.allclose(untold[name].full_tensor(), expected.full_tensor(), rtol=1e-6):
+        if not torch.allclose(untold[name].full_tensor(), expected.full_tensor(), atol=1e-6):
             problems.append(f"{name} differs when it is redistributed")
     return problems
