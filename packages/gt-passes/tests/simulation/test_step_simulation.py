@@ -17,6 +17,7 @@ from expecttest import assert_expected_inline
 from pass_graphs import capture, collectives, unshard
 from torch.fx import GraphModule, Node
 
+from gt_passes.host_copies import OFFLOAD, RELOAD, WAIT_COPY
 from gt_passes.simulation import (
     CostModel,
     OpCost,
@@ -33,14 +34,14 @@ RANKS = {"fsdp": range(8), "tp": range(2), "ep": range(4)}
 
 
 class UnitCosts(CostModel):
-    """Every operator takes 1 us, every collective 4, and the host nothing."""
+    """Every operator takes 1 us, every collective and copy 4, and the host nothing."""
 
     def __init__(self) -> None:
         super().__init__(ranks_of_group=lambda name: tuple(RANKS[name]))
 
     def cost_of_key(self, key: Hashable, node: Node) -> OpCost:
         cost = super().cost_of_key(key, node)
-        duration = 4.0 if cost.kind == "collective" else float(cost.duration_us > 0)
+        duration = 4.0 if cost.kind in ("collective", "host_copy") else float(cost.duration_us > 0)
         return replace(cost, duration_us=duration, host_us=0.0)
 
 
@@ -150,6 +151,29 @@ def test_a_collective_starts_after_what_was_launched_before_it():
 
     simulation = simulate(step, X)
     assert simulation.collectives[0].start_us == 3
+
+
+def test_can_hide_a_copy_from_the_host_but_not_one_that_is_waited_for_at_once():
+    """
+    compute s....1234567890m
+    copies   OOOORRRR
+    """
+
+    def step(x):
+        y = x.sin()
+        host = OFFLOAD(y)
+        ready = WAIT_COPY(host, y)
+        back = RELOAD(ready, x.device)
+        z = x
+        for _ in range(10):
+            z = z.cos()
+        return WAIT_COPY(back, ready) * 2, z
+
+    simulation = simulate(step, X)
+    # The first wait is at once: the copy out is exposed, the copy back is hidden.
+    assert (simulation.copies_exposed_us, simulation.exposed_us) == (4, 0)
+    assert simulation.step_us == 1 + 4 + 10 + 1
+    assert "waiting for copies      0.00 ms (2 to and from the host" in simulation.table()
 
 
 def test_collectives_are_charged_to_what_they_are_for():

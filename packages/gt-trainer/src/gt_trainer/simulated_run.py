@@ -105,6 +105,10 @@ class SimulatedRun:
         parts = (
             f"{times}{_ms(graph.compute_us)} computing",
             f"{_ms(graph.exposed_us)} exposed communication",
+            *(
+                [f"{_ms(graph.copies_exposed_us)} waiting for copies"]
+                * (graph.copies_exposed_us > 0)
+            ),
             f"{_ms(graph.host_idle_us)} waiting for the host; {_ms(self.optimizer_us)} optimizer",
         )
         lines = [

@@ -22,9 +22,10 @@ from gt_passes.simulation.collective_launch import (
     ranks_of_torch_group,
 )
 from gt_passes.simulation.collective_model import CollectiveKind, CollectiveModel, GroupLayout
+from gt_passes.simulation.compiled_region import FusedKernel, compiled_kernels
 from gt_passes.simulation.compute_model import DeviceTime, device_time, matmul_us
 from gt_passes.simulation.cost_model import CostModel, HostModel, OpCost
-from gt_passes.simulation.graph_program import COMPUTE_STREAM, GraphProgram, GraphRun
+from gt_passes.simulation.graph_program import COMPUTE_STREAM, COPY_STREAM, GraphProgram, GraphRun
 from gt_passes.simulation.hardware import (
     Constant,
     Hardware,
@@ -57,6 +58,7 @@ from gt_passes.simulation.work import MatmulShape, OpKind, OpWork, WorkRule, wor
 
 __all__ = [
     "COMPUTE_STREAM",
+    "COPY_STREAM",
     "CollectiveKind",
     "CollectiveLaunch",
     "CollectiveModel",
@@ -64,6 +66,7 @@ __all__ = [
     "Constant",
     "CostModel",
     "DeviceTime",
+    "FusedKernel",
     "GraphProgram",
     "GraphRun",
     "GroupLayout",
@@ -90,6 +93,7 @@ __all__ = [
     "WorkRule",
     "balanced_exchange_sizes",
     "collective_launch",
+    "compiled_kernels",
     "device_time",
     "h100_sxm",
     "load_hardware",

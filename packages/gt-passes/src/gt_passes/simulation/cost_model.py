@@ -136,6 +136,10 @@ class CostModel:
             known = self._costs[key] = self._price(node)
         return known
 
+    def memory_bound_cost(self, moved_bytes: int) -> OpCost:
+        """The price of a kernel that only reads and writes, such as several operators in one."""
+        return self._price_work(OpWork(kind="streaming", moved_bytes=moved_bytes), masked=False)
+
     def collective_us(self, kind: CollectiveKind, num_bytes: int, ranks: Sequence[int]) -> float:
         """The time of a collective without a graph; as ``CollectiveModel.time_us``."""
         return self._collectives.time_us(kind, num_bytes, ranks)
@@ -150,7 +154,10 @@ class CostModel:
         work = work_of(node, self.sizes, self._rules)
         if work.kind == "collective":
             return self._price_collective(node)
-        device = device_time(work, self.hardware, masked=is_masked(node))
+        return self._price_work(work, masked=is_masked(node))
+
+    def _price_work(self, work: OpWork, *, masked: bool) -> OpCost:
+        device = device_time(work, self.hardware, masked=masked)
         duration_us, host_us = device.total_us, self._host_us(work)
         if self.host == "cuda_graph":
             has_kernel = duration_us > 0

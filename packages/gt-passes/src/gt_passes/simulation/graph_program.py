@@ -4,22 +4,29 @@ Operators run on one compute stream in the graph's order; each process group has
 own, as torch gives each NCCL communicator one. A collective starts after everything that was issued
 to the compute stream before it (its launch records an event there), and a wait makes the compute
 stream wait for it. Views cost the host alone. What reads numbers on the host waits for the device.
+Copies to host memory and back that are waited for share one stream. A compiled region runs its
+body, fused (``compiled_region``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch.fx import GraphModule, Node
 
+from gt_passes.host_copies import is_host_copy
+from gt_passes.outlined_region import region_of
+from gt_passes.simulation.compiled_region import FusedKernel, compiled_kernels
 from gt_passes.simulation.cost_model import CostModel, OpCost
 from gt_passes.simulation.operands import OperandReader
 from gt_passes.simulation.timeline import Task, Timeline, schedule
 
-__all__ = ["COMPUTE_STREAM", "GraphProgram", "GraphRun"]
+__all__ = ["COMPUTE_STREAM", "COPY_STREAM", "GraphProgram", "GraphRun"]
 
 COMPUTE_STREAM = "compute"
+COPY_STREAM = "copies to and from the host"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,18 +50,24 @@ class GraphProgram:
     """
 
     def __init__(self, graph_module: GraphModule, cost_model: CostModel) -> None:
-        reader = OperandReader(cost_model.sizes)
-        self._nodes: list[tuple[Node, Hashable]] = [
-            (node, cost_model.key(node, reader))
-            for node in graph_module.graph.nodes
-            if node.op == "call_function"
-        ]
+        self._reader = OperandReader(cost_model.sizes)
+        self._steps: list[_Step | FusedKernel] = []
+        for node in graph_module.graph.nodes:
+            region = region_of(node)
+            if region is not None:
+                self._read_region(region.body, cost_model)
+            elif node.op == "call_function":
+                self._read_node(node, cost_model)
 
     def run(self, cost_model: CostModel) -> GraphRun:
         """Price and schedule every node. Linear in their number."""
         lowering = _Lowering()
-        for node, key in self._nodes:
-            lowering.add(node, cost_model.cost_of_key(key, node))
+        for step in self._steps:
+            if isinstance(step, FusedKernel):
+                cost = cost_model.memory_bound_cost(step.moved_bytes)
+            else:
+                cost = cost_model.cost_of_key(step.key, step.node)
+            lowering.add(step.node, cost)
         hardware = cost_model.hardware
         replayed = cost_model.host == "cuda_graph"
         timeline = schedule(
@@ -64,6 +77,23 @@ class GraphProgram:
         )
         return GraphRun(timeline=timeline, nodes=tuple(lowering.nodes), costs=tuple(lowering.costs))
 
+    def _read_node(self, node: Node, cost_model: CostModel) -> None:
+        self._steps.append(_Step(node, cost_model.key(node, self._reader)))
+
+    def _read_region(self, body: GraphModule, cost_model: CostModel) -> None:
+        for kernel in compiled_kernels(body, cost_model.sizes, self._reader):
+            if isinstance(kernel, FusedKernel):
+                self._steps.append(kernel)
+            else:
+                self._read_node(kernel, cost_model)
+
+
+class _Step(NamedTuple):
+    """A node, and all that its price depends on."""
+
+    node: Node
+    key: Hashable
+
 
 class _Lowering:
     def __init__(self) -> None:
@@ -71,7 +101,7 @@ class _Lowering:
         self.nodes: list[Node] = []
         self.costs: list[OpCost] = []
         self._launched: dict[Node, int] = {}
-        """From a collective, and what is taken out of its results, to its task."""
+        """From a collective or copy, and what is taken out of its results, to its task."""
 
         self._last_compute: tuple[int, ...] = ()
         self._pending_host_us = 0.0
@@ -86,6 +116,8 @@ class _Lowering:
             assert cost.collective is not None  # the cost model says so
             stream = f"group {cost.collective.group_name}"
             self._launched[node] = self._append(node, cost, stream, self._last_compute)
+        elif cost.kind == "host_copy" and is_host_copy(node):
+            self._launched[node] = self._append(node, cost, COPY_STREAM, self._last_compute)
         elif cost.kind == "wait":
             launched = (self._launched.get(argument) for argument in node.all_input_nodes)
             self._compute(node, cost, tuple(task for task in launched if task is not None))

@@ -5,6 +5,7 @@ Everything here is simulated, and every text that comes out of it says so.
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from torch.fx import GraphModule, Node
 
 from gt_config.node_keys import EpExchangeAnnotation, FsdpCollectiveAnnotation
 from gt_passes.liveness import MemoryProfile, estimate_memory
+from gt_passes.outlined_region import region_of
 from gt_passes.simulation.collective_model import CollectiveKind
 from gt_passes.simulation.cost_model import CostModel
 from gt_passes.simulation.graph_program import COMPUTE_STREAM, GraphProgram, GraphRun
@@ -61,7 +63,8 @@ class PurposeTotal:
 class StepSimulation:
     """A training step on a machine that nobody ran it on.
 
-    ``step_us`` is ``compute_us + exposed_us + host_idle_us``, where the compute stream ends last.
+    ``step_us`` is the sum of ``compute_us``, ``exposed_us``, ``copies_exposed_us`` and
+    ``host_idle_us``, where the compute stream ends last.
     """
 
     hardware: Hardware
@@ -72,6 +75,9 @@ class StepSimulation:
 
     exposed_us: float
     """The compute stream stood still for a collective."""
+
+    copies_exposed_us: float
+    """The compute stream stood still for a copy from the host, or to it."""
 
     host_idle_us: float
     """The compute stream stood still for the host."""
@@ -108,6 +114,14 @@ class StepSimulation:
         ]
         return tuple(sorted(totals, key=lambda total: (-total.exposed_us, total.purpose)))
 
+    def _copy_lines(self) -> list[str]:
+        copied = [cost for cost in self.run.costs if cost.kind == "host_copy"]
+        if not copied:
+            return []
+        gib = sum(cost.moved_bytes for cost in copied) / 2**30
+        what = f"{len(copied)} to and from the host, {gib:.2f} GiB"
+        return [f"  waiting for copies      {_ms(self.copies_exposed_us)} ({what})"]
+
     def table(self) -> str:
         """The step in lines for a terminal."""
         lines = [
@@ -116,6 +130,7 @@ class StepSimulation:
             f"  compute stream busy     {_ms(self.compute_us)}",
             f"  exposed communication   {_ms(self.exposed_us)}",
             f"  waiting for the host    {_ms(self.host_idle_us)}",
+            *self._copy_lines(),
             f"  peak memory (graph)     {self.memory.peak_bytes / 2**30:,.2f} GiB estimated",
         ]
         if self.collectives:
@@ -192,19 +207,33 @@ def simulate_step(
         run=run,
         step_us=timeline.makespan_us,
         compute_us=timeline.busy_us(COMPUTE_STREAM),
-        exposed_us=sum(exposed.values()),
+        exposed_us=sum(record.exposed_us for record in collectives),
+        copies_exposed_us=sum(
+            stalled for task, stalled in exposed.items() if run.costs[task].kind == "host_copy"
+        ),
         host_idle_us=timeline.host_idle_us.get(COMPUTE_STREAM, 0.0),
         flops=sum(cost.flops for cost in run.costs),
         collectives=tuple(collectives),
         guesses=MappingProxyType(dict(guesses)),
         assumed_symbols=cost_model.sizes.assumed_symbols,
         memory=estimate_memory(
-            graph_module,
+            _graph_with_memory(graph_module),
             num_static_inputs=num_static_inputs,
             block_bytes=_ALLOCATION_BYTES,
             symbol_sizes=cost_model.sizes.sizes,
         ),
     )
+
+
+def _graph_with_memory(graph_module: GraphModule) -> GraphModule:
+    """The graph whose values are held: the body, where all of a graph is one compiled region."""
+    calls = [
+        node
+        for node in graph_module.graph.nodes
+        if node.op == "call_function" and node.target is not operator.getitem
+    ]
+    region = region_of(calls[0]) if len(calls) == 1 else None
+    return graph_module if region is None else region.body
 
 
 def _purpose(node: Node, group_name: str, labels: Mapping[str, str]) -> str:

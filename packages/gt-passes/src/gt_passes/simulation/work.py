@@ -9,6 +9,7 @@ is priced by its bytes too, but says so (``OpWork.is_guess``), so that reports c
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -20,10 +21,11 @@ from torch.fx import Node
 from gt_passes._torch_internals import HigherOrderOperator, OpOverload, value_of
 from gt_passes.aliasing import written_nodes
 from gt_passes.collectives import is_collective, is_wait
+from gt_passes.host_copies import WAIT_COPY, is_host_copy
 from gt_passes.simulation.operands import Operand, input_operands, operands_of, output_operands
 from gt_passes.simulation.symbol_sizes import SymbolSizes
 
-__all__ = ["MatmulShape", "OpKind", "OpWork", "WorkRule", "is_masked", "work_of"]
+__all__ = ["MatmulShape", "OpKind", "OpWork", "WorkRule", "is_masked", "is_view_node", "work_of"]
 
 OpKind = Literal[
     "none",  # no operator at all: getitem, symbolic sizes, inputs, outputs
@@ -124,8 +126,11 @@ def work_of(
         return OpWork(kind="none")
     if rules and target in rules:
         return rules[target](node, sizes)
-    if is_wait(node):
+    if is_wait(node) or target is WAIT_COPY:
         return OpWork(kind="wait")
+    if is_host_copy(node):
+        (copy,) = output_operands(node, sizes)
+        return OpWork(kind="host_copy", moved_bytes=copy.num_bytes)
     if is_collective(node):
         return OpWork(kind="collective")
     if isinstance(target, HigherOrderOperator):
@@ -148,6 +153,14 @@ def work_of(
     return copied or _memory_work(node, name, sizes, is_aten=target.namespace in ("aten", "prims"))
 
 
+def is_view_node(node: Node) -> bool:
+    """Whether a node only views its first argument, or takes an item out of it."""
+    if node.target is operator.getitem:
+        return True
+    return isinstance(node.target, OpOverload) and _is_view(node.target)
+
+
+@cache
 def _is_view(target: OpOverload) -> bool:
     schema = target._schema
     if schema.name == "aten::_unsafe_view":

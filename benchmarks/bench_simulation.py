@@ -1,0 +1,204 @@
+"""How far is the simulated step from what others measured and published?
+
+Each workload is a published measurement on H100s. Its configuration is captured on as many ranks as
+it ran on, none of which exist, and simulated::
+
+    python benchmarks/bench_simulation.py [--json FILE] [--workload llama3]
+
+The constants of the model were fixed before the first comparison and have not been touched since
+(docs/decisions/0007-cost-model.md), so this says how good the model is, and not how well it was
+fitted. Every row is simulated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gt_trainer import device
+
+device.install("cpu")
+
+# torchtitan copies the device when it is imported, hence not above.
+from report import Report, Row, Sample  # noqa: E402
+
+from gt_config import ConfigError  # noqa: E402
+from gt_trainer.dry_run import dry_run  # noqa: E402
+from gt_trainer.preflight import check_configuration  # noqa: E402
+from gt_trainer.simulated_run import SimulatedRun  # noqa: E402
+
+_BAND = 0.15
+"""How far off a simulated step may be before we call the model wrong."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Published:
+    """One measurement that somebody published."""
+
+    name: str
+    """What ran, as a suffix of the workload."""
+
+    tokens_per_second_per_gpu: float
+    source: str
+    compile: dict[str, Any] = field(default_factory=dict)
+    """Our options that come closest to what ran."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """A configuration, and what it was measured at."""
+
+    module: str
+    config: str
+    world_size: int
+    assumptions: str
+    published: tuple[Published, ...]
+
+
+_OVERLAPPED = {"fsdp_bucketing": "transformer_block", "prefetch_layers": 1}
+"""Both publications gather a transformer block at once, one ahead of its use."""
+
+_RECOMPUTED = {"memory_policy": "selective", **_OVERLAPPED}
+"""And both compute element-wise operators again."""
+
+_EP = "pytorch/torchtitan #3434, without EP overlap"
+_DENSE = "pytorch/torchtitan #3141"
+
+WORKLOADS = (
+    Workload(
+        module="deepseek_v3",
+        config="deepseek_v3_16b",
+        world_size=32,
+        assumptions="FSDP 32, EP 32, 4 nodes, balanced routing; local batch 4 x 4,096 tokens as "
+        "torchtitan ships the configuration (the publication names neither; MFU fits 4,096)",
+        published=(
+            Published(name="as captured", tokens_per_second_per_gpu=8086, source=_EP),
+            Published(
+                name="bucketed, selective recomputation",
+                tokens_per_second_per_gpu=8086,
+                source=_EP,
+                compile=_RECOMPUTED,
+            ),
+        ),
+    ),
+    Workload(
+        module="llama3",
+        config="llama3_8b",
+        world_size=8,
+        assumptions="FSDP 4 x TP 2, 1 node; local batch 1 x 8,192 tokens as torchtitan ships the "
+        "configuration (the publication names neither)",
+        published=(
+            Published(
+                name="as captured",
+                tokens_per_second_per_gpu=6876,
+                source=f"{_DENSE}, regional Inductor",
+            ),
+            Published(
+                name="bucketed, selective recomputation",
+                tokens_per_second_per_gpu=6876,
+                source=f"{_DENSE}, regional Inductor",
+                compile=_RECOMPUTED,
+            ),
+        ),
+    ),
+)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = _parse(arguments)
+    report = Report(benchmark="simulation")
+    report.notes.append(
+        "All rows are simulated on H100 SXM from constants that were fixed on 2026-11-21, before "
+        f"the first comparison. Aim: a ratio from {1 - _BAND:.2f} to {1 + _BAND:.2f}."
+    )
+    for workload in WORKLOADS:
+        if options.workload and options.workload not in workload.config:
+            continue
+        report.notes.append(f"{workload.config}: {workload.assumptions}")
+        for published in workload.published:
+            _compare(workload, published, report)
+    sys.stdout.write(report.table() + "\n")
+    if options.json is not None:
+        report.write(options.json)
+    return 0
+
+
+def _compare(workload: Workload, published: Published, report: Report) -> None:
+    config = getattr(
+        importlib.import_module(f"gt_trainer.models.{workload.module}"), workload.config
+    )()
+    config.compile = dataclasses.replace(config.compile, **published.compile)
+    name = f"{workload.config}, {published.name}"
+    try:
+        check_configuration(config, workload.world_size, will_train=False)
+    except ConfigError as refusal:
+        report.notes.append(f"{name}: not simulated: {refusal}")
+        return
+    begin = time.process_time()
+    simulated = dry_run(config, workload.world_size).simulated
+    report.notes.append(f"{name}: {simulated.sensitivity}; {_origin(published, begin)}")
+    report.rows += _rows(name, published, simulated)
+
+
+def _rows(name: str, published: Published, simulated: SimulatedRun) -> list[Row]:
+    facts = simulated.facts
+    published_ms = 1e3 * facts.tokens / published.tokens_per_second_per_gpu / facts.num_gpus
+    rows = [
+        Row(
+            workload=name,
+            metric="step_time",
+            unit="ms",
+            ours=Sample.of([simulated.step_us / 1e3]),
+            peer=Sample.of([published_ms]),
+            peer_name="published",
+            simulated=True,
+        ),
+        Row(
+            workload=name,
+            metric="tokens_per_second_per_gpu",
+            unit="1/s",
+            ours=Sample.of([simulated.tokens_per_second_per_gpu]),
+            peer=Sample.of([published.tokens_per_second_per_gpu]),
+            peer_name="published",
+            simulated=True,
+        ),
+        Row(
+            workload=name,
+            metric="peak_gib",
+            unit="GiB",
+            ours=Sample.of([simulated.peak_bytes / 2**30]),
+            simulated=True,
+        ),
+    ]
+    rows += [
+        Row(
+            workload=name,
+            metric=f"exposed_us {total.purpose}",
+            unit="us",
+            ours=Sample.of([total.exposed_us]),
+            simulated=True,
+        )
+        for total in simulated.graph.by_purpose
+    ]
+    return rows
+
+
+def _origin(published: Published, begin: float) -> str:
+    return f"{published.source}; capture to report {time.process_time() - begin:.0f} CPU s"
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--json", type=Path, help="also write the rows to this file")
+    parser.add_argument("--workload", help="only configurations whose name contains this")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,80 @@
+"""Compiled regions: what is fused reads its inputs once and writes its outputs once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from pass_graphs import capture, collectives, run_pass
+
+from gt_passes.inductor_compiler import DescribeOnly
+from gt_passes.passes import CompileWholeGraph
+from gt_passes.simulation import CostModel, FusedKernel, compiled_kernels, simulate_step
+from gt_passes.simulation.operands import OperandReader
+from gt_passes.simulation.symbol_sizes import SymbolSizes
+
+aten = torch.ops.aten
+X = torch.ones(2**20)
+W = torch.ones(1024, 1024)
+
+
+def kernels(fn, *args):
+    """What a compiled function runs: bytes of fused kernels, targets of other operators."""
+    sizes = SymbolSizes()
+    found = compiled_kernels(capture(fn, *args), sizes, OperandReader(sizes))
+    return [step.moved_bytes if isinstance(step, FusedKernel) else step.target for step in found]
+
+
+def test_neighbouring_operators_are_one_kernel():
+    # Reads x, writes the result; what is in between stays in registers.
+    assert kernels(lambda x: ((x + 1) * 2).relu(), X) == [2 * 4 * 2**20]
+
+
+def test_a_value_used_outside_is_written():
+    def fn(x):
+        y = x + 1
+        return y, (y * 2).relu()
+
+    assert kernels(fn, X) == [3 * 4 * 2**20]
+
+
+def test_an_input_used_twice_is_read_once():
+    assert kernels(lambda x: x * x + x.relu(), X) == [2 * 4 * 2**20]
+
+
+def test_a_matrix_product_ends_the_kernel():
+    def fn(x, w):
+        return ((x + 1) @ w).relu() * 2
+
+    assert kernels(fn, W, W.clone()) == [8 * 2**20, aten.mm.default, 8 * 2**20]
+
+
+def test_a_collective_ends_the_kernel():
+    def fn(x):
+        gathered = collectives.all_gather_into_tensor(x + 1, 2, "tp")
+        y = x * 2
+        return collectives.wait_tensor(gathered), y * 3
+
+    launch, wait = collectives.all_gather_into_tensor.default, collectives.wait_tensor.default
+    assert kernels(fn, X) == [8 * 2**20, launch, 8 * 2**20, wait, 8 * 2**20]
+
+
+def test_a_view_that_leaves_the_kernel_is_written_as_what_it_views():
+    def fn(x, w):
+        return (x + 1).t() @ w
+
+    assert kernels(fn, W, W.clone()) == [8 * 2**20, aten.mm.default]
+
+
+def test_a_compiled_graph_is_faster_than_the_captured_one_and_keeps_its_products():
+    def step(x, w):
+        return (((x + 1) * 2).relu() @ w).sigmoid() * 3
+
+    captured = capture(step, W, W.clone())
+    before = simulate_step(captured, CostModel())
+    compiled = capture(step, W, W.clone())
+    run_pass(CompileWholeGraph(compiler=DescribeOnly()), compiled)
+    after = simulate_step(compiled, CostModel())
+    assert after.flops == before.flops
+    assert after.step_us < before.step_us
+    assert len(after.run.nodes) == 3
+    assert after.memory.peak_bytes == pytest.approx(before.memory.peak_bytes)
