@@ -17,6 +17,7 @@ from training_cases import (
     Comparison,
     compare_modes,
     compare_resumed,
+    expert_regions,
     histories,
     message_of_another_shape,
     recaptured,
@@ -26,6 +27,7 @@ from gt_trace.testing import GlooWorkers
 
 FSDP_TP = {"data_parallel_shard_degree": 2, "tensor_parallel_degree": 2}
 HSDP = {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 2}
+FSDP_TP_EP = {**FSDP_TP, "expert_parallel_degree": 2}
 FSDP_EP = {"data_parallel_shard_degree": 4, "expert_parallel_degree": 2}
 
 LLAMA3 = Case(module="llama3", config="llama3_debugmodel")
@@ -59,7 +61,22 @@ FOUR_RANKS = {
     "llama3, HSDP 2 x 2, bfloat16": on(LLAMA3, parallelism=HSDP, param_dtype="bfloat16"),
     "qwen3, tied weights, FSDP 2 x TP 2": on(QWEN3_TIED, parallelism=FSDP_TP),
     "deepseek_v3, FSDP 4 x EP 2": on(DEEPSEEK_V3, parallelism=FSDP_EP),
+    "deepseek_v3, FSDP 2 x TP 2 x EP 2": on(DEEPSEEK_V3, parallelism=FSDP_TP_EP),
 }
+JOINT_ONE_RANK = (
+    ("llama3, gradient accumulation", "min_cut"),
+    ("llama3, bfloat16", "min_cut"),
+    ("qwen3, tied weights", "min_cut"),
+    ("deepseek_v3", "save_all"),
+)
+JOINT_FOUR_RANKS = (
+    ("llama3, FSDP 2 x TP 2", "min_cut"),
+    ("llama3, FSDP 2 x TP 2", "save_all"),
+    ("llama3, FSDP 2 x TP 2, loss not chunked", "min_cut"),
+    ("llama3, HSDP 2 x 2, bfloat16", "min_cut"),
+    ("deepseek_v3, FSDP 2 x TP 2 x EP 2", "min_cut"),
+    ("deepseek_v3, FSDP 2 x TP 2 x EP 2", "save_all"),
+)
 
 
 # Layers with experts, after the layers were cut.
@@ -92,6 +109,45 @@ def test_captured_equals_eager_on_four_ranks(name: str, four: GlooWorkers, tmp_p
     check(four.run(compare_modes, FOUR_RANKS[name], str(tmp_path)), FOUR_RANKS[name])
 
 
+@pytest.mark.parametrize(("name", "partitioner"), JOINT_ONE_RANK)
+def test_joint_graphs_equal_eager_in_one_process(
+    name: str, partitioner: str, one: GlooWorkers, tmp_path: Path
+) -> None:
+    options = {"joint_partitioner": partitioner}
+    found = one.run(compare_modes, ONE_RANK[name], str(tmp_path), "aot_joint", options)
+    check(found, ONE_RANK[name])
+
+
+@pytest.mark.parametrize(("name", "partitioner"), JOINT_FOUR_RANKS)
+def test_joint_graphs_equal_eager_on_four_ranks(
+    name: str, partitioner: str, four: GlooWorkers, tmp_path: Path
+) -> None:
+    options = {"joint_partitioner": partitioner}
+    found = four.run(compare_modes, FOUR_RANKS[name], str(tmp_path), "aot_joint", options)
+    check(found, FOUR_RANKS[name])
+
+
+def test_joint_graphs_say_where_tokens_are_dispatched_computed_and_combined(
+    four: GlooWorkers, tmp_path: Path
+) -> None:
+    case = FOUR_RANKS["deepseek_v3, FSDP 2 x TP 2 x EP 2"]
+    for found in four.run(expert_regions, case, str(tmp_path)):
+        assert found.keys() == {"forward", "backward"}
+        assert found["forward"] == {
+            ("dispatch", None),
+            ("dispatch", "token_count_exchange"),
+            ("dispatch", "token_exchange"),
+            ("compute", None),
+            ("combine", None),
+            ("combine", "token_exchange"),
+        }
+        assert found["backward"] >= {
+            ("dispatch", "token_exchange"),
+            ("compute", None),
+            ("combine", "token_exchange"),
+        }
+
+
 # With experts, their biases are state that neither gradients nor the optimizer restore.
 @pytest.mark.parametrize("name", ["llama3", "deepseek_v3"])
 def test_resumed_run_equals_one_that_never_stopped(
@@ -107,11 +163,19 @@ def test_resumed_run_equals_one_that_never_stopped_on_four_ranks(
     assert four.run(compare_resumed, case, str(tmp_path)) == [([], 2)] * 4
 
 
-def test_changed_shape_is_captured_anew_where_that_is_configured(
+def test_resumed_run_of_joint_graphs_equals_one_that_never_stopped(
     one: GlooWorkers, tmp_path: Path
 ) -> None:
+    found = one.run(compare_resumed, ONE_RANK["deepseek_v3"], str(tmp_path), "aot_joint")
+    assert found == [([], 2)]
+
+
+@pytest.mark.parametrize("mode", ["aot_fx_trace", "aot_joint"])
+def test_changed_shape_is_captured_anew_where_that_is_configured(
+    mode: str, one: GlooWorkers, tmp_path: Path
+) -> None:
     case = on(LLAMA3, on_shape_change="recapture")
-    assert one.run(recaptured, case, str(tmp_path)) == [([], 2)]
+    assert one.run(recaptured, case, str(tmp_path), mode) == [([], 2)]
 
 
 def test_changed_shape_is_an_error_that_names_input_and_both_shapes(
@@ -128,11 +192,12 @@ def test_changed_shape_is_an_error_that_names_input_and_both_shapes(
     )
 
 
-def test_metrics_and_validation_files_are_the_same_in_both_modes(
-    one: GlooWorkers, tmp_path: Path
+@pytest.mark.parametrize("mode", ["aot_fx_trace", "aot_joint"])
+def test_metrics_and_validation_files_are_those_of_eager(
+    mode: str, one: GlooWorkers, tmp_path: Path
 ) -> None:
     (eager,) = one.run(histories, LLAMA3, "none", str(tmp_path / "eager"))
-    (captured,) = one.run(histories, LLAMA3, "aot_fx_trace", str(tmp_path / "captured"))
+    (captured,) = one.run(histories, LLAMA3, mode, str(tmp_path / "captured"))
     assert captured == eager
     # torchtitan validates after the first step and after every second one.
     assert eager[1].count("\n") == 3

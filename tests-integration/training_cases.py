@@ -18,6 +18,8 @@ from torch.distributed.tensor import DTensor
 from torchtitan.components.loss import CrossEntropyLoss
 
 from gt_config import ShapeChangePolicy
+from gt_config.node_keys import EpExchangeAnnotation, EpRegionAnnotation
+from gt_trace import phase_of, read_annotation
 from gt_trainer.models.chunked_loss import GraphChunkedLoss
 from gt_trainer.trainer import GraphTrainer
 
@@ -217,13 +219,18 @@ class Comparison:
     verified: bool
 
 
-def compare_modes(case: Case, folder: str) -> Comparison:
+def compare_modes(
+    case: Case,
+    folder: str,
+    mode: str = "aot_fx_trace",
+    options: Mapping[str, Any] = MappingProxyType({}),
+) -> Comparison:
     """Train eagerly and captured, five optimizer steps each, and compare every bit.
 
     Step by step, so that no more than one step's gradients are in memory.
     """
     eager = trainer_of(case, "none", f"{folder}/eager")
-    captured = trainer_of(case, "aot_fx_trace", f"{folder}/captured")
+    captured = trainer_of(case, mode, f"{folder}/captured", options=options)
     differences = differing(eager.parameters(), captured.parameters(), "initial parameter")
     names = {name for name, _ in captured.model_parts[0].named_parameters()}
     num_names = sum(1 for _ in captured.model_parts[0].named_parameters(remove_duplicate=False))
@@ -254,7 +261,7 @@ def compare_modes(case: Case, folder: str) -> Comparison:
         num_tied_parameters=num_names - len(names),
         matmul_dtypes=matmul_dtypes(captured),
         num_captures=len(captured.captures),
-        verified=all(report.passes.verified for report in captured.captures),
+        verified=all(p.verified for report in captured.captures for p in report.pipelines),
     )
     close(eager, captured)
     return found
@@ -270,9 +277,13 @@ def num_idle_experts(before: Pass, after: Pass) -> tuple[int, ...]:
 
 
 def matmul_dtypes(captured: RecordingTrainer) -> frozenset[str]:
-    """What the plain matrix products of the captured graph compute in."""
-    nodes = captured.captures[0].traced.graph_module.graph.nodes
-    found = (node.meta["val"].dtype for node in nodes if node.target is torch.ops.aten.mm.default)
+    """What the plain matrix products of the captured graphs compute in."""
+    found = (
+        node.meta["val"].dtype
+        for graph_module in captured.captures[0].graph_modules
+        for node in graph_module.graph.nodes
+        if node.target is torch.ops.aten.mm.default
+    )
     return frozenset(str(dtype).removeprefix("torch.") for dtype in found)
 
 
@@ -315,14 +326,14 @@ def take_unseen(*trainers: RecordingTrainer, length: int = SEQ_LEN) -> None:
             trainer.forward_backward_step(**batch)
 
 
-def compare_resumed(case: Case, folder: str) -> tuple[list[str], int]:
+def compare_resumed(case: Case, folder: str, mode: str = "aot_fx_trace") -> tuple[list[str], int]:
     """Steps 4 and 5 of a run that stopped after 3, against one that never stopped."""
     every_three = {"enable": True, "interval": 3}
-    whole = trainer_of(case, "aot_fx_trace", f"{folder}/whole", **every_three)
+    whole = trainer_of(case, mode, f"{folder}/whole", **every_three)
     whole.train()
-    stopped = trainer_of(case, "aot_fx_trace", f"{folder}/cut", stop_after=3, **every_three)
+    stopped = trainer_of(case, mode, f"{folder}/cut", stop_after=3, **every_three)
     stopped.train()
-    resumed = trainer_of(case, "aot_fx_trace", f"{folder}/cut", **every_three)
+    resumed = trainer_of(case, mode, f"{folder}/cut", **every_three)
     differences = []
     if len(stopped.passes) != 3:
         differences.append(f"the run that stops took {len(stopped.passes)} steps")
@@ -335,10 +346,10 @@ def compare_resumed(case: Case, folder: str) -> tuple[list[str], int]:
     return differences, num_resumed
 
 
-def recaptured(case: Case, folder: str) -> tuple[list[str], int]:
+def recaptured(case: Case, folder: str, mode: str = "aot_fx_trace") -> tuple[list[str], int]:
     """Another shape, then the first again, against eager; and how many captures that took."""
     eager = trainer_of(case, "none", f"{folder}/eager")
-    captured = trainer_of(case, "aot_fx_trace", f"{folder}/captured")
+    captured = trainer_of(case, mode, f"{folder}/captured")
     take_unseen(eager, captured)
     take_unseen(eager, captured, length=SEQ_LEN // 2)
     take_unseen(eager, captured)
@@ -348,6 +359,23 @@ def recaptured(case: Case, folder: str) -> tuple[list[str], int]:
     count = len(captured.captures)
     close(eager, captured)
     return differences, count
+
+
+def expert_regions(case: Case, folder: str) -> dict[str, set[tuple[str | None, str | None]]]:
+    """Of the graphs of mode aot_joint, the expert regions and exchanges, by phase."""
+    captured = trainer_of(case, "aot_joint", folder)
+    captured.forward_backward_step(**unseen_batches((BATCH_SIZE, SEQ_LEN))[0])
+    found: dict[str, set[tuple[str | None, str | None]]] = {}
+    for graph_module in captured.captures[0].graph_modules:
+        for node in graph_module.graph.nodes:
+            region = read_annotation(node, EpRegionAnnotation)
+            if region is None:
+                continue
+            exchange = read_annotation(node, EpExchangeAnnotation)
+            kind = None if exchange is None else exchange.kind
+            found.setdefault(str(phase_of(node)), set()).add((region.kind, kind))
+    close(captured)
+    return found
 
 
 def message_of_another_shape(case: Case, folder: str) -> str:

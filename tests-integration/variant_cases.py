@@ -95,7 +95,10 @@ def _compare(eager: _History, run: _History) -> VariantResult:
             largest = max(largest, _relative_difference(a.gradients[name], b.gradients[name]))
     differences += differing(eager.parameters, run.parameters, "final parameter")
     records: tuple[PassRecord, ...] = tuple(
-        record for report in run.trainer.captures for record in report.passes.records
+        record
+        for report in run.trainer.captures
+        for pipeline in report.pipelines
+        for record in pipeline.records
     )
     return VariantResult(
         differences=tuple(differences),
@@ -103,7 +106,7 @@ def _compare(eager: _History, run: _History) -> VariantResult:
         largest_difference=largest,
         passes=tuple(record.name for record in records),
         changed=frozenset(record.name for record in records if record.report.changed),
-        verified=all(report.passes.verified for report in run.trainer.captures),
+        verified=all(p.verified for report in run.trainer.captures for p in report.pipelines),
     )
 
 

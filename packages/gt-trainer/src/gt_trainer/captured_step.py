@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.fx import GraphModule
 
 from gt_config import ShapeChangePolicy
 from gt_passes import PassContext, PassPipeline, PipelineReport
@@ -38,6 +39,16 @@ class CaptureReport:
 
     traced: TracedStep
     passes: PipelineReport
+
+    @property
+    def pipelines(self) -> tuple[PipelineReport, ...]:
+        """What passes did, for each graph."""
+        return (self.passes,)
+
+    @property
+    def graph_modules(self) -> tuple[GraphModule, ...]:
+        """The graphs that run, after passes."""
+        return (self.traced.graph_module,)
 
     @property
     def num_nodes_captured(self) -> int:

@@ -36,9 +36,14 @@ class JointCaptureReport:
     backward_passes: PipelineReport
 
     @property
-    def verified(self) -> bool:
-        """Whether both graphs were verified."""
-        return self.forward_passes.verified and self.backward_passes.verified
+    def pipelines(self) -> tuple[PipelineReport, ...]:
+        """What passes did, for each graph."""
+        return (self.forward_passes, self.backward_passes)
+
+    @property
+    def graph_modules(self) -> tuple[GraphModule, ...]:
+        """The graphs that run, after passes."""
+        return (self.parts.forward, self.parts.backward)
 
     @property
     def num_nodes_forward(self) -> int:

@@ -55,10 +55,8 @@ class GraphTrainer(Trainer):
         self.startup = StartupClock()
         with self.startup.part("setup"):
             super().__init__(config)
-        self.captures: list[CaptureReport] = []
+        self.captures: list[CaptureReport | JointCaptureReport] = []
         """One report for each capture so far, oldest first."""
-        self.joint_captures: list[JointCaptureReport] = []
-        """Likewise in mode aot_joint."""
         self._captured: CapturedTrainingStep | None = None
         self._joint: JointForward | None = None
         self._has_stepped = False
@@ -162,7 +160,7 @@ class GraphTrainer(Trainer):
         )
 
     def _report_joint_capture(self, report: JointCaptureReport) -> None:
-        self.joint_captures.append(report)
+        self.captures.append(report)
         logger.info(
             f"Captured the model: {report.num_nodes_forward:,} operators forward and "
             f"{report.num_nodes_backward:,} backward after "
