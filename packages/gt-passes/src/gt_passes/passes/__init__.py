@@ -3,15 +3,20 @@
 from gt_passes.passes.canonicalize_views import CanonicalizeViews
 from gt_passes.passes.compile_regions import CompileRegions
 from gt_passes.passes.compile_whole_graph import CompileWholeGraph
+from gt_passes.passes.recompute_tagged import RecomputeTagged
 from gt_passes.passes.remove_dead_code import DeadCollectives, RemoveDeadCode
 from gt_passes.passes.share_all_gathers import ShareAllGathers, SharingScope
+from gt_passes.passes.tag_saved_tensors import MemoryPolicyName, TagSavedTensors
 
 __all__ = [
     "CanonicalizeViews",
     "CompileRegions",
     "CompileWholeGraph",
     "DeadCollectives",
+    "MemoryPolicyName",
+    "RecomputeTagged",
     "RemoveDeadCode",
     "ShareAllGathers",
     "SharingScope",
+    "TagSavedTensors",
 ]
