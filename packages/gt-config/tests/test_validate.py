@@ -469,6 +469,32 @@ def test_offload_settings_need_the_offload_policy(settings, default):
     assert found(CompileConfig(memory_policy="offload", **settings)) == ()
 
 
+def test_regional_modules_need_regional_compilation():
+    modules = ("layers.*.feed_forward",)
+    assert only(CompileConfig(regional_modules=modules)) == Violation(
+        flag="--compile.regional_modules",
+        value=modules,
+        allowed="its default (), since inductor_compilation is none and it would do nothing",
+        fix="drop the option, or use --compile.inductor_compilation regional",
+    )
+    regional = CompileConfig(inductor_compilation="regional", regional_modules=modules)
+    assert found(regional) == ()
+
+
+def test_regional_modules_are_patterns():
+    config = CompileConfig(
+        inductor_compilation="regional", regional_modules=("layers.*.moe", "layers.[0-3]", "")
+    )
+    assert [(each.flag, each.value, each.allowed) for each in found(config)] == [
+        (
+            "--compile.regional_modules",
+            text,
+            "a dotted module name with * for one component, as 'layers.*.feed_forward'",
+        )
+        for text in ("layers.[0-3]", "")
+    ]
+
+
 @pytest.mark.parametrize("name", ["fsdp_second_group", "fsdp_into_dense_regions"])
 @pytest.mark.parametrize("axis", ["dp_shard", "dp_replicate"])
 def test_fsdp_schedules_need_data_parallelism(name, axis):

@@ -40,12 +40,18 @@ from gt_config.fingerprint import (
 )
 from gt_config.graph_neutral import graph_neutral, is_graph_neutral
 from gt_config.landed import UNLANDED, UnlandedOption
-from gt_config.selectors import SELECTOR_SYNTAX, SavedOpSelector
+from gt_config.selectors import (
+    MODULE_PATTERN_SYNTAX,
+    SELECTOR_SYNTAX,
+    SavedOpSelector,
+    is_module_pattern,
+)
 from gt_config.topology import TOPOLOGY_FLAGS, Topology
 from gt_config.validate import find_violations, validate
 
 __all__ = [
     "FINGERPRINT_FORMAT",
+    "MODULE_PATTERN_SYNTAX",
     "SELECTOR_SYNTAX",
     "TOPOLOGY_FLAGS",
     "UNLANDED",
@@ -80,6 +86,7 @@ __all__ = [
     "fingerprint",
     "graph_neutral",
     "is_graph_neutral",
+    "is_module_pattern",
     "refuse_stale",
     "validate",
 ]

@@ -15,7 +15,12 @@ from difflib import get_close_matches
 from gt_config._subject import Subject, default_at, flag_of, leaf_paths, value_at
 from gt_config.compile_config import AutoParallelConfig, EpOverlapConfig
 from gt_config.errors import SelectorSyntaxError, Violation
-from gt_config.selectors import SELECTOR_SYNTAX, SavedOpSelector
+from gt_config.selectors import (
+    MODULE_PATTERN_SYNTAX,
+    SELECTOR_SYNTAX,
+    SavedOpSelector,
+    is_module_pattern,
+)
 
 Check = Callable[[Subject], Iterator[Violation]]
 
@@ -170,6 +175,19 @@ def _solver_limits_need_autoparallel(subject: Subject) -> Iterator[Violation]:
         )
 
 
+@_rule("config.inductor_compilation", "config.regional_modules")
+def _regional_modules_need_regional_compilation(subject: Subject) -> Iterator[Violation]:
+    inductor = subject.config.inductor_compilation
+    if inductor == "regional":
+        return
+    yield from _must_be_default(
+        subject,
+        "config.regional_modules",
+        because=f"inductor_compilation is {inductor}",
+        switch="--compile.inductor_compilation regional",
+    )
+
+
 @_rule("config.fsdp_bucketing", "config.fsdp_bucket_cap_mib")
 def _bucket_cap_needs_bucketing(subject: Subject) -> Iterator[Violation]:
     if subject.config.fsdp_bucketing != "off":
@@ -300,6 +318,18 @@ def _saved_ops_are_selectors(subject: Subject) -> Iterator[Violation]:
                 flag=flag_of("config.full_recompute_saved_ops"),
                 value=text,
                 allowed=SELECTOR_SYNTAX,
+                fix="write it in that form",
+            )
+
+
+@_rule("config.regional_modules")
+def _regional_modules_are_patterns(subject: Subject) -> Iterator[Violation]:
+    for text in subject.config.regional_modules:
+        if not is_module_pattern(text):
+            yield Violation(
+                flag=flag_of("config.regional_modules"),
+                value=text,
+                allowed=MODULE_PATTERN_SYNTAX,
                 fix="write it in that form",
             )
 

@@ -103,6 +103,10 @@ class CompileConfig:
     autoparallel_backend: AutoParallel's own policy.
     The last needs --compile.autoparallel and mode aot_fx_trace."""
 
+    regional_modules: tuple[str, ...] = ()
+    """Modules that regional compiles besides FlexAttention, as 'layers.*.feed_forward'.
+    An asterisk stands for one component of a module's name."""
+
     autoparallel: bool = False
     """Let an exact solver choose every placement."""
 

@@ -13,7 +13,10 @@ from fnmatch import fnmatchcase
 
 from gt_config.errors import SelectorSyntaxError
 
-__all__ = ["SELECTOR_SYNTAX", "SavedOpSelector"]
+__all__ = ["MODULE_PATTERN_SYNTAX", "SELECTOR_SYNTAX", "SavedOpSelector", "is_module_pattern"]
+
+MODULE_PATTERN_SYNTAX = "a dotted module name with * for one component, as 'layers.*.feed_forward'"
+"""The syntax of the part before ``::`` in words, for error messages."""
 
 SELECTOR_SYNTAX = (
     "MODULE_PATTERN::OP, as 'layers.*.attention::aten.mm': dotted module name with * for one "
@@ -23,11 +26,17 @@ SELECTOR_SYNTAX = (
 
 _COMPONENT = r"[A-Za-z0-9_*]+"
 _IDENTIFIER = r"[A-Za-z_][A-Za-z0-9_]*"
+_MODULE_PATTERN = rf"{_COMPONENT}(?:\.{_COMPONENT})*"
 _SELECTOR = re.compile(
-    rf"(?P<module>{_COMPONENT}(?:\.{_COMPONENT})*)"
+    rf"(?P<module>{_MODULE_PATTERN})"
     r"::"
     rf"(?P<op>{_IDENTIFIER}\.{_IDENTIFIER}(?:\.{_IDENTIFIER})?)"
 )
+
+
+def is_module_pattern(text: str) -> bool:
+    """Whether ``text`` is a dotted module name in which asterisks may stand in components."""
+    return re.fullmatch(_MODULE_PATTERN, text) is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
