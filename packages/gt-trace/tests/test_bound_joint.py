@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -168,6 +169,29 @@ def test_compiled_forms_run_in_place_of_the_graphs() -> None:
 
     parts.bind(module, forward=forward, backward=backward)(x).sum().backward()
     assert called == ["forward", "backward"]
+
+
+def test_what_was_saved_can_be_freed_while_the_backward_runs() -> None:
+    module, x = TiedModel(), batch(1)[0]
+    parts = partition(export_joint_graph(module, (x,)), partitioner="save_all")
+    computed = [
+        index
+        for index, each in enumerate(parts.backward_inputs)
+        if each.kind == "saved" and not each.name.startswith(("parameter", "argument"))
+    ]
+    freed: list[bool] = []
+
+    def backward(inputs: list[Any]) -> Any:
+        saved = [weakref.ref(inputs[index]) for index in computed]
+        results = parts.backward(*inputs)
+        freed.extend(tensor() is not None for tensor in saved)
+        inputs.clear()
+        freed.extend(tensor() is None for tensor in saved)
+        return results
+
+    parts.bind(module, backward=backward)(x).sum().backward()
+    assert freed
+    assert all(freed)
 
 
 def test_a_gradient_laid_out_otherwise_is_laid_out_anew() -> None:
