@@ -31,7 +31,10 @@ class LayerNames:
 
     def layer_of(self, node: Node) -> str | None:
         """The name of the layer that a node belongs to, as ``layers.7``; None outside layers."""
-        fqn = module_fqn(node)
+        return self.layer_of_name(module_fqn(node))
+
+    def layer_of_name(self, fqn: str) -> str | None:
+        """The layer in which a module, parameter or buffer of this fully qualified name lies."""
         if fqn not in self._known:
             self._known[fqn] = self._layer(fqn)
         return self._known[fqn]
