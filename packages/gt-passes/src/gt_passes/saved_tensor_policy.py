@@ -6,7 +6,7 @@ backward names what it needs, and for each such value, the latest first, there a
 it: keep it, or keep what it is computed from. The cheaper in bytes wins, keeping it when they are
 equal; with
 
-    cost(v) = 0                                      if v is kept in any case
+    cost(v) = 0                                      if v is needed or kept in any case
     cost(v) = bytes(v)                               if v must not or shall not be computed again
     cost(v) = min(bytes(v), sum of cost(sources))    otherwise
 
@@ -96,6 +96,7 @@ class _Decision:
     def run(self) -> dict[int, Residency]:
         order = sorted(self._candidates(), key=self._recomputability.final_position)
         for storage in order:
+            self._may_recompute[storage] = self._may_be_recomputed(storage)
             self._cost[storage] = self._cost_of(storage)
         decisions: dict[int, Residency] = {}
         for storage in reversed(order):
@@ -103,13 +104,9 @@ class _Decision:
                 continue
             if self._is_cheaper_to_recompute(storage):
                 decisions[storage] = "recompute"
-                for source in self._recomputability.sources(storage):
-                    self._needed.setdefault(source)
-                    if not self._may_recompute.get(source, False):
-                        self._cost[source] = 0  # kept from now on, for others too
+                self._needed |= self._recomputability.sources(storage)
             else:
                 decisions[storage] = "save"
-                self._cost[storage] = 0
         return decisions
 
     def _candidates(self) -> Iterator[int]:
@@ -130,11 +127,7 @@ class _Decision:
         return needed
 
     def _kept_in_any_case(self) -> set[int]:
-        """What is kept at no cost: inputs, and what the boundary of a layer or a user asks for.
-
-        What else the backward reads anyway is free as a source as well, if it may not be computed
-        again; ``_cost_of`` sees to that.
-        """
+        """What is kept at no cost: inputs, and what the boundary of a layer or a user asks for."""
         kept = {
             storage
             for storage, maker in enumerate(self._storages.maker)
@@ -162,22 +155,19 @@ class _Decision:
         )
 
     def _cost_of(self, storage: int) -> int:
+        """What it costs to have a storage that nothing else needs."""
         num_bytes = self._storages.num_bytes[storage]
-        self._may_recompute[storage] = may_recompute = self._may_be_recomputed(storage)
-        if storage in self._is_kept or (storage in self._needed and not may_recompute):
-            return 0
-        return min(num_bytes, self._cost_of_sources(storage)) if may_recompute else num_bytes
+        if not self._may_recompute[storage]:
+            return num_bytes
+        return min(num_bytes, self._cost_of_sources(storage))
 
     def _cost_of_sources(self, storage: int) -> int:
         return sum(
-            self._cost.get(source, self._cost_of_input(source))
+            # Gathered parameters are no candidates, and have no cost of their own.
+            self._cost.get(source, self._storages.num_bytes[source])
             for source in self._recomputability.sources(storage)
+            if source not in self._needed and source not in self._is_kept
         )
-
-    def _cost_of_input(self, source: int) -> int:
-        """What it costs to keep an input, or a gathered parameter: nothing if it is kept anyway."""
-        is_input = self._storages.maker[source].op != "call_function"
-        return 0 if is_input or source in self._needed else self._storages.num_bytes[source]
 
     def _may_be_recomputed(self, storage: int) -> bool:
         if self._layer[storage] is None or storage in self._is_kept:
