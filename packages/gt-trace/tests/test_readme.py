@@ -1,4 +1,4 @@
-"""The example in the README runs and prints what the README says."""
+"""The examples in the README run and print what the README says."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _README = Path(__file__).parent.parent / "README.md"
 
 
 @pytest.mark.skipif(not _README.exists(), reason="the tests run apart from the package's folder")
-def test_example_prints_what_the_readme_says() -> None:
-    text = _README.read_text()
-    code = re.search(r"```python\n(.*?)```", text, re.DOTALL)
-    printed = re.search(r"prints\n\n```text\n(.*?)```", text, re.DOTALL)
-    assert code is not None
-    assert printed is not None
-    out = subprocess.run(
-        [sys.executable, "-c", code.group(1)], capture_output=True, text=True, check=True
+def test_examples_print_what_the_readme_says() -> None:
+    examples = re.findall(
+        r"```python\n(.*?)```\n\nprints\n\n```text\n(.*?)```", _README.read_text(), re.DOTALL
     )
-    assert out.stdout == printed.group(1)
+    assert len(examples) == 2
+    for code, printed in examples:
+        out = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        )
+        assert out.stdout == printed
