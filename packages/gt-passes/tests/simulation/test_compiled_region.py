@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import pytest
 import torch
+from exchange_graphs import capture_exchange
 from pass_graphs import capture, collectives, run_pass
 
 from gt_passes.inductor_compiler import DescribeOnly
 from gt_passes.passes import CompileWholeGraph
-from gt_passes.simulation import CostModel, FusedKernel, compiled_kernels, simulate_step
+from gt_passes.simulation import (
+    CostModel,
+    FusedKernel,
+    balanced_exchange_sizes,
+    compiled_kernels,
+    simulate_step,
+)
 from gt_passes.simulation.operands import OperandReader
-from gt_passes.simulation.symbol_sizes import SymbolSizes
 
 aten = torch.ops.aten
 X = torch.ones(2**20)
@@ -19,8 +25,9 @@ W = torch.ones(1024, 1024)
 
 def kernels(fn, *args):
     """What a compiled function runs: bytes of fused kernels, targets of other operators."""
-    sizes = SymbolSizes()
-    found = compiled_kernels(capture(fn, *args), sizes, OperandReader(sizes))
+    cost_model = CostModel(ranks_of_group=lambda name: range(2))
+    reader = OperandReader(cost_model.sizes)
+    found = compiled_kernels(capture(fn, *args), cost_model, reader)
     return [step.moved_bytes if isinstance(step, FusedKernel) else step.target for step in found]
 
 
@@ -63,6 +70,21 @@ def test_a_view_that_leaves_the_kernel_is_written_as_what_it_views():
         return (x + 1).t() @ w
 
     assert kernels(fn, W, W.clone()) == [8 * 2**20, aten.mm.default]
+
+
+def test_an_operator_of_which_only_bytes_are_known_is_not_fused():
+    with torch.library._scoped_library("gt_simulation_test", "DEF") as library:
+        library.define("mystery(Tensor x) -> Tensor")
+        library.impl("mystery", lambda x: x.clone(), "CompositeExplicitAutograd")
+        target = torch.ops.gt_simulation_test.mystery.default
+        assert kernels(lambda x: target(x + 1) * 2, X) == [8 * 2**20, target, 8 * 2**20]
+
+
+def test_exchanges_inside_a_region_are_balanced_too():
+    graph = capture_exchange(rows=64)
+    expected = balanced_exchange_sizes(graph)
+    run_pass(CompileWholeGraph(compiler=DescribeOnly()), graph)
+    assert balanced_exchange_sizes(graph) == expected
 
 
 def test_a_compiled_graph_is_faster_than_the_captured_one_and_keeps_its_products():

@@ -15,13 +15,12 @@ from typing import NamedTuple
 
 from torch.fx import GraphModule, Node
 
+from gt_passes.simulation.cost_model import CostModel
 from gt_passes.simulation.operands import OperandReader
-from gt_passes.simulation.symbol_sizes import SymbolSizes
-from gt_passes.simulation.work import OpKind, is_view_node, work_of
+from gt_passes.simulation.work import OpKind, is_view_node
 
 __all__ = ["FusedKernel", "compiled_kernels"]
 
-_FUSED: frozenset[OpKind] = frozenset({"streaming"})
 _TRANSPARENT: frozenset[OpKind] = frozenset({"none", "view"})
 
 
@@ -35,25 +34,27 @@ class FusedKernel(NamedTuple):
 
 
 def compiled_kernels(
-    body: GraphModule, sizes: SymbolSizes, reader: OperandReader
+    body: GraphModule, cost_model: CostModel, reader: OperandReader
 ) -> Iterator[Node | FusedKernel]:
     """What the body of a region runs, in order: nodes as they are, and fused ones.
 
     Args:
         body: of a compiled region.
-        sizes: numbers for symbolic sizes.
+        cost_model: says of each operator what kind it is.
         reader: of the operands of the body's nodes.
     """
     run: list[Node] = []
     for node in body.graph.nodes:
-        kind = work_of(node, sizes).kind
-        if node.op == "call_function" and (kind in _FUSED or (run and kind in _TRANSPARENT)):
+        if node.op != "call_function":
+            continue
+        cost = cost_model.cost_of_key(cost_model.key(node, reader), node)
+        fuses = cost.kind == "streaming" and not cost.is_guess
+        if fuses or (run and cost.kind in _TRANSPARENT):
             run.append(node)
             continue
         yield from _fused(run, reader)
         run = []
-        if node.op == "call_function":
-            yield node
+        yield node
     yield from _fused(run, reader)
 
 

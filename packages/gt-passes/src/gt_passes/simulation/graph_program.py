@@ -81,7 +81,7 @@ class GraphProgram:
         self._steps.append(_Step(node, cost_model.key(node, self._reader)))
 
     def _read_region(self, body: GraphModule, cost_model: CostModel) -> None:
-        for kernel in compiled_kernels(body, cost_model.sizes, self._reader):
+        for kernel in compiled_kernels(body, cost_model, self._reader):
             if isinstance(kernel, FusedKernel):
                 self._steps.append(kernel)
             else:

@@ -16,6 +16,7 @@ from torch.fx import GraphModule
 
 from gt_passes._torch_internals import traced_symbol_values, value_of
 from gt_passes.collectives import is_collective
+from gt_passes.outlined_region import nodes_with_bodies
 
 __all__ = ["SymbolSizes", "balanced_exchange_sizes"]
 
@@ -105,7 +106,7 @@ def balanced_exchange_sizes(
         Values by symbol name.
     """
     found = dict(sizes or {})
-    for node in graph_module.graph.nodes:
+    for node in nodes_with_bodies(graph_module):
         if not is_collective(node) or "all_to_all" not in str(node.target):
             continue
         given, taken = value_of(node.all_input_nodes[0]), value_of(node)
