@@ -158,6 +158,21 @@ def test_a_dry_run_needs_no_files_and_no_devices(tmp_path):
     check_configuration(config, 1, will_train=False)
 
 
+def test_a_dry_run_is_of_whole_steps(tmp_path):
+    config = llama3.llama3_debugmodel()
+    config.compile = dataclasses.replace(config.compile, mode="aot_joint")
+    config.dump_folder = str(tmp_path)
+    check_configuration(config, 1)
+    with pytest.raises(ConfigError) as error:
+        check_configuration(config, 1, will_train=False)
+    assert str(error.value) == (
+        "the configuration has 1 problem:\n"
+        "  1. --compile.mode is 'aot_joint'\n"
+        "     allowed: 'aot_fx_trace' in a dry run, which captures and simulates whole steps\n"
+        "     fix: leave the flag out of the dry run"
+    )
+
+
 def test_more_processes_than_gpus_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("gt_trainer.preflight.installed_device_type", lambda: "cuda")
     monkeypatch.setattr("torch.accelerator.device_count", lambda: 2)

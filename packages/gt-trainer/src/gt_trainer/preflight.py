@@ -60,6 +60,8 @@ def check_configuration(
     if will_train:
         violations += _missing_devices(num_local_ranks)
         violations += _unusable_files(config)
+    else:
+        violations += _not_dry_run(config)
     if violations:
         raise ConfigError(violations)
 
@@ -147,6 +149,16 @@ def _unsupported_options(config: GraphTrainer.Config) -> Iterator[Violation]:
             value=True,
             allowed="False on cpu: the snapshot records the CUDA allocator",
             fix=_LEAVE_OUT,
+        )
+
+
+def _not_dry_run(config: GraphTrainer.Config) -> Iterator[Violation]:
+    if config.compile.mode == "aot_joint":
+        yield Violation(
+            flag="--compile.mode",
+            value="aot_joint",
+            allowed="'aot_fx_trace' in a dry run, which captures and simulates whole steps",
+            fix="leave the flag out of the dry run",
         )
 
 
