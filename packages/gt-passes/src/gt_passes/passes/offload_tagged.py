@@ -29,6 +29,7 @@ from gt_trace.node_metadata import read_annotation, remove_annotation, write_ann
 __all__ = ["OffloadTagged"]
 
 _OFFLOAD = ResidencyAnnotation(residency="offload")
+_SAVE = ResidencyAnnotation(residency="save")
 
 
 @register_pass
@@ -57,8 +58,9 @@ class OffloadTagged(GraphPass):
     Views that the backward reads must be tagged ``recompute`` and come from ``recompute-tagged``,
     which runs before; a view that is not holds the memory of its base.
 
-    *Refuses*: what is not one tensor that fills its memory and has a fixed size; what is written to
-    later; the raw result of a collective; and what would come back no later than it has left.
+    *Refuses*, and tags ``save``: what is not one tensor that fills its memory and has a fixed size;
+    what is written to later; the raw result of a collective; and what would come back no later
+    than it has left.
 
     *Preserves numerics*: yes. Copies keep every bit.
     """
@@ -137,6 +139,7 @@ class _Offloading:
             trip = self._trip(node, readers)
             reason = self._reason_against(node) or self._reason_against_trip(trip)
             if reason is not None:
+                write_annotation(node, _SAVE)
                 refusals.append(Refusal(node_name=node.name, reason=reason))
                 continue
             trips.append(trip)

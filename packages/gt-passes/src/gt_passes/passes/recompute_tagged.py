@@ -24,6 +24,7 @@ from gt_trace.node_metadata import read_annotation, remove_annotation, write_ann
 __all__ = ["RecomputeTagged"]
 
 _RECOMPUTE = ResidencyAnnotation(residency="recompute")
+_SAVE = ResidencyAnnotation(residency="save")
 
 
 @register_pass
@@ -49,9 +50,9 @@ class RecomputeTagged(GraphPass):
     Nodes of the forward that only the backward read move to the backward. A copy keeps every
     annotation of what it stands for, but that its phase is backward and that it is not tagged.
 
-    *Refuses*: to recompute what ``gt_passes.recomputability`` rules out (random operators, unknown
-    operators, memory that is written to later, ...), which then stays saved; and to recompute
-    anything if that would raise the estimated peak memory.
+    *Refuses*, and tags ``save``: to recompute what ``gt_passes.recomputability`` rules out (random
+    operators, unknown operators, memory that is written to later, ...); and to recompute anything
+    if that would raise the estimated peak memory.
 
     *Preserves numerics*: yes. The same operators read the same bits.
     """
@@ -126,12 +127,14 @@ class _Recomputation:
             reader.kwargs = map_arg(reader.kwargs, self._current)
 
     def undo(self) -> None:
-        """Take the copies out again."""
+        """Take the copies out again, and tag what they stood for as saved."""
         for reader, args, kwargs in self._old_arguments:
             reader.args, reader.kwargs = args, kwargs
         for copy in reversed(self.copies.values()):
             self._graph.erase_node(copy)
         self.copies.clear()
+        for node in self._tagged:
+            write_annotation(node, _SAVE)
 
     def erase_unused(self) -> int:
         """Remove the nodes of the forward that nobody reads any more; returns how many."""
@@ -215,5 +218,6 @@ def _split_tagged(
         if reason is None:
             accepted.add(node)
         else:
+            write_annotation(node, _SAVE)
             refusals.append(Refusal(node_name=node.name, reason=reason))
     return accepted, tuple(refusals)
