@@ -147,6 +147,35 @@ def test_replaced_and_loaded_parameters_are_seen() -> None:
     assert module.linear.weight.grad is not None
 
 
+@pytest.mark.parametrize("partitioner", PARTITIONERS)
+def test_a_dimension_marked_dynamic_stays_open(partitioner: str) -> None:
+    torch.manual_seed(0)
+    module, example = TiedModel(), batch(1)[0]
+    torch._dynamo.mark_dynamic(example, 0)
+    bound = bind(module, example, partitioner=partitioner)
+    for rows in (2, 3, 7):
+        tokens, _ = batch(rows, (rows, 4))
+        mine = torch.autograd.grad(bound(tokens).sin().sum(), list(module.parameters()))
+        theirs = torch.autograd.grad(module(tokens).sin().sum(), list(module.parameters()))
+        assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+def test_an_argument_that_the_module_updates_is_updated() -> None:
+    class Shifting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.rand(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x.add_(1)
+            return self.weight * x
+
+    module, x = Shifting(), torch.rand(3)
+    bound, expected = bind(module, x), x + 1
+    assert torch.equal(bound(x), module.weight * expected)
+    assert torch.equal(x, expected)
+
+
 def test_another_module_of_the_same_structure_can_be_bound() -> None:
     x = torch.rand(2, 4)
     parts = partition(export_joint_graph(Gelu(), (x,)))

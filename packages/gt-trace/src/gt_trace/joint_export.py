@@ -70,7 +70,8 @@ def export_joint_graph(
             tensors a few times; no kernel runs. Nodes traced in the forward of a submodule carry
             that module's name, and so do the backward nodes that they cause.
         args: example arguments, trees of tensors, or of numbers, strings and None, which become
-            constants. Shapes are static.
+            constants. Shapes are static except in dimensions marked dynamic
+            (``torch._dynamo.mark_dynamic``).
         kwargs: likewise.
         gradient_placements: how the gradients of DTensor outputs are placed when they arrive, by
             the outputs' names ("output" for a single one, else as ``output['logits']``). Those not
