@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from pass_graphs import capture
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from gt_passes.simulation import MatmulShape, OpWork, SymbolSizes, work_of
+from gt_passes.simulation.work import is_masked
 
 aten = torch.ops.aten
 BF16 = torch.bfloat16
@@ -117,6 +118,73 @@ def test_backward_of_attention_counts_five_products():
     found = work(graph, aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
     assert found.kind == "attention_backward"
     assert found.flops == 2 * (2 * 4 * 32 * 32) * 5 * 16
+
+
+def made_by_hand(target: object, *inputs: torch.Tensor, result: object, **kwargs: object) -> Node:
+    """A node of a graph that this machine cannot capture."""
+    graph = Graph()
+    arguments = []
+    for position, value in enumerate(inputs):
+        arguments.append(graph.placeholder(f"x{position}"))
+        arguments[-1].meta["val"] = value
+    node = graph.call_function(target, tuple(arguments), kwargs)
+    node.meta["val"] = result
+    return node
+
+
+def meta(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+@pytest.mark.parametrize(
+    ("operator", "kind", "products"),
+    [
+        (torch.ops.higher_order.flex_attention, "attention_forward", 256 + 128),
+        (torch.ops.higher_order.flex_attention_backward, "attention_backward", 3 * 256 + 2 * 128),
+    ],
+)
+def test_flex_attention_pads_widths_to_powers_of_two(operator, kind, products):
+    q, k, v = meta(2, 4, 32, 192), meta(2, 4, 32, 192), meta(2, 4, 32, 128)
+    node = made_by_hand(operator, q, k, v, result=(meta(2, 4, 32, 128),))
+    found = work_of(node, SymbolSizes())
+    assert (found.kind, found.flops) == (kind, 2 * (2 * 4 * 32 * 32) * products)
+    assert is_masked(node)
+    assert not found.is_guess
+
+
+def test_a_copy_to_the_host_crosses_the_bus_and_blocks_unless_told_otherwise():
+    on_host = torch.empty(64, dtype=BF16)
+    target = aten._to_copy.default
+    found = work_of(made_by_hand(target, meta(64), result=on_host), SymbolSizes())
+    assert found == OpWork(kind="host_copy", moved_bytes=128, blocks_host=True)
+    eager = made_by_hand(target, meta(64), result=on_host, non_blocking=True)
+    assert not work_of(eager, SymbolSizes()).blocks_host
+    back = made_by_hand(target, on_host, result=meta(64))
+    assert work_of(back, SymbolSizes()) == OpWork(kind="host_copy", moved_bytes=128)
+
+
+def test_the_backward_of_a_convolution_counts_both_gradients():
+    def both(g, x, w):
+        return torch.ops.aten.convolution_backward(
+            g, x, w, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [True, True, False]
+        )[:2]
+
+    g, x, w = torch.ones(2, 12, 16, 16), torch.ones(2, 8, 16, 16), torch.ones(12, 8, 3, 3)
+    counter = FlopCounterMode(display=False)
+    with counter:
+        both(g, x, w)
+    found = work(capture(both, g, x, w), aten.convolution_backward.default)
+    assert found.flops == counter.get_total_flops()
+
+
+def test_an_update_of_a_list_reads_and_writes_all_of_it():
+    def scale(x, y):
+        copies = [x.clone(), y.clone()]
+        torch._foreach_mul_(copies, 2.0)
+        return tuple(copies)
+
+    graph = capture(scale, torch.ones(64), torch.ones(8))
+    assert work(graph, aten._foreach_mul_.Scalar).moved_bytes == 2 * 4 * 72
 
 
 def test_element_wise_operators_move_their_inputs_and_outputs():

@@ -7,11 +7,13 @@ memory holds besides what the graph holds.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from torchtitan.distributed import ParallelDims
 
+from gt_passes.liveness import MemoryKind
 from gt_passes.simulation import (
     CostModel,
     GraphProgram,
@@ -35,6 +37,14 @@ __all__ = ["SimulatedRun", "StepFacts", "simulate_run"]
 
 _GIB = 2**30
 _ADAM_STATES = 2
+_MEMORY_LABELS: Mapping[MemoryKind, str] = {
+    "static inputs": "parameters and buffers",
+    "arguments": "batch",
+    "outputs": "gradients",
+    "gathered parameters": "gathered parameters",
+    "saved for backward": "activations",
+    "temporaries": "temporaries",
+}
 _AXIS_LABELS = {
     "tp": "tensor parallel",
     "cp": "context parallel",
@@ -139,8 +149,9 @@ class SimulatedRun:
 
     def _memory_line(self) -> str:
         capacity = self.graph.hardware.hbm_capacity_bytes
-        parts: list[tuple[str, int]] = [*self.graph.memory.bytes_by_kind.items()]
-        parts.append(("optimizer state", self.optimizer_state_bytes))
+        held = self.graph.memory.bytes_by_kind.items()
+        parts = [(_MEMORY_LABELS[kind], num_bytes) for kind, num_bytes in held]
+        parts.insert(1, ("optimizer state", self.optimizer_state_bytes))
         listed = ", ".join(
             f"{num_bytes / _GIB:.2f} {kind}" for kind, num_bytes in parts if num_bytes
         )
