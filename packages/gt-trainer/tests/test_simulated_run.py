@@ -86,9 +86,8 @@ def test_memory_includes_the_state_of_the_optimizer(traced):
     assert found.optimizer_state_bytes == 2 * FACTS.parameter_bytes_per_rank
     assert found.peak_bytes == found.graph.memory.peak_bytes + found.optimizer_state_bytes
     (line,) = [line for line in str(found).splitlines() if "peak memory" in line]
-    assert ["parameters", "optimizer", "gathered"] == [
-        word for word in line.split() if word in ("parameters", "optimizer", "gathered")
-    ][:3]
+    assert "parameters and buffers" in line
+    assert "optimizer state" in line
 
 
 def test_collectives_are_told_by_what_they_are_for(traced):
