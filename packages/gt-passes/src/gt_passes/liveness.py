@@ -29,7 +29,7 @@ from gt_passes.host_copies import is_copy_to_host
 from gt_passes.storages import Storages, flat
 from gt_trace.node_metadata import phase_of, read_annotation
 
-__all__ = ["MemoryKind", "MemoryProfile", "estimate_memory", "estimate_peak_bytes"]
+__all__ = ["MemoryKind", "MemoryProfile", "estimate_memory", "estimate_peak_bytes", "peak_bytes_of"]
 
 MemoryKind = Literal[
     "static inputs",
@@ -57,8 +57,6 @@ MEMORY_KINDS: tuple[MemoryKind, ...] = (
     "saved for backward",
     "temporaries",
 )
-
-_GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,12 +91,15 @@ class MemoryProfile:
         return max(self.host_live_bytes, default=0)
 
     def __str__(self) -> str:
-        lines = [f"peak {self.peak_bytes / _GIB:.3f} GiB on {self.device_type} at {self.peak_node}"]
+        unit, name = (2**30, "GiB") if self.peak_bytes >= 2**30 else (2**20, "MiB")
+        lines = [
+            f"peak {self.peak_bytes / unit:,.2f} {name} on {self.device_type} at {self.peak_node}"
+        ]
         lines += [
-            f"  {kind:<20}{held / _GIB:>9.3f} GiB" for kind, held in self.bytes_by_kind.items()
+            f"  {kind:<20}{held / unit:>10,.2f} {name}" for kind, held in self.bytes_by_kind.items()
         ]
         if self.host_peak_bytes:
-            lines.append(f"host memory {self.host_peak_bytes / _GIB:.3f} GiB at its peak")
+            lines.append(f"host memory {self.host_peak_bytes / unit:,.2f} {name} at its peak")
         if self.num_unsized:
             lines.append(f"{self.num_unsized} values without a known size are not counted")
         return "\n".join(lines)
@@ -106,7 +107,12 @@ class MemoryProfile:
 
 def estimate_peak_bytes(graph_module: GraphModule) -> int:
     """Most bytes that a graph holds at once where it computes; see ``estimate_memory``."""
-    return _Liveness(Storages(graph_module)).peak_bytes()
+    return peak_bytes_of(Storages(graph_module))
+
+
+def peak_bytes_of(storages: Storages) -> int:
+    """As ``estimate_peak_bytes``, where the storages are known already."""
+    return _Liveness(storages).peak_bytes()
 
 
 def estimate_memory(

@@ -15,7 +15,7 @@ from torch.fx.node import Argument, map_arg
 from gt_config.node_keys import PhaseAnnotation, ResidencyAnnotation
 from gt_passes.collectives import is_wait
 from gt_passes.contract import ChangeBounds, GraphPass, PassContext, PassReport, Refusal
-from gt_passes.liveness import estimate_peak_bytes
+from gt_passes.liveness import estimate_peak_bytes, peak_bytes_of
 from gt_passes.recomputability import Recomputability
 from gt_passes.registry import register_pass
 from gt_passes.storages import Storages
@@ -76,7 +76,7 @@ class RecomputeTagged(GraphPass):
         )
         if not recomputation.late_reads:
             return PassReport(changed=False, refusals=recomputation.refusals)
-        before = estimate_peak_bytes(graph_module)
+        before = peak_bytes_of(recomputation.storages)
         recomputation.apply()
         after = estimate_peak_bytes(graph_module)
         if after > before:
@@ -99,7 +99,7 @@ class _Recomputation:
 
     def __init__(self, graph_module: GraphModule, *, recompute_collectives: bool) -> None:
         self._graph: Graph = graph_module.graph
-        storages = Storages(graph_module)
+        self.storages = storages = Storages(graph_module)  # of the graph as it was
         recomputability = Recomputability(storages, recompute_collectives=recompute_collectives)
         self._tagged, self.refusals = _split_tagged(storages, recomputability)
         self.late_reads: tuple[Node, ...] = tuple(
