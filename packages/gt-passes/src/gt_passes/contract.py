@@ -54,6 +54,10 @@ class PassContext:
     """Fully qualified names of the parameters and buffers, in the order of the leading
     placeholders that hold them."""
 
+    same_groups: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    """By name of a process group, the name of one with the same ranks in the same order, for which
+    passes may use it."""
+
     @classmethod
     def from_graph(
         cls, graph_module: GraphModule, *, static_input_names: tuple[str, ...] = ()

@@ -11,7 +11,12 @@ Check = Literal[
     "well-formed",
     "inputs and outputs",
     "fake re-propagation",
+    "memory order",
+    "barriers",
+    "random numbers",
     "collective waits",
+    "collective arguments",
+    "dataflow",
     "declared bounds",
 ]
 """The verifier's checks, by the names that errors show."""

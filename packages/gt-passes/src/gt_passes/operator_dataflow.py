@@ -163,12 +163,15 @@ def _build_rules() -> dict[str, Rule]:
             "aten::lift_fresh",
             "prims::view_of",
             "_c10d_functional::wait_tensor",
+            "gt_passes::wait_copy",
         ),
         _copy: (
             "aten::clone",
             "aten::contiguous",
             "aten::lift_fresh_copy",
             "prims::device_put",
+            "gt_passes::offload",
+            "gt_passes::reload",
         ),
         _cast: ("aten::_to_copy", "prims::convert_element_type", "aten::to"),
         layout_dataflow.reshape: (

@@ -18,12 +18,14 @@ from torch.fx import GraphModule
 from gt_passes._torch_internals import OpOverload
 from gt_passes.collectives import collective_bytes
 from gt_passes.contract import GraphPass, PassContext, PassReport, check_declaration
+from gt_passes.dataflow import Dataflow
 from gt_passes.errors import VerificationError
 from gt_passes.facts import Fact
 from gt_passes.graph_problem import GraphProblem
 from gt_passes.pass_order import order_passes
 from gt_passes.pipeline_report import GraphSize, PassRecord, PipelineReport
 from gt_passes.repropagation import UnverifiedNode
+from gt_passes.value_table import ValueTable
 from gt_passes.verifier import GraphInterface, Verifier
 from gt_trace.graph_text import graph_text
 
@@ -138,10 +140,16 @@ class _Run:
         self._estimate_peak_bytes = estimate_peak_bytes
         self._interface = GraphInterface.of(graph_module)
         self._unverified: tuple[UnverifiedNode, ...] = ()
+        self._values = ValueTable()
+        self._dataflow: Dataflow | None = None  # of the graph as it is, where a pass must keep it
 
     def run(self) -> PipelineReport:
         with _Stopwatch() as capture_verification:
-            self._check("capture", reproduce="gt_passes.Verifier().verify(graph_module)")
+            self._check(
+                "capture",
+                reproduce="gt_passes.Verifier().verify(graph_module)",
+                next_passes=self._passes,
+            )
         records = tuple(self._records())
         with _Stopwatch() as recompilation:
             self._graph_module.recompile()
@@ -168,6 +176,8 @@ class _Run:
                     f"the pass {graph_pass.name}",
                     reproduce=self._reproduction(position, dump_before, dump_after),
                     bound_problems=_bound_problems(graph_pass, before, after),
+                    graph_pass=graph_pass,
+                    next_passes=self._passes[position + 1 :],
                 )
             yield PassRecord(
                 name=graph_pass.name,
@@ -196,15 +206,38 @@ class _Run:
             raise
 
     def _check(
-        self, after: str, *, reproduce: str, bound_problems: Iterable[GraphProblem] = ()
+        self,
+        after: str,
+        *,
+        reproduce: str,
+        bound_problems: Iterable[GraphProblem] = (),
+        graph_pass: GraphPass | None = None,
+        next_passes: Sequence[GraphPass],
     ) -> None:
         if self._verifier is None:
             return
         report = self._verifier.verify(self._graph_module, interface=self._interface)
-        problems = (*report.problems, *bound_problems)
+        # The dataflow of a graph that is not well-formed cannot be followed.
+        problems = report.problems or self._dataflow_problems(graph_pass, next_passes)
+        problems = (*problems, *bound_problems)
         if problems:
             raise VerificationError(after=after, problems=problems, reproduce=reproduce)
         self._unverified = report.unverified
+
+    def _dataflow_problems(
+        self, graph_pass: GraphPass | None, next_passes: Sequence[GraphPass]
+    ) -> tuple[GraphProblem, ...]:
+        """What a pass that keeps the dataflow did to it. Notes it for the next pass."""
+        before, self._dataflow = self._dataflow, None
+        must_keep = graph_pass is not None and graph_pass.keeps_dataflow
+        if not must_keep and not any(later.keeps_dataflow for later in next_passes[:1]):
+            return ()
+        self._dataflow = Dataflow.of(
+            self._graph_module, table=self._values, same_groups=self._context.same_groups
+        )
+        if before is None or not must_keep:
+            return ()
+        return tuple(before.find_differences(self._dataflow))
 
     def _reproduction(
         self, position: int, dump_before: Path | None, dump_after: Path | None

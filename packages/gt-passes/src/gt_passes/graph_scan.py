@@ -1,0 +1,158 @@
+"""One look at every node of a graph, from which all checks of the verifier start.
+
+Checks concern few nodes: collectives, writers, random draws. Each check that looked for them itself
+would cost as much as all of them together do from here.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+
+from gt_passes._torch_internals import OpOverload, has_declared_effect
+from gt_passes.aliasing import has_unknown_effects
+from gt_passes.collectives import is_collective, is_wait
+from gt_passes.operator_effects import draws_random_numbers, is_barrier
+
+__all__ = ["GraphScan", "GraphScanner", "NodeCall"]
+
+
+class NodeCall(NamedTuple):
+    """What a node stood for at one time. FX never changes these objects: it makes others."""
+
+    target: object
+    args: tuple[object, ...]
+    kwargs: Mapping[str, object]
+    value: object
+
+    @property
+    def inputs(self) -> tuple[Node, ...]:
+        """The nodes among the arguments, each once."""
+        found: dict[Node, None] = {}
+        map_arg((self.args, dict(self.kwargs)), lambda node: found.setdefault(node))
+        return tuple(found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphScan:
+    """The nodes of a graph as it was when scanned, sorted by what they do."""
+
+    graph_module: GraphModule
+
+    position: dict[Node, int]
+    """Every node, in execution order, with its index."""
+
+    calls: dict[Node, NodeCall]
+    """Every node, in execution order, with what it called and what was recorded for it."""
+
+    writers: tuple[Node, ...]
+    """Nodes that write, or may write, to an argument; see ``gt_passes.aliasing.written_nodes``."""
+
+    random: tuple[Node, ...]
+    """Nodes that draw random numbers."""
+
+    barriers: tuple[Node, ...]
+    """Nodes that nothing may move across."""
+
+    launches: tuple[Node, ...]
+    """Launches of functional collectives."""
+
+    waits: tuple[Node, ...]
+    """Waits for functional collectives."""
+
+    effects: tuple[Node, ...]
+    """Nodes that are there for something besides their result, and are none of the above: asserts,
+    operators with a registered effect."""
+
+
+    def changed_nodes(self, before: GraphScan) -> Iterator[Node]:
+        """The nodes that are new since ``before``, call something else, or have another value.
+
+        Values and arguments are told apart as objects: what changed inside one is not seen.
+        """
+        old_calls = before.calls
+        for node, call in self.calls.items():
+            old = old_calls.get(node)
+            if old is None or not all(map(operator.is_, old, call)):
+                yield node
+
+
+class _Kind(NamedTuple):
+    """What every call of one target does."""
+
+    writes: bool
+    may_be_random: bool
+    is_barrier: bool
+    is_launch: bool
+    is_wait: bool
+    has_effect: bool
+
+
+_ORDINARY = _Kind(False, False, False, False, False, False)
+
+
+@dataclass(slots=True)
+class GraphScanner:
+    """Scans graphs, and remembers from one to the next what operators do."""
+
+    _kinds: dict[Hashable, _Kind] = field(default_factory=dict)
+
+    def scan(self, graph_module: GraphModule) -> GraphScan:
+        """Look at every node once."""
+        position: dict[Node, int] = {}
+        calls: dict[Node, NodeCall] = {}
+        special: list[tuple[Node, _Kind]] = []
+        kinds = self._kinds
+        for index, node in enumerate(graph_module.graph.nodes):
+            position[node] = index
+            target = node.target
+            calls[node] = NodeCall(target, node.args, node.kwargs, node.meta.get("val"))
+            if node.op in ("placeholder", "get_attr", "output"):
+                continue
+            kind = kinds.get(target)
+            if kind is None:
+                kind = kinds[target] = _kind_of(node)
+            if kind is not _ORDINARY:
+                special.append((node, kind))
+        return GraphScan(
+            graph_module=graph_module,
+            position=position,
+            calls=calls,
+            writers=tuple(node for node, kind in special if kind.writes),
+            random=tuple(
+                node for node, kind in special if kind.may_be_random and draws_random_numbers(node)
+            ),
+            barriers=tuple(node for node, kind in special if kind.is_barrier),
+            launches=tuple(node for node, kind in special if kind.is_launch),
+            waits=tuple(node for node, kind in special if kind.is_wait),
+            effects=tuple(node for node, kind in special if kind.has_effect),
+        )
+
+
+def _kind_of(node: Node) -> _Kind:
+    if node.op != "call_function":  # the check of well-formedness refuses it
+        return _ORDINARY
+    target = node.target
+    kind = _Kind(
+        writes=has_unknown_effects(node),
+        may_be_random=False,
+        is_barrier=is_barrier(node),
+        is_launch=is_collective(node),
+        is_wait=is_wait(node),
+        has_effect=False,
+    )
+    if isinstance(target, OpOverload):
+        kind = kind._replace(
+            writes=target._schema.is_mutable,
+            may_be_random=torch.Tag.nondeterministic_seeded in target.tags,
+        )
+        if not any(kind):
+            has_effect = not target._schema.returns or has_declared_effect(node)
+            kind = kind._replace(has_effect=has_effect)
+    return _ORDINARY if kind == _ORDINARY else kind
