@@ -8,7 +8,10 @@
 """
 
 from gt_passes.contract import ChangeBounds, GraphPass, PassContext, PassReport, Refusal
+from gt_passes.cuda_graph_replay import Recorder, Recording
+from gt_passes.cuda_graph_safety import CaptureTarget
 from gt_passes.errors import (
+    CudaGraphAddressError,
     GraphInputError,
     GtPassesError,
     InductorOptionError,
@@ -30,8 +33,10 @@ from gt_passes.passes import (
     CanonicalizeViews,
     CompileRegions,
     CompileWholeGraph,
+    CudaGraphs,
     RemoveDeadCode,
     ShareAllGathers,
+    release_cuda_graphs,
 )
 from gt_passes.pipeline import PassPipeline
 from gt_passes.pipeline_report import GraphSize, PassRecord, PipelineReport
@@ -45,9 +50,12 @@ __all__ = [
     "NO_DEAD_CODE",
     "ONE_ALL_GATHER_PER_PARAMETER",
     "CanonicalizeViews",
+    "CaptureTarget",
     "ChangeBounds",
     "CompileRegions",
     "CompileWholeGraph",
+    "CudaGraphAddressError",
+    "CudaGraphs",
     "DescribeOnly",
     "Fact",
     "GraphInputError",
@@ -66,6 +74,8 @@ __all__ = [
     "PassReport",
     "PipelineReport",
     "RecipeError",
+    "Recorder",
+    "Recording",
     "Refusal",
     "RemoveDeadCode",
     "ShareAllGathers",
@@ -79,4 +89,5 @@ __all__ = [
     "find_passes",
     "known_passes",
     "register_pass",
+    "release_cuda_graphs",
 ]

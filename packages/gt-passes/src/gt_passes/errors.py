@@ -8,6 +8,7 @@
         ├── UnknownPassError      (ValueError)    a name that no registered pass has
         ├── RecipeError           (ValueError)    passes added or left out contradict each other
         ├── PassOrderError        (ValueError)    requirements that no order of the passes meets
+        ├── CudaGraphAddressError (RuntimeError)  what should stay in place keeps moving
         ├── GraphInputError       (ValueError)    a graph that passes cannot work on
         ├── InductorOptionError   (ValueError)    an option that this PyTorch's Inductor lacks
         └── VerificationError     (RuntimeError)  a graph is broken; names the pass that broke it
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from gt_passes.graph_problem import GraphProblem
 
 __all__ = [
+    "CudaGraphAddressError",
     "GraphInputError",
     "GtPassesError",
     "InductorOptionError",
@@ -99,6 +101,25 @@ class PassOrderError(GtPassesError, ValueError):
         return "\n  - ".join(["the passes cannot be ordered:", *self.problems])
 
 
+class CudaGraphAddressError(GtPassesError, RuntimeError):
+    """Tensors that a CUDA graph reads in place keep moving to other addresses."""
+
+    def __init__(self, input_names: Iterable[str], *, num_recordings: int) -> None:
+        self.input_names: tuple[str, ...] = tuple(input_names)
+        self.num_recordings = num_recordings
+        super().__init__(self.input_names, num_recordings)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_rebuild_address_error, (self.input_names, self.num_recordings))
+
+    def __str__(self) -> str:
+        return (
+            f"{', '.join(self.input_names)}: the address has changed again, after "
+            f"{self.num_recordings} recordings. A CUDA graph reads parameters and buffers where "
+            "they are: update them in place, or run without cuda-graphs"
+        )
+
+
 class GraphInputError(GtPassesError, ValueError):
     """A graph lacks what every pass and the verifier rely on."""
 
@@ -156,6 +177,12 @@ def _join_quoted(names: Sequence[str]) -> str:
 
 def _rebuild_unknown_pass_error(names: tuple[str, ...], known: tuple[str, ...]) -> UnknownPassError:
     return UnknownPassError(names, known=known)
+
+
+def _rebuild_address_error(
+    input_names: tuple[str, ...], num_recordings: int
+) -> CudaGraphAddressError:
+    return CudaGraphAddressError(input_names, num_recordings=num_recordings)
 
 
 def _rebuild_verification_error(

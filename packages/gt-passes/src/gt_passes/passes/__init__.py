@@ -3,6 +3,7 @@
 from gt_passes.passes.canonicalize_views import CanonicalizeViews
 from gt_passes.passes.compile_regions import CompileRegions
 from gt_passes.passes.compile_whole_graph import CompileWholeGraph
+from gt_passes.passes.cuda_graphs import CudaGraphs, release_cuda_graphs
 from gt_passes.passes.recompute_tagged import RecomputeTagged
 from gt_passes.passes.remove_dead_code import DeadCollectives, RemoveDeadCode
 from gt_passes.passes.share_all_gathers import ShareAllGathers, SharingScope
@@ -12,6 +13,7 @@ __all__ = [
     "CanonicalizeViews",
     "CompileRegions",
     "CompileWholeGraph",
+    "CudaGraphs",
     "DeadCollectives",
     "MemoryPolicyName",
     "RecomputeTagged",
@@ -19,4 +21,5 @@ __all__ = [
     "ShareAllGathers",
     "SharingScope",
     "TagSavedTensors",
+    "release_cuda_graphs",
 ]
