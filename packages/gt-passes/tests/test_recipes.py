@@ -11,9 +11,11 @@ from expecttest import assert_expected_inline
 from pass_graphs import capture
 from torch.fx import GraphModule
 
+from gt_config import CompileConfig
 from gt_passes import (
     GraphPass,
     PassContext,
+    PassPipeline,
     PassReport,
     RecipeError,
     UnknownPassError,
@@ -28,8 +30,12 @@ def context() -> PassContext:
     return PassContext.from_graph(capture(lambda x: x.cos(), torch.ones(2)))
 
 
+def recipe(context: PassContext, **options: object) -> PassPipeline:
+    return default_recipe(CompileConfig(**options), context=context)
+
+
 def names(context: PassContext, **options: object) -> list[str]:
-    return [graph_pass.name for graph_pass in default_recipe(context=context, **options).passes]
+    return [graph_pass.name for graph_pass in recipe(context, **options).passes]
 
 
 def test_the_recipe_of_a_whole_step(context: PassContext):
@@ -37,20 +43,20 @@ def test_the_recipe_of_a_whole_step(context: PassContext):
 
 
 def test_passes_can_be_left_out(context: PassContext):
-    assert names(context, disable_passes=["canonicalize-views"]) == [
+    assert names(context, disable_passes=("canonicalize-views",)) == [
         "remove-dead-code",
         "share-all-gathers",
     ]
 
 
 def test_added_passes_run_at_the_end_also_a_second_time(context: PassContext):
-    assert names(context, passes=["remove-dead-code"])[-1] == "remove-dead-code"
-    assert len(names(context, passes=["remove-dead-code"])) == 4
+    assert names(context, passes=("remove-dead-code",))[-1] == "remove-dead-code"
+    assert len(names(context, passes=("remove-dead-code",))) == 4
 
 
 def test_all_unknown_names_are_one_error(context: PassContext):
     with pytest.raises(UnknownPassError) as error:
-        names(context, passes=["remove-code"], disable_passes=["canonicalise-views"])
+        names(context, passes=("remove-code",), disable_passes=("canonicalise-views",))
     assert error.value.names == ("remove-code", "canonicalise-views")
 
 
@@ -69,8 +75,8 @@ def test_contradictions_are_one_error(context: PassContext, monkeypatch: pytest.
             return PassReport(changed=False)
 
     with pytest.raises(RecipeError) as error:
-        names(context, passes=["cap-buckets", "remove-dead-code"],
-              disable_passes=["cap-buckets", "remove-dead-code"])  # fmt: skip
+        names(context, passes=("cap-buckets", "remove-dead-code"),
+              disable_passes=("cap-buckets", "remove-dead-code"))  # fmt: skip
     assert_expected_inline(
         str(error.value),
         """\
@@ -84,10 +90,13 @@ the recipe cannot be built:
 
 def test_options_reach_the_pipeline(context: PassContext, tmp_path):
     graph_module = capture(lambda x: x.cos(), torch.ones(2))
-    recipe = default_recipe(
-        context=context, verify=False, dump_directory=tmp_path, estimate_peak_bytes=lambda gm: 5
+    pipeline = default_recipe(
+        CompileConfig(verify_passes=False),
+        context=context,
+        dump_directory=tmp_path,
+        estimate_peak_bytes=lambda gm: 5,
     )
-    report = recipe.run(graph_module)
+    report = pipeline.run(graph_module)
     assert not report.verified
     assert report.records[0].before.peak_memory_bytes == 5
     assert len(list(tmp_path.iterdir())) == 6

@@ -17,7 +17,13 @@ from gt_passes._torch_internals import OpOverload
 from gt_passes.aliasing import has_unknown_effects
 from gt_passes.outlined_region import region_of
 
-__all__ = ["draws_random_numbers", "is_barrier", "is_only_a_view", "reads_only_metadata"]
+__all__ = [
+    "declare_pure_operator",
+    "draws_random_numbers",
+    "is_barrier",
+    "is_only_a_view",
+    "reads_only_metadata",
+]
 
 _aten = torch.ops.aten
 
@@ -38,6 +44,8 @@ _TAGS_OF_PURE_OPERATORS = frozenset(
 )
 """With one of these, whoever defined an operator says that it computes and does nothing else."""
 
+_DECLARED_PURE: set[str] = set()
+
 _METADATA_READERS = frozenset(
     {
         _aten.sym_size.int,
@@ -49,6 +57,25 @@ _METADATA_READERS = frozenset(
 
 # Their schemas say that they alias, and sometimes they copy instead, which reads.
 _MAY_COPY = frozenset({"aten::reshape", "aten::contiguous", "aten::to", "aten::reshape_as"})
+
+
+def declare_pure_operator(name: str) -> None:
+    """Say of an operator outside PyTorch that it computes its result and does nothing else.
+
+    For whoever knows an operator that its author did not tag; what it writes and aliases is still
+    read off its schema.
+
+    Args:
+        name: qualified name without overload, as ``mylib::fused_norm``.
+
+    Raises:
+        ValueError: the name is not of that form.
+    """
+    namespace, separator, operator_name = name.partition("::")
+    if not (namespace and separator and operator_name) or "." in name:
+        raise ValueError(f"{name!r} is not a qualified name, as 'mylib::fused_norm'")
+    _DECLARED_PURE.add(name)
+    _effects_of.cache_clear()
 
 
 class _Effects(NamedTuple):
@@ -114,7 +141,11 @@ def _effects_of(target: OpOverload) -> _Effects:
     has_dropout = any(argument.name == "dropout_p" for argument in schema.arguments)
     aliases = [result.alias_info for result in schema.returns]
     return _Effects(
-        is_unknown=target.namespace not in _KNOWN_NAMESPACES and not tags & _TAGS_OF_PURE_OPERATORS,
+        is_unknown=(
+            target.namespace not in _KNOWN_NAMESPACES
+            and not tags & _TAGS_OF_PURE_OPERATORS
+            and schema.name not in _DECLARED_PURE
+        ),
         is_random=is_random and not has_dropout,
         is_random_if_dropout=is_random and has_dropout,
         is_view=(

@@ -1,41 +1,56 @@
-"""Recipes: which passes run on the graphs of a mode, with what a user added or left out."""
+"""Recipes: which passes run on the graphs of a mode, with what a user added or left out.
+
+A recipe is read off ``gt_config.CompileConfig`` here, once; the passes see their own options only.
+What the configuration does not say (how the ranks are connected, where gathered weights go) comes
+as arguments from whoever placed the model.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
 
 from torch.fx import GraphModule
 
+from gt_config import CompileConfig, SavedOpSelector
 from gt_passes.contract import GraphPass, PassContext
 from gt_passes.errors import RecipeError
-from gt_passes.passes import CanonicalizeViews, RemoveDeadCode, ShareAllGathers
+from gt_passes.passes import (
+    CanonicalizeViews,
+    CompileRegions,
+    CompileWholeGraph,
+    RecomputeTagged,
+    RemoveDeadCode,
+    ShareAllGathers,
+    TagSavedTensors,
+)
 from gt_passes.pipeline import PassPipeline
 from gt_passes.registry import find_passes
 
 __all__ = ["default_recipe"]
 
+_GIB = 2**30
+
 
 def default_recipe(
+    options: CompileConfig | None = None,
     *,
     context: PassContext,
-    passes: Sequence[str] = (),
-    disable_passes: Sequence[str] = (),
-    verify: bool = True,
     dump_directory: Path | None = None,
     estimate_peak_bytes: Callable[[GraphModule], int] | None = None,
 ) -> PassPipeline:
-    """The pipeline for a whole captured step (mode ``aot_fx_trace``).
+    """The pipeline for a captured graph: a whole step, or one part of a joint graph.
 
-    Remove dead code, canonicalize views, one all-gather chain per parameter.
+    In this order: remove dead code, canonicalize views, one all-gather chain per parameter, the
+    memory policy, FSDP communication, the passes that the user added, compilation.
 
     Args:
+        options: what the user asks for; None for the defaults. Passes named in ``options.passes``
+            run with their default options, after those that rewrite the graph and before
+            compilation; a pass of the recipe then runs a second time. Already validated
+            (``gt_config.validate``): nothing is judged here but what depends on the passes.
         context: of the graph to run on.
-        passes: registered names of passes to run after those of the recipe, in this order and with
-            their default options; a pass of the recipe then runs a second time.
-        disable_passes: registered names of passes of the recipe to leave out.
-        verify: as for ``PassPipeline``.
         dump_directory: as for ``PassPipeline``.
         estimate_peak_bytes: as for ``PassPipeline``.
 
@@ -45,17 +60,62 @@ def default_recipe(
             by name has an option without a default. All of them at once.
         PassOrderError: what was left out provides what another pass requires.
     """
-    recipe: list[GraphPass] = [RemoveDeadCode(), CanonicalizeViews(), ShareAllGathers()]
-    find_passes([*passes, *disable_passes])  # all unknown names in one error
-    in_recipe = [graph_pass.name for graph_pass in recipe]
-    added = find_passes(passes)
+    options = options if options is not None else CompileConfig()
+    rewriting = [*_clean_up(), *_memory_policy(options)]
+    compiling = [*_compilation(options)]
+    added = _added_passes(options, in_recipe=[each.name for each in (*rewriting, *compiling)])
+    kept = [
+        graph_pass
+        for graph_pass in (*rewriting, *added, *compiling)
+        if graph_pass.name not in options.disable_passes
+    ]
+    return PassPipeline(
+        kept,
+        context=context,
+        verify=options.verify_passes,
+        dump_directory=dump_directory,
+        estimate_peak_bytes=estimate_peak_bytes,
+    )
+
+
+def _clean_up() -> Iterator[GraphPass]:
+    yield RemoveDeadCode()
+    yield CanonicalizeViews()
+    yield ShareAllGathers()
+
+
+def _memory_policy(options: CompileConfig) -> Iterator[GraphPass]:
+    if options.memory_policy == "save_all":
+        return
+    host_gib = options.offload_host_gib
+    yield TagSavedTensors(
+        policy=options.memory_policy,
+        saved_ops=tuple(map(SavedOpSelector.parse, options.full_recompute_saved_ops)),
+        host_budget_bytes=None if host_gib is None else int(host_gib * _GIB),
+    )
+    yield RecomputeTagged()
+
+
+def _compilation(options: CompileConfig) -> Iterator[GraphPass]:
+    if options.inductor_compilation == "regional":
+        yield CompileRegions(module_patterns=options.regional_modules)
+    if options.inductor_compilation == "full":
+        yield CompileWholeGraph()
+
+
+def _added_passes(options: CompileConfig, *, in_recipe: Sequence[str]) -> list[GraphPass]:
+    """Instances of the passes that the user added, once all names and options are in order."""
+    find_passes([*options.passes, *options.disable_passes])  # all unknown names in one error
+    added = find_passes(options.passes)
     problems = [
         f"{name!r} is disabled, and the recipe has only {', '.join(in_recipe)}"
-        for name in disable_passes
+        for name in options.disable_passes
         if name not in in_recipe
     ]
     problems += [
-        f"{name!r} is both added and disabled" for name in disable_passes if name in passes
+        f"{name!r} is both added and disabled"
+        for name in options.disable_passes
+        if name in options.passes
     ]
     for pass_class in added:
         needed = _options_without_default(pass_class)
@@ -66,14 +126,7 @@ def default_recipe(
             )
     if problems:
         raise RecipeError(problems)
-    kept = [graph_pass for graph_pass in recipe if graph_pass.name not in disable_passes]
-    return PassPipeline(
-        [*kept, *(pass_class() for pass_class in added)],
-        context=context,
-        verify=verify,
-        dump_directory=dump_directory,
-        estimate_peak_bytes=estimate_peak_bytes,
-    )
+    return [pass_class() for pass_class in added]
 
 
 def _options_without_default(pass_class: type[GraphPass]) -> list[str]:

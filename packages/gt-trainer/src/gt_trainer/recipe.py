@@ -13,11 +13,6 @@ def recipe_of(options: CompileConfig) -> Recipe:
     """The recipe that ``options`` ask for; it reads nothing else of the configuration."""
 
     def build(context: PassContext) -> PassPipeline:
-        return default_recipe(
-            context=context,
-            passes=options.passes,
-            disable_passes=options.disable_passes,
-            verify=options.verify_passes,
-        )
+        return default_recipe(options, context=context)
 
     return build
