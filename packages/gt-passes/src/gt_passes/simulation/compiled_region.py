@@ -51,6 +51,8 @@ def compiled_kernels(
         fuses = cost.kind == "streaming" and not cost.is_guess
         if fuses or (run and cost.kind in _TRANSPARENT):
             run.append(node)
+            if cost.kind == "none":  # free, and perhaps an item of a collective's results
+                yield node
             continue
         yield from _fused(run, reader)
         run = []

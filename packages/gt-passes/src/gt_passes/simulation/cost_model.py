@@ -8,7 +8,7 @@ what they depend on, so that a model's repeated layers cost one look-up a node.
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from torch.fx import Node
@@ -140,6 +140,26 @@ class CostModel:
         """The price of a kernel that only reads and writes, such as several operators in one."""
         return self._price_work(OpWork(kind="streaming", moved_bytes=moved_bytes), masked=False)
 
+    def replayed(self, cost: OpCost) -> OpCost:
+        """The price of the same node inside a CUDA graph: the host has no part in it."""
+        gap_us = self.hardware.graph_replay_kernel_us if cost.duration_us > 0 else 0.0
+        return replace(cost, duration_us=cost.duration_us + gap_us, host_us=0.0)
+
+    @property
+    def replay_launch(self) -> OpCost:
+        """The price of starting a CUDA graph: one launch by the host."""
+        return OpCost(
+            kind="view",
+            duration_us=0.0,
+            host_us=self.hardware.host_kernel_us,
+            bound="nothing",
+            flops=0,
+            moved_bytes=0,
+            is_guess=False,
+            blocks_host=False,
+            collective=None,
+        )
+
     def collective_us(self, kind: CollectiveKind, num_bytes: int, ranks: Sequence[int]) -> float:
         """The time of a collective without a graph; as ``CollectiveModel.time_us``."""
         return self._collectives.time_us(kind, num_bytes, ranks)
@@ -158,15 +178,10 @@ class CostModel:
 
     def _price_work(self, work: OpWork, *, masked: bool) -> OpCost:
         device = device_time(work, self.hardware, masked=masked)
-        duration_us, host_us = device.total_us, self._host_us(work)
-        if self.host == "cuda_graph":
-            has_kernel = duration_us > 0
-            duration_us += self.hardware.graph_replay_kernel_us if has_kernel else 0.0
-            host_us = 0.0
-        return OpCost(
+        cost = OpCost(
             kind=work.kind,
-            duration_us=duration_us,
-            host_us=host_us,
+            duration_us=device.total_us,
+            host_us=self._host_us(work),
             bound=_bound(work, device.compute_us, device.memory_us, self.hardware),
             flops=work.flops,
             moved_bytes=work.moved_bytes,
@@ -174,14 +189,15 @@ class CostModel:
             blocks_host=work.blocks_host,
             collective=None,
         )
+        return self.replayed(cost) if self.host == "cuda_graph" else cost
 
     def _price_collective(self, node: Node) -> OpCost:
         launch = collective_launch(node, self.sizes)
         ranks = self.group_ranks(launch.group_name)
-        return OpCost(
+        cost = OpCost(
             kind="collective",
             duration_us=self._collectives.time_us(launch.kind, launch.num_bytes, ranks),
-            host_us=0.0 if self.host == "cuda_graph" else self.hardware.host_collective_us,
+            host_us=self.hardware.host_collective_us,
             bound="network",
             flops=0,
             moved_bytes=launch.num_bytes,
@@ -189,6 +205,7 @@ class CostModel:
             blocks_host=False,
             collective=launch,
         )
+        return self.replayed(cost) if self.host == "cuda_graph" else cost
 
     def _host_us(self, work: OpWork) -> float:
         hardware = self.hardware

@@ -5,19 +5,22 @@ own, as torch gives each NCCL communicator one. A collective starts after everyt
 to the compute stream before it (its launch records an event there), and a wait makes the compute
 stream wait for it. Views cost the host alone. What reads numbers on the host waits for the device.
 Copies to host memory and back that are waited for share one stream. A compiled region runs its
-body, fused (``compiled_region``).
+body, fused (``compiled_region``); a piece that is replayed as a CUDA graph runs its body for one
+launch by the host.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from torch.fx import GraphModule, Node
 
+from gt_passes.cuda_graph_replay import ReplayedPiece
 from gt_passes.host_copies import is_host_copy
-from gt_passes.outlined_region import region_of
+from gt_passes.outlined_region import OutlinedRegion, region_inputs, region_of
 from gt_passes.simulation.compiled_region import FusedKernel, compiled_kernels
 from gt_passes.simulation.cost_model import CostModel, OpCost
 from gt_passes.simulation.operands import OperandReader
@@ -27,6 +30,9 @@ __all__ = ["COMPUTE_STREAM", "COPY_STREAM", "GraphProgram", "GraphRun"]
 
 COMPUTE_STREAM = "compute"
 COPY_STREAM = "copies to and from the host"
+
+_Launch = Literal["eager", "replay", "replayed"]
+"""By the host on its own; the start of a CUDA graph; as a part of one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,23 +57,17 @@ class GraphProgram:
 
     def __init__(self, graph_module: GraphModule, cost_model: CostModel) -> None:
         self._reader = OperandReader(cost_model.sizes)
-        self._steps: list[_Step | FusedKernel] = []
-        for node in graph_module.graph.nodes:
-            region = region_of(node)
-            if region is not None:
-                self._read_region(region.body, cost_model)
-            elif node.op == "call_function":
-                self._read_node(node, cost_model)
+        self._steps: list[_Step | _Alias] = []
+        self._read(graph_module, cost_model, "eager")
 
     def run(self, cost_model: CostModel) -> GraphRun:
         """Price and schedule every node. Linear in their number."""
         lowering = _Lowering()
         for step in self._steps:
-            if isinstance(step, FusedKernel):
-                cost = cost_model.memory_bound_cost(step.moved_bytes)
+            if isinstance(step, _Alias):
+                lowering.alias(step.node, step.stands_for)
             else:
-                cost = cost_model.cost_of_key(step.key, step.node)
-            lowering.add(step.node, cost)
+                lowering.add(step.node, step.cost(cost_model))
         hardware = cost_model.hardware
         replayed = cost_model.host == "cuda_graph"
         timeline = schedule(
@@ -77,22 +77,67 @@ class GraphProgram:
         )
         return GraphRun(timeline=timeline, nodes=tuple(lowering.nodes), costs=tuple(lowering.costs))
 
-    def _read_node(self, node: Node, cost_model: CostModel) -> None:
-        self._steps.append(_Step(node, cost_model.key(node, self._reader)))
-
-    def _read_region(self, body: GraphModule, cost_model: CostModel) -> None:
-        for kernel in compiled_kernels(body, cost_model, self._reader):
-            if isinstance(kernel, FusedKernel):
-                self._steps.append(kernel)
+    def _read(self, graph_module: GraphModule, cost_model: CostModel, launch: _Launch) -> None:
+        for node in graph_module.graph.nodes:
+            region = region_of(node)
+            if region is None:
+                self._add(node, cost_model, launch)
             else:
-                self._read_node(kernel, cost_model)
+                self._read_region(node, region, cost_model, launch)
+
+    def _read_region(
+        self, call: Node, region: OutlinedRegion, cost_model: CostModel, launch: _Launch
+    ) -> None:
+        placeholders = region.body.graph.find_nodes(op="placeholder")
+        self._steps += map(_Alias, placeholders, region_inputs(call))
+        if isinstance(region.runner, ReplayedPiece):
+            self._steps.append(_Step(call, None, 0, "replay"))
+            self._read(region.body, cost_model, "replayed")
+        else:
+            for kernel in compiled_kernels(region.body, cost_model, self._reader):
+                self._add(kernel, cost_model, launch)
+        (output,) = region.body.graph.find_nodes(op="output")
+        (results,) = output.args
+        assert isinstance(results, (tuple, list))  # OutlinedRegion asks for it
+        for item in call.users:
+            position = item.args[1] if item.target is operator.getitem else None
+            result = results[position] if isinstance(position, int) else None
+            if isinstance(result, Node):
+                self._steps.append(_Alias(item, result))
+
+    def _add(self, kernel: Node | FusedKernel, cost_model: CostModel, launch: _Launch) -> None:
+        if isinstance(kernel, FusedKernel):
+            self._steps.append(_Step(kernel.node, None, kernel.moved_bytes, launch))
+        elif kernel.op == "call_function":
+            key = cost_model.key(kernel, self._reader)
+            self._steps.append(_Step(kernel, key, 0, launch))
+
+
+class _Alias(NamedTuple):
+    """A node that is another one, across the border of a region."""
+
+    node: Node
+    stands_for: Node
 
 
 class _Step(NamedTuple):
-    """A node, and all that its price depends on."""
+    """One kernel, or the start of a CUDA graph."""
 
     node: Node
-    key: Hashable
+    key: Hashable | None
+    """All that its price depends on; None for a fused kernel, whose bytes are its price."""
+
+    moved_bytes: int
+    launch: _Launch
+
+    def cost(self, cost_model: CostModel) -> OpCost:
+        if self.launch == "replay":
+            return cost_model.replay_launch
+        if self.key is None:
+            cost = cost_model.memory_bound_cost(self.moved_bytes)
+        else:
+            cost = cost_model.cost_of_key(self.key, self.node)
+        return cost_model.replayed(cost) if self.launch == "replayed" else cost
 
 
 class _Lowering:
@@ -105,6 +150,15 @@ class _Lowering:
 
         self._last_compute: tuple[int, ...] = ()
         self._pending_host_us = 0.0
+
+    def alias(self, node: Node, stands_for: Node) -> None:
+        """What waits for ``node`` waits for what ``stands_for`` launched, if it launched anything.
+
+        A body serves every call of its region, so what it stood for before is forgotten.
+        """
+        self._launched.pop(node, None)
+        if stands_for in self._launched:
+            self._launched[node] = self._launched[stands_for]
 
     def add(self, node: Node, cost: OpCost) -> None:
         if cost.kind == "none":

@@ -1,0 +1,76 @@
+"""Regions in a graph: what is replayed costs the host one launch, and waits see across borders."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from pass_graphs import capture, collectives, run_pass
+from recorded_step_cases import ON_CPU
+from recorder_cases import FakeRecorder
+from torch.fx import GraphModule
+
+from gt_passes import CudaGraphs
+from gt_passes.outlined_region import OutlinedRegion, RegionOutliner
+from gt_passes.simulation import CostModel, GraphProgram, h100_sxm, simulate_step
+
+H100 = h100_sxm()
+X = torch.ones(2**10)
+
+
+def cost_model() -> CostModel:
+    return CostModel(ranks_of_group=lambda name: range(8))
+
+
+def outlined(graph_module: GraphModule, names: set[str]) -> GraphModule:
+    """The graph with some of its nodes made a region that runs as it is."""
+    nodes = [node for node in graph_module.graph.nodes if node.name in names]
+    outliner = RegionOutliner(graph_module)
+    outline = outliner.outline(nodes)
+    body = outliner.body(outline)
+    outliner.replace(outline, OutlinedRegion(body, body), stem="region")
+    outliner.finish()
+    return graph_module
+
+
+def many_small_kernels(x: torch.Tensor) -> torch.Tensor:
+    for _ in range(40):
+        x = x.sin()
+    return x
+
+
+def test_a_replayed_piece_costs_the_host_one_launch():
+    graph = capture(many_small_kernels, X)
+    launched = simulate_step(graph, cost_model())
+    assert launched.host_idle_us > 30 * (H100.host_kernel_us - H100.kernel_fixed_us - 1)
+    run_pass(CudaGraphs(target=ON_CPU, new_recorder=FakeRecorder), graph)
+    replayed = simulate_step(graph, cost_model())
+    assert len(replayed.run.nodes) == len(launched.run.nodes) + 1  # what leaves a piece is copied
+    assert replayed.step_us < launched.step_us / 2
+    assert replayed.host_idle_us < 3 * (H100.host_kernel_us + H100.launch_latency_us)
+
+
+def gathering_step(x: torch.Tensor) -> torch.Tensor:
+    launched = collectives.all_gather_into_tensor(x.sin(), 8, "fsdp")
+    return collectives.wait_tensor(launched) * 2
+
+
+def test_a_wait_outside_sees_what_was_launched_inside():
+    plain = capture(gathering_step, X)
+    expected = simulate_step(plain, cost_model()).exposed_us
+    inside = outlined(capture(gathering_step, X), {"sin", "all_gather_into_tensor"})
+    assert simulate_step(inside, cost_model()).exposed_us == pytest.approx(expected) != 0
+
+
+def test_a_wait_inside_sees_what_was_launched_outside():
+    inside = outlined(capture(gathering_step, X), {"wait_tensor", "mul"})
+    expected = simulate_step(capture(gathering_step, X), cost_model()).exposed_us
+    assert simulate_step(inside, cost_model()).exposed_us == pytest.approx(expected) != 0
+
+
+def test_one_reading_serves_several_machines():
+    graph = capture(gathering_step, X)
+    program = GraphProgram(graph, cost_model())
+    slow = cost_model().with_hardware(H100.scaled("latency", 0.5))
+    first = program.run(cost_model()).timeline.makespan_us
+    assert program.run(slow).timeline.makespan_us > first
+    assert program.run(cost_model()).timeline.makespan_us == first
