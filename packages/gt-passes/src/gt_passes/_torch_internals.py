@@ -46,6 +46,7 @@ __all__ = [
     "is_fake_tensor",
     "pytree",
     "quiet_fake_execution",
+    "torch_group_ordinal",
     "torch_group_ranks",
     "traced_symbol_values",
     "value_of",
@@ -122,6 +123,23 @@ def torch_group_ranks(group_name: str) -> tuple[int, ...] | None:
     except (RuntimeError, KeyError, ValueError):
         return None
     return tuple(torch.distributed.get_process_group_ranks(group))
+
+
+def torch_group_ordinal(group_name: str) -> int:
+    """How many process groups of exactly the same ranks this process made before one.
+
+    Groups of the same ranks are told apart by the order in which they were made, which torch asks
+    to be the same on all of them; only its own registry keeps that order.
+    """
+    distributed: Any = vars(torch.distributed.distributed_c10d)
+    group = distributed["_resolve_process_group"](group_name)
+    ranks = torch.distributed.get_process_group_ranks(group)
+    same = [
+        other
+        for other in distributed["_world"].pg_map
+        if torch.distributed.get_process_group_ranks(other) == ranks
+    ]
+    return next((index for index, other in enumerate(same) if other is group), 0)
 
 
 def traced_symbol_values(size: torch.SymInt) -> Mapping[Any, int]:

@@ -8,6 +8,7 @@
         ├── UnknownPassError      (ValueError)    a name that no registered pass has
         ├── RecipeError           (ValueError)    passes added or left out contradict each other
         ├── PassOrderError        (ValueError)    requirements that no order of the passes meets
+        ├── CollectiveMismatchError (RuntimeError) ranks would run different collectives
         ├── CudaGraphAddressError (RuntimeError)  what should stay in place keeps moving
         ├── GraphInputError       (ValueError)    a graph that passes cannot work on
         ├── InductorOptionError   (ValueError)    an option that this PyTorch's Inductor lacks
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from gt_passes.graph_problem import GraphProblem
 
 __all__ = [
+    "CollectiveMismatchError",
     "CudaGraphAddressError",
     "GraphInputError",
     "GtPassesError",
@@ -139,6 +141,21 @@ class InductorOptionError(GtPassesError, ValueError):
         )
 
 
+class CollectiveMismatchError(GtPassesError, RuntimeError):
+    """Ranks would run different collectives, and hang; raised on all of them.
+
+    Attributes:
+        ranks: the global ranks that differ from most.
+    """
+
+    def __init__(self, message: str, *, ranks: Iterable[int]) -> None:
+        self.ranks: tuple[int, ...] = tuple(ranks)
+        super().__init__(message)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_rebuild_collective_mismatch_error, (str(self), self.ranks))
+
+
 class VerificationError(GtPassesError, RuntimeError):
     """A graph is broken.
 
@@ -189,3 +206,9 @@ def _rebuild_verification_error(
     after: str, problems: tuple[GraphProblem, ...], reproduce: str
 ) -> VerificationError:
     return VerificationError(after=after, problems=problems, reproduce=reproduce)
+
+
+def _rebuild_collective_mismatch_error(
+    message: str, ranks: tuple[int, ...]
+) -> CollectiveMismatchError:
+    return CollectiveMismatchError(message, ranks=ranks)
