@@ -79,6 +79,14 @@ JOINT_FOUR_RANKS = {
 }
 
 
+FSDP_PASSES = (
+    "bucket-all-gathers",
+    "bucket-reduce-scatters",
+    "prefetch-all-gathers",
+    "delay-waits",
+)
+
+
 # Layers with experts, after the layers were cut.
 NUM_MOE_LAYERS = {"qwen3_moe_debugmodel": 2, "deepseek_v3_debugmodel": 2}
 
@@ -135,6 +143,27 @@ def test_joint_graphs_equal_eager_on_four_ranks(
             num_passes = NUM_STEPS * FOUR_RANKS[name].gradient_accumulation_steps
             assert len(set(result.losses)) == num_passes + NUM_UNSEEN_BATCHES
             assert result.verified
+
+
+@pytest.mark.parametrize("name", ["llama3, FSDP 2 x TP 2", "deepseek_v3, FSDP 2 x TP 2 x EP 2"])
+def test_the_fsdp_passes_run_on_forward_and_backward_graphs(
+    name: str, four: GlooWorkers, tmp_path: Path
+) -> None:
+    variants = {
+        partitioner: {
+            "mode": "aot_joint",
+            "joint_partitioner": partitioner,
+            "passes": FSDP_PASSES,
+        }
+        for partitioner in ("min_cut", "save_all")
+    }
+    for rank, found in enumerate(
+        four.run(compare_variants, FOUR_RANKS[name], str(tmp_path), variants)
+    ):
+        for partitioner, result in found.items():
+            assert result.differences == (), f"rank {rank}, {partitioner}"
+            assert result.verified
+            assert result.changed >= set(FSDP_PASSES)
 
 
 def test_joint_graphs_say_where_tokens_are_dispatched_computed_and_combined(
