@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -16,7 +19,7 @@ from gt_trace.bound_inputs import BoundInputs
 from gt_trace.trace import trace_step
 from gt_trace.traced_step import TracedStep
 
-VOCAB = 31
+VOCAB = 32
 
 
 class Mlp(nn.Module):
@@ -134,23 +137,27 @@ def capture_stack(layers: Sequence[nn.Module] | None = None, *, dim: int = 4) ->
     return Captured(step=trace_step(step, module=model)(*args), model=model, args=args)
 
 
-def capture_decoder(
-    model: nn.Module | None = None, *, num_layers: int = 3, dropout: float = 0.0
-) -> Captured:
-    """A step of a language model, by default of blocks."""
+def capture_decoder(*, num_layers: int = 3, dropout: float = 0.0) -> Captured:
+    """A step of a language model. Captured once, and copied for every caller."""
+    captured = _capture_decoder(num_layers, dropout)
+    graph_module = copy.deepcopy(captured.graph_module)
+    step = dataclasses.replace(captured.step, graph_module=graph_module)
+    return dataclasses.replace(captured, step=step)
+
+
+@functools.cache
+def _capture_decoder(num_layers: int, dropout: float) -> Captured:
     torch.manual_seed(0)
-    if model is None:
-        model = Decoder([Block(32, dropout=dropout) for _ in range(num_layers)], dim=32)
-    made: nn.Module = model
+    model = Decoder([Block(32, dropout=dropout) for _ in range(num_layers)], dim=32)
 
     def step(
         tokens: torch.Tensor, labels: torch.Tensor
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        loss = F.cross_entropy(made(tokens).flatten(0, 1), labels.flatten())
-        return loss, torch.autograd.grad(loss, tuple(made.parameters()))
+        loss = F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten())
+        return loss, torch.autograd.grad(loss, tuple(model.parameters()))
 
     args = (torch.randint(0, VOCAB, (2, 24)), torch.randint(0, VOCAB, (2, 24)))
-    return Captured(step=trace_step(step, module=made)(*args), model=made, args=args)
+    return Captured(step=trace_step(step, module=model)(*args), model=model, args=args)
 
 
 def run(captured: Captured, *passes: GraphPass) -> PipelineReport:

@@ -114,7 +114,8 @@ class TagSavedTensors(GraphPass):
                 # The backward makes the views that it reads anew, from what comes back.
                 holders = recomputability.holders(choice.storage)
                 for view in holders[holders.index(choice.node) + 1 :]:
-                    tags[view] = "recompute"
+                    if view not in recomputability.is_backward:
+                        tags[view] = "recompute"
                 tags[choice.node] = "offload"
         changed = _write(tags)
         counts = Counter(decisions.values())
