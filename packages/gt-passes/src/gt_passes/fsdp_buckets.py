@@ -108,7 +108,7 @@ class BucketNodes:
         if member is None:
             write_annotation(node, self._annotation)
         with quiet_fake_execution(self._fake_mode):
-            loaded: Any = map_arg(args, value_of)
+            loaded: Any = map_arg(args, _loaded)
             node.meta["val"] = target(*loaded)
         return node
 
@@ -119,6 +119,10 @@ class BucketNodes:
             self.call(operator.getitem, split, index, member=member)
             for index, member in enumerate(self._members)
         ]
+
+
+def _loaded(node: Node) -> Any:
+    return value_of(node)
 
 
 def replace_uses(graph: Graph, replacements: Mapping[Node, Node]) -> None:

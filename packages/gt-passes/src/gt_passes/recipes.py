@@ -17,11 +17,21 @@ from gt_config import CompileConfig, SavedOpSelector
 from gt_passes.contract import GraphPass, PassContext
 from gt_passes.errors import RecipeError
 from gt_passes.passes import (
+    BucketAllGathers,
+    BucketAllReduces,
+    BucketReduceScatters,
     CanonicalizeViews,
     CompileRegions,
     CompileWholeGraph,
+    CudaGraphs,
+    DelayWaits,
+    OffloadTagged,
+    PrefetchAllGathers,
     RecomputeTagged,
     RemoveDeadCode,
+    ReshardAfterForward,
+    ScheduleFsdpIntoDenseRegions,
+    SeparateReductionGroup,
     ShareAllGathers,
     TagSavedTensors,
 )
@@ -37,6 +47,7 @@ def default_recipe(
     options: CompileConfig | None = None,
     *,
     context: PassContext,
+    reshard_after_forward: bool | None = None,
     dump_directory: Path | None = None,
     estimate_peak_bytes: Callable[[GraphModule], int] | None = None,
 ) -> PassPipeline:
@@ -51,6 +62,8 @@ def default_recipe(
             compilation; a pass of the recipe then runs a second time. Already validated
             (``gt_config.validate``): nothing is judged here but what depends on the passes.
         context: of the graph to run on.
+        reshard_after_forward: whether FSDP parameters are gathered again for the backward; None:
+            unless the memory policy is save_all.
         dump_directory: as for ``PassPipeline``.
         estimate_peak_bytes: as for ``PassPipeline``.
 
@@ -61,7 +74,11 @@ def default_recipe(
         PassOrderError: what was left out provides what another pass requires.
     """
     options = options if options is not None else CompileConfig()
-    rewriting = [*_clean_up(), *_memory_policy(options)]
+    rewriting = [
+        *_clean_up(),
+        *_memory_policy(options),
+        *_fsdp(options, reshard_after_forward=reshard_after_forward),
+    ]
     compiling = [*_compilation(options)]
     added = _added_passes(options, in_recipe=[each.name for each in (*rewriting, *compiling)])
     kept = [
@@ -94,6 +111,30 @@ def _memory_policy(options: CompileConfig) -> Iterator[GraphPass]:
         host_budget_bytes=None if host_gib is None else int(host_gib * _GIB),
     )
     yield RecomputeTagged()
+    if options.memory_policy == "offload":
+        yield OffloadTagged(
+            prefetch_layers=options.offload_prefetch_layers,
+            defer_layers=options.offload_defer_layers,
+        )
+
+
+def _fsdp(options: CompileConfig, *, reshard_after_forward: bool | None) -> Iterator[GraphPass]:
+    if reshard_after_forward is None:
+        # Whoever keeps every activation has room for the parameters too.
+        reshard_after_forward = options.memory_policy != "save_all"
+    if reshard_after_forward:
+        yield ReshardAfterForward()
+    if options.fsdp_bucketing == "transformer_block":
+        yield BucketAllGathers(cap_mib=options.fsdp_bucket_cap_mib)
+        yield BucketReduceScatters(cap_mib=options.fsdp_bucket_cap_mib)
+        yield BucketAllReduces(cap_mib=options.fsdp_bucket_cap_mib)
+    if options.prefetch_layers > 0:
+        yield DelayWaits()
+        yield PrefetchAllGathers(blocks_ahead=options.prefetch_layers)
+    if options.fsdp_second_group:
+        yield SeparateReductionGroup()
+    if options.fsdp_into_dense_regions:
+        yield ScheduleFsdpIntoDenseRegions()
 
 
 def _compilation(options: CompileConfig) -> Iterator[GraphPass]:
@@ -101,6 +142,8 @@ def _compilation(options: CompileConfig) -> Iterator[GraphPass]:
         yield CompileRegions(module_patterns=options.regional_modules)
     if options.inductor_compilation == "full":
         yield CompileWholeGraph()
+    if options.cuda_graphs:
+        yield CudaGraphs()
 
 
 def _added_passes(options: CompileConfig, *, in_recipe: Sequence[str]) -> list[GraphPass]:

@@ -1,5 +1,6 @@
 """The passes, one a file. Importing this package registers them all."""
 
+from gt_passes.passes.async_tensor_parallel import AsyncTensorParallel
 from gt_passes.passes.bucket_all_gathers import BucketAllGathers
 from gt_passes.passes.bucket_all_reduces import BucketAllReduces
 from gt_passes.passes.bucket_reduce_scatters import BucketReduceScatters
@@ -13,10 +14,13 @@ from gt_passes.passes.prefetch_all_gathers import PrefetchAllGathers
 from gt_passes.passes.recompute_tagged import RecomputeTagged
 from gt_passes.passes.remove_dead_code import DeadCollectives, RemoveDeadCode
 from gt_passes.passes.reshard_after_forward import ReshardAfterForward
+from gt_passes.passes.schedule_fsdp_into_dense_regions import ScheduleFsdpIntoDenseRegions
+from gt_passes.passes.separate_reduction_group import SeparateReductionGroup
 from gt_passes.passes.share_all_gathers import ShareAllGathers, SharingScope
 from gt_passes.passes.tag_saved_tensors import MemoryPolicyName, TagSavedTensors
 
 __all__ = [
+    "AsyncTensorParallel",
     "BucketAllGathers",
     "BucketAllReduces",
     "BucketReduceScatters",
@@ -32,6 +36,8 @@ __all__ = [
     "RecomputeTagged",
     "RemoveDeadCode",
     "ReshardAfterForward",
+    "ScheduleFsdpIntoDenseRegions",
+    "SeparateReductionGroup",
     "ShareAllGathers",
     "SharingScope",
     "TagSavedTensors",
