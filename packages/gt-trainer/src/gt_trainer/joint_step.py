@@ -17,6 +17,7 @@ from torch.fx import GraphModule
 
 from gt_config import JointPartitioner, ShapeChangePolicy
 from gt_passes import PassContext, PipelineReport
+from gt_passes.collective_exchange import exchange_collective_digest
 from gt_trace import ForwardBackward, export_joint_graph, partition
 from gt_trace.bound_joint import BoundJoint
 from gt_trainer.captured_step import Recipe
@@ -93,6 +94,8 @@ def capture_joint(
 class JointForward:
     """The forward of ``model`` as captured graphs; captures itself on first use.
 
+    Before the first run, the ranks make sure that their graphs have the same collectives.
+
     Args:
         model: parallelized, on its device, in training mode.
         partitioner: how the joint graph is cut.
@@ -118,6 +121,7 @@ class JointForward:
         self._recipe = recipe
         self._clock = clock
         self._on_capture = on_capture
+        self._num_captures = 0
         self._calls = PerShape(self._capture, policy=on_shape_change)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -138,6 +142,11 @@ class JointForward:
             clock=self._clock,
         )
         self._on_capture(report)
+        if self._num_captures == 0:
+            # Only then: later, ranks with other shapes may capture at other times.
+            for graph_module in report.graph_modules:
+                exchange_collective_digest(graph_module)
+        self._num_captures += 1
         return report.parts.bind(self._model)
 
 
