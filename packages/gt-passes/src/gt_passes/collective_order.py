@@ -19,8 +19,10 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from gt_config.node_keys import FsdpCollectiveAnnotation
 from gt_passes._torch_internals import OpOverload, value_of
 from gt_passes.process_groups import GroupIdentity, group_identity, group_name_of
+from gt_trace.node_metadata import module_fqn, phase_of, read_annotation
 
 __all__ = [
     "CollectiveCall",
@@ -41,7 +43,8 @@ class CollectiveCall:
     group_name: str
 
     text: str
-    """Operator, group, sizes, dtypes, reduction: all that must be the same on every rank."""
+    """Operator, group, sizes, dtypes, reduction, and which parameters or module it is for: all that
+    must be the same on every rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,8 +153,18 @@ def _calls(graph_module: GraphModule) -> Iterator[CollectiveCall]:
         yield CollectiveCall(
             node_name=node.name,
             group_name=name,
-            text=f"{_operator_name(node)} over {groups[name]}: {_arguments(node, symbols)}",
+            text=f"{_operator_name(node)} over {groups[name]}: "
+            f"{_arguments(node, symbols)}{_purpose(node)}",
         )
+
+
+def _purpose(node: Node) -> str:
+    """What the values are for: two that look alike must not meet each other on two ranks."""
+    annotation = read_annotation(node, FsdpCollectiveAnnotation)
+    if annotation is not None:
+        return f", {annotation.kind} of {', '.join(annotation.parameter_names)}"
+    module = module_fqn(node)
+    return f", {phase_of(node) or 'no phase'} of {module}" if module else ""
 
 
 def _operator_name(node: Node) -> str:
