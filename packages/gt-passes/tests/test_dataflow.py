@@ -473,6 +473,20 @@ def test_an_unknown_operator_may_draw_so_that_no_draw_crosses_it():
     assert not same(before, after, X, Y)
 
 
+def test_an_unknown_operator_may_read_buffers_so_that_no_write_to_one_crosses_it():
+    def before(x, y):
+        x.add_(1.0)
+        return log(y)
+
+    def after(x, y):
+        logged = log(y)
+        x.add_(1.0)
+        return logged
+
+    assert same(before, before, X, Y)
+    assert not same(before, after, X, Y)
+
+
 def test_cannot_drop_an_assert():
     def before(x, y):
         aten._assert_async.msg(x.sum() > 0, "negative")

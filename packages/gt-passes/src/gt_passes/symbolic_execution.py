@@ -86,6 +86,11 @@ class SymbolicExecution:
             for member in memory.members
         }
         self._memory = MemoryContents(table=table, class_of=class_of, view_of=self._value_of_call)
+        self._written_inputs = [
+            node
+            for node in self._graph_module.graph.find_nodes(op="placeholder")
+            if node in class_of
+        ]
         self._unusual = (
             self._barriers | self._random | self._effects | self._writers | class_of.keys()
         )
@@ -201,8 +206,9 @@ class SymbolicExecution:
     def _visit_unusual(self, node: Node) -> None:
         definition = self._definition(node, self._load)
         if node in self._barriers:
-            # It may read and do anything: what came before it did, and draws after it differ.
-            definition = ("unknown", *definition, self.unknown_calls, self.draws)
+            # It may do anything, also read parameters and buffers: what was done to them before it,
+            # and which draws came before it, is part of what it is.
+            definition = ("unknown", *definition, self.unknown_calls, self.draws, *self._written())
             self.unknown_calls = self.draws = self.table.number(definition)
         elif node in self._random:
             definition = ("draw", *definition, self.draws)
@@ -247,6 +253,10 @@ class SymbolicExecution:
             self._name(self._load(node), node)
         else:
             self._set(node, self.table.result(("result", number), result))
+
+    def _written(self) -> list[int]:
+        """What the inputs hold now that are written to at some time."""
+        return [self._memory.read(node).number for node in self._written_inputs]
 
     def _visit_output(self, node: Node) -> None:
         (results,) = node.args
