@@ -13,7 +13,14 @@ from typing import Any
 from torch._guards import active_fake_mode
 from torch.fx import GraphModule
 
-__all__ = ["compile_with_inductor", "fake_mode_is_active", "known_inductor_options"]
+__all__ = [
+    "compile_with_inductor",
+    "fake_mode_is_active",
+    "known_inductor_options",
+    "load_symmetric_memory_operators",
+    "process_group_backend",
+    "symmetric_memory_is_enabled",
+]
 
 
 def fake_mode_is_active() -> bool:
@@ -53,3 +60,37 @@ def compile_with_inductor(
             body, list(inputs), dynamic_shapes="from_graph"
         )
     return compiled
+
+
+def load_symmetric_memory_operators() -> None:
+    """Let torch register ``torch.ops.symm_mem.fused_*``, which it does on this import only."""
+
+
+def symmetric_memory_is_enabled(group_name: str) -> bool:
+    """Whether torch would use symmetric memory for a group; there is no public question."""
+    from torch.distributed._symmetric_memory import is_symm_mem_enabled_for_group
+
+    return bool(
+        is_symm_mem_enabled_for_group(
+            group_name  # type: ignore[arg-type]  # a NewType of str, which torch 2.13 lacks
+        )
+    )
+
+
+def process_group_backend(group_name: str) -> str | None:
+    """The backend of a group by name, as "nccl"; None if this process has no such group.
+
+    Functional collectives name their group, and only a private registry knows groups by name.
+    """
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]  # not listed
+        _resolve_process_group,
+    )
+
+    try:
+        group = _resolve_process_group(
+            group_name  # type: ignore[arg-type]  # a NewType of str, which torch 2.13 lacks
+        )
+    except (RuntimeError, KeyError, ValueError):
+        return None
+    return str(dist.get_backend(group))

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import GraphModule, Node
 
+from gt_passes._torch_compilation_internals import process_group_backend
 from gt_passes._torch_internals import HigherOrderOperator, OpOverload, value_of
 from gt_passes.aliasing import AliasClasses
 from gt_passes.collectives import is_collective
@@ -51,9 +52,9 @@ class CaptureTarget:
     """The device whose work is recorded. A test records on "cpu"."""
 
     compute_capability: tuple[int, int] | None = None
-    """Of the CUDA device, as (9, 0); None where it is not known, which counts as the oldest."""
+    """Of the CUDA device, as (9, 0); None for that of this machine."""
 
-    backend_of_group: Callable[[str], str | None] = lambda group_name: None
+    backend_of_group: Callable[[str], str | None] = process_group_backend
     """The backend of a process group by name, as "nccl"; None where it is not known."""
 
     capturable_backends: frozenset[str] = frozenset({"nccl"})
@@ -159,7 +160,7 @@ class _Judge:
             return f"the size of what {name} makes depends on data"
         if operator_name in _TAKES_MASK and _has_mask(node):
             return f"{name} counts the true elements of a mask on the host"
-        if operator_name == "_grouped_mm" and (self._target.compute_capability or (0, 0)) < (10, 0):
+        if operator_name == "_grouped_mm" and _compute_capability(self._target) < (10, 0):
             return f"{name} may copy its offsets to the host below compute capability 10.0"
         if any(isinstance(value, torch.Generator) for value in _leaves(node)):
             return f"{name} draws from a generator whose state is not registered with the graph"
@@ -219,6 +220,12 @@ class _Judge:
             if self._aliases.is_written(source):
                 return f"it reads {source.name}, which is written to and whose address changes"
         return None
+
+
+def _compute_capability(target: CaptureTarget) -> tuple[int, int]:
+    if target.compute_capability is not None:
+        return target.compute_capability
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
 
 
 def _inner_obstacles(body: GraphModule, target: CaptureTarget) -> Iterator[Obstacle]:
