@@ -9,6 +9,7 @@ from gt_passes.passes.compile_regions import CompileRegions
 from gt_passes.passes.compile_whole_graph import CompileWholeGraph
 from gt_passes.passes.cuda_graphs import CudaGraphs, release_cuda_graphs
 from gt_passes.passes.delay_waits import DelayWaits
+from gt_passes.passes.numerics_changing import FuseParallelMatmuls
 from gt_passes.passes.offload_tagged import OffloadTagged
 from gt_passes.passes.prefetch_all_gathers import PrefetchAllGathers
 from gt_passes.passes.recompute_tagged import RecomputeTagged
@@ -30,6 +31,7 @@ __all__ = [
     "CudaGraphs",
     "DeadCollectives",
     "DelayWaits",
+    "FuseParallelMatmuls",
     "MemoryPolicyName",
     "OffloadTagged",
     "PrefetchAllGathers",
