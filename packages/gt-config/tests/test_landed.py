@@ -27,21 +27,11 @@ def violations_of(config=None, topology=TOPOLOGY, **settings):
 @pytest.mark.parametrize(
     ("settings", "flag", "value", "landed", "reason"),
     [
-        *(
-            (
-                {"inductor_compilation": value},
-                "--compile.inductor_compilation",
-                value,
-                "'none'",
-                "the rest arrives with part 2 (gt-passes)",
-            )
-            for value in ("regional", "full")
-        ),
         (
             {"inductor_compilation": "autoparallel_backend"},
             "--compile.inductor_compilation",
             "autoparallel_backend",
-            "'none'",
+            "'none', 'regional' or 'full'",
             "automatic placement arrives with part 5 (gt-autoparallel)",
         ),
         (
@@ -50,47 +40,6 @@ def violations_of(config=None, topology=TOPOLOGY, **settings):
             True,
             "False",
             "automatic placement arrives with part 5 (gt-autoparallel)",
-        ),
-        *(
-            (
-                {"memory_policy": value},
-                "--compile.memory_policy",
-                value,
-                "'save_all'",
-                "the rest arrives with part 2 (gt-passes)",
-            )
-            for value in ("selective", "full_recompute", "offload")
-        ),
-        (
-            {"fsdp_bucketing": "transformer_block"},
-            "--compile.fsdp_bucketing",
-            "transformer_block",
-            "'off'",
-            "the rest arrives with part 2 (gt-passes)",
-        ),
-        (
-            {"prefetch_layers": 1},
-            "--compile.prefetch_layers",
-            1,
-            "0",
-            "the rest arrives with part 2 (gt-passes)",
-        ),
-        *(
-            (
-                {name: True},
-                f"--compile.{name}",
-                True,
-                "False",
-                "the rest arrives with part 2 (gt-passes)",
-            )
-            for name in (
-                "debug_graph_passes",
-                "numerics_changing",
-                "cuda_graphs",
-                "fsdp_second_group",
-                "fsdp_into_dense_regions",
-                "async_tensor_parallel",
-            )
         ),
         (
             {"ep_overlap": EpOverlapConfig(enabled=True)},
@@ -139,6 +88,17 @@ def test_refuses_a_mesh_axis_that_has_not_landed(axis, flag, reason):
         {"mode": "none"},
         {"verify_passes": False},
         {"on_shape_change": "recapture"},
+        {"mode": "aot_joint"},
+        {"inductor_compilation": "regional"},
+        {"inductor_compilation": "full"},
+        {"memory_policy": "selective"},
+        {"memory_policy": "full_recompute"},
+        {"memory_policy": "offload"},
+        {"fsdp_bucketing": "off"},
+        {"prefetch_layers": 0},
+        {"debug_graph_passes": True},
+        {"numerics_changing": True},
+        {"cuda_graphs": True},
     ],
 )
 def test_accepts_what_has_landed(settings):
@@ -146,8 +106,8 @@ def test_accepts_what_has_landed(settings):
 
 
 def test_accepts_an_option_once_its_entry_is_gone():
-    remaining = [option for option in UNLANDED if option.path != "config.cuda_graphs"]
-    config = CompileConfig(cuda_graphs=True)
+    remaining = [option for option in UNLANDED if option.path != "config.autoparallel"]
+    config = CompileConfig(autoparallel=True)
     assert find_violations(config, TOPOLOGY, known_passes=(), unlanded=remaining) == ()
 
 

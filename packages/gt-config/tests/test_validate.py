@@ -366,8 +366,8 @@ def test_accepts_the_autoparallel_backend_with_both():
         ({"disable_passes": ("remove-dead-code",)}, "()"),
         ({"verify_passes": False}, "True"),
         ({"debug_graph_passes": True}, "False"),
-        ({"fsdp_bucketing": "transformer_block"}, "'off'"),
-        ({"prefetch_layers": 2}, "0"),
+        ({"fsdp_bucketing": "off"}, "'transformer_block'"),
+        ({"prefetch_layers": 2}, "1"),
         ({"numerics_changing": True}, "False"),
         ({"cuda_graphs": True}, "False"),
         ({"on_shape_change": "recapture"}, "'error'"),
@@ -405,13 +405,13 @@ def test_solver_limits_need_autoparallel():
 
 
 def test_a_bucket_cap_needs_bucketing():
-    assert only(CompileConfig(fsdp_bucket_cap_mib=25)) == Violation(
+    assert only(CompileConfig(fsdp_bucketing="off", fsdp_bucket_cap_mib=25)) == Violation(
         flag="--compile.fsdp_bucket_cap_mib",
         value=25,
         allowed="its default None, since FSDP bucketing is off and it would do nothing",
         fix="drop the option, or use --compile.fsdp_bucketing transformer_block",
     )
-    with_bucketing = CompileConfig(fsdp_bucketing="transformer_block", fsdp_bucket_cap_mib=25)
+    with_bucketing = CompileConfig(fsdp_bucket_cap_mib=25)
     assert found(with_bucketing) == ()
 
 

@@ -22,26 +22,22 @@ def test_every_option_that_it_does_not_honour_is_refused_at_once():
             ParallelismConfig(
                 spmd_backend="full_dtensor",
                 context_parallel_degree=2,
-                fsdp_reshard_after_forward="never",
             ),
             TrainingConfig(enable_cpu_offload=True),
             activation_checkpoint=FullAC.Config(),
         )
     assert str(refused.value) == (
-        "the configuration has 5 problems:\n"
+        "the configuration has 4 problems:\n"
         "  1. --parallelism.spmd_backend is 'full_dtensor'\n"
         "     allowed: 'partial_dtensor', whose collectives a capture records\n"
         "     fix: leave the flag out\n"
         "  2. --parallelism.context_parallel_degree is 2\n"
         "     allowed: 1: context parallelism is not supported\n"
         "     fix: leave the flag out, and use tensor parallelism for long sequences\n"
-        "  3. --parallelism.fsdp_reshard_after_forward is 'never'\n"
-        "     allowed: 'default': what is kept for the backward is the memory policy's to say\n"
-        "     fix: leave the flag out, and see --compile.memory_policy\n"
-        "  4. --training.enable_cpu_offload is True\n"
+        "  3. --training.enable_cpu_offload is True\n"
         "     allowed: False: it configures torch's FSDP2, which is not used here\n"
         "     fix: leave the flag out\n"
-        "  5. activation-checkpoint is 'FullAC.Config'\n"
+        "  4. activation-checkpoint is 'FullAC.Config'\n"
         "     allowed: none: recomputation is decided on the captured graph\n"
         "     fix: choose activation-checkpoint:none, and see --compile.memory_policy"
     )

@@ -145,8 +145,7 @@ def test_torchtitans_own_cuda_graphs_are_refused(tmp_path):
         "the configuration has 1 problem:\n"
         "  1. --training.disable_cuda_graphs is False\n"
         "     allowed: True: torchtitan's own CUDA graphs do not know the captured step\n"
-        "     fix: leave the flag out; --compile.cuda_graphs will record the captured step "
-        "(part 2)"
+        "     fix: leave the flag out; --compile.cuda_graphs records the captured step"
     )
 
 

@@ -157,17 +157,16 @@ class CompileConfig:
     """Report time, operator counts and memory of every pass.
     Also writes the graph before and after it."""
 
-    fsdp_bucketing: FsdpBucketing = "off"
+    fsdp_bucketing: FsdpBucketing = "transformer_block"
     """transformer_block: gather and reduce a block's parameters at once.
     off: gather and reduce each parameter alone."""
-    # TODO: the default becomes "transformer_block" with the bucketing pass of gt-passes
-    # (docs/decisions/0002-fsdp-bucketing-default.md); then this comment goes.
 
     fsdp_bucket_cap_mib: int | None = None
     """Largest bucket in MiB; a larger block gets several. None: no limit."""
 
-    prefetch_layers: int = 0
-    """Gather a layer's parameters this many layers ahead of their use."""
+    prefetch_layers: int = 1
+    """Gather a layer's parameters this many layers ahead of their use.
+    0: gather where they are used, and wait for every collective at once."""
 
     fsdp_second_group: bool = False
     """Give reduce-scatters a communicator of their own, to run beside all-gathers."""

@@ -51,7 +51,6 @@ def _is_on(value: object) -> bool:
     return value is True
 
 
-_PART_2 = "the rest arrives with part 2 (gt-passes)"
 _PART_3 = "expert-parallel overlap arrives with part 3"
 _PART_4 = "pipeline parallelism arrives with part 4 (gt-pipeline)"
 _PART_5 = "automatic placement arrives with part 5 (gt-autoparallel)"
@@ -59,41 +58,13 @@ _PART_5 = "automatic placement arrives with part 5 (gt-autoparallel)"
 UNLANDED: tuple[UnlandedOption, ...] = (
     UnlandedOption(
         path="config.inductor_compilation",
-        refused=_one_of("regional", "full"),
-        landed="'none'",
-        reason=_PART_2,
-    ),
-    UnlandedOption(
-        path="config.inductor_compilation",
         refused=_one_of("autoparallel_backend"),
-        landed="'none'",
+        landed="'none', 'regional' or 'full'",
         reason=_PART_5,
     ),
     UnlandedOption(path="config.autoparallel", refused=_is_on, landed="False", reason=_PART_5),
     UnlandedOption(
-        path="config.memory_policy",
-        refused=_one_of("selective", "full_recompute", "offload"),
-        landed="'save_all'",
-        reason=_PART_2,
-    ),
-    UnlandedOption(
-        path="config.debug_graph_passes", refused=_is_on, landed="False", reason=_PART_2
-    ),
-    UnlandedOption(
-        path="config.fsdp_bucketing",
-        refused=_one_of("transformer_block"),
-        landed="'off'",
-        reason=_PART_2,
-    ),
-    UnlandedOption(path="config.prefetch_layers", refused=_above(0), landed="0", reason=_PART_2),
-    UnlandedOption(
         path="config.ep_overlap.enabled", refused=_is_on, landed="False", reason=_PART_3
-    ),
-    UnlandedOption(path="config.numerics_changing", refused=_is_on, landed="False", reason=_PART_2),
-    UnlandedOption(path="config.cuda_graphs", refused=_is_on, landed="False", reason=_PART_2),
-    *(
-        UnlandedOption(path=f"config.{name}", refused=_is_on, landed="False", reason=_PART_2)
-        for name in ("fsdp_second_group", "fsdp_into_dense_regions", "async_tensor_parallel")
     ),
     UnlandedOption(path="topology.pp", refused=_above(1), landed="1", reason=_PART_4),
     UnlandedOption(

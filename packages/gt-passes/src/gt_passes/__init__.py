@@ -7,6 +7,7 @@
     print(report)
 """
 
+from gt_passes.collective_exchange import exchange_collective_digest
 from gt_passes.contract import ChangeBounds, GraphPass, PassContext, PassReport, Refusal
 from gt_passes.cuda_graph_replay import Recorder, Recording
 from gt_passes.cuda_graph_safety import CaptureTarget
@@ -29,13 +30,26 @@ from gt_passes.facts import (
 )
 from gt_passes.graph_problem import GraphProblem
 from gt_passes.inductor_compiler import DescribeOnly, InductorCompiler, SubgraphCompiler
+from gt_passes.operator_effects import declare_pure_operator
 from gt_passes.passes import (
+    AsyncTensorParallel,
+    BucketAllGathers,
+    BucketAllReduces,
+    BucketReduceScatters,
     CanonicalizeViews,
     CompileRegions,
     CompileWholeGraph,
     CudaGraphs,
+    DelayWaits,
+    OffloadTagged,
+    PrefetchAllGathers,
+    RecomputeTagged,
     RemoveDeadCode,
+    ReshardAfterForward,
+    ScheduleFsdpIntoDenseRegions,
+    SeparateReductionGroup,
     ShareAllGathers,
+    TagSavedTensors,
     release_cuda_graphs,
 )
 from gt_passes.pipeline import PassPipeline
@@ -49,6 +63,10 @@ __all__ = [
     "CANONICAL_VIEWS",
     "NO_DEAD_CODE",
     "ONE_ALL_GATHER_PER_PARAMETER",
+    "AsyncTensorParallel",
+    "BucketAllGathers",
+    "BucketAllReduces",
+    "BucketReduceScatters",
     "CanonicalizeViews",
     "CaptureTarget",
     "ChangeBounds",
@@ -56,6 +74,7 @@ __all__ = [
     "CompileWholeGraph",
     "CudaGraphAddressError",
     "CudaGraphs",
+    "DelayWaits",
     "DescribeOnly",
     "Fact",
     "GraphInputError",
@@ -66,6 +85,7 @@ __all__ = [
     "GtPassesError",
     "InductorCompiler",
     "InductorOptionError",
+    "OffloadTagged",
     "PassContext",
     "PassDeclarationError",
     "PassOrderError",
@@ -73,19 +93,27 @@ __all__ = [
     "PassRecord",
     "PassReport",
     "PipelineReport",
+    "PrefetchAllGathers",
     "RecipeError",
+    "RecomputeTagged",
     "Recorder",
     "Recording",
     "Refusal",
     "RemoveDeadCode",
+    "ReshardAfterForward",
+    "ScheduleFsdpIntoDenseRegions",
+    "SeparateReductionGroup",
     "ShareAllGathers",
     "SubgraphCompiler",
+    "TagSavedTensors",
     "UnknownPassError",
     "UnverifiedNode",
     "VerificationError",
     "VerificationReport",
     "Verifier",
+    "declare_pure_operator",
     "default_recipe",
+    "exchange_collective_digest",
     "find_passes",
     "known_passes",
     "register_pass",

@@ -12,6 +12,7 @@ from torch.fx import GraphModule
 
 from gt_config import ShapeChangePolicy
 from gt_passes import PassContext, PassPipeline, PipelineReport
+from gt_passes.collective_exchange import exchange_collective_digest
 from gt_trace import BoundStep, TracedStep, phase, trace_step
 from gt_trainer.expert_regions import annotate_expert_regions
 from gt_trainer.per_shape import PerShape
@@ -124,6 +125,8 @@ def capture_training_step(
 class CapturedTrainingStep:
     """``training_step`` as a captured graph, optimized by passes and bound to the model.
 
+    Before the first run, the ranks make sure that their graphs have the same collectives.
+
     Args:
         model: parallelized, on its device.
         loss_fn: torchtitan's loss.
@@ -149,6 +152,7 @@ class CapturedTrainingStep:
         self._recipe = recipe
         self._clock = clock
         self._on_capture = on_capture
+        self._num_captures = 0
         self._calls = PerShape(self._capture, policy=on_shape_change)
 
     def __call__(self, *args: Any) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:
@@ -166,4 +170,8 @@ class CapturedTrainingStep:
             self._model, self._loss_fn, *args, recipe=self._recipe, clock=self._clock
         )
         self._on_capture(report)
+        if self._num_captures == 0:
+            # Only then: later, ranks with other shapes may capture at other times.
+            exchange_collective_digest(report.traced.graph_module)
+        self._num_captures += 1
         return report.traced.bind(self._model)

@@ -125,7 +125,11 @@ def _dry_run(config: GraphTrainer.Config, world_size: int) -> DryRunReport:
         model,
         loss_fn,
         *inputs,
-        recipe=recipe_of(config.compile),
+        recipe=recipe_of(
+            config.compile,
+            reshard_after_forward=config.parallelism.fsdp_reshard_after_forward,
+            debug_folder=Path(config.dump_folder) / "graph_passes" / "dry_run",
+        ),
         clock=clock,
         meta_device=titan_utils.device_type,
     )

@@ -59,6 +59,7 @@ def check_configuration(
     violations += _model_does_not_divide(config, topology)
     if will_train:
         violations += _missing_devices(num_local_ranks)
+        violations += _options_for_another_device(config)
         violations += _unusable_files(config)
     else:
         violations += _not_dry_run(config)
@@ -127,8 +128,9 @@ def _unsupported_options(config: GraphTrainer.Config) -> Iterator[Violation]:
             flag="--training.disable_cuda_graphs",
             value=False,
             allowed="True: torchtitan's own CUDA graphs do not know the captured step",
-            fix=f"{_LEAVE_OUT}; --compile.cuda_graphs will record the captured step (part 2)",
+            fix=f"{_LEAVE_OUT}; --compile.cuda_graphs records the captured step",
         )
+    yield from _options_for_another_mode(config)
     if config.comm.mode != "default":
         yield Violation(
             flag="--comm.mode",
@@ -160,6 +162,34 @@ def _not_dry_run(config: GraphTrainer.Config) -> Iterator[Violation]:
             allowed="'aot_fx_trace' in a dry run, which captures and simulates whole steps",
             fix="leave the flag out of the dry run",
         )
+
+
+def _options_for_another_mode(config: GraphTrainer.Config) -> Iterator[Violation]:
+    reshard = config.parallelism.fsdp_reshard_after_forward
+    if reshard != "default" and config.compile.mode != "aot_fx_trace":
+        yield Violation(
+            flag="--parallelism.fsdp_reshard_after_forward",
+            value=reshard,
+            allowed=f"'default', since --compile.mode is {config.compile.mode}: "
+            "only a graph of the whole step gathers again",
+            fix=f"{_LEAVE_OUT}, or use --compile.mode aot_fx_trace",
+        )
+
+
+def _options_for_another_device(config: GraphTrainer.Config) -> Iterator[Violation]:
+    if installed_device_type() != "cpu":
+        return
+    for name, needs in (
+        ("cuda_graphs", "CUDA graphs record the work of a CUDA device"),
+        ("async_tensor_parallel", "it needs symmetric memory between CUDA devices"),
+    ):
+        if getattr(config.compile, name) is True:
+            yield Violation(
+                flag=f"--compile.{name}",
+                value=True,
+                allowed=f"False on cpu: {needs}",
+                fix=_LEAVE_OUT,
+            )
 
 
 def _unsound_counts(config: GraphTrainer.Config, topology: Topology) -> Iterator[Violation]:

@@ -2,17 +2,55 @@
 
 from __future__ import annotations
 
+import itertools
+from pathlib import Path
+from typing import Literal
+
 from gt_config import CompileConfig
-from gt_passes import PassContext, PassPipeline, default_recipe
+from gt_passes import PassContext, PassPipeline, declare_pure_operator, default_recipe
 from gt_trainer.captured_step import Recipe
 
-__all__ = ["recipe_of"]
+__all__ = ["ReshardAfterForward", "recipe_of"]
+
+ReshardAfterForward = Literal["default", "always", "never"]
+"""torchtitan's ``--parallelism.fsdp_reshard_after_forward``."""
+
+_RESHARD: dict[ReshardAfterForward, bool | None] = {
+    "default": None,  # as the memory policy says
+    "always": True,
+    "never": False,
+}
+
+# torchtitan's expert-parallel combine (torchtitan/ops/scatter_add.py) is a sum in a fixed order.
+declare_pure_operator("torchtitan::deterministic_scatter_add")
 
 
-def recipe_of(options: CompileConfig) -> Recipe:
-    """The recipe that ``options`` ask for; it reads nothing else of the configuration."""
+def recipe_of(
+    options: CompileConfig,
+    *,
+    reshard_after_forward: ReshardAfterForward = "default",
+    debug_folder: Path | None = None,
+) -> Recipe:
+    """The recipe that ``options`` ask for; it reads nothing else of the configuration.
+
+    Args:
+        options: validated.
+        reshard_after_forward: whether FSDP parameters are gathered again for the backward.
+        debug_folder: where the graphs before and after each pass are written if
+            ``options.debug_graph_passes`` asks for them, in one folder for each captured graph.
+            Every rank needs its own.
+    """
+    numbers = itertools.count()
 
     def build(context: PassContext) -> PassPipeline:
-        return default_recipe(options, context=context)
+        dump_directory = None
+        if options.debug_graph_passes and debug_folder is not None:
+            dump_directory = debug_folder / f"graph_{next(numbers)}"
+        return default_recipe(
+            options,
+            context=context,
+            reshard_after_forward=_RESHARD[reshard_after_forward],
+            dump_directory=dump_directory,
+        )
 
     return build

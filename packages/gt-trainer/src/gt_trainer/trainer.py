@@ -20,12 +20,14 @@ from torchtitan.components.validate import Validator
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
-from gt_trainer.captured_step import CapturedTrainingStep, CaptureReport
+from gt_passes import PipelineReport
+from gt_trainer.captured_step import CapturedTrainingStep, CaptureReport, Recipe
 from gt_trainer.compile_options import TrainerCompileConfig
 from gt_trainer.gradients import accumulate_gradients
 from gt_trainer.joint_step import JointCaptureReport, JointForward
 from gt_trainer.metrics_jsonl import GraphMetricsProcessor
 from gt_trainer.models.attention import attention_mask_for
+from gt_trainer.pass_refusals import explain_refusals
 from gt_trainer.recipe import recipe_of
 from gt_trainer.startup import StartupClock
 from gt_trainer.validator import GraphValidator
@@ -142,7 +144,7 @@ class GraphTrainer(Trainer):
         return CapturedTrainingStep(
             self.model_parts[0],
             self.loss_fn,
-            recipe=recipe_of(self.config.compile),
+            recipe=self._recipe(),
             on_shape_change=self.config.compile.on_shape_change,
             clock=self.startup,
             on_capture=self._report_capture,
@@ -153,10 +155,17 @@ class GraphTrainer(Trainer):
         return JointForward(
             self.model_parts[0],
             partitioner=options.joint_partitioner,
-            recipe=recipe_of(options),
+            recipe=self._recipe(),
             on_shape_change=options.on_shape_change,
             clock=self.startup,
             on_capture=self._report_joint_capture,
+        )
+
+    def _recipe(self) -> Recipe:
+        return recipe_of(
+            self.config.compile,
+            reshard_after_forward=self.config.parallelism.fsdp_reshard_after_forward,
+            debug_folder=Path(self.config.dump_folder) / "graph_passes" / f"rank_{dist.get_rank()}",
         )
 
     def _report_joint_capture(self, report: JointCaptureReport) -> None:
@@ -166,6 +175,8 @@ class GraphTrainer(Trainer):
             f"{report.num_nodes_backward:,} backward after "
             f"{len(report.forward_passes.records)} passes on each"
         )
+        self._report_passes(report.forward_passes)
+        self._report_passes(report.backward_passes)
 
     def _report_capture(self, report: CaptureReport) -> None:
         self.captures.append(report)
@@ -173,3 +184,13 @@ class GraphTrainer(Trainer):
             f"Captured the training step: {report.num_nodes:,} operators after "
             f"{len(report.passes.records)} passes"
         )
+        self._report_passes(report.passes)
+
+    def _report_passes(self, report: PipelineReport) -> None:
+        """What the user asked for and did not get, with the reasons; all of it when debugging."""
+        if dist.get_rank() != 0:
+            return
+        for line in explain_refusals(report):
+            logger.warning(line)
+        if self.config.compile.debug_graph_passes:
+            logger.info(f"Graph passes:\n{report}")

@@ -133,13 +133,6 @@ def _unsupported(
             "1: context parallelism is not supported",
             "leave the flag out, and use tensor parallelism for long sequences",
         )
-    if parallelism.fsdp_reshard_after_forward != "default":
-        yield (
-            "--parallelism.fsdp_reshard_after_forward",
-            parallelism.fsdp_reshard_after_forward,
-            "'default': what is kept for the backward is the memory policy's to say",
-            "leave the flag out, and see --compile.memory_policy",
-        )
     if parallelism.enable_fsdp_symm_mem:
         yield (
             "--parallelism.enable_fsdp_symm_mem",
