@@ -80,11 +80,11 @@ class PrefetchAllGathers(GraphPass):
             earlier = blocks[max(0, index - self.blocks_ahead)]
             place = min((each.wait for each in earlier), key=motion.position.__getitem__)
             for launch in block:
-                reason = _hoist(launch, place, motion)
-                if reason is not None:
-                    refusals.append(Refusal(node_name=launch.launch.name, reason=reason))
+                outcome = _hoist(launch, place, motion)
+                if isinstance(outcome, str):
+                    refusals.append(Refusal(node_name=launch.launch.name, reason=outcome))
                 else:
-                    num_prefetched += 1
+                    num_prefetched += outcome
         return PassReport(
             changed=num_prefetched > 0,
             counts={"prefetched": num_prefetched} if num_prefetched else {},
@@ -100,8 +100,8 @@ def _blocks(launches: Iterable[FsdpLaunch]) -> list[list[FsdpLaunch]]:
     return list(blocks.values())
 
 
-def _hoist(launch: FsdpLaunch, place: Node, motion: CodeMotion) -> str | None:
-    """Move a launch and what it needs in front of ``place``; the reason if it must not move."""
+def _hoist(launch: FsdpLaunch, place: Node, motion: CodeMotion) -> bool | str:
+    """Move a launch and what it needs in front of ``place``, or say why it must not move."""
     if motion.section(launch.launch) != motion.section(place):
         return f"a barrier stands between it and {place.name}"
     moving = motion.ancestors_after([launch.launch], place)
@@ -109,4 +109,4 @@ def _hoist(launch: FsdpLaunch, place: Node, motion: CodeMotion) -> str | None:
         return moving
     for node in moving:
         place.prepend(node)
-    return None
+    return bool(moving)
