@@ -71,6 +71,8 @@ class RecomputeTagged(GraphPass):
 
     def run(self, graph_module: GraphModule, context: PassContext) -> PassReport:
         """Recompute what is tagged; see the class."""
+        if not any(map(_is_tagged, graph_module.graph.nodes)):
+            return PassReport(changed=False)
         recomputation = _Recomputation(
             graph_module, recompute_collectives=self.recompute_collectives
         )
@@ -182,6 +184,10 @@ class _Recomputation:
         return self.copies.get(node, node)
 
 
+def _is_tagged(node: Node) -> bool:
+    return read_annotation(node, ResidencyAnnotation) == _RECOMPUTE
+
+
 def _split_tagged(
     storages: Storages, recomputability: Recomputability
 ) -> tuple[set[Node], tuple[Refusal, ...]]:
@@ -189,8 +195,7 @@ def _split_tagged(
     tagged = {
         node
         for node in storages.nodes
-        if node not in recomputability.is_backward
-        and read_annotation(node, ResidencyAnnotation) == _RECOMPUTE
+        if node not in recomputability.is_backward and _is_tagged(node)
     }
     reasons: dict[int, str | None] = {}
 
