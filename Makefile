@@ -4,6 +4,8 @@ UV_VERSION := 0.13.8
 PACKAGES := gt-config gt-trace gt-passes gt-pipeline gt-autoparallel gt-trainer
 TORCH_ONLY := gt-trace gt-passes gt-pipeline
 TORCH ?= 2.15.0
+NUM_CASES ?= 2000
+SEED ?= 0
 BENCH ?= $(patsubst benchmarks/bench_%.py,%,$(sort $(wildcard benchmarks/bench_*.py)))
 ARGS ?=
 
@@ -16,7 +18,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 
 .PHONY: help train test test-all check check-ruff check-types check-layers check-dependencies \
-	check-workspace format build smoke bench test-torch clean
+	check-workspace format build smoke bench fuzz test-torch clean
 
 help:
 	@echo 'make train       train the Llama 3 debug model as a captured graph (ARGS=... to gt-train)'
@@ -27,6 +29,7 @@ help:
 	@echo 'make build       wheels and source distributions of all packages in dist/'
 	@echo 'make smoke       each wheel passes its own tests in a fresh environment'
 	@echo 'make test-torch  torch-only packages against TORCH=2.13.0, 2.14.1 or 2.15.0'
+	@echo 'make fuzz        NUM_CASES=2000 random steps x random passes, from SEED=0, compared to the bit'
 	@echo 'make bench       benchmarks, results in outputs/bench/ (BENCH=name for one)'
 	@echo 'make clean       remove environments, caches and builds'
 
@@ -109,6 +112,11 @@ bench: $(STAMP)
 	@for name in $(BENCH); do \
 		$(BIN)/python benchmarks/bench_$$name.py --json outputs/bench/$$name.json $(ARGS) || exit 1; \
 	done
+
+# Cases that fail are made small and stored in tests-integration/fuzz_regressions.
+fuzz: $(STAMP)
+	OMP_NUM_THREADS=1 PYTHONPATH=tests-integration $(BIN)/python -m pass_fuzz \
+		--num-cases $(NUM_CASES) --seed $(SEED) $(ARGS)
 
 clean:
 	rm -rf .venv .hatch .smoke dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

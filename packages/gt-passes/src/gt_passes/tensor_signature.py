@@ -33,6 +33,15 @@ class _Symbolic(NamedTuple):
     expression: Hashable
 
 
+class _ScriptObject(NamedTuple):
+    """An object of a C++ class that PyTorch's operators return: its class."""
+
+    class_name: str
+
+    def __repr__(self) -> str:
+        return f"an object of the class {self.class_name}"
+
+
 class _Opaque:
     """Some object, compared by identity."""
 
@@ -63,6 +72,9 @@ def signature(value: object) -> Hashable:
         return (type(value), value)
     if value is None or isinstance(value, str):
         return value
+    if isinstance(value, torch.ScriptObject):
+        # Operators that return one (profiler.record_function) make a new one each time.
+        return _ScriptObject(value._type().qualified_name())
     # Subgraphs, process groups, generators: the same only as themselves. The object and not its id,
     # which another object could have tomorrow.
     return _Opaque(value)
@@ -90,6 +102,8 @@ def describe(signed: Hashable) -> str:
         return text + ", conjugated" * signed.is_conj + ", negated" * signed.is_neg
     if isinstance(signed, _Symbolic):
         return str(signed.expression)
+    if isinstance(signed, _ScriptObject):
+        return repr(signed)
     if isinstance(signed, tuple) and len(signed) == 2 and isinstance(signed[0], type):
         return f"{signed[0].__name__} {signed[1]}"
     if isinstance(signed, tuple):
