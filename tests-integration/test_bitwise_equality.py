@@ -61,7 +61,9 @@ FOUR_RANKS = {
     "llama3, HSDP 2 x 2": on(LLAMA3, parallelism=HSDP),
     "llama3, HSDP 2 x 2, bfloat16": on(LLAMA3, parallelism=HSDP, param_dtype="bfloat16"),
     "qwen3, tied weights, FSDP 2 x TP 2": on(QWEN3_TIED, parallelism=FSDP_TP),
-    "deepseek_v3, FSDP 4 x EP 2": on(DEEPSEEK_V3, parallelism=FSDP_EP),
+    # With more than two shards, gloo sums in an order that depends on the layout of the message, so
+    # buckets round otherwise; test_recipe_numerics.py holds them to a bound.
+    "deepseek_v3, FSDP 4 x EP 2": on(DEEPSEEK_V3, parallelism=FSDP_EP, fsdp_bucketing="off"),
     "deepseek_v3, FSDP 2 x TP 2 x EP 2": on(DEEPSEEK_V3, parallelism=FSDP_TP_EP),
 }
 JOINT_ONE_RANK = (

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torchtitan.components.loss import CrossEntropyLoss
 
-from gt_config import ShapeChangePolicy
+from gt_config import FsdpBucketing, ShapeChangePolicy
 from gt_config.node_keys import EpExchangeAnnotation, EpRegionAnnotation
 from gt_trace import phase_of, read_annotation
 from gt_trainer.models.chunked_loss import GraphChunkedLoss
@@ -41,6 +41,7 @@ class Case:
     chunked_loss: bool = True
     param_dtype: str = "float32"
     on_shape_change: ShapeChangePolicy = "error"
+    fsdp_bucketing: FsdpBucketing = "transformer_block"
 
     def build(
         self,
@@ -64,9 +65,13 @@ class Case:
         model: Any = config.model_spec.model
         model.layers = model.layers[: self.num_layers]
         config.parallelism = dataclasses.replace(config.parallelism, **self.parallelism)
-        config.compile = dataclasses.replace(
-            config.compile, mode=mode, on_shape_change=self.on_shape_change, **options
-        )
+        asked = {
+            "mode": mode,
+            "on_shape_change": self.on_shape_change,
+            "fsdp_bucketing": self.fsdp_bucketing,
+            **options,
+        }
+        config.compile = dataclasses.replace(config.compile, **asked)
         training = config.training
         training.seq_len, training.local_batch_size = SEQ_LEN, BATCH_SIZE
         training.steps = NUM_STEPS

@@ -39,7 +39,11 @@ class VariantResult:
 
     losses: tuple[float, ...]
     largest_difference: float
-    """Over all gradients and losses: the difference divided by the tensor's largest magnitude."""
+    """Over the losses and gradients of all passes: the largest difference in a tensor, divided by
+    the largest magnitude in it."""
+
+    largest_first_difference: float
+    """Likewise of the first pass alone, in which both runs still have the same weights."""
 
     passes: tuple[str, ...]
     """Of the recipe that ran."""
@@ -87,12 +91,12 @@ def _train(case: Case, mode: str, folder: str, *, options: Variant) -> _History:
 
 def _compare(eager: _History, run: _History) -> VariantResult:
     differences: list[str] = []
-    largest = 0.0
+    largest = []
     for number, (a, b) in enumerate(zip(eager.passes, run.passes, strict=True), start=1):
         differences += differing_passes(a, b, f"pass {number}")
-        largest = max(largest, _relative_difference(a.loss, b.loss))
-        for name in a.gradients.keys() & b.gradients.keys():
-            largest = max(largest, _relative_difference(a.gradients[name], b.gradients[name]))
+        both = [(a.loss, b.loss)]
+        both += [(a.gradients[n], b.gradients[n]) for n in a.gradients.keys() & b.gradients.keys()]
+        largest.append(max(_relative_difference(*pair) for pair in both))
     differences += differing(eager.parameters, run.parameters, "final parameter")
     records: tuple[PassRecord, ...] = tuple(
         record
@@ -103,7 +107,8 @@ def _compare(eager: _History, run: _History) -> VariantResult:
     return VariantResult(
         differences=tuple(differences),
         losses=tuple(each.loss.item() for each in run.passes),
-        largest_difference=largest,
+        largest_difference=max(largest),
+        largest_first_difference=largest[0],
         passes=tuple(record.name for record in records),
         changed=frozenset(record.name for record in records if record.report.changed),
         verified=all(p.verified for report in run.trainer.captures for p in report.pipelines),

@@ -38,20 +38,129 @@ def names(context: PassContext, **options: object) -> list[str]:
     return [graph_pass.name for graph_pass in recipe(context, **options).passes]
 
 
+CLEAN_UP = ["remove-dead-code", "canonicalize-views", "share-all-gathers"]
+BUCKETS = ["bucket-all-gathers", "bucket-reduce-scatters", "bucket-all-reduces"]
+OVERLAP = ["delay-waits", "prefetch-all-gathers"]
+
+
 def test_the_recipe_of_a_whole_step(context: PassContext):
-    assert names(context) == ["remove-dead-code", "canonicalize-views", "share-all-gathers"]
+    assert names(context) == [*CLEAN_UP, *BUCKETS, *OVERLAP]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"fsdp_bucketing": "off", "prefetch_layers": 0}, CLEAN_UP),
+        (
+            {"memory_policy": "full_recompute"},
+            [
+                *CLEAN_UP,
+                "tag-saved-tensors",
+                "recompute-tagged",
+                "reshard-after-forward",
+                *BUCKETS,
+                *OVERLAP,
+            ],
+        ),
+        (
+            {"memory_policy": "offload"},
+            [
+                *CLEAN_UP,
+                "tag-saved-tensors",
+                "recompute-tagged",
+                "offload-tagged",
+                "reshard-after-forward",
+                *BUCKETS,
+                *OVERLAP,
+            ],
+        ),
+        (
+            {"fsdp_second_group": True, "fsdp_into_dense_regions": True},
+            [
+                *CLEAN_UP,
+                *BUCKETS,
+                *OVERLAP,
+                "separate-reduction-group",
+                "schedule-fsdp-into-dense-regions",
+            ],
+        ),
+        (
+            {
+                "async_tensor_parallel": True,
+                "numerics_changing": True,
+                "inductor_compilation": "full",
+                "cuda_graphs": True,
+                "passes": ("remove-dead-code",),
+            },
+            [
+                *CLEAN_UP,
+                *BUCKETS,
+                *OVERLAP,
+                "async-tensor-parallel",
+                "fuse-parallel-matmuls",
+                "remove-dead-code",
+                "compile-whole-graph",
+                "cuda-graphs",
+            ],
+        ),
+        (
+            {"inductor_compilation": "regional"},
+            [*CLEAN_UP, *BUCKETS, *OVERLAP, "compile-regions"],
+        ),
+    ],
+)
+def test_options_choose_passes(context: PassContext, options: dict, expected: list[str]):
+    assert names(context, **options) == expected
+
+
+@pytest.mark.parametrize(
+    ("memory_policy", "asked", "resharded"),
+    [
+        ("save_all", None, False),
+        ("selective", None, True),
+        ("save_all", True, True),
+        ("selective", False, False),
+    ],
+)
+def test_parameters_are_gathered_again_unless_everything_is_saved(
+    context: PassContext, memory_policy: str, asked: bool | None, resharded: bool
+):
+    pipeline = default_recipe(
+        CompileConfig(memory_policy=memory_policy), context=context, reshard_after_forward=asked
+    )
+    assert ("reshard-after-forward" in [each.name for each in pipeline.passes]) == resharded
+
+
+def test_options_of_options_reach_their_passes(context: PassContext):
+    options = {
+        "memory_policy": "offload",
+        "offload_host_gib": 0.5,
+        "offload_prefetch_layers": 3,
+        "offload_defer_layers": 2,
+        "fsdp_bucket_cap_mib": 25,
+        "prefetch_layers": 2,
+        "inductor_compilation": "regional",
+        "regional_modules": ("layers.*.feed_forward",),
+    }
+    passes = {each.name: each for each in recipe(context, **options).passes}
+    assert passes["tag-saved-tensors"].host_budget_bytes == 2**29
+    assert passes["offload-tagged"].prefetch_layers == 3
+    assert passes["offload-tagged"].defer_layers == 2
+    assert [passes[name].cap_mib for name in BUCKETS] == [25, 25, 25]
+    assert passes["prefetch-all-gathers"].blocks_ahead == 2
+    assert passes["compile-regions"].module_patterns == ("layers.*.feed_forward",)
 
 
 def test_passes_can_be_left_out(context: PassContext):
-    assert names(context, disable_passes=("canonicalize-views",)) == [
+    assert names(context, disable_passes=("canonicalize-views", *BUCKETS, *OVERLAP)) == [
         "remove-dead-code",
         "share-all-gathers",
     ]
 
 
 def test_added_passes_run_at_the_end_also_a_second_time(context: PassContext):
-    assert names(context, passes=("remove-dead-code",))[-1] == "remove-dead-code"
-    assert len(names(context, passes=("remove-dead-code",))) == 4
+    found = names(context, passes=("remove-dead-code",))
+    assert found == [*CLEAN_UP, *BUCKETS, *OVERLAP, "remove-dead-code"]
 
 
 def test_all_unknown_names_are_one_error(context: PassContext):
@@ -81,7 +190,7 @@ def test_contradictions_are_one_error(context: PassContext, monkeypatch: pytest.
         str(error.value),
         """\
 the recipe cannot be built:
-  - 'cap-buckets' is disabled, and the recipe has only remove-dead-code, canonicalize-views, share-all-gathers
+  - 'cap-buckets' is disabled, and the recipe has only remove-dead-code, canonicalize-views, share-all-gathers, bucket-all-gathers, bucket-reduce-scatters, bucket-all-reduces, delay-waits, prefetch-all-gathers
   - 'cap-buckets' is both added and disabled
   - 'remove-dead-code' is both added and disabled
   - 'cap-buckets' cannot be added by name, for want of cap_bytes: give PassPipeline an instance""",
@@ -99,4 +208,4 @@ def test_options_reach_the_pipeline(context: PassContext, tmp_path):
     report = pipeline.run(graph_module)
     assert not report.verified
     assert report.records[0].before.peak_memory_bytes == 5
-    assert len(list(tmp_path.iterdir())) == 6
+    assert len(list(tmp_path.iterdir())) == 2 * len(pipeline.passes)

@@ -30,6 +30,7 @@ from gt_passes.facts import (
 )
 from gt_passes.graph_problem import GraphProblem
 from gt_passes.inductor_compiler import DescribeOnly, InductorCompiler, SubgraphCompiler
+from gt_passes.liveness import MemoryProfile, estimate_memory, estimate_peak_bytes
 from gt_passes.operator_effects import declare_pure_operator
 from gt_passes.passes import (
     AsyncTensorParallel,
@@ -41,6 +42,7 @@ from gt_passes.passes import (
     CompileWholeGraph,
     CudaGraphs,
     DelayWaits,
+    FuseParallelMatmuls,
     OffloadTagged,
     PrefetchAllGathers,
     RecomputeTagged,
@@ -57,6 +59,7 @@ from gt_passes.pipeline_report import GraphSize, PassRecord, PipelineReport
 from gt_passes.recipes import default_recipe
 from gt_passes.registry import find_passes, known_passes, register_pass
 from gt_passes.repropagation import UnverifiedNode
+from gt_passes.residency_table import residency_table
 from gt_passes.verifier import GraphInterface, VerificationReport, Verifier
 
 __all__ = [
@@ -77,6 +80,7 @@ __all__ = [
     "DelayWaits",
     "DescribeOnly",
     "Fact",
+    "FuseParallelMatmuls",
     "GraphInputError",
     "GraphInterface",
     "GraphPass",
@@ -85,6 +89,7 @@ __all__ = [
     "GtPassesError",
     "InductorCompiler",
     "InductorOptionError",
+    "MemoryProfile",
     "OffloadTagged",
     "PassContext",
     "PassDeclarationError",
@@ -113,9 +118,12 @@ __all__ = [
     "Verifier",
     "declare_pure_operator",
     "default_recipe",
+    "estimate_memory",
+    "estimate_peak_bytes",
     "exchange_collective_digest",
     "find_passes",
     "known_passes",
     "register_pass",
     "release_cuda_graphs",
+    "residency_table",
 ]

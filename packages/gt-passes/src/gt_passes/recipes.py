@@ -17,6 +17,7 @@ from gt_config import CompileConfig, SavedOpSelector
 from gt_passes.contract import GraphPass, PassContext
 from gt_passes.errors import RecipeError
 from gt_passes.passes import (
+    AsyncTensorParallel,
     BucketAllGathers,
     BucketAllReduces,
     BucketReduceScatters,
@@ -25,6 +26,7 @@ from gt_passes.passes import (
     CompileWholeGraph,
     CudaGraphs,
     DelayWaits,
+    FuseParallelMatmuls,
     OffloadTagged,
     PrefetchAllGathers,
     RecomputeTagged,
@@ -54,7 +56,8 @@ def default_recipe(
     """The pipeline for a captured graph: a whole step, or one part of a joint graph.
 
     In this order: remove dead code, canonicalize views, one all-gather chain per parameter, the
-    memory policy, FSDP communication, the passes that the user added, compilation.
+    memory policy, FSDP communication, what rounds differently (if asked for), the passes that the
+    user added, compilation.
 
     Args:
         options: what the user asks for; None for the defaults. Passes named in ``options.passes``
@@ -78,6 +81,7 @@ def default_recipe(
         *_clean_up(),
         *_memory_policy(options),
         *_fsdp(options, reshard_after_forward=reshard_after_forward),
+        *_numerics_changing(options),
     ]
     compiling = [*_compilation(options)]
     added = _added_passes(options, in_recipe=[each.name for each in (*rewriting, *compiling)])
@@ -105,12 +109,15 @@ def _memory_policy(options: CompileConfig) -> Iterator[GraphPass]:
     if options.memory_policy == "save_all":
         return
     host_gib = options.offload_host_gib
+    # Else what tensor and expert parallelism gather and exchange in a layer would stay.
+    recompute_collectives = options.memory_policy == "full_recompute"
     yield TagSavedTensors(
         policy=options.memory_policy,
+        recompute_collectives=recompute_collectives,
         saved_ops=tuple(map(SavedOpSelector.parse, options.full_recompute_saved_ops)),
         host_budget_bytes=None if host_gib is None else int(host_gib * _GIB),
     )
-    yield RecomputeTagged()
+    yield RecomputeTagged(recompute_collectives=recompute_collectives)
     if options.memory_policy == "offload":
         yield OffloadTagged(
             prefetch_layers=options.offload_prefetch_layers,
@@ -135,6 +142,14 @@ def _fsdp(options: CompileConfig, *, reshard_after_forward: bool | None) -> Iter
         yield SeparateReductionGroup()
     if options.fsdp_into_dense_regions:
         yield ScheduleFsdpIntoDenseRegions()
+
+
+def _numerics_changing(options: CompileConfig) -> Iterator[GraphPass]:
+    """What rounds differently, each by an option of its own or by ``numerics_changing``."""
+    if options.async_tensor_parallel:
+        yield AsyncTensorParallel()
+    if options.numerics_changing:
+        yield FuseParallelMatmuls()
 
 
 def _compilation(options: CompileConfig) -> Iterator[GraphPass]:

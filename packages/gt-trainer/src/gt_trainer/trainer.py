@@ -20,7 +20,7 @@ from torchtitan.components.validate import Validator
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
-from gt_passes import PipelineReport
+from gt_passes import MemoryProfile, PipelineReport, estimate_memory, residency_table
 from gt_trainer.captured_step import CapturedTrainingStep, CaptureReport, Recipe
 from gt_trainer.compile_options import TrainerCompileConfig
 from gt_trainer.gradients import accumulate_gradients
@@ -185,6 +185,15 @@ class GraphTrainer(Trainer):
             f"{len(report.passes.records)} passes"
         )
         self._report_passes(report.passes)
+        if self.config.compile.debug_graph_passes and dist.get_rank() == 0:
+            logger.info(
+                f"Kept for the backward:\n{residency_table(report.traced.graph_module)}\n"
+                f"Estimated memory:\n{self._estimated_memory(report)}"
+            )
+
+    def _estimated_memory(self, report: CaptureReport) -> MemoryProfile:
+        traced = report.traced
+        return estimate_memory(traced.graph_module, num_static_inputs=traced.num_static_inputs)
 
     def _report_passes(self, report: PipelineReport) -> None:
         """What the user asked for and did not get, with the reasons; all of it when debugging."""
