@@ -12,6 +12,7 @@ from gt_passes.contract import ChangeBounds, GraphPass, PassContext, PassReport,
 from gt_passes.cuda_graph_replay import Recorder, Recording
 from gt_passes.cuda_graph_safety import CaptureTarget
 from gt_passes.errors import (
+    CollectiveMismatchError,
     CudaGraphAddressError,
     GraphInputError,
     GtPassesError,
@@ -73,6 +74,7 @@ __all__ = [
     "CanonicalizeViews",
     "CaptureTarget",
     "ChangeBounds",
+    "CollectiveMismatchError",
     "CompileRegions",
     "CompileWholeGraph",
     "CudaGraphAddressError",

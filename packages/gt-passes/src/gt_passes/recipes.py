@@ -16,6 +16,7 @@ from torch.fx import GraphModule
 from gt_config import CompileConfig, SavedOpSelector
 from gt_passes.contract import GraphPass, PassContext
 from gt_passes.errors import RecipeError
+from gt_passes.inductor_compiler import InductorCompiler, SubgraphCompiler
 from gt_passes.passes import (
     AsyncTensorParallel,
     BucketAllGathers,
@@ -50,6 +51,7 @@ def default_recipe(
     *,
     context: PassContext,
     reshard_after_forward: bool | None = None,
+    compiler: SubgraphCompiler | None = None,
     dump_directory: Path | None = None,
     estimate_peak_bytes: Callable[[GraphModule], int] | None = None,
 ) -> PassPipeline:
@@ -67,6 +69,7 @@ def default_recipe(
         context: of the graph to run on.
         reshard_after_forward: whether FSDP parameters are gathered again for the backward; None:
             unless the memory policy is save_all.
+        compiler: compiles regions or the whole graph, if ``options`` ask for it; None for Inductor.
         dump_directory: as for ``PassPipeline``.
         estimate_peak_bytes: as for ``PassPipeline``.
 
@@ -83,7 +86,7 @@ def default_recipe(
         *_fsdp(options, reshard_after_forward=reshard_after_forward),
         *_numerics_changing(options),
     ]
-    compiling = [*_compilation(options)]
+    compiling = [*_compilation(options, compiler or InductorCompiler())]
     added = _added_passes(options, in_recipe=[each.name for each in (*rewriting, *compiling)])
     kept = [
         graph_pass
@@ -152,11 +155,11 @@ def _numerics_changing(options: CompileConfig) -> Iterator[GraphPass]:
         yield FuseParallelMatmuls()
 
 
-def _compilation(options: CompileConfig) -> Iterator[GraphPass]:
+def _compilation(options: CompileConfig, compiler: SubgraphCompiler) -> Iterator[GraphPass]:
     if options.inductor_compilation == "regional":
-        yield CompileRegions(module_patterns=options.regional_modules)
+        yield CompileRegions(module_patterns=options.regional_modules, compiler=compiler)
     if options.inductor_compilation == "full":
-        yield CompileWholeGraph()
+        yield CompileWholeGraph(compiler=compiler)
     if options.cuda_graphs:
         yield CudaGraphs()
 

@@ -23,6 +23,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools import utils as titan_utils
 
+from gt_passes import DescribeOnly
 from gt_trace import collective_counts
 from gt_trainer.captured_step import capture_training_step
 from gt_trainer.models.attention import DocumentCausalSDPA, attention_mask_for
@@ -129,6 +130,7 @@ def _dry_run(config: GraphTrainer.Config, world_size: int) -> DryRunReport:
             config.compile,
             reshard_after_forward=config.parallelism.fsdp_reshard_after_forward,
             debug_folder=Path(config.dump_folder) / "graph_passes" / "dry_run",
+            compiler=DescribeOnly(),
         ),
         clock=clock,
         meta_device=titan_utils.device_type,

@@ -7,7 +7,13 @@ from pathlib import Path
 from typing import Literal
 
 from gt_config import CompileConfig
-from gt_passes import PassContext, PassPipeline, declare_pure_operator, default_recipe
+from gt_passes import (
+    PassContext,
+    PassPipeline,
+    SubgraphCompiler,
+    declare_pure_operator,
+    default_recipe,
+)
 from gt_trainer.captured_step import Recipe
 
 __all__ = ["ReshardAfterForward", "recipe_of"]
@@ -30,6 +36,7 @@ def recipe_of(
     *,
     reshard_after_forward: ReshardAfterForward = "default",
     debug_folder: Path | None = None,
+    compiler: SubgraphCompiler | None = None,
 ) -> Recipe:
     """The recipe that ``options`` ask for; it reads nothing else of the configuration.
 
@@ -39,6 +46,7 @@ def recipe_of(
         debug_folder: where the graphs before and after each pass are written if
             ``options.debug_graph_passes`` asks for them, in one folder for each captured graph.
             Every rank needs its own.
+        compiler: in place of Inductor, for a graph that is not going to run.
     """
     numbers = itertools.count()
 
@@ -50,6 +58,7 @@ def recipe_of(
             options,
             context=context,
             reshard_after_forward=_RESHARD[reshard_after_forward],
+            compiler=compiler,
             dump_directory=dump_directory,
         )
 
