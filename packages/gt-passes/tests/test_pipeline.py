@@ -112,6 +112,7 @@ pass                            ops    cpu ms  verify ms  done
 (capture)                                 0.0        0.0
 remove-dead-code             3 -> 2       0.0        0.0  removed 1
 canonicalize-views           2 -> 1       0.0        0.0  views_folded 1
+(all passes)                              0.0        0.0
 (recompilation)                           0.0        0.0""",
     )
 

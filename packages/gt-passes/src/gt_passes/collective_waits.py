@@ -1,43 +1,39 @@
-"""Check that every functional collective is waited for, and that nothing reads it before that.
+"""Check that every functional collective is waited for once, and that nothing reads it before.
 
 The result of a launch is memory that may still be written to. A missing or late wait is a race that
-testing rarely shows, so it is read off the graph.
+testing rarely shows, so it is read off the graph. A second wait is harmless when it runs, but no
+pass has a reason to make one: it is a sign of a collective that was copied by half.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
-import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
-from gt_passes.collectives import is_collective, is_wait, raw_results
+from gt_passes.collectives import is_wait, raw_results
 from gt_passes.graph_problem import GraphProblem
+from gt_passes.graph_scan import GraphScan
+from gt_passes.operator_effects import is_only_a_view, reads_only_metadata
 
-__all__ = ["find_wait_problems"]
-
-_aten = torch.ops.aten
-_READS_ONLY_METADATA = frozenset(
-    {
-        _aten.sym_size.int,
-        _aten.sym_stride.int,
-        _aten.sym_numel.default,
-        _aten.sym_storage_offset.default,
-    }
-)
-"""Known when a collective is launched: sizes do not wait for data."""
+__all__ = ["find_repeated_waits", "find_wait_problems"]
 
 
-def find_wait_problems(graph_module: GraphModule) -> Iterator[GraphProblem]:
-    """Yield a problem for each collective result that is never waited for, or read unwaited."""
-    for node in graph_module.graph.nodes:
-        if not is_collective(node):
-            continue
-        results = tuple(raw_results(node))
+def find_wait_problems(
+    scan: GraphScan, *, tolerated: Collection[Node] = ()
+) -> Iterator[GraphProblem]:
+    """Yield a problem for each result that is not waited for exactly once, or read unwaited.
+
+    Args:
+        scan: of the graph.
+        tolerated: waits that may be one too many, because the captured program has them.
+    """
+    for launch in scan.launches:
+        results = tuple(raw_results(launch))
         if not results:
-            yield _never_waited(node)
+            yield _never_waited(launch)
         for result in results:
-            users = [user for user in result.users if user.target not in _READS_ONLY_METADATA]
+            users = [user for user in result.users if not reads_only_metadata(user)]
             readers = [user for user in users if not is_wait(user) and user not in results]
             if len(readers) == len(users):
                 yield _never_waited(result)
@@ -50,6 +46,38 @@ def find_wait_problems(graph_module: GraphModule) -> Iterator[GraphProblem]:
                     expected=f"a use of wait_tensor({result.name})",
                     got=f"a use of {result.name} itself",
                 )
+    for wait in find_repeated_waits(scan):
+        if wait not in tolerated:
+            yield GraphProblem(
+                check="collective waits",
+                node_name=wait.name,
+                target=str(wait.target),
+                message="it is not the only wait for this collective",
+                expected=f"one wait for {_awaited(wait)}",
+                got="several",
+            )
+
+
+def find_repeated_waits(scan: GraphScan) -> Iterator[Node]:
+    """Every wait for a result that has another one, or that was already waited for."""
+    for wait in scan.waits:
+        for argument in wait.all_input_nodes:
+            if len(argument.users) > 1 and sum(map(is_wait, argument.users)) > 1:
+                yield wait
+                break
+            if _is_waited_for(argument):
+                yield wait
+                break
+
+
+def _is_waited_for(node: Node) -> bool:
+    while is_only_a_view(node) and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return is_wait(node)
+
+
+def _awaited(wait: Node) -> str:
+    return ", ".join(argument.name for argument in wait.all_input_nodes)
 
 
 def _never_waited(result: Node) -> GraphProblem:
@@ -58,6 +86,6 @@ def _never_waited(result: Node) -> GraphProblem:
         node_name=result.name,
         target=str(result.target),
         message="the result of this collective is never waited for",
-        expected=f"at least one wait_tensor({result.name})",
+        expected=f"wait_tensor({result.name})",
         got="none",
     )

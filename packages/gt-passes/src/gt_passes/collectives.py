@@ -20,6 +20,7 @@ __all__ = [
     "is_collective",
     "is_pure_collective",
     "is_wait",
+    "launch_bytes",
     "raw_results",
 ]
 
@@ -70,13 +71,14 @@ def collective_bytes(graph_module: GraphModule) -> int:
     The larger of input and output of each: the gathered bytes of an all-gather, the bytes before
     reduction of a reduce-scatter. Symbolic sizes count with their hints, and as nothing without.
     """
-    total = 0
-    for node in graph_module.graph.nodes:
-        if is_collective(node):
-            taken = _num_bytes(value_of(node))
-            given = sum(_num_bytes(value_of(argument)) for argument in node.all_input_nodes)
-            total += max(taken, given)
-    return total
+    return sum(launch_bytes(node) for node in graph_module.graph.nodes if is_collective(node))
+
+
+def launch_bytes(launch: Node) -> int:
+    """Bytes that this rank gives to or takes from one collective; see ``collective_bytes``."""
+    taken = _num_bytes(value_of(launch))
+    given = sum(_num_bytes(value_of(argument)) for argument in launch.all_input_nodes)
+    return max(taken, given)
 
 
 def _functional_collective_name(node: Node) -> str | None:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import operator
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch.fx import GraphModule, Node
-from torch.fx.node import map_arg
+from torch.fx.node import map_aggregate
 
 from gt_passes._torch_internals import OpOverload, has_declared_effect
 from gt_passes.aliasing import has_unknown_effects
@@ -35,7 +35,13 @@ class NodeCall(NamedTuple):
     def inputs(self) -> tuple[Node, ...]:
         """The nodes among the arguments, each once."""
         found: dict[Node, None] = {}
-        map_arg((self.args, dict(self.kwargs)), lambda node: found.setdefault(node))
+
+        def note(leaf: Any) -> Any:
+            if isinstance(leaf, Node):
+                found[leaf] = None
+            return leaf
+
+        map_aggregate(cast("Any", (self.args, self.kwargs)), note)
         return tuple(found)
 
 
@@ -70,6 +76,22 @@ class GraphScan:
     """Nodes that are there for something besides their result, and are none of the above: asserts,
     operators with a registered effect."""
 
+    @property
+    def num_placeholders(self) -> int:
+        """Number of inputs, which stand first in a well-formed graph."""
+        return next(
+            (index for node, index in self.position.items() if node.op != "placeholder"),
+            len(self.position),
+        )
+
+    def is_same_as(self, before: GraphScan) -> bool:
+        """Whether nothing changed since ``before``, the order included."""
+        return len(self.calls) == len(before.calls) and all(
+            node is old and all(map(operator.is_, call, old_call))
+            for (node, call), (old, old_call) in zip(
+                self.calls.items(), before.calls.items(), strict=True
+            )
+        )
 
     def changed_nodes(self, before: GraphScan) -> Iterator[Node]:
         """The nodes that are new since ``before``, call something else, or have another value.

@@ -18,15 +18,13 @@ from torch.fx import GraphModule
 from gt_passes._torch_internals import OpOverload
 from gt_passes.collectives import collective_bytes
 from gt_passes.contract import GraphPass, PassContext, PassReport, check_declaration
-from gt_passes.dataflow import Dataflow
+from gt_passes.declared_bounds import find_bound_problems
 from gt_passes.errors import VerificationError
 from gt_passes.facts import Fact
 from gt_passes.graph_problem import GraphProblem
 from gt_passes.pass_order import order_passes
 from gt_passes.pipeline_report import GraphSize, PassRecord, PipelineReport
-from gt_passes.repropagation import UnverifiedNode
-from gt_passes.value_table import ValueTable
-from gt_passes.verifier import GraphInterface, Verifier
+from gt_passes.verification_session import VerificationSession
 from gt_trace.graph_text import graph_text
 
 __all__ = ["PassPipeline"]
@@ -135,30 +133,42 @@ class _Run:
         self._graph_module = graph_module
         self._passes = passes
         self._context = context
-        self._verifier = Verifier() if verify else None
+        self._session = (
+            VerificationSession(graph_module, passes=passes, same_groups=context.same_groups)
+            if verify
+            else None
+        )
         self._dump_directory = dump_directory
         self._estimate_peak_bytes = estimate_peak_bytes
-        self._interface = GraphInterface.of(graph_module)
-        self._unverified: tuple[UnverifiedNode, ...] = ()
-        self._values = ValueTable()
-        self._dataflow: Dataflow | None = None  # of the graph as it is, where a pass must keep it
 
     def run(self) -> PipelineReport:
+        session = self._session
         with _Stopwatch() as capture_verification:
-            self._check(
-                "capture",
-                reproduce="gt_passes.Verifier().verify(graph_module)",
-                next_passes=self._passes,
-            )
+            if session is not None:
+                _raise_problems(
+                    session.verify_capture(),
+                    after="capture",
+                    reproduce="gt_passes.Verifier().verify(graph_module)",
+                )
         records = tuple(self._records())
+        with _Stopwatch() as complete_verification:
+            if session is not None and records:
+                _raise_problems(
+                    session.verify_completely(),
+                    after="all passes",
+                    reproduce="run Verifier().verify(graph_module) after each pass: one of them "
+                    'changed a value in node.meta["val"] in place',
+                )
         with _Stopwatch() as recompilation:
             self._graph_module.recompile()
         return PipelineReport(
             records=records,
-            verified=self._verifier is not None,
-            unverified=self._unverified,
+            verified=session is not None,
+            unverified=() if session is None else session.unverified,
             capture_verification_wall_ns=capture_verification.wall_ns,
             capture_verification_cpu_ns=capture_verification.cpu_ns,
+            complete_verification_wall_ns=complete_verification.wall_ns,
+            complete_verification_cpu_ns=complete_verification.cpu_ns,
             recompile_wall_ns=recompilation.wall_ns,
             recompile_cpu_ns=recompilation.cpu_ns,
         )
@@ -172,13 +182,15 @@ class _Run:
             dump_after = self._dump(position, graph_pass, "after")
             after_ops, after = self._op_counts(), self._size()
             with _Stopwatch() as verification:
-                self._check(
-                    f"the pass {graph_pass.name}",
-                    reproduce=self._reproduction(position, dump_before, dump_after),
-                    bound_problems=_bound_problems(graph_pass, before, after),
-                    graph_pass=graph_pass,
-                    next_passes=self._passes[position + 1 :],
-                )
+                if self._session is not None:
+                    _raise_problems(
+                        (
+                            *self._session.verify_pass(position),
+                            *find_bound_problems(graph_pass, before, after),
+                        ),
+                        after=f"the pass {graph_pass.name}",
+                        reproduce=self._reproduction(position, dump_before, dump_after),
+                    )
             yield PassRecord(
                 name=graph_pass.name,
                 report=report,
@@ -191,8 +203,8 @@ class _Run:
                 },
                 wall_ns=pass_time.wall_ns,
                 cpu_ns=pass_time.cpu_ns,
-                verification_wall_ns=verification.wall_ns if self._verifier else 0,
-                verification_cpu_ns=verification.cpu_ns if self._verifier else 0,
+                verification_wall_ns=verification.wall_ns if self._session else 0,
+                verification_cpu_ns=verification.cpu_ns if self._session else 0,
                 dump_before=dump_before,
                 dump_after=dump_after,
             )
@@ -204,40 +216,6 @@ class _Run:
         except Exception as error:
             error.add_note(f"raised by the graph pass {graph_pass.name}: {graph_pass!r}")
             raise
-
-    def _check(
-        self,
-        after: str,
-        *,
-        reproduce: str,
-        bound_problems: Iterable[GraphProblem] = (),
-        graph_pass: GraphPass | None = None,
-        next_passes: Sequence[GraphPass],
-    ) -> None:
-        if self._verifier is None:
-            return
-        report = self._verifier.verify(self._graph_module, interface=self._interface)
-        # The dataflow of a graph that is not well-formed cannot be followed.
-        problems = report.problems or self._dataflow_problems(graph_pass, next_passes)
-        problems = (*problems, *bound_problems)
-        if problems:
-            raise VerificationError(after=after, problems=problems, reproduce=reproduce)
-        self._unverified = report.unverified
-
-    def _dataflow_problems(
-        self, graph_pass: GraphPass | None, next_passes: Sequence[GraphPass]
-    ) -> tuple[GraphProblem, ...]:
-        """What a pass that keeps the dataflow did to it. Notes it for the next pass."""
-        before, self._dataflow = self._dataflow, None
-        must_keep = graph_pass is not None and graph_pass.keeps_dataflow
-        if not must_keep and not any(later.keeps_dataflow for later in next_passes[:1]):
-            return ()
-        self._dataflow = Dataflow.of(
-            self._graph_module, table=self._values, same_groups=self._context.same_groups
-        )
-        if before is None or not must_keep:
-            return ()
-        return tuple(before.find_differences(self._dataflow))
 
     def _reproduction(
         self, position: int, dump_before: Path | None, dump_after: Path | None
@@ -276,33 +254,9 @@ class _Run:
         return path
 
 
-def _bound_problems(
-    graph_pass: GraphPass, before: GraphSize, after: GraphSize
-) -> Iterator[GraphProblem]:
-    """What a pass changed beyond what it declares."""
-    bounds = graph_pass.bounds
-    old, new = before.collective_bytes, after.collective_bytes
-    most = int(old * (1 + bounds.collective_bytes_growth))
-    if new > most or (new < old and not bounds.collective_bytes_may_shrink):
-        least = "0" if bounds.collective_bytes_may_shrink else str(old)
-        yield GraphProblem(
-            check="declared bounds",
-            message=f"{graph_pass.name} changed the bytes given to collectives",
-            expected=f"{least} to {most} bytes" if least != str(most) else f"{most} bytes",
-            got=f"{new} bytes",
-        )
-    if before.peak_memory_bytes is None or after.peak_memory_bytes is None:
-        return
-    if bounds.peak_memory_growth is None:
-        return
-    most = int(before.peak_memory_bytes * (1 + bounds.peak_memory_growth))
-    if after.peak_memory_bytes > most:
-        yield GraphProblem(
-            check="declared bounds",
-            message=f"{graph_pass.name} raised the estimated peak memory",
-            expected=f"at most {most} bytes",
-            got=f"{after.peak_memory_bytes} bytes",
-        )
+def _raise_problems(problems: Sequence[GraphProblem], *, after: str, reproduce: str) -> None:
+    if problems:
+        raise VerificationError(after=after, problems=problems, reproduce=reproduce)
 
 
 def _op_name(target: object) -> str:

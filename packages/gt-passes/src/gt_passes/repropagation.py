@@ -13,7 +13,7 @@ most nodes cost one dictionary lookup.
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -30,11 +30,13 @@ from gt_passes._torch_internals import (
     value_of,
 )
 from gt_passes.graph_problem import GraphProblem
+from gt_passes.graph_scan import GraphScan
 from gt_passes.symbol_renaming import equal_up_to_fresh_symbols
 from gt_passes.tensor_signature import describe, is_symbolic, signature
 
 __all__ = ["Repropagator", "UnverifiedNode"]
 
+_UNKNOWN: Final = object()
 _CHECK: Final = "fake re-propagation"
 
 
@@ -63,33 +65,31 @@ class Repropagator:
     _answers: dict[Hashable, Hashable] = field(default_factory=dict)
 
     def find_problems(
-        self, graph_module: GraphModule, fake_mode: FakeTensorMode
+        self, scan: GraphScan, fake_mode: FakeTensorMode, *, only: Iterable[Node] | None = None
     ) -> Iterator[GraphProblem]:
-        """Yield a problem for each node whose recorded value is not what its operator gives."""
+        """Yield a problem for each node whose recorded value is not what its operator gives.
+
+        Args:
+            scan: of the graph.
+            fake_mode: that of the recorded values.
+            only: nodes to look at; None for all.
+        """
         self.unverified = []
-        signatures: dict[Node, Hashable] = {}
-        values: dict[Node, object] = {}
+        recorded = _RecordedValues(scan, fake_mode)
         with quiet_fake_execution(fake_mode):
-            for node in graph_module.graph.nodes:
-                recorded = value_of(node)
+            for node in scan.calls if only is None else only:
                 if node.op == "get_attr":
-                    recorded = _attribute(graph_module, node, fake_mode)
-                values[node] = recorded
-                signatures[node] = signature(recorded)
-                if node.op == "get_attr":
-                    yield from _attribute_problems(node, signatures[node])
+                    yield from _attribute_problems(node, recorded.signature_of(node))
                 elif node.op == "call_function":
-                    yield from self._node_problems(node, values, signatures)
+                    yield from self._node_problems(node, recorded)
                 elif node.op in ("call_module", "call_method"):
                     yield _problem(node, f"captured graphs have no {node.op} nodes")
 
-    def _node_problems(
-        self, node: Node, values: dict[Node, object], signatures: dict[Node, Hashable]
-    ) -> Iterator[GraphProblem]:
-        if any(argument not in values for argument in node.all_input_nodes):
+    def _node_problems(self, node: Node, values: _RecordedValues) -> Iterator[GraphProblem]:
+        if not values.precede(node):
             return  # used before it is made, as the check of well-formedness says
-        recorded = signatures[node]
-        key = _call_key(node, signatures)
+        recorded = values.signature_of(node)
+        key = _call_key(node, values)
         if key is not None and key in self._answers:
             answer = self._answers[key]
             if answer != recorded:
@@ -117,11 +117,41 @@ class Repropagator:
                 self._answers[key] = answer
             if answer != recorded:
                 yield _mismatch(node, recorded, answer)
-        elif not equal_up_to_fresh_symbols(values[node], result):
+        elif not equal_up_to_fresh_symbols(values.value_of(node), result):
             yield _mismatch(node, recorded, answer)
 
 
-def _run(node: Node, values: dict[Node, object]) -> object:
+class _RecordedValues:
+    """What is recorded for the nodes of one graph, and its signatures, where somebody asks."""
+
+    def __init__(self, scan: GraphScan, fake_mode: FakeTensorMode) -> None:
+        self._scan = scan
+        self._fake_mode = fake_mode
+        self._values: dict[Node, object] = {}
+        self._signatures: dict[Node, Hashable] = {}
+
+    def value_of(self, node: Node) -> object:
+        if node not in self._values:
+            recorded = self._scan.calls[node].value
+            if node.op == "get_attr":
+                recorded = _attribute(self._scan.graph_module, node, self._fake_mode)
+            self._values[node] = recorded
+        return self._values[node]
+
+    def signature_of(self, node: Node) -> Hashable:
+        found = self._signatures.get(node, _UNKNOWN)
+        if found is _UNKNOWN:
+            found = self._signatures[node] = signature(self.value_of(node))
+        return found
+
+    def precede(self, node: Node) -> bool:
+        """Whether all inputs of a node are made before it."""
+        position = self._scan.position
+        index = position[node]
+        return all(position.get(argument, index) < index for argument in node.all_input_nodes)
+
+
+def _run(node: Node, values: _RecordedValues) -> object:
     """Run a node's operator on the values of its inputs."""
     changes_metadata = (
         isinstance(node.target, OpOverload) and torch.Tag.inplace_view in node.target.tags
@@ -130,7 +160,7 @@ def _run(node: Node, values: dict[Node, object]) -> object:
     def load(leaf: Any) -> Any:
         if not isinstance(leaf, Node):
             return leaf
-        value = values[leaf]
+        value = values.value_of(leaf)
         if changes_metadata and isinstance(value, torch.Tensor):
             # `t_` and its like would change the recorded value itself.
             return torch.empty_strided(
@@ -144,7 +174,7 @@ def _run(node: Node, values: dict[Node, object]) -> object:
     return node.target(*args, **kwargs)
 
 
-def _call_key(node: Node, signatures: dict[Node, Hashable]) -> Hashable | None:
+def _call_key(node: Node, signatures: _RecordedValues) -> Hashable | None:
     """What an operator's answer depends on; None where it may depend on more, or on symbols."""
     if node.target is operator.getitem:  # as cheap as the lookup
         return None
@@ -152,9 +182,9 @@ def _call_key(node: Node, signatures: dict[Node, Hashable]) -> Hashable | None:
     return None if parts is None else (node.target, parts)
 
 
-def _frozen(argument: object, signatures: dict[Node, Hashable]) -> Hashable | None:
+def _frozen(argument: object, signatures: _RecordedValues) -> Hashable | None:
     if isinstance(argument, Node):
-        signed = signatures[argument]
+        signed = signatures.signature_of(argument)
         return None if is_symbolic(signed) else (Node, signed)
     if isinstance(argument, (tuple, list)):
         items = [_frozen(item, signatures) for item in argument]

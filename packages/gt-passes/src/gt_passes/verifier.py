@@ -1,9 +1,10 @@
 """The verifier: reads off a graph whether it can still be right.
 
-Today it checks that the graph is well-formed SSA in execution order, that its inputs and outputs
-are those of the capture, that fake re-propagation gives every recorded shape, stride, dtype and
-device, and that every collective is waited for before it is read. Aliasing and the order of
-collectives across ranks come next to these.
+It checks that the graph is well-formed SSA in execution order, that its inputs and outputs are
+those of the capture, that fake re-propagation gives every recorded shape, stride, dtype and device,
+that every collective is waited for once and read only then, and that nothing races with a
+collective in flight. What needs the graph before a pass is in ``gt_passes.verification_session``,
+what needs the graphs of other ranks in ``gt_passes.collective_order``.
 
 XLA verifies around its passes even in release builds, and MLIR after every pass, for the reason
 that stands here too: a pass that breaks a graph is found at that pass, not in a loss curve.
@@ -11,16 +12,19 @@ that stands here too: a pass that breaks a graph is found at that pass, not in a
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from gt_passes._torch_internals import fake_mode_of, value_of
+from gt_passes.collective_races import find_race_problems
 from gt_passes.collective_waits import find_wait_problems
 from gt_passes.errors import GraphInputError
 from gt_passes.graph_problem import GraphProblem
+from gt_passes.graph_scan import GraphScan, GraphScanner
+from gt_passes.memory_order import MemoryOrder
 from gt_passes.repropagation import Repropagator, UnverifiedNode
 from gt_passes.tensor_signature import describe, signature
 
@@ -81,15 +85,25 @@ class Verifier:
     """
 
     _repropagator: Repropagator = field(default_factory=Repropagator)
+    _scanner: GraphScanner = field(default_factory=GraphScanner)
+
+    def scan(self, graph_module: GraphModule) -> GraphScan:
+        """The graph as it is now, for ``find_new_problems``."""
+        return self._scanner.scan(graph_module)
 
     def verify(
-        self, graph_module: GraphModule, *, interface: GraphInterface | None = None
+        self,
+        graph_module: GraphModule,
+        *,
+        interface: GraphInterface | None = None,
+        tolerated_waits: Collection[Node] = (),
     ) -> VerificationReport:
-        """Check a graph; changes nothing.
+        """Check a graph completely; changes nothing.
 
         Args:
             graph_module: with fake values in ``node.meta["val"]``.
             interface: what the graph must take and give; None to accept what it does.
+            tolerated_waits: waits that may be one too many, because the captured program has them.
 
         Raises:
             GraphInputError: the graph has no fake values at all.
@@ -100,14 +114,80 @@ class Verifier:
                 'no node has a fake tensor in node.meta["val"]: trace with fake tensors '
                 '(make_fx(..., tracing_mode="fake"))'
             )
+        scan = self._scanner.scan(graph_module)
         problems = list(_structure_problems(graph_module))
+        is_well_formed = not problems
         if interface is not None:
             problems += interface.find_differences(GraphInterface.of(graph_module))
-        problems += self._repropagator.find_problems(graph_module, fake_mode)
-        problems += find_wait_problems(graph_module)
+        problems += self._repropagator.find_problems(scan, fake_mode)
+        problems += find_wait_problems(scan, tolerated=tolerated_waits)
+        if is_well_formed:
+            problems += find_race_problems(MemoryOrder.of(scan))
         return VerificationReport(
             problems=tuple(problems), unverified=tuple(self._repropagator.unverified)
         )
+
+    def find_new_problems(
+        self,
+        before: GraphScan,
+        after: GraphScan,
+        *,
+        interface: GraphInterface,
+        tolerated_waits: Collection[Node] = (),
+    ) -> tuple[GraphProblem, ...]:
+        """Check what changed in a graph that was right before, and what that reaches.
+
+        Args:
+            before: scan of the graph when it was last verified.
+            after: scan of the graph now.
+            interface: what the graph must take and give.
+            tolerated_waits: as for ``verify``.
+        """
+        graph_module = after.graph_module
+        fake_mode = fake_mode_of(graph_module)
+        changed = list(after.changed_nodes(before))
+        if fake_mode is None or not _is_well_formed(before, after, changed):
+            return self.verify(
+                graph_module, interface=interface, tolerated_waits=tolerated_waits
+            ).problems
+        reached = dict.fromkeys(changed)
+        for node in changed:
+            reached.update(dict.fromkeys(node.users))
+        problems = list(interface.find_differences(GraphInterface.of(graph_module)))
+        problems += self._repropagator.find_problems(after, fake_mode, only=reached)
+        problems += find_wait_problems(after, tolerated=tolerated_waits)
+        return tuple(problems)
+
+
+def _is_well_formed(before: GraphScan, after: GraphScan, changed: Sequence[Node]) -> bool:
+    """Whether a changed graph is surely well-formed; where not, the whole of it is looked at."""
+    position = after.position
+    if next(reversed(position)).op != "output":
+        return False
+    for node in changed:
+        if node.op not in ("call_function", "output"):
+            return False
+        if node.op == "output" and position[node] != len(position) - 1:
+            return False
+    for node in position if _is_reordered(before, after) else changed:
+        index = position[node]
+        if node.op == "placeholder" and index >= before.num_placeholders:
+            return False
+        if any(position.get(argument, index) >= index for argument in node.all_input_nodes):
+            return False
+    return True
+
+
+def _is_reordered(before: GraphScan, after: GraphScan) -> bool:
+    """Whether nodes of both graphs changed places."""
+    latest = -1
+    for node in after.position:
+        old = before.position.get(node)
+        if old is not None:
+            if old < latest:
+                return True
+            latest = old
+    return False
 
 
 def _structure_problems(graph_module: GraphModule) -> Iterator[GraphProblem]:
