@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 from compiled_step_cases import outputs_captured_and_compiled
+from device_graphs import capture_on
 from expecttest import assert_expected_inline
 from inductor_cases import (
     COMPILER,
@@ -93,6 +94,23 @@ def test_a_compiled_step_stays_close_and_still_updates_its_buffers():
             relative_difference(a, b) <= 1e-4 for a, b in zip(expected, gradients, strict=True)
         )
         assert model.num_steps.item() == num_steps
+
+
+def test_sizes_that_depend_on_data_stay_open():
+    def step(x, counts):
+        first, second = counts.tolist()
+        torch._check(first >= 0)
+        torch._check(second >= 0)
+        torch._check(first + second == x.shape[0])
+        head, tail = torch.split(x, [first, second])
+        return head.sin().sum(), (tail * 2).sum(0)
+
+    graph_module = capture_on(step, X, torch.tensor([1, 3]), device="cpu")
+    run_pass(CompileWholeGraph(compiler=COMPILER), graph_module)
+    for counts in ([1, 3], [3, 1]):
+        expected = step(X, torch.tensor(counts))
+        for wanted, got in zip(expected, graph_module(X, torch.tensor(counts)), strict=True):
+            assert relative_difference(wanted, got) <= 1e-6
 
 
 def test_inductor_keeps_the_order_of_collectives(one_rank_group):

@@ -43,12 +43,11 @@ t_1 = aten.t.default(w3_1)
 cat_default = aten.cat.default([t, t_1], 1)
 mm_default = aten.mm.default(view, cat_default)
 slice_tensor = aten.slice.Tensor(mm_default, 1, 0, 6)
-clone_default = aten.clone.default(slice_tensor, memory_format=torch.contiguous_format)
 slice_tensor_1 = aten.slice.Tensor(mm_default, 1, 6, 11)
-clone_default_1 = aten.clone.default(slice_tensor_1, memory_format=torch.contiguous_format)
-sigmoid = aten.sigmoid.default(clone_default)
+clone_default = aten.clone.default(slice_tensor_1, memory_format=torch.contiguous_format)
+sigmoid = aten.sigmoid.default(slice_tensor)
 view_1 = aten.view.default(x_1, [-1, 8])
-return [sigmoid, clone_default_1]
+return [sigmoid, clone_default]
 """,
     )
     for expected, got in zip(reference(X, W1, W3), graph_module(X, W1, W3), strict=True):
