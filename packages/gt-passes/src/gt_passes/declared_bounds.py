@@ -9,6 +9,7 @@ other side of one is seen.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 from torch.fx import Node
 
@@ -20,7 +21,7 @@ from gt_passes.graph_scan import GraphScan
 from gt_passes.pipeline_report import GraphSize
 from gt_passes.process_groups import group_identity, group_name_of
 
-__all__ = ["find_bound_problems", "find_traffic_problems"]
+__all__ = ["Traffic", "find_bound_problems", "find_traffic_problems", "traffic_of"]
 
 
 def find_bound_problems(
@@ -52,12 +53,45 @@ def find_bound_problems(
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """What one launch takes part in."""
+
+    kind: str
+    ranks: str
+    num_bytes: int
+
+
+def traffic_of(scan: GraphScan, *, same_groups: Mapping[str, str]) -> dict[Node, Traffic]:
+    """What every launch of a graph takes part in, as it is now.
+
+    Args:
+        scan: of the graph.
+        same_groups: as ``PassContext.same_groups``; such groups count as one.
+    """
+    ranks_of: dict[str, str] = {}
+    traffic = {}
+    for launch in scan.launches:
+        name = group_name_of(launch) or "no group"
+        name = same_groups.get(name, name)
+        if name not in ranks_of:
+            ranks = group_identity(name).ranks
+            ranks_of[name] = f"group {name!r}" if ranks is None else f"ranks {list(ranks)}"
+        traffic[launch] = Traffic(
+            kind=_kind(str(launch.target)),
+            ranks=ranks_of[name],
+            num_bytes=launch_bytes(launch),
+        )
+    return traffic
+
+
 def find_traffic_problems(
     graph_pass: GraphPass,
     before: GraphScan,
     after: GraphScan,
     *,
-    same_groups: Mapping[str, str],
+    traffic_before: Mapping[Node, Traffic],
+    traffic_after: Mapping[Node, Traffic],
 ) -> Iterator[GraphProblem]:
     """Yield a problem for each kind of collective over some ranks that lost bytes to another.
 
@@ -68,39 +102,32 @@ def find_traffic_problems(
     barriers = common_barriers(before, after)
     names = [*(barrier.name for barrier in barriers), "the end"]
     old_bytes, new_bytes = (
-        _traffic(scan, segments(scan, barriers) if barriers else {}, same_groups)
-        for scan in (before, after)
+        _bytes_by_lane(traffic, segments(scan, barriers) if barriers else {})
+        for scan, traffic in ((before, traffic_before), (after, traffic_after))
     )
     if sum(new_bytes.values()) < sum(old_bytes.values()):
         return  # the total says it
-    for lane, old in old_bytes.items():
-        new = new_bytes.get(lane, 0)
+    for (kind, ranks, segment), old in old_bytes.items():
+        new = new_bytes.get((kind, ranks, segment), 0)
         if new < old:
-            kind, ranks, segment = lane
+            part = f", of the part of the graph up to {names[segment]}" if barriers else ""
             yield GraphProblem(
                 check="declared bounds",
-                message=f"{graph_pass.name} took bytes from {kind} over {ranks}"
-                + (f", of the part of the graph up to {names[segment]}" if barriers else ""),
+                message=f"{graph_pass.name} took bytes from {kind} over {ranks}{part}",
                 expected=f"at least {old} bytes",
                 got=f"{new} bytes",
             )
 
 
-def _traffic(
-    scan: GraphScan, segment_of: Mapping[Node, int], same_groups: Mapping[str, str]
+def _bytes_by_lane(
+    traffic: Mapping[Node, Traffic], segment_of: Mapping[Node, int]
 ) -> dict[tuple[str, str, int], int]:
     """Bytes by kind of collective, ranks and part of the graph."""
-    ranks_of: dict[str, str] = {}
-    traffic: dict[tuple[str, str, int], int] = {}
-    for launch in scan.launches:
-        name = group_name_of(launch) or "no group"
-        name = same_groups.get(name, name)
-        if name not in ranks_of:
-            ranks = group_identity(name).ranks
-            ranks_of[name] = f"group {name!r}" if ranks is None else f"ranks {list(ranks)}"
-        lane = (_kind(str(launch.target)), ranks_of[name], segment_of.get(launch, 0))
-        traffic[lane] = traffic.get(lane, 0) + launch_bytes(launch)
-    return traffic
+    lanes: dict[tuple[str, str, int], int] = {}
+    for launch, part in traffic.items():
+        lane = (part.kind, part.ranks, segment_of.get(launch, 0))
+        lanes[lane] = lanes.get(lane, 0) + part.num_bytes
+    return lanes
 
 
 def _kind(target: str) -> str:

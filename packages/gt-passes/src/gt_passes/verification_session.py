@@ -11,7 +11,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from gt_passes._torch_internals import OpOverload
 from gt_passes.barrier_order import find_barrier_problems
@@ -19,7 +19,7 @@ from gt_passes.collective_races import find_race_problems
 from gt_passes.collective_waits import find_repeated_waits
 from gt_passes.contract import GraphPass
 from gt_passes.dataflow import Dataflow
-from gt_passes.declared_bounds import find_traffic_problems
+from gt_passes.declared_bounds import Traffic, find_traffic_problems, traffic_of
 from gt_passes.graph_problem import GraphProblem
 from gt_passes.graph_scan import GraphScan
 from gt_passes.memory_order import MemoryOrder, find_memory_order_problems
@@ -55,6 +55,7 @@ class VerificationSession:
         self._tolerated = frozenset(find_repeated_waits(self._scan))
         self._values = ValueTable()
         self._order: MemoryOrder | None = None
+        self._traffic: Mapping[Node, Traffic] = {}
         self._dataflow: Dataflow | None = None  # of the graph as it is, where a pass must keep it
         self.unverified: tuple[UnverifiedNode, ...] = ()
         """Of the latest complete verification: what could not be re-propagated."""
@@ -77,6 +78,7 @@ class VerificationSession:
     def verify_pass(self, position: int) -> tuple[GraphProblem, ...]:
         """What the pass at ``position`` did wrong to the graph; it has just run."""
         before, old_order, old_dataflow = self._scan, self._order, self._dataflow
+        old_traffic = self._traffic
         after = self._verifier.scan(self._graph_module)
         if after.is_same_as(before):
             self._note(position)
@@ -89,13 +91,16 @@ class VerificationSession:
             return problems
         self._note(position)
         graph_pass = self._passes[position]
-        return tuple(self._change_problems(graph_pass, before, old_order, old_dataflow))
+        return tuple(
+            self._change_problems(graph_pass, before, old_order, old_traffic, old_dataflow)
+        )
 
     def _change_problems(
         self,
         graph_pass: GraphPass,
         before: GraphScan,
         old_order: MemoryOrder | None,
+        old_traffic: Mapping[Node, Traffic],
         old_dataflow: Dataflow | None,
     ) -> Iterator[GraphProblem]:
         """What differs from the graph before, in ways that the pass must not have changed."""
@@ -104,7 +109,11 @@ class VerificationSession:
         yield from find_race_problems(self._order)
         yield from find_barrier_problems(before, self._scan)
         yield from find_traffic_problems(
-            graph_pass, before, self._scan, same_groups=self._same_groups
+            graph_pass,
+            before,
+            self._scan,
+            traffic_before=old_traffic,
+            traffic_after=self._traffic,
         )
         if graph_pass.keeps_dataflow:
             assert old_dataflow is not None
@@ -119,6 +128,7 @@ class VerificationSession:
         """What the checks after the next pass will compare with."""
         if self._order is None:
             self._order = MemoryOrder.of(self._scan)
+            self._traffic = traffic_of(self._scan, same_groups=self._same_groups)
         near = self._passes[max(position, 0) : position + 2]
         if self._dataflow is None and any(each.keeps_dataflow for each in near):
             self._dataflow = Dataflow.of(
