@@ -38,7 +38,7 @@ def names(context: PassContext, **options: object) -> list[str]:
     return [graph_pass.name for graph_pass in recipe(context, **options).passes]
 
 
-CLEAN_UP = ["remove-dead-code", "canonicalize-views", "share-all-gathers"]
+CLEAN_UP = ["remove-dead-code", "merge-waits", "canonicalize-views", "share-all-gathers"]
 BUCKETS = ["bucket-all-gathers", "bucket-reduce-scatters", "bucket-all-reduces"]
 OVERLAP = ["delay-waits", "prefetch-all-gathers"]
 
@@ -154,6 +154,7 @@ def test_options_of_options_reach_their_passes(context: PassContext):
 def test_passes_can_be_left_out(context: PassContext):
     assert names(context, disable_passes=("canonicalize-views", *BUCKETS, *OVERLAP)) == [
         "remove-dead-code",
+        "merge-waits",
         "share-all-gathers",
     ]
 
@@ -190,7 +191,7 @@ def test_contradictions_are_one_error(context: PassContext, monkeypatch: pytest.
         str(error.value),
         """\
 the recipe cannot be built:
-  - 'cap-buckets' is disabled, and the recipe has only remove-dead-code, canonicalize-views, share-all-gathers, bucket-all-gathers, bucket-reduce-scatters, bucket-all-reduces, delay-waits, prefetch-all-gathers
+  - 'cap-buckets' is disabled, and the recipe has only remove-dead-code, merge-waits, canonicalize-views, share-all-gathers, bucket-all-gathers, bucket-reduce-scatters, bucket-all-reduces, delay-waits, prefetch-all-gathers
   - 'cap-buckets' is both added and disabled
   - 'remove-dead-code' is both added and disabled
   - 'cap-buckets' cannot be added by name, for want of cap_bytes: give PassPipeline an instance""",

@@ -28,6 +28,7 @@ from gt_passes.passes import (
     CudaGraphs,
     DelayWaits,
     FuseParallelMatmuls,
+    MergeWaits,
     OffloadTagged,
     PrefetchAllGathers,
     RecomputeTagged,
@@ -57,9 +58,9 @@ def default_recipe(
 ) -> PassPipeline:
     """The pipeline for a captured graph: a whole step, or one part of a joint graph.
 
-    In this order: remove dead code, canonicalize views, one all-gather chain per parameter, the
-    memory policy, FSDP communication, what rounds differently (if asked for), the passes that the
-    user added, compilation.
+    In this order: remove dead code, merge waits, canonicalize views, one all-gather chain per
+    parameter, the memory policy, FSDP communication, what rounds differently (if asked for), the
+    passes that the user added, compilation.
 
     Args:
         options: what the user asks for; None for the defaults. Passes named in ``options.passes``
@@ -104,6 +105,7 @@ def default_recipe(
 
 def _clean_up() -> Iterator[GraphPass]:
     yield RemoveDeadCode()
+    yield MergeWaits()
     yield CanonicalizeViews()
     yield ShareAllGathers()
 

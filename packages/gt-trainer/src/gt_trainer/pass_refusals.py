@@ -12,7 +12,9 @@ from gt_passes import PipelineReport
 
 __all__ = ["explain_refusals"]
 
-_CLEANS_UP = frozenset({"remove-dead-code", "canonicalize-views", "share-all-gathers"})
+_CLEANS_UP = frozenset(
+    {"remove-dead-code", "merge-waits", "canonicalize-views", "share-all-gathers"}
+)
 
 
 def explain_refusals(report: PipelineReport) -> Iterator[str]:

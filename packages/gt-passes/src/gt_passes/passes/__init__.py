@@ -9,6 +9,7 @@ from gt_passes.passes.compile_regions import CompileRegions
 from gt_passes.passes.compile_whole_graph import CompileWholeGraph
 from gt_passes.passes.cuda_graphs import CudaGraphs, release_cuda_graphs
 from gt_passes.passes.delay_waits import DelayWaits
+from gt_passes.passes.merge_waits import MergeWaits
 from gt_passes.passes.numerics_changing import FuseParallelMatmuls
 from gt_passes.passes.offload_tagged import OffloadTagged
 from gt_passes.passes.prefetch_all_gathers import PrefetchAllGathers
@@ -33,6 +34,7 @@ __all__ = [
     "DelayWaits",
     "FuseParallelMatmuls",
     "MemoryPolicyName",
+    "MergeWaits",
     "OffloadTagged",
     "PrefetchAllGathers",
     "RecomputeTagged",
