@@ -31,5 +31,6 @@ def second_group_of(group_name: str) -> str:
         group = dist.new_group(
             list(ranks), use_local_synchronization=True, group_desc="reduction of gradients"
         )
+        assert isinstance(group, dist.ProcessGroup)  # this rank is one of them
         known = _second[group_name] = group.group_name
     return known

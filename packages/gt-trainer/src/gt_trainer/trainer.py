@@ -20,7 +20,13 @@ from torchtitan.components.validate import Validator
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
-from gt_passes import MemoryProfile, PipelineReport, estimate_memory, residency_table
+from gt_passes import (
+    MemoryProfile,
+    PipelineReport,
+    estimate_memory,
+    release_cuda_graphs,
+    residency_table,
+)
 from gt_trainer.captured_step import CapturedTrainingStep, CaptureReport, Recipe
 from gt_trainer.compile_options import TrainerCompileConfig
 from gt_trainer.gradients import accumulate_gradients
@@ -139,6 +145,13 @@ class GraphTrainer(Trainer):
         is_first_rank = dist.get_rank() == 0
         path = Path(self.config.dump_folder) / "startup.json" if is_first_rank else None
         self.startup.finish(path)
+
+    def close(self) -> None:
+        """As torchtitan's; recorded CUDA graphs go first, which hold on to process groups."""
+        for report in self.captures:
+            for graph_module in report.graph_modules:
+                release_cuda_graphs(graph_module)
+        super().close()
 
     def _new_captured_step(self) -> CapturedTrainingStep:
         return CapturedTrainingStep(
