@@ -85,7 +85,8 @@ def test_reports_each_pass_as_data():
     for record in report.records:
         assert record.wall_ns > 0
         assert record.verification_wall_ns > 0
-        assert record.before.peak_memory_bytes is None
+        # Two of 96 bytes: x, and what is made of it.
+        assert record.before.peak_memory_bytes >= record.after.peak_memory_bytes == 192
     assert report.verified
     assert report.unverified == ()
     assert report.total_wall_ns >= sum(record.wall_ns for record in report.records)
@@ -261,6 +262,32 @@ got      2000 bytes""",
             small_step(), EditGraph(edit=add, allowed=allowed), estimate_peak_bytes=estimate
         ).records
         assert record.after.peak_memory_bytes == 2000
+
+
+def test_peak_memory_is_estimated_only_where_somebody_asks(tmp_path: Path):
+    def peaks(growth: float | None, **options: object) -> list[int | None]:
+        allowed = ChangeBounds(peak_memory_growth=growth)
+        nothing = EditGraph(edit=lambda edited: None, allowed=allowed)
+        (record,) = run(small_step(), nothing, **options).records
+        return [record.before.peak_memory_bytes, record.after.peak_memory_bytes]
+
+    assert peaks(None) == peaks(0.0, verify=False) == [None, None]
+    for asked in (peaks(0.0), peaks(None, dump_directory=tmp_path)):
+        assert asked[0] == asked[1] is not None
+
+
+def test_a_pass_is_held_to_its_bound_by_the_lifetimes_of_storages():
+    def keep_for_long(graph_module: GraphModule) -> None:
+        sin = node_of(graph_module, "sin")
+        for node in ("exp", "tanh"):
+            sin.append(node_of(graph_module, node))
+
+    def step(x):
+        return x.sin().sum(), x.exp().sum(), x.tanh().sum()
+
+    graph_module = capture(step, X)
+    with pytest.raises(VerificationError, match="raised the estimated peak memory"):
+        run(graph_module, EditGraph(edit=keep_for_long))
 
 
 def test_writes_the_graph_before_and_after_each_pass(tmp_path: Path):

@@ -10,11 +10,12 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch.fx import GraphModule
 
+from gt_passes import liveness
 from gt_passes._torch_internals import OpOverload
 from gt_passes.collectives import collective_bytes
 from gt_passes.contract import GraphPass, PassContext, PassReport, check_declaration
@@ -40,7 +41,9 @@ class PassPipeline:
         verify: verify the captured graph, and the graph after every pass.
         dump_directory: where to write the graph before and after each pass, as text; made if it is
             missing. Ranks that share a file system need one each.
-        estimate_peak_bytes: an estimator of peak memory; with it, each pass is held to its bound.
+        estimate_peak_bytes: an estimator of peak memory, for the report of every pass. None:
+            ``gt_passes.liveness.estimate_peak_bytes``, for every pass where there is a
+            ``dump_directory``, else only where ``verify`` is on and a pass declares a bound.
 
     Raises:
         PassDeclarationError: a pass breaks the contract.
@@ -63,7 +66,8 @@ class PassPipeline:
         self._context = context
         self._verify = verify
         self._dump_directory = dump_directory
-        self._estimate_peak_bytes = estimate_peak_bytes
+        self._estimate_peak_bytes = estimate_peak_bytes or liveness.estimate_peak_bytes
+        self._always_estimate = estimate_peak_bytes is not None or dump_directory is not None
 
     def run(self, graph_module: GraphModule) -> PipelineReport:
         """Run all passes on ``graph_module``, in place, and recompile it.
@@ -81,6 +85,7 @@ class PassPipeline:
                 verify=self._verify,
                 dump_directory=self._dump_directory,
                 estimate_peak_bytes=self._estimate_peak_bytes,
+                always_estimate=self._always_estimate,
             ).run()
 
 
@@ -128,7 +133,8 @@ class _Run:
         context: PassContext,
         verify: bool,
         dump_directory: Path | None,
-        estimate_peak_bytes: Callable[[GraphModule], int] | None,
+        estimate_peak_bytes: Callable[[GraphModule], int],
+        always_estimate: bool,
     ) -> None:
         self._graph_module = graph_module
         self._passes = passes
@@ -139,6 +145,7 @@ class _Run:
             else None
         )
         self._dump_directory = dump_directory
+        self._always_estimate = always_estimate
         self._estimate_peak_bytes = estimate_peak_bytes
 
     def run(self) -> PipelineReport:
@@ -176,18 +183,22 @@ class _Run:
     def _records(self) -> Iterator[PassRecord]:
         before_ops, before = self._op_counts(), self._size()
         for position, graph_pass in enumerate(self._passes):
+            needs_peak = self._needs_peak(graph_pass)
+            with _Stopwatch() as estimation:
+                if needs_peak and before.peak_memory_bytes is None:
+                    before = self._with_peak(before)
             dump_before = self._dump(position, graph_pass, "before")
             with _Stopwatch() as pass_time:
                 report = self._run_pass(graph_pass)
             dump_after = self._dump(position, graph_pass, "after")
             after_ops, after = self._op_counts(), self._size()
             with _Stopwatch() as verification:
+                problems = () if self._session is None else self._session.verify_pass(position)
+                if needs_peak and not problems:
+                    after = self._with_peak(after)
                 if self._session is not None:
                     _raise_problems(
-                        (
-                            *self._session.verify_pass(position),
-                            *find_bound_problems(graph_pass, before, after),
-                        ),
+                        (*problems, *find_bound_problems(graph_pass, before, after)),
                         after=f"the pass {graph_pass.name}",
                         reproduce=self._reproduction(position, dump_before, dump_after),
                     )
@@ -203,8 +214,10 @@ class _Run:
                 },
                 wall_ns=pass_time.wall_ns,
                 cpu_ns=pass_time.cpu_ns,
-                verification_wall_ns=verification.wall_ns if self._session else 0,
-                verification_cpu_ns=verification.cpu_ns if self._session else 0,
+                verification_wall_ns=(estimation.wall_ns + verification.wall_ns)
+                * (self._session is not None),
+                verification_cpu_ns=(estimation.cpu_ns + verification.cpu_ns)
+                * (self._session is not None),
                 dump_before=dump_before,
                 dump_after=dump_after,
             )
@@ -231,12 +244,19 @@ class _Run:
         return f"{text}\n  and compare {dump_before} with {dump_after}"
 
     def _size(self) -> GraphSize:
-        estimate = self._estimate_peak_bytes
         return GraphSize(
             num_ops=self._op_counts().total(),
             collective_bytes=collective_bytes(self._graph_module),
-            peak_memory_bytes=None if estimate is None else estimate(self._graph_module),
+            peak_memory_bytes=None,
         )
+
+    def _needs_peak(self, graph_pass: GraphPass) -> bool:
+        """Whether anybody asks for peak memory around a pass: it costs as much as some do."""
+        is_bounded = graph_pass.bounds.peak_memory_growth is not None
+        return self._always_estimate or (self._session is not None and is_bounded)
+
+    def _with_peak(self, size: GraphSize) -> GraphSize:
+        return replace(size, peak_memory_bytes=self._estimate_peak_bytes(self._graph_module))
 
     def _op_counts(self) -> Counter[str]:
         return Counter(

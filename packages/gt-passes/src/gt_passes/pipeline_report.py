@@ -23,7 +23,7 @@ class GraphSize:
     """Bytes given to collectives on this rank; see ``gt_passes.collectives.collective_bytes``."""
 
     peak_memory_bytes: int | None
-    """Estimated; None where the pipeline was given no estimator."""
+    """Estimated; None where nobody asked: see ``PassPipeline``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
