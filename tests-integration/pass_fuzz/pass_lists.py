@@ -21,8 +21,19 @@ from pass_fuzz.case import PassSpec
 
 __all__ = ["build_passes", "draw_passes", "fuzzed_passes", "reason_to_exclude"]
 
-_OPTION_VALUES: dict[tuple[str, str], tuple[Any, ...]] = {}
-"""Values to draw for options whose type does not tell them, by pass and option."""
+_OPTION_VALUES: dict[str, tuple[Any, ...]] = {
+    "cap_mib": (None, 1),
+    "blocks_ahead": (1, 2, 3),
+    "blocks_behind": (1, 2),
+    "prefetch_layers": (1, 2),
+    "defer_layers": (1, 2),
+    "layers": ("layers.*", "layers.*.parts.*"),
+    "offload_min_bytes": (0,),
+    "host_budget_bytes": (None, 256),
+}
+"""Values to draw for options whose type does not tell them, by name."""
+
+_EXCLUDED = {"cuda-graphs": "it needs a GPU"}
 
 
 def fuzzed_passes() -> tuple[str, ...]:
@@ -35,7 +46,7 @@ def reason_to_exclude(name: str) -> str | None:
     (pass_class,) = find_passes([name])
     if not pass_class.preserves_numerics:
         return "it does not claim to preserve numerics"
-    return None
+    return _EXCLUDED.get(name)
 
 
 def draw_passes(source: random.Random) -> tuple[PassSpec, ...]:
@@ -75,7 +86,7 @@ def _draw_options(name: str, source: random.Random) -> dict[str, Any]:
     hints = typing.get_type_hints(pass_class)
     drawn = {}
     for option in dataclasses.fields(pass_class):  # type: ignore[arg-type]  # GraphPass itself is no dataclass
-        values = _OPTION_VALUES.get((name, option.name)) or _values_of(hints[option.name])
+        values = _OPTION_VALUES.get(option.name) or _values_of(hints[option.name])
         if values and source.random() < 0.6:
             drawn[option.name] = source.choice(values)
     return drawn

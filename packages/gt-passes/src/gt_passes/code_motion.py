@@ -23,7 +23,8 @@ class CodeMotion:
     """Positions, barriers and memory of a graph, as it was when this was built.
 
     Positions are not updated when nodes move; what they are used for is to ask about the original
-    order.
+    order. What has been moved since then, for an earlier question, is left where it went: nodes
+    compare by where they stand now.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -71,7 +72,12 @@ class CodeMotion:
             The nodes to move in front of ``limit``, or the reason why one of them must stay.
         """
         bound = self.position[limit]
-        return self._closure(nodes, lambda n: n.all_input_nodes, lambda p: p > bound)
+        found = self._closure(nodes, lambda n: n.all_input_nodes, lambda p: p > bound)
+        if isinstance(found, str):
+            return found
+        if any(limit in node.all_input_nodes for node in found):
+            return f"it needs {limit.name}"
+        return [n for n in found if limit < n]
 
     def dependents_before(self, nodes: Iterable[Node], limit: Node) -> list[Node] | str:
         """What reads ``nodes``, directly or not, and stands before ``limit``, in order.
@@ -87,7 +93,9 @@ class CodeMotion:
             lambda n: n.users,
             lambda p: p < bound,
         )
-        return found if isinstance(found, str) else [n for n in found if n not in starts]
+        return (
+            found if isinstance(found, str) else [n for n in found if n not in starts and n < limit]
+        )
 
     def _closure(
         self,

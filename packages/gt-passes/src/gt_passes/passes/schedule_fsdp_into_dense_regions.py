@@ -96,8 +96,10 @@ def _regions(graph: Graph, motion: CodeMotion) -> list[tuple[Node, Node]]:
     """First and last node of each routed-expert region, in order."""
     ends: dict[tuple[str, str | None], list[Node]] = {}
     for node in graph.nodes:
-        # Gathering the experts' weights is annotated as a part of the region that asks for them.
+        # Gathering the experts' weights is annotated as a part of the region that asks for them, and
+        # so are the views of the stored weights that it starts with.
         is_fsdp = read_annotation(node, FsdpCollectiveAnnotation) is not None
+        is_fsdp = is_fsdp or all(source.op == "placeholder" for source in node.all_input_nodes)
         if not is_fsdp and read_annotation(node, EpRegionAnnotation) is not None:
             module = module_fqn(node).rpartition(".experts")[0] or module_fqn(node)
             ends.setdefault((module, phase_of(node)), []).append(node)
@@ -115,6 +117,7 @@ def _region_around(
 
 
 def _move_out(launch: FsdpLaunch, region: tuple[Node, Node], motion: CodeMotion) -> str | None:
+    """Move a launch, with what must go along, to where its region begins or ends."""
     first, last = region
     if launch.kind == "unshard":
         if motion.section(launch.launch) != motion.section(first):
@@ -127,10 +130,12 @@ def _move_out(launch: FsdpLaunch, region: tuple[Node, Node], motion: CodeMotion)
         return None
     if motion.section(launch.launch) != motion.section(last):
         return f"a barrier stands between it and {last.name}"
-    after = last.next
-    moving = motion.dependents_before([launch.launch], after)
+    moving = motion.dependents_before([launch.launch], last)
     if isinstance(moving, str):
         return moving
-    for node in (launch.launch, *moving):
-        after.prepend(node)
+    if any(last in node.users for node in (launch.launch, *moving)):
+        return f"{last.name} depends on it"
+    if launch.launch < last:  # it may have gone along with another one
+        for node in reversed((launch.launch, *moving)):
+            last.append(node)
     return None
