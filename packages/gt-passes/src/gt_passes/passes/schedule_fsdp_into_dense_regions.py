@@ -96,8 +96,8 @@ def _regions(graph: Graph, motion: CodeMotion) -> list[tuple[Node, Node]]:
     """First and last node of each routed-expert region, in order."""
     ends: dict[tuple[str, str | None], list[Node]] = {}
     for node in graph.nodes:
-        # Gathering the experts' weights is annotated as a part of the region that asks for them, and
-        # so are the views of the stored weights that it starts with.
+        # Gathering the experts' weights is annotated as a part of the region that asks for them,
+        # and so are the views of the stored weights that it starts with.
         is_fsdp = read_annotation(node, FsdpCollectiveAnnotation) is not None
         is_fsdp = is_fsdp or all(source.op == "placeholder" for source in node.all_input_nodes)
         if not is_fsdp and read_annotation(node, EpRegionAnnotation) is not None:
