@@ -50,7 +50,11 @@ def test_a_custom_operator_that_only_follows_the_rules_of_tracing_is_a_barrier(c
 
 
 def test_operators_of_pytorch_are_no_barriers():
-    for target in (aten.mm.default, aten.add_.Tensor, torch.ops._c10d_functional.all_reduce.default):
+    for target in (
+        aten.mm.default,
+        aten.add_.Tensor,
+        torch.ops._c10d_functional.all_reduce.default,
+    ):
         assert not is_barrier(call(target, "x", "x"))
     assert not is_barrier(call(aten.mm.default, "x", "x").all_input_nodes[0])
 
