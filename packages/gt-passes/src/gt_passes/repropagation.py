@@ -64,6 +64,9 @@ class Repropagator:
 
     _answers: dict[Hashable, Hashable] = field(default_factory=dict)
 
+    _numbers: dict[Hashable, int] = field(default_factory=dict)
+    """Of signatures, in which calls are remembered: nested tuples are slow to hash."""
+
     def find_problems(
         self, scan: GraphScan, fake_mode: FakeTensorMode, *, only: Iterable[Node] | None = None
     ) -> Iterator[GraphProblem]:
@@ -75,7 +78,7 @@ class Repropagator:
             only: nodes to look at; None for all.
         """
         self.unverified = []
-        recorded = _RecordedValues(scan, fake_mode)
+        recorded = _RecordedValues(scan, fake_mode, numbers=self._numbers)
         with quiet_fake_execution(fake_mode):
             for node in scan.calls if only is None else only:
                 if node.op == "get_attr":
@@ -124,8 +127,12 @@ class Repropagator:
 class _RecordedValues:
     """What is recorded for the nodes of one graph, and its signatures, where somebody asks."""
 
-    def __init__(self, scan: GraphScan, fake_mode: FakeTensorMode) -> None:
+    def __init__(
+        self, scan: GraphScan, fake_mode: FakeTensorMode, *, numbers: dict[Hashable, int]
+    ) -> None:
         self._scan = scan
+        self._numbers = numbers
+        self._number_of: dict[Node, int | None] = {}
         self._fake_mode = fake_mode
         self._values: dict[Node, object] = {}
         self._signatures: dict[Node, Hashable] = {}
@@ -143,6 +150,18 @@ class _RecordedValues:
         if found is _UNKNOWN:
             found = self._signatures[node] = signature(self.value_of(node))
         return found
+
+    def number_of(self, node: Node) -> int | None:
+        """A number for the signature of a node; None where it has symbolic sizes."""
+        found = self._number_of.get(node, _UNKNOWN)
+        if found is _UNKNOWN:
+            signed = self.signature_of(node)
+            number = None
+            if not is_symbolic(signed):
+                number = self._numbers.setdefault(signed, len(self._numbers))
+            self._number_of[node] = number
+            return number
+        return found  # type: ignore[return-value]  # what is not _UNKNOWN is what was put in
 
     def precede(self, node: Node) -> bool:
         """Whether all inputs of a node are made before it."""
@@ -184,8 +203,8 @@ def _call_key(node: Node, signatures: _RecordedValues) -> Hashable | None:
 
 def _frozen(argument: object, signatures: _RecordedValues) -> Hashable | None:
     if isinstance(argument, Node):
-        signed = signatures.signature_of(argument)
-        return None if is_symbolic(signed) else (Node, signed)
+        number = signatures.number_of(argument)
+        return None if number is None else (Node, number)
     if isinstance(argument, (tuple, list)):
         items = [_frozen(item, signatures) for item in argument]
         return None if None in items else tuple(items)

@@ -62,15 +62,21 @@ class VerificationSession:
 
     def verify_capture(self) -> tuple[GraphProblem, ...]:
         """Everything that can be said of the graph before any pass."""
-        problems = self.verify_completely()
+        problems = self._verify_completely(self._scan)
         if not problems:
             self._note(position=-1)
         return problems
 
     def verify_completely(self) -> tuple[GraphProblem, ...]:
         """Everything that can be said of the graph as it is now, whatever was verified before."""
+        return self._verify_completely(self._verifier.scan(self._graph_module))
+
+    def _verify_completely(self, scan: GraphScan) -> tuple[GraphProblem, ...]:
         report = self._verifier.verify(
-            self._graph_module, interface=self._interface, tolerated_waits=self._tolerated
+            self._graph_module,
+            interface=self._interface,
+            tolerated_waits=self._tolerated,
+            scan=scan,
         )
         self.unverified = report.unverified
         return report.problems

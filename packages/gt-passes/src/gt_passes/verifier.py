@@ -97,6 +97,7 @@ class Verifier:
         *,
         interface: GraphInterface | None = None,
         tolerated_waits: Collection[Node] = (),
+        scan: GraphScan | None = None,
     ) -> VerificationReport:
         """Check a graph completely; changes nothing.
 
@@ -104,6 +105,7 @@ class Verifier:
             graph_module: with fake values in ``node.meta["val"]``.
             interface: what the graph must take and give; None to accept what it does.
             tolerated_waits: waits that may be one too many, because the captured program has them.
+            scan: of the graph as it is now, if there is one already.
 
         Raises:
             GraphInputError: the graph has no fake values at all.
@@ -114,7 +116,8 @@ class Verifier:
                 'no node has a fake tensor in node.meta["val"]: trace with fake tensors '
                 '(make_fx(..., tracing_mode="fake"))'
             )
-        scan = self._scanner.scan(graph_module)
+        if scan is None:
+            scan = self.scan(graph_module)
         problems = list(_structure_problems(graph_module))
         is_well_formed = not problems
         if interface is not None:
@@ -148,7 +151,7 @@ class Verifier:
         changed = list(after.changed_nodes(before))
         if fake_mode is None or not _is_well_formed(before, after, changed):
             return self.verify(
-                graph_module, interface=interface, tolerated_waits=tolerated_waits
+                graph_module, interface=interface, tolerated_waits=tolerated_waits, scan=after
             ).problems
         reached = dict.fromkeys(changed)
         for node in changed:
