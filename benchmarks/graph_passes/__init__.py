@@ -1,0 +1,1 @@
+"""What ``bench_passes`` and ``bench_collectives`` share: one captured graph, our passes, the peer's."""

@@ -1,0 +1,88 @@
+"""Llama 3 8B on 64 ranks that do not exist, captured without passes, with as many layers as asked."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from gt_trainer import device
+
+device.install("cpu")  # before the imports below, whose modules copy their device
+
+from torch.fx import GraphModule  # noqa: E402
+from torchtitan.components.loss import ChunkedLossWrapper  # noqa: E402
+from torchtitan.distributed import ParallelDims  # noqa: E402
+from torchtitan.distributed import utils as dist_utils  # noqa: E402
+
+from gt_passes import PassContext, PassPipeline  # noqa: E402
+from gt_trace import TracedStep  # noqa: E402
+from gt_trainer.captured_step import capture_training_step  # noqa: E402
+
+# The pieces of a dry run; a benchmark of passes needs the graph before them, which no report holds.
+from gt_trainer.dry_run import _example_inputs, _fake_world, _placed_model  # noqa: E402
+from gt_trainer.models.llama3 import llama3_8b  # noqa: E402
+from gt_trainer.startup import StartupClock  # noqa: E402
+
+__all__ = ["WORLD_SIZE", "CapturedModel", "captured_model"]
+
+WORLD_SIZE = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CapturedModel:
+    """A step as captured."""
+
+    num_layers: int
+    traced: TracedStep
+    capture_cpu_seconds: float
+
+    def graph(self) -> GraphModule:
+        """A copy of the graph, to run passes on."""
+        return copy.deepcopy(self.traced.graph_module)
+
+    def context(self) -> PassContext:
+        """What our passes need to know of it."""
+        static_inputs = self.traced.inputs[: self.traced.num_static_inputs]
+        return PassContext(
+            fake_mode=self.traced.fake_mode,
+            static_input_names=tuple(entry.name for entry in static_inputs),
+        )
+
+
+@contextmanager
+def captured_model(num_layers: int) -> Iterator[CapturedModel]:
+    """Capture a step; FSDP over all 64 ranks, which exist while the context lasts."""
+    config = llama3_8b()
+    config.parallelism = dataclasses.replace(config.parallelism, tensor_parallel_degree=1)
+    spec = config.model_spec
+    assert spec is not None
+    published = spec.model.layers
+    spec.model.layers = [
+        copy.deepcopy(published[number % len(published)]) for number in range(num_layers)
+    ]
+    with _fake_world(WORLD_SIZE):
+        dist_utils.set_spmd_backend(config.parallelism.spmd_backend)
+        parallel_dims = ParallelDims.from_config(config.parallelism, WORLD_SIZE)
+        model, _ = _placed_model(config, parallel_dims)
+        loss_fn = config.loss.build(compile_config=config.compile)
+        if isinstance(loss_fn, ChunkedLossWrapper):
+            loss_fn.set_lm_head(model.lm_head)
+            model._skip_lm_head = True
+        inputs = _example_inputs(config, model)
+        begin = time.process_time()
+        report = capture_training_step(
+            model,
+            loss_fn,
+            *inputs,
+            recipe=lambda context: PassPipeline([], context=context, verify=False),
+            clock=StartupClock(),
+            meta_device="cpu",
+        )
+        seconds = time.process_time() - begin
+        yield CapturedModel(
+            num_layers=num_layers, traced=report.traced, capture_cpu_seconds=seconds
+        )
