@@ -7,6 +7,7 @@ schema is taken to alias and to write all that it touches, so that the answer er
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -130,7 +131,7 @@ def written_nodes(node: Node) -> Iterator[Node]:
     elif region is not None:
         inputs = region_inputs(node)
         yield from (inputs[position] for position in _memory_of(region).written_inputs)
-    elif isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
+    elif isinstance(node.target, OpOverload) and _is_mutable(node.target):
         for argument in _aliased_arguments(node):
             if argument.is_written:
                 yield argument.node
@@ -147,7 +148,7 @@ def shared_nodes(node: Node) -> Iterator[Node]:
         yield from (inputs[position] for position in _memory_of(region).shared_inputs)
     elif not isinstance(target, OpOverload) or target in _SHARES_DESPITE_SCHEMA or is_wait(node):
         yield from node.all_input_nodes
-    elif any(result.alias_info is not None for result in target._schema.returns):
+    elif _has_aliased_results(target):
         for argument in _aliased_arguments(node):
             yield argument.node
 
@@ -185,16 +186,46 @@ class _AliasedArgument(NamedTuple):
 def _aliased_arguments(node: Node) -> Iterator[_AliasedArgument]:
     """The arguments of an operator that its schema marks as aliased, as in ``Tensor(a!) self``."""
     assert isinstance(node.target, OpOverload)  # both callers have looked
-    for position, declared in enumerate(node.target._schema.arguments):
-        if declared.alias_info is None:
-            continue
-        if position < len(node.args) and not declared.kwarg_only:
-            value = node.args[position]
+    for declared in _declared_aliases(node.target):
+        if declared.position is not None and declared.position < len(node.args):
+            value = node.args[declared.position]
         else:
             value = node.kwargs.get(declared.name)
         for item in value if isinstance(value, (tuple, list)) else (value,):
             if isinstance(item, Node):
-                yield _AliasedArgument(item, declared.alias_info.is_write)
+                yield _AliasedArgument(item, declared.is_written)
+
+
+class _DeclaredAlias(NamedTuple):
+    """One argument of an operator that shares memory with a result, or is written to."""
+
+    name: str
+    position: int | None  # None: by name only
+    is_written: bool
+
+
+# Schemas are read through pybind, which is slow, and a graph calls few operators often.
+@functools.cache
+def _declared_aliases(target: OpOverload) -> tuple[_DeclaredAlias, ...]:
+    return tuple(
+        _DeclaredAlias(
+            declared.name,
+            None if declared.kwarg_only else position,
+            declared.alias_info.is_write,
+        )
+        for position, declared in enumerate(target._schema.arguments)
+        if declared.alias_info is not None
+    )
+
+
+@functools.cache
+def _has_aliased_results(target: OpOverload) -> bool:
+    return any(result.alias_info is not None for result in target._schema.returns)
+
+
+@functools.cache
+def _is_mutable(target: OpOverload) -> bool:
+    return target._schema.is_mutable
 
 
 def _writes_metadata(node: Node) -> bool:

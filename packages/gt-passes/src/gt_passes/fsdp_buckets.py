@@ -8,8 +8,8 @@ collective belongs to, and the transformer block decides. See docs/decisions/000
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -94,31 +94,74 @@ class BucketNodes:
             ),
         )
 
-    def before(self, node: Node) -> AbstractContextManager[Any]:
+    @contextmanager
+    def before(self, node: Node) -> Iterator[None]:
         """Inside, new nodes are made in front of ``node``."""
-        return self._graph.inserting_before(node)
+        with self._graph.inserting_before(node), quiet_fake_execution(self._fake_mode):
+            yield
 
     def call(
-        self, target: Callable[..., Any], *args: Any, member: FsdpLaunch | None = None
+        self,
+        target: Callable[..., Any],
+        *args: Any,
+        member: FsdpLaunch | None = None,
+        value: object = None,
     ) -> Node:
-        """A node that calls ``target``; of one member, or of the bucket as a whole."""
+        """A node that calls ``target``; of one member, or of the bucket as a whole.
+
+        Args:
+            target: an operator.
+            args: its arguments.
+            member: that the node belongs to; None for all of them.
+            value: its fake value where that is known; None to compute it.
+        """
         node = self._graph.call_function(target, args)
         like = self._members[0].launch if member is None else member.launch
         node.meta = {key: value for key, value in like.meta.items() if key != "val"}
         if member is None:
             write_annotation(node, self._annotation)
-        with quiet_fake_execution(self._fake_mode):
+        if value is None:
             loaded: Any = map_arg(args, _loaded)
-            node.meta["val"] = target(*loaded)
+            value = target(*loaded)
+        node.meta["val"] = value
         return node
 
-    def pieces(self, whole: Node, sizes: Sequence[int], dim: int) -> list[Node]:
-        """``whole`` cut along ``dim``, one contiguous piece of memory for each member."""
-        split = self.call(torch.ops.aten.split_with_sizes_copy.default, whole, list(sizes), dim)
-        return [
-            self.call(operator.getitem, split, index, member=member)
-            for index, member in enumerate(self._members)
-        ]
+    def view(self, source: Node, shape: list[int], member: FsdpLaunch) -> Node:
+        """``source`` in another shape; itself if it has that shape."""
+        value = value_of(source)
+        assert isinstance(value, torch.Tensor)  # find_fsdp_launches has refused the others
+        if list(value.shape) == shape:
+            return source
+        return self.call(torch.ops.aten.view.default, source, shape, member=member)
+
+    def results(self, whole: Node, shapes: Sequence[Sequence[int]], dim: int) -> dict[Node, Node]:
+        """What stands for the wait of each member: ``whole`` cut, in memory of its own, in shape.
+
+        Args:
+            whole: what the bucket's wait gave.
+            shapes: of each member's piece of ``whole``.
+            dim: along which it is cut.
+        """
+        waits = [member.wait for member in self._members]
+        wanted = [member.output_value for member in self._members]
+        # The pieces are what the members' values are views of: computing them would cost more than
+        # all else that a bucket takes.
+        values = [value.view(shape) for value, shape in zip(wanted, shapes, strict=True)]
+        sizes = [shape[dim] for shape in shapes]
+        split = self.call(
+            torch.ops.aten.split_with_sizes_copy.default, whole, sizes, dim, value=values
+        )
+        results: dict[Node, Node] = {}
+        for index, (wait, member) in enumerate(zip(waits, self._members, strict=True)):
+            piece = self.call(operator.getitem, split, index, member=member, value=values[index])
+            shape = list(wanted[index].shape)
+            if list(values[index].shape) == shape:
+                results[wait] = piece
+            else:
+                results[wait] = self.call(
+                    torch.ops.aten.view.default, piece, shape, member=member, value=wanted[index]
+                )
+        return results
 
 
 def _loaded(node: Node) -> Any:

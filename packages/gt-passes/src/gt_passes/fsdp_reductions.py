@@ -16,8 +16,6 @@ from gt_passes.layer_names import LayerNames
 
 __all__ = ["FlatInput", "bucket_reductions"]
 
-_aten = torch.ops.aten
-
 FlatInput = Callable[[BucketNodes, Sequence[FsdpLaunch]], Node]
 """Makes the one flat tensor that is reduced in place of the members' inputs."""
 
@@ -47,6 +45,8 @@ def bucket_reductions(
     graph = graph_module.graph
     found = find_fsdp_launches(graph, targets=frozenset({target}), layers=LayerNames(layers))
     reductions = [each for each in found.launches if each.kind == "reduce_grad"]
+    if not reductions:
+        return PassReport(changed=False, refusals=found.refusals)
     motion = CodeMotion(graph)
     refusals = list(found.refusals)
     num_buckets = num_members = 0
@@ -62,13 +62,8 @@ def bucket_reductions(
         with nodes.before(place):
             reduced = nodes.call(target, flat_input(nodes, bucket), *bucket[0].options)
             waited = nodes.call(torch.ops._c10d_functional.wait_tensor.default, reduced)
-            sizes = [member.output_value.numel() for member in bucket]
-            results = {
-                member.wait: nodes.call(
-                    _aten.view.default, piece, list(member.output_value.shape), member=member
-                )
-                for member, piece in zip(bucket, nodes.pieces(waited, sizes, 0), strict=True)
-            }
+            shapes = [[member.output_value.numel()] for member in bucket]
+            results = nodes.results(waited, shapes, 0)
         for node in moved:
             place.prepend(node)
         replace_uses(graph, results)

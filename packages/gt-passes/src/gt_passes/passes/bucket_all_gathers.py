@@ -99,21 +99,17 @@ class BucketAllGathers(GraphPass):
 
 def _fuse(nodes: BucketNodes, bucket: list[FsdpLaunch], graph_module: GraphModule) -> None:
     num_ranks = bucket[0].options[0]
+    assert isinstance(num_ranks, int)  # by the schema of the operator
     sizes = [member.input_value.numel() for member in bucket]
     with nodes.before(bucket[0].launch):
         flat = [
-            nodes.call(_aten.view.default, member.input, [size], member=member)
+            nodes.view(member.input, [size], member)
             for member, size in zip(bucket, sizes, strict=True)
         ]
         gathered = nodes.call(_ALL_GATHER, nodes.call(_aten.cat.default, flat), *bucket[0].options)
         waited = nodes.call(_functional.wait_tensor.default, gathered)
         rows = nodes.call(_aten.view.default, waited, [num_ranks, sum(sizes)])
-        whole = {
-            member.wait: nodes.call(
-                _aten.view.default, piece, list(member.output_value.shape), member=member
-            )
-            for member, piece in zip(bucket, nodes.pieces(rows, sizes, 1), strict=True)
-        }
+        whole = nodes.results(rows, [[num_ranks, size] for size in sizes], 1)
     replace_uses(graph_module.graph, whole)
     for member in bucket:
         graph_module.graph.erase_node(member.wait)

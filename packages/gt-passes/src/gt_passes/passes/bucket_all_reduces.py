@@ -70,8 +70,5 @@ class BucketAllReduces(GraphPass):
 
 
 def _one_after_another(nodes: BucketNodes, bucket: Sequence[FsdpLaunch]) -> Node:
-    flat = [
-        nodes.call(_aten.view.default, member.input, [member.input_value.numel()], member=member)
-        for member in bucket
-    ]
+    flat = [nodes.view(member.input, [member.input_value.numel()], member) for member in bucket]
     return nodes.call(_aten.cat.default, flat)

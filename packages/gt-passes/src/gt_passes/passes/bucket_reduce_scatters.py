@@ -76,13 +76,9 @@ class BucketReduceScatters(GraphPass):
 def _rows_of_ranks(nodes: BucketNodes, bucket: Sequence[FsdpLaunch]) -> Node:
     """Row r holds what rank r gets of each member."""
     num_ranks = bucket[0].options[1]
+    assert isinstance(num_ranks, int)  # by the schema of the operator
     rows = [
-        nodes.call(
-            _aten.view.default,
-            member.input,
-            [num_ranks, member.output_value.numel()],
-            member=member,
-        )
+        nodes.view(member.input, [num_ranks, member.output_value.numel()], member)
         for member in bucket
     ]
     together = nodes.call(_aten.cat.default, rows, 1)
