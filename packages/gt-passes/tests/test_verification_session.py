@@ -20,6 +20,7 @@ from gt_passes import (
     PassReport,
     VerificationError,
 )
+from gt_passes.dataflow import Dataflow
 from gt_passes.repropagation import Repropagator
 
 aten = torch.ops.aten
@@ -102,6 +103,38 @@ def test_a_pass_that_did_nothing_costs_a_look(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Repropagator, "find_problems", note)
     assert problems_of(capture(lambda x: x.cos(), X), lambda edited: None) == ""
     assert looked_at == [None, None]  # as captured, and at the end
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoveNodes(ReplaceOperators):
+    """As above, and keeps the dataflow."""
+
+    name: ClassVar[str] = "move-nodes"
+    keeps_dataflow: ClassVar[bool] = True
+
+
+def test_the_dataflow_is_not_followed_again_when_no_call_can_tell(monkeypatch: pytest.MonkeyPatch):
+    followed = []
+    follow = Dataflow.of.__func__
+
+    def note(cls, *args, **kwargs):
+        followed.append(args)
+        return follow(cls, *args, **kwargs)
+
+    monkeypatch.setattr(Dataflow, "of", classmethod(note))
+    independent = capture(lambda x: (x.cos(), x.sin()), X)
+    run_pass(MoveNodes(edit=move("cos", after="sin")), independent)
+    assert len(followed) == 1
+
+    buffers = capture(updated_buffer, X, X.clone())
+    with pytest.raises(VerificationError, match="dataflow"):
+        run_pass(MoveNodes(edit=move("cos", after="copy_")), buffers)
+    assert len(followed) == 3
+
+    draws = capture(lambda x: (torch.rand_like(x), torch.rand_like(x)), X)
+    with pytest.raises(VerificationError, match="dataflow"):
+        run_pass(MoveNodes(edit=move("rand_like", after="rand_like_1")), draws)
+    assert len(followed) == 5
 
 
 def test_a_value_changed_in_place_is_found_at_the_end():

@@ -17,6 +17,7 @@ from gt_passes._torch_internals import OpOverload
 from gt_passes.barrier_order import find_barrier_problems
 from gt_passes.collective_races import find_race_problems
 from gt_passes.collective_waits import find_repeated_waits
+from gt_passes.collectives import is_pure_collective
 from gt_passes.contract import GraphPass
 from gt_passes.dataflow import Dataflow
 from gt_passes.declared_bounds import Traffic, find_traffic_problems, traffic_of
@@ -95,7 +96,7 @@ class VerificationSession:
         )
         if problems:
             return problems
-        self._note(position)
+        self._note(position, old_order, old_dataflow)
         graph_pass = self._passes[position]
         return tuple(
             self._change_problems(graph_pass, before, old_order, old_traffic, old_dataflow)
@@ -130,12 +131,19 @@ class VerificationSession:
             # all that can be compared; of code inside compiled or recorded regions, not even that.
             yield from find_memory_order_problems(old_order, self._order)
 
-    def _note(self, position: int) -> None:
+    def _note(
+        self,
+        position: int,
+        old_order: MemoryOrder | None = None,
+        old_dataflow: Dataflow | None = None,
+    ) -> None:
         """What the checks after the next pass will compare with."""
         if self._order is None:
             self._order = MemoryOrder.of(self._scan)
             self._traffic = traffic_of(self._scan, same_groups=self._same_groups)
         near = self._passes[max(position, 0) : position + 2]
+        if old_order is not None and _only_changed_places(old_order, self._order):
+            self._dataflow = old_dataflow
         if self._dataflow is None and any(each.keeps_dataflow for each in near):
             self._dataflow = Dataflow.of(
                 self._graph_module,
@@ -143,6 +151,27 @@ class VerificationSession:
                 scan=self._scan,
                 same_groups=self._same_groups,
             )
+
+
+def _only_changed_places(before: MemoryOrder, after: MemoryOrder) -> bool:
+    """Whether a graph is another order of the same calls, and no call can tell.
+
+    The dataflow is then the same, and need not be followed again.
+    """
+    old, new = before.scan, after.scan
+    return (
+        len(old.calls) == len(new.calls)
+        and not any(True for _ in new.changed_nodes(old))
+        and before.overwritten == after.overwritten
+        and before.left_behind == after.left_behind
+        and old.random == new.random
+        and old.barriers == new.barriers
+        and _messages(old) == _messages(new)
+    )
+
+
+def _messages(scan: GraphScan) -> list[Node]:
+    return [launch for launch in scan.launches if not is_pure_collective(launch)]
 
 
 def _hands_code_over(before: GraphScan, after: GraphScan) -> bool:
