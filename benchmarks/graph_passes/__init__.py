@@ -1,1 +1,1 @@
-"""What ``bench_passes`` and ``bench_collectives`` share: one captured graph, our passes, the peer's."""
+"""Shared by ``bench_passes`` and ``bench_collectives``: a captured graph, and the peer's passes."""

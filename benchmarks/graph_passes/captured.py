@@ -1,4 +1,4 @@
-"""Llama 3 8B on 64 ranks that do not exist, captured without passes, with as many layers as asked."""
+"""Llama 3 8B on 64 ranks that do not exist, captured without passes, any number of layers."""
 
 from __future__ import annotations
 

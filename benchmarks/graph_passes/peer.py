@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from graph_passes.captured import CapturedModel
 from torch.fx import GraphModule
 from torchtitan.experiments.graph_trainer.common_utils import (
     get_default_transformer_block_buckets,
@@ -25,6 +24,7 @@ from torchtitan.experiments.graph_trainer.remove_noop_passes import (
     eliminate_dead_code_pass,
 )
 
+from graph_passes.captured import CapturedModel
 from gt_trace import module_fqn
 
 __all__ = ["PEER_NAME", "annotate_for_peer", "run_peer_passes"]

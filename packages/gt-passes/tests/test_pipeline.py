@@ -299,6 +299,7 @@ def test_writes_the_graph_before_and_after_each_pass(tmp_path: Path):
         "00-remove-dead-code-before.txt",
         "01-canonicalize-views-after.txt",
         "01-canonicalize-views-before.txt",
+        "summary.txt",
     ]
     dead, views = report.records
     assert "sin" in dead.dump_before.read_text()

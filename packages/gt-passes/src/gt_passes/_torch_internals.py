@@ -15,6 +15,9 @@ import torch
 # graph names them before anybody else may have imported it.
 import torch.distributed._functional_collectives
 from torch._library.utils import is_impure as _is_impure
+
+# The log that tlparse reads; every part of PyTorch that is worth looking at writes to it.
+from torch._logging._internal import trace_structured
 from torch._ops import HigherOrderOperator, OpOverload
 
 # Fake values are what a captured graph carries; there is no public way to know one, or its mode.
@@ -48,6 +51,7 @@ __all__ = [
     "quiet_fake_execution",
     "torch_group_ordinal",
     "torch_group_ranks",
+    "trace_structured",
     "traced_symbol_values",
     "value_of",
 ]

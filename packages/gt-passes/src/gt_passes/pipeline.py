@@ -25,6 +25,7 @@ from gt_passes.facts import Fact
 from gt_passes.graph_problem import GraphProblem
 from gt_passes.pass_order import order_passes
 from gt_passes.pipeline_report import GraphSize, PassRecord, PipelineReport
+from gt_passes.structured_trace import Moment, trace_graph, trace_report
 from gt_passes.verification_session import VerificationSession
 from gt_trace.graph_text import graph_text
 
@@ -39,8 +40,9 @@ class PassPipeline:
         context: what passes need to know besides the graph.
         given_facts: what already holds of the graphs to come.
         verify: verify the captured graph, and the graph after every pass.
-        dump_directory: where to write the graph before and after each pass, as text; made if it is
-            missing. Ranks that share a file system need one each.
+        dump_directory: where to write the graph before and after each pass, as text, and a summary
+            (``summary.txt``); made if it is missing. Ranks that share a file system need one each.
+            The same goes to PyTorch's structured trace, if there is one (``TORCH_TRACE``).
         estimate_peak_bytes: an estimator of peak memory, for the report of every pass. None:
             ``gt_passes.liveness.estimate_peak_bytes``, for every pass where there is a
             ``dump_directory``, else only where ``verify`` is on and a pass declares a bound.
@@ -168,7 +170,7 @@ class _Run:
                 )
         with _Stopwatch() as recompilation:
             self._graph_module.recompile()
-        return PipelineReport(
+        report = PipelineReport(
             records=records,
             verified=session is not None,
             unverified=() if session is None else session.unverified,
@@ -179,6 +181,12 @@ class _Run:
             recompile_wall_ns=recompilation.wall_ns,
             recompile_cpu_ns=recompilation.cpu_ns,
         )
+        if self._dump_directory is not None:
+            self._dump_directory.mkdir(parents=True, exist_ok=True)
+            summary = self._dump_directory / "summary.txt"
+            summary.write_text(f"{report}\n\n{report.differences()}\n", encoding="utf-8")
+            trace_report(report)
+        return report
 
     def _records(self) -> Iterator[PassRecord]:
         before_ops, before = self._op_counts(), self._size()
@@ -265,12 +273,14 @@ class _Run:
             if node.op not in ("placeholder", "get_attr", "output")
         )
 
-    def _dump(self, position: int, graph_pass: GraphPass, moment: str) -> Path | None:
+    def _dump(self, position: int, graph_pass: GraphPass, moment: Moment) -> Path | None:
         if self._dump_directory is None:
             return None
         self._dump_directory.mkdir(parents=True, exist_ok=True)
         path = self._dump_directory / f"{position:02d}-{graph_pass.name}-{moment}.txt"
-        path.write_text(graph_text(self._graph_module), encoding="utf-8")
+        text = graph_text(self._graph_module)
+        path.write_text(text, encoding="utf-8")
+        trace_graph(position, graph_pass.name, moment, lambda: text)
         return path
 
 

@@ -101,6 +101,13 @@ class PipelineReport:
     def __str__(self) -> str:
         return "\n".join(self._lines())
 
+    def differences(self) -> str:
+        """What each pass changed: bytes, estimated peak memory, and how many calls of what.
+
+        Passes that changed nothing are left out; peak memory where it was not estimated.
+        """
+        return "\n".join(line for record in self.records for line in _differences(record))
+
     def _lines(self) -> Iterator[str]:
         names = [record.name for record in self.records]
         width = max(map(len, (*names, "(recompilation)")))
@@ -123,6 +130,24 @@ class PipelineReport:
                 f"{len(self.unverified)} nodes could not be re-propagated on fake values: "
                 + ", ".join(targets)
             )
+
+
+def _differences(record: PassRecord) -> Iterator[str]:
+    before, after = record.before, record.after
+    changes = [f"{count:+d} {op}" for op, count in record.op_count_differences.items()]
+    if before.collective_bytes != after.collective_bytes:
+        sizes = f"{before.collective_bytes:,} -> {after.collective_bytes:,}"
+        changes.insert(0, f"bytes given to collectives {sizes}")
+    old, new = before.peak_memory_bytes, after.peak_memory_bytes
+    if old is not None and new is not None and old != new:
+        changes.insert(0, f"estimated peak memory {_mib(old)} -> {_mib(new)} MiB")
+    if changes:
+        yield record.name
+        yield from (f"  {change}" for change in changes)
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:,.1f}"
 
 
 def _line(width: int, name: str, ops: str, cpu_ns: int, verify_ns: int, done: str) -> str:
