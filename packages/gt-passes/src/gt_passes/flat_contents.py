@@ -258,6 +258,10 @@ def _progression(pieces: list[tuple[Piece, int]]) -> tuple[Piece, int] | None:
         return None
     (first, row_stride), (second, _) = pieces[0], pieces[1]
     distance = second.offset - first.offset
+    if distance == 0:
+        # The same part several times, as in a bucket that gathers one parameter twice: cutting it
+        # up again finds the parts as they were only while they stand side by side.
+        return None
     for index, (piece, stride) in enumerate(pieces):
         expected = (first.atom, first.offset + index * distance, first.dims)
         if stride != row_stride or piece != expected:
