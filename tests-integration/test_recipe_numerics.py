@@ -35,7 +35,7 @@ FLOAT32_ULP = 2.0**-23
 
 WORKLOADS = (
     "llama3, FSDP 2 x TP 2",
-    "llama3, HSDP 2 x 2",
+    pytest.param("llama3, HSDP 2 x 2", marks=pytest.mark.slow),
     "deepseek_v3, FSDP 2 x TP 2 x EP 2",
 )
 
@@ -109,6 +109,7 @@ def test_what_may_round_otherwise_stays_within_its_tolerance(
     assert result.largest_first_difference <= tolerance
 
 
+@pytest.mark.slow  # four C++ compilations of a whole step at once
 def test_full_inductor_trains_on_four_ranks(four: GlooWorkers, tmp_path: Path) -> None:
     case = FOUR_RANKS["llama3, FSDP 2 x TP 2"]
     results = run(four, case, tmp_path, {"full": {"inductor_compilation": "full"}})
