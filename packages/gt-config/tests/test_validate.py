@@ -367,6 +367,7 @@ def test_accepts_the_autoparallel_backend_with_both():
         ({"verify_passes": False}, "True"),
         ({"debug_graph_passes": True}, "False"),
         ({"fsdp_bucketing": "off"}, "'transformer_block'"),
+        ({"fsdp_bucket_cap_mib": 5}, "None"),
         ({"prefetch_layers": 2}, "1"),
         ({"numerics_changing": True}, "False"),
         ({"cuda_graphs": True}, "False"),
@@ -496,17 +497,30 @@ def test_regional_modules_are_patterns():
 
 
 @pytest.mark.parametrize("name", ["fsdp_second_group", "fsdp_into_dense_regions"])
-@pytest.mark.parametrize("axis", ["dp_shard", "dp_replicate"])
-def test_fsdp_schedules_need_data_parallelism(name, axis):
+def test_fsdp_schedules_need_sharded_parameters(name):
     config = CompileConfig(**{name: True})
-    assert only(config) == Violation(
+    refused = Violation(
         flag=f"--compile.{name}",
         value=True,
-        allowed="its default False, since no data-parallel rank has anything to communicate "
+        allowed="its default False, since no parameter is sharded over data-parallel ranks "
         "and it would do nothing",
-        fix="drop the option, or use a data-parallel degree above 1",
+        fix="drop the option, or use a dp_shard degree above 1",
     )
-    assert found(config, mesh(world=2, **{axis: 2})) == ()
+    assert only(config) == refused
+    assert only(config, mesh(world=2, dp_replicate=2)) == refused
+    assert found(config, EP_TOPOLOGY) == ()
+
+
+def test_dense_regions_need_expert_parallelism():
+    config = CompileConfig(fsdp_into_dense_regions=True)
+    assert only(config, mesh(world=2, dp_shard=2)) == Violation(
+        flag="--compile.fsdp_into_dense_regions",
+        value=True,
+        allowed="its default False, since no tokens are exchanged between experts "
+        "and it would do nothing",
+        fix="drop the option, or use an expert-parallel degree above 1",
+    )
+    assert found(CompileConfig(fsdp_second_group=True), mesh(world=2, dp_shard=2)) == ()
 
 
 def test_async_tensor_parallelism_needs_tensor_parallelism():

@@ -182,10 +182,10 @@ input a_x: bf16[3, 2]
     cat_1: f32[6, 2] = aten.cat.default([_to_copy_1, new_zeros_1])  # fsdp reduce_grad 0.weight over shard
     reduce_scatter_tensor: f32[3, 2] = _c10d_functional.reduce_scatter_tensor.default(cat_1, 'sum', 2, shard)  # fsdp reduce_grad 0.weight over shard
     wait_tensor_1: f32[3, 2] = _c10d_functional.wait_tensor.default(reduce_scatter_tensor)  # fsdp reduce_grad 0.weight over shard
-    slice_2: f32[2, 2] = aten.slice.Tensor(wait_tensor_1, 0, 0, 2)  # fsdp reduce_grad 0.weight over shard
-    all_reduce: f32[2, 2] = _c10d_functional.all_reduce.default(slice_2, 'sum', replicate)  # fsdp reduce_grad 0.weight over replicate
-    wait_tensor_2: f32[2, 2] = _c10d_functional.wait_tensor.default(all_reduce)  # fsdp reduce_grad 0.weight over replicate
-    div: f32[2, 2] = aten.div.Tensor(wait_tensor_2, 4.0)  # fsdp reduce_grad 0.weight over shard
+    all_reduce: f32[3, 2] = _c10d_functional.all_reduce.default(wait_tensor_1, 'sum', replicate)  # fsdp reduce_grad 0.weight over replicate
+    wait_tensor_2: f32[3, 2] = _c10d_functional.wait_tensor.default(all_reduce)  # fsdp reduce_grad 0.weight over replicate
+    slice_2: f32[2, 2] = aten.slice.Tensor(wait_tensor_2, 0, 0, 2)  # fsdp reduce_grad 0.weight over shard
+    div: f32[2, 2] = aten.div.Tensor(slice_2, 4.0)  # fsdp reduce_grad 0.weight over shard
     view_1: f32[2, 2] = aten.view.default(div, [2, 2])
 return [view_1]
 """,

@@ -61,6 +61,7 @@ _GRAPH_ONLY = (
     "config.verify_passes",
     "config.debug_graph_passes",
     "config.fsdp_bucketing",
+    "config.fsdp_bucket_cap_mib",
     "config.prefetch_layers",
     "config.fsdp_second_group",
     "config.fsdp_into_dense_regions",
@@ -265,17 +266,25 @@ _FSDP_SCHEDULE = (
 )
 
 
-@_rule("config.mode", *_FSDP_SCHEDULE, "topology.dp_replicate", "topology.dp_shard")
-def _fsdp_schedule_needs_data_parallelism(subject: Subject) -> Iterator[Violation]:
+@_rule("config.mode", *_FSDP_SCHEDULE, "topology.dp_shard", "topology.cp", "topology.ep")
+def _fsdp_schedule_needs_something_to_schedule(subject: Subject) -> Iterator[Violation]:
     mesh = subject.topology
-    if subject.config.mode == "none" or mesh.dp_replicate * mesh.dp_shard > 1:
+    if subject.config.mode == "none":
         return
-    for path in _FSDP_SCHEDULE:
+    if mesh.dp_shard * mesh.cp == 1:
+        for path in _FSDP_SCHEDULE:
+            yield from _must_be_default(
+                subject,
+                path,
+                because="no parameter is sharded over data-parallel ranks",
+                switch="a dp_shard degree above 1",
+            )
+    elif mesh.ep == 1:
         yield from _must_be_default(
             subject,
-            path,
-            because="no data-parallel rank has anything to communicate",
-            switch="a data-parallel degree above 1",
+            "config.fsdp_into_dense_regions",
+            because="no tokens are exchanged between experts",
+            switch="an expert-parallel degree above 1",
         )
 
 

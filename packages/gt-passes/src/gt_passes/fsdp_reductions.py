@@ -54,7 +54,12 @@ def bucket_reductions(
     # What an earlier bucket moved stands before its own place; a later one may move it on.
     for bucket in sorted(buckets, key=lambda members: members[-1].position):
         place = bucket[-1].launch
-        moved = motion.dependents_before([member.wait for member in bucket[:-1]], place)
+        early = bucket[:-1]
+        # Early launches read their inputs where they stand.
+        reasons = (motion.reason_not_to_move(member.launch) for member in early)
+        moved = next(filter(None, reasons), None) or motion.dependents_before(
+            [member.wait for member in early], place
+        )
         if isinstance(moved, str):
             refusals.append(Refusal(node_name=bucket[0].launch.name, reason=moved))
             continue

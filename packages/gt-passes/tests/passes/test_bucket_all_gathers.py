@@ -172,3 +172,15 @@ def test_a_gathered_value_that_two_waits_read_is_refused():
     output.args = ([output.args[0], wait],)
     report = BucketAllGathers().run(graph_module, PassContext.from_graph(graph_module))
     assert [each.reason for each in report.refusals] == ["its result is not read by one wait alone"]
+
+
+def test_a_parameter_that_is_written_to_in_place_before_it_is_gathered_is_refused():
+    def step(a, b, x):
+        y = x @ gathered(a, "layers.0.a").t()
+        b.mul_(2)
+        return y * gathered(b.view(4), "layers.0.b")[:4]
+
+    graph_module = capture(step, A, B, X)
+    before = program(graph_module)
+    assert not BucketAllGathers().run(graph_module, PassContext.from_graph(graph_module)).changed
+    assert program(graph_module) == before

@@ -8,7 +8,7 @@ from expecttest import assert_expected_inline
 from pass_graphs import capture, program, run_pass
 from passes.fsdp_graphs import all_reduced, of_unknown_effect, reduce_scattered
 
-from gt_passes import BucketAllReduces, BucketReduceScatters
+from gt_passes import BucketAllReduces, BucketReduceScatters, PassContext
 from gt_trace import collective_counts
 
 A = torch.ones(4, 4)
@@ -150,3 +150,18 @@ def test_two_reductions_are_not_one():
     graph_module = capture(step, A, B, X)
     assert not run_pass(BucketAllReduces(), graph_module).changed
     assert collective_counts(graph_module) == {"all_reduce": 2}
+
+
+def test_a_gradient_that_is_overwritten_after_it_is_reduced_is_refused():
+    def step(a, b, x):
+        gradient = a * x[0]
+        first = reduce_scattered(gradient, "layers.0.a")
+        gradient.mul_(2)
+        return first, reduce_scattered(b * x[1], "layers.0.b"), gradient
+
+    graph_module = capture(step, A, B, X)
+    before = program(graph_module)
+    report = BucketReduceScatters().run(graph_module, PassContext.from_graph(graph_module))
+    assert not report.changed
+    assert program(graph_module) == before
+    assert [each.reason for each in report.refusals] == ["mul shares memory that is written to"]

@@ -122,8 +122,11 @@ class _Unshard(torch.autograd.Function):
                 value = _reduce_scatter(value, plan, shard_axis)
         if replicate_axis is not None and replicate_axis.num_ranks > 1:
             with annotate(_annotation(plan, "reduce_grad", replicate_axis)):
+                # Padded still: every rank of the world then runs collectives of the same sizes.
                 value = _all_reduce(value, replicate_axis)
         with annotate(_annotation(plan, "reduce_grad", shard_axis or replicate_axis)):
+            if shard_axis is not None and plan.local_size != plan.chunk:
+                value = value.narrow(plan.shard_dim, 0, plan.local_size)
             if after != 1:
                 value = value / after
             return _cast(value, ctx.dtype), None
@@ -200,8 +203,6 @@ def _reduce_scatter(gradient: torch.Tensor, plan: UnshardPlan, axis: ShardAxis) 
             gradient.contiguous(), "sum", axis.num_ranks, axis.group_name
         )
     )
-    if plan.local_size != plan.chunk:
-        reduced = reduced.narrow(dim, 0, plan.local_size)
     result: torch.Tensor = reduced
     return result
 

@@ -78,7 +78,10 @@ class BucketAllGathers(GraphPass):
         for planned in plan_buckets(unshards, cap_mib=self.cap_mib, motion=motion):
             bucket = [planned[0]]
             for member in planned[1:]:
-                needed = motion.ancestors_after([member.input], planned[0].launch)
+                # The launch itself reads its input where it stands.
+                needed = motion.reason_not_to_move(member.launch) or motion.ancestors_after(
+                    [member.input], planned[0].launch
+                )
                 if isinstance(needed, str):
                     refusals.append(Refusal(node_name=member.launch.name, reason=needed))
                     continue
