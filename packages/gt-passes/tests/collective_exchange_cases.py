@@ -9,6 +9,7 @@ from torch.fx import GraphModule
 
 from gt_passes.collective_exchange import exchange_collective_digest
 from gt_passes.errors import CollectiveMismatchError
+from gt_passes.second_groups import second_group_of
 
 
 def two_collectives(*, swapped: bool = False) -> GraphModule:
@@ -45,3 +46,19 @@ def digests_of_two_stages() -> str:
     stages = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     stage = dist.get_rank() // 2
     return exchange_collective_digest(two_collectives(swapped=stage == 1), stages[stage])
+
+
+def sums_over_second_groups() -> tuple[bool, bool, bool, float]:
+    """Of a pair of ranks: whether its second group is new, the same when asked for again, and of
+    the same ranks; and a sum over it."""
+    pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    first = pairs[dist.get_rank() % 2].group_name
+    second = second_group_of(first)
+    ranks = [
+        dist.get_process_group_ranks(dist.distributed_c10d._resolve_process_group(name))
+        for name in (first, second)
+    ]
+    total = collectives.wait_tensor(
+        collectives.all_reduce(torch.full((), float(dist.get_rank())), "sum", second)
+    )
+    return second != first, second_group_of(first) == second, ranks[0] == ranks[1], total.item()

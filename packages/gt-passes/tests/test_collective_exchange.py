@@ -15,6 +15,7 @@ from pass_graphs import capture
 from gt_passes.collective_exchange import exchange_collective_digest
 from gt_passes.collective_order import collective_digest
 from gt_passes.errors import CollectiveMismatchError
+from gt_passes.second_groups import second_group_of
 from gt_trace.testing import GlooWorkers, fake_world
 
 
@@ -70,3 +71,13 @@ def test_the_error_survives_pickling():
     error = CollectiveMismatchError("ranks differ", ranks=[2])
     again = pickle.loads(pickle.dumps(error))
     assert (str(again), again.ranks) == ("ranks differ", (2,))
+
+
+def test_a_second_group_has_the_ranks_of_the_first(workers: GlooWorkers):
+    answers = workers.run(cases.sums_over_second_groups)
+    assert answers == [(True, True, True, total) for total in (2.0, 4.0, 2.0, 4.0)]
+
+
+def test_there_is_no_second_group_of_none():
+    with pytest.raises(ValueError, match=r"^'elsewhere' is not a process group of this process$"):
+        second_group_of("elsewhere")

@@ -180,3 +180,12 @@ def test_reductions_get_a_group_of_their_own_where_parameters_are_gathered():
     assert "reduce_scatter_tensor.default(mm_1, sum, 2, fsdp, second)" in text
     assert asked == ["fsdp"]
     assert not separate.run(graph_module, None).changed
+
+
+def test_reductions_over_a_group_that_gathers_nothing_keep_it():
+    graph_module = capture(lambda dy: reduce_scattered(dy.cos(), "layers.0.w"), torch.ones(4, 4))
+    report = run_pass(SeparateReductionGroup(), graph_module)
+    assert not report.changed
+    assert [each.reason for each in report.refusals] == [
+        "group 'fsdp' gathers no parameters that a reduction could delay"
+    ]

@@ -26,6 +26,7 @@ from gt_passes import (
     estimate_memory,
     release_cuda_graphs,
     residency_table,
+    second_group_of,
 )
 from gt_trainer.captured_step import CapturedTrainingStep, CaptureReport, Recipe
 from gt_trainer.compile_options import TrainerCompileConfig
@@ -175,6 +176,13 @@ class GraphTrainer(Trainer):
         )
 
     def _recipe(self) -> Recipe:
+        if self.config.compile.fsdp_second_group:
+            # Here, where all ranks still do the same: a rank whose capture fails leaves no other
+            # waiting for it to join the group.
+            for axis in ("fsdp", "efsdp"):
+                mesh = self.parallel_dims.get_optional_mesh(axis)
+                if mesh is not None:
+                    second_group_of(mesh.get_group().group_name)
         return recipe_of(
             self.config.compile,
             reshard_after_forward=self.config.parallelism.fsdp_reshard_after_forward,

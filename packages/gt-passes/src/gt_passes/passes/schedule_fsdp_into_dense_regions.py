@@ -119,6 +119,9 @@ def _region_around(
 def _move_out(launch: FsdpLaunch, region: tuple[Node, Node], motion: CodeMotion) -> str | None:
     """Move a launch, with what must go along, to where its region begins or ends."""
     first, last = region
+    reason = motion.reason_not_to_move(launch.launch)
+    if reason is not None:
+        return reason
     if launch.kind == "unshard":
         if motion.section(launch.launch) != motion.section(first):
             return f"a barrier stands between it and {first.name}"

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch.fx import GraphModule
 
-from gt_passes.contract import GraphPass, PassContext, PassReport
+from gt_passes.contract import GraphPass, PassContext, PassReport, Refusal
 from gt_passes.fsdp_launches import find_fsdp_launches
 from gt_passes.layer_names import LayerNames
 from gt_passes.registry import register_pass
@@ -40,7 +40,8 @@ class SeparateReductionGroup(GraphPass):
         r = reduce_scatter_tensor(a, "sum", 8, "fsdp, second")
         g = all_gather_into_tensor(b, 8, "fsdp")
 
-    *Refuses*: nothing; a group that gathers no parameters keeps its reductions.
+    *Refuses*: reductions over a group that gathers no parameters in this graph: nothing would
+    overlap.
 
     *Preserves numerics*: yes. The ranks and their order are the same.
     """
@@ -51,7 +52,8 @@ class SeparateReductionGroup(GraphPass):
 
     second_group: Callable[[str], str] = second_group_of
     """The name of the second group, given that of the first. Called in the order of the graph,
-    which is that of every rank: it may create the group, which all its ranks must do together."""
+    which is that of every rank: it may create the group, which all its ranks must do together.
+    Where a rank may fail before it gets here, create them earlier (``second_group_of``)."""
 
     def run(self, graph_module: GraphModule, context: PassContext) -> PassReport:
         """Move reductions to the second group; see the class."""
@@ -62,12 +64,17 @@ class SeparateReductionGroup(GraphPass):
         )
         gathering = {each.options[-1] for each in found.launches if each.kind == "unshard"}
         second: dict[str, str] = {}
+        refusals = list(found.refusals)
         num_moved = 0
         for each in found.launches:
             group = each.options[-1]
-            if each.launch.target is not _REDUCE_SCATTER or group not in gathering:
+            if each.launch.target is not _REDUCE_SCATTER or group in second.values():
                 continue
             assert isinstance(group, str)
+            if group not in gathering:
+                reason = f"group {group!r} gathers no parameters that a reduction could delay"
+                refusals.append(Refusal(node_name=each.launch.name, reason=reason))
+                continue
             if group not in second:
                 second[group] = self.second_group(group)
             each.launch.args = (*each.launch.args[:-1], second[group])
@@ -75,5 +82,5 @@ class SeparateReductionGroup(GraphPass):
         return PassReport(
             changed=num_moved > 0,
             counts={"reductions_moved": num_moved} if num_moved else {},
-            refusals=found.refusals,
+            refusals=tuple(refusals),
         )
