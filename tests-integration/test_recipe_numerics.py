@@ -15,28 +15,46 @@ from variant_cases import Variant, VariantResult, compare_variants
 
 from gt_trace.testing import GlooWorkers
 
-MEMORY_POLICIES: dict[str, Variant] = {
-    "selective": {"memory_policy": "selective"},
-    "full recompute": {"memory_policy": "full_recompute"},
-    "full recompute but for products": {
-        "memory_policy": "full_recompute",
-        "full_recompute_saved_ops": ("layers.*.attention::aten.mm",),
-    },
-    "offload": {"memory_policy": "offload"},
+SELECTIVE: Variant = {"memory_policy": "selective"}
+FULL_RECOMPUTE: Variant = {"memory_policy": "full_recompute"}
+BUT_FOR_PRODUCTS: Variant = {
+    **FULL_RECOMPUTE,
+    "full_recompute_saved_ops": ("layers.*.attention::aten.mm",),
 }
-COMMUNICATION: dict[str, Variant] = {
-    "a second group": {"fsdp_second_group": True},
-    "dense regions": {"fsdp_into_dense_regions": True, "prefetch_layers": 2},
-    "small buckets": {"fsdp_bucket_cap_mib": 1},
+OFFLOAD: Variant = {"memory_policy": "offload"}
+SECOND_GROUP: Variant = {"fsdp_second_group": True}
+DENSE_REGIONS: Variant = {"fsdp_into_dense_regions": True, "prefetch_layers": 2}
+SMALL_BUCKETS: Variant = {"fsdp_bucket_cap_mib": 1}
+
+ONE_BY_ONE = {
+    "selective": SELECTIVE,
+    "full recompute": FULL_RECOMPUTE,
+    "full recompute but for products": BUT_FOR_PRODUCTS,
+    "offload": OFFLOAD,
+    "a second group": SECOND_GROUP,
+    "dense regions": DENSE_REGIONS,
+    "small buckets": SMALL_BUCKETS,
     "no overlap": {"prefetch_layers": 0},
 }
-BITWISE = {**MEMORY_POLICIES, **COMMUNICATION}
+# Every option in few runs, for each of which four ranks capture.
+TOGETHER = {
+    "selective, a second group": {**SELECTIVE, **SECOND_GROUP},
+    "full recompute but for products, small buckets": {**BUT_FOR_PRODUCTS, **SMALL_BUCKETS},
+    "offload, dense regions": {**OFFLOAD, **DENSE_REGIONS},
+}
 FLOAT32_ULP = 2.0**-23
 
 WORKLOADS = (
-    "llama3, FSDP 2 x TP 2",
-    pytest.param("llama3, HSDP 2 x 2", marks=pytest.mark.slow),
-    "deepseek_v3, FSDP 2 x TP 2 x EP 2",
+    ("llama3, FSDP 2 x TP 2", TOGETHER),
+    ("deepseek_v3, FSDP 2 x TP 2 x EP 2", TOGETHER),
+    *(
+        pytest.param(name, ONE_BY_ONE, marks=pytest.mark.slow)
+        for name in (
+            "llama3, FSDP 2 x TP 2",
+            "llama3, HSDP 2 x 2",
+            "deepseek_v3, FSDP 2 x TP 2 x EP 2",
+        )
+    ),
 )
 
 
@@ -55,21 +73,23 @@ def run(
     return results
 
 
-@pytest.mark.parametrize("workload", WORKLOADS)
+@pytest.mark.parametrize(("workload", "variants"), WORKLOADS)
 def test_recipes_that_keep_numerics_equal_eager_bitwise(
-    workload: str, four: GlooWorkers, tmp_path: Path
+    workload: str, variants: dict[str, Variant], four: GlooWorkers, tmp_path: Path
 ) -> None:
-    results = run(four, FOUR_RANKS[workload], tmp_path, BITWISE)
-    for where, result in results:
+    for where, result in run(four, FOUR_RANKS[workload], tmp_path, variants):
         assert result.differences == (), where
-    changed = {where.partition(", ")[2]: result.changed for where, result in results}
-    for name in MEMORY_POLICIES:
-        assert {"recompute-tagged", "reshard-after-forward"} <= changed[name], name
-    assert "offload-tagged" in changed["offload"]
-    assert "separate-reduction-group" in changed["a second group"]
-    assert not {"delay-waits", "prefetch-all-gathers"} & changed["no overlap"]
-    for name in BITWISE:
-        assert {"bucket-all-gathers", "bucket-reduce-scatters"} <= changed[name], name
+        variant = variants[where.partition(", ")[2]]
+        assert result.changed >= {"bucket-all-gathers", "bucket-reduce-scatters"}, where
+        if "memory_policy" in variant:
+            assert {"recompute-tagged", "reshard-after-forward"} <= result.changed, where
+        for option, name in {
+            ("memory_policy", "offload"): "offload-tagged",
+            ("fsdp_second_group", True): "separate-reduction-group",
+        }.items():
+            assert (name in result.changed) == (option in variant.items()), where
+        overlaps = variant.get("prefetch_layers") != 0
+        assert ("prefetch-all-gathers" in result.changed) == overlaps, where
 
 
 def test_buckets_of_four_shards_round_otherwise_within_a_bound(

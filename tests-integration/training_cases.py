@@ -366,11 +366,9 @@ def recaptured(case: Case, folder: str, mode: str = "aot_fx_trace") -> tuple[lis
     return differences, count
 
 
-def expert_regions(case: Case, folder: str) -> dict[str, set[tuple[str | None, str | None]]]:
-    """Of the graphs of mode aot_joint, the expert regions and exchanges, by phase."""
-    captured = trainer_of(case, "aot_joint", folder)
-    captured.forward_backward_step(**unseen_batches((BATCH_SIZE, SEQ_LEN))[0])
-    found: dict[str, set[tuple[str | None, str | None]]] = {}
+def expert_regions(captured: RecordingTrainer) -> frozenset[tuple[str | None, ...]]:
+    """Of the captured graphs, the phase, region and exchange of nodes in routed experts."""
+    found: set[tuple[str | None, ...]] = set()
     for graph_module in captured.captures[0].graph_modules:
         for node in graph_module.graph.nodes:
             region = read_annotation(node, EpRegionAnnotation)
@@ -378,9 +376,8 @@ def expert_regions(case: Case, folder: str) -> dict[str, set[tuple[str | None, s
                 continue
             exchange = read_annotation(node, EpExchangeAnnotation)
             kind = None if exchange is None else exchange.kind
-            found.setdefault(str(phase_of(node)), set()).add((region.kind, kind))
-    close(captured)
-    return found
+            found.add((phase_of(node), region.kind, kind))
+    return frozenset(found)
 
 
 def message_of_another_shape(case: Case, folder: str) -> str:

@@ -18,6 +18,7 @@ from training_cases import (
     close,
     differing,
     differing_passes,
+    expert_regions,
     take_unseen,
     trainer_of,
 )
@@ -52,6 +53,8 @@ class VariantResult:
     """Passes that edited the graph."""
 
     verified: bool
+    expert_regions: frozenset[tuple[str | None, ...]]
+    """Phase, region and exchange of nodes in routed experts."""
 
 
 @dataclass(slots=True)
@@ -112,6 +115,7 @@ def _compare(eager: _History, run: _History) -> VariantResult:
         passes=tuple(record.name for record in records),
         changed=frozenset(record.name for record in records if record.report.changed),
         verified=all(p.verified for report in run.trainer.captures for p in report.pipelines),
+        expert_regions=expert_regions(run.trainer),
     )
 
 

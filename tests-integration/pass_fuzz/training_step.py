@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional as F
 
+from gt_passes import second_group_of
 from gt_trace.annotate import phase
 from gt_trace.simple_fsdp import MixedPrecision, gathered, shard
 from gt_trace.trace import trace_step
@@ -122,13 +123,13 @@ class _InputsNotedError(Exception):
 @lru_cache  # each mesh has groups of its own, and gloo's are never freed
 def _mesh(sharding: Sharding) -> tuple[DeviceMesh, str]:
     """The mesh that parameters are sharded over, and the group of the layers' own collectives."""
-    if sharding == "hybrid_shard":
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "fsdp"))
-        return mesh, mesh.get_group("fsdp").group_name
-    if sharding == "shard_beside_tensor":
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
+    axes = {"hybrid_shard": ("dp_replicate", "fsdp"), "shard_beside_tensor": ("fsdp", "tp")}
+    names = axes.get(sharding, ("fsdp",))
+    mesh = init_device_mesh("cpu", (2,) * len(names), mesh_dim_names=names)
+    # Before passes run, so that none waits for a rank on which an earlier one was refused.
+    second_group_of(mesh.get_group("fsdp").group_name)
+    if "tp" in names:
         return mesh["fsdp"], mesh.get_group("tp").group_name
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
     return mesh, mesh.get_group("fsdp").group_name
 
 

@@ -59,8 +59,8 @@ class Dataflow:
     checks: frozenset[int]
     """What the graph asserts."""
 
-    names: Mapping[int, str]
-    """A node that has the value, by its number."""
+    execution: SymbolicExecution
+    """Which node has which value."""
 
     @classmethod
     def of(
@@ -70,6 +70,7 @@ class Dataflow:
         table: ValueTable | None = None,
         scan: GraphScan | None = None,
         same_groups: Mapping[str, str] = _NO_GROUPS,
+        before: Dataflow | None = None,
     ) -> Self:
         """The dataflow of a graph.
 
@@ -79,11 +80,14 @@ class Dataflow:
             scan: of the graph, if there is one already.
             same_groups: by name of a process group, the name of one with the same ranks in the
                 same order, as which it counts.
+            before: of the same graph before it was edited, in the same table: what did not change
+                is taken from there.
         """
         walk = SymbolicExecution(
             scan or GraphScanner().scan(graph_module),
             table=ValueTable() if table is None else table,
             same_groups=same_groups,
+            before=None if before is None else before.execution,
         )
         walk.run()
         return cls(
@@ -95,7 +99,7 @@ class Dataflow:
             unknown_calls=walk.unknown_calls,
             messages=walk.messages,
             checks=frozenset(walk.checks),
-            names=walk.names,
+            execution=walk,
         )
 
     def find_differences(self, after: Dataflow) -> Iterator[GraphProblem]:
@@ -107,11 +111,14 @@ class Dataflow:
             after: of the graph after a pass, in the same table.
         """
         assert after.table is self.table, "numbers of two tables cannot be compared"
+        if not self._differs(after):
+            return
+        names_before, names_after = self.execution.names(), after.execution.names()
         found = 0
         seen: set[tuple[int, int]] = set()
         for subject, expected, got, node_name in self._differing(after):
             difference = explain_difference(
-                self.table, expected, got, names_before=self.names, names_after=after.names
+                self.table, expected, got, names_before=names_before, names_after=names_after
             )
             if (difference.expected_number, difference.got_number) in seen:
                 continue  # the same cause
@@ -131,9 +138,12 @@ class Dataflow:
                 check="dataflow",
                 message="something is not asserted any more",
                 expected=explain_difference(
-                    self.table, number, number, names_before=self.names, names_after=self.names
+                    self.table, number, number, names_before=names_before, names_after=names_before
                 ).expected,
             )
+
+    def _differs(self, after: Dataflow) -> bool:
+        return any(True for _ in self._differing(after)) or not self.checks <= after.checks
 
     def _differing(self, after: Dataflow) -> Iterator[tuple[str, int, int, str | None]]:
         outputs = zip(self.outputs, after.outputs, after.output_names, strict=False)

@@ -189,7 +189,8 @@ class _Run:
         return report
 
     def _records(self) -> Iterator[PassRecord]:
-        before_ops, before = self._op_counts(), self._size()
+        before_ops = self._op_counts()
+        before = self._size(before_ops)
         for position, graph_pass in enumerate(self._passes):
             needs_peak = self._needs_peak(graph_pass)
             with _Stopwatch() as estimation:
@@ -199,10 +200,13 @@ class _Run:
             with _Stopwatch() as pass_time:
                 report = self._run_pass(graph_pass)
             dump_after = self._dump(position, graph_pass, "after")
-            after_ops, after = self._op_counts(), self._size()
+            after_ops = self._op_counts()
+            after = self._size(after_ops)
             with _Stopwatch() as verification:
                 problems = () if self._session is None else self._session.verify_pass(position)
-                if needs_peak and not problems:
+                if self._session is not None and self._session.is_unchanged:
+                    after = before
+                elif needs_peak and not problems:
                     after = self._with_peak(after)
                 if self._session is not None:
                     _raise_problems(
@@ -251,9 +255,9 @@ class _Run:
             )
         return f"{text}\n  and compare {dump_before} with {dump_after}"
 
-    def _size(self) -> GraphSize:
+    def _size(self, ops: Counter[str]) -> GraphSize:
         return GraphSize(
-            num_ops=self._op_counts().total(),
+            num_ops=ops.total(),
             collective_bytes=collective_bytes(self._graph_module),
             peak_memory_bytes=None,
         )
@@ -267,11 +271,15 @@ class _Run:
         return replace(size, peak_memory_bytes=self._estimate_peak_bytes(self._graph_module))
 
     def _op_counts(self) -> Counter[str]:
-        return Counter(
-            _op_name(node.target)
+        by_target = Counter(
+            node.target
             for node in self._graph_module.graph.nodes
             if node.op not in ("placeholder", "get_attr", "output")
         )
+        by_name: Counter[str] = Counter()
+        for target, count in by_target.items():
+            by_name[_op_name(target)] += count
+        return by_name
 
     def _dump(self, position: int, graph_pass: GraphPass, moment: Moment) -> Path | None:
         if self._dump_directory is None:

@@ -115,7 +115,7 @@ class Repropagator:
             )
             return
         answer = signature(result)
-        if not is_symbolic(answer) and not is_symbolic(recorded):
+        if values.number_of(node) is not None and not is_symbolic(answer):
             if key is not None:
                 self._answers[key] = answer
             if answer != recorded:
@@ -156,9 +156,9 @@ class _RecordedValues:
         found = self._number_of.get(node, _UNKNOWN)
         if found is _UNKNOWN:
             signed = self.signature_of(node)
-            number = None
-            if not is_symbolic(signed):
-                number = self._numbers.setdefault(signed, len(self._numbers))
+            number = self._numbers.get(signed)  # of those without symbols only
+            if number is None and not is_symbolic(signed):
+                number = self._numbers[signed] = len(self._numbers)
             self._number_of[node] = number
             return number
         return found  # type: ignore[return-value]  # what is not _UNKNOWN is what was put in
@@ -197,14 +197,27 @@ def _call_key(node: Node, signatures: _RecordedValues) -> Hashable | None:
     """What an operator's answer depends on; None where it may depend on more, or on symbols."""
     if node.target is operator.getitem:  # as cheap as the lookup
         return None
-    parts = _frozen((node.args, node.kwargs), signatures)
-    return None if parts is None else (node.target, parts)
+    parts: list[Hashable] = [node.target]
+    for argument in node.args:
+        part = _frozen(argument, signatures)
+        if part is None:
+            return None
+        parts.append(part)
+    if node.kwargs:
+        part = _frozen(node.kwargs, signatures)
+        if part is None:
+            return None
+        parts.append((dict, part))  # nothing that stands for an argument begins so
+    return tuple(parts)
 
 
 def _frozen(argument: object, signatures: _RecordedValues) -> Hashable | None:
-    if isinstance(argument, Node):
-        number = signatures.number_of(argument)
+    kind = type(argument)
+    if kind is Node:
+        number = signatures.number_of(argument)  # type: ignore[arg-type]  # as the line above says
         return None if number is None else (Node, number)
+    if kind is int:
+        return (int, argument)
     if isinstance(argument, (tuple, list)):
         items = [_frozen(item, signatures) for item in argument]
         return None if None in items else tuple(items)

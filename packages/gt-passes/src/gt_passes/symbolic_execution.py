@@ -19,7 +19,7 @@ from gt_passes._torch_internals import OpOverload, value_of
 from gt_passes.aliasing import shared_nodes, written_nodes
 from gt_passes.collectives import is_pure_collective
 from gt_passes.flat_contents import Piece
-from gt_passes.graph_scan import GraphScan
+from gt_passes.graph_scan import GraphScan, NodeCall
 from gt_passes.memory_contents import MemoryContents
 from gt_passes.operator_dataflow import apply_rule
 from gt_passes.operator_effects import reads_only_metadata
@@ -59,18 +59,27 @@ class SymbolicExecution:
         scan: of the graph.
         table: numbers values.
         same_groups: by name of a process group, the one as which it counts.
+        before: the execution, in the same table, of an earlier state of the same graph: what a
+            node computed there need not be worked out again where nothing about it changed.
     """
 
     def __init__(
-        self, scan: GraphScan, *, table: ValueTable, same_groups: Mapping[str, str]
+        self,
+        scan: GraphScan,
+        *,
+        table: ValueTable,
+        same_groups: Mapping[str, str],
+        before: SymbolicExecution | None = None,
     ) -> None:
-        self.table = table
+        self.table: ValueTable = table
+        assert before is None or before.table is table, "numbers of two tables cannot be compared"
         self.outputs: list[int] = []
         self.output_names: list[str] = []
         self.left_in_inputs: dict[str, int] = {}
         self.draws = self.unknown_calls = self.messages = table.number(("start",))
         self.checks: set[int] = set()
-        self.names: dict[int, str] = {}
+        self._before = before
+        self._names: dict[int, str] = {}  # of what is not in self._values
         self._scan = scan
         self._graph_module = scan.graph_module
         self._values: dict[Node, Value] = {}
@@ -104,21 +113,45 @@ class SymbolicExecution:
         self._unusual |= self._messages
         table.begin_graph()
 
+    def names(self) -> dict[int, str]:
+        """A node for each value, and for what it is made of."""
+        names: dict[int, str] = {}
+        for node, value in self._values.items():
+            _name(names, value, node)
+        return {**self._names, **names}
+
     def run(self) -> None:
         """Walk the graph."""
         values, results = self._values, self.table.results
+        calls = self._scan.calls
+        old_calls: Mapping[Node, NodeCall] = {}
+        old_values: Mapping[Node, Value] = {}
+        if self._before is not None:
+            old_calls, old_values = self._before._scan.calls, self._before._values
+            self._before = None  # nor what it remembers itself
         position = 0
         for node in self._graph_module.graph.nodes:
             if node.op == "call_function":
                 if node in self._unusual:
                     self._visit_unusual(node)
                     continue
+                value = old_values.get(node)
+                if (
+                    type(value) is TensorValue
+                    and _is_same_call(calls[node], old_calls[node])
+                    and all(
+                        (known := values.get(source)) is not None
+                        and known is old_values.get(source)
+                        for source in node.all_input_nodes
+                    )
+                ):
+                    values[node] = value
+                    continue
                 definition = self._definition(node, self._load)
                 value = results.get(definition)
                 if value is None or type(value) is OtherValue:
                     value = results[definition] = self._compute(node, definition, self._load)
                 values[node] = value
-                self._name(value, node)
             elif node.op == "placeholder":
                 self._define(node, ("input", (int, position), str(node.target)))
                 position += 1
@@ -137,19 +170,11 @@ class SymbolicExecution:
 
     def _set(self, node: Node, value: Value) -> None:
         """A node made a value of its own."""
-        self._name(value, node)
         if node in self._memory.class_of:
+            _name(self._names, value, node)
             self._memory.allocate(node, value)
         else:
             self._values[node] = value
-
-    def _name(self, value: Value, node: Node) -> None:
-        """Remember a node for a value, and for what it is made of."""
-        self.names.setdefault(value.number, node.name)
-        if type(value) is TensorValue and len(value.contents) == 1:
-            item = value.contents[0]
-            if type(item) is Piece:
-                self.names.setdefault(item.atom, node.name)
 
     def _load(self, node: Node) -> Value:
         value = self._values.get(node)
@@ -224,7 +249,7 @@ class SymbolicExecution:
         sources = [source for source in shared_nodes(node) if source in self._memory.class_of]
         if sources and node in self._memory.class_of:
             self._memory.share(node, sources)
-            self._name(self._load(node), node)
+            _name(self._names, self._load(node), node)
         elif definition[0] == "call":
             self._set(node, self._compute(node, definition, self._load))
         else:
@@ -250,7 +275,7 @@ class SymbolicExecution:
             self._memory.write(argument, value)
         if len(written) == 1 and isinstance(result, torch.Tensor) and _returns_argument(node):
             self._memory.rename(node, written[0])
-            self._name(self._load(node), node)
+            _name(self._names, self._load(node), node)
         else:
             self._set(node, self.table.result(("result", number), result))
 
@@ -278,6 +303,24 @@ class SymbolicExecution:
         visit(results)
         for placeholder in self._graph_module.graph.find_nodes(op="placeholder"):
             self.left_in_inputs[str(placeholder.target)] = self._load(placeholder).number
+
+
+def _is_same_call(call: NodeCall, old: NodeCall) -> bool:
+    return (
+        call.args is old.args
+        and call.value is old.value
+        and call.target is old.target
+        and call.kwargs is old.kwargs
+    )
+
+
+def _name(names: dict[int, str], value: Value, node: Node) -> None:
+    """Remember a node for a value, and for what it is made of, unless there is one."""
+    names.setdefault(value.number, node.name)
+    if type(value) is TensorValue and len(value.contents) == 1:
+        item = value.contents[0]
+        if type(item) is Piece:
+            names.setdefault(item.atom, node.name)
 
 
 def _returns_argument(node: Node) -> bool:

@@ -112,14 +112,15 @@ def describe(signed: Hashable) -> str:
 
 
 def _tensor_signature(tensor: torch.Tensor) -> TensorSignature:
-    strided = tensor.layout is torch.strided
+    layout = tensor.layout  # fake tensors work it out each time
+    strided = layout is torch.strided
     return TensorSignature(
         _plain_sizes(tensor.shape),
         _plain_sizes(tensor.stride()) if strided else None,
         _plain_size(tensor.storage_offset()) if strided else 0,
         tensor.dtype,
         tensor.device,
-        tensor.layout,
+        layout,
         tensor.is_conj(),
         tensor.is_neg(),
     )

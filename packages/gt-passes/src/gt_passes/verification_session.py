@@ -61,6 +61,9 @@ class VerificationSession:
         self.unverified: tuple[UnverifiedNode, ...] = ()
         """Of the latest complete verification: what could not be re-propagated."""
 
+        self.is_unchanged = False
+        """Whether the latest pass that was verified left the graph as it was."""
+
     def verify_capture(self) -> tuple[GraphProblem, ...]:
         """Everything that can be said of the graph before any pass."""
         problems = self._verify_completely(self._scan)
@@ -87,7 +90,8 @@ class VerificationSession:
         before, old_order, old_dataflow = self._scan, self._order, self._dataflow
         old_traffic = self._traffic
         after = self._verifier.scan(self._graph_module)
-        if after.is_same_as(before):
+        self.is_unchanged = after.is_same_as(before)
+        if self.is_unchanged:
             self._note(position)
             return ()
         self._scan, self._order, self._dataflow = after, None, None
@@ -150,6 +154,7 @@ class VerificationSession:
                 table=self._values,
                 scan=self._scan,
                 same_groups=self._same_groups,
+                before=old_dataflow,
             )
 
 
