@@ -61,7 +61,8 @@ class CodeMotion:
         if is_collective(node) and not is_fsdp:
             return f"{node.name} is a collective that is not FSDP's"
         for touched in (node, *node.all_input_nodes):
-            if self._aliases.is_written(touched):
+            # What was made since stands for what it replaced, which somebody asked about then.
+            if touched in self.position and self._aliases.is_written(touched):
                 return f"{touched.name} shares memory that is written to"
         return None
 

@@ -16,6 +16,7 @@ from torch.fx import GraphModule, Node
 from gt_passes._torch_internals import OpOverload, value_of
 
 __all__ = [
+    "FUNCTIONAL_COLLECTIVES",
     "collective_bytes",
     "is_collective",
     "is_pure_collective",
@@ -24,7 +25,9 @@ __all__ = [
     "raw_results",
 ]
 
-_NAMESPACES = frozenset({"_c10d_functional", "_c10d_functional_autograd"})
+FUNCTIONAL_COLLECTIVES = frozenset({"_c10d_functional", "_c10d_functional_autograd"})
+"""Namespaces of operators that launch a collective or wait for one."""
+
 _WAIT_NAMES = frozenset({"wait_tensor", "wait_tensors"})
 
 
@@ -85,7 +88,7 @@ def _functional_collective_name(node: Node) -> str | None:
     target = node.target
     if node.op != "call_function" or not isinstance(target, OpOverload):
         return None
-    if target.namespace not in _NAMESPACES:
+    if target.namespace not in FUNCTIONAL_COLLECTIVES:
         return None
     return target._schema.name.split("::")[1]
 

@@ -84,13 +84,16 @@ class GraphScan:
             len(self.position),
         )
 
-    def is_same_as(self, before: GraphScan) -> bool:
-        """Whether nothing changed since ``before``, the order included."""
-        return len(self.calls) == len(before.calls) and all(
-            node is old and all(map(operator.is_, call, old_call))
-            for (node, call), (old, old_call) in zip(
-                self.calls.items(), before.calls.items(), strict=True
-            )
+    def still_holds(self) -> bool:
+        """Whether nothing in the graph changed since, the order included."""
+        nodes = self.graph_module.graph.nodes
+        return len(nodes) == len(self.calls) and all(
+            node is old
+            and node.args is call.args
+            and node.target is call.target
+            and node.kwargs is call.kwargs
+            and node.meta.get("val") is call.value
+            for node, (old, call) in zip(nodes, self.calls.items(), strict=True)
         )
 
     def changed_nodes(self, before: GraphScan) -> Iterator[Node]:

@@ -66,8 +66,8 @@ _pending: dict[int, tuple[torch.Event, torch.device]] = {}  # by address of the 
 @torch.library.impl(_library, "offload", "CompositeExplicitAutograd")
 def _offload(value: torch.Tensor) -> torch.Tensor:
     if value.device.type == "cpu":
-        return value.clone()
-    host = torch.empty_like(value, device="cpu", pin_memory=True)
+        return _room_for(value, torch.device("cpu")).copy_(value)
+    host = _room_for(value, torch.device("cpu"), pin_memory=True)
     _start_copy(host, value, device=value.device)
     return host
 
@@ -75,8 +75,8 @@ def _offload(value: torch.Tensor) -> torch.Tensor:
 @torch.library.impl(_library, "reload", "CompositeExplicitAutograd")
 def _reload(host: torch.Tensor, device: torch.device) -> torch.Tensor:
     if device.type == "cpu":
-        return host.clone()
-    value = torch.empty_like(host, device=device)
+        return _room_for(host, device).copy_(host)
+    value = _room_for(host, device)
     _start_copy(value, host, device=value.device)
     return value
 
@@ -88,6 +88,20 @@ def _wait_copy(copy: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
         event, device = pending
         torch.accelerator.current_stream(device).wait_event(event)
     return copy
+
+
+def _room_for(
+    value: torch.Tensor, device: torch.device, *, pin_memory: bool = False
+) -> torch.Tensor:
+    """Memory for a copy, with the same strides if ``value`` has neither gaps nor overlaps."""
+    room = torch.empty_like(value, device=device, pin_memory=pin_memory)
+    if any(isinstance(size, torch.SymInt) for size in value.shape):
+        return room
+    # Where a size is 1, a stride means nothing, and empty_like makes one up.
+    of_sizes = zip(value.shape, value.stride(), room.stride(), strict=True)
+    if all(size == 1 or stride == made for size, stride, made in of_sizes):
+        return room.as_strided(value.shape, value.stride())
+    return room
 
 
 def _start_copy(destination: torch.Tensor, source: torch.Tensor, *, device: torch.device) -> None:
@@ -112,11 +126,11 @@ def _start_copy(destination: torch.Tensor, source: torch.Tensor, *, device: torc
 
 
 def _fake_offload(value: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(value, device="cpu")
+    return _room_for(value, torch.device("cpu"))
 
 
 def _fake_reload(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return torch.empty_like(host, device=device)
+    return _room_for(host, device)
 
 
 def _fake_wait_copy(copy: torch.Tensor, source: torch.Tensor) -> torch.Tensor:

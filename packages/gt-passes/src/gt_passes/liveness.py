@@ -24,7 +24,7 @@ from typing import Literal
 from torch.fx import GraphModule
 
 from gt_config.node_keys import FsdpCollectiveAnnotation
-from gt_passes.collectives import is_collective, is_wait
+from gt_passes.collectives import is_collective
 from gt_passes.host_copies import is_copy_to_host
 from gt_passes.storages import Storages, flat
 from gt_trace.node_metadata import phase_of, read_annotation
@@ -172,8 +172,8 @@ class _Liveness:
 
     def _find_lifetimes(self) -> None:
         storages, nodes, death = self._storages, self._storages.nodes, self._death
-        last_use = {node: at for at, node in enumerate(nodes)}
-        given_to: dict[int, tuple[int, ...]] = {}  # the arguments of a collective, by its result
+        position = {node: at for at, node in enumerate(nodes)}
+        last_use = dict(position)
         for at, node in enumerate(nodes):
             for argument in node.all_input_nodes:
                 last_use[argument] = at
@@ -183,17 +183,23 @@ class _Liveness:
                 self._constants += storages.of(node)
             elif node.op == "output":
                 self._outputs += storages.of_arguments(node)
-            elif is_collective(node):
-                given_to |= dict.fromkeys(storages.of(node), storages.of_arguments(node))
-            elif is_wait(node):
-                for result in storages.of(node):
-                    for given in given_to.pop(result, ()):
-                        death[given] = max(death[given], at)
         for node, held in storages.held.items():
             until = last_use[node]
+            if type(held) is int:
+                if death[held] < until:
+                    death[held] = until
+                continue
             for storage in flat(held):
                 if death[storage] < until:
                     death[storage] = until
+        given_to: dict[int, tuple[int, ...]] = {}  # the arguments of a collective, by its result
+        for node in storages.communication:
+            if is_collective(node):
+                given_to |= dict.fromkeys(storages.of(node), storages.of_arguments(node))
+                continue
+            for result in storages.of(node):
+                for given in given_to.pop(result, ()):
+                    death[given] = max(death[given], position[node])
         end = len(nodes) - 1
         for storage in (*self._inputs, *self._constants):
             self._birth[storage] = 0

@@ -22,7 +22,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from gt_passes._torch_internals import OpOverload
-from gt_passes.collectives import is_wait
+from gt_passes.collectives import FUNCTIONAL_COLLECTIVES, is_wait
 
 __all__ = ["Held", "Storages", "flat"]
 
@@ -74,6 +74,9 @@ class Storages:
         self.held: dict[Node, Held] = {}
         """What each node holds."""
 
+        self.communication: list[Node] = []
+        """Launches of functional collectives, and waits for them, in execution order."""
+
         self.num_unsized = 0
         """Storages whose size depends on data and counts as nothing."""
 
@@ -94,15 +97,17 @@ class Storages:
         if node.op == "output":
             return None
         target, value = node.target, node.meta.get("val")
-        if node.op != "call_function":
-            return self._fresh(node, value, position)
         if target is operator.getitem:
             source, index = node.args[0], node.args[1]
             held = self.held[source] if isinstance(source, Node) else None
             return held[index] if isinstance(held, tuple) and isinstance(index, int) else held
-        if is_wait(node):
-            return self.held[node.all_input_nodes[0]]
-        sources = _aliases_of(target) if isinstance(target, OpOverload) else None
+        sources = None
+        if isinstance(target, OpOverload):
+            sources, is_communication = _behavior_of(target)
+            if is_communication:
+                self.communication.append(node)
+                if is_wait(node):
+                    return self.held[node.all_input_nodes[0]]
         if sources is None:
             return self._fresh(node, value, position)
         if len(sources) == 1:
@@ -167,6 +172,11 @@ class _Argument:
 
 
 @functools.cache
+def _behavior_of(target: OpOverload) -> tuple[tuple[_Argument | None, ...] | None, bool]:
+    """What the results of an operator alias, and whether it is of functional collectives."""
+    return _aliases_of(target), target.namespace in FUNCTIONAL_COLLECTIVES
+
+
 def _aliases_of(target: OpOverload) -> tuple[_Argument | None, ...] | None:
     """For each result of an operator the argument whose memory it has; None if all are new."""
     if target is torch.ops.aten._unsafe_view.default:  # its schema promises new memory

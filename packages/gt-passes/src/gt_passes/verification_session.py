@@ -89,11 +89,11 @@ class VerificationSession:
         """What the pass at ``position`` did wrong to the graph; it has just run."""
         before, old_order, old_dataflow = self._scan, self._order, self._dataflow
         old_traffic = self._traffic
-        after = self._verifier.scan(self._graph_module)
-        self.is_unchanged = after.is_same_as(before)
+        self.is_unchanged = before.still_holds()
         if self.is_unchanged:
             self._note(position)
             return ()
+        after = self._verifier.scan(self._graph_module)
         self._scan, self._order, self._dataflow = after, None, None
         problems = self._verifier.find_new_problems(
             before, after, interface=self._interface, tolerated_waits=self._tolerated
