@@ -67,6 +67,10 @@ class Repropagator:
     _numbers: dict[Hashable, int] = field(default_factory=dict)
     """Of signatures, in which calls are remembered: nested tuples are slow to hash."""
 
+    _signed: dict[int, tuple[object, Hashable]] = field(default_factory=dict)
+    """By identity of a recorded value: the value, and its signature since the latest look at the
+    whole graph."""
+
     def find_problems(
         self, scan: GraphScan, fake_mode: FakeTensorMode, *, only: Iterable[Node] | None = None
     ) -> Iterator[GraphProblem]:
@@ -78,7 +82,9 @@ class Repropagator:
             only: nodes to look at; None for all.
         """
         self.unverified = []
-        recorded = _RecordedValues(scan, fake_mode, numbers=self._numbers)
+        if only is None:
+            self._signed.clear()  # what was written into a recorded value is seen now
+        recorded = _RecordedValues(scan, fake_mode, numbers=self._numbers, signed=self._signed)
         with quiet_fake_execution(fake_mode):
             for node in scan.calls if only is None else only:
                 if node.op == "get_attr":
@@ -128,14 +134,19 @@ class _RecordedValues:
     """What is recorded for the nodes of one graph, and its signatures, where somebody asks."""
 
     def __init__(
-        self, scan: GraphScan, fake_mode: FakeTensorMode, *, numbers: dict[Hashable, int]
+        self,
+        scan: GraphScan,
+        fake_mode: FakeTensorMode,
+        *,
+        numbers: dict[Hashable, int],
+        signed: dict[int, tuple[object, Hashable]],
     ) -> None:
         self._scan = scan
         self._numbers = numbers
         self._number_of: dict[Node, int | None] = {}
         self._fake_mode = fake_mode
         self._values: dict[Node, object] = {}
-        self._signatures: dict[Node, Hashable] = {}
+        self._signed = signed
 
     def value_of(self, node: Node) -> object:
         if node not in self._values:
@@ -146,10 +157,12 @@ class _RecordedValues:
         return self._values[node]
 
     def signature_of(self, node: Node) -> Hashable:
-        found = self._signatures.get(node, _UNKNOWN)
-        if found is _UNKNOWN:
-            found = self._signatures[node] = signature(self.value_of(node))
-        return found
+        value = self.value_of(node)
+        known = self._signed.get(id(value))
+        if known is None:
+            # The value is kept, so that no other gets its identity.
+            known = self._signed[id(value)] = (value, signature(value))
+        return known[1]
 
     def number_of(self, node: Node) -> int | None:
         """A number for the signature of a node; None where it has symbolic sizes."""

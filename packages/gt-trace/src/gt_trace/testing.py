@@ -25,6 +25,8 @@ from typing import Any, NoReturn, Self
 import torch
 import torch.distributed as dist
 
+from gt_trace.gloo import use_one_gloo_thread
+
 __all__ = ["GlooWorkers", "WorkerError", "fake_world"]
 
 # The first sharded forward imports torch._dynamo, which costs each worker seconds: once is enough.
@@ -162,6 +164,7 @@ class GlooWorkers:
 def _serve(rank: int, world_size: int, store: str, timeout: float, connection: Connection) -> None:
     """Answer calls until the other side closes the connection."""
     torch.set_num_threads(1)
+    use_one_gloo_thread()
     dist.init_process_group(
         "gloo",
         store=dist.FileStore(store, world_size),  # type: ignore[attr-defined]  # exported at run time

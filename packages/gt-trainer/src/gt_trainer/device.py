@@ -12,7 +12,8 @@ Two consequences of torchtitan's own code are worth knowing:
 
 - ``get_local_device`` numbers devices by LOCAL_RANK unless exactly one is visible. ``CpuDevice``
   says that one is, so every rank computes on ``cpu:0``, which torch treats as ``cpu``.
-- The process group's backend follows from the device type, so collectives run on gloo.
+- The process group's backend follows from the device type, so collectives run on gloo, with one
+  thread for each group (``gt_trace.gloo`` says why).
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from types import ModuleType
 from typing import Literal, NoReturn
 
 import torch
+
+from gt_trace.gloo import use_one_gloo_thread
 
 __all__ = [
     "CpuDevice",
@@ -212,6 +215,7 @@ def install(choice: str | None = None) -> str:
     for name, value in supplied.items():
         setattr(values, name, value)
     values.get_peak_flops = _no_peak_flops  # type: ignore[attr-defined]  # a module's attribute
+    use_one_gloo_thread()  # captured steps overlap collectives
     return device_type
 
 
