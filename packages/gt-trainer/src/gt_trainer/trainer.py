@@ -223,4 +223,4 @@ class GraphTrainer(Trainer):
         for line in explain_refusals(report):
             logger.warning(line)
         if self.config.compile.debug_graph_passes:
-            logger.info(f"Graph passes:\n{report}")
+            logger.info(f"Graph passes:\n{report}\n{report.differences()}")
