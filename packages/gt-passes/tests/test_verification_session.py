@@ -430,3 +430,42 @@ def test_a_group_of_the_same_ranks_may_be_used_instead():
         node_of(edited, "all_reduce").update_arg(2, "dp 2")
 
     PassPipeline([ReplaceOperators(edit=regroup)], context=context).run(graph_module)
+
+
+ONLY_REMOVES = ChangeBounds(only_removes=True, collective_bytes_may_shrink=True)
+
+
+def test_a_pass_that_only_removes_may_do_nothing_else():
+    def two_ends() -> GraphModule:
+        graph_module = capture(lambda x: (x.cos() * x.sin(), x.exp()), X)
+        graph_module.graph.find_nodes(op="output")[0].args = (node_of(graph_module, "mul"),)
+        return graph_module
+
+    def remove(graph_module: GraphModule) -> None:
+        graph_module.graph.erase_node(node_of(graph_module, "exp"))
+
+    def change(graph_module: GraphModule) -> None:
+        mul = node_of(graph_module, "mul")
+        mul.args = (mul.args[1], mul.args[0])
+
+    def move(graph_module: GraphModule) -> None:
+        node_of(graph_module, "cos").prepend(node_of(graph_module, "sin"))
+
+    def add(graph_module: GraphModule) -> None:
+        mul = node_of(graph_module, "mul")
+        with graph_module.graph.inserting_after(mul):
+            graph_module.graph.call_function(aten.cos.default, (mul,)).meta["val"] = mul.meta["val"]
+
+    assert problems_of(two_ends(), remove, allowed=ONLY_REMOVES) == ""
+    said = [problems_of(two_ends(), edit, allowed=ONLY_REMOVES) for edit in (change, move, add)]
+    assert all("replace-operators declares that it only removes nodes" in text for text in said)
+    assert ["node mul" in said[0], "node cos" in said[1], "cos" in said[2]] == [True] * 3
+    assert ["changed node" in said[0], "moved node" in said[1], "new node" in said[2]] == [True] * 3
+
+
+def test_peak_memory_of_a_pass_that_only_removes_is_not_estimated():
+    graph_module = capture(lambda x: x.cos(), X)
+    edit = ReplaceOperators(edit=lambda graph_module: None, allowed=ONLY_REMOVES)
+    pipeline = PassPipeline([edit], context=PassContext.from_graph(graph_module))
+    (record,) = pipeline.run(graph_module).records
+    assert record.before.peak_memory_bytes is None

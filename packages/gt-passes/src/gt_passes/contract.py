@@ -41,6 +41,10 @@ class ChangeBounds:
     peak_memory_growth: float | None = 0.0
     """Estimated peak memory, as a fraction on top. None: the pass declares no bound."""
 
+    only_removes: bool = False
+    """Whether all that the pass does is to erase nodes: none is new, changed or moved. Nothing is
+    then held longer than before, and peak memory need not be estimated."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassContext:

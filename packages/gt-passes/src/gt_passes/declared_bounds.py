@@ -21,7 +21,13 @@ from gt_passes.graph_scan import GraphScan
 from gt_passes.pipeline_report import GraphSize
 from gt_passes.process_groups import group_identity, group_name_of
 
-__all__ = ["Traffic", "find_bound_problems", "find_traffic_problems", "traffic_of"]
+__all__ = [
+    "Traffic",
+    "find_bound_problems",
+    "find_removal_problems",
+    "find_traffic_problems",
+    "traffic_of",
+]
 
 
 def find_bound_problems(
@@ -51,6 +57,35 @@ def find_bound_problems(
             expected=f"at most {most} bytes",
             got=f"{after.peak_memory_bytes} bytes",
         )
+
+
+def find_removal_problems(
+    graph_pass: GraphPass, before: GraphScan, after: GraphScan
+) -> Iterator[GraphProblem]:
+    """Yield a problem for the first thing besides erasing that a pass did which only removes."""
+    if not graph_pass.bounds.only_removes:
+        return
+    for node in after.changed_nodes(before):
+        yield GraphProblem(
+            check="declared bounds",
+            node_name=node.name,
+            message=f"{graph_pass.name} declares that it only removes nodes",
+            expected="the node as it was",
+            got="a changed node" if node in before.calls else "a new node",
+        )
+        return
+    latest = -1
+    for node in after.position:
+        if before.position[node] < latest:
+            yield GraphProblem(
+                check="declared bounds",
+                node_name=node.name,
+                message=f"{graph_pass.name} declares that it only removes nodes",
+                expected="the node where it was",
+                got="a moved node",
+            )
+            return
+        latest = before.position[node]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -264,7 +264,8 @@ class _Run:
 
     def _needs_peak(self, graph_pass: GraphPass) -> bool:
         """Whether anybody asks for peak memory around a pass: it costs as much as some do."""
-        is_bounded = graph_pass.bounds.peak_memory_growth is not None
+        bounds = graph_pass.bounds
+        is_bounded = bounds.peak_memory_growth is not None and not bounds.only_removes
         return self._always_estimate or (self._session is not None and is_bounded)
 
     def _with_peak(self, size: GraphSize) -> GraphSize:

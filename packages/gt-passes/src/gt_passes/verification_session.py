@@ -20,7 +20,12 @@ from gt_passes.collective_waits import find_repeated_waits
 from gt_passes.collectives import is_pure_collective
 from gt_passes.contract import GraphPass
 from gt_passes.dataflow import Dataflow
-from gt_passes.declared_bounds import Traffic, find_traffic_problems, traffic_of
+from gt_passes.declared_bounds import (
+    Traffic,
+    find_removal_problems,
+    find_traffic_problems,
+    traffic_of,
+)
 from gt_passes.graph_problem import GraphProblem
 from gt_passes.graph_scan import GraphScan
 from gt_passes.memory_order import MemoryOrder, find_memory_order_problems
@@ -117,6 +122,7 @@ class VerificationSession:
         """What differs from the graph before, in ways that the pass must not have changed."""
         assert self._order is not None  # _note has made it
         assert old_order is not None
+        yield from find_removal_problems(graph_pass, before, self._scan)
         yield from find_race_problems(self._order)
         yield from find_barrier_problems(before, self._scan)
         yield from find_traffic_problems(

@@ -66,7 +66,9 @@ class RemoveDeadCode(GraphPass):
     @property
     def bounds(self) -> ChangeBounds:
         """Bytes go away with the unshards that do."""
-        return ChangeBounds(collective_bytes_may_shrink=self.dead_collectives != "keep")
+        return ChangeBounds(
+            collective_bytes_may_shrink=self.dead_collectives != "keep", only_removes=True
+        )
 
     def run(self, graph_module: GraphModule, context: PassContext) -> PassReport:
         """Remove dead nodes; see the class."""
