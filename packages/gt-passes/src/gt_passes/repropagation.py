@@ -15,7 +15,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch.fx import GraphModule, Node
@@ -67,9 +67,14 @@ class Repropagator:
     _numbers: dict[Hashable, int] = field(default_factory=dict)
     """Of signatures, in which calls are remembered: nested tuples are slow to hash."""
 
-    _signed: dict[int, tuple[object, Hashable]] = field(default_factory=dict)
-    """By identity of a recorded value: the value, and its signature since the latest look at the
-    whole graph."""
+    _signed: dict[int, _Signed] = field(default_factory=dict)
+    """By identity of a recorded value, since the latest look at the whole graph."""
+
+    _right: dict[Node, tuple[object, object, object, list[int | None]]] = field(
+        default_factory=dict
+    )
+    """Calls that were right once: target, arguments, keyword arguments, and the signatures of
+    result and inputs. Such a call is right wherever it is seen again."""
 
     def find_problems(
         self, scan: GraphScan, fake_mode: FakeTensorMode, *, only: Iterable[Node] | None = None
@@ -87,47 +92,67 @@ class Repropagator:
         recorded = _RecordedValues(scan, fake_mode, numbers=self._numbers, signed=self._signed)
         with quiet_fake_execution(fake_mode):
             for node in scan.calls if only is None else only:
-                if node.op == "get_attr":
-                    yield from _attribute_problems(node, recorded.signature_of(node))
-                elif node.op == "call_function":
-                    yield from self._node_problems(node, recorded)
+                if node.op == "call_function":
+                    problem = self._problem_of(node, recorded)
+                    if problem is not None:
+                        yield problem
+                elif node.op == "get_attr":
+                    yield from _attribute_problems(node, recorded.of(node).signature)
                 elif node.op in ("call_module", "call_method"):
                     yield _problem(node, f"captured graphs have no {node.op} nodes")
 
-    def _node_problems(self, node: Node, values: _RecordedValues) -> Iterator[GraphProblem]:
-        if not values.precede(node):
-            return  # used before it is made, as the check of well-formedness says
-        recorded = values.signature_of(node)
-        key = _call_key(node, values)
+    def _problem_of(self, node: Node, values: _RecordedValues) -> GraphProblem | None:
+        numbers = values.numbers_around(node)
+        if numbers is None:
+            return None  # used before it is made, as the check of well-formedness says
+        has_symbols = None in numbers
+        if not has_symbols:
+            call = (node.target, node.args, node.kwargs)
+            right = self._right.get(node)
+            if right is not None and right[3] == numbers and all(map(operator.is_, call, right)):
+                return None
+        recorded = values.of(node).signature
+        key = None if has_symbols and None in numbers[1:] else _call_key(node, values)
         if key is not None and key in self._answers:
             answer = self._answers[key]
-            if answer != recorded:
-                yield _mismatch(node, recorded, answer)
-            return
-        try:
-            result = _run(node, values)
-        except CANNOT_REPROPAGATE as error:
-            self.unverified.append(
-                UnverifiedNode(
-                    node_name=node.name, target=str(node.target), reason=_first_line(error)
+        else:
+            try:
+                result = _run(node, values)
+            except CANNOT_REPROPAGATE as error:
+                self.unverified.append(
+                    UnverifiedNode(
+                        node_name=node.name, target=str(node.target), reason=_first_line(error)
+                    )
                 )
-            )
-            return
-        except Exception as error:  # noqa: BLE001 - whatever an operator says of its inputs
-            yield _problem(
-                node,
-                "its operator refuses the recorded values of its inputs: "
-                f"{type(error).__name__}: {_first_line(error)}",
-            )
-            return
-        answer = signature(result)
-        if values.number_of(node) is not None and not is_symbolic(answer):
+                return None
+            except Exception as error:  # noqa: BLE001 - whatever an operator says of its inputs
+                return _problem(
+                    node,
+                    "its operator refuses the recorded values of its inputs: "
+                    f"{type(error).__name__}: {_first_line(error)}",
+                )
+            answer = signature(result)
+            if numbers[0] is None or is_symbolic(answer):
+                if not equal_up_to_fresh_symbols(values.value_of(node), result):
+                    return _mismatch(node, recorded, answer)
+                return None
             if key is not None:
                 self._answers[key] = answer
-            if answer != recorded:
-                yield _mismatch(node, recorded, answer)
-        elif not equal_up_to_fresh_symbols(values.value_of(node), result):
-            yield _mismatch(node, recorded, answer)
+        if answer != recorded:
+            return _mismatch(node, recorded, answer)
+        if not has_symbols:
+            self._right[node] = (*call, numbers)
+        return None
+
+
+class _Signed(NamedTuple):
+    """A recorded value, kept so that no other gets its identity."""
+
+    value: object
+    signature: Hashable
+
+    number: int | None
+    """Of the signature; None where it has symbolic sizes."""
 
 
 class _RecordedValues:
@@ -139,48 +164,44 @@ class _RecordedValues:
         fake_mode: FakeTensorMode,
         *,
         numbers: dict[Hashable, int],
-        signed: dict[int, tuple[object, Hashable]],
+        signed: dict[int, _Signed],
     ) -> None:
         self._scan = scan
         self._numbers = numbers
-        self._number_of: dict[Node, int | None] = {}
-        self._fake_mode = fake_mode
-        self._values: dict[Node, object] = {}
         self._signed = signed
+        self._fake_mode = fake_mode
+        self._attributes: dict[Node, object] = {}
 
     def value_of(self, node: Node) -> object:
-        if node not in self._values:
-            recorded = self._scan.calls[node].value
-            if node.op == "get_attr":
-                recorded = _attribute(self._scan.graph_module, node, self._fake_mode)
-            self._values[node] = recorded
-        return self._values[node]
+        if node.op != "get_attr":
+            return self._scan.calls[node].value
+        if node not in self._attributes:
+            self._attributes[node] = _attribute(self._scan.graph_module, node, self._fake_mode)
+        return self._attributes[node]
 
-    def signature_of(self, node: Node) -> Hashable:
+    def of(self, node: Node) -> _Signed:
         value = self.value_of(node)
         known = self._signed.get(id(value))
-        if known is None:
-            # The value is kept, so that no other gets its identity.
-            known = self._signed[id(value)] = (value, signature(value))
-        return known[1]
+        return self._sign(value) if known is None else known
 
-    def number_of(self, node: Node) -> int | None:
-        """A number for the signature of a node; None where it has symbolic sizes."""
-        found = self._number_of.get(node, _UNKNOWN)
-        if found is _UNKNOWN:
-            signed = self.signature_of(node)
-            number = self._numbers.get(signed)  # of those without symbols only
-            if number is None and not is_symbolic(signed):
-                number = self._numbers[signed] = len(self._numbers)
-            self._number_of[node] = number
-            return number
-        return found  # type: ignore[return-value]  # what is not _UNKNOWN is what was put in
+    def _sign(self, value: object) -> _Signed:
+        signed = signature(value)
+        number = self._numbers.get(signed)  # of those without symbols only
+        if number is None and not is_symbolic(signed):
+            number = self._numbers[signed] = len(self._numbers)
+        known = self._signed[id(value)] = _Signed(value, signed, number)
+        return known
 
-    def precede(self, node: Node) -> bool:
-        """Whether all inputs of a node are made before it."""
+    def numbers_around(self, node: Node) -> list[int | None] | None:
+        """Of a node and its inputs; None where an input is not made before it."""
         position = self._scan.position
         index = position[node]
-        return all(position.get(argument, index) < index for argument in node.all_input_nodes)
+        numbers = [self.of(node).number]
+        for source in node.all_input_nodes:
+            if position.get(source, index) >= index:
+                return None
+            numbers.append(self.of(source).number)
+        return numbers
 
 
 def _run(node: Node, values: _RecordedValues) -> object:
@@ -227,7 +248,7 @@ def _call_key(node: Node, signatures: _RecordedValues) -> Hashable | None:
 def _frozen(argument: object, signatures: _RecordedValues) -> Hashable | None:
     kind = type(argument)
     if kind is Node:
-        number = signatures.number_of(argument)  # type: ignore[arg-type]  # as the line above says
+        number = signatures.of(argument).number  # type: ignore[arg-type]  # as the line above says
         return None if number is None else (Node, number)
     if kind is int:
         return (int, argument)
