@@ -5,6 +5,8 @@
     Exception
     └── GtPassesError
         ├── PassDeclarationError  (TypeError)     a pass class breaks the contract
+        ├── ForwardChunkingError  (ValueError)    a module cannot run in chunks as asked
+        ├── ChunkMetadataError    (ValueError)    a graph's chunk metadata contradict themselves
         ├── UnknownPassError      (ValueError)    a name that no registered pass has
         ├── RecipeError           (ValueError)    passes added or left out contradict each other
         ├── PassOrderError        (ValueError)    requirements that no order of the passes meets
@@ -28,8 +30,10 @@ if TYPE_CHECKING:
     from gt_passes.graph_problem import GraphProblem
 
 __all__ = [
+    "ChunkMetadataError",
     "CollectiveMismatchError",
     "CudaGraphAddressError",
+    "ForwardChunkingError",
     "GraphInputError",
     "GtPassesError",
     "InductorOptionError",
@@ -59,6 +63,57 @@ class PassDeclarationError(GtPassesError, TypeError):
         return "\n  - ".join(
             [f"{self.class_name} does not declare a pass as the contract asks:", *self.problems]
         )
+
+
+class ForwardChunkingError(GtPassesError, ValueError):
+    """A module's forward cannot run in chunks; the message lists every reason and what was seen."""
+
+    def __init__(
+        self,
+        *,
+        region_root: str,
+        what: str,
+        problems: Iterable[str],
+        signature: str = "",
+        seen: str = "",
+    ) -> None:
+        self.region_root = region_root
+        self.what = what
+        self.problems: tuple[str, ...] = tuple(problems)
+        self.signature = signature
+        self.seen = seen
+        super().__init__(region_root, what, self.problems, signature, seen)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_rebuild_forward_chunking_error, self.args)
+
+    def __str__(self) -> str:
+        lines = [f"{self.region_root} cannot run in {self.what}:"]
+        lines += [f"  - {problem}" for problem in self.problems]
+        if self.signature:
+            lines.append(f"  its forward is {self.signature}")
+        if self.seen:
+            lines.append(f"  it was called with {self.seen}")
+        return "\n".join(lines)
+
+
+def _rebuild_forward_chunking_error(
+    region_root: str, what: str, problems: tuple[str, ...], signature: str, seen: str
+) -> ForwardChunkingError:
+    return ForwardChunkingError(
+        region_root=region_root, what=what, problems=problems, signature=signature, seen=seen
+    )
+
+
+class ChunkMetadataError(GtPassesError, ValueError):
+    """Chunk metadata contradict themselves; the message names each region and node."""
+
+    def __init__(self, problems: Iterable[str]) -> None:
+        self.problems: tuple[str, ...] = tuple(problems)
+        super().__init__(self.problems)
+
+    def __str__(self) -> str:
+        return "\n  - ".join(["the chunks of this graph cannot be scheduled:", *self.problems])
 
 
 class UnknownPassError(GtPassesError, ValueError):
