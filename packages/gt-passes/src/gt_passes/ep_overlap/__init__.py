@@ -11,14 +11,24 @@ from gt_passes.ep_overlap.chunk_metadata import (
     settle_chunk_annotations,
 )
 from gt_passes.ep_overlap.eager_chunks import chunk_forwards
+from gt_passes.ep_overlap.exchange_operators import register_exchange_operator
+from gt_passes.ep_overlap.exposed_exchanges import (
+    ExposedExchange,
+    exposed_exchanges,
+    interrupted_exchanges,
+)
 
 __all__ = [
     "ChunkDim",
     "ChunkRegion",
     "ChunkRegions",
+    "ExposedExchange",
     "InputLayout",
     "Slicer",
     "TokenDims",
     "chunk_forwards",
+    "exposed_exchanges",
+    "interrupted_exchanges",
+    "register_exchange_operator",
     "settle_chunk_annotations",
 ]

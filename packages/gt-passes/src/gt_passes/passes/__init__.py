@@ -16,6 +16,7 @@ from gt_passes.passes.prefetch_all_gathers import PrefetchAllGathers
 from gt_passes.passes.recompute_tagged import RecomputeTagged
 from gt_passes.passes.remove_dead_code import DeadCollectives, RemoveDeadCode
 from gt_passes.passes.reshard_after_forward import ReshardAfterForward
+from gt_passes.passes.schedule_ep_overlap import ScheduleEpOverlap
 from gt_passes.passes.schedule_fsdp_into_dense_regions import ScheduleFsdpIntoDenseRegions
 from gt_passes.passes.separate_reduction_group import SeparateReductionGroup
 from gt_passes.passes.share_all_gathers import ShareAllGathers, SharingScope
@@ -40,6 +41,7 @@ __all__ = [
     "RecomputeTagged",
     "RemoveDeadCode",
     "ReshardAfterForward",
+    "ScheduleEpOverlap",
     "ScheduleFsdpIntoDenseRegions",
     "SeparateReductionGroup",
     "ShareAllGathers",

@@ -1,0 +1,92 @@
+"""Which operators launch a token exchange, and which wait for one.
+
+The scheduler knows nothing of an exchange but these two, so that another implementation of it
+(over symmetric memory, with another library) is one registration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch.fx import Node
+
+from gt_config.node_keys import EpExchangeAnnotation
+from gt_passes._torch_internals import OpOverload, value_of
+from gt_passes.collectives import raw_results
+from gt_passes.operator_effects import declare_pure_operator
+from gt_trace.node_metadata import read_annotation
+
+__all__ = [
+    "exchange_waits",
+    "is_exchange_launch",
+    "is_exchange_wait",
+    "is_token_exchange",
+    "register_exchange_operator",
+]
+
+_functional = torch.ops._c10d_functional
+
+_WAIT_OF_LAUNCH: dict[object, object] = {
+    _functional.all_to_all_single.default: _functional.wait_tensor.default,
+}
+
+
+def register_exchange_operator(launch: OpOverload, wait: OpOverload) -> None:
+    """Make another pair of operators known as a token exchange.
+
+    Registering says that both compute their results and do nothing else (as
+    ``declare_pure_operator`` does): otherwise nothing could be moved past them.
+
+    Args:
+        launch: starts an exchange and returns at once; its first argument is what is sent.
+        wait: takes a result of ``launch`` as its first argument, and returns it finished.
+
+    Raises:
+        TypeError: one of them is not an operator with its overload, as ``torch.ops.x.y.default``.
+        ValueError: ``launch`` is registered with another ``wait``.
+    """
+    for role, target in (("launch", launch), ("wait", wait)):
+        if not isinstance(target, OpOverload):
+            raise TypeError(
+                f"{role} is {target!r}, not an operator with its overload, as torch.ops.x.y.default"
+            )
+    known = _WAIT_OF_LAUNCH.setdefault(launch, wait)
+    if known is not wait:
+        raise ValueError(f"{launch} is registered already, with the wait {known}")
+    for target in (launch, wait):
+        declare_pure_operator(target._schema.name)
+
+
+def is_exchange_launch(node: Node) -> bool:
+    """Whether a node starts a token exchange, or one of token counts."""
+    return node.op == "call_function" and node.target in _WAIT_OF_LAUNCH
+
+
+def is_exchange_wait(node: Node) -> bool:
+    """Whether a node waits for a token exchange, or one of token counts."""
+    if node.op != "call_function" or node.target not in _WAIT_OF_LAUNCH.values():
+        return False
+    return any(_launch_behind(source) is not None for source in node.all_input_nodes)
+
+
+def exchange_waits(launch: Node) -> Iterator[Node]:
+    """The nodes that wait for an exchange, one for each of its results if all is well."""
+    for result in raw_results(launch):
+        for user in result.users:
+            if user.target is _WAIT_OF_LAUNCH[launch.target]:
+                yield user
+
+
+def is_token_exchange(launch: Node) -> bool:
+    """Whether a launch moves tokens, and not only how many of them will come."""
+    annotation = read_annotation(launch, EpExchangeAnnotation)
+    return annotation is None or annotation.kind == "token_exchange"
+
+
+def _launch_behind(result: Node) -> Node | None:
+    if is_exchange_launch(result):
+        return result
+    sources = result.all_input_nodes
+    takes_item = len(sources) == 1 and isinstance(value_of(sources[0]), (tuple, list))
+    return sources[0] if takes_item and is_exchange_launch(sources[0]) else None

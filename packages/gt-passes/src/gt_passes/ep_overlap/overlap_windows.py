@@ -1,0 +1,166 @@
+"""The stretches of a graph in which chunks take turns, found from its chunk regions.
+
+Usually one region, in one direction. Regions whose chunks follow from each other without a join, as
+whole transformer blocks chunked on the graph do, form one stretch, so that the last exchange of one
+block hides behind the first computation of the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torch.fx import Node
+
+from gt_passes.contract import Refusal
+from gt_passes.ep_overlap.chunk_interleaving import OverlapWindow
+from gt_passes.ep_overlap.chunk_metadata import ChunkRegion
+from gt_passes.ep_overlap.exchange_operators import (
+    exchange_waits,
+    is_exchange_launch,
+    is_token_exchange,
+)
+from gt_passes.ep_overlap.order_constraints import OrderConstraints
+
+__all__ = ["find_overlap_windows", "find_wait_problems"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Span:
+    """Regions that are scheduled together, in the order in which they begin."""
+
+    regions: tuple[ChunkRegion, ...]
+    start: int
+    end: int
+    """Positions of the first and of the last node of a body."""
+
+
+def find_overlap_windows(
+    regions: Sequence[ChunkRegion], nodes: Sequence[Node], constraints: OrderConstraints
+) -> tuple[list[OverlapWindow], list[Refusal]]:
+    """The windows to schedule, and the regions that must stay as they are.
+
+    Args:
+        regions: of the graph.
+        nodes: all nodes of the graph, in order.
+        constraints: of the same graph.
+    """
+    windows: list[OverlapWindow] = []
+    refusals: list[Refusal] = []
+    for span in _spans(regions, constraints.position):
+        if not any(map(_is_token_launch, _body_nodes(span.regions))):
+            continue
+        reason = _reason_to_leave(span)
+        if reason is not None:
+            node = span.regions[0].chunks[0][0]
+            refusals.append(Refusal(node_name=node.name, reason=reason))
+            continue
+        windows.append(_window(span, nodes, constraints))
+    return windows, refusals
+
+
+def find_wait_problems(regions: Sequence[ChunkRegion]) -> Iterator[str]:
+    """What is wrong with the exchanges of the regions, of operators registered by others too."""
+    for region in regions:
+        for chunk, nodes in enumerate(region.chunks):
+            own = set(nodes)
+            for launch in filter(is_exchange_launch, nodes):
+                waits = list(exchange_waits(launch))
+                where = f"{region}: node {launch.name} of chunk {chunk}"
+                if not waits:
+                    yield f"{where} needs one wait, and has none"
+                for wait in waits:
+                    if wait not in own:
+                        yield f"{where} is waited for by {wait.name}, outside of the chunk"
+                if len(waits) != len({wait.all_input_nodes[0] for wait in waits}):
+                    names = ", ".join(wait.name for wait in waits)
+                    yield f"{where} needs one wait, and has {names}"
+        counts = [sum(map(_is_token_launch, nodes)) for nodes in region.chunks]
+        for chunk, count in enumerate(counts):
+            if count != counts[0]:
+                yield (
+                    f"{region}: chunks differ: chunk 0 has {counts[0]} token exchanges, and chunk "
+                    f"{chunk} has {count}"
+                )
+
+
+def _spans(regions: Sequence[ChunkRegion], position: dict[Node, int]) -> list[_Span]:
+    """Regions that overlap or follow from each other, joined."""
+    single = []
+    for region in regions:
+        held = [position[node] for node in _body_nodes([region])]
+        single.append(_Span(regions=(region,), start=min(held), end=max(held)))
+    joined: list[_Span] = []
+    for span in sorted(single, key=lambda span: span.start):
+        last = joined[-1] if joined else None
+        if last is not None and (span.start <= last.end or _follows(last, span)):
+            joined[-1] = _Span(
+                regions=(*last.regions, *span.regions),
+                start=last.start,
+                end=max(last.end, span.end),
+            )
+        else:
+            joined.append(span)
+    return joined
+
+
+def _follows(earlier: _Span, later: _Span) -> bool:
+    """Whether a chunk of the later region reads the same chunk of the one before it."""
+    before, after = earlier.regions[-1], later.regions[0]
+    if before.direction != after.direction or before.num_chunks != after.num_chunks:
+        return False
+    for made, reading in zip(before.chunks, after.chunks, strict=True):
+        own = set(made)
+        if any(source in own for node in reading for source in node.all_input_nodes):
+            return True
+    return False
+
+
+def _reason_to_leave(span: _Span) -> str | None:
+    first = span.regions[0]
+    for other in span.regions[1:]:
+        if other.direction != first.direction:
+            return f"{first} and {other} run into each other, as if a module ran twice"
+        if other.num_chunks != first.num_chunks:
+            return (
+                f"{first} and {other} run into each other, in {first.num_chunks} and "
+                f"{other.num_chunks} chunks"
+            )
+    return None
+
+
+def _window(span: _Span, nodes: Sequence[Node], constraints: OrderConstraints) -> OverlapWindow:
+    stretch = tuple(nodes[span.start : span.end + 1])
+    index = {node: i for i, node in enumerate(stretch)}
+    begins = [
+        min(constraints.position[node] for node in _body_nodes([region])) - span.start
+        for region in span.regions
+    ]
+    home: list[int] = []
+    for i in range(len(stretch)):
+        last = home[-1] if home else 0
+        home.append(last + 1 if last + 1 < len(begins) and begins[last + 1] <= i else last)
+    bodies: dict[int, list[int]] = {}
+    for number, region in enumerate(span.regions):
+        for chunk, body in enumerate(region.chunks):
+            bodies.setdefault(chunk, []).extend(index[node] for node in body)
+            for node in body:
+                home[index[node]] = number
+    chunks = range(span.regions[0].num_chunks)
+    return OverlapWindow(
+        nodes=stretch,
+        predecessors=tuple(constraints.predecessors(stretch)),
+        home=tuple(home),
+        chunk_order=tuple(chunks if span.regions[0].direction == "forward" else reversed(chunks)),
+        bodies={chunk: tuple(sorted(body)) for chunk, body in bodies.items()},
+    )
+
+
+def _body_nodes(regions: Sequence[ChunkRegion]) -> Iterator[Node]:
+    for region in regions:
+        for nodes in region.chunks:
+            yield from nodes
+
+
+def _is_token_launch(node: Node) -> bool:
+    return is_exchange_launch(node) and is_token_exchange(node)
