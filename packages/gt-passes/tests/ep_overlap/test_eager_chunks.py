@@ -1,0 +1,473 @@
+"""Forwards that run in two chunks give what they gave whole, and their metadata say what ran."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+
+import eager_chunk_cases as cases
+import pytest
+import torch
+from chunked_models import WIDTH, SmallModel, batch
+from expecttest import assert_expected_inline
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from gt_config.node_keys import ChunkAnnotation, FsdpCollectiveAnnotation
+from gt_passes.ep_overlap import (
+    ChunkRegions,
+    InputLayout,
+    TokenDims,
+    chunk_forwards,
+    settle_chunk_annotations,
+)
+from gt_passes.errors import ForwardChunkingError
+from gt_trace import phase_of, read_annotation
+from gt_trace.testing import GlooWorkers, fake_world
+
+ROOTS = (("layers.*", "batch"), ("layers.*.moe", "batch"), ("layers.*.moe", "seq"))
+
+
+@pytest.fixture(scope="module")
+def workers() -> Iterator[GlooWorkers]:
+    with GlooWorkers(2) as started:
+        yield started
+
+
+# ---- numbers -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fsdp", [False, True], ids=["replicated", "sharded"])
+@pytest.mark.parametrize(("modules", "chunk_dim"), ROOTS)
+def test_chunks_give_what_the_whole_gives(
+    workers: GlooWorkers, modules: str, chunk_dim: str, fsdp: bool
+):
+    for chunked, whole in workers.run(cases.chunked_and_whole, modules, chunk_dim, fsdp):
+        assert chunked.keys() == whole.keys()
+        for name, expected in whole.items():
+            torch.testing.assert_close(
+                chunked[name], expected, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
+            )
+
+
+def test_buffers_count_every_token_once(workers: GlooWorkers):
+    for chunked, whole in workers.run(cases.chunked_and_whole, "layers.*", "batch", False):
+        for name in ("layers.0.moe.tokens_per_expert_E", "layers.1.moe.tokens_per_expert_E"):
+            assert torch.equal(chunked[name], whole[name])
+            assert chunked[name].sum() == batch()[0].numel()
+
+
+def test_undoing_restores_every_bit(workers: GlooWorkers):
+    for before, chunked, after in workers.run(cases.eager_before_and_after_undo, "layers.*"):
+        assert all(torch.equal(before[name], after[name]) for name in before)
+        # Chunks sum in another order, so the wrapper did something in between.
+        assert not all(torch.equal(before[name], chunked[name]) for name in before)
+
+
+# ---- metadata ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fsdp", [False, True], ids=["replicated", "sharded"])
+@pytest.mark.parametrize(("modules", "chunk_dim"), ROOTS)
+def test_every_root_has_two_chunks_in_each_direction(modules: str, chunk_dim: str, fsdp: bool):
+    with fake_world(rank=0, world_size=2):
+        step = cases.capture(cases.new_model(fsdp=fsdp), modules, chunk_dim)
+        settle_chunk_annotations(step.graph_module)
+        regions = ChunkRegions.of(step.graph_module).regions
+    roots = [modules.replace("*", str(layer)) for layer in range(2)]
+    assert [(r.root, r.direction, r.producer, r.num_chunks) for r in regions] == [
+        (roots[0], "forward", "eager", 2),
+        (roots[1], "forward", "eager", 2),
+        (roots[1], "backward", "eager", 2),
+        (roots[0], "backward", "eager", 2),
+    ]
+    for region in regions:
+        assert all(len(region.launches(chunk)) >= 2 for chunk in range(2))
+        assert region.splits
+        assert region.materializations
+
+
+def test_forward_and_backward_of_a_region_are_what_they_are():
+    """Cut, two bodies, join; in backward two sums of each parameter's gradients besides."""
+    with fake_world(rank=0, world_size=2):
+        step = cases.capture(cases.new_model(fsdp=False), "layers.*.moe")
+        settle_chunk_annotations(step.graph_module)
+        regions = ChunkRegions.of(step.graph_module)
+    forward = regions.find("layers.1.moe", "forward")
+    backward = regions.find("layers.1.moe", "backward")
+    assert forward is not None
+    assert backward is not None
+    lines = []
+    for region in (forward, backward):
+        lines.append(f"{region}")
+        lines.append(f"  splits {' '.join(str(node.target) for node in region.splits)}")
+        for chunk in range(2):
+            launches = " ".join(node.target.__name__ for node in region.launches(chunk))
+            lines.append(f"  chunk {chunk}: {launches}")
+        lines.append(
+            f"  joins {' '.join(sorted(str(node.target) for node in region.materializations))}"
+        )
+    assert_expected_inline(
+        "\n".join(lines),
+        """\
+layers.1.moe forward
+  splits aten.slice.Tensor aten.slice.Tensor
+  chunk 0: all_to_all_single.default all_to_all_single.default all_to_all_single.default
+  chunk 1: all_to_all_single.default all_to_all_single.default all_to_all_single.default
+  joins aten.cat.default
+layers.1.moe backward
+  splits aten.slice.Tensor aten.slice.Tensor
+  chunk 0: all_to_all_single.default all_to_all_single.default
+  chunk 1: all_to_all_single.default all_to_all_single.default
+  joins aten.add.Tensor aten.add.Tensor aten.add.Tensor aten.add.Tensor aten.cat.default""",
+    )
+
+
+def test_gathered_parameters_and_what_follows_from_them_alone_are_in_no_chunk():
+    with fake_world(rank=0, world_size=2):
+        step = cases.capture(cases.new_model(fsdp=True), "layers.*")
+        settle_chunk_annotations(step.graph_module)
+    gathers: dict[tuple[str, ...], int] = {}
+    for node in step.graph_module.graph.nodes:
+        collective = read_annotation(node, FsdpCollectiveAnnotation)
+        if collective is None:
+            continue
+        assert read_annotation(node, ChunkAnnotation) is None
+        if "all_gather" in str(node.target):
+            names = collective.parameter_names
+            gathers[names] = gathers.get(names, 0) + 1
+    assert len(gathers) == len(list(SmallModel(2).parameters()))
+    assert set(gathers.values()) == {1}
+
+
+def test_directions_are_the_phases():
+    with fake_world(rank=0, world_size=2):
+        step = cases.capture(cases.new_model(fsdp=True), "layers.*")
+        settle_chunk_annotations(step.graph_module)
+    directions = [
+        (phase_of(node), annotation.direction)
+        for node in step.graph_module.graph.nodes
+        if (annotation := read_annotation(node, ChunkAnnotation)) is not None
+    ]
+    assert set(directions) == {("forward", "forward"), ("backward", "backward")}
+
+
+def test_settling_twice_changes_nothing():
+    with fake_world(rank=0, world_size=2):
+        step = cases.capture(cases.new_model(fsdp=True), "layers.*")
+    settle_chunk_annotations(step.graph_module)
+    before = [read_annotation(n, ChunkAnnotation) for n in step.graph_module.graph.nodes]
+    settle_chunk_annotations(step.graph_module)
+    assert before == [read_annotation(n, ChunkAnnotation) for n in step.graph_module.graph.nodes]
+
+
+def test_a_graph_without_chunks_stays_as_it_is():
+    with fake_world(rank=0, world_size=2):
+        step = cases.capture(cases.new_model(fsdp=False), None)
+    before = [dict(node.meta) for node in step.graph_module.graph.nodes]
+    settle_chunk_annotations(step.graph_module)
+    assert before == [node.meta for node in step.graph_module.graph.nodes]
+    assert ChunkRegions.of(step.graph_module).regions == ()
+
+
+# ---- wrapping ----------------------------------------------------------------------------------
+
+
+class Doubles(nn.Module):
+    """Returns what it is told to make of its input."""
+
+    def __init__(self, make=lambda x: x * 2) -> None:
+        super().__init__()
+        self.make = make
+
+    def forward(self, x, extra=None, *more, **named):
+        return self.make(x)
+
+
+def model_of(block: nn.Module) -> nn.Module:
+    return nn.ModuleDict({"block": block})
+
+
+def wrapped(block: nn.Module, **kwargs) -> nn.Module:
+    chunk_forwards(model_of(block), modules="block", **({"chunk_dim": "batch"} | kwargs))
+    return block
+
+
+def test_only_the_named_instances_are_wrapped():
+    model = nn.ModuleDict({"a": Doubles(), "b": Doubles()})
+    handle = chunk_forwards(model, modules="a", chunk_dim="batch")
+    assert "forward" in vars(model["a"])
+    assert "forward" not in vars(model["b"])
+    handle.undo()
+    assert "forward" not in vars(model["a"])
+
+
+def test_a_forward_of_the_instance_comes_back():
+    block = Doubles()
+    own = lambda x: x + 1  # noqa: E731  # a forward put on the instance
+    block.forward = own
+    handle = chunk_forwards(model_of(block), modules="block", chunk_dim="batch")
+    assert torch.equal(block(torch.zeros(2, 3)), torch.ones(2, 3))
+    handle.undo()
+    assert block.forward is own
+
+
+def test_undoing_below_a_later_wrapper_is_refused():
+    block = Doubles()
+    model = model_of(block)
+    first = chunk_forwards(model, modules="block", chunk_dim="batch")
+    chunk_forwards(model, modules="block", chunk_dim="batch")
+    with pytest.raises(RuntimeError) as caught:
+        first.undo()
+    assert_expected_inline(
+        str(caught.value),
+        """the forward of block was wrapped again after it was chunked; undo the later wrapper first""",
+    )
+
+
+def test_nested_outputs_are_joined():
+    x = torch.arange(24.0).view(4, 3, 2)
+    block = wrapped(Doubles(lambda x: (x, [x + 1, None, "name"], {"k": x[..., 0]})))
+    whole, (more, none, name), named = block(x)
+    assert torch.equal(whole, x)
+    assert torch.equal(more, x + 1)
+    assert (none, name) == (None, "name")
+    assert torch.equal(named["k"], x[..., 0])
+
+
+def test_nested_inputs_are_cut_with_their_samples():
+    seen = []
+
+    class Sees(nn.Module):
+        def forward(self, x, pair, *, named):
+            seen.append((pair, named))
+            return x
+
+    x, mask = torch.randn(4, 3, 2), torch.arange(4 * 5).view(4, 5)
+    shared = torch.randn(7)
+    wrapped(Sees())(x, (mask, 3), named={"m": [mask], "shared": shared})
+    for chunk, (pair, named) in enumerate(seen):
+        part = mask[2 * chunk : 2 * chunk + 2]
+        assert torch.equal(pair[0], part)
+        assert pair[1] == 3
+        assert torch.equal(named["m"][0], part)
+        assert named["shared"] is shared
+
+
+def test_chunks_along_the_sequence_are_contiguous():
+    contiguous = []
+    block = wrapped(
+        Doubles(lambda x: (contiguous.append(x.is_contiguous()), x.view(-1, 2).view(x.shape))[1]),
+        chunk_dim="seq",
+    )
+    x = torch.randn(2, 4, 2, requires_grad=True)
+    out = block(x)
+    assert contiguous == [True, True]
+    assert torch.equal(out, x)
+    (gradient,) = torch.autograd.grad((out * out).sum(), x)
+    torch.testing.assert_close(gradient, 2 * x)
+
+
+def test_a_dtensor_is_cut_in_what_each_rank_holds(one_rank_group: str):
+    mesh = init_device_mesh("cpu", (1,))
+    x = DTensor.from_local(torch.randn(2, 4, 2), mesh, [Shard(1)]).requires_grad_()
+    block = wrapped(Doubles(), chunk_dim="seq")
+    out = block(x)
+    assert isinstance(out, DTensor)
+    assert out.placements == (Shard(1),)
+    assert torch.equal(out.to_local(), 2 * x.to_local())
+    (gradient,) = torch.autograd.grad(out.to_local().sum(), x)
+    assert torch.equal(gradient.to_local(), torch.full((2, 4, 2), 2.0))
+
+
+# ---- refusals ----------------------------------------------------------------------------------
+
+LAYOUT = InputLayout(
+    activation="x", arguments={"x": TokenDims(batch=0, seq=1), "extra": TokenDims(batch=0)}
+)
+
+
+def refusal(call) -> str:
+    with pytest.raises(ForwardChunkingError) as caught:
+        call()
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+    return str(caught.value)
+
+
+def test_refuses_patterns_that_match_nothing():
+    model = nn.ModuleDict({"layers": nn.ModuleDict({"0": Doubles()})})
+    text = refusal(lambda: chunk_forwards(model, modules="layer.*", chunk_dim="batch"))
+    assert_expected_inline(
+        text,
+        """\
+layer.* cannot run in 2 chunks along batch:
+  - no module of the model matches 'layer.*'; it has layers.0, layers""",
+    )
+
+
+def test_refuses_a_root_within_a_root():
+    model = nn.ModuleDict({"layers": nn.ModuleDict({"0": Doubles()})})
+    text = refusal(lambda: chunk_forwards(model, modules=("layers", "layers.*"), chunk_dim="batch"))
+    assert_expected_inline(
+        text,
+        """\
+layers and layers.* cannot run in 2 chunks along batch:
+  - layers.0 lies within layers""",
+    )
+
+
+def test_refuses_another_number_of_chunks():
+    text = refusal(
+        lambda: chunk_forwards(
+            model_of(Doubles()), modules="block", chunk_dim="batch", num_chunks=4
+        )
+    )
+    assert_expected_inline(
+        text,
+        """\
+block cannot run in 4 chunks along batch:
+  - the eager producer makes 2 chunks; chunk the traced graph for others""",
+    )
+
+
+def test_refuses_a_forward_that_lacks_what_the_layout_names_and_leaves_it_alone():
+    layout = InputLayout(activation="h", arguments={"h": TokenDims(), "mask": TokenDims()})
+    block = Doubles()
+    model = model_of(block)
+    text = refusal(lambda: chunk_forwards(model, modules="block", chunk_dim="batch", layout=layout))
+    assert_expected_inline(
+        text,
+        """\
+block cannot run in 2 chunks along batch:
+  - the input layout has a rule for 'h', and the forward has no such argument
+  - the input layout has a rule for 'mask', and the forward has no such argument
+  its forward is (x, extra=None, *more, **named)""",
+    )
+    assert "forward" not in vars(block)
+
+
+def test_refuses_odd_extents_and_one_sample():
+    block = wrapped(Doubles(), layout=LAYOUT)
+    assert_expected_inline(
+        refusal(lambda: block(torch.zeros(3, 4, 2))),
+        """\
+block cannot run in 2 chunks along batch:
+  - the activation's batch extent on this rank is 3, which does not divide into 2 equal chunks
+  its forward is (x, extra=None, *more, **named)
+  it was called with x: float32[3, 4, 2]""",
+    )
+    assert_expected_inline(
+        refusal(lambda: block(torch.zeros(1, 4, 2))),
+        """\
+block cannot run in 2 chunks along batch:
+  - the activation's batch extent on this rank is 1, which does not divide into 2 equal chunks
+  its forward is (x, extra=None, *more, **named)
+  it was called with x: float32[1, 4, 2]""",
+    )
+
+
+def test_refuses_all_arguments_that_do_not_fit_at_once():
+    block = wrapped(Doubles(), layout=LAYOUT)
+    text = refusal(lambda: block(torch.zeros(4, 4, 2), torch.zeros(1, 4), torch.zeros(2)))
+    assert_expected_inline(
+        text,
+        """\
+block cannot run in 2 chunks along batch:
+  - extra should have the activation's batch extent 4 in dim 0
+  - more is a tensor, and the input layout has no rule for 'more'
+  its forward is (x, extra=None, *more, **named)
+  it was called with x: float32[4, 4, 2], extra: float32[1, 4], more: float32[2]""",
+    )
+
+
+def test_refuses_an_activation_that_is_no_tensor():
+    block = wrapped(Doubles(), layout=LAYOUT)
+    assert_expected_inline(
+        refusal(lambda: block(None, torch.zeros(4, 4))),
+        """\
+block cannot run in 2 chunks along batch:
+  - the activation 'x' is no tensor, or was not given
+  its forward is (x, extra=None, *more, **named)
+  it was called with x: NoneType, extra: float32[4, 4]""",
+    )
+
+
+def test_refuses_a_tensor_of_which_the_dimension_is_not_certain():
+    block = wrapped(Doubles())
+    text = refusal(lambda: block(torch.zeros(4, 3, 2), torch.zeros(4, 4)))
+    assert_expected_inline(
+        text,
+        """\
+block cannot run in 2 chunks along batch:
+  - extra has the extent 4 in dim 0 and 1, so it is not certain which is the batch; give an input layout with a rule for 'extra'
+  its forward is (x, extra=None, *more, **named)
+  it was called with x: float32[4, 3, 2], extra: float32[4, 4]""",
+    )
+    text = refusal(lambda: block(torch.zeros(4, 3, 2), torch.zeros(3, 4)))
+    assert_expected_inline(
+        text,
+        """\
+block cannot run in 2 chunks along batch:
+  - extra has the extent 4 in dim 1, so it is not certain which is the batch; give an input layout with a rule for 'extra'
+  its forward is (x, extra=None, *more, **named)
+  it was called with x: float32[4, 3, 2], extra: float32[3, 4]""",
+    )
+
+
+def test_refuses_values_that_nothing_says_how_to_cut():
+    block = wrapped(Doubles())
+    text = refusal(lambda: block(torch.zeros(4, 3, 2), named=[object]))
+    assert_expected_inline(
+        text,
+        """\
+block cannot run in 2 chunks along batch:
+  - named[0] is a type, and nothing says how to cut one; give the input layout a slicer for the type
+  its forward is (x, extra=None, *more, **named)
+  it was called with x: float32[4, 3, 2], named[0]: type""",
+    )
+
+
+def test_refuses_outputs_that_stand_for_all_tokens():
+    block = wrapped(Doubles(lambda x: (x, x.mean())))
+    assert_expected_inline(
+        refusal(lambda: block(torch.zeros(4, 3, 2))),
+        """\
+block cannot run in 2 chunks along batch:
+  - output 1 of chunk 0 is float32[], without the activation's extents (2 in dim 0 and 3 in dim 1): values that stand for all tokens, as auxiliary losses and routing statistics, cannot be joined from chunks
+  its forward is (x, extra=None, *more, **named)""",
+    )
+
+
+def test_refuses_outputs_that_differ_between_chunks():
+    numbers = iter(range(2))
+    block = wrapped(Doubles(lambda x: (x, next(numbers))))
+    text = refusal(lambda: block(torch.zeros(4, 3, 2)))
+    assert_expected_inline(
+        text,
+        """\
+block cannot run in 2 chunks along batch:
+  - output 1 is no tensor, and not the same in every chunk: 0, 1
+  its forward is (x, extra=None, *more, **named)""",
+    )
+
+
+def test_refuses_a_dtensor_of_partial_sums(one_rank_group: str):
+    mesh = init_device_mesh("cpu", (1,))
+    x = DTensor.from_local(torch.zeros(4, 3, 2), mesh, [Partial()])
+    assert_expected_inline(
+        refusal(lambda: wrapped(Doubles())(x)),
+        """\
+block cannot run in 2 chunks along batch:
+  - x is a DTensor placed as Partial(sum); only shards and replicas are cut
+  its forward is (x, extra=None, *more, **named)
+  it was called with x: float32[4, 3, 2] placed as (Partial(sum),)""",
+    )
+
+
+def test_takes_a_replicated_dtensor(one_rank_group: str):
+    mesh = init_device_mesh("cpu", (1,))
+    x = DTensor.from_local(torch.ones(4, 3, WIDTH), mesh, [Replicate()])
+    out = wrapped(Doubles())(x)
+    assert out.placements == (Replicate(),)
+    assert torch.equal(out.to_local(), torch.full((4, 3, WIDTH), 2.0))
