@@ -7,7 +7,6 @@ import pytest
 from gt_config import (
     UNLANDED,
     CompileConfig,
-    EpOverlapConfig,
     Topology,
     UnlandedOption,
     Violation,
@@ -40,13 +39,6 @@ def violations_of(config=None, topology=TOPOLOGY, **settings):
             True,
             "False",
             "automatic placement arrives with part 5 (gt-autoparallel)",
-        ),
-        (
-            {"ep_overlap": EpOverlapConfig(enabled=True)},
-            "--compile.ep_overlap.enabled",
-            True,
-            "False",
-            "expert-parallel overlap arrives with part 3",
         ),
     ],
 )

@@ -68,7 +68,7 @@ def test_lists_every_violation_at_once_with_its_exact_text():
     with pytest.raises(ConfigError) as error:
         validate(config, topology, known_passes=KNOWN)
     assert str(error.value) == (
-        "the configuration has 10 problems:\n"
+        "the configuration has 9 problems:\n"
         "  1. --compile.mode is 'aot_fx_tracer'\n"
         "     allowed: 'none', 'aot_fx_trace' or 'aot_joint'\n"
         "     fix: did you mean 'aot_fx_trace'?\n"
@@ -97,12 +97,9 @@ def test_lists_every_violation_at_once_with_its_exact_text():
         "     fix: use --compile.ep_overlap.module_fqn 'layers.*.moe', or chunk_dim batch\n"
         "  9. --training.seq_len is 130\n"
         "     allowed: a multiple of 6, for 2 equal chunks on each of 3 sequence shards\n"
-        "     fix: use 132, or another --compile.ep_overlap.num_chunks\n"
-        "  10. --compile.ep_overlap.enabled is True\n"
-        "      allowed: False in this version\n"
-        "      fix: use False: expert-parallel overlap arrives with part 3"
+        "     fix: use 132, or another --compile.ep_overlap.num_chunks"
     )
-    assert len(error.value.violations) == 10
+    assert len(error.value.violations) == 9
 
 
 @pytest.mark.parametrize(

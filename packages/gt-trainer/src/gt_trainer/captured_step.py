@@ -10,10 +10,12 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from gt_config import ShapeChangePolicy
+from gt_config import EpOverlapConfig, ShapeChangePolicy
 from gt_passes import PassContext, PassPipeline, PipelineReport
 from gt_passes.collective_exchange import exchange_collective_digest
+from gt_passes.ep_overlap import settle_chunk_annotations
 from gt_trace import BoundStep, TracedStep, phase, trace_step
+from gt_trainer.eager_chunks import chunked_for_capture
 from gt_trainer.expert_regions import annotate_expert_regions
 from gt_trainer.per_shape import PerShape
 from gt_trainer.startup import StartupClock
@@ -97,6 +99,7 @@ def capture_training_step(
     *args: Any,
     recipe: Recipe,
     clock: StartupClock,
+    ep_overlap: EpOverlapConfig | None = None,
     meta_device: torch.device | str = "meta",
 ) -> CaptureReport:
     """Capture ``training_step`` and run the passes on its graph.
@@ -107,11 +110,17 @@ def capture_training_step(
         args: example arguments of the function of ``training_step``.
         recipe: builds the passes.
         clock: counts capture and passes as parts of the start-up.
+        ep_overlap: which modules run in chunks, if the strategy is eager; None for none.
         meta_device: the device for which a model on meta is captured.
+
+    Raises:
+        ForwardChunkingError: a module cannot run in chunks; the model is left as it was.
     """
-    with clock.part("capture"), annotate_expert_regions(model):
+    chunked = chunked_for_capture(model, ep_overlap or EpOverlapConfig())
+    with clock.part("capture"), annotate_expert_regions(model), chunked:
         step = training_step(model, loss_fn)
         traced = trace_step(step, module=model, meta_device=meta_device)(*args)
+        settle_chunk_annotations(traced.graph_module)
     with clock.part("passes"):
         static_inputs = traced.inputs[: traced.num_static_inputs]
         context = PassContext(
@@ -134,6 +143,7 @@ class CapturedTrainingStep:
         on_shape_change: "error" lets the mismatch of a changed input through; "recapture" makes
             another graph for the new shapes and keeps both.
         clock: counts capture and passes as parts of the start-up.
+        ep_overlap: which modules run in chunks, if the strategy is eager; None for none.
         on_capture: called after each capture, before the graph first runs.
     """
 
@@ -146,12 +156,14 @@ class CapturedTrainingStep:
         on_shape_change: ShapeChangePolicy,
         clock: StartupClock,
         on_capture: Callable[[CaptureReport], None],
+        ep_overlap: EpOverlapConfig | None = None,
     ) -> None:
         self._model = model
         self._loss_fn = loss_fn
         self._recipe = recipe
         self._clock = clock
         self._on_capture = on_capture
+        self._ep_overlap = ep_overlap
         self._num_captures = 0
         self._calls = PerShape(self._capture, policy=on_shape_change)
 
@@ -167,7 +179,12 @@ class CapturedTrainingStep:
     def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BoundStep:
         assert not kwargs
         report = capture_training_step(
-            self._model, self._loss_fn, *args, recipe=self._recipe, clock=self._clock
+            self._model,
+            self._loss_fn,
+            *args,
+            recipe=self._recipe,
+            clock=self._clock,
+            ep_overlap=self._ep_overlap,
         )
         self._on_capture(report)
         if self._num_captures == 0:

@@ -133,6 +133,7 @@ def _dry_run(config: GraphTrainer.Config, world_size: int) -> DryRunReport:
             compiler=DescribeOnly(),
         ),
         clock=clock,
+        ep_overlap=config.compile.ep_overlap,
         meta_device=titan_utils.device_type,
     )
     total = time.perf_counter() - begin

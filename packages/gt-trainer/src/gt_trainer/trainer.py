@@ -162,6 +162,7 @@ class GraphTrainer(Trainer):
             on_shape_change=self.config.compile.on_shape_change,
             clock=self.startup,
             on_capture=self._report_capture,
+            ep_overlap=self.config.compile.ep_overlap,
         )
 
     def _new_joint_forward(self) -> JointForward:

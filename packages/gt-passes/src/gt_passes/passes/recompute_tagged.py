@@ -6,13 +6,13 @@ The transformation is rematerialization, as in "Training Deep Nets with Sublinea
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import Argument, map_arg
 
-from gt_config.node_keys import PhaseAnnotation, ResidencyAnnotation
+from gt_config.node_keys import ChunkAnnotation, PhaseAnnotation, ResidencyAnnotation
 from gt_passes.collectives import is_wait
 from gt_passes.contract import ChangeBounds, GraphPass, PassContext, PassReport, Refusal
 from gt_passes.liveness import estimate_peak_bytes, peak_bytes_of
@@ -178,6 +178,9 @@ class _Recomputation:
         copy.meta = dict(node.meta)
         remove_annotation(copy, ResidencyAnnotation)
         write_annotation(copy, PhaseAnnotation(phase="backward"))
+        chunk = read_annotation(copy, ChunkAnnotation)
+        if chunk is not None:
+            write_annotation(copy, replace(chunk, direction="backward"))
         return copy
 
     def _current(self, node: Node) -> Any:
