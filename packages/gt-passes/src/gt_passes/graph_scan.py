@@ -7,7 +7,7 @@ would cost as much as all of them together do from here.
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
@@ -126,7 +126,8 @@ _ORDINARY = _Kind(False, False, False, False, False, False)
 class GraphScanner:
     """Scans graphs, and remembers from one to the next what operators do."""
 
-    _kinds: dict[Hashable, _Kind] = field(default_factory=dict)
+    _kinds: dict[int, tuple[object, _Kind]] = field(default_factory=dict)
+    """By identity of a target, which is kept: operators are slow to hash."""
 
     def scan(self, graph_module: GraphModule) -> GraphScan:
         """Look at every node once."""
@@ -140,9 +141,10 @@ class GraphScanner:
             calls[node] = NodeCall(target, node.args, node.kwargs, node.meta.get("val"))
             if node.op in ("placeholder", "get_attr", "output"):
                 continue
-            kind = kinds.get(target)
-            if kind is None:
-                kind = kinds[target] = _kind_of(node)
+            known = kinds.get(id(target))
+            if known is None:
+                known = kinds[id(target)] = (target, _kind_of(node))
+            kind = known[1]
             if kind is not _ORDINARY:
                 special.append((node, kind))
         return GraphScan(

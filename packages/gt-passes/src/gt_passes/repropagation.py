@@ -113,9 +113,8 @@ class Repropagator:
                 return None
         recorded = values.of(node).signature
         key = None if has_symbols and None in numbers[1:] else _call_key(node, values)
-        if key is not None and key in self._answers:
-            answer = self._answers[key]
-        else:
+        answer = _UNKNOWN if key is None else self._answers.get(key, _UNKNOWN)
+        if answer is _UNKNOWN:
             try:
                 result = _run(node, values)
             except CANNOT_REPROPAGATE as error:

@@ -152,7 +152,7 @@ class VerificationSession:
             self._order = MemoryOrder.of(self._scan)
             self._traffic = traffic_of(self._scan, same_groups=self._same_groups)
         near = self._passes[max(position, 0) : position + 2]
-        if old_order is not None and _only_changed_places(old_order, self._order):
+        if old_order is not None and _computes_the_same(old_order, self._order):
             self._dataflow = old_dataflow
         if self._dataflow is None and any(each.keeps_dataflow for each in near):
             self._dataflow = Dataflow.of(
@@ -164,15 +164,18 @@ class VerificationSession:
             )
 
 
-def _only_changed_places(before: MemoryOrder, after: MemoryOrder) -> bool:
+def _computes_the_same(before: MemoryOrder, after: MemoryOrder) -> bool:
     """Whether a graph is another order of the same calls, and no call can tell.
+
+    Calls that did nothing besides making their result may be gone, since nobody reads it.
 
     The dataflow is then the same, and need not be followed again.
     """
     old, new = before.scan, after.scan
     return (
-        len(old.calls) == len(new.calls)
-        and not any(True for _ in new.changed_nodes(old))
+        not any(True for _ in new.changed_nodes(old))
+        and old.writers == new.writers
+        and old.effects == new.effects
         and before.overwritten == after.overwritten
         and before.left_behind == after.left_behind
         and old.random == new.random

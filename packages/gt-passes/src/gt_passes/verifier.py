@@ -12,6 +12,7 @@ that stands here too: a pass that breaks a graph is found at that pass, not in a
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -156,7 +157,9 @@ class Verifier:
         reached = dict.fromkeys(changed)
         for node in changed:
             reached.update(dict.fromkeys(node.users))
-        problems = list(interface.find_differences(GraphInterface.of(graph_module)))
+        problems: list[GraphProblem] = []
+        if _touches_interface(before, after, reached):
+            problems += interface.find_differences(GraphInterface.of(graph_module))
         problems += self._repropagator.find_problems(after, fake_mode, only=reached)
         problems += find_wait_problems(after, tolerated=tolerated_waits)
         return tuple(problems)
@@ -179,6 +182,17 @@ def _is_well_formed(before: GraphScan, after: GraphScan, changed: Sequence[Node]
         if any(position.get(argument, index) >= index for argument in node.all_input_nodes):
             return False
     return True
+
+
+def _touches_interface(before: GraphScan, after: GraphScan, reached: Collection[Node]) -> bool:
+    """Whether inputs or outputs may not be what they were; ``reached`` changed, or reads that."""
+    placeholders = itertools.islice(after.position, before.num_placeholders + 1)
+    old_placeholders = itertools.islice(before.position, before.num_placeholders + 1)
+    same_inputs = all(
+        node is old or (node.op != "placeholder" and old.op != "placeholder")
+        for node, old in zip(placeholders, old_placeholders, strict=False)
+    )
+    return not same_inputs or any(node.op in ("placeholder", "output") for node in reached)
 
 
 def _is_reordered(before: GraphScan, after: GraphScan) -> bool:
