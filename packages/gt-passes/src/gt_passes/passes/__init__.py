@@ -5,6 +5,7 @@ from gt_passes.passes.bucket_all_gathers import BucketAllGathers
 from gt_passes.passes.bucket_all_reduces import BucketAllReduces
 from gt_passes.passes.bucket_reduce_scatters import BucketReduceScatters
 from gt_passes.passes.canonicalize_views import CanonicalizeViews
+from gt_passes.passes.chunk_modules import ChunkModules
 from gt_passes.passes.compile_regions import CompileRegions
 from gt_passes.passes.compile_whole_graph import CompileWholeGraph
 from gt_passes.passes.cuda_graphs import CudaGraphs, release_cuda_graphs
@@ -18,6 +19,7 @@ from gt_passes.passes.remove_dead_code import DeadCollectives, RemoveDeadCode
 from gt_passes.passes.reshard_after_forward import ReshardAfterForward
 from gt_passes.passes.schedule_ep_overlap import ScheduleEpOverlap
 from gt_passes.passes.schedule_fsdp_into_dense_regions import ScheduleFsdpIntoDenseRegions
+from gt_passes.passes.separate_exchange_group import SeparateExchangeGroup
 from gt_passes.passes.separate_reduction_group import SeparateReductionGroup
 from gt_passes.passes.share_all_gathers import ShareAllGathers, SharingScope
 from gt_passes.passes.tag_saved_tensors import MemoryPolicyName, TagSavedTensors
@@ -28,6 +30,7 @@ __all__ = [
     "BucketAllReduces",
     "BucketReduceScatters",
     "CanonicalizeViews",
+    "ChunkModules",
     "CompileRegions",
     "CompileWholeGraph",
     "CudaGraphs",
@@ -43,6 +46,7 @@ __all__ = [
     "ReshardAfterForward",
     "ScheduleEpOverlap",
     "ScheduleFsdpIntoDenseRegions",
+    "SeparateExchangeGroup",
     "SeparateReductionGroup",
     "ShareAllGathers",
     "SharingScope",
