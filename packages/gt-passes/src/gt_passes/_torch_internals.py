@@ -89,15 +89,24 @@ def fake_mode_of(graph_module: GraphModule) -> FakeTensorMode | None:
 
 
 @contextmanager
-def quiet_fake_execution(fake_mode: FakeTensorMode) -> Iterator[None]:
+def quiet_fake_execution(
+    fake_mode: FakeTensorMode, *, learns_sizes: bool = False
+) -> Iterator[None]:
     """Run operators on fake tensors without leaving a trace of it.
 
     Nothing is recorded for autograd, ambient autocast does not change dtypes, and the shape
     environment gets no guards and expects nobody to bind the data-dependent sizes that appear.
+
+    Args:
+        fake_mode: that of the tensors.
+        learns_sizes: whether the shape environment notes what operators demand of sizes that depend
+            on data (that they are not negative, or add up to another), as in a capture. For who
+            makes new ones.
     """
     with ExitStack() as stack:
         if fake_mode.shape_env is not None:
-            stack.enter_context(fake_mode.shape_env.suppress_guards())
+            if not learns_sizes:
+                stack.enter_context(fake_mode.shape_env.suppress_guards())
             stack.enter_context(fake_mode.shape_env.ignore_fresh_unbacked_symbols())
         stack.enter_context(torch._C._DisableAutocast())
         stack.enter_context(torch.no_grad())

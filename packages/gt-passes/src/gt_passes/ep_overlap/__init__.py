@@ -1,7 +1,7 @@
 """Expert-parallel overlap: one chunk's exchange hides behind another's compute.
 
 Three small pieces on one contract, ``gt_config.node_keys.ChunkAnnotation``: chunks are produced
-before a trace (``chunk_forwards``) or on its graph, and then scheduled.
+before a trace (``chunk_forwards``) or on its graph (``chunk_graph``), and then scheduled.
 """
 
 from gt_passes.ep_overlap.chunk_inputs import ChunkDim, InputLayout, Slicer, TokenDims
@@ -17,18 +17,26 @@ from gt_passes.ep_overlap.exposed_exchanges import (
     exposed_exchanges,
     interrupted_exchanges,
 )
+from gt_passes.ep_overlap.graph_chunking_error import GraphChunkingError
+from gt_passes.ep_overlap.graph_chunks import GraphChunks, Join, chunk_graph
+from gt_passes.ep_overlap.rule_calls import rule
 
 __all__ = [
     "ChunkDim",
     "ChunkRegion",
     "ChunkRegions",
     "ExposedExchange",
+    "GraphChunkingError",
+    "GraphChunks",
     "InputLayout",
+    "Join",
     "Slicer",
     "TokenDims",
     "chunk_forwards",
+    "chunk_graph",
     "exposed_exchanges",
     "interrupted_exchanges",
     "register_exchange_operator",
+    "rule",
     "settle_chunk_annotations",
 ]
