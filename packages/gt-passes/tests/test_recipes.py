@@ -11,7 +11,7 @@ from expecttest import assert_expected_inline
 from pass_graphs import capture
 from torch.fx import GraphModule
 
-from gt_config import CompileConfig
+from gt_config import CompileConfig, EpOverlapConfig
 from gt_passes import (
     GraphPass,
     PassContext,
@@ -81,6 +81,16 @@ def test_the_recipe_of_a_whole_step(context: PassContext):
                 *BUCKETS,
                 *OVERLAP,
                 "separate-reduction-group",
+                "schedule-fsdp-into-dense-regions",
+            ],
+        ),
+        (
+            {"ep_overlap": EpOverlapConfig(enabled=True), "fsdp_into_dense_regions": True},
+            [
+                *CLEAN_UP,
+                *BUCKETS,
+                *OVERLAP,
+                "schedule-ep-overlap",
                 "schedule-fsdp-into-dense-regions",
             ],
         ),

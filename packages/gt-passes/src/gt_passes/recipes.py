@@ -34,6 +34,7 @@ from gt_passes.passes import (
     RecomputeTagged,
     RemoveDeadCode,
     ReshardAfterForward,
+    ScheduleEpOverlap,
     ScheduleFsdpIntoDenseRegions,
     SeparateReductionGroup,
     ShareAllGathers,
@@ -59,8 +60,8 @@ def default_recipe(
     """The pipeline for a captured graph: a whole step, or one part of a joint graph.
 
     In this order: remove dead code, merge waits, canonicalize views, one all-gather chain per
-    parameter, the memory policy, FSDP communication, what rounds differently (if asked for), the
-    passes that the user added, compilation.
+    parameter, the memory policy, FSDP communication, the overlap of token exchanges (if asked for),
+    what rounds differently (if asked for), the passes that the user added, compilation.
 
     Args:
         options: what the user asks for; None for the defaults. Passes named in ``options.passes``
@@ -145,6 +146,9 @@ def _fsdp(options: CompileConfig, *, reshard_after_forward: bool | None) -> Iter
         yield PrefetchAllGathers(blocks_ahead=options.prefetch_layers)
     if options.fsdp_second_group:
         yield SeparateReductionGroup()
+    if options.ep_overlap.enabled:
+        # Behind buckets: none may stand between the halves of an exchange.
+        yield ScheduleEpOverlap()
     if options.fsdp_into_dense_regions:
         yield ScheduleFsdpIntoDenseRegions()
 
