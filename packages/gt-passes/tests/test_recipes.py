@@ -88,6 +88,7 @@ def test_the_recipe_of_a_whole_step(context: PassContext):
             {"ep_overlap": EpOverlapConfig(enabled=True), "fsdp_into_dense_regions": True},
             [
                 *CLEAN_UP,
+                "chunk-modules",
                 *BUCKETS,
                 *OVERLAP,
                 "schedule-ep-overlap",

@@ -23,6 +23,7 @@ from gt_passes.passes import (
     BucketAllReduces,
     BucketReduceScatters,
     CanonicalizeViews,
+    ChunkModules,
     CompileRegions,
     CompileWholeGraph,
     CudaGraphs,
@@ -60,8 +61,9 @@ def default_recipe(
     """The pipeline for a captured graph: a whole step, or one part of a joint graph.
 
     In this order: remove dead code, merge waits, canonicalize views, one all-gather chain per
-    parameter, the memory policy, FSDP communication, the overlap of token exchanges (if asked for),
-    what rounds differently (if asked for), the passes that the user added, compilation.
+    parameter, chunks (if overlap of token exchanges is asked for), the memory policy, FSDP
+    communication, the overlap itself, what rounds differently (if asked for), the passes that the
+    user added, compilation.
 
     Args:
         options: what the user asks for; None for the defaults. Passes named in ``options.passes``
@@ -84,6 +86,7 @@ def default_recipe(
     options = options if options is not None else CompileConfig()
     rewriting = [
         *_clean_up(),
+        *_chunking(options.ep_overlap),
         *_memory_policy(options),
         *_fsdp(options, reshard_after_forward=reshard_after_forward),
         *_numerics_changing(options),
@@ -109,6 +112,18 @@ def _clean_up() -> Iterator[GraphPass]:
     yield MergeWaits()
     yield CanonicalizeViews()
     yield ShareAllGathers()
+
+
+def _chunking(options: EpOverlapConfig) -> Iterator[GraphPass]:
+    """Before the memory policy, as chunks that are made before a trace are: each chunk keeps,
+    recomputes and offloads its own."""
+    if options.enabled and options.strategy == "graph":
+        yield ChunkModules(
+            module_patterns=(options.module_fqn,),
+            chunk_dim=options.chunk_dim,
+            num_chunks=options.num_chunks,
+            preserve_eager_order=options.disable_early_grad_accumulation,
+        )
 
 
 def _memory_policy(options: CompileConfig) -> Iterator[GraphPass]:
