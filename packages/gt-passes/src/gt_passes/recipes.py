@@ -13,7 +13,7 @@ from pathlib import Path
 
 from torch.fx import GraphModule
 
-from gt_config import CompileConfig, SavedOpSelector
+from gt_config import CompileConfig, EpOverlapConfig, SavedOpSelector
 from gt_passes.contract import GraphPass, PassContext
 from gt_passes.errors import RecipeError
 from gt_passes.inductor_compiler import InductorCompiler, SubgraphCompiler
