@@ -670,6 +670,11 @@ def test_refuses_a_batch_that_does_not_split_into_equal_chunks(batch_size):
     )
 
 
+def test_offers_no_other_number_of_chunks_where_there_is_none():
+    topology = dataclasses.replace(EP_TOPOLOGY, batch_size=3)
+    assert only(overlap(strategy="eager"), topology).fix == "use 4"
+
+
 def test_refuses_a_sequence_that_does_not_split_into_equal_chunks_on_each_shard():
     topology = Topology(world=4, tp=4, ep=4, batch_size=1, seq_len=12)
     config = overlap(chunk_dim="seq", module_fqn="layers.*.moe")

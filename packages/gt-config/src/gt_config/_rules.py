@@ -444,6 +444,7 @@ def _ep_overlap_choices_fit_together(subject: Subject) -> Iterator[Violation]:
     "config.ep_overlap.enabled",
     "config.ep_overlap.chunk_dim",
     "config.ep_overlap.num_chunks",
+    "config.ep_overlap.strategy",
     "topology.batch_size",
     "topology.seq_len",
     "topology.cp",
@@ -464,9 +465,10 @@ def _ep_overlap_chunks_are_equal(subject: Subject) -> Iterator[Violation]:
     if extent % divisor == 0:
         return
     over = f" on each of {shards} sequence shards" if shards > 1 else ""
+    other = "" if overlap.strategy == "eager" else ", or another --compile.ep_overlap.num_chunks"
     yield _violation(
         subject,
         path,
         allowed=f"a multiple of {divisor}, for {overlap.num_chunks} equal chunks{over}",
-        fix=f"use {_round_up(extent, divisor)}, or another --compile.ep_overlap.num_chunks",
+        fix=f"use {_round_up(extent, divisor)}{other}",
     )

@@ -200,8 +200,13 @@ class ForwardChunks:
         names = self._positional_names(len(args))
         leaves = []
         for path, value in with_path:
-            where, position = path[0].idx, path[1]
-            name = names[position.idx] if where == 0 else str(position.key)
+            where, position = path[:2]
+            if where == pytree.SequenceKey(0):
+                assert isinstance(position, pytree.SequenceKey)
+                name = names[position.idx]
+            else:
+                assert isinstance(position, pytree.MappingKey)
+                name = str(position.key)
             leaves.append(
                 _Leaf(argument=name, path=f"{name}{pytree.keystr(path[2:])}", value=value)
             )
