@@ -260,6 +260,52 @@ def test_ep_overlap_without_expert_parallelism_is_refused(tmp_path):
     assert "expert_parallel_degree" in text
 
 
+def overlapping(tmp_path, *, training, **overlap):
+    config = deepseek_v3.deepseek_v3_debugmodel()
+    options = dataclasses.replace(config.compile.ep_overlap, enabled=True, **overlap)
+    return changed(
+        config,
+        tmp_path,
+        parallelism={"data_parallel_shard_degree": 4, "expert_parallel_degree": 2},
+        training=training,
+        compile={"ep_overlap": options},
+    )
+
+
+@pytest.mark.parametrize("module_fqn", ["layers.*", "layers.*.moe"])
+def test_the_eager_strategy_of_ep_overlap_passes(tmp_path, module_fqn):
+    training = {"local_batch_size": 2}
+    config = overlapping(tmp_path, training=training, strategy="eager", module_fqn=module_fqn)
+    check_configuration(config, 4)
+
+
+@pytest.mark.parametrize("samples", [1, 3])
+def test_samples_that_do_not_divide_into_chunks_are_refused(tmp_path, samples):
+    training = {"local_batch_size": samples}
+    assert refusal(overlapping(tmp_path, training=training, strategy="eager"), 4) == (
+        "the configuration has 1 problem:\n"
+        f"  1. --training.local_batch_size is {samples}\n"
+        "     allowed: a multiple of 2, for 2 equal chunks\n"
+        f"     fix: use {samples + 1}"
+    )
+
+
+def test_tokens_that_do_not_divide_into_chunks_are_refused(tmp_path):
+    config = overlapping(
+        tmp_path,
+        training={"local_batch_size": 1, "seq_len": 63},
+        strategy="eager",
+        module_fqn="layers.*.moe",
+        chunk_dim="seq",
+    )
+    assert refusal(config, 4) == (
+        "the configuration has 1 problem:\n"
+        "  1. --training.seq_len is 63\n"
+        "     allowed: a multiple of 2, for 2 equal chunks\n"
+        "     fix: use 64"
+    )
+
+
 def test_the_newest_checkpoint_is_judged_too(tmp_path):
     (tmp_path / "checkpoint" / "step-3").mkdir(parents=True)
     assert "--checkpoint.folder is 'RUN/checkpoint'" in refusal(

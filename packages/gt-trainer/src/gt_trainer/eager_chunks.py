@@ -12,12 +12,35 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
 
+import torch
 from torch import nn
+from torch.nn.attention.flex_attention import BlockMask
 
 from gt_config import EpOverlapConfig
 from gt_passes.ep_overlap import InputLayout, TokenDims, chunk_forwards
 
-__all__ = ["chunked_for_capture"]
+__all__ = ["chunked_for_capture", "slice_block_mask"]
+
+
+def slice_block_mask(mask: BlockMask, start: int, length: int) -> BlockMask:
+    """FlexAttention's mask of samples ``start`` to ``start + length``.
+
+    Its ``mask_mod`` is asked about samples by their index in the chunk, and looks them up in
+    tensors of the whole batch; so the index is moved.
+    """
+    whole_mask_mod = mask.mask_mod
+
+    def mask_mod(
+        b: torch.Tensor, h: torch.Tensor, q_idx: torch.Tensor, kv_idx: torch.Tensor
+    ) -> torch.Tensor:
+        found: torch.Tensor = whole_mask_mod(b + start, h, q_idx, kv_idx)
+        return found
+
+    for_all_samples = mask.kv_num_blocks.shape[0] == 1
+    part: BlockMask = mask[:1] if for_all_samples else mask[start : start + length]
+    part.mask_mod = mask_mod
+    return part
+
 
 _LAYOUTS: Mapping[str, InputLayout] = MappingProxyType(
     {
@@ -25,11 +48,12 @@ _LAYOUTS: Mapping[str, InputLayout] = MappingProxyType(
             activation="x",
             arguments={
                 "x": TokenDims(batch=0, seq=1),
-                # (B, 1, L, L), see models/attention.py. Not along the sequence: a chunk of the
-                # queries would still need all keys and values.
+                # (B, 1, L, L) for attention on CPU, else a BlockMask. Not along the sequence:
+                # a chunk of the queries would still need all keys and values.
                 "attention_masks": TokenDims(batch=0),
                 "positions": TokenDims(batch=0, seq=1),
             },
+            slicers=MappingProxyType({BlockMask: slice_block_mask}),
         ),
         "layers.*.moe": InputLayout(
             activation="x_BLD", arguments={"x_BLD": TokenDims(batch=0, seq=1)}
