@@ -131,14 +131,6 @@ def _unsupported_options(config: GraphTrainer.Config) -> Iterator[Violation]:
             fix=f"{_LEAVE_OUT}; --compile.cuda_graphs records the captured step",
         )
     yield from _options_for_another_mode(config)
-    overlap = config.compile.ep_overlap
-    if overlap.enabled and overlap.strategy == "graph":
-        yield Violation(
-            flag="--compile.ep_overlap.strategy",
-            value="graph",
-            allowed="'eager' in this version",
-            fix="use eager: chunking the traced graph is not wired to the trainer yet",
-        )
     if config.comm.mode != "default":
         yield Violation(
             flag="--comm.mode",
