@@ -17,7 +17,7 @@ from training_cases import Case, Pass, close, same, take_unseen, trainer_of
 from gt_config import EpOverlapConfig
 from gt_passes.ep_overlap import ChunkRegions
 
-__all__ = ["ChunkedTraining", "compare_chunked"]
+__all__ = ["ChunkedTraining", "chunked_passes", "compare_chunked"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,10 +59,10 @@ def compare_chunked(
         folder: for dump folders.
         runs: EP overlap and other options of ``--compile``, by name.
     """
-    whole = _passes(case, f"{folder}/whole", {})[0]
+    whole = chunked_passes(case, f"{folder}/whole", {})[0]
     found = {}
     for number, (name, (overlap, options)) in enumerate(runs.items()):
-        passes, trainer = _passes(
+        passes, trainer = chunked_passes(
             case, f"{folder}/{number}", {**options, "ep_overlap": overlap}, close_it=False
         )
         found[name] = _compare(whole, passes, trainer)
@@ -70,9 +70,10 @@ def compare_chunked(
     return found
 
 
-def _passes(
+def chunked_passes(
     case: Case, folder: str, options: Mapping[str, Any], *, close_it: bool = True
 ) -> tuple[list[Pass], Any]:
+    """Passes on three batches, and the trainer that made them; experts compute in float32."""
     trainer = trainer_of(case, "aot_fx_trace", folder, options=options)
     _compute_experts_in_float32(trainer.model_parts[0])
     take_unseen(trainer)
