@@ -141,7 +141,10 @@ def layer_timeline(
     own = [
         position
         for position, node in enumerate(run.nodes)
-        if timeline.tasks[position].stream == COMPUTE_STREAM and _belongs(node, module, direction)
+        if timeline.tasks[position].stream == COMPUTE_STREAM
+        and _belongs(node, module, direction)
+        # What gathers a block's parameters runs long before the block.
+        and read_annotation(node, FsdpCollectiveAnnotation) is None
     ]
     if not own:
         raise ValueError(f"no node of the phase {direction} belongs to {module!r}")
