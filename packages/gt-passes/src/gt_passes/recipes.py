@@ -115,8 +115,8 @@ def _clean_up() -> Iterator[GraphPass]:
 
 
 def _chunking(options: EpOverlapConfig) -> Iterator[GraphPass]:
-    """Before the memory policy, as chunks that are made before a trace are: each chunk keeps,
-    recomputes and offloads its own."""
+    # Before the memory policy, as chunks that are made before a trace are: each chunk keeps,
+    # recomputes and offloads its own.
     if options.enabled and options.strategy == "graph":
         yield ChunkModules(
             module_patterns=(options.module_fqn,),
