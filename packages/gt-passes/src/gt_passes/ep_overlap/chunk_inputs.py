@@ -321,7 +321,8 @@ class ForwardChunks:
         strange = [p for p in value.placements if not isinstance(p, Shard | Replicate)]
         if strange:
             yield (
-                f"{leaf.path} is a DTensor placed as {strange[0]!r}; only shards and replicas are cut"
+                f"{leaf.path} is a DTensor placed as {strange[0]!r}; "
+                "only shards and replicas are cut"
             )
         ranks = 1
         for axis, placement in enumerate(value.placements):
