@@ -4,6 +4,7 @@ Three small pieces on one contract, ``gt_config.node_keys.ChunkAnnotation``: chu
 before a trace (``chunk_forwards``) or on its graph (``chunk_graph``), and then scheduled.
 """
 
+from gt_passes.ep_overlap.check_joins import WrongJoin, check_joins
 from gt_passes.ep_overlap.chunk_inputs import ChunkDim, InputLayout, Slicer, TokenDims
 from gt_passes.ep_overlap.chunk_metadata import (
     ChunkRegion,
@@ -17,9 +18,9 @@ from gt_passes.ep_overlap.exposed_exchanges import (
     exposed_exchanges,
     interrupted_exchanges,
 )
-from gt_passes.ep_overlap.graph_chunking_error import GraphChunkingError
 from gt_passes.ep_overlap.graph_chunks import GraphChunks, Join, chunk_graph
 from gt_passes.ep_overlap.rule_calls import rule
+from gt_passes.errors import GraphChunkingError
 
 __all__ = [
     "ChunkDim",
@@ -32,6 +33,8 @@ __all__ = [
     "Join",
     "Slicer",
     "TokenDims",
+    "WrongJoin",
+    "check_joins",
     "chunk_forwards",
     "chunk_graph",
     "exposed_exchanges",

@@ -25,8 +25,8 @@ from gt_passes.aliasing import AliasClasses, written_nodes
 from gt_passes.ep_overlap.chunk_rules import find_rule, local_layout, scattered
 from gt_passes.ep_overlap.chunk_states import Local, Partial, Sharded, State, Whole
 from gt_passes.ep_overlap.chunked_nodes import ChunkedNodes, Region
-from gt_passes.ep_overlap.graph_chunking_error import GraphChunkingError
 from gt_passes.ep_overlap.rule_calls import Call, Cut, NotProvenError, Outcome, describe
+from gt_passes.errors import GraphChunkingError
 from gt_trace.node_metadata import is_backward, read_annotation, sequence_number
 
 __all__ = ["ChunkPlan", "plan_chunks"]
@@ -180,17 +180,16 @@ class _States:
 
     def _leaving(self, node: Node, state: Local) -> State:
         """What a value of an expert-parallel part is for those outside of it, by contract."""
-        leaves = any(user not in self._expert_part for user in node.users)
         value = value_of(node)
-        if not leaves or state.permuted or node not in self._expert_part:
-            return state
-        if not isinstance(value, torch.Tensor):
+        part = self._expert_part.get(node)
+        leaves = part is not None and any(user not in self._expert_part for user in node.users)
+        if not leaves or not isinstance(value, torch.Tensor):
             return state
         if state.layout is not None:
-            return Sharded(state.layout)
+            return state if state.permuted else Sharded(state.layout)
         is_gradient = (
             is_backward(node)
-            and self._expert_part[node] == "compute"
+            and part == "compute"
             and value.is_floating_point()
             and all(isinstance(size, int) for size in value.shape)
         )
@@ -302,14 +301,14 @@ def _memory_order(graph: Graph, aliases: AliasClasses) -> dict[Node, list[Node]]
 
 
 def _circles(missing: Mapping[Unit, int], needs: Mapping[Unit, Mapping[Unit, None]]) -> list[str]:
-    """For each region that cannot run in one piece, a node that stands between."""
+    """What keeps regions from running in one piece: circles of what needs what."""
     stuck = {unit for unit, count in missing.items() if count}
-    problems = []
-    for unit in missing:
-        if unit in stuck and isinstance(unit, Region):
-            between = next((other for other in needs[unit] if other in stuck), None)
-            problems.append(
-                f"{unit} does not run in one piece: {between} needs a part of it and stands "
-                "before another"
-            )
-    return problems
+    region = next(unit for unit in missing if unit in stuck and isinstance(unit, Region))
+    path: list[Unit] = [region]
+    while path.count(path[-1]) < 2:
+        path.append(next(other for other in needs[path[-1]] if other in stuck))
+    circle = path[path.index(path[-1]) :]
+    return [
+        f"{region} does not run in one piece: "
+        + ", which needs ".join(str(unit) for unit in circle)
+    ]

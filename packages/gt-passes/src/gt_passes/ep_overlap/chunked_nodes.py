@@ -21,7 +21,7 @@ from gt_config.node_keys import ChunkDirection, FsdpCollectiveAnnotation, Module
 from gt_passes._torch_internals import value_of
 from gt_passes.aliasing import AliasClasses, written_nodes
 from gt_passes.ep_overlap.chunk_states import Layout
-from gt_passes.ep_overlap.graph_chunking_error import GraphChunkingError
+from gt_passes.errors import GraphChunkingError
 from gt_passes.layer_names import LayerNames
 from gt_trace.node_metadata import phase_of, read_annotation
 
@@ -136,6 +136,8 @@ class _Finder:
             raise GraphChunkingError([f"no node belongs to a module that {names} matches"])
         self._absorb_between()
         self._absorb_after()
+        found = self._candidates
+        self._candidates = {node: found[node] for node in self._nodes if node in found}
         tokens = self._tokens()
         entries: dict[Node, Layout] = {}
         chunked: set[Node] = set()

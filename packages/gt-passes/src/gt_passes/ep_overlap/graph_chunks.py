@@ -52,8 +52,8 @@ from gt_passes.ep_overlap.chunk_states import (
     layout_of,
 )
 from gt_passes.ep_overlap.chunked_nodes import Region, find_chunked_nodes
-from gt_passes.ep_overlap.graph_chunking_error import GraphChunkingError
 from gt_passes.ep_overlap.rule_calls import Cut, Outcome, Scaled, substitute
+from gt_passes.errors import GraphChunkingError
 from gt_passes.tensor_signature import signature
 from gt_trace.node_metadata import write_annotation
 

@@ -1,0 +1,156 @@
+"""What gloo workers run for the tests of graph chunks."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from moe_steps import StepCase, capture, make_inputs, make_model
+from torch.fx import GraphModule
+
+from gt_config.node_keys import ChunkAnnotation
+from gt_passes import ChunkModules, MergeWaits, PassContext, PassPipeline
+from gt_passes.ep_overlap import (
+    ChunkRegions,
+    Join,
+    check_joins,
+    chunk_forwards,
+    chunk_graph,
+    settle_chunk_annotations,
+)
+from gt_trace import TracedStep, read_annotation
+
+Place = tuple[str, str, str, int | None]
+"""Region, direction, role and chunk of a node."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """What one rank saw."""
+
+    worst: float
+    """Largest relative difference of loss and gradients from those of the unchunked graph."""
+
+    equal_buffers: bool
+    counts: dict[str, int]
+    """What the pass reports."""
+
+    places: frozenset[Place]
+    unannotated: tuple[str, ...]
+    """Nodes that read a body and that nothing is said about, by operator."""
+
+
+def context_of(step: TracedStep) -> PassContext:
+    names = tuple(entry.name for entry in step.inputs[: step.num_static_inputs])
+    return PassContext(fake_mode=step.fake_mode, static_input_names=names)
+
+
+def chunk(
+    step: TracedStep,
+    modules: str,
+    chunk_dim: Literal["batch", "seq"],
+    num_chunks: int,
+    *,
+    preserve_eager_order: bool = False,
+) -> Any:
+    """Chunk a captured step through a verifying pipeline; the report of the pass."""
+    chunk_modules = ChunkModules(
+        module_patterns=(modules,),
+        chunk_dim=chunk_dim,
+        num_chunks=num_chunks,
+        preserve_eager_order=preserve_eager_order,
+    )
+    pipeline = PassPipeline([MergeWaits(), chunk_modules], context=context_of(step))
+    return pipeline.run(step.graph_module).records[-1].report
+
+
+def places(graph_module: GraphModule) -> frozenset[Place]:
+    found = (read_annotation(node, ChunkAnnotation) for node in graph_module.graph.nodes)
+    return frozenset(
+        (each.region_root, each.direction, each.role, each.chunk_id)
+        for each in found
+        if each is not None
+    )
+
+
+def compare_with_whole(
+    case: StepCase, modules: str, chunk_dim: Literal["batch", "seq"], num_chunks: int
+) -> Comparison:
+    """Chunked against unchunked, in one run."""
+    inputs = make_inputs(case)
+    whole, chunked = make_model(case), make_model(case)
+    expected = capture(whole, inputs).bind(whole)(*inputs)
+    step = capture(chunked, inputs)
+    report = chunk(step, modules, chunk_dim, num_chunks)
+    ChunkRegions.of(step.graph_module)  # raises what the scheduler would
+    found = step.bind(chunked)(*inputs)
+    loose = [
+        str(node.target)
+        for node in step.graph_module.graph.nodes
+        if read_annotation(node, ChunkAnnotation) is None
+        and any(
+            annotation is not None and annotation.role == "body"
+            for source in node.all_input_nodes
+            for annotation in [read_annotation(source, ChunkAnnotation)]
+        )
+    ]
+    return Comparison(
+        worst=max(map(relative_difference, expected, found)),
+        equal_buffers=all(map(torch.equal, whole.buffers(), chunked.buffers())),
+        counts=dict(report.counts),
+        places=places(step.graph_module),
+        unannotated=tuple(loose),
+    )
+
+
+def relative_difference(expected: torch.Tensor, found: torch.Tensor) -> float:
+    return float((expected - found).norm() / expected.norm().clamp_min(1e-20))
+
+
+def compare_with_eager(
+    modules: str, chunk_dim: Literal["batch", "seq"]
+) -> tuple[list[bool], frozenset[Place], frozenset[Place]]:
+    """Which of loss and gradients are bitwise those of the eager producer; the metadata of both."""
+    case = StepCase()
+    inputs = make_inputs(case)
+    eager, chunked = make_model(case), make_model(case)
+    with chunk_forwards(eager, modules=modules, chunk_dim=chunk_dim):
+        eager_step = capture(eager, inputs)
+    settle_chunk_annotations(eager_step.graph_module)
+    step = capture(chunked, inputs)
+    chunk(step, modules, chunk_dim, 2, preserve_eager_order=True)
+    expected, found = eager_step.bind(eager)(*inputs), step.bind(chunked)(*inputs)
+    return (
+        list(map(torch.equal, expected, found)),
+        places(eager_step.graph_module),
+        places(step.graph_module),
+    )
+
+
+def joins_checked() -> tuple[int, list[str], list[str]]:
+    """Number of joins, those that are wrong, and those found wrong when two are mixed up."""
+    case = StepCase()
+    inputs = make_inputs(case)
+    model = make_model(case)
+    step = capture(model, inputs)
+    unchunked = copy.deepcopy(step.graph_module)
+    chunks = chunk_graph(
+        step.graph_module,
+        patterns=["layers.*.moe"],
+        fake_mode=step.fake_mode,
+        num_static_inputs=step.num_static_inputs,
+    )
+    step.graph_module.recompile()
+    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    values = [tensors[entry.name] for entry in step.inputs[: step.num_static_inputs]]
+    values = [value.detach() for value in values] + list(inputs)
+
+    def wrong(joins: tuple[Join, ...]) -> list[str]:
+        found = check_joins(unchunked, step.graph_module, joins, values)
+        return [each.join.unchunked for each in found]
+
+    first, second = [join for join in chunks.joins if join.kind == "cat"][:2]
+    mixed = (replace(first, joined=second.joined),)
+    return len(chunks.joins), wrong(chunks.joins), wrong(mixed)
