@@ -7,6 +7,7 @@
         ├── PassDeclarationError  (TypeError)     a pass class breaks the contract
         ├── ForwardChunkingError  (ValueError)    a module cannot run in chunks as asked
         ├── ChunkMetadataError    (ValueError)    a graph's chunk metadata contradict themselves
+        ├── GraphChunkingError    (ValueError)    a graph cannot run modules in chunks
         ├── UnknownPassError      (ValueError)    a name that no registered pass has
         ├── RecipeError           (ValueError)    passes added or left out contradict each other
         ├── PassOrderError        (ValueError)    requirements that no order of the passes meets
@@ -34,6 +35,7 @@ __all__ = [
     "CollectiveMismatchError",
     "CudaGraphAddressError",
     "ForwardChunkingError",
+    "GraphChunkingError",
     "GraphInputError",
     "GtPassesError",
     "InductorOptionError",
@@ -114,6 +116,23 @@ class ChunkMetadataError(GtPassesError, ValueError):
 
     def __str__(self) -> str:
         return "\n  - ".join(["the chunks of this graph cannot be scheduled:", *self.problems])
+
+
+class GraphChunkingError(GtPassesError, ValueError):
+    """A graph cannot be run in chunks; every reason found is listed."""
+
+    def __init__(self, problems: Iterable[str]) -> None:
+        self.problems: tuple[str, ...] = tuple(problems)
+        super().__init__(self.problems)
+
+    def __str__(self) -> str:
+        shown = list(self.problems[:_MAX_SHOWN_PROBLEMS])
+        if len(self.problems) > _MAX_SHOWN_PROBLEMS:
+            shown.append(
+                f"and {len(self.problems) - _MAX_SHOWN_PROBLEMS} more, in "
+                "GraphChunkingError.problems"
+            )
+        return "\n  - ".join(["the graph cannot be run in chunks:", *shown])
 
 
 class UnknownPassError(GtPassesError, ValueError):
