@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch.fx import GraphModule, Node
 
-from gt_config.node_keys import PhaseAnnotation, ResidencyAnnotation
+from gt_config.node_keys import ChunkAnnotation, PhaseAnnotation, ResidencyAnnotation
 from gt_passes._torch_internals import OpOverload, quiet_fake_execution
 from gt_passes.collectives import is_collective, is_wait
 from gt_passes.contract import GraphPass, PassContext, PassReport, Refusal
@@ -224,6 +224,8 @@ class _Offloading:
         added = self._graph.call_function(target, args, name=f"{node.name}_{name}")
         added.meta = {**node.meta, "val": value}
         remove_annotation(added, ResidencyAnnotation)
+        # Copies move to other layers; what is of a chunk stays with it.
+        remove_annotation(added, ChunkAnnotation)
         return added
 
     def _host_value(self, value: torch.Tensor) -> torch.Tensor:
