@@ -14,7 +14,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from gt_config import CompileConfig
 from gt_config.node_keys import ChunkAnnotation, FsdpCollectiveAnnotation
+from gt_passes import PassContext, default_recipe
 from gt_passes.ep_overlap import (
     ChunkRegions,
     InputLayout,
@@ -160,6 +162,20 @@ def test_settling_twice_changes_nothing():
     before = [read_annotation(n, ChunkAnnotation) for n in step.graph_module.graph.nodes]
     settle_chunk_annotations(step.graph_module)
     assert before == [read_annotation(n, ChunkAnnotation) for n in step.graph_module.graph.nodes]
+
+
+@pytest.mark.parametrize("policy", ["selective", "full_recompute"])
+def test_what_is_recomputed_stays_in_its_chunk(policy: str):
+    with fake_world(rank=0, world_size=2):
+        step = cases.capture(cases.new_model(fsdp=True), "layers.*")
+        settle_chunk_annotations(step.graph_module)
+        before = ChunkRegions.of(step.graph_module).regions
+        names = tuple(entry.name for entry in step.inputs[: step.num_static_inputs])
+        context = PassContext(fake_mode=step.fake_mode, static_input_names=names)
+        default_recipe(CompileConfig(memory_policy=policy), context=context).run(step.graph_module)
+        after = ChunkRegions.of(step.graph_module).regions
+    assert [str(region) for region in after] == [str(region) for region in before]
+    assert any("_recomputed" in node.name for node in step.graph_module.graph.nodes)
 
 
 def test_a_graph_without_chunks_stays_as_it_is():
