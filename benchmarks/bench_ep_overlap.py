@@ -87,7 +87,10 @@ def main(arguments: list[str] | None = None) -> int:
     )
     report.notes.append(f"published gain: {_SOURCE}")
     without = _simulate(None, options.layers)
-    pictures = {"without chunks": layer_timeline(without.graph, _PICTURED_LAYER, "forward")}
+    pictured = _PICTURED_LAYER
+    if options.layers is not None:
+        pictured = f"layers.{min(options.layers - 1, int(_PICTURED_LAYER.split('.')[1]))}"
+    pictures = {"without chunks": layer_timeline(without.graph, pictured, "forward")}
     report.rows += _rows_without(without)
     report.notes.append(f"without chunks: {without.sensitivity}")
     for variant in VARIANTS:
@@ -101,7 +104,7 @@ def main(arguments: list[str] | None = None) -> int:
             continue
         report.rows += _rows(variant, run, without)
         report.notes += _notes(variant, run, without, time.process_time() - begin)
-        pictures[variant.name] = layer_timeline(run.graph, _PICTURED_LAYER, "forward")
+        pictures[variant.name] = layer_timeline(run.graph, pictured, "forward")
     _show(report, pictures)
     if options.json is not None:
         report.write(options.json)
