@@ -1,0 +1,179 @@
+"""What `GraphPPRunner` asks of a pipeline stage.
+
+The runner knows schedules, transfers and failure; a stage knows how to compute. They meet here, so
+that the runner needs no graph: `gt_pipeline.graph.GraphPipelineStage` is one implementation, and a
+stage that uses autograd, as in this package's tests, is another.
+
+Tensors that pass between stages are plain (never DTensor: a stage unwraps to local tensors) and
+contiguous; the runner makes them so before it hands them on. They have the shapes and dtypes that
+the signatures state, for every microbatch alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "BackwardKind",
+    "MicrobatchInputs",
+    "PipelineStageGraphs",
+    "TensorSignature",
+    "Tensors",
+]
+
+Tensors: TypeAlias = tuple[Tensor, ...]
+
+BackwardKind: TypeAlias = Literal["full_backward", "backward_input"]
+"""Which of a stage's backward methods takes part in an overlapped pair."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSignature:
+    """One tensor that enters or leaves a stage, for one microbatch."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    """Whether a gradient of the same shape and dtype travels the other way in backward."""
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{dtype}{list(self.shape)}{'' if self.requires_grad else ' without gradient'}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicrobatchInputs:
+    """One microbatch of what the caller gave to `step` or `eval`.
+
+    A stage takes what concerns it: the first stage `args`, every stage the `kwargs` that its
+    module's forward accepts, the last stage `target`.
+    """
+
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    target: Any = None
+
+
+@runtime_checkable
+class PipelineStageGraphs(Protocol):
+    """One pipeline stage on one rank. Every method is called from one thread.
+
+    For a microbatch of a training step the runner calls `forward`, then either `full_backward`, or
+    `backward_input` followed, at once or later, by `backward_weight`; `overlap` stands for one
+    forward and one backward. Between the first and last of these calls, `unshard` was called more
+    recently than `reshard`. At the end `reduce_gradients` is called once, then `gradients`, then
+    `discard`. A step that fails calls `discard` at any point.
+
+    The order of microbatches in backward calls is the schedule's, and a stage accumulates in the
+    order of calls: this is what makes a pipeline's gradients reproducible to the bit.
+
+    Tensors that a stage is given (`activations`, `output_gradients`) are its to keep as long as it
+    needs, and not to write into. Tensors that it returns are not written by it afterwards.
+    """
+
+    @property
+    def stage_index(self) -> int:
+        """Position in the model, 0 for the first stage."""
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the whole pipeline, over all ranks."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where activations are received."""
+
+    @property
+    def input_signature(self) -> tuple[TensorSignature, ...]:
+        """Activations from the stage before; empty for the first stage."""
+
+    @property
+    def output_signature(self) -> tuple[TensorSignature, ...]:
+        """Activations for the stage after.
+
+        Of the last stage: the loss, of shape (), then whatever else is returned to the caller (and
+        receives no gradient).
+        """
+
+    def unshard(self) -> None:
+        """Gather the parameters. The stage keeps them until `reshard`."""
+
+    def reshard(self) -> None:
+        """Free the gathered parameters. Values saved for backward must not need them."""
+
+    def forward(self, microbatch: int, activations: Tensors, inputs: MicrobatchInputs) -> Tensors:
+        """Compute one microbatch and keep, under its number, what its backward needs.
+
+        Args:
+            microbatch: its number.
+            activations: as `input_signature`.
+            inputs: of this microbatch.
+
+        Returns:
+            As `output_signature`.
+        """
+
+    def full_backward(self, microbatch: int, output_gradients: Tensors) -> Tensors:
+        """Add one microbatch's parameter gradients to the stage's own accumulators.
+
+        Args:
+            microbatch: its number.
+            output_gradients: one for each output that requires a gradient, in order. To the last
+                stage the runner gives the gradient of the loss, of shape ().
+
+        Returns:
+            One gradient for each input that requires one, in order.
+        """
+
+    def backward_input(self, microbatch: int, output_gradients: Tensors) -> Tensors:
+        """The part of `full_backward` that the stage before waits for."""
+
+    def backward_weight(self, microbatch: int) -> None:
+        """The rest of `full_backward`: accumulate what `backward_input` has not."""
+
+    def overlap(
+        self,
+        microbatch: int,
+        activations: Tensors,
+        inputs: MicrobatchInputs,
+        *,
+        backward_stage: PipelineStageGraphs,
+        backward_kind: BackwardKind,
+        backward_microbatch: int,
+        output_gradients: Tensors,
+    ) -> tuple[Tensors, Tensors]:
+        """This stage's `forward` and a local stage's backward, interleaved.
+
+        Has the effects of `self.forward(microbatch, activations, inputs)` and of the backward
+        method that `backward_kind` names, on `backward_stage`, which may be this stage.
+
+        Returns:
+            What the forward returns, and what the backward returns.
+        """
+
+    def reduce_gradients(self) -> None:
+        """Reduce the accumulators over data-parallel ranks, once, after the last backward."""
+
+    def evaluate(self, microbatch: int, activations: Tensors, inputs: MicrobatchInputs) -> Tensors:
+        """As `forward`, with nothing kept for a backward."""
+
+    def parameters(self) -> Mapping[str, Tensor]:
+        """Parameters by their name in the unsplit model, whose `grad` a step adds to."""
+
+    def gradients(self) -> Mapping[str, Tensor]:
+        """Gradients of the step so far, reduced, by names out of `parameters`.
+
+        Each has its parameter's type and layout (a DTensor for a DTensor), and storage that
+        neither another gradient nor the stage uses later. A parameter without gradient is missing.
+        """
+
+    def discard(self) -> None:
+        """Drop accumulators, saved values and gathered parameters: the stage is as before a step.
+
+        Called after every step, failed or not, and harmless when nothing is held.
+        """
