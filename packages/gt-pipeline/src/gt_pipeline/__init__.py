@@ -1,11 +1,34 @@
-"""Pipeline parallelism over captured stage graphs. Empty in this version.
+"""Pipeline parallelism: split any model into stages, build and study schedules, run stage graphs.
 
-Planned for part 4 of Graph Trainer: `gt_pipeline.split` (split a model into stages; torch alone),
-schedule building, graph stages with one graph per schedule action, and `GraphPPRunner`.
-The package exists now so that its name, its place in the layering and its release process are
-settled before its code. See docs/architecture.md in the repository.
+`gt_pipeline.split`, `gt_pipeline.schedules` and `gt_pipeline.runner` need torch alone.
+`gt_pipeline.graph` (stages captured as graphs) needs what the extra `gt-pipeline[graph]` brings,
+and is imported by that name, never from here.
 """
 
-__all__ = ["__version__"]
+from gt_pipeline.errors import (
+    ActionError,
+    GtPipelineError,
+    NotSplittableError,
+    ScheduleError,
+    StageLayoutError,
+    StageNamesError,
+    TiedParametersError,
+)
+from gt_pipeline.schedules import Action, ActionKind, Direction, parse_action
+
+__all__ = [
+    "Action",
+    "ActionError",
+    "ActionKind",
+    "Direction",
+    "GtPipelineError",
+    "NotSplittableError",
+    "ScheduleError",
+    "StageLayoutError",
+    "StageNamesError",
+    "TiedParametersError",
+    "__version__",
+    "parse_action",
+]
 
 __version__ = "0.1.0"

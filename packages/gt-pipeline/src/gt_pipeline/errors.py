@@ -4,40 +4,82 @@
 
     Exception
     └── GtPipelineError
+        ├── StageLayoutError        (ValueError)    stages, ranks and layers that do not fit
+        ├── StageNamesError         (ValueError)    names that do not say where a parameter goes
+        ├── TiedParametersError     (ValueError)    one parameter under names of several stages
+        ├── NotSplittableError      (ValueError)    stages that do not compute what the model does
         ├── ActionError             (ValueError)    what is no action of a pipeline schedule
         └── ScheduleError           (ValueError)    a schedule that does not exist or cannot run
+
+Errors about what was asked for list everything that is wrong with it, in ``problems``. All can be
+pickled, so that they can cross processes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-__all__ = ["ActionError", "GtPipelineError", "ScheduleError"]
+__all__ = [
+    "ActionError",
+    "GtPipelineError",
+    "NotSplittableError",
+    "ScheduleError",
+    "StageLayoutError",
+    "StageNamesError",
+    "TiedParametersError",
+]
 
 
 class GtPipelineError(Exception):
     """Base of every error that gt-pipeline raises on purpose."""
 
 
-class ActionError(GtPipelineError, ValueError):
-    """What is no action of a pipeline schedule; the message lists every reason."""
+class _ProblemsError(GtPipelineError):
+    """What the errors that list problems have in common; never raised itself.
+
+    Args:
+        what: what was asked for, the beginning of the message.
+        problems: what is wrong with it, a sentence each, with what is allowed.
+    """
 
     def __init__(self, *, what: str, problems: Iterable[str]) -> None:
         self.what = what
         self.problems: tuple[str, ...] = tuple(problems)
         super().__init__(what, self.problems)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_rebuild, (type(self), self.what, self.problems))
+
+    def __str__(self) -> str:
+        return "\n  - ".join([f"{self.what}:", *self.problems])
+
+
+class StageLayoutError(_ProblemsError, ValueError):
+    """Stages, ranks and layers that do not fit together; every reason is listed."""
+
+
+class StageNamesError(_ProblemsError, ValueError):
+    """Names that do not say where each parameter goes; every one is listed."""
+
+
+class TiedParametersError(_ProblemsError, ValueError):
+    """One parameter stands under names of several stages, and no shared group declares it."""
+
+
+class NotSplittableError(_ProblemsError, ValueError):
+    """The stages, run one after the other, do not compute what the model computes."""
+
+
+class ActionError(_ProblemsError, ValueError):
+    """What is no action of a pipeline schedule; the message lists every reason."""
 
     def __str__(self) -> str:
         return "\n  - ".join([f"{self.what} is no action of a pipeline:", *self.problems])
 
 
-class ScheduleError(GtPipelineError, ValueError):
+class ScheduleError(_ProblemsError, ValueError):
     """A schedule that does not exist or cannot run; the message lists every reason."""
 
-    def __init__(self, *, what: str, problems: Iterable[str]) -> None:
-        self.what = what
-        self.problems: tuple[str, ...] = tuple(problems)
-        super().__init__(what, self.problems)
 
-    def __str__(self) -> str:
-        return "\n  - ".join([f"{self.what}:", *self.problems])
+def _rebuild(kind: type[_ProblemsError], what: str, problems: tuple[str, ...]) -> _ProblemsError:
+    return kind(what=what, problems=problems)

@@ -1,0 +1,1 @@
+"""Splitting a model into pipeline stages; imports torch alone, so that any trainer can take it."""
