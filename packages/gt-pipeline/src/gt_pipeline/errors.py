@@ -9,7 +9,12 @@
         ├── TiedParametersError     (ValueError)    one parameter under names of several stages
         ├── NotSplittableError      (ValueError)    stages that do not compute what the model does
         ├── ActionError             (ValueError)    what is no action of a pipeline schedule
-        └── ScheduleError           (ValueError)    a schedule that does not exist or cannot run
+        ├── ScheduleError           (ValueError)    a schedule that does not exist or cannot run
+        ├── StageCaptureError       (ValueError)    a module that cannot be captured as a stage
+        ├── StageCutError           (ValueError)    a stage's graph that cannot be cut into actions
+        ├── StageGraphError                         a stage's graph that is broken after a pass
+        ├── StageInputError         (ValueError)    a microbatch that is not as the captured one
+        └── StageOrderError         (RuntimeError)  a stage's methods called in an impossible order
 
 Errors about what was asked for list everything that is wrong with it, in ``problems``. All can be
 pickled, so that they can cross processes.
@@ -24,8 +29,13 @@ __all__ = [
     "GtPipelineError",
     "NotSplittableError",
     "ScheduleError",
+    "StageCaptureError",
+    "StageCutError",
+    "StageGraphError",
+    "StageInputError",
     "StageLayoutError",
     "StageNamesError",
+    "StageOrderError",
     "TiedParametersError",
 ]
 
@@ -79,6 +89,26 @@ class ActionError(_ProblemsError, ValueError):
 
 class ScheduleError(_ProblemsError, ValueError):
     """A schedule that does not exist or cannot run; the message lists every reason."""
+
+
+class StageCaptureError(_ProblemsError, ValueError):
+    """A module that has not the form of a pipeline stage; every reason is listed."""
+
+
+class StageCutError(_ProblemsError, ValueError):
+    """A stage's graph in which one action would need what only a later one makes."""
+
+
+class StageGraphError(_ProblemsError):
+    """The verifier found a stage's graph broken; every problem is listed."""
+
+
+class StageInputError(_ProblemsError, ValueError):
+    """A microbatch that differs from the captured one in structure, shape or dtype."""
+
+
+class StageOrderError(GtPipelineError, RuntimeError):
+    """A stage's methods were called in an order in which they cannot work."""
 
 
 def _rebuild(kind: type[_ProblemsError], what: str, problems: tuple[str, ...]) -> _ProblemsError:

@@ -49,6 +49,7 @@ def trace_step(
     input_preparers: Sequence[InputPreparer] = (),
     constants: ConstantPolicy = "error",
     meta_device: torch.device | str = "meta",
+    fake_mode: FakeTensorMode | None = None,
 ) -> Callable[..., TracedStep]:
     """Capture ``fn``, a training step, as one graph.
 
@@ -67,6 +68,8 @@ def trace_step(
             "allow" freezes its present value into the graph.
         meta_device: what tensors on the meta device stand for. A model too large for this
             machine is built on meta and captured as if it were on that device.
+        fake_mode: of all fake values, with a shape environment. Captures whose graphs shall be
+            joined to one need the same (``TracedStep.fake_mode`` of the first). None: a new one.
 
     Returns:
         A function of the step's example arguments that returns the ``TracedStep``. Arguments are
@@ -84,9 +87,9 @@ def trace_step(
             inputs = preparer.before_faking(inputs)
         flat = FlatInputs.of(fn, collect_state(module, optimizer), inputs)
         step = _TracedFunction(fn, flat, optimizer, input_preparers)
-        fake_mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
-        fakes = flat.fake(fake_mode, torch.device(meta_device))
-        with _tracing_contexts(fake_mode, module):
+        mode = fake_mode or FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+        fakes = flat.fake(mode, torch.device(meta_device))
+        with _tracing_contexts(mode, module):
             graph_module: GraphModule = make_fx(step, record_stack_traces=True)(*fakes)
         inherit_annotations(graph_module)
         names = flat.graph_inputs()
@@ -99,7 +102,7 @@ def trace_step(
             graph_module=graph_module,
             inputs=names,
             example_inputs=tuple(fakes),
-            fake_mode=fake_mode,
+            fake_mode=mode,
             state=tuple(slot.entry for slot in flat.slots),
             state_layouts=flat.state_layouts,
             arguments=flat.signatures(fakes),

@@ -51,7 +51,7 @@ class OrderConstraints:
         found: list[tuple[int, ...]] = []
         last_barrier: int | None = None
         for i, node in enumerate(nodes):
-            before = {index[each]: None for each in self._all_earlier(node) if each in index}
+            before = {index[each]: None for each in self.earlier(node) if each in index}
             if last_barrier is not None:
                 before[last_barrier] = None
             if node in self._barriers:
@@ -60,7 +60,8 @@ class OrderConstraints:
             found.append(tuple(sorted(before)))
         return found
 
-    def _all_earlier(self, node: Node) -> Iterator[Node]:
+    def earlier(self, node: Node) -> Iterator[Node]:
+        """What must come before one node, barriers aside. With repetitions."""
         yield from node.all_input_nodes
         yield from self._earlier.get(node, ())
 
