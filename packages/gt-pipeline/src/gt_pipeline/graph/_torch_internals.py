@@ -1,0 +1,24 @@
+"""The private PyTorch symbols behind stage graphs, in one place, each with its reason."""
+
+from __future__ import annotations
+
+# Fake tensors stand in for parameters and microbatches while a stage is captured; stages whose
+# graphs are joined share one mode. No public constructor exists.
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+# Data-dependent sizes need a shape environment; there is no public one.
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+# Code for a graph that takes its inputs in a list and empties it, so that what a microbatch saved
+# is freed while its backward runs. No public way exists.
+from torch.fx.graph import _BoxedCodeGen as BoxedCodeGen
+
+# The tree functions of torch itself: the same registrations as every other torch tracer.
+from torch.utils import _pytree as pytree
+
+__all__ = ["BoxedCodeGen", "FakeTensorMode", "ShapeEnv", "new_fake_mode", "pytree"]
+
+
+def new_fake_mode() -> FakeTensorMode:
+    """A mode for captures whose graphs shall be joined to one."""
+    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())

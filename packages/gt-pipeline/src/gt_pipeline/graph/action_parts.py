@@ -1,0 +1,137 @@
+"""Which action runs which node of a stage's joint graph.
+
+Nothing is recognized by its shape. FSDP's collectives say what they are (``gt.fsdp_collective``),
+forward and backward too (``gt.phase``), which also keeps what memory policies decided: a node that
+they compute again is a backward node. What the gradients of the stage's inputs need is dI, the rest
+of the backward dW.
+
+A part may need what earlier parts make, never the other way round: neither as an argument, nor
+through memory that is written to, random numbers, or the host's reading of device memory. All such
+bonds of the joint graph are checked, and each that a cut would break is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from enum import IntEnum
+from operator import getitem
+
+import torch
+from torch.fx import GraphModule, Node
+
+from gt_config.node_keys import FsdpCollectiveAnnotation
+from gt_passes.ep_overlap.order_constraints import OrderConstraints
+from gt_pipeline.errors import StageCutError
+from gt_trace import phase_of, read_annotation
+
+__all__ = ["Part", "assign_parts"]
+
+_MOST_PROBLEMS = 8
+
+
+class Part(IntEnum):
+    """The parts of a joint graph, in the order in which a microbatch meets them."""
+
+    UNSHARD = 0
+    FORWARD = 1
+    BACKWARD_INPUT = 2
+    BACKWARD_WEIGHT = 3
+    REDUCE_GRAD = 4
+
+
+def assign_parts(
+    graph_module: GraphModule, *, input_gradients: Sequence[Node], subject: str
+) -> dict[Node, Part]:
+    """The part of every node that computes something.
+
+    Args:
+        graph_module: a stage's joint graph.
+        input_gradients: those of its results that leave for the stage before.
+        subject: whose graph it is, for messages.
+
+    Raises:
+        StageCutError: an earlier part would need what a later one makes.
+    """
+    constraints = OrderConstraints(graph_module)
+    nodes = [n for n in graph_module.graph.nodes if n.op not in ("placeholder", "output")]
+    parts: dict[Node, Part] = {}
+    reduced: set[Node] = set()
+    for node in nodes:
+        parts[node] = _part(node, parts, reduced)
+        if parts[node] is Part.REDUCE_GRAD:
+            reduced.add(node)
+    for node in _needed_for(input_gradients, nodes, parts, constraints):
+        parts[node] = Part.BACKWARD_INPUT
+    for node in nodes:
+        if node.target is getitem and parts[node] is Part.BACKWARD_WEIGHT:
+            parts[node] = parts[node.all_input_nodes[0]]  # a tuple does not cross
+    problems = [*_broken_bonds(nodes, parts, constraints)]
+    if problems:
+        raise StageCutError(
+            what=f"the graph of {subject} cannot be cut into actions",
+            problems=_shortened(problems),
+        )
+    return parts
+
+
+def _part(node: Node, parts: Mapping[Node, Part], reduced: set[Node]) -> Part:
+    sources = [source for source in node.all_input_nodes if source in parts]
+    if node.target is getitem and sources:
+        return parts[sources[0]]  # a tuple does not cross
+    if any(source in reduced for source in sources):
+        return Part.REDUCE_GRAD  # as the sum of two reduced gradients of one parameter
+    collective = read_annotation(node, FsdpCollectiveAnnotation)
+    if collective is not None and collective.kind == "unshard":
+        return Part.UNSHARD
+    if collective is not None and not _is_leading_cast(node):
+        return Part.REDUCE_GRAD
+    return Part.BACKWARD_WEIGHT if phase_of(node) == "backward" else Part.FORWARD
+
+
+def _is_leading_cast(node: Node) -> bool:
+    """The cast to the dtype of reduction belongs to the backward: gradients accumulate in it.
+
+    So do FSDP2's (torch/distributed/fsdp/_fully_shard/_fsdp_param.py, ``to_accumulated_grad``).
+    """
+    return node.target is torch.ops.aten._to_copy.default
+
+
+def _needed_for(
+    results: Iterable[Node],
+    nodes: Sequence[Node],
+    parts: Mapping[Node, Part],
+    constraints: OrderConstraints,
+) -> set[Node]:
+    """The backward nodes that ``results`` cannot do without, whatever binds them."""
+    predecessors = constraints.predecessors(nodes)
+    index = {node: i for i, node in enumerate(nodes)}
+    found: set[int] = set()
+    pending = [index[node] for node in results if node in index]
+    while pending:
+        i = pending.pop()
+        if i in found or parts[nodes[i]] is not Part.BACKWARD_WEIGHT:
+            continue
+        found.add(i)
+        pending.extend(predecessors[i])
+    return {nodes[i] for i in found}
+
+
+def _broken_bonds(
+    nodes: Sequence[Node], parts: Mapping[Node, Part], constraints: OrderConstraints
+) -> Iterator[str]:
+    # Not across barriers: FSDP's own collectives go where the schedule says, on all ranks alike,
+    # and the order of the others is that of the joint graph within each part.
+    for node in nodes:
+        for earlier in constraints.earlier(node):
+            if earlier in parts and parts[earlier] > parts[node]:
+                yield (
+                    f"{node.name} ({node.target}) is part of {parts[node].name}, and must run "
+                    f"after {earlier.name} ({earlier.target}), which is part of "
+                    f"{parts[earlier].name}"
+                )
+
+
+def _shortened(problems: Sequence[str]) -> list[str]:
+    if len(problems) <= _MOST_PROBLEMS:
+        return list(problems)
+    return [*problems[:_MOST_PROBLEMS], f"and {len(problems) - _MOST_PROBLEMS} more"]

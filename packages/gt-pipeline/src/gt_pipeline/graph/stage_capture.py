@@ -1,0 +1,355 @@
+"""Capture of one pipeline stage: one microbatch's forward and backward as one graph.
+
+The step that is captured is a vector-Jacobian product: of parameters, what enters the stage, and
+the gradients of what leaves it, it makes what leaves, the gradients of what entered, and those of
+the parameters. The last stage has the loss inside. One microbatch stands for all; it consists of
+shapes, and no kernel runs for it. ``gt_trace.trace_step`` records it, so that a stage's operators,
+annotations and bits are those of a whole step's (docs/decisions/0010-stage-capture.md).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from gt_passes import (
+    CanonicalizeViews,
+    MergeWaits,
+    PassContext,
+    PassPipeline,
+    RemoveDeadCode,
+    ShareAllGathers,
+)
+from gt_pipeline.errors import StageCaptureError
+from gt_pipeline.graph._torch_internals import FakeTensorMode, new_fake_mode, pytree
+from gt_pipeline.graph.slots import Slot
+from gt_pipeline.runner.stage_protocol import MicrobatchInputs, TensorSignature
+from gt_trace import GraphInput, InputPreparer, TensorLayout, TracedStep, phase, trace_step
+
+__all__ = ["StageCapture", "StageLoss", "capture_stage"]
+
+StageLoss = Callable[[Any, Any], Any]
+"""(what the module returns, target) -> the loss of one microbatch, of shape (), alone or first in
+a tuple of tensors. The others are returned to the caller beside the loss, without gradient."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageCapture:
+    """A stage's joint graph, and what goes in and out."""
+
+    traced: TracedStep
+    """Passes that need forward and backward together (memory policies, chunks for EP overlap) edit
+    its graph before it is cut."""
+
+    stage_index: int
+    num_stages: int
+    input_signature: tuple[TensorSignature, ...]
+    output_signature: tuple[TensorSignature, ...]
+
+    inputs: tuple[Slot, ...]
+    """One for each placeholder of the graph."""
+
+    results: tuple[Slot | None, ...]
+    """One for each output of the graph; None where there is no gradient."""
+
+    num_args: int
+    """Positional arguments of the module that come from the caller's microbatch."""
+
+    kwarg_names: tuple[str, ...]
+    """Keyword arguments of the module, from the same."""
+
+    has_target: bool
+    """Whether the loss is inside, and the graph takes the microbatch's target."""
+
+    differentiates: bool
+    """Whether there is a backward."""
+
+    gradient_layouts: Mapping[str, TensorLayout] = field(default_factory=dict)
+    """By parameter: how its gradient's plain tensors make the gradient. Those without gradient are
+    missing."""
+
+
+def capture_stage(
+    module: nn.Module,
+    *,
+    stage_index: int,
+    num_stages: int,
+    activations: Sequence[Tensor | TensorSignature] = (),
+    inputs: MicrobatchInputs | None = None,
+    loss_fn: StageLoss | None = None,
+    device: torch.device | str = "cpu",
+    differentiate: bool = True,
+    input_preparers: Sequence[InputPreparer] = (),
+    fake_mode: FakeTensorMode | None = None,
+    verify: bool = True,
+) -> StageCapture:
+    """Capture forward and backward of a stage for one microbatch.
+
+    Args:
+        module: the stage's part of the model, parallelized or not; parameters may be on meta.
+        stage_index: position in the model, from 0.
+        num_stages: of the whole pipeline.
+        activations: what the stage before sends, or only its shapes and dtypes; empty for the first
+            stage. They become the module's leading positional arguments. DTensors travel as their
+            local tensors: give them as DTensors here.
+        inputs: a microbatch as the runner gives it, of real tensors or such on meta. The stage
+            takes what concerns it: the first stage ``args``, every stage the ``kwargs`` that its
+            module accepts, one with a loss ``target``.
+        loss_fn: of the last stage: becomes part of its forward. None for a last stage that returns
+            what its module returns.
+        device: what tensors on meta stand for.
+        differentiate: whether to capture a backward; False for evaluation.
+        input_preparers: as for ``gt_trace.trace_step``.
+        fake_mode: as for ``gt_trace.trace_step``; the same for all stages of a rank, so that their
+            graphs can overlap.
+        verify: whether to verify the graph, as captured and cleaned up.
+
+    Raises:
+        StageCaptureError: the stage has not the form of one; every reason is listed.
+        gt_trace.CaptureError: it cannot be captured faithfully.
+        gt_passes.VerificationError: the graph is broken.
+    """
+    microbatch = inputs or MicrobatchInputs()
+    problems = _layout_problems(stage_index, num_stages, activations, loss_fn)
+    if problems:
+        raise StageCaptureError(what=f"stage {stage_index} cannot be captured", problems=problems)
+    fake_mode = fake_mode or new_fake_mode()
+    entering = tuple(_example(activation) for activation in activations)
+    args = microbatch.args if stage_index == 0 else ()
+    kwargs = {n: microbatch.kwargs[n] for n in _accepted(module, microbatch.kwargs)}
+    target = microbatch.target if loss_fn is not None else None
+    stage = _Stage(module, loss_fn, stage_index)
+
+    def trace(function: Callable[..., Any], gradients: tuple[Tensor, ...]) -> TracedStep:
+        capture = trace_step(
+            function,
+            module=module,
+            input_preparers=input_preparers,
+            meta_device=device,
+            fake_mode=fake_mode,
+        )
+        with torch.enable_grad():
+            return capture(entering, args, kwargs, target, gradients)
+
+    # What leaves the stage is known after its forward, and the gradients of that enter the graph.
+    traced = trace(stage.forward, ())
+    if differentiate:
+        arriving = tuple(
+            torch.empty(each.shape, dtype=each.dtype, device="meta")
+            for each in stage.output_signature
+            if each.requires_grad
+        )
+        traced = trace(stage.forward_and_backward, arriving)
+    _clean_up(traced, verify=verify)
+    return StageCapture(
+        traced=traced,
+        stage_index=stage_index,
+        num_stages=num_stages,
+        input_signature=tuple(map(_signature, entering)),
+        output_signature=stage.output_signature,
+        inputs=tuple(map(_input_slot, traced.inputs)),
+        results=tuple(_result_slots(traced, stage)),
+        num_args=len(args),
+        kwarg_names=tuple(kwargs),
+        has_target=loss_fn is not None,
+        differentiates=differentiate,
+        gradient_layouts=_gradient_layouts(traced, stage),
+    )
+
+
+class _Stage:
+    """The functions that are traced, and what they find out about the stage."""
+
+    def __init__(self, module: nn.Module, loss_fn: StageLoss | None, stage_index: int) -> None:
+        self._module = module
+        self._loss_fn = loss_fn
+        self._stage_index = stage_index
+        self.output_signature: tuple[TensorSignature, ...] = ()
+        self.num_input_gradients = 0
+        self.parameter_names: tuple[str, ...] = ()
+        """Of those that gradients are asked for."""
+
+    def forward(
+        self,
+        activations: tuple[Tensor, ...],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        target: Any,
+        output_gradients: tuple[Tensor, ...],
+    ) -> list[Tensor]:
+        """What leaves the stage, as plain tensors."""
+        result = self._module(*activations, *args, **kwargs)
+        if self._loss_fn is not None:
+            with phase("loss"):
+                result = self._loss_fn(result, target)
+        leaves = pytree.tree_leaves(result)
+        problems = self._result_problems(leaves)
+        if problems:
+            raise StageCaptureError(
+                what=f"stage {self._stage_index} cannot be captured", problems=problems
+            )
+        outputs = [_travelling(leaf) for leaf in leaves]
+        if self._loss_fn is not None:
+            outputs = [outputs[0], *(each.detach() for each in outputs[1:])]
+        self.output_signature = tuple(map(_signature, outputs))
+        return outputs
+
+    def forward_and_backward(
+        self,
+        activations: tuple[Tensor, ...],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        target: Any,
+        output_gradients: tuple[Tensor, ...],
+    ) -> tuple[list[Tensor], list[Tensor], list[Tensor | None]]:
+        """What leaves, the gradients of what entered, and those of the parameters."""
+        outputs = self.forward(activations, args, kwargs, target, output_gradients)
+        named = {n: p for n, p in self._module.named_parameters() if p.requires_grad}
+        entered = [each for each in activations if each.requires_grad]
+        differentiable = [each for each in outputs if each.requires_grad]
+        self.parameter_names = tuple(named)
+        self.num_input_gradients = len(entered)
+        wanted = [*entered, *named.values()]
+        if not differentiable or not wanted:
+            return outputs, [torch.zeros_like(_travelling(e)) for e in entered], [None] * len(named)
+        gradients = torch.autograd.grad(differentiable, wanted, output_gradients, allow_unused=True)
+        leaving = [
+            _travelling_gradient(activation, gradient)
+            for activation, gradient in zip(entered, gradients, strict=False)
+        ]
+        return outputs, leaving, list(gradients[len(entered) :])
+
+    def _result_problems(self, leaves: list[Any]) -> list[str]:
+        problems = [
+            f"it returns a {type(leaf).__name__}; return tensors, alone or in tuples"
+            for leaf in leaves
+            if not isinstance(leaf, Tensor)
+        ]
+        if self._loss_fn is not None and not problems and (not leaves or leaves[0].dim() != 0):
+            found = f"of shape {list(leaves[0].shape)}" if leaves else "missing"
+            problems.append(f"the loss is {found}; reduce it to one number of shape ()")
+        return problems or ([] if leaves else ["it returns nothing"])
+
+
+def _clean_up(traced: TracedStep, *, verify: bool) -> None:
+    """What every recipe begins with, before the graph is cut.
+
+    A value that nobody reads would be saved, and a wait for a wait would be cut off from the first.
+    """
+    static_inputs = traced.inputs[: traced.num_static_inputs]
+    context = PassContext(
+        fake_mode=traced.fake_mode, static_input_names=tuple(each.name for each in static_inputs)
+    )
+    passes = [RemoveDeadCode(), MergeWaits(), CanonicalizeViews(), ShareAllGathers()]
+    PassPipeline(passes, context=context, verify=verify).run(traced.graph_module)
+
+
+def _layout_problems(
+    stage_index: int,
+    num_stages: int,
+    activations: Sequence[Tensor | TensorSignature],
+    loss_fn: StageLoss | None,
+) -> list[str]:
+    problems: list[str] = []
+    if not 0 <= stage_index < num_stages:
+        problems.append(f"stage_index is {stage_index}; allowed: 0 to {num_stages - 1}")
+    if stage_index == 0 and activations:
+        problems.append(
+            f"it is the first stage and was given {len(activations)} activations; give "
+            "inputs=MicrobatchInputs(args=...)"
+        )
+    if stage_index > 0 and not activations:
+        problems.append("no activations were given; the stage before it sends some")
+    if loss_fn is not None and stage_index != num_stages - 1:
+        problems.append(f"it has a loss and is not the last of {num_stages} stages")
+    return problems
+
+
+def _example(activation: Tensor | TensorSignature) -> Tensor:
+    if isinstance(activation, Tensor):
+        example = activation.detach()
+        return example.requires_grad_(activation.requires_grad)
+    example = torch.empty(activation.shape, dtype=activation.dtype, device="meta")
+    return example.requires_grad_(activation.requires_grad)
+
+
+def _accepted(module: nn.Module, kwargs: Mapping[str, Any]) -> list[str]:
+    """Which keyword arguments the module's forward takes."""
+    parameters = inspect.signature(module.forward).parameters
+    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
+        return list(kwargs)
+    return [name for name in kwargs if name in parameters]
+
+
+def _signature(tensor: Tensor) -> TensorSignature:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return TensorSignature(
+        shape=tuple(local.shape), dtype=local.dtype, requires_grad=tensor.requires_grad
+    )
+
+
+def _travelling(tensor: Tensor) -> Tensor:
+    """A tensor between stages is plain: of a DTensor, this rank's part."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    return tensor.to_local(grad_placements=_gradient_placements(tensor))
+
+
+def _gradient_placements(tensor: DTensor) -> list[Any]:
+    """Of the gradient that travels: as the tensor, and whole where that is partial."""
+    return [Replicate() if each.is_partial() else each for each in tensor.placements]
+
+
+def _travelling_gradient(activation: Tensor, gradient: Tensor | None) -> Tensor:
+    if gradient is None:
+        return torch.zeros_like(_travelling(activation))
+    if not isinstance(gradient, DTensor):
+        return gradient
+    assert isinstance(activation, DTensor)  # autograd gives a DTensor for a DTensor
+    placed = gradient.redistribute(placements=_gradient_placements(activation))
+    return placed.to_local()
+
+
+def _input_slot(graph_input: GraphInput) -> Slot:
+    if graph_input.kind == "parameter":
+        return Slot(kind="parameter", name=graph_input.name, leaf=graph_input.leaf)
+    if graph_input.kind == "buffer":
+        return Slot(kind="buffer", name=graph_input.name, leaf=graph_input.leaf)
+    arriving = graph_input.name.startswith("output_gradients[")
+    return Slot(
+        kind="output_gradient" if arriving else "argument",
+        name=graph_input.name,
+        leaf=graph_input.leaf,
+    )
+
+
+def _result_slots(traced: TracedStep, stage: _Stage) -> list[Slot | None]:
+    slots: list[Slot | None] = [
+        Slot(kind="output", name=f"outputs[{i}]") for i in range(len(stage.output_signature))
+    ]
+    slots += [
+        Slot(kind="input_gradient", name=f"input_gradients[{i}]")
+        for i in range(stage.num_input_gradients)
+    ]
+    for name, layout in _parameter_layouts(traced, stage):
+        if layout is None:
+            slots.append(None)
+            continue
+        slots += [Slot(kind="gradient", name=name, leaf=leaf) for leaf in range(layout.num_leaves)]
+    return slots
+
+
+def _gradient_layouts(traced: TracedStep, stage: _Stage) -> dict[str, TensorLayout]:
+    return {n: layout for n, layout in _parameter_layouts(traced, stage) if layout is not None}
+
+
+def _parameter_layouts(traced: TracedStep, stage: _Stage) -> list[tuple[str, TensorLayout | None]]:
+    num_leading = len(stage.output_signature) + stage.num_input_gradients
+    layouts = traced.output_layouts[num_leading:]
+    return list(zip(stage.parameter_names, layouts, strict=True))
