@@ -41,6 +41,9 @@ def only(config=None, topology=TOPOLOGY, known_passes=KNOWN):
     return violation
 
 
+NUM_CHUNKS = "--compile.ep_overlap.num_chunks"
+
+
 def mesh(**changes):
     return dataclasses.replace(TOPOLOGY, **changes)
 
@@ -97,7 +100,7 @@ def test_lists_every_violation_at_once_with_its_exact_text():
         "     fix: use --compile.ep_overlap.module_fqn 'layers.*.moe', or chunk_dim batch\n"
         "  9. --training.seq_len is 130\n"
         "     allowed: a multiple of 6, for 2 equal chunks on each of 3 sequence shards\n"
-        "     fix: use 132, or another --compile.ep_overlap.num_chunks"
+        "     fix: use 132"
     )
     assert len(error.value.violations) == 9
 
@@ -666,8 +669,14 @@ def test_refuses_a_batch_that_does_not_split_into_equal_chunks(batch_size):
         flag="--training.local_batch_size",
         value=batch_size,
         allowed="a multiple of 2, for 2 equal chunks",
-        fix=f"use {batch_size + 1}, or another --compile.ep_overlap.num_chunks",
+        fix=f"use {batch_size + 1}" + ("" if batch_size == 1 else f", or {NUM_CHUNKS} 3"),
     )
+
+
+def test_refuses_more_chunks_than_samples_and_offers_the_nearest_number_that_fits():
+    topology = dataclasses.replace(EP_TOPOLOGY, batch_size=6)
+    assert only(overlap(num_chunks=8), topology).fix == f"use 8, or {NUM_CHUNKS} 6"
+    assert only(overlap(num_chunks=4), topology).fix == f"use 8, or {NUM_CHUNKS} 3"
 
 
 def test_offers_no_other_number_of_chunks_where_there_is_none():
@@ -682,10 +691,42 @@ def test_refuses_a_sequence_that_does_not_split_into_equal_chunks_on_each_shard(
         flag="--training.seq_len",
         value=12,
         allowed="a multiple of 8, for 2 equal chunks on each of 4 sequence shards",
-        fix="use 16, or another --compile.ep_overlap.num_chunks",
+        fix=f"use 16, or {NUM_CHUNKS} 3",
     )
     whole = dataclasses.replace(topology, sequence_parallel=False)
     assert found(config, whole) == ()
+
+
+@pytest.mark.parametrize(
+    ("degree", "flag"),
+    [("pp", "pipeline_parallel_degree"), ("cp", "context_parallel_degree")],
+)
+def test_ep_overlap_is_refused_with_pipelines_and_with_context_parallelism(degree, flag):
+    topology = dataclasses.replace(EP_TOPOLOGY, world=2 * EP_TOPOLOGY.world, **{degree: 2})
+    (violation,) = (
+        each for each in found(overlap(), topology) if each.flag == "--compile.ep_overlap.enabled"
+    )
+    assert violation == Violation(
+        flag="--compile.ep_overlap.enabled",
+        value=True,
+        allowed=f"True only with --parallelism.{flag} 1; it is 2: "
+        "the two have not been tested together",
+        fix=f"use --parallelism.{flag} 1, or turn EP overlap off",
+    )
+
+
+def test_ep_overlap_is_refused_with_what_only_a_gpu_can_prove():
+    config = dataclasses.replace(overlap(), cuda_graphs=True, async_tensor_parallel=True)
+    topology = dataclasses.replace(EP_TOPOLOGY, world=2 * EP_TOPOLOGY.world, tp=2)
+    assert found(config, topology) == tuple(
+        Violation(
+            flag=f"--compile.{name}",
+            value=True,
+            allowed="False with EP overlap: no GPU has run the two together yet",
+            fix="leave the flag out, or turn EP overlap off",
+        )
+        for name in ("cuda_graphs", "async_tensor_parallel")
+    )
 
 
 @pytest.mark.parametrize(

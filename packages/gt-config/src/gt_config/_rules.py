@@ -465,10 +465,50 @@ def _ep_overlap_chunks_are_equal(subject: Subject) -> Iterator[Violation]:
     if extent % divisor == 0:
         return
     over = f" on each of {shards} sequence shards" if shards > 1 else ""
-    other = "" if overlap.strategy == "eager" else ", or another --compile.ep_overlap.num_chunks"
     yield _violation(
         subject,
         path,
         allowed=f"a multiple of {divisor}, for {overlap.num_chunks} equal chunks{over}",
-        fix=f"use {_round_up(extent, divisor)}{other}",
+        fix=f"use {_round_up(extent, divisor)}{_other_number_of_chunks(overlap, extent, shards)}",
     )
+
+
+def _other_number_of_chunks(overlap: EpOverlapConfig, extent: int, shards: int) -> str:
+    """The nearest that cuts the extent into equal chunks, in words; nothing if none does."""
+    if overlap.strategy == "eager" or extent % shards:
+        return ""
+    fitting = [n for n in range(2, extent // shards + 1) if extent % (n * shards) == 0]
+    if not fitting:
+        return ""
+    nearest = min(fitting, key=lambda n: abs(n - overlap.num_chunks))
+    return f", or {flag_of('config.ep_overlap.num_chunks')} {nearest}"
+
+
+@_rule("config.ep_overlap.enabled", "topology.pp", "topology.cp")
+def _ep_overlap_of_whole_models_and_sequences(subject: Subject) -> Iterator[Violation]:
+    if not subject.config.ep_overlap.enabled:
+        return
+    for path in ("topology.pp", "topology.cp"):
+        degree = value_at(subject, path)
+        if degree > 1:
+            yield _violation(
+                subject,
+                "config.ep_overlap.enabled",
+                allowed=f"True only with {flag_of(path)} 1; it is {degree}: "
+                "the two have not been tested together",
+                fix=f"use {flag_of(path)} 1, or turn EP overlap off",
+            )
+
+
+@_rule("config.ep_overlap.enabled", "config.cuda_graphs", "config.async_tensor_parallel")
+def _ep_overlap_without_what_only_gpus_can_prove(subject: Subject) -> Iterator[Violation]:
+    if not subject.config.ep_overlap.enabled:
+        return
+    for path in ("config.cuda_graphs", "config.async_tensor_parallel"):
+        if value_at(subject, path):
+            yield _violation(
+                subject,
+                path,
+                allowed="False with EP overlap: no GPU has run the two together yet",
+                fix="leave the flag out, or turn EP overlap off",
+            )
