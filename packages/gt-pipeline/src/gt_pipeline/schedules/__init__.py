@@ -1,10 +1,48 @@
-"""Pipeline schedules as data: build, check, lower, simulate and draw them. Imports torch alone."""
+"""Pipeline schedules as data: build, check, lower, simulate and draw them. Imports torch alone.
+
+::
+
+    schedule = schedule_of("DualPipeV", num_ranks=4, num_stages=8, num_microbatches=16)
+    timeline = simulate(schedule, ActionCosts(overlap_f_b=2.5))
+    print(timeline.makespan, timeline.bubble, timeline.peak_live)
+"""
 
 from gt_pipeline.schedules.actions import Action, ActionKind, Direction, parse_action
+from gt_pipeline.schedules.costs import UNIT_COSTS, ActionCosts, CostModel
+from gt_pipeline.schedules.liveness import peak_live
+from gt_pipeline.schedules.lowered_checks import check_lowered, lowered_problems
+from gt_pipeline.schedules.lowering import lower
+from gt_pipeline.schedules.rank_lists import LANES, Lane, Span
+from gt_pipeline.schedules.schedule import LoweredSchedule, Schedule, StageStyle, forward_only
+from gt_pipeline.schedules.schedule_checks import check_schedule, schedule_problems
+from gt_pipeline.schedules.schedule_rules import SCHEDULE_NAMES, check_sizes
+from gt_pipeline.schedules.schedule_tables import schedule_of
+from gt_pipeline.schedules.simulation import Timeline, simulate
 
 __all__ = [
+    "LANES",
+    "SCHEDULE_NAMES",
+    "UNIT_COSTS",
     "Action",
+    "ActionCosts",
     "ActionKind",
+    "CostModel",
     "Direction",
+    "Lane",
+    "LoweredSchedule",
+    "Schedule",
+    "Span",
+    "StageStyle",
+    "Timeline",
+    "check_lowered",
+    "check_schedule",
+    "check_sizes",
+    "forward_only",
+    "lower",
+    "lowered_problems",
     "parse_action",
+    "peak_live",
+    "schedule_of",
+    "schedule_problems",
+    "simulate",
 ]

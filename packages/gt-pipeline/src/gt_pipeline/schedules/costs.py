@@ -1,0 +1,95 @@
+"""How long each kind of action takes, for ordering and simulating schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import TypeAlias
+
+from gt_pipeline.errors import ScheduleError
+from gt_pipeline.schedules.actions import Action, ActionKind
+
+__all__ = ["UNIT_COSTS", "ActionCosts", "CostModel"]
+
+CostModel: TypeAlias = Callable[[Action], float]
+"""The time that an action takes, in any one unit. ``ActionCosts`` is one; a function that looks at
+the stage, or the ``__getitem__`` of a dictionary of measurements, is another."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActionCosts:
+    """The same cost for every action of a kind, in any one unit of time.
+
+    By default every computation takes one unit (so a whole backward, dI + dW, takes two), and
+    communication takes none: what published formulas count.
+
+    Raises:
+        ScheduleError: costs that are negative; lists each of them.
+    """
+
+    forward: float = 1.0
+    backward_input: float = 1.0
+    backward_weight: float = 1.0
+    full_backward: float | None = None
+    """None: dI + dW."""
+
+    overlap_f_b: float | None = None
+    """Of a forward with a whole backward. None: their sum, as if nothing were gained."""
+
+    overlap_f_i: float | None = None
+    """Of a forward with a dI. None: their sum."""
+
+    transfer: float = 0.0
+    """From the moment at which both ranks are ready to send and receive."""
+
+    unshard: float = 0.0
+    reduce_grad: float = 0.0
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"{field.name} is {value!r}, not a time"
+            for field in fields(self)
+            if (value := getattr(self, field.name)) is not None and not value >= 0
+        ]
+        if problems:
+            raise ScheduleError(what="costs of actions must be 0 or more", problems=problems)
+
+    def __call__(self, action: Action) -> float:
+        """The time that an action takes."""
+        match action.kind:
+            case ActionKind.FORWARD:
+                return self.forward
+            case ActionKind.BACKWARD_INPUT:
+                return self.backward_input
+            case ActionKind.BACKWARD_WEIGHT:
+                return self.backward_weight
+            case ActionKind.FULL_BACKWARD:
+                return self._full_backward
+            case ActionKind.OVERLAP_F_B:
+                return self._overlap(action)
+            case ActionKind.UNSHARD:
+                return self.unshard
+            case ActionKind.REDUCE_GRAD:
+                return self.reduce_grad
+            case ActionKind.RESHARD:
+                return 0.0  # it drops memory and waits for nothing
+            case _:
+                return self.transfer
+
+    @property
+    def _full_backward(self) -> float:
+        if self.full_backward is not None:
+            return self.full_backward
+        return self.backward_input + self.backward_weight
+
+    def _overlap(self, action: Action) -> float:
+        assert action.parts is not None
+        is_full = action.parts[1].kind is ActionKind.FULL_BACKWARD
+        together = self.overlap_f_b if is_full else self.overlap_f_i
+        if together is not None:
+            return together
+        return self.forward + (self._full_backward if is_full else self.backward_input)
+
+
+UNIT_COSTS = ActionCosts()
+"""One unit for F, dI and dW; communication for nothing."""

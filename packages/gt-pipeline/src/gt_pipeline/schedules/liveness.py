@@ -1,0 +1,51 @@
+"""How many forwards' saved values each rank holds at once, read off a schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from gt_pipeline.schedules.actions import Action, ActionKind
+from gt_pipeline.schedules.schedule import Schedule
+
+__all__ = ["live_after_each", "peak_live"]
+
+_RELEASES = (ActionKind.FULL_BACKWARD, ActionKind.BACKWARD_WEIGHT)
+
+
+def peak_live(schedule: Schedule) -> tuple[int, ...]:
+    """The most chunks that are live at once, by rank.
+
+    A chunk is what one stage saves for one microbatch: from its forward until its whole backward,
+    or its dW, is done. Forward and backward of one OVERLAP_F_B are live together. Without any
+    backward nothing is saved, and the answer is 0.
+    """
+    if schedule.is_forward_only:
+        return (0,) * schedule.num_ranks
+    return tuple(_peak(actions) for actions in schedule.compute)
+
+
+def live_after_each(actions: Iterable[Action]) -> list[int]:
+    """How many chunks are live after each action of a rank; others than compute change nothing."""
+    live = 0
+    counts: list[int] = []
+    for action in actions:
+        live += _num_saved(action) - _num_released(action)
+        counts.append(live)
+    return counts
+
+
+def _peak(actions: Iterable[Action]) -> int:
+    live = peak = 0
+    for action in actions:
+        live += _num_saved(action)
+        peak = max(peak, live)
+        live -= _num_released(action)
+    return peak
+
+
+def _num_saved(action: Action) -> int:
+    return sum(part.kind is ActionKind.FORWARD for part in action.compute_parts)
+
+
+def _num_released(action: Action) -> int:
+    return sum(part.kind in _RELEASES for part in action.compute_parts)

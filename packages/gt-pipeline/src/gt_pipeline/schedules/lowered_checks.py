@@ -1,0 +1,146 @@
+"""Whether the lists of a lowered schedule fit together; every violation at once."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+
+from gt_pipeline.errors import ScheduleError
+from gt_pipeline.schedules.actions import Action, ActionKind
+from gt_pipeline.schedules.costs import UNIT_COSTS
+from gt_pipeline.schedules.dependencies import Product, consumed_by, produced_by, transferred_by
+from gt_pipeline.schedules.rank_lists import RankLists
+from gt_pipeline.schedules.schedule import LoweredSchedule, Schedule
+from gt_pipeline.schedules.schedule_checks import schedule_problems
+
+__all__ = ["check_lowered", "list_problems", "lowered_problems"]
+
+
+def check_lowered(lowered: LoweredSchedule) -> None:
+    """Refuse a lowered schedule whose ranks would deadlock, or use what is not there.
+
+    Raises:
+        ScheduleError: lists every violation.
+    """
+    problems = lowered_problems(lowered)
+    if problems:
+        raise ScheduleError(
+            what=f"the lowered schedule {lowered.schedule.name} cannot run", problems=problems
+        )
+
+
+def lowered_problems(lowered: LoweredSchedule) -> tuple[str, ...]:
+    """Everything that is wrong with a lowered schedule; nothing if it can run.
+
+    Checked: what ``schedule_problems`` checks; the lists compute what the schedule computes; each
+    product that changes ranks is sent once after it was made and received once before it is used,
+    and nothing else is; two ranks agree on the order of all transfers between them; if a rank
+    gathers parameters, each stage has them wherever it computes, and drops them; if it reduces
+    gradients, each stage does so once after its last backward; and ranks never wait for each other
+    in a circle, even if every send and receive blocks.
+    """
+    return schedule_problems(lowered.schedule) or list_problems(lowered)
+
+
+def list_problems(lowered: LoweredSchedule) -> tuple[str, ...]:
+    """What ``lowered_problems`` finds, of a schedule that is known to be right."""
+    schedule = lowered.schedule
+    problems: list[str] = []
+    for rank, actions in enumerate(lowered.actions):
+        if tuple(each for each in actions if each.kind.is_compute) != schedule.compute[rank]:
+            problems.append(f"rank {rank} does not compute what the schedule says")
+        problems += [f"rank {rank}: {problem}" for problem in _in_one_list(schedule, rank, actions)]
+    if not problems:
+        problems += _transfer_orders(lowered)
+    if problems:
+        return tuple(problems)  # ranks would be stuck for these reasons
+    return RankLists(schedule.stage_to_rank, lowered.actions, UNIT_COSTS, blocking=True).run()
+
+
+def _in_one_list(schedule: Schedule, rank: int, actions: Sequence[Action]) -> Iterator[str]:
+    for action, count in Counter(actions).items():
+        if count > 1 and action.kind not in (ActionKind.UNSHARD, ActionKind.RESHARD):
+            yield f"{action} stands {count} times in the list"
+    yield from _transfers_of(schedule, rank, actions)
+    if any(each.kind in (ActionKind.UNSHARD, ActionKind.RESHARD) for each in actions):
+        yield from _unshards_of(actions)
+    if any(each.kind is ActionKind.REDUCE_GRAD for each in actions):
+        yield from _reductions_of(schedule, rank, actions)
+
+
+def _transfers_of(schedule: Schedule, rank: int, actions: Sequence[Action]) -> Iterator[str]:
+    place = {action: index for index, action in enumerate(actions)}
+    needed: set[Action] = set()
+    for index, action in enumerate(actions):
+        for part in action.compute_parts:
+            made = produced_by(part, schedule.num_stages)
+            if made is not None and schedule.stage_to_rank[made.consumer_stage] != rank:
+                needed.add(made.send)
+                if place.get(made.send, -1) < index:
+                    yield f"{made.send} is missing after {action}"
+            taken = consumed_by(part, schedule.num_stages)
+            if taken is not None and schedule.stage_to_rank[taken.stage] != rank:
+                needed.add(taken.receive)
+                if place.get(taken.receive, len(actions)) > index:
+                    yield f"{taken.receive} is missing before {action}"
+    for action in actions:
+        if action.kind.is_point_to_point and action not in needed:
+            yield f"{action} moves nothing that has to change ranks"
+
+
+def _unshards_of(actions: Sequence[Action]) -> Iterator[str]:
+    gathered: set[int] = set()
+    for action in actions:
+        match action.kind:
+            case ActionKind.UNSHARD:
+                if action.stage in gathered:
+                    yield f"{action} gathers what is already there"
+                gathered.add(action.stage)
+            case ActionKind.RESHARD:
+                if action.stage not in gathered:
+                    yield f"{action} drops what is not there"
+                gathered.discard(action.stage)
+            case _:
+                for part in action.compute_parts:
+                    if part.stage not in gathered:
+                        yield f"{part} runs without its parameters: no {part.stage}UNSHARD before"
+    for stage in sorted(gathered):
+        yield f"{stage}RESHARD is missing at the end"
+
+
+def _reductions_of(schedule: Schedule, rank: int, actions: Sequence[Action]) -> Iterator[str]:
+    place = {action: index for index, action in enumerate(actions)}
+    for stage in schedule.stages_of_rank(rank):
+        last = max(
+            (
+                index
+                for index, action in enumerate(actions)
+                for part in action.compute_parts
+                if part.stage == stage and part.kind is not ActionKind.FORWARD
+            ),
+            default=-1,
+        )
+        reduction = Action(stage, ActionKind.REDUCE_GRAD)
+        if place.get(reduction, -1) < last:
+            yield f"{reduction} is missing after {actions[last]}, the stage's last backward"
+
+
+def _transfer_orders(lowered: LoweredSchedule) -> Iterator[str]:
+    stage_to_rank = lowered.schedule.stage_to_rank
+    orders: dict[tuple[int, int], list[Product]] = defaultdict(list)
+    for rank, actions in enumerate(lowered.actions):
+        for action in actions:
+            if action.kind.is_point_to_point:
+                moved = transferred_by(action)
+                sender, receiver = stage_to_rank[moved.stage], stage_to_rank[moved.consumer_stage]
+                orders[rank, receiver if rank == sender else sender].append(moved)
+    for (rank, other), order in sorted(orders.items()):
+        if rank > other:
+            continue
+        for place, (one, another) in enumerate(zip(order, orders[other, rank], strict=True)):
+            if one != another:
+                yield (
+                    f"transfer {place} between ranks {rank} and {other} is {one.send} for one "
+                    f"and {another.send} for the other"
+                )
+                break

@@ -1,0 +1,183 @@
+"""From what ranks compute to all that they do: transfers, parameters gathered, gradients reduced.
+
+Source: torch.distributed.pipelining lowers its schedules in the same three steps. This one also
+keeps OVERLAP_F_B whole, hands products over locally where both stages are on one rank, and proves
+what it makes.
+
+**Why nothing can deadlock.** Compute actions of all ranks are put into one order, by the time at
+which they end in a simulation at given costs, and the transfer of a product stands right after the
+action that made it. A rank's list is that order, restricted to what concerns the rank. So every two
+ranks agree on the order of the transfers between them, and each action, in all lists, waits only
+for what stands earlier in one common order: even if sends and receives blocked until their
+counterpart ran, no rank would wait in a circle. The lists are checked for it all the same.
+
+A receive stands before the action that its rank runs while the product is made, so the transfer
+can hide behind that action.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from gt_pipeline.errors import ScheduleError
+from gt_pipeline.schedules.actions import Action, ActionKind
+from gt_pipeline.schedules.compute_order import compute_times
+from gt_pipeline.schedules.costs import UNIT_COSTS, CostModel
+from gt_pipeline.schedules.dependencies import produced_by
+from gt_pipeline.schedules.lowered_checks import list_problems
+from gt_pipeline.schedules.schedule import LoweredSchedule, Schedule
+from gt_pipeline.schedules.schedule_checks import check_schedule
+
+__all__ = ["lower"]
+
+
+def lower(
+    schedule: Schedule,
+    *,
+    unshards: bool,
+    reduces: bool,
+    max_unsharded_stages: int = 3,
+    costs: CostModel = UNIT_COSTS,
+) -> LoweredSchedule:
+    """Add to a schedule what moves data.
+
+    - SEND_F/RECV_F and SEND_B/RECV_B where neighbouring stages are on two ranks. Where they are on
+      one, as at the turn of a V, the runner hands the product over, and no action says so.
+    - UNSHARD before a stage's first use, RESHARD after its last: a rank holds the parameters of the
+      next ``max_unsharded_stages`` stages that it will use, and fetches them that early.
+    - REDUCE_GRAD after a stage's last backward, behind the transfer of what that backward made.
+
+    Args:
+        schedule: what to compute; it is checked.
+        unshards: whether stages gather their parameters.
+        reduces: whether stages reduce their gradients.
+        max_unsharded_stages: stages of a rank whose parameters are gathered at any time, at least
+            two if it has OVERLAP_F_B actions of two stages.
+        costs: of compute actions, by which the actions of different ranks are put in order. Any
+            costs give a schedule that can run; right ones let more transfers hide.
+
+    Raises:
+        ScheduleError: the schedule cannot run, or ``max_unsharded_stages`` is too small.
+    """
+    check_schedule(schedule)
+    needed = max(
+        (
+            len({part.stage for part in action.compute_parts})
+            for actions in schedule.compute
+            for action in actions
+        ),
+        default=1,
+    )
+    if max_unsharded_stages < needed:
+        raise ScheduleError(
+            what=f"max_unsharded_stages is {max_unsharded_stages}",
+            problems=[f"{schedule.name} has actions that use {needed} stages at once"],
+        )
+    gather = [
+        _unshards_of(actions, max_unsharded_stages) if unshards else _Unshards.none(actions)
+        for actions in schedule.compute
+    ]
+    reduced_after = [_last_backwards(actions) if reduces else {} for actions in schedule.compute]
+    lists: list[list[Action]] = [[] for _ in schedule.compute]
+    for rank, index in _by_end(schedule, costs):
+        action = schedule.compute[rank][index]
+        lists[rank] += gather[rank].before[index]
+        lists[rank].append(action)
+        for part in action.compute_parts:
+            product = produced_by(part, schedule.num_stages)
+            if product is None:
+                continue
+            receiver = schedule.stage_to_rank[product.consumer_stage]
+            if receiver != rank:
+                lists[rank].append(product.send)
+                lists[receiver].append(product.receive)
+        lists[rank] += reduced_after[rank].get(index, ())
+    lowered = LoweredSchedule(
+        schedule=schedule,
+        actions=tuple((*actions, *gather[rank].after_all) for rank, actions in enumerate(lists)),
+    )
+    problems = list_problems(lowered)
+    assert not problems, "\n".join(problems)
+    return lowered
+
+
+def _by_end(schedule: Schedule, costs: CostModel) -> list[tuple[int, int]]:
+    """Rank and index of every compute action, by the time at which it ends.
+
+    Ties, which actions that cost nothing also make, go by how many actions must run before: so what
+    an action needs always stands before it, at any costs.
+    """
+    ends = _ends(schedule, costs)
+    depths = _ends(schedule, lambda action: 1.0)
+    order = [
+        (end, depths[rank][index], rank, index)
+        for rank, row in enumerate(ends)
+        for index, end in enumerate(row)
+    ]
+    return [(rank, index) for _, _, rank, index in sorted(order)]
+
+
+def _ends(schedule: Schedule, costs: CostModel) -> tuple[tuple[float, ...], ...]:
+    return compute_times(schedule.compute, num_stages=schedule.num_stages, costs=costs).ends
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Unshards:
+    before: Sequence[Sequence[Action]]
+    """RESHARD and UNSHARD actions before each compute action."""
+
+    after_all: Sequence[Action]
+
+    @classmethod
+    def none(cls, actions: Sequence[Action]) -> _Unshards:
+        return cls(before=[()] * len(actions), after_all=())
+
+
+def _unshards_of(actions: Sequence[Action], max_stages: int) -> _Unshards:
+    held: list[int] = []
+    before: list[list[Action]] = []
+    num_stages = len({part.stage for action in actions for part in action.compute_parts})
+    for index in range(len(actions)):
+        wanted = _next_stages(actions, index, min(max_stages, num_stages))
+        dropped = [stage for stage in held if stage not in wanted]
+        fetched = [stage for stage in wanted if stage not in held]
+        held = [stage for stage in held if stage not in dropped] + fetched
+        before.append(
+            [
+                *(Action(stage, ActionKind.RESHARD) for stage in dropped),
+                *(Action(stage, ActionKind.UNSHARD) for stage in fetched),
+            ]
+        )
+    return _Unshards(before=before, after_all=[Action(stage, ActionKind.RESHARD) for stage in held])
+
+
+def _next_stages(actions: Sequence[Action], index: int, count: int) -> list[int]:
+    """The next ``count`` stages that are used, in order; an action's stages come together."""
+    stages: list[int] = []
+    for action in actions[index:]:
+        new = [part.stage for part in action.compute_parts if part.stage not in stages]
+        if stages and len(stages) + len(new) > count:
+            break
+        stages += dict.fromkeys(new)
+        if len(stages) >= count:
+            break
+    return stages
+
+
+def _last_backwards(actions: Sequence[Action]) -> dict[int, tuple[Action, ...]]:
+    """REDUCE_GRAD actions by the index of the compute action that they follow."""
+    last: dict[int, int] = {}
+    for index, part in _backwards(actions):
+        last[part.stage] = index
+    after: dict[int, tuple[Action, ...]] = {}
+    for stage, index in last.items():
+        after[index] = (*after.get(index, ()), Action(stage, ActionKind.REDUCE_GRAD))
+    return after
+
+
+def _backwards(actions: Sequence[Action]) -> Iterator[tuple[int, Action]]:
+    for index, action in enumerate(actions):
+        for part in action.compute_parts:
+            if part.kind in (ActionKind.FULL_BACKWARD, ActionKind.BACKWARD_WEIGHT):
+                yield index, part
