@@ -14,7 +14,12 @@
         ├── StageCutError           (ValueError)    a stage's graph that cannot be cut into actions
         ├── StageGraphError                         a stage's graph that is broken after a pass
         ├── StageInputError         (ValueError)    a microbatch that is not as the captured one
-        └── StageOrderError         (RuntimeError)  a stage's methods called in an impossible order
+        ├── StageOrderError         (RuntimeError)  a stage's methods called in an impossible order
+        ├── RunnerSetupError        (ValueError)    stages, a schedule and ranks that do not fit
+        ├── MicrobatchError         (ValueError)    inputs that cannot be split into microbatches
+        ├── StageOutputError        (ValueError)    a stage that returns not what its signature says
+        ├── PipelineStepError       (RuntimeError)  a step that failed on some rank, so on all
+        └── RunnerClosedError       (RuntimeError)  a runner used after it was closed or failed
 
 Errors about what was asked for list everything that is wrong with it, in ``problems``. All can be
 pickled, so that they can cross processes.
@@ -27,7 +32,11 @@ from collections.abc import Iterable
 __all__ = [
     "ActionError",
     "GtPipelineError",
+    "MicrobatchError",
     "NotSplittableError",
+    "PipelineStepError",
+    "RunnerClosedError",
+    "RunnerSetupError",
     "ScheduleError",
     "StageCaptureError",
     "StageCutError",
@@ -36,6 +45,7 @@ __all__ = [
     "StageLayoutError",
     "StageNamesError",
     "StageOrderError",
+    "StageOutputError",
     "TiedParametersError",
 ]
 
@@ -109,6 +119,57 @@ class StageInputError(_ProblemsError, ValueError):
 
 class StageOrderError(GtPipelineError, RuntimeError):
     """A stage's methods were called in an order in which they cannot work."""
+
+
+class RunnerSetupError(_ProblemsError, ValueError):
+    """Stages, a schedule and ranks that do not fit together; what every rank found is listed."""
+
+
+class MicrobatchError(_ProblemsError, ValueError):
+    """Inputs of a step that cannot be split into microbatches; every one is listed."""
+
+
+class StageOutputError(_ProblemsError, ValueError):
+    """A stage returned tensors that are not those of its signature; every difference is listed."""
+
+
+class PipelineStepError(GtPipelineError, RuntimeError):
+    """A step failed on one rank, and so on all; no gradient of it reached any parameter.
+
+    Args:
+        rank: global rank that failed first, as far as the ranks could tell.
+        stage: index of the stage that acted; None when it was no stage's action.
+        action: in the schedule's text form, such as ``3F1``, or words for what is no action.
+        reason: type and text of what was raised there.
+    """
+
+    def __init__(self, *, rank: int, stage: int | None, action: str, reason: str) -> None:
+        self.rank = rank
+        self.stage = stage
+        self.action = action
+        self.reason = reason
+        super().__init__(rank, stage, action, reason)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_rebuild_step_error, (self.rank, self.stage, self.action, self.reason))
+
+    def __str__(self) -> str:
+        where = "" if self.stage is None else f" of stage {self.stage}"
+        return (
+            f"rank {self.rank} failed at {self.action}{where}: {self.reason}\n"
+            "The step ended on all ranks, and none has added its gradients to parameters. "
+            "To go on, build another runner over the same stages."
+        )
+
+
+class RunnerClosedError(GtPipelineError, RuntimeError):
+    """A runner was used after it was closed, or after a step of it failed."""
+
+
+def _rebuild_step_error(
+    rank: int, stage: int | None, action: str, reason: str
+) -> PipelineStepError:
+    return PipelineStepError(rank=rank, stage=stage, action=action, reason=reason)
 
 
 def _rebuild(kind: type[_ProblemsError], what: str, problems: tuple[str, ...]) -> _ProblemsError:

@@ -1,5 +1,7 @@
-"""Running a pipeline schedule: `GraphPPRunner` and what it asks of a stage."""
+"""Running a pipeline schedule: `GraphPPRunner` and what it asks of a stage. Imports torch alone."""
 
+from gt_pipeline.runner.graph_pp_runner import GraphPPRunner, LossReduction, StepResult
+from gt_pipeline.runner.microbatches import MicrobatchDims
 from gt_pipeline.runner.stage_protocol import (
     BackwardKind,
     MicrobatchInputs,
@@ -7,11 +9,17 @@ from gt_pipeline.runner.stage_protocol import (
     Tensors,
     TensorSignature,
 )
+from gt_pipeline.runner.step_record import StepRecord
 
 __all__ = [
     "BackwardKind",
+    "GraphPPRunner",
+    "LossReduction",
+    "MicrobatchDims",
     "MicrobatchInputs",
     "PipelineStageGraphs",
+    "StepRecord",
+    "StepResult",
     "TensorSignature",
     "Tensors",
 ]

@@ -65,9 +65,10 @@ class PipelineStageGraphs(Protocol):
 
     For a microbatch of a training step the runner calls `forward`, then either `full_backward`, or
     `backward_input` followed, at once or later, by `backward_weight`; `overlap` stands for one
-    forward and one backward. Between the first and last of these calls, `unshard` was called more
-    recently than `reshard`. At the end `reduce_gradients` is called once, then `gradients`, then
-    `discard`. A step that fails calls `discard` at any point.
+    forward and one backward. Whenever one of these is called, or `evaluate`, parameters are
+    gathered: `unshard` was called, and `reshard` not since. A step may call both several times.
+    At the end `reduce_gradients` is called once, then `gradients`, then `discard`. A step that
+    fails calls `discard` at any point.
 
     The order of microbatches in backward calls is the schedule's, and a stage accumulates in the
     order of calls: this is what makes a pipeline's gradients reproducible to the bit.
@@ -99,6 +100,10 @@ class PipelineStageGraphs(Protocol):
         Of the last stage: the loss, of shape (), then whatever else is returned to the caller (and
         receives no gradient).
         """
+
+    @property
+    def num_saved(self) -> int:
+        """Microbatches of which values are kept for a backward, from `forward` to its last part."""
 
     def unshard(self) -> None:
         """Gather the parameters. The stage keeps them until `reshard`."""

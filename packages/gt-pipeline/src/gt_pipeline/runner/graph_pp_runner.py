@@ -1,0 +1,381 @@
+"""`GraphPPRunner`: one rank's part in training and evaluation steps of a pipeline.
+
+Its parts, each in a file of its own: inputs are split (`microbatches`), a schedule's actions were
+bound once to callables (`step_program`) that move tensors (`transfers`), gradients of shared
+parameters are summed (`shared_parameters`), the ranks agree that the step succeeded (`failure`),
+and only then gradients reach the parameters.
+
+Public peers: torch.distributed.pipelining's schedules and torchtitan's graph trainer. There, the
+runtime of a schedule is another for one stage per rank than for several, evaluation before the
+first training step fails for V schedules, and gradients are written while the step may still fail.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, Literal, NoReturn, Self, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gt_pipeline.errors import (
+    MicrobatchError,
+    PipelineStepError,
+    RunnerClosedError,
+    RunnerSetupError,
+)
+from gt_pipeline.runner.connections import Connections
+from gt_pipeline.runner.failure import FailureReport
+from gt_pipeline.runner.microbatches import MicrobatchDims, split_microbatches
+from gt_pipeline.runner.setup_checks import agree_on_setup, facts_of_rank
+from gt_pipeline.runner.shared_parameters import shared_parameters
+from gt_pipeline.runner.stage_protocol import MicrobatchInputs, PipelineStageGraphs, Tensors
+from gt_pipeline.runner.step_program import StepProgram, bind_program
+from gt_pipeline.runner.step_record import StepRecord, record_actions
+from gt_pipeline.runner.transfers import Transfers
+from gt_pipeline.schedules import Action, LoweredSchedule, Schedule, forward_only, lower
+from gt_pipeline.split import SharedGroup
+
+__all__ = ["GraphPPRunner", "LossReduction", "StepResult"]
+
+LossReduction: TypeAlias = Literal["sum", "mean"]
+_Mode: TypeAlias = Literal["train", "eval"]
+
+_BEFORE_ACTIONS = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What a step computed, apart from gradients. Empty on ranks without the last stage."""
+
+    losses: Tensors = ()
+    """One of each microbatch, in their order, as the last stage returned it."""
+
+    outputs: tuple[Tensors, ...] = ()
+    """What the last stage returned beside the loss, by microbatch."""
+
+    record: StepRecord | None = None
+    """What this rank did and when, if the step was asked to record it."""
+
+
+class GraphPPRunner:
+    """Runs a schedule over the stages of this rank. Making one is collective over ``step_group``.
+
+    A step that fails on one rank ends on all of them with the same `PipelineStepError`, and no
+    parameter's ``grad`` has changed on any. The runner is closed then: transfers of the failed step
+    may still be on their way, so it refuses another. The stages are as before the step, and another
+    runner over them starts clean.
+
+    Args:
+        stages: of this rank, in any order.
+        schedule: with this rank's stages at this rank's place in ``group``.
+        group: ranks of the pipeline, in the schedule's order. Not given: the whole world, or this
+            rank alone if the schedule is for one.
+        loss_reduction: what gradients are of: the sum of the microbatches' losses, or their mean.
+            It scales the gradient that each microbatch's backward starts with; losses are
+            returned as they are.
+        dims: along which dimensions inputs are split; not given: every tensor along its first.
+        shared_groups: parameters that are one across stages. Their gradients are summed, in the
+            order in which a group lists their names. Their values are made equal by
+            `synchronize_shared_parameters`.
+        step_group: ranks whose steps succeed or fail together, at least those of ``group``. Not
+            given: the whole world, since ranks of other pipelines wait for this one where gradients
+            are reduced.
+        collective_groups: groups over which the stages' own graphs communicate. When a step fails
+            they are closed, so that ranks that wait in them end at once and not by a timeout;
+            stages that need them can run no more then.
+        max_unsharded_stages: stages whose parameters are gathered at any time; see `lower`.
+        timeout: after which a transfer or an agreement fails; None: as for other groups.
+
+    Raises:
+        RunnerSetupError: on every rank, with what any of them found wrong.
+        ScheduleError: the schedule cannot run.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[PipelineStageGraphs],
+        schedule: Schedule,
+        *,
+        group: dist.ProcessGroup | None = None,
+        loss_reduction: LossReduction = "mean",
+        dims: MicrobatchDims | None = None,
+        shared_groups: Sequence[SharedGroup] = (),
+        step_group: dist.ProcessGroup | None = None,
+        collective_groups: Sequence[dist.ProcessGroup] = (),
+        max_unsharded_stages: int = 3,
+        timeout: timedelta | None = None,
+    ) -> None:
+        lowered: dict[_Mode, LoweredSchedule] = {
+            "train": lower(
+                schedule,
+                unshards=True,
+                reduces=True,
+                max_unsharded_stages=max_unsharded_stages,
+            ),
+            "eval": lower(
+                forward_only(schedule),
+                unshards=True,
+                reduces=False,
+                max_unsharded_stages=max_unsharded_stages,
+            ),
+        }
+        self._schedule = schedule
+        self._dims = MicrobatchDims() if dims is None else dims
+        self._stages = {
+            stage.stage_index: stage for stage in sorted(stages, key=lambda each: each.stage_index)
+        }
+        self._global_rank, pipeline, step_ranks = _ranks(schedule, group, step_group)
+        self._connections = Connections(collective_groups)
+        # Until `close`, or until nobody holds the runner any more.
+        self._release = weakref.finalize(self, self._connections.release)
+        if len(step_ranks) > 1:
+            self._connections.agree(step_ranks, timeout)
+        facts = agree_on_setup(
+            facts_of_rank(
+                stages,
+                schedule,
+                rank=self._global_rank,
+                pipeline=pipeline,
+                step_ranks=step_ranks,
+                options={"loss_reduction": loss_reduction, "shared_groups": list(shared_groups)},
+            ),
+            self._connections.agreement_group,
+        )
+        self._rank = pipeline.index(self._global_rank)
+        self._connections.device = next(iter(self._stages.values())).device
+        if schedule.num_ranks > 1:
+            self._connections.transfers = Transfers(pipeline, timeout=timeout)
+        self._connections.shared = shared_parameters(
+            shared_groups,
+            self._stages,
+            names_of_stage={
+                index: stage.parameters for each in facts for index, stage in each.stages.items()
+            },
+            stage_to_rank=[pipeline[rank] for rank in schedule.stage_to_rank],
+            timeout=timeout,
+        )
+        self._inputs: list[MicrobatchInputs] = []
+        self._programs = {
+            mode: bind_program(
+                each,
+                rank=self._rank,
+                stages=self._stages,
+                inputs=self._inputs,
+                transfers=self._connections.transfers,
+                loss_gradient=1.0 / schedule.num_microbatches if loss_reduction == "mean" else 1.0,
+                evaluates=mode == "eval",
+            )
+            for mode, each in lowered.items()
+        }
+        self.record_steps = False
+        """Whether results have a `StepRecord`; measuring costs time on every action."""
+        self._step = 0
+        self._position = 0
+        self._failure: PipelineStepError | None = None
+
+    @property
+    def schedule(self) -> Schedule:
+        """What it runs."""
+        return self._schedule
+
+    def step(self, *args: Any, target: Any = None, **kwargs: Any) -> StepResult:
+        """Train on one batch: add its gradients to the ``grad`` of every parameter.
+
+        Args:
+            args: of the model; used by the first stage's rank, and may be left out on others.
+            target: what the loss is computed from; used by the last stage's rank.
+            kwargs: of the model; used by every stage that takes them, so given on every rank.
+
+        Raises:
+            PipelineStepError: on every rank, if the step failed on any. Its cause is what this rank
+                raised: a `MicrobatchError` if inputs here cannot be split evenly.
+            RunnerClosedError: the runner was closed, or a step of it failed.
+        """
+        return self._split_and_run("train", args, kwargs, target)
+
+    def eval(self, *args: Any, target: Any = None, **kwargs: Any) -> StepResult:
+        """Compute the losses of one batch; gradients and what training saved stay as they are.
+
+        Arguments and errors are those of `step`. It needs no training step before.
+        """
+        return self._split_and_run("eval", args, kwargs, target)
+
+    def step_microbatches(self, microbatches: Sequence[MicrobatchInputs]) -> StepResult:
+        """As `step`, of inputs that are split already, one for each microbatch."""
+        return self._run("train", lambda: microbatches)
+
+    def eval_microbatches(self, microbatches: Sequence[MicrobatchInputs]) -> StepResult:
+        """As `eval`, of inputs that are split already, one for each microbatch."""
+        return self._run("eval", lambda: microbatches)
+
+    def synchronize_shared_parameters(self) -> None:
+        """Copy the values of each shared group's first parameter to its others.
+
+        After values were set, by initialization or from a checkpoint that has them apart. Steps
+        keep them equal, as their gradients are. Collective over the pipeline.
+        """
+        for shared in self._connections.shared:
+            shared.synchronize()
+
+    def close(self) -> None:
+        """Give back process groups and threads. Harmless when called twice."""
+        self._release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _split_and_run(
+        self, mode: _Mode, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any
+    ) -> StepResult:
+        return self._run(
+            mode,
+            lambda: split_microbatches(
+                args,
+                kwargs,
+                target,
+                num_microbatches=self._schedule.num_microbatches,
+                dims=self._dims,
+            ),
+        )
+
+    def _run(self, mode: _Mode, inputs: Callable[[], Sequence[MicrobatchInputs]]) -> StepResult:
+        self._check_open()
+        program = self._programs[mode]
+        self._step += 1
+        self._position = _BEFORE_ACTIONS
+        try:
+            self._connections.watch(self._step)
+            with torch.no_grad():
+                self._fill_inputs(inputs())
+                record = self._run_actions(program)
+                self._position = len(program.actions)
+                program.finish()
+                gradients = self._gradients() if mode == "train" else []
+        except BaseException as error:  # noqa: BLE001  # other ranks must hear of whatever it is
+            self._fail(program, error)
+        if not self._connections.vote(self._step):
+            self._fail(program, None)
+        for parameter, gradient in gradients:
+            _add_gradient(parameter, gradient)
+        for stage in self._stages.values():
+            stage.discard()
+        return _result(program, record)
+
+    def _fill_inputs(self, microbatches: Sequence[MicrobatchInputs]) -> None:
+        if len(microbatches) != self._schedule.num_microbatches:
+            raise MicrobatchError(
+                what=f"{len(microbatches)} microbatches were given",
+                problems=[f"the schedule is for {self._schedule.num_microbatches}"],
+            )
+        self._inputs[:] = microbatches
+
+    def _run_actions(self, program: StepProgram) -> StepRecord | None:
+        if self.record_steps:
+            return record_actions(
+                program.actions,
+                program.runs,
+                rank=self._rank,
+                stages=self._stages,
+                at=functools.partial(setattr, self, "_position"),
+            )
+        for self._position, run in enumerate(program.runs):
+            run()
+        return None
+
+    def _gradients(self) -> list[tuple[Tensor, Tensor]]:
+        """Every parameter that has a gradient, with it."""
+        by_stage = {index: dict(stage.gradients()) for index, stage in self._stages.items()}
+        for shared in self._connections.shared:
+            shared.sum_gradients(by_stage)
+        pairs = []
+        for index, gradients in by_stage.items():
+            parameters = self._stages[index].parameters()
+            pairs += [(parameters[name], gradient) for name, gradient in gradients.items()]
+        return pairs
+
+    def _fail(self, program: StepProgram, error: BaseException | None) -> NoReturn:
+        """End the step on all ranks; ``error`` is None where this one had nothing against it."""
+        action, stage = _place(program.actions, self._position)
+        reason = "a rank did not confirm it" if error is None else _describe(error)
+        mine = FailureReport(rank=self._global_rank, stage=stage, action=action, reason=reason)
+        self._failure = self._connections.fail(self._step, mine, votes=error is not None).error()
+        program.abandon()
+        for each in self._stages.values():
+            each.discard()
+        if error is not None and not isinstance(error, Exception):
+            raise error  # KeyboardInterrupt and the like: this process is told to end
+        raise self._failure from error
+
+    def _check_open(self) -> None:
+        if self._failure is not None:
+            raise RunnerClosedError(f"an earlier step of this runner failed: {self._failure}")
+        if not self._release.alive:
+            raise RunnerClosedError("this runner was closed; build another over the same stages")
+
+
+def _ranks(
+    schedule: Schedule, group: dist.ProcessGroup | None, step_group: dist.ProcessGroup | None
+) -> tuple[int, list[int], list[int]]:
+    """This process's global rank, those of its pipeline, and those that share its steps' fate."""
+    if not (dist.is_available() and dist.is_initialized()):
+        if schedule.num_ranks > 1:
+            raise RunnerSetupError(
+                what="this pipeline cannot run",
+                problems=[
+                    f"the schedule is for {schedule.num_ranks} ranks, and there is no process group"
+                ],
+            )
+        return 0, [0], [0]
+    rank = dist.get_rank()
+    world = list(range(dist.get_world_size()))
+    if group is not None:
+        pipeline = dist.get_process_group_ranks(group)
+    else:
+        pipeline = [rank] if schedule.num_ranks == 1 else world
+    return rank, pipeline, world if step_group is None else dist.get_process_group_ranks(step_group)
+
+
+def _place(actions: Sequence[Action], position: int) -> tuple[str, int | None]:
+    """What runs at a position, and of which stage."""
+    if position == _BEFORE_ACTIONS:
+        return "splitting inputs into microbatches", None
+    if position == len(actions):
+        return "collecting gradients after all actions", None
+    return str(actions[position]), actions[position].stage
+
+
+def _describe(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def _add_gradient(parameter: Tensor, gradient: Tensor) -> None:
+    if parameter.grad is None:
+        parameter.grad = gradient
+        return
+    with torch.no_grad():
+        parameter.grad += gradient
+
+
+def _result(program: StepProgram, record: StepRecord | None) -> StepResult:
+    returned = tuple(program.results)
+    program.results[:] = [()] * len(returned)
+    return StepResult(
+        losses=tuple(each[0] for each in returned),
+        outputs=tuple(each[1:] for each in returned),
+        record=record,
+    )

@@ -1,0 +1,62 @@
+"""When a send is done with, read off a schedule.
+
+Its tensors must live until the peer has them. Waiting right after the send would stall this rank;
+waiting at the end of the step would hold every activation that was ever sent. So a send is waited
+for where it is certainly complete: behind the first receive whose message the peer sent after it
+had used ours. Where there is none, at the end of the step.
+
+::
+
+    rank 0   0F0 0SEND_F0 0F1 0SEND_F1 ... 0RECV_B0 0B0     0SEND_F0 is done behind 0B0:
+    rank 1   1RECV_F0 1F0 1B0 1SEND_B0 ...                  rank 1 used it, then sent the gradient
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gt_pipeline.schedules import Action, LoweredSchedule
+from gt_pipeline.schedules.dependencies import Product, consumed_by, transferred_by
+
+__all__ = ["sends_done_after"]
+
+
+def sends_done_after(lowered: LoweredSchedule, rank: int) -> dict[int, list[Action]]:
+    """Sends of a rank by the position in its list behind which they are known to be complete."""
+    num_stages = lowered.schedule.num_stages
+    used_at = [_positions_of_use(actions, num_stages) for actions in lowered.actions]
+    done: dict[int, list[Action]] = {}
+    for position, action in enumerate(lowered.actions[rank]):
+        if not action.kind.is_send:
+            continue
+        product = transferred_by(action)
+        peer = lowered.schedule.stage_to_rank[product.consumer_stage]
+        used_by_peer = used_at[peer][product]
+        proofs = [
+            used_at[rank][answer]
+            for answer, sent_at in _sends_to(lowered, peer, rank)
+            if sent_at > used_by_peer
+        ]
+        if proofs:
+            done.setdefault(max(min(proofs), position), []).append(action)
+    return done
+
+
+def _positions_of_use(actions: Sequence[Action], num_stages: int) -> dict[Product, int]:
+    return {
+        product: position
+        for position, action in enumerate(actions)
+        for part in action.compute_parts
+        if (product := consumed_by(part, num_stages)) is not None
+    }
+
+
+def _sends_to(lowered: LoweredSchedule, rank: int, peer: int) -> list[tuple[Product, int]]:
+    """What a rank sends to a peer, with the positions of the sends."""
+    return [
+        (product, position)
+        for position, action in enumerate(lowered.actions[rank])
+        if action.kind.is_send
+        and lowered.schedule.stage_to_rank[(product := transferred_by(action)).consumer_stage]
+        == peer
+    ]

@@ -1,0 +1,181 @@
+"""Do all ranks mean the same pipeline? Asked once, when a runner is made, so that no step has to.
+
+What every rank finds wrong, and what only shows when ranks are compared, is raised on all of them:
+a rank that went on alone would wait for the others until a timeout.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+
+from gt_pipeline.errors import RunnerSetupError
+from gt_pipeline.runner.stage_protocol import PipelineStageGraphs, TensorSignature
+from gt_pipeline.runner.transfers import MAX_TENSORS
+from gt_pipeline.schedules import Schedule
+
+__all__ = ["RankFacts", "StageFacts", "agree_on_setup", "facts_of_rank"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageFacts:
+    """What other ranks must know of a stage."""
+
+    inputs: tuple[TensorSignature, ...]
+    outputs: tuple[TensorSignature, ...]
+    parameters: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankFacts:
+    """What one rank tells the others about its runner."""
+
+    rank: int
+    pipeline: tuple[int, ...]
+    """Global ranks of its pipeline, in order."""
+
+    stages: Mapping[int, StageFacts]
+    same_everywhere: Mapping[str, str]
+    """What must be alike on all ranks of the pipeline, with what it is called."""
+
+    problems: tuple[str, ...] = field(default=())
+    """Found without the others."""
+
+
+def facts_of_rank(
+    stages: Sequence[PipelineStageGraphs],
+    schedule: Schedule,
+    *,
+    rank: int,
+    pipeline: Sequence[int],
+    step_ranks: Sequence[int],
+    options: Mapping[str, Any],
+) -> RankFacts:
+    """What this rank tells, and what it finds wrong by itself.
+
+    Args:
+        stages: of the rank.
+        schedule: to run.
+        rank: global.
+        pipeline: global ranks of the pipeline.
+        step_ranks: global ranks whose steps fail together.
+        options: others of the runner that must be alike, by name.
+    """
+    problems: list[str] = []
+    if len(pipeline) != schedule.num_ranks:
+        problems.append(
+            f"the schedule is for {schedule.num_ranks} ranks, the pipeline's group has "
+            f"{len(pipeline)}"
+        )
+    elif rank not in pipeline:
+        problems.append(f"the rank is not among those of the pipeline, {list(pipeline)}")
+    else:
+        expected = schedule.stages_of_rank(list(pipeline).index(rank))
+        given = sorted(stage.stage_index for stage in stages)
+        if given != list(expected):
+            problems.append(f"stages {given} were given, the schedule has {list(expected)} here")
+    if missing := sorted(set(pipeline) - set(step_ranks)):
+        problems.append(f"ranks {missing} of the pipeline are not in the step's group")
+    if len({stage.device for stage in stages}) > 1:
+        problems.append(f"its stages are on devices {sorted({str(s.device) for s in stages})}")
+    for stage in stages:
+        problems += [f"stage {stage.stage_index}: {text}" for text in _of_stage(stage, schedule)]
+    lists = "\n".join(" ".join(map(str, actions)) for actions in schedule.compute)
+    digest = hashlib.sha256(lists.encode()).hexdigest()[:12]
+    same = {"schedule": f"{schedule.name} with {schedule.num_microbatches} microbatches ({digest})"}
+    return RankFacts(
+        rank=rank,
+        pipeline=tuple(pipeline),
+        stages={
+            stage.stage_index: StageFacts(
+                inputs=stage.input_signature,
+                outputs=stage.output_signature,
+                parameters=tuple(stage.parameters()),
+            )
+            for stage in stages
+        },
+        same_everywhere=same | {name: str(value) for name, value in options.items()},
+        problems=tuple(problems),
+    )
+
+
+def _of_stage(stage: PipelineStageGraphs, schedule: Schedule) -> list[str]:
+    problems = []
+    if stage.num_stages != schedule.num_stages:
+        problems.append(
+            f"it is one of {stage.num_stages} stages, the schedule has {schedule.num_stages}"
+        )
+    if stage.stage_index == 0 and stage.input_signature:
+        problems.append("the first stage takes arguments, no activations, but has a signature")
+    if stage.stage_index == schedule.num_stages - 1:
+        outputs = stage.output_signature
+        if not outputs or outputs[0].shape != () or not outputs[0].requires_grad:
+            problems.append(
+                "the last stage must return the loss first, of shape () and with a gradient; "
+                f"its signature is {_shown(outputs)}"
+            )
+        if any(each.requires_grad for each in outputs[1:]):
+            problems.append(f"only the loss can have a gradient: {_shown(outputs)}")
+    for name, signature in (("takes", stage.input_signature), ("returns", stage.output_signature)):
+        if len(signature) > MAX_TENSORS:
+            problems.append(f"it {name} {len(signature)} tensors; at most {MAX_TENSORS} can travel")
+    return problems
+
+
+def agree_on_setup(mine: RankFacts, group: dist.ProcessGroup | None) -> tuple[RankFacts, ...]:
+    """Tell all ranks, and hear from them.
+
+    Args:
+        mine: of this rank.
+        group: of all ranks whose steps fail together; None if there are no others.
+
+    Returns:
+        Facts of the ranks of this rank's pipeline, in its order.
+
+    Raises:
+        RunnerSetupError: on every rank alike, if any rank or pair of ranks is wrong.
+    """
+    everyone: list[Any] = [mine]
+    if group is not None:
+        everyone = [None] * group.size()
+        dist.all_gather_object(everyone, mine, group=group)
+    problems = [f"rank {facts.rank}: {text}" for facts in everyone for text in facts.problems]
+    for pipeline in sorted({facts.pipeline for facts in everyone}):
+        members = [facts for facts in everyone if facts.pipeline == pipeline]
+        problems += _differences(members)
+        if not problems:
+            problems += _misfits(members)
+    if problems:
+        raise RunnerSetupError(what="this pipeline cannot run", problems=problems)
+    of_mine = {facts.rank: facts for facts in everyone if facts.pipeline == mine.pipeline}
+    return tuple(of_mine[rank] for rank in mine.pipeline)
+
+
+def _differences(members: Sequence[RankFacts]) -> list[str]:
+    problems = []
+    for name in members[0].same_everywhere:
+        by_value: dict[str, list[int]] = {}
+        for facts in members:
+            by_value.setdefault(facts.same_everywhere[name], []).append(facts.rank)
+        if len(by_value) > 1:
+            shown = "; ".join(f"ranks {ranks} have {value}" for value, ranks in by_value.items())
+            problems.append(f"{name} must be the same on all ranks of a pipeline: {shown}")
+    return problems
+
+
+def _misfits(members: Sequence[RankFacts]) -> list[str]:
+    stages = {index: facts for each in members for index, facts in each.stages.items()}
+    return [
+        f"stage {index} returns {_shown(stages[index].outputs)}, "
+        f"stage {index + 1} takes {_shown(stages[index + 1].inputs)}"
+        for index in sorted(stages)
+        if index + 1 in stages and stages[index].outputs != stages[index + 1].inputs
+    ]
+
+
+def _shown(signatures: Sequence[TensorSignature]) -> str:
+    return f"({', '.join(map(str, signatures))})"

@@ -1,0 +1,212 @@
+"""Parameters that stand on several stages and are one: tied embeddings, mostly.
+
+Each stage accumulates the gradient of its own copy. The gradient of the shared parameter is their
+sum, in the order in which `SharedGroup.names` lists them and, for a name that stands on several
+stages, by stage. That order is the same on every rank and for every schedule, so copies stay
+equal to the bit; it differs from a tied model in one process in that there the uses are summed
+within each microbatch, and microbatches then.
+
+The sum is taken from an all-gather, not an all-reduce, whose order is the backend's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gt_pipeline.errors import RunnerSetupError
+from gt_pipeline.runner.process_groups import make_group, release_group
+from gt_pipeline.runner.stage_protocol import PipelineStageGraphs
+from gt_pipeline.split import SharedGroup
+
+__all__ = ["SharedMember", "SharedParameter", "find_members", "shared_parameters"]
+
+_Gradients: TypeAlias = dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedMember:
+    """One copy of a shared parameter."""
+
+    name: str
+    stage: int
+    rank: int
+    """Global rank that holds the stage."""
+
+
+def find_members(
+    group: SharedGroup, names_of_stage: Mapping[int, Sequence[str]], stage_to_rank: Sequence[int]
+) -> tuple[SharedMember, ...]:
+    """Where the copies of a declared group are, in the order of summation.
+
+    Args:
+        group: the declaration.
+        names_of_stage: names of parameters, of every stage of the pipeline.
+        stage_to_rank: global rank of each stage.
+    """
+    return tuple(
+        SharedMember(name=name, stage=stage, rank=stage_to_rank[stage])
+        for name in group.names
+        for stage in sorted(names_of_stage)
+        if name in names_of_stage[stage]
+    )
+
+
+def shared_parameters(
+    groups: Sequence[SharedGroup],
+    stages: Mapping[int, PipelineStageGraphs],
+    *,
+    names_of_stage: Mapping[int, Sequence[str]],
+    stage_to_rank: Sequence[int],
+    timeout: timedelta | None = None,
+) -> tuple[SharedParameter, ...]:
+    """The declared groups that this rank holds copies of. Collective over the ranks that hold any.
+
+    Args:
+        groups: declared, alike on all ranks.
+        stages: of this rank, by index.
+        names_of_stage: names of parameters, of every stage of the pipeline.
+        stage_to_rank: global rank of each stage.
+        timeout: of the sums; None: as for other groups.
+
+    Raises:
+        RunnerSetupError: a group that names what no stage holds; on every rank alike.
+    """
+    held = {name for names in names_of_stage.values() for name in names}
+    problems = [
+        f"shared group {group.names}: no stage has a parameter {name!r}"
+        for group in groups
+        for name in group.names
+        if name not in held
+    ]
+    if problems:
+        raise RunnerSetupError(what="this pipeline cannot run", problems=problems)
+    shared = []
+    for group in groups:
+        members = find_members(group, names_of_stage, stage_to_rank)
+        if not any(member.stage in stages for member in members):
+            continue
+        ranks = sorted({member.rank for member in members})
+        process_group = None
+        if len(ranks) > 1:
+            process_group = make_group(
+                ranks, purpose=f"pipeline gradients of {group.names}", timeout=timeout
+            )
+        shared.append(SharedParameter(members, stages, process_group))
+    return tuple(shared)
+
+
+class SharedParameter:
+    """One shared parameter, as a rank that holds copies of it sees it.
+
+    Args:
+        members: all its copies, in the order of summation.
+        stages: of this rank, by index.
+        process_group: of the ranks that hold copies; None if this rank alone does.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[SharedMember],
+        stages: Mapping[int, PipelineStageGraphs],
+        process_group: dist.ProcessGroup | None,
+    ) -> None:
+        self.members = tuple(members)
+        self._stages = stages
+        self._group = process_group
+        self._ranks = [] if process_group is None else dist.get_process_group_ranks(process_group)
+
+    def sum_gradients(self, gradients: Mapping[int, _Gradients]) -> None:
+        """Replace the gradient of each copy by the sum over all copies.
+
+        Args:
+            gradients: of this rank's stages, by index, then name. A copy without gradient counts
+                as zero. Copies that are one `Parameter` object get the sum once.
+        """
+        mine = [
+            _plain(self._gradient(member, gradients))
+            for member in self.members
+            if member.stage in self._stages
+        ]
+        by_member = iter(self._gathered(mine))
+        total = next(by_member).clone()
+        for each in by_member:
+            total += each
+        given: set[int] = set()
+        for member in self.members:
+            if member.stage not in self._stages:
+                continue
+            parameter = self._stages[member.stage].parameters()[member.name]
+            if id(parameter) in given:
+                gradients[member.stage].pop(member.name, None)
+                continue
+            given.add(id(parameter))
+            into = torch.empty_like(parameter, requires_grad=False)
+            _plain(into).copy_(total)
+            gradients[member.stage][member.name] = into
+
+    def synchronize(self) -> None:
+        """Copy the first member's values to all others."""
+        with torch.no_grad():
+            first = self.members[0]
+            mine = [
+                _plain(self._stages[member.stage].parameters()[member.name])
+                for member in self.members
+                if member.stage in self._stages
+            ]
+            value = mine[0].clone() if first.stage in self._stages else torch.empty_like(mine[0])
+            if self._group is not None:
+                dist.broadcast(value, first.rank, group=self._group)
+            for each in mine:
+                each.copy_(value)
+
+    def release(self) -> None:
+        """Give the process group back to torch.distributed."""
+        if self._group is not None:
+            release_group(self._group)
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """Of the ranks that hold copies; None if this rank alone does."""
+        return self._group
+
+    def _gradient(self, member: SharedMember, gradients: Mapping[int, _Gradients]) -> Tensor:
+        gradient = gradients[member.stage].get(member.name)
+        if gradient is not None:
+            return gradient
+        parameter = self._stages[member.stage].parameters()[member.name]
+        return torch.zeros_like(parameter, requires_grad=False)
+
+    def _gathered(self, mine: Sequence[Tensor]) -> list[Tensor]:
+        """Gradients of all members, in their order."""
+        if self._group is None:
+            return list(mine)
+        # Ranks hold different numbers of copies; each gathers as many as the largest number.
+        counts = dict.fromkeys(self._ranks, 0)
+        for member in self.members:
+            counts[member.rank] += 1
+        rounds = []
+        for index in range(max(counts.values())):
+            local = mine[index] if index < len(mine) else torch.zeros_like(mine[0])
+            received = [torch.empty_like(local) for _ in self._ranks]
+            dist.all_gather(received, local.contiguous(), group=self._group)
+            rounds.append(dict(zip(self._ranks, received, strict=True)))
+        taken = dict.fromkeys(self._ranks, 0)
+        ordered = []
+        for member in self.members:
+            ordered.append(rounds[taken[member.rank]][member.rank])
+            taken[member.rank] += 1
+        return ordered
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """The local part of a DTensor; any other tensor as it is. Copies have the same layout."""
+    to_local = getattr(tensor, "to_local", None)
+    with torch.no_grad():
+        return tensor.detach() if to_local is None else to_local().detach()

@@ -1,0 +1,128 @@
+"""Activations and gradients from rank to rank, in process groups of their own.
+
+There is one group for each direction (towards higher ranks, towards lower ones). NCCL runs the
+transfers of a pair of ranks one after the other, in order of launch, and knows no tags: in one
+group, two ranks that both send before they receive would wait for each other. In two groups, one
+side of a pair only sends and the other only receives, in the same order (which the lowering of a
+schedule guarantees). Gloo matches transfers by tag, so there a wrong order cannot mix up tensors.
+
+Buffers are made when a receive is posted, which is ahead of its use, from shapes that are known
+before: no sizes are exchanged. They are not reused. A stage may keep what it was given, and pass
+parts of it on to another stage of its rank, longer than the runner can know; the allocator sees
+when memory is free again, and costs about as much as a pool would.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from gt_pipeline.runner.process_groups import close_group, make_group, release_group
+from gt_pipeline.runner.stage_protocol import Tensors, TensorSignature
+
+__all__ = ["MAX_TENSORS", "TransferChannel", "Transfers"]
+
+MAX_TENSORS = 64
+"""The most tensors that go from one stage to the next; each takes a tag, and tags are 31 bits."""
+
+
+class TransferChannel:
+    """One way between this rank and another, for the tensors of one signature.
+
+    Args:
+        group: process group of the direction.
+        peer: rank in it to send to or to receive from.
+        signatures: of the tensors that travel together.
+        device: where to receive.
+    """
+
+    __slots__ = ("_device", "_group", "_layouts", "_peer")
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        peer: int,
+        signatures: Sequence[TensorSignature],
+        device: torch.device,
+    ) -> None:
+        self._group = group
+        self._peer = peer
+        self._layouts = [(each.shape, each.dtype) for each in signatures]
+        self._device = device
+
+    @property
+    def num_tensors(self) -> int:
+        """How many tensors travel together; each takes one tag."""
+        return len(self._layouts)
+
+    def send(self, tensors: Tensors, tag: int) -> list[dist.Work]:
+        """Start to send contiguous tensors; they must live until every work is waited for."""
+        # Methods of the group: torch.distributed.isend looks up and checks ranks on each call.
+        send, peer = self._group.send, self._peer
+        return [send([tensor], peer, tag + index) for index, tensor in enumerate(tensors)]
+
+    def receive(self, tag: int) -> tuple[Tensors, list[dist.Work]]:
+        """Start to receive into new buffers, which hold the values after every work's wait."""
+        receive, peer, device = self._group.recv, self._peer, self._device
+        buffers = tuple(
+            [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self._layouts]
+        )
+        return buffers, [
+            receive([buffer], peer, tag + index) for index, buffer in enumerate(buffers)
+        ]
+
+
+class Transfers:
+    """The process groups of one pipeline's transfers. Making one is collective over its ranks.
+
+    Args:
+        ranks: global ranks of the pipeline, in order.
+        timeout: after which a transfer fails; None: as for other groups.
+    """
+
+    def __init__(self, ranks: Sequence[int], *, timeout: timedelta | None = None) -> None:
+        self.rank = list(ranks).index(dist.get_rank())
+        self._groups = {
+            direction: make_group(
+                ranks, purpose=f"pipeline transfers towards {direction} ranks", timeout=timeout
+            )
+            for direction in ("higher", "lower")
+        }
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def channel_to(
+        self, peer: int, signatures: Sequence[TensorSignature], device: torch.device
+    ) -> TransferChannel:
+        """The way by which this rank sends to another of the pipeline."""
+        group = self._groups["higher" if peer > self.rank else "lower"]
+        return TransferChannel(group, peer, signatures, device)
+
+    def channel_from(
+        self, peer: int, signatures: Sequence[TensorSignature], device: torch.device
+    ) -> TransferChannel:
+        """The way by which this rank receives from another of the pipeline."""
+        group = self._groups["higher" if self.rank > peer else "lower"]
+        return TransferChannel(group, peer, signatures, device)
+
+    def close(self, device: torch.device) -> None:
+        """End every transfer, here and, with gloo, on the ranks at the other ends.
+
+        May be called from another thread than the one that waits, and more than once.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            for group in self._groups.values():
+                close_group(group, device)
+
+    def release(self) -> None:
+        """Give the groups back to torch.distributed; nothing may be under way."""
+        for group in self._groups.values():
+            release_group(group)
+        self._groups = {}
