@@ -121,7 +121,8 @@ def _unknown_name(model: nn.Module, name: str) -> str:
     where = name.removesuffix(rest).rstrip(".") or type(model).__name__
     missing = rest.partition(".")[0]
     existing = owned_names(owner)
-    near = difflib.get_close_matches(missing, existing, n=1)
+    # Near a number is any number.
+    near = [] if missing.isdigit() else difflib.get_close_matches(missing, existing, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     shown = ", ".join(existing[:_MAX_SHOWN_NAMES]) or "nothing that can be named"
     if len(existing) > _MAX_SHOWN_NAMES:
