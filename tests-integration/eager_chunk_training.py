@@ -17,7 +17,13 @@ from training_cases import Case, Pass, close, same, take_unseen, trainer_of
 from gt_config import EpOverlapConfig
 from gt_passes.ep_overlap import ChunkRegions
 
-__all__ = ["ChunkedTraining", "chunked_passes", "compare_chunked"]
+__all__ = [
+    "ChunkedTraining",
+    "chunked_passes",
+    "compare_chunked",
+    "compute_experts_in_float32",
+    "relative_difference",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +32,7 @@ class ChunkedTraining:
 
     largest_difference: float
     """From the run without chunks, over the loss and the gradients of passes with the same
-    weights: the largest difference in a tensor, divided by the largest magnitude in it."""
+    weights: the norm of the difference of a tensor, divided by the norm of the tensor."""
 
     differing_buffers: tuple[str, ...]
     """Buffers that are not bitwise those of the run without chunks."""
@@ -75,14 +81,14 @@ def chunked_passes(
 ) -> tuple[list[Pass], Any]:
     """Passes on three batches, and the trainer that made them; experts compute in float32."""
     trainer = trainer_of(case, "aot_fx_trace", folder, options=options)
-    _compute_experts_in_float32(trainer.model_parts[0])
+    compute_experts_in_float32(trainer.model_parts[0])
     take_unseen(trainer)
     if close_it:
         close(trainer)
     return trainer.passes, trainer
 
 
-def _compute_experts_in_float32(model: nn.Module) -> None:
+def compute_experts_in_float32(model: nn.Module) -> None:
     """torchtitan's experts compute in bfloat16 whatever the model does.
 
     Then the gradients of their weights are rounded to bfloat16 once for each chunk, and no longer
@@ -116,7 +122,7 @@ def _compare(whole: list[Pass], chunked: list[Pass], trainer: Any) -> ChunkedTra
         pairs |= {name: (a.gradients[name], b.gradients[name]) for name in a.gradients}
         bitwise = bitwise and all(same(*pair) for pair in pairs.values())
         for name, pair in pairs.items():
-            difference = _relative_difference(*pair)
+            difference = relative_difference(*pair)
             if difference > largest:
                 largest, largest_of = difference, f"pass {number} {name}"
         buffers += [f"pass {number} {n}" for n in a.buffers if not same(a.buffers[n], b.buffers[n])]
@@ -133,9 +139,9 @@ def _compare(whole: list[Pass], chunked: list[Pass], trainer: Any) -> ChunkedTra
     )
 
 
-def _relative_difference(a: torch.Tensor, b: torch.Tensor) -> float:
-    if a.numel() == 0:
-        return 0.0
-    scale = a.abs().max().item()
-    difference = (a.double() - b.double()).abs().max().item()
-    return difference / scale if scale > 0 else difference
+def relative_difference(expected: torch.Tensor, found: torch.Tensor) -> float:
+    """The norm of the difference divided by the norm of what is expected; where that is zero, the
+    norm of the difference."""
+    norm = expected.double().norm().item()
+    difference = (found.double() - expected.double()).norm().item()
+    return difference / norm if norm > 0 else difference

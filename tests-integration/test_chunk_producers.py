@@ -1,46 +1,180 @@
-"""Chunks made before a trace and chunks made on its graph are the same, in every bit.
+"""Training in chunks of either producer: the whole model's numbers, and each other's bits.
 
-With ``disable_early_grad_accumulation`` the graph producer casts and sums gradients where autograd
-does when a forward ran chunk by chunk. The regions are the same too, and in both scheduled graphs
-compute of the other chunk stands between the launch and the wait of every exchange.
+Over five optimizer steps, with uneven loads, an expert and a rank without tokens:
+
+- With ``disable_early_grad_accumulation`` the graph producer sums gradients where autograd does
+  when a forward ran chunk by chunk, so chunks made on the graph and chunks made before the trace
+  agree in every bit: losses, gradients, buffers, and parameters after each step.
+- Chunks change the order of summation and nothing else, so from the same parameters losses and
+  gradients are the whole model's to 1e-5 (norm of the difference over norm, float32).
+- Behind every exchange of tokens another chunk computes, in every region of both graphs::
+
+    forward    network       [== dispatch 0 ==][== dispatch 1 ==][== combine 0 ==][== combine 1 ==]
+               compute  route 0   route 1       experts 0         experts 1        join 0    join 1
+    backward   network       [== combine' 1 ==][== combine' 0 ==][= dispatch' 1 =][= dispatch' 0 =]
+               compute  join' 1   join' 0       experts' 1        experts' 0       route' 1  route' 0
+
+  (Under ``x'`` the gradients of x are computed or exchanged; the last chunk goes first.)
 """
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
-from chunk_producers import compare_producers
+from chunk_producers import LOADS, SteppedTraining, train_in_chunks
 from test_bitwise_equality import DEEPSEEK_V3, FSDP_EP, QWEN3_MOE, on
-from test_eager_chunk_training import BLOCKS, FSDP_EP4, MOES, MOES_BY_SEQUENCE
-from training_cases import Case
+from test_eager_chunk_training import BLOCKS, EXPECTED_ROOTS, FSDP_EP4, MOES, MOES_BY_SEQUENCE
+from training_cases import NUM_STEPS, Case
 
+from gt_config import EpOverlapConfig
 from gt_trace.testing import GlooWorkers
 
+SLOW = pytest.mark.slow
+DEEPSEEK_EP2 = on(DEEPSEEK_V3, parallelism=FSDP_EP)
+DEEPSEEK_EP4 = on(DEEPSEEK_V3, parallelism=FSDP_EP4)
+QWEN3_EP2 = on(QWEN3_MOE, parallelism=FSDP_EP)
+QWEN3_EP4 = on(QWEN3_MOE, parallelism=FSDP_EP4)
+CASES = {
+    "deepseek_v3, EP 2": DEEPSEEK_EP2,
+    "deepseek_v3, EP 4": DEEPSEEK_EP4,
+    "qwen3, EP 2": QWEN3_EP2,
+    "qwen3, EP 4": QWEN3_EP4,
+}
 OVERLAPS = {"blocks": BLOCKS, "moe": MOES, "moe, sequence": MOES_BY_SEQUENCE}
+# Four ranks capture two graphs in each: one for each model and each kind of root is enough for CI.
+QUICK = {("deepseek_v3, EP 2", "blocks"), ("qwen3, EP 4", "moe, sequence")}
+
+
+def on_graph(eager: EpOverlapConfig, **changes: object) -> EpOverlapConfig:
+    return dataclasses.replace(eager, strategy="graph", **changes)
+
+
+def check(
+    by_rank: list[SteppedTraining], case: Case, runs: dict[str, EpOverlapConfig], bound: float
+) -> None:
+    ep = case.parallelism["expert_parallel_degree"]
+    for rank, found in enumerate(by_rank):
+        assert found.differences == (), f"rank {rank}"
+        assert found.furthest < bound, f"rank {rank}, {found.furthest_of}"
+        assert found.miscounted == (), f"rank {rank}"
+        assert not found.is_bitwise
+        assert found.verified
+        num_passes = NUM_STEPS * case.gradient_accumulation_steps
+        assert len(set(found.losses)) == len(found.losses) == num_passes
+        assert found.exposed == ()
+        check_regions(found, case, runs)
+        check_loads(found, ep)
+
+
+def check_regions(found: SteppedTraining, case: Case, runs: dict[str, EpOverlapConfig]) -> None:
+    """Every chunk of every region sends its tokens there and back, and their gradients."""
+    for name, overlap in runs.items():
+        roots = EXPECTED_ROOTS[case.module, overlap.module_fqn]
+        expected = {
+            (root, direction): (0 if is_dense(case, root) else 2,) * overlap.num_chunks
+            for root in roots
+            for direction in ("forward", "backward")
+        }
+        assert found.exchanges[name] == expected
+
+
+def is_dense(case: Case, root: str) -> bool:
+    return case.module == "deepseek_v3" and root == "layers.0"
+
+
+def check_loads(found: SteppedTraining, ep: int) -> None:
+    """The loads are those that the test is about, in every layer."""
+    assert len(found.tokens) == len(LOADS)
+    for load, layers in zip(LOADS, found.tokens, strict=True):
+        assert len(layers) == 2
+        for tokens_E in layers:
+            per_rank = len(tokens_E) // ep
+            if load == "uneven":
+                assert max(tokens_E) > 4 * min(tokens_E)
+            elif load == "an expert without tokens":
+                assert [n == 0 for n in tokens_E] == [False] * (len(tokens_E) - 1) + [True]
+            elif load == "a rank without tokens":
+                assert not any(tokens_E[-per_rank:])
+                assert all(tokens_E[:-per_rank])
 
 
 @pytest.mark.parametrize(
-    ("case", "names"),
+    ("case_name", "overlap_name"),
     [
-        pytest.param(on(QWEN3_MOE, parallelism=FSDP_EP4), ["blocks"], id="qwen3, EP 4, blocks"),
+        pytest.param(case, overlap, marks=() if (case, overlap) in QUICK else SLOW)
+        for case in CASES
+        for overlap in OVERLAPS
+    ],
+)
+def test_both_producers_train_alike_and_as_the_whole_model(
+    case_name: str, overlap_name: str, four: GlooWorkers, tmp_path: Path
+) -> None:
+    case, eager = CASES[case_name], OVERLAPS[overlap_name]
+    graph = on_graph(eager, disable_early_grad_accumulation=True)
+    runs = {"eager": eager, "graph": graph}
+    check(four.run(train_in_chunks, case, str(tmp_path), runs, {}, True), case, runs, 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("case_name", "extents", "overlap", "chunk_sizes"),
+    [
         pytest.param(
-            on(QWEN3_MOE, parallelism=FSDP_EP4),
-            list(OVERLAPS),
-            id="qwen3, EP 4",
-            marks=pytest.mark.slow,
+            "qwen3, EP 2", {"batch_size": 4}, on_graph(BLOCKS, num_chunks=3), (1, 1, 2), id="3"
+        ),
+        pytest.param("deepseek_v3, EP 4", {}, on_graph(MOES), (1, 1), id="2", marks=SLOW),
+        pytest.param(
+            "qwen3, EP 4", {"batch_size": 3}, on_graph(MOES), (1, 2), id="2, uneven", marks=SLOW
         ),
         pytest.param(
-            on(DEEPSEEK_V3, parallelism=FSDP_EP),
-            list(OVERLAPS),
-            id="deepseek_v3, EP 2",
-            marks=pytest.mark.slow,
+            "deepseek_v3, EP 2",
+            {"batch_size": 4},
+            on_graph(BLOCKS, num_chunks=4),
+            (1, 1, 1, 1),
+            id="4",
+            marks=SLOW,
+        ),
+        pytest.param(
+            "deepseek_v3, EP 4",
+            {"seq_len": 62},
+            on_graph(MOES_BY_SEQUENCE, num_chunks=4),
+            (15, 16, 15, 16),
+            id="4 along the sequence, uneven",
+            marks=SLOW,
+        ),
+        pytest.param(
+            "deepseek_v3, EP 2",
+            {"gradient_accumulation_steps": 2},
+            on_graph(BLOCKS),
+            (1, 1),
+            id="2, gradient accumulation",
+            marks=SLOW,
         ),
     ],
 )
-def test_both_producers_compute_the_same_bits(
-    case: Case, names: list[str], four: GlooWorkers, tmp_path: Path
+def test_chunks_on_the_graph_in_any_number_and_of_any_size_train_as_the_whole_model(
+    case_name: str,
+    extents: dict[str, int],
+    overlap: EpOverlapConfig,
+    chunk_sizes: tuple[int, ...],
+    four: GlooWorkers,
+    tmp_path: Path,
 ) -> None:
-    overlaps = {name: OVERLAPS[name] for name in names}
-    for found in four.run(compare_producers, case, str(tmp_path), overlaps):
-        assert found == dict.fromkeys(names, ((), (), ()))
+    """With gradients accumulated early, as by default."""
+    case, runs = on(CASES[case_name], **extents), {"graph": overlap}
+    by_rank = four.run(train_in_chunks, case, str(tmp_path), runs, {}, True)
+    check(by_rank, case, runs, 1e-5)
+    assert all(found.chunk_sizes == {"graph": chunk_sizes} for found in by_rank)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("overlap_name", OVERLAPS)
+def test_both_producers_train_alike_with_experts_in_bfloat16(
+    overlap_name: str, four: GlooWorkers, tmp_path: Path
+) -> None:
+    """As torchtitan has them: each chunk rounds the gradients of its experts to bfloat16."""
+    eager = OVERLAPS[overlap_name]
+    runs = {"eager": eager, "graph": on_graph(eager, disable_early_grad_accumulation=True)}
+    by_rank = four.run(train_in_chunks, QWEN3_EP4, str(tmp_path), runs, {}, False)
+    check(by_rank, QWEN3_EP4, runs, 2.0**-6)

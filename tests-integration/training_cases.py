@@ -6,7 +6,7 @@ import dataclasses
 import gc
 import importlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -37,6 +37,8 @@ class Case:
     config: str
     parallelism: dict[str, int] = field(default_factory=dict)
     num_layers: int = 2
+    batch_size: int = BATCH_SIZE
+    seq_len: int = SEQ_LEN
     gradient_accumulation_steps: int = 1
     chunked_loss: bool = True
     param_dtype: str = "float32"
@@ -73,13 +75,12 @@ class Case:
         }
         config.compile = dataclasses.replace(config.compile, **asked)
         training = config.training
-        training.seq_len, training.local_batch_size = SEQ_LEN, BATCH_SIZE
+        training.seq_len, training.local_batch_size = self.seq_len, self.batch_size
         training.steps = NUM_STEPS
         training.mixed_precision_param = self.param_dtype
         model_ranks = config.parallelism.tensor_parallel_degree
-        training.global_batch_size = (
-            BATCH_SIZE * (dist.get_world_size() // model_ranks) * self.gradient_accumulation_steps
-        )
+        data_ranks = dist.get_world_size() // model_ranks
+        training.global_batch_size = self.batch_size * data_ranks * self.gradient_accumulation_steps
         assert isinstance(config.loss, GraphChunkedLoss.Config)
         if not self.chunked_loss:
             config.loss = CrossEntropyLoss.Config()
@@ -112,9 +113,12 @@ class RecordingTrainer(GraphTrainer):
         super().__init__(config)
         self.stop_after = stop_after
         self.passes: list[Pass] = []
+        self.before_pass: Callable[[], None] = lambda: None
+        """Called before each forward/backward."""
         self._batches: Iterator[Any] | None = None
 
     def forward_backward_step(self, **inputs: Any) -> torch.Tensor:
+        self.before_pass()
         loss = super().forward_backward_step(**inputs)
         gradients = {
             name: local(parameter.grad)

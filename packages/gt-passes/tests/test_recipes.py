@@ -92,6 +92,7 @@ def test_the_recipe_of_a_whole_step(context: PassContext):
                 *BUCKETS,
                 *OVERLAP,
                 "schedule-ep-overlap",
+                "separate-exchange-group",
                 "schedule-fsdp-into-dense-regions",
             ],
         ),

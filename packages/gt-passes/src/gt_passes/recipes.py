@@ -37,6 +37,7 @@ from gt_passes.passes import (
     ReshardAfterForward,
     ScheduleEpOverlap,
     ScheduleFsdpIntoDenseRegions,
+    SeparateExchangeGroup,
     SeparateReductionGroup,
     ShareAllGathers,
     TagSavedTensors,
@@ -62,8 +63,8 @@ def default_recipe(
 
     In this order: remove dead code, merge waits, canonicalize views, one all-gather chain per
     parameter, chunks (if overlap of token exchanges is asked for), the memory policy, FSDP
-    communication, the overlap itself, what rounds differently (if asked for), the passes that the
-    user added, compilation.
+    communication, the overlap itself and its communicator, what rounds differently (if asked for),
+    the passes that the user added, compilation.
 
     Args:
         options: what the user asks for; None for the defaults. Passes named in ``options.passes``
@@ -164,6 +165,7 @@ def _fsdp(options: CompileConfig, *, reshard_after_forward: bool | None) -> Iter
     if options.ep_overlap.enabled:
         # Behind buckets: none may stand between the halves of an exchange.
         yield ScheduleEpOverlap()
+        yield SeparateExchangeGroup()
     if options.fsdp_into_dense_regions:
         yield ScheduleFsdpIntoDenseRegions()
 

@@ -29,7 +29,7 @@ def second_group_of(group_name: str) -> str:
     # Groups are gone once torch.distributed was shut down; names come back with others.
     if known is None or torch_group_ranks(known) != ranks:
         group = dist.new_group(
-            list(ranks), use_local_synchronization=True, group_desc="reduction of gradients"
+            list(ranks), use_local_synchronization=True, group_desc=f"second of {group_name}"
         )
         assert isinstance(group, dist.ProcessGroup)  # this rank is one of them
         known = _second[group_name] = group.group_name

@@ -177,18 +177,26 @@ class GraphTrainer(Trainer):
         )
 
     def _recipe(self) -> Recipe:
-        if self.config.compile.fsdp_second_group:
-            # Here, where all ranks still do the same: a rank whose capture fails leaves no other
-            # waiting for it to join the group.
-            for axis in ("fsdp", "efsdp"):
-                mesh = self.parallel_dims.get_optional_mesh(axis)
-                if mesh is not None:
-                    second_group_of(mesh.get_group().group_name)
+        self._create_second_groups()
         return recipe_of(
             self.config.compile,
             reshard_after_forward=self.config.parallelism.fsdp_reshard_after_forward,
             debug_folder=Path(self.config.dump_folder) / "graph_passes" / f"rank_{dist.get_rank()}",
         )
+
+    def _create_second_groups(self) -> None:
+        """Create the groups that passes move collectives to, where all ranks still do the same.
+
+        Else a rank whose capture fails would leave the others waiting for it to join a group.
+        """
+        options = self.config.compile
+        axes = ("fsdp", "efsdp") if options.fsdp_second_group else ()
+        if options.ep_overlap.enabled:
+            axes = (*axes, "ep")
+        for axis in axes:
+            mesh = self.parallel_dims.get_optional_mesh(axis)
+            if mesh is not None:
+                second_group_of(mesh.get_group().group_name)
 
     def _report_joint_capture(self, report: JointCaptureReport) -> None:
         self.captures.append(report)
