@@ -116,7 +116,7 @@ def torch_ranges(workspace: Workspace) -> Iterator[str]:
         matrix = _torch_matrix(member)
         if matrix:
             matrices[member.name] = matrix
-        for requirement in member.requirements(extras=True):
+        for requirement in member.requirements(extras=member.extras):
             if canonicalize_name(requirement.name) != "torch":
                 continue
             ranges[member.name] = str(requirement.specifier)
@@ -166,7 +166,7 @@ PACKAGE_RULES = (
 def _sibling_requirements(workspace: Workspace, member: Member) -> list[Requirement]:
     return [
         requirement
-        for requirement in member.requirements(extras=True)
+        for requirement in member.requirements(extras=member.extras)
         if canonicalize_name(requirement.name) in workspace.members
     ]
 

@@ -1,10 +1,11 @@
 """`make smoke`: each wheel, with its declared siblings only, passes its own tests.
 
-For every package a fresh environment gets that wheel, the wheels of the siblings it declares
-(directly or through one another), their third-party dependencies at the workspace's default
-versions, and the test tools: nothing else of ours, no source tree. The tests are copied out of the
-repository, so that nothing imports from `src/`. What this catches and `make test` cannot: an
-undeclared dependency, a file missing from the wheel, a test that leans on another package.
+For every package, and again for each extra it has, a fresh environment gets that wheel, the wheels
+of the siblings it declares (directly or through one another), their third-party dependencies at the
+workspace's default versions, and the test tools: nothing else of ours, no source tree. The tests
+are copied out of the repository, so that nothing imports from `src/`. What this catches and `make
+test` cannot: an undeclared dependency, a file missing from the wheel, a test that leans on another
+package.
 """
 
 import argparse
@@ -12,6 +13,8 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 from workspace import Workspace, load_workspace
@@ -27,23 +30,57 @@ assert not leaked, f"not declared by {wanted}, yet importable: {leaked}"
 """
 
 
-def smoke_test(workspace: Workspace, name: str, *, dist: Path, scratch: Path, uv: str) -> None:
-    """Installs the wheel of `name` into a fresh environment and runs its tests there.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """A package as one kind of user installs it.
+
+    Attributes:
+        package: Its name, for example `gt-pipeline`.
+        extra: The extra asked for, None for none.
+    """
+
+    package: str
+    extra: str | None = None
+
+    @property
+    def extras(self) -> tuple[str, ...]:
+        """The extras asked for."""
+        return () if self.extra is None else (self.extra,)
+
+    def __str__(self) -> str:
+        return self.package if self.extra is None else f"{self.package}[{self.extra}]"
+
+
+def variants_of(workspace: Workspace, names: Iterable[str]) -> list[Variant]:
+    """Each package without its extras, then with each one of them."""
+    return [
+        Variant(package=name, extra=extra)
+        for name in names
+        for extra in (None, *workspace.members[name].extras)
+    ]
+
+
+def smoke_test(
+    workspace: Workspace, variant: Variant, *, dist: Path, scratch: Path, uv: str
+) -> None:
+    """Installs the wheel of `variant` into a fresh environment and runs its tests there.
 
     Args:
         workspace: The workspace that the wheels were built from.
-        name: The package, for example `gt-trace`.
+        variant: The package, with an extra or without.
         dist: Folder with the built wheels.
-        scratch: Folder for environments and copied tests; `scratch/name` is replaced.
+        scratch: Folder for environments and copied tests; the one of this variant is replaced.
         uv: The uv executable.
 
     Raises:
         FileNotFoundError: If a wheel is missing.
         subprocess.CalledProcessError: If installation, an import or a test fails.
     """
-    siblings = workspace.declared_siblings(name)
-    wheels = [_wheel(workspace, package, dist=dist) for package in (name, *siblings)]
-    room = scratch / name
+    name = variant.package
+    siblings = workspace.declared_siblings(name, extras=variant.extras)
+    wheels = [_wheel(workspace, sibling, dist=dist) for sibling in siblings]
+    itself = f"{variant} @ {_wheel(workspace, name, dist=dist).as_uri()}"
+    room = _room(scratch, variant)
     shutil.rmtree(room, ignore_errors=True)
     room.mkdir(parents=True)
     shutil.copytree(workspace.members[name].path / "tests", room / "tests")
@@ -56,7 +93,7 @@ def smoke_test(workspace: Workspace, name: str, *, dist: Path, scratch: Path, uv
     root_pyproject = workspace.root / "pyproject.toml"
     _run(uv, "venv", "--quiet", "--python", sys.executable, "venv", room=room)
     install = (uv, "pip", "install", "--quiet", "--python", python, "--constraints", str(defaults))
-    _run(*install, "--group", f"{root_pyproject}:test", *map(str, wheels), room=room)
+    _run(*install, "--group", f"{root_pyproject}:test", itself, *map(str, wheels), room=room)
     unwanted = [
         member.module
         for member in workspace.members.values()
@@ -82,26 +119,32 @@ def main() -> int:
     if unknown:
         parser.error(f"unknown packages {unknown}; known: {sorted(workspace.members)}")
 
+    variants = variants_of(workspace, names)
     failures = []
-    for name in names:
-        siblings = ", ".join(workspace.declared_siblings(name)) or "no siblings"
-        print(f"smoke: {name} with {siblings}", flush=True)
+    for variant in variants:
+        siblings = workspace.declared_siblings(variant.package, extras=variant.extras)
+        print(f"smoke: {variant} with {', '.join(siblings) or 'no siblings'}", flush=True)
         try:
             smoke_test(
                 workspace,
-                name,
+                variant,
                 dist=arguments.dist.resolve(),
                 scratch=arguments.scratch.resolve(),
                 uv=_executable(arguments.uv),
             )
         except (FileNotFoundError, subprocess.CalledProcessError) as error:
-            print(f"smoke: {name} FAILED: {error}", file=sys.stderr, flush=True)
-            failures.append(name)
+            print(f"smoke: {variant} FAILED: {error}", file=sys.stderr, flush=True)
+            failures.append(variant)
         else:
             # An environment with torch is several gigabytes; a failed one is kept to look at.
-            shutil.rmtree(arguments.scratch / name)
-    print(f"smoke: {len(names) - len(failures)} of {len(names)} wheels pass their own tests")
+            shutil.rmtree(_room(arguments.scratch, variant))
+    passed = len(variants) - len(failures)
+    print(f"smoke: {passed} of {len(variants)} installations pass their own tests")
     return 1 if failures else 0
+
+
+def _room(scratch: Path, variant: Variant) -> Path:
+    return scratch / "-".join((variant.package, *variant.extras))
 
 
 def _wheel(workspace: Workspace, name: str, *, dist: Path) -> Path:

@@ -6,7 +6,7 @@ member" and "its declared siblings". Standard library and `packaging` only.
 
 import subprocess
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,11 +45,16 @@ class Member:
         """The static version, or an empty string if it is missing."""
         return str(self.project.get("version", ""))
 
-    def requirements(self, *, extras: bool) -> tuple[Requirement, ...]:
-        """Declared dependencies, with those of every extra if `extras`."""
+    @property
+    def extras(self) -> tuple[str, ...]:
+        """Names of the extras it declares, sorted."""
+        return tuple(sorted(self.project.get("optional-dependencies", {})))
+
+    def requirements(self, *, extras: Collection[str]) -> tuple[Requirement, ...]:
+        """Declared dependencies, with those of the extras named."""
         lines = list(self.project.get("dependencies", ()))
-        if extras:
-            for group in self.project.get("optional-dependencies", {}).values():
+        for name, group in self.project.get("optional-dependencies", {}).items():
+            if name in extras:
                 lines.extend(group)
         return tuple(Requirement(line) for line in lines)
 
@@ -75,17 +80,21 @@ class Workspace:
         entries = self.pyproject.get("dependency-groups", {}).get(name, ())
         return tuple(Requirement(entry) for entry in entries if isinstance(entry, str))
 
-    def declared_siblings(self, name: str) -> tuple[str, ...]:
-        """Members that `name` depends on, directly or through another member, sorted."""
-        found: set[str] = set()
-        pending = [name]
+    def declared_siblings(self, name: str, *, extras: Collection[str] = ()) -> tuple[str, ...]:
+        """Members that `name` with `extras` depends on, directly or through another one, sorted.
+
+        A sibling's extras count where they are asked for, as in `gt-pipeline[graph]`.
+        """
+        seen = {(name, frozenset(extras))}
+        pending = list(seen)
         while pending:
-            for requirement in self.members[pending.pop()].requirements(extras=False):
-                sibling = canonicalize_name(requirement.name)
-                if sibling in self.members and sibling not in found:
-                    found.add(sibling)
+            member, its_extras = pending.pop()
+            for requirement in self.members[member].requirements(extras=its_extras):
+                sibling = (canonicalize_name(requirement.name), frozenset(requirement.extras))
+                if sibling[0] in self.members and sibling not in seen:
+                    seen.add(sibling)
                     pending.append(sibling)
-        return tuple(sorted(found - {name}))
+        return tuple(sorted({member for member, _ in seen} - {name}))
 
 
 def load_workspace(root: Path, *, tracked: tuple[str, ...] | None = None) -> Workspace:
