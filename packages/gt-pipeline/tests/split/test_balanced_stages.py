@@ -6,7 +6,7 @@ import math
 from itertools import combinations, pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gt_pipeline.errors import StageLayoutError
@@ -33,6 +33,7 @@ def test_modules_that_cost_nothing_still_fill_every_stage():
     assert module_names_by_cost({"a": 0, "b": 0, "c": 0}, num_stages=3) == (("a",), ("b",), ("c",))
 
 
+@settings(deadline=None)
 @given(costs=st.lists(st.integers(0, 20), min_size=1, max_size=9), data=st.data())
 def test_no_other_division_is_better(costs: list[int], data: st.DataObject):
     num_stages = data.draw(st.integers(1, len(costs)))
@@ -49,6 +50,7 @@ def test_no_other_division_is_better(costs: list[int], data: st.DataObject):
     assert found == best
 
 
+@settings(deadline=None)
 @given(costs=st.lists(st.floats(0, 1e6), min_size=1, max_size=40), data=st.data())
 def test_measured_costs_that_are_no_integers_divide_too(costs: list[float], data: st.DataObject):
     num_stages = data.draw(st.integers(1, len(costs)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from split_models import DECODER_NAMING, Decoder, Nested
 from torch import nn
@@ -41,6 +41,7 @@ def test_each_parameter_is_told_with_its_stage():
     }
 
 
+@settings(deadline=None, max_examples=40)
 @given(num_layers=st.integers(1, 12), num_stages=st.integers(1, 8), dict_like=st.booleans())
 def test_stages_of_any_number_of_layers_hold_the_state_of_the_model_once(
     num_layers: int, num_stages: int, dict_like: bool

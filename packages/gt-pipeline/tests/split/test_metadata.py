@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules
 
@@ -63,6 +63,7 @@ def test_every_schedule_that_torch_names_has_a_layout():
     assert str(caught.value).count("'") == 2 + 2 * (len(SCHEDULE_LAYOUTS) + 2)  # two are abstract
 
 
+@settings(deadline=None)
 @given(
     num_layers=st.integers(1, 130),
     pp_degree=st.integers(1, 16),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from split_models import DECODER_NAMING, Decoder
 
@@ -48,6 +48,7 @@ def test_what_every_stage_needs_is_on_every_stage():
     assert all(stage[-1] == "rotary" for stage in names)
 
 
+@settings(deadline=None)
 @given(
     num_layers=st.integers(1, 140),
     num_stages=st.integers(1, 40),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gt_pipeline.errors import StageLayoutError
@@ -24,6 +24,7 @@ def test_stages_can_be_given_rank_by_rank_and_need_not_be_even():
     assert stage_indices_of_rank(1, 2, 3, style=[[0, 2], [1]]) == (1,)
 
 
+@settings(deadline=None)
 @given(pp_degree=st.integers(1, 12), stages_per_rank=st.integers(1, 5))
 def test_each_stage_is_on_one_rank_and_ranks_are_even(pp_degree: int, stages_per_rank: int):
     num_stages = pp_degree * stages_per_rank
@@ -38,6 +39,7 @@ def test_each_stage_is_on_one_rank_and_ranks_are_even(pp_degree: int, stages_per
         )
 
 
+@settings(deadline=None)
 @given(pp_degree=st.integers(2, 12))
 def test_neighbouring_stages_of_a_v_are_on_neighbouring_ranks_or_on_one(pp_degree: int):
     by_rank = stages_by_rank(pp_degree, 2 * pp_degree, style="v")
