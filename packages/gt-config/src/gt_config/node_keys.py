@@ -265,7 +265,8 @@ class PipelineAnnotation(NodeAnnotation):
     action: PipelineAction
 
     slot: int
-    """Position in the rank's own list of actions."""
+    """Position among the actions that one graph runs: 0, and 1 for the forward of an overlapped
+    pair. One graph serves every microbatch, so it has no place in a rank's list of actions."""
 
     def _problems(self) -> list[str]:
         problems = NodeAnnotation._problems(self)

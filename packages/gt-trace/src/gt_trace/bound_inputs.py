@@ -85,9 +85,17 @@ class BoundInputs:
             StateMismatchError: the state was replaced by one that does not fit.
         """
         flat = self._flatten_arguments(args, kwargs)
+        return [*self.static_tensors(), *flat]
+
+    def static_tensors(self) -> list[torch.Tensor]:
+        """The plain tensors of the state alone, as it is now.
+
+        Raises:
+            StateMismatchError: the state was replaced by one that does not fit.
+        """
         if not self._state_is_current():
             self._sample()
-        return [*self._static, *flat]
+        return self._static
 
     @property
     def state(self) -> list[torch.Tensor]:

@@ -1,6 +1,8 @@
 """Pipeline stages as captured graphs, one for each schedule action."""
 
 from gt_pipeline.graph.action_graph import ActionGraph
+from gt_pipeline.graph.overlapped_actions import OverlappedActions, overlap_actions
+from gt_pipeline.graph.pipeline_stage import GraphPipelineStage, GraphTransform, JointTransform
 from gt_pipeline.graph.recomposition import find_recomposition_problems, recompose
 from gt_pipeline.graph.slots import Slot, SlotKind
 from gt_pipeline.graph.stage_capture import StageCapture, StageLoss, capture_stage
@@ -9,6 +11,10 @@ from gt_pipeline.graph.stage_graphs import StageGraphs
 
 __all__ = [
     "ActionGraph",
+    "GraphPipelineStage",
+    "GraphTransform",
+    "JointTransform",
+    "OverlappedActions",
     "Slot",
     "SlotKind",
     "StageCapture",
@@ -17,5 +23,6 @@ __all__ = [
     "capture_stage",
     "cut_stage",
     "find_recomposition_problems",
+    "overlap_actions",
     "recompose",
 ]

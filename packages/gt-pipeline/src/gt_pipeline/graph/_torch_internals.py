@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
 # Fake tensors stand in for parameters and microbatches while a stage is captured; stages whose
 # graphs are joined share one mode. No public constructor exists.
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -16,9 +21,21 @@ from torch.fx.graph import _BoxedCodeGen as BoxedCodeGen
 # The tree functions of torch itself: the same registrations as every other torch tracer.
 from torch.utils import _pytree as pytree
 
-__all__ = ["BoxedCodeGen", "FakeTensorMode", "ShapeEnv", "new_fake_mode", "pytree"]
+__all__ = [
+    "BoxedCodeGen",
+    "FakeTensorMode",
+    "ShapeEnv",
+    "add_in_place",
+    "new_fake_mode",
+    "pytree",
+]
 
 
 def new_fake_mode() -> FakeTensorMode:
     """A mode for captures whose graphs shall be joined to one."""
     return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+
+
+def add_in_place(sums: list[Tensor], terms: Sequence[Tensor]) -> None:
+    """Add each term to its sum. One call for all: torch has no public name for it."""
+    torch._foreach_add_(sums, list(terms))

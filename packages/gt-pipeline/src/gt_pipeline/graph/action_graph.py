@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -14,7 +15,7 @@ from gt_config.node_keys import PipelineAction
 from gt_pipeline.graph._torch_internals import BoxedCodeGen
 from gt_pipeline.graph.slots import Slot
 
-__all__ = ["ActionGraph", "BoxedFunction", "append_graph", "boxed", "extract"]
+__all__ = ["ActionGraph", "BoxedFunction", "append_graph", "boxed", "copied", "extract"]
 
 BoxedFunction = Callable[[list[Any]], Sequence[Any]]
 """Takes its inputs in a list, which it empties so that they can be freed early."""
@@ -55,6 +56,13 @@ class ActionGraph:
         """The node of each output."""
         values: Any = self.graph_module.graph.output_node().args[0]
         return tuple(values)
+
+
+def copied(action: ActionGraph) -> ActionGraph:
+    """The action with a graph of its own; nodes keep their names."""
+    source = action.graph_module
+    graph = copy.deepcopy(source.graph)
+    return dataclasses.replace(action, graph_module=GraphModule(source, graph))
 
 
 def boxed(graph_module: GraphModule) -> BoxedFunction:

@@ -58,9 +58,6 @@ class StageCapture:
     results: tuple[Slot | None, ...]
     """One for each output of the graph; None where there is no gradient."""
 
-    num_args: int
-    """Positional arguments of the module that come from the caller's microbatch."""
-
     kwarg_names: tuple[str, ...]
     """Keyword arguments of the module, from the same."""
 
@@ -146,6 +143,12 @@ def capture_stage(
             if each.requires_grad
         )
         traced = trace(stage.forward_and_backward, arriving)
+    dynamic = [each.name for each in traced.arguments if None in each.shape]
+    if dynamic:
+        raise StageCaptureError(
+            what=f"stage {stage_index} cannot be captured",
+            problems=[f"{name} has a dynamic size; microbatches are alike" for name in dynamic],
+        )
     _clean_up(traced, verify=verify)
     return StageCapture(
         traced=traced,
@@ -155,7 +158,6 @@ def capture_stage(
         output_signature=stage.output_signature,
         inputs=tuple(map(_input_slot, traced.inputs)),
         results=tuple(_result_slots(traced, stage)),
-        num_args=len(args),
         kwarg_names=tuple(kwargs),
         has_target=loss_fn is not None,
         differentiates=differentiate,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from gt_config.node_keys import PipelineAction
 from gt_pipeline.graph.action_graph import ActionGraph
 from gt_pipeline.graph.stage_capture import StageCapture
 
@@ -22,6 +23,14 @@ class StageGraphs:
     backward_input: ActionGraph | None
     backward_weight: ActionGraph | None
     reduce_grad: ActionGraph | None
+
+    def of(self, kind: PipelineAction) -> ActionGraph:
+        """The graph of one kind of action.
+
+        Raises:
+            KeyError: the stage has none of that kind.
+        """
+        return {graph.kind: graph for graph in self}[kind]
 
     def __iter__(self) -> Iterator[ActionGraph]:
         graphs = (

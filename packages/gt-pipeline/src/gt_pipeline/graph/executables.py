@@ -1,0 +1,64 @@
+"""A stage's graphs ready to run, with what they read of its state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from gt_pipeline.graph.action_graph import ActionGraph, BoxedFunction, boxed
+from gt_pipeline.graph.gradient_accumulators import owned_results
+from gt_pipeline.graph.overlapped_actions import OverlappedActions
+from gt_pipeline.graph.slots import SlotKind
+from gt_pipeline.graph.stage_inputs import MicrobatchReader
+
+__all__ = ["Evaluation", "Executable", "Overlap"]
+
+
+class Executable:
+    """An action's graph, ready to run."""
+
+    def __init__(self, action: ActionGraph) -> None:
+        self.action = action
+        self.run: BoxedFunction = boxed(action.graph_module)
+        self.static: tuple[Tensor, ...] | None = None
+        """What it reads of the state; None until it is asked for."""
+
+        is_reduction = action.kind == "REDUCE_GRAD"
+        kind: SlotKind = "gradient" if is_reduction else "unsharded_gradient"
+        self.gradient_slots = tuple(slot for slot in action.outputs if slot.kind == kind)
+        self.owned_gradients = owned_results(action, kind)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """A stage's forward in one of training and evaluation mode, with nothing kept."""
+
+    forward: Executable
+    reader: MicrobatchReader
+
+
+class Overlap:
+    """The graph of a pair of actions, and what it reads of the state of both stages."""
+
+    def __init__(self, actions: OverlappedActions, run: BoxedFunction) -> None:
+        self.actions = actions
+        self.run = run
+        self._of_backward: tuple[Tensor, ...] | None = None
+        self._of_forward: tuple[Tensor, ...] | None = None
+        self._static: tuple[Tensor, ...] = ()
+
+    def static_inputs(
+        self, of_backward: tuple[Tensor, ...], of_forward: tuple[Tensor, ...]
+    ) -> tuple[Tensor, ...]:
+        """Those of the backward, then those of the forward that it does not share."""
+        if of_backward is not self._of_backward or of_forward is not self._of_forward:
+            own = tuple(of_forward[i] for i in self.actions.forward_static)
+            self._static = (*of_backward, *own)
+            self._of_backward, self._of_forward = of_backward, of_forward
+        return self._static
+
+    def forget(self) -> None:
+        """Let go of the state."""
+        self._of_backward = self._of_forward = None
+        self._static = ()

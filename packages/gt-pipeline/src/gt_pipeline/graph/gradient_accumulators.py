@@ -1,0 +1,84 @@
+"""Sums of parameter gradients over microbatches, in memory that nothing else has.
+
+The first microbatch's gradients become the sums; later ones are added in place. That is right only
+where a gradient is alone in its memory. One of a graph may share it: with another gradient (two
+parameters that are only ever added have one), with what leaves the stage, with an input, or with
+itself (an expanded scalar). Which do is read off the graph once, and those are copied first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from gt_passes.aliasing import AliasClasses
+from gt_pipeline.graph._torch_internals import add_in_place
+from gt_pipeline.graph.action_graph import ActionGraph
+from gt_pipeline.graph.slots import SlotKind
+
+__all__ = ["GradientAccumulators", "owned_results"]
+
+
+class GradientAccumulators:
+    """The sums of one step."""
+
+    def __init__(self) -> None:
+        self._sums: list[Tensor] = []
+        self._is_empty = True
+
+    def add(self, gradients: Sequence[Tensor], owned: Sequence[bool]) -> None:
+        """Add one microbatch's gradients.
+
+        Args:
+            gradients: the same parameters' in the same order every time.
+            owned: for each whether its memory may be kept and written to; see ``owned_results``.
+        """
+        if self._is_empty:
+            self._sums = [g if own else g.clone() for g, own in zip(gradients, owned, strict=True)]
+            self._is_empty = False
+        elif self._sums:
+            add_in_place(self._sums, gradients)
+
+    def take(self) -> list[Tensor] | None:
+        """The sums, which are then forgotten; None if nothing was added."""
+        if self._is_empty:
+            return None
+        sums, self._sums, self._is_empty = self._sums, [], True
+        return sums
+
+
+def owned_results(action: ActionGraph, kind: SlotKind) -> tuple[bool, ...]:
+    """For each output of that kind whether nothing else has its memory.
+
+    May-alias: what has no schema counts as sharing.
+    """
+    aliases = AliasClasses(action.graph_module.graph)
+    results = action.result_nodes()
+    num_of: dict[Node, int] = {}
+    for result in results:
+        of = aliases.class_of(result)
+        num_of[of] = num_of.get(of, 0) + 1
+    return tuple(
+        num_of[aliases.class_of(result)] == 1
+        and not aliases.holds_input(result)
+        and not _overlaps_itself(result.meta["val"])
+        for slot, result in zip(action.outputs, results, strict=True)
+        if slot.kind == kind
+    )
+
+
+def _overlaps_itself(value: Tensor) -> bool:
+    """Whether two elements may have one place in memory."""
+    extent: int | torch.SymInt = 1
+    for size, stride in sorted(
+        zip(value.shape, value.stride(), strict=True), key=lambda pair: pair[1]
+    ):
+        if size == 1:
+            continue
+        if stride < extent:
+            return True
+        extent = stride * (size - 1) + extent
+    return False

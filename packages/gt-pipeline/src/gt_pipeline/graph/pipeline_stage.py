@@ -1,0 +1,466 @@
+"""A pipeline stage whose every action runs a graph made before: no autograd at run time."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from gt_config.node_keys import PipelineAction
+from gt_passes import PassContext, Verifier
+from gt_passes.verifier import GraphInterface
+from gt_pipeline.errors import StageGraphError, StageInputError, StageOrderError
+from gt_pipeline.graph._torch_internals import FakeTensorMode
+from gt_pipeline.graph.action_graph import ActionGraph, boxed, copied
+from gt_pipeline.graph.executables import Evaluation, Executable, Overlap
+from gt_pipeline.graph.gradient_accumulators import GradientAccumulators
+from gt_pipeline.graph.overlapped_actions import OverlappedActions, overlap_actions
+from gt_pipeline.graph.slots import Slot
+from gt_pipeline.graph.stage_capture import StageCapture, StageLoss, capture_stage
+from gt_pipeline.graph.stage_cut import cut_stage
+from gt_pipeline.graph.stage_inputs import MicrobatchReader, StageState
+from gt_pipeline.runner.stage_protocol import (
+    BackwardKind,
+    MicrobatchInputs,
+    PipelineStageGraphs,
+    Tensors,
+    TensorSignature,
+)
+from gt_trace import unflatten_tensor
+
+__all__ = ["GraphPipelineStage", "GraphTransform", "JointTransform"]
+
+GraphTransform = Callable[[GraphModule, PipelineAction, PassContext], object]
+"""Edits the graph of one kind of action in place: a recipe of passes, a compiler. It keeps what the
+graph takes and gives."""
+
+JointTransform = Callable[[StageCapture], object]
+"""Edits a stage's joint graph in place, before it is cut: memory policies, chunks."""
+
+
+_BackwardAction: TypeAlias = Literal["FULL_BACKWARD", "BACKWARD_INPUT", "BACKWARD_WEIGHT"]
+
+
+class GraphPipelineStage:
+    """A stage of captured graphs, as ``GraphPPRunner`` drives it.
+
+    ::
+
+        stage = GraphPipelineStage(module, stage_index=1, num_stages=4, activations=signatures)
+        outputs = stage.forward(0, activations, MicrobatchInputs())
+        input_gradients = stage.full_backward(0, output_gradients)
+        stage.reduce_gradients()
+        stage.gradients()
+
+    Everything about microbatches, order and memory is as ``PipelineStageGraphs`` says. Parameters
+    are read from the module at every UNSHARD, or once a step if nothing is sharded. CUDA graphs
+    are no transform for a stage: what they return is overwritten by the next microbatch.
+
+    Args:
+        module: the stage's part of the model, parallelized or not.
+        stage_index: position in the model, from 0.
+        num_stages: of the whole pipeline.
+        activations: what the stage before sends, or only its shapes and dtypes; empty for the first
+            stage.
+        inputs: a microbatch as the runner gives it, of real tensors or such on meta.
+        loss_fn: of the last stage: part of its forward.
+        device: where the stage runs.
+        prepare_capture: edits the joint graph before it is cut.
+        transform: edits each action's graph.
+        fake_mode: ``fake_mode`` of another stage of this rank; the graphs of stages that overlap
+            need one and the same.
+        verify: whether to verify every graph, as captured, as cut and as transformed.
+        **capture_options: further options of ``capture_stage``.
+
+    Raises:
+        StageCaptureError, StageCutError, StageGraphError: as ``capture_stage`` and ``cut_stage``;
+            the last also for a transform that breaks a graph.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        stage_index: int,
+        num_stages: int,
+        activations: Sequence[Tensor | TensorSignature] = (),
+        inputs: MicrobatchInputs | None = None,
+        loss_fn: StageLoss | None = None,
+        device: torch.device | str = "cpu",
+        prepare_capture: JointTransform | None = None,
+        transform: GraphTransform | None = None,
+        fake_mode: FakeTensorMode | None = None,
+        verify: bool = True,
+        **capture_options: object,
+    ) -> None:
+        self.stage_index = stage_index
+        self.num_stages = num_stages
+        self.device = torch.device(device)
+        self._module = module
+        self._transform = transform
+        self._verify = verify
+        self._capture = functools.partial(
+            capture_stage,
+            module,
+            stage_index=stage_index,
+            num_stages=num_stages,
+            activations=tuple(activations),
+            inputs=inputs,
+            loss_fn=loss_fn,
+            device=device,
+            verify=verify,
+            **capture_options,  # type: ignore[arg-type]  # checked where they arrive
+        )
+        capture = self._capture(fake_mode=fake_mode)
+        if prepare_capture is not None:
+            prepare_capture(capture)
+        self.graphs = cut_stage(capture, verify=verify)
+        self._state = StageState(capture, module)
+        self._reader = MicrobatchReader(capture)
+        self._unshard = Executable(self._transformed(self.graphs.unshard))
+        self._forward = Executable(self._transformed(self.graphs.forward))
+        self._backward: dict[_BackwardAction, Executable] = {
+            kind: Executable(self._transformed(self.graphs.of(kind)))
+            for kind in ("FULL_BACKWARD", "BACKWARD_INPUT", "BACKWARD_WEIGHT")
+        }
+        self._reduce = Executable(self._transformed(self.graphs.of("REDUCE_GRAD")))
+        self._num_outputs = len(capture.output_signature)
+        self._num_arriving = sum(each.requires_grad for each in capture.output_signature)
+        self._num_leaving = sum(each.requires_grad for each in capture.input_signature)
+        self._evaluations: dict[bool, Evaluation] = {}
+        self._overlaps: dict[tuple[int, BackwardKind], Overlap] = {}
+
+        self._pairs: list[Overlap] = []
+        """Those of which one action is this stage's."""
+
+        self._values: dict[Slot, Tensor] | None = None
+        self._saved: dict[int, list[Tensor]] = {}
+        self._between: dict[int, list[Tensor]] = {}
+        self._accumulators = GradientAccumulators()
+        self._gradients: dict[str, Tensor] = {}
+
+    @property
+    def capture(self) -> StageCapture:
+        """What the stage's graphs were cut from."""
+        return self.graphs.capture
+
+    @property
+    def fake_mode(self) -> FakeTensorMode:
+        """For the other stages of this rank."""
+        return self.capture.traced.fake_mode
+
+    @property
+    def input_signature(self) -> tuple[TensorSignature, ...]:
+        """Activations from the stage before; empty for the first stage."""
+        return self.capture.input_signature
+
+    @property
+    def output_signature(self) -> tuple[TensorSignature, ...]:
+        """What ``forward`` returns."""
+        return self.capture.output_signature
+
+    @property
+    def num_saved(self) -> int:
+        """Microbatches of which values are kept for a backward."""
+        return len(self._saved) + len(self._between)
+
+    # ---- parameters -----------------------------------------------------------------------------
+
+    def unshard(self) -> None:
+        """Gather the parameters, and keep them until ``reshard``."""
+        values = self._state.sample()
+        if not self._unshard.action.is_empty:
+            flat = [values[slot] for slot in self._unshard.action.inputs]
+            with torch.no_grad():
+                gathered = self._unshard.run(flat)
+            values.update(zip(self._unshard.action.outputs, gathered, strict=True))
+        self._hold(values)
+
+    def reshard(self) -> None:
+        """Free the gathered parameters."""
+        self._hold(None)
+
+    def parameters(self) -> Mapping[str, Tensor]:
+        """Parameters by name."""
+        return dict(self._module.named_parameters())
+
+    def _hold(self, values: dict[Slot, Tensor] | None) -> None:
+        self._values = values
+        held = [self._forward, *self._backward.values()]
+        held += [each.forward for each in self._evaluations.values()]
+        for executable in held:
+            executable.static = None
+        for pair in self._pairs:
+            pair.forget()
+
+    def _static(self, executable: Executable) -> tuple[Tensor, ...]:
+        """What an action's graph reads of the state, in order."""
+        if executable.static is not None:
+            return executable.static
+        if self._values is None:
+            if not self.graphs.unshard.is_empty:
+                raise StageOrderError(
+                    f"stage {self.stage_index} was asked for {executable.action.kind} without its "
+                    "parameters: call unshard before"
+                )
+            self.unshard()
+        assert self._values is not None
+        executable.static = tuple(self._values[slot] for slot in executable.action.static_inputs)
+        return executable.static
+
+    # ---- actions --------------------------------------------------------------------------------
+
+    def forward(self, microbatch: int, activations: Tensors, inputs: MicrobatchInputs) -> Tensors:
+        """Compute one microbatch and keep what its backward needs.
+
+        Raises:
+            StageInputError: it is not as the captured one.
+            StageOrderError: its forward ran already, and its backward did not.
+        """
+        arguments = self._arguments(microbatch, activations, inputs)
+        with torch.no_grad():
+            results = self._forward.run([*self._static(self._forward), *arguments])
+        return self._keep_saved(microbatch, results)
+
+    def full_backward(self, microbatch: int, output_gradients: Tensors) -> Tensors:
+        """Accumulate one microbatch's parameter gradients; return those of its inputs.
+
+        Raises:
+            StageOrderError: nothing is saved for it.
+        """
+        executable = self._backward["FULL_BACKWARD"]
+        saved = self._take_saved(microbatch, output_gradients, executable)
+        with torch.no_grad():
+            results = executable.run([*self._static(executable), *output_gradients, *saved])
+            return self._accumulate(executable, results)
+
+    def backward_input(self, microbatch: int, output_gradients: Tensors) -> Tensors:
+        """The part of ``full_backward`` that the stage before waits for.
+
+        Raises:
+            StageOrderError: nothing is saved for it.
+        """
+        executable = self._backward["BACKWARD_INPUT"]
+        saved = self._take_saved(microbatch, output_gradients, executable)
+        with torch.no_grad():
+            results = executable.run([*self._static(executable), *output_gradients, *saved])
+        return self._keep_between(microbatch, results)
+
+    def backward_weight(self, microbatch: int) -> None:
+        """The rest of ``full_backward``.
+
+        Raises:
+            StageOrderError: its ``backward_input`` did not run.
+        """
+        executable = self._backward["BACKWARD_WEIGHT"]
+        if microbatch not in self._between:
+            raise StageOrderError(
+                f"stage {self.stage_index} was asked for BACKWARD_WEIGHT of microbatch "
+                f"{microbatch} without its BACKWARD_INPUT; it holds {sorted(self._between)}"
+            )
+        static = self._static(executable)
+        with torch.no_grad():
+            results = executable.run([*static, *self._between.pop(microbatch)])
+            self._accumulate(executable, results)
+
+    def overlap(
+        self,
+        microbatch: int,
+        activations: Tensors,
+        inputs: MicrobatchInputs,
+        *,
+        backward_stage: PipelineStageGraphs,
+        backward_kind: BackwardKind,
+        backward_microbatch: int,
+        output_gradients: Tensors,
+    ) -> tuple[Tensors, Tensors]:
+        """This stage's forward and a local stage's backward as one graph, interleaved.
+
+        Raises:
+            TypeError: the other stage is not one of graphs.
+        """
+        other = _of_graphs(backward_stage)
+        pair = self._overlap(other, backward_kind)
+        arguments = self._arguments(microbatch, activations, inputs)
+        executable = other._backward[_KIND[backward_kind]]
+        static = pair.static_inputs(other._static(executable), self._static(self._forward))
+        saved = other._take_saved(backward_microbatch, output_gradients, executable)
+        with torch.no_grad():
+            results = pair.run([*static, *output_gradients, *saved, *arguments])
+            num_backward = len(executable.action.outputs)
+            backward_results = results[:num_backward]
+            if backward_kind == "full_backward":
+                leaving = other._accumulate(executable, backward_results)
+            else:
+                leaving = other._keep_between(backward_microbatch, backward_results)
+        return self._keep_saved(microbatch, results[num_backward:]), leaving
+
+    def prepare_overlap(
+        self, backward_stage: GraphPipelineStage, backward_kind: BackwardKind
+    ) -> OverlappedActions:
+        """Make the graph of ``overlap`` now, instead of at its first use.
+
+        Raises:
+            StageCutError: the two stages were captured with different fake modes.
+        """
+        return self._overlap(backward_stage, backward_kind).actions
+
+    def evaluate(self, microbatch: int, activations: Tensors, inputs: MicrobatchInputs) -> Tensors:
+        """As ``forward``, with nothing kept.
+
+        The module's forward is captured for it when it is first asked for, in each of training
+        and evaluation mode.
+        """
+        mode = self._module.training
+        if mode not in self._evaluations:
+            self._evaluations[mode] = self._captured_evaluation()
+        evaluation = self._evaluations[mode]
+        if microbatch == 0 and self.graphs.unshard.is_empty:
+            self._hold(None)  # parameters may have been replaced since
+        arguments = evaluation.reader.read(activations, inputs)
+        with torch.no_grad():
+            results = evaluation.forward.run([*self._static(evaluation.forward), *arguments])
+        return tuple(results)
+
+    def reduce_gradients(self) -> None:
+        """Reduce the accumulated gradients over data-parallel ranks."""
+        sums = self._accumulators.take()
+        if sums is None:
+            return
+        slots = self._backward["FULL_BACKWARD"].gradient_slots
+        found = dict(zip(slots, sums, strict=True))
+        del sums
+        if not self._reduce.action.is_empty:
+            flat = [found.pop(slot) for slot in self._reduce.action.inputs]
+            with torch.no_grad():
+                reduced = self._reduce.run(flat)
+                owned = self._reduce.owned_gradients
+                for slot, gradient, own in zip(
+                    self._reduce.action.outputs, reduced, owned, strict=True
+                ):
+                    found[slot] = gradient if own else gradient.clone()
+        leaves: dict[str, dict[int, Tensor]] = {}
+        for slot, gradient in found.items():
+            leaves.setdefault(slot.name, {})[slot.leaf] = gradient
+        self._gradients = {
+            name: unflatten_tensor([leaves[name][i] for i in range(layout.num_leaves)], layout)
+            for name, layout in self.capture.gradient_layouts.items()
+        }
+
+    def gradients(self) -> Mapping[str, Tensor]:
+        """Gradients of the step, reduced, by name; a parameter without gradient is missing."""
+        return self._gradients
+
+    def discard(self) -> None:
+        """Drop accumulators, saved values and gathered parameters."""
+        self._saved.clear()
+        self._between.clear()
+        self._accumulators.take()
+        self._gradients = {}
+        self._hold(None)
+
+    # ---- what actions share ---------------------------------------------------------------------
+
+    def _arguments(
+        self, microbatch: int, activations: Tensors, inputs: MicrobatchInputs
+    ) -> list[Tensor]:
+        if microbatch in self._saved:
+            raise StageOrderError(
+                f"stage {self.stage_index} was asked for FORWARD of microbatch {microbatch} again, "
+                "before its backward; discard() ends a step that failed"
+            )
+        return self._reader.read(activations, inputs)
+
+    def _keep_saved(self, microbatch: int, results: Sequence[Tensor]) -> Tensors:
+        self._saved[microbatch] = list(results[self._num_outputs :])
+        return tuple(results[: self._num_outputs])
+
+    def _take_saved(
+        self, microbatch: int, output_gradients: Tensors, executable: Executable
+    ) -> list[Tensor]:
+        kind = executable.action.kind
+        if microbatch not in self._saved:
+            raise StageOrderError(
+                f"stage {self.stage_index} was asked for {kind} of microbatch {microbatch} without "
+                f"its FORWARD; it holds {sorted(self._saved)}"
+            )
+        num_given = len(output_gradients)
+        if num_given != self._num_arriving:
+            problem = f"{num_given} output gradients, and {self._num_arriving} outputs require one"
+            raise StageInputError(
+                what=f"{kind} of stage {self.stage_index} cannot run", problems=[problem]
+            )
+        return self._saved.pop(microbatch)
+
+    def _keep_between(self, microbatch: int, results: Sequence[Tensor]) -> Tensors:
+        self._between[microbatch] = list(results[self._num_leaving :])
+        return tuple(results[: self._num_leaving])
+
+    def _accumulate(self, executable: Executable, results: Sequence[Tensor]) -> Tensors:
+        num_leading = len(results) - len(executable.gradient_slots)
+        self._accumulators.add(results[num_leading:], executable.owned_gradients)
+        return tuple(results[:num_leading])
+
+    def _overlap(self, other: GraphPipelineStage, kind: BackwardKind) -> Overlap:
+        key = (other.stage_index, kind)
+        if key not in self._overlaps:
+            backward = other.graphs.of(_KIND[kind])
+            actions = overlap_actions(self.graphs.forward, backward, verify=self._verify)
+            run = boxed(self._transformed(actions.action).graph_module)
+            pair = self._overlaps[key] = Overlap(actions, run)
+            self._pairs.append(pair)
+            if other is not self:
+                other._pairs.append(pair)
+        return self._overlaps[key]
+
+    def _captured_evaluation(self) -> Evaluation:
+        capture = self._capture(fake_mode=self.fake_mode, differentiate=False)
+        graphs = cut_stage(capture, verify=self._verify)
+        known = {*self.capture.inputs, *self.graphs.unshard.outputs}
+        missing = [str(s) for s in graphs.forward.static_inputs if s not in known]
+        if missing:
+            raise StageGraphError(
+                what=f"stage {self.stage_index} reads in evaluation what training does not gather",
+                problems=missing,
+            )
+        forward = Executable(self._transformed(graphs.forward))
+        return Evaluation(forward=forward, reader=MicrobatchReader(capture))
+
+    def _transformed(self, action: ActionGraph) -> ActionGraph:
+        """A copy of an action's graph that the transform has edited, verified."""
+        if self._transform is None or action.is_empty:
+            return action
+        result = copied(action)
+        graph_module = result.graph_module
+        interface = GraphInterface.of(graph_module)
+        context = PassContext(
+            fake_mode=self.fake_mode,
+            static_input_names=tuple(slot.name for slot in action.static_inputs),
+        )
+        self._transform(graph_module, action.kind, context)
+        if self._verify:
+            problems = Verifier().verify(graph_module, interface=interface).problems
+            if problems:
+                raise StageGraphError(
+                    what=f"the transform broke {action.kind} of stage {self.stage_index}",
+                    problems=map(str, problems),
+                )
+        return result
+
+
+_KIND: Mapping[BackwardKind, _BackwardAction] = {
+    "full_backward": "FULL_BACKWARD",
+    "backward_input": "BACKWARD_INPUT",
+}
+
+
+def _of_graphs(stage: PipelineStageGraphs) -> GraphPipelineStage:
+    if not isinstance(stage, GraphPipelineStage):
+        raise TypeError(
+            f"a GraphPipelineStage overlaps with another, and this is a {type(stage).__name__}"
+        )
+    return stage

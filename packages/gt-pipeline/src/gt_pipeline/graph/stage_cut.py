@@ -1,0 +1,347 @@
+"""A stage's joint graph cut into one graph for each kind of action.
+
+::
+
+    UNSHARD          parameters                              -> unsharded
+    FORWARD          unsharded, arguments                    -> outputs, saved
+    FULL_BACKWARD    unsharded, output gradients, saved      -> input gradients, unsharded gradients
+    BACKWARD_INPUT   unsharded, output gradients, saved      -> input gradients, between
+    BACKWARD_WEIGHT  unsharded, between                      -> unsharded gradients
+    REDUCE_GRAD      accumulated unsharded gradients         -> gradients
+
+Saved values hold no parameter: views of parameters are made again where they are needed, so that
+RESHARD frees the gathered ones. What a microbatch saves of a buffer that its forward updates is a
+copy, since the next microbatch's forward runs before this one's backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import torch
+from torch.fx import GraphModule, Node
+
+from gt_config.node_keys import FsdpCollectiveAnnotation, PipelineAction, PipelineAnnotation
+from gt_passes import Verifier
+from gt_passes.aliasing import AliasClasses
+from gt_passes.operator_effects import is_only_a_view
+from gt_pipeline.errors import StageCutError, StageGraphError
+from gt_pipeline.graph.action_graph import ActionGraph, extract
+from gt_pipeline.graph.action_parts import Part, assign_parts
+from gt_pipeline.graph.recomposition import find_recomposition_problems
+from gt_pipeline.graph.slots import STATIC_KINDS, Slot, SlotKind
+from gt_pipeline.graph.stage_capture import StageCapture
+from gt_pipeline.graph.stage_graphs import StageGraphs
+from gt_pipeline.graph.written_state import find_state_problems
+from gt_trace import read_annotation, write_annotation
+
+__all__ = ["cut_stage"]
+
+
+def cut_stage(capture: StageCapture, *, verify: bool = True) -> StageGraphs:
+    """Cut a stage's joint graph; the joint graph itself stays as it is.
+
+    Args:
+        capture: what ``capture_stage`` returned, after passes on its graph if there are any.
+        verify: whether to verify each graph.
+
+    Raises:
+        StageCutError: an action would need what only a later one makes, or the state that actions
+            of several microbatches share is written to in a way that their order would change.
+        StageGraphError: a graph is broken.
+    """
+    graphs = _Cut(capture).graphs()
+    if verify:
+        problems = [
+            f"{graph.kind}: {problem}"
+            for graph in graphs
+            if not graph.is_empty
+            for problem in Verifier().verify(graph.graph_module).problems
+        ]
+        if not problems:
+            problems = list(map(str, find_recomposition_problems(graphs)))
+        if problems:
+            raise StageGraphError(what=f"{_subject(capture)} was cut wrongly", problems=problems)
+    return graphs
+
+
+class _Cut:
+    def __init__(self, capture: StageCapture) -> None:
+        self._capture = capture
+        self._joint: GraphModule = capture.traced.graph_module
+        graph = self._joint.graph
+        placeholders = graph.find_nodes(op="placeholder")
+        self._slot_of_input: dict[Node, Slot] = dict(zip(placeholders, capture.inputs, strict=True))
+        results = list(graph.output_node().args[0])  # type: ignore[arg-type]  # a tuple or list
+        self._results: list[tuple[Slot, Node]] = [
+            (slot, node)
+            for slot, node in zip(capture.results, results, strict=True)
+            if slot is not None
+        ]
+        self._parts = assign_parts(
+            self._joint,
+            input_gradients=[node for _, node in self._results_of("input_gradient")],
+            subject=_subject(capture),
+        )
+        problems = [
+            *find_state_problems(
+                self._joint,
+                slots=self._slot_of_input,
+                parts=self._parts,
+                outputs=[node for _, node in self._results_of("output")],
+            ),
+            *self._misplaced_results(),
+        ]
+        if problems:
+            raise StageCutError(
+                what=f"the graph of {_subject(capture)} cannot be cut into actions",
+                problems=problems,
+            )
+        self._aliases = AliasClasses(graph)
+        self._unsharded = dict(self._name_unsharded())
+        self._gradients = self._gradient_boundary()
+
+    def graphs(self) -> StageGraphs:
+        saved = {
+            node: Slot(kind="saved", name=node.name)
+            for node in self._kept_for(Part.BACKWARD_INPUT, Part.BACKWARD_WEIGHT)
+            if self._slot_of_input.get(node, _NONE).kind != "output_gradient"
+        }
+        unshard = self._graph(
+            "UNSHARD", [Part.UNSHARD], {}, [(s, n) for n, s in self._unsharded.items()]
+        )
+        forward_outputs = [*self._results_of("output"), *((s, n) for n, s in saved.items())]
+        forward = self._graph("FORWARD", [Part.FORWARD], {}, forward_outputs)
+        self._copy_written(forward)
+        if not self._capture.differentiates:
+            return StageGraphs(
+                capture=self._capture,
+                unshard=unshard,
+                forward=forward,
+                full_backward=None,
+                backward_input=None,
+                backward_weight=None,
+                reduce_grad=None,
+            )
+        arriving = {n: s for n, s in self._slot_of_input.items() if s.kind == "output_gradient"}
+        between = {
+            node: Slot(kind="between", name=node.name)
+            for node in self._kept_for(Part.BACKWARD_WEIGHT)
+        }
+        leaving = self._results_of("input_gradient")
+        entering = {**arriving, **saved}
+        return StageGraphs(
+            capture=self._capture,
+            unshard=unshard,
+            forward=forward,
+            full_backward=self._graph(
+                "FULL_BACKWARD",
+                [Part.BACKWARD_INPUT, Part.BACKWARD_WEIGHT],
+                entering,
+                [*leaving, *self._gradients],
+            ),
+            backward_input=self._graph(
+                "BACKWARD_INPUT",
+                [Part.BACKWARD_INPUT],
+                entering,
+                [*leaving, *((slot, node) for node, slot in between.items())],
+            ),
+            backward_weight=self._graph(
+                "BACKWARD_WEIGHT", [Part.BACKWARD_WEIGHT], between, self._gradients
+            ),
+            reduce_grad=self._graph(
+                "REDUCE_GRAD",
+                [Part.REDUCE_GRAD],
+                {node: slot for slot, node in self._gradients if self._is_reduced(node)},
+                [r for r in self._results_of("gradient") if self._is_reduction(r[1])],
+            ),
+        )
+
+    # ---- values at the borders ------------------------------------------------------------------
+
+    def _results_of(self, kind: SlotKind) -> list[tuple[Slot, Node]]:
+        return [(slot, node) for slot, node in self._results if slot.kind == kind]
+
+    def _is_reduction(self, node: Node) -> bool:
+        return self._parts.get(node) is Part.REDUCE_GRAD
+
+    def _is_reduced(self, node: Node) -> bool:
+        return any(self._is_reduction(user) for user in node.users)
+
+    def _misplaced_results(self) -> Iterator[str]:
+        for slot, node in self._results:
+            if slot.kind == "input_gradient" and self._is_reduction(node):
+                yield f"{slot} depends on gradients of parameters after their reduction"
+
+    def _name_unsharded(self) -> Iterator[tuple[Node, Slot]]:
+        """What parts behind UNSHARD read of it, named by parameter."""
+        num_of: dict[str, int] = {}
+        results = {node for _, node in self._results}
+        for node, part in self._parts.items():
+            if part is not Part.UNSHARD:
+                continue
+            users = [self._parts.get(user) for user in node.users]
+            if not any(user not in (None, Part.UNSHARD) for user in users) and node not in results:
+                continue
+            collective = read_annotation(node, FsdpCollectiveAnnotation)
+            name = node.name if collective is None else collective.parameter_names[0]
+            leaf = num_of[name] = num_of.get(name, -1) + 1
+            yield node, Slot(kind="unsharded", name=name, leaf=leaf)
+
+    def _gradient_boundary(self) -> list[tuple[Slot, Node]]:
+        """What is accumulated: gradients that nothing reduces, and what REDUCE_GRAD reads."""
+        boundary: list[tuple[Slot, Node]] = []
+        names: set[Slot] = set()
+
+        def add(name: str, node: Node) -> None:
+            leaf = 0
+            while (slot := Slot(kind="unsharded_gradient", name=name, leaf=leaf)) in names:
+                leaf += 1
+            names.add(slot)
+            boundary.append((slot, node))
+
+        known: set[Node] = set()
+        for node, part in self._parts.items():
+            if part is not Part.REDUCE_GRAD:
+                continue
+            collective = read_annotation(node, FsdpCollectiveAnnotation)
+            for source in node.all_input_nodes:
+                if self._is_reduction(source) or source in known or self._static_slot(source):
+                    continue
+                known.add(source)
+                add(source.name if collective is None else collective.parameter_names[0], source)
+        for slot, node in self._results_of("gradient"):
+            if not self._is_reduction(node):
+                add(slot.name, node)
+        return boundary
+
+    def _static_slot(self, node: Node) -> Slot | None:
+        """The slot of a value that stays the same from microbatch to microbatch."""
+        slot = self._unsharded.get(node) or self._slot_of_input.get(node)
+        if slot is None or slot.kind not in STATIC_KINDS or self._aliases.is_written(node):
+            return None
+        return slot
+
+    def _is_static_view(self, node: Node) -> bool:
+        """Whether a node only shows a static value differently, so that it is made again."""
+        if not is_only_a_view(node) or len(node.all_input_nodes) != 1:
+            return False
+        (source,) = node.all_input_nodes
+        return self._static_slot(source) is not None or self._is_static_view(source)
+
+    def _kept_for(self, *parts: Part) -> list[Node]:
+        """What these parts read of earlier ones and of a microbatch's inputs, in order."""
+        read: set[Node] = {
+            source
+            for node, part in self._parts.items()
+            if part in parts
+            for source in node.all_input_nodes
+        }
+        if Part.BACKWARD_WEIGHT in parts:
+            read.update(node for _, node in self._gradients)
+            read.update(node for _, node in self._results_of("input_gradient") if len(parts) > 1)
+        return [
+            node
+            for node in self._joint.graph.nodes
+            if node in read
+            and node.op != "get_attr"
+            and self._parts.get(node) not in parts
+            and self._static_slot(node) is None
+            and not self._is_static_view(node)
+        ]
+
+    # ---- graphs ---------------------------------------------------------------------------------
+
+    def _graph(
+        self,
+        kind: PipelineAction,
+        parts: Sequence[Part],
+        entering: Mapping[Node, Slot],
+        outputs: Iterable[tuple[Slot, Node]],
+    ) -> ActionGraph:
+        """One action's graph.
+
+        Args:
+            kind: of action.
+            parts: those that it runs.
+            entering: the values of a microbatch that it takes, besides arguments.
+            outputs: what it gives.
+        """
+        slots_and_nodes = list(outputs)
+        own = [n for n in self._joint.graph.nodes if self._parts.get(n) in parts]
+        needed = self._with_static_views(own, [node for _, node in slots_and_nodes], entering)
+        static: dict[Slot, Node] = {}
+        arguments: dict[Slot, Node] = {}
+        inside = set(needed)
+        for node in (*needed, None):
+            sources = [n for _, n in slots_and_nodes] if node is None else node.all_input_nodes
+            for source in sources:
+                if source in inside or source in entering or source.op == "get_attr":
+                    continue
+                slot = self._static_slot(source) if Part.UNSHARD not in parts else None
+                slot = slot or self._unsharded.get(source) or self._slot_of_input.get(source)
+                if slot is None:
+                    raise StageCutError(
+                        what=f"the graph of {_subject(self._capture)} cannot be cut into actions",
+                        problems=[f"{kind} needs {source.name} ({source.target}), of another part"],
+                    )
+                (static if slot.is_static else arguments)[slot] = source
+        if kind == "FORWARD":
+            arguments = {s: n for n, s in self._slot_of_input.items() if s.kind == "argument"}
+        graph_module = extract(
+            self._joint,
+            needed,
+            inputs={**static, **arguments, **{slot: node for node, slot in entering.items()}},
+            outputs=[node for _, node in slots_and_nodes],
+        )
+        annotation = PipelineAnnotation(stage_index=self._capture.stage_index, action=kind, slot=0)
+        for node in graph_module.graph.nodes:
+            if node.op not in ("placeholder", "output"):
+                write_annotation(node, annotation)
+        return ActionGraph(
+            kind=kind,
+            stage_index=self._capture.stage_index,
+            graph_module=graph_module,
+            inputs=(*static, *arguments, *entering.values()),
+            outputs=tuple(slot for slot, _ in slots_and_nodes),
+        )
+
+    def _with_static_views(
+        self, own: Sequence[Node], results: Sequence[Node], entering: Mapping[Node, Slot]
+    ) -> list[Node]:
+        """The nodes of a part, and the views of static values that it makes again, in order."""
+        found = dict.fromkeys(own)
+        pending = [*(source for node in own for source in node.all_input_nodes), *results]
+        while pending:
+            node = pending.pop()
+            if node in found or node in entering or not self._is_static_view(node):
+                continue
+            found[node] = None
+            pending.extend(node.all_input_nodes)
+        return [node for node in self._joint.graph.nodes if node in found]
+
+    def _copy_written(self, forward: ActionGraph) -> None:
+        """Copies of what is saved from memory that later microbatches write to."""
+        joint_of = {node.name: node for node in self._joint.graph.nodes}
+        graph = forward.graph_module.graph
+        output = graph.output_node()
+        results = list(forward.result_nodes())
+        for index, (slot, result) in enumerate(zip(forward.outputs, results, strict=True)):
+            if slot.kind != "saved":
+                continue
+            source = joint_of[slot.name]
+            if not (self._aliases.is_written(source) and self._aliases.holds_input(source)):
+                continue
+            with graph.inserting_before(output):
+                copied = graph.call_function(torch.ops.aten.clone.default, (result,))
+            copied.meta = {**result.meta, "val": torch.ops.aten.clone.default(result.meta["val"])}
+            results[index] = copied
+        output.args = (tuple(results),)
+        forward.graph_module.recompile()
+
+
+_NONE = Slot(kind="argument", name="")
+
+
+def _subject(capture: StageCapture) -> str:
+    return f"stage {capture.stage_index} of {capture.num_stages}"
