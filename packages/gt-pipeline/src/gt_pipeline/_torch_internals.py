@@ -41,6 +41,7 @@ __all__ = [
     "force_backward",
     "prepare_runtime",
     "register_function",
+    "runs_backward",
     "torch_schedule",
     "torch_table",
 ]
@@ -121,6 +122,11 @@ def force_backward(schedule: TorchSchedule) -> None:
     ``eval`` sets it aside and puts it back.
     """
     schedule._has_backward = True
+
+
+def runs_backward(schedule: TorchSchedule) -> bool:
+    """Whether backward actions of the step in progress are to run; not in ``eval``."""
+    return bool(schedule._has_backward)
 
 
 def register_function(

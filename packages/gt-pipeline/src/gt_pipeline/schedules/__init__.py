@@ -8,6 +8,10 @@
 """
 
 from gt_pipeline.schedules.actions import Action, ActionKind, Direction, parse_action
+from gt_pipeline.schedules.build_schedule import (
+    build_pipeline_schedule,
+    register_action_functions,
+)
 from gt_pipeline.schedules.costs import UNIT_COSTS, ActionCosts, CostModel
 from gt_pipeline.schedules.liveness import peak_live
 from gt_pipeline.schedules.lowered_checks import check_lowered, lowered_problems
@@ -15,6 +19,7 @@ from gt_pipeline.schedules.lowering import lower
 from gt_pipeline.schedules.rank_lists import LANES, Lane, Span
 from gt_pipeline.schedules.schedule import LoweredSchedule, Schedule, StageStyle, forward_only
 from gt_pipeline.schedules.schedule_checks import check_schedule, schedule_problems
+from gt_pipeline.schedules.schedule_csv import schedule_from_csv, schedule_to_csv
 from gt_pipeline.schedules.schedule_rules import SCHEDULE_NAMES, check_sizes
 from gt_pipeline.schedules.schedule_tables import schedule_of
 from gt_pipeline.schedules.simulation import Timeline, simulate
@@ -34,6 +39,7 @@ __all__ = [
     "Span",
     "StageStyle",
     "Timeline",
+    "build_pipeline_schedule",
     "check_lowered",
     "check_schedule",
     "check_sizes",
@@ -42,7 +48,10 @@ __all__ = [
     "lowered_problems",
     "parse_action",
     "peak_live",
+    "register_action_functions",
+    "schedule_from_csv",
     "schedule_of",
     "schedule_problems",
+    "schedule_to_csv",
     "simulate",
 ]

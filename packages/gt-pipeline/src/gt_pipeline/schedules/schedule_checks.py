@@ -128,6 +128,6 @@ def _circular_waits(schedule: Schedule) -> Iterator[str]:
     for rank, action, product in times.stuck:
         maker = "F" if product.direction == "forward" else "B or I"
         yield (
-            f"rank {rank} waits forever at {action}: stage {product.stage}'s {maker} of microbatch "
-            f"{product.microbatch}, on rank {schedule.stage_to_rank[product.stage]}, waits for it"
+            f"rank {rank} waits forever at {action} for stage {product.stage}'s {maker} of "
+            f"microbatch {product.microbatch}, on rank {schedule.stage_to_rank[product.stage]}"
         )
