@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from eager_chunk_training import compute_experts_in_float32, relative_difference
+from chunk_combinations import compute_experts_in_float32, relative_difference
 from recorded_routing import BUFFER, Load, follow_record, tokens_of, write_record
 from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule
@@ -68,6 +68,9 @@ class SteppedTraining:
 
     exposed: tuple[str, ...]
     """Exchanges in any of the graphs behind which no other chunk computes."""
+
+    changed: frozenset[str]
+    """Passes that edited every graph."""
 
     verified: bool
 
@@ -159,6 +162,7 @@ def train_in_chunks(
         exposed=tuple(
             f"{name}: {each}" for name, graph in graphs.items() for each in exposed_exchanges(graph)
         ),
+        changed=frozenset.intersection(*map(_changed, chunked.values())),
         verified=all(r.passes.verified for t in chunked.values() for r in t.captures),
     )
     close(whole, *chunked.values())
@@ -196,6 +200,11 @@ def _graph_of(trainer: RecordingTrainer) -> GraphModule:
     (report,) = trainer.captures
     (graph_module,) = report.graph_modules
     return graph_module
+
+
+def _changed(trainer: RecordingTrainer) -> frozenset[str]:
+    (report,) = trainer.captures
+    return frozenset(each.name for each in report.passes.records if each.report.changed)
 
 
 def _exchanges(graph_module: GraphModule) -> dict[tuple[str, str], tuple[int, ...]]:

@@ -7,14 +7,7 @@ Over five optimizer steps, with uneven loads, an expert and a rank without token
   agree in every bit: losses, gradients, buffers, and parameters after each step.
 - Chunks change the order of summation and nothing else, so from the same parameters losses and
   gradients are the whole model's to 1e-5 (norm of the difference over norm, float32).
-- Behind every exchange of tokens another chunk computes, in every region of both graphs::
-
-    forward    network       [== dispatch 0 ==][== dispatch 1 ==][== combine 0 ==][== combine 1 ==]
-               compute  route 0   route 1       experts 0         experts 1        join 0    join 1
-    backward   network       [== combine' 1 ==][== combine' 0 ==][= dispatch' 1 =][= dispatch' 0 =]
-               compute  join' 1   join' 0       experts' 1        experts' 0       route' 1  route' 0
-
-  (Under ``x'`` the gradients of x are computed or exchanged; the last chunk goes first.)
+- Behind every exchange of tokens another chunk computes, in every region of both graphs.
 """
 
 from __future__ import annotations
@@ -25,7 +18,7 @@ from pathlib import Path
 import pytest
 from chunk_producers import LOADS, SteppedTraining, train_in_chunks
 from test_bitwise_equality import DEEPSEEK_V3, FSDP_EP, QWEN3_MOE, on
-from test_eager_chunk_training import BLOCKS, EXPECTED_ROOTS, FSDP_EP4, MOES, MOES_BY_SEQUENCE
+from test_chunk_combinations import BLOCKS, EXPECTED_ROOTS, FSDP_EP4, MOES, MOES_BY_SEQUENCE
 from training_cases import NUM_STEPS, Case
 
 from gt_config import EpOverlapConfig
@@ -63,6 +56,7 @@ def check(
         assert found.verified
         num_passes = NUM_STEPS * case.gradient_accumulation_steps
         assert len(set(found.losses)) == len(found.losses) == num_passes
+        assert found.changed >= {"schedule-ep-overlap", "separate-exchange-group"}
         assert found.exposed == ()
         check_regions(found, case, runs)
         check_loads(found, ep)
@@ -111,6 +105,18 @@ def check_loads(found: SteppedTraining, ep: int) -> None:
 def test_both_producers_train_alike_and_as_the_whole_model(
     case_name: str, overlap_name: str, four: GlooWorkers, tmp_path: Path
 ) -> None:
+    """In both scheduled graphs the chunks of every region take turns (x' stands for gradients)::
+
+        forward
+        network           [= dispatch 0 =][= dispatch 1 =][= combine 0 =][= combine 1 =]
+        compute  route 0   route 1         experts 0       experts 1      join 0         join 1
+
+        backward
+        network           [= combine' 1 =][= combine' 0 =][= dispatch' 1 =][= dispatch' 0 =]
+        compute  join' 1   join' 0         experts' 1      experts' 0       route' 1         route' 0
+
+    Where blocks chain, the join of a block runs on into the attention of the next.
+    """
     case, eager = CASES[case_name], OVERLAPS[overlap_name]
     graph = on_graph(eager, disable_early_grad_accumulation=True)
     runs = {"eager": eager, "graph": graph}

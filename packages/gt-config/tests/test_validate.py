@@ -715,6 +715,18 @@ def test_ep_overlap_is_refused_with_pipelines_and_with_context_parallelism(degre
     )
 
 
+def test_ep_overlap_is_refused_with_full_inductor_compilation():
+    config = dataclasses.replace(overlap(), inductor_compilation="full")
+    assert only(config, EP_TOPOLOGY) == Violation(
+        flag="--compile.inductor_compilation",
+        value="full",
+        allowed="'none' or 'regional' with EP overlap: in one compiled program "
+        "nobody has tested that one chunk still hides another",
+        fix="use regional, or turn EP overlap off",
+    )
+    assert found(dataclasses.replace(config, inductor_compilation="regional"), EP_TOPOLOGY) == ()
+
+
 def test_ep_overlap_is_refused_with_what_only_a_gpu_can_prove():
     config = dataclasses.replace(overlap(), cuda_graphs=True, async_tensor_parallel=True)
     topology = dataclasses.replace(EP_TOPOLOGY, world=2 * EP_TOPOLOGY.world, tp=2)

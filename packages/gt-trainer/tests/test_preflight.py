@@ -272,21 +272,46 @@ def overlapping(tmp_path, *, training, **overlap):
     )
 
 
+@pytest.mark.parametrize("strategy", ["eager", "graph"])
 @pytest.mark.parametrize("module_fqn", ["layers.*", "layers.*.moe"])
-def test_the_eager_strategy_of_ep_overlap_passes(tmp_path, module_fqn):
+def test_both_strategies_of_ep_overlap_pass(tmp_path, strategy, module_fqn):
     training = {"local_batch_size": 2}
-    config = overlapping(tmp_path, training=training, strategy="eager", module_fqn=module_fqn)
+    config = overlapping(tmp_path, training=training, strategy=strategy, module_fqn=module_fqn)
     check_configuration(config, 4)
 
 
-@pytest.mark.parametrize("samples", [1, 3])
-def test_samples_that_do_not_divide_into_chunks_are_refused(tmp_path, samples):
+@pytest.mark.parametrize(
+    ("strategy", "samples", "fix"),
+    [
+        ("eager", 1, "use 2"),
+        ("eager", 3, "use 4"),
+        ("graph", 1, "use 2"),
+        ("graph", 3, "use 4, or --compile.ep_overlap.num_chunks 3"),
+    ],
+)
+def test_samples_that_do_not_divide_into_chunks_are_refused(tmp_path, strategy, samples, fix):
     training = {"local_batch_size": samples}
-    assert refusal(overlapping(tmp_path, training=training, strategy="eager"), 4) == (
+    assert refusal(overlapping(tmp_path, training=training, strategy=strategy), 4) == (
         "the configuration has 1 problem:\n"
         f"  1. --training.local_batch_size is {samples}\n"
         "     allowed: a multiple of 2, for 2 equal chunks\n"
-        f"     fix: use {samples + 1}"
+        f"     fix: {fix}"
+    )
+
+
+@pytest.mark.parametrize("root", ["layers.0.attention", "layers.*.moe.experts", "tok_embeddings"])
+def test_modules_that_cannot_run_in_chunks_are_refused_with_all_else_that_is_wrong(tmp_path, root):
+    training = {"local_batch_size": 2}
+    config = overlapping(tmp_path, training=training, module_fqn=root)
+    config.compile = dataclasses.replace(config.compile, mode="none")
+    assert refusal(config, 4) == (
+        "the configuration has 2 problems:\n"
+        f"  1. --compile.ep_overlap.module_fqn is {root!r}\n"
+        "     allowed: 'layers.*' or 'layers.*.moe'\n"
+        "     fix: give 'layers.*' or 'layers.*.moe'\n"
+        "  2. --compile.ep_overlap.enabled is True\n"
+        "     allowed: True only with --compile.mode aot_fx_trace, not none\n"
+        "     fix: use --compile.mode aot_fx_trace, or turn EP overlap off"
     )
 
 

@@ -500,6 +500,18 @@ def _ep_overlap_of_whole_models_and_sequences(subject: Subject) -> Iterator[Viol
             )
 
 
+@_rule("config.ep_overlap.enabled", "config.inductor_compilation")
+def _ep_overlap_with_a_graph_that_keeps_its_order(subject: Subject) -> Iterator[Violation]:
+    if subject.config.ep_overlap.enabled and subject.config.inductor_compilation == "full":
+        yield _violation(
+            subject,
+            "config.inductor_compilation",
+            allowed="'none' or 'regional' with EP overlap: in one compiled program "
+            "nobody has tested that one chunk still hides another",
+            fix="use regional, or turn EP overlap off",
+        )
+
+
 @_rule("config.ep_overlap.enabled", "config.cuda_graphs", "config.async_tensor_parallel")
 def _ep_overlap_without_what_only_gpus_can_prove(subject: Subject) -> Iterator[Violation]:
     if not subject.config.ep_overlap.enabled:

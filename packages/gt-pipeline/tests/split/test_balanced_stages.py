@@ -22,6 +22,11 @@ def test_the_costliest_stage_costs_as_little_as_it_can():
     )
 
 
+def test_stages_beside_the_costliest_one_are_even():
+    costs = {"a": 9, "b": 1, "c": 1, "d": 1, "e": 1}
+    assert module_names_by_cost(costs, num_stages=3) == (("a",), ("b", "c"), ("d", "e"))
+
+
 def test_names_for_every_stage_are_added_to_each():
     assert module_names_by_cost({"a": 1, "b": 1}, num_stages=2, every_stage=["rotary"]) == (
         ("a", "rotary"),

@@ -1,6 +1,11 @@
 """Pipeline stages as captured graphs, one for each schedule action."""
 
 from gt_pipeline.graph.action_graph import ActionGraph
+from gt_pipeline.graph.exposed_collectives import (
+    ExposedCollective,
+    draw_lanes,
+    exposed_collectives,
+)
 from gt_pipeline.graph.overlapped_actions import OverlappedActions, overlap_actions
 from gt_pipeline.graph.pipeline_stage import GraphPipelineStage, GraphTransform, JointTransform
 from gt_pipeline.graph.recomposition import find_recomposition_problems, recompose
@@ -11,6 +16,7 @@ from gt_pipeline.graph.stage_graphs import StageGraphs
 
 __all__ = [
     "ActionGraph",
+    "ExposedCollective",
     "GraphPipelineStage",
     "GraphTransform",
     "JointTransform",
@@ -22,6 +28,8 @@ __all__ = [
     "StageLoss",
     "capture_stage",
     "cut_stage",
+    "draw_lanes",
+    "exposed_collectives",
     "find_recomposition_problems",
     "overlap_actions",
     "recompose",

@@ -3,7 +3,8 @@
 Nothing is recognized by its shape. FSDP's collectives say what they are (``gt.fsdp_collective``),
 forward and backward too (``gt.phase``), which also keeps what memory policies decided: a node that
 they compute again is a backward node. What the gradients of the stage's inputs need is dI, the rest
-of the backward dW.
+of the backward dW. A loss that differentiates itself while it runs (a chunked one) is all forward:
+no gradient that arrives takes part in it, and its logits need not be kept.
 
 A part may need what earlier parts make, never the other way round: neither as an argument, nor
 through memory that is written to, random numbers, or the host's reading of device memory. All such
@@ -40,12 +41,17 @@ class Part(IntEnum):
 
 
 def assign_parts(
-    graph_module: GraphModule, *, input_gradients: Sequence[Node], subject: str
+    graph_module: GraphModule,
+    *,
+    output_gradients: Iterable[Node],
+    input_gradients: Sequence[Node],
+    subject: str,
 ) -> dict[Node, Part]:
     """The part of every node that computes something.
 
     Args:
         graph_module: a stage's joint graph.
+        output_gradients: the placeholders of gradients that arrive.
         input_gradients: those of its results that leave for the stage before.
         subject: whose graph it is, for messages.
 
@@ -60,6 +66,8 @@ def assign_parts(
         parts[node] = _part(node, parts, reduced)
         if parts[node] is Part.REDUCE_GRAD:
             reduced.add(node)
+    for node in _differentiated_in_forward(nodes, parts, output_gradients):
+        parts[node] = Part.FORWARD
     for node in _needed_for(input_gradients, nodes, parts, constraints):
         parts[node] = Part.BACKWARD_INPUT
     for node in nodes:
@@ -94,6 +102,26 @@ def _is_leading_cast(node: Node) -> bool:
     So do FSDP2's (torch/distributed/fsdp/_fully_shard/_fsdp_param.py, ``to_accumulated_grad``).
     """
     return node.target is torch.ops.aten._to_copy.default
+
+
+def _differentiated_in_forward(
+    nodes: Sequence[Node], parts: Mapping[Node, Part], output_gradients: Iterable[Node]
+) -> set[Node]:
+    """The backward nodes that the forward needs and that no arriving gradient reaches."""
+    reached = set(output_gradients)
+    for node in nodes:
+        if any(source in reached for source in node.all_input_nodes):
+            reached.add(node)
+    found: set[Node] = set()
+    for node in reversed(nodes):
+        if parts[node] is not Part.FORWARD and node not in found:
+            continue
+        found.update(
+            source
+            for source in node.all_input_nodes
+            if parts.get(source) is Part.BACKWARD_WEIGHT and source not in reached
+        )
+    return found
 
 
 def _needed_for(

@@ -80,6 +80,9 @@ class _Cut:
         ]
         self._parts = assign_parts(
             self._joint,
+            output_gradients=[
+                node for node, slot in self._slot_of_input.items() if slot.kind == "output_gradient"
+            ],
             input_gradients=[node for _, node in self._results_of("input_gradient")],
             subject=_subject(capture),
         )

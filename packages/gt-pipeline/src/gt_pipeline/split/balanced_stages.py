@@ -1,13 +1,14 @@
 """Which modules go to which stage, by what each one costs.
 
-Costs are weights, bytes or measured seconds: the division minimizes the largest sum of a stage,
-exactly. (The classic linear partition problem, by dynamic programming.)
+Costs are weights, bytes or measured seconds. The largest sum of a stage is made as small as it can
+be, since it sets the pace, and then the others as even as they can be, for memory. (The classic
+linear partition problem, by dynamic programming.)
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 
 from gt_pipeline.errors import StageLayoutError
@@ -20,7 +21,7 @@ def module_names_by_cost(
 ) -> tuple[tuple[str, ...], ...]:
     """Divide modules so that the costliest stage costs as little as it can.
 
-    Among the best divisions, the one that fills earlier stages first.
+    Of the divisions that do so, the one with the least sum of squares.
 
     Args:
         costs: what each module costs, in the order in which the model runs them.
@@ -52,39 +53,55 @@ def module_names_by_cost(
         )
 
     names = list(costs)
-    ends = _ends(list(costs.values()), num_stages)
+    before = [0.0, *accumulate(costs.values())]
+    largest, _ = _divide(before, num_stages, combine=max, bound=math.inf)
+    _, ends = _divide(
+        before, num_stages, combine=lambda cost, rest: cost * cost + rest, bound=largest
+    )
     return tuple(
         (*names[start:end], *every_stage) for start, end in zip([0, *ends], ends, strict=False)
     )
 
 
-def _ends(costs: Sequence[float], num_stages: int) -> list[int]:
-    """Where each stage ends.
+def _divide(
+    before: Sequence[float],
+    num_stages: int,
+    *,
+    combine: Callable[[float, float], float],
+    bound: float,
+) -> tuple[float, list[int]]:
+    """The least value of a division, and where its stages end.
 
-    ``best[k][n]``, the least largest sum of the modules from ``n`` on in ``k`` stages::
+    ``value[k][n]`` is the least one of the modules from ``n`` on in ``k`` stages of at most
+    ``bound`` each; of equal ones, the one whose first stages are larger::
 
-        best[1][n] = sum(costs[n:])
-        best[k][n] = min over m of max(sum(costs[n:m]), best[k - 1][m])
+        value[1][n] = combine(cost(n, end of all), 0)
+        value[k][n] = min over m of combine(cost(n, m), value[k - 1][m])
+
+    Args:
+        before: cost of all modules before each one, and of all.
+        num_stages: at most the number of modules.
+        combine: the value of a stage's cost and of what follows.
+        bound: what one stage may cost.
     """
-    num_modules = len(costs)
-    before = [0, *accumulate(costs)]
-    best = [[math.inf] * (num_modules + 1) for _ in range(num_stages + 1)]
+    num_modules = len(before) - 1
+    value = [[math.inf] * (num_modules + 1) for _ in range(num_stages + 1)]
+    ends = [[num_modules] * (num_modules + 1) for _ in range(num_stages + 1)]
     for start in range(num_modules):
-        best[1][start] = before[-1] - before[start]
+        cost = before[-1] - before[start]
+        value[1][start] = combine(cost, 0.0) if cost <= bound else math.inf
     for stages in range(2, num_stages + 1):
         for start in range(num_modules - stages + 1):
-            best[stages][start] = min(
-                max(before[end] - before[start], best[stages - 1][end])
-                for end in range(start + 1, num_modules - stages + 2)
-            )
-    ends: list[int] = []
+            for end in range(start + 1, num_modules - stages + 2):
+                cost = before[end] - before[start]
+                if cost > bound:
+                    break
+                found = combine(cost, value[stages - 1][end])
+                if found <= value[stages][start]:
+                    value[stages][start], ends[stages][start] = found, end
+    found_ends = []
     start = 0
-    for stages in range(num_stages, 1, -1):
-        bound = best[num_stages][0]
-        start = max(
-            end
-            for end in range(start + 1, num_modules - stages + 2)
-            if max(before[end] - before[start], best[stages - 1][end]) <= bound
-        )
-        ends.append(start)
-    return [*ends, num_modules]
+    for stages in range(num_stages, 0, -1):
+        start = ends[stages][start]
+        found_ends.append(start)
+    return value[num_stages][0], found_ends

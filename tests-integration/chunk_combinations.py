@@ -12,14 +12,23 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torchtitan.models.common.moe import GroupedExperts
-from training_cases import Case, Pass, close, same, take_unseen, trainer_of
+from training_cases import (
+    BATCH_SIZE,
+    Case,
+    RecordingTrainer,
+    close,
+    differing,
+    same,
+    take_unseen,
+    trainer_of,
+    unseen_batches,
+)
 
 from gt_config import EpOverlapConfig
-from gt_passes.ep_overlap import ChunkRegions
+from gt_passes.ep_overlap import ChunkRegions, exposed_exchanges, interrupted_exchanges
 
 __all__ = [
     "ChunkedTraining",
-    "chunked_passes",
     "compare_chunked",
     "compute_experts_in_float32",
     "relative_difference",
@@ -44,16 +53,23 @@ class ChunkedTraining:
     """Whether nothing differs at all, so that perhaps nothing was chunked."""
 
     regions: tuple[tuple[str, str, int], ...]
-    """Root, direction and number of chunks of every region, after all passes."""
+    """Root, direction and number of chunks of every region, after all passes; of each graph."""
 
-    exchanges_of_a_chunk: tuple[int, ...]
-    """For each region, the collectives that its first chunk launches."""
+    exposed: tuple[str, ...]
+    """Exchanges behind which no other chunk computes, and those that FSDP interrupts."""
 
+    changed: frozenset[str]
+    """Passes that edited the graph."""
+
+    num_captures: int
     verified: bool
 
 
 def compare_chunked(
-    case: Case, folder: str, runs: Mapping[str, tuple[EpOverlapConfig, Mapping[str, Any]]]
+    case: Case,
+    folder: str,
+    runs: Mapping[str, tuple[EpOverlapConfig, Mapping[str, Any]]],
+    lengths: tuple[int, ...],
 ) -> dict[str, ChunkedTraining]:
     """Make passes without chunks, and in chunks once for each run, from the same weights.
 
@@ -64,28 +80,42 @@ def compare_chunked(
         case: without EP overlap.
         folder: for dump folders.
         runs: EP overlap and other options of ``--compile``, by name.
+        lengths: of the sequences; three batches are taken of each.
     """
-    whole = chunked_passes(case, f"{folder}/whole", {})[0]
+    whole = _train(case, "none", f"{folder}/whole", {}, lengths)
     found = {}
     for number, (name, (overlap, options)) in enumerate(runs.items()):
-        passes, trainer = chunked_passes(
-            case, f"{folder}/{number}", {**options, "ep_overlap": overlap}, close_it=False
-        )
-        found[name] = _compare(whole, passes, trainer)
-        close(trainer)
+        asked = {**options, "ep_overlap": overlap}
+        chunked = _train(case, "aot_fx_trace", f"{folder}/{number}", asked, lengths)
+        found[name] = _compare(whole, chunked)
+        close(chunked)
+    close(whole)
     return found
 
 
-def chunked_passes(
-    case: Case, folder: str, options: Mapping[str, Any], *, close_it: bool = True
-) -> tuple[list[Pass], Any]:
-    """Passes on three batches, and the trainer that made them; experts compute in float32."""
-    trainer = trainer_of(case, "aot_fx_trace", folder, options=options)
-    compute_experts_in_float32(trainer.model_parts[0])
-    take_unseen(trainer)
-    if close_it:
+def error_of_an_odd_batch(case: Case, folder: str, overlap: EpOverlapConfig) -> str:
+    """What a step says that is captured anew for a batch with one sample less."""
+    trainer = trainer_of(case, "aot_fx_trace", folder, options={"ep_overlap": overlap})
+    length = case.seq_len
+    trainer.forward_backward_step(**unseen_batches((BATCH_SIZE, length))[0])
+    try:
+        trainer.forward_backward_step(**unseen_batches((BATCH_SIZE, length - 1))[0])
+    except ValueError as error:
+        return str(error)
+    finally:
         close(trainer)
-    return trainer.passes, trainer
+    return "no error"
+
+
+def _train(
+    case: Case, mode: str, folder: str, options: Mapping[str, Any], lengths: tuple[int, ...]
+) -> RecordingTrainer:
+    """Experts compute in float32."""
+    trainer = trainer_of(case, mode, folder, options=options)
+    compute_experts_in_float32(trainer.model_parts[0])
+    for length in lengths:
+        take_unseen(trainer, length=length)
+    return trainer
 
 
 def compute_experts_in_float32(model: nn.Module) -> None:
@@ -112,30 +142,33 @@ def compute_experts_in_float32(model: nn.Module) -> None:
             object.__setattr__(module, "forward", MethodType(forward, module))
 
 
-def _compare(whole: list[Pass], chunked: list[Pass], trainer: Any) -> ChunkedTraining:
-    largest, largest_of = 0.0, ""
+def _compare(whole: RecordingTrainer, chunked: RecordingTrainer) -> ChunkedTraining:
+    relative: dict[str, float] = {}
     buffers: list[str] = []
     bitwise = True
-    for number, (a, b) in enumerate(zip(whole, chunked, strict=True)):
+    for number, (a, b) in enumerate(zip(whole.passes, chunked.passes, strict=True)):
         assert a.gradients.keys() == b.gradients.keys()
         pairs = {"loss": (a.loss, b.loss)}
         pairs |= {name: (a.gradients[name], b.gradients[name]) for name in a.gradients}
         bitwise = bitwise and all(same(*pair) for pair in pairs.values())
-        for name, pair in pairs.items():
-            difference = relative_difference(*pair)
-            if difference > largest:
-                largest, largest_of = difference, f"pass {number} {name}"
-        buffers += [f"pass {number} {n}" for n in a.buffers if not same(a.buffers[n], b.buffers[n])]
-    (report,) = trainer.captures
-    regions = ChunkRegions.of(report.traced.graph_module).regions
+        relative |= {f"pass {number} {n}": relative_difference(*p) for n, p in pairs.items()}
+        buffers += differing(a.buffers, b.buffers, f"pass {number}")
+    largest_of = max(relative, key=relative.__getitem__)
+    graphs = [graph for report in chunked.captures for graph in report.graph_modules]
+    regions = [region for graph in graphs for region in ChunkRegions.of(graph).regions]
+    exposed = [str(exchange) for graph in graphs for exchange in exposed_exchanges(graph)]
+    exposed += [str(pair) for graph in graphs for pair in interrupted_exchanges(graph)]
+    pipelines = [pipeline for report in chunked.captures for pipeline in report.pipelines]
     return ChunkedTraining(
-        largest_difference=largest,
+        largest_difference=relative[largest_of],
         largest_of=largest_of,
         differing_buffers=tuple(buffers),
         is_bitwise=bitwise,
         regions=tuple((r.root, r.direction, r.num_chunks) for r in regions),
-        exchanges_of_a_chunk=tuple(len(region.launches(0)) for region in regions),
-        verified=report.passes.verified,
+        exposed=tuple(exposed),
+        changed=frozenset(r.name for p in pipelines for r in p.records if r.report.changed),
+        num_captures=len(chunked.captures),
+        verified=all(pipeline.verified for pipeline in pipelines),
     )
 
 

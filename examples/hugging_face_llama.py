@@ -1,0 +1,163 @@
+"""A Hugging Face Llama, trained as a pipeline on 4 processes.
+
+::
+
+    pip install ./packages/gt-pipeline transformers
+    torchrun --standalone --nproc-per-node 4 examples/hugging_face_llama.py --schedule 1F1B
+
+The model is transformers' own, small and with random weights, so that nothing is downloaded. Its
+forward calls every child, so what a stage lacks is replaced by a module that passes its argument
+on; and it returns logits alone, since only tensors pass between stages.
+"""
+
+import argparse
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.nn import functional as F
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from gt_pipeline.schedules import build_pipeline_schedule
+from gt_pipeline.split import (
+    SCHEDULE_LAYOUTS,
+    RemovalPolicy,
+    check_splittable,
+    find_naming,
+    measure_module_costs,
+    module_names_by_cost,
+    pipeline_metadata,
+    stage_indices_of_rank,
+    stage_modules,
+)
+
+CONFIG = LlamaConfig(
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=8,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=128,
+    use_cache=False,
+)
+LENGTH, NUM_MICROBATCHES, MICROBATCH = 32, 8, 2
+POLICY = RemovalPolicy(attribute="identity")
+
+
+class LlamaLogits(LlamaForCausalLM):
+    """Llama that takes tokens, or what the stage before returned, and returns one tensor."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """From int64[batch, length] to float32[batch, length, vocabulary], on a whole model."""
+        logits: Tensor = super().forward(input_ids=tokens).logits
+        return logits
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    """Sequences that count up from somewhere, and their next tokens."""
+    generator = torch.Generator().manual_seed(step)
+    first = torch.randint(0, 128, (NUM_MICROBATCHES * MICROBATCH, 1), generator=generator)
+    counted = (first + torch.arange(LENGTH + 1)) % 128
+    return counted[:, :-1], counted[:, 1:]
+
+
+def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross entropy of one microbatch."""
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def balanced_names(model: nn.Module, num_stages: int) -> tuple[tuple[str, ...], ...]:
+    """Names of the modules of each stage, such that the slowest stage is as fast as it can be."""
+    naming = find_naming(model)
+    tokens = batch(0)[0][:MICROBATCH]
+    names = [()]
+    # Every rank would measure a little differently, and all must split alike.
+    if dist.get_rank() == 0:
+        costs = measure_module_costs(model, naming.names_of(model), lambda: model(tokens))
+        names = [module_names_by_cost(costs, num_stages=num_stages, every_stage=naming.every_stage)]
+    dist.broadcast_object_list(names, src=0)
+    return names[0]
+
+
+def train_pipelined(
+    model: nn.Module, schedule_name: str, num_steps: int
+) -> tuple[list[float], dict[str, Tensor]]:
+    """Train this rank's stages; losses (if it has the last stage) and the first gradients."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    numbers = pipeline_metadata(
+        CONFIG.num_hidden_layers, schedule=schedule_name, pp_degree=num_ranks
+    )
+    names = balanced_names(model, numbers.num_stages)
+    check_splittable(model, names, (batch(0)[0][:MICROBATCH],), policy=POLICY)
+    mine = stage_indices_of_rank(rank, num_ranks, numbers.num_stages, style=numbers.style)
+    modules = stage_modules(model, names, mine, policy=POLICY)
+    print(f"rank {rank}: " + "; ".join(f"stage {i}: {', '.join(names[i])}" for i in mine))
+
+    device = torch.device("cpu")
+    stages = [
+        PipelineStage(module, index, numbers.num_stages, device)
+        for index, module in modules.items()
+    ]
+    schedule = build_pipeline_schedule(
+        stages,
+        name=schedule_name,
+        num_microbatches=NUM_MICROBATCHES,
+        loss_fn=loss_of,
+        scale_grads=True,
+    )
+    # Names in a stage are those of the whole model: a checkpoint of all stages is one of the model.
+    parameters = {
+        name: each for module in modules.values() for name, each in module.named_parameters()
+    }
+    optimizer = torch.optim.AdamW(parameters.values(), lr=3e-3)
+    has_last = any(stage.is_last for stage in stages)
+    history: list[float] = []
+    gradients: dict[str, Tensor] = {}
+    for step in range(num_steps):
+        tokens, targets = batch(step)
+        losses: list[Tensor] = []
+        inputs = (tokens,) if any(stage.is_first for stage in stages) else ()
+        optimizer.zero_grad()
+        if has_last:
+            schedule.step(*inputs, target=targets, losses=losses)
+            history.append(torch.stack(losses).mean().item())
+        else:
+            schedule.step(*inputs)
+        if step == 0:
+            gradients = {name: each.grad.clone() for name, each in parameters.items()}
+        optimizer.step()
+    return history, gradients
+
+
+def gradients_alone(model: nn.Module) -> dict[str, Tensor]:
+    """Gradients of the first step without a pipeline, microbatch by microbatch."""
+    tokens, targets = batch(0)
+    for some, wanted in zip(tokens.split(MICROBATCH), targets.split(MICROBATCH), strict=True):
+        loss_of(model(some), wanted).backward()
+    return {name: each.grad / NUM_MICROBATCHES for name, each in model.named_parameters()}
+
+
+def main() -> None:
+    """Train on this rank, and compare the first gradients with those of one process."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--schedule", default="1F1B", choices=list(SCHEDULE_LAYOUTS))
+    parser.add_argument("--steps", type=int, default=5)
+    options = parser.parse_args()
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = LlamaLogits(CONFIG)
+    history, gradients = train_pipelined(model, options.schedule, options.steps)
+    for step, loss in enumerate(history):
+        print(f"step {step}: loss {loss:.4f}")
+    expected = gradients_alone(model)
+    same = all(torch.equal(value, expected[name]) for name, value in gradients.items())
+    print(
+        f"rank {dist.get_rank()}: {len(gradients)} gradients are those of training without a "
+        f"pipeline, to the bit: {same}"
+    )
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

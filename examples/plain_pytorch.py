@@ -1,0 +1,166 @@
+"""A plain PyTorch training loop as a pipeline on 4 processes.
+
+::
+
+    pip install ./packages/gt-pipeline
+    torchrun --standalone --nproc-per-node 4 examples/plain_pytorch.py --schedule ZBVZeroBubble
+
+The model is any nn.Module; here a small decoder that learns to count. Stages, microbatches and
+schedule come from gt_pipeline, which needs nothing but torch.
+"""
+
+import argparse
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.nn import functional as F
+
+from gt_pipeline.schedules import build_pipeline_schedule
+from gt_pipeline.split import (
+    SCHEDULE_LAYOUTS,
+    LayerNaming,
+    check_splittable,
+    module_names_per_stage,
+    pipeline_metadata,
+    stage_indices_of_rank,
+    stage_modules,
+)
+
+NUM_LAYERS, WIDTH, VOCABULARY, LENGTH = 8, 32, 64, 16
+NUM_MICROBATCHES, MICROBATCH = 8, 4
+LEARNING_RATE = 1e-2
+
+# What the model calls its parts: all that splitting by layers needs to know of it.
+NAMING = LayerNaming(first=("embed",), layers="layers", last=("norm", "head"))
+
+
+class Layer(nn.Module):
+    """Attention and a feed-forward layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Add both to the residual stream, of shape (batch, length, width)."""
+        query, key, value = self.qkv(F.layer_norm(hidden, (WIDTH,))).chunk(3, dim=-1)
+        hidden = hidden + F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return hidden + self.down(F.gelu(self.up(F.layer_norm(hidden, (WIDTH,)))))
+
+
+class Decoder(nn.Module):
+    """Splits as it is, since its forward skips a child that is None."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList([Layer() for _ in range(NUM_LAYERS)])
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """From tokens, or what the stage before returned, to logits, or what this stage has."""
+        hidden = tokens if self.embed is None else self.embed(tokens)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        hidden = hidden if self.norm is None else self.norm(hidden)
+        return hidden if self.head is None else self.head(hidden)
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    """Sequences that count up from somewhere, and their next tokens."""
+    generator = torch.Generator().manual_seed(step)
+    size = NUM_MICROBATCHES * MICROBATCH
+    first = torch.randint(0, VOCABULARY, (size, 1), generator=generator)
+    counted = (first + torch.arange(LENGTH + 1)) % VOCABULARY
+    return counted[:, :-1], counted[:, 1:]
+
+
+def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross entropy of one microbatch."""
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def train_pipelined(model: nn.Module, schedule_name: str, num_steps: int) -> list[float] | None:
+    """Train this rank's stages of the model; the losses, on the rank that has the last stage."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    numbers = pipeline_metadata(NUM_LAYERS, schedule=schedule_name, pp_degree=num_ranks)
+    names = module_names_per_stage(NUM_LAYERS, num_stages=numbers.num_stages, naming=NAMING)
+    check_splittable(model, names, (batch(0)[0][:MICROBATCH],))
+    mine = stage_indices_of_rank(rank, num_ranks, numbers.num_stages, style=numbers.style)
+    modules = stage_modules(model, names, mine)
+    print(f"rank {rank}: " + "; ".join(f"stage {i}: {', '.join(names[i])}" for i in mine))
+
+    device = torch.device("cpu")
+    stages = [
+        PipelineStage(module, index, numbers.num_stages, device)
+        for index, module in modules.items()
+    ]
+    schedule = build_pipeline_schedule(
+        stages,
+        name=schedule_name,
+        num_microbatches=NUM_MICROBATCHES,
+        loss_fn=loss_of,
+        scale_grads=True,
+    )
+    parameters = [each for module in modules.values() for each in module.parameters()]
+    optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE)
+    has_last = any(stage.is_last for stage in stages)
+    history = []
+    for step in range(num_steps):
+        tokens, targets = batch(step)
+        losses: list[Tensor] = []
+        inputs = (tokens,) if any(stage.is_first for stage in stages) else ()
+        optimizer.zero_grad()
+        if has_last:
+            schedule.step(*inputs, target=targets, losses=losses)
+            history.append(torch.stack(losses).mean().item())
+        else:
+            schedule.step(*inputs)
+        optimizer.step()
+    return history if has_last else None
+
+
+def train_alone(model: nn.Module, num_steps: int) -> list[float]:
+    """The same training without a pipeline, microbatch by microbatch."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    history = []
+    for step in range(num_steps):
+        tokens, targets = batch(step)
+        optimizer.zero_grad()
+        losses = []
+        for some, wanted in zip(tokens.split(MICROBATCH), targets.split(MICROBATCH), strict=True):
+            losses.append(loss_of(model(some), wanted))
+            losses[-1].backward()
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad /= NUM_MICROBATCHES
+        optimizer.step()
+        history.append(torch.stack(losses).mean().item())
+    return history
+
+
+def main() -> None:
+    """Train on this rank, and compare with training in one process."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--schedule", default="Interleaved1F1B", choices=list(SCHEDULE_LAYOUTS))
+    parser.add_argument("--steps", type=int, default=10)
+    options = parser.parse_args()
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = Decoder()
+    history = train_pipelined(model, options.schedule, options.steps)
+    if history is not None:
+        for step, loss in enumerate(history):
+            print(f"step {step}: loss {loss:.4f}")
+        same = history == train_alone(model, options.steps)
+        print(f"every loss is that of training without a pipeline, to the bit: {same}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
