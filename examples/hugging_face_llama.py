@@ -50,7 +50,9 @@ class LlamaLogits(LlamaForCausalLM):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """From int64[batch, length] to float32[batch, length, vocabulary], on a whole model."""
-        logits: Tensor = super().forward(input_ids=tokens).logits
+        # Not super().forward: it slices before lm_head, and the result of a slice is a view, which
+        # PyTorch's zero-bubble schedules cannot detach.
+        logits: Tensor = self.lm_head(self.model(input_ids=tokens).last_hidden_state)
         return logits
 
 
