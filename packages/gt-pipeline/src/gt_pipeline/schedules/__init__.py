@@ -5,6 +5,7 @@
     schedule = schedule_of("DualPipeV", num_ranks=4, num_stages=8, num_microbatches=16)
     timeline = simulate(schedule, ActionCosts(overlap_f_b=2.5))
     print(timeline.makespan, timeline.bubble, timeline.peak_live)
+    print(draw(timeline))
 """
 
 from gt_pipeline.schedules.actions import Action, ActionKind, Direction, parse_action
@@ -12,7 +13,9 @@ from gt_pipeline.schedules.build_schedule import (
     build_pipeline_schedule,
     register_action_functions,
 )
+from gt_pipeline.schedules.chrome_trace import chrome_trace, write_chrome_trace
 from gt_pipeline.schedules.costs import UNIT_COSTS, ActionCosts, CostModel
+from gt_pipeline.schedules.draw_schedule import draw
 from gt_pipeline.schedules.liveness import peak_live
 from gt_pipeline.schedules.lowered_checks import check_lowered, lowered_problems
 from gt_pipeline.schedules.lowering import lower
@@ -43,6 +46,8 @@ __all__ = [
     "check_lowered",
     "check_schedule",
     "check_sizes",
+    "chrome_trace",
+    "draw",
     "forward_only",
     "lower",
     "lowered_problems",
@@ -54,4 +59,5 @@ __all__ = [
     "schedule_problems",
     "schedule_to_csv",
     "simulate",
+    "write_chrome_trace",
 ]
