@@ -3,7 +3,8 @@
 Between a launch and its wait the network reads the arguments, and writes the result. Whatever
 overwrites an argument in between races with it, and so does whatever reads the buffer that a
 collective with an ``out`` argument, or one in place, is about to fill. Both can be read off one
-graph. The fresh results of other collectives are judged by ``gt_passes.collective_waits``.
+graph. Declared launches of other libraries (``declare_launch``) are collectives here too. The fresh
+results of other collectives are judged by ``gt_passes.collective_waits``.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Iterator
 from torch.fx import Node
 
 from gt_passes.aliasing import written_nodes
-from gt_passes.collectives import is_wait, raw_results
+from gt_passes.collectives import is_declared_launch, is_wait, raw_results, waits_of
 from gt_passes.graph_problem import GraphProblem
 from gt_passes.graph_scan import GraphScan
 from gt_passes.memory_order import MemoryOrder
@@ -29,7 +30,7 @@ def find_race_problems(order: MemoryOrder) -> Iterator[GraphProblem]:
     if not order.memory_of:
         return
     position = order.scan.position
-    for launch in order.scan.launches:
+    for launch in (*order.scan.launches, *order.scan.declared_launches):
         end = _end_of_flight(launch, order.scan)
         written = {id(order.memory_of[argument]) for argument in written_nodes(launch)}
         for argument in launch.all_input_nodes:
@@ -53,6 +54,9 @@ def find_race_problems(order: MemoryOrder) -> Iterator[GraphProblem]:
 
 def _end_of_flight(launch: Node, scan: GraphScan) -> int:
     """Position of the last first wait of a launch; the end of the graph where there is none."""
+    if is_declared_launch(launch):
+        # One wait may be enough for several results.
+        return max(map(scan.position.__getitem__, waits_of(launch)), default=len(scan.position))
     end = scan.position[launch]
     for result in raw_results(launch):
         waits = [scan.position[user] for user in result.users if is_wait(user)]

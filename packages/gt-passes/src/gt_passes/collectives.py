@@ -2,7 +2,8 @@
 
 A functional collective returns at once, with memory that the network may still be writing;
 ``_c10d_functional.wait_tensor`` makes it readable. Source: PyTorch,
-``torch/distributed/_functional_collectives.py``.
+``torch/distributed/_functional_collectives.py``. Other libraries' operators that come in such pairs
+are declared here, so that nothing takes the memory that they still read.
 """
 
 from __future__ import annotations
@@ -18,17 +19,60 @@ from gt_passes._torch_internals import OpOverload, value_of
 __all__ = [
     "FUNCTIONAL_COLLECTIVES",
     "collective_bytes",
+    "declare_launch",
     "is_collective",
+    "is_declared_launch",
     "is_pure_collective",
     "is_wait",
     "launch_bytes",
     "raw_results",
+    "waits_of",
 ]
 
 FUNCTIONAL_COLLECTIVES = frozenset({"_c10d_functional", "_c10d_functional_autograd"})
 """Namespaces of operators that launch a collective or wait for one."""
 
 _WAIT_NAMES = frozenset({"wait_tensor", "wait_tensors"})
+
+_WAIT_OF_DECLARED: dict[object, OpOverload] = {}
+
+
+def declare_launch(launch: OpOverload, wait: OpOverload) -> None:
+    """Say of an operator outside PyTorch that its argument is read until another one was called.
+
+    It is no functional collective: only what it reads while in flight becomes known.
+
+    Args:
+        launch: returns at once, and goes on reading its arguments.
+        wait: takes a result of ``launch``; what ``launch`` was given is free once it returns.
+
+    Raises:
+        ValueError: ``launch`` is a functional collective, or was declared, with another wait.
+    """
+    if launch.namespace in FUNCTIONAL_COLLECTIVES:
+        known = torch.ops._c10d_functional.wait_tensor.default
+    else:
+        known = _WAIT_OF_DECLARED.setdefault(launch, wait)
+    if known is not wait:
+        raise ValueError(f"{launch} is registered already, with the wait {known}")
+
+
+def is_declared_launch(node: Node) -> bool:
+    """Whether a node launches what ``declare_launch`` declared."""
+    return node.op == "call_function" and node.target in _WAIT_OF_DECLARED
+
+
+def waits_of(launch: Node) -> Iterator[Node]:
+    """The nodes that wait for a launch, one for each of its results if all is well.
+
+    Args:
+        launch: a node for which ``is_collective`` or ``is_declared_launch`` holds.
+    """
+    declared = _WAIT_OF_DECLARED.get(launch.target)
+    for result in raw_results(launch):
+        for user in result.users:
+            if is_wait(user) if declared is None else user.target is declared:
+                yield user
 
 
 def is_wait(node: Node) -> bool:
@@ -58,7 +102,7 @@ def raw_results(collective: Node) -> Iterator[Node]:
     """The nodes of tensors still being written: the launch, or its items if it has many.
 
     Args:
-        collective: a node for which ``is_collective`` holds.
+        collective: a node for which ``is_collective`` or ``is_declared_launch`` holds.
     """
     if not isinstance(value_of(collective), (tuple, list)):
         yield collective

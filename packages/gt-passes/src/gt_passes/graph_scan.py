@@ -17,7 +17,7 @@ from torch.fx.node import map_aggregate
 
 from gt_passes._torch_internals import OpOverload, has_declared_effect
 from gt_passes.aliasing import has_unknown_effects
-from gt_passes.collectives import is_collective, is_wait
+from gt_passes.collectives import is_collective, is_declared_launch, is_wait
 from gt_passes.operator_effects import draws_random_numbers, is_barrier
 
 __all__ = ["GraphScan", "GraphScanner", "NodeCall"]
@@ -69,6 +69,9 @@ class GraphScan:
     launches: tuple[Node, ...]
     """Launches of functional collectives."""
 
+    declared_launches: tuple[Node, ...]
+    """Launches that are none, of operators that ``declare_launch`` made known."""
+
     waits: tuple[Node, ...]
     """Waits for functional collectives."""
 
@@ -117,9 +120,10 @@ class _Kind(NamedTuple):
     is_launch: bool
     is_wait: bool
     has_effect: bool
+    is_declared_launch: bool
 
 
-_ORDINARY = _Kind(False, False, False, False, False, False)
+_ORDINARY = _Kind(False, False, False, False, False, False, False)
 
 
 @dataclass(slots=True)
@@ -157,6 +161,7 @@ class GraphScanner:
             ),
             barriers=tuple(node for node, kind in special if kind.is_barrier),
             launches=tuple(node for node, kind in special if kind.is_launch),
+            declared_launches=tuple(node for node, kind in special if kind.is_declared_launch),
             waits=tuple(node for node, kind in special if kind.is_wait),
             effects=tuple(node for node, kind in special if kind.has_effect),
         )
@@ -173,6 +178,7 @@ def _kind_of(node: Node) -> _Kind:
         is_launch=is_collective(node),
         is_wait=is_wait(node),
         has_effect=False,
+        is_declared_launch=False,
     )
     if isinstance(target, OpOverload):
         kind = kind._replace(
@@ -182,4 +188,5 @@ def _kind_of(node: Node) -> _Kind:
         if not any(kind):
             has_effect = not target._schema.returns or has_declared_effect(node)
             kind = kind._replace(has_effect=has_effect)
+        kind = kind._replace(is_declared_launch=is_declared_launch(node))
     return _ORDINARY if kind == _ORDINARY else kind

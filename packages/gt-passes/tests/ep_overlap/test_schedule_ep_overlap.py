@@ -239,17 +239,60 @@ for _operator in (send_rows, await_rows):
     _operator.register_fake(torch.empty_like)
 
 
+def _register_rows() -> None:
+    register_exchange_operator(
+        torch.ops.gt_tests.send_rows.default, torch.ops.gt_tests.await_rows.default
+    )
+
+
 def test_an_exchange_operator_can_be_registered():
     def of_chunk(part):
         there = await_rows(send_rows(part.cos()))
         return await_rows(send_rows(there.exp())).sin()
 
-    register_exchange_operator(
-        torch.ops.gt_tests.send_rows.default, torch.ops.gt_tests.await_rows.default
-    )
+    _register_rows()
     graph_module = capture(lambda x: forward_region(x, 2, of_chunk=of_chunk), X)
     words = scheduled(graph_module).replace("send_rows", "launch").replace("await_rows", "wait")
     assert words == scheduled(capture_forward(2))
+
+
+def test_what_a_registered_exchange_sends_is_not_overwritten_before_its_wait():
+    """As for a functional one; else a launch whose buffer is used again is overtaken by that.
+
+    network       [= d0 =]             [= d1 =]
+    compute  cos0          add_0  ...           add_1      never  [= d0 add_0 =]
+    """
+
+    def of_chunk(part):
+        sent = part.cos()
+        there = await_rows(send_rows(sent))
+        sent.add_(1)
+        return (await_rows(send_rows(there.exp())) + sent).sin()
+
+    _register_rows()
+    graph_module = capture(lambda x: forward_region(x, 2, of_chunk=of_chunk), X)
+    words = scheduled(graph_module).split()
+    for number in range(2):
+        assert words.index(f"await_rows{number}") < words.index(f"add_{number}")
+
+
+def test_the_verifier_sees_what_overwrites_memory_that_a_registered_exchange_sends():
+    def step(x):
+        sent = x.cos()
+        flying = send_rows(sent)
+        sent.add_(1)
+        return await_rows(flying), sent
+
+    _register_rows()
+    (problem,) = Verifier().verify(capture(step, X)).problems
+    assert_expected_inline(
+        str(problem),
+        """\
+[collective waits] node add_ (aten.add_.Tensor)
+it touches the memory of cos while the collective send_rows is in flight
+expected to stand before send_rows or after its wait
+got      to stand between them""",
+    )
 
 
 def test_registering_refuses_what_is_no_operator_and_another_wait():

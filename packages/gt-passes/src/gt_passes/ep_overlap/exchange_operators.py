@@ -13,7 +13,7 @@ from torch.fx import Node
 
 from gt_config.node_keys import EpExchangeAnnotation
 from gt_passes._torch_internals import OpOverload, value_of
-from gt_passes.collectives import raw_results
+from gt_passes.collectives import declare_launch, waits_of
 from gt_passes.operator_effects import declare_pure_operator
 from gt_trace.node_metadata import read_annotation
 
@@ -25,18 +25,15 @@ __all__ = [
     "register_exchange_operator",
 ]
 
-_functional = torch.ops._c10d_functional
-
-_WAIT_OF_LAUNCH: dict[object, object] = {
-    _functional.all_to_all_single.default: _functional.wait_tensor.default,
-}
+_EXCHANGES: set[object] = {torch.ops._c10d_functional.all_to_all_single.default}
 
 
 def register_exchange_operator(launch: OpOverload, wait: OpOverload) -> None:
     """Make another pair of operators known as a token exchange.
 
     Registering says that both compute their results and do nothing else (as
-    ``declare_pure_operator`` does): otherwise nothing could be moved past them.
+    ``declare_pure_operator`` does): otherwise nothing could be moved past them. The verifier knows
+    the pair as well: what is being sent may not be overwritten before the wait.
 
     Args:
         launch: starts an exchange and returns at once; its first argument is what is sent.
@@ -51,31 +48,28 @@ def register_exchange_operator(launch: OpOverload, wait: OpOverload) -> None:
             raise TypeError(
                 f"{role} is {target!r}, not an operator with its overload, as torch.ops.x.y.default"
             )
-    known = _WAIT_OF_LAUNCH.setdefault(launch, wait)
-    if known is not wait:
-        raise ValueError(f"{launch} is registered already, with the wait {known}")
+    declare_launch(launch, wait)
+    _EXCHANGES.add(launch)
     for target in (launch, wait):
         declare_pure_operator(target._schema.name)
 
 
 def is_exchange_launch(node: Node) -> bool:
     """Whether a node starts a token exchange, or one of token counts."""
-    return node.op == "call_function" and node.target in _WAIT_OF_LAUNCH
+    return node.op == "call_function" and node.target in _EXCHANGES
 
 
 def is_exchange_wait(node: Node) -> bool:
     """Whether a node waits for a token exchange, or one of token counts."""
-    if node.op != "call_function" or node.target not in _WAIT_OF_LAUNCH.values():
+    if node.op != "call_function":
         return False
-    return any(_launch_behind(source) is not None for source in node.all_input_nodes)
+    launches = filter(None, map(_launch_behind, node.all_input_nodes))
+    return any(node in waits_of(launch) for launch in launches)
 
 
 def exchange_waits(launch: Node) -> Iterator[Node]:
     """The nodes that wait for an exchange, one for each of its results if all is well."""
-    for result in raw_results(launch):
-        for user in result.users:
-            if user.target is _WAIT_OF_LAUNCH[launch.target]:
-                yield user
+    return waits_of(launch)
 
 
 def is_token_exchange(launch: Node) -> bool:

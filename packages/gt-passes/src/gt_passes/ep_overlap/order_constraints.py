@@ -15,7 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from gt_config.node_keys import ChunkAnnotation
 from gt_passes._torch_internals import value_of
-from gt_passes.collectives import is_collective, is_wait, raw_results
+from gt_passes.collectives import is_collective, is_declared_launch, waits_of
 from gt_passes.graph_scan import GraphScan, GraphScanner
 from gt_passes.operator_effects import is_only_a_view
 from gt_passes.written_memory import Memory, memories_written
@@ -144,7 +144,6 @@ def _touching(memory: Memory, scan: GraphScan) -> list[Node]:
     for member in memory.members:
         for user in member.users:
             found[user] = None
-            if is_collective(user):  # the network reads until the wait
-                for result in raw_results(user):
-                    found.update(dict.fromkeys(filter(is_wait, result.users)))
+            if is_collective(user) or is_declared_launch(user):  # the network reads until the wait
+                found.update(dict.fromkeys(waits_of(user)))
     return sorted(found, key=scan.position.__getitem__)
