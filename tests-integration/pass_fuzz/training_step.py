@@ -127,7 +127,7 @@ def _mesh(sharding: Sharding) -> tuple[DeviceMesh, str]:
     names = axes.get(sharding, ("fsdp",))
     mesh = init_device_mesh("cpu", (2,) * len(names), mesh_dim_names=names)
     # Before passes run, so that none waits for a rank on which an earlier one was refused.
-    second_group_of(mesh.get_group("fsdp").group_name)
+    second_group_of(mesh.get_group("fsdp").group_name, purpose="reductions")
     if "tp" in names:
         return mesh["fsdp"], mesh.get_group("tp").group_name
     return mesh, mesh.get_group("fsdp").group_name

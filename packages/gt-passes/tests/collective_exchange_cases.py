@@ -49,16 +49,23 @@ def digests_of_two_stages() -> str:
 
 
 def sums_over_second_groups() -> tuple[bool, bool, bool, float]:
-    """Of a pair of ranks: whether its second group is new, the same when asked for again, and of
-    the same ranks; and a sum over it."""
+    """Of a pair of ranks: whether its second groups for two purposes are new, the same when asked
+    for again, and of the same ranks; and a sum over one."""
     pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     first = pairs[dist.get_rank() % 2].group_name
-    second = second_group_of(first)
+    second = second_group_of(first, purpose="reductions")
+    other = second_group_of(first, purpose="exchanges")
     ranks = [
         dist.get_process_group_ranks(dist.distributed_c10d._resolve_process_group(name))
-        for name in (first, second)
+        for name in (first, second, other)
     ]
     total = collectives.wait_tensor(
         collectives.all_reduce(torch.full((), float(dist.get_rank())), "sum", second)
     )
-    return second != first, second_group_of(first) == second, ranks[0] == ranks[1], total.item()
+    again = second_group_of(first, purpose="reductions")
+    return (
+        len({first, second, other}) == 3,
+        again == second,
+        ranks[0] == ranks[1] == ranks[2],
+        total.item(),
+    )

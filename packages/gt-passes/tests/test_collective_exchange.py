@@ -80,4 +80,4 @@ def test_a_second_group_has_the_ranks_of_the_first(workers: GlooWorkers):
 
 def test_there_is_no_second_group_of_none():
     with pytest.raises(ValueError, match=r"^'elsewhere' is not a process group of this process$"):
-        second_group_of("elsewhere")
+        second_group_of("elsewhere", purpose="reductions")

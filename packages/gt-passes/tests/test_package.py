@@ -41,6 +41,7 @@ def test_the_public_names_are_exactly_these():
         "GraphPass",
         "GraphProblem",
         "GraphSize",
+        "GroupPurpose",
         "GtPassesError",
         "InductorCompiler",
         "InductorOptionError",

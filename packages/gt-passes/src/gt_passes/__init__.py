@@ -68,7 +68,7 @@ from gt_passes.recipes import default_recipe
 from gt_passes.registry import find_passes, known_passes, register_pass
 from gt_passes.repropagation import UnverifiedNode
 from gt_passes.residency_table import residency_table
-from gt_passes.second_groups import second_group_of
+from gt_passes.second_groups import GroupPurpose, second_group_of
 from gt_passes.verifier import GraphInterface, VerificationReport, Verifier
 
 __all__ = [
@@ -100,6 +100,7 @@ __all__ = [
     "GraphPass",
     "GraphProblem",
     "GraphSize",
+    "GroupPurpose",
     "GtPassesError",
     "InductorCompiler",
     "InductorOptionError",

@@ -1,23 +1,39 @@
-"""Second process groups: the same ranks, another communicator."""
+"""Second process groups: the same ranks, another communicator, for one purpose each.
+
+A communicator runs one collective at a time, so what shall not queue behind each other needs
+groups of its own, also where two mesh axes are one group: FSDP's and the experts', if each rank
+holds other experts.
+"""
 
 from __future__ import annotations
+
+from typing import Literal
 
 import torch.distributed as dist
 
 from gt_passes._torch_internals import torch_group_ranks
 
-__all__ = ["second_group_of"]
+__all__ = [
+    "GroupPurpose",
+    "second_exchange_group",
+    "second_group_of",
+    "second_reduction_group",
+]
 
-_second: dict[str, str] = {}
+GroupPurpose = Literal["reductions", "exchanges"]
+"""What a second group is for: gradient reductions, or token exchanges."""
+
+_second: dict[tuple[str, GroupPurpose], str] = {}
 
 
-def second_group_of(group_name: str) -> str:
-    """The name of a second group of the same ranks; created when first asked for.
+def second_group_of(group_name: str, *, purpose: GroupPurpose) -> str:
+    """The name of another group of the same ranks; created when first asked for.
 
     All ranks of the group must ask together, and for several groups in the same order.
 
     Args:
         group_name: of a process group of this process.
+        purpose: there is one group for each.
 
     Raises:
         ValueError: no such group.
@@ -25,12 +41,22 @@ def second_group_of(group_name: str) -> str:
     ranks = torch_group_ranks(group_name)
     if ranks is None:
         raise ValueError(f"{group_name!r} is not a process group of this process")
-    known = _second.get(group_name)
+    known = _second.get((group_name, purpose))
     # Groups are gone once torch.distributed was shut down; names come back with others.
     if known is None or torch_group_ranks(known) != ranks:
         group = dist.new_group(
-            list(ranks), use_local_synchronization=True, group_desc=f"second of {group_name}"
+            list(ranks), use_local_synchronization=True, group_desc=f"{purpose} of {group_name}"
         )
         assert isinstance(group, dist.ProcessGroup)  # this rank is one of them
-        known = _second[group_name] = group.group_name
+        known = _second[group_name, purpose] = group.group_name
     return known
+
+
+def second_reduction_group(group_name: str) -> str:
+    """``second_group_of`` for gradient reductions."""
+    return second_group_of(group_name, purpose="reductions")
+
+
+def second_exchange_group(group_name: str) -> str:
+    """``second_group_of`` for token exchanges."""
+    return second_group_of(group_name, purpose="exchanges")

@@ -21,6 +21,7 @@ from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
 from gt_passes import (
+    GroupPurpose,
     MemoryProfile,
     PipelineReport,
     estimate_memory,
@@ -190,13 +191,15 @@ class GraphTrainer(Trainer):
         Else a rank whose capture fails would leave the others waiting for it to join a group.
         """
         options = self.config.compile
-        axes = ("fsdp", "efsdp") if options.fsdp_second_group else ()
+        wanted: list[tuple[str, GroupPurpose]] = []
+        if options.fsdp_second_group:
+            wanted += [("fsdp", "reductions"), ("efsdp", "reductions")]
         if options.ep_overlap.enabled:
-            axes = (*axes, "ep")
-        for axis in axes:
+            wanted += [("ep", "exchanges")]
+        for axis, purpose in wanted:
             mesh = self.parallel_dims.get_optional_mesh(axis)
             if mesh is not None:
-                second_group_of(mesh.get_group().group_name)
+                second_group_of(mesh.get_group().group_name, purpose=purpose)
 
     def _report_joint_capture(self, report: JointCaptureReport) -> None:
         self.captures.append(report)

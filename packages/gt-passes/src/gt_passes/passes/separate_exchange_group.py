@@ -14,7 +14,7 @@ from gt_passes.contract import GraphPass, PassContext, PassReport, Refusal
 from gt_passes.ep_overlap.exchange_operators import is_exchange_launch, is_token_exchange
 from gt_passes.process_groups import group_name_of
 from gt_passes.registry import register_pass
-from gt_passes.second_groups import second_group_of
+from gt_passes.second_groups import second_exchange_group
 from gt_trace.node_metadata import read_annotation
 
 __all__ = ["SeparateExchangeGroup"]
@@ -48,7 +48,7 @@ class SeparateExchangeGroup(GraphPass):
     preserves_numerics: ClassVar[bool] = True
     keeps_dataflow: ClassVar[bool] = False  # another group's name, and nothing else
 
-    second_group: Callable[[str], str] = second_group_of
+    second_group: Callable[[str], str] = second_exchange_group
     """The name of the second group, given that of the first. Called in the order of the graph,
     which is that of every rank: it may create the group, which all its ranks must do together.
     Where a rank may fail before it gets here, create them earlier (``second_group_of``)."""

@@ -13,7 +13,7 @@ from gt_passes.contract import GraphPass, PassContext, PassReport, Refusal
 from gt_passes.fsdp_launches import find_fsdp_launches
 from gt_passes.layer_names import LayerNames
 from gt_passes.registry import register_pass
-from gt_passes.second_groups import second_group_of
+from gt_passes.second_groups import second_reduction_group
 
 __all__ = ["SeparateReductionGroup"]
 
@@ -50,7 +50,7 @@ class SeparateReductionGroup(GraphPass):
     preserves_numerics: ClassVar[bool] = True
     keeps_dataflow: ClassVar[bool] = False  # another group's name, and nothing else
 
-    second_group: Callable[[str], str] = second_group_of
+    second_group: Callable[[str], str] = second_reduction_group
     """The name of the second group, given that of the first. Called in the order of the graph,
     which is that of every rank: it may create the group, which all its ranks must do together.
     Where a rank may fail before it gets here, create them earlier (``second_group_of``)."""
