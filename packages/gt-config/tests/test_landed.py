@@ -55,11 +55,6 @@ def test_refuses_by_name_what_has_not_landed(settings, flag, value, landed, reas
     ("axis", "flag", "reason"),
     [
         (
-            "pp",
-            "--parallelism.pipeline_parallel_degree",
-            "pipeline parallelism arrives with part 4 (gt-pipeline)",
-        ),
-        (
             "cp",
             "--parallelism.context_parallel_degree",
             "context parallelism is not supported yet",

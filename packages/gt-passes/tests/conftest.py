@@ -8,6 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from hypothesis import settings
+
+# An example's time is no property of ours, and a busy machine is no failure.
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")
 
 sys.path.insert(0, str(Path(__file__).parent))
 

@@ -24,9 +24,9 @@ the configuration has 13 problems:
   3. --training.seq_len is 250
      allowed: a multiple of 3 (tp 3)
      fix: use 252, or smaller degrees
-  4. --parallelism.pipeline_parallel_degree is 2
-     allowed: 1 in this version
-     fix: use 1: pipeline parallelism arrives with part 4 (gt-pipeline)
+  4. --parallelism.tensor_parallel_degree is 3
+     allowed: 1 with --parallelism.pipeline_parallel_degree 2: activations of tensor parallelism do not travel between stages yet
+     fix: use 1, or --parallelism.pipeline_parallel_degree 1
   5. --parallelism.spmd_backend is 'full_dtensor'
      allowed: 'partial_dtensor', whose collectives a capture records
      fix: leave the flag out

@@ -51,7 +51,6 @@ def _is_on(value: object) -> bool:
     return value is True
 
 
-_PART_4 = "pipeline parallelism arrives with part 4 (gt-pipeline)"
 _PART_5 = "automatic placement arrives with part 5 (gt-autoparallel)"
 
 UNLANDED: tuple[UnlandedOption, ...] = (
@@ -62,7 +61,6 @@ UNLANDED: tuple[UnlandedOption, ...] = (
         reason=_PART_5,
     ),
     UnlandedOption(path="config.autoparallel", refused=_is_on, landed="False", reason=_PART_5),
-    UnlandedOption(path="topology.pp", refused=_above(1), landed="1", reason=_PART_4),
     UnlandedOption(
         path="topology.cp",
         refused=_above(1),

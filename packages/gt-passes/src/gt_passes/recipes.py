@@ -7,7 +7,7 @@ as arguments from whoever placed the model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
 
@@ -55,6 +55,7 @@ def default_recipe(
     *,
     context: PassContext,
     reshard_after_forward: bool | None = None,
+    only: Collection[str] | None = None,
     compiler: SubgraphCompiler | None = None,
     dump_directory: Path | None = None,
     estimate_peak_bytes: Callable[[GraphModule], int] | None = None,
@@ -74,6 +75,7 @@ def default_recipe(
         context: of the graph to run on.
         reshard_after_forward: whether FSDP parameters are gathered again for the backward; None:
             unless the memory policy is save_all.
+        only: names of the passes to run, for a graph that is a piece of a step; None for all.
         compiler: compiles regions or the whole graph, if ``options`` ask for it; None for Inductor.
         dump_directory: as for ``PassPipeline``.
         estimate_peak_bytes: as for ``PassPipeline``.
@@ -98,6 +100,7 @@ def default_recipe(
         graph_pass
         for graph_pass in (*rewriting, *added, *compiling)
         if graph_pass.name not in options.disable_passes
+        and (only is None or graph_pass.name in only)
     ]
     return PassPipeline(
         kept,

@@ -24,6 +24,7 @@ from gt_passes import known_passes
 from gt_trainer.checkpoint_folder import check_checkpoints
 from gt_trainer.device import installed_device_type
 from gt_trainer.models.parallelize import refuse_unsupported_parallelism
+from gt_trainer.pipeline_plan import pipeline_violations
 from gt_trainer.trainer import GraphTrainer
 
 __all__ = ["check_configuration", "topology_of"]
@@ -57,6 +58,7 @@ def check_configuration(
     violations += _unsupported_options(config)
     violations += _unsound_counts(config, topology)
     violations += _model_does_not_divide(config, topology)
+    violations += _unsound_pipeline(config)
     if will_train:
         violations += _missing_devices(num_local_ranks)
         violations += _options_for_another_device(config)
@@ -155,6 +157,13 @@ def _unsupported_options(config: GraphTrainer.Config) -> Iterator[Violation]:
 
 
 def _not_dry_run(config: GraphTrainer.Config) -> Iterator[Violation]:
+    if config.parallelism.pipeline_parallel_degree > 1:
+        yield Violation(
+            flag="--parallelism.pipeline_parallel_degree",
+            value=config.parallelism.pipeline_parallel_degree,
+            allowed="1 in a dry run, which captures and simulates whole steps",
+            fix="leave the flag out of the dry run; gt_pipeline.schedules simulates schedules",
+        )
     if config.compile.mode == "aot_joint":
         yield Violation(
             flag="--compile.mode",
@@ -204,6 +213,25 @@ def _unsound_counts(config: GraphTrainer.Config, topology: Topology) -> Iterator
         if value < 1:
             yield Violation(flag=flag, value=value, allowed="1 or more", fix="give 1 or more")
     yield from _uneven_batch(config, topology)
+
+
+def _unsound_pipeline(config: GraphTrainer.Config) -> Iterator[Violation]:
+    model = config.model_spec.model if config.model_spec is not None else None
+    if config.parallelism.pipeline_parallel_degree < 2 or not isinstance(model, Decoder.Config):
+        return
+    if getattr(model, "enable_weight_tying", False):
+        yield Violation(
+            flag="--parallelism.pipeline_parallel_degree",
+            value=config.parallelism.pipeline_parallel_degree,
+            allowed="1 for a model that ties its embedding to its output projection: gt_pipeline "
+            "sums such gradients, but torchtitan's checkpoints hold the weight once",
+            fix=f"{_LEAVE_OUT}, or train a model without tied weights",
+        )
+    yield from pipeline_violations(
+        config.parallelism,
+        num_layers=len(model.layers),
+        local_batch_size=config.training.local_batch_size,
+    )
 
 
 def _uneven_batch(config: GraphTrainer.Config, topology: Topology) -> Iterator[Violation]:

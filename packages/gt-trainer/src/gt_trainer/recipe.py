@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Collection
 from pathlib import Path
 from typing import Literal
 
@@ -35,6 +36,7 @@ def recipe_of(
     options: CompileConfig,
     *,
     reshard_after_forward: ReshardAfterForward = "default",
+    only: Collection[str] | None = None,
     debug_folder: Path | None = None,
     compiler: SubgraphCompiler | None = None,
 ) -> Recipe:
@@ -43,6 +45,7 @@ def recipe_of(
     Args:
         options: validated.
         reshard_after_forward: whether FSDP parameters are gathered again for the backward.
+        only: names of the passes to run, for a graph that is a piece of a step; None for all.
         debug_folder: where the graphs before and after each pass are written if
             ``options.debug_graph_passes`` asks for them, in one folder for each captured graph.
             Every rank needs its own.
@@ -58,6 +61,7 @@ def recipe_of(
             options,
             context=context,
             reshard_after_forward=_RESHARD[reshard_after_forward],
+            only=only,
             compiler=compiler,
             dump_directory=dump_directory,
         )

@@ -36,6 +36,7 @@ from gt_trainer.joint_step import JointCaptureReport, JointForward
 from gt_trainer.metrics_jsonl import GraphMetricsProcessor
 from gt_trainer.models.attention import attention_mask_for
 from gt_trainer.pass_refusals import explain_refusals
+from gt_trainer.pipelined_step import PipelinedStep, StageCaptureReport
 from gt_trainer.recipe import recipe_of
 from gt_trainer.startup import StartupClock
 from gt_trainer.validator import GraphValidator
@@ -70,6 +71,8 @@ class GraphTrainer(Trainer):
         self._captured: CapturedTrainingStep | None = None
         self._joint: JointForward | None = None
         self._has_stepped = False
+        if self.parallel_dims.pp_enabled and isinstance(self.pp_schedule, PipelinedStep):
+            self.pp_schedule.report_to(self.startup, self._report_stage)
 
     def post_dataloading_process(
         self, input_dict: dict[str, torch.Tensor], labels: torch.Tensor
@@ -103,11 +106,11 @@ class GraphTrainer(Trainer):
         Returns:
             This rank's share of the mean loss, a scalar.
         """
-        if self.config.compile.mode == "none":
+        if self.config.compile.mode == "none" or self.parallel_dims.pp_enabled:
+            # Of a pipeline, torchtitan calls the schedule, which knows whether it is captured.
             return super().forward_backward_step(
                 input_dict=input_dict, labels=labels, global_valid_tokens=global_valid_tokens
             )
-        # Lists come with pipeline parallelism, which preflight refuses for now.
         assert isinstance(input_dict, dict)
         assert isinstance(labels, torch.Tensor)
         inputs, labels, extra_kwargs = self.post_dataloading_process(input_dict, labels)
@@ -149,7 +152,9 @@ class GraphTrainer(Trainer):
         self.startup.finish(path)
 
     def close(self) -> None:
-        """As torchtitan's; recorded CUDA graphs go first, which hold on to process groups."""
+        """As torchtitan's; first what holds on to process groups: pipelines, CUDA graphs."""
+        if self.parallel_dims.pp_enabled and isinstance(self.pp_schedule, PipelinedStep):
+            self.pp_schedule.close()
         for report in self.captures:
             for graph_module in report.graph_modules:
                 release_cuda_graphs(graph_module)
@@ -200,6 +205,11 @@ class GraphTrainer(Trainer):
             mesh = self.parallel_dims.get_optional_mesh(axis)
             if mesh is not None:
                 second_group_of(mesh.get_group().group_name, purpose=purpose)
+
+    def _report_stage(self, report: StageCaptureReport) -> None:
+        logger.info(str(report))
+        for passes in report.passes:
+            self._report_passes(passes)
 
     def _report_joint_capture(self, report: JointCaptureReport) -> None:
         self.captures.append(report)

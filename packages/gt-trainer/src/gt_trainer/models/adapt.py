@@ -29,6 +29,7 @@ from gt_trainer.metrics_jsonl import GraphMetricsProcessor
 from gt_trainer.models.attention import replace_inner_attention
 from gt_trainer.models.chunked_loss import GraphChunkedLoss
 from gt_trainer.models.parallelize import parallelize
+from gt_trainer.pipeline import pipeline
 from gt_trainer.trainer import GraphTrainer
 from gt_trainer.validator import GraphValidator
 
@@ -122,7 +123,11 @@ def _adapt_model(published: ModelSpec) -> ModelSpec:
                 f"{' and '.join(replaced)} has no backward on cpu: {published.name} "
                 f"{published.flavor} attends with DocumentCausalSDPA here"
             )
-    return dataclasses.replace(published, parallelize_fn=parallelize)
+    return dataclasses.replace(
+        published,
+        parallelize_fn=parallelize,
+        pipelining_fn=pipeline if published.pipelining_fn is not None else None,
+    )
 
 
 def _adapt_loss(published: BaseLoss.Config) -> BaseLoss.Config:
