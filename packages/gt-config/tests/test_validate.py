@@ -65,7 +65,7 @@ def test_lists_every_violation_at_once_with_its_exact_text():
         passes=("canonicalise-views",),
         fsdp_bucket_cap_mib=0,
         prefetch_layers=-1,
-        ep_overlap=EpOverlapConfig(enabled=True, chunk_dim="seq"),
+        ep_overlap=EpOverlapConfig(enabled=True, strategy="eager", chunk_dim="seq"),
     )
     topology = Topology(world=4, dp_shard=2, tp=3, ep=4, batch_size=3, seq_len=130)
     with pytest.raises(ConfigError) as error:
@@ -686,12 +686,12 @@ def test_offers_no_other_number_of_chunks_where_there_is_none():
 
 def test_refuses_a_sequence_that_does_not_split_into_equal_chunks_on_each_shard():
     topology = Topology(world=4, tp=4, ep=4, batch_size=1, seq_len=12)
-    config = overlap(chunk_dim="seq", module_fqn="layers.*.moe")
+    config = overlap(chunk_dim="seq", module_fqn="layers.*.moe", strategy="eager")
     assert only(config, topology) == Violation(
         flag="--training.seq_len",
         value=12,
         allowed="a multiple of 8, for 2 equal chunks on each of 4 sequence shards",
-        fix=f"use 16, or {NUM_CHUNKS} 3",
+        fix="use 16",
     )
     whole = dataclasses.replace(topology, sequence_parallel=False)
     assert found(config, whole) == ()
@@ -715,6 +715,18 @@ def test_ep_overlap_is_refused_with_pipelines_and_with_context_parallelism(degre
     )
 
 
+def test_chunks_on_the_graph_are_refused_with_tensor_parallelism():
+    topology = dataclasses.replace(EP_TOPOLOGY, world=2 * EP_TOPOLOGY.world, tp=2)
+    assert only(overlap(), topology) == Violation(
+        flag="--compile.ep_overlap.strategy",
+        value="graph",
+        allowed="'eager' with --parallelism.tensor_parallel_degree 2: "
+        "the graph strategy has no rules for the collectives of tensor parallelism yet",
+        fix="use eager, or --parallelism.tensor_parallel_degree 1",
+    )
+    assert found(overlap(strategy="eager"), topology) == ()
+
+
 def test_ep_overlap_is_refused_with_full_inductor_compilation():
     config = dataclasses.replace(overlap(), inductor_compilation="full")
     assert only(config, EP_TOPOLOGY) == Violation(
@@ -728,7 +740,9 @@ def test_ep_overlap_is_refused_with_full_inductor_compilation():
 
 
 def test_ep_overlap_is_refused_with_what_only_a_gpu_can_prove():
-    config = dataclasses.replace(overlap(), cuda_graphs=True, async_tensor_parallel=True)
+    config = dataclasses.replace(
+        overlap(strategy="eager"), cuda_graphs=True, async_tensor_parallel=True
+    )
     topology = dataclasses.replace(EP_TOPOLOGY, world=2 * EP_TOPOLOGY.world, tp=2)
     assert found(config, topology) == tuple(
         Violation(

@@ -533,6 +533,19 @@ def _ep_overlap_of_whole_models_and_sequences(subject: Subject) -> Iterator[Viol
             )
 
 
+@_rule("config.ep_overlap.enabled", "config.ep_overlap.strategy", "topology.tp")
+def _ep_overlap_on_the_graph_without_tp(subject: Subject) -> Iterator[Violation]:
+    overlap = subject.config.ep_overlap
+    if overlap.enabled and overlap.strategy == "graph" and subject.topology.tp > 1:
+        yield _violation(
+            subject,
+            "config.ep_overlap.strategy",
+            allowed=f"'eager' with {flag_of('topology.tp')} {subject.topology.tp}: "
+            "the graph strategy has no rules for the collectives of tensor parallelism yet",
+            fix=f"use eager, or {flag_of('topology.tp')} 1",
+        )
+
+
 @_rule("config.ep_overlap.enabled", "config.inductor_compilation")
 def _ep_overlap_with_a_graph_that_keeps_its_order(subject: Subject) -> Iterator[Violation]:
     if subject.config.ep_overlap.enabled and subject.config.inductor_compilation == "full":
