@@ -18,13 +18,12 @@ from pathlib import Path
 import pytest
 from chunk_producers import LOADS, SteppedTraining, train_in_chunks
 from test_bitwise_equality import DEEPSEEK_V3, FSDP_EP, QWEN3_MOE, on
-from test_chunk_combinations import BLOCKS, EXPECTED_ROOTS, FSDP_EP4, MOES, MOES_BY_SEQUENCE
+from test_chunk_combinations import BLOCKS, FSDP_EP4, MOES, MOES_BY_SEQUENCE, SLOW, expected_roots
 from training_cases import NUM_STEPS, Case
 
 from gt_config import EpOverlapConfig
 from gt_trace.testing import GlooWorkers
 
-SLOW = pytest.mark.slow
 DEEPSEEK_EP2 = on(DEEPSEEK_V3, parallelism=FSDP_EP)
 DEEPSEEK_EP4 = on(DEEPSEEK_V3, parallelism=FSDP_EP4)
 QWEN3_EP2 = on(QWEN3_MOE, parallelism=FSDP_EP)
@@ -36,8 +35,16 @@ CASES = {
     "qwen3, EP 4": QWEN3_EP4,
 }
 OVERLAPS = {"blocks": BLOCKS, "moe": MOES, "moe, sequence": MOES_BY_SEQUENCE}
-# Four ranks capture two graphs in each: one for each model and each kind of root is enough for CI.
-QUICK = {("deepseek_v3, EP 2", "blocks"), ("qwen3, EP 4", "moe, sequence")}
+# Four ranks capture two graphs for each: with all layers they are slow.
+FEWER_LAYERS = {
+    "deepseek_v3, EP 2, 2 layers": on(DEEPSEEK_EP2, num_layers=2),
+    "qwen3, EP 4, 1 layer": on(QWEN3_EP4, num_layers=1),
+}
+CELLS = [
+    ("deepseek_v3, EP 2, 2 layers", "blocks"),
+    ("qwen3, EP 4, 1 layer", "moe, sequence"),
+    *(pytest.param(case, overlap, marks=SLOW) for case in CASES for overlap in OVERLAPS),
+]
 
 
 def on_graph(eager: EpOverlapConfig, **changes: object) -> EpOverlapConfig:
@@ -59,16 +66,15 @@ def check(
         assert found.changed >= {"schedule-ep-overlap", "separate-exchange-group"}
         assert found.exposed == ()
         check_regions(found, case, runs)
-        check_loads(found, ep)
+        check_loads(found, len(expected_roots(case, "layers.*.moe")), ep)
 
 
 def check_regions(found: SteppedTraining, case: Case, runs: dict[str, EpOverlapConfig]) -> None:
     """Every chunk of every region sends its tokens there and back, and their gradients."""
     for name, overlap in runs.items():
-        roots = EXPECTED_ROOTS[case.module, overlap.module_fqn]
         expected = {
             (root, direction): (0 if is_dense(case, root) else 2,) * overlap.num_chunks
-            for root in roots
+            for root in expected_roots(case, overlap.module_fqn)
             for direction in ("forward", "backward")
         }
         assert found.exchanges[name] == expected
@@ -78,11 +84,11 @@ def is_dense(case: Case, root: str) -> bool:
     return case.module == "deepseek_v3" and root == "layers.0"
 
 
-def check_loads(found: SteppedTraining, ep: int) -> None:
+def check_loads(found: SteppedTraining, num_moes: int, ep: int) -> None:
     """The loads are those that the test is about, in every layer."""
     assert len(found.tokens) == len(LOADS)
     for load, layers in zip(LOADS, found.tokens, strict=True):
-        assert len(layers) == 2
+        assert len(layers) == num_moes
         for tokens_E in layers:
             per_rank = len(tokens_E) // ep
             if load == "uneven":
@@ -94,14 +100,7 @@ def check_loads(found: SteppedTraining, ep: int) -> None:
                 assert all(tokens_E[:-per_rank])
 
 
-@pytest.mark.parametrize(
-    ("case_name", "overlap_name"),
-    [
-        pytest.param(case, overlap, marks=() if (case, overlap) in QUICK else SLOW)
-        for case in CASES
-        for overlap in OVERLAPS
-    ],
-)
+@pytest.mark.parametrize(("case_name", "overlap_name"), CELLS)
 def test_both_producers_train_alike_and_as_the_whole_model(
     case_name: str, overlap_name: str, four: GlooWorkers, tmp_path: Path
 ) -> None:
@@ -117,7 +116,7 @@ def test_both_producers_train_alike_and_as_the_whole_model(
 
     Where blocks chain, the join of a block runs on into the attention of the next.
     """
-    case, eager = CASES[case_name], OVERLAPS[overlap_name]
+    case, eager = {**CASES, **FEWER_LAYERS}[case_name], OVERLAPS[overlap_name]
     graph = on_graph(eager, disable_early_grad_accumulation=True)
     runs = {"eager": eager, "graph": graph}
     check(four.run(train_in_chunks, case, str(tmp_path), runs, {}, True), case, runs, 1e-5)
@@ -127,7 +126,11 @@ def test_both_producers_train_alike_and_as_the_whole_model(
     ("case_name", "extents", "overlap", "chunk_sizes"),
     [
         pytest.param(
-            "qwen3, EP 2", {"batch_size": 4}, on_graph(BLOCKS, num_chunks=3), (1, 1, 2), id="3"
+            "qwen3, EP 2",
+            {"batch_size": 4, "num_layers": 1},
+            on_graph(BLOCKS, num_chunks=3),
+            (1, 1, 2),
+            id="3, uneven",
         ),
         pytest.param("deepseek_v3, EP 4", {}, on_graph(MOES), (1, 1), id="2", marks=SLOW),
         pytest.param(
@@ -143,7 +146,7 @@ def test_both_producers_train_alike_and_as_the_whole_model(
         ),
         pytest.param(
             "deepseek_v3, EP 4",
-            {"seq_len": 62},
+            {"seq_len": 62, "chunked_loss": False},
             on_graph(MOES_BY_SEQUENCE, num_chunks=4),
             (15, 16, 15, 16),
             id="4 along the sequence, uneven",
