@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Literal
 
 import torch
@@ -97,10 +98,11 @@ def stage_graphs(num_layers: int, *, by_data: bool = False, **options: Any) -> S
     return cut_stage(capture_stage(module, activations=[ACTIVATION], **options))
 
 
+@functools.cache
 def overlapped(
     forward_layers: int, backward_layers: int, kind: Kind, *, by_data: bool = False
 ) -> OverlappedActions:
-    """A pair of two stages of one rank."""
+    """A pair of two stages of one rank; for reading."""
     forward = stage_graphs(forward_layers, by_data=by_data)
     other = stage_graphs(
         backward_layers,
@@ -113,7 +115,7 @@ def overlapped(
     return overlap_actions(forward.forward, backward)
 
 
-def overlap_like_one_after_the_other(*, by_data: bool, same_stage: bool) -> list[bool]:
+def overlap_like_one_after_the_other(by_data: bool, same_stage: bool) -> list[bool]:
     """Overlapped pairs of live stages against the same actions run by themselves.
 
     Returns:

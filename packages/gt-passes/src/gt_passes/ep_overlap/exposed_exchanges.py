@@ -22,7 +22,7 @@ from gt_passes.operator_effects import is_only_a_view, reads_only_metadata
 from gt_passes.outlined_region import region_of
 from gt_trace.node_metadata import read_annotation
 
-__all__ = ["ExposedExchange", "exposed_exchanges", "interrupted_exchanges"]
+__all__ = ["ExposedExchange", "exposed_exchanges", "interrupted_exchanges", "is_compute"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,10 +105,11 @@ def _computes_for_another(node: Node, own: ChunkAnnotation) -> bool:
     other = read_annotation(node, ChunkAnnotation)
     if other is None or other.role != "body" or other.direction != own.direction:
         return False
-    return other.chunk_id != own.chunk_id and _is_compute(node)
+    return other.chunk_id != own.chunk_id and is_compute(node)
 
 
-def _is_compute(node: Node) -> bool:
+def is_compute(node: Node) -> bool:
+    """Whether a node makes a tensor on the device: no view, collective, wait or host read."""
     if node.op != "call_function" or node.target is operator.getitem:
         return False
     if region_of(node) is not None or isinstance(node.target, HigherOrderOperator):

@@ -9,12 +9,13 @@ itself (an expanded scalar). Which do is read off the graph once, and those are 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import getitem
 
 import torch
 from torch import Tensor
 from torch.fx import Node
 
-from gt_passes.aliasing import AliasClasses
+from gt_passes.aliasing import shared_nodes
 from gt_pipeline.graph._torch_internals import add_in_place
 from gt_pipeline.graph.action_graph import ActionGraph
 from gt_pipeline.graph.slots import SlotKind
@@ -53,21 +54,40 @@ class GradientAccumulators:
 def owned_results(action: ActionGraph, kind: SlotKind) -> tuple[bool, ...]:
     """For each output of that kind whether nothing else has its memory.
 
-    May-alias: what has no schema counts as sharing.
+    Read off the schemas of operators: what has none counts as sharing.
     """
-    aliases = AliasClasses(action.graph_module.graph)
     results = action.result_nodes()
-    num_of: dict[Node, int] = {}
-    for result in results:
-        of = aliases.class_of(result)
-        num_of[of] = num_of.get(of, 0) + 1
+    found: dict[Node, frozenset[_Origin]] = {}
+    origins = [_origins(result, found) for result in results]
+    num_of: dict[_Origin, int] = {}
+    for each in origins:
+        for origin in each:
+            num_of[origin] = num_of.get(origin, 0) + 1
     return tuple(
-        num_of[aliases.class_of(result)] == 1
-        and not aliases.holds_input(result)
+        len(of) == 1
+        and all(num_of[node, item] == 1 and node.op == "call_function" for node, item in of)
         and not _overlaps_itself(result.meta["val"])
-        for slot, result in zip(action.outputs, results, strict=True)
+        for slot, result, of in zip(action.outputs, results, origins, strict=True)
         if slot.kind == kind
     )
+
+
+_Origin = tuple[Node, int | None]
+"""The operator that made a piece of memory, and which of its results it is."""
+
+
+def _origins(node: Node, found: dict[Node, frozenset[_Origin]]) -> frozenset[_Origin]:
+    """Whose memory a value may have. Recursion as deep as views stand on views."""
+    if node in found:
+        return found[node]
+    source, item = node, None
+    if node.target is getitem and isinstance(node.args[1], int):
+        (source,), item = node.all_input_nodes, node.args[1]
+    shared = list(shared_nodes(source))
+    found[node] = frozenset({(source, item)}).union(*(_origins(each, found) for each in shared))
+    if shared:
+        found[node] -= {(source, item)}
+    return found[node]
 
 
 def _overlaps_itself(value: Tensor) -> bool:

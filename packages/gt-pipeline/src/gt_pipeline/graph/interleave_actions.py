@@ -22,6 +22,7 @@ from torch.fx import GraphModule, Node
 from gt_config.node_keys import PipelineAnnotation
 from gt_passes import ChangeBounds, GraphPass, PassContext, PassReport
 from gt_passes.collectives import is_collective, is_wait
+from gt_passes.ep_overlap.exposed_exchanges import is_compute
 from gt_passes.ep_overlap.node_durations import NodeDurations, estimated_durations
 from gt_passes.ep_overlap.order_constraints import OrderConstraints, is_host_read
 from gt_trace import read_annotation
@@ -101,7 +102,7 @@ class _Interleaving:
 
     def order(self) -> list[Node]:
         """The nodes in the order in which they shall run."""
-        merged = _merged([len(turns) for turns in self._turns])
+        merged = _merged([self._num_without_compute(turns) for turns in self._turns])
         taken = [0] * _NUM_LANES
         for place, lane in enumerate(merged):
             self._take(self._turns[lane][taken[lane]])
@@ -135,6 +136,22 @@ class _Interleaving:
             before |= needed | {launch}
         return [tuple(turn) for turn in turns]
 
+    def _num_without_compute(self, turns: Sequence[tuple[int, ...]]) -> list[int]:
+        """Of each turn that computes something, with how many after it that do not it stays.
+
+        The exchange of token counts is such a pair: the sizes are only read, and the tokens go.
+        """
+        following: list[int] = []
+        before: set[int] = set()
+        for turn in turns:
+            needed = self._ancestors(turn, before)
+            before |= needed | set(turn)
+            if following and not any(is_compute(self._nodes[i]) for i in needed):
+                following[-1] += 1
+            else:
+                following.append(1)
+        return following
+
     def _take(self, turn: tuple[int, ...]) -> None:
         for launch in turn:
             self._emit_all([launch])
@@ -153,15 +170,20 @@ class _Interleaving:
         else:
             wanted = [i for i, own in enumerate(self._lane) if own == lane]
             wanted = sorted(self._missing(wanted))
-        durations = [self._duration_us(self._nodes[i]) for i in wanted]
-        share = sum(durations) / num_gaps
+        durations = {i: self._duration_us(self._nodes[i]) for i in wanted}
+        share = sum(durations.values()) / num_gaps
         spent = 0.0
-        for i, duration in zip(wanted, durations, strict=True):
-            if num_gaps > 1 and spent >= share:
+        left = work = [i for i in wanted if is_compute(self._nodes[i])]
+        for i in wanted:
+            # Something in every gap as long as there is, and no more than its share in any.
+            has_some = len(left) < len(work)
+            if has_some and num_gaps > 1 and (len(left) < num_gaps or spent >= share):
                 return
-            if not self._is_emitted[i]:
-                self._emit_all([i])
-                spent += duration
+            if self._is_emitted[i]:
+                continue
+            self._emit_all([i])
+            spent += durations[i]
+            left = [each for each in left if not self._is_emitted[each]]
 
     # ---- emission -------------------------------------------------------------------------------
 
@@ -210,13 +232,17 @@ class _Interleaving:
         self._emitted.append(i)
 
 
-def _merged(num_turns: Sequence[int]) -> list[int]:
-    """Two lanes' turns in one sequence, each lane's spread evenly; the backward first."""
-    first, second = num_turns
-    # Turn i of n stands at (2 i + 1) / (2 n); multiplied out, so that all is exact.
-    places = [((2 * i + 1) * second, 0) for i in range(first)]
-    places += [((2 * i + 1) * first, 1) for i in range(second)]
-    return [lane for _, lane in sorted(places)]
+def _merged(turns: Sequence[Sequence[int]]) -> list[int]:
+    """Two lanes' turns in one sequence, each lane's spread evenly; the backward first.
+
+    Args:
+        turns: for each lane, how many turns stay together each time.
+    """
+    first, second = turns
+    # The i-th of n stands at (2 i + 1) / (2 n); multiplied out, so that all is exact.
+    places = [((2 * i + 1) * len(second), 0, count) for i, count in enumerate(first)]
+    places += [((2 * i + 1) * len(first), 1, count) for i, count in enumerate(second)]
+    return [lane for _, lane, count in sorted(places) for _ in range(count)]
 
 
 def _leading(lanes: Sequence[int], lane: int) -> int:
