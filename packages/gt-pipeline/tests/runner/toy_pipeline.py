@@ -75,10 +75,10 @@ ACTIVATION = TensorSignature(
 )
 
 
-def eager_stages(schedule: Schedule, rank: int, *, tied: bool = False) -> list[EagerStage]:
+def eager_stages(schedule: Schedule, rank: int, *, whole: Toy | None = None) -> list[EagerStage]:
     """The stages that a schedule has on a rank."""
     num_stages = schedule.num_stages
-    whole = toy(num_stages, tied=tied)
+    whole = toy(num_stages) if whole is None else whole
     return [
         EagerStage(
             stage_module(whole, index, num_stages),
@@ -110,10 +110,14 @@ class Trained:
 
 
 def train_in_one_process(
-    num_stages: int, *, num_steps: int = 1, loss_gradient: float = 1 / NUM_MICROBATCHES
+    num_stages: int,
+    *,
+    num_steps: int = 1,
+    loss_gradient: float = 1 / NUM_MICROBATCHES,
+    model: Toy | None = None,
 ) -> Trained:
     """Eager steps of the whole model, microbatch by microbatch, without a pipeline."""
-    model = toy(num_stages)
+    model = toy(num_stages) if model is None else model
     losses: list[Tensor] = []
     for step in range(num_steps):
         losses = []

@@ -36,14 +36,14 @@ class Connections:
         self._agreement: StepAgreement | None = None
         self._watch: FailureWatch | None = None
 
-    def agree(self, ranks: Sequence[int], timeout: timedelta | None) -> None:
-        """Let steps of these ranks succeed or fail together. Collective over them."""
-        self._agreement = StepAgreement(ranks, timeout=timeout)
+    def agree(self, timeout: timedelta | None) -> None:
+        """Let steps of all ranks succeed or fail together. Collective over them."""
+        self._agreement = StepAgreement(timeout=timeout)
         self._watch = FailureWatch(self._agreement, self.close_waits)
 
     @property
     def agreement_group(self) -> dist.ProcessGroup | None:
-        """A gloo group of all ranks whose steps fail together; None if there is one rank."""
+        """A gloo group of all ranks; None if there is one."""
         return None if self._agreement is None else self._agreement.group
 
     def watch(self, step: int) -> None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Self
@@ -61,23 +61,27 @@ class FailureReport:
 
 
 class StepAgreement:
-    """What the ranks of a job tell each other about a step. Making one is collective over them.
+    """What all ranks of the world tell each other about a step. Making one is collective.
+
+    All ranks, not those of one pipeline: others wait for them where gradients are reduced.
 
     Args:
-        ranks: global ranks whose steps succeed or fail together.
         timeout: after which a vote fails; None: as for other groups.
     """
 
-    def __init__(self, ranks: Sequence[int], *, timeout: timedelta | None = None) -> None:
-        self._group = make_group(
-            ranks, purpose="pipeline step agreement", backend="gloo", timeout=timeout
+    def __init__(self, *, timeout: timedelta | None = None) -> None:
+        world = range(dist.get_world_size())
+        group = make_group(
+            world, purpose="pipeline step agreement", backend="gloo", timeout=timeout
         )
+        assert group is not None
+        self._group = group
         # Its keys have the group's name before them, so runners do not read each other's reports.
         self._store = self._group.get_group_store()
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """A gloo group over the ranks."""
+        """A gloo group over all ranks."""
         return self._group
 
     def report(self, step: int, report: FailureReport) -> FailureReport:

@@ -33,12 +33,17 @@ from gt_pipeline.errors import (
 from gt_pipeline.runner.connections import Connections
 from gt_pipeline.runner.failure import FailureReport
 from gt_pipeline.runner.microbatches import MicrobatchDims, split_microbatches
-from gt_pipeline.runner.setup_checks import agree_on_setup, facts_of_rank
-from gt_pipeline.runner.shared_parameters import shared_parameters
+from gt_pipeline.runner.setup_checks import (
+    agree_on_setup,
+    facts_of_rank,
+    names_of_stages,
+    ranks_of_stages,
+)
+from gt_pipeline.runner.shared_parameters import find_members, shared_parameters
 from gt_pipeline.runner.stage_protocol import MicrobatchInputs, PipelineStageGraphs, Tensors
 from gt_pipeline.runner.step_program import StepProgram, bind_program
 from gt_pipeline.runner.step_record import StepRecord, record_actions
-from gt_pipeline.runner.transfers import Transfers
+from gt_pipeline.runner.transfers import make_transfers
 from gt_pipeline.schedules import Action, LoweredSchedule, Schedule, forward_only, lower
 from gt_pipeline.split import SharedGroup
 
@@ -65,7 +70,10 @@ class StepResult:
 
 
 class GraphPPRunner:
-    """Runs a schedule over the stages of this rank. Making one is collective over ``step_group``.
+    """Runs a schedule over the stages of this rank. Making one is collective over the world.
+
+    Every rank of the world makes a runner, and they step together: where gradients are reduced,
+    pipelines wait for each other.
 
     A step that fails on one rank ends on all of them with the same `PipelineStepError`, and no
     parameter's ``grad`` has changed on any. The runner is closed then: transfers of the failed step
@@ -84,9 +92,6 @@ class GraphPPRunner:
         shared_groups: parameters that are one across stages. Their gradients are summed, in the
             order in which a group lists their names. Their values are made equal by
             `synchronize_shared_parameters`.
-        step_group: ranks whose steps succeed or fail together, at least those of ``group``. Not
-            given: the whole world, since ranks of other pipelines wait for this one where gradients
-            are reduced.
         collective_groups: groups over which the stages' own graphs communicate. When a step fails
             they are closed, so that ranks that wait in them end at once and not by a timeout;
             stages that need them can run no more then.
@@ -107,7 +112,6 @@ class GraphPPRunner:
         loss_reduction: LossReduction = "mean",
         dims: MicrobatchDims | None = None,
         shared_groups: Sequence[SharedGroup] = (),
-        step_group: dist.ProcessGroup | None = None,
         collective_groups: Sequence[dist.ProcessGroup] = (),
         max_unsharded_stages: int = 3,
         timeout: timedelta | None = None,
@@ -131,34 +135,35 @@ class GraphPPRunner:
         self._stages = {
             stage.stage_index: stage for stage in sorted(stages, key=lambda each: each.stage_index)
         }
-        self._global_rank, pipeline, step_ranks = _ranks(schedule, group, step_group)
+        self._global_rank, pipeline = _ranks(schedule, group)
         self._connections = Connections(collective_groups)
         # Until `close`, or until nobody holds the runner any more.
         self._release = weakref.finalize(self, self._connections.release)
-        if len(step_ranks) > 1:
-            self._connections.agree(step_ranks, timeout)
+        if _world_size() > 1:
+            self._connections.agree(timeout)
         facts = agree_on_setup(
             facts_of_rank(
                 stages,
                 schedule,
                 rank=self._global_rank,
                 pipeline=pipeline,
-                step_ranks=step_ranks,
                 options={"loss_reduction": loss_reduction, "shared_groups": list(shared_groups)},
             ),
             self._connections.agreement_group,
         )
         self._rank = pipeline.index(self._global_rank)
         self._connections.device = next(iter(self._stages.values())).device
-        if schedule.num_ranks > 1:
-            self._connections.transfers = Transfers(pipeline, timeout=timeout)
+        self._connections.transfers = make_transfers(facts, timeout=timeout)
         self._connections.shared = shared_parameters(
-            shared_groups,
+            [
+                members
+                for each in facts.values()
+                for members in find_members(
+                    shared_groups, names_of_stages(each), ranks_of_stages(each)
+                )
+            ],
             self._stages,
-            names_of_stage={
-                index: stage.parameters for each in facts for index, stage in each.stages.items()
-            },
-            stage_to_rank=[pipeline[rank] for rank in schedule.stage_to_rank],
+            rank=self._global_rank,
             timeout=timeout,
         )
         self._inputs: list[MicrobatchInputs] = []
@@ -328,10 +333,12 @@ class GraphPPRunner:
             raise RunnerClosedError("this runner was closed; build another over the same stages")
 
 
-def _ranks(
-    schedule: Schedule, group: dist.ProcessGroup | None, step_group: dist.ProcessGroup | None
-) -> tuple[int, list[int], list[int]]:
-    """This process's global rank, those of its pipeline, and those that share its steps' fate."""
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def _ranks(schedule: Schedule, group: dist.ProcessGroup | None) -> tuple[int, list[int]]:
+    """This process's global rank, and those of its pipeline."""
     if not (dist.is_available() and dist.is_initialized()):
         if schedule.num_ranks > 1:
             raise RunnerSetupError(
@@ -340,14 +347,11 @@ def _ranks(
                     f"the schedule is for {schedule.num_ranks} ranks, and there is no process group"
                 ],
             )
-        return 0, [0], [0]
+        return 0, [0]
     rank = dist.get_rank()
-    world = list(range(dist.get_world_size()))
     if group is not None:
-        pipeline = dist.get_process_group_ranks(group)
-    else:
-        pipeline = [rank] if schedule.num_ranks == 1 else world
-    return rank, pipeline, world if step_group is None else dist.get_process_group_ranks(step_group)
+        return rank, dist.get_process_group_ranks(group)
+    return rank, [rank] if schedule.num_ranks == 1 else list(range(dist.get_world_size()))
 
 
 def _place(actions: Sequence[Action], position: int) -> tuple[str, int | None]:

@@ -21,24 +21,25 @@ def make_group(
     purpose: str,
     backend: str | None = None,
     timeout: timedelta | None = None,
-) -> dist.ProcessGroup:
-    """A group that this rank belongs to. Collective over its ranks only, not over the world.
+) -> dist.ProcessGroup | None:
+    """A group of some ranks. Every rank of the world makes every group, in the same order.
+
+    ``use_local_synchronization``, which asks for the group's ranks only, is no way out: where ranks
+    have made different numbers of groups before, it gives one group two names, and waits forever
+    (2.15), or gives a name again whose addresses in the store are those of a group that is gone
+    (2.13).
 
     Args:
         ranks: global.
         purpose: what PyTorch's logs call it.
         backend: None: as the world's.
         timeout: of its operations; None: the backend's default.
+
+    Returns:
+        The group; None on ranks that are not in it.
     """
-    group = dist.new_group(
-        list(ranks),
-        backend=backend,
-        timeout=timeout,
-        use_local_synchronization=True,
-        group_desc=purpose,
-    )
-    assert isinstance(group, dist.ProcessGroup), f"rank {dist.get_rank()} is not in {list(ranks)}"
-    return group
+    group = dist.new_group(list(ranks), backend=backend, timeout=timeout, group_desc=purpose)
+    return group if isinstance(group, dist.ProcessGroup) and dist.get_rank() in ranks else None
 
 
 def close_group(group: dist.ProcessGroup, device: torch.device) -> None:

@@ -18,7 +18,14 @@ from gt_pipeline.runner.stage_protocol import PipelineStageGraphs, TensorSignatu
 from gt_pipeline.runner.transfers import MAX_TENSORS
 from gt_pipeline.schedules import Schedule
 
-__all__ = ["RankFacts", "StageFacts", "agree_on_setup", "facts_of_rank"]
+__all__ = [
+    "RankFacts",
+    "StageFacts",
+    "agree_on_setup",
+    "facts_of_rank",
+    "names_of_stages",
+    "ranks_of_stages",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +59,6 @@ def facts_of_rank(
     *,
     rank: int,
     pipeline: Sequence[int],
-    step_ranks: Sequence[int],
     options: Mapping[str, Any],
 ) -> RankFacts:
     """What this rank tells, and what it finds wrong by itself.
@@ -62,7 +68,6 @@ def facts_of_rank(
         schedule: to run.
         rank: global.
         pipeline: global ranks of the pipeline.
-        step_ranks: global ranks whose steps fail together.
         options: others of the runner that must be alike, by name.
     """
     problems: list[str] = []
@@ -78,8 +83,6 @@ def facts_of_rank(
         given = sorted(stage.stage_index for stage in stages)
         if given != list(expected):
             problems.append(f"stages {given} were given, the schedule has {list(expected)} here")
-    if missing := sorted(set(pipeline) - set(step_ranks)):
-        problems.append(f"ranks {missing} of the pipeline are not in the step's group")
     if len({stage.device for stage in stages}) > 1:
         problems.append(f"its stages are on devices {sorted({str(s.device) for s in stages})}")
     for stage in stages:
@@ -126,15 +129,17 @@ def _of_stage(stage: PipelineStageGraphs, schedule: Schedule) -> list[str]:
     return problems
 
 
-def agree_on_setup(mine: RankFacts, group: dist.ProcessGroup | None) -> tuple[RankFacts, ...]:
+def agree_on_setup(
+    mine: RankFacts, group: dist.ProcessGroup | None
+) -> dict[tuple[int, ...], tuple[RankFacts, ...]]:
     """Tell all ranks, and hear from them.
 
     Args:
         mine: of this rank.
-        group: of all ranks whose steps fail together; None if there are no others.
+        group: of all ranks; None if there are no others.
 
     Returns:
-        Facts of the ranks of this rank's pipeline, in its order.
+        Facts of the ranks of every pipeline, in its order, by its ranks; alike on all ranks.
 
     Raises:
         RunnerSetupError: on every rank alike, if any rank or pair of ranks is wrong.
@@ -144,15 +149,29 @@ def agree_on_setup(mine: RankFacts, group: dist.ProcessGroup | None) -> tuple[Ra
         everyone = [None] * group.size()
         dist.all_gather_object(everyone, mine, group=group)
     problems = [f"rank {facts.rank}: {text}" for facts in everyone for text in facts.problems]
-    for pipeline in sorted({facts.pipeline for facts in everyone}):
-        members = [facts for facts in everyone if facts.pipeline == pipeline]
-        problems += _differences(members)
+    pipelines = {}
+    for ranks in sorted({facts.pipeline for facts in everyone}):
+        members = {facts.rank: facts for facts in everyone if facts.pipeline == ranks}
+        if strangers := sorted(set(ranks) - set(members)):
+            problems.append(f"ranks {strangers} are of the pipeline {ranks}, and say otherwise")
+            continue
+        pipelines[ranks] = tuple(members[rank] for rank in ranks if rank in members)
+        problems += _differences(list(members.values()))
         if not problems:
-            problems += _misfits(members)
+            problems += _misfits(list(members.values()))
     if problems:
         raise RunnerSetupError(what="this pipeline cannot run", problems=problems)
-    of_mine = {facts.rank: facts for facts in everyone if facts.pipeline == mine.pipeline}
-    return tuple(of_mine[rank] for rank in mine.pipeline)
+    return pipelines
+
+
+def names_of_stages(pipeline: Sequence[RankFacts]) -> dict[int, tuple[str, ...]]:
+    """Names of parameters, of every stage of a pipeline."""
+    return {index: each.parameters for rank in pipeline for index, each in rank.stages.items()}
+
+
+def ranks_of_stages(pipeline: Sequence[RankFacts]) -> dict[int, int]:
+    """The global rank of every stage of a pipeline."""
+    return {index: rank.rank for rank in pipeline for index in rank.stages}
 
 
 def _differences(members: Sequence[RankFacts]) -> list[str]:

@@ -41,42 +41,19 @@ class SharedMember:
 
 
 def find_members(
-    group: SharedGroup, names_of_stage: Mapping[int, Sequence[str]], stage_to_rank: Sequence[int]
-) -> tuple[SharedMember, ...]:
-    """Where the copies of a declared group are, in the order of summation.
-
-    Args:
-        group: the declaration.
-        names_of_stage: names of parameters, of every stage of the pipeline.
-        stage_to_rank: global rank of each stage.
-    """
-    return tuple(
-        SharedMember(name=name, stage=stage, rank=stage_to_rank[stage])
-        for name in group.names
-        for stage in sorted(names_of_stage)
-        if name in names_of_stage[stage]
-    )
-
-
-def shared_parameters(
     groups: Sequence[SharedGroup],
-    stages: Mapping[int, PipelineStageGraphs],
-    *,
     names_of_stage: Mapping[int, Sequence[str]],
-    stage_to_rank: Sequence[int],
-    timeout: timedelta | None = None,
-) -> tuple[SharedParameter, ...]:
-    """The declared groups that this rank holds copies of. Collective over the ranks that hold any.
+    rank_of_stage: Mapping[int, int],
+) -> list[tuple[SharedMember, ...]]:
+    """Where the copies of declared groups are, each group's in the order of summation.
 
     Args:
-        groups: declared, alike on all ranks.
-        stages: of this rank, by index.
+        groups: the declarations.
         names_of_stage: names of parameters, of every stage of the pipeline.
-        stage_to_rank: global rank of each stage.
-        timeout: of the sums; None: as for other groups.
+        rank_of_stage: global rank of every stage.
 
     Raises:
-        RunnerSetupError: a group that names what no stage holds; on every rank alike.
+        RunnerSetupError: a group names what no stage holds.
     """
     held = {name for names in names_of_stage.values() for name in names}
     problems = [
@@ -87,18 +64,42 @@ def shared_parameters(
     ]
     if problems:
         raise RunnerSetupError(what="this pipeline cannot run", problems=problems)
+    return [
+        tuple(
+            SharedMember(name=name, stage=stage, rank=rank_of_stage[stage])
+            for name in group.names
+            for stage in sorted(names_of_stage)
+            if name in names_of_stage[stage]
+        )
+        for group in groups
+    ]
+
+
+def shared_parameters(
+    members_of_groups: Sequence[tuple[SharedMember, ...]],
+    stages: Mapping[int, PipelineStageGraphs],
+    *,
+    rank: int,
+    timeout: timedelta | None = None,
+) -> tuple[SharedParameter, ...]:
+    """The shared parameters that this rank holds copies of. Every rank of the world calls it.
+
+    Args:
+        members_of_groups: of every declared group of every pipeline of the world, alike on all
+            ranks.
+        stages: of this rank, by index.
+        rank: this one's, global.
+        timeout: of the sums; None: as for other groups.
+    """
     shared = []
-    for group in groups:
-        members = find_members(group, names_of_stage, stage_to_rank)
-        if not any(member.stage in stages for member in members):
-            continue
+    for members in members_of_groups:
         ranks = sorted({member.rank for member in members})
         process_group = None
         if len(ranks) > 1:
-            process_group = make_group(
-                ranks, purpose=f"pipeline gradients of {group.names}", timeout=timeout
-            )
-        shared.append(SharedParameter(members, stages, process_group))
+            purpose = f"pipeline gradients of {members[0].name}"
+            process_group = make_group(ranks, purpose=purpose, timeout=timeout)
+        if rank in ranks:
+            shared.append(SharedParameter(members, stages, process_group))
     return tuple(shared)
 
 

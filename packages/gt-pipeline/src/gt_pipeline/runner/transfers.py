@@ -15,8 +15,9 @@ when memory is free again, and costs about as much as a pool would.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
+from typing import Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,11 @@ import torch.distributed as dist
 from gt_pipeline.runner.process_groups import close_group, make_group, release_group
 from gt_pipeline.runner.stage_protocol import Tensors, TensorSignature
 
-__all__ = ["MAX_TENSORS", "TransferChannel", "Transfers"]
+__all__ = ["MAX_TENSORS", "TransferChannel", "Transfers", "make_transfers"]
+
+_Direction: TypeAlias = Literal["higher", "lower"]
+
+_DIRECTIONS: tuple[_Direction, ...] = ("higher", "lower")
 
 MAX_TENSORS = 64
 """The most tensors that go from one stage to the next; each takes a tag, and tags are 31 bits."""
@@ -77,21 +82,20 @@ class TransferChannel:
 
 
 class Transfers:
-    """The process groups of one pipeline's transfers. Making one is collective over its ranks.
+    """The process groups of one pipeline's transfers; made by `make_transfers`.
 
     Args:
-        ranks: global ranks of the pipeline, in order.
-        timeout: after which a transfer fails; None: as for other groups.
+        pipeline: global ranks of the pipeline, in order.
+        groups: of them, for transfers towards higher and towards lower ranks of the pipeline.
     """
 
-    def __init__(self, ranks: Sequence[int], *, timeout: timedelta | None = None) -> None:
-        self.rank = list(ranks).index(dist.get_rank())
-        self._groups = {
-            direction: make_group(
-                ranks, purpose=f"pipeline transfers towards {direction} ranks", timeout=timeout
-            )
-            for direction in ("higher", "lower")
-        }
+    def __init__(
+        self, pipeline: Sequence[int], groups: Mapping[_Direction, dist.ProcessGroup]
+    ) -> None:
+        self.rank = list(pipeline).index(dist.get_rank())
+        self._groups = dict(groups)
+        # PyTorch sorts the ranks of a group.
+        self._rank_in_group = [sorted(pipeline).index(rank) for rank in pipeline]
         self._lock = threading.Lock()
         self._closed = False
 
@@ -100,14 +104,14 @@ class Transfers:
     ) -> TransferChannel:
         """The way by which this rank sends to another of the pipeline."""
         group = self._groups["higher" if peer > self.rank else "lower"]
-        return TransferChannel(group, peer, signatures, device)
+        return TransferChannel(group, self._rank_in_group[peer], signatures, device)
 
     def channel_from(
         self, peer: int, signatures: Sequence[TensorSignature], device: torch.device
     ) -> TransferChannel:
         """The way by which this rank receives from another of the pipeline."""
         group = self._groups["higher" if self.rank > peer else "lower"]
-        return TransferChannel(group, peer, signatures, device)
+        return TransferChannel(group, self._rank_in_group[peer], signatures, device)
 
     def close(self, device: torch.device) -> None:
         """End every transfer, here and, with gloo, on the ranks at the other ends.
@@ -126,3 +130,29 @@ class Transfers:
         for group in self._groups.values():
             release_group(group)
         self._groups = {}
+
+
+def make_transfers(
+    pipelines: Iterable[Sequence[int]], *, timeout: timedelta | None = None
+) -> Transfers | None:
+    """The process groups of this rank's pipeline. Every rank of the world makes those of all.
+
+    Args:
+        pipelines: global ranks of every pipeline of the world, alike on all ranks.
+        timeout: after which a transfer fails; None: as for other groups.
+
+    Returns:
+        Those of the pipeline that this rank is in; None if that is a pipeline of one rank.
+    """
+    mine = None
+    for pipeline in pipelines:
+        if len(pipeline) == 1:
+            continue
+        groups = {}
+        for direction in _DIRECTIONS:
+            purpose = f"pipeline transfers towards {direction} ranks"
+            if (group := make_group(pipeline, purpose=purpose, timeout=timeout)) is not None:
+                groups[direction] = group
+        if groups:
+            mine = Transfers(pipeline, groups)
+    return mine
