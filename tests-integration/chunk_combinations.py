@@ -15,6 +15,7 @@ from torchtitan.models.common.moe import GroupedExperts
 from training_cases import (
     BATCH_SIZE,
     Case,
+    Pass,
     RecordingTrainer,
     close,
     differing,
@@ -82,14 +83,15 @@ def compare_chunked(
         runs: EP overlap and other options of ``--compile``, by name.
         lengths: of the sequences; three batches are taken of each.
     """
-    whole = _train(case, "none", f"{folder}/whole", {}, lengths)
+    eager = _train(case, "none", f"{folder}/whole", {}, lengths)
+    whole = eager.passes
+    close(eager)
     found = {}
     for number, (name, (overlap, options)) in enumerate(runs.items()):
         asked = {**options, "ep_overlap": overlap}
         chunked = _train(case, "aot_fx_trace", f"{folder}/{number}", asked, lengths)
         found[name] = _compare(whole, chunked)
         close(chunked)
-    close(whole)
     return found
 
 
@@ -142,11 +144,11 @@ def compute_experts_in_float32(model: nn.Module) -> None:
             object.__setattr__(module, "forward", MethodType(forward, module))
 
 
-def _compare(whole: RecordingTrainer, chunked: RecordingTrainer) -> ChunkedTraining:
+def _compare(whole: list[Pass], chunked: RecordingTrainer) -> ChunkedTraining:
     relative: dict[str, float] = {}
     buffers: list[str] = []
     bitwise = True
-    for number, (a, b) in enumerate(zip(whole.passes, chunked.passes, strict=True)):
+    for number, (a, b) in enumerate(zip(whole, chunked.passes, strict=True)):
         assert a.gradients.keys() == b.gradients.keys()
         pairs = {"loss": (a.loss, b.loss)}
         pairs |= {name: (a.gradients[name], b.gradients[name]) for name in a.gradients}

@@ -138,7 +138,7 @@ def test_chunks_change_only_the_order_of_sums(
 
 @SLOW
 def test_another_shape_is_captured_in_chunks_too(four: GlooWorkers, tmp_path: Path) -> None:
-    case = on(QWEN3_MOE, parallelism=FSDP_EP, on_shape_change="recapture")
+    case = on(QWEN3_MOE, num_layers=1, parallelism=FSDP_EP, on_shape_change="recapture")
     runs = both({"moe, sequence": MOES_BY_SEQUENCE}, {"": {}})
     lengths = (SEQ_LEN, SEQ_LEN // 2, SEQ_LEN)
     for found in four.run(compare_chunked, case, str(tmp_path), runs, lengths):
@@ -151,7 +151,7 @@ def test_another_shape_is_captured_in_chunks_too(four: GlooWorkers, tmp_path: Pa
 def test_another_shape_that_does_not_divide_is_an_error_of_the_eager_strategy(
     four: GlooWorkers, tmp_path: Path
 ) -> None:
-    case = on(QWEN3_MOE, parallelism=FSDP_EP, on_shape_change="recapture")
+    case = on(QWEN3_MOE, num_layers=1, parallelism=FSDP_EP, on_shape_change="recapture")
     for text in four.run(error_of_an_odd_batch, case, str(tmp_path), MOES_BY_SEQUENCE):
         assert "layers.0.moe" in text
         assert "63" in text
