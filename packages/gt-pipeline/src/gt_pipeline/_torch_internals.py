@@ -62,8 +62,8 @@ def torch_table(
     """The compute actions by rank, as text, and the rank of each stage, of a multi-stage schedule.
 
     PyTorch computes its tables in constructors that take stages. Of a stage they read nothing but
-    sizes, so one that has only sizes is enough. The constructors go on to add communication, which
-    takes a second for 8 ranks and 32 microbatches; here they do not.
+    sizes, so one that has only sizes is enough. The constructors go on to add communication, most
+    of their work; here they do not.
     """
     schedule_class = get_schedule_class(name)
     table_class = type(

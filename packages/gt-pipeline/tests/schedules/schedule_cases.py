@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from gt_pipeline.schedules import SCHEDULE_NAMES, Schedule, parse_action, schedule_of
+from gt_pipeline.errors import ActionError
+from gt_pipeline.schedules import (
+    SCHEDULE_NAMES,
+    Action,
+    ActionKind,
+    Schedule,
+    parse_action,
+    schedule_of,
+    schedule_problems,
+)
 
-SLOW_MACHINES = settings(deadline=None, max_examples=50)
+SLOW_MACHINES = settings(deadline=None, max_examples=30)
 """For tests that draw whole schedules: how long one takes says nothing."""
 
 STAGES_PER_RANK = {
@@ -43,6 +54,87 @@ def named_schedules(draw: st.DrawFn, max_ranks: int = 5) -> Schedule:
     return schedule_of(
         name, num_ranks=num_ranks, num_stages=num_stages, num_microbatches=num_microbatches
     )
+
+
+@st.composite
+def random_schedules(draw: st.DrawFn) -> Schedule:
+    """One that nobody would choose, and that can run: stages anywhere, actions in any order.
+
+    Actions of all ranks are drawn one after another, each of those that could run next, so their
+    order shows that no ranks wait in a circle. Then forwards and backwards that follow each other
+    on a rank are run as one where that makes no such circle.
+    """
+    num_ranks = draw(st.integers(1, 3))
+    stage_to_rank = draw(
+        st.lists(st.integers(0, num_ranks - 1), min_size=num_ranks, max_size=5).filter(
+            lambda ranks: set(ranks) == set(range(num_ranks))
+        )
+    )
+    num_microbatches = draw(st.integers(1, 3))
+    waiting = [
+        Action(stage, kind, microbatch)
+        for stage in range(len(stage_to_rank))
+        for microbatch in range(num_microbatches)
+        for kind in draw(st.sampled_from(_WAYS_TO_RUN))
+    ]
+    compute: list[list[Action]] = [[] for _ in range(num_ranks)]
+    done: set[Action] = set()
+    while waiting:
+        ready = [each for each in waiting if _can_run(each, done, len(stage_to_rank))]
+        action = draw(st.sampled_from(ready))
+        waiting.remove(action)
+        done.add(action)
+        compute[stage_to_rank[action.stage]].append(action)
+    schedule = Schedule(
+        name="random",
+        num_microbatches=num_microbatches,
+        stage_to_rank=tuple(stage_to_rank),
+        compute=tuple(tuple(actions) for actions in compute),
+    )
+    return _with_overlaps(schedule)
+
+
+def any_schedules(max_ranks: int = 5) -> st.SearchStrategy[Schedule]:
+    """With a name or without."""
+    return st.one_of(named_schedules(max_ranks), random_schedules())
+
+
+_WAYS_TO_RUN = (
+    (ActionKind.FORWARD, ActionKind.FULL_BACKWARD),
+    (ActionKind.FORWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT),
+)
+
+
+def _can_run(action: Action, done: set[Action], num_stages: int) -> bool:
+    stage, microbatch = action.stage, action.microbatch
+    if action.kind is ActionKind.FORWARD:
+        return stage == 0 or Action(stage - 1, ActionKind.FORWARD, microbatch) in done
+    if action.kind is ActionKind.BACKWARD_WEIGHT:
+        return Action(stage, ActionKind.BACKWARD_INPUT, microbatch) in done
+    is_there = stage == num_stages - 1 or any(
+        Action(stage + 1, kind, microbatch) in done
+        for kind in (ActionKind.FULL_BACKWARD, ActionKind.BACKWARD_INPUT)
+    )
+    return is_there and Action(stage, ActionKind.FORWARD, microbatch) in done
+
+
+def _with_overlaps(schedule: Schedule) -> Schedule:
+    for rank in range(schedule.num_ranks):
+        place = 0
+        while place + 1 < len(schedule.compute[rank]):
+            actions = list(schedule.compute[rank])
+            try:
+                actions[place : place + 2] = [Action.overlap(*actions[place : place + 2])]
+            except ActionError:
+                place += 1
+                continue
+            rows = [*schedule.compute]
+            rows[rank] = tuple(actions)
+            merged = replace(schedule, compute=tuple(rows))
+            if not schedule_problems(merged):
+                schedule = merged
+            place += 1
+    return schedule
 
 
 def schedule_of_text(

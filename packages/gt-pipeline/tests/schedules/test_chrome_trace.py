@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from hypothesis import given
-from schedule_cases import SLOW_MACHINES, named_schedules, schedule_of_text
+from schedule_cases import SLOW_MACHINES, any_schedules, schedule_of_text
 
 from gt_pipeline.schedules import (
     ActionCosts,
@@ -51,7 +51,7 @@ def test_ranks_and_lanes_have_names() -> None:
 
 
 @SLOW_MACHINES
-@given(named_schedules(max_ranks=4))
+@given(any_schedules(max_ranks=4))
 def test_every_transfer_has_an_arrow_and_the_counter_ends_at_zero(schedule: Schedule) -> None:
     lowered = lower(schedule, unshards=True, reduces=True)
     trace = chrome_trace(simulate(lowered, _COSTS).spans)

@@ -15,7 +15,9 @@ from gt_pipeline.schedules import ActionCosts, Schedule, draw, lower, simulate
 
 
 def test_1f1b_as_text() -> None:
-    assert_expected_inline(draw(natural_schedule("1F1B", 4, 4)), """\
+    assert_expected_inline(
+        draw(natural_schedule("1F1B", 4, 4)),
+        """\
 1F1B: 4 ranks, 4 stages, 4 microbatches; makespan 21, bubble 42.9%
 
 rank 0 |0F0 0F1 0F2 0F3                         0B0----     0B1----     0B2----     0B3----
@@ -28,11 +30,14 @@ rank  computes  idle  idle within  live chunks
    1        12     9            6            3
    2        12     9            3            2
    3        12     9            0            1
-""")
+""",
+    )
 
 
 def test_zbv_as_text() -> None:
-    assert_expected_inline(draw(natural_schedule("ZBVZeroBubble", 2, 4)), """\
+    assert_expected_inline(
+        draw(natural_schedule("ZBVZeroBubble", 2, 4)),
+        """\
 ZBVZeroBubble: 2 ranks, 4 stages, 4 microbatches; makespan 25, bubble 4.0%
 
 rank 0 |0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0F3 0I0 0W0 3F2 3I2 3W2 0I1 0W1 3F3 3I3 3W3 0I2 0W2 0I3 0W3
@@ -41,12 +46,15 @@ rank 1 |    1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1F3 1I1 1W1 2F3 2I2 
 rank  computes  idle  idle within  live chunks
    0        24     1            0            4
    1        24     1            0            4
-""")
+""",
+    )
 
 
 def test_dualpipev_as_text_with_overlaps_that_gain_something() -> None:
     picture = draw(natural_schedule("DualPipeV", 2, 4), costs=ActionCosts(overlap_f_b=2.0))
-    assert_expected_inline(picture, """\
+    assert_expected_inline(
+        picture,
+        """\
 DualPipeV: 2 ranks, 4 stages, 4 microbatches; makespan 22, bubble 4.5%
 
 rank 0 |0F0 0F1 0F2 3F0 3I0 3W0 3F1 0F3&3B1     3F2&0B0 3B2---- 3F3&0B1 3B3---- 0I2 0W2 0I3 0W3
@@ -55,11 +63,14 @@ rank 1 |    1F0 2F0 1F1 2F1 1F2 2B0---- 2F2&1B0 1F3&2B1 2F3&1B1 2B2---- 1B2---- 
 rank  computes  idle  idle within  live chunks
    0        21     1            1            5
    1        21     1            0            5
-""")
+""",
+    )
 
 
 def test_a_long_picture_goes_on_below_itself() -> None:
-    assert_expected_inline(draw(natural_schedule("1F1B", 2, 4), width=48), """\
+    assert_expected_inline(
+        draw(natural_schedule("1F1B", 2, 4), width=48),
+        """\
 1F1B: 2 ranks, 2 stages, 4 microbatches; makespan 15, bubble 20.0%
 
         from 0
@@ -73,7 +84,8 @@ rank 1 |1F3 1B3----
 rank  computes  idle  idle within  live chunks
    0        12     3            3            2
    1        12     3            0            1
-""")
+""",
+    )
 
 
 def test_several_schedules_stand_below_each_other() -> None:
@@ -95,9 +107,12 @@ def test_costs_of_nothing_make_an_empty_but_right_picture() -> None:
 def test_refuses_a_width_that_no_action_fits_into() -> None:
     with pytest.raises(ScheduleError) as caught:
         draw(natural_schedule("1F1B", 2, 4), width=10)
-    assert_expected_inline(str(caught.value), """\
+    assert_expected_inline(
+        str(caught.value),
+        """\
 width is 10 characters:
-  - it must be at least 12""")
+  - it must be at least 12""",
+    )
 
 
 @SLOW_MACHINES

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import pytest
 from hypothesis import given
-from schedule_cases import SLOW_MACHINES, named_schedules, natural_schedule, schedule_of_text
+from schedule_cases import (
+    SLOW_MACHINES,
+    any_schedules,
+    natural_schedule,
+    schedule_of_text,
+)
 
 from gt_pipeline.schedules import Schedule, forward_only, peak_live, simulate
 
@@ -42,12 +47,12 @@ def test_what_overlaps_is_live_together() -> None:
 
 
 @SLOW_MACHINES
-@given(named_schedules())
+@given(any_schedules())
 def test_evaluation_saves_nothing(schedule: Schedule) -> None:
     assert set(peak_live(forward_only(schedule))) == {0}
 
 
 @SLOW_MACHINES
-@given(named_schedules())
+@given(any_schedules())
 def test_the_simulator_counts_the_same(schedule: Schedule) -> None:
     assert simulate(schedule).peak_live == peak_live(schedule)

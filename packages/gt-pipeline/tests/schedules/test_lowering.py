@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from schedule_cases import (
     SLOW_MACHINES,
-    named_schedules,
+    any_schedules,
     natural_schedule,
     schedule_of_text,
     text_of,
@@ -38,7 +38,13 @@ _costs = st.builds(
 
 
 @SLOW_MACHINES
-@given(named_schedules(), _costs, st.booleans(), st.booleans(), st.integers(2, 4))
+@given(
+    any_schedules(),
+    _costs,
+    st.booleans(),
+    st.booleans(),
+    st.integers(2, 4),
+)
 def test_at_any_costs_it_breaks_no_rule_and_ends_even_if_communication_blocks(
     schedule: Schedule,
     costs: ActionCosts,
@@ -58,7 +64,7 @@ def test_at_any_costs_it_breaks_no_rule_and_ends_even_if_communication_blocks(
 
 
 @SLOW_MACHINES
-@given(named_schedules())
+@given(any_schedules())
 def test_every_send_has_its_receive_and_nothing_moves_within_a_rank(schedule: Schedule) -> None:
     lowered = lower(schedule, unshards=False, reduces=False)
     sends = {each for actions in lowered.actions for each in actions if each.kind.is_send}
@@ -79,7 +85,7 @@ def test_every_send_has_its_receive_and_nothing_moves_within_a_rank(schedule: Sc
 
 
 @SLOW_MACHINES
-@given(named_schedules(), st.integers(2, 3))
+@given(any_schedules(), st.integers(2, 3))
 def test_a_rank_never_holds_more_gathered_stages_than_it_may(
     schedule: Schedule, max_unsharded_stages: int
 ) -> None:
@@ -98,7 +104,7 @@ def test_a_rank_never_holds_more_gathered_stages_than_it_may(
 
 
 @SLOW_MACHINES
-@given(named_schedules())
+@given(any_schedules())
 def test_each_stage_reduces_its_gradients_once_and_evaluation_never(schedule: Schedule) -> None:
     lowered = lower(schedule, unshards=False, reduces=True)
     reductions = [

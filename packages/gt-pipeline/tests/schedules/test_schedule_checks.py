@@ -8,7 +8,7 @@ import pytest
 from expecttest import assert_expected_inline
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from schedule_cases import SLOW_MACHINES, named_schedules, schedule_of_text
+from schedule_cases import SLOW_MACHINES, any_schedules, schedule_of_text
 
 from gt_pipeline.errors import ScheduleError
 from gt_pipeline.schedules import Schedule, check_schedule, schedule_problems
@@ -115,7 +115,7 @@ the schedule by hand cannot run:
 
 
 @SLOW_MACHINES
-@given(named_schedules(max_ranks=3), st.data())
+@given(any_schedules(max_ranks=3), st.data())
 def test_a_schedule_that_lacks_an_action_is_refused(
     schedule: Schedule, data: st.DataObject
 ) -> None:

@@ -8,7 +8,12 @@ import pytest
 from expecttest import assert_expected_inline
 from hypothesis import given
 from hypothesis import strategies as st
-from schedule_cases import SLOW_MACHINES, named_schedules, natural_schedule, schedule_of_text
+from schedule_cases import (
+    SLOW_MACHINES,
+    any_schedules,
+    natural_schedule,
+    schedule_of_text,
+)
 
 from gt_pipeline.errors import ScheduleError
 from gt_pipeline.schedules import (
@@ -66,7 +71,7 @@ def test_the_numbers_that_are_published_for_four_and_eight_ranks() -> None:
 
 
 @SLOW_MACHINES
-@given(named_schedules(max_ranks=4), st.booleans())
+@given(any_schedules(max_ranks=4), st.booleans())
 def test_every_action_has_a_span_and_a_rank_computes_one_thing_at_a_time(
     schedule: Schedule, overlap: bool
 ) -> None:
@@ -86,7 +91,7 @@ def test_every_action_has_a_span_and_a_rank_computes_one_thing_at_a_time(
 
 
 @SLOW_MACHINES
-@given(named_schedules(max_ranks=4))
+@given(any_schedules(max_ranks=4))
 def test_overlap_of_communication_never_makes_a_schedule_slower(schedule: Schedule) -> None:
     lowered = lower(schedule, unshards=True, reduces=True)
     costs = ActionCosts(transfer=0.25, unshard=0.5, reduce_grad=0.75)

@@ -46,6 +46,10 @@ class ActionKind(StrEnum):
     RESHARD = "RESHARD"
     REDUCE_GRAD = "REDUCE_GRAD"
 
+    # That of its text, to which it is equal. Enum's own is written in Python, and schedules are
+    # studied through dictionaries of thousands of actions.
+    __hash__ = str.__hash__
+
     @property
     def is_compute(self) -> bool:
         """Whether it runs a stage's graph; the others move or drop data."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from gt_pipeline.schedules.actions import Action
 from gt_pipeline.schedules.costs import CostModel
@@ -19,6 +20,9 @@ class ComputeTimes:
     ends: tuple[tuple[float, ...], ...]
     """By rank, of as many actions as can run."""
 
+    depths: tuple[tuple[int, ...], ...]
+    """By rank: how many actions the longest chain has that must run up to each, itself included."""
+
     stuck: tuple[tuple[int, Action, Product], ...]
     """Each rank that cannot go on, the action that cannot run, and a product that it lacks."""
 
@@ -33,35 +37,40 @@ def compute_times(
         num_stages: of all ranks.
         costs: of compute actions.
     """
-    made_at: dict[Product, float] = {}
+    made_at: dict[Product, tuple[float, int]] = {}
     ends: list[list[float]] = [[] for _ in compute]
+    depths: list[list[int]] = [[] for _ in compute]
     lacking: dict[int, Product] = {}
     progress = True
     while progress:
         progress = False
         for rank, actions in enumerate(compute):
+            rank_ends, rank_depths = ends[rank], depths[rank]
             lacking.pop(rank, None)
-            while len(ends[rank]) < len(actions):
-                action = actions[len(ends[rank])]
-                start = ends[rank][-1] if ends[rank] else 0.0
-                for part in action.compute_parts:
+            end, depth = (rank_ends[-1], rank_depths[-1]) if rank_ends else (0.0, 0)
+            for action in islice(actions, len(rank_ends), None):
+                parts = action.parts or (action,)
+                for part in parts:
                     taken = consumed_by(part, num_stages)
                     if taken is None:
                         continue
                     if taken not in made_at:
                         lacking[rank] = taken
                         break
-                    start = max(start, made_at[taken])
+                    made_end, made_depth = made_at[taken]
+                    end, depth = max(end, made_end), max(depth, made_depth)
                 if rank in lacking:
                     break
-                end = start + costs(action)
-                ends[rank].append(end)
-                for part in action.compute_parts:
+                end, depth = end + costs(action), depth + 1
+                rank_ends.append(end)
+                rank_depths.append(depth)
+                for part in parts:
                     if (product := produced_by(part, num_stages)) is not None:
-                        made_at[product] = end
+                        made_at[product] = end, depth
                 progress = True
     return ComputeTimes(
         ends=tuple(tuple(each) for each in ends),
+        depths=tuple(tuple(each) for each in depths),
         stuck=tuple(
             (rank, compute[rank][len(ends[rank])], lacking[rank]) for rank in sorted(lacking)
         ),

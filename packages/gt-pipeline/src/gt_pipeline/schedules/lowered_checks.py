@@ -69,23 +69,23 @@ def _in_one_list(schedule: Schedule, rank: int, actions: Sequence[Action]) -> It
 
 
 def _transfers_of(schedule: Schedule, rank: int, actions: Sequence[Action]) -> Iterator[str]:
-    place = {action: index for index, action in enumerate(actions)}
-    needed: set[Action] = set()
+    sent: dict[Product, int] = {}
+    received: dict[Product, int] = {}
+    for index, action in enumerate(actions):
+        if action.kind.is_point_to_point:
+            (sent if action.kind.is_send else received)[transferred_by(action)] = index
     for index, action in enumerate(actions):
         for part in action.compute_parts:
             made = produced_by(part, schedule.num_stages)
-            if made is not None and schedule.stage_to_rank[made.consumer_stage] != rank:
-                needed.add(made.send)
-                if place.get(made.send, -1) < index:
-                    yield f"{made.send} is missing after {action}"
+            leaves = made is not None and schedule.stage_to_rank[made.consumer_stage] != rank
+            if made is not None and leaves and sent.pop(made, -1) < index:
+                yield f"{made.send} is missing after {action}"
             taken = consumed_by(part, schedule.num_stages)
-            if taken is not None and schedule.stage_to_rank[taken.stage] != rank:
-                needed.add(taken.receive)
-                if place.get(taken.receive, len(actions)) > index:
-                    yield f"{taken.receive} is missing before {action}"
-    for action in actions:
-        if action.kind.is_point_to_point and action not in needed:
-            yield f"{action} moves nothing that has to change ranks"
+            arrives = taken is not None and schedule.stage_to_rank[taken.stage] != rank
+            if taken is not None and arrives and received.pop(taken, len(actions)) > index:
+                yield f"{taken.receive} is missing before {action}"
+    for index in sorted([*sent.values(), *received.values()]):
+        yield f"{actions[index]} moves nothing that has to change ranks"
 
 
 def _unshards_of(actions: Sequence[Action]) -> Iterator[str]:

@@ -108,18 +108,13 @@ def _by_end(schedule: Schedule, costs: CostModel) -> list[tuple[int, int]]:
     Ties, which actions that cost nothing also make, go by how many actions must run before: so what
     an action needs always stands before it, at any costs.
     """
-    ends = _ends(schedule, costs)
-    depths = _ends(schedule, lambda action: 1.0)
+    times = compute_times(schedule.compute, num_stages=schedule.num_stages, costs=costs)
     order = [
-        (end, depths[rank][index], rank, index)
-        for rank, row in enumerate(ends)
-        for index, end in enumerate(row)
+        (end, depth, rank, index)
+        for rank, (ends, depths) in enumerate(zip(times.ends, times.depths, strict=True))
+        for index, (end, depth) in enumerate(zip(ends, depths, strict=True))
     ]
     return [(rank, index) for _, _, rank, index in sorted(order)]
-
-
-def _ends(schedule: Schedule, costs: CostModel) -> tuple[tuple[float, ...], ...]:
-    return compute_times(schedule.compute, num_stages=schedule.num_stages, costs=costs).ends
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,9 +132,8 @@ class _Unshards:
 def _unshards_of(actions: Sequence[Action], max_stages: int) -> _Unshards:
     held: list[int] = []
     before: list[list[Action]] = []
-    num_stages = len({part.stage for action in actions for part in action.compute_parts})
-    for index in range(len(actions)):
-        wanted = _next_stages(actions, index, min(max_stages, num_stages))
+    for order in _orders_of_next_use(actions):
+        wanted = order[:max_stages]
         dropped = [stage for stage in held if stage not in wanted]
         fetched = [stage for stage in wanted if stage not in held]
         held = [stage for stage in held if stage not in dropped] + fetched
@@ -152,17 +146,15 @@ def _unshards_of(actions: Sequence[Action], max_stages: int) -> _Unshards:
     return _Unshards(before=before, after_all=[Action(stage, ActionKind.RESHARD) for stage in held])
 
 
-def _next_stages(actions: Sequence[Action], index: int, count: int) -> list[int]:
-    """The next ``count`` stages that are used, in order; an action's stages come together."""
-    stages: list[int] = []
-    for action in actions[index:]:
-        new = [part.stage for part in action.compute_parts if part.stage not in stages]
-        if stages and len(stages) + len(new) > count:
-            break
-        stages += dict.fromkeys(new)
-        if len(stages) >= count:
-            break
-    return stages
+def _orders_of_next_use(actions: Sequence[Action]) -> list[list[int]]:
+    """At each action, the stages that are still used, that action's own first, by next use."""
+    orders: list[list[int]] = []
+    order: list[int] = []
+    for action in reversed(actions):
+        used = list(dict.fromkeys(part.stage for part in action.compute_parts))
+        order = used + [stage for stage in order if stage not in used]
+        orders.append(order)
+    return orders[::-1]
 
 
 def _last_backwards(actions: Sequence[Action]) -> dict[int, tuple[Action, ...]]:

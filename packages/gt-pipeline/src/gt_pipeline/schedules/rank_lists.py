@@ -70,7 +70,7 @@ class RankLists:
         self.costs = costs
         self.blocking = blocking
         self.next_index = [0] * num_ranks
-        self.waits_for = [""] * num_ranks
+        self.lacking: dict[int, Product] = {}
         self.spans: list[dict[int, Span]] = [{} for _ in range(num_ranks)]
         self.computed_at = [0.0] * num_ranks
         self.collective_free_at = [0.0] * num_ranks
@@ -88,8 +88,7 @@ class RankLists:
             for rank in ranks:
                 progress |= self._advance(rank)
         return tuple(
-            f"rank {rank} stands at {self.actions[rank][self.next_index[rank]]} "
-            f"(place {self.next_index[rank]} of its list) and waits for {self.waits_for[rank]}"
+            self._describe_stuck(rank)
             for rank in ranks
             if self.next_index[rank] < len(self.actions[rank])
         )
@@ -124,9 +123,7 @@ class RankLists:
             if taken is None or self.stage_to_rank[taken.stage] == rank:
                 continue
             if taken not in self.arrived_at:
-                self.waits_for[rank] = (
-                    f"{taken.send} of rank {self.stage_to_rank[taken.stage]} to arrive"
-                )
+                self.lacking[rank] = taken
                 return False
             start = max(start, self.arrived_at[taken])
         self.computed_at[rank] = end = start + self.costs(action)
@@ -149,8 +146,7 @@ class RankLists:
         if not self.blocking:
             return True
         if moved not in self.arrived_at:
-            counterpart = moved.send if action.kind.is_receive else moved.receive
-            self.waits_for[rank] = f"{counterpart}, its counterpart"
+            self.lacking[rank] = moved
             return False
         self.computed_at[rank] = max(self.computed_at[rank], self.arrived_at[moved])
         return True
@@ -169,6 +165,17 @@ class RankLists:
         if self.blocking:
             self.computed_at[rank] = end
         return True
+
+    def _describe_stuck(self, rank: int) -> str:
+        place = self.next_index[rank]
+        action, product = self.actions[rank][place], self.lacking[rank]
+        if action.kind.is_compute:
+            needs = f"{product.send} of rank {self.stage_to_rank[product.stage]} to arrive"
+        else:
+            needs = (
+                f"{product.send if action.kind.is_receive else product.receive}, its counterpart"
+            )
+        return f"rank {rank} stands at {action} (place {place} of its list) and waits for {needs}"
 
     def _record(
         self, rank: int, index: int, lane: Lane, action: Action, start: float, end: float

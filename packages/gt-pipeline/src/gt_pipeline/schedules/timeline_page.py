@@ -8,7 +8,7 @@ from html import escape
 from gt_pipeline.schedules.actions import Action
 from gt_pipeline.schedules.rank_lists import LANES, Lane, Span
 from gt_pipeline.schedules.simulation import Timeline
-from gt_pipeline.schedules.timeline_text import short_name, title_of
+from gt_pipeline.schedules.timeline_text import short_name, table_of, title_of
 
 __all__ = ["timelines_page"]
 
@@ -129,19 +129,9 @@ def _height(lane: Lane) -> int:
 
 
 def _table(timeline: Timeline) -> str:
-    header = "".join(
-        f"<th>{name}</th>" for name in ("rank", "computes", "idle", "idle within", "live chunks")
-    )
-    rows = "\n".join(
-        "<tr>" + "".join(f"<td>{value:g}</td>" for value in (rank, *values)) + "</tr>"
-        for rank, values in enumerate(
-            zip(
-                timeline.compute,
-                timeline.idle,
-                timeline.idle_within_span,
-                timeline.peak_live,
-                strict=True,
-            )
-        )
-    )
-    return f"<table>\n<tr>{header}</tr>\n{rows}\n</table>"
+    header, *rows = table_of(timeline)
+    lines = [
+        "<tr>" + "".join(f"<{tag}>{cell}</{tag}>" for cell in row) + "</tr>"
+        for tag, row in (("th", header), *(("td", row) for row in rows))
+    ]
+    return "<table>\n" + "\n".join(lines) + "\n</table>"

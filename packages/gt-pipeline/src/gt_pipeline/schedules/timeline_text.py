@@ -18,7 +18,7 @@ from gt_pipeline.schedules.actions import Action
 from gt_pipeline.schedules.rank_lists import Span
 from gt_pipeline.schedules.simulation import Timeline
 
-__all__ = ["short_name", "timeline_text", "title_of"]
+__all__ = ["short_name", "table_of", "timeline_text", "title_of"]
 
 # More columns of time than this are more than anybody reads.
 _MAX_COLUMNS = 400
@@ -58,7 +58,7 @@ def timeline_text(timeline: Timeline, *, width: int = 120) -> str:
             for label, row in zip(labels, rows, strict=True)
         ]
         lines.append("")
-    return "\n".join([*lines, *_table(timeline), ""])
+    return "\n".join([*lines, *_aligned(table_of(timeline)), ""])
 
 
 def title_of(timeline: Timeline) -> str:
@@ -102,20 +102,19 @@ def _row(spans: list[Span], unit: float, cell: int) -> str:
     return row
 
 
-def _table(timeline: Timeline) -> list[str]:
-    rows = [("rank", "computes", "idle", "idle within", "live chunks")]
-    rows += [
-        (str(rank), *(f"{value:g}" for value in values))
-        for rank, values in enumerate(
-            zip(
-                timeline.compute,
-                timeline.idle,
-                timeline.idle_within_span,
-                timeline.peak_live,
-                strict=True,
-            )
-        )
+def table_of(timeline: Timeline) -> list[list[str]]:
+    """What every rank adds up to, as cells: a header, and a row for each rank."""
+    columns = (timeline.compute, timeline.idle, timeline.idle_within_span, timeline.peak_live)
+    return [
+        ["rank", "computes", "idle", "idle within", "live chunks"],
+        *(
+            [str(rank), *(f"{column[rank]:g}" for column in columns)]
+            for rank in range(timeline.schedule.num_ranks)
+        ),
     ]
+
+
+def _aligned(rows: list[list[str]]) -> list[str]:
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return [
         "  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True))
