@@ -7,10 +7,12 @@
 
 The model is transformers' own, small and with random weights, so that nothing is downloaded. Its
 forward calls every child, so what a stage lacks is replaced by a module that passes its argument
-on; and it returns logits alone, since only tensors pass between stages.
+on; and it returns logits alone, since only tensors pass between stages. With gt-pipeline[graph],
+``--runtimes graph`` runs the same stages as captured graphs; the gradients are the same.
 """
 
 import argparse
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -19,7 +21,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from gt_pipeline.schedules import build_pipeline_schedule
+from gt_pipeline.schedules import build_pipeline_schedule, schedule_of
 from gt_pipeline.split import (
     SCHEDULE_LAYOUTS,
     RemovalPolicy,
@@ -35,13 +37,16 @@ from gt_pipeline.split import (
 CONFIG = LlamaConfig(
     hidden_size=64,
     intermediate_size=128,
-    num_hidden_layers=8,
+    num_hidden_layers=4,
     num_attention_heads=4,
     num_key_value_heads=2,
     vocab_size=128,
     use_cache=False,
 )
 LENGTH, NUM_MICROBATCHES, MICROBATCH = 32, 8, 2
+Step = Callable[[Tensor, Tensor], list[Tensor]]
+"""Runs one batch through the pipeline, leaves gradients in ``grad``, returns losses."""
+
 POLICY = RemovalPolicy(attribute="identity")
 
 
@@ -82,8 +87,78 @@ def balanced_names(model: nn.Module, num_stages: int) -> tuple[tuple[str, ...], 
     return names[0]
 
 
+def eager_pipeline(
+    modules: Mapping[int, nn.Module], *, num_stages: int, schedule_name: str
+) -> Step:
+    """PyTorch's own pipeline runtime: every action calls the module, or autograd."""
+    device = torch.device("cpu")
+    stages = [PipelineStage(module, index, num_stages, device) for index, module in modules.items()]
+    schedule = build_pipeline_schedule(
+        stages,
+        name=schedule_name,
+        num_microbatches=NUM_MICROBATCHES,
+        loss_fn=loss_of,
+        scale_grads=True,
+    )
+
+    def step(tokens: Tensor, targets: Tensor) -> list[Tensor]:
+        inputs = (tokens,) if 0 in modules else ()
+        if num_stages - 1 not in modules:
+            schedule.step(*inputs)
+            return []
+        losses: list[Tensor] = []
+        schedule.step(*inputs, target=targets, losses=losses)
+        return losses
+
+    return step
+
+
+def graph_pipeline(
+    modules: Mapping[int, nn.Module], *, num_stages: int, schedule_name: str
+) -> Step:
+    """Graphs captured before the first step, one for each action; no autograd while they run."""
+    # Needs gt-pipeline[graph].
+    from gt_pipeline.graph import GraphPipelineStage
+    from gt_pipeline.runner import GraphPPRunner, MicrobatchInputs, TensorSignature
+
+    tokens, targets = batch(0)
+    example = MicrobatchInputs(args=(tokens[:MICROBATCH],), target=targets[:MICROBATCH])
+    hidden = TensorSignature(
+        shape=(MICROBATCH, LENGTH, CONFIG.hidden_size), dtype=torch.float32, requires_grad=True
+    )
+    stages: list[GraphPipelineStage] = []
+    for index, module in modules.items():
+        stages.append(
+            GraphPipelineStage(
+                module,
+                stage_index=index,
+                num_stages=num_stages,
+                activations=(hidden,) if index else (),
+                inputs=example,
+                loss_fn=loss_of if index == num_stages - 1 else None,
+                # Stages of one rank can overlap if their graphs were captured together.
+                fake_mode=stages[0].fake_mode if stages else None,
+            )
+        )
+    schedule = schedule_of(
+        schedule_name,
+        num_ranks=dist.get_world_size(),
+        num_stages=num_stages,
+        num_microbatches=NUM_MICROBATCHES,
+    )
+    runner = GraphPPRunner(stages, schedule)
+
+    def step(tokens: Tensor, targets: Tensor) -> list[Tensor]:
+        return list(runner.step(tokens, target=targets).losses)
+
+    return step
+
+
+PIPELINES = {"eager": eager_pipeline, "graph": graph_pipeline}
+
+
 def train_pipelined(
-    model: nn.Module, schedule_name: str, num_steps: int
+    model: nn.Module, *, runtime: str, schedule_name: str, num_steps: int
 ) -> tuple[list[float], dict[str, Tensor]]:
     """Train this rank's stages; losses (if it has the last stage) and the first gradients."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
@@ -96,39 +171,20 @@ def train_pipelined(
     modules = stage_modules(model, names, mine, policy=POLICY)
     print(f"rank {rank}: " + "; ".join(f"stage {i}: {', '.join(names[i])}" for i in mine))
 
-    device = torch.device("cpu")
-    stages = [
-        PipelineStage(module, index, numbers.num_stages, device)
-        for index, module in modules.items()
-    ]
-    schedule = build_pipeline_schedule(
-        stages,
-        name=schedule_name,
-        num_microbatches=NUM_MICROBATCHES,
-        loss_fn=loss_of,
-        scale_grads=True,
-    )
-    # Names in a stage are those of the whole model: a checkpoint of all stages is one of the model.
-    parameters = {
-        name: each for module in modules.values() for name, each in module.named_parameters()
-    }
+    step = PIPELINES[runtime](modules, num_stages=numbers.num_stages, schedule_name=schedule_name)
+    # Names in a stage are those of the whole model: all stages' checkpoints are one of the model.
+    parameters = dict(each for module in modules.values() for each in module.named_parameters())
     optimizer = torch.optim.AdamW(parameters.values(), lr=3e-3)
-    has_last = any(stage.is_last for stage in stages)
     history: list[float] = []
     gradients: dict[str, Tensor] = {}
-    for step in range(num_steps):
-        tokens, targets = batch(step)
-        losses: list[Tensor] = []
-        inputs = (tokens,) if any(stage.is_first for stage in stages) else ()
+    for index in range(num_steps):
         optimizer.zero_grad()
-        if has_last:
-            schedule.step(*inputs, target=targets, losses=losses)
-            history.append(torch.stack(losses).mean().item())
-        else:
-            schedule.step(*inputs)
-        if step == 0:
+        losses = step(*batch(index))
+        if index == 0:
             gradients = {name: each.grad.clone() for name, each in parameters.items()}
         optimizer.step()
+        if losses:
+            history.append(torch.stack(losses).mean().item())
     return history, gradients
 
 
@@ -144,20 +200,25 @@ def main() -> None:
     """Train on this rank, and compare the first gradients with those of one process."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--schedule", default="1F1B", choices=list(SCHEDULE_LAYOUTS))
+    parser.add_argument("--runtimes", nargs="+", default=["eager"], choices=list(PIPELINES))
     parser.add_argument("--steps", type=int, default=5)
     options = parser.parse_args()
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     model = LlamaLogits(CONFIG)
-    history, gradients = train_pipelined(model, options.schedule, options.steps)
-    for step, loss in enumerate(history):
-        print(f"step {step}: loss {loss:.4f}")
-    expected = gradients_alone(model)
-    same = all(torch.equal(value, expected[name]) for name, value in gradients.items())
-    print(
-        f"rank {dist.get_rank()}: {len(gradients)} gradients are those of training without a "
-        f"pipeline, to the bit: {same}"
-    )
+    expected = None
+    for runtime in options.runtimes:
+        history, gradients = train_pipelined(
+            model, runtime=runtime, schedule_name=options.schedule, num_steps=options.steps
+        )
+        for step, loss in enumerate(history):
+            print(f"{runtime}: step {step}: loss {loss:.4f}")
+        expected = gradients_alone(model) if expected is None else expected
+        same = all(torch.equal(value, expected[name]) for name, value in gradients.items())
+        print(
+            f"{runtime}: {len(gradients)} gradients of rank {dist.get_rank()} are those of "
+            f"training without a pipeline, to the bit: {same}"
+        )
     dist.destroy_process_group()
 
 

@@ -5,11 +5,14 @@
     pip install ./packages/gt-pipeline
     torchrun --standalone --nproc-per-node 4 examples/plain_pytorch.py --schedule ZBVZeroBubble
 
-The model is any nn.Module; here a small decoder that learns to count. Stages, microbatches and
-schedule come from gt_pipeline, which needs nothing but torch.
+The model is any nn.Module; here a small decoder that learns to count. Splitting it and building a
+schedule need nothing but torch. With gt-pipeline[graph], ``--runtimes graph`` runs the same
+stages as captured graphs; the losses are the same.
 """
 
 import argparse
+import copy
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -17,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.nn import functional as F
 
-from gt_pipeline.schedules import build_pipeline_schedule
+from gt_pipeline.schedules import build_pipeline_schedule, schedule_of
 from gt_pipeline.split import (
     SCHEDULE_LAYOUTS,
     LayerNaming,
@@ -31,6 +34,9 @@ from gt_pipeline.split import (
 NUM_LAYERS, WIDTH, VOCABULARY, LENGTH = 8, 32, 64, 16
 NUM_MICROBATCHES, MICROBATCH = 8, 4
 LEARNING_RATE = 1e-2
+
+Step = Callable[[Tensor, Tensor], list[Tensor]]
+"""Runs one batch through the pipeline, leaves gradients in ``grad``, returns losses."""
 
 # What the model calls its parts: all that splitting by layers needs to know of it.
 NAMING = LayerNaming(first=("embed",), layers="layers", last=("norm", "head"))
@@ -85,7 +91,79 @@ def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def train_pipelined(model: nn.Module, schedule_name: str, num_steps: int) -> list[float] | None:
+def eager_pipeline(
+    modules: Mapping[int, nn.Module], *, num_stages: int, schedule_name: str
+) -> Step:
+    """PyTorch's own pipeline runtime: every action calls the module, or autograd."""
+    device = torch.device("cpu")
+    stages = [PipelineStage(module, index, num_stages, device) for index, module in modules.items()]
+    schedule = build_pipeline_schedule(
+        stages,
+        name=schedule_name,
+        num_microbatches=NUM_MICROBATCHES,
+        loss_fn=loss_of,
+        scale_grads=True,
+    )
+
+    def step(tokens: Tensor, targets: Tensor) -> list[Tensor]:
+        inputs = (tokens,) if 0 in modules else ()
+        if num_stages - 1 not in modules:
+            schedule.step(*inputs)
+            return []
+        losses: list[Tensor] = []
+        schedule.step(*inputs, target=targets, losses=losses)
+        return losses
+
+    return step
+
+
+def graph_pipeline(
+    modules: Mapping[int, nn.Module], *, num_stages: int, schedule_name: str
+) -> Step:
+    """Graphs captured before the first step, one for each action; no autograd while they run."""
+    # Needs gt-pipeline[graph].
+    from gt_pipeline.graph import GraphPipelineStage
+    from gt_pipeline.runner import GraphPPRunner, MicrobatchInputs, TensorSignature
+
+    tokens, targets = batch(0)
+    example = MicrobatchInputs(args=(tokens[:MICROBATCH],), target=targets[:MICROBATCH])
+    hidden = TensorSignature(
+        shape=(MICROBATCH, LENGTH, WIDTH), dtype=torch.float32, requires_grad=True
+    )
+    stages: list[GraphPipelineStage] = []
+    for index, module in modules.items():
+        stages.append(
+            GraphPipelineStage(
+                module,
+                stage_index=index,
+                num_stages=num_stages,
+                activations=(hidden,) if index else (),
+                inputs=example,
+                loss_fn=loss_of if index == num_stages - 1 else None,
+                # Stages of one rank can overlap if their graphs were captured together.
+                fake_mode=stages[0].fake_mode if stages else None,
+            )
+        )
+    schedule = schedule_of(
+        schedule_name,
+        num_ranks=dist.get_world_size(),
+        num_stages=num_stages,
+        num_microbatches=NUM_MICROBATCHES,
+    )
+    runner = GraphPPRunner(stages, schedule)
+
+    def step(tokens: Tensor, targets: Tensor) -> list[Tensor]:
+        return list(runner.step(tokens, target=targets).losses)
+
+    return step
+
+
+PIPELINES = {"eager": eager_pipeline, "graph": graph_pipeline}
+
+
+def train_pipelined(
+    model: nn.Module, *, runtime: str, schedule_name: str, num_steps: int
+) -> list[float]:
     """Train this rank's stages of the model; the losses, on the rank that has the last stage."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     numbers = pipeline_metadata(NUM_LAYERS, schedule=schedule_name, pp_degree=num_ranks)
@@ -95,34 +173,17 @@ def train_pipelined(model: nn.Module, schedule_name: str, num_steps: int) -> lis
     modules = stage_modules(model, names, mine)
     print(f"rank {rank}: " + "; ".join(f"stage {i}: {', '.join(names[i])}" for i in mine))
 
-    device = torch.device("cpu")
-    stages = [
-        PipelineStage(module, index, numbers.num_stages, device)
-        for index, module in modules.items()
-    ]
-    schedule = build_pipeline_schedule(
-        stages,
-        name=schedule_name,
-        num_microbatches=NUM_MICROBATCHES,
-        loss_fn=loss_of,
-        scale_grads=True,
-    )
+    step = PIPELINES[runtime](modules, num_stages=numbers.num_stages, schedule_name=schedule_name)
     parameters = [each for module in modules.values() for each in module.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE)
-    has_last = any(stage.is_last for stage in stages)
     history = []
-    for step in range(num_steps):
-        tokens, targets = batch(step)
-        losses: list[Tensor] = []
-        inputs = (tokens,) if any(stage.is_first for stage in stages) else ()
+    for index in range(num_steps):
         optimizer.zero_grad()
-        if has_last:
-            schedule.step(*inputs, target=targets, losses=losses)
-            history.append(torch.stack(losses).mean().item())
-        else:
-            schedule.step(*inputs)
+        losses = step(*batch(index))
         optimizer.step()
-    return history if has_last else None
+        if losses:
+            history.append(torch.stack(losses).mean().item())
+    return history
 
 
 def train_alone(model: nn.Module, num_steps: int) -> list[float]:
@@ -148,17 +209,23 @@ def main() -> None:
     """Train on this rank, and compare with training in one process."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--schedule", default="Interleaved1F1B", choices=list(SCHEDULE_LAYOUTS))
+    parser.add_argument("--runtimes", nargs="+", default=["eager"], choices=list(PIPELINES))
     parser.add_argument("--steps", type=int, default=10)
     options = parser.parse_args()
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     model = Decoder()
-    history = train_pipelined(model, options.schedule, options.steps)
-    if history is not None:
+    for runtime in options.runtimes:
+        history = train_pipelined(
+            model, runtime=runtime, schedule_name=options.schedule, num_steps=options.steps
+        )
         for step, loss in enumerate(history):
-            print(f"step {step}: loss {loss:.4f}")
-        same = history == train_alone(model, options.steps)
-        print(f"every loss is that of training without a pipeline, to the bit: {same}")
+            print(f"{runtime}: step {step}: loss {loss:.4f}")
+        if history:
+            same = history == train_alone(copy.deepcopy(model), options.steps)
+            print(
+                f"{runtime}: every loss is that of training without a pipeline, to the bit: {same}"
+            )
     dist.destroy_process_group()
 
 

@@ -1,0 +1,81 @@
+"""The programs in examples/ run as their first lines say, and need neither gt-trainer nor torchtitan.
+
+Each runs on four processes, once, with PyTorch's pipeline runtime and with captured graphs.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+ALLOWED = {"torch", "transformers", "gt_pipeline", *sys.stdlib_module_names}
+
+
+def run_example(name: str, *options: str) -> str:
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    finished = subprocess.run(
+        [sys.executable, *launch, str(EXAMPLES / name), *options],
+        capture_output=True,
+        text=True,
+        timeout=500,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert finished.returncode == 0, finished.stderr
+    return finished.stdout
+
+
+def test_plain_pytorch_trains_to_the_bits_of_one_process():
+    printed = run_example(
+        "plain_pytorch.py", "--runtimes", "eager", "graph", "--schedule", "DualPipeV"
+    )
+    for runtime in ("eager", "graph"):
+        losses = re.findall(rf"{runtime}: step \d+: loss (\S+)", printed)
+        assert len(losses) == 10
+        assert float(losses[-1]) < float(losses[0]) / 2
+        claim = "every loss is that of training without a pipeline, to the bit"
+        assert re.findall(rf"{runtime}: {claim}: (\w+)", printed) == ["True"]
+
+
+def test_a_hugging_face_llama_has_the_gradients_of_one_process():
+    printed = run_example("hugging_face_llama.py", "--runtimes", "eager", "graph", "--steps", "2")
+    for runtime in ("eager", "graph"):
+        assert len(re.findall(rf"{runtime}: step \d+: loss", printed)) == 2
+        found = re.findall(
+            rf"{runtime}: (\d+) gradients of rank (\d) are those of training without a pipeline, "
+            r"to the bit: (\w+)",
+            printed,
+        )
+        assert {rank for _, rank, _ in found} == {"0", "1", "2", "3"}
+        assert {same for _, _, same in found} == {"True"}
+        assert (
+            sum(int(count) for count, _, _ in found) == 4 * 9 + 3
+        )  # layers, embedding, norm, head
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
+def test_they_import_torch_transformers_and_gt_pipeline_alone(path: Path):
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    imported = {
+        name.partition(".")[0]
+        for node in ast.walk(tree)
+        for name in (
+            [alias.name for alias in node.names]
+            if isinstance(node, ast.Import)
+            else [node.module or ""]
+            if isinstance(node, ast.ImportFrom)
+            else []
+        )
+    }
+    assert imported <= ALLOWED
+
+
+def test_every_example_is_in_the_readme_of_the_folder():
+    readme = (EXAMPLES / "README.md").read_text(encoding="utf-8")
+    assert {path.name for path in EXAMPLES.glob("*.py") if f"({path.name})" not in readme} == set()
