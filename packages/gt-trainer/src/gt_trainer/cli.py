@@ -137,7 +137,7 @@ def _run(command: CommandLine, rendezvous: Rendezvous | None, started: float) ->
         num_ranks=num_ranks,
         log_folder=Path(config.dump_folder) / "logs",
         rendezvous=rendezvous,
-        shown_ranks=command.shown_ranks,
+        shown_ranks=command.shown_ranks | {_rank_with_loss(config, num_ranks)},
         num_threads=num_threads,
     )
     if status == 0 and (rendezvous is None or rendezvous.rank == 0):
@@ -216,6 +216,19 @@ def _load_configuration(command: CommandLine) -> GraphTrainer.Config:
             f"{name}.{command.config} returned {config!r}, which is no GraphTrainer.Config"
         )
     return config
+
+
+def _rank_with_loss(config: GraphTrainer.Config, world_size: int) -> int:
+    """The rank that reports progress."""
+    from gt_trainer.pipeline_plan import rank_with_loss
+
+    parallelism = config.parallelism
+    return rank_with_loss(
+        schedule=parallelism.pipeline_parallel_schedule,
+        csv_path=parallelism.pipeline_parallel_schedule_csv,
+        pipeline_degree=parallelism.pipeline_parallel_degree,
+        world_size=world_size,
+    )
 
 
 def _dry_run(config: GraphTrainer.Config, world_size: int) -> int:

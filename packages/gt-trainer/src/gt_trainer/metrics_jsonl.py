@@ -25,6 +25,7 @@ from gt_trainer.metrics_history import (
     StepMetrics,
     check_writable,
 )
+from gt_trainer.pipeline_plan import rank_with_loss
 from gt_trainer.progress_display import (
     DisplayMode,
     ProgressDisplay,
@@ -108,9 +109,13 @@ class GraphMetricsProcessor(MetricsProcessor):
             config=config, dump_folder=dump_folder, config_dict=config_dict, **options
         )
         parallel_dims = options["parallel_dims"]
-        # Private, but the one place that knows where a pipeline's loss is to be seen.
-        metrics_rank = titan_metrics._get_metrics_rank(
-            parallel_dims=parallel_dims, pp_schedule=options["pp_schedule"]
+        metrics_rank = rank_with_loss(
+            schedule=options["pp_schedule"],
+            csv_path=((config_dict or {}).get("parallelism") or {}).get(
+                "pipeline_parallel_schedule_csv"
+            ),
+            pipeline_degree=parallel_dims.pp,
+            world_size=parallel_dims.world_size,
         )
         rank = dist.get_rank() if dist.is_initialized() else 0
         if rank == metrics_rank:

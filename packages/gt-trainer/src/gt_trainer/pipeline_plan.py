@@ -14,9 +14,14 @@ from torchtitan.config import ParallelismConfig
 from gt_config import Violation
 from gt_pipeline.errors import GtPipelineError
 from gt_pipeline.schedules import Schedule, schedule_from_csv, schedule_of
-from gt_pipeline.split import TORCHTITAN_NAMING, module_names_per_stage, pipeline_metadata
+from gt_pipeline.split import (
+    TORCHTITAN_NAMING,
+    find_schedule_layout,
+    module_names_per_stage,
+    pipeline_metadata,
+)
 
-__all__ = ["PipelinePlan", "pipeline_plan", "pipeline_violations"]
+__all__ = ["PipelinePlan", "pipeline_plan", "pipeline_violations", "rank_with_loss"]
 
 _PREFIX = "--parallelism.pipeline_parallel"
 
@@ -79,6 +84,30 @@ def pipeline_plan(
         num_microbatches=num_microbatches,
     )
     return PipelinePlan(schedule=schedule, names_per_stage=names_per_stage)
+
+
+def rank_with_loss(
+    *, schedule: str, csv_path: str | None, pipeline_degree: int, world_size: int
+) -> int:
+    """The first rank that holds the last stage, where losses are computed; 0 without a pipeline.
+
+    Pipeline ranks are the outermost axis of torchtitan's mesh. (torchtitan itself, 0.3.0, looks for
+    the loss of a DualPipeV pipeline on its last rank, where the V has its middle.)
+
+    Args:
+        schedule: ``--parallelism.pipeline_parallel_schedule``.
+        csv_path: of a schedule that replaces it, or None.
+        pipeline_degree: number of pipeline ranks.
+        world_size: of all ranks.
+    """
+    if pipeline_degree < 2:
+        return 0
+    if csv_path:
+        pipeline_rank = schedule_from_csv(csv_path).stage_to_rank[-1]
+    else:
+        is_v = find_schedule_layout(schedule).style == "v"
+        pipeline_rank = 0 if is_v else pipeline_degree - 1
+    return pipeline_rank * (world_size // pipeline_degree)
 
 
 def pipeline_violations(

@@ -7,6 +7,7 @@ schedules, checkpoints, metrics, validation and the loop itself are torchtitan's
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -63,6 +64,10 @@ class GraphTrainer(Trainer):
 
     def __init__(self, config: Config) -> None:
         """Build everything that a training run needs; see torchtitan's ``Trainer``."""
+        if config.parallelism.pipeline_parallel_degree > 1:
+            # Else torchtitan warns of a loss that nobody sees; our display is where the loss is.
+            ranks = range(int(os.environ.get("WORLD_SIZE", "1")))
+            os.environ.setdefault("LOG_RANK", ",".join(map(str, ranks)))
         self.startup = StartupClock()
         with self.startup.part("setup"):
             super().__init__(config)

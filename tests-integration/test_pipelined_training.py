@@ -1,0 +1,54 @@
+"""Captured pipelines of torchtitan's models compute the bits of the whole model, and of PyTorch.
+
+Three runs of the same batches from the same weights on 2 pipeline x 2 data ranks: captured stages;
+the whole model without a pipeline, its gradients summed over microbatches and then once over data
+ranks; PyTorch's own pipeline runtime over the same stages.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from pipelined_training import PipelineCase, compare_pipelines
+from training_cases import Case
+
+from gt_trace.testing import GlooWorkers
+
+LLAMA3 = Case(
+    module="llama3",
+    config="llama3_debugmodel",
+    num_layers=4,
+    seq_len=32,
+    parallelism={"data_parallel_shard_degree": 2},
+)
+DEEPSEEK_V3 = Case(
+    module="deepseek_v3",
+    config="deepseek_v3_debugmodel",
+    num_layers=4,
+    seq_len=32,
+    parallelism={"data_parallel_shard_degree": 2, "expert_parallel_degree": 2},
+)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(PipelineCase(model=LLAMA3, schedule="1F1B"), id="llama3-1F1B"),
+        pytest.param(
+            PipelineCase(model=LLAMA3, schedule="ZBVZeroBubble"), id="llama3-ZBVZeroBubble"
+        ),
+        pytest.param(PipelineCase(model=DEEPSEEK_V3, schedule="1F1B"), id="deepseek_v3-1F1B"),
+        pytest.param(
+            PipelineCase(model=DEEPSEEK_V3, schedule="DualPipeV"), id="deepseek_v3-DualPipeV"
+        ),
+    ],
+)
+def test_losses_and_gradients_are_those_of_the_whole_model_and_of_pytorchs_runtime(
+    case: PipelineCase, four: GlooWorkers, tmp_path: Path
+):
+    found = four.run(compare_pipelines, case, str(tmp_path))
+    assert [each.differences for each in found] == [()] * 4
+    assert all(each.num_gradients > 10 for each in found)
+    assert {len(each.losses) for each in found} == {0, 2 * 2 * case.num_microbatches}
+    assert all("UNSHARD" in each.actions and "REDUCE_GRAD" in each.actions for each in found)
