@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 from collections.abc import Iterator
+from dataclasses import replace
 
 import eager_chunk_cases as cases
 import pytest
@@ -260,7 +262,7 @@ def test_nested_inputs_are_cut_with_their_samples():
             seen.append((pair, named))
             return x
 
-    x, mask = torch.randn(4, 3, 2), torch.arange(4 * 5).view(4, 5)
+    x, mask = torch.randn(4, 3, 2), torch.arange(4 * 3).view(4, 3)
     shared = torch.randn(7)
     wrapped(Sees())(x, (mask, 3), named={"m": [mask], "shared": shared})
     for chunk, (pair, named) in enumerate(seen):
@@ -416,7 +418,7 @@ def test_refuses_a_tensor_of_which_the_dimension_is_not_certain():
         text,
         """\
 block cannot run in 2 chunks along batch:
-  - extra has the extent 4 in dim 0 and 1, so it is not certain which is the batch; give an input layout with a rule for 'extra'
+  - extra has the extent 4 in dim 0 and 1, so it is not certain whether and where it holds the batch; give an input layout with a rule for 'extra'
   its forward is (x, extra=None, *more, **named)
   it was called with x: float32[4, 3, 2], extra: float32[4, 4]""",
     )
@@ -425,10 +427,86 @@ block cannot run in 2 chunks along batch:
         text,
         """\
 block cannot run in 2 chunks along batch:
-  - extra has the extent 4 in dim 1, so it is not certain which is the batch; give an input layout with a rule for 'extra'
+  - extra has the extent 4 in dim 1, so it is not certain whether and where it holds the batch; give an input layout with a rule for 'extra'
   its forward is (x, extra=None, *more, **named)
   it was called with x: float32[4, 3, 2], extra: float32[3, 4]""",
     )
+
+
+def test_refuses_a_tensor_with_the_same_extent_by_chance():
+    """A scale of each of two heads is no scale of each of two samples."""
+
+    class Scales(nn.Module):
+        def forward(self, x, head_scale):
+            return x * head_scale[:, None]
+
+    text = refusal(lambda: wrapped(Scales())(torch.zeros(2, 3, 2, 4), torch.zeros(2)))
+    assert_expected_inline(
+        text,
+        """\
+block cannot run in 2 chunks along batch:
+  - head_scale has the extent 2 in dim 0, so it is not certain whether and where it holds the batch; give an input layout with a rule for 'head_scale'
+  its forward is (x, head_scale)
+  it was called with x: float32[2, 3, 2, 4], head_scale: float32[2]""",
+    )
+
+
+def test_refuses_a_tensor_that_may_hold_samples_and_tokens_flattened():
+    text = refusal(lambda: wrapped(Doubles())(torch.zeros(4, 3, 2), torch.zeros(12, 7)))
+    assert_expected_inline(
+        text,
+        """\
+block cannot run in 2 chunks along batch:
+  - extra has the extent 12 in dim 0, so it is not certain whether and where it holds the batch; give an input layout with a rule for 'extra'
+  its forward is (x, extra=None, *more, **named)
+  it was called with x: float32[4, 3, 2], extra: float32[12, 7]""",
+    )
+
+
+def test_cuts_another_tensor_of_the_activation_s_shape():
+    seen = []
+
+    class Adds(nn.Module):
+        def forward(self, x, residual):
+            seen.append(residual.shape)
+            return x + residual
+
+    x = torch.randn(4, 4, 2)
+    assert torch.equal(wrapped(Adds())(x, 2 * x), 3 * x)
+    assert seen == [(2, 4, 2), (2, 4, 2)]
+
+
+class Writes(nn.Module):
+    """Adds what it got to a cache."""
+
+    def forward(self, x, cache):
+        cache.add_(x)
+        return x + 1
+
+
+@pytest.mark.parametrize("chunk_dim", ["batch", "seq"])
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_refuses_a_forward_that_writes_to_an_argument(chunk_dim: str, requires_grad: bool):
+    """Along the sequence each chunk has a copy, of which the caller would see nothing."""
+    block = wrapped(Writes(), chunk_dim=chunk_dim)
+    x = torch.ones(2, 4, 5)
+    cache = torch.zeros(2, 4, 5, requires_grad=requires_grad)
+    text = refusal(lambda: block(x, cache.clone()))
+    assert_expected_inline(
+        text.replace(chunk_dim, "DIM"),
+        """\
+block cannot run in 2 chunks along DIM:
+  - the forward writes to cache, of which each chunk has a part of its own; return what is written instead
+  its forward is (x, cache)""",
+    )
+
+
+def test_an_error_of_the_forward_is_its_own():
+    def fails(x):
+        raise RuntimeError("of the model")
+
+    with pytest.raises(RuntimeError, match=r"^of the model$"):
+        wrapped(Doubles(fails))(torch.zeros(4, 3, 2))
 
 
 def test_refuses_values_that_nothing_says_how_to_cut():
@@ -450,9 +528,61 @@ def test_refuses_outputs_that_stand_for_all_tokens():
         refusal(lambda: block(torch.zeros(4, 3, 2))),
         """\
 block cannot run in 2 chunks along batch:
-  - output 1 of chunk 0 is float32[], without the activation's extents (2 in dim 0 and 3 in dim 1): values that stand for all tokens, as auxiliary losses and routing statistics, cannot be joined from chunks
+  - output [1] of chunk 0 is float32[], which is not laid out as the activation, float32[2, 3, 2]: values that stand for all tokens, as auxiliary losses and routing statistics, cannot be joined from chunks; for others give an input layout with a rule for '[1]' in outputs
   its forward is (x, extra=None, *more, **named)""",
     )
+
+
+BATCH_ONLY = InputLayout(activation="x", arguments={"x": TokenDims(batch=0)})
+
+
+def test_refuses_outputs_of_the_chunk_s_extent_by_chance():
+    """Counts of two experts are no rows of a chunk of two samples."""
+    block = wrapped(Doubles(lambda x: (x, x.sum((0, 1))[:2])), layout=BATCH_ONLY)
+    assert_expected_inline(
+        refusal(lambda: block(torch.zeros(4, 3, 5))),
+        """\
+block cannot run in 2 chunks along batch:
+  - output [1] of chunk 0 is float32[2], which is not laid out as the activation, float32[2, 3, 5]: values that stand for all tokens, as auxiliary losses and routing statistics, cannot be joined from chunks; for others give an input layout with a rule for '[1]' in outputs
+  its forward is (x, extra=None, *more, **named)""",
+    )
+
+
+def test_joins_outputs_as_the_layout_says():
+    x = torch.randn(4, 3, 5)
+    rules = {"[1]": TokenDims(batch=0), "[2]": TokenDims(batch=1)}
+    block = wrapped(
+        Doubles(lambda x: (x, x.sum((1, 2)), x.sum(2).t())),
+        layout=replace(BATCH_ONLY, outputs=rules),
+    )
+    same, of_sample, of_token = block(x)
+    assert torch.equal(same, x)
+    assert torch.equal(of_sample, x.sum((1, 2)))
+    assert torch.equal(of_token, x.sum(2).t())
+
+
+def test_refuses_rules_of_outputs_that_do_not_fit():
+    rules = {"[0]": TokenDims(seq=1), "[1]": TokenDims(batch=1), "[7]": TokenDims(batch=0)}
+    block = wrapped(Doubles(lambda x: (x, x[:, 0])), layout=replace(BATCH_ONLY, outputs=rules))
+    assert_expected_inline(
+        refusal(lambda: block(torch.zeros(4, 3, 5))),
+        """\
+block cannot run in 2 chunks along batch:
+  - output [0] has no batch dimension by the input layout, so it has no join
+  - output [1] of chunk 0 is float32[2, 5], and should have the activation's batch extent 2 in dim 1
+  - the input layout has a rule for output [7], and there is none
+  its forward is (x, extra=None, *more, **named)""",
+    )
+
+
+def test_a_layout_is_data():
+    """It can be a key, travel to a worker, and be copied; it cannot be changed."""
+    again = pickle.loads(pickle.dumps(LAYOUT))
+    assert again == LAYOUT == copy.deepcopy(LAYOUT)
+    assert hash(again) == hash(LAYOUT)
+    assert again != BATCH_ONLY
+    with pytest.raises(TypeError, match="does not support item assignment"):
+        LAYOUT.arguments["more"] = TokenDims()
 
 
 def test_refuses_outputs_that_differ_between_chunks():
@@ -463,7 +593,7 @@ def test_refuses_outputs_that_differ_between_chunks():
         text,
         """\
 block cannot run in 2 chunks along batch:
-  - output 1 is no tensor, and not the same in every chunk: 0, 1
+  - output [1] is no tensor, and not the same in every chunk: 0, 1
   its forward is (x, extra=None, *more, **named)""",
     )
 

@@ -56,9 +56,7 @@ def test_reductions_and_exchanges_of_one_group_do_not_share_a_second():
         assert run_pass(SeparateExchangeGroup(), graph_module).counts == {"exchanges_moved": 2}
         groups = {
             kind: {
-                group_name_of(node)
-                for node in graph_module.graph.nodes
-                if kind in str(node.target)
+                group_name_of(node) for node in graph_module.graph.nodes if kind in str(node.target)
             }
             for kind in ("all_gather", "reduce_scatter", "all_to_all")
         }

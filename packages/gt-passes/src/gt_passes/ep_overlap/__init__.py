@@ -5,7 +5,6 @@ before a trace (``chunk_forwards``) or on its graph (``chunk_graph``), and then 
 """
 
 from gt_passes.ep_overlap.check_joins import WrongJoin, check_joins
-from gt_passes.ep_overlap.chunk_inputs import ChunkDim, InputLayout, Slicer, TokenDims
 from gt_passes.ep_overlap.chunk_metadata import (
     ChunkRegion,
     ChunkRegions,
@@ -19,6 +18,7 @@ from gt_passes.ep_overlap.exposed_exchanges import (
     interrupted_exchanges,
 )
 from gt_passes.ep_overlap.graph_chunks import GraphChunks, Join, chunk_graph
+from gt_passes.ep_overlap.input_layout import ChunkDim, InputLayout, Slicer, TokenDims
 from gt_passes.ep_overlap.rule_calls import rule
 from gt_passes.errors import GraphChunkingError
 

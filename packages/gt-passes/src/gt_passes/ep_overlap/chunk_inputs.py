@@ -1,19 +1,14 @@
 """Cutting what a forward takes into chunks, and making what it returned whole again.
 
-Which dimension of which argument is the batch and which the sequence is data, an ``InputLayout``:
-a model whose forwards are laid out differently is another layout, and no other code. A tensor of
-which nothing certain is known is an error, never a guess. Cut and join are autograd functions of
-their own, so that their backwards are one concatenation and one cut, annotated as what they are.
+Which dimension of which argument is the batch and which the sequence is data, an ``InputLayout``.
+A tensor of which nothing certain is known is an error, never a guess.
 """
 
 from __future__ import annotations
 
 import inspect
-import itertools
-import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from types import MappingProxyType
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -22,61 +17,14 @@ from torch.distributed.tensor.placement_types import Replicate, Shard
 
 from gt_config.node_keys import ChunkAnnotation
 from gt_passes._torch_internals import pytree
+from gt_passes.ep_overlap.chunk_tensors import join_tensors, split_tensor, wrote_to_a_part
+from gt_passes.ep_overlap.input_layout import ChunkDim, InputLayout, TokenDims
 from gt_passes.errors import ForwardChunkingError
 from gt_trace.annotate import annotate
 
-__all__ = ["Call", "ChunkDim", "ForwardChunks", "InputLayout", "Slicer", "TokenDims"]
-
-ChunkDim = Literal["batch", "seq"]
-
-Slicer = Callable[[Any, int, int], Any]
-"""(value, start, length) -> the part of a value that is no tensor, along the batch."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenDims:
-    """Where the samples and the tokens stand in one argument's tensors."""
-
-    batch: int | None = None
-    """Tensor dimension of the samples; None: every chunk of samples takes the tensor whole."""
-
-    seq: int | None = None
-    """Tensor dimension of the tokens of a sample; None: likewise."""
-
-    def of(self, chunk_dim: ChunkDim) -> int | None:
-        """The tensor dimension that is cut."""
-        return self.batch if chunk_dim == "batch" else self.seq
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InputLayout:
-    """How the inputs of a chunked forward are laid out, by argument.
-
-    Where a layout is given, each tensor must have a rule in it. Without one, the first tensor is
-    the activation, (batch, sequence, ...), and of the others those are cut whose extent in the
-    same dimension, and in no other, is the activation's.
-    """
-
-    activation: str
-    """Name of the argument that says how many samples or tokens there are. Outputs are laid out
-    as it is."""
-
-    arguments: Mapping[str, TokenDims]
-    """Rules by argument name; a rule holds for all tensors in lists, tuples and dicts."""
-
-    slicers: Mapping[type, Slicer] = field(default_factory=lambda: MappingProxyType({}))
-    """How to cut values along the batch that are no tensors, by type (masks of attention)."""
-
+__all__ = ["Call", "ForwardChunks"]
 
 _DEFAULT_DIMS = TokenDims(batch=0, seq=1)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
-    """Arguments of one call."""
-
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +38,17 @@ class _Leaf:
     """How to write where it stands."""
 
     value: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """Arguments of one chunk's call."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    cut: tuple[_Leaf, ...]
+    """The tensors among them that are parts of an argument."""
 
 
 class ForwardChunks:
@@ -137,9 +96,39 @@ class ForwardChunks:
         ]
         calls = []
         for chunk in range(self._num_chunks):
-            chunk_args, chunk_kwargs = pytree.tree_unflatten([part[chunk] for part in parts], spec)
-            calls.append(Call(args=tuple(chunk_args), kwargs=chunk_kwargs))
+            values = [part[chunk] for part in parts]
+            chunk_args, chunk_kwargs = pytree.tree_unflatten(values, spec)
+            cut = tuple(
+                replace(leaf, value=value)
+                for leaf, value, dim in zip(leaves, values, plan.dims, strict=True)
+                if dim is not None and isinstance(value, torch.Tensor)
+            )
+            calls.append(Call(args=tuple(chunk_args), kwargs=chunk_kwargs, cut=cut))
         return tuple(calls)
+
+    def run(self, forward: Callable[..., Any], call: Call) -> Any:
+        """Call the forward for one chunk.
+
+        Raises:
+            ForwardChunkingError: the forward wrote to an argument of which it got a part; what it
+                wrote would be lost, or seen by autograd as no write of the argument.
+        """
+        before = [_version(leaf.value) for leaf in call.cut]
+        try:
+            output = forward(*call.args, **call.kwargs)
+        except RuntimeError as error:
+            if not wrote_to_a_part(error):
+                raise
+            written = [leaf.path for leaf in call.cut if leaf.value.requires_grad]
+            raise self._written(" or ".join(written)) from error
+        written = [
+            leaf.path
+            for leaf, version in zip(call.cut, before, strict=True)
+            if _version(leaf.value) != version
+        ]
+        if written:
+            raise self._written(" and ".join(written))
+        return output
 
     def join(self, calls: Sequence[Call], outputs: Sequence[Any]) -> Any:
         """One output of the chunks' outputs: tensors concatenated, everything else the same.
@@ -151,25 +140,31 @@ class ForwardChunks:
         Raises:
             ForwardChunkingError: an output has no chunk dimension, or the chunks' outputs differ.
         """
-        flat = [pytree.tree_flatten(output) for output in outputs]
+        flat = [pytree.tree_flatten_with_path(output) for output in outputs]
         specs = [spec for _, spec in flat]
         if any(spec != specs[0] for spec in specs):
             raise self._error(
                 [f"the chunks returned different structures: {', '.join(map(str, specs))}"], ()
             )
         activation, dims = self._activation(self._flatten(calls[0].args, calls[0].kwargs)[0])
-        problems: list[str] = []
-        for number, values in enumerate(zip(*(leaves for leaves, _ in flat), strict=True)):
-            problems.extend(self._output_problems(number, values, activation, dims))
+        paths = [pytree.keystr(path) for path, _ in flat[0][0]]
+        values_of = list(zip(*([value for _, value in leaves] for leaves, _ in flat), strict=True))
+        found = [
+            self._join_dim(path, values, activation, dims)
+            for path, values in zip(paths, values_of, strict=True)
+        ]
+        problems = [each for each in found if isinstance(each, str)]
+        problems += [
+            f"the input layout has a rule for output {path}, and there is none"
+            for path in (self._layout.outputs if self._layout is not None else ())
+            if path not in paths
+        ]
         if problems:
             raise self._error(problems, ())
-        dim = dims.of(self._dim)
-        assert dim is not None
+        boundary = self._boundary("materialization", "forward")
         joined = [
-            _join_tensors(values, dim, self._boundary("materialization", "forward"))
-            if isinstance(values[0], torch.Tensor)
-            else values[0]
-            for values in zip(*(leaves for leaves, _ in flat), strict=True)
+            join_tensors(values, dim, boundary) if isinstance(dim, int) else values[0]
+            for values, dim in zip(values_of, found, strict=True)
         ]
         return pytree.tree_unflatten(joined, specs[0])
 
@@ -241,9 +236,13 @@ class ForwardChunks:
                 )
         if found is None:
             raise self._error(["no tensor was given, so there is nothing to cut"], leaves)
-        dim = dims.of(self._dim)
-        if dim is None or dim >= found.ndim:
-            raise self._error([f"the activation has no {self._dim} dimension"], leaves)
+        missing = [
+            name
+            for name, dim in (("batch", dims.batch), ("seq", dims.seq))
+            if (dim is None and name == self._dim) or (dim is not None and dim >= found.ndim)
+        ]
+        if missing:
+            raise self._error([f"the activation has no {missing[0]} dimension"], leaves)
         return found, dims
 
     def _plan(self, leaves: Sequence[_Leaf]) -> _Plan:
@@ -263,7 +262,7 @@ class ForwardChunks:
                 planned.append(dim)
                 problems.extend(self._placement_problems(leaf, dim))
                 continue
-            found = self._dim_of(leaf, dim, extent)
+            found = self._dim_of(leaf, dim, _local_shape(activation))
             if isinstance(found, str):
                 problems.append(found)
                 found = None
@@ -274,7 +273,7 @@ class ForwardChunks:
             raise self._error(problems, leaves)
         return _Plan(dims=tuple(planned), length=extent // self._num_chunks)
 
-    def _dim_of(self, leaf: _Leaf, default_dim: int, extent: int) -> int | str | None:
+    def _dim_of(self, leaf: _Leaf, cut_dim: int, activation: tuple[int, ...]) -> int | str | None:
         """The dimension to cut, None for none, or what is wrong."""
         layout = self._layout
         if layout is not None and type(leaf.value) in layout.slicers:
@@ -290,22 +289,13 @@ class ForwardChunks:
             )
         shape = _local_shape(leaf.value)
         if layout is None:
-            matching = [dim for dim, size in enumerate(shape) if size == extent]
-            if not matching:
-                return None
-            if matching == [default_dim]:
-                return default_dim
-            return (
-                f"{leaf.path} has the extent {extent} in dim {_words(matching)}, so it is not "
-                f"certain which is the {self._dim}; give an input layout with a rule for "
-                f"{leaf.argument!r}"
-            )
+            return self._default_dim(leaf, cut_dim, activation)
         rule = layout.arguments.get(leaf.argument)
         if rule is None:
             return (
                 f"{leaf.path} is a tensor, and the input layout has no rule for {leaf.argument!r}"
             )
-        dim = rule.of(self._dim)
+        dim, extent = rule.of(self._dim), activation[cut_dim]
         if dim is None:
             return None
         if dim >= len(shape) or shape[dim] != extent:
@@ -313,6 +303,26 @@ class ForwardChunks:
                 f"{leaf.path} should have the activation's {self._dim} extent {extent} in dim {dim}"
             )
         return dim
+
+    def _default_dim(
+        self, leaf: _Leaf, cut_dim: int, activation: tuple[int, ...]
+    ) -> int | str | None:
+        """As ``_dim_of``, of a tensor that no layout says anything of."""
+        shape, extent = _local_shape(leaf.value), activation[cut_dim]
+        if shape == activation and len(shape) > len(activation[:2]):
+            return cut_dim
+        num_tokens = activation[0] * activation[1]
+        matching = [dim for dim, size in enumerate(shape) if size == extent]
+        if matching == [cut_dim] and shape[:2] == activation[:2]:
+            return cut_dim
+        flat = [dim for dim, size in enumerate(shape) if size and not size % max(num_tokens, 1)]
+        if not matching and not flat:
+            return None
+        return (
+            f"{leaf.path} has the extent {shape[(matching or flat)[0]]} in dim "
+            f"{_words(matching or flat)}, so it is not certain whether and where it holds the "
+            f"{self._dim}; give an input layout with a rule for {leaf.argument!r}"
+        )
 
     def _placement_problems(self, leaf: _Leaf, dim: int) -> Iterator[str]:
         value = leaf.value
@@ -339,7 +349,7 @@ class ForwardChunks:
             return [value] * self._num_chunks
         boundary = self._boundary("split_boundary", "forward")
         if isinstance(value, torch.Tensor):
-            return _split_tensor(value, dim, self._num_chunks, boundary)
+            return split_tensor(value, dim, self._num_chunks, boundary)
         assert self._layout is not None
         slicer = self._layout.slicers[type(value)]
         with annotate(boundary):
@@ -347,33 +357,42 @@ class ForwardChunks:
 
     # ---- outputs -------------------------------------------------------------------------------
 
-    def _output_problems(
-        self, number: int, values: Sequence[Any], activation: torch.Tensor, dims: TokenDims
-    ) -> Iterator[str]:
-        first = values[0]
+    def _join_dim(
+        self, path: str, values: Sequence[Any], activation: torch.Tensor, dims: TokenDims
+    ) -> int | str | None:
+        """The dimension to concatenate in, None for no tensor, or what is wrong."""
+        name, first = f"output {path}".rstrip(), values[0]
         if not isinstance(first, torch.Tensor):
             plain = first is None or isinstance(first, (bool, int, float, str))
-            if not plain or any(type(v) is not type(first) or v != first for v in values):
-                shown = ", ".join(repr(value) for value in values)
-                yield f"output {number} is no tensor, and not the same in every chunk: {shown}"
-            return
-        stated = [dim for dim in (dims.batch, dims.seq) if dim is not None]
+            if plain and all(type(v) is type(first) and v == first for v in values):
+                return None
+            shown = ", ".join(repr(value) for value in values)
+            return f"{name} is no tensor, and not the same in every chunk: {shown}"
+        if isinstance(first, DTensor) and any(
+            not isinstance(p, Shard | Replicate) for p in first.placements
+        ):
+            return f"{name} is a DTensor placed as {first.placements}"
+        rule = self._layout.outputs.get(path) if self._layout is not None else None
+        dim = dims.of(self._dim) if rule is None else rule.of(self._dim)
+        if dim is None:
+            return f"{name} has no {self._dim} dimension by the input layout, so it has no join"
+        wanted = _local_shape(activation)
+        extent = wanted[dims.of(self._dim) or 0]
         for chunk, value in enumerate(values):
             shape = _local_shape(value)
-            wanted = _local_shape(activation)
-            if len(shape) <= max(stated) or any(shape[dim] != wanted[dim] for dim in stated):
-                extents = " and ".join(f"{wanted[dim]} in dim {dim}" for dim in stated)
-                yield (
-                    f"output {number} of chunk {chunk} is {_describe(value)}, without the "
-                    f"activation's extents ({extents}): values that stand for all tokens, as "
-                    "auxiliary losses and routing statistics, cannot be joined from chunks"
+            if rule is not None and (dim >= len(shape) or shape[dim] != extent):
+                return (
+                    f"{name} of chunk {chunk} is {_describe(value)}, and should have the "
+                    f"activation's {self._dim} extent {extent} in dim {dim}"
                 )
-                return
-            if isinstance(value, DTensor) and any(
-                not isinstance(p, Shard | Replicate) for p in value.placements
-            ):
-                yield f"output {number} is a DTensor placed as {value.placements}"
-                return
+            if rule is None and not _is_laid_out_as(shape, wanted, dims):
+                return (
+                    f"{name} of chunk {chunk} is {_describe(value)}, which is not laid out as the "
+                    f"activation, {_describe(activation)}: values that stand for all tokens, as "
+                    "auxiliary losses and routing statistics, cannot be joined from chunks; for "
+                    f"others give an input layout with a rule for {path!r} in outputs"
+                )
+        return dim
 
     # ---- words and annotations -----------------------------------------------------------------
 
@@ -385,6 +404,13 @@ class ForwardChunks:
         return ChunkAnnotation(
             region_root=self._root, role=role, direction=direction, producer="eager"
         )
+
+    def _written(self, names: str) -> ForwardChunkingError:
+        problem = (
+            f"the forward writes to {names}, of which each chunk has a part of its own; return "
+            "what is written instead"
+        )
+        return self._error([problem], ())
 
     def _error(self, problems: Sequence[str], leaves: Sequence[_Leaf]) -> ForwardChunkingError:
         seen = ", ".join(f"{leaf.path}: {_describe(leaf.value)}" for leaf in leaves)
@@ -413,6 +439,24 @@ def _local_shape(tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple(tensor.to_local().shape if isinstance(tensor, DTensor) else tensor.shape)
 
 
+def _is_laid_out_as(shape: Sequence[int], wanted: Sequence[int], dims: TokenDims) -> bool:
+    """Whether an output can only be rows of the activation's samples and tokens.
+
+    Two extents that agree say it. One may agree by chance; then the others must as well, besides
+    the last, of features.
+    """
+    stated = [dim for dim in (dims.batch, dims.seq) if dim is not None]
+    if len(stated) == 2:
+        return len(shape) > max(stated) and all(shape[dim] == wanted[dim] for dim in stated)
+    compared = {*stated, *range(len(wanted) - 1)}
+    return len(shape) == len(wanted) > 1 and all(shape[dim] == wanted[dim] for dim in compared)
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """How often it was written to; tensors of inference mode do not count."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def _words(dims: Sequence[int]) -> str:
     return " and ".join(map(str, dims))
 
@@ -422,94 +466,3 @@ def _describe(value: Any) -> str:
         placed = f" placed as {tuple(value.placements)}" if isinstance(value, DTensor) else ""
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}{placed}"
     return type(value).__name__
-
-
-# ---- tensors -----------------------------------------------------------------------------------
-
-
-def _split_tensor(
-    whole: torch.Tensor, dim: int, num_chunks: int, boundary: ChunkAnnotation
-) -> Sequence[torch.Tensor]:
-    if not isinstance(whole, DTensor):
-        chunks: tuple[torch.Tensor, ...] = _Split.apply(whole, dim, num_chunks, boundary)
-        return chunks
-    with annotate(boundary):
-        locals_ = _Split.apply(whole.to_local(), dim, num_chunks, boundary)
-        shape = list(whole.shape)
-        shape[dim] //= num_chunks
-        stride = _contiguous_stride(shape)
-        return [
-            DTensor.from_local(
-                local,
-                whole.device_mesh,
-                whole.placements,
-                run_check=False,
-                shape=torch.Size(shape),
-                stride=stride,
-            )
-            for local in locals_
-        ]
-
-
-def _join_tensors(
-    chunks: Sequence[torch.Tensor], dim: int, boundary: ChunkAnnotation
-) -> torch.Tensor:
-    first = chunks[0]
-    if not isinstance(first, DTensor):
-        whole: torch.Tensor = _Join.apply(dim, boundary, *chunks)
-        return whole
-    with annotate(boundary):
-        locals_ = [chunk.to_local() for chunk in chunks if isinstance(chunk, DTensor)]
-        local = _Join.apply(dim, boundary, *locals_)
-        shape = list(first.shape)
-        shape[dim] *= len(chunks)
-        return DTensor.from_local(
-            local,
-            first.device_mesh,
-            first.placements,
-            run_check=False,
-            shape=torch.Size(shape),
-            stride=_contiguous_stride(shape),
-        )
-
-
-def _cut(whole: torch.Tensor, dim: int, sizes: Sequence[int]) -> tuple[torch.Tensor, ...]:
-    """Parts that are as contiguous as the whole: forwards may take views that need it."""
-    starts = itertools.accumulate(sizes, initial=0)
-    parts = [whole.narrow(dim, start, size) for start, size in zip(starts, sizes, strict=False)]
-    return tuple(part.contiguous() if whole.is_contiguous() else part for part in parts)
-
-
-def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
-    strides = itertools.accumulate(reversed(shape[1:]), operator.mul, initial=1)
-    return tuple(reversed(list(strides)))
-
-
-class _Split(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, whole: torch.Tensor, dim: int, num_chunks: int, boundary: ChunkAnnotation
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.dim = dim
-        length = whole.shape[dim] // num_chunks
-        with annotate(boundary):
-            return _cut(whole, dim, [length] * num_chunks)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return torch.cat(gradients, ctx.dim), None, None, None
-
-
-class _Join(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, dim: int, boundary: ChunkAnnotation, *chunks: torch.Tensor
-    ) -> torch.Tensor:
-        ctx.dim = dim
-        ctx.sizes = [chunk.shape[dim] for chunk in chunks]
-        with annotate(boundary):
-            return torch.cat(chunks, dim)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return (None, None, *_cut(gradient, ctx.dim, ctx.sizes))

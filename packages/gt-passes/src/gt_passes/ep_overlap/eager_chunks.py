@@ -32,7 +32,8 @@ from typing import Any
 from torch import nn
 
 from gt_config.node_keys import ChunkAnnotation
-from gt_passes.ep_overlap.chunk_inputs import ChunkDim, ForwardChunks, InputLayout
+from gt_passes.ep_overlap.chunk_inputs import ForwardChunks
+from gt_passes.ep_overlap.input_layout import ChunkDim, InputLayout
 from gt_passes.errors import ForwardChunkingError
 from gt_trace.annotate import AnnotationHandle, annotate
 from gt_trace.simple_fsdp import gathered
@@ -160,7 +161,7 @@ def _wrap(root: str, module: nn.Module, chunks: ForwardChunks) -> Callable[[], N
                     producer="eager",
                 )
                 with annotate(body):
-                    outputs.append(original(*call.args, **call.kwargs))
+                    outputs.append(chunks.run(original, call))
         return chunks.join(calls, outputs)
 
     had_own = "forward" in vars(module)
