@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MethodType
@@ -176,7 +177,9 @@ def _compare(whole: list[Pass], chunked: RecordingTrainer) -> ChunkedTraining:
 
 def relative_difference(expected: torch.Tensor, found: torch.Tensor) -> float:
     """The norm of the difference divided by the norm of what is expected; where that is zero, the
-    norm of the difference."""
+    norm of the difference. Infinite where either holds what is no finite number, which comparisons
+    with a bound would let pass."""
     norm = expected.double().norm().item()
     difference = (found.double() - expected.double()).norm().item()
-    return difference / norm if norm > 0 else difference
+    relative = difference / norm if norm > 0 else difference
+    return relative if math.isfinite(relative) else math.inf

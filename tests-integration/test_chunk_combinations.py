@@ -8,12 +8,19 @@ other passes did. ``test_chunk_producers.py`` has the strategies alone, over opt
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-from chunk_combinations import ChunkedTraining, compare_chunked, error_of_an_odd_batch
+import torch
+from chunk_combinations import (
+    ChunkedTraining,
+    compare_chunked,
+    error_of_an_odd_batch,
+    relative_difference,
+)
 from test_bitwise_equality import DEEPSEEK_V3, FSDP_EP, FSDP_TP_EP, QWEN3_MOE, on
 from training_cases import SEQ_LEN, Case
 
@@ -108,6 +115,15 @@ def check(found: ChunkedTraining, case: Case, module_fqn: str, options: Mapping[
         for direction in ("backward", "forward")
     ]
     assert sorted(found.regions) == sorted(expected * found.num_captures)
+
+
+@pytest.mark.parametrize("strange", [math.nan, math.inf])
+def test_what_is_no_finite_number_is_infinitely_far(strange: float) -> None:
+    """So that no bound lets it pass, whichever side has it, or both."""
+    fine, broken = torch.ones(2), torch.tensor([1.0, strange])
+    for pair in ((fine, broken), (broken, fine), (broken, broken)):
+        assert relative_difference(*pair) == math.inf
+    assert relative_difference(fine, 2 * fine) == 1.0
 
 
 @SLOW  # each captures several graphs on four ranks

@@ -13,6 +13,7 @@ Over five optimizer steps, with uneven loads, an expert and a rank without token
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,7 @@ def check(
     ep = case.parallelism["expert_parallel_degree"]
     for rank, found in enumerate(by_rank):
         assert found.differences == (), f"rank {rank}"
+        assert all(map(math.isfinite, found.losses)), f"rank {rank}"
         assert found.furthest < bound, f"rank {rank}, {found.furthest_of}"
         assert found.miscounted == (), f"rank {rank}"
         assert not found.is_bitwise
