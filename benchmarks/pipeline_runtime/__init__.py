@@ -1,0 +1,1 @@
+"""Stages that compute nothing, for three pipeline runtimes."""
