@@ -54,7 +54,7 @@ def outputs_before_and_after(
     options = CompileConfig(
         memory_policy=memory_policy,
         ep_overlap=overlap,
-        disable_passes=("schedule-ep-overlap",),
+        disable_passes=("schedule-ep-overlap", "separate-exchange-group"),
     )
     default_recipe(options, context=context).run(step.graph_module)
     before = step.bind(model, executable=copy.deepcopy(step.graph_module))(*inputs)

@@ -24,6 +24,7 @@ def workers() -> Iterator[GlooWorkers]:
         ("eager", "layers.*", "full_recompute"),
         ("graph", "layers.*", "save_all"),
         ("graph", "layers.*.moe", "selective"),
+        ("graph", "layers.*", "offload"),
     ],
 )
 def test_scheduling_keeps_every_bit_and_exposes_nothing(
