@@ -37,6 +37,10 @@ rank 0: 0RECV_B0 moves nothing that has to change ranks""",
     )
 
 
+def test_lists_of_too_few_ranks_are_reported() -> None:
+    assert _problems(_RIGHT[0]) == "there are lists of 1 ranks, not of 2"
+
+
 def test_transfers_that_are_missing_too_early_or_double_are_reported() -> None:
     assert_expected_inline(
         _problems("0SEND_F0 0F0 0B0 0RECV_B0", "1RECV_F0 1RECV_F0 1F0 1B0 1SEND_F0"),

@@ -29,6 +29,10 @@ def test_a_schedule_without_backward_is_one_for_evaluation() -> None:
     assert _problems("0F0", "1F0", stage_to_rank=(0, 1)) == ""
 
 
+def test_a_schedule_without_ranks_is_reported() -> None:
+    assert _problems(stage_to_rank=()) == "it has no ranks"
+
+
 def test_what_does_not_belong_on_a_rank_is_reported() -> None:
     assert_expected_inline(
         _problems("0F0 0SEND_F0 1F0", "2F0 0F7", "1F1", stage_to_rank=(0, 1, 9)),

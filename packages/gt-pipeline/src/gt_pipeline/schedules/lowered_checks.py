@@ -45,6 +45,8 @@ def lowered_problems(lowered: LoweredSchedule) -> tuple[str, ...]:
 def list_problems(lowered: LoweredSchedule) -> tuple[str, ...]:
     """What ``lowered_problems`` finds, of a schedule that is known to be right."""
     schedule = lowered.schedule
+    if lowered.num_ranks != schedule.num_ranks:
+        return (f"there are lists of {lowered.num_ranks} ranks, not of {schedule.num_ranks}",)
     problems: list[str] = []
     for rank, actions in enumerate(lowered.actions):
         if tuple(each for each in actions if each.kind.is_compute) != schedule.compute[rank]:

@@ -61,19 +61,8 @@ def lower(
         ScheduleError: the schedule cannot run, or ``max_unsharded_stages`` is too small.
     """
     check_schedule(schedule)
-    needed = max(
-        (
-            len({part.stage for part in action.compute_parts})
-            for actions in schedule.compute
-            for action in actions
-        ),
-        default=1,
-    )
-    if max_unsharded_stages < needed:
-        raise ScheduleError(
-            what=f"max_unsharded_stages is {max_unsharded_stages}",
-            problems=[f"{schedule.name} has actions that use {needed} stages at once"],
-        )
+    if unshards:
+        _check_limit(schedule, max_unsharded_stages)
     gather = [
         _unshards_of(actions, max_unsharded_stages) if unshards else _Unshards.none(actions)
         for actions in schedule.compute
@@ -100,6 +89,19 @@ def lower(
     problems = list_problems(lowered)
     assert not problems, "\n".join(problems)
     return lowered
+
+
+def _check_limit(schedule: Schedule, max_unsharded_stages: int) -> None:
+    needed = max(
+        len({part.stage for part in action.compute_parts})
+        for actions in schedule.compute
+        for action in actions
+    )
+    if max_unsharded_stages < needed:
+        raise ScheduleError(
+            what=f"max_unsharded_stages is {max_unsharded_stages}",
+            problems=[f"{schedule.name} has actions that use {needed} stages at once"],
+        )
 
 
 def _by_end(schedule: Schedule, costs: CostModel) -> list[tuple[int, int]]:

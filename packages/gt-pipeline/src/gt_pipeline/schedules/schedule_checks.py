@@ -50,6 +50,8 @@ def schedule_problems(schedule: Schedule) -> tuple[str, ...]:
 
 
 def _misplaced(schedule: Schedule) -> Iterator[str]:
+    if not schedule.compute:
+        yield "it has no ranks"
     if schedule.num_microbatches < 1:
         yield f"num_microbatches must be at least 1, not {schedule.num_microbatches}"
     for stage, rank in enumerate(schedule.stage_to_rank):
