@@ -280,6 +280,28 @@ class TestTies:
         with pytest.raises(TiedParametersError, match=r"'a\.weight' would stay and 'b\.weight' go"):
             split_module(model, ["a"])
 
+    def test_a_layer_that_is_repeated_is_one_layer_on_each_stage_that_has_it(self):
+        layer = nn.Linear(2, 2)
+        model = Shelved(nn.ModuleList([layer] * 4))
+        groups = [
+            SharedGroup(tuple(f"shelf.{index}.{each}" for index in range(4)))
+            for each in ("weight", "bias")
+        ]
+        names = [["shelf.0"], ["shelf.1", "shelf.2", "shelf.3"]]
+        first, last = stage_modules(model, names, [0, 1], shared_groups=groups).values()
+        assert (len(first.shelf), len(last.shelf)) == (1, 3)
+        assert len(set(last.shelf)) == 1
+        x = torch.rand(1, 2)
+        assert torch.equal(last(first(x)), model(x))
+
+    def test_a_container_under_two_names_is_pruned_once(self):
+        model = nn.Module()
+        model.one = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+        model.other = model.one
+        stage = split_module(model, ["one.1", "other.1"])
+        assert stage.one is stage.other
+        assert names_of(stage) == ["one.1.weight", "one.1.bias", "other.1.weight", "other.1.bias"]
+
 
 class TestMemory:
     def test_a_split_costs_the_memory_of_what_it_keeps(self, tmp_path: Path):

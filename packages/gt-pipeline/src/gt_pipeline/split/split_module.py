@@ -194,27 +194,31 @@ def _prune(
     policy: RemovalPolicy,
 ) -> Iterable[str]:
     """Take the stand-ins out of the shells of ``stage``; yields what is wrong."""
+    names_of_shell: dict[nn.Module, list[str]] = {}
     for name, whole in model.named_modules(remove_duplicate=False):
-        if fates[name] is not Fate.PARTIAL:
-            continue
+        if fates[name] is Fate.PARTIAL:
+            names_of_shell.setdefault(whole, []).append(name)
+    for whole, shell_names in names_of_shell.items():
+        # A shell that stands under several names keeps what is kept under any of them.
+        name = shell_names[0]
+        prefixes = [f"{each}." if each else "" for each in shell_names]
         shell = stage.get_submodule(name)
-        prefix = f"{name}." if name else ""
-        own = whole.named_parameters(recurse=False, remove_duplicate=False)
-        for each in [each for each, _ in own if not lies_in(prefix + each, names)]:
-            setattr(shell, each, None)
+        for own, _ in whole.named_parameters(recurse=False, remove_duplicate=False):
+            if not any(lies_in(prefix + own, names) for prefix in prefixes):
+                setattr(shell, own, None)
         replacement = policy.entry if is_container(whole) else policy.attribute
         num_deleted = 0
-        for each, child in children_of(whole).items():
-            if fates[prefix + each] is not Fate.DROPPED:
+        for child_name, child in children_of(whole).items():
+            if any(fates[prefix + child_name] is not Fate.DROPPED for prefix in prefixes):
                 continue
             if replacement == "delete":
-                delattr(shell, each)
+                delattr(shell, child_name)
                 num_deleted += 1
                 continue
-            new = _replacement_of(replacement, prefix + each, child)
+            new = _replacement_of(replacement, prefixes[0] + child_name, child)
             if new is not None and next(new.parameters(), None) is not None:
-                yield f"the replacement of {prefix + each!r} has parameters of its own"
-            setattr(shell, each, new)
+                yield f"the replacement of {prefixes[0] + child_name!r} has parameters of its own"
+            setattr(shell, child_name, new)
         if num_deleted and len(shell) != len(whole) - num_deleted:  # type: ignore[arg-type] # a container
             yield (
                 f"{name!r} ({type(whole).__name__}) keeps its own record of its children: "
