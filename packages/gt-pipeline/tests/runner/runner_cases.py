@@ -7,15 +7,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from toy_pipeline import (
     HIDDEN,
+    MICROBATCH_SIZE,
     NUM_MICROBATCHES,
     VOCABULARY,
     batch,
     eager_stages,
     gradients_of,
+    loss_fn,
     toy,
 )
 
-from gt_pipeline.runner import GraphPPRunner, StepRecord
+from gt_pipeline.graph import GraphPipelineStage
+from gt_pipeline.runner import GraphPPRunner, MicrobatchInputs, StepRecord
 from gt_pipeline.schedules import Schedule, schedule_of
 from gt_pipeline.split import SharedGroup
 
@@ -29,6 +32,51 @@ def schedule(name: str, num_ranks: int = 4) -> Schedule:
         num_stages=per_rank * num_ranks,
         num_microbatches=NUM_MICROBATCHES,
     )
+
+
+def graph_stages(planned: Schedule, rank: int) -> list[GraphPipelineStage]:
+    """As `eager_stages`, but captured."""
+    stages: list[GraphPipelineStage] = []
+    for stage in eager_stages(planned, rank):
+        tokens, target = (each[:MICROBATCH_SIZE] for each in batch())
+        is_first, is_last = stage.stage_index == 0, stage.stage_index == planned.num_stages - 1
+        inputs = MicrobatchInputs(
+            args=(tokens,) if is_first else (), target=target if is_last else None
+        )
+        stages.append(
+            GraphPipelineStage(
+                stage.module,
+                stage_index=stage.stage_index,
+                num_stages=planned.num_stages,
+                activations=stage.input_signature,
+                inputs=inputs,
+                loss_fn=loss_fn if is_last else None,
+                # Stages of one rank may overlap.
+                fake_mode=stages[0].fake_mode if stages else None,
+            )
+        )
+    return stages
+
+
+def train_graphs(name: str) -> tuple[list[Tensor], list[Tensor], dict[str, Tensor], int]:
+    """As `train_and_evaluate` of graph stages, evaluated first; and the peak of live chunks."""
+    planned = schedule(name, dist.get_world_size())
+    stages = graph_stages(planned, dist.get_rank())
+    with GraphPPRunner(stages, planned) as runner:
+        tokens, target = batch(0)
+        evaluated = list(runner.eval(tokens, target=target).losses)
+        runner.step(tokens, target=target)
+        runner.record_steps = True
+        tokens, target = batch(1)
+        result = runner.step(tokens, target=target)
+    assert result.record is not None
+    gradients = {
+        name: parameter.grad
+        for stage in stages
+        for name, parameter in stage.parameters().items()
+        if parameter.grad is not None
+    }
+    return evaluated, list(result.losses), gradients, result.record.peak_live
 
 
 def train_and_evaluate(
