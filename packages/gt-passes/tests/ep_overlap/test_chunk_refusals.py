@@ -11,7 +11,7 @@ from torch import nn
 
 from gt_config.node_keys import EpRegionAnnotation
 from gt_passes import ChunkModules, PassContext
-from gt_passes.ep_overlap import GraphChunkingError, GraphChunks, chunk_graph
+from gt_passes.ep_overlap import GraphChunkingError, GraphChunks, chunk_graph, rule
 from gt_trace import TracedStep, annotate, trace_step
 from gt_trace.testing import fake_world
 
@@ -39,8 +39,17 @@ class Model(nn.Module):
         return self.layers[0](x_BLD * 2)
 
 
-def capture(function: Callable[..., torch.Tensor]) -> TracedStep:
-    model = Model(function)
+class Recurrent(Model):
+    """Runs its layer again, on something made of what the layer gave."""
+
+    def forward(self, x_BLD: torch.Tensor) -> torch.Tensor:
+        return self.layers[0](super().forward(x_BLD).exp())
+
+
+def capture(
+    function: Callable[..., torch.Tensor], *, model_class: type[Model] = Model
+) -> TracedStep:
+    model = model_class(function)
 
     def step(x: torch.Tensor) -> list[torch.Tensor]:
         loss = model(x).sum()
@@ -50,9 +59,13 @@ def capture(function: Callable[..., torch.Tensor]) -> TracedStep:
 
 
 def chunk(
-    function: Callable[..., torch.Tensor], *, modules: str = "layers.*", num_chunks: int = 2
+    function: Callable[..., torch.Tensor],
+    *,
+    modules: str = "layers.*",
+    num_chunks: int = 2,
+    model_class: type[Model] = Model,
 ) -> GraphChunks:
-    step = capture(function)
+    step = capture(function, model_class=model_class)
     return chunk_graph(
         step.graph_module,
         patterns=[modules],
@@ -101,7 +114,7 @@ def sorted_tokens(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     [
         (flipped, "aten.roll.default", "no rule says what this operator does to chunks"),
         (normalized_over_batch, "aten._softmax.default", "it works along dim 0, which is chunked"),
-        (averaged_over_batch, "aten.mean.dim", "it reduces dim 0, which is chunked, and is no sum"),
+        (averaged_over_batch, "aten.mean.dim", "it works along dim 0, which is chunked"),
         (balanced, "aten.pow.Tensor_Scalar", "it is not linear, and one of its operands is only"),
         (dropped_out, "aten.bernoulli.default", "it draws random numbers"),
         (sorted_tokens, "aten.view.default", "is local to the chunk, and"),
@@ -113,6 +126,39 @@ def test_refuses_by_the_name_of_node_and_operator(
     pattern = rf"\w+ \({re.escape(operator)}\) in the forward of layers\.0.*{re.escape(reason)}"
     with pytest.raises(GraphChunkingError, match=pattern):
         chunk(function)
+
+
+def test_refuses_a_region_that_something_outside_takes_apart():
+    with pytest.raises(GraphChunkingError) as error:
+        chunk(linear, model_class=Recurrent)
+    problem = error.value.problems[0]
+    assert problem.startswith("no order runs regions in one piece: ")
+    assert "the forward of layers.0 before exp before the forward of layers.0" in problem
+
+
+@torch.library.custom_op("gt_test_chunks::mirrored", mutates_args=())
+def mirrored(x: torch.Tensor) -> torch.Tensor:
+    return x.flip(-1)
+
+
+@mirrored.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def with_mirrored(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x @ weight + mirrored(x.detach())
+
+
+def test_an_operator_without_a_rule_is_given_one():
+    with pytest.raises(GraphChunkingError, match="no rule says what this operator does"):
+        chunk(with_mirrored)
+    operator = torch.ops.gt_test_chunks.mirrored.default
+    rule(operator)(lambda call: call.state(call.get("x")))
+    joins = {join.kind for join in chunk(with_mirrored).joins}
+    assert joins == {"cat", "sum"}
+    with pytest.raises(ValueError, match="has a chunk rule already"):
+        rule(operator)(lambda call: call.state(call.get("x")))
 
 
 def test_refuses_more_chunks_than_samples():

@@ -16,11 +16,21 @@ Because a wrong join is silent, ``Local`` is what remains wherever nothing else 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-__all__ = ["Layout", "Local", "Partial", "Sharded", "State", "Whole", "layout_of", "relayout"]
+import torch
+
+__all__ = [
+    "Layout",
+    "Local",
+    "Partial",
+    "Sharded",
+    "State",
+    "Whole",
+    "describe",
+    "layout_in_view",
+    "layout_of",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +52,7 @@ class Layout:
 
     def moved(self, dim: int) -> Layout:
         """The same in another dimension."""
-        return Layout(dim=dim, outer=self.outer, inner=self.inner)
+        return replace(self, dim=dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,27 +91,44 @@ def layout_of(state: State) -> Layout | None:
     return state.layout if isinstance(state, (Sharded, Local)) else None
 
 
-def relayout(
-    layout: Layout, before: Sequence[int], after: Sequence[int], *, extent: int
+def layout_in_view(
+    layout: Layout, source: torch.Tensor, view: torch.Tensor, *, extent: int
 ) -> Layout | None:
-    """The layout of a contiguous value under another shape of as many elements.
+    """The layout of a view of a contiguous value, read off the strides of the two.
+
+    In ``source``, elements of the next chunked index lie ``period`` bytes apart. A dimension of the
+    view holds the chunked extent where its own step divides the period and it walks the extent a
+    whole number of times.
 
     Args:
-        layout: under the shape ``before``.
-        before: the shape.
-        after: the other shape.
+        layout: of ``source``.
+        source: the contiguous value.
+        view: of it, that takes all of the chunked dimension.
         extent: that is chunked, of the whole value.
 
     Returns:
-        None where no one dimension of ``after`` holds the extent.
+        None where no one dimension of ``view`` holds the extent.
     """
-    leading = math.prod(before[: layout.dim]) * layout.outer
-    prefix = 1
-    for dim, size in enumerate(after):
-        if leading % prefix:
-            return None
-        outer = leading // prefix
-        if size and size % (outer * extent) == 0:
-            return Layout(dim=dim, outer=outer, inner=size // (outer * extent))
-        prefix *= size
+    period = source.stride(layout.dim) * layout.inner * source.itemsize
+    for dim, (size, stride) in enumerate(zip(view.shape, view.stride(), strict=True)):
+        step = stride * view.itemsize
+        if step == 0 or period % step:
+            continue
+        inner = period // step
+        if size and size % (inner * extent) == 0:
+            return Layout(dim=dim, outer=size // (inner * extent), inner=inner)
     return None
+
+
+def describe(state: State | tuple[State, ...]) -> str:
+    """A state in words, for messages."""
+    match state:
+        case Whole():
+            return "whole"
+        case Sharded(layout):
+            return f"sharded along dim {layout.dim}"
+        case Partial():
+            return "a term of a sum"
+        case Local():
+            return "local to the chunk"
+    return "a tuple"

@@ -10,8 +10,8 @@ outside: gathered parameters, their casts and views, constants.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -75,207 +75,170 @@ def find_chunked_nodes(
     Raises:
         GraphChunkingError: there is nothing to chunk, or what enters the modules is not understood.
     """
-    return _Finder(graph_module, patterns, chunk_dim, num_static_inputs).find()
+    nodes = list(graph_module.graph.nodes)
+    dependent = _depending_on_data(nodes, num_static_inputs)
+    candidates = _named_nodes(nodes, patterns)
+    if not candidates:
+        names = ", ".join(patterns)
+        raise GraphChunkingError([f"no node belongs to a module that {names} matches"])
+    candidates = _with_sums(nodes, candidates, dependent)
+    entering: dict[Node, Node] = {}
+    for node in candidates:
+        for source in node.all_input_nodes:
+            if source in dependent and source not in candidates:
+                entering.setdefault(source, node)
+    batch, sequence = _extents(entering, candidates)
+    layouts = _entry_layouts(entering, batch=batch, sequence=sequence, chunk_dim=chunk_dim)
+    aliases = AliasClasses(graph_module.graph)
+    chunked = _depending_on_chunks(candidates, layouts, aliases)
+    return ChunkedNodes(
+        region_of={node: candidates[node] for node in nodes if node in chunked},
+        entries=layouts,
+        extent=batch if chunk_dim == "batch" else sequence,
+        aliases=aliases,
+    )
 
 
-@dataclass(slots=True)
-class _Tokens:
-    """The extents of the modules' inputs, and how they stand in the shapes of what enters."""
-
-    batch: int
-    sequence: int
-    chunk_dim: Literal["batch", "seq"]
-    problems: list[str] = field(default_factory=list)
-
-    def layout_of(self, node: Node, reader: Node) -> Layout | None:
-        """Of a value that depends on data and enters a region; None if it is the same for all."""
-        value = value_of(node)
-        if not isinstance(value, torch.Tensor):
-            return None
-        shape = tuple(value.shape)
-        dim = 0 if self.chunk_dim == "batch" else 1
-        if len(shape) > 1 and shape[:2] == (self.batch, self.sequence):
-            return Layout(dim=dim)
-        if shape and shape[0] == self.batch * self.sequence:
-            if dim == 0:
-                return Layout(dim=0, inner=self.sequence)
-            return Layout(dim=0, outer=self.batch)
-        if dim == 0 and shape and shape[0] == self.batch:
-            return Layout(dim=0)
-        if not shape or (shape[0] == 1 and (dim == 0 or len(shape) < 2 or shape[1] == 1)):
-            return None
-        self.problems.append(
-            f"{node.name} of shape {shape} enters at {reader.name}, depends on the step's inputs, "
-            f"and has neither batch {self.batch} and sequence {self.sequence} in front nor the "
-            "same value for all chunks"
-        )
-        return None
+def _depending_on_data(nodes: Sequence[Node], num_static_inputs: int) -> set[Node]:
+    inputs = [node for node in nodes if node.op == "placeholder"]
+    dependent = set(inputs[num_static_inputs:])
+    for node in nodes:
+        if any(source in dependent for source in node.all_input_nodes):
+            dependent.add(node)
+    return dependent
 
 
-class _Finder:
-    def __init__(
-        self,
-        graph_module: GraphModule,
-        patterns: Sequence[str],
-        chunk_dim: Literal["batch", "seq"],
-        num_static_inputs: int,
-    ) -> None:
-        self._nodes = list(graph_module.graph.nodes)
-        self._patterns = tuple(patterns)
-        self._names = [LayerNames(pattern) for pattern in patterns]
-        self._chunk_dim = chunk_dim
-        self._aliases = AliasClasses(graph_module.graph)
-        self._regions: dict[tuple[str, str], Region] = {}
-        self._candidates: dict[Node, Region] = {}
-        self._dependent = self._depending_on_data(num_static_inputs)
-
-    def find(self) -> ChunkedNodes:
-        self._find_candidates()
-        if not self._candidates:
-            names = ", ".join(self._patterns)
-            raise GraphChunkingError([f"no node belongs to a module that {names} matches"])
-        self._absorb_between()
-        self._absorb_after()
-        found = self._candidates
-        self._candidates = {node: found[node] for node in self._nodes if node in found}
-        tokens = self._tokens()
-        entries: dict[Node, Layout] = {}
-        chunked: set[Node] = set()
-        while self._spread(chunked, entries, tokens):
-            pass
-        if tokens.problems:
-            raise GraphChunkingError(tokens.problems)
-        return ChunkedNodes(
-            region_of={n: self._candidates[n] for n in self._nodes if n in chunked},
-            entries=entries,
-            extent=tokens.batch if self._chunk_dim == "batch" else tokens.sequence,
-            aliases=self._aliases,
-        )
-
-    def _depending_on_data(self, num_static_inputs: int) -> set[Node]:
-        dependent: set[Node] = set()
-        num_inputs = 0
-        for node in self._nodes:
-            if node.op == "placeholder":
-                num_inputs += 1
-                if num_inputs > num_static_inputs:
-                    dependent.add(node)
-            elif any(source in dependent for source in node.all_input_nodes):
-                dependent.add(node)
-        return dependent
-
-    def _find_candidates(self) -> None:
-        reduced: set[Node] = set()  # what follows the reduction of a gradient is done once
-        for node in self._nodes:
-            if node.op != "call_function":
-                continue
-            collective = read_annotation(node, FsdpCollectiveAnnotation)
-            if (collective is not None and collective.kind == "reduce_grad") or any(
-                source in reduced for source in node.all_input_nodes
-            ):
-                reduced.add(node)
-                continue
-            if node.target is operator.getitem and node.args[0] in self._candidates:
-                source = node.args[0]
-                assert isinstance(source, Node)  # a key of candidates
-                self._candidates[node] = self._candidates[source]
-                continue
-            direction = phase_of(node)
-            if direction not in ("forward", "backward"):
-                continue
-            found = (names.layer_of(node) for names in self._names)
-            root = next((name for name in found if name is not None), None)
-            if root is None or collective is not None:
-                continue
+def _named_nodes(nodes: Sequence[Node], patterns: Sequence[str]) -> dict[Node, Region]:
+    """The nodes that carry the name of a chunked module."""
+    layers = [LayerNames(pattern) for pattern in patterns]
+    regions: dict[tuple[str, str], Region] = {}
+    found: dict[Node, Region] = {}
+    reduced: set[Node] = set()  # what follows the reduction of a gradient is done once
+    for node in nodes:
+        if node.op != "call_function":
+            continue
+        collective = read_annotation(node, FsdpCollectiveAnnotation)
+        reduces = collective is not None and collective.kind == "reduce_grad"
+        if reduces or any(source in reduced for source in node.all_input_nodes):
+            reduced.add(node)
+            continue
+        if node.target is operator.getitem and node.all_input_nodes[0] in found:
+            found[node] = found[node.all_input_nodes[0]]
+            continue
+        direction = phase_of(node)
+        root = next(filter(None, (names.layer_of(node) for names in layers)), None)
+        if direction in ("forward", "backward") and root is not None and collective is None:
             region = Region(root=root, direction=direction)
-            self._candidates[node] = self._regions.setdefault((root, direction), region)
+            found[node] = regions.setdefault((root, direction), region)
+    return found
 
-    def _nameless(self) -> Iterator[Node]:
-        """Nodes of the backward that carry no module: sums of gradients."""
-        for node in self._nodes:
-            if node.op != "call_function" or node in self._candidates:
-                continue
-            if phase_of(node) != "backward" or node not in self._dependent:
-                continue
-            if read_annotation(node, FsdpCollectiveAnnotation) is not None:
-                continue
-            if node.meta.get("is_gradient_acc") or read_annotation(node, ModuleAnnotation) is None:
-                yield node
 
-    def _absorb_between(self) -> None:
-        """Take nameless nodes that lie between two nodes of one region into it."""
-        regions = list(self._regions.values())
-        bit = {region: 1 << index for index, region in enumerate(regions)}
-        nothing = 0
+def _with_sums(
+    nodes: Sequence[Node], named: Mapping[Node, Region], dependent: Collection[Node]
+) -> dict[Node, Region]:
+    """Add the sums of gradients that lie between two nodes of a region, or that follow it.
 
-        def own(node: Node) -> int:
-            return bit[self._candidates[node]] if node in self._candidates else nothing
+    They carry no module. Those that add the values of several regions follow the latest.
+    """
+    found = dict(named)
+    regions = list(dict.fromkeys(found.values()))
+    bit = {region: 1 << index for index, region in enumerate(regions)}
 
-        above: dict[Node, int] = {}
-        for node in self._nodes:
-            above[node] = own(node)
-            for source in node.all_input_nodes:
-                above[node] |= above[source]
-        below: dict[Node, int] = {}
-        for node in reversed(self._nodes):
-            below[node] = own(node)
-            for user in node.users:
-                below[node] |= below[user]
-        for node in self._nameless():
-            common = above[node] & below[node]
-            if common:
-                self._candidates[node] = regions[common.bit_length() - 1]
+    def reached(
+        order: Iterable[Node], neighbours: Callable[[Node], Iterable[Node]]
+    ) -> dict[Node, int]:
+        """By node, a bit for each region that lies behind it."""
+        behind: dict[Node, int] = {}
+        for node in order:
+            behind[node] = bit[named[node]] if node in named else 0
+            for neighbour in neighbours(node):
+                behind[node] |= behind[neighbour]
+        return behind
 
-    def _absorb_after(self) -> None:
-        """Take nameless nodes all of whose data come from regions into the latest of these."""
-        for node in list(self._nameless()):
-            sources = [source for source in node.all_input_nodes if source in self._dependent]
-            if sources and all(
-                source in self._candidates and self._candidates[source].direction == "backward"
-                for source in sources
-            ):
-                self._candidates[node] = self._candidates[sources[-1]]
+    above = reached(nodes, lambda node: node.all_input_nodes)
+    below = reached(reversed(nodes), lambda node: node.users)
+    nameless = [
+        node
+        for node in nodes
+        if node.op == "call_function"
+        and node not in named
+        and node in dependent
+        and phase_of(node) == "backward"
+        and read_annotation(node, FsdpCollectiveAnnotation) is None
+        and (node.meta.get("is_gradient_acc") or read_annotation(node, ModuleAnnotation) is None)
+    ]
+    for node in nameless:
+        between = above[node] & below[node]
+        if between:
+            found[node] = regions[between.bit_length() - 1]
+    for node in nameless:
+        sources = [source for source in node.all_input_nodes if source in dependent]
+        backward = [s for s in sources if s in found and found[s].direction == "backward"]
+        if node not in found and sources and backward == sources:
+            found[node] = found[sources[-1]]
+    return {node: found[node] for node in nodes if node in found}
 
-    def _tokens(self) -> _Tokens:
-        shapes: dict[tuple[int, int], Node] = {}
-        for node, region in self._candidates.items():
-            if region.direction != "forward":
-                continue
-            for source in node.all_input_nodes:
-                value = value_of(source)
-                if (
-                    source not in self._candidates
-                    and source in self._dependent
-                    and isinstance(value, torch.Tensor)
-                    and value.is_floating_point()
-                    and value.ndim == 3
-                ):
-                    shapes.setdefault((value.shape[0], value.shape[1]), source)
-        if len(shapes) != 1:
-            found = ", ".join(f"{node.name} {shape}" for shape, node in shapes.items())
-            problem = "the modules need inputs (batch, sequence, model) of one shape; found "
-            raise GraphChunkingError([problem + (found or "none")])
-        ((batch, sequence),) = shapes
-        return _Tokens(batch=batch, sequence=sequence, chunk_dim=self._chunk_dim)
 
-    def _spread(self, chunked: set[Node], entries: dict[Node, Layout], tokens: _Tokens) -> bool:
-        """Add what depends on chunks, and what chunks write to; whether anything was added."""
+def _extents(entering: Mapping[Node, Node], region_of: Mapping[Node, Region]) -> tuple[int, int]:
+    """Batch and sequence of the modules' inputs."""
+    shapes: dict[tuple[int, int], Node] = {}
+    for source, reader in entering.items():
+        value = value_of(source)
+        if region_of[reader].direction != "forward" or not isinstance(value, torch.Tensor):
+            continue
+        if value.is_floating_point() and value.ndim == 3:
+            shapes.setdefault((value.shape[0], value.shape[1]), source)
+    if len(shapes) != 1:
+        found = ", ".join(f"{node.name} {shape}" for shape, node in shapes.items())
+        problem = "the modules need inputs (batch, sequence, model) of one shape; found "
+        raise GraphChunkingError([problem + (found or "none")])
+    return next(iter(shapes))
+
+
+def _entry_layouts(
+    entering: Mapping[Node, Node], *, batch: int, sequence: int, chunk_dim: Literal["batch", "seq"]
+) -> dict[Node, Layout]:
+    """Where the extent stands in what enters, unless that is the same for all chunks."""
+    known: dict[tuple[int, ...], Layout] = {}  # by what the shape begins with
+    if chunk_dim == "batch":
+        known[batch, sequence] = known[batch,] = Layout(dim=0)
+        known[batch * sequence,] = Layout(dim=0, inner=sequence)
+    else:
+        known[batch, sequence] = Layout(dim=1)
+        known[batch * sequence,] = Layout(dim=0, outer=batch)
+    num_tokens_dims = 1 if chunk_dim == "batch" else 2
+    layouts: dict[Node, Layout] = {}
+    problems = []
+    for node, reader in entering.items():
+        value = value_of(node)
+        shape = tuple(value.shape) if isinstance(value, torch.Tensor) else ()
+        fitting = [layout for leading, layout in known.items() if shape[: len(leading)] == leading]
+        if fitting:
+            layouts[node] = fitting[0]
+        elif shape and any(size != 1 for size in shape[:num_tokens_dims]):
+            problems.append(
+                f"{node.name} of shape {shape} enters at {reader.name}, depends on the step's "
+                f"inputs, and has neither batch {batch} and sequence {sequence} in front nor the "
+                "same value for all chunks"
+            )
+    if problems:
+        raise GraphChunkingError(problems)
+    return layouts
+
+
+def _depending_on_chunks(
+    region_of: Mapping[Node, Region], entries: Mapping[Node, Layout], aliases: AliasClasses
+) -> set[Node]:
+    """What reads chunks, and what shares memory that chunks write to."""
+    chunked: set[Node] = set()
+    written: set[Node] = set()
+    num_before = -1
+    while len(chunked) > num_before:
         num_before = len(chunked)
-        for node in self._candidates:
-            for source in node.all_input_nodes:
-                if source in chunked or source in entries:
-                    chunked.add(node)
-                elif source not in self._candidates and source in self._dependent:
-                    layout = tokens.layout_of(source, node)
-                    if layout is not None:
-                        entries[source] = layout
-                        chunked.add(node)
-        written = {
-            self._aliases.class_of(target)
-            for node in self._candidates
-            if node in chunked
-            for target in written_nodes(node)
-            if not self._aliases.holds_input(target)
-        }
-        chunked.update(n for n in self._candidates if self._aliases.class_of(n) in written)
-        return len(chunked) > num_before and bool(written)
+        for node in region_of:
+            reads = any(source in chunked or source in entries for source in node.all_input_nodes)
+            if reads or aliases.class_of(node) in written:
+                chunked.add(node)
+                targets = (t for t in written_nodes(node) if not aliases.holds_input(t))
+                written.update(map(aliases.class_of, targets))
+    return chunked

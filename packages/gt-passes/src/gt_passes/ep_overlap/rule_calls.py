@@ -1,32 +1,25 @@
 """How a rule sees the call that it judges, and what it answers.
 
 A rule says two things of an operator: which state its result has, given the states of its
-operands, and which of its arguments are other ones in a chunk: literal sizes that hold the chunked
-extent, and whole operands of which a chunk needs its own part.
+operands, and what a chunk is given in place of some arguments: its own part of whole operands, and
+literal sizes that hold the chunked extent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from typing import Any, cast
 
 import torch
 from torch.fx import Node
 from torch.fx.node import map_aggregate
 
 from gt_passes._torch_internals import OpOverload, value_of
-from gt_passes.ep_overlap.chunk_states import (
-    Layout,
-    Local,
-    Partial,
-    Sharded,
-    State,
-    Whole,
-    layout_of,
-)
+from gt_passes.ep_overlap.chunk_states import Layout, State, Whole, describe, layout_of
 
-__all__ = ["Call", "Cut", "NotProvenError", "Outcome", "Rule", "Scaled", "rule", "rule_of"]
+__all__ = ["RULES", "Call", "NotProvenError", "Outcome", "Rule", "Scaled", "evaluate", "rule"]
 
 
 class NotProvenError(Exception):
@@ -40,14 +33,6 @@ class Scaled:
     factor: int
 
 
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """Stands for a whole operand: the chunk's part of it."""
-
-    node: Node
-    layout: Layout
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
     """The answer of a rule."""
@@ -55,67 +40,70 @@ class Outcome:
     state: State | tuple[State, ...]
     """Of the result; a tuple for an operator with many."""
 
-    changed: Mapping[str, Any] = field(default_factory=dict)
-    """By name of the argument: what stands in its place, with ``Scaled`` and ``Cut`` inside."""
+    cuts: Mapping[Node, Layout] = field(default_factory=dict)
+    """Whole operands of which a chunk is given its part, and how they are cut."""
+
+    args: tuple[Any, ...] | None = None
+    """Positional arguments in a chunk, with ``Scaled`` inside; None where they are the node's."""
 
 
+@dataclass(frozen=True, kw_only=True)
 class Call:
-    """One node that runs in every chunk, with the states of its operands.
+    """One node that runs in every chunk, with what is known of its operands."""
 
-    Args:
-        node: the node of the unchunked graph.
-        states: of every node that runs in chunks, and of those that enter the region sharded;
-            every other operand is whole.
-        extent: of the dimension that is chunked.
-        partner: the forward node that the node differentiates, or None.
-        keeps_casts: whether sums stay behind casts that lose bits.
-    """
+    node: Node
+    """Of the unchunked graph. It calls an operator."""
 
-    def __init__(
-        self,
-        node: Node,
-        states: Mapping[Node, State | tuple[State, ...]],
-        *,
-        extent: int,
-        partner: Node | None = None,
-        keeps_casts: bool = False,
-    ) -> None:
-        self.node = node
-        self.extent = extent
-        self.partner = partner
-        self.keeps_casts = keeps_casts
-        self._states = states
+    outcomes: Mapping[Node, Outcome]
+    """Of every node that runs in chunks, and of those that enter the region sharded; every other
+    operand is whole."""
 
-    def get(self, name: str, default: Any = None) -> Any:
-        """An argument by the name that the operator's schema gives it."""
-        assert isinstance(self.node.target, OpOverload)  # rules are registered for those only
-        for position, declared in enumerate(self.node.target._schema.arguments):
-            if declared.name != name:
-                continue
-            if name in self.node.kwargs:
-                return self.node.kwargs[name]
-            if position < len(self.node.args) and not declared.kwarg_only:
-                return self.node.args[position]
-            return declared.default_value if declared.has_default_value() else default
-        return default
+    extent: int
+    """Of the dimension that is chunked."""
 
-    def operand(self, name: str) -> Node:
-        """An argument that is a tensor."""
-        value = self.get(name)
-        if not isinstance(value, Node):
-            raise NotProvenError(f"its argument {name} is {value!r}, not a tensor")
-        return value
+    partner: Node | None = None
+    """The forward node that the node differentiates."""
+
+    keeps_casts: bool = False
+    """Whether sums stay behind casts that lose bits."""
+
+    @cached_property
+    def arguments(self) -> dict[str, Any]:
+        """All arguments by the names that the operator's schema gives them, in its order."""
+        assert isinstance(self.node.target, OpOverload)  # others have no rules
+        declared = self.node.target._schema.arguments
+        defaults = {each.name: each.default_value for each in declared}
+        names = [each.name for each in declared]
+        return defaults | dict(zip(names, self.node.args, strict=False)) | self.node.kwargs
+
+    def get(self, name: str) -> Any:
+        """An argument by its name; None if the operator has none such."""
+        return self.arguments.get(name)
 
     @property
-    def tensors(self) -> list[Node]:
-        """Every operand that is a tensor, each once, in order."""
-        return [
-            node for node in self.node.all_input_nodes if isinstance(value_of(node), torch.Tensor)
-        ]
+    def operands(self) -> list[Node]:
+        """Every argument that is a node, tensors and numbers, each once, in order."""
+        return self.node.all_input_nodes
+
+    @property
+    def results(self) -> list[Any]:
+        """The unchunked results."""
+        value = value_of(self.node)
+        return list(value) if isinstance(value, (tuple, list)) else [value]
+
+    @property
+    def shapes(self) -> list[tuple[object, ...]]:
+        """Of the unchunked results, perhaps with symbolic sizes; numbers have no dimensions."""
+        return [tuple(getattr(result, "shape", ())) for result in self.results]
+
+    @property
+    def ranks(self) -> list[int]:
+        """Numbers of dimensions of the results."""
+        return [len(shape) for shape in self.shapes]
 
     def state(self, node: Node) -> State:
         """The state of an operand."""
-        state = self._states.get(node, Whole())
+        state = self.outcomes[node].state if node in self.outcomes else Whole()
         if isinstance(state, tuple):
             raise NotProvenError(f"it reads all results of {node.name} at once")
         return state
@@ -127,88 +115,66 @@ class Call:
     def shape(self, node: Node) -> tuple[int, ...]:
         """Of an operand of the unchunked graph. Sizes that depend on data are symbolic."""
         value = value_of(node)
-        assert isinstance(value, torch.Tensor)
-        return tuple(value.shape)
+        return tuple(value.shape) if isinstance(value, torch.Tensor) else ()
 
     def rank(self, node: Node) -> int:
-        """Number of dimensions of an operand."""
+        """Number of dimensions of an operand; none for a number."""
         return len(self.shape(node))
 
-    def dim(self, name: str, node: Node, default: Any = None) -> int:
-        """An argument that names a dimension of ``node``, counted from the front."""
-        dim = self.get(name, default)
-        if not isinstance(dim, int):
-            raise NotProvenError(f"its argument {name} is {dim!r}")
-        return dim % max(self.rank(node), 1)
+    def must_cut(self, node: Node, layout: Layout) -> bool:
+        """Whether a chunk needs its part of a whole operand.
 
-    @property
-    def result(self) -> torch.Tensor:
-        """The unchunked result of an operator with one."""
-        value = value_of(self.node)
-        if not isinstance(value, torch.Tensor):
-            raise NotProvenError("its result is not one tensor")
-        return value
+        Not of one that is spread over the dimension. Of other operands each chunk has its part; if
+        their layout is not known, their shape shows it when they run.
 
-    def like(self, node: Node, layout: Layout | None = None) -> State:
-        """The state of an operand for a result that holds the same values, laid out so."""
-        return with_layout(self.state(node), layout)
-
-    def as_sharded(self, node: Node, layout: Layout) -> Node | Cut:
-        """``node``, or its part for the chunk, once it is sure to be sharded as ``layout`` says."""
+        Raises:
+            NotProvenError: the operand is whole and has no such part, or is sharded in another way.
+        """
+        size: object = self.shape(node)[layout.dim]
+        is_int = isinstance(size, int)
+        if is_int and size == 1:
+            return False
         state = self.state(node)
-        if isinstance(state, Whole):
-            if self.shape(node)[layout.dim] != layout.factor * self.extent:
-                raise NotProvenError(f"{node.name} has no dimension of the chunked extent to cut")
-            return Cut(node, layout)
-        if layout_of(state) != layout or isinstance(state, Partial):
+        if isinstance(state, Whole) and not (is_int and size == layout.factor * self.extent):
+            raise NotProvenError(f"{node.name} has no dimension of the chunked extent to cut")
+        if not isinstance(state, Whole) and layout_of(state) not in (layout, None):
             raise NotProvenError(
-                f"{node.name} is {describe(state)}, and should be {describe(Sharded(layout))}"
+                f"{node.name} is {describe(state)}, and should be sharded along dim {layout.dim}"
             )
-        return node
+        return isinstance(state, Whole)
 
-    def joined_state(self, operands: Sequence[Node], layout: Layout) -> State:
-        """Sharded; local as soon as one operand is."""
-        local = [s for s in map(self.state, operands) if isinstance(s, Local)]
-        if local:
-            return Local(layout, permuted=any(state.permuted for state in local))
-        return Sharded(layout)
+    def scaled_arguments(self, layout: Layout | None) -> tuple[Any, ...]:
+        """The arguments for a chunk of a result laid out so: one may be the shape of it."""
+        arguments: list[Any] = list(self.node.args)
+        for position, name in zip(range(len(arguments)), self.arguments, strict=False):
+            if layout is None or name not in ("size", "input_sizes"):
+                continue
+            sizes = arguments[position] = list(arguments[position])
+            if isinstance(sizes[layout.dim], int) and sizes[layout.dim] != -1:
+                sizes[layout.dim] = Scaled(layout.factor)
+        return tuple(arguments)
 
-
-def with_layout(state: State, layout: Layout | None) -> State:
-    """The same kind of state with another layout."""
-    if isinstance(state, Sharded):
-        assert layout is not None
-        return Sharded(layout)
-    if isinstance(state, Local):
-        return Local(layout, permuted=state.permuted)
-    return state
-
-
-def describe(state: State | tuple[State, ...]) -> str:
-    """A state in words, for messages."""
-    if isinstance(state, tuple):
-        return "a tuple"
-    if isinstance(state, Sharded):
-        return f"sharded along dim {state.layout.dim}"
-    if isinstance(state, Partial):
-        return "a term of a sum"
-    if isinstance(state, Local):
-        return "local to the chunk"
-    return "whole"
+    def outcome(self, states: list[State], **changes: Any) -> Outcome:
+        """An answer with one state for each result."""
+        is_many = isinstance(value_of(self.node), (tuple, list))
+        return Outcome(state=tuple(states) if is_many else states[0], **changes)
 
 
-def substitute(value: Any, nodes: Mapping[Node, Any]) -> Any:
-    """``value`` with nodes replaced, wherever they stand in it."""
+def evaluate(node: Node, values: Callable[[Node], object] = value_of) -> Any:
+    """What the operator of a node gives on values of its inputs, by default the fake ones."""
 
     def load(leaf: Any) -> Any:
-        return nodes.get(leaf, leaf) if isinstance(leaf, Node) else leaf
+        return values(leaf) if isinstance(leaf, Node) else leaf
 
-    return map_aggregate(value, load)
+    args, kwargs = cast("Any", (map_aggregate(node.args, load), map_aggregate(node.kwargs, load)))
+    assert callable(node.target)  # true of call_function nodes
+    return node.target(*args, **kwargs)
 
 
 Rule = Callable[[Call], Outcome | State]
 
-_RULES: dict[object, Rule] = {}
+RULES: dict[object, Rule] = {}
+"""By operator."""
 
 
 def rule(*targets: OpOverload) -> Callable[[Rule], Rule]:
@@ -220,14 +186,9 @@ def rule(*targets: OpOverload) -> Callable[[Rule], Rule]:
 
     def register(function: Rule) -> Rule:
         for target in targets:
-            if target in _RULES:
+            if target in RULES:
                 raise ValueError(f"{target} has a chunk rule already")
-            _RULES[target] = function
+            RULES[target] = function
         return function
 
     return register
-
-
-def rule_of(target: object) -> Rule | None:
-    """The rule of an operator, or None."""
-    return _RULES.get(target)
