@@ -57,6 +57,26 @@ def test_dualpipev_idles_as_published(num_ranks: int, num_microbatches: int) -> 
     assert timeline.idle == ((num_ranks - 1) * (F_AND_B + B - 3 * W),) * num_ranks
 
 
+@pytest.mark.parametrize("f_and_b", [2.0, 2.5, 3.0])
+@pytest.mark.parametrize("num_ranks", [4, 8])
+def test_dualpipev_idles_as_published_whatever_an_overlap_gains(
+    num_ranks: int, f_and_b: float
+) -> None:
+    schedule = natural_schedule("DualPipeV", num_ranks, 3 * num_ranks)
+    timeline = simulate(schedule, ActionCosts(overlap_f_b=f_and_b))
+    assert max(timeline.idle) == (num_ranks - 1) * (f_and_b + B - 3 * W)
+
+
+@pytest.mark.parametrize(("forward", "backward"), [(1.0, 1.0), (2.0, 3.5), (0.75, 4.0)])
+@pytest.mark.parametrize("num_ranks", [4, 8])
+def test_interleaved_1f1b_idles_as_published_whatever_forward_and_backward_cost(
+    num_ranks: int, forward: float, backward: float
+) -> None:
+    schedule = natural_schedule("Interleaved1F1B", num_ranks, 3 * num_ranks)
+    timeline = simulate(schedule, ActionCosts(forward=forward, full_backward=backward))
+    assert max(timeline.idle) == (num_ranks - 1) * (forward + backward)
+
+
 @_each_size
 def test_zbv_never_idles_between_a_ranks_first_and_last_action(
     num_ranks: int, num_microbatches: int
