@@ -136,6 +136,12 @@ def capture_stage(
 
     # What leaves the stage is known after its forward, and the gradients of that enter the graph.
     traced = trace(stage.forward, ())
+    dynamic = [each.name for each in traced.arguments if None in each.shape]
+    if dynamic:
+        raise StageCaptureError(
+            what=f"stage {stage_index} cannot be captured",
+            problems=[f"{name} has a dynamic size; microbatches are alike" for name in dynamic],
+        )
     if differentiate:
         arriving = tuple(
             torch.empty(each.shape, dtype=each.dtype, device="meta")
@@ -143,12 +149,6 @@ def capture_stage(
             if each.requires_grad
         )
         traced = trace(stage.forward_and_backward, arriving)
-    dynamic = [each.name for each in traced.arguments if None in each.shape]
-    if dynamic:
-        raise StageCaptureError(
-            what=f"stage {stage_index} cannot be captured",
-            problems=[f"{name} has a dynamic size; microbatches are alike" for name in dynamic],
-        )
     _clean_up(traced, verify=verify)
     return StageCapture(
         traced=traced,

@@ -1,0 +1,80 @@
+"""Stages under data parallelism, run on a few ranks. Workers import this module by name."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from stage_models import ACTIVATION, Block
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from gt_pipeline.errors import StageOrderError
+from gt_pipeline.graph import GraphPipelineStage
+from gt_pipeline.runner import MicrobatchInputs
+from gt_trace.simple_fsdp import gathered, shard
+
+
+def _sharded() -> tuple[Block, GraphPipelineStage]:
+    torch.manual_seed(0)
+    # Of 15 rows, that two ranks share unevenly.
+    module = Block(hidden=15)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("fsdp",))
+    shard(module, mesh, mode="shard")
+    stage = GraphPipelineStage(module, stage_index=1, num_stages=3, activations=[ACTIVATION])
+    torch.manual_seed(dist.get_rank())
+    return module, stage
+
+
+def train_like_eager() -> tuple[list[str], int]:
+    """Two microbatches, and eager's gradients with the same point of reduction.
+
+    Returns:
+        What differs in any bit, and how many gradients are DTensors as their parameters are.
+    """
+    module, stage = _sharded()
+    microbatches = [(torch.randn(4, 8), torch.randn(4, 8)) for _ in range(2)]
+    stage.unshard()
+    outputs = [
+        stage.forward(number, (x,), MicrobatchInputs())[0]
+        for number, (x, _) in enumerate(microbatches)
+    ]
+    stage.reshard()
+    stage.unshard()
+    for number, (_, gradient) in enumerate(microbatches):
+        stage.full_backward(number, (gradient,))
+    stage.reduce_gradients()
+    with gathered(module):
+        expected = [module(x) for x, _ in microbatches]
+    torch.autograd.backward(expected, [gradient for _, gradient in microbatches])
+    differing = [
+        f"output {number}"
+        for number, (a, b) in enumerate(zip(outputs, expected, strict=True))
+        if not torch.equal(a, b)
+    ]
+    num_placed = 0
+    for name, parameter in module.named_parameters():
+        found, wanted = stage.gradients()[name], parameter.grad
+        assert isinstance(found, DTensor)
+        assert isinstance(parameter, DTensor)
+        assert isinstance(wanted, DTensor)
+        num_placed += found.placements == parameter.placements
+        if not torch.equal(found.to_local(), wanted.to_local()):
+            differing.append(name)
+    return differing, num_placed
+
+
+def evaluate_without_gathering_again() -> tuple[bool, str]:
+    """Whether evaluation computes what the module does, and what it says without parameters."""
+    module, stage = _sharded()
+    x = torch.randn(4, 8)
+    module.eval()
+    stage.unshard()
+    (found,) = stage.evaluate(0, (x,), MicrobatchInputs())
+    stage.discard()
+    with torch.no_grad():
+        same = torch.equal(found, module(x))
+    try:
+        stage.evaluate(0, (x,), MicrobatchInputs())
+    except StageOrderError as error:
+        return same, str(error)
+    return same, "nothing was said"
