@@ -4,7 +4,7 @@ The step that is captured is a vector-Jacobian product: of parameters, what ente
 the gradients of what leaves it, it makes what leaves, the gradients of what entered, and those of
 the parameters. The last stage has the loss inside. One microbatch stands for all; it consists of
 shapes, and no kernel runs for it. ``gt_trace.trace_step`` records it, so that a stage's operators,
-annotations and bits are those of a whole step's (docs/decisions/0010-stage-capture.md).
+annotations and bits are those of a whole step's (docs/decisions/0011-stage-graphs.md).
 """
 
 from __future__ import annotations
