@@ -102,6 +102,14 @@ def test_a_sequential_that_is_not_listed_is_an_attribute_like_any_other():
     assert split_module(model, ["head"]).shelf is None
 
 
+def test_a_model_that_is_a_sequential_splits_by_its_numbers():
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2), nn.Linear(2, 1))
+    first, last = stage_modules(model, [["0", "1"], ["2", "3"]], [0, 1]).values()
+    assert names_of(last) == ["2.weight", "2.bias", "3.weight", "3.bias"]
+    x = torch.rand(3, 2)
+    assert torch.equal(last(first(x)), model(x))
+
+
 def test_a_parameter_of_a_shell_stays_where_it_is_listed():
     model = Nested()
     assert split_module(model, ["towers.left.0"]).position is None
