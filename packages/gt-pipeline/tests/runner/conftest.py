@@ -16,5 +16,5 @@ sys.path.insert(0, str(Path(__file__).parent))
 @pytest.fixture(scope="session")
 def four() -> Iterator[GlooWorkers]:
     """Four ranks."""
-    with GlooWorkers(4, preload=["gt_pipeline.runner"]) as workers:
+    with GlooWorkers(4, timeout=300, preload=["gt_pipeline.runner"]) as workers:
         yield workers

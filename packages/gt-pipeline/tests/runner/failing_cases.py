@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from eager_stage import EagerStage
 from runner_cases import schedule
-from toy_pipeline import batch, eager_stages, gradients_of
+from toy_pipeline import NUM_MICROBATCHES, batch, eager_stages, gradients_of
 
 from gt_pipeline.errors import PipelineStepError, RunnerClosedError
 from gt_pipeline.runner import GraphPPRunner, Tensors
@@ -215,3 +215,27 @@ def die(rank: int, store: str, folder: str) -> None:
     with open(f"{folder}/{rank}", "w") as file:
         file.write(f"{num_gradients} gradients\n{text}")
     os._exit(0)  # a group with a dead rank cannot be left in order
+
+
+def train_two_pipelines(fails: bool) -> tuple[int, str]:
+    """Two pipelines of two ranks each; stage 1 of the one on ranks 1 and 3 may fail.
+
+    Returns:
+        How many parameters of this rank have a gradient, and the error's text.
+    """
+    # As a mesh has them: every rank makes all groups.
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    group = groups[dist.get_rank() % 2]
+    assert isinstance(group, dist.ProcessGroup)
+    planned = schedule("1F1B", num_ranks=2)
+    stages = eager_stages(planned, group.rank())
+    if fails and dist.get_rank() == 3:
+        fail_in(stages[0], "full_backward", NUM_MICROBATCHES - 1, _raise)
+    tokens, target = batch(dist.get_rank() % 2)
+    text = ""
+    with GraphPPRunner(stages, planned, group=group, timeout=timedelta(seconds=60)) as runner:
+        try:
+            runner.step(tokens, target=target)
+        except PipelineStepError as error:
+            text = str(error)
+    return len(gradients_of([stage.module for stage in stages])), text

@@ -23,14 +23,14 @@ from gt_pipeline.schedules import Schedule, schedule_of
 from gt_pipeline.split import SharedGroup
 
 
-def schedule(name: str, num_ranks: int = 4) -> Schedule:
-    """With 8 microbatches, and two stages a rank where the schedule can have more than one."""
+def schedule(name: str, num_ranks: int = 4, num_microbatches: int = NUM_MICROBATCHES) -> Schedule:
+    """With two stages a rank where the schedule can have more than one."""
     per_rank = 1 if name in ("GPipe", "1F1B") else 2
     return schedule_of(
         name,
         num_ranks=num_ranks,
         num_stages=per_rank * num_ranks,
-        num_microbatches=NUM_MICROBATCHES,
+        num_microbatches=num_microbatches,
     )
 
 

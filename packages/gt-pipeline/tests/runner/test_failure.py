@@ -100,6 +100,17 @@ def test_a_rank_that_waits_in_a_collective_of_its_graph_ends(four: GlooWorkers) 
     _check(outcomes, rank=0, stage=0, action="0F2")
 
 
+def test_pipelines_of_one_job_train_side_by_side(four: GlooWorkers) -> None:
+    outcomes = four.run(failing_cases.train_two_pipelines, False)
+    assert all(num_gradients and not text for num_gradients, text in outcomes)
+
+
+def test_a_failure_in_one_pipeline_ends_the_step_of_the_others(four: GlooWorkers) -> None:
+    outcomes = four.run(failing_cases.train_two_pipelines, True)
+    assert all(text.startswith("rank 3 failed at 1B7 of stage 1: ") for _, text in outcomes)
+    assert [num_gradients for num_gradients, _ in outcomes] == [0, 0, 0, 0]
+
+
 def test_ranks_end_when_one_dies_without_a_word(tmp_path: Path) -> None:
     context = multiprocessing.get_context("forkserver")
     processes = [
@@ -110,7 +121,7 @@ def test_ranks_end_when_one_dies_without_a_word(tmp_path: Path) -> None:
     ]
     for process in processes:
         process.start()
-    deadline = time.monotonic() + 100
+    deadline = time.monotonic() + 240
     for process in processes:
         process.join(max(0.0, deadline - time.monotonic()))
     hung = [rank for rank, process in enumerate(processes) if process.is_alive()]
