@@ -6,6 +6,7 @@ import importlib
 import pytest
 from torchtitan.config import CommConfig
 from torchtitan.distributed.activation_checkpoint import FullAC
+from torchtitan.models.common.config_utils import make_token_dispatcher_config
 from torchtitan.tools.profiler import Profiler
 
 from gt_config import ConfigError
@@ -299,8 +300,17 @@ def test_samples_that_do_not_divide_into_chunks_are_refused(tmp_path, strategy, 
     )
 
 
-@pytest.mark.parametrize("root", ["layers.0.attention", "layers.*.moe.experts", "tok_embeddings"])
-def test_modules_that_cannot_run_in_chunks_are_refused_with_all_else_that_is_wrong(tmp_path, root):
+@pytest.mark.parametrize(
+    ("root", "fix"),
+    [
+        ("layers.0.attention", "did you mean 'layers.*.moe'?"),
+        ("layers.*.moe.experts", "did you mean 'layers.*.moe'?"),
+        ("tok_embeddings", "give 'layers.*' or 'layers.*.moe'"),
+    ],
+)
+def test_modules_that_cannot_run_in_chunks_are_refused_with_all_else_that_is_wrong(
+    tmp_path, root, fix
+):
     training = {"local_batch_size": 2}
     config = overlapping(tmp_path, training=training, module_fqn=root)
     config.compile = dataclasses.replace(config.compile, mode="none")
@@ -308,10 +318,30 @@ def test_modules_that_cannot_run_in_chunks_are_refused_with_all_else_that_is_wro
         "the configuration has 2 problems:\n"
         f"  1. --compile.ep_overlap.module_fqn is {root!r}\n"
         "     allowed: 'layers.*' or 'layers.*.moe'\n"
-        "     fix: give 'layers.*' or 'layers.*.moe'\n"
+        f"     fix: {fix}\n"
         "  2. --compile.ep_overlap.enabled is True\n"
         "     allowed: True only with --compile.mode aot_fx_trace, not none\n"
         "     fix: use --compile.mode aot_fx_trace, or turn EP overlap off"
+    )
+
+
+@pytest.mark.parametrize("backend", ["hybridep", "minimal_async_ep"])
+def test_exchanges_by_operators_that_ep_overlap_does_not_know_are_refused(tmp_path, backend):
+    config = overlapping(tmp_path, training={"local_batch_size": 2}, module_fqn="layers.*")
+    assert config.model_spec is not None
+    for layer in config.model_spec.model.layers:
+        if layer.moe is not None:
+            exchange = layer.moe.routed_experts
+            exchange.token_dispatcher = make_token_dispatcher_config(
+                num_experts=8, top_k=3, comm_backend=backend
+            )
+    name = {"hybridep": "HybridEP", "minimal_async_ep": "MinimalAsyncEP"}[backend]
+    assert refusal(config, 4) == (
+        "the configuration has 1 problem:\n"
+        "  1. --compile.ep_overlap.enabled is True\n"
+        f"     allowed: False with {name}TokenDispatcher, of whose exchanges no launch and wait are "
+        "known\n"
+        "     fix: leave the flag out, or choose a --config whose experts exchange by all-to-all"
     )
 
 

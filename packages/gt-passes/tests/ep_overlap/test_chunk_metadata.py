@@ -214,3 +214,20 @@ def test_settling_takes_what_no_chunk_decides_out_of_chunks():
         if found is None or found.role == "body"
     }
     assert chunks == {"t": None, "mm": 0, "t_1": None, "mm_1": 1}
+
+
+def test_settling_names_the_modules_that_left_no_node():
+    graph_module = capture(lambda x: x + 1, torch.zeros(2))
+    with pytest.raises(ChunkMetadataError) as caught:
+        settle_chunk_annotations(graph_module, roots=("moe", "layers.7.moe"))
+    assert_expected_inline(
+        str(caught.value),
+        """\
+the chunks of this graph cannot be scheduled:
+  - moe: it was to run in chunks, and left no node in the graph; was its forward called?
+  - layers.7.moe: it was to run in chunks, and left no node in the graph; was its forward called?""",
+    )
+
+
+def test_settling_takes_modules_that_left_nodes():
+    settle_chunk_annotations(two_chunks("0"), roots=("moe",))

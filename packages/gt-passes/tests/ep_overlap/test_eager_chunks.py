@@ -231,6 +231,25 @@ def test_a_forward_of_the_instance_comes_back():
     assert block.forward is own
 
 
+def test_a_wrapper_that_fails_takes_the_others_off():
+    class HasNoForward(Doubles):
+        def __getattribute__(self, name):
+            if name == "forward":
+                raise AttributeError("of the module")
+            return super().__getattribute__(name)
+
+    model = nn.ModuleDict({"a": Doubles(), "b": HasNoForward()})
+    with pytest.raises(AttributeError, match=r"^of the module$"):
+        chunk_forwards(model, modules="*", chunk_dim="batch")
+    assert "forward" not in vars(model["a"])
+
+
+def test_the_handle_knows_the_roots():
+    model = nn.ModuleDict({"layers": nn.ModuleDict({"0": Doubles(), "1": Doubles()})})
+    with chunk_forwards(model, modules="layers.*", chunk_dim="batch") as handle:
+        assert handle.roots == ("layers.0", "layers.1")
+
+
 def test_undoing_below_a_later_wrapper_is_refused():
     block = Doubles()
     model = model_of(block)

@@ -15,7 +15,7 @@ from ep_overlap.chunked_graphs import (
 )
 from ep_overlap.scheduled_step_cases import outputs_before_and_after
 from expecttest import assert_expected_inline
-from pass_graphs import capture, program, run_pass
+from pass_graphs import capture, collectives, program, run_pass
 from passes.fsdp_graphs import gathered, of_unknown_effect, reduce_scattered
 
 from gt_config.node_keys import ChunkAnnotation
@@ -160,6 +160,20 @@ def test_nothing_passes_an_operator_of_unknown_effect():
     assert [each.chunk_id for each in exposed_exchanges(graph_module)] == [0, 0, 1, 1]
 
 
+def test_chunks_whose_exchange_nobody_registered_are_said_to_be_left():
+    graph_module = capture(
+        lambda x: forward_region(x, 2, of_chunk=lambda p: of_unknown_effect(p.cos())), X
+    )
+    report = run_pass(ScheduleEpOverlap(), graph_module)
+    assert not report.changed
+    (refusal,) = report.refusals
+    assert refusal.node_name == "cos"
+    assert_expected_inline(
+        refusal.reason,
+        """no chunk has a token exchange that is known: another operator than all_to_all_single has to be registered (register_exchange_operator)""",
+    )
+
+
 def test_graphs_without_chunks_are_left_alone():
     graph_module = capture(lambda x: forward_of_chunk(x), X)
     before = program(graph_module)
@@ -187,6 +201,29 @@ def test_producers_are_not_told_apart():
                 write_annotation(node, ChunkAnnotation(**fields))
         orders.append(scheduled(graph_module))
     assert orders[0] == orders[1]
+
+
+def test_no_exchange_hides_behind_what_only_allocates_or_fills():
+    """Between the launch and the wait of chunk 0, chunk 1 makes zeros and counts; then a sine.
+
+    network       [======= d0 =======]
+    compute  cos0   empty1 zeros1 ...   (exposed)     [= d0 = sin1 =] (hidden)
+    """
+
+    def with_between(between):
+        def region(x):
+            with chunk(0):
+                there = collectives.all_to_all_single(x[:4].cos(), [2, 2], [2, 2], "ep")
+            with chunk(1):
+                made = between(x[4:])
+            with chunk(0):
+                return collectives.wait_tensor(there).exp(), made
+
+        return exposed_exchanges(capture(region, X))
+
+    assert len(with_between(lambda part: (torch.empty(2), torch.zeros_like(part)))) == 1
+    assert len(with_between(lambda part: (torch.arange(3), part.new_ones(4)))) == 1
+    assert with_between(torch.sin) == ()
 
 
 # ---- FSDP ---------------------------------------------------------------------------------------

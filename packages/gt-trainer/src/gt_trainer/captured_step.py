@@ -115,12 +115,17 @@ def capture_training_step(
 
     Raises:
         ForwardChunkingError: a module cannot run in chunks; the model is left as it was.
+        ChunkMetadataError: a module that was to run in chunks was not called.
     """
-    chunked = chunked_for_capture(model, ep_overlap or EpOverlapConfig())
-    with clock.part("capture"), annotate_expert_regions(model), chunked:
+    with (
+        clock.part("capture"),
+        annotate_expert_regions(model),
+        chunked_for_capture(model, ep_overlap or EpOverlapConfig()) as chunked,
+    ):
         step = training_step(model, loss_fn)
         traced = trace_step(step, module=model, meta_device=meta_device)(*args)
-        settle_chunk_annotations(traced.graph_module)
+        roots = chunked.roots if chunked is not None else ()
+        settle_chunk_annotations(traced.graph_module, roots=roots)
     with clock.part("passes"):
         static_inputs = traced.inputs[: traced.num_static_inputs]
         context = PassContext(

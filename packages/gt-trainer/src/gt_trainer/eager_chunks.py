@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.attention.flex_attention import BlockMask
 
 from gt_config import EpOverlapConfig
-from gt_passes.ep_overlap import InputLayout, TokenDims, chunk_forwards
+from gt_passes.ep_overlap import ChunkedForwards, InputLayout, TokenDims, chunk_forwards
 
 __all__ = ["chunked_for_capture", "slice_block_mask"]
 
@@ -65,8 +65,8 @@ _LAYOUTS: Mapping[str, InputLayout] = MappingProxyType(
 
 def chunked_for_capture(
     model: nn.Module, options: EpOverlapConfig
-) -> AbstractContextManager[object]:
-    """Inside, the modules that ``options`` name run in chunks, if the strategy is eager.
+) -> AbstractContextManager[ChunkedForwards | None]:
+    """Inside, the modules that ``options`` name run in chunks, if the strategy is eager; else None.
 
     Args:
         model: parallelized.

@@ -8,6 +8,8 @@ pattern.
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 from torch import nn
 from torchtitan.models.common.moe import RoutedExperts
 
@@ -32,16 +34,14 @@ def annotate_expert_regions(model: nn.Module) -> AnnotationHandle:
     The experts' own computation is the region "compute"; what the router and shared experts do
     belongs to no region.
     """
-    undo = []
-    for module in model.modules():
-        if not isinstance(module, RoutedExperts):
-            continue
-        compute = EpRegionAnnotation(kind="compute")
-        undo.append(annotate_method(module.inner_experts, "forward", compute).undo)
-        dispatcher = module.token_dispatcher
-        undo.extend(
-            annotate_method(dispatcher, method, annotation).undo
-            for method, annotation in _DISPATCHER_METHODS
-            if hasattr(dispatcher, method)
-        )
-    return AnnotationHandle(undo)
+    with ExitStack() as wrapped:  # takes them off again if a later one cannot be put on
+        for module in model.modules():
+            if not isinstance(module, RoutedExperts):
+                continue
+            compute = EpRegionAnnotation(kind="compute")
+            wrapped.enter_context(annotate_method(module.inner_experts, "forward", compute))
+            dispatcher = module.token_dispatcher
+            for method, annotation in _DISPATCHER_METHODS:
+                if hasattr(dispatcher, method):
+                    wrapped.enter_context(annotate_method(dispatcher, method, annotation))
+        return AnnotationHandle([wrapped.pop_all().close])

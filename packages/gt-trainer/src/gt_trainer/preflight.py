@@ -17,6 +17,10 @@ from pathlib import Path
 import torch
 from torchtitan.config import ParallelismConfig
 from torchtitan.models.common.decoder import Decoder
+from torchtitan.models.common.token_dispatcher import (
+    AllToAllTokenDispatcher,
+    BaseEPTokenDispatcher,
+)
 from torchtitan.tools import filesystem
 
 from gt_config import ConfigError, Topology, Violation, find_violations
@@ -58,6 +62,7 @@ def check_configuration(
     violations += _unsupported_options(config)
     violations += _unsound_counts(config, topology)
     violations += _model_does_not_divide(config, topology)
+    violations += _exchanges_of_unknown_operators(config)
     violations += _unsound_pipeline(config)
     if will_train:
         violations += _missing_devices(num_local_ranks)
@@ -297,6 +302,27 @@ def _experts_do_not_divide(model: Decoder.Config, ep: int) -> Iterator[Violation
             allowed=f"a divisor of the model's {num_experts} experts",
             fix=f"use one of {', '.join(map(str, _divisors(num_experts)))}",
         )
+
+
+def _exchanges_of_unknown_operators(config: GraphTrainer.Config) -> Iterator[Violation]:
+    """EP overlap schedules exchanges whose launch and wait it knows, and would else do nothing."""
+    model = config.model_spec.model if config.model_spec is not None else None
+    if not config.compile.ep_overlap.enabled or not isinstance(model, Decoder.Config):
+        return
+    moes = [layer.moe for layer in model.layers if getattr(layer, "moe", None) is not None]
+    for dispatcher in (moe.routed_experts.token_dispatcher for moe in moes):
+        if not isinstance(dispatcher, BaseEPTokenDispatcher.Config):
+            continue
+        if isinstance(dispatcher, AllToAllTokenDispatcher.Config):
+            continue
+        name = type(dispatcher).__qualname__.removesuffix(".Config")
+        yield Violation(
+            flag="--compile.ep_overlap.enabled",
+            value=True,
+            allowed=f"False with {name}, of whose exchanges no launch and wait are known",
+            fix=f"{_LEAVE_OUT}, or choose a --config whose experts exchange by all-to-all",
+        )
+        return
 
 
 def _divisors(number: int) -> list[int]:

@@ -10,7 +10,7 @@ from gt_passes.ep_overlap.chunk_metadata import (
     ChunkRegions,
     settle_chunk_annotations,
 )
-from gt_passes.ep_overlap.eager_chunks import chunk_forwards
+from gt_passes.ep_overlap.eager_chunks import ChunkedForwards, chunk_forwards
 from gt_passes.ep_overlap.exchange_operators import register_exchange_operator
 from gt_passes.ep_overlap.exposed_exchanges import (
     ExposedExchange,
@@ -26,6 +26,7 @@ __all__ = [
     "ChunkDim",
     "ChunkRegion",
     "ChunkRegions",
+    "ChunkedForwards",
     "ExposedExchange",
     "GraphChunkingError",
     "GraphChunks",

@@ -9,7 +9,7 @@ direction, and refuses a graph whose metadata contradict themselves.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch.fx import GraphModule, Node
@@ -40,7 +40,7 @@ _MIRRORED: dict[ChunkRole, ChunkRole] = {
 """What the backward of a node of each role does."""
 
 
-def settle_chunk_annotations(graph_module: GraphModule) -> None:
+def settle_chunk_annotations(graph_module: GraphModule, *, roots: Sequence[str] = ()) -> None:
     """Make the annotations that an eager producer left in a trace those of the contract, in place.
 
     Autograd's nodes inherit the annotation of the forward node that caused them: here they get the
@@ -50,8 +50,27 @@ def settle_chunk_annotations(graph_module: GraphModule) -> None:
     alone, and the backward of those once gradients of all chunks are summed.
 
     A graph without chunks, and one that is settled already, stay as they are.
+
+    Args:
+        graph_module: as traced.
+        roots: modules that were to run in chunks, as ``ChunkedForwards`` has them.
+
+    Raises:
+        ChunkMetadataError: a root left no node in the graph: its forward was not called.
     """
-    if all(read_annotation(node, ChunkAnnotation) is None for node in graph_module.graph.nodes):
+    seen = {
+        annotation.region_root
+        for node in graph_module.graph.nodes
+        if (annotation := read_annotation(node, ChunkAnnotation)) is not None
+    }
+    missing = [
+        f"{root}: it was to run in chunks, and left no node in the graph; was its forward called?"
+        for root in roots
+        if root not in seen
+    ]
+    if missing:
+        raise ChunkMetadataError(missing)
+    if not seen:
         return
     summed: dict[Node, str] = {}
     """Gradients of all chunks of a region together, and what follows from them alone."""

@@ -26,6 +26,7 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -38,10 +39,19 @@ from gt_passes.errors import ForwardChunkingError
 from gt_trace.annotate import AnnotationHandle, annotate
 from gt_trace.simple_fsdp import gathered
 
-__all__ = ["chunk_forwards"]
+__all__ = ["ChunkedForwards", "chunk_forwards"]
 
 _NUM_CHUNKS = 2
 """What the eager producer supports; the graph producer takes any number."""
+
+
+class ChunkedForwards(AnnotationHandle):
+    """Takes the wrappers of ``chunk_forwards`` off again. Also a context manager that does so."""
+
+    def __init__(self, undo: list[Callable[[], None]], roots: tuple[str, ...]) -> None:
+        super().__init__(undo)
+        self.roots = roots
+        """Fully qualified names of the wrapped modules, for ``settle_chunk_annotations``."""
 
 
 def chunk_forwards(
@@ -51,7 +61,7 @@ def chunk_forwards(
     chunk_dim: ChunkDim,
     num_chunks: int = _NUM_CHUNKS,
     layout: InputLayout | None = None,
-) -> AnnotationHandle:
+) -> ChunkedForwards:
     """Run the forwards of some modules chunk by chunk until the handle is undone.
 
     Parameters that ``gt_trace.simple_fsdp`` sharded are gathered once for all chunks. Buffers that
@@ -100,7 +110,10 @@ def chunk_forwards(
         )
         for root, module in roots
     ]
-    return AnnotationHandle([_wrap(root, module, chunks) for root, module, chunks in chunked])
+    with ExitStack() as wrapped:  # takes them off again if a later one cannot be put on
+        for root, module, chunks in chunked:
+            wrapped.callback(_wrap(root, module, chunks))
+        return ChunkedForwards([wrapped.pop_all().close], tuple(root for root, _ in roots))
 
 
 def _find_roots(

@@ -25,6 +25,16 @@ from gt_trace.node_metadata import read_annotation
 __all__ = ["ExposedExchange", "exposed_exchanges", "interrupted_exchanges", "is_compute"]
 
 
+_READ_SHAPES_ONLY = frozenset(
+    f"aten::{name}"
+    for name in (
+        *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like"),
+        *("new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full"),
+    )
+)
+"""Operators that are given a tensor and read no element of it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExposedExchange:
     """A token exchange behind whose launch no other chunk computes before its wait."""
@@ -45,9 +55,9 @@ class ExposedExchange:
 def exposed_exchanges(graph_module: GraphModule) -> tuple[ExposedExchange, ...]:
     """The token exchanges with no compute of another chunk between launch and wait.
 
-    Compute is an operator that makes a tensor on the device: no view, no collective, no wait, no
-    reading of the host. A chunk of another region in the same direction counts too, as where blocks
-    chain; what belongs to no chunk does not.
+    Compute is an operator that makes a tensor of tensors on the device: no view, no collective, no
+    wait, no reading of the host, nothing that only allocates or fills. A chunk of another region in
+    the same direction counts too, as where blocks chain; what belongs to no chunk does not.
 
     Args:
         graph_module: a graph with chunk annotations.
@@ -109,7 +119,11 @@ def _computes_for_another(node: Node, own: ChunkAnnotation) -> bool:
 
 
 def is_compute(node: Node) -> bool:
-    """Whether a node makes a tensor on the device: no view, collective, wait or host read."""
+    """Whether a node makes a tensor of tensors on the device.
+
+    No view, collective, wait or host read; nor what only allocates or fills, behind which no
+    exchange could hide.
+    """
     if node.op != "call_function" or node.target is operator.getitem:
         return False
     if region_of(node) is not None or isinstance(node.target, HigherOrderOperator):
@@ -122,4 +136,7 @@ def is_compute(node: Node) -> bool:
     makes_tensor = isinstance(value, torch.Tensor) or (
         isinstance(value, (tuple, list)) and any(isinstance(v, torch.Tensor) for v in value)
     )
-    return makes_tensor and not is_only_a_view(node) and not reads_only_metadata(node)
+    if not makes_tensor or is_only_a_view(node) or reads_only_metadata(node):
+        return False
+    reads_tensor = any(isinstance(value_of(n), torch.Tensor) for n in node.all_input_nodes)
+    return reads_tensor and node.target._schema.name not in _READ_SHAPES_ONLY

@@ -56,6 +56,12 @@ def find_overlap_windows(
             refusals.append(Refusal(node_name=node.name, reason=reason))
             continue
         windows.append(_window(span, nodes, constraints))
+    if regions and not windows and not refusals:
+        reason = (
+            "no chunk has a token exchange that is known: another operator than all_to_all_single "
+            "has to be registered (register_exchange_operator)"
+        )
+        refusals.append(Refusal(node_name=regions[0].chunks[0][0].name, reason=reason))
     return windows, refusals
 
 

@@ -65,7 +65,11 @@ class ChunkModules(GraphPass):
 
     @property
     def bounds(self) -> ChangeBounds:
-        """Each chunk exchanges its own token counts; two chunks' values are alive together."""
+        """Each chunk exchanges its own token counts. No bound on memory.
+
+        Where chunks are joined or summed, whole values stand beside their parts, and whether the
+        step's peak is there the pass does not know.
+        """
         return ChangeBounds(collective_bytes_growth=float(self.num_chunks), peak_memory_growth=None)
 
     def run(self, graph_module: GraphModule, context: PassContext) -> PassReport:

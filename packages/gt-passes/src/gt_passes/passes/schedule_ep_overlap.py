@@ -49,8 +49,9 @@ class ScheduleEpOverlap(GraphPass):
         z0 = combine(wait_tensor(c0))
         z1 = combine(wait_tensor(c1))
 
-    *Refuses*: regions that run into one another in different directions or numbers of chunks. What
-    an operator of unknown effect separates stays separated.
+    *Refuses*: regions that run into one another in different directions or numbers of chunks, and
+    graphs in whose chunks it knows no token exchange. What an operator of unknown effect separates
+    stays separated.
 
     *Preserves numerics*: yes. Only the order changes.
 
@@ -66,7 +67,10 @@ class ScheduleEpOverlap(GraphPass):
 
     @property
     def bounds(self) -> ChangeBounds:
-        """All chunks are under way at once, so more is held at a time."""
+        """No bound on memory: all chunks are under way at once.
+
+        What no exchange needs (gradients of weights) waits behind launches, and holds its inputs.
+        """
         return ChangeBounds(peak_memory_growth=None)
 
     def run(self, graph_module: GraphModule, context: PassContext) -> PassReport:
