@@ -215,8 +215,8 @@ def _real_stages(name: str) -> list[PipelineStage]:
             index,
             num_stages,
             torch.device("cpu"),
-            input_args=torch.zeros(2, 4),
-            output_args=torch.zeros(2, 4),
+            input_args=torch.zeros(2, 4, requires_grad=index > 0),
+            output_args=torch.zeros(2, 4, requires_grad=True),
         )
         for index in range(num_stages)
     ]
@@ -276,3 +276,41 @@ def test_evaluation_runs_forwards_alone_before_and_after_training(name: str) -> 
         assert ActionKind.REDUCE_GRAD not in {each.kind for each in ran}
         schedule.step(batch, return_outputs=False)
         assert ActionKind.REDUCE_GRAD in {each.kind for each in ran}
+
+
+@pytest.mark.parametrize("from_csv", [False, True])
+@pytest.mark.usefixtures("one_rank_group")
+def test_eager_stages_train_to_the_gradients_of_the_whole_model(
+    from_csv: bool, tmp_path: Path
+) -> None:
+    stages = _real_stages("Interleaved1F1B")
+    path = tmp_path / "interleaved.csv"
+    ours = schedule_of("Interleaved1F1B", num_ranks=1, num_stages=len(stages), num_microbatches=6)
+    schedule_to_csv(ours, path)
+    schedule: Any = build_pipeline_schedule(
+        stages,
+        name=None if from_csv else ours.name,
+        csv_path=path if from_csv else None,
+        num_microbatches=6,
+        loss_fn=nn.functional.mse_loss,
+    )
+    torch.manual_seed(0)
+    batch, target = torch.randn(12, 4), torch.randn(12, 4)
+    losses: list[Tensor] = []
+    schedule.step(batch, target=target, losses=losses)
+    gradients = [
+        parameter.grad.clone() for stage in stages for parameter in stage.submod.parameters()
+    ]
+    model = nn.Sequential(*(stage.submod for stage in stages))
+    model.zero_grad()
+    expected = [
+        nn.functional.mse_loss(model(x), y)
+        for x, y in zip(batch.split(2), target.split(2), strict=True)
+    ]
+    for loss in expected:
+        loss.backward()
+    assert all(map(torch.equal, losses, expected))
+    assert all(
+        torch.equal(one, other.grad)
+        for one, other in zip(gradients, model.parameters(), strict=True)
+    )
