@@ -157,8 +157,7 @@ def test_refuses_actions_whose_fake_values_are_of_two_modes() -> None:
     )
 
 
-@pytest.mark.parametrize("same_stage", [False, True])
-@pytest.mark.parametrize("by_data", [False, True])
+@pytest.mark.parametrize(("by_data", "same_stage"), [(False, False), (True, True)])
 def test_overlapped_actions_compute_the_same_bits(
     by_data: bool, same_stage: bool, two: GlooWorkers
 ) -> None:

@@ -46,7 +46,7 @@ def recomposes(graphs: StageGraphs) -> bool:
     return True
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(pieces=pieces, num_inputs=st.integers(1, 2), num_outputs=st.integers(1, 2))
 def test_random_stages_recompose(
     pieces: list[tuple[str, int]], num_inputs: int, num_outputs: int
