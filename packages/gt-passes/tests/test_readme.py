@@ -1,4 +1,4 @@
-"""The README's example runs and prints what it says."""
+"""The README's examples run and print what it says."""
 
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ from gt_passes import registry
 README = Path(__file__).parents[1] / "README.md"
 
 
-def test_the_example_prints_what_the_readme_shows(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("number", [0, 1], ids=["a pass", "EP overlap"])
+def test_an_example_prints_what_the_readme_shows(number: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(registry, "_PASSES", dict(registry._PASSES))
     text = README.read_text(encoding="utf-8")
-    [program] = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
-    [shown] = re.findall(r"```text\n(.*?)```", text, flags=re.DOTALL)
+    programs = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    outputs = re.findall(r"```text\n(.*?)```", text, flags=re.DOTALL)
+    assert len(programs) == len(outputs) == 2
+    program, shown = programs[number], outputs[number]
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         exec(compile(program, str(README), "exec", dont_inherit=True), {"__name__": "readme"})
