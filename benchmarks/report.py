@@ -21,7 +21,15 @@ import torch
 
 __all__ = ["Report", "Row", "Sample"]
 
-_PACKAGES = ("torch", "torchtitan", "gt-config", "gt-trace", "gt-passes", "gt-trainer")
+_PACKAGES = (
+    "torch",
+    "torchtitan",
+    "gt-config",
+    "gt-trace",
+    "gt-passes",
+    "gt-pipeline",
+    "gt-trainer",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
