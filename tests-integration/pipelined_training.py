@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -324,3 +325,59 @@ class counts_kept:  # noqa: N801  # used as a function
     def __exit__(self, *exception: object) -> None:
         for name, buffer in self._buffers.items():
             buffer.copy_(self._before[name])
+
+
+# ---- checkpoints --------------------------------------------------------------------------------
+
+
+def resumed_state(case: PipelineCase, other: Mapping[str, int], folder: str) -> tuple[str, ...]:
+    """Train, save, and load under other parallel degrees; what differs between the two states."""
+    options = {
+        "enable": True,
+        "interval": 2,
+        "last_save_model_only": False,
+        "async_mode": "disabled",
+    }
+    saved = case.trainer("aot_fx_trace", folder, **options)
+    saved.config.training.steps = 2
+    saved.train()
+    before = digests(saved)
+    saved.close()
+    config = case.build("aot_fx_trace", folder, **options)
+    config.parallelism = dataclasses.replace(config.parallelism, **other)
+    resumed = GraphTrainer(config)
+    resumed.checkpointer.load(step=2)
+    after = digests(resumed)
+    step = resumed.step
+    resumed.config.training.steps = 3
+    resumed.train()  # and it goes on
+    finished = resumed.step
+    resumed.close()
+    differences = [
+        f"{name}: {before.get(name)} and {after.get(name)}"
+        for name in before.keys() | after.keys()
+        if before.get(name) != after.get(name)
+    ]
+    if not before:
+        differences.append("nothing was saved")
+    if (step, finished) != (2, 3):
+        differences.append(f"resumed at step {step}, and ended at {finished}")
+    return tuple(sorted(differences))
+
+
+def digests(trainer: GraphTrainer) -> dict[str, str]:
+    """Of every parameter and its optimizer state, whole, wherever they are; the same on all ranks."""
+    found: dict[str, str] = {}
+    for part, optimizer in zip(trainer.model_parts, trainer.optimizers, strict=True):
+        for name, parameter in part.named_parameters():
+            found[name] = digest(parameter)
+            for key in ("exp_avg", "exp_avg_sq"):
+                found[f"{name}.{key}"] = digest(optimizer.state[parameter][key])
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, found)
+    return {name: value for each in everywhere for name, value in each.items()}
+
+
+def digest(tensor: torch.Tensor) -> str:
+    whole = tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+    return hashlib.sha256(whole.contiguous().numpy().tobytes()).hexdigest()[:16]

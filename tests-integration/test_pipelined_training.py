@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from pipelined_training import PipelineCase, compare_pipelines
+from pipelined_training import PipelineCase, compare_pipelines, resumed_state
 from training_cases import Case
 
 from gt_trace.testing import GlooWorkers
@@ -52,3 +52,9 @@ def test_losses_and_gradients_are_those_of_the_whole_model_and_of_pytorchs_runti
     assert all(each.num_gradients > 10 for each in found)
     assert {len(each.losses) for each in found} == {0, 2 * 2 * case.num_microbatches}
     assert all("UNSHARD" in each.actions and "REDUCE_GRAD" in each.actions for each in found)
+
+
+def test_a_checkpoint_is_resumed_under_another_pipeline_degree(four: GlooWorkers, tmp_path: Path):
+    case = PipelineCase(model=LLAMA3, schedule="1F1B")
+    other = {"pipeline_parallel_degree": 1, "tensor_parallel_degree": 2}
+    assert four.run(resumed_state, case, other, str(tmp_path)) == [()] * 4
