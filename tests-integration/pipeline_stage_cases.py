@@ -53,8 +53,8 @@ class Findings:
 
 def examine_stages(case: Case, folder: str) -> Findings:
     """Two stages of a model, both on this rank."""
-    modules, microbatches = _placed_stages(case, folder)
-    stages = _captured(modules, microbatches[0])
+    modules, microbatches, dims = _placed_stages(case, folder)
+    stages = _captured(modules, microbatches[0], dims)
     return Findings(
         not_recomposed=tuple(_not_recomposed(stages, modules, microbatches[0])),
         not_as_eager=tuple(_not_as_eager(stages, modules, microbatches[0])),
@@ -65,7 +65,9 @@ def examine_stages(case: Case, folder: str) -> Findings:
     )
 
 
-def _placed_stages(case: Case, folder: str) -> tuple[list[nn.Module], list[MicrobatchInputs]]:
+def _placed_stages(
+    case: Case, folder: str
+) -> tuple[list[nn.Module], list[MicrobatchInputs], ParallelDims]:
     config = case.build("aot_fx_trace", str(Path(folder)))
     dims = ParallelDims.from_config(config.parallelism, dist.get_world_size())
     dist_utils.set_spmd_backend(config.parallelism.spmd_backend)
@@ -105,7 +107,7 @@ def _placed_stages(case: Case, folder: str) -> tuple[list[nn.Module], list[Micro
             kwargs["attention_masks"] = mask
         target = torch.randint(0, 256, shape)
         microbatches.append(MicrobatchInputs(args=(tokens,), kwargs=kwargs, target=target))
-    return modules, microbatches
+    return modules, microbatches, dims
 
 
 def _loss(prediction: Tensor, target: Tensor) -> Tensor:
@@ -113,7 +115,9 @@ def _loss(prediction: Tensor, target: Tensor) -> Tensor:
     return nn.functional.cross_entropy(whole.flatten(0, 1).float(), target.flatten())
 
 
-def _captured(modules: list[nn.Module], inputs: MicrobatchInputs) -> list[GraphPipelineStage]:
+def _captured(
+    modules: list[nn.Module], inputs: MicrobatchInputs, dims: ParallelDims
+) -> list[GraphPipelineStage]:
     stages: list[GraphPipelineStage] = []
     for index, module in enumerate(modules):
         last = stages[-1] if stages else None
@@ -122,13 +126,26 @@ def _captured(modules: list[nn.Module], inputs: MicrobatchInputs) -> list[GraphP
                 module,
                 stage_index=index,
                 num_stages=NUM_STAGES,
-                activations=() if last is None else last.output_signature,
+                activations=() if last is None else _activations(last, dims),
                 inputs=inputs,
                 loss_fn=_loss if index == NUM_STAGES - 1 else None,
                 fake_mode=None if last is None else last.fake_mode,
             )
         stages.append(stage)
     return stages
+
+
+def _activations(stage: GraphPipelineStage, dims: ParallelDims) -> list[Any]:
+    """What the stage after is captured with."""
+    capture = stage.capture
+    return [
+        signature
+        if placement is None
+        else placement.example(signature, dims.get_mesh(list(placement.mesh_axes)))
+        for signature, placement in zip(
+            capture.output_signature, capture.output_placements, strict=True
+        )
+    ]
 
 
 def _not_recomposed(

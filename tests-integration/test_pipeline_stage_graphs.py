@@ -22,7 +22,15 @@ DEEPSEEK_V3 = Case(module="deepseek_v3", config="deepseek_v3_debugmodel", chunke
     ("case", "has_exchanges"),
     [
         pytest.param(
-            with_layers(LLAMA3, 2, data_parallel_shard_degree=4), False, id="llama3, FSDP 4"
+            with_layers(LLAMA3, 2, data_parallel_shard_degree=2, tensor_parallel_degree=2),
+            True,
+            id="llama3, FSDP 2 x TP 2",
+        ),
+        pytest.param(
+            with_layers(LLAMA3, 2, data_parallel_shard_degree=4),
+            False,
+            id="llama3, FSDP 4",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             with_layers(DEEPSEEK_V3, 3, data_parallel_shard_degree=4, expert_parallel_degree=2),

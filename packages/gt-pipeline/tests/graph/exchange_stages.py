@@ -76,37 +76,52 @@ def _sizes(gated: Tensor, num_ranks: int, group: str) -> tuple[list[int], list[i
 
 
 class ExchangeStage(nn.Module):
-    """Layers that exchange, and one block that does not."""
+    """Layers that exchange, and in the end a product, or an exchange and nothing more."""
 
-    def __init__(self, num_layers: int, *, by_data: bool = False) -> None:
+    def __init__(
+        self, num_layers: int, *, by_data: bool = False, ends_in_exchange: bool = False
+    ) -> None:
         super().__init__()
+        self.ends_in_exchange = ends_in_exchange
         self.layers = nn.ModuleList(ExchangeLayer(by_data=by_data) for _ in range(num_layers))
         self.head = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = layer(x)
-        return self.head(x)
+        x = self.head(x)
+        if not self.ends_in_exchange:
+            return x
+        sizes = [x.shape[0] // dist.get_world_size()] * dist.get_world_size()
+        return _Exchange.apply(x, sizes, sizes, dist.group.WORLD.group_name)
 
 
 Kind = Literal["full_backward", "backward_input"]
 
 
-def stage_graphs(num_layers: int, *, by_data: bool = False, **options: Any) -> StageGraphs:
-    module = ExchangeStage(num_layers, by_data=by_data)
+def stage_graphs(
+    num_layers: int, *, by_data: bool = False, ends_in_exchange: bool = False, **options: Any
+) -> StageGraphs:
+    module = ExchangeStage(num_layers, by_data=by_data, ends_in_exchange=ends_in_exchange)
     options = {"stage_index": 1, "num_stages": 4, **options}
     return cut_stage(capture_stage(module, activations=[ACTIVATION], **options))
 
 
 @functools.cache
 def overlapped(
-    forward_layers: int, backward_layers: int, kind: Kind, *, by_data: bool = False
+    forward_layers: int,
+    backward_layers: int,
+    kind: Kind,
+    *,
+    by_data: bool = False,
+    ends_in_exchange: bool = False,
 ) -> OverlappedActions:
     """A pair of two stages of one rank; for reading."""
     forward = stage_graphs(forward_layers, by_data=by_data)
     other = stage_graphs(
         backward_layers,
         by_data=by_data,
+        ends_in_exchange=ends_in_exchange,
         stage_index=2,
         fake_mode=forward.capture.traced.fake_mode,
     )

@@ -63,7 +63,7 @@ def test_golden_of_sizes_that_depend_on_data() -> None:
         draw_lanes(pair.action.graph_module),
         """\
 backward  2 ops all_to_all 1> 3 ops .     .             <1 2 ops .  .             1 op all_to_all 4> 4 ops .  .     .             <4 6 ops .  .
-forward   .     .             .     8 ops all_to_all 2> .  .     <2 all_to_all 3> .    .             .     <3 3 ops all_to_all 5> .  .     <5 3 ops
+forward   .     .             .     7 ops all_to_all 2> .  .     <2 all_to_all 3> .    .             .     <3 3 ops all_to_all 5> .  .     <5 3 ops
 """,
     )
 
@@ -89,6 +89,19 @@ def test_no_collective_is_exposed_while_the_other_action_has_work(
     if backward_layers:
         exposed = exposed_collectives(one_after_the_other.action.graph_module)
         assert len(exposed) == 2 * backward_layers
+
+
+def test_a_backward_that_begins_with_an_exchange_launches_it_before_anything_else() -> None:
+    pair = overlapped(1, 1, "full_backward", ends_in_exchange=True)
+    graph_module = pair.action.graph_module
+    assert_expected_inline(
+        draw_lanes(graph_module),
+        """\
+backward  all_to_all 1> .    <1 2 ops all_to_all 2> 3 ops .    .             <2 3 ops all_to_all 4> 4 ops .  .     .             <4 6 ops .  .
+forward   .             1 op .  .     .             .     1 op all_to_all 3> .  .     .             .     <3 3 ops all_to_all 5> .  .     <5 3 ops
+""",
+    )
+    assert exposed_collectives(graph_module) == ()
 
 
 def test_an_exposed_collective_says_which() -> None:

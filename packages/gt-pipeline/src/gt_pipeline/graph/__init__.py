@@ -10,12 +10,18 @@ from gt_pipeline.graph.overlapped_actions import OverlappedActions, overlap_acti
 from gt_pipeline.graph.pipeline_stage import GraphPipelineStage, GraphTransform, JointTransform
 from gt_pipeline.graph.recomposition import find_recomposition_problems, recompose
 from gt_pipeline.graph.slots import Slot, SlotKind
-from gt_pipeline.graph.stage_capture import StageCapture, StageLoss, capture_stage
+from gt_pipeline.graph.stage_capture import (
+    ActivationPlacement,
+    StageCapture,
+    StageLoss,
+    capture_stage,
+)
 from gt_pipeline.graph.stage_cut import cut_stage
 from gt_pipeline.graph.stage_graphs import StageGraphs
 
 __all__ = [
     "ActionGraph",
+    "ActivationPlacement",
     "ExposedCollective",
     "GraphPipelineStage",
     "GraphTransform",

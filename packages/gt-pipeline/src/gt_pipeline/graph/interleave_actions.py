@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from torch.fx import GraphModule, Node
 
@@ -84,6 +84,16 @@ class InterleaveActions(GraphPass):
         return PassReport(changed=True, counts={"moved": num_moved})
 
 
+class _Groups(NamedTuple):
+    """Turns of a lane that stay together."""
+
+    sizes: tuple[int, ...]
+    """How many turns each group has."""
+
+    begins_at_once: bool
+    """Whether nothing need be computed for the first, so that it may stand before everything."""
+
+
 class _Interleaving:
     def __init__(
         self,
@@ -102,7 +112,7 @@ class _Interleaving:
 
     def order(self) -> list[Node]:
         """The nodes in the order in which they shall run."""
-        merged = _merged([self._num_without_compute(turns) for turns in self._turns])
+        merged = _merged([self._groups(turns) for turns in self._turns])
         taken = [0] * _NUM_LANES
         for place, lane in enumerate(merged):
             self._take(self._turns[lane][taken[lane]])
@@ -136,21 +146,24 @@ class _Interleaving:
             before |= needed | {launch}
         return [tuple(turn) for turn in turns]
 
-    def _num_without_compute(self, turns: Sequence[tuple[int, ...]]) -> list[int]:
-        """Of each turn that computes something, with how many after it that do not it stays.
+    def _groups(self, turns: Sequence[tuple[int, ...]]) -> _Groups:
+        """Which turns stay together: one that computes, and those after it that do not.
 
         The exchange of token counts is such a pair: the sizes are only read, and the tokens go.
         """
-        following: list[int] = []
+        sizes: list[int] = []
         before: set[int] = set()
+        begins_at_once = False
         for turn in turns:
             needed = self._ancestors(turn, before)
             before |= needed | set(turn)
-            if following and not any(is_compute(self._nodes[i]) for i in needed):
-                following[-1] += 1
-            else:
-                following.append(1)
-        return following
+            computes = any(is_compute(self._nodes[i]) for i in needed)
+            if sizes and not computes:
+                sizes[-1] += 1
+                continue
+            begins_at_once |= not computes
+            sizes.append(1)
+        return _Groups(sizes=tuple(sizes), begins_at_once=begins_at_once)
 
     def _take(self, turn: tuple[int, ...]) -> None:
         for launch in turn:
@@ -232,17 +245,19 @@ class _Interleaving:
         self._emitted.append(i)
 
 
-def _merged(turns: Sequence[Sequence[int]]) -> list[int]:
-    """Two lanes' turns in one sequence, each lane's spread evenly; the backward first.
-
-    Args:
-        turns: for each lane, how many turns stay together each time.
-    """
-    first, second = turns
+def _merged(lanes: Sequence[_Groups]) -> list[int]:
+    """Two lanes' turns in one sequence, each lane's spread evenly; the backward first."""
+    spread = [groups.sizes[groups.begins_at_once :] for groups in lanes]
     # The i-th of n stands at (2 i + 1) / (2 n); multiplied out, so that all is exact.
-    places = [((2 * i + 1) * len(second), 0, count) for i, count in enumerate(first)]
-    places += [((2 * i + 1) * len(first), 1, count) for i, count in enumerate(second)]
-    return [lane for _, lane, count in sorted(places) for _ in range(count)]
+    places = [
+        ((2 * i + 1) * len(spread[1 - lane]), lane, size)
+        for lane in range(_NUM_LANES)
+        for i, size in enumerate(spread[lane])
+    ]
+    places += [
+        (-1, lane, groups.sizes[0]) for lane, groups in enumerate(lanes) if groups.begins_at_once
+    ]
+    return [lane for _, lane, size in sorted(places) for _ in range(size)]
 
 
 def _leading(lanes: Sequence[int], lane: int) -> int:

@@ -16,7 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.placement_types import Placement
 
 from gt_passes import (
     CanonicalizeViews,
@@ -32,11 +34,43 @@ from gt_pipeline.graph.slots import Slot
 from gt_pipeline.runner.stage_protocol import MicrobatchInputs, TensorSignature
 from gt_trace import GraphInput, InputPreparer, TensorLayout, TracedStep, phase, trace_step
 
-__all__ = ["StageCapture", "StageLoss", "capture_stage"]
+__all__ = ["ActivationPlacement", "StageCapture", "StageLoss", "capture_stage"]
 
 StageLoss = Callable[[Any, Any], Any]
 """(what the module returns, target) -> the loss of one microbatch, of shape (), alone or first in
 a tuple of tensors. The others are returned to the caller beside the loss, without gradient."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActivationPlacement:
+    """How an activation that is a DTensor lies on its mesh; the local tensor is what travels.
+
+    The same on every rank, and can be pickled: the stage after builds its own mesh's DTensor by it.
+    """
+
+    mesh_axes: tuple[str, ...]
+    placements: tuple[Placement, ...]
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+
+    def example(self, signature: TensorSignature, mesh: DeviceMesh) -> DTensor:
+        """An activation on the meta device, for ``capture_stage`` of the stage after.
+
+        Args:
+            signature: of the local tensor.
+            mesh: that has these axes.
+        """
+        whole = DTensor.from_local(
+            torch.empty(signature.shape, dtype=signature.dtype, device="meta"),
+            mesh[self.mesh_axes],
+            self.placements,
+            run_check=False,
+            shape=torch.Size(self.shape),
+            stride=torch.empty(self.shape, device="meta").stride(),
+        ).detach()
+        assert isinstance(whole, DTensor)
+        whole.requires_grad_(signature.requires_grad)
+        return whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +85,8 @@ class StageCapture:
     num_stages: int
     input_signature: tuple[TensorSignature, ...]
     output_signature: tuple[TensorSignature, ...]
+    output_placements: tuple[ActivationPlacement | None, ...]
+    """Of outputs that are DTensors; None for plain ones."""
 
     inputs: tuple[Slot, ...]
     """One for each placeholder of the graph."""
@@ -94,7 +130,7 @@ def capture_stage(
         num_stages: of the whole pipeline.
         activations: what the stage before sends, or only its shapes and dtypes; empty for the first
             stage. They become the module's leading positional arguments. DTensors travel as their
-            local tensors: give them as DTensors here.
+            local tensors: give ``ActivationPlacement.example`` here.
         inputs: a microbatch as the runner gives it, of real tensors or such on meta. The stage
             takes what concerns it: the first stage ``args``, every stage the ``kwargs`` that its
             module accepts, one with a loss ``target``.
@@ -156,6 +192,7 @@ def capture_stage(
         num_stages=num_stages,
         input_signature=tuple(map(_signature, entering)),
         output_signature=stage.output_signature,
+        output_placements=stage.output_placements,
         inputs=tuple(map(_input_slot, traced.inputs)),
         results=tuple(_result_slots(traced, stage)),
         kwarg_names=tuple(kwargs),
@@ -173,6 +210,7 @@ class _Stage:
         self._loss_fn = loss_fn
         self._stage_index = stage_index
         self.output_signature: tuple[TensorSignature, ...] = ()
+        self.output_placements: tuple[ActivationPlacement | None, ...] = ()
         self.num_input_gradients = 0
         self.parameter_names: tuple[str, ...] = ()
         """Of those that gradients are asked for."""
@@ -200,6 +238,7 @@ class _Stage:
         if self._loss_fn is not None:
             outputs = [outputs[0], *(each.detach() for each in outputs[1:])]
         self.output_signature = tuple(map(_signature, outputs))
+        self.output_placements = tuple(map(_placement, leaves))
         return outputs
 
     def forward_and_backward(
@@ -293,6 +332,16 @@ def _signature(tensor: Tensor) -> TensorSignature:
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return TensorSignature(
         shape=tuple(local.shape), dtype=local.dtype, requires_grad=tensor.requires_grad
+    )
+
+
+def _placement(output: Tensor) -> ActivationPlacement | None:
+    if not isinstance(output, DTensor):
+        return None
+    return ActivationPlacement(
+        mesh_axes=tuple(output.device_mesh.mesh_dim_names or ()),
+        placements=tuple(output.placements),
+        shape=tuple(output.shape),
     )
 
 
