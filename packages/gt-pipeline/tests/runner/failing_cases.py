@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from toy_pipeline import NUM_MICROBATCHES, batch, eager_stages, gradients_of
 
 from gt_pipeline.errors import PipelineStepError, RunnerClosedError
 from gt_pipeline.runner import GraphPPRunner, Tensors
+from gt_pipeline.runner.failure import FailureReport, FailureWatch, StepAgreement
 from gt_pipeline.runner.transfers import TransferChannel
 
 
@@ -188,6 +190,34 @@ def _outcome(
         refusal=refusal,
         losses_of_next_runner=losses,
     )
+
+
+def watch_for_a_report() -> tuple[bool, FailureReport, list[bool]]:
+    """Rank 2 reports a failure of step 7, and closes nothing.
+
+    Returns:
+        Whether this rank's watch noticed, what it read, and two votes.
+    """
+    agreement = StepAgreement(timeout=timedelta(seconds=60))
+    noticed = threading.Event()
+    watch = FailureWatch(agreement, noticed.set)
+    watch.start(6)
+    dist.barrier()
+    assert not noticed.wait(0.3)  # nobody reported anything of step 6
+    watch.start(7)
+    late = FailureReport(rank=dist.get_rank(), stage=0, action="0F0", reason="later")
+    if dist.get_rank() == 2:
+        agreement.report(7, FailureReport(rank=2, stage=5, action="5B1", reason="first"))
+    seen = noticed.wait(_WATCH_SECONDS)
+    dist.barrier()
+    first = agreement.report(7, late)
+    votes = [agreement.vote(succeeded=dist.get_rank() != 1), agreement.vote(succeeded=True)]
+    watch.end()
+    agreement.release()
+    return seen, first, votes
+
+
+_WATCH_SECONDS = 30.0
 
 
 def die(rank: int, store: str, folder: str) -> None:

@@ -11,6 +11,7 @@ import pytest
 from failing_cases import Outcome
 from toy_pipeline import NUM_MICROBATCHES, train_in_one_process
 
+from gt_pipeline.runner.failure import FailureReport
 from gt_trace.testing import GlooWorkers
 
 _SECONDS = 20.0
@@ -98,6 +99,11 @@ def test_an_evaluation_that_fails_ends_on_every_rank(four: GlooWorkers) -> None:
 def test_a_rank_that_waits_in_a_collective_of_its_graph_ends(four: GlooWorkers) -> None:
     outcomes = four.run(failing_cases.wait_in_a_collective)
     _check(outcomes, rank=0, stage=0, action="0F2")
+
+
+def test_a_rank_hears_of_a_failure_that_closes_nothing(four: GlooWorkers) -> None:
+    first = FailureReport(rank=2, stage=5, action="5B1", reason="first")
+    assert four.run(failing_cases.watch_for_a_report) == [(True, first, [False, True])] * 4
 
 
 def test_pipelines_of_one_job_train_side_by_side(four: GlooWorkers) -> None:

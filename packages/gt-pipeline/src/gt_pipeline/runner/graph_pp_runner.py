@@ -279,6 +279,7 @@ class GraphPPRunner:
             _add_gradient(parameter, gradient)
         for stage in self._stages.values():
             stage.discard()
+        self._inputs.clear()
         return _result(program, record)
 
     def _fill_inputs(self, microbatches: Sequence[MicrobatchInputs]) -> None:
@@ -320,6 +321,7 @@ class GraphPPRunner:
         mine = FailureReport(rank=self._global_rank, stage=stage, action=action, reason=reason)
         self._failure = self._connections.fail(self._step, mine, votes=error is not None).error()
         program.abandon()
+        self._inputs.clear()
         for each in self._stages.values():
             each.discard()
         if error is not None and not isinstance(error, Exception):
