@@ -23,8 +23,13 @@ def test_the_costliest_stage_costs_as_little_as_it_can():
 
 
 def test_stages_beside_the_costliest_one_are_even():
-    costs = {"a": 9, "b": 1, "c": 1, "d": 1, "e": 1}
-    assert module_names_by_cost(costs, num_stages=3) == (("a",), ("b", "c"), ("d", "e"))
+    costs = {"a": 1, "b": 1, "c": 1, "d": 1, "e": 9}
+    assert module_names_by_cost(costs, num_stages=3) == (("a", "b"), ("c", "d"), ("e",))
+
+
+def test_of_equal_divisions_the_one_with_larger_first_stages_is_taken():
+    costs = {"a": 1, "b": 1, "c": 1}
+    assert module_names_by_cost(costs, num_stages=2) == (("a", "b"), ("c",))
 
 
 def test_names_for_every_stage_are_added_to_each():

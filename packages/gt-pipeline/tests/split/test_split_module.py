@@ -310,6 +310,17 @@ class TestTies:
         assert stage.one is stage.other
         assert names_of(stage) == ["one.1.weight", "one.1.bias", "other.1.weight", "other.1.bias"]
 
+    def test_a_container_under_two_names_keeps_what_is_listed_under_either(self):
+        model = nn.Module()
+        model.one = nn.ModuleList([nn.Linear(2, 2, bias=False) for _ in range(3)])
+        model.other = model.one
+        groups = [
+            SharedGroup((f"one.{index}.weight", f"other.{index}.weight")) for index in range(3)
+        ]
+        stage = split_module(model, ["one.0", "other.2"], shared_groups=groups)
+        assert stage.one is stage.other
+        assert [name for name, _ in stage.named_parameters()] == ["one.0.weight", "one.2.weight"]
+
 
 class TestMemory:
     def test_a_split_costs_the_memory_of_what_it_keeps(self, tmp_path: Path):

@@ -21,7 +21,8 @@ def module_names_by_cost(
 ) -> tuple[tuple[str, ...], ...]:
     """Divide modules so that the costliest stage costs as little as it can.
 
-    Of the divisions that do so, the one with the least sum of squares.
+    Of the divisions that do so, the one with the least sum of squares; of those, the one with
+    larger first stages.
 
     Args:
         costs: what each module costs, in the order in which the model runs them.
