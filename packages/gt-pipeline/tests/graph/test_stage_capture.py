@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
 import torch
 from stage_models import ACTIVATION, Block, squared_error
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from gt_pipeline.errors import StageCaptureError
-from gt_pipeline.graph import capture_stage
+from gt_pipeline.graph import ActivationPlacement, capture_stage, cut_stage
 from gt_pipeline.runner import MicrobatchInputs, TensorSignature
+from gt_trace.testing import fake_world
 
 
 class Returns(nn.Module):
@@ -160,3 +164,29 @@ def test_refuses_dynamic_sizes() -> None:
             Returns(first), stage_index=0, num_stages=3, inputs=MicrobatchInputs(args=(tokens,))
         )
     assert caught.value.problems == ("args[0] has a dynamic size; microbatches are alike",)
+
+
+def test_a_distributed_activation_travels_as_its_local_tensor() -> None:
+    with fake_world(rank=0, world_size=2):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        first = capture_stage(
+            Returns(lambda w, x: DTensor.from_local(x * w, mesh, [Shard(1)])),
+            stage_index=0,
+            num_stages=2,
+            inputs=MicrobatchInputs(args=(torch.zeros(4, 8),)),
+        )
+        (placement,) = first.output_placements
+        assert placement == ActivationPlacement(
+            mesh_axes=("tp",), placements=(Shard(1),), shape=(4, 16)
+        )
+        sent = pickle.loads(pickle.dumps(placement))
+        last = capture_stage(
+            Returns(lambda w, x: x.full_tensor().sum() * w.sum()),
+            stage_index=1,
+            num_stages=2,
+            activations=[sent.example(first.output_signature[0], mesh)],
+        )
+        assert last.input_signature == first.output_signature == (ACTIVATION,)
+        graphs = cut_stage(last)
+        assert graphs.full_backward is not None
+        assert graphs.full_backward.result_nodes()[0].meta["val"].shape == (4, 8)

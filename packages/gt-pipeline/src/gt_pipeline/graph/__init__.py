@@ -1,17 +1,18 @@
 """Pipeline stages as captured graphs, one for each schedule action."""
 
 from gt_pipeline.graph.action_graph import ActionGraph
+from gt_pipeline.graph.action_transform import GraphTransform
+from gt_pipeline.graph.activations import ActivationPlacement
 from gt_pipeline.graph.exposed_collectives import (
     ExposedCollective,
     draw_lanes,
     exposed_collectives,
 )
 from gt_pipeline.graph.overlapped_actions import OverlappedActions, overlap_actions
-from gt_pipeline.graph.pipeline_stage import GraphPipelineStage, GraphTransform, JointTransform
+from gt_pipeline.graph.pipeline_stage import GraphPipelineStage, JointTransform
 from gt_pipeline.graph.recomposition import find_recomposition_problems, recompose
 from gt_pipeline.graph.slots import Slot, SlotKind
 from gt_pipeline.graph.stage_capture import (
-    ActivationPlacement,
     StageCapture,
     StageLoss,
     capture_stage,

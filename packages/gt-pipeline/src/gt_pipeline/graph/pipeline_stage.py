@@ -8,14 +8,11 @@ from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule
 
-from gt_config.node_keys import PipelineAction
-from gt_passes import PassContext, Verifier
-from gt_passes.verifier import GraphInterface
 from gt_pipeline.errors import StageGraphError, StageInputError, StageOrderError
 from gt_pipeline.graph._torch_internals import FakeTensorMode
-from gt_pipeline.graph.action_graph import ActionGraph, boxed, copied
+from gt_pipeline.graph.action_graph import ActionGraph, boxed
+from gt_pipeline.graph.action_transform import GraphTransform, transformed
 from gt_pipeline.graph.executables import Evaluation, Executable, Overlap
 from gt_pipeline.graph.gradient_accumulators import GradientAccumulators
 from gt_pipeline.graph.overlapped_actions import OverlappedActions, overlap_actions
@@ -32,11 +29,7 @@ from gt_pipeline.runner.stage_protocol import (
 )
 from gt_trace import unflatten_tensor
 
-__all__ = ["GraphPipelineStage", "GraphTransform", "JointTransform"]
-
-GraphTransform = Callable[[GraphModule, PipelineAction, PassContext], object]
-"""Edits the graph of one kind of action in place: a recipe of passes, a compiler. It keeps what the
-graph takes and gives."""
+__all__ = ["GraphPipelineStage", "JointTransform"]
 
 JointTransform = Callable[[StageCapture], object]
 """Edits a stage's joint graph in place, before it is cut: memory policies, chunks."""
@@ -431,25 +424,9 @@ class GraphPipelineStage:
         return Evaluation(forward=forward, reader=MicrobatchReader(capture))
 
     def _transformed(self, action: ActionGraph) -> ActionGraph:
-        """A copy of an action's graph that the transform has edited, verified."""
         if self._transform is None or action.is_empty:
             return action
-        result = copied(action)
-        graph_module = result.graph_module
-        interface = GraphInterface.of(graph_module)
-        context = PassContext(
-            fake_mode=self.fake_mode,
-            static_input_names=tuple(slot.name for slot in action.static_inputs),
-        )
-        self._transform(graph_module, action.kind, context)
-        if self._verify:
-            problems = Verifier().verify(graph_module, interface=interface).problems
-            if problems:
-                raise StageGraphError(
-                    what=f"the transform broke {action.kind} of stage {self.stage_index}",
-                    problems=map(str, problems),
-                )
-        return result
+        return transformed(action, self._transform, fake_mode=self.fake_mode, verify=self._verify)
 
 
 _KIND: Mapping[BackwardKind, _BackwardAction] = {

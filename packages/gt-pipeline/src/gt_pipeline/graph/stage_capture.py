@@ -16,9 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.placement_types import Placement
 
 from gt_passes import (
     CanonicalizeViews,
@@ -30,47 +27,23 @@ from gt_passes import (
 )
 from gt_pipeline.errors import StageCaptureError
 from gt_pipeline.graph._torch_internals import FakeTensorMode, new_fake_mode, pytree
+from gt_pipeline.graph.activations import (
+    ActivationPlacement,
+    example_of,
+    placement_of,
+    signature_of,
+    travelling,
+    travelling_gradient,
+)
 from gt_pipeline.graph.slots import Slot
 from gt_pipeline.runner.stage_protocol import MicrobatchInputs, TensorSignature
 from gt_trace import GraphInput, InputPreparer, TensorLayout, TracedStep, phase, trace_step
 
-__all__ = ["ActivationPlacement", "StageCapture", "StageLoss", "capture_stage"]
+__all__ = ["StageCapture", "StageLoss", "capture_stage"]
 
 StageLoss = Callable[[Any, Any], Any]
 """(what the module returns, target) -> the loss of one microbatch, of shape (), alone or first in
 a tuple of tensors. The others are returned to the caller beside the loss, without gradient."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ActivationPlacement:
-    """How an activation that is a DTensor lies on its mesh; the local tensor is what travels.
-
-    The same on every rank, and can be pickled: the stage after builds its own mesh's DTensor by it.
-    """
-
-    mesh_axes: tuple[str, ...]
-    placements: tuple[Placement, ...]
-    shape: tuple[int, ...]
-    """Of the whole tensor."""
-
-    def example(self, signature: TensorSignature, mesh: DeviceMesh) -> DTensor:
-        """An activation on the meta device, for ``capture_stage`` of the stage after.
-
-        Args:
-            signature: of the local tensor.
-            mesh: that has these axes.
-        """
-        whole = DTensor.from_local(
-            torch.empty(signature.shape, dtype=signature.dtype, device="meta"),
-            mesh[self.mesh_axes],
-            self.placements,
-            run_check=False,
-            shape=torch.Size(self.shape),
-            stride=torch.empty(self.shape, device="meta").stride(),
-        ).detach()
-        assert isinstance(whole, DTensor)
-        whole.requires_grad_(signature.requires_grad)
-        return whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +126,7 @@ def capture_stage(
     if problems:
         raise StageCaptureError(what=f"stage {stage_index} cannot be captured", problems=problems)
     fake_mode = fake_mode or new_fake_mode()
-    entering = tuple(_example(activation) for activation in activations)
+    entering = tuple(example_of(activation) for activation in activations)
     args = microbatch.args if stage_index == 0 else ()
     kwargs = {n: microbatch.kwargs[n] for n in _accepted(module, microbatch.kwargs)}
     target = microbatch.target if loss_fn is not None else None
@@ -190,7 +163,7 @@ def capture_stage(
         traced=traced,
         stage_index=stage_index,
         num_stages=num_stages,
-        input_signature=tuple(map(_signature, entering)),
+        input_signature=tuple(map(signature_of, entering)),
         output_signature=stage.output_signature,
         output_placements=stage.output_placements,
         inputs=tuple(map(_input_slot, traced.inputs)),
@@ -234,11 +207,11 @@ class _Stage:
             raise StageCaptureError(
                 what=f"stage {self._stage_index} cannot be captured", problems=problems
             )
-        outputs = [_travelling(leaf) for leaf in leaves]
+        outputs = [travelling(leaf) for leaf in leaves]
         if self._loss_fn is not None:
             outputs = [outputs[0], *(each.detach() for each in outputs[1:])]
-        self.output_signature = tuple(map(_signature, outputs))
-        self.output_placements = tuple(map(_placement, leaves))
+        self.output_signature = tuple(map(signature_of, outputs))
+        self.output_placements = tuple(map(placement_of, leaves))
         return outputs
 
     def forward_and_backward(
@@ -258,10 +231,10 @@ class _Stage:
         self.num_input_gradients = len(entered)
         wanted = [*entered, *named.values()]
         if not differentiable or not wanted:
-            return outputs, [torch.zeros_like(_travelling(e)) for e in entered], [None] * len(named)
+            return outputs, [torch.zeros_like(travelling(e)) for e in entered], [None] * len(named)
         gradients = torch.autograd.grad(differentiable, wanted, output_gradients, allow_unused=True)
         leaving = [
-            _travelling_gradient(activation, gradient)
+            travelling_gradient(activation, gradient)
             for activation, gradient in zip(entered, gradients, strict=False)
         ]
         return outputs, leaving, list(gradients[len(entered) :])
@@ -312,59 +285,12 @@ def _layout_problems(
     return problems
 
 
-def _example(activation: Tensor | TensorSignature) -> Tensor:
-    if isinstance(activation, Tensor):
-        example = activation.detach()
-        return example.requires_grad_(activation.requires_grad)
-    example = torch.empty(activation.shape, dtype=activation.dtype, device="meta")
-    return example.requires_grad_(activation.requires_grad)
-
-
 def _accepted(module: nn.Module, kwargs: Mapping[str, Any]) -> list[str]:
     """Which keyword arguments the module's forward takes."""
     parameters = inspect.signature(module.forward).parameters
     if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
         return list(kwargs)
     return [name for name in kwargs if name in parameters]
-
-
-def _signature(tensor: Tensor) -> TensorSignature:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return TensorSignature(
-        shape=tuple(local.shape), dtype=local.dtype, requires_grad=tensor.requires_grad
-    )
-
-
-def _placement(output: Tensor) -> ActivationPlacement | None:
-    if not isinstance(output, DTensor):
-        return None
-    return ActivationPlacement(
-        mesh_axes=tuple(output.device_mesh.mesh_dim_names or ()),
-        placements=tuple(output.placements),
-        shape=tuple(output.shape),
-    )
-
-
-def _travelling(tensor: Tensor) -> Tensor:
-    """A tensor between stages is plain: of a DTensor, this rank's part."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    return tensor.to_local(grad_placements=_gradient_placements(tensor))
-
-
-def _gradient_placements(tensor: DTensor) -> list[Any]:
-    """Of the gradient that travels: as the tensor, and whole where that is partial."""
-    return [Replicate() if each.is_partial() else each for each in tensor.placements]
-
-
-def _travelling_gradient(activation: Tensor, gradient: Tensor | None) -> Tensor:
-    if gradient is None:
-        return torch.zeros_like(_travelling(activation))
-    if not isinstance(gradient, DTensor):
-        return gradient
-    assert isinstance(activation, DTensor)  # autograd gives a DTensor for a DTensor
-    placed = gradient.redistribute(placements=_gradient_placements(activation))
-    return placed.to_local()
 
 
 def _input_slot(graph_input: GraphInput) -> Slot:

@@ -1,0 +1,106 @@
+"""Tensors between stages: their signatures, and how DTensors travel as their local tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.placement_types import Placement
+
+from gt_pipeline.runner.stage_protocol import TensorSignature
+
+__all__ = [
+    "ActivationPlacement",
+    "example_of",
+    "placement_of",
+    "signature_of",
+    "travelling",
+    "travelling_gradient",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActivationPlacement:
+    """How an activation that is a DTensor lies on its mesh; the local tensor is what travels.
+
+    The same on every rank, and can be pickled: the stage after builds its own mesh's DTensor by it.
+    """
+
+    mesh_axes: tuple[str, ...]
+    placements: tuple[Placement, ...]
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+
+    def example(self, signature: TensorSignature, mesh: DeviceMesh) -> DTensor:
+        """An activation on the meta device, for ``capture_stage`` of the stage after.
+
+        Args:
+            signature: of the local tensor.
+            mesh: that has these axes.
+        """
+        whole = DTensor.from_local(
+            torch.empty(signature.shape, dtype=signature.dtype, device="meta"),
+            mesh[self.mesh_axes],
+            self.placements,
+            run_check=False,
+            shape=torch.Size(self.shape),
+            stride=torch.empty(self.shape, device="meta").stride(),
+        ).detach()
+        assert isinstance(whole, DTensor)
+        whole.requires_grad_(signature.requires_grad)
+        return whole
+
+
+def example_of(activation: Tensor | TensorSignature) -> Tensor:
+    """What stands for an activation in a capture: on meta if only its signature is known."""
+    if isinstance(activation, Tensor):
+        example = activation.detach()
+        return example.requires_grad_(activation.requires_grad)
+    example = torch.empty(activation.shape, dtype=activation.dtype, device="meta")
+    return example.requires_grad_(activation.requires_grad)
+
+
+def signature_of(tensor: Tensor) -> TensorSignature:
+    """The signature of what travels."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return TensorSignature(
+        shape=tuple(local.shape), dtype=local.dtype, requires_grad=tensor.requires_grad
+    )
+
+
+def placement_of(output: Tensor) -> ActivationPlacement | None:
+    """How an output lies on its mesh; None for a plain one."""
+    if not isinstance(output, DTensor):
+        return None
+    return ActivationPlacement(
+        mesh_axes=tuple(output.device_mesh.mesh_dim_names or ()),
+        placements=tuple(output.placements),
+        shape=tuple(output.shape),
+    )
+
+
+def travelling(tensor: Tensor) -> Tensor:
+    """A tensor between stages is plain: of a DTensor, this rank's part."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    return tensor.to_local(grad_placements=_gradient_placements(tensor))
+
+
+def _gradient_placements(tensor: DTensor) -> list[Any]:
+    """Of the gradient that travels: as the tensor, and whole where that is partial."""
+    return [Replicate() if each.is_partial() else each for each in tensor.placements]
+
+
+def travelling_gradient(activation: Tensor, gradient: Tensor | None) -> Tensor:
+    """What travels back for an activation, as the stage before expects it; zeros for none."""
+    if gradient is None:
+        return torch.zeros_like(travelling(activation))
+    if not isinstance(gradient, DTensor):
+        return gradient
+    assert isinstance(activation, DTensor)  # autograd gives a DTensor for a DTensor
+    placed = gradient.redistribute(placements=_gradient_placements(activation))
+    return placed.to_local()
