@@ -785,49 +785,61 @@ def test_ep_overlap_settings_need_it_enabled(name, value, default):
             {"mode": "aot_joint"},
             "--compile.mode",
             "aot_joint",
-            "'none' or 'aot_fx_trace' with --parallelism.pipeline_parallel_degree 2: stages are "
-            "captured with their backward, or eager",
+            (
+                "'none' or 'aot_fx_trace' with --parallelism.pipeline_parallel_degree 2: stages are "
+                "captured with their backward, or eager"
+            ),
             "use aot_fx_trace, or --parallelism.pipeline_parallel_degree 1",
         ),
         (
             {"memory_policy": "offload"},
             "--compile.memory_policy",
             "offload",
-            "'save_all' or 'selective' or 'full_recompute' with "
-            "--parallelism.pipeline_parallel_degree 2: several microbatches are under way, and "
-            "copies to the host are planned for one",
+            (
+                "'save_all' or 'selective' or 'full_recompute' with "
+                "--parallelism.pipeline_parallel_degree 2: several microbatches are under way, and "
+                "copies to the host are planned for one"
+            ),
             "use full_recompute, or --parallelism.pipeline_parallel_degree 1",
         ),
         (
             {"on_shape_change": "recapture"},
             "--compile.on_shape_change",
             "recapture",
-            "'error' with --parallelism.pipeline_parallel_degree 2: every microbatch has the "
-            "shapes of the first",
+            (
+                "'error' with --parallelism.pipeline_parallel_degree 2: every microbatch has the "
+                "shapes of the first"
+            ),
             "use error, or --parallelism.pipeline_parallel_degree 1",
         ),
         (
             {"fsdp_second_group": True},
             "--compile.fsdp_second_group",
             True,
-            "False with --parallelism.pipeline_parallel_degree 2: gradients are reduced once, "
-            "after all microbatches",
+            (
+                "False with --parallelism.pipeline_parallel_degree 2: gradients are reduced once, "
+                "after all microbatches"
+            ),
             "use False, or --parallelism.pipeline_parallel_degree 1",
         ),
         (
             {"fsdp_into_dense_regions": True},
             "--compile.fsdp_into_dense_regions",
             True,
-            "False with --parallelism.pipeline_parallel_degree 2: parameters are gathered between "
-            "the actions",
+            (
+                "False with --parallelism.pipeline_parallel_degree 2: parameters are gathered between "
+                "the actions"
+            ),
             "use False, or --parallelism.pipeline_parallel_degree 1",
         ),
         (
             {"cuda_graphs": True},
             "--compile.cuda_graphs",
             True,
-            "False with --parallelism.pipeline_parallel_degree 2: no GPU has run the two together "
-            "yet",
+            (
+                "False with --parallelism.pipeline_parallel_degree 2: no GPU has run the two together "
+                "yet"
+            ),
             "use False, or --parallelism.pipeline_parallel_degree 1",
         ),
     ],
