@@ -21,7 +21,7 @@ from gt_pipeline.graph import (
 from gt_pipeline.runner import MicrobatchInputs
 
 
-class _Exchange(torch.autograd.Function):
+class Exchange(torch.autograd.Function):
     """Rows to other ranks, and gradients back; sizes are data, as in expert parallelism."""
 
     @staticmethod
@@ -57,8 +57,8 @@ class ExchangeLayer(nn.Module):
         to = since = [x.shape[0] // num_ranks] * num_ranks
         if self.by_data:
             to, since = _sizes(gated, num_ranks, group)
-        there = self.expert(_Exchange.apply(gated, to, since, group))
-        return x + _Exchange.apply(there, since, to, group) * gated
+        there = self.expert(Exchange.apply(gated, to, since, group))
+        return x + Exchange.apply(there, since, to, group) * gated
 
 
 def _sizes(gated: Tensor, num_ranks: int, group: str) -> tuple[list[int], list[int]]:
@@ -93,7 +93,7 @@ class ExchangeStage(nn.Module):
         if not self.ends_in_exchange:
             return x
         sizes = [x.shape[0] // dist.get_world_size()] * dist.get_world_size()
-        return _Exchange.apply(x, sizes, sizes, dist.group.WORLD.group_name)
+        return Exchange.apply(x, sizes, sizes, dist.group.WORLD.group_name)
 
 
 Kind = Literal["full_backward", "backward_input"]
