@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import collective_exchange_cases as cases
 import pytest
 import torch
+import torch.distributed as dist
 from expecttest import assert_expected_inline
 from pass_graphs import capture
 
@@ -76,6 +77,17 @@ def test_the_error_survives_pickling():
 def test_a_second_group_has_the_ranks_of_the_first(workers: GlooWorkers):
     answers = workers.run(cases.sums_over_second_groups)
     assert answers == [(True, True, True, total) for total in (2.0, 4.0, 2.0, 4.0)]
+
+
+def test_second_groups_of_another_world_are_not_taken_for_those_of_this_one():
+    """Names are used again: the first second group of either world has the same."""
+    with fake_world(rank=0, world_size=2):
+        second_group_of(dist.group.WORLD.group_name, purpose="exchanges")
+    with fake_world(rank=0, world_size=2):
+        name = dist.group.WORLD.group_name
+        reductions = second_group_of(name, purpose="reductions")
+        assert second_group_of(name, purpose="exchanges") != reductions
+        assert second_group_of(name, purpose="reductions") == reductions
 
 
 def test_there_is_no_second_group_of_none():

@@ -49,6 +49,7 @@ __all__ = [
     "is_fake_tensor",
     "pytree",
     "quiet_fake_execution",
+    "torch_group_description",
     "torch_group_ordinal",
     "torch_group_ranks",
     "trace_structured",
@@ -136,6 +137,19 @@ def torch_group_ranks(group_name: str) -> tuple[int, ...] | None:
     except (RuntimeError, KeyError, ValueError):
         return None
     return tuple(torch.distributed.get_process_group_ranks(group))
+
+
+def torch_group_description(group_name: str) -> str | None:
+    """What a process group was described as when it was made; None if there is no such group.
+
+    Names are used again once torch.distributed was shut down; descriptions are whoever asked's own.
+    """
+    resolve: Any = vars(torch.distributed.distributed_c10d)["_resolve_process_group"]
+    try:
+        description: str = resolve(group_name).group_desc
+    except (RuntimeError, KeyError, ValueError):
+        return None
+    return description
 
 
 def torch_group_ordinal(group_name: str) -> int:

@@ -11,7 +11,7 @@ from typing import Literal
 
 import torch.distributed as dist
 
-from gt_passes._torch_internals import torch_group_ranks
+from gt_passes._torch_internals import torch_group_description, torch_group_ranks
 
 __all__ = [
     "GroupPurpose",
@@ -42,11 +42,11 @@ def second_group_of(group_name: str, *, purpose: GroupPurpose) -> str:
     if ranks is None:
         raise ValueError(f"{group_name!r} is not a process group of this process")
     known = _second.get((group_name, purpose))
-    # Groups are gone once torch.distributed was shut down; names come back with others.
-    if known is None or torch_group_ranks(known) != ranks:
-        group = dist.new_group(
-            list(ranks), use_local_synchronization=True, group_desc=f"{purpose} of {group_name}"
-        )
+    description = f"gt_passes: {purpose} of {group_name}"
+    # Groups are gone once torch.distributed was shut down; their names come back for others.
+    is_there = known is not None and torch_group_description(known) == description
+    if known is None or not is_there or torch_group_ranks(known) != ranks:
+        group = dist.new_group(list(ranks), use_local_synchronization=True, group_desc=description)
         assert isinstance(group, dist.ProcessGroup)  # this rank is one of them
         known = _second[group_name, purpose] = group.group_name
     return known
