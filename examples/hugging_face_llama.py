@@ -160,7 +160,7 @@ PIPELINES = {"eager": eager_pipeline, "graph": graph_pipeline}
 def train_pipelined(
     model: nn.Module, *, runtime: str, schedule_name: str, num_steps: int
 ) -> tuple[list[float], dict[str, Tensor]]:
-    """Train this rank's stages; losses (if it has the last stage) and the first gradients."""
+    """Train this rank's stages; losses and first gradients of all stages, on every rank."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     numbers = pipeline_metadata(
         CONFIG.num_hidden_layers, schedule=schedule_name, pp_degree=num_ranks
@@ -169,7 +169,9 @@ def train_pipelined(
     check_splittable(model, names, (batch(0)[0][:MICROBATCH],), policy=POLICY)
     mine = stage_indices_of_rank(rank, num_ranks, numbers.num_stages, style=numbers.style)
     modules = stage_modules(model, names, mine, policy=POLICY)
-    print(f"rank {rank}: " + "; ".join(f"stage {i}: {', '.join(names[i])}" for i in mine))
+    if rank == 0:
+        for index, listed in enumerate(names):
+            print(f"stage {index}: {', '.join(listed)}")
 
     step = PIPELINES[runtime](modules, num_stages=numbers.num_stages, schedule_name=schedule_name)
     # Names in a stage are those of the whole model: all stages' checkpoints are one of the model.
@@ -185,7 +187,13 @@ def train_pipelined(
         optimizer.step()
         if losses:
             history.append(torch.stack(losses).mean().item())
-    return history, gradients
+    # Only the rank with the last stage has losses, and each has gradients of its stages.
+    results: list[tuple[list[float], dict[str, Tensor]]] = [([], {}) for _ in range(num_ranks)]
+    dist.all_gather_object(results, (history, gradients))
+    return (
+        max((losses for losses, _ in results), key=len),
+        {name: gradient for _, each in results for name, gradient in each.items()},
+    )
 
 
 def gradients_alone(model: nn.Module) -> dict[str, Tensor]:
@@ -211,14 +219,17 @@ def main() -> None:
         history, gradients = train_pipelined(
             model, runtime=runtime, schedule_name=options.schedule, num_steps=options.steps
         )
-        for step, loss in enumerate(history):
-            print(f"{runtime}: step {step}: loss {loss:.4f}")
-        expected = gradients_alone(model) if expected is None else expected
-        same = all(torch.equal(value, expected[name]) for name, value in gradients.items())
-        print(
-            f"{runtime}: {len(gradients)} gradients of rank {dist.get_rank()} are those of "
-            f"training without a pipeline, to the bit: {same}"
-        )
+        if dist.get_rank() == 0:
+            for step, loss in enumerate(history):
+                print(f"{runtime}: step {step}: loss {loss:.4f}")
+            expected = gradients_alone(model) if expected is None else expected
+            same = gradients.keys() == expected.keys() and all(
+                torch.equal(value, expected[name]) for name, value in gradients.items()
+            )
+            print(
+                f"{runtime}: {len(gradients)} gradients are those of training without a pipeline, "
+                f"to the bit: {same}"
+            )
     dist.destroy_process_group()
 
 

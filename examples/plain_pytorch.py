@@ -164,14 +164,16 @@ PIPELINES = {"eager": eager_pipeline, "graph": graph_pipeline}
 def train_pipelined(
     model: nn.Module, *, runtime: str, schedule_name: str, num_steps: int
 ) -> list[float]:
-    """Train this rank's stages of the model; the losses, on the rank that has the last stage."""
+    """Train this rank's stages of the model; the losses, on every rank."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     numbers = pipeline_metadata(NUM_LAYERS, schedule=schedule_name, pp_degree=num_ranks)
     names = module_names_per_stage(NUM_LAYERS, num_stages=numbers.num_stages, naming=NAMING)
     check_splittable(model, names, (batch(0)[0][:MICROBATCH],))
     mine = stage_indices_of_rank(rank, num_ranks, numbers.num_stages, style=numbers.style)
     modules = stage_modules(model, names, mine)
-    print(f"rank {rank}: " + "; ".join(f"stage {i}: {', '.join(names[i])}" for i in mine))
+    if rank == 0:
+        for index, listed in enumerate(names):
+            print(f"stage {index}: {', '.join(listed)}")
 
     step = PIPELINES[runtime](modules, num_stages=numbers.num_stages, schedule_name=schedule_name)
     parameters = [each for module in modules.values() for each in module.parameters()]
@@ -183,7 +185,10 @@ def train_pipelined(
         optimizer.step()
         if losses:
             history.append(torch.stack(losses).mean().item())
-    return history
+    # Only the rank with the last stage has losses.
+    histories: list[list[float]] = [[] for _ in range(num_ranks)]
+    dist.all_gather_object(histories, history)
+    return max(histories, key=len)
 
 
 def train_alone(model: nn.Module, num_steps: int) -> list[float]:
@@ -219,9 +224,9 @@ def main() -> None:
         history = train_pipelined(
             model, runtime=runtime, schedule_name=options.schedule, num_steps=options.steps
         )
-        for step, loss in enumerate(history):
-            print(f"{runtime}: step {step}: loss {loss:.4f}")
-        if history:
+        if dist.get_rank() == 0:
+            for step, loss in enumerate(history):
+                print(f"{runtime}: step {step}: loss {loss:.4f}")
             same = history == train_alone(copy.deepcopy(model), options.steps)
             print(
                 f"{runtime}: every loss is that of training without a pipeline, to the bit: {same}"

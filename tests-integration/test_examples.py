@@ -47,16 +47,9 @@ def test_a_hugging_face_llama_has_the_gradients_of_one_process():
     printed = run_example("hugging_face_llama.py", "--runtimes", "eager", "graph", "--steps", "2")
     for runtime in ("eager", "graph"):
         assert len(re.findall(rf"{runtime}: step \d+: loss", printed)) == 2
-        found = re.findall(
-            rf"{runtime}: (\d+) gradients of rank (\d) are those of training without a pipeline, "
-            r"to the bit: (\w+)",
-            printed,
-        )
-        assert {rank for _, rank, _ in found} == {"0", "1", "2", "3"}
-        assert {same for _, _, same in found} == {"True"}
-        assert (
-            sum(int(count) for count, _, _ in found) == 4 * 9 + 3
-        )  # layers, embedding, norm, head
+        claim = "gradients are those of training without a pipeline, to the bit"
+        # Nine in each layer; embedding, norm and head.
+        assert re.findall(rf"{runtime}: (\d+) {claim}: (\w+)", printed) == [("39", "True")]
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
