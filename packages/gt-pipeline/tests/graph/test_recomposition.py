@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -19,7 +21,7 @@ from stage_models import (
     same_bits,
     squared_error,
 )
-from torch import nn
+from torch import Tensor, nn
 
 from gt_pipeline.graph import (
     StageGraphs,
@@ -83,6 +85,49 @@ def test_last_stage_with_its_loss_recomposes() -> None:
         loss_fn=squared_error,
     )
     assert recomposes(cut_stage(capture))
+
+
+class _DifferentiatesAtOnce(torch.autograd.Function):
+    """A loss that knows its gradient when it is computed, as one that is computed in chunks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        with torch.enable_grad():
+            leaves = [each.detach().requires_grad_() for each in (x, weight)]
+            loss = torch.relu(leaves[0] * leaves[1]).square().sum()
+            ctx.gradients = torch.autograd.grad(loss, leaves)
+        return loss.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
+        return tuple(gradient * each for each in ctx.gradients)
+
+
+class DifferentiatesAtOnce(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+        self.weight = nn.Parameter(torch.randn(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _DifferentiatesAtOnce.apply(self.block(x), self.weight)
+
+
+def test_a_forward_that_differentiates_keeps_that_in_its_own_graph() -> None:
+    capture = capture_stage(
+        DifferentiatesAtOnce(),
+        stage_index=2,
+        num_stages=3,
+        activations=[ACTIVATION],
+        loss_fn=lambda output, target: output,
+    )
+    graphs = cut_stage(capture)
+    assert recomposes(graphs)
+    relu_backward = torch.ops.aten.threshold_backward.default
+    assert graphs.full_backward is not None
+    for graph in (graphs.forward, graphs.full_backward):
+        found = graph.graph_module.graph.find_nodes(op="call_function", target=relu_backward)
+        assert len(found) == 1  # that of the loss, and that of the block
 
 
 def test_an_operator_that_was_exchanged_is_found_without_running_anything() -> None:

@@ -105,10 +105,11 @@ class _Cut:
         self._gradients = self._gradient_boundary()
 
     def graphs(self) -> StageGraphs:
+        arriving = {n: s for n, s in self._slot_of_input.items() if s.kind == "output_gradient"}
         saved = {
             node: Slot(kind="saved", name=node.name)
             for node in self._kept_for(Part.BACKWARD_INPUT, Part.BACKWARD_WEIGHT)
-            if self._slot_of_input.get(node, _NONE).kind != "output_gradient"
+            if node not in arriving
         }
         unshard = self._graph(
             "UNSHARD", [Part.UNSHARD], {}, [(s, n) for n, s in self._unsharded.items()]
@@ -126,7 +127,6 @@ class _Cut:
                 backward_weight=None,
                 reduce_grad=None,
             )
-        arriving = {n: s for n, s in self._slot_of_input.items() if s.kind == "output_gradient"}
         between = {
             node: Slot(kind="between", name=node.name)
             for node in self._kept_for(Part.BACKWARD_WEIGHT)
@@ -271,31 +271,33 @@ class _Cut:
             outputs: what it gives.
         """
         slots_and_nodes = list(outputs)
+        results = [node for _, node in slots_and_nodes]
         own = [n for n in self._joint.graph.nodes if self._parts.get(n) in parts]
-        needed = self._with_static_views(own, [node for _, node in slots_and_nodes], entering)
+        needed = self._with_static_views(own, results, entering)
+        inside = set(needed)
+        read = dict.fromkeys(
+            source
+            for sources in (*(node.all_input_nodes for node in needed), results)
+            for source in sources
+            if source not in inside and source not in entering and source.op != "get_attr"
+        )
         static: dict[Slot, Node] = {}
         arguments: dict[Slot, Node] = {}
-        inside = set(needed)
-        for node in (*needed, None):
-            sources = [n for _, n in slots_and_nodes] if node is None else node.all_input_nodes
-            for source in sources:
-                if source in inside or source in entering or source.op == "get_attr":
-                    continue
-                slot = self._static_slot(source) if Part.UNSHARD not in parts else None
-                slot = slot or self._unsharded.get(source) or self._slot_of_input.get(source)
-                if slot is None:
-                    raise StageCutError(
-                        what=f"the graph of {_subject(self._capture)} cannot be cut into actions",
-                        problems=[f"{kind} needs {source.name} ({source.target}), of another part"],
-                    )
-                (static if slot.is_static else arguments)[slot] = source
+        for source in read:
+            slot = self._unsharded.get(source) or self._slot_of_input.get(source)
+            if slot is None:
+                raise StageCutError(
+                    what=f"the graph of {_subject(self._capture)} cannot be cut into actions",
+                    problems=[f"{kind} needs {source.name} ({source.target}), of another part"],
+                )
+            (static if slot.is_static else arguments)[slot] = source
         if kind == "FORWARD":
             arguments = {s: n for n, s in self._slot_of_input.items() if s.kind == "argument"}
         graph_module = extract(
             self._joint,
             needed,
             inputs={**static, **arguments, **{slot: node for node, slot in entering.items()}},
-            outputs=[node for _, node in slots_and_nodes],
+            outputs=results,
         )
         annotation = PipelineAnnotation(stage_index=self._capture.stage_index, action=kind, slot=0)
         for node in graph_module.graph.nodes:
@@ -341,9 +343,6 @@ class _Cut:
             results[index] = copied
         output.args = (tuple(results),)
         forward.graph_module.recompile()
-
-
-_NONE = Slot(kind="argument", name="")
 
 
 def _subject(capture: StageCapture) -> str:
