@@ -261,3 +261,15 @@ def test_model_on_meta_is_captured_as_if_on_another_device() -> None:
     assert {t.device.type for t in traced.example_inputs} == {"cpu"}
     real = TiedModel()
     assert_same(traced.bind(real)(*batch(2)), step_of(real)(*batch(2)))
+
+
+def test_captures_can_share_a_fake_mode():
+    module = nn.Linear(4, 4)
+
+    def step(x):
+        return module(x).sum()
+
+    first = trace_step(step, module=module)(torch.randn(2, 4))
+    second = trace_step(step, module=module, fake_mode=first.fake_mode)(torch.randn(3, 4))
+    assert second.fake_mode is first.fake_mode
+    assert second.bind(module)(torch.ones(3, 4)) == step(torch.ones(3, 4))
