@@ -21,9 +21,8 @@ from torch.distributed.pipelining import PipelineStage
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from gt_pipeline.schedules import build_pipeline_schedule, schedule_of
+from gt_pipeline.schedules import SCHEDULE_NAMES, build_pipeline_schedule, schedule_of
 from gt_pipeline.split import (
-    SCHEDULE_LAYOUTS,
     RemovalPolicy,
     check_splittable,
     find_naming,
@@ -37,7 +36,7 @@ from gt_pipeline.split import (
 CONFIG = LlamaConfig(
     hidden_size=64,
     intermediate_size=128,
-    num_hidden_layers=4,
+    num_hidden_layers=6,
     num_attention_heads=4,
     num_key_value_heads=2,
     vocab_size=128,
@@ -207,7 +206,7 @@ def gradients_alone(model: nn.Module) -> dict[str, Tensor]:
 def main() -> None:
     """Train on this rank, and compare the first gradients with those of one process."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--schedule", default="1F1B", choices=list(SCHEDULE_LAYOUTS))
+    parser.add_argument("--schedule", default="1F1B", choices=SCHEDULE_NAMES)
     parser.add_argument("--runtimes", nargs="+", default=["eager"], choices=list(PIPELINES))
     parser.add_argument("--steps", type=int, default=5)
     options = parser.parse_args()

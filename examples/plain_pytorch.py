@@ -20,9 +20,8 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.nn import functional as F
 
-from gt_pipeline.schedules import build_pipeline_schedule, schedule_of
+from gt_pipeline.schedules import SCHEDULE_NAMES, build_pipeline_schedule, schedule_of
 from gt_pipeline.split import (
-    SCHEDULE_LAYOUTS,
     LayerNaming,
     check_splittable,
     module_names_per_stage,
@@ -213,7 +212,7 @@ def train_alone(model: nn.Module, num_steps: int) -> list[float]:
 def main() -> None:
     """Train on this rank, and compare with training in one process."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--schedule", default="Interleaved1F1B", choices=list(SCHEDULE_LAYOUTS))
+    parser.add_argument("--schedule", default="Interleaved1F1B", choices=SCHEDULE_NAMES)
     parser.add_argument("--runtimes", nargs="+", default=["eager"], choices=list(PIPELINES))
     parser.add_argument("--steps", type=int, default=10)
     options = parser.parse_args()
