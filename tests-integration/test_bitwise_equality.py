@@ -65,6 +65,12 @@ FOUR_RANKS = {
     "deepseek_v3, FSDP 4 x EP 2": on(DEEPSEEK_V3, parallelism=FSDP_EP, fsdp_bucketing="off"),
     "deepseek_v3, FSDP 2 x TP 2 x EP 2": on(DEEPSEEK_V3, parallelism=FSDP_TP_EP),
 }
+# What the others hold too, each by itself; `make test-all` runs them.
+LONG = {
+    "llama3, FSDP 2 x TP 2, loss not chunked",
+    "llama3, FSDP 2 x TP 2, gradient accumulation",
+    "deepseek_v3, FSDP 4 x EP 2",
+}
 JOINT_ONE_RANK = (
     ("llama3, gradient accumulation", "min_cut"),
     ("llama3, bfloat16", "min_cut"),
@@ -76,12 +82,12 @@ BOTH = ("min_cut", "save_all")
 JOINT_FOUR_RANKS = (
     ("llama3, FSDP 2 x TP 2", BOTH),
     pytest.param("llama3, FSDP 2 x TP 2, loss not chunked", BOTH[:1], marks=pytest.mark.slow),
-    ("llama3, FSDP 2 x TP 2, gradient accumulation", BOTH[:1]),
+    pytest.param("llama3, FSDP 2 x TP 2, gradient accumulation", BOTH[:1], marks=pytest.mark.slow),
     pytest.param("llama3, HSDP 2 x 2", BOTH[:1], marks=pytest.mark.slow),
-    ("llama3, HSDP 2 x 2, bfloat16", BOTH[:1]),
-    ("qwen3, tied weights, FSDP 2 x TP 2", BOTH[:1]),
+    pytest.param("llama3, HSDP 2 x 2, bfloat16", BOTH[:1], marks=pytest.mark.slow),
+    pytest.param("qwen3, tied weights, FSDP 2 x TP 2", BOTH[:1], marks=pytest.mark.slow),
     pytest.param("deepseek_v3, FSDP 4 x EP 2", BOTH[:1], marks=pytest.mark.slow),
-    ("deepseek_v3, FSDP 2 x TP 2 x EP 2", BOTH),
+    ("deepseek_v3, FSDP 2 x TP 2 x EP 2", BOTH[:1]),
 )
 FSDP_PASSES = {
     "bucket-all-gathers",
@@ -127,7 +133,10 @@ def test_captured_equals_eager_in_one_process(name: str, one: GlooWorkers, tmp_p
     check(one.run(compare_modes, ONE_RANK[name], str(tmp_path)), ONE_RANK[name])
 
 
-@pytest.mark.parametrize("name", FOUR_RANKS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.slow) if n in LONG else n for n in FOUR_RANKS],
+)
 def test_captured_equals_eager_on_four_ranks(name: str, four: GlooWorkers, tmp_path: Path) -> None:
     check(four.run(compare_modes, FOUR_RANKS[name], str(tmp_path)), FOUR_RANKS[name])
 
@@ -164,7 +173,7 @@ def test_joint_graphs_equal_eager_on_four_ranks(
 
 
 # With experts, their biases are state that neither gradients nor the optimizer restore.
-@pytest.mark.parametrize("name", ["llama3", "deepseek_v3"])
+@pytest.mark.parametrize("name", [pytest.param("llama3", marks=pytest.mark.slow), "deepseek_v3"])
 def test_resumed_run_equals_one_that_never_stopped(
     name: str, one: GlooWorkers, tmp_path: Path
 ) -> None:
@@ -178,6 +187,7 @@ def test_resumed_run_equals_one_that_never_stopped_on_four_ranks(
     assert four.run(compare_resumed, case, str(tmp_path)) == [([], 2)] * 4
 
 
+@pytest.mark.slow
 def test_resumed_run_of_joint_graphs_equals_one_that_never_stopped(
     one: GlooWorkers, tmp_path: Path
 ) -> None:

@@ -34,11 +34,17 @@ DEEPSEEK_V3 = Case(
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(PipelineCase(model=LLAMA3, schedule="1F1B"), id="llama3-1F1B"),
+        pytest.param(
+            PipelineCase(model=LLAMA3, schedule="1F1B"), id="llama3-1F1B", marks=pytest.mark.slow
+        ),
         pytest.param(
             PipelineCase(model=LLAMA3, schedule="ZBVZeroBubble"), id="llama3-ZBVZeroBubble"
         ),
-        pytest.param(PipelineCase(model=DEEPSEEK_V3, schedule="1F1B"), id="deepseek_v3-1F1B"),
+        pytest.param(
+            PipelineCase(model=DEEPSEEK_V3, schedule="1F1B"),
+            id="deepseek_v3-1F1B",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             PipelineCase(model=DEEPSEEK_V3, schedule="DualPipeV"), id="deepseek_v3-DualPipeV"
         ),

@@ -42,11 +42,14 @@ TOGETHER = {
     "full recompute but for products, small buckets": {**BUT_FOR_PRODUCTS, **SMALL_BUCKETS},
     "offload, dense regions": {**OFFLOAD, **DENSE_REGIONS},
 }
+# What depends on experts: what a policy recomputes of them, and launches around their regions.
+TOGETHER_WITH_EXPERTS = {"full recompute, dense regions": {**FULL_RECOMPUTE, **DENSE_REGIONS}}
 FLOAT32_ULP = 2.0**-23
 
 WORKLOADS = (
     ("llama3, FSDP 2 x TP 2", TOGETHER),
-    ("deepseek_v3, FSDP 2 x TP 2 x EP 2", TOGETHER),
+    ("deepseek_v3, FSDP 2 x TP 2 x EP 2", TOGETHER_WITH_EXPERTS),
+    pytest.param("deepseek_v3, FSDP 2 x TP 2 x EP 2", TOGETHER, marks=pytest.mark.slow),
     *(
         pytest.param(name, ONE_BY_ONE, marks=pytest.mark.slow)
         for name in (
@@ -92,6 +95,7 @@ def test_recipes_that_keep_numerics_equal_eager_bitwise(
         assert ("prefetch-all-gathers" in result.changed) == overlaps, where
 
 
+@pytest.mark.slow
 def test_buckets_of_four_shards_round_otherwise_within_a_bound(
     four: GlooWorkers, tmp_path: Path
 ) -> None:
