@@ -269,12 +269,14 @@ class GraphPPRunner:
                 self._fill_inputs(inputs())
                 record = self._run_actions(program)
                 self._position = len(program.actions)
-                program.finish()
                 gradients = self._gradients() if mode == "train" else []
         except BaseException as error:  # noqa: BLE001  # other ranks must hear of whatever it is
             self._fail(program, error)
         if not self._connections.vote(self._step):
             self._fail(program, None)
+        # Every rank has used what was sent to it. Waiting for sends before would not be safe: one
+        # that was forgotten when another rank closed its transfers never ends.
+        program.let_go()
         for parameter, gradient in gradients:
             _add_gradient(parameter, gradient)
         for stage in self._stages.values():
@@ -320,7 +322,7 @@ class GraphPPRunner:
         reason = "a rank did not confirm it" if error is None else _describe(error)
         mine = FailureReport(rank=self._global_rank, stage=stage, action=action, reason=reason)
         self._failure = self._connections.fail(self._step, mine, votes=error is not None).error()
-        program.abandon()
+        program.let_go()
         self._inputs.clear()
         for each in self._stages.values():
             each.discard()

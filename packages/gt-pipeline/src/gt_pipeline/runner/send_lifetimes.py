@@ -11,7 +11,8 @@ had used ours::
 Where no message comes back, as in evaluation, a send is waited for behind the second one after it
 that goes the same way: a rank runs ahead of another by two messages, and holds no more. That cannot
 make ranks wait in a circle, since the lists that `lower` makes could not do so even if every send
-waited for its receive at once.
+waited for its receive at once. What is left is waited for when all ranks have agreed that the step
+succeeded.
 """
 
 from __future__ import annotations

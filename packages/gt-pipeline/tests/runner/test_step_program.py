@@ -1,0 +1,45 @@
+"""What a bound program does that no whole step shows reliably."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from gt_pipeline.runner.step_program import StepProgram
+from gt_pipeline.schedules import parse_action
+
+
+class _ForgottenWork:
+    """A send that never ends, as gloo leaves one if a connection is closed while it is begun."""
+
+    def __init__(self) -> None:
+        self.limits: list[timedelta | None] = []
+
+    def wait(self, limit: timedelta | None = None) -> None:
+        self.limits.append(limit)
+        raise RuntimeError("closed, or out of time")
+
+
+def _program(works: list[Any], *, on_host: bool) -> StepProgram:
+    send = parse_action("0SEND_F0")
+    return StepProgram(
+        actions=(send,),
+        runs=(),
+        results=[],
+        pending={send: (works, ())},
+        receiving=([[*works]],),
+        on_host=on_host,
+    )
+
+
+@pytest.mark.parametrize(("on_host", "limit"), [(True, timedelta(seconds=1)), (False, None)])
+def test_a_send_that_never_ends_is_given_a_second_with_gloo(
+    on_host: bool, limit: timedelta | None
+) -> None:
+    works = [_ForgottenWork(), _ForgottenWork()]
+    program = _program(works, on_host=on_host)
+    program.let_go()
+    assert [work.limits for work in works] == [[limit, limit]] * 2
+    assert not program.pending
