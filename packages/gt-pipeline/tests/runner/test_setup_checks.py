@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
-import torch.distributed as dist
 from eager_stage import EagerStage
 from runner_cases import schedule
-from toy_pipeline import ACTIVATION, batch, eager_stages
+from setup_cases import (
+    problems_of_different_options,
+    problems_of_mismatched_ranks,
+    train_after_a_refusal,
+)
+from toy_pipeline import ACTIVATION, eager_stages
 
 from gt_pipeline.errors import RunnerSetupError
 from gt_pipeline.runner import GraphPPRunner, TensorSignature
@@ -17,48 +19,13 @@ from gt_pipeline.schedules import schedule_of
 from gt_trace.testing import GlooWorkers
 
 
-def _problems_of_mismatched_ranks() -> tuple[str, ...]:
-    """Rank 1 takes another shape than rank 0 returns."""
-    planned = schedule("1F1B")
-    (stage,) = eager_stages(planned, dist.get_rank())
-    if stage.stage_index == 1:
-        stage.input_signature = (dataclasses.replace(ACTIVATION, shape=(2, 5, 17)),)
-    try:
-        GraphPPRunner([stage], planned)
-    except RunnerSetupError as error:
-        return error.problems
-    raise AssertionError("nothing was found")
-
-
-def _problems_of_different_options() -> tuple[str, ...]:
-    """Rank 3 sums losses, and rank 2 has a stage too few."""
-    planned = schedule("1F1B")
-    rank = dist.get_rank()
-    stages = [] if rank == 2 else eager_stages(planned, rank)
-    try:
-        GraphPPRunner(stages, planned, loss_reduction="sum" if rank == 3 else "mean")
-    except RunnerSetupError as error:
-        return error.problems
-    raise AssertionError("nothing was found")
-
-
-def _train_after_a_refusal() -> int:
-    """What was refused leaves nothing behind that a right runner would stumble over."""
-    planned = schedule("1F1B")
-    with pytest.raises(RunnerSetupError):
-        GraphPPRunner([], planned)
-    tokens, target = batch()
-    with GraphPPRunner(eager_stages(planned, dist.get_rank()), planned) as runner:
-        return len(runner.step(tokens, target=target).losses)
-
-
 def test_every_rank_hears_that_two_neighbours_disagree(four: GlooWorkers) -> None:
-    (problems,) = set(four.run(_problems_of_mismatched_ranks))
+    (problems,) = set(four.run(problems_of_mismatched_ranks))
     assert problems == ("stage 0 returns (float32[2, 5, 16]), stage 1 takes (float32[2, 5, 17])",)
 
 
 def test_every_rank_hears_what_others_found_and_what_differs(four: GlooWorkers) -> None:
-    (problems,) = set(four.run(_problems_of_different_options))
+    (problems,) = set(four.run(problems_of_different_options))
     assert problems == (
         "rank 2: stages [] were given, the schedule has [2] here",
         (
@@ -69,7 +36,7 @@ def test_every_rank_hears_what_others_found_and_what_differs(four: GlooWorkers) 
 
 
 def test_a_right_runner_works_after_a_refused_one(four: GlooWorkers) -> None:
-    assert four.run(_train_after_a_refusal) == [0, 0, 0, 8]
+    assert four.run(train_after_a_refusal) == [0, 0, 0, 8]
 
 
 def test_refuses_everything_that_is_wrong_with_stages_at_once() -> None:

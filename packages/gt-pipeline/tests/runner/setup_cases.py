@@ -1,0 +1,48 @@
+"""What the workers of ``test_setup_checks.py`` run."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch.distributed as dist
+from runner_cases import schedule
+from toy_pipeline import ACTIVATION, batch, eager_stages
+
+from gt_pipeline.errors import RunnerSetupError
+from gt_pipeline.runner import GraphPPRunner
+
+
+def problems_of_mismatched_ranks() -> tuple[str, ...]:
+    """Rank 1 takes another shape than rank 0 returns."""
+    planned = schedule("1F1B")
+    (stage,) = eager_stages(planned, dist.get_rank())
+    if stage.stage_index == 1:
+        stage.input_signature = (dataclasses.replace(ACTIVATION, shape=(2, 5, 17)),)
+    try:
+        GraphPPRunner([stage], planned)
+    except RunnerSetupError as error:
+        return error.problems
+    raise AssertionError("nothing was found")
+
+
+def problems_of_different_options() -> tuple[str, ...]:
+    """Rank 3 sums losses, and rank 2 has a stage too few."""
+    planned = schedule("1F1B")
+    rank = dist.get_rank()
+    stages = [] if rank == 2 else eager_stages(planned, rank)
+    try:
+        GraphPPRunner(stages, planned, loss_reduction="sum" if rank == 3 else "mean")
+    except RunnerSetupError as error:
+        return error.problems
+    raise AssertionError("nothing was found")
+
+
+def train_after_a_refusal() -> int:
+    """What was refused leaves nothing behind that a right runner would stumble over."""
+    planned = schedule("1F1B")
+    with pytest.raises(RunnerSetupError):
+        GraphPPRunner([], planned)
+    tokens, target = batch()
+    with GraphPPRunner(eager_stages(planned, dist.get_rank()), planned) as runner:
+        return len(runner.step(tokens, target=target).losses)
