@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from torchtitan.config import ParallelismConfig
 
 from gt_config import ConfigError, Violation
 from gt_trainer import cli
@@ -134,6 +135,7 @@ def no_models(monkeypatch):
         dump_folder="out",
         training=SimpleNamespace(steps=2),
         checkpoint=SimpleNamespace(enable=True, folder="checkpoint", load_step=-1),
+        parallelism=ParallelismConfig(),
     )
     checks = []
     monkeypatch.setattr(cli, "_load_configuration", lambda command: config)

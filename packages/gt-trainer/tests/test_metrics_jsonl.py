@@ -26,7 +26,9 @@ def build(folder: Path, **options: Any) -> GraphMetricsProcessor:
     """A processor of rank 0 of 4, tensor parallel degree 2."""
     config = GraphMetricsProcessor.Config(**{"display": "plain", **options})
     processor: GraphMetricsProcessor = config.build(
-        parallel_dims=SimpleNamespace(pp_enabled=False, world_size=4, non_data_parallel_size=2),
+        parallel_dims=SimpleNamespace(
+            pp=1, pp_enabled=False, world_size=4, non_data_parallel_size=2
+        ),
         dump_folder=str(folder),
         pp_schedule="1F1B",
         config_dict={"training": {"steps": 5}},
