@@ -1,0 +1,64 @@
+"""What can go wrong, by who can do something about it.
+
+::
+
+    PlacementError                      every failure of this package
+    ├── PlacementInputError             what was asked for is wrong (also a ValueError)
+    │   ├── UnsupportedModelError       the model cannot be captured or planned
+    │   │   └── UnsupportedOperatorError    an operator has no rule
+    │   └── ConstraintError             a constraint names or asks for what does not exist
+    ├── InfeasiblePlacementError        no plan satisfies constraints and memory budget
+    ├── PlanMismatchError               a saved plan is damaged, or made for something else
+    ├── AuditError                      a plan's cost is not what the solver said: our bug
+    └── SolverError                     the solver gave no answer
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "AuditError",
+    "ConstraintError",
+    "InfeasiblePlacementError",
+    "PlacementError",
+    "PlacementInputError",
+    "PlanMismatchError",
+    "SolverError",
+    "UnsupportedModelError",
+    "UnsupportedOperatorError",
+]
+
+
+class PlacementError(Exception):
+    """Every failure of this package."""
+
+
+class PlacementInputError(PlacementError, ValueError):
+    """What was asked for is wrong; the message lists every violation."""
+
+
+class UnsupportedModelError(PlacementInputError):
+    """The model cannot be captured or planned."""
+
+
+class UnsupportedOperatorError(UnsupportedModelError):
+    """Operators have no placement rule; the message names each of them and where it stands."""
+
+
+class ConstraintError(PlacementInputError):
+    """A constraint names something that does not exist, or asks for what no option offers."""
+
+
+class InfeasiblePlacementError(PlacementError):
+    """No plan satisfies constraints and memory budget; the message says which and by how much."""
+
+
+class PlanMismatchError(PlacementError, ValueError):
+    """A saved plan is damaged, or was made for another model, mesh or version."""
+
+
+class AuditError(PlacementError):
+    """Recomputing a plan's cost on the whole graph gave another number than the solver's."""
+
+
+class SolverError(PlacementError):
+    """The solver failed without an answer; the message says what it reported."""

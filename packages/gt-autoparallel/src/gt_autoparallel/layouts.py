@@ -1,0 +1,136 @@
+"""Meshes and layouts as plain values: what the planner computes with, without process groups.
+
+A layout is what DTensor calls placements: one ``Replicate()``, ``Shard(dim)`` or
+``Partial("sum")`` for each mesh axis, applied from the first axis to the last, so that a dim that
+two axes shard is cut by the first one into the larger pieces. Planned shards are always even: a
+layout fits a tensor only if each cut divides the dim, so that every rank's shapes are equal.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+
+__all__ = [
+    "Layout",
+    "MeshShape",
+    "fits",
+    "local_shape",
+    "num_local_elements",
+    "replicated",
+    "shard_counts",
+    "short_text",
+]
+
+Layout = tuple[Placement, ...]
+"""One placement for each mesh axis."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeshShape:
+    """Names and sizes of a mesh's axes: all of a mesh that a plan depends on."""
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        problems = []
+        if not self.names or len(self.names) != len(self.sizes):
+            problems.append(f"{len(self.names)} names and {len(self.sizes)} sizes; one size a name")
+        if len(set(self.names)) != len(self.names):
+            problems.append(f"names are {self.names!r}; each must differ")
+        problems += [
+            f"size of axis {name!r} is {size!r}; allowed: an integer of at least 1"
+            for name, size in zip(self.names, self.sizes, strict=False)
+            if type(size) is not int or size < 1
+        ]
+        if problems:
+            raise ValueError("mesh: " + "; ".join(problems))
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh) -> MeshShape:
+        """The names and sizes of ``mesh``.
+
+        Raises:
+            ValueError: its axes have no names.
+        """
+        names = mesh.mesh_dim_names
+        if names is None:
+            raise ValueError(
+                "mesh: its axes have no names; make it with init_device_mesh(mesh_dim_names=...)"
+            )
+        return cls(names=tuple(names), sizes=tuple(int(size) for size in mesh.shape))
+
+    @property
+    def num_axes(self) -> int:
+        """Number of axes."""
+        return len(self.sizes)
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks in all."""
+        return math.prod(self.sizes)
+
+    def ranks_of_axis(self, axis: int) -> tuple[int, ...]:
+        """The global ranks of rank 0's group along ``axis``; ranks fill the mesh row by row."""
+        stride = math.prod(self.sizes[axis + 1 :])
+        return tuple(range(0, stride * self.sizes[axis], stride))
+
+
+def replicated(mesh: MeshShape) -> Layout:
+    """The layout of a tensor that every rank holds whole."""
+    return (Replicate(),) * mesh.num_axes
+
+
+def shard_counts(num_dims: int, layout: Layout, mesh: MeshShape) -> tuple[int, ...]:
+    """Into how many pieces ``layout`` cuts each dim of a tensor of ``num_dims`` dims."""
+    counts = [1] * num_dims
+    for placement, size in zip(layout, mesh.sizes, strict=True):
+        if isinstance(placement, Shard):
+            counts[placement.dim] *= size
+    return tuple(counts)
+
+
+def fits(shape: Sequence[int], layout: Layout, mesh: MeshShape) -> bool:
+    """Whether every cut of ``layout`` divides its dim of a tensor of global ``shape``."""
+    if any(isinstance(p, Shard) and not 0 <= p.dim < len(shape) for p in layout):
+        return False
+    counts = shard_counts(len(shape), layout, mesh)
+    return all(size % count == 0 for size, count in zip(shape, counts, strict=True))
+
+
+def local_shape(shape: Sequence[int], layout: Layout, mesh: MeshShape) -> tuple[int, ...]:
+    """The shape of each rank's shard of a tensor of global ``shape``.
+
+    Raises:
+        ValueError: the layout does not fit the shape.
+    """
+    if not fits(shape, layout, mesh):
+        raise ValueError(
+            f"layout {short_text(layout)} does not cut shape {tuple(shape)!r} evenly on mesh "
+            f"{dict(zip(mesh.names, mesh.sizes, strict=True))!r}"
+        )
+    counts = shard_counts(len(shape), layout, mesh)
+    return tuple(size // count for size, count in zip(shape, counts, strict=True))
+
+
+def num_local_elements(shape: Sequence[int], layout: Layout, mesh: MeshShape) -> int:
+    """Number of elements that each rank holds."""
+    return math.prod(local_shape(shape, layout, mesh))
+
+
+def short_text(layout: Layout) -> str:
+    """The layout in the field's short form: ``R``, ``S(0)``, ``P(sum)``, separated by spaces."""
+    return " ".join(_short(placement) for placement in layout)
+
+
+def _short(placement: Placement) -> str:
+    if isinstance(placement, Shard):
+        return f"S({placement.dim})"
+    if isinstance(placement, Partial):
+        return f"P({placement.reduce_op})"
+    return "R"
