@@ -14,16 +14,11 @@ from gt_trainer import device
 device.install("cpu")  # before the imports below, whose modules copy their device
 
 from torch.fx import GraphModule  # noqa: E402
-from torchtitan.components.loss import ChunkedLossWrapper  # noqa: E402
-from torchtitan.distributed import ParallelDims  # noqa: E402
-from torchtitan.distributed import utils as dist_utils  # noqa: E402
 
 from gt_passes import PassContext, PassPipeline  # noqa: E402
 from gt_trace import TracedStep  # noqa: E402
 from gt_trainer.captured_step import capture_training_step  # noqa: E402
-
-# The pieces of a dry run; a benchmark of passes needs the graph before them, which no report holds.
-from gt_trainer.dry_run import _example_inputs, _fake_world, _placed_model  # noqa: E402
+from gt_trainer.fake_step import fake_step  # noqa: E402
 from gt_trainer.models.llama3 import llama3_8b  # noqa: E402
 from gt_trainer.startup import StartupClock  # noqa: E402
 
@@ -64,23 +59,15 @@ def captured_model(num_layers: int) -> Iterator[CapturedModel]:
     spec.model.layers = [
         copy.deepcopy(published[number % len(published)]) for number in range(num_layers)
     ]
-    with _fake_world(WORLD_SIZE):
-        dist_utils.set_spmd_backend(config.parallelism.spmd_backend)
-        parallel_dims = ParallelDims.from_config(config.parallelism, WORLD_SIZE)
-        model, _ = _placed_model(config, parallel_dims)
-        loss_fn = config.loss.build(compile_config=config.compile)
-        if isinstance(loss_fn, ChunkedLossWrapper):
-            loss_fn.set_lm_head(model.lm_head)
-            model._skip_lm_head = True
-        inputs = _example_inputs(config, model)
+    with fake_step(config, WORLD_SIZE) as step:
         begin = time.process_time()
         report = capture_training_step(
-            model,
-            loss_fn,
-            *inputs,
+            step.model,
+            step.loss_fn,
+            *step.inputs,
             recipe=lambda context: PassPipeline([], context=context, verify=False),
             clock=StartupClock(),
-            meta_device="cpu",
+            meta_device=step.meta_device,
         )
         seconds = time.process_time() - begin
         yield CapturedModel(

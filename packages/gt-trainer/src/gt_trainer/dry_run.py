@@ -7,26 +7,20 @@ on the meta device, so that a configuration for a thousand GPUs is checked on a 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torchtitan.components.loss import ChunkedLossWrapper
-from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import ParallelDims
-from torchtitan.distributed import utils as dist_utils
-from torchtitan.tools import utils as titan_utils
 
 from gt_passes import DescribeOnly
 from gt_trace import collective_counts
 from gt_trainer.captured_step import capture_training_step
-from gt_trainer.models.attention import DocumentCausalSDPA, attention_mask_for
+from gt_trainer.fake_step import FakeStep, fake_step
+from gt_trainer.models.attention import DocumentCausalSDPA
 from gt_trainer.recipe import recipe_of
 from gt_trainer.simulated_run import SimulatedRun, StepFacts, simulate_run
 from gt_trainer.startup import StartupClock
@@ -93,39 +87,18 @@ def dry_run(config: GraphTrainer.Config, world_size: int) -> DryRunReport:
         RuntimeError: a process group exists already.
         Exception: whatever building, placing or capturing raises, as in a real run.
     """
-    if dist.is_initialized():
-        raise RuntimeError(
-            "a dry run needs a process without a process group, and this one has one"
-        )
-    with _fake_world(world_size):
-        return _dry_run(config, world_size)
+    with fake_step(config, world_size) as step:
+        return _report(config, step)
 
 
-@contextmanager
-def _fake_world(world_size: int) -> Iterator[None]:
-    dist_utils.init_fake_mode(world_size)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
-def _dry_run(config: GraphTrainer.Config, world_size: int) -> DryRunReport:
-    parallel_dims = ParallelDims.from_config(config.parallelism, world_size)
-    dist_utils.set_spmd_backend(config.parallelism.spmd_backend)
-    model, size = _placed_model(config, parallel_dims)
-    loss_fn = config.loss.build(compile_config=config.compile)
-    if isinstance(loss_fn, ChunkedLossWrapper):
-        loss_fn.set_lm_head(model.lm_head)
-        model._skip_lm_head = True
-    stored = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
-    inputs = _example_inputs(config, model)
+def _report(config: GraphTrainer.Config, step: FakeStep) -> DryRunReport:
+    stored = [p.to_local() if isinstance(p, DTensor) else p for p in step.model.parameters()]
     begin = time.perf_counter()
     clock = StartupClock()
     report = capture_training_step(
-        model,
-        loss_fn,
-        *inputs,
+        step.model,
+        step.loss_fn,
+        *step.inputs,
         recipe=recipe_of(
             config.compile,
             reshard_after_forward=config.parallelism.fsdp_reshard_after_forward,
@@ -134,7 +107,7 @@ def _dry_run(config: GraphTrainer.Config, world_size: int) -> DryRunReport:
         ),
         clock=clock,
         ep_overlap=config.compile.ep_overlap,
-        meta_device=titan_utils.device_type,
+        meta_device=step.meta_device,
     )
     total = time.perf_counter() - begin
     passes = clock.seconds("passes")
@@ -142,17 +115,17 @@ def _dry_run(config: GraphTrainer.Config, world_size: int) -> DryRunReport:
     assert spec is not None
     simulated = simulate_run(
         report.traced,
-        _step_facts(config, parallel_dims, stored, flops_per_token=size.flops_per_token),
-        parallel_dims=parallel_dims,
+        _step_facts(config, step.parallel_dims, stored, flops_per_token=step.flops_per_token),
+        parallel_dims=step.parallel_dims,
         host="cuda_graph" if config.compile.cuda_graphs else "eager",
-        attention_note=_attention_note(model),
+        attention_note=_attention_note(step.model),
         trace_path=_trace_path(config),
     )
     return DryRunReport(
         model=f"{spec.name} {spec.flavor}",
-        world_size=world_size,
-        degrees=_degrees(parallel_dims),
-        num_parameters=size.num_parameters,
+        world_size=step.parallel_dims.world_size,
+        degrees=_degrees(step.parallel_dims),
+        num_parameters=step.num_parameters,
         num_parameters_per_rank=sum(p.numel() for p in stored),
         parameter_bytes_per_rank=sum(p.numel() * p.element_size() for p in stored),
         num_nodes_captured=report.num_nodes_captured,
@@ -202,54 +175,6 @@ def _trace_path(config: GraphTrainer.Config) -> Path | None:
     if not config.compile.debug_graph_passes:
         return None
     return Path(config.dump_folder) / "graph_passes" / "simulated_step.json"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _ModelSize:
-    """Of the whole model, before sharding."""
-
-    num_parameters: int
-    flops_per_token: int
-
-
-def _placed_model(
-    config: GraphTrainer.Config, parallel_dims: ParallelDims
-) -> tuple[Any, _ModelSize]:
-    """The parallelized model on meta, and its size before sharding."""
-    spec = config.model_spec
-    assert spec is not None
-    spec.model.update_from_config(config=config)
-    dtype = TORCH_DTYPE_MAP[config.training.dtype]
-    with torch.device("meta"), titan_utils.set_default_dtype(dtype):
-        model: Any = spec.model.build()
-    _, flops_per_token = spec.model.get_nparams_and_flops(model, config.training.seq_len)
-    size = _ModelSize(
-        num_parameters=sum(p.numel() for p in model.parameters()), flops_per_token=flops_per_token
-    )
-    model = spec.parallelize_fn(
-        model,
-        parallel_dims=parallel_dims,
-        training=config.training,
-        parallelism=config.parallelism,
-        compile_config=config.compile,
-        ac_config=config.activation_checkpoint,
-        dump_folder=config.dump_folder,
-    )
-    model.train()
-    return model, size
-
-
-def _example_inputs(config: GraphTrainer.Config, model: nn.Module) -> tuple[Any, ...]:
-    """A batch of zeros of the configured shape: (tokens, labels, token count, extra inputs)."""
-    shape = (config.training.local_batch_size, config.training.seq_len)
-    device = titan_utils.device_type
-    tokens = torch.zeros(shape, dtype=torch.int64, device=device)
-    positions = torch.arange(shape[1], device=device).expand(shape).contiguous()
-    extra: dict[str, Any] = {"positions": positions}
-    mask = attention_mask_for(model.config, positions)
-    if mask is not None:
-        extra["attention_masks"] = mask
-    return tokens, tokens.clone(), torch.tensor(tokens.numel(), device=device), extra
 
 
 def _degrees(parallel_dims: ParallelDims) -> tuple[tuple[str, int], ...]:
