@@ -1,0 +1,70 @@
+"""What a plan was made for, and in what another model differs from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from torch import nn
+
+from gt_autoparallel.graph_encoding import encode_graph, graph_digest
+from gt_autoparallel.placement_graph import PlacementGraph
+from gt_autoparallel.plan import ModelSignature
+
+__all__ = ["graph_differences", "model_signature", "model_tensors", "tensor_differences"]
+
+_MAX_LISTED = 5
+
+
+def model_signature(model: nn.Module, graph: PlacementGraph) -> ModelSignature:
+    """The signature of a model and of the graph that was captured from it."""
+    return ModelSignature(parameters=model_tensors(model), graph_digest=graph_digest(graph))
+
+
+def model_tensors(model: nn.Module) -> dict[str, str]:
+    """Shape and dtype of every parameter and buffer, under each of its names, as text."""
+    named = [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]
+    return {name: f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for name, t in named}
+
+
+def tensor_differences(planned: Mapping[str, str], found: Mapping[str, str]) -> list[str]:
+    """One line for each parameter or buffer that a plan and a model do not share."""
+    lines = [
+        f"{name} is {found[name]}, planned for {planned[name]}"
+        for name in sorted(planned.keys() & found.keys())
+        if planned[name] != found[name]
+    ]
+    lines += [f"{name} is missing" for name in sorted(planned.keys() - found.keys())]
+    lines += [f"{name} was not planned" for name in sorted(found.keys() - planned.keys())]
+    return _shortened(lines)
+
+
+def graph_differences(planned: PlacementGraph, found: PlacementGraph) -> list[str]:
+    """One line for each of the first nodes in which two graphs differ; empty for equal graphs."""
+    return _shortened(list(_node_differences(planned, found)))
+
+
+def _node_differences(planned: PlacementGraph, found: PlacementGraph) -> Iterator[str]:
+    old, new = encode_graph(planned), encode_graph(found)
+    for left, right in zip(old["nodes"], new["nodes"], strict=False):
+        for field in left:
+            if left[field] != right[field]:
+                yield (
+                    f"node {right['name']!r}: {field} is {right[field]!r}, "
+                    f"planned for {left[field]!r}"
+                )
+    if len(old["nodes"]) != len(new["nodes"]):
+        yield f"{len(new['nodes'])} nodes, planned for {len(old['nodes'])}"
+    if old["parameter_aliases"] != new["parameter_aliases"]:
+        yield (
+            f"tied parameters are {new['parameter_aliases']!r}, "
+            f"planned for {old['parameter_aliases']!r}"
+        )
+
+
+def _shortened(lines: list[str]) -> list[str]:
+    if len(lines) <= _MAX_LISTED:
+        return lines
+    return [*lines[:_MAX_LISTED], f"and {len(lines) - _MAX_LISTED} more"]

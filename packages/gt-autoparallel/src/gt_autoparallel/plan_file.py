@@ -1,0 +1,142 @@
+"""Plans on disk: one JSON file, which is refused unless every bit and everything around it agrees.
+
+::
+
+    {"format": "gt-autoparallel plan", "version": 1, "sha256": "...", "content": {...}}
+
+The digest covers the canonical spelling of the content, so that white space may change and nothing
+else. Loading for a model checks, besides, its parameters, its captured graph and the mesh: a plan
+for another model is never applied. There is no switch to skip this.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from gt_autoparallel.errors import PlanMismatchError
+from gt_autoparallel.graph_encoding import canonical_json, graph_digest
+from gt_autoparallel.layouts import MeshShape
+from gt_autoparallel.model_signature import (
+    graph_differences,
+    model_tensors,
+    tensor_differences,
+)
+from gt_autoparallel.placement_graph import PlacementGraph
+from gt_autoparallel.plan import PlacementPlan, StepPrices
+from gt_autoparallel.plan_encoding import decode_plan, encode_plan
+
+__all__ = ["FORMAT_VERSION", "check_plan_fits", "read_plan", "write_plan"]
+
+FORMAT = "gt-autoparallel plan"
+FORMAT_VERSION = 1
+
+
+def write_plan(plan: PlacementPlan, path: str | os.PathLike[str]) -> Path:
+    """Write a plan; whoever reads ``path`` sees the old file or all of the new one.
+
+    Args:
+        plan: the plan.
+        path: where; its folder is made if missing.
+
+    Returns:
+        The path.
+    """
+    target = Path(path)
+    content = encode_plan(plan)
+    document = {
+        "format": FORMAT,
+        "version": FORMAT_VERSION,
+        "sha256": _digest(content),
+        "content": content,
+    }
+    target.parent.mkdir(parents=True, exist_ok=True)
+    scratch = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        with scratch.open("wb") as file:
+            file.write(json.dumps(document, indent=1, sort_keys=True).encode("utf-8") + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+        scratch.replace(target)
+    finally:
+        scratch.unlink(missing_ok=True)
+    return target
+
+
+def read_plan(path: str | os.PathLike[str], *, prices: StepPrices) -> PlacementPlan:
+    """Read a plan for a report, an audit or a comparison; ``check_plan_fits`` before applying it.
+
+    Args:
+        path: of a file that ``write_plan`` wrote.
+        prices: those that the plan was made with.
+
+    Raises:
+        PlanMismatchError: the file is no plan, of another version, damaged or edited, or made with
+            other prices.
+        OSError: it cannot be read.
+    """
+    document = _document(Path(path))
+    try:
+        return decode_plan(document["content"], prices)
+    except PlanMismatchError as error:
+        raise PlanMismatchError(f"{os.fspath(path)}: {error}") from error
+
+
+def check_plan_fits(
+    plan: PlacementPlan, *, model: nn.Module, mesh: MeshShape, graph: PlacementGraph
+) -> None:
+    """See that a plan was made for this model on this mesh.
+
+    Args:
+        plan: the plan.
+        model: the model that it shall place; its tensors' shapes and dtypes are looked at.
+        mesh: the mesh on which it shall run.
+        graph: captured from ``model`` with the example inputs of the run.
+
+    Raises:
+        PlanMismatchError: naming everything that differs.
+    """
+    problems = []
+    if mesh != plan.mesh:
+        problems.append(f"mesh is {_mesh_text(mesh)}, planned for {_mesh_text(plan.mesh)}")
+    problems += tensor_differences(plan.signature.parameters, model_tensors(model))
+    if graph_digest(graph) != plan.signature.graph_digest:
+        problems += graph_differences(plan.graph, graph)
+    if problems:
+        lines = "".join(f"\n  - {problem}" for problem in problems)
+        raise PlanMismatchError(f"the plan was made for something else; plan again:{lines}")
+
+
+def _document(path: Path) -> dict[str, Any]:
+    """What a file holds, its digest checked before anything else of it is believed."""
+    try:
+        document = json.loads(path.read_bytes())
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise PlanMismatchError(f"{path} is damaged or no plan: {error}") from error
+    if not isinstance(document, dict) or document.get("format") != FORMAT:
+        raise PlanMismatchError(f"{path} is no plan: its format is not {FORMAT!r}")
+    version = document.get("version")
+    if version != FORMAT_VERSION:
+        raise PlanMismatchError(
+            f"{path} has format version {version!r}; this version of gt-autoparallel reads "
+            f"{FORMAT_VERSION}: plan again"
+        )
+    if document.get("sha256") != _digest(document.get("content")):
+        raise PlanMismatchError(
+            f"{path} was damaged or edited: its content does not have the digest it names; "
+            "to change a plan, plan again with constraints"
+        )
+    return document
+
+
+def _digest(content: object) -> str:
+    return hashlib.sha256(canonical_json(content)).hexdigest()
+
+
+def _mesh_text(mesh: MeshShape) -> str:
+    return " x ".join(f"{name} {size}" for name, size in zip(mesh.names, mesh.sizes, strict=True))
