@@ -1,0 +1,31 @@
+"""The exact solver of placement problems: numbers in, a proven choice out.
+
+Needs numpy and highspy only. ``solve`` is the entry; the other names are what it takes and gives.
+"""
+
+from __future__ import annotations
+
+from gt_autoparallel.solver.evaluation import Evaluation, evaluate
+from gt_autoparallel.solver.solution import (
+    ForbiddenPairsError,
+    MemoryBudgetError,
+    MemoryShortage,
+    Progress,
+    ProgressCallback,
+    Solution,
+    WarmStart,
+)
+from gt_autoparallel.solver.solve import solve
+
+__all__ = [
+    "Evaluation",
+    "ForbiddenPairsError",
+    "MemoryBudgetError",
+    "MemoryShortage",
+    "Progress",
+    "ProgressCallback",
+    "Solution",
+    "WarmStart",
+    "evaluate",
+    "solve",
+]

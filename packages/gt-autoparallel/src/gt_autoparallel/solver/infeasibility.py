@@ -1,0 +1,261 @@
+"""Why there is no choice at all: which forbidden pairs, or which budget and by how much."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from gt_autoparallel.errors import InfeasiblePlacementError
+from gt_autoparallel.problem import Edge, FloatArray, Problem, Variable, Window
+from gt_autoparallel.solver.arc_consistency import make_arc_consistent
+from gt_autoparallel.solver.highs_model import HighsModel
+from gt_autoparallel.solver.reduced_problem import ReducedProblem, reduce_problem
+from gt_autoparallel.solver.solution import (
+    ForbiddenPairsError,
+    MemoryBudgetError,
+    MemoryShortage,
+    Solution,
+)
+
+__all__ = ["explain_infeasibility"]
+
+_FILTER_SECONDS = 10.0
+"""After this a conflict is reported as small as it got."""
+
+
+def explain_infeasibility(
+    problem: Problem, minimize: Callable[[Problem], Solution]
+) -> InfeasiblePlacementError:
+    """The error that says why ``problem``, which has no solution, has none.
+
+    Args:
+        problem: known to be infeasible.
+        minimize: solves a problem without budgets.
+    """
+    reduced = reduce_problem(problem)
+    empty = make_arc_consistent(reduced)
+    if empty is not None:
+        return _forbidden(problem, _traced_edges(reduced, empty))
+    if not _has_combination(problem, range(len(problem.edges))):
+        return _forbidden(problem, list(range(len(problem.edges))))
+    return _over_budget(problem, minimize)
+
+
+def _allowed(variable: Variable) -> FloatArray:
+    """[K] 0 for options that are allowed, inf for others."""
+    finite = np.isfinite(variable.cost_us)
+    if variable.window is not None:
+        finite &= np.isfinite(variable.window_compute_us)
+    for values in variable.memory_bytes:
+        finite &= np.isfinite(values)
+    return np.where(finite, 0.0, np.inf)
+
+
+def _plain_variable(name: str, cost: FloatArray) -> Variable:
+    zeros = np.zeros(len(cost))
+    return Variable(name=name, cost_us=cost, window=None, window_compute_us=zeros, memory_bytes=())
+
+
+def _plain_edge(edge: Edge, left: int, right: int) -> Edge:
+    """Only what ``edge`` forbids."""
+    finite = np.isfinite(edge.cost_us)
+    if edge.window is not None:
+        finite &= np.isfinite(edge.window_communication_us)
+    return Edge(
+        name=edge.name,
+        left=left,
+        right=right,
+        left_labels=edge.left_labels,
+        right_labels=edge.right_labels,
+        cost_us=np.where(finite, 0.0, np.inf),
+        window=None,
+        window_communication_us=np.zeros(edge.cost_us.shape),
+    )
+
+
+def _has_combination(problem: Problem, edges: Sequence[int]) -> bool:
+    """Whether some choice avoids the pairs that the given edges forbid."""
+    ends = sorted({v for e in edges for v in (problem.edges[e].left, problem.edges[e].right)})
+    place = {variable: position for position, variable in enumerate(ends)}
+    variables = [problem.variables[v] for v in ends]
+    part = Problem(
+        variables=tuple(_plain_variable(v.name, _allowed(v)) for v in variables),
+        edges=tuple(
+            _plain_edge(edge, place[edge.left], place[edge.right])
+            for edge in (problem.edges[e] for e in edges)
+        ),
+        windows=(),
+        memory=(),
+    )
+    reduced = reduce_problem(part)
+    if make_arc_consistent(reduced) is not None:
+        return False
+    reduced.compact_links()
+    if not any(True for _ in reduced.live_links()):
+        return True
+    result = HighsModel(reduced).solve(integer=True, seconds=_FILTER_SECONDS)
+    return result.feasible is not False
+
+
+def _traced_edges(reduced: ReducedProblem, empty: int) -> list[int]:
+    """Edges that had a part in emptying a node: the log of removals, followed backwards."""
+    concerned = {empty}
+    edges: set[int] = set()
+    for node, position in reversed(reduced.removal_log):
+        link = reduced.links[position]
+        if node in concerned and link is not None:
+            concerned.update(link.ends)
+            edges.update(link.edges)
+    concerned_self = {
+        index
+        for index, edge in enumerate(reduced.problem.edges)
+        if edge.left == edge.right and edge.left in concerned
+    }
+    return sorted(edges | concerned_self)
+
+
+def _smallest_conflict(problem: Problem, edges: list[int]) -> tuple[list[int], bool]:
+    """A subset of ``edges`` that still has no combination, and whether it is minimal.
+
+    Deletion filter (Chinneck and Dravnieks 1991) that tries halves, quarters, ... before single
+    edges: whatever may be left out without making a combination possible is left out.
+    """
+    end = time.perf_counter() + _FILTER_SECONDS
+    size = max(len(edges) // 2, 1)
+    while True:
+        start = 0
+        while start < len(edges):
+            if time.perf_counter() > end:
+                return edges, False
+            rest = edges[:start] + edges[start + size :]
+            if rest and not _has_combination(problem, rest):
+                edges = rest
+            else:
+                start += size
+        if size == 1:
+            return edges, True
+        size //= 2
+
+
+def _forbidden(problem: Problem, edges: list[int]) -> ForbiddenPairsError:
+    for index, variable in enumerate(problem.variables):
+        if not np.isfinite(_allowed(variable)).any():
+            return ForbiddenPairsError(
+                f"every option of {variable.name!r} is forbidden",
+                variables=(index,),
+                edges=(),
+                minimal=True,
+            )
+    edges, minimal = _smallest_conflict(problem, edges)
+    variables = sorted({v for e in edges for v in (problem.edges[e].left, problem.edges[e].right)})
+    ends = ", ".join(repr(problem.variables[v].name) for v in variables)
+    names = ", ".join(repr(problem.edges[e].name) for e in edges)
+    return ForbiddenPairsError(
+        f"no combination of options of {ends} avoids what {names} forbid"
+        + ("s" if len(edges) == 1 else ""),
+        variables=tuple(variables),
+        edges=tuple(edges),
+        minimal=minimal,
+    )
+
+
+def _over_budget(problem: Problem, minimize: Callable[[Problem], Solution]) -> MemoryBudgetError:
+    shortages = []
+    for index, row in enumerate(problem.memory):
+        frugal = minimize(_memory_problem(problem, index))
+        minimum = _bytes_of(problem, index, frugal.choices)
+        if minimum > row.budget_bytes:
+            shortages.append(_shortage(problem, index, frugal.choices))
+    jointly = not shortages
+    if jointly:
+        choices = minimize(_excess_problem(problem)).choices[: len(problem.variables)]
+        shortages = [
+            _shortage(problem, index, choices)
+            for index, row in enumerate(problem.memory)
+            if _bytes_of(problem, index, choices) > row.budget_bytes
+        ]
+    texts = [
+        f"{s.row!r} needs at least {s.minimum_bytes:,.0f} bytes, {s.excess_bytes:,.0f} over its "
+        f"budget of {s.budget_bytes:,.0f}"
+        for s in shortages
+    ]
+    if jointly:
+        texts = [
+            "each memory budget alone can be kept, but not all together; with the smallest "
+            "excess in all "
+            + "; ".join(
+                f"{s.row!r} takes {s.minimum_bytes:,.0f} bytes, {s.excess_bytes:,.0f} over its "
+                f"budget of {s.budget_bytes:,.0f}"
+                for s in shortages
+            )
+        ]
+    return MemoryBudgetError("; ".join(texts), shortages=tuple(shortages), jointly=jointly)
+
+
+def _bytes_of(problem: Problem, row: int, choices: Sequence[int]) -> float:
+    values = (
+        float(v.memory_bytes[row][c]) for v, c in zip(problem.variables, choices, strict=True)
+    )
+    return problem.memory[row].fixed_bytes + sum(values)
+
+
+def _shortage(problem: Problem, row: int, choices: tuple[int, ...]) -> MemoryShortage:
+    return MemoryShortage(
+        row=problem.memory[row].name,
+        budget_bytes=problem.memory[row].budget_bytes,
+        minimum_bytes=_bytes_of(problem, row, choices),
+        choices=choices,
+    )
+
+
+# minimize sum_v bytes_v[x_v]
+def _memory_problem(problem: Problem, row: int) -> Problem:
+    """Bytes of one row as the cost."""
+    return Problem(
+        variables=tuple(
+            _plain_variable(v.name, _allowed(v) + v.memory_bytes[row]) for v in problem.variables
+        ),
+        edges=tuple(_plain_edge(edge, edge.left, edge.right) for edge in problem.edges),
+        windows=(),
+        memory=(),
+    )
+
+
+# minimize sum_r max(budget_r, sum_v bytes_rv[x_v])
+def _excess_problem(problem: Problem) -> Problem:
+    """Bytes over budget as the cost: a window for each row, whose compute is the budget.
+
+    The bytes are the window's communication, on an edge from each variable to itself.
+    """
+    budgets = tuple(
+        Variable(
+            name=row.name,
+            cost_us=np.zeros(1),
+            window=index,
+            window_compute_us=np.array([row.budget_bytes - row.fixed_bytes]),
+            memory_bytes=(),
+        )
+        for index, row in enumerate(problem.memory)
+    )
+    used = tuple(
+        Edge(
+            name=row.name,
+            left=index,
+            right=index,
+            left_labels=np.arange(len(variable.cost_us)),
+            right_labels=np.zeros(len(variable.cost_us), dtype=np.int64),
+            cost_us=np.zeros((len(variable.cost_us), 1)),
+            window=position,
+            window_communication_us=np.asarray(variable.memory_bytes[position])[:, None],
+        )
+        for position, row in enumerate(problem.memory)
+        for index, variable in enumerate(problem.variables)
+    )
+    return Problem(
+        variables=tuple(_plain_variable(v.name, _allowed(v)) for v in problem.variables) + budgets,
+        edges=tuple(_plain_edge(edge, edge.left, edge.right) for edge in problem.edges) + used,
+        windows=tuple(Window(name=row.name, multiplicity=1) for row in problem.memory),
+        memory=(),
+    )

@@ -1,0 +1,301 @@
+"""The problem in working form: what is left of it shrinks while it is being solved.
+
+Differences to ``Problem``: an edge from a variable to itself is a cost of the variable's options;
+the edges between the same two variables are one link with one table; labels that no option has are
+gone, and labels whose rows are equal are one; a link with a single label on one side is a cost of
+the other side's options. None of this changes the cost of any choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from gt_autoparallel.problem import Edge, FloatArray, IntArray, Problem
+
+__all__ = ["Link", "Node", "ReducedProblem", "reduce_problem"]
+
+_MOST_PAIRS_OF_MERGED_LINK = 250_000
+
+
+@dataclass(slots=True)
+class Node:
+    """A variable: the options that are left of it."""
+
+    options: IntArray
+    """[K] Their indices in the problem."""
+
+    cost: FloatArray
+    """[K] us that count in full."""
+
+    compute: dict[int, FloatArray]
+    """Window -> [K] us of its compute."""
+
+    communication: dict[int, FloatArray]
+    """Window -> [K] us of its communication."""
+
+    memory: FloatArray
+    """[memory rows, K] bytes."""
+
+    links: list[int] = field(default_factory=list)
+    """Indices of the links that end here."""
+
+
+@dataclass(slots=True)
+class Link:
+    """All edges between two different variables."""
+
+    ends: tuple[int, int]
+    labels: list[IntArray]
+    """For each end [K of its node]: label of each option."""
+
+    cost: FloatArray
+    """[labels of first end, labels of second end] us; inf forbids the pair."""
+
+    communication: dict[int, FloatArray]
+    """Window -> [labels, labels] us of its communication."""
+
+    edges: tuple[int, ...]
+    """Indices of the edges in the problem that it stands for."""
+
+    def side(self, node: int) -> int:
+        """0 if ``node`` is the first end, 1 if the second."""
+        return 0 if self.ends[0] == node else 1
+
+
+class ReducedProblem:
+    """Nodes, links, windows' multiplicities and what is left of each memory budget."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.nodes: list[Node] = []
+        self.links: list[Link | None] = []
+        self.constant_us = problem.fixed_us
+        self.multiplicity = np.array([w.multiplicity for w in problem.windows], dtype=np.float64)
+        self.budget_bytes = np.array([m.budget_bytes - m.fixed_bytes for m in problem.memory])
+        self.removal_log: list[tuple[int, int]] = []
+        """(node, link) of each removal by arc consistency, in order; explains conflicts."""
+
+        self.linear_windows: dict[int, float] = {}
+        """Windows that became linear, and the share of the price that compute bears."""
+
+    @property
+    def num_options(self) -> int:
+        """Options left, of all nodes."""
+        return sum(len(node.options) for node in self.nodes)
+
+    def live_links(self) -> Iterable[tuple[int, Link]]:
+        """The links that are left, with their indices."""
+        for index, link in enumerate(self.links):
+            if link is not None:
+                yield index, link
+
+    def choices(self, positions: Iterable[int]) -> tuple[int, ...]:
+        """Positions among the options left, as indices into the problem's options."""
+        return tuple(
+            int(node.options[position])
+            for node, position in zip(self.nodes, positions, strict=True)
+        )
+
+    def keep(self, index: int, mask: np.ndarray) -> None:
+        """Drops the options of one node where ``mask`` [K] is False. Links keep their labels."""
+        node = self.nodes[index]
+        node.options = node.options[mask]
+        node.cost = node.cost[mask]
+        node.compute = {w: times[mask] for w, times in node.compute.items()}
+        node.communication = {w: times[mask] for w, times in node.communication.items()}
+        node.memory = node.memory[:, mask]
+        for position in node.links:
+            link = self.links[position]
+            if link is not None:
+                side = link.side(index)
+                link.labels[side] = link.labels[side][mask]
+
+    def compact_links(self) -> None:
+        """Drops labels without options, merges equal ones, folds links with a single label."""
+        for index, link in self.live_links():
+            _merge_labels(link)
+            if 1 in link.cost.shape:
+                self._fold(index, link)
+
+    def _fold(self, index: int, link: Link) -> None:
+        """Adds a link with one label at an end to the options of the other end."""
+        side = 0 if link.cost.shape[1] == 1 else 1
+        node = self.nodes[link.ends[side]]
+        labels = link.labels[side]
+        node.cost = node.cost + link.cost.ravel()[labels]
+        for window, table in link.communication.items():
+            times = table.ravel()[labels]
+            node.communication[window] = node.communication.get(window, 0.0) + times
+        for end in link.ends:
+            self.nodes[end].links.remove(index)
+        self.links[index] = None
+
+    def settle_windows(self) -> None:
+        """Makes windows linear of which it is known whether compute or communication is longer.
+
+        If for all options left compute_w >= communication_w, then
+        multiplicity_w * max(compute_w, communication_w) = multiplicity_w * compute_w,
+        which counts in full; and the other way round.
+        """
+        low = np.zeros((2, len(self.multiplicity)))
+        high = np.zeros((2, len(self.multiplicity)))
+        for node in self.nodes:
+            for row, times in ((0, node.compute), (1, node.communication)):
+                for window, values in times.items():
+                    low[row, window] += values.min()
+                    high[row, window] += values.max()
+        for _, link in self.live_links():
+            finite = np.isfinite(link.cost)
+            for window, table in link.communication.items():
+                low[1, window] += table[finite].min()
+                high[1, window] += table[finite].max()
+        for window in range(len(self.multiplicity)):
+            if low[0, window] >= high[1, window]:
+                self._make_linear(window, compute=1.0)
+            elif low[1, window] >= high[0, window]:
+                self._make_linear(window, compute=0.0)
+
+    def _make_linear(self, window: int, *, compute: float) -> None:
+        weight = float(self.multiplicity[window])
+        for node in self.nodes:
+            for times, share in ((node.compute, compute), (node.communication, 1.0 - compute)):
+                values = times.pop(window, None)
+                if values is not None and share:
+                    node.cost = node.cost + weight * values
+        for _, link in self.live_links():
+            table = link.communication.pop(window, None)
+            if table is not None and not compute:
+                link.cost = link.cost + weight * table
+        self.linear_windows[window] = compute
+
+
+def _merge_labels(link: Link) -> None:
+    for side in (0, 1):
+        used, labels = np.unique(link.labels[side], return_inverse=True)
+        tables = np.stack([link.cost, *link.communication.values()])
+        tables = np.take(tables, used, axis=1 + side)
+        rows = np.moveaxis(tables, 1 + side, 0).reshape(len(used), -1)
+        _, first, merged = np.unique(rows, axis=0, return_index=True, return_inverse=True)
+        link.labels[side] = merged.reshape(-1)[labels]
+        tables = np.take(tables, first, axis=1 + side)
+        link.cost = tables[0]
+        link.communication = dict(zip(link.communication, tables[1:], strict=True))
+
+
+def reduce_problem(problem: Problem) -> ReducedProblem:
+    """The working form of ``problem``, without the options of infinite cost.
+
+    A node may be left without options; arc consistency finds that.
+    """
+    reduced = ReducedProblem(problem)
+    for variable in problem.variables:
+        finite = np.isfinite(variable.cost_us)
+        compute = {}
+        if variable.window is not None:
+            finite &= np.isfinite(variable.window_compute_us)
+            compute[variable.window] = np.asarray(variable.window_compute_us, dtype=np.float64)
+        memory = np.zeros((len(problem.memory), len(variable.cost_us)))
+        for row, values in enumerate(variable.memory_bytes):
+            memory[row] = values
+            finite &= np.isfinite(values)
+        reduced.nodes.append(
+            Node(
+                options=np.flatnonzero(finite),
+                cost=np.asarray(variable.cost_us, dtype=np.float64)[finite],
+                compute={w: times[finite] for w, times in compute.items() if times[finite].any()},
+                communication={},
+                memory=memory[:, finite],
+            )
+        )
+    for edge in problem.edges:
+        if edge.left == edge.right:
+            _add_self_edge(reduced, edge)
+    _add_links(reduced)
+    return reduced
+
+
+def _full_and_hidden(edge: Edge) -> tuple[FloatArray, dict[int, FloatArray]]:
+    cost = np.asarray(edge.cost_us, dtype=np.float64)
+    if edge.window is None:
+        return cost, {}
+    hidden = np.asarray(edge.window_communication_us, dtype=np.float64)
+    allowed = np.isfinite(cost) & np.isfinite(hidden)
+    cost = np.where(allowed, cost, np.inf)
+    hidden = np.where(allowed, hidden, 0.0)
+    return cost, {edge.window: hidden} if hidden.any() else {}
+
+
+def _add_self_edge(reduced: ReducedProblem, edge: Edge) -> None:
+    node = reduced.nodes[edge.left]
+    pairs = (edge.left_labels[node.options], edge.right_labels[node.options])
+    cost, hidden = _full_and_hidden(edge)
+    node.cost = node.cost + cost[pairs]
+    for window, table in hidden.items():
+        node.communication[window] = node.communication.get(window, 0.0) + table[pairs]
+    finite = np.isfinite(node.cost)
+    if not finite.all():
+        reduced.keep(edge.left, finite)
+
+
+def _add_links(reduced: ReducedProblem) -> None:
+    """One link for each pair of connected variables, in the order of their first edge.
+
+    Several edges between a pair become one table over their combined labels. That makes the
+    relaxation tighter, but a table that would get huge is left as several links.
+    """
+    for index, edge in enumerate(reduced.problem.edges):
+        if edge.left == edge.right:
+            continue
+        ends = (min(edge.left, edge.right), max(edge.left, edge.right))
+        cost, hidden = _full_and_hidden(edge)
+        labels = [
+            np.asarray(edge.left_labels, dtype=np.int64)[reduced.nodes[edge.left].options],
+            np.asarray(edge.right_labels, dtype=np.int64)[reduced.nodes[edge.right].options],
+        ]
+        if edge.left > edge.right:
+            labels.reverse()
+            cost, hidden = cost.T, {w: table.T for w, table in hidden.items()}
+        link = Link(ends=ends, labels=labels, cost=cost, communication=hidden, edges=(index,))
+        if not all(len(side) for side in labels):
+            _attach(reduced, link)
+            continue
+        _merge_labels(link)
+        for position in reduced.nodes[ends[0]].links:
+            other = reduced.links[position]
+            if other is not None and other.ends == ends and _try_merge(other, link):
+                break
+        else:
+            _attach(reduced, link)
+
+
+def _attach(reduced: ReducedProblem, link: Link) -> None:
+    for end in link.ends:
+        reduced.nodes[end].links.append(len(reduced.links))
+    reduced.links.append(link)
+
+
+def _try_merge(link: Link, other: Link) -> bool:
+    """Adds ``other`` to ``link``, both between the same nodes, if the table stays small."""
+    labels, rows, other_rows = [], [], []
+    for side in (0, 1):
+        width = other.cost.shape[side]
+        used, merged = np.unique(
+            link.labels[side] * width + other.labels[side], return_inverse=True
+        )
+        labels.append(merged)
+        rows.append(used // width)
+        other_rows.append(used % width)
+    if len(rows[0]) * len(rows[1]) > _MOST_PAIRS_OF_MERGED_LINK:
+        return False
+    grid, other_grid = np.ix_(*rows), np.ix_(*other_rows)
+    communication = {w: table[grid] for w, table in link.communication.items()}
+    for window, table in other.communication.items():
+        communication[window] = communication.get(window, 0.0) + table[other_grid]
+    link.cost = link.cost[grid] + other.cost[other_grid]
+    link.communication = communication
+    link.labels = labels
+    link.edges += other.edges
+    return True

@@ -1,0 +1,182 @@
+"""What solving gives: a choice with its certificate, or what stands in the way of any."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from gt_autoparallel.errors import InfeasiblePlacementError
+from gt_autoparallel.problem import FloatArray
+
+__all__ = [
+    "ForbiddenPairsError",
+    "MemoryBudgetError",
+    "MemoryShortage",
+    "Progress",
+    "ProgressCallback",
+    "Solution",
+    "WarmStart",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """What the solver knows at one moment."""
+
+    stage: str
+    incumbent_us: float
+    """Objective of the best choice yet; inf before there is one."""
+
+    lower_bound_us: float
+    """No choice costs less; -inf before there is a bound."""
+
+    num_options: int
+    """Options that may still be part of a better choice, of all variables."""
+
+    seconds: float
+    """Since the solve began."""
+
+    @property
+    def gap(self) -> float:
+        """Relative distance of incumbent and bound; see ``Solution.gap``."""
+        return relative_gap(self.incumbent_us, self.lower_bound_us)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.stage}: {self.incumbent_us:.2f} us, bound {self.lower_bound_us:.2f} us, "
+            f"gap {self.gap:.2%}, {self.num_options} options, {self.seconds:.1f} s"
+        )
+
+
+ProgressCallback = Callable[[Progress], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmStart:
+    """What one solve can tell the next one of a problem with the same variables and edges.
+
+    Nothing in it is trusted: it only tells where to begin, so it may come from a problem with
+    other budgets, costs or forbidden options.
+    """
+
+    choices: tuple[int, ...]
+    messages: Mapping[tuple[int, int], tuple[FloatArray, FloatArray]] = field(default_factory=dict)
+    """For each pair of connected variables: potentials of the left one's and the right one's
+    options, indexed as in the problem; nan where the solver had dropped the option."""
+
+    window_prices: tuple[float, ...] = ()
+    """For each window the share of its price that compute bears, between 0 and 1."""
+
+    memory_prices: tuple[float, ...] = ()
+    """For each memory row: us per byte."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Solution:
+    """The best choice that was found, and how far from the best it can be."""
+
+    choices: tuple[int, ...]
+    """[variables] Index of the option that each variable takes."""
+
+    objective_us: float
+    """Evaluated from the problem and ``choices`` alone."""
+
+    lower_bound_us: float
+    """No choice that satisfies the problem costs less."""
+
+    gap: float
+    """(objective - bound) / |objective|, at least 0."""
+
+    proven: bool
+    """Whether ``gap`` is at most the larger of the gap asked for and 1e-9."""
+
+    method: str
+    """Which stage closed the gap, or that the time limit ended the search."""
+
+    seconds: Mapping[str, float]
+    """Wall-clock seconds of each stage, and their ``total``."""
+
+    memory_bytes: tuple[float, ...]
+    """Bytes of each memory row, with the fixed ones."""
+
+    memory_prices: tuple[float, ...]
+    """Dual of each memory row, us per byte: what one more byte of budget would save."""
+
+    window_prices: tuple[float, ...]
+    """Dual of each window: the share of its price that compute bears. 1 where communication is
+    hidden wholly, 0 where compute is; in between where both are as long as the other."""
+
+    num_variables: int
+    """Columns of the largest model that went to HiGHS; 0 if none was needed."""
+
+    num_rows: int
+    """Rows of that model."""
+
+    warm_start: WarmStart
+    """Where the solve of a similar problem may begin."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryShortage:
+    """One memory row that cannot be satisfied."""
+
+    row: str
+    budget_bytes: float
+    minimum_bytes: float
+    """What the most frugal choice takes in this row, with the fixed bytes. If the rows are
+    infeasible only together: what the choice with the smallest excess in all takes."""
+
+    choices: tuple[int, ...]
+    """That choice."""
+
+    @property
+    def excess_bytes(self) -> float:
+        """By how much the budget is too small."""
+        return self.minimum_bytes - self.budget_bytes
+
+
+class ForbiddenPairsError(InfeasiblePlacementError):
+    """No combination of options avoids every forbidden option and pair.
+
+    Attributes:
+        variables: indices of variables that together leave no combination.
+        edges: indices of the edges between them that forbid it; without any one of these there
+            is a combination (unless ``minimal`` is False). Empty if one variable alone has no
+            option of finite cost.
+        minimal: whether the set was reduced as far as it can be.
+    """
+
+    def __init__(
+        self, message: str, *, variables: tuple[int, ...], edges: tuple[int, ...], minimal: bool
+    ) -> None:
+        super().__init__(message)
+        self.variables = variables
+        self.edges = edges
+        self.minimal = minimal
+
+
+class MemoryBudgetError(InfeasiblePlacementError):
+    """Combinations exist, but each exceeds a memory budget.
+
+    Attributes:
+        shortages: the rows that no choice satisfies even alone; else, with ``jointly`` True, the
+            rows that the choice with the smallest excess in all exceeds.
+        jointly: whether each row could be satisfied alone.
+    """
+
+    def __init__(
+        self, message: str, *, shortages: tuple[MemoryShortage, ...], jointly: bool
+    ) -> None:
+        super().__init__(message)
+        self.shortages = shortages
+        self.jointly = jointly
+
+
+def relative_gap(objective_us: float, lower_bound_us: float) -> float:
+    """(objective - bound) / |objective|, at least 0; inf without either."""
+    difference = objective_us - lower_bound_us
+    if difference <= 0.0:
+        return 0.0
+    if not difference < float("inf"):
+        return float("inf")
+    return difference / max(abs(objective_us), 1e-300)

@@ -1,0 +1,103 @@
+"""Checks a problem once, where it enters the solver."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from gt_autoparallel.errors import PlacementInputError
+from gt_autoparallel.problem import Edge, FloatArray, Problem, Variable
+
+__all__ = ["check_problem"]
+
+
+def check_problem(problem: Problem) -> None:
+    """Raises if arrays and indices of ``problem`` do not fit each other.
+
+    Raises:
+        PlacementInputError: lists every violation.
+    """
+    violations: list[str] = []
+    if not math.isfinite(problem.fixed_us):
+        violations.append(f"fixed_us is {problem.fixed_us!r}; it must be finite")
+    violations += [
+        f"window {window.name!r}: multiplicity is {window.multiplicity!r}; at least 0"
+        for window in problem.windows
+        if window.multiplicity < 0
+    ]
+    violations += [
+        f"memory row {row.name!r}: budget {row.budget_bytes!r} and fixed bytes "
+        f"{row.fixed_bytes!r} must be numbers, the latter finite"
+        for row in problem.memory
+        if math.isnan(row.budget_bytes) or not math.isfinite(row.fixed_bytes)
+    ]
+    for variable in problem.variables:
+        violations += [
+            f"variable {variable.name!r}: {text}" for text in _of_variable(problem, variable)
+        ]
+    for edge in problem.edges:
+        violations += [f"edge {edge.name!r}: {text}" for text in _of_edge(problem, edge)]
+    if violations:
+        raise PlacementInputError("placement problem: " + "; ".join(violations))
+
+
+def _of_variable(problem: Problem, variable: Variable) -> list[str]:
+    count = len(variable.cost_us)
+    violations = []
+    if not count:
+        violations.append("has no option")
+    if len(variable.memory_bytes) != len(problem.memory):
+        violations.append(
+            f"has {len(variable.memory_bytes)} memory rows, the problem {len(problem.memory)}"
+        )
+    if variable.window is not None and not 0 <= variable.window < len(problem.windows):
+        violations.append(f"window {variable.window!r} does not exist")
+    arrays = {"cost_us": variable.cost_us, "window_compute_us": variable.window_compute_us}
+    arrays |= {f"memory_bytes[{row}]": values for row, values in enumerate(variable.memory_bytes)}
+    for name, values in arrays.items():
+        if values.shape != (count,):
+            violations.append(f"{name} has shape {values.shape}; its options ask for {(count,)}")
+        else:
+            violations += _bad_numbers(name, values)
+    return violations
+
+
+def _of_edge(problem: Problem, edge: Edge) -> list[str]:
+    violations = []
+    for side, variable, labels, count in (
+        ("left", edge.left, edge.left_labels, edge.cost_us.shape[0]),
+        ("right", edge.right, edge.right_labels, edge.cost_us.shape[-1]),
+    ):
+        if not 0 <= variable < len(problem.variables):
+            violations.append(f"{side} variable {variable!r} does not exist")
+            continue
+        options = len(problem.variables[variable].cost_us)
+        if labels.shape != (options,):
+            violations.append(
+                f"{side}_labels has shape {labels.shape}; the options of "
+                f"{problem.variables[variable].name!r} ask for {(options,)}"
+            )
+        elif options and (labels.min() < 0 or labels.max() >= count):
+            violations.append(
+                f"{side}_labels are {labels.min()} to {labels.max()}; cost_us has labels "
+                f"0 to {count - 1}"
+            )
+    if edge.window is not None and not 0 <= edge.window < len(problem.windows):
+        violations.append(f"window {edge.window!r} does not exist")
+    if edge.cost_us.ndim != 2 or edge.window_communication_us.shape != edge.cost_us.shape:
+        violations.append(
+            f"cost_us has shape {edge.cost_us.shape} and window_communication_us "
+            f"{edge.window_communication_us.shape}; both must be [left labels, right labels]"
+        )
+    violations += _bad_numbers("cost_us", edge.cost_us)
+    violations += _bad_numbers("window_communication_us", edge.window_communication_us)
+    return violations
+
+
+def _bad_numbers(name: str, values: FloatArray) -> list[str]:
+    if np.isnan(values).any():
+        return [f"{name} has nan"]
+    if np.isneginf(values).any():
+        return [f"{name} has -inf"]
+    return []
