@@ -1,0 +1,154 @@
+"""A plan file gives the same plan back, or a refusal that says what differs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from plan_doubles import (
+    FSDP,
+    S0,
+    TENSOR_PARALLEL,
+    Prices,
+    TwoLayers,
+    plan_by_hand,
+    two_layer_graph,
+)
+
+from gt_autoparallel.errors import PlanMismatchError
+from gt_autoparallel.layouts import MeshShape
+from gt_autoparallel.plan import LayoutConstraint, PlacementRequest
+from gt_autoparallel.plan_file import check_plan_fits, read_plan, write_plan
+
+REQUEST = PlacementRequest(
+    constraints=(LayoutConstraint(node="x", side="output", position=0, placements=(S0, None)),),
+    memory_budget_bytes=10**6,
+    replicate_unknown=("aten.foo.default",),
+)
+
+
+@pytest.fixture(scope="module")
+def plan():
+    return plan_by_hand(("dp", 2, FSDP), ("tp", 2, TENSOR_PARALLEL), request=REQUEST)
+
+
+def test_reading_gives_back_the_plan_that_was_written(plan, tmp_path: Path):
+    path = write_plan(plan, tmp_path / "new" / "plan.json")
+    found = read_plan(path, prices=Prices())
+    assert found == plan
+    assert hash(found) == hash(plan)
+    assert found.solver == plan.solver
+    assert found.graph == plan.graph
+    assert found.options[4].axis_options == plan.options[4].axis_options
+    assert [file.name for file in path.parent.iterdir()] == ["plan.json"]
+
+
+def test_the_same_plan_gives_the_same_bytes(plan, tmp_path: Path):
+    first, second = write_plan(plan, tmp_path / "a"), write_plan(plan, tmp_path / "b")
+    assert first.read_bytes() == second.read_bytes()
+
+
+def test_white_space_may_change_and_nothing_else(plan, tmp_path: Path):
+    path = write_plan(plan, tmp_path / "plan.json")
+    document = json.loads(path.read_bytes())
+    path.write_text(json.dumps(document, indent=7))
+    assert read_plan(path, prices=Prices()) == plan
+    document["content"]["options"][0]["outputs"] = ["R R"]
+    path.write_text(json.dumps(document))
+    with pytest.raises(PlanMismatchError) as error:
+        read_plan(path, prices=Prices())
+    assert str(error.value) == (
+        f"{path} was damaged or edited: its content does not have the digest it names; to change "
+        "a plan, plan again with constraints"
+    )
+
+
+def test_a_cut_off_file_is_refused(plan, tmp_path: Path):
+    path = write_plan(plan, tmp_path / "plan.json")
+    whole = path.read_bytes()
+    for size in (0, 1, len(whole) // 2, len(whole) - 3):
+        path.write_bytes(whole[:size])
+        with pytest.raises(PlanMismatchError, match="is damaged or no plan"):
+            read_plan(path, prices=Prices())
+
+
+def test_something_else_is_refused(tmp_path: Path):
+    path = tmp_path / "other.json"
+    for text in ("[]", "{}", '{"format": "x"}'):
+        path.write_text(text)
+        with pytest.raises(PlanMismatchError) as error:
+            read_plan(path, prices=Prices())
+        assert str(error.value) == f"{path} is no plan: its format is not 'gt-autoparallel plan'"
+
+
+def test_another_version_is_refused(plan, tmp_path: Path):
+    path = write_plan(plan, tmp_path / "plan.json")
+    document = json.loads(path.read_bytes())
+    path.write_text(json.dumps({**document, "version": 2}))
+    with pytest.raises(PlanMismatchError) as error:
+        read_plan(path, prices=Prices())
+    assert str(error.value) == (
+        f"{path} has format version 2; this version of gt-autoparallel reads 1: plan again"
+    )
+
+
+def test_other_prices_are_refused(plan, tmp_path: Path):
+    path = write_plan(plan, tmp_path / "plan.json")
+    with pytest.raises(PlanMismatchError) as error:
+        read_plan(path, prices=Prices(us_per_node=3.0))
+    assert str(error.value) == (
+        f"{path}: the plan was made with other prices: digest 'double 0.001 1.0', those given "
+        "have 'double 0.001 3.0'; give the cost model it was made with, or plan again"
+    )
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(plan, tmp_path: Path, monkeypatch):
+    path = write_plan(plan, tmp_path / "plan.json")
+    before = path.read_bytes()
+
+    def fail(*_: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr("os.fsync", fail)
+    with pytest.raises(OSError, match="disk full"):
+        write_plan(replace(plan, replicated_nodes=("mm0",)), path)
+    assert path.read_bytes() == before
+    assert [file.name for file in tmp_path.iterdir()] == ["plan.json"]
+
+
+def test_fits_the_model_and_mesh_it_was_made_for(plan):
+    check_plan_fits(plan, model=TwoLayers(), mesh=plan.mesh, graph=two_layer_graph())
+
+
+def test_names_everything_in_which_model_and_mesh_differ(plan):
+    model = TwoLayers().to(torch.bfloat16)
+    model.layers[1] = torch.nn.Linear(8, 8)
+    mesh = MeshShape(names=("dp", "tp"), sizes=(2, 4))
+    with pytest.raises(PlanMismatchError) as error:
+        check_plan_fits(plan, model=model, mesh=mesh, graph=two_layer_graph())
+    assert str(error.value) == (
+        "the plan was made for something else; plan again:\n"
+        "  - mesh is dp 2 x tp 4, planned for dp 2 x tp 2\n"
+        "  - layers.0.weight is bfloat16[16, 16], planned for float32[16, 16]\n"
+        "  - layers.1.weight is float32[8, 8], planned for float32[16, 16]\n"
+        "  - layers.1.bias was not planned"
+    )
+
+
+def test_names_the_nodes_in_which_graphs_differ(plan):
+    graph = two_layer_graph()
+    nodes = tuple(
+        replace(node, module="layers.7") if node.name == "mm0" else node for node in graph.nodes
+    )
+    changed = replace(graph, nodes=nodes[:-1], parameter_aliases={"tied.weight": "p0"})
+    with pytest.raises(PlanMismatchError) as error:
+        check_plan_fits(plan, model=TwoLayers(), mesh=plan.mesh, graph=changed)
+    assert str(error.value) == (
+        "the plan was made for something else; plan again:\n"
+        "  - node 'mm0': module is 'layers.7', planned for 'layers.0'\n"
+        "  - 18 nodes, planned for 19\n"
+        "  - tied parameters are {'tied.weight': 'p0'}, planned for {}"
+    )
