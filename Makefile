@@ -46,17 +46,20 @@ train: $(STAMP)
 
 # One thread for each of the processes that a distributed test starts. Two runs, since each has one
 # server that worker processes are forked from: one knows torch alone, the other torchtitan too.
+# Most tests of the packages keep one core busy, so two run side by side, a file in one process;
+# integration tests start four processes themselves. `ARGS="-n 0"` for one process, as pdb needs.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest
+PACKAGES_PYTEST := $(PYTEST) -n 2 --dist loadfile
 
 test: $(STAMP)
 	@status=0; \
-	$(PYTEST) -m 'not slow' packages tools $(ARGS) || status=1; \
+	$(PACKAGES_PYTEST) -m 'not slow' packages tools $(ARGS) || status=1; \
 	$(PYTEST) -m 'not slow' tests-integration $(ARGS) || status=1; \
 	exit $$status
 
 test-all: $(STAMP)
 	@status=0; \
-	$(PYTEST) packages tools $(ARGS) || status=1; \
+	$(PACKAGES_PYTEST) packages tools $(ARGS) || status=1; \
 	$(PYTEST) tests-integration $(ARGS) || status=1; \
 	exit $$status
 
