@@ -5,9 +5,35 @@ Checked against the installed source of torch 2.15; a new PyTorch is checked her
 
 from __future__ import annotations
 
-from torch._ops import OpOverload
+from typing import Any
 
-__all__ = ["OpOverload", "operator_path"]
+import torch
+from torch._ops import HigherOrderOperator, OpOverload
+
+# What fake tensors raise where a model asks for data: only their types tell the reason.
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+)
+
+# make_fx is the tracer itself; it has no public name.
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+__all__ = [
+    "DataDependentOutputException",
+    "DynamicOutputShapeException",
+    "FakeTensor",
+    "GuardOnDataDependentSymNode",
+    "HigherOrderOperator",
+    "OpOverload",
+    "argument_defaults",
+    "draws_random_numbers",
+    "make_fx",
+    "operator_path",
+    "writes_to_arguments",
+]
 
 # ``OpOverload`` is the type of what stands in the nodes of a captured graph; it has no public name.
 
@@ -20,3 +46,21 @@ def operator_path(operator: OpOverload) -> tuple[str, str, str]:
     """
     namespace, _, name = operator._schema.name.partition("::")
     return namespace, name, operator._overloadname
+
+
+def argument_defaults(operator: OpOverload) -> dict[str, Any]:
+    """Every argument of an operator by name, in order, with its default (None without one)."""
+    return {
+        argument.name: argument.default_value if argument.has_default_value() else None
+        for argument in operator._schema.arguments
+    }
+
+
+def writes_to_arguments(operator: OpOverload) -> bool:
+    """Whether an operator writes into one of its arguments, as its schema says."""
+    return bool(operator._schema.is_mutable)
+
+
+def draws_random_numbers(operator: OpOverload) -> bool:
+    """Whether an operator may draw random numbers, as its tags say."""
+    return torch.Tag.nondeterministic_seeded in operator.tags

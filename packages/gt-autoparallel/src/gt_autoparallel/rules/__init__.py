@@ -1,0 +1,50 @@
+"""What each operator may do on a mesh, and what a rank then runs on its shards.
+
+::
+
+    dim_labels       the language of rules: dims that go together carry one label
+    registry         operator -> rule; register_rule for operators of others
+    pointwise, reductions, contractions, views, pieces, along_dim, normalization, embedding,
+    indexing, attention, loss, producers
+                     the rules, one family a file
+    mesh_options     from options of one axis to those of a mesh
+    node_options     options of every kind of node; errors for operators without a rule
+    local_call(s)    the operator on shards: sizes adapted, or another function
+
+A rule speaks of one mesh axis at a time. What makes that enough: an option's placements must cut
+every operand and output evenly, also along dims that another axis has cut before.
+"""
+
+from __future__ import annotations
+
+from gt_autoparallel.rules.dim_labels import DimLabels
+from gt_autoparallel.rules.local_call import LocalCall, Localize, ShardedCall
+from gt_autoparallel.rules.local_calls import local_arguments, local_call
+from gt_autoparallel.rules.mesh_options import layouts_of
+from gt_autoparallel.rules.node_options import (
+    check_operators,
+    node_options,
+    replicated_operators,
+)
+from gt_autoparallel.rules.operator_call import Operand, OperatorCall
+from gt_autoparallel.rules.operator_rule import Rule, labelled
+from gt_autoparallel.rules.registry import register_rule, registered_operators
+
+__all__ = [
+    "DimLabels",
+    "LocalCall",
+    "Localize",
+    "Operand",
+    "OperatorCall",
+    "Rule",
+    "ShardedCall",
+    "check_operators",
+    "labelled",
+    "layouts_of",
+    "local_arguments",
+    "local_call",
+    "node_options",
+    "register_rule",
+    "registered_operators",
+    "replicated_operators",
+]

@@ -1,0 +1,69 @@
+"""What a rank runs on its shards for a node with a chosen option."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.utils import _pytree as pytree
+
+from gt_autoparallel.layouts import MeshShape
+from gt_autoparallel.options import NodeOption
+from gt_autoparallel.placement_graph import PlacementNode, TensorSpec
+from gt_autoparallel.rules.local_call import LocalCall, ShardedCall
+from gt_autoparallel.rules.operator_call import Operand, operator_call
+from gt_autoparallel.rules.registry import find_rule
+
+__all__ = ["local_arguments", "local_call"]
+
+
+def local_call(
+    node: PlacementNode,
+    option: NodeOption,
+    operands: tuple[TensorSpec, ...],
+    mesh: MeshShape,
+    *,
+    coordinate: tuple[int, ...],
+) -> LocalCall:
+    """What one rank runs in place of an operator node.
+
+    Args:
+        node: of kind operator.
+        option: one of its options.
+        operands: the global tensors of its operands, in their order.
+        mesh: the axes.
+        coordinate: of the rank, one number for each axis.
+
+    Returns:
+        A function with arguments in which ``Value``s stand for this rank's shards, laid out as
+        the option says. It gives this rank's shards of the outputs. The operators that it runs
+        and their shapes are the same on every rank.
+    """
+    call = operator_call(node, operands)
+    rule = find_rule(call.target)
+    localize = None if rule is None else rule.localize
+    if localize is None or mesh.num_ranks == 1:
+        return LocalCall(function=call.target, args=node.args, kwargs=dict(node.kwargs))
+    local = localize(ShardedCall(call=call, option=option, mesh=mesh, coordinate=coordinate))
+    values = node.operands
+
+    def named(leaf: Any) -> Any:
+        return values[leaf.index] if isinstance(leaf, Operand) else leaf
+
+    args, kwargs = pytree.tree_map(named, (local.args, local.kwargs))
+    return LocalCall(function=local.function, args=args, kwargs=kwargs)
+
+
+def local_arguments(
+    node: PlacementNode,
+    option: NodeOption,
+    operands: tuple[TensorSpec, ...],
+    mesh: MeshShape,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of an operator node as the first rank gives them: sizes are those of shards.
+
+    They go with the function of ``local_call``; use that to run a node. These are for what only
+    wants to know sizes, such as the count of floating point operations.
+    """
+    first = (0,) * mesh.num_axes
+    local = local_call(node, option, operands, mesh, coordinate=first)
+    return local.args, local.kwargs

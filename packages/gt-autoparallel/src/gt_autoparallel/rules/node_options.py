@@ -1,0 +1,205 @@
+"""Every option of every kind of node, and errors that name all operators without a rule."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Sequence
+from typing import Any
+
+from gt_autoparallel._torch_internals import (
+    OpOverload,
+    draws_random_numbers,
+    writes_to_arguments,
+)
+from gt_autoparallel.errors import UnsupportedOperatorError
+from gt_autoparallel.layouts import MeshShape
+from gt_autoparallel.options import AxisOption, NodeOption
+from gt_autoparallel.placement_graph import PlacementGraph, PlacementNode, TensorSpec, Value
+from gt_autoparallel.rules import registry
+from gt_autoparallel.rules.dim_labels import REPLICATE
+from gt_autoparallel.rules.mesh_options import combine, layouts_of
+from gt_autoparallel.rules.operator_call import OperatorCall, operator_call
+
+__all__ = ["check_operators", "node_options", "replicated_operators"]
+
+_CACHE: dict[Hashable, tuple[NodeOption, ...]] = {}
+_MAX_CACHED = 50_000
+_SOURCES = ("parameter", "buffer", "input", "tangent")
+
+
+def node_options(
+    node: PlacementNode,
+    operands: tuple[TensorSpec, ...],
+    mesh: MeshShape,
+    *,
+    replicate_unknown: Collection[str] = (),
+) -> tuple[NodeOption, ...]:
+    """Every option of a node on a mesh, without duplicates, in a fixed order.
+
+    The first option of an operator is to run it whole on every rank.
+
+    Args:
+        node: of any kind but experts.
+        operands: the global tensors of its operands, in their order.
+        mesh: the axes.
+        replicate_unknown: names of operators (``mylib.gate.default`` or ``mylib.gate``) that run
+            whole on every rank though no rule knows them, or though they draw random numbers:
+            then every rank must draw the same.
+
+    Raises:
+        UnsupportedOperatorError: no rule knows the operator, and it is not in
+            ``replicate_unknown``.
+        ValueError: the node's options are not a matter of rules.
+    """
+    if node.kind in _SOURCES:
+        layouts = layouts_of(_only(node.outputs), mesh)
+        return tuple(NodeOption(operands=(), outputs=(layout,)) for layout in layouts)
+    if node.kind == "share":
+        layouts = layouts_of(_only(node.outputs), mesh, allow_partial=True)
+        return tuple(NodeOption(operands=(layout,), outputs=(layout,)) for layout in layouts)
+    if node.kind in ("output", "gradient"):
+        layouts = layouts_of(operands[0], mesh)
+        return tuple(NodeOption(operands=(layout,), outputs=()) for layout in layouts)
+    if node.kind != "operator":
+        raise ValueError(f"node {node.name!r} is of kind {node.kind!r}: no rule makes its options")
+    key = _cache_key(node, operands, mesh, frozenset(replicate_unknown))
+    cached = _CACHE.get(key)
+    if cached is not None:
+        return cached
+    problem = _problem_of(node, operands, replicate_unknown)
+    if problem is not None:
+        raise UnsupportedOperatorError(_message((problem,)))
+    if len(_CACHE) >= _MAX_CACHED:
+        _CACHE.clear()
+    options = _operator_options(node, operands, mesh, replicate_unknown)
+    _CACHE[key] = options
+    return options
+
+
+def check_operators(graph: PlacementGraph, *, replicate_unknown: Collection[str] = ()) -> None:
+    """Refuse a graph with operators that cannot be placed, naming all of them at once.
+
+    Args:
+        graph: what is to be planned.
+        replicate_unknown: as for ``node_options``.
+
+    Raises:
+        UnsupportedOperatorError: some operators have no rule.
+    """
+    problems = []
+    for node in graph.of_kind("operator"):
+        operands = tuple(graph.spec(value) for value in node.operands)
+        problem = _problem_of(node, operands, replicate_unknown)
+        if problem is not None:
+            problems.append(problem)
+    if problems:
+        raise UnsupportedOperatorError(_message(problems))
+
+
+def replicated_operators(
+    graph: PlacementGraph, replicate_unknown: Collection[str]
+) -> tuple[PlacementNode, ...]:
+    """The nodes of a graph that run whole on every rank only because the caller said so."""
+    return tuple(
+        node
+        for node in graph.of_kind("operator")
+        if _is_opted_in(node.target, replicate_unknown)
+        and _reason(node, tuple(graph.spec(value) for value in node.operands)) is not None
+    )
+
+
+def _operator_options(
+    node: PlacementNode,
+    operands: tuple[TensorSpec, ...],
+    mesh: MeshShape,
+    replicate_unknown: Collection[str],
+) -> tuple[NodeOption, ...]:
+    whole = AxisOption(
+        operands=(REPLICATE,) * len(operands),
+        outputs=tuple(None if spec is None else REPLICATE for spec in node.outputs),
+    )
+    rule = None if _reason(node, operands) is not None else registry.find_rule(node.target)
+    if rule is None:
+        return combine((whole,), operands, node.outputs, mesh)
+    options = (whole, *rule.options(operator_call(node, operands)))
+    return combine(options, operands, node.outputs, mesh)
+
+
+def _problem_of(
+    node: PlacementNode, operands: tuple[TensorSpec, ...], replicate_unknown: Collection[str]
+) -> str | None:
+    """Why a node cannot be placed and what to do; None if it can."""
+    if _is_opted_in(node.target, replicate_unknown):
+        return None
+    reason = _reason(node, operands)
+    if reason is None:
+        return None
+    where = f" in module {node.module!r}" if node.module else ""
+    return f"node {node.name!r} ({node.target}){where}: {reason}"
+
+
+def _reason(node: PlacementNode, operands: tuple[TensorSpec, ...]) -> str | None:
+    target = node.target
+    if not isinstance(target, OpOverload):
+        return "not an operator with a schema"
+    if writes_to_arguments(target):
+        return "writes to its arguments; plan the form that returns its result"
+    if draws_random_numbers(target) and _is_random(operator_call(node, operands)):
+        return "draws random numbers, which differ with the placement"
+    if registry.find_rule(target) is None:
+        return "no rule says how it may be sharded"
+    return None
+
+
+def _is_random(call: OperatorCall) -> bool:
+    """Attention kernels draw random numbers for dropout only."""
+    return bool(call.arguments.get("dropout_p", 1.0))
+
+
+def _is_opted_in(target: Any, names: Collection[str]) -> bool:
+    name = str(target)
+    return name in names or name.rpartition(".")[0] in names
+
+
+def _message(problems: Sequence[str]) -> str:
+    noun = "operator has" if len(problems) == 1 else f"{len(problems)} operators have"
+    noun = "an operator has" if len(problems) == 1 else noun
+    lines = "".join(f"\n- {problem}" for problem in problems)
+    return (
+        f"{noun} no placement:{lines}\nTeach the planner the operator with "
+        "gt_autoparallel.rules.register_rule(name, rule), or run it whole on every rank with "
+        "replicate_unknown={name}."
+    )
+
+
+def _only(outputs: Sequence[TensorSpec | None]) -> TensorSpec:
+    (spec,) = outputs
+    assert spec is not None, "a value is a tensor"
+    return spec
+
+
+def _cache_key(
+    node: PlacementNode,
+    operands: tuple[TensorSpec, ...],
+    mesh: MeshShape,
+    replicate_unknown: frozenset[str],
+) -> Hashable:
+    return (
+        str(node.target),
+        _frozen((node.args, node.kwargs)),
+        tuple((spec.shape, spec.dtype) for spec in operands),
+        tuple(None if spec is None else (spec.shape, spec.dtype) for spec in node.outputs),
+        mesh.sizes,
+        replicate_unknown,
+        registry.version(),
+    )
+
+
+def _frozen(argument: Any) -> Hashable:
+    """Arguments as a key; which values are meant does not matter."""
+    if isinstance(argument, Value):
+        return Value
+    if isinstance(argument, list | tuple):
+        return tuple(_frozen(part) for part in argument)
+    if isinstance(argument, dict):
+        return tuple((key, _frozen(part)) for key, part in argument.items())
+    return argument if isinstance(argument, Hashable) else repr(argument)

@@ -1,0 +1,45 @@
+"""What is known of an operator, and the tables in which it is written down."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from gt_autoparallel.options import AxisOption
+from gt_autoparallel.rules.dim_labels import DimLabels, axis_options
+from gt_autoparallel.rules.local_call import Localize
+from gt_autoparallel.rules.operator_call import OperatorCall
+
+__all__ = ["OperatorRule", "Rule", "Rules", "labelled", "rules_of"]
+
+Rule = Callable[[OperatorCall], Iterable[AxisOption]]
+"""The options of one mesh axis. They may ignore sizes: options whose placements do not cut every
+operand and output evenly are dropped afterwards."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperatorRule:
+    """All that is known of an operator."""
+
+    options: Rule
+    localize: Localize | None
+    """What a rank runs on its shards, where it is not the operator with the same arguments."""
+
+
+Rules = dict[str, OperatorRule]
+"""By name: ``namespace.name.overload``, or ``namespace.name`` for all overloads."""
+
+
+def labelled(labels: Callable[[OperatorCall], DimLabels]) -> Rule:
+    """The rule that a labelling of dims is."""
+
+    def rule(call: OperatorCall) -> Iterable[AxisOption]:
+        return axis_options(labels(call))
+
+    return rule
+
+
+def rules_of(names: Iterable[str], rule: Rule, *, localize: Localize | None = None) -> Rules:
+    """One rule for several operators of aten, with all their overloads."""
+    known = OperatorRule(options=rule, localize=localize)
+    return {f"aten.{name}": known for name in names}
