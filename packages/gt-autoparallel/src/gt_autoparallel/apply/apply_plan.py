@@ -1,0 +1,134 @@
+"""Place a model by a plan: its parameters become DTensors, its forward the planned graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from gt_autoparallel.apply.local_program import RunNode, local_program
+from gt_autoparallel.apply.placed_experts import PlacedExperts
+from gt_autoparallel.apply.placed_forward import PlacedForward
+from gt_autoparallel.apply.placed_inputs import InputReader
+from gt_autoparallel.apply.placed_tensors import place_parameters
+from gt_autoparallel.apply.rank_mesh import RankMesh
+from gt_autoparallel.errors import PlanMismatchError
+from gt_autoparallel.experts import ExpertBlock
+from gt_autoparallel.model_signature import model_tensors, tensor_differences
+from gt_autoparallel.placement_graph import ModelInterface
+from gt_autoparallel.plan import PlacementPlan
+
+__all__ = ["apply_plan"]
+
+
+def apply_plan(
+    model: nn.Module,
+    plan: PlacementPlan,
+    mesh: DeviceMesh,
+    *,
+    experts: Mapping[str, ExpertBlock] | None = None,
+    interface: ModelInterface | None = None,
+) -> nn.Module:
+    """Place ``model`` by ``plan``, in place.
+
+    Each parameter becomes a ``DTensor`` in its planned layout, under its name, so that optimizers
+    and checkpoints (``torch.distributed.checkpoint``) work on it. Parameters with values keep them:
+    every rank must hold equal ones, and cuts its own shard. A model on the meta device stays there:
+    call ``to_empty`` and its own initializer. Buffers stay whole on every rank.
+
+    Afterwards the model takes and returns plain tensors: this rank's shards in the planned layouts
+    of inputs and outputs (``DTensor`` inputs with these layouts are taken too). Its loss must be
+    such that the sum over the ranks that hold different shards is the loss of the whole batch. It
+    runs eagerly, and in any capture as the same operators.
+
+    Args:
+        model: the planned one, or one of the same structure; not placed yet.
+        plan: from ``find_placement`` or a file.
+        mesh: with the planned axes and sizes.
+        experts: the model's expert blocks by name, if it was planned with them.
+        interface: how the model is called, for a plan whose graph was captured in another process;
+            None takes the one of the plan's graph.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        PlanMismatchError: model, mesh or expert blocks are not those of the plan; every
+            difference is listed, and nothing is changed.
+    """
+    if not isinstance(plan, PlacementPlan):
+        raise PlanMismatchError(
+            f"plan is {plan!r}; allowed: a PlacementPlan, from find_placement or a plan file"
+        )
+    problems = [*_problems(model, plan, experts or {})]
+    interface = interface or plan.graph.interface
+    if interface is None:
+        problems.append(
+            "the plan comes from a file and does not say how the model is called: load it for the "
+            "model, or give interface="
+        )
+    rank: RankMesh | None = None
+    try:
+        rank = RankMesh.of(mesh, plan.mesh)
+    except PlanMismatchError as error:
+        problems.append(str(error))
+    if problems or rank is None or interface is None:
+        raise PlanMismatchError("the plan does not fit:\n  " + "\n  ".join(problems))
+    program = local_program(
+        plan, rank, interface=interface, experts=_expert_nodes(plan, mesh, experts or {})
+    )
+    place_parameters(model, plan.parameter_layouts(), mesh, rank)
+    forward = PlacedForward(
+        model,
+        program,
+        interface=interface,
+        inputs=InputReader(plan, interface, program.inputs),
+    )
+    object.__setattr__(model, "forward", forward)
+    return model
+
+
+def _problems(
+    model: nn.Module, plan: PlacementPlan, experts: Mapping[str, ExpertBlock]
+) -> Iterator[str]:
+    if isinstance(vars(model).get("forward"), PlacedForward):
+        yield "the model is placed already"
+        return
+    yield from tensor_differences(plan.signature.parameters, model_tensors(model))
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    trained = {str(node.target) for node in plan.graph.of_kind("gradient")}
+    for node in plan.graph.of_kind("parameter"):
+        parameter = parameters.get(str(node.target))
+        if parameter is None or parameter.requires_grad == (node.target in trained):
+            continue
+        was, now = ("trained", "frozen") if node.target in trained else ("frozen", "to be trained")
+        yield f"{node.target} was {was} when the model was planned, and is {now}; plan again"
+    tied = {alias: parameters.get(alias) for alias in plan.graph.parameter_aliases}
+    names = {node.name: str(node.target) for node in plan.graph.of_kind("parameter")}
+    for alias, parameter in tied.items():
+        original = names[plan.graph.parameter_aliases[alias]]
+        if parameter is not None and parameter is not parameters.get(original):
+            yield f"{alias} was tied to {original} when the model was planned, and is not; tie it"
+    planned_blocks = {str(node.target) for node in plan.graph.of_kind("experts")}
+    if planned_blocks != set(experts):
+        yield (
+            f"experts are blocks for {sorted(experts)!r}, and the plan has "
+            f"{sorted(planned_blocks)!r}; give the blocks with which the model was planned"
+        )
+
+
+def _expert_nodes(
+    plan: PlacementPlan, mesh: DeviceMesh, experts: Mapping[str, ExpertBlock]
+) -> dict[str, RunNode]:
+    """How each node of kind experts runs: forward and backward of a block share what is kept."""
+    placed = {
+        name: PlacedExperts.of(plan, mesh, name=name, block=block)
+        for name, block in experts.items()
+    }
+    return {
+        node.name: placed[node.target].backward
+        if node.phase == "backward"
+        else placed[node.target].forward
+        for node in plan.graph.of_kind("experts")
+    }

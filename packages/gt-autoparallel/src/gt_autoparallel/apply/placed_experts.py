@@ -1,0 +1,84 @@
+"""The routed experts of one layer on one rank, by the model's own dispatcher and experts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from gt_autoparallel.errors import PlanMismatchError
+from gt_autoparallel.experts import ExpertBlock, expert_parallel_axis
+from gt_autoparallel.plan import PlacementPlan
+
+__all__ = ["PlacedExperts"]
+
+_NUM_ROUTED = 4
+"""Tensors of a call before the weights."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedExperts:
+    """Runs the forward and the backward node of one block.
+
+    The forward is recorded by autograd, and its backward runs when the backward node does: what
+    routing decided is kept in between, as it is where nobody planned.
+    """
+
+    name: str
+    block: ExpertBlock
+    expert_mesh: DeviceMesh | None
+
+    @classmethod
+    def of(
+        cls, plan: PlacementPlan, mesh: DeviceMesh, *, name: str, block: ExpertBlock
+    ) -> PlacedExperts:
+        """The block as the plan has it.
+
+        Raises:
+            PlanMismatchError: the plan runs its forward in one way and its backward in another.
+        """
+        nodes = [node for node in plan.graph.of_kind("experts") if node.target == name]
+        ways = [
+            plan.options[node.index].operands[-_NUM_ROUTED - _num_weights(block) :]
+            for node in nodes
+        ]
+        if any(way != ways[0] for way in ways):
+            raise PlanMismatchError(
+                f"the plan runs forward and backward of the experts {name!r} in different layouts"
+            )
+        axis = expert_parallel_axis(nodes[0], plan.options[nodes[0].index]) if nodes else None
+        names = mesh.mesh_dim_names
+        assert names is not None
+        # An axis of one rank has nothing to exchange.
+        is_distributed = axis is not None and plan.mesh.sizes[axis] > 1
+        return cls(
+            name=name,
+            block=block,
+            expert_mesh=mesh[names[axis]] if is_distributed and axis is not None else None,
+        )
+
+    def forward(self, operands: Sequence[torch.Tensor], state: dict[str, Any]) -> Sequence[Any]:
+        """(tokens, scores, expert ids, token counts, weights) -> result for each token."""
+        tokens, scores, expert_ids, token_counts, *weights = operands
+        with torch.enable_grad():
+            tokens, scores, *weights = leaves = [
+                value.detach().requires_grad_() for value in (tokens, scores, *weights)
+            ]
+            result = self.block.run(
+                tokens, scores, expert_ids, token_counts, weights, expert_mesh=self.expert_mesh
+            )
+        state[self.name] = (leaves, result)
+        return (result.detach(),)
+
+    def backward(self, operands: Sequence[torch.Tensor], state: dict[str, Any]) -> Sequence[Any]:
+        """Gradient of the result first, then as forward -> of tokens, scores and each weight."""
+        leaves, result = state[self.name]
+        gradients: tuple[torch.Tensor, ...] = torch.autograd.grad(result, leaves, operands[0])
+        return gradients
+
+
+def _num_weights(block: ExpertBlock) -> int:
+    return len(block.weight_names)

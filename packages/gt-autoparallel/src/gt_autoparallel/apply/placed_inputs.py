@@ -1,0 +1,99 @@
+"""The arguments of a placed model's forward: this rank's shards, checked against the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from gt_autoparallel.errors import PlacementInputError
+from gt_autoparallel.layouts import Layout, local_shape, short_text
+from gt_autoparallel.placement_graph import InputLeaf, ModelInterface, Value
+from gt_autoparallel.plan import PlacementPlan
+
+__all__ = ["InputReader"]
+
+
+class InputReader:
+    """Turns the arguments of a call into this rank's tensors, by slot.
+
+    Args:
+        plan: says how each input is laid out.
+        interface: how the model is called.
+        slots: of each input, by its node.
+    """
+
+    def __init__(
+        self, plan: PlacementPlan, interface: ModelInterface, slots: Mapping[int, int]
+    ) -> None:
+        self._plan = plan
+        self._interface = interface
+        self._slots = slots
+        _, planned_kwargs = interface.input_spec.children()
+        self._keywords: list[str] = planned_kwargs.context
+
+    def local_tensors(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> dict[int, torch.Tensor]:
+        """This rank's tensor for each slot of an input.
+
+        Raises:
+            PlacementInputError: the arguments are not those that were planned, or a tensor is not
+                this rank's shard; all of them are named.
+        """
+        kwargs = {name: kwargs[name] for name in self._keywords if name in kwargs} | kwargs
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        if spec != self._interface.input_spec:
+            raise PlacementInputError(
+                f"arguments have the structure {spec}, and were planned as "
+                f"{self._interface.input_spec}; call the model as in the example inputs"
+            )
+        tensors: dict[int, torch.Tensor] = {}
+        problems: list[str] = []
+        for leaf, found in zip(self._interface.inputs, leaves, strict=True):
+            if leaf.node is not None:
+                problem = self._problem(leaf, found)
+                if problem is None:
+                    local = found.to_local() if isinstance(found, DTensor) else found
+                    tensors[self._slots[leaf.node]] = local
+                else:
+                    problems.append(problem)
+            elif leaf.constant is not None and leaf.constant != found:
+                problems.append(
+                    f"{leaf.name} is {found!r}; it was planned as the constant {leaf.constant!r}"
+                )
+        if problems:
+            raise PlacementInputError("inputs of the placed model:\n  " + "\n  ".join(problems))
+        return tensors
+
+    def _problem(self, leaf: InputLeaf, found: object) -> str | None:
+        assert leaf.node is not None
+        value = Value(leaf.node)
+        spec, layout = self._plan.graph.spec(value), self._plan.layout(value)
+        if not isinstance(found, torch.Tensor):
+            return f"{leaf.name} is a {type(found).__name__}; allowed: a tensor"
+        if isinstance(found, DTensor) and not _is_placed(found, layout, self._plan):
+            return (
+                f"{leaf.name} is a DTensor placed as {found.placements}; allowed: placed as "
+                f"{short_text(layout)} on the planned mesh"
+            )
+        shape = tuple(found.to_local().shape if isinstance(found, DTensor) else found.shape)
+        wanted = local_shape(spec.shape, layout, self._plan.mesh)
+        if shape != wanted or found.dtype != spec.dtype:
+            return (
+                f"{leaf.name} has shape {shape} and dtype {found.dtype}; allowed: {wanted}, this "
+                f"rank's shard of {spec.shape} placed as {short_text(layout)}, and {spec.dtype}"
+            )
+        return None
+
+
+def _is_placed(tensor: DTensor, layout: Layout, plan: PlacementPlan) -> bool:
+    mesh = tensor.device_mesh
+    return (
+        tuple(tensor.placements) == tuple(layout)
+        and tuple(mesh.shape) == plan.mesh.sizes
+        and tuple(mesh.mesh_dim_names or ()) == plan.mesh.names
+    )

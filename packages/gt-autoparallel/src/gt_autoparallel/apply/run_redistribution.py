@@ -1,0 +1,120 @@
+"""One rank's part of a redistribution: functional collectives on plain local tensors.
+
+Collectives concatenate and cut along dim 0. A value whose memory is not in the order of its dims (a
+transposed one) is moved in the order of its memory, so that nothing is copied for that alone, and
+what arrives is laid out in memory as the global value is: views after it stay possible.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from gt_autoparallel.apply.annotated import annotated
+from gt_autoparallel.apply.rank_mesh import RankMesh
+from gt_autoparallel.placement_graph import TensorSpec
+from gt_autoparallel.redistribution import RedistributionStep
+from gt_config.node_keys import FsdpCollectiveAnnotation, NodeAnnotation
+
+__all__ = ["LocalMove", "local_move"]
+
+_functional = torch.ops._c10d_functional
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalMove:
+    """The steps of one redistribution, ready to run on this rank."""
+
+    steps: tuple[RedistributionStep, ...]
+    dim_order: tuple[int, ...]
+    """Dims of the tensor from the outermost in memory to the innermost."""
+
+    mesh: RankMesh
+    fsdp: FsdpCollectiveAnnotation | None = None
+    """What its collectives do for a parameter, whatever the axis; None if nothing."""
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        """This rank's shard after the redistribution, of its shard before it."""
+        is_natural = self.dim_order == tuple(range(len(self.dim_order)))
+        moved = tensor if is_natural else tensor.permute(self.dim_order)
+        for step in self.steps:
+            with annotated(self._annotation(step)):
+                moved = self._run(step, moved)
+        if is_natural:
+            return moved
+        return moved.permute([self.dim_order.index(dim) for dim in range(len(self.dim_order))])
+
+    def _annotation(self, step: RedistributionStep) -> NodeAnnotation | None:
+        if self.fsdp is None or step.kind == "slice":
+            return None
+        return replace(self.fsdp, mesh_axis=self.mesh.shape.names[step.axis])
+
+    def _run(self, step: RedistributionStep, tensor: torch.Tensor) -> torch.Tensor:
+        size = self.mesh.shape.sizes[step.axis]
+        group = self.mesh.group_names[step.axis]
+        source = None if step.source_dim is None else self.dim_order.index(step.source_dim)
+        target = None if step.target_dim is None else self.dim_order.index(step.target_dim)
+        match step.kind:
+            case "all_reduce":
+                return _wait(_functional.all_reduce(tensor.contiguous(), "sum", group))
+            case "all_gather":
+                assert source is not None
+                gathered = _wait(
+                    _functional.all_gather_into_tensor(tensor.contiguous(), size, group)
+                )
+                return _from_first_dim(gathered, source, size)
+            case "reduce_scatter":
+                assert target is not None
+                pieces = _to_first_dim(tensor, target, size)
+                return _wait(_functional.reduce_scatter_tensor(pieces, "sum", size, group))
+            case "all_to_all":
+                assert source is not None
+                assert target is not None
+                pieces = _to_first_dim(tensor, target, size)
+                splits = [pieces.shape[0] // size] * size
+                exchanged = _wait(_functional.all_to_all_single(pieces, splits, splits, group))
+                return _from_first_dim(exchanged, source, size)
+            case "slice":
+                assert target is not None
+                length = tensor.shape[target] // size
+                start = self.mesh.coordinate[step.axis] * length
+                return tensor.narrow(target, start, length).contiguous()
+
+
+def local_move(
+    spec: TensorSpec,
+    steps: Sequence[RedistributionStep],
+    mesh: RankMesh,
+    *,
+    fsdp: FsdpCollectiveAnnotation | None = None,
+) -> LocalMove:
+    """The redistribution of a value by ``steps``, on this rank."""
+    return LocalMove(steps=tuple(steps), dim_order=_dim_order(spec), mesh=mesh, fsdp=fsdp)
+
+
+def _dim_order(spec: TensorSpec) -> tuple[int, ...]:
+    dims = range(len(spec.shape))
+    if any(stride == 0 and size > 1 for size, stride in zip(spec.shape, spec.stride, strict=True)):
+        return tuple(dims)  # an expanded value has no memory of its own, and gets it when moved
+    return tuple(sorted(dims, key=lambda dim: (-spec.stride[dim], dim)))
+
+
+def _wait(launched: torch.Tensor) -> torch.Tensor:
+    waited: torch.Tensor = _functional.wait_tensor(launched)
+    return waited
+
+
+def _to_first_dim(tensor: torch.Tensor, dim: int, num_pieces: int) -> torch.Tensor:
+    """The pieces of ``dim``, one after the other along dim 0."""
+    if dim == 0:
+        return tensor.contiguous()
+    return torch.cat(tensor.chunk(num_pieces, dim=dim), dim=0)
+
+
+def _from_first_dim(tensor: torch.Tensor, dim: int, num_pieces: int) -> torch.Tensor:
+    """The pieces that lie along dim 0, put together along ``dim``."""
+    if dim == 0:
+        return tensor
+    return torch.cat(tensor.chunk(num_pieces, dim=0), dim=dim)
