@@ -7,9 +7,11 @@ expert loads and token counts the capture has not seen.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+from _pytest.mark.structures import ParameterSet
 from training_cases import (
     NUM_STEPS,
     NUM_UNSEEN_BATCHES,
@@ -67,20 +69,25 @@ FOUR_RANKS = {
 }
 # What the others hold too, each by itself; `make test-all` runs them.
 LONG = {
+    "llama3, loss not chunked",
+    "llama3, bfloat16",
+    "qwen3, tied weights",
     "llama3, FSDP 2 x TP 2, loss not chunked",
     "llama3, FSDP 2 x TP 2, gradient accumulation",
+    "llama3, HSDP 2 x 2",
+    "qwen3, tied weights, FSDP 2 x TP 2",
     "deepseek_v3, FSDP 4 x EP 2",
 }
 JOINT_ONE_RANK = (
-    ("llama3, gradient accumulation", "min_cut"),
-    ("llama3, bfloat16", "min_cut"),
+    pytest.param("llama3, gradient accumulation", "min_cut", marks=pytest.mark.slow),
+    pytest.param("llama3, bfloat16", "min_cut", marks=pytest.mark.slow),
     ("qwen3, tied weights", "min_cut"),
-    ("deepseek_v3", "save_all"),
+    pytest.param("deepseek_v3", "save_all", marks=pytest.mark.slow),
 )
 # Both ways to cut where the cut matters most, one elsewhere.
 BOTH = ("min_cut", "save_all")
 JOINT_FOUR_RANKS = (
-    ("llama3, FSDP 2 x TP 2", BOTH),
+    pytest.param("llama3, FSDP 2 x TP 2", BOTH, marks=pytest.mark.slow),
     pytest.param("llama3, FSDP 2 x TP 2, loss not chunked", BOTH[:1], marks=pytest.mark.slow),
     pytest.param("llama3, FSDP 2 x TP 2, gradient accumulation", BOTH[:1], marks=pytest.mark.slow),
     pytest.param("llama3, HSDP 2 x 2", BOTH[:1], marks=pytest.mark.slow),
@@ -128,15 +135,16 @@ def check(found: list[Comparison], case: Case) -> None:
         assert comparison.verified
 
 
-@pytest.mark.parametrize("name", ONE_RANK)
+def but_for_long(names: Iterable[str]) -> list[ParameterSet]:
+    return [pytest.param(n, marks=[pytest.mark.slow] if n in LONG else []) for n in names]
+
+
+@pytest.mark.parametrize("name", but_for_long(ONE_RANK))
 def test_captured_equals_eager_in_one_process(name: str, one: GlooWorkers, tmp_path: Path) -> None:
     check(one.run(compare_modes, ONE_RANK[name], str(tmp_path)), ONE_RANK[name])
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=pytest.mark.slow) if n in LONG else n for n in FOUR_RANKS],
-)
+@pytest.mark.parametrize("name", but_for_long(FOUR_RANKS))
 def test_captured_equals_eager_on_four_ranks(name: str, four: GlooWorkers, tmp_path: Path) -> None:
     check(four.run(compare_modes, FOUR_RANKS[name], str(tmp_path)), FOUR_RANKS[name])
 
@@ -173,7 +181,8 @@ def test_joint_graphs_equal_eager_on_four_ranks(
 
 
 # With experts, their biases are state that neither gradients nor the optimizer restore.
-@pytest.mark.parametrize("name", [pytest.param("llama3", marks=pytest.mark.slow), "deepseek_v3"])
+@pytest.mark.parametrize("name", ["llama3", "deepseek_v3"])
+@pytest.mark.slow
 def test_resumed_run_equals_one_that_never_stopped(
     name: str, one: GlooWorkers, tmp_path: Path
 ) -> None:
@@ -195,7 +204,9 @@ def test_resumed_run_of_joint_graphs_equals_one_that_never_stopped(
     assert found == [([], 2)]
 
 
-@pytest.mark.parametrize("mode", ["aot_fx_trace", "aot_joint"])
+@pytest.mark.parametrize(
+    "mode", ["aot_fx_trace", pytest.param("aot_joint", marks=pytest.mark.slow)]
+)
 def test_changed_shape_is_captured_anew_where_that_is_configured(
     mode: str, one: GlooWorkers, tmp_path: Path
 ) -> None:
@@ -217,7 +228,9 @@ def test_changed_shape_is_an_error_that_names_input_and_both_shapes(
     )
 
 
-@pytest.mark.parametrize("mode", ["aot_fx_trace", "aot_joint"])
+@pytest.mark.parametrize(
+    "mode", ["aot_fx_trace", pytest.param("aot_joint", marks=pytest.mark.slow)]
+)
 def test_metrics_and_validation_files_are_those_of_eager(
     mode: str, one: GlooWorkers, tmp_path: Path
 ) -> None:

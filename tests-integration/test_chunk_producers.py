@@ -43,7 +43,7 @@ FEWER_LAYERS = {
 }
 CELLS = [
     ("deepseek_v3, EP 2, 2 layers", "blocks"),
-    ("qwen3, EP 4, 1 layer", "moe, sequence"),
+    pytest.param("qwen3, EP 4, 1 layer", "moe, sequence", marks=SLOW),
     *(pytest.param(case, overlap, marks=SLOW) for case in CASES for overlap in OVERLAPS),
 ]
 

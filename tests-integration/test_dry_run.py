@@ -1,7 +1,8 @@
 """Every shipped configuration builds, places and captures on as many ranks as it is meant for.
 
-One process, no weights: torch's fake process group and the meta device. From 70B parameters up it
-takes minutes each, so those are marked slow: ``pytest -m slow tests-integration/test_dry_run.py``.
+One process, no weights: torch's fake process group and the meta device. The large ones take a
+minute or more each: ``pytest -m slow tests-integration/test_dry_run.py``. Building and placing all
+of them without a capture is quick: ``test_models_configurations.py``.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from gt_trainer.dry_run import DryRunReport, dry_run
 from gt_trainer.models.catalog import CATALOG, INTENDED_WORLD_SIZE
 from gt_trainer.preflight import check_configuration
 
-_LARGE = {"llama3_70b", "llama3_405b", "deepseek_v3_671b"}
+_QUICK = {"deepseek_v3_debugmodel", "qwen3_moe_debugmodel"}
 _ENTRIES = [
-    pytest.param(entry, marks=[pytest.mark.slow] if entry.config in _LARGE else [], id=entry.config)
+    pytest.param(entry, marks=[] if entry.config in _QUICK else [pytest.mark.slow], id=entry.config)
     for table in CATALOG.values()
     for entry in table.values()
 ]
@@ -90,7 +91,7 @@ def test_accumulation_counts_the_graph_once_for_each_microbatch() -> None:
     ("module", "name", "published"),
     [
         # pytorch/torchtitan #3434: FSDP 32 x EP 32, no overlap of the token exchange.
-        ("deepseek_v3", "deepseek_v3_16b", 8086),
+        pytest.param("deepseek_v3", "deepseek_v3_16b", 8086, marks=pytest.mark.slow),
         # pytorch/torchtitan #3141: FSDP 4 x TP 2, regional Inductor.
         ("llama3", "llama3_8b", 6876),
     ],

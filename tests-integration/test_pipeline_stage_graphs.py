@@ -25,6 +25,7 @@ DEEPSEEK_V3 = Case(module="deepseek_v3", config="deepseek_v3_debugmodel", chunke
             with_layers(LLAMA3, 2, data_parallel_shard_degree=2, tensor_parallel_degree=2),
             True,
             id="llama3, FSDP 2 x TP 2",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             with_layers(LLAMA3, 2, data_parallel_shard_degree=4),

@@ -38,7 +38,9 @@ DEEPSEEK_V3 = Case(
             PipelineCase(model=LLAMA3, schedule="1F1B"), id="llama3-1F1B", marks=pytest.mark.slow
         ),
         pytest.param(
-            PipelineCase(model=LLAMA3, schedule="ZBVZeroBubble"), id="llama3-ZBVZeroBubble"
+            PipelineCase(model=LLAMA3, schedule="ZBVZeroBubble"),
+            id="llama3-ZBVZeroBubble",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             PipelineCase(model=DEEPSEEK_V3, schedule="1F1B"),

@@ -48,7 +48,9 @@ FLOAT32_ULP = 2.0**-23
 
 WORKLOADS = (
     ("llama3, FSDP 2 x TP 2", TOGETHER),
-    ("deepseek_v3, FSDP 2 x TP 2 x EP 2", TOGETHER_WITH_EXPERTS),
+    pytest.param(
+        "deepseek_v3, FSDP 2 x TP 2 x EP 2", TOGETHER_WITH_EXPERTS, marks=pytest.mark.slow
+    ),
     pytest.param("deepseek_v3, FSDP 2 x TP 2 x EP 2", TOGETHER, marks=pytest.mark.slow),
     *(
         pytest.param(name, ONE_BY_ONE, marks=pytest.mark.slow)
@@ -112,13 +114,14 @@ def test_buckets_of_four_shards_round_otherwise_within_a_bound(
 @pytest.mark.parametrize(
     ("name", "variant", "tolerance"),
     [
-        (
+        pytest.param(
             "regional",
             {
                 "inductor_compilation": "regional",
                 "regional_modules": ("layers.*.feed_forward", "layers.*.attention_norm"),
             },
             1e-5,
+            marks=pytest.mark.slow,
         ),
         ("full", {"inductor_compilation": "full"}, 1e-4),
         ("products side by side", {"numerics_changing": True}, 1e-5),
