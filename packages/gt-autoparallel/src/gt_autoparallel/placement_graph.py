@@ -16,7 +16,18 @@ from typing import Any, Literal
 import torch
 from torch.utils import _pytree as pytree
 
-__all__ = ["NodeKind", "NodePhase", "PlacementGraph", "PlacementNode", "TensorSpec", "Use", "Value"]
+__all__ = [
+    "InputLeaf",
+    "ModelInterface",
+    "NodeKind",
+    "NodePhase",
+    "OutputLeaf",
+    "PlacementGraph",
+    "PlacementNode",
+    "TensorSpec",
+    "Use",
+    "Value",
+]
 
 NodeKind = Literal[
     "parameter", "buffer", "input", "tangent", "operator", "share", "experts", "output", "gradient"
@@ -101,12 +112,55 @@ class PlacementNode:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class InputLeaf:
+    """One leaf of the arguments of the model's forward."""
+
+    name: str
+    node: int | None
+    """Its input node; None for a constant, and for a tensor that nothing reads."""
+
+    constant: Any = None
+    """Its value, if it is no tensor."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputLeaf:
+    """One leaf of what the model's forward returns."""
+
+    name: str
+    node: int | None
+    """Its output node; None for a constant."""
+
+    tangent: int | None
+    """The node of its gradient; None if nothing that is trained depends on it, or if what it
+    gives to the parameters' gradients is nothing."""
+
+    constant: Any = None
+    """Its value, if it is no tensor."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInterface:
+    """How the model is called, and what it returns: trees over nodes of the graph."""
+
+    input_spec: pytree.TreeSpec
+    """Of ``(args, kwargs)``."""
+
+    inputs: tuple[InputLeaf, ...]
+    output_spec: pytree.TreeSpec
+    outputs: tuple[OutputLeaf, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementGraph:
     """Nodes in an order in which arguments come first."""
 
     nodes: tuple[PlacementNode, ...]
     parameter_aliases: dict[str, str]
     """Other names of tied parameters, to the name of the node that stands for all of them."""
+
+    interface: ModelInterface | None = field(default=None, compare=False, repr=False)
+    """Of a graph that was captured in this process; a graph out of a plan file has none."""
 
     def spec(self, value: Value) -> TensorSpec:
         """The tensor that ``value`` names."""

@@ -1,0 +1,89 @@
+"""Which nodes of a traced step cannot be planned, and why: all of them at once."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Iterable, Mapping
+
+import torch
+from torch.fx import Graph, Node
+
+from gt_autoparallel._torch_internals import (
+    HigherOrderOperator,
+    OpOverload,
+    operator_path,
+    writes_to_arguments,
+)
+from gt_autoparallel.errors import UnsupportedModelError
+from gt_passes.collectives import is_collective
+from gt_passes.operator_effects import draws_random_numbers
+from gt_trace import module_fqn
+
+__all__ = ["refuse_unsupported"]
+
+
+def refuse_unsupported(
+    graph: Graph, literals: Mapping[str, torch.Tensor], *, allowed_random_operators: Collection[str]
+) -> None:
+    """Refuse a traced step with nodes that have no placement.
+
+    Args:
+        graph: of the step.
+        literals: tensors that the graph holds itself, by the target of their nodes.
+        allowed_random_operators: names without overload, as ``aten.native_dropout``.
+
+    Raises:
+        UnsupportedModelError: names every operator that cannot be planned, why, and where it
+            stands first.
+    """
+    problems: dict[str, str] = {}
+    for node in graph.nodes:
+        problem = _problem(node, literals, allowed_random_operators)
+        if problem is not None:
+            problems.setdefault(problem, f"{problem} (first in {module_fqn(node) or 'the model'})")
+    if problems:
+        raise UnsupportedModelError(
+            "the model cannot be planned:\n  " + "\n  ".join(problems.values())
+        )
+
+
+def _problem(
+    node: Node, literals: Mapping[str, torch.Tensor], allowed_random_operators: Collection[str]
+) -> str | None:
+    """What keeps a node from being planned; None if nothing does."""
+    if node.op == "get_attr":
+        literal = literals.get(str(node.target))
+        if literal is not None and bool((literal == literal.flatten()[0]).all()):
+            return None
+        return "a tensor that the forward makes from a list of numbers; register it as a buffer"
+    if node.op != "call_function" or node.target is operator.getitem:
+        return None
+    if isinstance(node.target, HigherOrderOperator):
+        return f"{node.target}: operators of operators, as FlexAttention, have no placement rule"
+    if not isinstance(node.target, OpOverload):
+        return f"{node.target}: depends on the data or sizes of tensors"
+    name = ".".join(operator_path(node.target)[:2])
+    if is_collective(node):
+        return f"{name}: the model already communicates; plan it before it is parallelized"
+    if writes_to_arguments(node.target):
+        return f"{name}: writes to its arguments and could not be made functional"
+    if draws_random_numbers(node) and name not in allowed_random_operators:
+        return (
+            f"{name}: draws random numbers, on each rank its own; allow it by name "
+            "(allowed_random_operators) or switch it off"
+        )
+    if _depends_on_data(node.meta.get("val")):
+        return f"{name}: its result has a size or a value that depends on the data of tensors"
+    return None
+
+
+def _depends_on_data(recorded: object) -> bool:
+    """Whether a recorded value has sizes that are no numbers, or is a number itself."""
+    values: Iterable[object] = recorded if isinstance(recorded, (tuple, list)) else (recorded,)
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            if any(not isinstance(size, int) for size in value.shape):
+                return True
+        elif value is not None:
+            return True
+    return False
