@@ -183,7 +183,8 @@ _DATA_PARALLEL: Mapping[str, Placement] = {
     **dict.fromkeys(("mm2", "mm4"), P),
 }
 DDP = {**_DATA_PARALLEL, "p0": R, "p1": R, "p1_share": R, "t1": R}
-FSDP = {**DDP, "p0": S0, "p1": S0}
+# Along dims that tensor parallelism leaves alone: else one gather could not undo it.
+FSDP = {**DDP, "p0": S0, "p1": S1}
 TENSOR_PARALLEL = {
     **dict.fromkeys(("x", "x_share", "mm1", "tangent", "g_share", "t2"), R),
     "p0": S1,
@@ -248,7 +249,10 @@ def _equal(left: Layout, right: Layout) -> bool:
 def steps_by_hand(
     shape: tuple[int, ...], source: Layout, target: Layout, mesh: MeshShape
 ) -> tuple[RedistributionStep, ...]:
-    """Last axis first: reduce or gather what differs; then first axis first: slice."""
+    """Last axis first: reduce or gather what differs; then first axis first: slice.
+
+    A sum is scattered at once where no other axis shards the same dim.
+    """
     layout, steps = list(source), []
 
     def step(kind: str, axis: int, placement: Placement) -> None:
@@ -266,7 +270,8 @@ def steps_by_hand(
         )
 
     for axis in reversed(range(mesh.num_axes)):
-        if layout[axis] == P and isinstance(target[axis], Shard) and mesh.num_axes == 1:
+        others = {*layout, *target[:axis], *target[axis + 1 :]}
+        if layout[axis] == P and isinstance(target[axis], Shard) and target[axis] not in others:
             step("reduce_scatter", axis, target[axis])
         elif layout[axis] == P != target[axis]:
             step("all_reduce", axis, R)
@@ -362,8 +367,9 @@ def _memory(
     saved = [
         num_bytes(share)
         for share, of in (("x_share", "x"), ("h_share", "mm0"), ("p1_share", "p1"))
-        # A parameter that is shared as it is takes no memory of its own.
-        if of != "p1" or options[by_name[share].index].outputs != options[by_name[of].index].outputs
+        # An input or a parameter that is shared as it is takes no memory of its own.
+        if of == "mm0"
+        or options[by_name[share].index].outputs != options[by_name[of].index].outputs
     ]
     return MemoryBreakdown(
         parameters=parameters,

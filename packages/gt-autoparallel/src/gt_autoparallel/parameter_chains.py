@@ -3,7 +3,7 @@
 ::
 
     parameter -> [cast to the compute dtype] -> share or operator        unshard
-    operator  -> [cast to the reduce dtype]  -> gradient                 reduce gradient
+    operator  -> [cast to the reduce dtype] -> [cast back] -> gradient   reduce gradient
 
 A redistribution along these arrows is what FSDP calls unshard and reduce-scatter of gradients.
 """
@@ -37,7 +37,10 @@ def parameter_chains(graph: PlacementGraph) -> dict[int, str]:
 
 
 def gradient_chains(graph: PlacementGraph) -> dict[int, str]:
-    """From each gradient's node, and each cast that feeds only it, to the parameter's name."""
+    """From each gradient's node, and what casts or shares for it alone, to the parameter's name.
+
+    A share node with a single use is where a gradient is summed before it is cast.
+    """
     num_uses = [0] * len(graph.nodes)
     for use in graph.uses():
         num_uses[use.value.node] += 1
@@ -48,6 +51,7 @@ def gradient_chains(graph: PlacementGraph) -> dict[int, str]:
         if node.index not in chains:
             continue
         producer = graph.nodes[node.operands[0].node]
-        if is_cast(producer) and num_uses[producer.index] == 1:
+        passes_on = is_cast(producer) or producer.kind == "share"
+        if passes_on and num_uses[producer.index] == 1:
             chains[producer.index] = chains[node.index]
     return chains

@@ -19,6 +19,7 @@ from functools import lru_cache
 
 from torch.distributed.tensor import Partial, Shard
 
+from gt_autoparallel.audit.shards import shard_shape
 from gt_autoparallel.layouts import Layout, MeshShape
 from gt_autoparallel.redistribution import RedistributionStep
 
@@ -228,7 +229,7 @@ def _shape_problems(
     sizes: Sequence[int],
 ) -> Iterator[str]:
     """Shapes of one rank's real tensor, before and after each step."""
-    current = _shard_shape(shape, source, sizes)
+    current = shard_shape(shape, source, sizes)
     for number, step in enumerate(steps):
         if step.input_shape != current:
             yield f"step {number} takes {step.input_shape}, but there is {current}"
@@ -242,13 +243,5 @@ def _shape_problems(
         current = tuple(grown)
         if step.output_shape != current:
             yield f"step {number} gives {step.output_shape}, but makes {current}"
-    if current != _shard_shape(shape, target, sizes):
+    if current != shard_shape(shape, target, sizes):
         yield f"the steps end in shape {current}"
-
-
-def _shard_shape(shape: Sequence[int], layout: Layout, sizes: Sequence[int]) -> tuple[int, ...]:
-    result = list(shape)
-    for placement, size in zip(layout, sizes, strict=True):
-        if isinstance(placement, Shard):
-            result[placement.dim] //= size
-    return tuple(result)
