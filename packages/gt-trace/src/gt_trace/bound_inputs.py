@@ -49,7 +49,8 @@ class BoundInputs:
     """Turns calls into plain tensors: those of the state first, then those of the arguments.
 
     The state is sampled once, and again only when an object of it was replaced (a parameter
-    re-registered, a checkpoint loaded by assignment), which every call checks by identity.
+    re-registered, a checkpoint loaded by assignment, a submodule exchanged), which every call
+    checks by identity.
 
     Args:
         captured: what was captured.
@@ -74,6 +75,10 @@ class BoundInputs:
         self._slots: list[StateSlot] = []
         self._inner: list[tuple[torch.Tensor, str, torch.Tensor]] = []
         self._accepted: set[tuple[object, ...]] = set()
+        self._submodules: list[tuple[Mapping[str, nn.Module | None], tuple[nn.Module | None, ...]]]
+        self.version = 0
+        """How often the state was sampled."""
+
         self._sample()
 
     def plain_tensors(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
@@ -103,8 +108,10 @@ class BoundInputs:
         return [slot.tensor for slot in self._slots]
 
     def _state_is_current(self) -> bool:
-        return all(slot.holds(slot.tensor) for slot in self._slots) and all(
-            getattr(outer, name) is leaf for outer, name, leaf in self._inner
+        return (
+            all(slot.holds(slot.tensor) for slot in self._slots)
+            and all(getattr(outer, name) is leaf for outer, name, leaf in self._inner)
+            and all(tuple(held.values()) == known for held, known in self._submodules)
         )
 
     def _sample(self) -> None:
@@ -139,6 +146,12 @@ class BoundInputs:
                 "the module's state is not the one that was captured:\n  " + "\n  ".join(problems)
             )
         self._slots, self._static, self._inner = slots, static, inner
+        self._submodules = [
+            (each._modules, tuple(each._modules.values()))
+            for each in (() if self._module is None else self._module.modules())
+            if each._modules
+        ]
+        self.version += 1
 
     def _flatten_arguments(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]

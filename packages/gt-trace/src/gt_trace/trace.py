@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -27,12 +27,14 @@ from gt_trace._torch_internals import (
     tracing,
 )
 from gt_trace.annotate import annotate_modules
+from gt_trace.captured_mode import CapturedMode, refuse_gradient_hooks
 from gt_trace.flat_inputs import FlatInputs
 from gt_trace.graph_inputs import name_placeholders
 from gt_trace.inherit import inherit_annotations
 from gt_trace.input_preparers import InputPreparer, TraceInputs
 from gt_trace.module_state import collect_state, swapped_optimizer
 from gt_trace.purity import refuse_constants, refuse_side_effects
+from gt_trace.random_draws import refuse_repeated_draws
 from gt_trace.subclass_layout import TensorLayout, flatten_tensor
 from gt_trace.traced_step import TracedStep
 
@@ -71,6 +73,9 @@ def trace_step(
         fake_mode: of all fake values, with a shape environment. Captures whose graphs shall be
             joined to one need the same (``TracedStep.fake_mode`` of the first). None: a new one.
 
+    Modes of the module's parts (training or evaluation), autocast, and which parameters require a
+    gradient are those of the moment of capture, and the step runs in no others.
+
     Returns:
         A function of the step's example arguments that returns the ``TracedStep``. Arguments are
         trees whose leaves are tensors, or numbers, strings and None, which become constants.
@@ -79,9 +84,15 @@ def trace_step(
     Raises:
         CaptureError: the step cannot be captured faithfully; every reason found is listed.
         ConstantCapturedError: a closed-over tensor would become a constant.
+        ValueError: ``constants`` is neither of the two.
     """
+    if constants not in get_args(ConstantPolicy):
+        allowed = " or ".join(map(repr, get_args(ConstantPolicy)))
+        raise ValueError(f"constants is {constants!r}; allowed: {allowed}")
 
     def capture(*args: Any, **kwargs: Any) -> TracedStep:
+        refuse_gradient_hooks(module)
+        captured_mode = CapturedMode.now(module)
         inputs = TraceInputs(args=args, kwargs=kwargs)
         for preparer in input_preparers:
             inputs = preparer.before_faking(inputs)
@@ -92,6 +103,7 @@ def trace_step(
         with _tracing_contexts(mode, module):
             graph_module: GraphModule = make_fx(step, record_stack_traces=True)(*fakes)
         inherit_annotations(graph_module)
+        refuse_repeated_draws(graph_module)
         names = flat.graph_inputs()
         name_placeholders(graph_module.graph, names)
         if constants == "error":
@@ -109,6 +121,7 @@ def trace_step(
             argument_spec=flat.argument_spec,
             output_spec=step.output_spec,
             output_layouts=tuple(step.output_layouts),
+            mode=captured_mode,
         )
 
     return capture

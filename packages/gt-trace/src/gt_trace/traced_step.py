@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch.fx import GraphModule
 
 from gt_trace._torch_internals import FakeTensorMode, pytree
 from gt_trace.bound_inputs import BoundInputs
+from gt_trace.captured_mode import CapturedMode, ModeGuard, as_captured
 from gt_trace.graph_inputs import ArgumentSignature, GraphInput
 from gt_trace.module_state import StateEntry
 from gt_trace.subclass_layout import TensorLayout, unflatten_tensor
@@ -46,6 +47,14 @@ class TracedStep:
     output_layouts: tuple[TensorLayout | None, ...]
     """Layout of each leaf of the output tree; None for a leaf that is no tensor."""
 
+    mode: CapturedMode
+    """In which it was captured; it runs in no other."""
+
+    @property
+    def training(self) -> Mapping[str, bool]:
+        """Whether each part of the module was in training mode; the module itself is ""."""
+        return self.mode.training
+
     @property
     def num_static_inputs(self) -> int:
         """Leading placeholders whose tensors keep their addresses from step to step."""
@@ -67,7 +76,8 @@ class TracedStep:
                 plain tensors of the placeholders, returns the plain outputs.
 
         Raises:
-            StateMismatchError: names, shapes, dtypes or placements differ from the captured ones.
+            StateMismatchError: names, shapes, dtypes, placements, modes (training or evaluation),
+                hooks, or which parameters require a gradient, differ from the captured ones.
         """
         return BoundStep(self, module, optimizer, executable or self.graph_module)
 
@@ -89,6 +99,7 @@ class BoundStep:
         self.step = step
         self._executable = executable
         self._inputs = BoundInputs(step, module, optimizer)
+        self._guard = ModeGuard(step.mode, module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step.
@@ -96,11 +107,12 @@ class BoundStep:
         Raises:
             InputMismatchError: the arguments differ from the captured ones in structure, shape,
                 dtype, layout or constant value.
-            StateMismatchError: the state was replaced by one that does not fit.
+            StateMismatchError: the state was replaced by one that does not fit, or a mode (training
+                or evaluation, autocast) or hooks are others than when the step was captured.
         """
         inputs = self._inputs.plain_tensors(args, kwargs)
-        # The graph holds its own backward: an autograd graph on top would only keep memory.
-        with torch.no_grad():
+        self._guard.check(self._inputs.version)
+        with as_captured():
             outputs = self._executable(*inputs)
         return self._wrap(outputs)
 

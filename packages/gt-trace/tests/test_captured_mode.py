@@ -1,0 +1,194 @@
+"""A captured step runs in the modes of its capture, and refuses every other by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gt_trace import CaptureError, StateMismatchError, TracedStep, trace_step
+
+
+def model() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 1))
+
+
+def captured(module: nn.Module) -> TracedStep:
+    def step(x: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        loss = module(x).sum()
+        parameters = [each for each in module.parameters() if each.requires_grad]
+        return loss, torch.autograd.grad(loss, parameters)
+
+    return trace_step(step, module=module)(torch.ones(2, 4))
+
+
+@pytest.fixture(scope="module")
+def step() -> TracedStep:
+    return captured(model())
+
+
+def test_it_records_the_mode_of_every_part(step: TracedStep):
+    assert step.training == {"": True, "0": True, "1": True, "2": True}
+    module = model()
+    module[1].eval()
+    assert captured(module).training["1"] is False
+
+
+def test_a_submodule_that_changed_its_mode_is_refused_until_it_changes_back(step: TracedStep):
+    module = model()
+    bound = step.bind(module)
+    bound(torch.ones(2, 4))
+    module[1].eval()
+    with pytest.raises(StateMismatchError, match="module 1 is in evaluation mode, and was in trai"):
+        bound(torch.ones(2, 4))
+    module[1].train()
+    bound(torch.ones(2, 4))
+
+
+def _evaluate(module: nn.Sequential) -> None:
+    module.eval()
+
+
+def _hook(module: nn.Sequential) -> None:
+    module[0].register_forward_hook(lambda *_: None)
+
+
+def _backward_hook(module: nn.Sequential) -> None:
+    module.register_full_backward_hook(lambda *_: None)
+
+
+def _gradient_hook(module: nn.Sequential) -> None:
+    module[2].bias.register_hook(lambda gradient: 2 * gradient)
+
+
+def _freeze(module: nn.Sequential) -> None:
+    module[0].weight.requires_grad_(False)
+
+
+CHANGES = [
+    (_evaluate, "the module is in evaluation mode, and was in training mode"),
+    (_hook, "module 0 has 1 hooks, and had 0; those that were there are part of the graph"),
+    (_backward_hook, "the module has 1 hooks, and had 0"),
+    (_gradient_hook, "parameter 2.bias has a hook by register_hook, which would not run; remove"),
+    (_freeze, "parameter 0.weight requires no gradient, and did"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), CHANGES)
+def test_what_the_graph_would_ignore_is_refused_before_and_after_binding(
+    step: TracedStep, change: Callable[[Any], None], message: str
+):
+    module = model()
+    bound = step.bind(module)
+    change(module)
+    with pytest.raises(StateMismatchError, match=message):
+        bound(torch.ones(2, 4))
+    with pytest.raises(StateMismatchError, match=message):
+        step.bind(module)
+
+
+def test_a_hook_that_was_exchanged_for_another_is_refused():
+    module = model()
+    first = module[0].register_forward_hook(lambda *_: None)
+    bound = captured(module).bind(module)
+    bound(torch.ones(2, 4))
+    first.remove()
+    module[0].register_forward_hook(lambda *_: None)
+    with pytest.raises(StateMismatchError, match="hooks of modules were replaced by others"):
+        bound(torch.ones(2, 4))
+
+
+def test_every_difference_is_listed(step: TracedStep):
+    module = model()
+    bound = step.bind(module)
+    _evaluate(module)
+    _gradient_hook(module)
+    with pytest.raises(StateMismatchError) as caught:
+        bound(torch.ones(2, 4))
+    assert [line.split(",")[0] for line in str(caught.value).splitlines()] == [
+        "this is not as it was when it was captured:",
+        "  the module is in evaluation mode",
+        "  module 0 is in evaluation mode",
+        "  module 1 is in evaluation mode",
+        "  module 2 is in evaluation mode",
+        "  parameter 2.bias has a hook by register_hook",
+    ]
+
+
+def test_hooks_of_modules_at_the_capture_are_part_of_the_graph():
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    module[0].register_forward_hook(lambda module, args, output: 2 * output)
+    module[0].register_full_backward_hook(lambda module, got, given: (3 * got[0],))
+    x = torch.randn(2, 4, requires_grad=True)
+
+    def step(x: Tensor) -> tuple[Tensor, Tensor]:
+        loss = module(x).sum()
+        return loss, torch.autograd.grad(loss, x)[0]
+
+    bound = trace_step(step, module=module)(x).bind(module)
+    assert all(map(torch.equal, bound(x), step(x)))
+
+
+def test_a_hook_of_a_parameter_is_refused_at_the_capture():
+    module = model()
+    _gradient_hook(module)
+    with pytest.raises(CaptureError, match=r"loses hooks of parameters:\n  parameter 2.bias has a"):
+        captured(module)
+
+
+def test_a_submodule_that_was_exchanged_is_used_in_the_next_step():
+    module = nn.Sequential(nn.Linear(4, 1))
+    bound = captured(module).bind(module)
+    bound(torch.ones(2, 4))
+    module[0] = nn.Linear(4, 1)
+    loss, _ = bound(torch.ones(2, 4))
+    assert torch.equal(loss, module(torch.ones(2, 4)).sum())
+    module[0].eval()
+    with pytest.raises(StateMismatchError, match="module 0 is in evaluation mode"):
+        bound(torch.ones(2, 4))
+
+
+def test_a_module_that_was_added_is_refused(step: TracedStep):
+    module = model()
+    bound = step.bind(module)
+    module.append(nn.ReLU())
+    with pytest.raises(StateMismatchError, match="module 3 is new"):
+        bound(torch.ones(2, 4))
+
+
+def test_another_autocast_is_refused(step: TracedStep):
+    bound = step.bind(model())
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.raises(StateMismatchError, match=r"autocast is on for cpu in torch\.bfloat16"),
+    ):
+        bound(torch.ones(2, 4))
+
+
+def test_a_step_captured_under_autocast_computes_what_it_does_eagerly():
+    module = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 1))
+    x = torch.randn(2, 4)
+
+    def step(x: Tensor) -> tuple[Tensor, ...]:
+        loss = module(x).square().sum()
+        return loss, *torch.autograd.grad(loss, list(module.parameters()))
+
+    with torch.autocast("cpu", torch.bfloat16):
+        bound = trace_step(step, module=module)(x).bind(module)
+        found, expected = bound(x), step(x)
+    assert all(map(torch.equal, found, expected))
+    with pytest.raises(StateMismatchError, match=r"is off, and was on for cpu in torch\.bfloat16"):
+        bound(x)
+    with (
+        torch.autocast("cpu", torch.float16),
+        pytest.raises(StateMismatchError, match=r"on for cpu in torch\.float16, and was on for cpu"),
+    ):
+        bound(x)
+
+
+def test_a_mistyped_policy_of_constants_is_refused():
+    with pytest.raises(ValueError, match="constants is 'allows'; allowed: 'error' or 'allow'"):
+        trace_step(lambda: None, constants="allows")  # type: ignore[arg-type]
