@@ -15,41 +15,38 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
-# The runtime that executes any list of actions: what a CSV schedule, and a single-stage schedule
-# of graph stages, need; it has no public name. `_Action` is what it executes.
-# `_PipelineSchedule` is the only type that all of PyTorch's schedules have in common.
-# `_PipelineStageBase` is what they take as a stage.
-from torch.distributed.pipelining.schedules import (
-    PipelineScheduleMulti,
-    PipelineScheduleSingle,
-    _Action,
-    _ComputationType,
-    _PipelineContext,
-    _PipelineSchedule,
-    _PipelineScheduleRuntime,
-    get_schedule_class,
-)
-from torch.distributed.pipelining.stage import _PipelineStageBase
+if TYPE_CHECKING:
+    # The only type that all of PyTorch's schedules have in common; what they take as a stage; the
+    # runtime that executes any list of actions; and what it tells the functions of actions.
+    from torch.distributed.pipelining.schedules import (
+        _Action,
+        _PipelineContext,
+        _PipelineSchedule,
+        _PipelineScheduleRuntime,
+    )
+    from torch.distributed.pipelining.stage import _PipelineStageBase
 
 __all__ = [
     "PipelineContext",
-    "PipelineScheduleRuntime",
     "PipelineStageBase",
     "TorchSchedule",
     "force_backward",
     "prepare_runtime",
     "register_function",
+    "runs_actions",
     "runs_backward",
     "torch_schedule",
     "torch_table",
 ]
 
-TorchSchedule = _PipelineSchedule
-PipelineScheduleRuntime = _PipelineScheduleRuntime
-PipelineStageBase = _PipelineStageBase
-PipelineContext = _PipelineContext
+# By name, since torch.distributed.pipelining imports torch._dynamo, which takes seconds: whoever
+# only splits a model, or runs a schedule that is not PyTorch's, does not pay for it.
+TorchSchedule: TypeAlias = "_PipelineSchedule"
+PipelineScheduleRuntime: TypeAlias = "_PipelineScheduleRuntime"
+PipelineStageBase: TypeAlias = "_PipelineStageBase"
+PipelineContext: TypeAlias = "_PipelineContext"
 
 # They have no counterpart among our actions; see the module's docstring. By value, since 2.13 and
 # 2.14 do not know them.
@@ -65,6 +62,8 @@ def torch_table(
     sizes, so one that has only sizes is enough. The constructors go on to add communication, most
     of their work; here they do not.
     """
+    from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
+
     schedule_class = get_schedule_class(name)
     table_class = type(
         schedule_class.__name__,
@@ -81,7 +80,7 @@ def torch_table(
         )
         for _ in range(num_stages // num_ranks)
     ]
-    schedule = cast(PipelineScheduleMulti, table_class(stages, n_microbatches=num_microbatches))
+    schedule = cast("PipelineScheduleMulti", table_class(stages, n_microbatches=num_microbatches))
     table = tuple(
         tuple(
             str(action)
@@ -96,16 +95,21 @@ def torch_table(
 
 def torch_schedule(name: str, stages: Sequence[PipelineStageBase], **options: Any) -> TorchSchedule:
     """PyTorch's schedule object of a name; single-stage schedules take no autograd option."""
+    from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+
     schedule_class = get_schedule_class(name)
     if issubclass(schedule_class, PipelineScheduleSingle):
-        return cast(TorchSchedule, schedule_class(stages[0], **options))
-    return cast(TorchSchedule, schedule_class(list(stages), **options))
+        return cast("TorchSchedule", schedule_class(stages[0], **options))
+    return cast("TorchSchedule", schedule_class(list(stages), **options))
 
 
 def prepare_runtime(
     stages: Sequence[PipelineStageBase], table: Sequence[Sequence[str]], **options: Any
 ) -> PipelineScheduleRuntime:
     """PyTorch's runtime over compute actions of ours, given as text by rank."""
+    # What a CSV schedule, and a single-stage schedule of graph stages, need has no public name.
+    from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
+
     runtime = _PipelineScheduleRuntime(list(stages), **options)  # type: ignore[no-untyped-call] # its __init__ has no annotations
     actions: dict[int, list[_Action | None]] = {
         rank: [_Action.from_str(text) for text in row] for rank, row in enumerate(table)
@@ -124,19 +128,28 @@ def force_backward(schedule: TorchSchedule) -> None:
     schedule._has_backward = True
 
 
+def runs_actions(schedule: TorchSchedule) -> bool:
+    """Whether it is PyTorch's runtime over a list of actions, and not code for one schedule."""
+    from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
+
+    return isinstance(schedule, _PipelineScheduleRuntime)
+
+
 def runs_backward(schedule: TorchSchedule) -> bool:
     """Whether backward actions of the step in progress are to run; not in ``eval``."""
     return bool(schedule._has_backward)
 
 
 def register_function(
-    schedule: PipelineScheduleRuntime,
+    schedule: TorchSchedule,
     kind: str,
     function: Callable[[str, PipelineContext], None],
 ) -> None:
     """Have a function of an action's text run all actions of a kind, in PyTorch's runtime."""
+    from torch.distributed.pipelining.schedules import _ComputationType
 
     def run(action: _Action, ctx: PipelineContext) -> None:
         function(str(action), ctx)
 
-    schedule.register_custom_function(_ComputationType.from_str(kind), run)
+    runtime = cast("PipelineScheduleRuntime", schedule)
+    runtime.register_custom_function(_ComputationType.from_str(kind), run)

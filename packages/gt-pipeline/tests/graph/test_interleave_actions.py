@@ -11,13 +11,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from exchange_stages import Kind, overlap_like_one_after_the_other, overlapped
+from exchange_stages import ExchangeStage, Kind, overlap_like_one_after_the_other, overlapped
 from expecttest import assert_expected_inline
 from stage_models import ACTIVATION, Block, CountingBlock
 
 from gt_passes import PassContext, PassPipeline, Verifier
 from gt_pipeline.errors import StageCutError
 from gt_pipeline.graph import (
+    GraphPipelineStage,
     capture_stage,
     cut_stage,
     draw_lanes,
@@ -177,3 +178,19 @@ def test_overlapped_actions_compute_the_same_bits(
     for same in two.run(overlap_like_one_after_the_other, by_data, same_stage):
         assert len(same) > 10
         assert all(same)
+
+
+def test_a_stage_names_the_collectives_of_its_actions_and_pairs() -> None:
+    stage = GraphPipelineStage(
+        ExchangeStage(1, by_data=False), stage_index=1, num_stages=4, activations=[ACTIVATION]
+    )
+    alone = stage.collectives()
+    assert {name: len(lines) for name, lines in alone.items()} == {
+        "FORWARD": 2,
+        "FULL_BACKWARD": 2,
+        "BACKWARD_INPUT": 2,
+    }
+    stage.prepare_overlap(stage, "full_backward")
+    pair = stage.collectives()["FORWARD with FULL_BACKWARD of stage 1"]
+    assert sorted(pair) == sorted((*alone["FORWARD"], *alone["FULL_BACKWARD"]))
+    assert pair[0].startswith("_c10d_functional.all_to_all_single over 2 ranks, 1 apart: ")

@@ -38,6 +38,23 @@ def problems_of_different_options() -> tuple[str, ...]:
     raise AssertionError("nothing was found")
 
 
+def problems_of_other_collectives() -> tuple[str, ...]:
+    """Of two pipelines, in which ranks 2 and 3 hold stage 1, and launch in another order."""
+    rank = dist.get_rank()
+    pipelines = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    planned = schedule("1F1B", num_ranks=2)
+    (stage,) = eager_stages(planned, rank // 2)
+    order = ("a", "b") if rank < 3 else ("b", "a")
+    lines = {"FORWARD": ("gather",), "REDUCE_GRAD": tuple(f"reduce {each}" for each in order)}
+    stage.collectives = lambda: lines  # type: ignore[attr-defined]
+    stage.prepare_overlap = lambda *_: None  # type: ignore[attr-defined]
+    try:
+        GraphPPRunner([stage], planned, group=pipelines[rank % 2])
+    except RunnerSetupError as error:
+        return error.problems
+    raise AssertionError("nothing was found")
+
+
 def train_after_a_refusal() -> int:
     """What was refused leaves nothing behind that a right runner would stumble over."""
     planned = schedule("1F1B")

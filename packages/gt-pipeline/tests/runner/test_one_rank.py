@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
 from eager_stage import EagerStage
 from runner_cases import schedule
+from torch import Tensor, nn
 from toy_pipeline import (
     MICROBATCH_SIZE,
     NUM_MICROBATCHES,
@@ -17,7 +20,13 @@ from toy_pipeline import (
     train_in_one_process,
 )
 
-from gt_pipeline.errors import MicrobatchError, PipelineStepError, RunnerClosedError
+from gt_pipeline.errors import (
+    MicrobatchError,
+    PipelineStepError,
+    RunnerClosedError,
+    RunnerSetupError,
+    StageOutputError,
+)
 from gt_pipeline.runner import GraphPPRunner, MicrobatchInputs, Tensors, TensorSignature
 from gt_pipeline.schedules import Schedule, schedule_of, write_chrome_trace
 
@@ -49,6 +58,62 @@ def test_gradients_of_the_sum_of_losses_if_asked() -> None:
     expected = train_in_one_process(2, loss_gradient=1.0).gradients
     gradients = gradients_of([stage.module for stage in stages])
     assert all(torch.equal(gradients[name], each) for name, each in expected.items())
+
+
+def test_a_mistyped_reduction_is_refused() -> None:
+    with pytest.raises(RunnerSetupError, match="loss_reduction is 'means'; allowed: 'sum' or 'mea"):
+        GraphPPRunner(_stages(), _planned(), loss_reduction="means")  # type: ignore[arg-type]
+
+
+def test_a_gradient_that_does_not_fit_its_parameter_fails_the_step_before_any_is_added() -> None:
+    stages = _stages()
+    tokens, target = batch()
+    runner = GraphPPRunner(stages, _planned())
+    gradients = stages[1].gradients
+    stages[1].gradients = lambda: {  # type: ignore[method-assign] # only of this object
+        name: each.double() if name == "head.weight" else each for name, each in gradients().items()
+    }
+    message = r"stage 1: of head\.weight, float32\[11, 16\] on cpu, is float64\[11, 16\] on cpu"
+    with pytest.raises(PipelineStepError, match=message) as caught:
+        runner.step(tokens, target=target)
+    assert isinstance(caught.value.__cause__, StageOutputError)
+    assert not gradients_of([stage.module for stage in stages])
+
+
+def test_a_failed_step_keeps_no_activations() -> None:
+    stages = _stages()
+    tokens, target = batch()
+    kept: list[weakref.ref[Tensor]] = []
+
+    def remember(module: nn.Module, args: object, output: Tensor) -> None:
+        kept.append(weakref.ref(output))
+        if len(kept) == 3:
+            raise ValueError("enough")
+
+    stages[0].module.register_forward_hook(remember)
+    runner = GraphPPRunner(stages, _planned())
+    with pytest.raises(PipelineStepError):
+        runner.step(tokens, target=target)
+    gc.collect()
+    assert [each() for each in kept if each() is not None] == []
+
+
+def test_a_pair_that_cannot_be_made_ready_is_refused_when_the_runner_is_made() -> None:
+    planned = _planned("DualPipeV")
+    stages = eager_stages(planned, 0)
+
+    def refuse(backward_stage: object, backward_kind: str) -> None:
+        raise ValueError(f"no {backward_kind}")
+
+    for stage in stages:
+        stage.prepare_overlap = refuse  # type: ignore[attr-defined]
+        stage.collectives = dict  # type: ignore[attr-defined]
+    with pytest.raises(RunnerSetupError) as caught:
+        GraphPPRunner(stages, planned)
+    assert caught.value.problems[0] == (
+        "rank 0: forward of stage 0 and full_backward of stage 1 cannot overlap: ValueError: no "
+        "full_backward"
+    )
 
 
 def test_gradients_are_reduced_once_after_the_last_backward_and_discarded_at_the_end() -> None:

@@ -9,6 +9,7 @@ from runner_cases import schedule
 from setup_cases import (
     problems_of_different_options,
     problems_of_mismatched_ranks,
+    problems_of_other_collectives,
     train_after_a_refusal,
 )
 from toy_pipeline import ACTIVATION, eager_stages
@@ -31,6 +32,19 @@ def test_every_rank_hears_what_others_found_and_what_differs(four: GlooWorkers) 
         (
             "loss_reduction must be the same on all ranks of a pipeline: "
             "ranks [0, 1, 2] have mean; ranks [3] have sum"
+        ),
+    )
+
+
+def test_every_rank_hears_that_holders_of_a_stage_would_run_other_collectives(
+    four: GlooWorkers,
+) -> None:
+    (problems,) = set(four.run(problems_of_other_collectives))
+    assert problems == (
+        (
+            "ranks 2 and 3 hold stage 1, and would wait for each other's collectives forever; the "
+            "first that differs is number 0 of REDUCE_GRAD: rank 2 launches reduce a; rank 3 "
+            "launches reduce b"
         ),
     )
 

@@ -182,3 +182,8 @@ def test_names_of_schedules_are_escaped() -> None:
         compute=schedule.compute,
     )
     assert "&lt;b&gt;&amp;: 1 ranks" in draw(renamed, form="html")
+
+
+def test_a_mistyped_form_is_refused():
+    with pytest.raises(ValueError, match="form is 'htlm'; allowed: 'text' or 'html'"):
+        draw(form="htlm")  # type: ignore[arg-type]

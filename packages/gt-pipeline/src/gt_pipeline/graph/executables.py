@@ -11,6 +11,7 @@ from gt_pipeline.graph.gradient_accumulators import owned_results
 from gt_pipeline.graph.overlapped_actions import OverlappedActions
 from gt_pipeline.graph.slots import SlotKind
 from gt_pipeline.graph.stage_inputs import MicrobatchReader
+from gt_trace.captured_mode import CapturedMode
 
 __all__ = ["Evaluation", "Executable", "Overlap"]
 
@@ -32,18 +33,28 @@ class Executable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """A stage's forward in one of training and evaluation mode, with nothing kept."""
+    """A stage's forward in one mode of its module, with nothing kept."""
 
+    mode: CapturedMode
     forward: Executable
     reader: MicrobatchReader
 
 
 class Overlap:
-    """The graph of a pair of actions, and what it reads of the state of both stages."""
+    """The graph of a pair of actions, and what it reads of the state of both stages.
 
-    def __init__(self, actions: OverlappedActions, run: BoxedFunction) -> None:
+    Args:
+        actions: the pair.
+        transformed: its graph, as it runs.
+    """
+
+    def __init__(self, actions: OverlappedActions, transformed: ActionGraph) -> None:
         self.actions = actions
-        self.run = run
+        self.run: BoxedFunction = boxed(transformed.graph_module)
+        self.graph_module = transformed.graph_module
+        self.owned_gradients = owned_results(transformed, "unsharded_gradient")
+        """Of this graph, not of the backward's own: here other values may share their memory."""
+
         self._of_backward: tuple[Tensor, ...] | None = None
         self._of_forward: tuple[Tensor, ...] | None = None
         self._static: tuple[Tensor, ...] = ()

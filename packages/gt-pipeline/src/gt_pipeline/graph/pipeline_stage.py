@@ -8,10 +8,12 @@ from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.fx import GraphModule
 
+from gt_passes.collective_order import CollectiveSequence
 from gt_pipeline.errors import StageGraphError, StageInputError, StageOrderError
 from gt_pipeline.graph._torch_internals import FakeTensorMode
-from gt_pipeline.graph.action_graph import ActionGraph, boxed
+from gt_pipeline.graph.action_graph import ActionGraph
 from gt_pipeline.graph.action_transform import GraphTransform, transformed
 from gt_pipeline.graph.executables import Evaluation, Executable, Overlap
 from gt_pipeline.graph.gradient_accumulators import GradientAccumulators
@@ -28,6 +30,7 @@ from gt_pipeline.runner.stage_protocol import (
     TensorSignature,
 )
 from gt_trace import unflatten_tensor
+from gt_trace.captured_mode import CapturedMode, as_captured
 
 __all__ = ["GraphPipelineStage", "JointTransform"]
 
@@ -124,7 +127,10 @@ class GraphPipelineStage:
         self._num_outputs = len(capture.output_signature)
         self._num_arriving = sum(each.requires_grad for each in capture.output_signature)
         self._num_leaving = sum(each.requires_grad for each in capture.input_signature)
-        self._evaluations: dict[bool, Evaluation] = {}
+        self._evaluations: list[Evaluation] = []
+        self._evaluation: Evaluation | None = None
+        """The one for the module's present mode; None until it is asked for."""
+
         self._overlaps: dict[tuple[int, BackwardKind], Overlap] = {}
 
         self._pairs: list[Overlap] = []
@@ -161,6 +167,25 @@ class GraphPipelineStage:
         """Microbatches of which values are kept for a backward."""
         return len(self._saved) + len(self._between)
 
+    def collectives(self) -> Mapping[str, tuple[str, ...]]:
+        """The collectives of every graph, those of pairs that are ready included, in order.
+
+        Returns:
+            A line for each, by the action that launches it; actions without any are missing. Graphs
+            of evaluation are captured when they are asked for, and are not among them.
+        """
+        executables = (self._unshard, self._forward, *self._backward.values(), self._reduce)
+        named: dict[str, GraphModule] = {}
+        for each in executables:
+            named[each.action.kind] = each.action.graph_module
+        for (backward_stage, kind), pair in self._overlaps.items():
+            named[f"FORWARD with {_KIND[kind]} of stage {backward_stage}"] = pair.graph_module
+        lines = {
+            name: tuple(call.text for call in CollectiveSequence.of(graph_module).calls)
+            for name, graph_module in named.items()
+        }
+        return {name: of_action for name, of_action in lines.items() if of_action}
+
     # ---- parameters -----------------------------------------------------------------------------
 
     def unshard(self) -> None:
@@ -168,7 +193,7 @@ class GraphPipelineStage:
         values = self._state.sample()
         if not self._unshard.action.is_empty:
             flat = [values[slot] for slot in self._unshard.action.inputs]
-            with torch.no_grad():
+            with as_captured():
                 gathered = self._unshard.run(flat)
             values.update(zip(self._unshard.action.outputs, gathered, strict=True))
         self._hold(values)
@@ -183,8 +208,9 @@ class GraphPipelineStage:
 
     def _hold(self, values: dict[Slot, Tensor] | None) -> None:
         self._values = values
+        self._evaluation = None
         held = [self._forward, *self._backward.values()]
-        held += [each.forward for each in self._evaluations.values()]
+        held += [each.forward for each in self._evaluations]
         for executable in held:
             executable.static = None
         for pair in self._pairs:
@@ -205,6 +231,12 @@ class GraphPipelineStage:
         executable.static = tuple(self._values[slot] for slot in executable.action.static_inputs)
         return executable.static
 
+    def _static_of_forward(self) -> tuple[Tensor, ...]:
+        if self._forward.static is None:
+            # Once for each time that parameters are gathered, not for each microbatch.
+            self._state.check_mode()
+        return self._static(self._forward)
+
     # ---- actions --------------------------------------------------------------------------------
 
     def forward(self, microbatch: int, activations: Tensors, inputs: MicrobatchInputs) -> Tensors:
@@ -213,10 +245,13 @@ class GraphPipelineStage:
         Raises:
             StageInputError: it is not as the captured one.
             StageOrderError: its forward ran already, and its backward did not.
+            gt_trace.StateMismatchError: the module has another mode, hooks, or parameters that
+                require a gradient, than when it was captured; or autocast is another.
         """
         arguments = self._arguments(microbatch, activations, inputs)
-        with torch.no_grad():
-            results = self._forward.run([*self._static(self._forward), *arguments])
+        static = self._static_of_forward()
+        with as_captured():
+            results = self._forward.run([*static, *arguments])
         return self._keep_saved(microbatch, results)
 
     def full_backward(self, microbatch: int, output_gradients: Tensors) -> Tensors:
@@ -227,7 +262,7 @@ class GraphPipelineStage:
         """
         executable = self._backward["FULL_BACKWARD"]
         saved = self._take_saved(microbatch, output_gradients, executable)
-        with torch.no_grad():
+        with as_captured():
             results = executable.run([*self._static(executable), *output_gradients, *saved])
             return self._accumulate(executable, results)
 
@@ -239,7 +274,7 @@ class GraphPipelineStage:
         """
         executable = self._backward["BACKWARD_INPUT"]
         saved = self._take_saved(microbatch, output_gradients, executable)
-        with torch.no_grad():
+        with as_captured():
             results = executable.run([*self._static(executable), *output_gradients, *saved])
         return self._keep_between(microbatch, results)
 
@@ -256,7 +291,7 @@ class GraphPipelineStage:
                 f"{microbatch} without its BACKWARD_INPUT; it holds {sorted(self._between)}"
             )
         static = self._static(executable)
-        with torch.no_grad():
+        with as_captured():
             results = executable.run([*static, *self._between.pop(microbatch)])
             self._accumulate(executable, results)
 
@@ -275,19 +310,22 @@ class GraphPipelineStage:
 
         Raises:
             TypeError: the other stage is not one of graphs.
+            ValueError: there is no such kind of backward.
         """
         other = _of_graphs(backward_stage)
         pair = self._overlap(other, backward_kind)
         arguments = self._arguments(microbatch, activations, inputs)
         executable = other._backward[_KIND[backward_kind]]
-        static = pair.static_inputs(other._static(executable), self._static(self._forward))
+        static = pair.static_inputs(other._static(executable), self._static_of_forward())
         saved = other._take_saved(backward_microbatch, output_gradients, executable)
-        with torch.no_grad():
+        with as_captured():
             results = pair.run([*static, *output_gradients, *saved, *arguments])
             num_backward = len(executable.action.outputs)
             backward_results = results[:num_backward]
             if backward_kind == "full_backward":
-                leaving = other._accumulate(executable, backward_results)
+                leaving = other._accumulate(
+                    executable, backward_results, owned=pair.owned_gradients
+                )
             else:
                 leaving = other._keep_between(backward_microbatch, backward_results)
         return self._keep_saved(microbatch, results[num_backward:]), leaving
@@ -299,24 +337,25 @@ class GraphPipelineStage:
 
         Raises:
             StageCutError: the two stages were captured with different fake modes.
+            ValueError: there is no such kind of backward.
         """
         return self._overlap(backward_stage, backward_kind).actions
 
     def evaluate(self, microbatch: int, activations: Tensors, inputs: MicrobatchInputs) -> Tensors:
         """As ``forward``, with nothing kept.
 
-        The module's forward is captured for it when it is first asked for, in each of training
-        and evaluation mode.
+        The module's forward is captured for it when it is first asked for, in each mode of the
+        module and its parts (training or evaluation), and of autocast.
         """
-        mode = self._module.training
-        if mode not in self._evaluations:
-            self._evaluations[mode] = self._captured_evaluation()
-        evaluation = self._evaluations[mode]
         if microbatch == 0 and self.graphs.unshard.is_empty:
             self._hold(None)  # parameters may have been replaced since
+        if self._evaluation is None:
+            self._evaluation = self._evaluation_now()
+        evaluation = self._evaluation
         arguments = evaluation.reader.read(activations, inputs)
-        with torch.no_grad():
-            results = evaluation.forward.run([*self._static(evaluation.forward), *arguments])
+        static = self._static(evaluation.forward)
+        with as_captured():
+            results = evaluation.forward.run([*static, *arguments])
         return tuple(results)
 
     def reduce_gradients(self) -> None:
@@ -329,7 +368,7 @@ class GraphPipelineStage:
         del sums
         if not self._reduce.action.is_empty:
             flat = [found.pop(slot) for slot in self._reduce.action.inputs]
-            with torch.no_grad():
+            with as_captured():
                 reduced = self._reduce.run(flat)
                 owned = self._reduce.owned_gradients
                 for slot, gradient, own in zip(
@@ -393,22 +432,41 @@ class GraphPipelineStage:
         self._between[microbatch] = list(results[self._num_leaving :])
         return tuple(results[: self._num_leaving])
 
-    def _accumulate(self, executable: Executable, results: Sequence[Tensor]) -> Tensors:
+    def _accumulate(
+        self,
+        executable: Executable,
+        results: Sequence[Tensor],
+        *,
+        owned: Sequence[bool] | None = None,
+    ) -> Tensors:
+        """Add a backward's gradients; ``owned`` where the graph that ran is not its own."""
         num_leading = len(results) - len(executable.gradient_slots)
-        self._accumulators.add(results[num_leading:], executable.owned_gradients)
+        self._accumulators.add(
+            results[num_leading:], executable.owned_gradients if owned is None else owned
+        )
         return tuple(results[:num_leading])
 
     def _overlap(self, other: GraphPipelineStage, kind: BackwardKind) -> Overlap:
+        if kind not in _KIND:
+            allowed = " or ".join(map(repr, _KIND))
+            raise ValueError(f"backward_kind is {kind!r}; allowed: {allowed}")
         key = (other.stage_index, kind)
         if key not in self._overlaps:
             backward = other.graphs.of(_KIND[kind])
             actions = overlap_actions(self.graphs.forward, backward, verify=self._verify)
-            run = boxed(self._transformed(actions.action).graph_module)
-            pair = self._overlaps[key] = Overlap(actions, run)
+            pair = self._overlaps[key] = Overlap(actions, self._transformed(actions.action))
             self._pairs.append(pair)
             if other is not self:
                 other._pairs.append(pair)
         return self._overlaps[key]
+
+    def _evaluation_now(self) -> Evaluation:
+        mode = CapturedMode.now(self._module)
+        for each in self._evaluations:
+            if each.mode == mode:
+                return each
+        self._evaluations.append(self._captured_evaluation())
+        return self._evaluations[-1]
 
     def _captured_evaluation(self) -> Evaluation:
         capture = self._capture(fake_mode=self.fake_mode, differentiate=False)
@@ -421,7 +479,9 @@ class GraphPipelineStage:
                 problems=missing,
             )
         forward = Executable(self._transformed(graphs.forward))
-        return Evaluation(forward=forward, reader=MicrobatchReader(capture))
+        return Evaluation(
+            mode=capture.traced.mode, forward=forward, reader=MicrobatchReader(capture)
+        )
 
     def _transformed(self, action: ActionGraph) -> ActionGraph:
         if self._transform is None or action.is_empty:

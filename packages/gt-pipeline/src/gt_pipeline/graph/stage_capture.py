@@ -38,8 +38,12 @@ from gt_pipeline.graph.activations import (
 from gt_pipeline.graph.slots import Slot
 from gt_pipeline.runner.stage_protocol import MicrobatchInputs, TensorSignature
 from gt_trace import GraphInput, InputPreparer, TensorLayout, TracedStep, phase, trace_step
+from gt_trace.captured_mode import ACCUMULATION_HOOKS, GRADIENT_HOOKS, hook_problems
 
-__all__ = ["StageCapture", "StageLoss", "capture_stage"]
+__all__ = ["LOST_HOOKS", "StageCapture", "StageLoss", "capture_stage"]
+
+LOST_HOOKS = (GRADIENT_HOOKS, ACCUMULATION_HOOKS)
+"""Of parameters. No graph runs them, and a runner adds gradients to parameters without autograd."""
 
 StageLoss = Callable[[Any, Any], Any]
 """(what the module returns, target) -> the loss of one microbatch, of shape (), alone or first in
@@ -117,12 +121,14 @@ def capture_stage(
         verify: whether to verify the graph, as captured and cleaned up.
 
     Raises:
-        StageCaptureError: the stage has not the form of one; every reason is listed.
+        StageCaptureError: the stage has not the form of one, or parameters have hooks; every reason
+            is listed.
         gt_trace.CaptureError: it cannot be captured faithfully.
         gt_passes.VerificationError: the graph is broken.
     """
     microbatch = inputs or MicrobatchInputs()
     problems = _layout_problems(stage_index, num_stages, activations, loss_fn)
+    problems += hook_problems(module, LOST_HOOKS)
     if problems:
         raise StageCaptureError(what=f"stage {stage_index} cannot be captured", problems=problems)
     fake_mode = fake_mode or new_fake_mode()

@@ -11,7 +11,8 @@
 
 Saved values hold no parameter: views of parameters are made again where they are needed, so that
 RESHARD frees the gathered ones. What a microbatch saves of a buffer that its forward updates is a
-copy, since the next microbatch's forward runs before this one's backward.
+copy, since the next microbatch's forward runs before this one's backward. So is what leaves the
+stage and is memory of its state: whoever gets it may keep it for longer.
 """
 
 from __future__ import annotations
@@ -116,7 +117,7 @@ class _Cut:
         )
         forward_outputs = [*self._results_of("output"), *((s, n) for n, s in saved.items())]
         forward = self._graph("FORWARD", [Part.FORWARD], {}, forward_outputs)
-        self._copy_written(forward)
+        self._copy_state(forward, [node for _, node in self._results_of("output")])
         if not self._capture.differentiates:
             return StageGraphs(
                 capture=self._capture,
@@ -325,17 +326,31 @@ class _Cut:
             pending.extend(node.all_input_nodes)
         return [node for node in self._joint.graph.nodes if node in found]
 
-    def _copy_written(self, forward: ActionGraph) -> None:
-        """Copies of what is saved from memory that later microbatches write to."""
+    def _copy_state(self, forward: ActionGraph, leaving: Sequence[Node]) -> None:
+        """Copies of what would show later microbatches, or a later step, where it is kept.
+
+        That is what is saved from memory that a forward writes to, and what leaves the stage from
+        memory of its parameters and buffers.
+        """
         joint_of = {node.name: node for node in self._joint.graph.nodes}
+        state = {
+            self._aliases.class_of(node)
+            for node in (*self._slot_of_input, *self._unsharded)
+            if node in self._unsharded or self._slot_of_input[node].is_static
+        }
         graph = forward.graph_module.graph
         output = graph.output_node()
         results = list(forward.result_nodes())
+        left = iter(leaving)
         for index, (slot, result) in enumerate(zip(forward.outputs, results, strict=True)):
-            if slot.kind != "saved":
-                continue
-            source = joint_of[slot.name]
-            if not (self._aliases.is_written(source) and self._aliases.holds_input(source)):
+            if slot.kind == "output":
+                is_kept_state = self._aliases.class_of(next(left)) in state
+            else:
+                source = joint_of[slot.name]
+                is_kept_state = self._aliases.is_written(source) and self._aliases.holds_input(
+                    source
+                )
+            if not is_kept_state:
                 continue
             with graph.inserting_before(output):
                 copied = graph.call_function(torch.ops.aten.clone.default, (result,))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from gt_pipeline.errors import StageInputError
 from gt_pipeline.graph._torch_internals import pytree
 from gt_pipeline.graph.slots import Slot
-from gt_pipeline.graph.stage_capture import StageCapture
+from gt_pipeline.graph.stage_capture import LOST_HOOKS, StageCapture
 from gt_pipeline.runner.stage_protocol import MicrobatchInputs, Tensors
-from gt_trace import ArgumentSignature, flatten_tensor
+from gt_trace import ArgumentSignature, TensorLayout, flatten_tensor
 from gt_trace.bound_inputs import BoundInputs
+from gt_trace.captured_mode import ModeGuard
 
 __all__ = ["MicrobatchReader", "StageState"]
 
@@ -31,11 +32,21 @@ class StageState:
 
     def __init__(self, capture: StageCapture, module: nn.Module) -> None:
         self._inputs = BoundInputs(capture.traced, module)
+        self._guard = ModeGuard(capture.traced.mode, module, lost_hooks=LOST_HOOKS)
         self._slots = capture.inputs[: capture.traced.num_static_inputs]
 
     def sample(self) -> dict[Slot, Tensor]:
         """By slot, as it is now; a parameter that was replaced is read anew."""
         return dict(zip(self._slots, self._inputs.static_tensors(), strict=True))
+
+    def check_mode(self) -> None:
+        """Make sure that a training step would run as it was captured.
+
+        Raises:
+            gt_trace.StateMismatchError: modes (training or evaluation, autocast), hooks, or which
+                parameters require a gradient, differ; every difference is listed.
+        """
+        self._guard.check(self._inputs.version)
 
 
 class MicrobatchReader:
@@ -60,6 +71,9 @@ class MicrobatchReader:
         leaves = arguments[self._num_activations :]
         # A target that is not asked for was captured as None, the last leaf.
         self._leaves = leaves if self._takes_target else leaves[:-1]
+        strides = _strides_of(capture)
+        self._strides = [strides.get(each.name, ()) for each in self._leaves]
+        self._spec = _tree_of_others(capture, takes_target=self._takes_target)
         self._all_plain_tensors = all(
             each.is_tensor and each.layout is not None and each.layout.subclass is None
             for each in self._leaves
@@ -89,14 +103,19 @@ class MicrobatchReader:
         kwargs = {name: inputs.kwargs[name] for name in self._kwarg_names}
         args = inputs.args if self._takes_args else ()
         target = (inputs.target,) if self._takes_target else ()
-        leaves: list[Any] = pytree.tree_leaves((args, kwargs, target))
-        fits = len(leaves) == len(self._leaves) and all(
-            _fits(leaf, signature) for leaf, signature in zip(leaves, self._leaves, strict=True)
-        )
-        if not fits:
+        try:
+            # By the captured keys: a dictionary may have been filled in another order.
+            leaves: list[Any] = self._spec.flatten_up_to((args, kwargs, target))
+        except ValueError as error:
+            names = ", ".join(each.name for each in self._leaves)
+            self._refuse([f"{error} It was captured with: {names}"])
+        if not all(map(_fits, leaves, self._leaves)):
             self._refuse(self._other_problems(leaves))
         if self._all_plain_tensors:
-            return leaves
+            return [
+                leaf if leaf.stride() == stride else _laid_out(leaf, stride)
+                for leaf, stride in zip(leaves, self._strides, strict=True)
+            ]
         return [
             plain
             for leaf in leaves
@@ -114,21 +133,42 @@ class MicrobatchReader:
         ]
 
     def _other_problems(self, leaves: list[Any]) -> list[str]:
-        if len(leaves) != len(self._leaves):
-            names = ", ".join(each.name for each in self._leaves)
-            return [f"{len(leaves)} arguments, captured with {len(self._leaves)}: {names}"]
         return [
             f"{signature.name}: {_describe(leaf)}, captured as {signature.describe()}"
             for leaf, signature in zip(leaves, self._leaves, strict=True)
             if not _fits(leaf, signature)
         ]
 
-    def _refuse(self, problems: list[str]) -> None:
+    def _refuse(self, problems: list[str]) -> NoReturn:
         raise StageInputError(
             what=f"this microbatch is not as the one that stage {self._stage_index} was captured "
             "with",
             problems=problems,
         )
+
+
+def _tree_of_others(capture: StageCapture, *, takes_target: bool) -> pytree.TreeSpec:
+    """The structure of arguments, keyword arguments and target, as captured."""
+    spec = capture.traced.argument_spec
+    (_, args, kwargs, target, _), _ = pytree.tree_unflatten(range(spec.num_leaves), spec)
+    return pytree.tree_structure((args, kwargs, (target,) if takes_target else ()))
+
+
+def _strides_of(capture: StageCapture) -> dict[str, tuple[int, ...]]:
+    """Strides of plain arguments as captured, by name: the graph may view them in no other."""
+    traced = capture.traced
+    return {
+        each.name: example.stride()
+        for each, example in zip(traced.inputs, traced.example_inputs, strict=True)
+        if each.kind == "argument"
+    }
+
+
+def _laid_out(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
+    """A copy with these strides: parts along another dimension than the first are views."""
+    return torch.empty_strided(
+        tensor.shape, stride, dtype=tensor.dtype, device=tensor.device
+    ).copy_(tensor)
 
 
 def _fits(leaf: Any, signature: ArgumentSignature) -> bool:
@@ -138,8 +178,18 @@ def _fits(leaf: Any, signature: ArgumentSignature) -> bool:
         isinstance(leaf, torch.Tensor)
         and leaf.shape == signature.shape
         and leaf.dtype == signature.dtype
+        and _has_layout(leaf, signature.layout)
     )
 
 
+def _has_layout(leaf: Tensor, layout: TensorLayout | None) -> bool:
+    if type(leaf) in (torch.Tensor, nn.Parameter):
+        return layout is None or layout.subclass is None
+    return flatten_tensor(leaf)[1] == layout
+
+
 def _describe(leaf: Any) -> str:
-    return f"{leaf.dtype} {list(leaf.shape)}" if isinstance(leaf, Tensor) else repr(leaf)
+    if not isinstance(leaf, Tensor):
+        return repr(leaf)
+    kind = "" if type(leaf) in (torch.Tensor, nn.Parameter) else f"{type(leaf).__name__} "
+    return f"{kind}{leaf.dtype} {list(leaf.shape)}"

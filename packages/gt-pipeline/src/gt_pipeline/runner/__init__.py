@@ -4,6 +4,7 @@ from gt_pipeline.runner.graph_pp_runner import GraphPPRunner, LossReduction, Ste
 from gt_pipeline.runner.microbatches import MicrobatchDims
 from gt_pipeline.runner.stage_protocol import (
     BackwardKind,
+    CapturedStageGraphs,
     MicrobatchInputs,
     PipelineStageGraphs,
     Tensors,
@@ -13,6 +14,7 @@ from gt_pipeline.runner.step_record import StepRecord
 
 __all__ = [
     "BackwardKind",
+    "CapturedStageGraphs",
     "GraphPPRunner",
     "LossReduction",
     "MicrobatchDims",

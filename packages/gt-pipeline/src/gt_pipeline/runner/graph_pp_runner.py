@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, Literal, NoReturn, Self, TypeAlias
+from typing import Any, Literal, NoReturn, Self, TypeAlias, get_args
 
 import torch
 import torch.distributed as dist
@@ -26,9 +26,9 @@ from torch import Tensor
 
 from gt_pipeline.errors import (
     MicrobatchError,
-    PipelineStepError,
     RunnerClosedError,
     RunnerSetupError,
+    StageOutputError,
 )
 from gt_pipeline.runner.connections import Connections
 from gt_pipeline.runner.failure import FailureReport
@@ -40,6 +40,7 @@ from gt_pipeline.runner.setup_checks import (
     ranks_of_stages,
 )
 from gt_pipeline.runner.shared_parameters import find_members, shared_parameters
+from gt_pipeline.runner.stage_collectives import prepare_pairs
 from gt_pipeline.runner.stage_protocol import MicrobatchInputs, PipelineStageGraphs, Tensors
 from gt_pipeline.runner.step_program import StepProgram, bind_program
 from gt_pipeline.runner.step_record import StepRecord, record_actions
@@ -99,7 +100,8 @@ class GraphPPRunner:
         timeout: after which a transfer or an agreement fails; None: as for other groups.
 
     Raises:
-        RunnerSetupError: on every rank, with what any of them found wrong.
+        RunnerSetupError: on every rank, with what any of them found wrong: arguments, stages that
+            do not fit, or ranks that hold the same stage and would run other collectives for it.
         ScheduleError: the schedule cannot run.
     """
 
@@ -148,8 +150,13 @@ class GraphPPRunner:
                 rank=self._global_rank,
                 pipeline=pipeline,
                 options={"loss_reduction": loss_reduction, "shared_groups": list(shared_groups)},
+                problems=[
+                    *_reduction_problems(loss_reduction),
+                    *prepare_pairs(lowered["train"], self._stages),
+                ],
             ),
             self._connections.agreement_group,
+            stages,
         )
         self._rank = pipeline.index(self._global_rank)
         self._connections.device = next(iter(self._stages.values())).device
@@ -183,7 +190,8 @@ class GraphPPRunner:
         """Whether results have a `StepRecord`; measuring costs time on every action."""
         self._step = 0
         self._position = 0
-        self._failure: PipelineStepError | None = None
+        self._failure = ""
+        """What ended it. The text alone: an error's traceback holds what was computed last."""
 
     @property
     def schedule(self) -> Schedule:
@@ -311,9 +319,17 @@ class GraphPPRunner:
         for shared in self._connections.shared:
             shared.sum_gradients(by_stage)
         pairs = []
+        problems = []
         for index, gradients in by_stage.items():
             parameters = self._stages[index].parameters()
-            pairs += [(parameters[name], gradient) for name, gradient in gradients.items()]
+            for name, gradient in gradients.items():
+                parameter = parameters[name]
+                pairs.append((parameter, gradient))
+                if (found := _form(gradient)) != (form := _form(parameter)):
+                    problems.append(f"stage {index}: of {name}, {form}, is {found}")
+        if problems:
+            # Now, since after the vote it would be too late: others would have added theirs.
+            raise StageOutputError(what="gradients do not fit parameters", problems=problems)
         return pairs
 
     def _fail(self, program: StepProgram, error: BaseException | None) -> NoReturn:
@@ -321,17 +337,19 @@ class GraphPPRunner:
         action, stage = _place(program.actions, self._position)
         reason = "a rank did not confirm it" if error is None else _describe(error)
         mine = FailureReport(rank=self._global_rank, stage=stage, action=action, reason=reason)
-        self._failure = self._connections.fail(self._step, mine, votes=error is not None).error()
+        failure = self._connections.fail(self._step, mine, votes=error is not None).error()
+        self._failure = str(failure)
         program.let_go()
+        program.results[:] = [()] * len(program.results)
         self._inputs.clear()
         for each in self._stages.values():
             each.discard()
         if error is not None and not isinstance(error, Exception):
             raise error  # KeyboardInterrupt and the like: this process is told to end
-        raise self._failure from error
+        raise failure from error
 
     def _check_open(self) -> None:
-        if self._failure is not None:
+        if self._failure:
             raise RunnerClosedError(f"an earlier step of this runner failed: {self._failure}")
         if not self._release.alive:
             raise RunnerClosedError("this runner was closed; build another over the same stages")
@@ -369,6 +387,19 @@ def _place(actions: Sequence[Action], position: int) -> tuple[str, int | None]:
 
 def _describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def _reduction_problems(loss_reduction: str) -> list[str]:
+    """On every rank, so that none waits for one that refused alone."""
+    allowed = get_args(LossReduction)
+    if loss_reduction in allowed:
+        return []
+    return [f"loss_reduction is {loss_reduction!r}; allowed: {' or '.join(map(repr, allowed))}"]
+
+
+def _form(tensor: Tensor) -> str:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return f"{dtype}{list(tensor.shape)} on {tensor.device}"
 
 
 def _add_gradient(parameter: Tensor, gradient: Tensor) -> None:

@@ -14,6 +14,8 @@ from typing import Any
 import torch.distributed as dist
 
 from gt_pipeline.errors import RunnerSetupError
+from gt_pipeline.runner.object_exchange import gather_objects
+from gt_pipeline.runner.stage_collectives import digests_of, explain_differences
 from gt_pipeline.runner.stage_protocol import PipelineStageGraphs, TensorSignature
 from gt_pipeline.runner.transfers import MAX_TENSORS
 from gt_pipeline.schedules import Schedule
@@ -35,6 +37,8 @@ class StageFacts:
     inputs: tuple[TensorSignature, ...]
     outputs: tuple[TensorSignature, ...]
     parameters: tuple[str, ...]
+    collectives: Mapping[str, str]
+    """Digest of the sequence of collectives, by what is run; empty if the stage does not know."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +64,7 @@ def facts_of_rank(
     rank: int,
     pipeline: Sequence[int],
     options: Mapping[str, Any],
+    problems: Sequence[str] = (),
 ) -> RankFacts:
     """What this rank tells, and what it finds wrong by itself.
 
@@ -69,8 +74,9 @@ def facts_of_rank(
         rank: global.
         pipeline: global ranks of the pipeline.
         options: others of the runner that must be alike, by name.
+        problems: that the runner has found already.
     """
-    problems: list[str] = []
+    problems = list(problems)
     if len(pipeline) != schedule.num_ranks:
         problems.append(
             f"the schedule is for {schedule.num_ranks} ranks, the pipeline's group has "
@@ -98,6 +104,7 @@ def facts_of_rank(
                 inputs=stage.input_signature,
                 outputs=stage.output_signature,
                 parameters=tuple(stage.parameters()),
+                collectives=digests_of(stage),
             )
             for stage in stages
         },
@@ -130,13 +137,16 @@ def _of_stage(stage: PipelineStageGraphs, schedule: Schedule) -> list[str]:
 
 
 def agree_on_setup(
-    mine: RankFacts, group: dist.ProcessGroup | None
+    mine: RankFacts,
+    group: dist.ProcessGroup | None,
+    stages: Sequence[PipelineStageGraphs] = (),
 ) -> dict[tuple[int, ...], tuple[RankFacts, ...]]:
     """Tell all ranks, and hear from them.
 
     Args:
         mine: of this rank.
-        group: of all ranks; None if there are no others.
+        group: of all ranks, by gloo; None if there are no others.
+        stages: of this rank, asked for their collectives if those of ranks differ.
 
     Returns:
         Facts of the ranks of every pipeline, in its order, by its ranks; alike on all ranks.
@@ -146,8 +156,7 @@ def agree_on_setup(
     """
     everyone: list[Any] = [mine]
     if group is not None:
-        everyone = [None] * group.size()
-        dist.all_gather_object(everyone, mine, group=group)
+        everyone = gather_objects(mine, group)
     problems = [f"rank {facts.rank}: {text}" for facts in everyone for text in facts.problems]
     pipelines = {}
     for ranks in sorted({facts.pipeline for facts in everyone}):
@@ -159,6 +168,12 @@ def agree_on_setup(
         problems += _differences(list(members.values()))
         if not problems:
             problems += _misfits(list(members.values()))
+    if group is not None and not problems:
+        digests = {
+            facts.rank: {index: each.collectives for index, each in facts.stages.items()}
+            for facts in everyone
+        }
+        problems += explain_differences(digests, stages, group)
     if problems:
         raise RunnerSetupError(what="this pipeline cannot run", problems=problems)
     return pipelines

@@ -11,7 +11,7 @@ the signatures state, for every microbatch alike.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 
@@ -20,6 +20,7 @@ from torch import Tensor
 
 __all__ = [
     "BackwardKind",
+    "CapturedStageGraphs",
     "MicrobatchInputs",
     "PipelineStageGraphs",
     "TensorSignature",
@@ -181,4 +182,24 @@ class PipelineStageGraphs(Protocol):
         """Drop accumulators, saved values and gathered parameters: the stage is as before a step.
 
         Called after every step, failed or not, and harmless when nothing is held.
+        """
+
+
+@runtime_checkable
+class CapturedStageGraphs(PipelineStageGraphs, Protocol):
+    """A stage that knows before the first step what it will run, down to its collectives.
+
+    A runner asks it, and compares ranks that hold the same stage: if one of them ran another
+    sequence of collectives, all would hang.
+    """
+
+    def prepare_overlap(self, backward_stage: Any, backward_kind: BackwardKind) -> object:
+        """Make ready what `overlap` with that stage will run."""
+
+    def collectives(self) -> Mapping[str, Sequence[str]]:
+        """The collectives of all that is ready, in the order in which they are launched.
+
+        Returns:
+            By what is run (an action, a pair of them): a line for each collective, the same on
+            every rank that meets there.
         """

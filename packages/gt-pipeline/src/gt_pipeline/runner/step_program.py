@@ -30,14 +30,14 @@ from gt_pipeline.runner.transfers import MAX_TENSORS, TransferChannel, Transfers
 from gt_pipeline.schedules import Action, ActionKind, LoweredSchedule
 from gt_pipeline.schedules.dependencies import transferred_by
 
-__all__ = ["StepProgram", "bind_program"]
+__all__ = ["BACKWARD_NAMES", "StepProgram", "bind_program"]
 
 _Run: TypeAlias = Callable[[], None]
 _Works: TypeAlias = list[dist.Work]
 _Forward: TypeAlias = Callable[[int, Tensors, MicrobatchInputs], Tensors]
 _Backward: TypeAlias = Callable[[int, Tensors], Tensors]
 
-_BACKWARD_NAMES: Mapping[ActionKind, BackwardKind] = {
+BACKWARD_NAMES: Mapping[ActionKind, BackwardKind] = {
     ActionKind.FULL_BACKWARD: "full_backward",
     ActionKind.BACKWARD_INPUT: "backward_input",
 }
@@ -89,6 +89,9 @@ class StepProgram:
     on_host: bool
     """Whether tensors travel by gloo."""
 
+    waiting: tuple[list[Tensors], ...]
+    """What was made and not used yet, by microbatch."""
+
     def let_go(self) -> None:
         """Wait until nothing reads or writes tensors of this step any more.
 
@@ -107,6 +110,8 @@ class StepProgram:
                     else:
                         work.wait()
         self.pending.clear()
+        for tensors in self.waiting:
+            tensors[:] = [()] * len(tensors)
 
 
 def bind_program(
@@ -150,6 +155,16 @@ def bind_program(
             for works in (box.activation_works, box.output_gradient_works)
         ),
         on_host=next(iter(stages.values())).device.type == "cpu",
+        waiting=tuple(
+            tensors
+            for box in binder.boxes.values()
+            for tensors in (
+                box.activations,
+                box.output_gradients,
+                box.outputs,
+                box.input_gradients,
+            )
+        ),
     )
 
 
@@ -258,7 +273,7 @@ class _Binder:
         forward, backward = action.parts
         compute = self._stages[forward.stage].overlap
         backward_stage = self._stages[backward.stage]
-        backward_kind = _BACKWARD_NAMES[backward.kind]
+        backward_kind = BACKWARD_NAMES[backward.kind]
         forward_microbatch, backward_microbatch = _microbatch(forward), _microbatch(backward)
         inputs = self._inputs
         take_activations = self._take_activations(forward)

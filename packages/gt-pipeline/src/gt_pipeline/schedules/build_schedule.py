@@ -16,12 +16,12 @@ from typing import Any
 
 from gt_pipeline._torch_internals import (
     PipelineContext,
-    PipelineScheduleRuntime,
     PipelineStageBase,
     TorchSchedule,
     force_backward,
     prepare_runtime,
     register_function,
+    runs_actions,
     runs_backward,
     torch_schedule,
 )
@@ -131,21 +131,21 @@ def register_action_functions(
             function for OVERLAP_F_B and none for FORWARD; lists every violation.
     """
     problems = [f"{kind} is PyTorch's to run" for kind in functions if kind.is_point_to_point]
-    if not isinstance(schedule, PipelineScheduleRuntime):
+    if not runs_actions(schedule):
         problems.append(
             f"{type(schedule).__name__} runs no actions: build it with "
             "backward_requires_autograd=False"
         )
     if ActionKind.OVERLAP_F_B in functions and ActionKind.FORWARD not in functions:
         problems.append("OVERLAP_F_B needs FORWARD too: evaluation runs its forward alone")
-    if problems or not isinstance(schedule, PipelineScheduleRuntime):
+    if problems:
         raise ScheduleError(what="functions cannot run these actions", problems=problems)
     for kind in functions:
         register_function(schedule, kind.value, _dispatch(schedule, functions))
 
 
 def _dispatch(
-    schedule: PipelineScheduleRuntime,
+    schedule: TorchSchedule,
     functions: Mapping[ActionKind, Callable[[Action, PipelineContext], None]],
 ) -> Callable[[str, PipelineContext], None]:
     def run(text: str, context: PipelineContext) -> None:

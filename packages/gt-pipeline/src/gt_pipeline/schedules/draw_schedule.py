@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 from gt_pipeline.schedules.costs import UNIT_COSTS, CostModel
 from gt_pipeline.schedules.schedule import LoweredSchedule, Schedule
@@ -10,12 +10,14 @@ from gt_pipeline.schedules.simulation import Timeline, simulate
 from gt_pipeline.schedules.timeline_page import timelines_page
 from gt_pipeline.schedules.timeline_text import timeline_text
 
-__all__ = ["draw"]
+__all__ = ["DrawingForm", "draw"]
+
+DrawingForm = Literal["text", "html"]
 
 
 def draw(
     *schedules: Schedule | LoweredSchedule | Timeline,
-    form: Literal["text", "html"] = "text",
+    form: DrawingForm = "text",
     costs: CostModel = UNIT_COSTS,
     width: int = 120,
 ) -> str:
@@ -34,7 +36,10 @@ def draw(
 
     Raises:
         ScheduleError: a schedule cannot run, or ``width`` is too small.
+        ValueError: there is no such form.
     """
+    if form not in (forms := get_args(DrawingForm)):
+        raise ValueError(f"form is {form!r}; allowed: {' or '.join(map(repr, forms))}")
     timelines = [
         each if isinstance(each, Timeline) else simulate(each, costs) for each in schedules
     ]

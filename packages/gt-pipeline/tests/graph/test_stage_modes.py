@@ -1,0 +1,160 @@
+"""Modes and hooks that a stage's graphs do not have are refused; arguments go by their names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from stage_models import ACTIVATION, WIDTH
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from gt_pipeline.errors import StageCaptureError, StageInputError
+from gt_pipeline.graph import GraphPipelineStage
+from gt_pipeline.runner import MicrobatchInputs
+from gt_trace import CaptureError, StateMismatchError
+
+NOTHING = MicrobatchInputs()
+
+
+def rows() -> Tensor:
+    return torch.randn(4, WIDTH)
+
+
+def model() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5))
+
+
+def middle(module: nn.Module, **options: Any) -> GraphPipelineStage:
+    options = {"stage_index": 1, "num_stages": 3, "activations": [ACTIVATION], **options}
+    return GraphPipelineStage(module, **options)
+
+
+def test_hooks_of_parameters_are_refused_at_construction_by_name() -> None:
+    module = model()
+    module[0].weight.register_hook(lambda gradient: 2 * gradient)
+    module[0].bias.register_post_accumulate_grad_hook(lambda parameter: None)
+    with pytest.raises(StageCaptureError) as caught:
+        middle(module)
+    assert [problem.split(",")[0] for problem in caught.value.problems] == [
+        "parameter 0.weight has a hook by register_hook",
+        "parameter 0.bias has a hook by register_post_accumulate_grad_hook",
+    ]
+
+
+def test_hooks_that_come_later_and_changed_modes_are_refused_at_the_next_step() -> None:
+    module = model()
+    stage = middle(module)
+    stage.forward(0, (rows(),), NOTHING)
+    stage.discard()
+
+    def refused(message: str) -> None:
+        stage.discard()
+        with pytest.raises(StateMismatchError, match=message):
+            stage.forward(0, (rows(),), NOTHING)
+        assert stage.num_saved == 0
+
+    handle = module[0].register_forward_hook(lambda *_: None)
+    refused("module 0 has 1 hooks, and had 0")
+    handle.remove()
+    handle = module[0].bias.register_post_accumulate_grad_hook(lambda parameter: None)
+    refused("parameter 0.bias has a hook by register_post_accumulate_grad_hook")
+    handle.remove()
+    module[1].eval()
+    refused("module 1 is in evaluation mode, and was in training mode")
+    module[1].train()
+    module[0].bias.requires_grad_(False)
+    refused(r"parameter 0\.bias requires no gradient, and did")
+    module[0].bias.requires_grad_(True)
+    with torch.autocast("cpu", torch.bfloat16):
+        refused("autocast is on for cpu")
+    stage.forward(0, (rows(),), NOTHING)
+
+
+def test_a_backward_outside_of_the_captures_autocast_is_the_same() -> None:
+    module, x, gradient = nn.Linear(WIDTH, WIDTH), rows(), rows().bfloat16()
+    found = []
+    with torch.autocast("cpu", torch.bfloat16):
+        stage = middle(module)
+        for number in range(2):
+            (output,) = stage.forward(number, (x,), NOTHING)
+        found.append(stage.full_backward(0, (gradient,))[0])
+        expected = module(x)
+    found.append(stage.full_backward(1, (gradient,))[0])
+    assert torch.equal(output, expected)
+    x.requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        eager = module(x)
+    eager.backward(gradient)
+    assert all(torch.equal(each, x.grad) for each in found)
+
+
+def test_evaluation_follows_the_mode_of_every_part_and_autocast() -> None:
+    module = model()
+    stage = middle(module)
+    x = rows()
+    module[1].eval()
+    (found,) = stage.evaluate(0, (x,), NOTHING)
+    with torch.no_grad():
+        assert torch.equal(found, module(x))
+    with torch.autocast("cpu", torch.bfloat16):
+        (found,) = stage.evaluate(0, (x,), NOTHING)
+        with torch.no_grad():
+            assert torch.equal(found, module(x))
+    assert found.dtype is torch.bfloat16
+
+
+def test_checkpointed_dropout_is_refused() -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = model()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.inner, x, use_reentrant=False).relu()
+
+    with pytest.raises(CaptureError, match="draws random numbers again that the forward drew"):
+        middle(Checkpointed())
+
+
+class Scaling(nn.Module):
+    def forward(self, x: Tensor, *, scales: dict[str, Tensor]) -> Tensor:
+        return (x + scales["shift"]) * scales["factor"]
+
+
+def inputs(*names: str) -> MicrobatchInputs:
+    values = {"shift": torch.full((), 1.0), "factor": torch.full((), 3.0), "other": torch.ones(())}
+    return MicrobatchInputs(kwargs={"scales": {name: values[name] for name in names}})
+
+
+def test_a_dictionary_may_be_filled_in_any_order_and_has_the_captured_keys() -> None:
+    stage = middle(Scaling(), inputs=inputs("shift", "factor"))
+    x = rows()
+    for number, names in enumerate((("shift", "factor"), ("factor", "shift"))):
+        (found,) = stage.forward(number, (x,), inputs(*names))
+        assert torch.equal(found, (x + 1) * 3)
+    with pytest.raises(StageInputError, match=r"missing key.*factor.*captured with: kwargs\['sca"):
+        stage.forward(2, (x,), inputs("shift", "other"))
+
+
+def test_a_view_with_other_strides_is_read_like_a_contiguous_one() -> None:
+    class Flat(nn.Module):
+        def forward(self, x: Tensor, *, mask: Tensor) -> Tensor:
+            return x * mask.reshape(-1)[:WIDTH]
+
+    masks = torch.randn(4, 2 * WIDTH)
+    stage = middle(Flat(), inputs=MicrobatchInputs(kwargs={"mask": masks[:, :WIDTH].clone()}))
+    x, mask = rows(), masks[:, WIDTH:]
+    (found,) = stage.forward(0, (x,), MicrobatchInputs(kwargs={"mask": mask}))
+    assert torch.equal(found, Flat()(x, mask=mask))
+
+
+def test_a_subclass_in_place_of_a_plain_tensor_is_refused() -> None:
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    stage = middle(Scaling(), inputs=inputs("shift", "factor"))
+    given = inputs("shift", "factor")
+    given.kwargs["scales"]["shift"] = TwoTensor(torch.ones(()), torch.ones(()))
+    with pytest.raises(StageInputError, match=r"TwoTensor torch\.float32 \[\], captured as torch"):
+        stage.forward(0, (rows(),), given)
