@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from gt_autoparallel.apply.annotated import annotated
 from gt_autoparallel.apply.rank_mesh import RankMesh
 from gt_autoparallel.apply.run_redistribution import LocalMove, local_move
+from gt_autoparallel.layouts import replicated
 from gt_autoparallel.parameter_chains import gradient_chains, parameter_chains
 from gt_autoparallel.placement_graph import (
     ModelInterface,
@@ -25,6 +26,7 @@ from gt_autoparallel.placement_graph import (
     Value,
 )
 from gt_autoparallel.plan import PlacementPlan
+from gt_autoparallel.redistribution import redistribution_steps
 from gt_autoparallel.rules import LocalCall, local_call
 from gt_config.node_keys import (
     FsdpCollectiveAnnotation,
@@ -71,6 +73,9 @@ class LocalOperand:
 class Instruction:
     """One node."""
 
+    name: str
+    """Of the node, for errors."""
+
     operands: tuple[LocalOperand, ...]
     run: RunNode | None
     """None for nodes that compute nothing: their output is their operand."""
@@ -84,9 +89,13 @@ class Instruction:
 
     def execute(self, values: Values, state: dict[str, Any]) -> None:
         """Run it: take operands from ``values`` and put results there."""
-        with annotated(*self.annotations):
-            taken = [operand.take(values) for operand in self.operands]
-            results = taken if self.run is None else self.run(taken, state)
+        try:
+            with annotated(*self.annotations):
+                taken = [operand.take(values) for operand in self.operands]
+                results = taken if self.run is None else self.run(taken, state)
+        except Exception as error:
+            error.add_note(f"in the placed model's node {self.name}")
+            raise
         for slot, result in zip(self.outputs, results, strict=True):
             if slot is not None:
                 values[slot] = result
@@ -155,9 +164,13 @@ class _Compiler:
         self._steps = plan.steps_of_uses()
         self._unsharded = parameter_chains(plan.graph)
         self._reduced = gradient_chains(plan.graph)
+        self._num_slots = 0
         self._slots: dict[Value, int] = {}
         self._results: dict[int, int] = {}
         """Slot of what sinks (outputs, gradients) take, by node."""
+
+        self._buffers: dict[str, int] = {}
+        """Slot of each buffer as the model holds it, whole."""
 
         self._names = self._names_of_parameters()
 
@@ -165,10 +178,12 @@ class _Compiler:
         drafts: dict[NodePhase, list[_Draft]] = {"forward": [], "backward": []}
         for node in self._graph.nodes:
             for position in range(len(node.outputs)):
-                self._slots[Value(node.index, position)] = len(self._slots) + len(self._results)
+                self._slots[Value(node.index, position)] = self._new_slot()
             if node.kind in ("output", "gradient"):
-                self._results[node.index] = len(self._slots) + len(self._results)
-            if node.kind not in ("parameter", "buffer", "input", "tangent"):
+                self._results[node.index] = self._new_slot()
+            if node.kind == "buffer":
+                drafts["forward"].append(self._buffer_draft(node))
+            elif node.kind not in ("parameter", "input", "tangent"):
                 drafts[node.phase].append(self._draft(node))
         read_in_backward = {o.slot for d in drafts["backward"] for o in d.operands}
         made_in_backward = {s for d in drafts["backward"] for s in d.outputs}
@@ -181,7 +196,7 @@ class _Compiler:
             parameters={
                 self._target(node): slot for node, slot in self._sources("parameter").items()
             },
-            buffers={self._target(node): slot for node, slot in self._sources("buffer").items()},
+            buffers=self._buffers,
             inputs=self._sources("input"),
             outputs={n.index: self._results[n.index] for n in self._graph.of_kind("output")},
             tangents=tangents,
@@ -198,11 +213,32 @@ class _Compiler:
         if node.index in self._results:
             outputs = [self._results[node.index]]
         return _Draft(
+            name=node.name,
             operands=tuple(self._operand(node, i, value) for i, value in enumerate(values)),
             run=self._run_of(node),
             outputs=tuple(outputs),
             annotations=self._annotations(node),
         )
+
+    def _buffer_draft(self, node: PlacementNode) -> _Draft:
+        """Every rank holds buffers whole, and takes its shard where it is planned to have one."""
+        spec, layout = self._graph.spec(Value(node.index)), self._plan.layout(Value(node.index))
+        shape = self._mesh.shape
+        steps = redistribution_steps(spec.shape, replicated(shape), layout, shape)
+        whole = self._new_slot()
+        self._buffers[str(node.target)] = whole
+        move = local_move(spec, steps, self._mesh) if steps else None
+        return _Draft(
+            name=node.name,
+            operands=(LocalOperand(slot=whole, move=move),),
+            run=None,
+            outputs=(self._slots[Value(node.index)],),
+            annotations=self._annotations(node),
+        )
+
+    def _new_slot(self) -> int:
+        self._num_slots += 1
+        return self._num_slots - 1
 
     def _operand(self, node: PlacementNode, position: int, value: Value) -> LocalOperand:
         steps = self._steps.get((node.index, position), ())
@@ -264,6 +300,7 @@ class _Compiler:
 class _Draft:
     """An instruction before it is known which slots it reads last."""
 
+    name: str
     operands: tuple[LocalOperand, ...]
     run: RunNode | None
     outputs: tuple[int, ...]
@@ -281,6 +318,7 @@ def _with_last_uses(drafts: Sequence[_Draft], *, kept: set[int]) -> tuple[Instru
         unread = {slot for slot in draft.outputs if slot not in read_later and slot not in kept}
         instructions.append(
             Instruction(
+                name=draft.name,
                 operands=draft.operands,
                 run=draft.run,
                 outputs=tuple(None if slot in unread else slot for slot in draft.outputs),
