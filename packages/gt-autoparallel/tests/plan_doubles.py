@@ -253,6 +253,10 @@ def steps_by_hand(
 
     A sum is scattered at once where no other axis shards the same dim.
     """
+    source, target = (
+        tuple(R if size == 1 else p for p, size in zip(layout, mesh.sizes, strict=True))
+        for layout in (source, target)
+    )
     layout, steps = list(source), []
 
     def step(kind: str, axis: int, placement: Placement) -> None:
@@ -307,6 +311,8 @@ def assemble(
             continue
         value = graph.spec(use.value)
         steps = steps_by_hand(value.shape, source, target, mesh)
+        if not steps:
+            continue
         time_us = sum(prices.step_us(step, value.dtype, mesh) for step in steps)
         consumer = graph.nodes[use.consumer]
         of_parameter = graph.nodes[use.value.node].kind == "parameter"

@@ -46,7 +46,7 @@ Time (simulated)
   layers.0 backward      2.2 us         0.5 us         0.0 us
   activations, forward   0.0 us         0.5 us         0.5 us
   all                    8.6 us         2.6 us         0.5 us
-  Parameters and gradients move while their window computes; activations are waited for.
+  Parameters and gradients move while their window computes; activations do not.
 
 Memory of each rank
   what               on each rank

@@ -168,7 +168,7 @@ def _time(plan: PlacementPlan) -> ReportTable:
         title="Time (simulated)",
         header=("window", "compute", "communication", "of it exposed"),
         rows=tuple((name, *map(_us, times)) for name, *times in cells),
-        note="Parameters and gradients move while their window computes; activations are waited for.",
+        note="Parameters and gradients move while their window computes; activations do not.",
     )
 
 
