@@ -33,6 +33,8 @@ def inherit_annotations(graph_module: GraphModule) -> None:
     A backward node takes over all annotations and the stack trace of its forward node. An FSDP
     unshard becomes a reduce-grad, since the backward of gathering a parameter is the reduction of
     its gradient. Nodes that accumulate gradients have no forward node and get a phase only.
+    A node that was annotated as of the backward itself inherits nothing: an autograd function that
+    runs a whole backward in its own (a placed model) says of each node where it belongs.
     Submodule graphs (of higher-order operators) are treated alike.
     """
     graphs = [module.graph for module in graph_module.modules() if isinstance(module, GraphModule)]
@@ -47,12 +49,19 @@ def inherit_annotations(graph_module: GraphModule) -> None:
         for node in graph.nodes:
             if node.op in ("placeholder", "output"):
                 continue
+            if _states_backward(node):
+                continue
             if is_backward(node):
                 _inherit(node, forward_of)
                 write_annotation(node, PhaseAnnotation(phase="backward"))
                 continue
             latest = _phase(node, latest)
             write_annotation(node, PhaseAnnotation(phase=latest))
+
+
+def _states_backward(node: Node) -> bool:
+    stated = read_annotation(node, PhaseAnnotation)
+    return stated is not None and stated.phase == "backward"
 
 
 def _inherit(node: Node, forward_of: dict[int, Node]) -> None:
