@@ -47,7 +47,7 @@ def make_arc_consistent(reduced: ReducedProblem, start: Iterable[int] | None = N
             present = np.zeros(allowed.shape[side], dtype=bool)
             present[link.labels[side]] = True
             table = allowed if side == 0 else allowed.T
-            supported = table[present].any(axis=0)[link.labels[1 - side]]
+            supported = np.logical_or.reduce(table[present], axis=0)[link.labels[1 - side]]
             if supported.all():
                 continue
             reduced.removal_log.append((target, position))

@@ -163,13 +163,16 @@ class HighsModel:
                 used = node.memory[row] > low
                 self._entries(index, columns[used], (node.memory[row][used] - low) / unit)
 
-    def solve(self, *, integer: bool, seconds: float, gap: float = 0.0) -> HighsResult:
+    def solve(
+        self, *, integer: bool, seconds: float, gap: float = 0.0, max_nodes: int | None = None
+    ) -> HighsResult:
         """Solves the model.
 
         Args:
             integer: whether choices must be whole: a MILP; else its LP relaxation.
             seconds: time limit.
             gap: relative gap at which a MILP may end.
+            max_nodes: of its branch and bound; None: as many as it takes.
 
         Raises:
             SolverError: HiGHS failed.
@@ -187,6 +190,8 @@ class HighsModel:
         highs.setOptionValue("mip_feasibility_tolerance", 1e-9)
         highs.setOptionValue("mip_rel_gap", gap)
         highs.setOptionValue("mip_abs_gap", 1e-9)
+        if max_nodes is not None:
+            highs.setOptionValue("mip_max_nodes", max_nodes)
         highs.passModel(self._program(costs * scale, integer=integer))
         highs.run()
         return self._result(highs, scale, integer=integer)
@@ -224,6 +229,7 @@ class HighsModel:
             statuses.kUnboundedOrInfeasible: False,  # never unbounded: all costs are at least 0
             statuses.kTimeLimit: None,
             statuses.kIterationLimit: None,
+            statuses.kSolutionLimit: None,  # also of nodes
         }
         if status not in known:
             raise SolverError(f"HiGHS ended with status {highs.modelStatusToString(status)!r}")

@@ -9,7 +9,7 @@ the other side's options. None of this changes the cost of any choice.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -60,6 +60,13 @@ class Link:
     edges: tuple[int, ...]
     """Indices of the edges in the problem that it stands for."""
 
+    messages: list[FloatArray] = field(default_factory=list)
+    """For each end [labels] us that the bound moves from the table to the end's options."""
+
+    def __post_init__(self) -> None:
+        if not self.messages:
+            self.messages = [np.zeros(size) for size in self.cost.shape]
+
     def side(self, node: int) -> int:
         """0 if ``node`` is the first end, 1 if the second."""
         return 0 if self.ends[0] == node else 1
@@ -78,13 +85,48 @@ class ReducedProblem:
         self.removal_log: list[tuple[int, int]] = []
         """(node, link) of each removal by arc consistency, in order; explains conflicts."""
 
+        self._changed_links: set[int] = set()
         self.linear_windows: dict[int, float] = {}
         """Windows that became linear, and the share of the price that compute bears."""
+
+    def copy(self) -> ReducedProblem:
+        """A copy whose options and links may change without changing these."""
+        other = ReducedProblem(self.problem)
+        other.constant_us = self.constant_us
+        other.budget_bytes = self.budget_bytes
+        other._changed_links = set(self._changed_links)
+        other.linear_windows = dict(self.linear_windows)
+        other.nodes = [
+            replace(
+                node,
+                compute=dict(node.compute),
+                communication=dict(node.communication),
+                links=list(node.links),
+            )
+            for node in self.nodes
+        ]
+        other.links = [
+            None
+            if link is None
+            else replace(
+                link,
+                labels=list(link.labels),
+                communication=dict(link.communication),
+                messages=list(link.messages),
+            )
+            for link in self.links
+        ]
+        return other
 
     @property
     def num_options(self) -> int:
         """Options left, of all nodes."""
         return sum(len(node.options) for node in self.nodes)
+
+    @property
+    def num_pairs(self) -> int:
+        """Entries of all tables left."""
+        return sum(link.cost.size for _, link in self.live_links())
 
     def live_links(self) -> Iterable[tuple[int, Link]]:
         """The links that are left, with their indices."""
@@ -110,12 +152,19 @@ class ReducedProblem:
         for position in node.links:
             link = self.links[position]
             if link is not None:
+                self._changed_links.add(position)
                 side = link.side(index)
                 link.labels[side] = link.labels[side][mask]
 
     def compact_links(self) -> None:
-        """Drops labels without options, merges equal ones, folds links with a single label."""
-        for index, link in self.live_links():
+        """Drops labels without options, merges equal ones, folds links with a single label.
+
+        Looks at links of which an end lost options since the last time.
+        """
+        changed, self._changed_links = self._changed_links, set()
+        for index in sorted(changed):
+            link = self.links[index]
+            assert link is not None, "a link that is gone has no ends that change"
             _merge_labels(link)
             if 1 in link.cost.shape:
                 self._fold(index, link)
@@ -173,14 +222,22 @@ class ReducedProblem:
 
 
 def _merge_labels(link: Link) -> None:
+    """Drops labels that no option has; labels with equal rows in all tables become the first."""
     for side in (0, 1):
         used, labels = np.unique(link.labels[side], return_inverse=True)
-        tables = np.stack([link.cost, *link.communication.values()])
-        tables = np.take(tables, used, axis=1 + side)
-        rows = np.moveaxis(tables, 1 + side, 0).reshape(len(used), -1)
-        _, first, merged = np.unique(rows, axis=0, return_index=True, return_inverse=True)
-        link.labels[side] = merged.reshape(-1)[labels]
-        tables = np.take(tables, first, axis=1 + side)
+        tables = [link.cost, *link.communication.values()]
+        tables = [np.take(table, used, axis=side) for table in tables]
+        rows = np.concatenate([table if side == 0 else table.T for table in tables], axis=1)
+        places: dict[bytes, int] = {}
+        merged = np.array([places.setdefault(row.tobytes(), len(places)) for row in rows])
+        first = np.array([int((merged == place).argmax()) for place in range(len(places))])
+        if len(first) < len(used):
+            tables = [np.take(table, first, axis=side) for table in tables]
+        elif len(used) == link.cost.shape[side]:
+            link.labels[side] = labels
+            continue
+        link.labels[side] = merged[labels]
+        link.messages[side] = link.messages[side][used][first]
         link.cost = tables[0]
         link.communication = dict(zip(link.communication, tables[1:], strict=True))
 
@@ -214,6 +271,10 @@ def reduce_problem(problem: Problem) -> ReducedProblem:
         if edge.left == edge.right:
             _add_self_edge(reduced, edge)
     _add_links(reduced)
+    for row in range(len(problem.memory)):
+        # A budget above what all could take together is no budget; inf becomes a number.
+        most = sum(float(n.memory[row].max()) for n in reduced.nodes if len(n.options))
+        reduced.budget_bytes[row] = min(reduced.budget_bytes[row], most)
     return reduced
 
 
@@ -274,6 +335,7 @@ def _add_links(reduced: ReducedProblem) -> None:
 def _attach(reduced: ReducedProblem, link: Link) -> None:
     for end in link.ends:
         reduced.nodes[end].links.append(len(reduced.links))
+    reduced._changed_links.add(len(reduced.links))
     reduced.links.append(link)
 
 
@@ -298,4 +360,5 @@ def _try_merge(link: Link, other: Link) -> bool:
     link.communication = communication
     link.labels = labels
     link.edges += other.edges
+    link.messages = [np.zeros(size) for size in link.cost.shape]
     return True

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import math
 import time
 
 from gt_autoparallel.errors import SolverError
 from gt_autoparallel.problem import Problem
 from gt_autoparallel.solver.arc_consistency import make_arc_consistent
 from gt_autoparallel.solver.evaluation import evaluate
-from gt_autoparallel.solver.highs_model import HighsModel, HighsResult
 from gt_autoparallel.solver.infeasibility import explain_infeasibility
-from gt_autoparallel.solver.reduced_problem import ReducedProblem, reduce_problem
-from gt_autoparallel.solver.solution import (
-    Progress,
-    ProgressCallback,
-    Solution,
-    WarmStart,
-    relative_gap,
-)
+from gt_autoparallel.solver.reduced_problem import reduce_problem
+from gt_autoparallel.solver.search import Search, SearchSettings
+from gt_autoparallel.solver.solution import ProgressCallback, Solution, WarmStart
 from gt_autoparallel.solver.validation import check_problem
 
 __all__ = ["solve"]
@@ -52,78 +45,70 @@ def solve(
         MemoryBudgetError: combinations exist, but each exceeds a budget.
         SolverError: the time limit passed before any choice was found.
     """
-    check_problem(problem)
-    start = time.perf_counter()
-    reduced = reduce_problem(problem)
-    empty = make_arc_consistent(reduced)
-    if empty is not None:
-        raise explain_infeasibility(problem, solve)
-    reduced.compact_links()
-    reduced.settle_windows()
-    model = HighsModel(reduced)
-    presolved = time.perf_counter()
-    limit = time_limit_seconds - (presolved - start)
-    relaxation = model.solve(integer=False, seconds=limit)
-    solved = time.perf_counter()
-    result, bound, method = relaxation, relaxation.lower_bound_us, "LP relaxation"
-    if relaxation.feasible and not (relaxation.integral and _within_budgets(reduced, relaxation)):
-        limit = time_limit_seconds - (time.perf_counter() - start)
-        result = model.solve(integer=True, seconds=limit, gap=relative_gap)
-        bound, method = max(bound, result.lower_bound_us), "MILP"
-    if result.feasible is False:
-        raise explain_infeasibility(problem, solve)
-    if not result.positions:
-        raise SolverError(f"no choice found within {time_limit_seconds} seconds")
-    end = time.perf_counter()
-    if progress is not None:
-        choices = reduced.choices(result.positions[0])
-        progress(
-            Progress(
-                stage=method,
-                incumbent_us=evaluate(problem, choices).objective_us,
-                lower_bound_us=bound,
-                num_options=reduced.num_options,
-                seconds=end - start,
-            )
-        )
-    seconds = {"reduce": presolved - start, "lp": solved - presolved, "milp": end - solved}
-    return _solution(
-        problem, reduced, result, relaxation, bound, relative_gap, method, seconds, model
+    return _solve(
+        problem,
+        gap=relative_gap,
+        time_limit_seconds=time_limit_seconds,
+        progress=progress,
+        warm_start=warm_start,
+        settings=SearchSettings(),
     )
 
 
-def _within_budgets(reduced: ReducedProblem, result: HighsResult) -> bool:
-    found = evaluate(reduced.problem, reduced.choices(result.positions[0]))
-    return not any(found.excess_bytes(reduced.problem))
-
-
-def _solution(
+def _solve(
     problem: Problem,
-    reduced: ReducedProblem,
-    result: HighsResult,
-    relaxation: HighsResult,
-    bound: float,
-    gap_limit: float,
-    method: str,
-    seconds: dict[str, float],
-    model: HighsModel,
+    *,
+    gap: float,
+    time_limit_seconds: float,
+    progress: ProgressCallback | None,
+    warm_start: WarmStart | None,
+    settings: SearchSettings,
 ) -> Solution:
-    choices = reduced.choices(result.positions[0])
-    found = evaluate(problem, choices)
-    bound = min(bound, found.objective_us) if math.isfinite(bound) else bound
-    gap = relative_gap(found.objective_us, bound)
-    return Solution(
-        choices=choices,
-        objective_us=found.objective_us,
-        lower_bound_us=bound,
+    check_problem(problem)
+    start = time.perf_counter()
+    reduced = reduce_problem(problem)
+    if make_arc_consistent(reduced) is not None:
+        raise explain_infeasibility(problem, solve)
+    reduced.compact_links()
+    reduced.settle_windows()
+    search = Search(
+        problem=problem,
+        reduced=reduced,
         gap=gap,
-        proven=gap <= max(gap_limit, _PROOF_GAP),
-        method=method,
-        seconds={**seconds, "total": math.fsum(seconds.values())},
+        deadline=start + time_limit_seconds,
+        progress=progress,
+        settings=settings,
+        start=start,
+    )
+    search.seconds["reduce"] = time.perf_counter() - start
+    if warm_start is not None and len(warm_start.choices) == len(problem.variables):
+        search.offer(warm_start.choices)
+    search.run()
+    if search.infeasible:
+        raise explain_infeasibility(problem, solve)
+    if not search.choices:
+        raise SolverError(
+            f"no choice that keeps all budgets was found within {time_limit_seconds} seconds; "
+            "allow more time"
+        )
+    return _solution(search, start)
+
+
+def _solution(search: Search, start: float) -> Solution:
+    found = evaluate(search.problem, search.choices)
+    proven = search.relative_gap <= max(search.gap, _PROOF_GAP)
+    return Solution(
+        choices=search.choices,
+        objective_us=found.objective_us,
+        lower_bound_us=search.lower_bound_us,
+        gap=search.relative_gap,
+        proven=proven,
+        method=search.method if proven else f"{search.method}, ended by the time limit",
+        seconds={**search.seconds, "total": time.perf_counter() - start},
         memory_bytes=found.memory_bytes,
-        memory_prices=tuple(relaxation.memory_prices.tolist()),
-        window_prices=tuple(relaxation.window_prices.tolist()),
-        num_variables=model.num_columns,
-        num_rows=model.num_rows,
-        warm_start=WarmStart(choices=choices),
+        memory_prices=tuple(search.prices.memory.tolist()),
+        window_prices=tuple(search.prices.windows.tolist()),
+        num_variables=search.num_variables,
+        num_rows=search.num_rows,
+        warm_start=WarmStart(choices=search.choices),
     )

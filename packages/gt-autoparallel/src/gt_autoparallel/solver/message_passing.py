@@ -1,0 +1,194 @@
+"""A lower bound by dual ascent: tree-reweighted messages with prices for windows and budgets.
+
+With a price share s_w in [0, 1] for each window and a price p_r >= 0 for each memory row,
+
+    max(compute_w, communication_w) >= s_w * compute_w + (1 - s_w) * communication_w
+    0 >= p_r * (bytes_r - budget_r)
+
+the problem falls apart into options and pairs, for which any messages M give a bound:
+
+    sum_v min_k  (cost_v[k] + sum_e M_ev[label_e(k)])
+    + sum_e min_lr (cost_e[l, r] - M_eu[l] - M_ev[r])
+
+Messages are improved node by node, in the order of the nodes and back, as TRW-S does (Kolmogorov
+2006, "Convergent Tree-Reweighted Message Passing for Energy Minimization"; in the form of a
+reparametrization, Kolmogorov 2015, "A New Look at Reweighted Message Passing"). The bound never
+falls while prices stay, and one sweep and back is exact on a tree whose order fits.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from gt_autoparallel.problem import FloatArray, IntArray
+from gt_autoparallel.solver.reduced_problem import ReducedProblem
+
+__all__ = ["DualAscent", "Prices"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prices:
+    """Lagrange multipliers of what couples nodes beyond links."""
+
+    windows: FloatArray
+    """[windows] Share of the window's price that compute bears."""
+
+    memory: FloatArray
+    """[memory rows] us per byte."""
+
+
+@dataclass(slots=True)
+class _End:
+    """A link as one of its nodes sees it."""
+
+    link: int
+    side: int
+    other: int
+    labels: IntArray
+    order: IntArray
+    """Options sorted by label."""
+    starts: IntArray
+    """Where each label begins in that order."""
+
+    def label_minima(self, values: FloatArray) -> FloatArray:
+        """[labels] The least of ``values`` [K] among the options of each label."""
+        return np.minimum.reduceat(values[self.order], self.starts)
+
+
+class DualAscent:
+    """The bound's state: prices, and messages, which stay in the problem's links.
+
+    Made anew whenever options were dropped from the problem. Every link must have every label in
+    use (``ReducedProblem.compact_links``).
+    """
+
+    def __init__(self, reduced: ReducedProblem, prices: Prices) -> None:
+        self._reduced = reduced
+        self._ends: list[list[_End]] = [[] for _ in reduced.nodes]
+        for index, link in reduced.live_links():
+            for side in (0, 1):
+                labels = link.labels[side]
+                order = np.argsort(labels, kind="stable")
+                starts = np.searchsorted(labels[order], np.arange(link.cost.shape[side]))
+                end = _End(index, side, link.ends[1 - side], labels, order, starts)
+                self._ends[link.ends[side]].append(end)
+        self._later = [
+            sum(end.other > node for end in ends) for node, ends in enumerate(self._ends)
+        ]
+        self.beliefs: list[FloatArray] = []
+        """For each node [K]: cost with all messages, at its turn in the last sweep."""
+        self._node_bounds = np.zeros(len(reduced.nodes))
+        self._option_bounds: list[FloatArray] = []
+        self._tables: dict[int, FloatArray] = {}
+        self._costs: list[FloatArray] = []
+        self.set_prices(prices)
+
+    def set_prices(self, prices: Prices) -> None:
+        """Sets the prices; the bound may rise or fall."""
+        reduced = self._reduced
+        self.prices = prices
+        compute = reduced.multiplicity * prices.windows
+        communication = reduced.multiplicity - compute
+        self._constant = reduced.constant_us - float(prices.memory @ reduced.budget_bytes)
+        self._costs = []
+        for node in reduced.nodes:
+            cost = node.cost + prices.memory @ node.memory
+            for window, times in node.compute.items():
+                cost = cost + compute[window] * times
+            for window, times in node.communication.items():
+                cost = cost + communication[window] * times
+            self._costs.append(cost)
+        for index, link in reduced.live_links():
+            table = link.cost
+            for window, times in link.communication.items():
+                table = table + communication[window] * times
+            self._tables[index] = table
+        self._balanced = False
+        self.is_balanced = False
+
+    @property
+    def swept_bound(self) -> float:
+        """The bound after a whole sweep: then the tables' part of it is 0."""
+        return self._constant + math.fsum(self._node_bounds)
+
+    def bound(self) -> float:
+        """The bound of the messages as they stand, computed from scratch."""
+        terms = [self._constant]
+        for node, ends in enumerate(self._ends):
+            terms.append(float(self._with_messages(node, ends).min()))
+        for index, link in self._reduced.live_links():
+            left, right = link.messages
+            terms.append(float((self._tables[index] - left[:, None] - right).min()))
+        return math.fsum(terms)
+
+    def _with_messages(self, node: int, ends: list[_End]) -> FloatArray:
+        values = self._costs[node].copy()
+        links = self._reduced.links
+        for end in ends:
+            values += links[end.link].messages[end.side][end.labels]  # type: ignore[union-attr]  # the link lives
+        return values
+
+    def sweep(self, *, forward: bool) -> IntArray:
+        """Improves the messages once, in the order of the nodes or against it.
+
+        Returns:
+            [nodes] Positions of a choice decoded on the way: each node takes what costs least
+            given the nodes before it, and as the messages see the nodes after it.
+        """
+        count = len(self._ends)
+        positions = np.zeros(count, dtype=np.int64)
+        self.beliefs = [np.zeros(0)] * count
+        self._option_bounds = [np.zeros(0)] * count
+        total = self._constant + math.fsum(self._node_bounds)
+        links = self._reduced.links
+        for node in range(count) if forward else range(count - 1, -1, -1):
+            ends = self._ends[node]
+            belief = self._costs[node].copy()
+            given = belief.copy()
+            ahead = []
+            for end in ends:
+                link = links[end.link]
+                assert link is not None, "only links that live have ends"
+                message = link.messages[end.side][end.labels]
+                belief += message
+                if (end.other > node) == forward:
+                    ahead.append((end, link))
+                    given += message
+                else:
+                    table = self._tables[end.link]
+                    chosen = link.labels[1 - end.side][positions[end.other]]
+                    row = table[:, chosen] if end.side == 0 else table[chosen]
+                    given += row[end.labels]
+            self.beliefs[node] = belief
+            least = float(belief.min())
+            total += least - self._node_bounds[node]
+            self._node_bounds[node] = least
+            self._option_bounds[node] = belief + (total - least) if self._balanced else belief
+            best = int(given.argmin())
+            positions[node] = best if given[best] < math.inf else int(belief.argmin())
+            if not ahead:
+                continue
+            later = self._later[node]
+            share = 1.0 / max(later, len(ends) - later)
+            spare = (belief - least) * share
+            for end, link in ahead:
+                table = self._tables[end.link]
+                own = link.messages[end.side] - end.label_minima(spare)
+                link.messages[end.side] = own
+                rest = table - own[:, None] if end.side == 0 else table - own
+                link.messages[1 - end.side] = rest.min(axis=end.side)
+        # After a whole sweep the least entry of every table without its messages is 0, so that
+        # the bounds of the nodes add up to the bound.
+        self.is_balanced, self._balanced = self._balanced, True
+        return positions
+
+    def option_bounds(self) -> list[FloatArray]:
+        """For each node [K]: what any choice that takes the option costs at least.
+
+        Of the state at the node's turn in the last sweep, which must not have been the first one
+        with its prices.
+        """
+        return self._option_bounds

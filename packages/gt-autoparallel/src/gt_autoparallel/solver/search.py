@@ -1,0 +1,411 @@
+"""The search: bound and choice approach each other, and what cannot matter is dropped.
+
+1. Dual ascent (``message_passing``, ``price_model``) raises the lower bound; each sweep decodes a
+   choice, feasible or not.
+2. An option of which it is known that no choice with it beats the best one is dropped.
+3. HiGHS solves the problem restricted to the most promising options, for a better choice.
+4. Once little is left, HiGHS solves the LP relaxation of all that is left, and if that is
+   fractional the MILP. As long as too much is left, the problem is branched in two parts.
+
+Dropping by bounds is reduced-cost fixing (Dantzig, Fulkerson and Johnson 1954) with the
+min-marginals of the messages as reduced costs.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gt_autoparallel.problem import FloatArray, IntArray, Problem
+from gt_autoparallel.solver.arc_consistency import make_arc_consistent
+from gt_autoparallel.solver.branching import branch
+from gt_autoparallel.solver.evaluation import evaluate
+from gt_autoparallel.solver.highs_model import HighsModel, HighsResult
+from gt_autoparallel.solver.message_passing import DualAscent, Prices
+from gt_autoparallel.solver.price_model import Cut, PriceModel, PriceStep
+from gt_autoparallel.solver.reduced_problem import ReducedProblem
+from gt_autoparallel.solver.solution import Progress, ProgressCallback, relative_gap
+
+__all__ = ["Search", "SearchSettings"]
+
+BoolArray = NDArray[np.bool_]
+
+_PRECISION = 1e-10
+"""Relative difference of objectives that counts as none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchSettings:
+    """When to do what. Tests change them to reach every stage with small problems."""
+
+    small_pairs: int = 4_000
+    """Problems, and parts of problems, with no more pairs than this go to HiGHS whole."""
+
+    restricted_pairs: int = 4_000
+    """About how many pairs a restricted problem has."""
+
+    restricted_nodes: int = 200
+    """Branch-and-bound nodes of HiGHS on a restricted problem, at most."""
+
+    rounds: int = 40
+    """Of dual ascent on the whole problem, at most; on its parts a quarter of that."""
+
+
+@dataclass(slots=True)
+class _Part:
+    """A part of the problem, the whole one at first."""
+
+    reduced: ReducedProblem
+    prices: Prices
+    lower_bound_us: float
+    depth: int
+    mix: list[tuple[Cut, float]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Search:
+    """One solve."""
+
+    problem: Problem
+    reduced: ReducedProblem
+    gap: float
+    deadline: float
+    """By ``time.perf_counter``."""
+    progress: ProgressCallback | None
+    settings: SearchSettings
+    start: float
+
+    choices: tuple[int, ...] = ()
+    objective_us: float = math.inf
+    total_bytes: float = math.inf
+    lower_bound_us: float = -math.inf
+    prices: Prices = field(init=False)
+    method: str = ""
+    infeasible: bool = False
+    """Whether it is proven that there is no choice at all."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    num_variables: int = 0
+    num_rows: int = 0
+    num_parts: int = 0
+    _seen: list[set[int]] = field(default_factory=list)
+    _price_model: PriceModel = field(init=False)
+    _open: list[tuple[float, int, _Part]] = field(default_factory=list)
+    _settled_bound_us: float = math.inf
+
+    def __post_init__(self) -> None:
+        self.prices = Prices(
+            windows=np.ones(len(self.problem.windows)), memory=np.zeros(len(self.problem.memory))
+        )
+        self._seen = [set() for _ in self.problem.variables]
+        self._price_model = PriceModel(problem=self.problem)
+
+    # ------------------------------------------------------------------ state
+
+    @property
+    def _cutoff(self) -> float:
+        """Choices that cost this or more are not worth looking for."""
+        if not math.isfinite(self.objective_us):
+            return math.inf
+        return self.objective_us - max(self.gap, _PRECISION) * abs(self.objective_us)
+
+    @property
+    def _time_left(self) -> float:
+        return self.deadline - time.perf_counter()
+
+    @property
+    def relative_gap(self) -> float:
+        """Of the best choice and the bound."""
+        return relative_gap(self.objective_us, self.lower_bound_us)
+
+    def _report(self, stage: str, part: _Part) -> None:
+        if self.progress is not None:
+            self.progress(
+                Progress(
+                    stage=stage,
+                    incumbent_us=self.objective_us,
+                    lower_bound_us=self._global_bound(part),
+                    num_options=part.reduced.num_options,
+                    seconds=time.perf_counter() - self.start,
+                )
+            )
+
+    def _spent(self, stage: str, since: float) -> None:
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - since
+
+    def offer(self, choices: tuple[int, ...]) -> bool:
+        """Takes ``choices`` as the best if they keep the budgets and cost less than the best yet.
+
+        Among equal costs fewer bytes are better.
+        """
+        found = evaluate(self.problem, choices)
+        if found.objective_us == math.inf:
+            return False
+        self._price_model.add(choices, found)
+        if any(found.excess_bytes(self.problem)):
+            return False
+        room = _PRECISION * 1e-2 * abs(found.objective_us)
+        total_bytes = math.fsum(found.memory_bytes)
+        if found.objective_us >= self.objective_us - room and not (
+            found.objective_us <= self.objective_us + room and total_bytes < self.total_bytes
+        ):
+            return False
+        self.choices, self.objective_us = choices, found.objective_us
+        self.total_bytes = total_bytes
+        return True
+
+    def _global_bound(self, part: _Part | None = None) -> float:
+        """What nothing that was not looked at yet can be below."""
+        bounds = [bound for bound, _, _ in self._open]
+        if part is not None:
+            bounds.append(part.lower_bound_us)
+        return max(min([*bounds, self._cutoff, self._settled_bound_us]), self.lower_bound_us)
+
+    # ------------------------------------------------------------------ the search
+
+    def run(self) -> None:
+        """Searches until proven, or out of time."""
+        part = _Part(self.reduced, self.prices, -math.inf, 0)
+        self._push(part)
+        while self._open and self._time_left > 0.0:
+            bound, _, part = heapq.heappop(self._open)
+            if bound >= self._cutoff:
+                continue
+            self.num_parts += 1
+            for child in self._process(part):
+                self._push(child)
+            self.lower_bound_us = self._global_bound()
+        self.lower_bound_us = self._global_bound()
+        if not self._open and not self.choices:
+            self.infeasible = True
+
+    def _push(self, part: _Part) -> None:
+        heapq.heappush(self._open, (part.lower_bound_us, -self.num_parts - len(self._open), part))
+
+    def _process(self, part: _Part) -> list[_Part]:
+        """Settles a part, or gives what it was branched into (itself when time is over)."""
+        if part.reduced.num_pairs > self.settings.small_pairs:
+            rounds = self.settings.rounds // (1 if part.depth == 0 else 4)
+            alive = self._ascend(part, rounds)
+            self.method = "dual ascent"
+            if part.depth == 0:
+                self.prices = part.prices
+            if alive and part.depth % 4 == 0 and part.reduced.num_pairs > self.settings.small_pairs:
+                self._solve_restricted(part)
+                if part.lower_bound_us < self._cutoff:
+                    alive = self._ascend(part, rounds // 4)
+            self._report(f"part {self.num_parts}", part)
+            if not alive or part.lower_bound_us >= self._cutoff:
+                return []
+            if self._time_left <= 0.0:
+                return [part]
+        if part.reduced.num_pairs <= self.settings.small_pairs and self._solve_whole(part):
+            return []
+        if self._time_left <= 0.0:
+            return [part]
+        children = []
+        mix = [(cut.choices, weight) for cut, weight in part.mix]
+        for masks in branch(part.reduced, self.problem, mix, self.choices):
+            child = _Part(part.reduced.copy(), part.prices, part.lower_bound_us, part.depth + 1)
+            if self._drop(child, masks):
+                children.append(child)
+        return children
+
+    def _ascend(self, part: _Part, rounds: int) -> bool:
+        """Dual ascent, dropping options as the bounds allow; False if nothing is left."""
+        since = time.perf_counter()
+        alive = self._ascend_inner(part, rounds)
+        self._spent("ascent", since)
+        return alive
+
+    def _ascend_inner(self, part: _Part, rounds: int) -> bool:
+        ascent = DualAscent(part.reduced, part.prices)
+        best, best_prices = -math.inf, part.prices
+        stalled = 0
+        for turn in range(rounds):
+            bound = -math.inf
+            for forward in (True, False):
+                positions = ascent.sweep(forward=forward)
+                self._decoded(part, positions)
+            bound = ascent.swept_bound
+            gain = bound - max(best, part.lower_bound_us)
+            target = self._cutoff if self._cutoff < math.inf else bound + 0.05 * abs(bound)
+            stalled = 0 if gain > 0.02 * (target - bound) else stalled + 1
+            if bound > best:
+                best, best_prices = bound, ascent.prices
+            part.lower_bound_us = max(part.lower_bound_us, bound)
+            if part.lower_bound_us >= self._cutoff:
+                return False
+            masks = self._below_cutoff(ascent.option_bounds())
+            kept = sum(int(mask.sum()) for mask in masks)
+            if kept < 0.9 * part.reduced.num_options:
+                prices = ascent.prices
+                if not self._drop(part, masks):
+                    return False
+                ascent = DualAscent(part.reduced, prices)
+                stalled = 0
+            if self._time_left <= 0.0 or stalled > 5:
+                break
+            step = self._next_prices(part, best_prices, turn)
+            if step is None:
+                continue
+            if turn >= 4 and step.bound_us - best < 0.02 * (target - best):
+                stalled += 1
+            ascent.set_prices(step.prices)
+        part.prices = best_prices
+        return True
+
+    def _next_prices(self, part: _Part, best: Prices, turn: int) -> PriceStep | None:
+        """The prices to try next, if there are any prices and cuts."""
+        cuts = self._cuts_of(part)
+        if not cuts or not self._price_model.is_needed:
+            return None
+        windows, rows = len(self.problem.windows), len(self.problem.memory)
+        scale = max(abs(part.lower_bound_us), abs(cuts[0].constant), 1e-6)
+        lower, upper = np.zeros(windows + rows), np.ones(windows + rows)
+        for window, share in part.reduced.linear_windows.items():
+            lower[window] = upper[window] = share
+        excess = np.stack([cut.slope[windows:] for cut in cuts])
+        spread = np.maximum(np.ptp(excess, axis=0), 0.01 * np.abs(excess).max(initial=1.0))
+        upper[windows:] = np.maximum(4.0 * best.memory, 0.2 * scale / spread)
+        step = self._price_model.step(cuts, lower=lower, upper=upper, scale_us=scale)
+        if step is None:
+            return None
+        part.mix = [(cut, w) for cut, w in zip(cuts, step.weights, strict=True) if w > 1e-6]
+        near = 0.5 if turn % 4 != 3 else 0.0
+        prices = Prices(
+            windows=near * best.windows + (1 - near) * step.prices.windows,
+            memory=near * best.memory + (1 - near) * step.prices.memory,
+        )
+        return replace(step, prices=prices)
+
+    def _cuts_of(self, part: _Part) -> list[Cut]:
+        """The cuts of choices that are still in a part."""
+        if part.depth == 0:
+            return self._price_model.cuts
+        allowed = [set(node.options.tolist()) for node in part.reduced.nodes]
+        return [
+            cut
+            for cut in self._price_model.cuts
+            if all(choice in options for choice, options in zip(cut.choices, allowed, strict=True))
+        ]
+
+    def _below_cutoff(self, bounds: Sequence[FloatArray]) -> list[BoolArray]:
+        cutoff = self._cutoff
+        return [bound < cutoff for bound in bounds]
+
+    def _drop(self, part: _Part, masks: Sequence[BoolArray]) -> bool:
+        """Drops options where masks are False; False if then nothing is left to look for."""
+        changed = []
+        for index, mask in enumerate(masks):
+            if not mask.all():
+                part.reduced.keep(index, mask)
+                changed.append(index)
+        if make_arc_consistent(part.reduced, changed) is not None:
+            return False
+        part.reduced.compact_links()
+        part.reduced.settle_windows()
+        windows = part.prices.windows.copy()
+        for window, share in part.reduced.linear_windows.items():
+            windows[window] = share
+        part.prices = Prices(windows=windows, memory=part.prices.memory)
+        return True
+
+    def _decoded(self, part: _Part, positions: IntArray) -> None:
+        for node, seen, position in zip(part.reduced.nodes, self._seen, positions, strict=True):
+            seen.add(int(node.options[position]))
+        self.offer(part.reduced.choices(positions))
+
+    # ------------------------------------------------------------------ HiGHS
+
+    def _solve_restricted(self, part: _Part) -> None:
+        """HiGHS on the most promising options, for a better choice."""
+        since = time.perf_counter()
+        ascent = DualAscent(part.reduced, part.prices)
+        for forward in (True, False, True):
+            ascent.sweep(forward=forward)
+        spread = [values - values.min() for values in ascent.option_bounds()]
+        rest = self._restricted_to(part, self._promising(part, spread))
+        if rest is not None:
+            model = HighsModel(rest)
+            self._count(model)
+            result = model.solve(
+                integer=True,
+                seconds=self._time_left,
+                gap=max(self.gap, 1e-4),
+                max_nodes=self.settings.restricted_nodes,
+            )
+            self._take(rest, result)
+        self._spent("restricted", since)
+        self._report("restricted problem", part)
+
+    def _promising(self, part: _Part, spread: list[FloatArray]) -> list[BoolArray]:
+        """Options whose bound is close to the least, such that about so many pairs are left."""
+        levels = np.quantile(np.concatenate(spread), [0.02, 0.05, 0.1, 0.2, 0.4, 0.7, 1.0])
+        chosen: list[BoolArray] = []
+        for level in levels:
+            masks = [
+                (values <= max(level, values.min())) | np.isin(node.options, list(seen))
+                for node, seen, values in zip(part.reduced.nodes, self._seen, spread, strict=True)
+            ]
+            size = 0
+            for _, link in part.reduced.live_links():
+                sides = [
+                    len(np.unique(labels[masks[end]]))
+                    for end, labels in zip(link.ends, link.labels, strict=True)
+                ]
+                size += sides[0] * sides[1]
+            if chosen and size > self.settings.restricted_pairs:
+                break
+            chosen = masks
+        return chosen
+
+    def _restricted_to(self, part: _Part, masks: list[BoolArray]) -> ReducedProblem | None:
+        rest = _Part(part.reduced.copy(), part.prices, -math.inf, 0)
+        return rest.reduced if self._drop(rest, masks) else None
+
+    def _count(self, model: HighsModel) -> None:
+        if model.num_columns > self.num_variables:
+            self.num_variables, self.num_rows = model.num_columns, model.num_rows
+
+    def _take(self, reduced: ReducedProblem, result: HighsResult) -> None:
+        for positions in result.positions:
+            self.offer(reduced.choices(positions))
+            for node, seen, position in zip(reduced.nodes, self._seen, positions, strict=True):
+                seen.add(int(node.options[position]))
+
+    def _solve_whole(self, part: _Part) -> bool:
+        """HiGHS on all of a part: LP relaxation, then MILP; whether that settles it."""
+        since = time.perf_counter()
+        model = HighsModel(part.reduced)
+        self._count(model)
+        relaxation = model.solve(integer=False, seconds=self._time_left)
+        self.method = "LP relaxation" if part.depth == 0 else "branch and bound"
+        self._spent("lp", since)
+        if relaxation.feasible is False:
+            return True
+        self._take(part.reduced, relaxation)
+        part.lower_bound_us = max(part.lower_bound_us, relaxation.lower_bound_us)
+        if part.depth == 0 and relaxation.optimal:
+            self.prices = Prices(windows=relaxation.window_prices, memory=relaxation.memory_prices)
+        self._report("LP relaxation", part)
+        if part.lower_bound_us >= self._cutoff:
+            return True
+        since = time.perf_counter()
+        self.method = "MILP" if part.depth == 0 else "branch and bound"
+        result = model.solve(integer=True, seconds=self._time_left, gap=self.gap)
+        self._take(part.reduced, result)
+        if result.feasible is not False:
+            part.lower_bound_us = max(part.lower_bound_us, result.lower_bound_us)
+        self._spent("milp", since)
+        self._report("MILP", part)
+        if result.feasible is False:
+            return True
+        if result.optimal:
+            self._settled_bound_us = min(self._settled_bound_us, part.lower_bound_us)
+        return result.optimal or part.lower_bound_us >= self._cutoff
