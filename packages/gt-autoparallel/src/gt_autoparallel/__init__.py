@@ -1,11 +1,126 @@
-"""Solver-chosen placement of tensors and operators. Empty in this version.
+"""Solver-chosen placement of tensors and operators.
 
-Planned for part 5 of Graph Trainer: DTensor placement options per graph node, an exact LP/MILP
-solved in process by HiGHS under a memory budget, an audit of every plan, and applying a plan.
-The package exists now so that its name, its place in the layering and its release process are
-settled before its code. See docs/architecture.md in the repository.
+``find_placement`` captures a model's training step on global tensors, lets an exact solver choose a
+DTensor placement for each of them on a mesh, and works the plan out a second time before anybody
+sees it. ``apply_plan`` places the model by it. Errors are drawn in ``gt_autoparallel.errors``.
+
+Names are imported when they are first asked for: a launcher that only reads a plan file loads no
+solver.
 """
 
-__all__ = ["__version__"]
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from gt_autoparallel.apply import apply_plan
+    from gt_autoparallel.audit import audit_plan
+    from gt_autoparallel.constraints import Constraints, ModuleOutput
+    from gt_autoparallel.costs import PlacementPrices
+    from gt_autoparallel.errors import (
+        AuditError,
+        ConstraintError,
+        InfeasiblePlacementError,
+        PlacementError,
+        PlacementInputError,
+        PlanMismatchError,
+        SolverError,
+        UnsupportedModelError,
+        UnsupportedOperatorError,
+    )
+    from gt_autoparallel.experts import ExpertBlock
+    from gt_autoparallel.find import find_placement, planner_of_model
+    from gt_autoparallel.layouts import Layout, MeshShape
+    from gt_autoparallel.placement_graph import ModelInterface, PlacementGraph
+    from gt_autoparallel.plan import PlacementPlan
+    from gt_autoparallel.plan_encoding import decode_plan, encode_plan
+    from gt_autoparallel.plan_file import check_plan_fits, read_plan, write_plan
+    from gt_autoparallel.planner import Planner
+    from gt_autoparallel.prediction import predicted_collectives, prediction_text
+    from gt_autoparallel.report import plan_report, report_text
+    from gt_autoparallel.report_page import write_report_page
+    from gt_autoparallel.rules import register_rule
+
+__all__ = [
+    "AuditError",
+    "ConstraintError",
+    "Constraints",
+    "ExpertBlock",
+    "InfeasiblePlacementError",
+    "Layout",
+    "MeshShape",
+    "ModelInterface",
+    "ModuleOutput",
+    "PlacementError",
+    "PlacementGraph",
+    "PlacementInputError",
+    "PlacementPlan",
+    "PlacementPrices",
+    "PlanMismatchError",
+    "Planner",
+    "SolverError",
+    "UnsupportedModelError",
+    "UnsupportedOperatorError",
+    "__version__",
+    "apply_plan",
+    "audit_plan",
+    "check_plan_fits",
+    "decode_plan",
+    "encode_plan",
+    "find_placement",
+    "plan_report",
+    "planner_of_model",
+    "predicted_collectives",
+    "prediction_text",
+    "read_plan",
+    "register_rule",
+    "report_text",
+    "write_plan",
+    "write_report_page",
+]
 
 __version__ = "0.1.0"
+
+_MODULE_OF = {
+    "AuditError": "errors",
+    "ConstraintError": "errors",
+    "Constraints": "constraints",
+    "ExpertBlock": "experts",
+    "InfeasiblePlacementError": "errors",
+    "Layout": "layouts",
+    "MeshShape": "layouts",
+    "ModelInterface": "placement_graph",
+    "ModuleOutput": "constraints",
+    "PlacementError": "errors",
+    "PlacementGraph": "placement_graph",
+    "PlacementInputError": "errors",
+    "PlacementPlan": "plan",
+    "PlacementPrices": "costs",
+    "PlanMismatchError": "errors",
+    "Planner": "planner",
+    "SolverError": "errors",
+    "UnsupportedModelError": "errors",
+    "UnsupportedOperatorError": "errors",
+    "apply_plan": "apply",
+    "audit_plan": "audit",
+    "check_plan_fits": "plan_file",
+    "decode_plan": "plan_encoding",
+    "encode_plan": "plan_encoding",
+    "find_placement": "find",
+    "plan_report": "report",
+    "planner_of_model": "find",
+    "predicted_collectives": "prediction",
+    "prediction_text": "prediction",
+    "read_plan": "plan_file",
+    "register_rule": "rules",
+    "report_text": "report",
+    "write_plan": "plan_file",
+    "write_report_page": "report_page",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"gt_autoparallel.{_MODULE_OF[name]}"), name)
