@@ -87,6 +87,7 @@ JOINT_ONE_RANK = (
 # Both ways to cut where the cut matters most, one elsewhere.
 BOTH = ("min_cut", "save_all")
 JOINT_FOUR_RANKS = (
+    ("llama3, FSDP 2 x TP 2", BOTH[:1]),
     pytest.param("llama3, FSDP 2 x TP 2", BOTH, marks=pytest.mark.slow),
     pytest.param("llama3, FSDP 2 x TP 2, loss not chunked", BOTH[:1], marks=pytest.mark.slow),
     pytest.param("llama3, FSDP 2 x TP 2, gradient accumulation", BOTH[:1], marks=pytest.mark.slow),
@@ -94,7 +95,7 @@ JOINT_FOUR_RANKS = (
     pytest.param("llama3, HSDP 2 x 2, bfloat16", BOTH[:1], marks=pytest.mark.slow),
     pytest.param("qwen3, tied weights, FSDP 2 x TP 2", BOTH[:1], marks=pytest.mark.slow),
     pytest.param("deepseek_v3, FSDP 4 x EP 2", BOTH[:1], marks=pytest.mark.slow),
-    ("deepseek_v3, FSDP 2 x TP 2 x EP 2", BOTH[:1]),
+    pytest.param("deepseek_v3, FSDP 2 x TP 2 x EP 2", BOTH[:1], marks=pytest.mark.slow),
 )
 FSDP_PASSES = {
     "bucket-all-gathers",
@@ -181,14 +182,14 @@ def test_joint_graphs_equal_eager_on_four_ranks(
 
 
 # With experts, their biases are state that neither gradients nor the optimizer restore.
-@pytest.mark.parametrize("name", ["llama3", "deepseek_v3"])
-@pytest.mark.slow
+@pytest.mark.parametrize("name", [pytest.param("llama3", marks=pytest.mark.slow), "deepseek_v3"])
 def test_resumed_run_equals_one_that_never_stopped(
     name: str, one: GlooWorkers, tmp_path: Path
 ) -> None:
     assert one.run(compare_resumed, ONE_RANK[name], str(tmp_path)) == [([], 2)]
 
 
+@pytest.mark.slow
 def test_resumed_run_equals_one_that_never_stopped_on_four_ranks(
     four: GlooWorkers, tmp_path: Path
 ) -> None:

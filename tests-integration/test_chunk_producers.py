@@ -133,6 +133,7 @@ def test_both_producers_train_alike_and_as_the_whole_model(
             on_graph(BLOCKS, num_chunks=3),
             (1, 1, 2),
             id="3, uneven",
+            marks=SLOW,
         ),
         pytest.param("deepseek_v3, EP 4", {}, on_graph(MOES), (1, 1), id="2", marks=SLOW),
         pytest.param(

@@ -1,6 +1,6 @@
 """The programs in examples/ run as their first lines say, and need neither gt-trainer nor torchtitan.
 
-Each runs on four processes, once, with PyTorch's pipeline runtime and with captured graphs.
+Each runs on four processes, with captured graphs and, marked slow, with PyTorch's runtime too.
 """
 
 from __future__ import annotations
@@ -31,11 +31,14 @@ def run_example(name: str, *options: str) -> str:
     return finished.stdout
 
 
-def test_plain_pytorch_trains_to_the_bits_of_one_process():
-    printed = run_example(
-        "plain_pytorch.py", "--runtimes", "eager", "graph", "--schedule", "DualPipeV"
-    )
-    for runtime in ("eager", "graph"):
+# With both runtimes in one run; by default the graphs alone.
+RUNTIMES = [("graph",), pytest.param(("eager", "graph"), marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("runtimes", RUNTIMES)
+def test_plain_pytorch_trains_to_the_bits_of_one_process(runtimes: tuple[str, ...]):
+    printed = run_example("plain_pytorch.py", "--runtimes", *runtimes, "--schedule", "DualPipeV")
+    for runtime in runtimes:
         losses = re.findall(rf"{runtime}: step \d+: loss (\S+)", printed)
         assert len(losses) == 10
         assert float(losses[-1]) < float(losses[0]) / 2
@@ -43,9 +46,10 @@ def test_plain_pytorch_trains_to_the_bits_of_one_process():
         assert re.findall(rf"{runtime}: {claim}: (\w+)", printed) == ["True"]
 
 
-def test_a_hugging_face_llama_has_the_gradients_of_one_process():
-    printed = run_example("hugging_face_llama.py", "--runtimes", "eager", "graph", "--steps", "2")
-    for runtime in ("eager", "graph"):
+@pytest.mark.parametrize("runtimes", RUNTIMES)
+def test_a_hugging_face_llama_has_the_gradients_of_one_process(runtimes: tuple[str, ...]):
+    printed = run_example("hugging_face_llama.py", "--runtimes", *runtimes, "--steps", "2")
+    for runtime in runtimes:
         assert len(re.findall(rf"{runtime}: step \d+: loss", printed)) == 2
         claim = "gradients are those of training without a pipeline, to the bit"
         # Nine in each of six layers; embedding, norm and head.
