@@ -32,6 +32,7 @@ __all__ = [
     "draws_random_numbers",
     "make_fx",
     "operator_path",
+    "views_first_argument",
     "writes_to_arguments",
 ]
 
@@ -64,3 +65,15 @@ def writes_to_arguments(operator: OpOverload) -> bool:
 def draws_random_numbers(operator: OpOverload) -> bool:
     """Whether an operator may draw random numbers, as its tags say."""
     return torch.Tag.nondeterministic_seeded in operator.tags
+
+
+def views_first_argument(operator: OpOverload) -> bool:
+    """Whether an operator returns a view of its first argument, as its schema says."""
+    schema = operator._schema
+    first = schema.arguments[:1]
+    return (
+        len(schema.returns) == 1
+        and schema.returns[0].alias_info is not None
+        and bool(first)
+        and first[0].alias_info is not None
+    )

@@ -18,9 +18,24 @@ from typing import Literal
 
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
-from gt_autoparallel.layouts import Layout, MeshShape, fits, local_shape, short_text
+from gt_autoparallel.layouts import (
+    Layout,
+    MeshShape,
+    fits,
+    local_shape,
+    shard_counts,
+    short_text,
+)
 
-__all__ = ["RedistributionStep", "StepKind", "can_redistribute", "redistribution_steps"]
+__all__ = [
+    "RedistributionStep",
+    "StepKind",
+    "can_redistribute",
+    "divisors",
+    "layouts_on_the_way",
+    "redistribution_steps",
+    "step_between",
+]
 
 StepKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "slice"]
 """all_gather: S(d) -> R. reduce_scatter: P -> S(d). all_reduce: P -> R. all_to_all: S(a) -> S(b).
@@ -95,25 +110,56 @@ def redistribution_steps(
     if problems:
         sizes = dict(zip(mesh.names, mesh.sizes, strict=True))
         raise ValueError(f"redistribution on mesh {sizes!r}: " + "; ".join(problems))
-    return _steps(shape, _without_trivial_axes(source, mesh), target, mesh)
-
-
-def _without_trivial_axes(layout: Layout, mesh: MeshShape) -> Layout:
-    return tuple(
-        Replicate() if size == 1 else placement
-        for placement, size in zip(layout, mesh.sizes, strict=True)
-    )
+    return _steps(shape, source, target, mesh)
 
 
 @lru_cache(maxsize=1 << 16)
 def _steps(
     shape: tuple[int, ...], source: Layout, target: Layout, mesh: MeshShape
 ) -> tuple[RedistributionStep, ...]:
-    target = _without_trivial_axes(target, mesh)
-    layouts = _direct_order(source, target)
-    if layouts is None:
-        layouts = _cheapest_order(shape, source, target, mesh)
+    layouts = layouts_on_the_way(divisors(shape, mesh), source, target, mesh)
     return tuple(_step(shape, before, after, mesh) for before, after in itertools.pairwise(layouts))
+
+
+Divisors = tuple[frozenset[int], ...]
+"""For each dim, which products of sizes of mesh axes divide it: all that the way depends on."""
+
+
+@lru_cache(maxsize=1 << 12)
+def divisors(shape: tuple[int, ...], mesh: MeshShape) -> Divisors:
+    """What of a shape decides which layouts fit it."""
+    products = {
+        math.prod(chosen)
+        for count in range(1, mesh.num_axes + 1)
+        for chosen in itertools.combinations(mesh.sizes, count)
+    }
+    return tuple(frozenset(p for p in products if size % p == 0) for size in shape)
+
+
+@lru_cache(maxsize=1 << 18)
+def layouts_on_the_way(
+    dims: Divisors, source: Layout, target: Layout, mesh: MeshShape
+) -> tuple[Layout, ...]:
+    """The layouts from ``source`` to ``target``, both included, that one step each connects.
+
+    Args:
+        dims: what ``divisors`` says of the shape.
+        source: layout before.
+        target: layout after.
+        mesh: sizes of the axes.
+    """
+    source, target = (_without_trivial_axes(layout, mesh) for layout in (source, target))
+    direct = _direct_order(source, target)
+    return tuple(_cheapest_order(dims, source, target, mesh) if direct is None else direct)
+
+
+def _without_trivial_axes(layout: Layout, mesh: MeshShape) -> Layout:
+    if 1 not in mesh.sizes:
+        return layout
+    return tuple(
+        Replicate() if size == 1 else placement
+        for placement, size in zip(layout, mesh.sizes, strict=True)
+    )
 
 
 _DIRECT_RANK = {"slice": 0, "reduce_scatter": 1, "all_reduce": 2, "all_to_all": 3, "all_gather": 4}
@@ -143,7 +189,7 @@ def _direct_order(source: Layout, target: Layout) -> list[Layout] | None:
 
 
 def _cheapest_order(
-    shape: tuple[int, ...], source: Layout, target: Layout, mesh: MeshShape
+    dims: Divisors, source: Layout, target: Layout, mesh: MeshShape
 ) -> list[Layout]:
     """Dijkstra's algorithm over the layouts that the axes' allowed placements combine to."""
     choices = [
@@ -164,9 +210,8 @@ def _cheapest_order(
             return way[::-1]
         if cost > best[layout]:
             continue
-        for neighbor in _neighbors(shape, layout, choices, mesh):
-            step = _step(shape, layout, neighbor, mesh)
-            total = _added(cost, step, mesh)
+        for axis, neighbor in _neighbors(dims, layout, choices, mesh):
+            total = _added(cost, axis, layout, neighbor, mesh)
             if neighbor not in best or total < best[neighbor]:
                 best[neighbor] = total
                 came_from[neighbor] = layout
@@ -175,16 +220,17 @@ def _cheapest_order(
 
 
 def _neighbors(
-    shape: tuple[int, ...], layout: Layout, choices: Sequence[Sequence[Placement]], mesh: MeshShape
-) -> Iterator[Layout]:
+    dims: Divisors, layout: Layout, choices: Sequence[Sequence[Placement]], mesh: MeshShape
+) -> Iterator[tuple[int, Layout]]:
     for axis, placements in enumerate(choices):
         for placement in placements:
             if placement == layout[axis] or isinstance(placement, Partial):
                 continue
             if _is_innermost(layout, axis, layout[axis]) and _is_innermost(layout, axis, placement):
                 neighbor = _replaced(layout, axis, placement)
-                if fits(shape, neighbor, mesh):
-                    yield neighbor
+                counts = shard_counts(len(dims), neighbor, mesh)
+                if all(c == 1 or c in d for c, d in zip(counts, dims, strict=True)):
+                    yield axis, neighbor
 
 
 def _is_innermost(layout: Layout, axis: int, placement: Placement) -> bool:
@@ -192,13 +238,21 @@ def _is_innermost(layout: Layout, axis: int, placement: Placement) -> bool:
     return not isinstance(placement, Shard) or placement not in layout[axis + 1 :]
 
 
-def _added(cost: tuple[int, ...], step: RedistributionStep, mesh: MeshShape) -> tuple[int, ...]:
-    """(elements sent, those along axis 0, along axis 1, ..., steps), with those of ``step``."""
-    size = mesh.sizes[step.axis]
-    rounds = {"slice": 0, "all_reduce": 2}.get(step.kind, 1)
-    sent = rounds * step.num_elements // size * (size - 1)
+def _added(
+    cost: tuple[int, ...], axis: int, before: Layout, after: Layout, mesh: MeshShape
+) -> tuple[int, ...]:
+    """(elements sent, those along axis 0, along axis 1, ..., steps), with those of one more step.
+
+    Elements are those of a tensor that every layout cuts evenly: only their proportions matter.
+    """
+    pieces = min(
+        math.prod(size for p, size in zip(layout, mesh.sizes, strict=True) if isinstance(p, Shard))
+        for layout in (before, after)
+    )
+    rounds = {"slice": 0, "all_reduce": 2}.get(_kind(before[axis], after[axis]), 1)
+    sent = rounds * (mesh.num_ranks**2 // pieces // mesh.sizes[axis]) * (mesh.sizes[axis] - 1)
     total = [cost[0] + sent, *cost[1:-1], cost[-1] + 1]
-    total[1 + step.axis] += sent
+    total[1 + axis] += sent
     return tuple(total)
 
 
@@ -212,6 +266,13 @@ def _kind(before: Placement, after: Placement) -> StepKind:
     if isinstance(before, Shard):
         return "all_to_all" if isinstance(after, Shard) else "all_gather"
     return "slice"
+
+
+def step_between(
+    shape: Sequence[int], before: Layout, after: Layout, mesh: MeshShape
+) -> RedistributionStep:
+    """The one step between two layouts that differ along one axis."""
+    return _step(tuple(shape), before, after, mesh)
 
 
 def _step(

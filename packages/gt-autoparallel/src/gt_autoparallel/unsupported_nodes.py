@@ -67,7 +67,8 @@ def _problem(
         return f"{name}: the model already communicates; plan it before it is parallelized"
     if writes_to_arguments(node.target):
         return f"{name}: writes to its arguments and could not be made functional"
-    if draws_random_numbers(node) and name not in allowed_random_operators:
+    allowed = name in allowed_random_operators or str(node.target) in allowed_random_operators
+    if draws_random_numbers(node) and not allowed:
         return (
             f"{name}: draws random numbers, on each rank its own; allow it by name "
             "(allowed_random_operators) or switch it off"

@@ -1,0 +1,224 @@
+"""What a user may demand of a placement, and its translation to constraints on single nodes.
+
+A demand names inputs, outputs, parameters, nodes or modules by name or pattern, and gives a
+placement for each mesh axis, ``None`` where the planner may choose; or a mapping from names of axes
+to placements. What does not exist or does not fit is refused, all of it in one error.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Literal
+
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+
+from gt_autoparallel.errors import ConstraintError
+from gt_autoparallel.layouts import MeshShape, fits
+from gt_autoparallel.placement_graph import NodePhase, PlacementGraph, PlacementNode, TensorSpec
+from gt_autoparallel.plan import LayoutConstraint
+
+__all__ = ["Constraints", "ModuleOutput", "WantedLayout", "resolve_constraints"]
+
+WantedLayout = Sequence[Placement | None] | Mapping[str, Placement]
+"""A placement or None for each mesh axis in order, or placements by the names of axes."""
+
+_Side = Literal["operand", "output"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleOutput:
+    """A layout of what modules give to others, in one phase of the step.
+
+    In the forward phase that is their result; in the backward phase the gradients of what they
+    read.
+    """
+
+    layout: WantedLayout
+    phase: NodePhase = "forward"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constraints:
+    """Demands on a placement. Names may be patterns with ``*``, ``?`` and ``[...]``."""
+
+    inputs: Mapping[str, WantedLayout] = field(default_factory=dict)
+    """By the argument's name: layouts in which inputs are given."""
+
+    outputs: Mapping[str, WantedLayout] = field(default_factory=dict)
+    """By name, ``output`` or ``output['logits']``: layouts in which outputs are returned, and
+    their gradients given."""
+
+    parameters: Mapping[str, WantedLayout] = field(default_factory=dict)
+    """By fully qualified name: layouts in which parameters are stored, and gradients given."""
+
+    nodes: Mapping[str, WantedLayout | ModuleOutput] = field(default_factory=dict)
+    """By the name of a node: the layout of its (first) output; or by the fully qualified name of
+    a module: the layout of what it gives to others, in the forward phase if nothing is said."""
+
+
+def resolve_constraints(
+    constraints: Constraints, graph: PlacementGraph, mesh: MeshShape
+) -> tuple[LayoutConstraint, ...]:
+    """The constraints on single nodes that ``constraints`` means.
+
+    Raises:
+        ConstraintError: unknown names, wrong numbers of placements, unknown axes, or layouts that
+            do not cut a tensor evenly; all of them are listed.
+    """
+    resolver = _Resolver(graph, mesh)
+    resolver.named("inputs", constraints.inputs, graph.of_kind("input"), "output")
+    resolver.named("outputs", constraints.outputs, graph.of_kind("output"), "operand")
+    resolver.named("parameters", constraints.parameters, graph.of_kind("parameter"), "output")
+    for name, wanted in constraints.nodes.items():
+        resolver.node_or_module(name, wanted)
+    if resolver.problems:
+        raise ConstraintError("constraints:\n  " + "\n  ".join(resolver.problems))
+    return tuple(dict.fromkeys(resolver.found))
+
+
+class _Resolver:
+    """Collects constraints and what is wrong with them."""
+
+    def __init__(self, graph: PlacementGraph, mesh: MeshShape) -> None:
+        self._graph = graph
+        self._mesh = mesh
+        self.found: list[LayoutConstraint] = []
+        self.problems: list[str] = []
+
+    def named(
+        self,
+        what: str,
+        wanted: Mapping[str, WantedLayout],
+        nodes: Sequence[PlacementNode],
+        side: _Side,
+    ) -> None:
+        """Constraints on sources and sinks by their names."""
+        by_name = {str(node.target): node for node in nodes}
+        aliases = self._graph.parameter_aliases if what == "parameters" else {}
+        names = {**by_name, **{alias: by_name[name] for alias, name in aliases.items()}}
+        for pattern, layout in wanted.items():
+            where = f"{what}[{pattern!r}]"
+            matched = [node for name, node in names.items() if fnmatchcase(name, pattern)]
+            if pattern in names:
+                matched = [names[pattern]]
+            if not matched:
+                self.problems.append(f"{where}: there is none; {_known(pattern, list(names))}")
+            self._constrain(where, layout, [(node, side, 0) for node in matched])
+
+    def node_or_module(self, pattern: str, wanted: WantedLayout | ModuleOutput) -> None:
+        """A constraint on one node, or on what modules give to others."""
+        where = f"nodes[{pattern!r}]"
+        exact = [node for node in self._graph.nodes if node.name == pattern]
+        if exact and not isinstance(wanted, ModuleOutput):
+            self._constrain(where, wanted, [(exact[0], "output", 0)])
+            return
+        demand = wanted if isinstance(wanted, ModuleOutput) else ModuleOutput(layout=wanted)
+        modules = {node.module for node in self._graph.nodes if node.kind == "operator"}
+        modules |= {name for module in modules for name in _parents(module)}
+        matched = sorted(name for name in modules if name and fnmatchcase(name, pattern))
+        if not matched:
+            names = [node.name for node in self._graph.nodes]
+            self.problems.append(
+                f"{where}: there is no such node or module; "
+                + _known(pattern, [*sorted(modules - {""}), *names])
+            )
+        places = [place for name in matched for place in self._results(name, demand.phase)]
+        if matched and not places:
+            self.problems.append(f"{where}: it gives nothing to others in the {demand.phase}")
+        self._constrain(where, demand.layout, places)
+
+    def _results(self, module: str, phase: NodePhase) -> Iterator[tuple[PlacementNode, _Side, int]]:
+        """Values made in a module and read outside of it, in one phase."""
+        nodes = self._graph.nodes
+
+        def inside(node: PlacementNode) -> bool:
+            return node.module == module or node.module.startswith(module + ".")
+
+        # A share node only passes on what somebody made, inside or outside.
+        seen: set[tuple[int, int]] = set()
+        for use in self._graph.uses():
+            maker, reader = nodes[use.value.node], nodes[use.consumer]
+            if reader.kind in ("share", "gradient") or reader.phase != phase or inside(reader):
+                continue
+            if maker.kind not in ("operator", "experts", "share") or maker.phase != phase:
+                continue
+            if not inside(maker) or (maker.index, use.value.output) in seen:
+                continue
+            seen.add((maker.index, use.value.output))
+            yield maker, "output", use.value.output
+
+    def _constrain(
+        self,
+        where: str,
+        wanted: WantedLayout,
+        places: Sequence[tuple[PlacementNode, _Side, int]],
+    ) -> None:
+        placements = self._placements(where, wanted)
+        if placements is None:
+            return
+        for node, side, position in places:
+            spec = (
+                self._graph.spec(node.operands[position])
+                if side == "operand"
+                else node.outputs[position]
+            )
+            problem = self._misfit(spec, placements)
+            if problem is not None:
+                self.problems.append(f"{where}: {problem} of {node.name!r}")
+                continue
+            self.found.append(
+                LayoutConstraint(
+                    node=node.name, side=side, position=position, placements=placements
+                )
+            )
+
+    def _placements(self, where: str, wanted: WantedLayout) -> tuple[Placement | None, ...] | None:
+        """One placement or None for each axis; None if what is wanted is no such thing."""
+        names = self._mesh.names
+        if isinstance(wanted, Mapping):
+            unknown = [name for name in wanted if name not in names]
+            if unknown:
+                self.problems.append(f"{where}: axes {unknown!r} do not exist; {list(names)!r} do")
+                return None
+            wanted = [wanted.get(name) for name in names]
+        placements = tuple(wanted)
+        if len(placements) != len(names):
+            self.problems.append(
+                f"{where}: {len(placements)} placements for {len(names)} mesh axes {list(names)!r}"
+            )
+            return None
+        wrong = [
+            p for p in placements if not isinstance(p, (Shard, Replicate, Partial, type(None)))
+        ]
+        if wrong:
+            self.problems.append(
+                f"{where}: {wrong!r}; allowed: Shard, Replicate, Partial, or None for any"
+            )
+            return None
+        return placements
+
+    def _misfit(
+        self, spec: TensorSpec | None, placements: Sequence[Placement | None]
+    ) -> str | None:
+        if spec is None:
+            return "no tensor is the result"
+        layout = tuple(Replicate() if p is None else p for p in placements)
+        if fits(spec.shape, layout, self._mesh):
+            return None
+        text = ", ".join("any" if p is None else str(p) for p in placements)
+        sizes = dict(zip(self._mesh.names, self._mesh.sizes, strict=True))
+        return f"({text}) does not cut shape {spec.shape!r} evenly on mesh {sizes!r}, the shape"
+
+
+def _parents(module: str) -> Iterator[str]:
+    parts = module.split(".")
+    return (".".join(parts[:count]) for count in range(1, len(parts)))
+
+
+def _known(name: str, names: Sequence[str]) -> str:
+    """The names that come closest, or the first ones."""
+    close = difflib.get_close_matches(name, names, n=3, cutoff=0.5) or list(names[:5])
+    return f"there are {close!r}" if close else "there are none at all"

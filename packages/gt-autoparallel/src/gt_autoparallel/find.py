@@ -1,0 +1,142 @@
+"""The front door: a model, a mesh and example inputs in, an audited plan out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from gt_autoparallel.capture import capture_joint_graph
+from gt_autoparallel.constraints import Constraints
+from gt_autoparallel.costs import PlacementPrices
+from gt_autoparallel.experts import ExpertBlock, opaque_experts
+from gt_autoparallel.layouts import MeshShape
+from gt_autoparallel.model_signature import model_signature
+from gt_autoparallel.plan import LayoutConstraint, PlacementPlan
+from gt_autoparallel.planner import Planner, ReportProgress
+from gt_passes.simulation import CostModel
+
+__all__ = ["find_placement", "planner_of_model"]
+
+
+def find_placement(
+    model: nn.Module,
+    mesh: DeviceMesh | MeshShape,
+    example_inputs: Sequence[Any],
+    *,
+    example_kwargs: Mapping[str, Any] | None = None,
+    constraints: Constraints | Sequence[LayoutConstraint] = (),
+    memory_budget_bytes: int | None = None,
+    cost_model: CostModel | None = None,
+    optimizer_state_copies: float = 2.0,
+    compute_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    experts: Mapping[str, ExpertBlock] | None = None,
+    replicate_unknown: Collection[str] = (),
+    device: torch.device | str = "cpu",
+    relative_gap: float = 0.0,
+    time_limit_seconds: float = 120.0,
+    progress: ReportProgress | None = None,
+) -> PlacementPlan:
+    """Find the cheapest placement of a model's training step on a mesh.
+
+    ::
+
+        mesh = init_device_mesh("cuda", (8, 8), mesh_dim_names=("data", "model"))
+        plan = find_placement(model, mesh, (tokens,), memory_budget_bytes=60 * 2**30)
+
+    Args:
+        model: as if for one device, on the meta device or any other; only shapes are read.
+        mesh: its named axes.
+        example_inputs: positional arguments of the forward, global tensors of the whole batch.
+        example_kwargs: keyword arguments, likewise.
+        constraints: demands on inputs, outputs, parameters and nodes.
+        memory_budget_bytes: on each rank; None for no limit.
+        cost_model: of the machine; H100s by default.
+        optimizer_state_copies: in units of the parameters' bytes: 2 for Adam, 0 for plain SGD.
+        compute_dtype: dtype to which parameters are cast for use; None leaves them.
+        reduce_dtype: dtype in which gradients of cast parameters are summed over ranks; None for
+            the parameters' own.
+        experts: routed experts, by the names of their modules: each is placed as a whole.
+        replicate_unknown: names of operators that may run whole on every rank though no rule knows
+            them, or though they draw random numbers.
+        device: for whose kernels the graph is captured.
+        relative_gap: the plan may cost more than the best one by this.
+        time_limit_seconds: for the solver; then the best plan yet is given with its gap.
+        progress: takes a line about each stage.
+
+    Raises:
+        UnsupportedModelError: the model or its inputs cannot be planned.
+        PlacementInputError: the mesh does not suit the model.
+        ConstraintError: a constraint names what does not exist, or asks for the impossible.
+        InfeasiblePlacementError: nothing keeps constraints and budget; says which and by how much.
+        SolverError: no plan was found in time.
+    """
+    planner = planner_of_model(
+        model,
+        mesh,
+        example_inputs,
+        example_kwargs=example_kwargs,
+        cost_model=cost_model,
+        optimizer_state_copies=optimizer_state_copies,
+        compute_dtype=compute_dtype,
+        reduce_dtype=reduce_dtype,
+        experts=experts,
+        replicate_unknown=replicate_unknown,
+        device=device,
+        progress=progress,
+    )
+    return planner.find(
+        constraints=constraints,
+        memory_budget_bytes=memory_budget_bytes,
+        relative_gap=relative_gap,
+        time_limit_seconds=time_limit_seconds,
+    )
+
+
+def planner_of_model(
+    model: nn.Module,
+    mesh: DeviceMesh | MeshShape,
+    example_inputs: Sequence[Any],
+    *,
+    example_kwargs: Mapping[str, Any] | None = None,
+    cost_model: CostModel | None = None,
+    optimizer_state_copies: float = 2.0,
+    compute_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    experts: Mapping[str, ExpertBlock] | None = None,
+    replicate_unknown: Collection[str] = (),
+    device: torch.device | str = "cpu",
+    progress: ReportProgress | None = None,
+) -> Planner:
+    """Capture a model once, to plan it several times with other budgets and constraints.
+
+    Arguments and errors are those of ``find_placement``.
+    """
+    shape = mesh if isinstance(mesh, MeshShape) else MeshShape.of(mesh)
+    started = time.perf_counter()
+    with opaque_experts(model, experts or {}):
+        graph = capture_joint_graph(
+            model,
+            example_inputs,
+            example_kwargs,
+            device=device,
+            compute_dtype=compute_dtype,
+            reduce_dtype=reduce_dtype,
+            allowed_random_operators=replicate_unknown,
+        )
+    if progress is not None:
+        progress(f"captured {len(graph.nodes)} nodes ({time.perf_counter() - started:.1f} s)")
+    return Planner(
+        graph,
+        shape,
+        signature=model_signature(model, graph),
+        prices=PlacementPrices(cost_model),
+        replicate_unknown=replicate_unknown,
+        optimizer_state_copies=optimizer_state_copies,
+        progress=progress,
+    )
