@@ -24,34 +24,6 @@ def violations_of(config=None, topology=TOPOLOGY, **settings):
 
 
 @pytest.mark.parametrize(
-    ("settings", "flag", "value", "landed", "reason"),
-    [
-        (
-            {"inductor_compilation": "autoparallel_backend"},
-            "--compile.inductor_compilation",
-            "autoparallel_backend",
-            "'none', 'regional' or 'full'",
-            "automatic placement arrives with part 5 (gt-autoparallel)",
-        ),
-        (
-            {"autoparallel": True},
-            "--compile.autoparallel",
-            True,
-            "False",
-            "automatic placement arrives with part 5 (gt-autoparallel)",
-        ),
-    ],
-)
-def test_refuses_by_name_what_has_not_landed(settings, flag, value, landed, reason):
-    assert violations_of(**settings)[flag] == Violation(
-        flag=flag,
-        value=value,
-        allowed=f"{landed} in this version",
-        fix=f"use {landed}: {reason}",
-    )
-
-
-@pytest.mark.parametrize(
     ("axis", "flag", "reason"),
     [
         (
@@ -86,6 +58,8 @@ def test_refuses_a_mesh_axis_that_has_not_landed(axis, flag, reason):
         {"debug_graph_passes": True},
         {"numerics_changing": True},
         {"cuda_graphs": True},
+        {"autoparallel": True},
+        {"autoparallel": True, "inductor_compilation": "autoparallel_backend"},
     ],
 )
 def test_accepts_what_has_landed(settings):
@@ -93,9 +67,10 @@ def test_accepts_what_has_landed(settings):
 
 
 def test_accepts_an_option_once_its_entry_is_gone():
-    remaining = [option for option in UNLANDED if option.path != "config.autoparallel"]
-    config = CompileConfig(autoparallel=True)
-    assert find_violations(config, TOPOLOGY, known_passes=(), unlanded=remaining) == ()
+    remaining = [option for option in UNLANDED if option.path != "topology.cp"]
+    topology = dataclasses.replace(TOPOLOGY, world=2, cp=2)
+    assert find_violations(CompileConfig(), topology, known_passes=(), unlanded=UNLANDED) != ()
+    assert find_violations(CompileConfig(), topology, known_passes=(), unlanded=remaining) == ()
 
 
 @pytest.mark.parametrize(

@@ -39,28 +39,11 @@ class UnlandedOption:
             raise ValueError(f"{self.path!r} is no field of the configuration or the topology")
 
 
-def _one_of(*values: object) -> Callable[[object], bool]:
-    return lambda value: value in values
-
-
 def _above(limit: int) -> Callable[[object], bool]:
     return lambda value: isinstance(value, int) and value > limit
 
 
-def _is_on(value: object) -> bool:
-    return value is True
-
-
-_PART_5 = "automatic placement arrives with part 5 (gt-autoparallel)"
-
 UNLANDED: tuple[UnlandedOption, ...] = (
-    UnlandedOption(
-        path="config.inductor_compilation",
-        refused=_one_of("autoparallel_backend"),
-        landed="'none', 'regional' or 'full'",
-        reason=_PART_5,
-    ),
-    UnlandedOption(path="config.autoparallel", refused=_is_on, landed="False", reason=_PART_5),
     UnlandedOption(
         path="topology.cp",
         refused=_above(1),

@@ -23,6 +23,7 @@ from torchtitan.tools import utils as titan_utils
 
 from gt_trainer.captured_step import LossFunction
 from gt_trainer.models.attention import attention_mask_for
+from gt_trainer.placement.planned_loss import loss_of
 from gt_trainer.trainer import GraphTrainer
 
 __all__ = ["FakeStep", "fake_step"]
@@ -96,7 +97,7 @@ def _build(config: GraphTrainer.Config, world_size: int) -> FakeStep:
         dump_folder=config.dump_folder,
     )
     model.train()
-    loss_fn = config.loss.build(compile_config=config.compile)
+    loss_fn = loss_of(config).build(compile_config=config.compile)
     if isinstance(loss_fn, ChunkedLossWrapper):
         loss_fn.set_lm_head(model.lm_head)
         model._skip_lm_head = True

@@ -29,6 +29,7 @@ from gt_trainer.checkpoint_folder import check_checkpoints
 from gt_trainer.device import installed_device_type
 from gt_trainer.models.parallelize import refuse_unsupported_parallelism
 from gt_trainer.pipeline_plan import pipeline_violations
+from gt_trainer.placement.violations import autoparallel_violations
 from gt_trainer.trainer import GraphTrainer
 
 __all__ = ["check_configuration", "topology_of"]
@@ -64,6 +65,7 @@ def check_configuration(
     violations += _model_does_not_divide(config, topology)
     violations += _exchanges_of_unknown_operators(config)
     violations += _unsound_pipeline(config)
+    violations += autoparallel_violations(config, topology)
     if will_train:
         violations += _missing_devices(num_local_ranks)
         violations += _options_for_another_device(config)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -38,6 +38,7 @@ from gt_trainer.metrics_jsonl import GraphMetricsProcessor
 from gt_trainer.models.attention import attention_mask_for
 from gt_trainer.pass_refusals import explain_refusals
 from gt_trainer.pipelined_step import PipelinedStep, StageCaptureReport
+from gt_trainer.placement.planned_loss import loss_of
 from gt_trainer.recipe import recipe_of
 from gt_trainer.startup import StartupClock
 from gt_trainer.validator import GraphValidator
@@ -68,6 +69,8 @@ class GraphTrainer(Trainer):
             # Else torchtitan warns of a loss that nobody sees; our display is where the loss is.
             ranks = range(int(os.environ.get("WORLD_SIZE", "1")))
             os.environ.setdefault("LOG_RANK", ",".join(map(str, ranks)))
+        if config.compile.autoparallel:
+            config = replace(config, loss=loss_of(config))
         self.startup = StartupClock()
         with self.startup.part("setup"):
             super().__init__(config)

@@ -21,7 +21,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.moe import RoutedExperts
 
-from gt_config import ConfigError, Violation
+from gt_config import CompileConfig, ConfigError, Violation
 from gt_trace.simple_fsdp import MixedPrecision, Mode, shard
 from gt_trainer.models.initialization import draw_whole_weights
 
@@ -54,20 +54,35 @@ def parallelize(
     ranks. Also a model that no data parallelism shards goes through ``simple_fsdp``, which casts to
     the mixed-precision dtypes.
 
+    With ``--compile.autoparallel`` none of this happens: a solver's plan says how each parameter is
+    sharded (``gt_trainer.placement``), and the degrees are the axes of the mesh that it plans.
+
     Args:
         model: A torchtitan decoder, usually on the meta device; not placed yet.
         parallel_dims: torchtitan's meshes.
         training: Gives the mixed-precision dtypes.
         parallelism: Checked for what this placement does not do.
-        compile_config: Not read: capture and compilation come after placement.
+        compile_config: Says whether a solver places the model; nothing else of it is read, since
+            capture and compilation come after placement.
         ac_config: torchtitan's activation checkpointing; must be None, since recomputation is a
             graph pass here.
-        dump_folder: Not read.
+        dump_folder: Where a solver's plan is written.
 
     Raises:
         ConfigError: An option asks for something else; every such option is listed.
     """
     refuse_unsupported_parallelism(parallelism, training, activation_checkpoint=ac_config)
+    if isinstance(compile_config, CompileConfig) and compile_config.autoparallel:
+        # Imported here: no other run pays for the solver.
+        from gt_trainer.placement.place_decoder import place_decoder
+
+        return place_decoder(
+            model,
+            parallel_dims=parallel_dims,
+            training=training,
+            solver=compile_config.autoparallel_solver,
+            dump_folder=dump_folder,
+        )
     if parallel_dims.tp_enabled or parallel_dims.ep_enabled:
         model.parallelize(parallel_dims)
     precision = MixedPrecision(

@@ -1,0 +1,1 @@
+"""``--compile.autoparallel``: a solver's plan in place of hand-written parallelism."""
