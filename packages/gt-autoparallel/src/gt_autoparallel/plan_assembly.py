@@ -1,4 +1,4 @@
-"""From the option of each node to a whole plan: steps, times, windows and bytes on the full graph."""
+"""From the option of each node to a whole plan: steps, times, windows and bytes."""
 
 from __future__ import annotations
 

@@ -174,17 +174,20 @@ class Planner:
             for each in request.constraints
             if each.node not in known
         ]
-        constrained = {each.node: each for each in request.constraints}
-        for variable in placement.problem.variables:
-            if variable.name in constrained and not (variable.cost_us < float("inf")).any():
-                problems.append(
-                    f"node {variable.name!r} has no option with "
-                    + " and ".join(
-                        f"{each.side} {each.position} in {_text(each)}"
-                        for each in request.constraints
-                        if each.node == variable.name
-                    )
-                )
+        constrained = dict.fromkeys(each.node for each in request.constraints)
+        constraints_of = {
+            name: [each for each in request.constraints if each.node == name]
+            for name in constrained
+        }
+        problems += [
+            f"node {variable.name!r} has no option with "
+            + " and ".join(
+                f"{each.side} {each.position} in {_text(each)}"
+                for each in constraints_of[variable.name]
+            )
+            for variable in placement.problem.variables
+            if variable.name in constrained and not (variable.cost_us < float("inf")).any()
+        ]
         if problems:
             raise ConstraintError("constraints:\n  " + "\n  ".join(problems))
 

@@ -7,6 +7,7 @@ once for a shape, and a table is put together from these by array operations.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -94,7 +95,7 @@ class RedistributionTables:
             layouts = layouts_on_the_way(dims, source, target, self._mesh)
             way = tuple(
                 known.moves.setdefault((before, after), len(known.moves) + 1)
-                for before, after in zip(layouts, layouts[1:], strict=False)
+                for before, after in itertools.pairwise(layouts)
             )
         known.ways[key] = way
         return way

@@ -77,9 +77,9 @@ def saved_storages(graph: PlacementGraph) -> SavedStorages:
     for index in reversed(list(views)):
         if index in read_nodes or num_needy[index] > 0:
             needed.add(index)
-            source = views[index].node
-            if source in num_needy:
-                num_needy[source] += 1
+            viewed = views[index].node
+            if viewed in num_needy:
+                num_needy[viewed] += 1
     # Whether somebody counts, or need not count, the storage that a node or value is in.
     counted: dict[int, bool] = {}
     statuses: dict[int, tuple[Status, ...]] = {}
