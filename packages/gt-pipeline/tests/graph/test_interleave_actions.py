@@ -193,4 +193,6 @@ def test_a_stage_names_the_collectives_of_its_actions_and_pairs() -> None:
     stage.prepare_overlap(stage, "full_backward")
     pair = stage.collectives()["FORWARD with FULL_BACKWARD of stage 1"]
     assert sorted(pair) == sorted((*alone["FORWARD"], *alone["FULL_BACKWARD"]))
+    stage.prepare_evaluation()
+    assert stage.collectives()["FORWARD of evaluation 0"] == alone["FORWARD"]
     assert pair[0].startswith("_c10d_functional.all_to_all_single over 2 ranks, 1 apart: ")

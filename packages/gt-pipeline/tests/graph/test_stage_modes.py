@@ -158,3 +158,18 @@ def test_a_subclass_in_place_of_a_plain_tensor_is_refused() -> None:
     given.kwargs["scales"]["shift"] = TwoTensor(torch.ones(()), torch.ones(()))
     with pytest.raises(StageInputError, match=r"TwoTensor torch\.float32 \[\], captured as torch"):
         stage.forward(0, (rows(),), given)
+
+
+class Masked(nn.Module):
+    def forward(self, x: Tensor, *, scale: Tensor, mask: Tensor | None = None) -> Tensor:
+        return x * scale if mask is None else x * scale * mask
+
+
+def test_an_argument_that_the_capture_had_not_is_refused_where_the_module_takes_it() -> None:
+    given = {"scale": torch.ones(())}
+    stage = middle(Masked(), inputs=MicrobatchInputs(kwargs=given))
+    others = {**given, "mask": None, "for_another_stage": 3}
+    stage.forward(0, (rows(),), MicrobatchInputs(kwargs=others))
+    message = r"kwargs\['mask'\] was not given when it was captured, and the graph would ignore it"
+    with pytest.raises(StageInputError, match=message):
+        stage.forward(1, (rows(),), MicrobatchInputs(kwargs={**given, "mask": torch.ones(8)}))

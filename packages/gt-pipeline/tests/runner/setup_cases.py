@@ -9,7 +9,7 @@ import torch.distributed as dist
 from runner_cases import schedule
 from toy_pipeline import ACTIVATION, batch, eager_stages
 
-from gt_pipeline.errors import RunnerSetupError
+from gt_pipeline.errors import PipelineStepError, RunnerSetupError
 from gt_pipeline.runner import GraphPPRunner
 
 
@@ -38,7 +38,7 @@ def problems_of_different_options() -> tuple[str, ...]:
     raise AssertionError("nothing was found")
 
 
-def problems_of_other_collectives() -> tuple[str, ...]:
+def problems_of_other_collectives(in_evaluation: bool) -> tuple[str, ...]:
     """Of two pipelines, in which ranks 2 and 3 hold stage 1, and launch in another order."""
     rank = dist.get_rank()
     pipelines = [dist.new_group([0, 2]), dist.new_group([1, 3])]
@@ -48,10 +48,22 @@ def problems_of_other_collectives() -> tuple[str, ...]:
     lines = {"FORWARD": ("gather",), "REDUCE_GRAD": tuple(f"reduce {each}" for each in order)}
     stage.collectives = lambda: lines  # type: ignore[attr-defined]
     stage.prepare_overlap = lambda *_: None  # type: ignore[attr-defined]
+    stage.prepare_evaluation = lambda: None  # type: ignore[attr-defined]
+    if in_evaluation:
+
+        def prepare() -> None:
+            stage.collectives = lambda: lines  # type: ignore[attr-defined]
+
+        stage.prepare_evaluation = prepare  # type: ignore[attr-defined]
+        stage.collectives = dict  # type: ignore[attr-defined]
     try:
-        GraphPPRunner([stage], planned, group=pipelines[rank % 2])
+        with GraphPPRunner([stage], planned, group=pipelines[rank % 2]) as runner:
+            tokens, target = batch()
+            runner.eval(tokens, target=target)
     except RunnerSetupError as error:
         return error.problems
+    except PipelineStepError as error:
+        return getattr(error.__cause__, "problems", (str(error),))
     raise AssertionError("nothing was found")
 
 

@@ -108,6 +108,7 @@ def test_a_pair_that_cannot_be_made_ready_is_refused_when_the_runner_is_made() -
     for stage in stages:
         stage.prepare_overlap = refuse  # type: ignore[attr-defined]
         stage.collectives = dict  # type: ignore[attr-defined]
+        stage.prepare_evaluation = lambda: None  # type: ignore[attr-defined]
     with pytest.raises(RunnerSetupError) as caught:
         GraphPPRunner(stages, planned)
     assert caught.value.problems[0] == (

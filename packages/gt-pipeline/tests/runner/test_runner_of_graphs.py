@@ -14,8 +14,13 @@ from toy_pipeline import train_in_one_process
 from gt_pipeline.schedules import SCHEDULE_NAMES, peak_live
 from gt_trace.testing import GlooWorkers
 
+# One with one stage a rank, one that splits the backward, one with pairs.
+QUICK = ("1F1B", "ZBVZeroBubble", "DualPipeV")
 
-@pytest.mark.parametrize("name", SCHEDULE_NAMES)
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in SCHEDULE_NAMES]
+)
 def test_graph_stages_compute_what_one_eager_process_computes(four: GlooWorkers, name: str) -> None:
     num_stages = schedule(name).num_stages
     before = train_in_one_process(num_stages, num_steps=1)

@@ -36,10 +36,11 @@ def test_every_rank_hears_what_others_found_and_what_differs(four: GlooWorkers) 
     )
 
 
+@pytest.mark.parametrize("in_evaluation", [False, True])
 def test_every_rank_hears_that_holders_of_a_stage_would_run_other_collectives(
-    four: GlooWorkers,
+    four: GlooWorkers, in_evaluation: bool
 ) -> None:
-    (problems,) = set(four.run(problems_of_other_collectives))
+    (problems,) = set(four.run(problems_of_other_collectives, in_evaluation))
     assert problems == (
         (
             "ranks 2 and 3 hold stage 1, and would wait for each other's collectives forever; the "

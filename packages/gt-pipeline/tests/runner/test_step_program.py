@@ -31,6 +31,7 @@ def _program(works: list[Any], *, on_host: bool) -> StepProgram:
         pending={send: (works, ())},
         receiving=([[*works]],),
         on_host=on_host,
+        waiting=(),
     )
 
 

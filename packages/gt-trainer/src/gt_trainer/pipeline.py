@@ -93,6 +93,7 @@ def pipeline(
             collective_groups=_collective_groups(parallel_dims),
             new_passes=_new_passes(compile_config, Path(dump_folder)),
             device=torch.device("cpu") if device.type == "cpu" else device,  # tensors have no index
+            verify=compile_config.verify_passes,
         )
     last = plan.schedule.num_stages - 1
     return schedule, list(parts.values()), 0 in parts, last in parts

@@ -6,7 +6,8 @@ stages run eagerly. Here both run prebuilt graphs, one for each action, by ``Gra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,6 +58,7 @@ class PipelinedStep:
         collective_groups: groups over which stages communicate, closed when a step fails.
         new_passes: makes the passes of a stage, given its index.
         device: of the model.
+        verify: whether to verify every graph of a stage, as captured, as cut, and after passes.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class PipelinedStep:
         collective_groups: Sequence[dist.ProcessGroup],
         new_passes: Callable[[int], StagePasses],
         device: torch.device,
+        verify: bool = True,
     ) -> None:
         self._parts = parts
         self._schedule = schedule
@@ -79,6 +82,7 @@ class PipelinedStep:
         self._collective_groups = collective_groups
         self._new_passes = new_passes
         self._device = device
+        self._verify = verify
         self._runner: GraphPPRunner | None = None
         self._clock = StartupClock()
         self._on_capture: Callable[[StageCaptureReport], None] = lambda report: None
@@ -173,7 +177,9 @@ class PipelinedStep:
 
     def _runner_for(self, microbatches: Sequence[MicrobatchInputs]) -> GraphPPRunner:
         if self._runner is None:
-            self._runner = self._new_runner(microbatches[0])
+            # Validation may come first; what is captured here is for training all the same.
+            with _in_training_mode(self._parts.values()):
+                self._runner = self._new_runner(microbatches[0])
         return self._runner
 
     def _new_runner(self, microbatch: MicrobatchInputs) -> GraphPPRunner:
@@ -208,9 +214,23 @@ class PipelinedStep:
                 prepare_capture=passes.on_capture,
                 transform=passes.on_action,
                 fake_mode=fake_mode,
+                verify=self._verify,
             )
         self._on_capture(StageCaptureReport(graphs=stage.graphs, passes=tuple(passes.reports)))
         return stage
+
+
+@contextlib.contextmanager
+def _in_training_mode(parts: Iterable[nn.Module]) -> Iterator[None]:
+    """Every module in training mode, and afterwards in the mode that it was in."""
+    modes = {module: module.training for part in parts for module in part.modules()}
+    try:
+        for module in modes:
+            module.training = True
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
 
 
 def _stage_loss(loss_fn: LossFunction) -> StageLoss:

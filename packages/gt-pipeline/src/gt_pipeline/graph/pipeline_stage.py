@@ -171,8 +171,7 @@ class GraphPipelineStage:
         """The collectives of every graph, those of pairs that are ready included, in order.
 
         Returns:
-            A line for each, by the action that launches it; actions without any are missing. Graphs
-            of evaluation are captured when they are asked for, and are not among them.
+            A line for each, by the action that launches it; actions without any are missing.
         """
         executables = (self._unshard, self._forward, *self._backward.values(), self._reduce)
         named: dict[str, GraphModule] = {}
@@ -180,6 +179,8 @@ class GraphPipelineStage:
             named[each.action.kind] = each.action.graph_module
         for (backward_stage, kind), pair in self._overlaps.items():
             named[f"FORWARD with {_KIND[kind]} of stage {backward_stage}"] = pair.graph_module
+        for number, evaluation in enumerate(self._evaluations):
+            named[f"FORWARD of evaluation {number}"] = evaluation.forward.action.graph_module
         lines = {
             name: tuple(call.text for call in CollectiveSequence.of(graph_module).calls)
             for name, graph_module in named.items()
@@ -357,6 +358,10 @@ class GraphPipelineStage:
         with as_captured():
             results = evaluation.forward.run([*static, *arguments])
         return tuple(results)
+
+    def prepare_evaluation(self) -> None:
+        """Capture what ``evaluate`` runs in the module's present mode now, not at its first use."""
+        self._evaluation_now()
 
     def reduce_gradients(self) -> None:
         """Reduce the accumulated gradients over data-parallel ranks."""

@@ -74,6 +74,12 @@ class StageCapture:
     kwarg_names: tuple[str, ...]
     """Keyword arguments of the module, from the same."""
 
+    left_out: Mapping[str, Any]
+    """What else its forward could take by name, and its defaults for it."""
+
+    takes_any_kwargs: bool
+    """Whether its forward takes keyword arguments by any name."""
+
     has_target: bool
     """Whether the loss is inside, and the graph takes the microbatch's target."""
 
@@ -175,6 +181,8 @@ def capture_stage(
         inputs=tuple(map(_input_slot, traced.inputs)),
         results=tuple(_result_slots(traced, stage)),
         kwarg_names=tuple(kwargs),
+        left_out={n: p.default for n, p in _named_parameters(module) if n not in kwargs},
+        takes_any_kwargs=_takes_any_kwargs(module),
         has_target=loss_fn is not None,
         differentiates=differentiate,
         gradient_layouts=_gradient_layouts(traced, stage),
@@ -293,10 +301,22 @@ def _layout_problems(
 
 def _accepted(module: nn.Module, kwargs: Mapping[str, Any]) -> list[str]:
     """Which keyword arguments the module's forward takes."""
-    parameters = inspect.signature(module.forward).parameters
-    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
+    if _takes_any_kwargs(module):
         return list(kwargs)
-    return [name for name in kwargs if name in parameters]
+    names = {name for name, _ in _named_parameters(module)}
+    return [name for name in kwargs if name in names]
+
+
+def _takes_any_kwargs(module: nn.Module) -> bool:
+    parameters = inspect.signature(module.forward).parameters.values()
+    return any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)
+
+
+def _named_parameters(module: nn.Module) -> list[tuple[str, inspect.Parameter]]:
+    """Parameters of the forward that can be given by name."""
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    parameters = inspect.signature(module.forward).parameters
+    return [(name, each) for name, each in parameters.items() if each.kind in kinds]
 
 
 def _input_slot(graph_input: GraphInput) -> Slot:

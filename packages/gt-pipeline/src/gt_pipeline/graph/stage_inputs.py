@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -17,6 +18,9 @@ from gt_trace.bound_inputs import BoundInputs
 from gt_trace.captured_mode import ModeGuard
 
 __all__ = ["MicrobatchReader", "StageState"]
+
+
+_NOTHING = object()
 
 
 class StageState:
@@ -56,6 +60,9 @@ class MicrobatchReader:
         self._stage_index = capture.stage_index
         self._takes_args = capture.stage_index == 0
         self._kwarg_names = capture.kwarg_names
+        self._known_kwargs = frozenset(capture.kwarg_names)
+        self._left_out = capture.left_out
+        self._takes_any_kwargs = capture.takes_any_kwargs
         self._takes_target = capture.has_target
         self._takes_inputs = self._takes_args or bool(self._kwarg_names) or self._takes_target
         self._num_activations = len(capture.input_signature)
@@ -85,6 +92,8 @@ class MicrobatchReader:
         Raises:
             StageInputError: it is not as the captured one; every difference is listed.
         """
+        if inputs.kwargs.keys() - self._known_kwargs:
+            self._check_left_out(inputs.kwargs)
         flat: list[Any] = list(activations)
         fits = len(flat) == self._num_activations and all(
             tensor.shape == shape and tensor.dtype == dtype
@@ -95,6 +104,18 @@ class MicrobatchReader:
         if self._takes_inputs:
             flat += self._read_others(inputs)
         return flat
+
+    def _check_left_out(self, kwargs: Mapping[str, Any]) -> None:
+        """Refuse what the module would take and the graph does not; other stages may take it."""
+        problems = [
+            f"kwargs[{name!r}] was not given when it was captured, and the graph would ignore it"
+            for name, value in kwargs.items()
+            if name not in self._known_kwargs
+            and (self._takes_any_kwargs or name in self._left_out)
+            and value is not self._left_out.get(name, _NOTHING)
+        ]
+        if problems:
+            self._refuse(problems)
 
     def _read_others(self, inputs: MicrobatchInputs) -> list[Any]:
         missing = [name for name in self._kwarg_names if name not in inputs.kwargs]

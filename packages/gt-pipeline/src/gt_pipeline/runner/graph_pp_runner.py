@@ -40,7 +40,7 @@ from gt_pipeline.runner.setup_checks import (
     ranks_of_stages,
 )
 from gt_pipeline.runner.shared_parameters import find_members, shared_parameters
-from gt_pipeline.runner.stage_collectives import prepare_pairs
+from gt_pipeline.runner.stage_collectives import compare_evaluations, prepare_pairs
 from gt_pipeline.runner.stage_protocol import MicrobatchInputs, PipelineStageGraphs, Tensors
 from gt_pipeline.runner.step_program import StepProgram, bind_program
 from gt_pipeline.runner.step_record import StepRecord, record_actions
@@ -54,6 +54,7 @@ LossReduction: TypeAlias = Literal["sum", "mean"]
 _Mode: TypeAlias = Literal["train", "eval"]
 
 _BEFORE_ACTIONS = -1
+_BEFORE_INPUTS = -2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,6 +189,7 @@ class GraphPPRunner:
         }
         self.record_steps = False
         """Whether results have a `StepRecord`; measuring costs time on every action."""
+        self._has_evaluated = False
         self._step = 0
         self._position = 0
         self._failure = ""
@@ -270,9 +272,12 @@ class GraphPPRunner:
         self._check_open()
         program = self._programs[mode]
         self._step += 1
-        self._position = _BEFORE_ACTIONS
+        self._position = _BEFORE_INPUTS
         try:
             self._connections.watch(self._step)
+            if mode == "eval" and not self._has_evaluated:
+                self._prepare_evaluation()
+            self._position = _BEFORE_ACTIONS
             with torch.no_grad():
                 self._fill_inputs(inputs())
                 record = self._run_actions(program)
@@ -291,6 +296,12 @@ class GraphPPRunner:
             stage.discard()
         self._inputs.clear()
         return _result(program, record)
+
+    def _prepare_evaluation(self) -> None:
+        # Before anything of the step that can fail on one rank alone: all take part.
+        group = self._connections.agreement_group
+        compare_evaluations(list(self._stages.values()), self._global_rank, group)
+        self._has_evaluated = True
 
     def _fill_inputs(self, microbatches: Sequence[MicrobatchInputs]) -> None:
         if len(microbatches) != self._schedule.num_microbatches:
@@ -378,6 +389,8 @@ def _ranks(schedule: Schedule, group: dist.ProcessGroup | None) -> tuple[int, li
 
 def _place(actions: Sequence[Action], position: int) -> tuple[str, int | None]:
     """What runs at a position, and of which stage."""
+    if position == _BEFORE_INPUTS:
+        return "preparing the step", None
     if position == _BEFORE_ACTIONS:
         return "splitting inputs into microbatches", None
     if position == len(actions):

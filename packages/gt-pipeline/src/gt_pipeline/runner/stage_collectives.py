@@ -2,8 +2,9 @@
 
 Such ranks gather parameters, reduce gradients and exchange tokens with each other. If two of them
 ran other sequences, all would hang until a timeout that names nothing. A stage that was captured
-knows its sequences; what a schedule pairs is made ready first, so that it counts as well. Digests
-are compared by all ranks of the world, and the sequences sent only if they differ.
+knows its sequences; what a schedule pairs is made ready first, so that it counts as well, and what
+evaluation runs before the first one. Digests are compared by all ranks of the world, and the
+sequences sent only if they differ.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ from itertools import zip_longest
 
 import torch.distributed as dist
 
+from gt_pipeline.errors import RunnerSetupError
 from gt_pipeline.runner.object_exchange import gather_objects
 from gt_pipeline.runner.stage_protocol import CapturedStageGraphs, PipelineStageGraphs
 from gt_pipeline.runner.step_program import BACKWARD_NAMES
 from gt_pipeline.schedules import LoweredSchedule
 
-__all__ = ["digests_of", "explain_differences", "prepare_pairs"]
+__all__ = ["compare_evaluations", "digests_of", "explain_differences", "prepare_pairs"]
 
 
 def prepare_pairs(lowered: LoweredSchedule, stages: Mapping[int, PipelineStageGraphs]) -> list[str]:
@@ -53,6 +55,40 @@ def prepare_pairs(lowered: LoweredSchedule, stages: Mapping[int, PipelineStageGr
                     f"{type(error).__name__}: {error}"
                 )
     return problems
+
+
+def compare_evaluations(
+    stages: Sequence[PipelineStageGraphs], rank: int, group: dist.ProcessGroup | None
+) -> None:
+    """Make ready what evaluation runs, and compare its collectives. Collective over all ranks.
+
+    Args:
+        stages: of this rank.
+        rank: this one's, global.
+        group: of all ranks, by gloo; None if there are no others.
+
+    Raises:
+        RunnerSetupError: on every rank alike, if it cannot be made ready on any, or differs.
+    """
+    problems = []
+    for stage in stages:
+        if isinstance(stage, CapturedStageGraphs):
+            try:
+                stage.prepare_evaluation()
+            except Exception as error:  # noqa: BLE001  # whatever it is, all ranks raise it
+                problems.append(
+                    f"rank {rank}: evaluation of stage {stage.stage_index} cannot be captured: "
+                    f"{type(error).__name__}: {error}"
+                )
+    if group is not None:
+        digests = {} if problems else {each.stage_index: digests_of(each) for each in stages}
+        everyone = gather_objects((rank, problems, digests), group)
+        problems = [text for _, of_rank, _ in everyone for text in of_rank]
+        if not problems:
+            by_rank = {each: of_rank for each, _, of_rank in everyone}
+            problems = explain_differences(by_rank, stages, group)
+    if problems:
+        raise RunnerSetupError(what="this pipeline cannot evaluate", problems=problems)
 
 
 def digests_of(stage: PipelineStageGraphs) -> dict[str, str]:

@@ -196,6 +196,9 @@ class CapturedStageGraphs(PipelineStageGraphs, Protocol):
     def prepare_overlap(self, backward_stage: Any, backward_kind: BackwardKind) -> object:
         """Make ready what `overlap` with that stage will run."""
 
+    def prepare_evaluation(self) -> None:
+        """Make ready what `evaluate` will run in the present mode of the module."""
+
     def collectives(self) -> Mapping[str, Sequence[str]]:
         """The collectives of all that is ready, in the order in which they are launched.
 
