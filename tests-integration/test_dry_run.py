@@ -93,7 +93,7 @@ def test_accumulation_counts_the_graph_once_for_each_microbatch() -> None:
         # pytorch/torchtitan #3434: FSDP 32 x EP 32, no overlap of the token exchange.
         pytest.param("deepseek_v3", "deepseek_v3_16b", 8086, marks=pytest.mark.slow),
         # pytorch/torchtitan #3141: FSDP 4 x TP 2, regional Inductor.
-        ("llama3", "llama3_8b", 6876),
+        pytest.param("llama3", "llama3_8b", 6876, marks=pytest.mark.slow),
     ],
 )
 def test_simulated_throughput_is_within_15_percent_of_the_published(

@@ -55,6 +55,7 @@ def start_training(folder: Path) -> tuple["subprocess.Popen[str]", list[int]]:
     return process, ranks
 
 
+@pytest.mark.slow  # gt-trainer interrupts a launcher of small programs
 def test_ctrl_c_ends_all_ranks_with_one_message(tmp_path):
     process, ranks = start_training(tmp_path)
     os.killpg(process.pid, signal.SIGINT)

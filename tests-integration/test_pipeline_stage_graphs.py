@@ -37,6 +37,7 @@ DEEPSEEK_V3 = Case(module="deepseek_v3", config="deepseek_v3_debugmodel", chunke
             with_layers(DEEPSEEK_V3, 3, data_parallel_shard_degree=4, expert_parallel_degree=2),
             True,
             id="deepseek_v3, FSDP 4 x EP 2",
+            marks=pytest.mark.slow,  # pipelines of it train in test_pipelined_training.py
         ),
     ],
 )

@@ -62,6 +62,7 @@ def test_losses_and_gradients_are_those_of_the_whole_model_and_of_pytorchs_runti
     assert all("UNSHARD" in each.actions and "REDUCE_GRAD" in each.actions for each in found)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_resumed_under_another_pipeline_degree(four: GlooWorkers, tmp_path: Path):
     case = PipelineCase(model=LLAMA3, schedule="1F1B")
     other = {"pipeline_parallel_degree": 1, "tensor_parallel_degree": 2}

@@ -42,12 +42,21 @@ TOGETHER = {
     "full recompute but for products, small buckets": {**BUT_FOR_PRODUCTS, **SMALL_BUCKETS},
     "offload, dense regions": {**OFFLOAD, **DENSE_REGIONS},
 }
+# One of each kind, for CI.
+MIXED = {
+    "full recompute but for products, a second group, dense regions": {
+        **BUT_FOR_PRODUCTS,
+        **SECOND_GROUP,
+        **DENSE_REGIONS,
+    }
+}
 # What depends on experts: what a policy recomputes of them, and launches around their regions.
 TOGETHER_WITH_EXPERTS = {"full recompute, dense regions": {**FULL_RECOMPUTE, **DENSE_REGIONS}}
 FLOAT32_ULP = 2.0**-23
 
 WORKLOADS = (
-    ("llama3, FSDP 2 x TP 2", TOGETHER),
+    ("llama3, FSDP 2 x TP 2", MIXED),
+    pytest.param("llama3, FSDP 2 x TP 2", TOGETHER, marks=pytest.mark.slow),
     pytest.param(
         "deepseek_v3, FSDP 2 x TP 2 x EP 2", TOGETHER_WITH_EXPERTS, marks=pytest.mark.slow
     ),
