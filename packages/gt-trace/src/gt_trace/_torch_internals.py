@@ -7,28 +7,41 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+# Marks a fake tensor as the conjugate or negative view that the traced one is; a fake tensor is
+# made over a plain meta tensor, which loses both.
+from torch._C import _set_conj as set_conj
+from torch._C import _set_neg as set_neg
+
 # Fake tensors stand in for parameters and inputs while tracing; no public constructor exists.
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+# The counter from which autograd nodes get the numbers that ``meta["seq_nr"]`` repeats.
+from torch.autograd import _get_sequence_nr as sequence_counter
 
 # The engine patch gives backward nodes the sequence number of their forward node; the context
 # is the permission that the patch asks for.
 from torch.compiler import _non_strict_tracing_context as non_strict_tracing_context
 from torch.compiler import _patch_engine_backward as patch_engine_backward
 
-# make_fx with its recording options is the tracer itself; it has no public name.
-from torch.fx.experimental.proxy_tensor import make_fx
+# make_fx with its recording options is the tracer itself; it has no public name. The proxy mode
+# leads to the graph that is being made.
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.fx.experimental.symbolic_shapes import (
     DimDynamic,
     ShapeEnv,
     StatelessSymbolicContext,
 )
 
+# What make_fx writes to ``meta["tensor_meta"]``.
+from torch.fx.passes.shape_prop import TensorMetadata
+
 # The tree functions of torch itself: the same registrations as every other torch tracer.
 from torch.utils import _pytree as pytree
 
-# Says whether a tensor subclass can be taken apart with __tensor_flatten__.
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+# Says whether a tensor subclass can be taken apart with __tensor_flatten__; and the base of modes
+# that see every operator.
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -42,13 +55,19 @@ __all__ = [
     "FakeTensorMode",
     "ShapeEnv",
     "StatelessSymbolicContext",
+    "TensorMetadata",
+    "TorchDispatchMode",
     "TracingContext",
     "concatenate_meshes",
+    "get_proxy_mode",
     "is_traceable_wrapper_subclass",
     "make_fx",
     "non_strict_tracing_context",
     "patch_engine_backward",
     "pytree",
+    "sequence_counter",
+    "set_conj",
+    "set_neg",
     "strided_shard",
     "tracing",
 ]

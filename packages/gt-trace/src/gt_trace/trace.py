@@ -29,16 +29,18 @@ from gt_trace._torch_internals import (
 from gt_trace.annotate import annotate_modules
 from gt_trace.captured_mode import CapturedMode, refuse_gradient_hooks
 from gt_trace.flat_inputs import FlatInputs
+from gt_trace.garbage_collection import held_garbage_collection
 from gt_trace.graph_inputs import name_placeholders
 from gt_trace.inherit import inherit_annotations
 from gt_trace.input_preparers import InputPreparer, TraceInputs
 from gt_trace.module_state import collect_state, swapped_optimizer
 from gt_trace.purity import refuse_constants, refuse_side_effects
 from gt_trace.random_draws import refuse_repeated_draws
+from gt_trace.stack_traces import memoised_stack_traces
 from gt_trace.subclass_layout import TensorLayout, flatten_tensor
 from gt_trace.traced_step import TracedStep
 
-__all__ = ["ConstantPolicy", "trace_step"]
+__all__ = ["ConstantPolicy", "trace_step", "tracing_contexts"]
 
 ConstantPolicy = Literal["error", "allow"]
 
@@ -100,7 +102,7 @@ def trace_step(
         step = _TracedFunction(fn, flat, optimizer, input_preparers)
         mode = fake_mode or FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
         fakes = flat.fake(mode, torch.device(meta_device))
-        with _tracing_contexts(mode, module):
+        with held_garbage_collection(), tracing_contexts(mode, module):
             graph_module: GraphModule = make_fx(step, record_stack_traces=True)(*fakes)
         inherit_annotations(graph_module)
         refuse_repeated_draws(graph_module)
@@ -128,7 +130,8 @@ def trace_step(
 
 
 @contextlib.contextmanager
-def _tracing_contexts(fake_mode: FakeTensorMode, module: nn.Module | None) -> Any:
+def tracing_contexts(fake_mode: FakeTensorMode, module: nn.Module | None) -> Any:
+    """What must be in force while a step runs to be captured; ``module`` is annotated."""
     with contextlib.ExitStack() as stack:
         if module is not None:
             stack.enter_context(annotate_modules(module))
@@ -165,7 +168,7 @@ class _TracedFunction:
             inputs = preparer.inside_trace(inputs)
         slots = self._flat.slots
         traced = {id(slot.tensor): tensor for slot, tensor in zip(slots, state, strict=True)}
-        with swapped_optimizer(self._optimizer, traced):
+        with memoised_stack_traces(), swapped_optimizer(self._optimizer, traced):
             try:
                 for slot, tensor in zip(slots, state, strict=True):
                     slot.put(tensor)

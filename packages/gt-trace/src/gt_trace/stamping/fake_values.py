@@ -1,0 +1,265 @@
+"""Fake tensors of stamped nodes: same sizes as the traced ones, memory of their own unit.
+
+Views of one memory must stay views of one memory, since passes read aliasing off the storages. So
+every storage is known by the node at which it first appears (its *owner*), and a stamped tensor
+lies in the storage of its own owner, which is found as any reference is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from gt_trace._torch_internals import FakeTensor, TensorMetadata, set_conj, set_neg
+from gt_trace.stamping.references import Reference
+from gt_trace.stamping.refusal import NotStampable
+from gt_trace.stamping.unit_symbols import UnitSymbols
+
+__all__ = ["StorageOwners", "StoragePlan", "ValueMaker", "tensors_in"]
+
+
+@dataclass(frozen=True, slots=True)
+class StoragePlan:
+    """Whose memory one tensor lies in."""
+
+    owner: Reference
+    index: int
+    """Which tensor of the owner's value."""
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors of a node's value, in order."""
+    found: list[torch.Tensor] = []
+    _collect(value, found)
+    return found
+
+
+def _collect(value: Any, found: list[torch.Tensor]) -> None:
+    if isinstance(value, torch.Tensor):
+        found.append(value)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            _collect(each, found)
+    elif isinstance(value, dict):
+        for each in value.values():
+            _collect(each, found)
+
+
+class StorageOwners:
+    """Which node each storage of a graph first appears at."""
+
+    def __init__(self, nodes: Iterable[Node]) -> None:
+        self._owners: dict[int, tuple[Node, int]] = {}
+        for node in nodes:
+            for index, tensor in enumerate(tensors_in(node.meta.get("val"))):
+                self._owners.setdefault(_storage_key(tensor), (node, index))
+
+    def of(self, tensor: torch.Tensor) -> tuple[Node, int]:
+        """The owner, and which tensor of its value.
+
+        Raises:
+            NotStampable: no node has a value in that storage.
+        """
+        found = self._owners.get(_storage_key(tensor))
+        if found is None:
+            raise NotStampable("a value lies in memory that no node owns")
+        return found
+
+
+class ValueMaker:
+    """Makes values of stamped nodes.
+
+    Args:
+        owners: of the shortened model's graph.
+        symbols: sizes that differ between units.
+    """
+
+    def __init__(self, owners: StorageOwners, symbols: UnitSymbols) -> None:
+        self._owners = owners
+        self._symbols = symbols
+
+    def plan(
+        self, ours: Any, theirs: Any, meant: Callable[[Node, Node], Reference], where: str
+    ) -> tuple[StoragePlan, ...]:
+        """Whose memory the tensors of a value lie in, in any unit.
+
+        Args:
+            ours: the value in the first interior unit.
+            theirs: that in the last one.
+            meant: see ``ReferenceFinder.meant``.
+            where: for messages.
+
+        Raises:
+            NotStampable: the values differ in more than symbols and memory.
+        """
+        if not self._alike(ours, theirs):
+            raise NotStampable(f"{where}: values of other shapes or kinds")
+        plans: list[StoragePlan] = []
+        for one, other in zip(tensors_in(ours), tensors_in(theirs), strict=True):
+            node, index = self._owners.of(one)
+            other_node, other_index = self._owners.of(other)
+            if index != other_index:
+                raise NotStampable(f"{where}: memory of other results of {node}")
+            plans.append(StoragePlan(meant(node, other_node), index))
+        return tuple(plans)
+
+    def make(
+        self,
+        value: Any,
+        plans: Sequence[StoragePlan],
+        owner: Callable[[Reference], Node],
+        node: Node,
+        replaced: dict[Any, Any],
+    ) -> Any:
+        """A new value like ``value``.
+
+        Args:
+            value: of the first interior unit.
+            plans: one for each of its tensors.
+            owner: the node that a reference means in the unit at hand.
+            node: the node that the value is of; it owns memory that no earlier node does.
+            replaced: symbols of the first unit by those of the one at hand.
+        """
+        remaining = iter(plans)
+        own: dict[int, torch.UntypedStorage] = {}
+
+        def tensor(old: torch.Tensor) -> torch.Tensor:
+            plan = next(remaining)
+            holder = owner(plan.owner)
+            if holder is not node:
+                storage = storage_of(holder, plan.index)
+            elif plan.index in own:
+                storage = own[plan.index]
+            else:
+                storage = own[plan.index] = self._new_storage(old, replaced)
+            return self._tensor(old, storage, replaced)
+
+        return self._map(value, tensor, replaced)
+
+    def rehomed(
+        self,
+        value: Any,
+        plans: Sequence[StoragePlan],
+        owner: Callable[[Reference], Node],
+        node: Node,
+    ) -> Any:
+        """``value``, of a traced node, with tensors moved to memory whose owner is now another."""
+        remaining = iter(plans)
+        moved = False
+
+        def tensor(old: torch.Tensor) -> torch.Tensor:
+            nonlocal moved
+            plan = next(remaining)
+            holder = owner(plan.owner)
+            if holder is node:
+                return old
+            storage = storage_of(holder, plan.index)
+            if storage._cdata == old.untyped_storage()._cdata:
+                return old
+            moved = True
+            return self._tensor(old, storage, {})
+
+        made = self._map(value, tensor, {})
+        return made if moved else value
+
+    def shape_facts(self, facts: TensorMetadata, replaced: dict[Any, Any]) -> TensorMetadata:
+        """``meta["tensor_meta"]`` with the unit's symbols; without any it is the very same."""
+        if not replaced:
+            return facts
+        return facts._replace(
+            shape=torch.Size([self._symbols.size(size, replaced) for size in facts.shape]),
+            stride=tuple(self._symbols.size(size, replaced) for size in facts.stride),
+        )
+
+    def _map(
+        self, value: Any, tensor: Callable[[torch.Tensor], torch.Tensor], replaced: dict[Any, Any]
+    ) -> Any:
+        if isinstance(value, torch.Tensor):
+            return tensor(value)
+        if isinstance(value, list | tuple):
+            return type(value)([self._map(each, tensor, replaced) for each in value])
+        if isinstance(value, dict):
+            mapped = {key: self._map(each, tensor, replaced) for key, each in value.items()}
+            # fx's immutable containers stay what they are.
+            return type(value)(mapped)
+        if isinstance(value, torch.SymInt):
+            return self._symbols.size(value, replaced)
+        return value
+
+    def _alike(self, ours: Any, theirs: Any) -> bool:
+        if type(ours) is not type(theirs):
+            return isinstance(ours, int | torch.SymInt) and self._symbols.same(ours, theirs)
+        if isinstance(ours, torch.Tensor):
+            return self._alike_tensors(ours, theirs)
+        if isinstance(ours, list | tuple):
+            return len(ours) == len(theirs) and all(map(self._alike, ours, theirs))
+        if isinstance(ours, dict):
+            return list(ours) == list(theirs) and all(
+                map(self._alike, ours.values(), theirs.values())
+            )
+        if isinstance(ours, int | torch.SymInt):
+            return self._symbols.same(ours, theirs)
+        if isinstance(ours, torch.SymBool | torch.SymFloat):
+            return False
+        return bool(ours == theirs)
+
+    def _alike_tensors(self, ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+        facts = _fixed_facts(ours)
+        if facts is None or facts != _fixed_facts(theirs):
+            return False
+        sizes = (*ours.shape, *ours.stride(), ours.storage_offset())
+        others = (*theirs.shape, *theirs.stride(), theirs.storage_offset())
+        return len(sizes) == len(others) and all(map(self._symbols.same, sizes, others))
+
+    def _new_storage(self, old: torch.Tensor, replaced: dict[Any, Any]) -> torch.UntypedStorage:
+        num_bytes = self._symbols.size(old.untyped_storage().nbytes(), replaced)
+        if isinstance(num_bytes, int):
+            return torch.UntypedStorage(num_bytes, device="meta")
+        return torch.empty((num_bytes,), dtype=torch.uint8, device="meta").untyped_storage()
+
+    def _tensor(
+        self, old: torch.Tensor, storage: torch.UntypedStorage, replaced: dict[Any, Any]
+    ) -> torch.Tensor:
+        shape: Any = old.shape
+        stride: Any = old.stride()
+        offset: Any = old.storage_offset()
+        if replaced:
+            shape = [self._symbols.size(size, replaced) for size in shape]
+            stride = [self._symbols.size(size, replaced) for size in stride]
+            offset = self._symbols.size(offset, replaced)
+        element = torch.empty((0,), dtype=old.dtype, device="meta")
+        element.set_(storage, offset, shape, stride)
+        return fake_over(old, element)
+
+
+def fake_over(like: torch.Tensor, element: torch.Tensor) -> torch.Tensor:
+    """A fake tensor over ``element``, of the mode and device of ``like``."""
+    assert isinstance(like, FakeTensor)
+    made = FakeTensor(like.fake_mode, element, like.fake_device, dispatch_keys=like.dispatch_keys)
+    if like.is_conj():
+        set_conj(made, True)
+    if like.is_neg():
+        set_neg(made, True)
+    return made
+
+
+def storage_of(node: Node, index: int) -> torch.UntypedStorage:
+    """The storage of one tensor of a node's value."""
+    value = node.meta["val"]
+    tensor = value if isinstance(value, torch.Tensor) else tensors_in(value)[index]
+    return tensor.untyped_storage()
+
+
+def _fixed_facts(tensor: torch.Tensor) -> tuple[object, ...] | None:
+    if not isinstance(tensor, FakeTensor) or tensor.layout is not torch.strided:
+        return None
+    return (tensor.dtype, tensor.device, tensor.is_conj(), tensor.is_neg(), tensor.dim())
+
+
+def _storage_key(tensor: torch.Tensor) -> int:
+    key: int = tensor.untyped_storage()._cdata
+    return key

@@ -1,0 +1,357 @@
+"""Whether two layers are built alike: the first gate before stamping.
+
+Everything that a forward could read is compared: classes, parameters and buffers with their
+placement, every attribute with its containers, hooks, wrapped methods with what they close over.
+Objects are compared by what they hold where their whole state is Python's; any other object must be
+the very same one. What lies in a layer's own tree is compared by its place there, and names that
+contain the layer's index by the distance to it.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import types
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from gt_trace.stamping.layer_list import LayerList
+from gt_trace.subclass_layout import flatten_tensor
+
+__all__ = ["LayerComparison", "layer_difference"]
+
+_HEAP_TYPE = 1 << 9
+"""Py_TPFLAGS_HEAPTYPE: classes that Python statements made have it."""
+
+_HOOKS = (
+    "_forward_pre_hooks",
+    "_forward_hooks",
+    "_backward_pre_hooks",
+    "_backward_hooks",
+)
+_HOOK_FLAGS = (
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+)
+_NOT_READ_BY_A_FORWARD = frozenset(
+    {
+        "_modules",
+        "_parameters",
+        "_buffers",
+        "_non_persistent_buffers_set",
+        "_state_dict_hooks",
+        "_state_dict_pre_hooks",
+        "_load_state_dict_pre_hooks",
+        "_load_state_dict_post_hooks",
+        *_HOOKS,
+        *_HOOK_FLAGS,
+    }
+)
+_BY_VALUE = (
+    bool,
+    int,
+    complex,
+    bytes,
+    type(None),
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+    enum.Enum,
+    range,
+    slice,
+    torch.finfo,
+    torch.iinfo,
+)
+
+
+def layer_difference(
+    layers: LayerList, first: int, second: int, *, ignored_attributes: frozenset[str] = frozenset()
+) -> str | None:
+    """What differs between two layers, or None.
+
+    Args:
+        layers: the list that both are in.
+        first: index of a layer.
+        second: index of another.
+        ignored_attributes: of modules, that no forward reads, such as initialisers.
+
+    Returns:
+        A phrase as ``layers.3.attention.scale is 0.5, and 0.25 in layers.2``.
+    """
+    return LayerComparison(
+        layers=layers, first=first, second=second, ignored_attributes=ignored_attributes
+    ).modules()
+
+
+@dataclass(slots=True, kw_only=True)
+class LayerComparison:
+    """Compares what belongs to one layer with what belongs to another."""
+
+    layers: LayerList
+    first: int
+    second: int
+    ignored_attributes: frozenset[str] = frozenset()
+    _places: tuple[dict[int, str], dict[int, str]] | None = None
+    _seen: set[tuple[int, int]] | None = None
+
+    def modules(self) -> str | None:
+        """The first difference between the modules themselves."""
+        ours = dict(self.layers.layers[self.first].named_modules(remove_duplicate=False))
+        theirs = dict(self.layers.layers[self.second].named_modules(remove_duplicate=False))
+        if list(ours) != list(theirs):
+            only = [name for name in ours if name not in theirs] or [
+                name for name in theirs if name not in ours
+            ]
+            what = f"other submodules, as {only[0]}" if only else "its submodules in another order"
+            names = self.layers.name(self.second), self.layers.name(self.first)
+            return f"{names[0]} has {what}, than {names[1]}"
+        for name, module in ours.items():
+            path = f".{name}" if name else ""
+            found = self._module(path, module, theirs[name])
+            if found is not None:
+                return found
+        return None
+
+    def value(self, path: str, ours: Any, theirs: Any) -> str | None:
+        """The first difference between two values that the layers hold at ``path``."""
+        if isinstance(ours, str):
+            if isinstance(theirs, str) and self._relative(ours, self.first) == self._relative(
+                theirs, self.second
+            ):
+                return None
+            return self._differ(path, ours, theirs)
+        if ours is theirs:
+            # Shared by both, hence no difference; what a shared object does in each, the streams
+            # of operators tell.
+            return None
+        if type(ours) is not type(theirs):
+            return self._differ(path, type(ours).__name__, type(theirs).__name__)
+        if isinstance(ours, float):
+            return None if ours.hex() == theirs.hex() else self._differ(path, ours, theirs)
+        if isinstance(ours, _BY_VALUE):
+            return None if ours == theirs else self._differ(path, ours, theirs)
+        key = (id(ours), id(theirs))
+        seen = self._seen = set() if self._seen is None else self._seen
+        if key in seen:
+            return None
+        seen.add(key)
+        return self._object(path, ours, theirs)
+
+    def _object(self, path: str, ours: Any, theirs: Any) -> str | None:
+        if isinstance(ours, list | tuple):
+            return self._sequence(path, ours, theirs)
+        if isinstance(ours, Mapping):
+            return self._mapping(path, ours, theirs)
+        if isinstance(ours, set | frozenset):
+            return None if ours == theirs else self._differ(path, ours, theirs)
+        if isinstance(ours, nn.Module):
+            places = self._module_places()
+            if places[0].get(id(ours), id(ours)) == places[1].get(id(theirs), id(theirs)):
+                return None
+            return self._unknown(path, ours)
+        if isinstance(ours, torch.Tensor):
+            return self._unknown(path, ours)
+        if isinstance(ours, DeviceMesh):
+            return None if ours == theirs else self._differ(path, ours, theirs)
+        if isinstance(ours, weakref.ref):
+            return self.value(path, ours(), theirs())
+        if isinstance(ours, functools.partial):
+            return self.value(
+                path,
+                (ours.func, ours.args, ours.keywords),
+                (theirs.func, theirs.args, theirs.keywords),
+            )
+        if isinstance(ours, types.MethodType):
+            return self.value(path, ours.__func__, theirs.__func__) or self.value(
+                f"{path}.__self__", ours.__self__, theirs.__self__
+            )
+        if isinstance(ours, types.FunctionType):
+            return self._function(path, ours, theirs)
+        if isinstance(ours, types.CellType):
+            return self.value(path, _cell(ours), _cell(theirs))
+        if _is_plain_python(type(ours)):
+            return self._mapping(path, _state(ours), _state(theirs))
+        return self._unknown(path, ours)
+
+    def _module(self, path: str, ours: nn.Module, theirs: nn.Module) -> str | None:
+        if ours is theirs:
+            return None
+        if type(ours) is not type(theirs):
+            return self._differ(path, type(ours).__qualname__, type(theirs).__qualname__)
+        for kind in ("_parameters", "_buffers"):
+            found = self._tensors(path, getattr(ours, kind), getattr(theirs, kind))
+            if found is not None:
+                return found
+        for name in _HOOKS:
+            found = self.value(f"{path} {name}", _hooks(ours, name), _hooks(theirs, name))
+            if found is not None:
+                return found
+        skipped = _NOT_READ_BY_A_FORWARD | self.ignored_attributes
+        return self._mapping(
+            path,
+            {name: held for name, held in vars(ours).items() if name not in skipped},
+            {name: held for name, held in vars(theirs).items() if name not in skipped},
+        )
+
+    def _tensors(
+        self,
+        path: str,
+        ours: Mapping[str, torch.Tensor | None],
+        theirs: Mapping[str, torch.Tensor | None],
+    ) -> str | None:
+        if list(ours) != list(theirs):
+            return self._differ(path, list(ours), list(theirs))
+        for name, one in ours.items():
+            other = theirs[name]
+            if one is other:
+                continue
+            if one is None or other is None:
+                return self._differ(f"{path}.{name}", type(one).__name__, type(other).__name__)
+            for what, get in _TENSOR_FACTS.items():
+                if get(one) != get(other):
+                    return self._differ(f"{path}.{name} {what}", get(one), get(other))
+            found = self.value(f"{path}.{name} hooks", _tensor_hooks(one), _tensor_hooks(other))
+            if found is None:
+                found = self._mapping(f"{path}.{name}", _tensor_state(one), _tensor_state(other))
+            if found is not None:
+                return found
+        return None
+
+    def _sequence(self, path: str, ours: Any, theirs: Any) -> str | None:
+        if len(ours) != len(theirs):
+            return self._differ(f"len({path.lstrip('.')})", len(ours), len(theirs))
+        for index, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+            found = self.value(f"{path}[{index}]", one, other)
+            if found is not None:
+                return found
+        return None
+
+    def _mapping(self, path: str, ours: Mapping[Any, Any], theirs: Mapping[Any, Any]) -> str | None:
+        if len(ours) != len(theirs):
+            more, less = (ours, theirs) if len(ours) > len(theirs) else (theirs, ours)
+            return (
+                self._differ(path, f"with {sorted(map(str, set(more) - set(less)))}", "without")
+                if more is ours
+                else self._differ(
+                    path, "without", f"with {sorted(map(str, set(more) - set(less)))}"
+                )
+            )
+        # In order: iterating over a dictionary is part of what a forward may do.
+        for (key, one), (other_key, other) in zip(ours.items(), theirs.items(), strict=True):
+            found = self.value(f"{path} key", key, other_key)
+            if found is None:
+                found = self.value(f"{path}.{key}", one, other)
+            if found is not None:
+                return found
+        return None
+
+    def _function(self, path: str, ours: Any, theirs: Any) -> str | None:
+        if ours.__code__ != theirs.__code__ or ours.__globals__ is not theirs.__globals__:
+            return self._differ(path, ours.__qualname__, f"another {theirs.__qualname__}")
+        names = ("__closure__", "__defaults__", "__kwdefaults__", "__dict__")
+        for name in names:
+            found = self.value(f"{path}.{name}", getattr(ours, name), getattr(theirs, name))
+            if found is not None:
+                return found
+        return None
+
+    def _relative(self, text: str, own: int) -> str:
+        """Indices of the list in ``text`` as distances to ``own``."""
+        if self.layers.fqn not in text:
+            return text
+        return self.layers.pattern().sub(
+            lambda match: f"{self.layers.fqn}.{int(match[1]) - own:+d}", text
+        )
+
+    def _module_places(self) -> tuple[dict[int, str], dict[int, str]]:
+        if self._places is None:
+            ours, theirs = (
+                {id(m): name for name, m in self.layers.layers[index].named_modules()}
+                for index in (self.first, self.second)
+            )
+            self._places = (ours, theirs)
+        return self._places
+
+    def _differ(self, path: str, ours: object, theirs: object) -> str:
+        where = f"{self.layers.name(self.second)}{path}"
+        if path and not path.startswith((".", " ")):
+            where = f"{self.layers.name(self.second)} {path}"
+        return f"{where} is {_short(theirs)}, and {_short(ours)} in {self.layers.name(self.first)}"
+
+    def _unknown(self, path: str, value: object) -> str:
+        return (
+            f"{self.layers.name(self.second)}{path} is a {type(value).__name__} of its own, which "
+            f"cannot be compared with the one of {self.layers.name(self.first)}"
+        )
+
+
+_TENSOR_FACTS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "kind": type,
+    "shape": lambda tensor: tuple(tensor.shape),
+    "stride": lambda tensor: tuple(tensor.stride()),
+    "dtype": lambda tensor: tensor.dtype,
+    "device": lambda tensor: tensor.device,
+    "requires_grad": lambda tensor: tensor.requires_grad,
+    "layout": lambda tensor: flatten_tensor(tensor)[1],
+    "local shape": lambda tensor: [tuple(leaf.shape) for leaf in flatten_tensor(tensor)[0]],
+}
+
+
+def _hooks(module: nn.Module, name: str) -> list[tuple[Any, tuple[bool, ...]]]:
+    """Hooks in order; their keys are numbers that no two modules share."""
+    flags = [getattr(module, flag) for flag in _HOOK_FLAGS]
+    return [
+        (hook, tuple(key in flag for flag in flags)) for key, hook in getattr(module, name).items()
+    ]
+
+
+def _tensor_hooks(tensor: torch.Tensor) -> list[Any]:
+    """Hooks on a tensor. Private attributes: torch has no other way to ask for them."""
+    held = (tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None))
+    return [list(hooks.values()) for hooks in held if hooks]
+
+
+def _tensor_state(tensor: torch.Tensor) -> dict[str, Any]:
+    """What Python hung on a tensor, beside hooks and what makes up a subclass."""
+    held: dict[str, Any] = getattr(tensor, "__dict__", {})
+    inner = {name for name, _ in flatten_tensor(tensor)[1].attributes}
+    own = {"_backward_hooks", "_post_accumulate_grad_hooks", "_spec", *inner}
+    return {name: value for name, value in held.items() if name not in own}
+
+
+def _cell(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
+
+
+def _is_plain_python(kind: type) -> bool:
+    """Whether all that an object of that class holds is in its dictionary and its slots."""
+    return all(base is object or base.__flags__ & _HEAP_TYPE for base in kind.__mro__) and (
+        hasattr(kind, "__dict__")
+        and any("__dict__" in vars(base) or "__slots__" in vars(base) for base in kind.__mro__)
+    )
+
+
+def _state(value: Any) -> dict[str, Any]:
+    state: dict[str, Any] = dict(getattr(value, "__dict__", {}))
+    for base in type(value).__mro__:
+        slots = vars(base).get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
+                state[name] = getattr(value, name)
+    return state
+
+
+def _short(value: object) -> str:
+    text = value if isinstance(value, str) else repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

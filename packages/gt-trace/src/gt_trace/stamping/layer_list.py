@@ -1,0 +1,119 @@
+"""The list of a model's repeated blocks, and what of the model's names belongs to which block."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from torch import nn
+
+from gt_trace.module_state import StateSlot
+from gt_trace.stamping.refusal import NotStampable
+
+__all__ = ["LayerList", "find_layer_list", "refuse_shared_weights"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerList:
+    """An ``nn.ModuleList``, or an ``nn.ModuleDict`` with the keys "0", "1", ..., inside a model."""
+
+    fqn: str
+    """Fully qualified name of the container, as ``layers`` or ``model.layers``."""
+
+    container: nn.ModuleList | nn.ModuleDict
+    layers: tuple[nn.Module, ...]
+
+    def __len__(self) -> int:
+        """Number of layers."""
+        return len(self.layers)
+
+    def name(self, index: int) -> str:
+        """Fully qualified name of one layer."""
+        return f"{self.fqn}.{index}"
+
+    def pattern(self) -> re.Pattern[str]:
+        """Matches the container's name with an index, anywhere in a longer name or sentence."""
+        return _pattern(self.fqn)
+
+    def index_of(self, name: str) -> int | None:
+        """Which layer a fully qualified name lies in; None for outside of the list."""
+        prefix = f"{self.fqn}."
+        if not name.startswith(prefix):
+            return None
+        digits = name[len(prefix) :].partition(".")[0]
+        return int(digits) if digits.isdigit() else None
+
+    @contextmanager
+    def shortened(self, keep: Sequence[int]) -> Iterator[None]:
+        """Inside, the container holds only the layers ``keep``, under their own names."""
+        modules = self.container._modules
+        everything = dict(modules)
+        try:
+            for key in everything:
+                if int(key) not in keep:
+                    del modules[key]
+            yield
+        finally:
+            modules.clear()
+            modules.update(everything)
+
+
+@functools.cache
+def _pattern(fqn: str) -> re.Pattern[str]:
+    return re.compile(rf"(?<![\w.]){re.escape(fqn)}\.(\d+)(?!\w)")
+
+
+def find_layer_list(model: nn.Module) -> LayerList:
+    """The longest list of blocks in ``model``; of equally long ones the first.
+
+    A list inside of another's blocks repeats with them, and does not count.
+
+    Raises:
+        NotStampable: the model has none.
+    """
+    best: LayerList | None = None
+    for fqn, module in model.named_modules():
+        if not isinstance(module, nn.ModuleList | nn.ModuleDict):
+            continue
+        if list(module._modules) != [str(index) for index in range(len(module))]:
+            continue
+        if best is not None and best.index_of(fqn) is not None:
+            continue
+        layers = tuple(layer for layer in module._modules.values() if layer is not None)
+        if len(layers) == len(module) and (best is None or len(layers) > len(best)):
+            best = LayerList(fqn=fqn, container=module, layers=layers)
+    if best is None:
+        raise NotStampable("the model has no ModuleList or numbered ModuleDict of layers")
+    if len({id(layer) for layer in best.layers}) < len(best):
+        raise NotStampable(f"{best.fqn} holds the same module several times")
+    return best
+
+
+def refuse_shared_weights(layers: LayerList, slots: Sequence[StateSlot]) -> None:
+    """Refuse state that some layers share with each other or with the rest of the model.
+
+    Buffers that nothing differentiates and that *all* layers hold alike, as a table of rotary
+    embeddings, are no difference between layers.
+
+    Raises:
+        NotStampable: names the tensor.
+    """
+    for slot in slots:
+        owners = [layers.index_of(name) for name in slot.entry.names]
+        if len(set(owners)) == 1:
+            continue
+        inside = [owner for owner in owners if owner is not None]
+        if not inside:
+            continue
+        per_layer: dict[int, set[str]] = {index: set() for index in range(len(layers))}
+        for owner, name in zip(owners, slot.entry.names, strict=True):
+            if owner is not None:
+                per_layer[owner].add(name[len(layers.name(owner)) :])
+        uniform = len({frozenset(names) for names in per_layer.values()}) == 1
+        if slot.tensor.requires_grad or not uniform:
+            raise NotStampable(
+                f"{slot.entry.name} is shared: it is also {', '.join(slot.entry.names[1:4])}"
+            )

@@ -1,0 +1,113 @@
+"""Which layers are traced and which are stamped.
+
+Layers that are alike come in runs, which may repeat with a period (attention of two kinds by
+turns) and may begin late (dense layers before those with experts)::
+
+    index    0  1  2  3  4  5  6  7  8  9
+    kind     D  M  M  M  M  M  M  M  M  M      period 1, run from 1
+    part     .  h  1  s  s  s  s  s  2  t
+
+The traced *units*, of one period each, are ``h`` (warm-up at the head), ``1`` and ``2`` (the
+interior, of which the template is made), and ``t`` (warm-up at the tail), beside all that lies
+outside of the run; ``s`` is stamped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gt_trace.stamping.refusal import NotStampable
+
+__all__ = ["LayerPlan", "plan_layers"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerPlan:
+    """A run of units of which some are stamped."""
+
+    num_layers: int
+    start: int
+    """First layer of the run."""
+
+    period: int
+    """Layers of one unit."""
+
+    num_units: int
+    num_warm_up: int
+    """Units traced at each end of the run beside the two of the interior."""
+
+    @property
+    def first(self) -> int:
+        """The first unit of the interior."""
+        return self.num_warm_up
+
+    @property
+    def last(self) -> int:
+        """The last unit of the interior."""
+        return self.num_units - self.num_warm_up - 1
+
+    @property
+    def num_stamped(self) -> int:
+        """Units that are not traced."""
+        return self.last - self.first - 1
+
+    def layer(self, unit: int) -> int:
+        """The first layer of a unit."""
+        return self.start + unit * self.period
+
+    def unit_of(self, layer: int) -> int:
+        """The unit that a layer belongs to; below 0 and from ``num_units`` on: outside."""
+        return (layer - self.start) // self.period
+
+    def is_interior(self, layer: int | None) -> bool:
+        """Whether the layer is one of which the template is made, or that is stamped."""
+        return layer is not None and self.first <= self.unit_of(layer) <= self.last
+
+    @property
+    def kept(self) -> tuple[int, ...]:
+        """The layers that are traced."""
+        stamped = range(self.layer(self.first + 1), self.layer(self.last))
+        return tuple(index for index in range(self.num_layers) if index not in stamped)
+
+
+def plan_layers(kinds: Sequence[int], *, num_warm_up: int = 1) -> LayerPlan:
+    """The plan that stamps most layers.
+
+    Args:
+        kinds: of each layer; equal numbers say that layers are alike.
+        num_warm_up: see ``LayerPlan``.
+
+    Raises:
+        NotStampable: no run is long enough to stamp a layer.
+    """
+    best: LayerPlan | None = None
+    traced = 2 * num_warm_up + 2
+    for period in range(1, len(kinds) // (traced + 1) + 1):
+        for start, length in _runs(kinds, period):
+            plan = LayerPlan(
+                num_layers=len(kinds),
+                start=start,
+                period=period,
+                num_units=length // period,
+                num_warm_up=num_warm_up,
+            )
+            most = 0 if best is None else best.num_stamped * best.period
+            if plan.num_stamped * period > most:
+                best = plan
+    if best is None:
+        raise NotStampable(
+            f"of {len(kinds)} layers, no more than {traced} that are alike repeat in a row"
+        )
+    return best
+
+
+def _runs(kinds: Sequence[int], period: int) -> list[tuple[int, int]]:
+    """Longest stretches in which each layer equals the one a period later: (start, length)."""
+    runs: list[tuple[int, int]] = []
+    start = 0
+    for index in range(len(kinds)):
+        if index + period >= len(kinds) or kinds[index] != kinds[index + period]:
+            runs.append((start, min(index + period, len(kinds)) - start))
+            start = index + 1
+    return runs

@@ -1,0 +1,130 @@
+"""One node of the interior as a template: operator, operands and metadata for any unit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch._ops import OpOverload
+from torch.fx import Node
+
+from gt_trace.stamping.fake_values import StoragePlan, ValueMaker
+from gt_trace.stamping.layer_list import LayerList
+from gt_trace.stamping.references import Reference, ReferenceFinder
+from gt_trace.stamping.refusal import NotStampable
+from gt_trace.stamping.short_graph import ShortGraph
+from gt_trace.stamping.templates import Template, TemplateMaker
+
+__all__ = ["NodeTemplate", "NodeTemplates"]
+
+_VALUES = ("val", "eager_input_vals")
+_MADE_ANEW = frozenset({*_VALUES, "custom", "seq_nr", "tensor_meta", "unbacked_bindings"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeTemplate:
+    """What two nodes at the same place of two interior units agree on."""
+
+    ours: Node
+    """In the first interior unit."""
+
+    theirs: Node
+    """In the last one."""
+
+    args: Template
+    kwargs: Template
+    annotations: tuple[tuple[str, Template], ...]
+    """By key. Equal annotations of several nodes have the same template."""
+
+    values: tuple[tuple[str, tuple[StoragePlan, ...]], ...]
+    """Metadata keys that hold fake tensors, with whose memory each lies in."""
+
+
+class NodeTemplates:
+    """Makes templates of nodes.
+
+    Args:
+        short: the graph of the shortened model.
+        layers: the list of layers.
+        values: makes fake values.
+    """
+
+    def __init__(self, short: ShortGraph, layers: LayerList, values: ValueMaker) -> None:
+        self._finder = ReferenceFinder(short, layers)
+        self._values = values
+        self._known_annotations: dict[tuple[str, str, str], Template] = {}
+        self.maker = TemplateMaker(layers, short.plan, self._meant)
+
+    def make(self, ours: Node, theirs: Node) -> NodeTemplate:
+        """The template of two nodes.
+
+        Raises:
+            NotStampable: they differ, or what they share is ambiguous.
+        """
+        where = f"{ours.name} and {theirs.name}"
+        if ours.op != "call_function" or theirs.op != "call_function":
+            raise NotStampable(f"{where}: a tensor literal or subgraph inside of a layer")
+        if ours.target is not theirs.target:
+            raise NotStampable(f"{where}: {ours.target} and {theirs.target}")
+        if ours.meta.keys() != theirs.meta.keys():
+            raise NotStampable(f"{where}: other kinds of metadata")
+        for key in ours.meta.keys() - _MADE_ANEW:
+            _require_constant(ours.meta[key], theirs.meta[key], f"{where}: {key}")
+        return NodeTemplate(
+            ours=ours,
+            theirs=theirs,
+            args=self.maker.make(ours.args, theirs.args, where),
+            kwargs=self.maker.make(ours.kwargs, theirs.kwargs, where),
+            annotations=self._annotations(ours, theirs, where),
+            values=tuple(
+                (
+                    key,
+                    self._values.plan(
+                        ours.meta[key],
+                        theirs.meta[key],
+                        lambda a, b: self._meant(a, b, f"{where}: memory"),
+                        where,
+                    ),
+                )
+                for key in _VALUES
+                if key in ours.meta
+            ),
+        )
+
+    def output(self, ours: Any, theirs: Any, where: str) -> Template:
+        """The template of something that the graph returns for each unit."""
+        maker = TemplateMaker(self.maker.layers, self.maker.plan, self._meant_by_output)
+        return maker.make(ours, theirs, where)
+
+    def _annotations(
+        self, ours: Node, theirs: Node, where: str
+    ) -> tuple[tuple[str, Template], ...]:
+        held, others = ours.meta.get("custom", {}), theirs.meta.get("custom", {})
+        if list(held) != list(others):
+            raise NotStampable(f"{where}: annotated with {list(held)} and {list(others)}")
+        found: list[tuple[str, Template]] = []
+        for key, value in held.items():
+            known = (key, repr(value), repr(others[key]))
+            if known not in self._known_annotations:
+                self._known_annotations[known] = self.maker.make(
+                    value, others[key], f"{where}: annotation {key}"
+                )
+            found.append((key, self._known_annotations[known]))
+        return tuple(found)
+
+    def _meant(self, ours: Node, theirs: Node, where: str) -> Reference:
+        return self._finder.meant(ours, theirs, where=where)
+
+    def _meant_by_output(self, ours: Node, theirs: Node, where: str) -> Reference:
+        return self._finder.meant(ours, theirs, where=where, is_output=True)
+
+
+def _require_constant(ours: Any, theirs: Any, where: str) -> None:
+    same = ours is theirs or (
+        type(ours) is type(theirs)
+        # An operator is copied for each node, and a copy is not equal to it.
+        and (str(ours) == str(theirs) if isinstance(ours, OpOverload) else ours == theirs)
+        and isinstance(ours, str | int | float | OpOverload)
+    )
+    if not same:
+        raise NotStampable(f"{where}: {ours!r} and {theirs!r}")

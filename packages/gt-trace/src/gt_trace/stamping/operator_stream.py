@@ -1,0 +1,378 @@
+"""What each layer computes: the streams of operators of one forward on tensors without data.
+
+A run of the step under fake tensors, without making a graph, is cheap even at full depth. Per layer
+it records each operator with its constants and the shapes, dtypes and placements of its tensors,
+where each operand came from, and the autograd nodes with what custom functions keep for their
+backward. A backward is not run: whatever ``torch.autograd.grad`` is asked for, it answers with a
+stand-in, by which the outputs of the step are recognised as gradients.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from gt_trace._torch_internals import (
+    TorchDispatchMode,
+    is_traceable_wrapper_subclass,
+    pytree,
+)
+from gt_trace.stamping.layer_list import LayerList
+from gt_trace.stamping.refusal import NotStampable
+
+__all__ = ["BEFORE", "Origin", "OutputLeaf", "Recording", "Segment", "record_step"]
+
+BEFORE = -1
+"""The segment of what runs before the first layer."""
+
+_PLAIN = (
+    str,
+    bytes,
+    type(None),
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+)
+_SYMBOL = re.compile(r"\b[usz]\d+\b")
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a tensor came from."""
+
+    layer: int | None
+    """The layer in whose segment it was made, or whose state it is; None for all else."""
+
+    place: Any
+    """Which operator and output of the segment, or the name of the state or argument."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Segment:
+    """What ran from the start of one layer to the start of the next."""
+
+    tokens: list[int] = field(default_factory=list)
+    """Operators and autograd nodes with their constants, as numbers of ``Recording.vocabulary``."""
+
+    origins: list[Origin] = field(default_factory=list)
+    """Of every tensor that the tokens read."""
+
+    contexts: list[Mapping[str, Any]] = field(default_factory=list)
+    """What custom autograd functions keep."""
+
+    num_results: int = 0
+    num_foreign: int = 0
+    symbols: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputLeaf:
+    """One leaf of what the step returned."""
+
+    gradient_of: str | None = None
+    """Name of the state of which it is the gradient."""
+
+    is_tensor: bool = True
+    constant: Any = None
+    """The leaf itself, if it is no tensor."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recording:
+    """The streams of one run."""
+
+    order: tuple[int, ...]
+    """Layers in the order in which they ran."""
+
+    segments: Mapping[int, Segment]
+    outputs: tuple[OutputLeaf, ...]
+    output_spec: pytree.TreeSpec
+
+
+class Vocabulary:
+    """Numbers for what occurs in streams, the same for all recordings that are compared."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Any, int] = {}
+        self._names: list[str] = []
+
+    def number(self, token: Any, name: str) -> int:
+        """The number of ``token``; ``name`` tells it in messages."""
+        found = self._numbers.get(token)
+        if found is None:
+            found = self._numbers[token] = len(self._names)
+            self._names.append(name)
+        return found
+
+    def name(self, number: int) -> str:
+        """The name of a token."""
+        return self._names[number]
+
+
+def record_step(
+    run: Callable[[], Any],
+    *,
+    layers: LayerList,
+    keep: Sequence[int],
+    named_tensors: Mapping[str, torch.Tensor],
+    vocabulary: Vocabulary,
+) -> Recording:
+    """Run a step and record what each layer computes.
+
+    Args:
+        run: the step on fake tensors, inside of the contexts of a trace.
+        layers: the list of layers.
+        keep: those that run.
+        named_tensors: the fake state and arguments, by name.
+        vocabulary: shared by the recordings that will be compared.
+
+    Raises:
+        NotStampable: a layer ran twice, never, or out of order; or the step does what no stream
+            tells.
+    """
+    recorder = _Recorder(layers, vocabulary)
+    for name, tensor in named_tensors.items():
+        recorder.register(tensor, Origin(*_owner(layers, name)))
+        recorder.names[id(tensor)] = name
+    with ExitStack() as stack:
+        for index in keep:
+            handle = layers.layers[index].register_forward_pre_hook(
+                recorder.entry_hook(index), prepend=True, with_kwargs=True
+            )
+            stack.callback(handle.remove)
+        stack.enter_context(_GradientStandIns(recorder))
+        stack.enter_context(_OperatorMode(recorder))
+        result = run()
+        leaves, spec = pytree.tree_flatten(result)
+        recorder.close([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
+    if recorder.order != list(keep):
+        raise NotStampable(
+            f"the layers ran in the order {_few(recorder.order)}, not {_few(list(keep))}"
+        )
+    return Recording(
+        order=tuple(recorder.order),
+        segments=recorder.segments,
+        outputs=tuple(recorder.output(leaf) for leaf in leaves),
+        output_spec=spec,
+    )
+
+
+def _owner(layers: LayerList, name: str) -> tuple[int | None, str]:
+    index = layers.index_of(name)
+    return (None, name) if index is None else (index, name[len(layers.name(index)) :])
+
+
+class _Recorder:
+    """What the modes and hooks write into."""
+
+    def __init__(self, layers: LayerList, vocabulary: Vocabulary) -> None:
+        self.layers = layers
+        self.vocabulary = vocabulary
+        self.order: list[int] = []
+        self.current = BEFORE
+        self.segments: dict[int, Segment] = {BEFORE: Segment()}
+        self.names: dict[int, str] = {}
+        self.stand_ins: dict[int, str | None] = {}
+        self.paused = False
+        # Everything seen is kept, so that no id is used twice.
+        self._origins: dict[int, tuple[Any, Origin]] = {}
+        self._nodes: dict[int, tuple[Any, Origin]] = {}
+
+    def register(self, tensor: torch.Tensor, origin: Origin) -> None:
+        """Remember where a tensor came from, and the plain tensors that it is made of."""
+        self._origins[id(tensor)] = (tensor, origin)
+        if is_traceable_wrapper_subclass(tensor):
+            for name, inner in _inner_tensors(tensor):
+                self.register(inner, Origin(origin.layer, (origin.place, name)))
+
+    def origin(self, tensor: torch.Tensor) -> Origin:
+        """Where a tensor came from; one that no operator made is numbered in its segment."""
+        found = self._origins.get(id(tensor))
+        if found is not None:
+            return found[1]
+        if is_traceable_wrapper_subclass(tensor):
+            # Autograd functions wrap without an operator.
+            inner = [self.origin(each) for _, each in _inner_tensors(tensor)]
+            origin = Origin(inner[0].layer, ("wrapped", tuple(each.place for each in inner)))
+        else:
+            segment = self.segments[self.current]
+            origin = Origin(self.current, ("foreign", segment.num_foreign))
+            segment.num_foreign += 1
+        self.register(tensor, origin)
+        return origin
+
+    def operator(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Record one operator."""
+        segment = self.segments[self.current]
+        token = (func, self._code(args, segment), self._code(kwargs, segment))
+        segment.tokens.append(self.vocabulary.number(token, str(func)))
+        place = segment.num_results
+        segment.num_results += 1
+        for index, leaf in enumerate(_tensors(result)):
+            if id(leaf) not in self._origins:
+                self.register(leaf, Origin(self.current, (place, index)))
+
+    def entry_hook(self, index: int) -> Callable[..., None]:
+        """The hook that begins a layer's segment."""
+
+        def enter(_module: nn.Module, args: Any, kwargs: Any) -> None:
+            if index in self.segments:
+                raise NotStampable(f"{self.layers.name(index)} ran more than once")
+            self.close(_tensors((args, kwargs)))
+            self.order.append(index)
+            self.current = index
+            self.segments[index] = Segment()
+
+        return enter
+
+    def close(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Record the autograd nodes that led to ``tensors`` since the last layer began."""
+        for tensor in tensors:
+            if tensor.grad_fn is not None:
+                self._walk(tensor.grad_fn)
+
+    def output(self, leaf: Any) -> OutputLeaf:
+        """What one leaf of the step's result is."""
+        if not isinstance(leaf, torch.Tensor):
+            return OutputLeaf(is_tensor=False, constant=leaf)
+        return OutputLeaf(gradient_of=self.stand_ins.get(id(leaf)))
+
+    def stand_in(self, wanted: torch.Tensor) -> torch.Tensor:
+        """A tensor that stands for the gradient of ``wanted``."""
+        origin = self.origin(wanted)
+        self.paused = True
+        try:
+            gradient = wanted.detach()
+        finally:
+            self.paused = False
+        self.register(gradient, Origin(origin.layer, ("gradient", origin.place)))
+        self.stand_ins[id(gradient)] = self.names.get(id(wanted))
+        return gradient
+
+    def _walk(self, root: Any) -> None:
+        """Depth first, children before parents, without recursion: graphs are deep."""
+        segment = self.segments[self.current]
+        pending = [(root, False)]
+        while pending:
+            node, done = pending.pop()
+            if id(node) in self._nodes:
+                continue
+            children = [child for child, _ in node.next_functions if child is not None]
+            if not done:
+                pending.append((node, True))
+                pending.extend((child, False) for child in reversed(children))
+                self._origins_of_leaf(node)
+                continue
+            state = getattr(node, "__dict__", None)
+            function = getattr(node, "_forward_cls", None)
+            edges = tuple(-1 if child is None else port for child, port in node.next_functions)
+            token = ("autograd", node.name(), function, edges, bool(state))
+            segment.tokens.append(self.vocabulary.number(token, node.name()))
+            segment.origins.extend(self._nodes[id(child)][1] for child in children)
+            if state:
+                segment.contexts.append(state)
+            self._nodes[id(node)] = (node, Origin(self.current, ("node", segment.num_results)))
+            segment.num_results += 1
+
+    def _origins_of_leaf(self, node: Any) -> None:
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, torch.Tensor):
+            origin = self.origin(variable)
+            self._nodes[id(node)] = (node, Origin(origin.layer, ("leaf", origin.place)))
+
+    def _code(self, value: Any, segment: Segment) -> Any:
+        """An operand as something hashable; its tensors go to the segment's origins."""
+        if isinstance(value, torch.Tensor):
+            segment.origins.append(self.origin(value))
+            return self._signature(value, segment)
+        if isinstance(value, _PLAIN):
+            return value
+        if isinstance(value, bool | int | float | complex):
+            return (type(value), repr(value))
+        if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+            return (type(value), self._expression(value, segment))
+        if isinstance(value, list | tuple):
+            return tuple(self._code(each, segment) for each in value)
+        if isinstance(value, dict):
+            return tuple((key, self._code(each, segment)) for key, each in value.items())
+        return ("object", id(value))
+
+    def _signature(self, tensor: torch.Tensor, segment: Segment) -> Any:
+        sizes = tuple(
+            size if type(size) is int else self._expression(size, segment) for size in tensor.shape
+        )
+        strides = tuple(
+            size if type(size) is int else self._expression(size, segment)
+            for size in tensor.stride()
+        )
+        spec = getattr(tensor, "_spec", None)
+        placed = None if spec is None else (spec.placements, spec.mesh)
+        return (sizes, strides, tensor.dtype, tensor.device, tensor.requires_grad, placed)
+
+    def _expression(self, size: Any, segment: Segment) -> str:
+        """A symbolic size, with symbols numbered as they occur in the segment."""
+        known = segment.symbols
+        return _SYMBOL.sub(
+            lambda match: known.setdefault(match[0], f"size{len(known)}"), str(size.node.expr)
+        )
+
+
+class _OperatorMode(TorchDispatchMode):
+    """Sees operators above tensor subclasses and below autograd."""
+
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not self._recorder.paused:
+            self._recorder.operator(func, args, kwargs or {}, result)
+        return result
+
+
+class _GradientStandIns(TorchFunctionMode):
+    """Answers ``torch.autograd.grad`` without running a backward."""
+
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.autograd.grad:
+            outputs, inputs = args[0], args[1]
+            self._recorder.close(_tensors(outputs))
+            return tuple(self._recorder.stand_in(each) for each in inputs)
+        if func is torch.autograd.backward or func is torch.Tensor.backward:
+            raise NotStampable("the step calls backward(), not torch.autograd.grad")
+        if func is torch.Tensor.register_hook:
+            raise NotStampable("the forward registers a hook on a tensor")
+        return func(*args, **(kwargs or {}))
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def _inner_tensors(tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    flatten: Any = getattr(tensor, "__tensor_flatten__")  # noqa: B009  # the protocol of subclasses
+    held = ((name, getattr(tensor, name)) for name in flatten()[0])
+    return [(name, inner) for name, inner in held if isinstance(inner, torch.Tensor)]
+
+
+def _few(order: list[int]) -> str:
+    return str(order if len(order) <= 8 else [*order[:4], "...", *order[-3:]])

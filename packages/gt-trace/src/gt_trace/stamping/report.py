@@ -1,0 +1,58 @@
+"""What became of one capture that was to be stamped."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gt_trace.traced_step import TracedStep
+
+__all__ = ["StampReport", "StampedCapture"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StampReport:
+    """Whether layers were stamped, and why not."""
+
+    num_layers: int
+    """Of the model's list of layers; 0 if it has none."""
+
+    num_layers_traced: int
+    refusal: str | None = None
+    """Why the capture was made in full; None if layers were stamped."""
+
+    period: int = 1
+    """After how many layers the stamped ones repeat."""
+
+    compared: bool = False
+    """Whether the full trace was made too, and found equal."""
+
+    gate_seconds: float = 0.0
+    """Processor time of proving the layers alike."""
+
+    trace_seconds: float = 0.0
+    """Processor time of the trace of the shortened model, or of the full one."""
+
+    stamp_seconds: float = 0.0
+    """Processor time of making the whole graph."""
+
+    @property
+    def stamped(self) -> bool:
+        """Whether layers were stamped."""
+        return self.refusal is None
+
+    def __str__(self) -> str:
+        """One line for a log."""
+        if self.refusal is not None:
+            return f"all {self.num_layers} layers traced: {self.refusal}"
+        how = ", equal to the full trace" if self.compared else ""
+        return (
+            f"{self.num_layers_traced} of {self.num_layers} layers traced, the others stamped{how}"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StampedCapture:
+    """A captured step, complete in either case, and how it was made."""
+
+    step: TracedStep
+    report: StampReport

@@ -1,0 +1,149 @@
+"""The graph of the shortened model, cut into what is kept and the two units of the template.
+
+The body of the graph, in order::
+
+    head        | first | last  | centre                    | last  | first | tail
+    0        first_f  last_f  centre      (tail's layers, last_b  first_b  tail      end
+                                           loss, their backward)
+
+``first`` and ``last`` are the interior units, forward on the left and backward on the right.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch.fx import Node
+
+from gt_trace.graph_inputs import GraphInput
+from gt_trace.node_metadata import is_backward, sequence_number
+from gt_trace.stamping.layer_plan import LayerPlan
+from gt_trace.stamping.refusal import NotStampable
+from gt_trace.stamping.trace_marks import TraceMarks
+from gt_trace.traced_step import TracedStep
+
+__all__ = ["ShortGraph", "cut_graph", "is_accumulation"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShortGraph:
+    """Nodes of the shortened model's graph, and where its parts begin."""
+
+    plan: LayerPlan
+    body: tuple[Node, ...]
+    """All nodes that compute, in order."""
+
+    positions: dict[Node, int]
+    """Place of each in ``body``."""
+
+    inputs: dict[Node, GraphInput]
+    output: Node
+    first_forward: int
+    last_forward: int
+    centre: int
+    last_backward: int
+    first_backward: int
+    tail: int
+    first_number: int
+    """Autograd's counter where the forward of ``first`` began."""
+
+    last_number: int
+    centre_number: int
+    final_number: int
+    """The largest number of the forward."""
+
+    @property
+    def forward_length(self) -> int:
+        """Nodes of one unit's forward."""
+        return self.last_forward - self.first_forward
+
+    @property
+    def backward_length(self) -> int:
+        """Nodes of one unit's backward."""
+        return self.first_backward - self.last_backward
+
+    @property
+    def number_stride(self) -> int:
+        """Autograd nodes of one unit."""
+        return self.last_number - self.first_number
+
+
+def is_accumulation(node: Node) -> bool:
+    """Whether the node adds up gradients; such nodes carry the counter, not a forward's number."""
+    return bool(node.meta.get("is_gradient_acc", False))
+
+
+def cut_graph(step: TracedStep, plan: LayerPlan, marks: TraceMarks) -> ShortGraph:
+    """Cut the graph of the shortened model.
+
+    Raises:
+        NotStampable: the two interior units have other numbers of nodes.
+    """
+    nodes = list(step.graph_module.graph.nodes)
+    placeholders = [node for node in nodes if node.op == "placeholder"]
+    body = tuple(node for node in nodes if node.op not in ("placeholder", "output"))
+    positions = {node: index for index, node in enumerate(body)}
+    first, last, after = (
+        marks.of(plan.layer(unit)) for unit in (plan.first, plan.last, plan.last + 1)
+    )
+    begins = [mark.position(positions) for mark in (first, last, after)]
+    backward = _backward_starts(
+        body, begins[2], [mark.sequence_number for mark in (after, last, first)]
+    )
+    short = ShortGraph(
+        plan=plan,
+        body=body,
+        positions=positions,
+        inputs=dict(zip(placeholders, step.inputs, strict=True)),
+        output=nodes[-1],
+        first_forward=begins[0],
+        last_forward=begins[1],
+        centre=begins[2],
+        last_backward=backward[0],
+        first_backward=backward[1],
+        tail=backward[2],
+        first_number=first.sequence_number,
+        last_number=last.sequence_number,
+        centre_number=after.sequence_number,
+        final_number=_final_number(body[: backward[0]]),
+    )
+    _check(short)
+    return short
+
+
+def _backward_starts(body: tuple[Node, ...], begin: int, numbers: list[int]) -> list[int]:
+    """Where the backward first comes to a node that was made before each of ``numbers``."""
+    starts: list[int] = []
+    index = begin
+    for number in numbers:
+        while index < len(body) and not _belongs_before(body[index], number):
+            index += 1
+        starts.append(index)
+    return starts
+
+
+def _belongs_before(node: Node, number: int) -> bool:
+    own: Any = sequence_number(node)
+    return is_backward(node) and not is_accumulation(node) and own is not None and own < number
+
+
+def _final_number(body: tuple[Node, ...]) -> int:
+    """Of what ran before the backward."""
+    numbers = [sequence_number(node) for node in body if not is_backward(node)]
+    return max((number for number in numbers if number is not None), default=0)
+
+
+def _check(short: ShortGraph) -> None:
+    lengths = (short.forward_length, short.centre - short.last_forward)
+    if lengths[0] != lengths[1] or lengths[0] <= 0:
+        raise NotStampable(
+            f"the forwards of the interior layers have {lengths[0]} and {lengths[1]} operators"
+        )
+    lengths = (short.backward_length, short.tail - short.first_backward)
+    if lengths[0] != lengths[1]:
+        raise NotStampable(
+            f"the backwards of the interior layers have {lengths[1]} and {lengths[0]} operators"
+        )
+    if short.centre_number - short.last_number != short.number_stride:
+        raise NotStampable("the interior layers have other numbers of autograd nodes")

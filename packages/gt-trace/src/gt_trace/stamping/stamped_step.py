@@ -1,0 +1,214 @@
+"""The captured step of the whole model, rebuilt around its stamped graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from gt_trace._torch_internals import FakeTensorMode
+from gt_trace.captured_mode import CapturedMode
+from gt_trace.flat_inputs import FlatInputs, fake_like
+from gt_trace.graph_inputs import GraphInput, name_placeholders
+from gt_trace.stamping.fake_values import fake_over
+from gt_trace.stamping.layer_list import LayerList
+from gt_trace.stamping.layer_plan import LayerPlan
+from gt_trace.stamping.operator_stream import OutputLeaf, Recording
+from gt_trace.stamping.refusal import NotStampable
+from gt_trace.stamping.short_graph import cut_graph
+from gt_trace.stamping.stamped_graph import StampedGraph
+from gt_trace.stamping.trace_marks import TraceMarks
+from gt_trace.subclass_layout import TensorLayout, flatten_tensor
+from gt_trace.traced_step import TracedStep
+
+__all__ = ["stamped_step"]
+
+
+def stamped_step(
+    short: TracedStep,
+    *,
+    marks: TraceMarks,
+    layers: LayerList,
+    plan: LayerPlan,
+    flat: FlatInputs,
+    full_recording: Recording,
+    short_recording: Recording,
+    meta_device: torch.device,
+    mode: CapturedMode,
+) -> TracedStep:
+    """Make the step of the whole model.
+
+    Args:
+        short: the capture of the shortened model.
+        marks: where its layers began.
+        layers: the list of layers.
+        plan: which were traced.
+        flat: state and arguments of the whole model.
+        full_recording: what the whole model returned, on tensors without data.
+        short_recording: what the shortened one did.
+        meta_device: what tensors on meta stand for.
+        mode: modes and hooks of the whole model.
+
+    Raises:
+        NotStampable: something is ambiguous.
+    """
+    graph_short = cut_graph(short, plan, marks)
+    inputs = flat.graph_inputs()
+    examples = _examples(short, flat, inputs, layers, plan, meta_device)
+    placeholder_values = [fake_over(each, _view_of(each)) for each in examples]
+    builder = StampedGraph(
+        graph_short,
+        layers,
+        inputs=list(zip(inputs, placeholder_values, strict=True)),
+        shape_env=short.fake_mode.shape_env,
+    )
+    outputs = _Outputs(
+        builder=builder, layers=layers, plan=plan, short=short, recording=short_recording
+    )
+    leaves = [
+        made
+        for index, leaf in enumerate(full_recording.outputs)
+        for made in outputs.plain(index, leaf)
+    ]
+    graph = builder.build(leaves)
+    name_placeholders(graph, inputs)
+    traced = short.graph_module
+    graph_module = GraphModule(traced, graph, type(traced).__name__)
+    return replace(
+        short,
+        graph_module=graph_module,
+        inputs=inputs,
+        example_inputs=tuple(examples),
+        state=tuple(slot.entry for slot in flat.slots),
+        state_layouts=flat.state_layouts,
+        output_spec=full_recording.output_spec,
+        output_layouts=tuple(outputs.layouts),
+        mode=mode,
+    )
+
+
+def _examples(
+    short: TracedStep,
+    flat: FlatInputs,
+    inputs: Sequence[GraphInput],
+    layers: LayerList,
+    plan: LayerPlan,
+    meta_device: torch.device,
+) -> list[torch.Tensor]:
+    """A fake tensor for each input; those of the traced layers are the traced ones."""
+    traced = {
+        (given.name, given.leaf): example
+        for given, example in zip(short.inputs, short.example_inputs, strict=True)
+    }
+    real = {
+        (slot.entry.name, index): leaf
+        for slot in flat.slots
+        for index, leaf in enumerate(flatten_tensor(slot.tensor)[0])
+    }
+    examples: list[torch.Tensor] = []
+    for given in inputs:
+        key = (given.name, given.leaf)
+        if key in traced:
+            examples.append(traced[key])
+            continue
+        layer = layers.index_of(given.name)
+        assert layer is not None
+        model = plan.layer(plan.first) + (layer - plan.start) % plan.period
+        same = (layers.name(model) + given.name[len(layers.name(layer)) :], given.leaf)
+        if same not in traced:
+            raise NotStampable(f"{given.name} has no counterpart in {layers.name(model)}")
+        made = _fake(real[key], short.fake_mode, meta_device)
+        examples.append(made.requires_grad_(traced[same].requires_grad))
+    return examples
+
+
+def _fake(
+    tensor: torch.Tensor, fake_mode: FakeTensorMode, meta_device: torch.device
+) -> torch.Tensor:
+    return fake_like(tensor, fake_mode, meta_device=meta_device)
+
+
+def _view_of(fake: torch.Tensor) -> torch.Tensor:
+    """A tensor on meta in the storage of a fake one."""
+    element = torch.empty((0,), dtype=fake.dtype, device="meta")
+    return element.set_(fake.untyped_storage(), fake.storage_offset(), fake.shape, fake.stride())
+
+
+Made = Callable[[StampedGraph], Any]
+
+
+class _Outputs:
+    """Finds what the whole model returns among what the shortened one does."""
+
+    def __init__(
+        self,
+        *,
+        builder: StampedGraph,
+        layers: LayerList,
+        plan: LayerPlan,
+        short: TracedStep,
+        recording: Recording,
+    ) -> None:
+        self._builder = builder
+        self._layers = layers
+        self._plan = plan
+        self.layouts: list[TensorLayout | None] = []
+        self._next_other = 0
+        values = list(short.graph_module.graph.output_node().args[0])
+        self._by_gradient: dict[str, tuple[TensorLayout | None, list[Any]]] = {}
+        self._others: list[tuple[OutputLeaf, TensorLayout | None, list[Any]]] = []
+        begin = 0
+        if len(recording.outputs) != len(short.output_layouts):
+            raise NotStampable("the step returned other outputs when it was traced")
+        for leaf, layout in zip(recording.outputs, short.output_layouts, strict=True):
+            num = 1 if layout is None else layout.num_leaves
+            plain = values[begin : begin + num]
+            begin += num
+            if leaf.gradient_of is not None and leaf.gradient_of not in self._by_gradient:
+                self._by_gradient[leaf.gradient_of] = (layout, plain)
+            else:
+                self._others.append((leaf, layout, plain))
+
+    def plain(self, index: int, leaf: OutputLeaf) -> list[Made]:
+        """The plain outputs of one leaf of the whole model, and its layout into ``layouts``."""
+        if leaf.gradient_of is None:
+            return self._other(index, leaf)
+        layer = self._layers.index_of(leaf.gradient_of)
+        if layer is None or not self._plan.is_interior(layer):
+            return self._kept(leaf.gradient_of, layer)
+        plan = self._plan
+        own = leaf.gradient_of[len(self._layers.name(layer)) :]
+        phase = (layer - plan.start) % plan.period
+        names = [
+            self._layers.name(plan.layer(unit) + phase) + own for unit in (plan.first, plan.last)
+        ]
+        if any(name not in self._by_gradient for name in names):
+            raise NotStampable(f"output {index} has no counterpart in the traced layers")
+        (layout, ours), (other_layout, theirs) = (self._by_gradient[name] for name in names)
+        if layout != other_layout:
+            raise NotStampable(f"the gradients of {names[0]} and {names[1]} are laid out otherwise")
+        self.layouts.append(layout)
+        return [
+            self._builder.layer_output(one, other, plan.unit_of(layer), f"gradient of {own}")
+            for one, other in zip(ours, theirs, strict=True)
+        ]
+
+    def _kept(self, name: str, layer: int | None) -> list[Made]:
+        if name not in self._by_gradient:
+            raise NotStampable(f"the gradient of {name} is not returned by the traced layers")
+        layout, plain = self._by_gradient[name]
+        self.layouts.append(layout)
+        return [self._builder.kept_output(value, layer) for value in plain]
+
+    def _other(self, index: int, leaf: OutputLeaf) -> list[Made]:
+        if self._next_other >= len(self._others):
+            raise NotStampable(f"output {index} is not among those of the shortened model")
+        found, layout, plain = self._others[self._next_other]
+        self._next_other += 1
+        if found.gradient_of is not None or found != leaf:
+            raise NotStampable(f"output {index} depends on the number of layers")
+        self.layouts.append(layout)
+        return [self._builder.kept_output(value, None) for value in plain]

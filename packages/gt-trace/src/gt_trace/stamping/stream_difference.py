@@ -1,0 +1,117 @@
+"""Whether layers compute alike: the second gate before stamping."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from gt_trace.stamping.layer_difference import LayerComparison
+from gt_trace.stamping.layer_list import LayerList
+from gt_trace.stamping.layer_plan import LayerPlan
+from gt_trace.stamping.operator_stream import BEFORE, Origin, Recording, Segment, Vocabulary
+from gt_trace.stamping.refusal import NotStampable, ReachesTooFar
+
+__all__ = ["require_equal_streams", "require_same_when_short"]
+
+_SameOrigin = Callable[[Origin, Origin], bool]
+
+
+def require_equal_streams(
+    recording: Recording, *, layers: LayerList, plan: LayerPlan, vocabulary: Vocabulary
+) -> None:
+    """All units of the interior compute the same, seen from each.
+
+    An operand comes from the same place in all units, or from the same distance.
+
+    Raises:
+        NotStampable: the first difference.
+    """
+    for layer in range(plan.layer(plan.first + 1), plan.layer(plan.last + 1)):
+        model = plan.layer(plan.first) + (layer - plan.start) % plan.period
+
+        def same(ours: Origin, theirs: Origin, model: int = model, layer: int = layer) -> bool:
+            if ours.place != theirs.place:
+                return False
+            if ours.layer == theirs.layer:
+                return True
+            if ours.layer is None or theirs.layer is None:
+                return False
+            return model - ours.layer == layer - theirs.layer
+
+        _compare(
+            recording.segments[model],
+            recording.segments[layer],
+            what=f"{layers.name(layer)} computes otherwise than {layers.name(model)}",
+            same=same,
+            comparison=LayerComparison(layers=layers, first=model, second=layer),
+            vocabulary=vocabulary,
+        )
+
+
+def require_same_when_short(
+    full: Recording, short: Recording, *, layers: LayerList, plan: LayerPlan, vocabulary: Vocabulary
+) -> None:
+    """What the shortened model computes is what the whole one does in the same layers.
+
+    So nothing depends on how many layers there are, or is collected over them.
+
+    Raises:
+        NotStampable: the first difference.
+    """
+    for layer in (BEFORE, *plan.kept):
+        is_last_unit = plan.unit_of(layer) == plan.last and layer != BEFORE
+        removed = plan.num_stamped * plan.period
+
+        def same(
+            ours: Origin, theirs: Origin, shifted: bool = is_last_unit, removed: int = removed
+        ) -> bool:
+            if ours.place != theirs.place:
+                return False
+            if ours.layer == theirs.layer:
+                return True
+            if not shifted or ours.layer is None or theirs.layer is None:
+                return False
+            # The unit before the last one of the interior is the first one in the short model.
+            return ours.layer == theirs.layer + removed
+
+        where = "before the layers" if layer == BEFORE else layers.name(layer)
+        if layer == plan.num_layers - 1:
+            where = f"{where} and what follows"
+        _compare(
+            full.segments[layer],
+            short.segments[layer],
+            what=f"{where} computes otherwise in a model of fewer layers",
+            same=same,
+            comparison=LayerComparison(layers=layers, first=layer, second=layer),
+            vocabulary=vocabulary,
+            too_far=layer >= plan.layer(plan.last + 1),
+        )
+
+
+def _compare(
+    ours: Segment,
+    theirs: Segment,
+    *,
+    what: str,
+    same: _SameOrigin,
+    comparison: LayerComparison,
+    vocabulary: Vocabulary,
+    too_far: bool = False,
+) -> None:
+    if ours.tokens != theirs.tokens:
+        for index, (one, other) in enumerate(zip(ours.tokens, theirs.tokens, strict=False)):
+            if one != other:
+                names = vocabulary.name(one), vocabulary.name(other)
+                raise NotStampable(
+                    f"{what}: step {index} is {names[1]}, not {names[0]}"
+                    if names[0] != names[1]
+                    else f"{what}: {names[0]}, step {index}, has other operands"
+                )
+        raise NotStampable(f"{what}: {len(theirs.tokens)} steps, not {len(ours.tokens)}")
+    for one, other in zip(ours.origins, theirs.origins, strict=True):
+        if not same(one, other):
+            error = ReachesTooFar if too_far else NotStampable
+            raise error(f"{what}: an operand comes from elsewhere")
+    for held, others in zip(ours.contexts, theirs.contexts, strict=True):
+        found = comparison.value(" backward of a custom function", held, others)
+        if found is not None:
+            raise NotStampable(found)

@@ -1,0 +1,318 @@
+"""Capture that hardly depends on depth: trace a few layers, stamp the others, prove it equal.
+
+Three gates stand before a stamped capture. Layers must be built alike (``layer_difference``). They
+must compute alike, and the shortened model must compute what the whole one does
+(``operator_stream``). And while stamping every reference must have exactly one meaning on which two
+traced layers agree (``references``). Where any of them refuses, the step is captured in full, and
+the reason is reported and logged: never a partly stamped graph.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from gt_trace._torch_internals import FakeTensorMode, ShapeEnv, pytree
+from gt_trace.captured_mode import CapturedMode
+from gt_trace.errors import CaptureError
+from gt_trace.flat_inputs import FlatInputs
+from gt_trace.input_preparers import InputPreparer, TraceInputs
+from gt_trace.module_state import StateSlot, collect_state
+from gt_trace.stamping.compare_steps import step_differences
+from gt_trace.stamping.layer_difference import layer_difference
+from gt_trace.stamping.layer_list import LayerList, find_layer_list, refuse_shared_weights
+from gt_trace.stamping.layer_plan import LayerPlan, plan_layers
+from gt_trace.stamping.operator_stream import Recording, Vocabulary, record_step
+from gt_trace.stamping.refusal import NotStampable, ReachesTooFar
+from gt_trace.stamping.report import StampedCapture, StampReport
+from gt_trace.stamping.stamped_step import stamped_step
+from gt_trace.stamping.stream_difference import require_equal_streams, require_same_when_short
+from gt_trace.stamping.trace_marks import marked_layers
+from gt_trace.trace import ConstantPolicy, trace_step, tracing_contexts
+from gt_trace.traced_step import TracedStep
+
+__all__ = ["StampingError", "trace_step_by_stamping"]
+
+_logger = logging.getLogger(__name__)
+_MOST_WARM_UP = 2
+
+
+class StampingError(CaptureError):
+    """A stamped capture differs from the full one: a bug of ours. The text says in what."""
+
+
+def trace_step_by_stamping(
+    fn: Callable[..., Any],
+    *,
+    module: nn.Module,
+    input_preparers: Sequence[InputPreparer] = (),
+    constants: ConstantPolicy = "error",
+    meta_device: torch.device | str = "meta",
+    fake_mode: FakeTensorMode | None = None,
+    ignored_attributes: frozenset[str] = frozenset(),
+    compare: bool = False,
+) -> Callable[..., StampedCapture]:
+    """Capture ``fn`` as ``trace_step`` does, in a time that hardly depends on the number of layers.
+
+    Args:
+        fn: see ``trace_step``. It runs several times on fake tensors, of which two run without
+            making a graph. An optimizer inside of it is not supported: capture in full.
+        module: with a ``ModuleList`` or numbered ``ModuleDict`` of layers, or the capture is full.
+        input_preparers: see ``trace_step``.
+        constants: see ``trace_step``.
+        meta_device: see ``trace_step``.
+        fake_mode: see ``trace_step``.
+        ignored_attributes: names of attributes of modules that no forward reads, such as
+            initialisers, and that may therefore differ between layers.
+        compare: capture in full too, and raise if the two differ in anything.
+
+    Returns:
+        A function of the step's example arguments that returns the capture and its report. The
+        step is the one that ``trace_step`` would have given: see ``step_differences``.
+
+    Raises:
+        CaptureError: see ``trace_step``.
+        StampingError: ``compare`` found a difference.
+    """
+
+    def capture(*args: Any, **kwargs: Any) -> StampedCapture:
+        def full() -> TracedStep:
+            return trace_step(
+                fn,
+                module=module,
+                input_preparers=input_preparers,
+                constants=constants,
+                meta_device=meta_device,
+                fake_mode=fake_mode,
+            )(*args, **kwargs)
+
+        stamper = _Stamper(
+            fn,
+            module,
+            input_preparers,
+            constants=constants,
+            meta_device=torch.device(meta_device),
+            fake_mode=fake_mode,
+            ignored_attributes=ignored_attributes,
+        )
+        try:
+            captured = stamper.capture(args, kwargs)
+        except NotStampable as refusal:
+            _logger.warning("layers are not stamped, all are traced: %s", refusal)
+            begin = time.process_time()
+            step = full()
+            return StampedCapture(
+                step=step,
+                report=StampReport(
+                    num_layers=stamper.num_layers,
+                    num_layers_traced=stamper.num_layers,
+                    refusal=str(refusal),
+                    gate_seconds=stamper.gate_seconds,
+                    trace_seconds=time.process_time() - begin,
+                ),
+            )
+        if not compare:
+            return captured
+        differences = step_differences(captured.step, full())
+        if differences:
+            raise StampingError(
+                "the stamped capture differs from the full one:\n  " + "\n  ".join(differences)
+            )
+        return replace(captured, report=replace(captured.report, compared=True))
+
+    return capture
+
+
+class _Stamper:
+    """One capture."""
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        module: nn.Module,
+        preparers: Sequence[InputPreparer],
+        *,
+        constants: ConstantPolicy,
+        meta_device: torch.device,
+        fake_mode: FakeTensorMode | None,
+        ignored_attributes: frozenset[str],
+    ) -> None:
+        self._fn = fn
+        self._module = module
+        self._preparers = preparers
+        self._constants: ConstantPolicy = constants
+        self._meta_device = meta_device
+        self._fake_mode = fake_mode
+        self._ignored_attributes = ignored_attributes
+        self.num_layers = 0
+        self.gate_seconds = 0.0
+
+    def capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StampedCapture:
+        """Stamp.
+
+        Raises:
+            NotStampable: the step must be captured in full.
+        """
+        begin = time.process_time()
+        layers = find_layer_list(self._module)
+        self.num_layers = len(layers)
+        slots = collect_state(self._module)
+        refuse_shared_weights(layers, slots)
+        kinds, difference = self._kinds(layers)
+        try:
+            plan = plan_layers(kinds)
+        except NotStampable as refusal:
+            raise NotStampable(f"{refusal}; {difference}" if difference else str(refusal)) from None
+        inputs = TraceInputs(args=args, kwargs=kwargs)
+        for preparer in self._preparers:
+            inputs = preparer.before_faking(inputs)
+        flat = FlatInputs.of(self._fn, slots, inputs)
+        vocabulary = Vocabulary()
+        whole = self._record(flat, layers, range(len(layers)), vocabulary)
+        require_equal_streams(whole, layers=layers, plan=plan, vocabulary=vocabulary)
+        self.gate_seconds = time.process_time() - begin
+        while True:
+            try:
+                return self._stamp(args, kwargs, layers, plan, flat, whole, vocabulary)
+            except ReachesTooFar:
+                if plan.num_warm_up == _MOST_WARM_UP:
+                    raise
+                plan = plan_layers(kinds, num_warm_up=plan.num_warm_up + 1)
+
+    def _kinds(self, layers: LayerList) -> tuple[list[int], str | None]:
+        """A number for each layer, equal for those built alike; and the first difference."""
+        models: list[int] = []
+        kinds: list[int] = []
+        first: str | None = None
+        for index in range(len(layers)):
+            for kind, model in reversed(list(enumerate(models))):
+                difference = layer_difference(
+                    layers, model, index, ignored_attributes=self._ignored_attributes
+                )
+                if difference is None:
+                    kinds.append(kind)
+                    break
+                first = first or difference
+            else:
+                kinds.append(len(models))
+                models.append(index)
+        return kinds, first
+
+    def _stamp(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        layers: LayerList,
+        plan: LayerPlan,
+        flat: FlatInputs,
+        whole: Recording,
+        vocabulary: Vocabulary,
+    ) -> StampedCapture:
+        begin = time.process_time()
+        with layers.shortened(plan.kept):
+            short_flat = FlatInputs.of(
+                self._fn, collect_state(self._module), TraceInputs(args=args, kwargs=kwargs)
+            )
+            short = self._record(short_flat, layers, plan.kept, vocabulary)
+            require_same_when_short(whole, short, layers=layers, plan=plan, vocabulary=vocabulary)
+            traced_at = time.process_time()
+            marked = [plan.layer(unit) for unit in (plan.first, plan.last, plan.last + 1)]
+            with marked_layers(layers, marked) as marks:
+                step = self._trace(args, kwargs)
+        stamped_at = time.process_time()
+        made = stamped_step(
+            step,
+            marks=marks,
+            layers=layers,
+            plan=plan,
+            flat=flat,
+            full_recording=whole,
+            short_recording=short,
+            meta_device=self._meta_device,
+            mode=CapturedMode.now(self._module),
+        )
+        return StampedCapture(
+            step=made,
+            report=StampReport(
+                num_layers=len(layers),
+                num_layers_traced=len(plan.kept),
+                period=plan.period,
+                gate_seconds=self.gate_seconds + traced_at - begin,
+                trace_seconds=stamped_at - traced_at,
+                stamp_seconds=time.process_time() - stamped_at,
+            ),
+        )
+
+    def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TracedStep:
+        try:
+            return trace_step(
+                self._fn,
+                module=self._module,
+                input_preparers=self._preparers,
+                constants=self._constants,
+                meta_device=self._meta_device,
+                fake_mode=self._fake_mode,
+            )(*args, **kwargs)
+        except NotStampable:
+            raise
+        except Exception as error:
+            raise NotStampable(f"with fewer layers, {_told(error)}") from error
+
+    def _record(
+        self,
+        flat: FlatInputs,
+        layers: LayerList,
+        keep: Sequence[int],
+        vocabulary: Vocabulary,
+    ) -> Recording:
+        """Run the step without making a graph."""
+        mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+        fakes = flat.fake(mode, self._meta_device)
+        with tracing_contexts(mode, None):
+            state, inputs = flat.rebuild(fakes)
+            for preparer in self._preparers:
+                inputs = preparer.inside_trace(inputs)
+            named = {
+                slot.entry.name: tensor for slot, tensor in zip(flat.slots, state, strict=True)
+            }
+            leaves = pytree.tree_leaves((inputs.args, dict(inputs.kwargs)))
+            arguments = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+            named |= {f"argument {index}": leaf for index, leaf in enumerate(arguments)}
+
+            def run() -> Any:
+                with _swapped(flat.slots, state):
+                    return self._fn(*inputs.args, **inputs.kwargs)
+
+            try:
+                return record_step(
+                    run, layers=layers, keep=list(keep), named_tensors=named, vocabulary=vocabulary
+                )
+            except NotStampable:
+                raise
+            except Exception as error:
+                # If the step itself is at fault, the full trace will say so.
+                raise NotStampable(f"with {len(keep)} layers, {_told(error)}") from error
+
+
+@contextmanager
+def _swapped(slots: Sequence[StateSlot], tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """The model holds ``tensors``."""
+    try:
+        for slot, tensor in zip(slots, tensors, strict=True):
+            slot.put(tensor)
+        yield
+    finally:
+        for slot in slots:
+            slot.put(slot.tensor)
+
+
+def _told(error: Exception) -> str:
+    first_line = str(error).strip().partition("\n")[0]
+    return f"the step fails with {type(error).__name__}: {first_line}"

@@ -1,0 +1,88 @@
+"""Where the units of layers begin in the trace of the shortened model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.fx import Node
+
+from gt_trace._torch_internals import get_proxy_mode, sequence_counter
+from gt_trace.stamping.layer_list import LayerList
+from gt_trace.stamping.refusal import NotStampable
+
+__all__ = ["TraceMark", "TraceMarks", "marked_layers"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceMark:
+    """The moment at which a layer's forward began."""
+
+    layer: int
+    node: Node
+    """The last node of the trace until then."""
+
+    sequence_number: int
+    """Of the next autograd node."""
+
+    def position(self, positions: dict[Node, int]) -> int:
+        """The place of the first node after the mark, among those that the trace kept."""
+        node = self.node
+        while node not in positions:
+            if not node._erased:
+                # A placeholder: nothing was computed before.
+                return 0
+            # What was erased still knows what stood before it.
+            node = node._prev
+        return positions[node] + 1
+
+
+@dataclass(slots=True, kw_only=True)
+class TraceMarks:
+    """The marks of one trace."""
+
+    found: list[TraceMark] = field(default_factory=list)
+
+    def of(self, layer: int) -> TraceMark:
+        """The mark of a layer.
+
+        Raises:
+            NotStampable: it began twice, or never.
+        """
+        marks = [mark for mark in self.found if mark.layer == layer]
+        if len(marks) != 1:
+            raise NotStampable(f"layer {layer} began {len(marks)} times in the trace")
+        return marks[0]
+
+
+@contextmanager
+def marked_layers(layers: LayerList, indices: Sequence[int]) -> Iterator[TraceMarks]:
+    """Mark where the forward of each of these layers begins, in the trace made inside."""
+    marks = TraceMarks()
+
+    def mark(index: int) -> None:
+        mode = get_proxy_mode()
+        assert mode is not None
+        graph = mode.tracer.graph
+        marks.found.append(
+            TraceMark(
+                layer=index,
+                node=next(iter(reversed(graph.nodes))),
+                sequence_number=sequence_counter(),
+            )
+        )
+
+    with ExitStack() as stack:
+        for index in indices:
+
+            def hook(
+                _module: nn.Module, _args: tuple[torch.Tensor, ...], index: int = index
+            ) -> None:
+                mark(index)
+
+            handle = layers.layers[index].register_forward_pre_hook(hook, prepend=True)
+            stack.callback(handle.remove)
+        yield marks

@@ -1,0 +1,141 @@
+"""Sizes that only a run will tell, one set for each unit.
+
+With expert parallelism every layer learns at run time how many tokens it gets. The trace writes
+each such number as a symbol; a stamped layer needs symbols of its own, of which the shape
+environment knows the same as of the traced ones: ranges, and what was checked of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from gt_trace._torch_internals import ShapeEnv
+from gt_trace.stamping.refusal import NotStampable
+
+__all__ = ["UnitSymbols", "symbols_bound_by"]
+
+
+def symbols_bound_by(nodes: Sequence[Node]) -> list[Any]:
+    """The symbols that come into being in ``nodes``, in order."""
+    return [symbol for node in nodes for symbol in node.meta.get("unbacked_bindings", {})]
+
+
+class UnitSymbols:
+    """The symbols of the first interior unit, and their counterparts in others.
+
+    Args:
+        shape_env: of the trace; None if no size is symbolic.
+        ours: symbols that the first interior unit binds.
+        theirs: those that the last one binds.
+
+    Raises:
+        NotStampable: the environment knows other things of ``theirs`` than of ``ours``.
+    """
+
+    def __init__(
+        self, shape_env: ShapeEnv | None, ours: Sequence[Any], theirs: Sequence[Any]
+    ) -> None:
+        if len(ours) != len(theirs):
+            raise NotStampable(
+                f"the interior layers bind {len(ours)} and {len(theirs)} sizes at run time"
+            )
+        self._shape_env = shape_env
+        self._ours = tuple(ours)
+        self._own = frozenset(ours)
+        self._to_last = dict(zip(ours, theirs, strict=True))
+        if ours:
+            assert shape_env is not None
+            self._require_equal_facts(shape_env)
+
+    def __bool__(self) -> bool:
+        """Whether there are any."""
+        return bool(self._ours)
+
+    def same(self, ours: Any, theirs: Any) -> bool:
+        """Whether a size of the first unit and one of the last are counterparts."""
+        if isinstance(ours, int) and isinstance(theirs, int):
+            return ours == theirs
+        if isinstance(ours, int) or isinstance(theirs, int):
+            return False
+        return bool(ours.node.expr.xreplace(self._to_last) == theirs.node.expr)
+
+    def fresh(self) -> dict[Any, Any]:
+        """New symbols for another unit, by those of the first."""
+        if not self._ours:
+            return {}
+        shape_env: Any = self._shape_env
+        with shape_env.ignore_fresh_unbacked_symbols():
+            made = {each: shape_env.create_unbacked_symint().node.expr for each in self._ours}
+        _copy_facts(shape_env, made)
+        return made
+
+    def size(self, size: Any, replaced: dict[Any, Any]) -> Any:
+        """A size of the first unit, with its symbols replaced."""
+        if isinstance(size, int) or not replaced:
+            return size
+        expression = size.node.expr
+        if not expression.free_symbols & self._own:
+            return size
+        shape_env: Any = self._shape_env
+        made: torch.SymInt = shape_env.create_symintnode(expression.xreplace(replaced), hint=None)
+        return made
+
+    def _require_equal_facts(self, shape_env: Any) -> None:
+        ours = _facts(shape_env, self._to_last, renamed=True)
+        theirs = _facts(shape_env, {each: each for each in self._to_last.values()}, renamed=False)
+        if ours != theirs:
+            raise NotStampable("what is known of sizes at run time differs between the layers")
+
+
+def _facts(shape_env: Any, names: dict[Any, Any], *, renamed: bool) -> list[Any]:
+    """What the environment knows of the symbols ``names``, told of their counterparts."""
+    own = frozenset(names)
+    facts: list[Any] = []
+    for symbol, counterpart in names.items():
+        facts.append((counterpart, shape_env.var_to_range[symbol], symbol in shape_env.size_like))
+    asserted = {
+        assertion.expr.xreplace(names)
+        for assertions in shape_env.deferred_runtime_asserts.values()
+        for assertion in assertions
+        if assertion.expr.free_symbols & own
+    }
+    divisible = {each.xreplace(names) for each in shape_env.divisible if each.free_symbols & own}
+    replaced = {
+        (symbol.xreplace(names), value.xreplace(names))
+        for symbol, value in shape_env.replacements.items()
+        if ({symbol} | value.free_symbols) & own
+    }
+    return [facts, asserted, divisible, replaced]
+
+
+def _copy_facts(shape_env: Any, made: dict[Any, Any]) -> None:
+    """Let the environment know of new symbols what it knows of those that they stand beside."""
+    own = frozenset(made)
+    for symbol, new in made.items():
+        shape_env.var_to_range[new] = shape_env.var_to_range[symbol]
+        if symbol in shape_env.size_like:
+            shape_env.size_like.add(new)
+    for symbol, assertions in list(shape_env.deferred_runtime_asserts.items()):
+        for assertion in list(assertions):
+            if not assertion.expr.free_symbols & own:
+                continue
+            key = made.get(symbol, symbol)
+            copied = replace(assertion, expr=assertion.expr.xreplace(made))
+            shape_env.deferred_runtime_asserts.setdefault(key, []).append(copied)
+            shape_env.num_deferred_runtime_asserts += 1
+    for expression, truth in list(shape_env.axioms.items()):
+        if expression.free_symbols & own:
+            shape_env.axioms[expression.xreplace(made)] = truth
+    shape_env.divisible.update(
+        each.xreplace(made) for each in list(shape_env.divisible) if each.free_symbols & own
+    )
+    for symbol, value in list(shape_env.replacements.items()):
+        if ({symbol} | value.free_symbols) & own:
+            shape_env.replacements[made.get(symbol, symbol)] = value.xreplace(made)
+    # Forget what was concluded without them.
+    shape_env._update_version_counter()
