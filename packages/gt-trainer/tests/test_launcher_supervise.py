@@ -74,7 +74,13 @@ def start(folder: Path, program: str) -> subprocess.Popen[str]:
         text=True,
         # As from a shell: a group of its own, which the terminal's Ctrl-C would reach.
         start_new_session=True,
+        # Whoever runs the tests under nohup ignores SIGHUP, and so would the program.
+        preexec_fn=hear_hangups,
     )
+
+
+def hear_hangups() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
