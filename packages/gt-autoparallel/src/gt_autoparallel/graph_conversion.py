@@ -71,6 +71,9 @@ REDUCE_HERE = torch.ops.gt_autoparallel.reduce_here.default
 
 _aten = torch.ops.aten
 _RENAMES = frozenset({_aten.detach.default, _aten.alias.default, _aten.lift_fresh_copy.default})
+_CHECKS = frozenset({_aten._assert_async.default, _aten._assert_async.msg})
+"""Look at a value and give nothing. What only they need is dropped with them."""
+
 _VIEWS = frozenset(
     {
         _aten.view.default,
@@ -226,6 +229,8 @@ class _Draft:
         if node.target is TANGENT_OF:
             self._add_tangent(node)
             return
+        if node.target in _CHECKS:
+            return  # of what the caller gave: it makes nothing that could be placed
         if _only_renames(node):
             (source,) = node.all_input_nodes
             self._value_of[node] = self._value_of[source]
