@@ -10,17 +10,27 @@ Who reads it: ``apply`` (options and steps), ``audit`` (everything), ``report``,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
 from gt_autoparallel.layouts import Layout, MeshShape
 from gt_autoparallel.options import NodeOption
 from gt_autoparallel.placement_graph import PlacementGraph, PlacementNode, TensorSpec, Use, Value
 from gt_autoparallel.redistribution import RedistributionStep
+
+# What reads plans imports this file; its methods import them when they are called.
+if TYPE_CHECKING:
+    from gt_autoparallel.audit import AuditReport
+    from gt_autoparallel.explanation import Explanation
+    from gt_autoparallel.prediction import PlannedCollective
 
 __all__ = [
     "LayoutConstraint",
@@ -267,6 +277,63 @@ class PlacementPlan:
             str(node.target): self.options[node.index].operands[0]
             for node in self.graph.of_kind("gradient")
         }
+
+    def collectives(self) -> tuple[PlannedCollective, ...]:
+        """Every collective of one step, one by one; see ``prediction``."""
+        from gt_autoparallel.prediction import predicted_collectives
+
+        return predicted_collectives(self)
+
+    def audit(self) -> AuditReport:
+        """Work everything out a second time on the whole graph; see ``audit``.
+
+        Raises:
+            AuditError: the plan is not what it says.
+        """
+        from gt_autoparallel.audit import audit_plan
+
+        return audit_plan(self)
+
+    def report(self) -> str:
+        """The plan as text; see ``report``."""
+        from gt_autoparallel.report import plan_report, report_text
+
+        return report_text(plan_report(self))
+
+    def write_page(self, path: str | os.PathLike[str]) -> Path:
+        """Write the report as one HTML file that needs no network."""
+        from gt_autoparallel.report_page import write_report_page
+
+        return write_report_page(self, path)
+
+    def explain(self, name: str, **options: Any) -> Explanation:
+        """Why a node or parameter is placed as it is; arguments as those of ``explain``."""
+        from gt_autoparallel.explanation import explain
+
+        return explain(self, name, **options)
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the plan to a file; see ``plan_file``."""
+        from gt_autoparallel.plan_file import write_plan
+
+        return write_plan(self, path)
+
+    @staticmethod
+    def load(
+        path: str | os.PathLike[str],
+        model: nn.Module,
+        mesh: DeviceMesh | MeshShape,
+        example_inputs: Sequence[Any],
+        **capture: Any,
+    ) -> PlacementPlan:
+        """Read a plan that was made for this model and mesh; arguments as those of ``load_plan``.
+
+        Raises:
+            PlanMismatchError: the file is damaged, or made for something else.
+        """
+        from gt_autoparallel.plan_file import load_plan
+
+        return load_plan(path, model, mesh, example_inputs, **capture)
 
     def _identity(self) -> tuple[object, ...]:
         return (

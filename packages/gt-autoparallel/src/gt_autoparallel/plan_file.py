@@ -14,12 +14,20 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
+from gt_autoparallel.audit import audit_plan
+from gt_autoparallel.capture import capture_joint_graph
+from gt_autoparallel.costs import PlacementPrices
 from gt_autoparallel.errors import PlanMismatchError
+from gt_autoparallel.experts import ExpertBlock, opaque_experts
 from gt_autoparallel.graph_encoding import canonical_json, graph_digest
 from gt_autoparallel.layouts import MeshShape
 from gt_autoparallel.model_signature import (
@@ -30,8 +38,9 @@ from gt_autoparallel.model_signature import (
 from gt_autoparallel.placement_graph import PlacementGraph
 from gt_autoparallel.plan import PlacementPlan, StepPrices
 from gt_autoparallel.plan_encoding import decode_plan, encode_plan
+from gt_passes.simulation import CostModel
 
-__all__ = ["FORMAT_VERSION", "check_plan_fits", "read_plan", "write_plan"]
+__all__ = ["FORMAT_VERSION", "check_plan_fits", "load_plan", "read_plan", "write_plan"]
 
 FORMAT = "gt-autoparallel plan"
 FORMAT_VERSION = 1
@@ -85,6 +94,62 @@ def read_plan(path: str | os.PathLike[str], *, prices: StepPrices) -> PlacementP
         return decode_plan(document["content"], prices)
     except PlanMismatchError as error:
         raise PlanMismatchError(f"{os.fspath(path)}: {error}") from error
+
+
+def load_plan(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    mesh: DeviceMesh | MeshShape,
+    example_inputs: Sequence[Any],
+    *,
+    example_kwargs: Mapping[str, Any] | None = None,
+    cost_model: CostModel | None = None,
+    compute_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    experts: Mapping[str, ExpertBlock] | None = None,
+    device: torch.device | str = "cpu",
+) -> PlacementPlan:
+    """Read a plan for a model: everything that the plan depends on is seen to be the same.
+
+    The model is captured, which is most of what planning costs but the solve.
+
+    Args:
+        path: of a file that ``write_plan`` wrote.
+        model: as for ``find_placement``, like all that follows.
+        mesh: its named axes.
+        example_inputs: positional arguments of the forward, global tensors of the whole batch.
+        example_kwargs: keyword arguments, likewise.
+        cost_model: of the machine for which the plan was made.
+        compute_dtype: dtype to which parameters are cast for use.
+        reduce_dtype: dtype in which gradients of cast parameters are summed over ranks.
+        experts: routed experts, by the names of their modules.
+        device: for whose kernels the graph is captured.
+
+    Raises:
+        PlanMismatchError: the file is damaged, or model, inputs, mesh or cost model are not those
+            of the plan; names what differs.
+        AuditError: the plan is not what it says.
+        OSError: the file cannot be read.
+    """
+    plan = read_plan(path, prices=PlacementPrices(cost_model))
+    shape = mesh if isinstance(mesh, MeshShape) else MeshShape.of(mesh)
+    # What costs nothing to compare is compared before the model is captured.
+    check_plan_fits(plan, model=model, mesh=shape, graph=plan.graph)
+    with opaque_experts(model, experts or {}):
+        graph = capture_joint_graph(
+            model,
+            example_inputs,
+            example_kwargs,
+            device=device,
+            compute_dtype=compute_dtype,
+            reduce_dtype=reduce_dtype,
+            allowed_random_operators=plan.request.replicate_unknown,
+        )
+    check_plan_fits(plan, model=model, mesh=shape, graph=graph)
+    # The captured graph knows, besides, how the model is called.
+    fitted = replace(plan, graph=graph)
+    audit_plan(fitted)
+    return fitted
 
 
 def check_plan_fits(

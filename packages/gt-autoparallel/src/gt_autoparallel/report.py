@@ -159,7 +159,9 @@ def _time(plan: PlacementPlan) -> ReportTable:
         if each.window is None:
             in_full[plan.graph.nodes[each.use.consumer].phase] += each.time_us
     cells += [
-        (f"activations, {phase}", 0.0, time_us, time_us) for phase, time_us in in_full.items()
+        (f"activations, {phase}", 0.0, time_us, time_us)
+        for phase, time_us in in_full.items()
+        if time_us
     ]
     cells.append(
         ("all", sum(c[1] for c in cells), sum(c[2] for c in cells), sum(c[3] for c in cells))

@@ -1,0 +1,256 @@
+"""Why a tensor lies as it does: what the best plan costs in which it lies otherwise.
+
+Each other layout is forced, and the whole problem solved again, everything else free to follow. So
+the difference is what the layout really costs, not what it would cost if nothing else moved. Where
+the solver runs out of time, the difference is given as the interval in which it lies. Nodes of
+alike layers are forced together, as they were planned together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gt_autoparallel.errors import ConstraintError, InfeasiblePlacementError
+from gt_autoparallel.layer_ranges import ranged_rows
+from gt_autoparallel.layouts import Layout, short_text
+from gt_autoparallel.memory import plan_memory
+from gt_autoparallel.options import NodeOption
+from gt_autoparallel.placement_graph import PlacementNode
+from gt_autoparallel.plan import PlacementPlan
+from gt_autoparallel.planner import Planner
+from gt_autoparallel.problem import Problem
+from gt_autoparallel.problem_of_graph import PlacementProblem
+from gt_autoparallel.solver import WarmStart, solve
+
+__all__ = ["Alternative", "Explanation", "explain"]
+
+_GIB = 2**30
+_EXACT_US = 1e-6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alternative:
+    """Another layout, and the best plan that has it."""
+
+    layout: Layout
+    at_least_us: float
+    """How much more that plan costs than this one, at least; negative if it may cost less."""
+
+    at_most_us: float
+    memory_bytes: int
+    """How much more memory of a rank that plan takes."""
+
+    num_moved_nodes: int
+    """Nodes besides that lie otherwise in that plan."""
+
+    impossible: str = ""
+    """Why there is no plan with this layout; then the numbers are inf or 0."""
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the difference is known exactly: both plans are proven optima."""
+        return self.at_most_us - self.at_least_us <= _EXACT_US * max(1.0, abs(self.at_most_us))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """Why a node's result, or a parameter, has its layout."""
+
+    name: str
+    """With the range of the layers that share the choice."""
+
+    layout: Layout
+    alternatives: tuple[Alternative, ...]
+    """The cheapest first, the impossible last."""
+
+    costs_here: tuple[tuple[str, float], ...]
+    """What the plan pays at this node, in us: its compute, and what moves to and from it."""
+
+    memory_price_us_per_gib: float
+    """Dual of the memory budget: what one GiB more would save at the margin."""
+
+    def __str__(self) -> str:
+        return "\n".join(_lines(self)) + "\n"
+
+
+def explain(
+    plan: PlacementPlan,
+    name: str,
+    *,
+    layouts: Sequence[Layout] | None = None,
+    planner: Planner | None = None,
+    time_limit_seconds: float = 60.0,
+) -> Explanation:
+    """Why a node or parameter is placed as it is.
+
+    Args:
+        plan: the plan.
+        name: of a node (``PlacementNode.name``) or of a parameter; tied ones go by each name.
+        layouts: the other layouts to ask about; all that the node has by default.
+        planner: the one that made the plan, if it is at hand: it has the problem ready.
+        time_limit_seconds: for each layout.
+
+    Raises:
+        ConstraintError: there is no such node, or it has no such layout.
+    """
+    node = _node(plan, name)
+    planner = planner or _planner(plan)
+    placement = planner.problem(plan.request)
+    number = placement.clustering.class_of_node[node.index]
+    of_option = [_layout(choice.option) for choice in placement.choices[number]]
+    chosen = _layout(plan.options[node.index])
+    offered = [layout for layout in dict.fromkeys(of_option) if layout != chosen]
+    asked = offered if layouts is None else [layout for layout in layouts if layout != chosen]
+    unknown = [layout for layout in asked if layout not in offered]
+    if unknown:
+        raise ConstraintError(
+            f"node {node.name!r} cannot lie in {[short_text(each) for each in unknown]!r}; it can "
+            f"in {[short_text(each) for each in dict.fromkeys(of_option)]!r}"
+        )
+    warm_start = WarmStart(choices=placement.solution_of(plan.options))
+    alternatives = []
+    for layout in asked:
+        allowed = np.array([each == layout for each in of_option])
+        forced = _forced(placement.problem, number, allowed)
+        alternatives.append(
+            _alternative(plan, placement, number, layout, forced, warm_start, time_limit_seconds)
+        )
+    members = [plan.graph.nodes[index].name for index in placement.clustering.members[number]]
+    return Explanation(
+        name=", ".join(row.name for row in ranged_rows((each, None) for each in members)),
+        layout=chosen,
+        alternatives=tuple(
+            sorted(alternatives, key=lambda a: (a.at_most_us, short_text(a.layout)))
+        ),
+        costs_here=tuple(_costs_here(plan, node)),
+        memory_price_us_per_gib=plan.solver.memory_price_us_per_gib,
+    )
+
+
+def _node(plan: PlacementPlan, name: str) -> PlacementNode:
+    """The node of this name, or the node of the parameter of this name."""
+    by_name = {node.name: node for node in plan.graph.nodes}
+    parameters = {str(node.target): node for node in plan.graph.of_kind("parameter")}
+    aliased = plan.graph.parameter_aliases.get(name, name)
+    node = by_name.get(name) or by_name.get(aliased) or parameters.get(aliased)
+    if node is None:
+        raise ConstraintError(
+            f"there is no node or parameter {name!r}; parameters are {list(parameters)[:5]!r}..."
+        )
+    return node
+
+
+def _planner(plan: PlacementPlan) -> Planner:
+    """One that would be asked for this plan."""
+    return Planner(
+        plan.graph,
+        plan.mesh,
+        signature=plan.signature,
+        prices=plan.prices,
+        replicate_unknown=plan.request.replicate_unknown,
+        optimizer_state_copies=plan.request.optimizer_state_copies,
+    )
+
+
+def _layout(option: NodeOption) -> Layout:
+    """What is explained: the layout of the first result, of a sink that of what it takes."""
+    layout = next((each for each in option.outputs if each is not None), None)
+    return option.operands[0] if layout is None else layout
+
+
+def _forced(problem: Problem, number: int, allowed: NDArray[np.bool_]) -> Problem:
+    """The problem in which one variable may take some of its options only."""
+    variable = problem.variables[number]
+    cost_us = np.where(allowed, variable.cost_us, np.inf)
+    variables = list(problem.variables)
+    variables[number] = replace(variable, cost_us=cost_us)
+    return replace(problem, variables=tuple(variables))
+
+
+def _alternative(
+    plan: PlacementPlan,
+    placement: PlacementProblem,
+    number: int,
+    layout: Layout,
+    problem: Problem,
+    warm_start: WarmStart,
+    time_limit_seconds: float,
+) -> Alternative:
+    try:
+        solution = solve(problem, time_limit_seconds=time_limit_seconds, warm_start=warm_start)
+    except InfeasiblePlacementError as error:
+        return Alternative(
+            layout=layout,
+            at_least_us=np.inf,
+            at_most_us=np.inf,
+            memory_bytes=0,
+            num_moved_nodes=0,
+            impossible=str(error).splitlines()[0],
+        )
+    options = placement.options_of_nodes(solution.choices)
+    memory = plan_memory(
+        plan.graph,
+        options,
+        plan.mesh,
+        optimizer_state_copies=plan.request.optimizer_state_copies,
+    )
+    asked_about = set(placement.clustering.members[number])
+    moved = sum(
+        _layout(ours) != _layout(theirs)
+        for index, (ours, theirs) in enumerate(zip(plan.options, options, strict=True))
+        if index not in asked_about
+    )
+    # An optimum is between its bound and its plan, and so is this plan's.
+    lowest = solution.objective_us if solution.proven else solution.lower_bound_us
+    cheapest = plan.solver.objective_us if plan.solver.proven else plan.solver.lower_bound_us
+    return Alternative(
+        layout=layout,
+        at_least_us=lowest - plan.solver.objective_us,
+        at_most_us=solution.objective_us - cheapest,
+        memory_bytes=memory.total - plan.memory.total,
+        num_moved_nodes=moved,
+    )
+
+
+def _costs_here(plan: PlacementPlan, node: PlacementNode) -> Iterator[tuple[str, float]]:
+    if plan.compute_us[node.index]:
+        yield "compute", plan.compute_us[node.index]
+    for each in plan.redistributions:
+        kinds = " and ".join(
+            f"{step.kind} along {plan.mesh.names[step.axis]}" for step in each.steps
+        )
+        hidden = "" if each.window is None else ", which its window may hide"
+        if each.use.consumer == node.index:
+            source = plan.graph.nodes[each.use.value.node].name
+            yield f"from {source}: {kinds}{hidden}", each.time_us
+        elif each.use.value.node == node.index:
+            target = plan.graph.nodes[each.use.consumer].name
+            yield f"to {target}: {kinds}{hidden}", each.time_us
+
+
+def _lines(explanation: Explanation) -> Iterator[str]:
+    yield f"{explanation.name} is {short_text(explanation.layout)}"
+    for what, time_us in explanation.costs_here:
+        yield f"  pays {time_us:,.1f} us: {what}"
+    for each in explanation.alternatives:
+        text = short_text(each.layout)
+        if each.impossible:
+            yield f"  {text} is impossible: {each.impossible}"
+            continue
+        if each.is_exact:
+            cost = f"costs {each.at_most_us:+,.1f} us"
+        else:
+            cost = f"costs between {each.at_least_us:+,.1f} and {each.at_most_us:+,.1f} us (bounds)"
+        yield (
+            f"  {text} {cost}, {each.memory_bytes:+,} bytes, moves {each.num_moved_nodes} other "
+            "nodes"
+        )
+    if explanation.memory_price_us_per_gib > 0:
+        yield (
+            f"  one GiB more of memory would save {explanation.memory_price_us_per_gib:,.1f} us at "
+            "the margin"
+        )

@@ -1,0 +1,187 @@
+"""What experts do along one mesh axis, as constraints on a captured graph.
+
+A style pins how parameters are stored, what is gathered of them, how inputs come, and how the
+residual stream lies between layers, in the forward and in the backward. What lies between follows
+from these; where it does not, the planner takes the cheapest way, which is at least as good as any
+hand-written one.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import Literal
+
+from torch.distributed.tensor import Placement, Replicate, Shard
+
+from gt_autoparallel.layer_names import layer_of_module
+from gt_autoparallel.layouts import MeshShape, fits
+from gt_autoparallel.parameter_chains import parameter_chains
+from gt_autoparallel.pinned_plans.tensor_parallel_names import TensorParallelNames
+from gt_autoparallel.placement_graph import PlacementGraph, PlacementNode, TensorSpec, Value
+from gt_autoparallel.plan import LayoutConstraint
+
+__all__ = ["AxisStyle", "pinned_constraints"]
+
+AxisStyle = Literal["ddp", "fsdp", "tp", "tp+sp"]
+"""ddp: parameters replicated, the batch sharded. fsdp: parameters sharded and gathered for use, the
+batch sharded. tp: Megatron's columns and rows, activations between layers replicated.
+tp+sp: the same with activations between layers sharded along the sequence."""
+
+
+def pinned_constraints(
+    graph: PlacementGraph,
+    mesh: MeshShape,
+    styles: Mapping[str, AxisStyle],
+    *,
+    names: TensorParallelNames | None = None,
+) -> tuple[LayoutConstraint, ...]:
+    """The constraints under which a plan does what experts do.
+
+    A parameter that a style cannot cut evenly is replicated along that axis.
+
+    Args:
+        graph: of the model; activations between layers are (batch, sequence, width).
+        mesh: names and sizes of the axes.
+        styles: what to do along each axis, by its name.
+        names: which parameters are cut by columns and by rows.
+
+    Raises:
+        ValueError: ``styles`` are not those of the mesh's axes.
+    """
+    if set(styles) != set(mesh.names):
+        raise ValueError(
+            f"styles are for axes {sorted(styles)!r}; the mesh has {list(mesh.names)!r}"
+        )
+    pins = _Pins(graph, mesh, [styles[name] for name in mesh.names], names or TensorParallelNames())
+    return tuple(
+        LayoutConstraint(node=node.name, side="output", position=position, placements=placements)
+        for node, position, placements in pins.all()
+    )
+
+
+_Pin = tuple[PlacementNode, int, tuple[Placement | None, ...]]
+
+
+class _Pins:
+    def __init__(
+        self,
+        graph: PlacementGraph,
+        mesh: MeshShape,
+        styles: list[AxisStyle],
+        names: TensorParallelNames,
+    ) -> None:
+        self._graph = graph
+        self._mesh = mesh
+        self._styles = styles
+        self._names = names
+        self._readers: dict[int, list[PlacementNode]] = defaultdict(list)
+        for use in graph.uses():
+            self._readers[use.value.node].append(graph.nodes[use.consumer])
+
+    def all(self) -> Iterator[_Pin]:
+        yield from self._parameters()
+        for node in self._graph.of_kind("input"):
+            spec = _spec(node.outputs[0])
+            yield node, 0, self._fitting(spec, [self._batch(style, spec) for style in self._styles])
+        for value in self._between_layers():
+            node = self._graph.nodes[value.node]
+            spec = _spec(node.outputs[value.output])
+            wanted = [self._residual(style) for style in self._styles]
+            yield node, value.output, self._fitting(spec, wanted)
+
+    def _parameters(self) -> Iterator[_Pin]:
+        """Parameters as stored, and what is shared of them between their users."""
+        chains = parameter_chains(self._graph)
+        stored: dict[str, tuple[Placement, ...]] = {}
+        for node in self._graph.of_kind("parameter"):
+            name, spec = str(node.target), _spec(node.outputs[0])
+            stored[name] = self._stored(name, spec)
+            yield node, 0, stored[name]
+        for node in self._graph.of_kind("share"):
+            name_of = chains.get(node.operands[0].node)
+            if name_of is not None:
+                used = tuple(
+                    placement if style in ("tp", "tp+sp") else Replicate()
+                    for style, placement in zip(self._styles, stored[name_of], strict=True)
+                )
+                yield node, 0, used
+
+    def _stored(self, name: str, spec: TensorSpec) -> tuple[Placement, ...]:
+        """Tensor parallel axes first; then each fsdp axis takes a dim that nobody has, if any.
+
+        Two axes on one dim would have to be gathered together, innermost first.
+        """
+        layout: list[Placement] = [Replicate()] * self._mesh.num_axes
+        for axis, style in enumerate(self._styles):
+            dim = self._names.dim_of(name) if style in ("tp", "tp+sp") else None
+            if dim is not None:
+                self._shard_if_it_fits(layout, axis, dim, spec)
+        for axis, style in enumerate(self._styles):
+            if style != "fsdp":
+                continue
+            taken = {
+                placement.dim
+                for other, placement in enumerate(layout)
+                if isinstance(placement, Shard) and self._styles[other] != "fsdp"
+            }
+            for dim in range(len(spec.shape)):
+                if dim not in taken and self._shard_if_it_fits(layout, axis, dim, spec):
+                    break
+        return tuple(layout)
+
+    def _shard_if_it_fits(
+        self, layout: list[Placement], axis: int, dim: int, spec: TensorSpec
+    ) -> bool:
+        changed = [*layout[:axis], Shard(dim), *layout[axis + 1 :]]
+        if fits(spec.shape, tuple(changed), self._mesh):
+            layout[axis] = Shard(dim)
+            return True
+        return False
+
+    def _batch(self, style: AxisStyle, spec: TensorSpec) -> Placement:
+        if style in ("tp", "tp+sp") or not spec.shape:
+            return Replicate()
+        return Shard(0)
+
+    def _residual(self, style: AxisStyle) -> Placement:
+        if style == "tp":
+            return Replicate()
+        return Shard(1) if style == "tp+sp" else Shard(0)
+
+    def _fitting(self, spec: TensorSpec, wanted: list[Placement]) -> tuple[Placement | None, ...]:
+        """What is wanted, or whatever the planner likes, if that does not cut the tensor evenly."""
+        if fits(spec.shape, tuple(wanted), self._mesh):
+            return tuple(wanted)
+        return (None,) * self._mesh.num_axes
+
+    def _between_layers(self) -> Iterator[Value]:
+        """What one layer makes and another reads, of the shape of the residual stream."""
+        nodes = self._graph.nodes
+        batches = {
+            _spec(node.outputs[0]).shape[:2]
+            for node in self._graph.of_kind("input")
+            if len(_spec(node.outputs[0]).shape) >= 2
+        }
+        seen = set()
+        for use in self._graph.uses():
+            maker, reader = nodes[use.value.node], nodes[use.consumer]
+            if maker.kind not in ("operator", "experts") or use.value in seen:
+                continue
+            home = layer_of_module(maker.module)
+            leaves = home is not None and home != layer_of_module(reader.module)
+            shared = reader.kind == "share" and self._read_elsewhere(reader, home)
+            spec = _spec(maker.outputs[use.value.output])
+            is_stream = len(spec.shape) == 3 and spec.shape[:2] in batches
+            if home is not None and (leaves or shared) and is_stream:
+                seen.add(use.value)
+                # Sums that are not finished yet are finished before the stream goes on.
+                yield Value(reader.index) if shared else use.value
+
+    def _read_elsewhere(self, share: PlacementNode, home: str | None) -> bool:
+        return any(layer_of_module(n.module) != home for n in self._readers[share.index])
+
+
+def _spec(spec: TensorSpec | None) -> TensorSpec:
+    assert spec is not None, "a value is a tensor"
+    return spec

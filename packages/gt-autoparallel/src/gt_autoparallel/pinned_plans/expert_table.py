@@ -1,0 +1,102 @@
+"""What experts' plans would cost on a mesh, next to the planner's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from gt_autoparallel.errors import ConstraintError, InfeasiblePlacementError
+from gt_autoparallel.layouts import MeshShape
+from gt_autoparallel.pinned_plans.axis_styles import AxisStyle, pinned_constraints
+from gt_autoparallel.pinned_plans.tensor_parallel_names import TensorParallelNames
+from gt_autoparallel.plan import PlacementPlan
+from gt_autoparallel.planner import Planner
+
+__all__ = ["ExpertPlan", "expert_plans", "expert_styles", "expert_table"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertPlan:
+    """One expert's plan, or why there is none."""
+
+    name: str
+    plan: PlacementPlan | None
+    impossible: str = ""
+
+
+def expert_styles(mesh: MeshShape) -> dict[str, dict[str, AxisStyle]]:
+    """The experts' plans for a mesh of one or two axes: name, and what they do along each axis.
+
+    On two axes, tensor parallelism is along the inner one.
+
+    Raises:
+        ValueError: the mesh has more axes.
+    """
+    if mesh.num_axes > 2:
+        raise ValueError(f"experts' plans are for one or two mesh axes, not {mesh.num_axes}")
+    *outer, inner = mesh.names
+    all_axes = (*outer, inner)
+    styles: dict[str, dict[str, AxisStyle]] = {
+        "DDP": dict.fromkeys(all_axes, "ddp"),
+        "FSDP": dict.fromkeys(all_axes, "fsdp"),
+    }
+    if not outer:
+        return styles | {"TP": {inner: "tp"}, "TP + SP": {inner: "tp+sp"}}
+    return styles | {
+        "DDP + TP": {outer[0]: "ddp", inner: "tp"},
+        "DDP + TP + SP": {outer[0]: "ddp", inner: "tp+sp"},
+        "FSDP + TP": {outer[0]: "fsdp", inner: "tp"},
+        "FSDP + TP + SP": {outer[0]: "fsdp", inner: "tp+sp"},
+    }
+
+
+def expert_plans(
+    planner: Planner,
+    *,
+    styles: Mapping[str, Mapping[str, AxisStyle]] | None = None,
+    names: TensorParallelNames | None = None,
+    memory_budget_bytes: int | None = None,
+    time_limit_seconds: float = 120.0,
+) -> Iterator[ExpertPlan]:
+    """The cheapest plan that does what each expert does.
+
+    Args:
+        planner: of the model and mesh.
+        styles: names, and what is done along each axis; ``expert_styles`` by default.
+        names: which parameters tensor parallelism cuts.
+        memory_budget_bytes: on each rank; None for no limit.
+        time_limit_seconds: for each.
+    """
+    for name, by_axis in (styles or expert_styles(planner.mesh)).items():
+        pins = pinned_constraints(planner.graph, planner.mesh, by_axis, names=names)
+        try:
+            plan = planner.find(
+                constraints=pins,
+                memory_budget_bytes=memory_budget_bytes,
+                time_limit_seconds=time_limit_seconds,
+            )
+        except (ConstraintError, InfeasiblePlacementError) as error:
+            yield ExpertPlan(name=name, plan=None, impossible=str(error).splitlines()[0])
+        else:
+            yield ExpertPlan(name=name, plan=plan)
+
+
+def expert_table(plan: PlacementPlan, experts: Sequence[ExpertPlan]) -> str:
+    """The planner's plan and the experts', the cheapest first, as text."""
+    rows = [("planner", plan.objective_us, plan.memory.total)]
+    rows += [
+        (each.name, each.plan.objective_us, each.plan.memory.total)
+        for each in experts
+        if each.plan is not None
+    ]
+    rows.sort(key=lambda row: row[1])
+    width = max(len(name) for name, _, _ in rows)
+    axes = zip(plan.mesh.names, plan.mesh.sizes, strict=True)
+    lines = [f"simulated, on {' x '.join(f'{name} {size}' for name, size in axes)}"]
+    lines += [
+        f"{name:<{width}}  {time_us:>14,.1f} us  {time_us / plan.objective_us:>7.3f}x  "
+        f"{num_bytes / 2**20:>12,.1f} MiB"
+        for name, time_us, num_bytes in rows
+    ]
+    lines += [f"{each.name}: {each.impossible}" for each in experts if each.plan is None]
+    return "\n".join(lines)

@@ -1,0 +1,61 @@
+"""A small model, captured and planned once for all tests that need a real plan."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from plan_doubles import S0
+from torch import nn
+
+from gt_autoparallel.constraints import Constraints
+from gt_autoparallel.find import planner_of_model
+from gt_autoparallel.layouts import MeshShape
+from gt_autoparallel.plan import PlacementPlan
+from gt_autoparallel.planner import Planner
+
+TOKENS, WIDTH = 256, 512
+MESH = MeshShape(names=("dp",), sizes=(4,))
+
+
+class Residual(nn.Module):
+    """Four layers of x + silu(x @ up) @ down."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Block(width) for _ in range(4)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 4 * width, bias=False)
+        self.down = nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.silu(self.up(x)))
+
+
+def model(width: int = WIDTH) -> Residual:
+    with torch.device("meta"):
+        return Residual(width)
+
+
+def example(tokens: int = TOKENS) -> tuple[torch.Tensor]:
+    return (torch.empty(tokens, WIDTH, device="meta"),)
+
+
+@cache
+def planner() -> Planner:
+    return planner_of_model(model(), MESH, example())
+
+
+@cache
+def plan() -> PlacementPlan:
+    """Inputs come sharded over ranks, as a data loader gives them."""
+    return planner().find(constraints=Constraints(inputs={"x": [S0]}))
