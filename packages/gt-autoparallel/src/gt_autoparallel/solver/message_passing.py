@@ -124,6 +124,18 @@ class DualAscent:
             terms.append(float((self._tables[index] - left[:, None] - right).min()))
         return math.fsum(terms)
 
+    def potentials(self) -> tuple[float, list[FloatArray], dict[int, FloatArray]]:
+        """The problem at these prices with the messages moved: a constant, costs and tables.
+
+        Any choice costs the same as without messages.
+        """
+        costs = [self._with_messages(node, ends) for node, ends in enumerate(self._ends)]
+        tables = {}
+        for index, link in self._reduced.live_links():
+            left, right = link.messages
+            tables[index] = self._tables[index] - left[:, None] - right
+        return self._constant, costs, tables
+
     def _with_messages(self, node: int, ends: list[_End]) -> FloatArray:
         values = self._costs[node].copy()
         links = self._reduced.links

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from gt_autoparallel.problem import FloatArray, IntArray, Problem
 from gt_autoparallel.solver.arc_consistency import make_arc_consistent
 from gt_autoparallel.solver.branching import branch
+from gt_autoparallel.solver.elimination import Elimination
 from gt_autoparallel.solver.evaluation import evaluate
 from gt_autoparallel.solver.highs_model import HighsModel, HighsResult
 from gt_autoparallel.solver.message_passing import DualAscent, Prices
@@ -52,6 +53,12 @@ class SearchSettings:
 
     restricted_nodes: int = 200
     """Branch-and-bound nodes of HiGHS on a restricted problem, at most."""
+
+    most_entries: int = 200_000
+    """Of a factor in elimination before it is split."""
+
+    most_work: int = 5_000_000
+    """Table entries up to which elimination is tried in each round of dual ascent."""
 
     rounds: int = 40
     """Of dual ascent on the whole problem, at most; on its parts a quarter of that."""
@@ -195,11 +202,14 @@ class Search:
             self.method = "dual ascent"
             if part.depth == 0:
                 self.prices = part.prices
-            if alive and part.depth % 4 == 0 and part.reduced.num_pairs > self.settings.small_pairs:
+            # At the root, then ever more rarely: after 2, 4, 8, ... parts.
+            turn = self.num_parts & (self.num_parts - 1) == 0
+            if alive and turn and part.reduced.num_pairs > self.settings.small_pairs:
                 self._solve_restricted(part)
                 if part.lower_bound_us < self._cutoff:
                     alive = self._ascend(part, rounds // 4)
             self._report(f"part {self.num_parts}", part)
+            # DBG
             if not alive or part.lower_bound_us >= self._cutoff:
                 return []
             if self._time_left <= 0.0:
@@ -225,43 +235,59 @@ class Search:
 
     def _ascend_inner(self, part: _Part, rounds: int) -> bool:
         ascent = DualAscent(part.reduced, part.prices)
-        best, best_prices = -math.inf, part.prices
-        stalled = 0
+        elimination = self._elimination(part.reduced)
+        best, best_prices, allowed = -math.inf, part.prices, math.inf
+        near, stalled = 0.5, 0
         for turn in range(rounds):
-            bound = -math.inf
             for forward in (True, False):
-                positions = ascent.sweep(forward=forward)
-                self._decoded(part, positions)
+                self._decoded(part, ascent.sweep(forward=forward))
             bound = ascent.swept_bound
-            gain = bound - max(best, part.lower_bound_us)
-            target = self._cutoff if self._cutoff < math.inf else bound + 0.05 * abs(bound)
-            stalled = 0 if gain > 0.02 * (target - bound) else stalled + 1
+            if elimination is not None and turn >= 2:
+                exact = elimination.minimum(*ascent.potentials())
+                self._decoded(part, exact.positions)
+                bound = max(bound, exact.bound_us)
+            highest = max(best, bound)
+            target = self._cutoff if self._cutoff < math.inf else highest + 0.05 * abs(highest)
+            room = max(target - highest, 0.0)
+            progressed = bound - best > 0.02 * room
+            near = 0.5 if progressed else 0.5 * near
             if bound > best:
                 best, best_prices = bound, ascent.prices
             part.lower_bound_us = max(part.lower_bound_us, bound)
             if part.lower_bound_us >= self._cutoff:
                 return False
             masks = self._below_cutoff(ascent.option_bounds())
-            kept = sum(int(mask.sum()) for mask in masks)
-            if kept < 0.9 * part.reduced.num_options:
+            if sum(int(mask.sum()) for mask in masks) < 0.9 * part.reduced.num_options:
                 prices = ascent.prices
                 if not self._drop(part, masks):
                     return False
                 ascent = DualAscent(part.reduced, prices)
-                stalled = 0
-            if self._time_left <= 0.0 or stalled > 5:
+                elimination = self._elimination(part.reduced)
+                progressed = True
+            step = self._next_prices(part, best_prices, near)
+            if step is not None:
+                progressed |= allowed - step.bound_us > 0.02 * (allowed - best)
+                allowed = step.bound_us
+                ascent.set_prices(step.prices)
+            stalled = 0 if progressed else stalled + 1
+            if self._time_left <= 0.0 or stalled > 4 or allowed - best < 1e-3 * room:
                 break
-            step = self._next_prices(part, best_prices, turn)
-            if step is None:
-                continue
-            if turn >= 4 and step.bound_us - best < 0.02 * (target - best):
-                stalled += 1
-            ascent.set_prices(step.prices)
-        part.prices = best_prices
+        part.prices = self._with_settled_windows(part.reduced, best_prices)
         return True
 
-    def _next_prices(self, part: _Part, best: Prices, turn: int) -> PriceStep | None:
-        """The prices to try next, if there are any prices and cuts."""
+    def _elimination(self, reduced: ReducedProblem) -> Elimination | None:
+        """If the problem is narrow enough for it to be quick."""
+        elimination = Elimination(reduced, most_entries=self.settings.most_entries)
+        return elimination if elimination.work <= self.settings.most_work else None
+
+    def _next_prices(self, part: _Part, best: Prices, near: float) -> PriceStep | None:
+        """The prices to try next, if there are any prices and cuts.
+
+        Args:
+            part: of which the cuts are taken.
+            best: the prices of the best bound yet.
+            near: share of them in the prices to try.
+        """
         cuts = self._cuts_of(part)
         if not cuts or not self._price_model.is_needed:
             return None
@@ -277,7 +303,7 @@ class Search:
         if step is None:
             return None
         part.mix = [(cut, w) for cut, w in zip(cuts, step.weights, strict=True) if w > 1e-6]
-        near = 0.5 if turn % 4 != 3 else 0.0
+        near = near if near > 0.1 else 0.0
         prices = Prices(
             windows=near * best.windows + (1 - near) * step.prices.windows,
             memory=near * best.memory + (1 - near) * step.prices.memory,
@@ -310,11 +336,16 @@ class Search:
             return False
         part.reduced.compact_links()
         part.reduced.settle_windows()
-        windows = part.prices.windows.copy()
-        for window, share in part.reduced.linear_windows.items():
-            windows[window] = share
-        part.prices = Prices(windows=windows, memory=part.prices.memory)
+        part.prices = self._with_settled_windows(part.reduced, part.prices)
         return True
+
+    @staticmethod
+    def _with_settled_windows(reduced: ReducedProblem, prices: Prices) -> Prices:
+        """The prices, with the shares of windows that became linear."""
+        windows = prices.windows.copy()
+        for window, share in reduced.linear_windows.items():
+            windows[window] = share
+        return replace(prices, windows=windows)
 
     def _decoded(self, part: _Part, positions: IntArray) -> None:
         for node, seen, position in zip(part.reduced.nodes, self._seen, positions, strict=True):
