@@ -31,7 +31,7 @@ def _embedding(call: OperatorCall) -> Iterator[AxisOption]:
 def _local_embedding(sharded: ShardedCall) -> LocalCall:
     position, count = sharded.operand_shard(0, 0)
     if count == 1:
-        return sharded.unchanged()
+        return sharded.with_arguments()
     num_rows = sharded.operand_shape(0)[0]
     first = position * num_rows
 
@@ -58,7 +58,7 @@ def _embedding_backward(call: OperatorCall) -> Iterator[AxisOption]:
 def _local_embedding_backward(sharded: ShardedCall) -> LocalCall:
     position, count = sharded.output_shard(0, 0)
     if count == 1:
-        return sharded.unchanged()
+        return sharded.with_arguments()
     num_rows = sharded.output_shape()[0]
     first = position * num_rows
     padding = sharded.call.arguments["padding_idx"]

@@ -8,7 +8,8 @@ what they are added to must be one of the summands too.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Iterator, Sequence
+import itertools
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 
 import torch
 
@@ -47,7 +48,7 @@ def _indexed(call: OperatorCall) -> _Indexed:
             of_indices=frozenset(),
         )
     dims = sorted(specs)
-    shape = torch.broadcast_shapes(*(spec.shape for spec in specs.values()))
+    shape = _broadcast(spec.shape for spec in specs.values())
     first = dims[0] if dims == list(range(dims[0], dims[-1] + 1)) else 0
     places: Labels = tuple(("index", dim) for dim in range(len(shape)))
     labels: Labels = tuple(None if dim in specs else ("source", dim) for dim in range(len(source)))
@@ -59,7 +60,7 @@ def _indexed(call: OperatorCall) -> _Indexed:
         indices=tuple(
             tuple(
                 None if place is None else places[place]
-                for place in broadcast_labels(spec.shape, tuple(shape))
+                for place in broadcast_labels(spec.shape, shape)
             )
             for spec in specs.values()
         ),
@@ -67,6 +68,12 @@ def _indexed(call: OperatorCall) -> _Indexed:
         result_shape=(*(source[d] for d in before), *shape, *(source[d] for d in after)),
         of_indices=frozenset(places),
     )
+
+
+def _broadcast(shapes: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
+    """The common shape of tensors that broadcast."""
+    sizes = itertools.zip_longest(*(reversed(shape) for shape in shapes), fillvalue=1)
+    return tuple(max(dim_sizes) if min(dim_sizes) else 0 for dim_sizes in sizes)[::-1]
 
 
 def _index(call: OperatorCall) -> DimLabels:

@@ -5,12 +5,20 @@ The gradients of weight and bias are sums over the leading dims.
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
+
 from gt_autoparallel.placement_graph import TensorSpec
 from gt_autoparallel.rules.dim_labels import DimLabels, Labels
+from gt_autoparallel.rules.local_call import LocalCall, ShardedCall
 from gt_autoparallel.rules.operator_call import OperatorCall
 from gt_autoparallel.rules.operator_rule import Rules, labelled, rules_of
 
 __all__ = ["RULES"]
+
+
+_STATISTICS = ("mean", "rstd")
 
 
 def _norm(call: OperatorCall) -> DimLabels:
@@ -39,14 +47,29 @@ def _norm(call: OperatorCall) -> DimLabels:
     )
 
 
+def _with_contiguous_statistics(sharded: ShardedCall) -> LocalCall:
+    """PyTorch's kernel for CPU reads mean and rstd as if they were contiguous (2.15).
+
+    A piece of a replicated tensor is a view of it. Of what is contiguous nothing is copied.
+    """
+    target = sharded.call.target
+    names = tuple(sharded.call.arguments)
+
+    def backward(*args: Any, **kwargs: Any) -> Any:
+        given = dict(zip(names, args, strict=False)) | kwargs
+        for name in _STATISTICS:
+            if isinstance(given.get(name), torch.Tensor):
+                given[name] = given[name].contiguous()
+        return target(*given.values())
+
+    return sharded.with_arguments(backward)
+
+
 RULES: Rules = {
+    **rules_of(("_fused_rms_norm", "native_layer_norm"), labelled(_norm)),
     **rules_of(
-        (
-            "_fused_rms_norm",
-            "_fused_rms_norm_backward",
-            "native_layer_norm",
-            "native_layer_norm_backward",
-        ),
+        ("_fused_rms_norm_backward", "native_layer_norm_backward"),
         labelled(_norm),
+        localize=_with_contiguous_statistics,
     ),
 }

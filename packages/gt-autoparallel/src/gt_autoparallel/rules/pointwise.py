@@ -10,7 +10,7 @@ import math
 import torch
 
 from gt_autoparallel.placement_graph import TensorSpec
-from gt_autoparallel.rules.dim_labels import DimLabels, Labels
+from gt_autoparallel.rules.dim_labels import DimLabels
 from gt_autoparallel.rules.operator_call import Operand, OperatorCall
 from gt_autoparallel.rules.operator_rule import Rules, labelled, rules_of
 
@@ -95,7 +95,7 @@ _NOT_LINEAR = (
 )
 
 
-def broadcast_labels(shape: tuple[int, ...], output: tuple[int, ...]) -> Labels:
+def broadcast_labels(shape: tuple[int, ...], output: tuple[int, ...]) -> tuple[int | None, ...]:
     """Labels of an operand of ``shape`` whose result has shape ``output`` and labels 0, 1, ..."""
     offset = len(output) - len(shape)
     return tuple(

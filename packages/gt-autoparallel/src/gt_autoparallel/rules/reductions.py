@@ -57,7 +57,7 @@ def _mean_of_global(sharded: ShardedCall) -> LocalCall:
     dims = reduced_dims(sharded.call)
     shape = sharded.call.operands[0].shape
     if all(sharded.operand_shape(0)[dim] == shape[dim] for dim in dims):
-        return sharded.unchanged()
+        return sharded.with_arguments()
     count = math.prod(shape[dim] for dim in dims)
 
     def mean_of_piece(
