@@ -244,8 +244,12 @@ class _Draft:
         self._value_of[node] = self._computed(node, args, kwargs)
 
     def _computed(self, node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        phase: NodePhase = "backward" if phase_of(node) == "backward" else "forward"
         operands = _values((args, kwargs))
+        # What follows the backward, such as a gradient's cast, belongs to it.
+        is_backward = phase_of(node) == "backward" or any(
+            self._nodes[value.node].phase == "backward" for value in operands
+        )
+        phase: NodePhase = "backward" if is_backward else "forward"
         module = module_fqn(node) or self._module_of(operands, phase)
         recorded = node.meta["val"]
         several = isinstance(recorded, (tuple, list))

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from gt_autoparallel.clustering import Clustering, cluster_layers
 from gt_autoparallel.experts import expert_options
+from gt_autoparallel.layer_names import layer_of_module
 from gt_autoparallel.layouts import Layout, MeshShape
 from gt_autoparallel.memory import option_bytes
 from gt_autoparallel.options import NodeOption
@@ -123,6 +124,11 @@ def placement_problem(
             saved.description(node),
             node.index in unshards,
             node.index in reduces,
+            tuple(
+                _origin(graph, node, value.node)
+                for value in node.operands
+                if value.node in unshards or node.index in reduces
+            ),
         )
         for node in graph.nodes
     }
@@ -155,6 +161,16 @@ def placement_problem(
         memory=rows,
     )
     return PlacementProblem(problem=problem, graph=graph, clustering=clustering, choices=choices)
+
+
+def _origin(graph: PlacementGraph, node: PlacementNode, producer: int) -> str | None:
+    """Where from a window's communication comes: None for the node's own layer, else the name.
+
+    Nodes of alike layers share windows, so their communication must come from alike nodes.
+    """
+    source = graph.nodes[producer]
+    same = layer_of_module(source.module) == layer_of_module(node.module)
+    return None if same else source.name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
