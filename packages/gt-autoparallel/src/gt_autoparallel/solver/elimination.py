@@ -22,7 +22,7 @@ import numpy as np
 from gt_autoparallel.problem import FloatArray, IntArray
 from gt_autoparallel.solver.reduced_problem import ReducedProblem
 
-__all__ = ["Elimination", "Eliminated"]
+__all__ = ["Eliminated", "Elimination"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +90,7 @@ class Elimination:
             groups = self._groups(node, sorted(of_node[node]), most_entries)
             if len(groups) > 1:
                 self.split_nodes.append(node)
-            changed = set()
+            changed: set[int] = set()
             for index in of_node[node]:
                 changed.update(self._factors[index].labels)
                 for other in self._factors[index].labels:

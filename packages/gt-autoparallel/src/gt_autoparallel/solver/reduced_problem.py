@@ -15,7 +15,7 @@ import numpy as np
 
 from gt_autoparallel.problem import Edge, FloatArray, IntArray, Problem
 
-__all__ = ["Link", "Node", "ReducedProblem", "reduce_problem"]
+__all__ = ["Link", "Node", "ReducedProblem", "bytes_as_costs", "reduce_problem"]
 
 _MOST_PAIRS_OF_MERGED_LINK = 250_000
 
@@ -276,6 +276,21 @@ def reduce_problem(problem: Problem) -> ReducedProblem:
         most = sum(float(n.memory[row].max()) for n in reduced.nodes if len(n.options))
         reduced.budget_bytes[row] = min(reduced.budget_bytes[row], most)
     return reduced
+
+
+def bytes_as_costs(reduced: ReducedProblem, row: int) -> ReducedProblem:
+    """The problem whose objective is the bytes of one memory row, without budgets and windows."""
+    other = reduced.copy()
+    other.constant_us = 0.0
+    other.budget_bytes = np.zeros(len(reduced.budget_bytes))
+    for node in other.nodes:
+        node.cost, node.compute, node.communication = node.memory[row], {}, {}
+        node.memory = np.zeros_like(node.memory)
+    for _, link in other.live_links():
+        link.cost = np.where(np.isfinite(link.cost), 0.0, np.inf)
+        link.communication = {}
+        link.messages = [np.zeros(size) for size in link.cost.shape]
+    return other
 
 
 def _full_and_hidden(edge: Edge) -> tuple[FloatArray, dict[int, FloatArray]]:

@@ -30,12 +30,15 @@ from gt_autoparallel.solver.evaluation import evaluate
 from gt_autoparallel.solver.highs_model import HighsModel, HighsResult
 from gt_autoparallel.solver.message_passing import DualAscent, Prices
 from gt_autoparallel.solver.price_model import Cut, PriceModel, PriceStep
-from gt_autoparallel.solver.reduced_problem import ReducedProblem
-from gt_autoparallel.solver.solution import Progress, ProgressCallback, relative_gap
+from gt_autoparallel.solver.reduced_problem import ReducedProblem, bytes_as_costs
+from gt_autoparallel.solver.solution import Progress, ProgressCallback, WarmStart, relative_gap
 
 __all__ = ["Search", "SearchSettings"]
 
 BoolArray = NDArray[np.bool_]
+
+_MOST_CANDIDATES = 40
+"""Choices that a warm start hands on, besides the best one."""
 
 _PRECISION = 1e-10
 """Relative difference of objectives that counts as none."""
@@ -48,11 +51,17 @@ class SearchSettings:
     small_pairs: int = 4_000
     """Problems, and parts of problems, with no more pairs than this go to HiGHS whole."""
 
+    whole_nodes: int = 1_000
+    """Branch-and-bound nodes of HiGHS on those, before they are branched here."""
+
     restricted_pairs: int = 4_000
     """About how many pairs a restricted problem has."""
 
     restricted_nodes: int = 200
     """Branch-and-bound nodes of HiGHS on a restricted problem, at most."""
+
+    memory_sweeps: int = 4
+    """Of dual ascent on the bytes of a memory row."""
 
     most_entries: int = 200_000
     """Of a factor in elimination before it is split."""
@@ -166,6 +175,33 @@ class Search:
         self.total_bytes = total_bytes
         return True
 
+    def begin_at(self, warm_start: WarmStart) -> None:
+        """Takes what another solve learned; what does not fit this problem is left out."""
+        variables = self.problem.variables
+        for choices in (warm_start.choices, *warm_start.candidates):
+            if len(choices) != len(variables) or not all(
+                0 <= choice < len(variable.cost_us)
+                for choice, variable in zip(choices, variables, strict=True)
+            ):
+                continue
+            self.offer(choices)
+            for seen, choice in zip(self._seen, choices, strict=True):
+                seen.add(choice)
+        windows, memory = warm_start.window_prices, warm_start.memory_prices
+        if (len(windows), len(memory)) == (len(self.problem.windows), len(self.problem.memory)):
+            prices = Prices(windows=np.array(windows), memory=np.array(memory))
+            self.prices = self._with_settled_windows(self.reduced, prices)
+
+    def warm_start(self) -> WarmStart:
+        """What another solve can learn from this one."""
+        recent = [cut.choices for cut in self._price_model.cuts[-_MOST_CANDIDATES:]]
+        return WarmStart(
+            choices=self.choices,
+            candidates=tuple(choices for choices in recent if choices != self.choices),
+            window_prices=tuple(self.prices.windows.tolist()),
+            memory_prices=tuple(self.prices.memory.tolist()),
+        )
+
     def _global_bound(self, part: _Part | None = None) -> float:
         """What nothing that was not looked at yet can be below."""
         bounds = [bound for bound, _, _ in self._open]
@@ -196,6 +232,8 @@ class Search:
 
     def _process(self, part: _Part) -> list[_Part]:
         """Settles a part, or gives what it was branched into (itself when time is over)."""
+        if not self._keep_budgets(part):
+            return []
         if part.reduced.num_pairs > self.settings.small_pairs:
             rounds = self.settings.rounds // (1 if part.depth == 0 else 4)
             alive = self._ascend(part, rounds)
@@ -225,6 +263,30 @@ class Search:
             if self._drop(child, masks):
                 children.append(child)
         return children
+
+    def _keep_budgets(self, part: _Part) -> bool:
+        """Drops options with which no budget can be kept; False if then nothing is left.
+
+        By dual ascent with the bytes of one row as costs. Its choices are offered: close to the
+        least budget they may be the only ones that keep it.
+        """
+        since = time.perf_counter()
+        for row in range(len(self.problem.memory)):
+            reduced = part.reduced
+            budget = float(reduced.budget_bytes[row])
+            if math.fsum(float(node.memory[row].max()) for node in reduced.nodes) <= budget:
+                continue
+            ascent = DualAscent(bytes_as_costs(reduced, row), part.prices)
+            for sweep in range(self.settings.memory_sweeps):
+                positions = ascent.sweep(forward=sweep % 2 == 0)
+                if part.depth == 0:
+                    self._decoded(part, positions)
+            room = 1e-9 * max(abs(budget), 1.0)
+            masks = [bound <= budget + room for bound in ascent.option_bounds()]
+            if not all(mask.all() for mask in masks) and not self._drop(part, masks):
+                return False
+        self._spent("budgets", since)
+        return True
 
     def _ascend(self, part: _Part, rounds: int) -> bool:
         """Dual ascent, dropping options as the bounds allow; False if nothing is left."""
@@ -429,7 +491,12 @@ class Search:
             return True
         since = time.perf_counter()
         self.method = "MILP" if part.depth == 0 else "branch and bound"
-        result = model.solve(integer=True, seconds=self._time_left, gap=self.gap)
+        result = model.solve(
+            integer=True,
+            seconds=self._time_left,
+            gap=self.gap,
+            max_nodes=self.settings.whole_nodes,
+        )
         self._take(part.reduced, result)
         if result.feasible is not False:
             part.lower_bound_us = max(part.lower_bound_us, result.lower_bound_us)

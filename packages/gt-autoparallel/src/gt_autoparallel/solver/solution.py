@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from gt_autoparallel.errors import InfeasiblePlacementError
-from gt_autoparallel.problem import FloatArray
 
 __all__ = [
     "ForbiddenPairsError",
@@ -60,9 +59,10 @@ class WarmStart:
     """
 
     choices: tuple[int, ...]
-    messages: Mapping[tuple[int, int], tuple[FloatArray, FloatArray]] = field(default_factory=dict)
-    """For each pair of connected variables: potentials of the left one's and the right one's
-    options, indexed as in the problem; nan where the solver had dropped the option."""
+    """The best choice."""
+
+    candidates: tuple[tuple[int, ...], ...] = ()
+    """Other choices that the search met: as they cost now, they tell about prices."""
 
     window_prices: tuple[float, ...] = ()
     """For each window the share of its price that compute bears, between 0 and 1."""

@@ -81,8 +81,8 @@ def _solve(
         start=start,
     )
     search.seconds["reduce"] = time.perf_counter() - start
-    if warm_start is not None and len(warm_start.choices) == len(problem.variables):
-        search.offer(warm_start.choices)
+    if warm_start is not None:
+        search.begin_at(warm_start)
     search.run()
     if search.infeasible:
         raise explain_infeasibility(problem, solve)
@@ -110,5 +110,5 @@ def _solution(search: Search, start: float) -> Solution:
         window_prices=tuple(search.prices.windows.tolist()),
         num_variables=search.num_variables,
         num_rows=search.num_rows,
-        warm_start=WarmStart(choices=search.choices),
+        warm_start=search.warm_start(),
     )
