@@ -441,6 +441,7 @@ def test_accepts_the_autoparallel_backend_with_both():
         ({"prefetch_layers": 2}, "1"),
         ({"numerics_changing": True}, "False"),
         ({"cuda_graphs": True}, "False"),
+        ({"capture_layers": "stamped"}, "'full'"),
         ({"on_shape_change": "recapture"}, "'error'"),
     ],
 )
@@ -873,6 +874,16 @@ def test_ep_overlap_settings_need_it_enabled(name, value, default):
             "use full_recompute, or --parallelism.pipeline_parallel_degree 1",
         ),
         (
+            {"capture_layers": "compared"},
+            "--compile.capture_layers",
+            "compared",
+            (
+                "'full' with --parallelism.pipeline_parallel_degree 2: stages are short, and "
+                "captured in full"
+            ),
+            "use full, or --parallelism.pipeline_parallel_degree 1",
+        ),
+        (
             {"on_shape_change": "recapture"},
             "--compile.on_shape_change",
             "recapture",
@@ -927,4 +938,14 @@ def test_a_pipeline_has_no_tensor_parallelism_yet():
         allowed="1 with --parallelism.pipeline_parallel_degree 2: activations of tensor "
         "parallelism do not travel between stages yet",
         fix="use 1, or --parallelism.pipeline_parallel_degree 1",
+    )
+
+
+def test_joint_graphs_are_not_stamped():
+    assert only(CompileConfig(mode="aot_joint", capture_layers="stamped")) == Violation(
+        flag="--compile.capture_layers",
+        value="stamped",
+        allowed="its default 'full', since --compile.mode aot_joint exports every layer "
+        "and it would do nothing",
+        fix="drop the option, or use --compile.mode aot_fx_trace",
     )

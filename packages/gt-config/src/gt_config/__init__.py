@@ -7,6 +7,7 @@ own module, ``gt_config.node_keys``, because only those who touch graphs need it
 
 from gt_config.compile_config import (
     AutoParallelConfig,
+    CaptureLayers,
     CompileConfig,
     EpChunkDim,
     EpChunkStrategy,
@@ -56,6 +57,7 @@ __all__ = [
     "TOPOLOGY_FLAGS",
     "UNLANDED",
     "AutoParallelConfig",
+    "CaptureLayers",
     "CompileConfig",
     "ConfigError",
     "EpChunkDim",

@@ -68,6 +68,7 @@ _GRAPH_ONLY = (
     "config.async_tensor_parallel",
     "config.numerics_changing",
     "config.cuda_graphs",
+    "config.capture_layers",
     "config.on_shape_change",
 )
 """Options that act on a graph, and so on nothing in eager mode."""
@@ -164,6 +165,18 @@ def _eager_mode_ignores_graph_options(subject: Subject) -> Iterator[Violation]:
         yield from _must_be_default(
             subject, path, because="--compile.mode none captures no graph", switch="another mode"
         )
+
+
+@_rule("config.mode", "config.capture_layers")
+def _only_one_graph_of_a_step_is_stamped(subject: Subject) -> Iterator[Violation]:
+    if subject.config.mode != "aot_joint":
+        return
+    yield from _must_be_default(
+        subject,
+        "config.capture_layers",
+        because="--compile.mode aot_joint exports every layer",
+        switch="--compile.mode aot_fx_trace",
+    )
 
 
 @_rule("config.autoparallel", *(f"topology.{axis}" for axis in ("dp_shard", "tp", "ep", "pp")))
@@ -579,6 +592,7 @@ _WITHOUT_PIPELINE: tuple[tuple[str, tuple[object, ...], str], ...] = (
         ("save_all", "selective", "full_recompute"),
         "several microbatches are under way, and copies to the host are planned for one",
     ),
+    ("config.capture_layers", ("full",), "stages are short, and captured in full"),
     ("config.on_shape_change", ("error",), "every microbatch has the shapes of the first"),
     ("config.fsdp_second_group", (False,), "gradients are reduced once, after all microbatches"),
     ("config.fsdp_into_dense_regions", (False,), "parameters are gathered between the actions"),

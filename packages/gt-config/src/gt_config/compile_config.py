@@ -17,6 +17,7 @@ from gt_config.graph_neutral import graph_neutral
 
 __all__ = [
     "AutoParallelConfig",
+    "CaptureLayers",
     "CompileConfig",
     "EpChunkDim",
     "EpChunkStrategy",
@@ -31,6 +32,7 @@ __all__ = [
 ]
 
 Mode = Literal["none", "aot_fx_trace", "aot_joint"]
+CaptureLayers = Literal["full", "stamped", "compared"]
 InductorCompilation = Literal["none", "regional", "full", "autoparallel_backend"]
 MemoryPolicy = Literal["save_all", "selective", "full_recompute", "offload"]
 FsdpBucketing = Literal["off", "transformer_block"]
@@ -186,6 +188,13 @@ class CompileConfig:
 
     cuda_graphs: bool = False
     """Record the compiled step as CUDA graphs and replay them."""
+
+    capture_layers: CaptureLayers = "full"
+    """full: trace every layer.
+    stamped: trace a few layers, and make the others from them.
+    Where layers are not proven alike, all are traced, and the log says why.
+    compared: stamp, trace in full too, and stop if the two differ.
+    Mode aot_fx_trace only."""
 
     on_shape_change: ShapeChangePolicy = field(
         default="error",

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 from torch._C import _set_conj as set_conj
 from torch._C import _set_neg as set_neg
 
+# The counter from which autograd nodes get the numbers that ``meta["seq_nr"]`` repeats.
+from torch._C._autograd import _get_sequence_nr as sequence_counter
+
 # Fake tensors stand in for parameters and inputs while tracing; no public constructor exists.
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-
-# The counter from which autograd nodes get the numbers that ``meta["seq_nr"]`` repeats.
-from torch.autograd import _get_sequence_nr as sequence_counter
 
 # The engine patch gives backward nodes the sequence number of their forward node; the context
 # is the permission that the patch asks for.

@@ -10,11 +10,12 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from gt_config import EpOverlapConfig, ShapeChangePolicy
+from gt_config import CaptureLayers, EpOverlapConfig, ShapeChangePolicy
 from gt_passes import PassContext, PassPipeline, PipelineReport
 from gt_passes.collective_exchange import exchange_collective_digest
 from gt_passes.ep_overlap import settle_chunk_annotations
 from gt_trace import BoundStep, TracedStep, phase, trace_step
+from gt_trace.stamping import StampReport, trace_step_by_stamping
 from gt_trainer.eager_chunks import chunked_for_capture
 from gt_trainer.expert_regions import annotate_expert_regions
 from gt_trainer.per_shape import PerShape
@@ -32,6 +33,9 @@ __all__ = [
 LossFunction = Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]]
 """torchtitan's: (prediction, labels, global_valid_tokens, **inputs) -> (loss, metrics)."""
 
+_INITIALIZERS = frozenset({"_param_init"})
+"""Where torchtitan's modules keep how to initialise them, which may depend on depth."""
+
 Recipe = Callable[[PassContext], PassPipeline]
 """Builds the passes for one captured graph."""
 
@@ -42,6 +46,8 @@ class CaptureReport:
 
     traced: TracedStep
     passes: PipelineReport
+    stamping: StampReport | None = None
+    """How layers were stamped, or why not; None if that was not asked for."""
 
     @property
     def pipelines(self) -> tuple[PipelineReport, ...]:
@@ -100,6 +106,7 @@ def capture_training_step(
     recipe: Recipe,
     clock: StartupClock,
     ep_overlap: EpOverlapConfig | None = None,
+    capture_layers: CaptureLayers = "full",
     meta_device: torch.device | str = "meta",
 ) -> CaptureReport:
     """Capture ``training_step`` and run the passes on its graph.
@@ -111,6 +118,7 @@ def capture_training_step(
         recipe: builds the passes.
         clock: counts capture and passes as parts of the start-up.
         ep_overlap: which modules run in chunks, if the strategy is eager; None for none.
+        capture_layers: whether every layer is traced, or most are stamped.
         meta_device: the device for which a model on meta is captured.
 
     Raises:
@@ -123,7 +131,17 @@ def capture_training_step(
         chunked_for_capture(model, ep_overlap or EpOverlapConfig()) as chunked,
     ):
         step = training_step(model, loss_fn)
-        traced = trace_step(step, module=model, meta_device=meta_device)(*args)
+        if capture_layers == "full":
+            traced, stamping = trace_step(step, module=model, meta_device=meta_device)(*args), None
+        else:
+            captured = trace_step_by_stamping(
+                step,
+                module=model,
+                meta_device=meta_device,
+                ignored_attributes=_INITIALIZERS,
+                compare=capture_layers == "compared",
+            )(*args)
+            traced, stamping = captured.step, captured.report
         roots = chunked.roots if chunked is not None else ()
         settle_chunk_annotations(traced.graph_module, roots=roots)
     with clock.part("passes"):
@@ -133,7 +151,7 @@ def capture_training_step(
             static_input_names=tuple(graph_input.name for graph_input in static_inputs),
         )
         report = recipe(context).run(traced.graph_module)
-    return CaptureReport(traced=traced, passes=report)
+    return CaptureReport(traced=traced, passes=report, stamping=stamping)
 
 
 class CapturedTrainingStep:
@@ -149,6 +167,7 @@ class CapturedTrainingStep:
             another graph for the new shapes and keeps both.
         clock: counts capture and passes as parts of the start-up.
         ep_overlap: which modules run in chunks, if the strategy is eager; None for none.
+        capture_layers: whether every layer is traced, or most are stamped.
         on_capture: called after each capture, before the graph first runs.
     """
 
@@ -162,6 +181,7 @@ class CapturedTrainingStep:
         clock: StartupClock,
         on_capture: Callable[[CaptureReport], None],
         ep_overlap: EpOverlapConfig | None = None,
+        capture_layers: CaptureLayers = "full",
     ) -> None:
         self._model = model
         self._loss_fn = loss_fn
@@ -169,6 +189,7 @@ class CapturedTrainingStep:
         self._clock = clock
         self._on_capture = on_capture
         self._ep_overlap = ep_overlap
+        self._capture_layers: CaptureLayers = capture_layers
         self._num_captures = 0
         self._calls = PerShape(self._capture, policy=on_shape_change)
 
@@ -190,6 +211,7 @@ class CapturedTrainingStep:
             recipe=self._recipe,
             clock=self._clock,
             ep_overlap=self._ep_overlap,
+            capture_layers=self._capture_layers,
         )
         self._on_capture(report)
         if self._num_captures == 0:

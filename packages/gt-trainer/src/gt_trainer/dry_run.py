@@ -18,6 +18,7 @@ from torchtitan.distributed import ParallelDims
 
 from gt_passes import DescribeOnly
 from gt_trace import collective_counts
+from gt_trace.stamping import StampReport
 from gt_trainer.captured_step import capture_training_step
 from gt_trainer.fake_step import FakeStep, fake_step
 from gt_trainer.models.attention import DocumentCausalSDPA
@@ -52,6 +53,9 @@ class DryRunReport:
     collectives: tuple[tuple[str, int], ...]
     """How often each communication operator runs in a step on rank 0, after passes."""
 
+    stamping: StampReport | None
+    """How layers were stamped, or why not; None if that was not asked for."""
+
     capture_seconds: float
     passes_seconds: float
 
@@ -62,6 +66,7 @@ class DryRunReport:
         """The report as lines for a terminal."""
         axes = " x ".join(f"{name} {degree}" for name, degree in self.degrees) or "one rank"
         communication = ", ".join(f"{count} {name}" for name, count in self.collectives) or "none"
+        stamping = "" if self.stamping is None else f" ({self.stamping})"
         gib = self.parameter_bytes_per_rank / 2**30
         lines = (
             f"Dry run of {self.model} on {self.world_size:,} ranks ({axes})",
@@ -69,7 +74,7 @@ class DryRunReport:
             f"  on each rank     {self.num_parameters_per_rank:,} ({gib:.2f} GiB as stored)",
             f"  operators        {self.num_nodes_captured:,}, after passes {self.num_nodes:,}",
             f"  collectives      {communication}",
-            f"  capture          {self.capture_seconds:.1f} s",
+            f"  capture          {self.capture_seconds:.1f} s{stamping}",
             f"  passes           {self.passes_seconds:.1f} s",
             str(self.simulated),
         )
@@ -107,6 +112,7 @@ def _report(config: GraphTrainer.Config, step: FakeStep) -> DryRunReport:
         ),
         clock=clock,
         ep_overlap=config.compile.ep_overlap,
+        capture_layers=config.compile.capture_layers,
         meta_device=step.meta_device,
     )
     total = time.perf_counter() - begin
@@ -131,6 +137,7 @@ def _report(config: GraphTrainer.Config, step: FakeStep) -> DryRunReport:
         num_nodes_captured=report.num_nodes_captured,
         num_nodes=report.num_nodes,
         collectives=tuple(collective_counts(report.traced.graph_module).items()),
+        stamping=report.stamping,
         capture_seconds=total - passes,
         passes_seconds=passes,
         simulated=simulated,

@@ -177,6 +177,7 @@ class GraphTrainer(Trainer):
             clock=self.startup,
             on_capture=self._report_capture,
             ep_overlap=self.config.compile.ep_overlap,
+            capture_layers=self.config.compile.capture_layers,
         )
 
     def _new_joint_forward(self) -> JointForward:

@@ -218,7 +218,7 @@ class ValueMaker:
     def _new_storage(self, old: torch.Tensor, replaced: dict[Any, Any]) -> torch.UntypedStorage:
         num_bytes = self._symbols.size(old.untyped_storage().nbytes(), replaced)
         if isinstance(num_bytes, int):
-            return torch.UntypedStorage(num_bytes, device="meta")
+            return torch.UntypedStorage(num_bytes, device="meta")  # type: ignore[no-untyped-call]  # torch's
         return torch.empty((num_bytes,), dtype=torch.uint8, device="meta").untyped_storage()
 
     def _tensor(

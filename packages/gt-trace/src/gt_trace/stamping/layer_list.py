@@ -82,7 +82,8 @@ def find_layer_list(model: nn.Module) -> LayerList:
             continue
         if best is not None and best.index_of(fqn) is not None:
             continue
-        layers = tuple(layer for layer in module._modules.values() if layer is not None)
+        held: dict[str, nn.Module | None] = dict(module._modules)
+        layers = tuple(layer for layer in held.values() if layer is not None)
         if len(layers) == len(module) and (best is None or len(layers) > len(best)):
             best = LayerList(fqn=fqn, container=module, layers=layers)
     if best is None:

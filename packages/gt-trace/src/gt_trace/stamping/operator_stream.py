@@ -189,18 +189,17 @@ class _Recorder:
     def register(self, tensor: torch.Tensor, origin: Origin) -> None:
         """Remember where a tensor came from, and the plain tensors that it is made of."""
         self._origins[id(tensor)] = (tensor, origin)
-        if is_traceable_wrapper_subclass(tensor):
-            for name, inner in _inner_tensors(tensor):
-                self.register(inner, Origin(origin.layer, (origin.place, name)))
+        for name, inner in _inner_tensors(tensor):
+            self.register(inner, Origin(origin.layer, (origin.place, name)))
 
     def origin(self, tensor: torch.Tensor) -> Origin:
         """Where a tensor came from; one that no operator made is numbered in its segment."""
         found = self._origins.get(id(tensor))
         if found is not None:
             return found[1]
-        if is_traceable_wrapper_subclass(tensor):
-            # Autograd functions wrap without an operator.
-            inner = [self.origin(each) for _, each in _inner_tensors(tensor)]
+        # Autograd functions wrap without an operator.
+        inner = [self.origin(each) for _, each in _inner_tensors(tensor)]
+        if inner:
             origin = Origin(inner[0].layer, ("wrapped", tuple(each.place for each in inner)))
         else:
             segment = self.segments[self.current]
@@ -271,7 +270,7 @@ class _Recorder:
                 pending.extend((child, False) for child in reversed(children))
                 self._origins_of_leaf(node)
                 continue
-            state = getattr(node, "__dict__", None)
+            state = self._settled(getattr(node, "__dict__", None), segment)
             function = getattr(node, "_forward_cls", None)
             edges = tuple(-1 if child is None else port for child, port in node.next_functions)
             token = ("autograd", node.name(), function, edges, bool(state))
@@ -281,6 +280,19 @@ class _Recorder:
                 segment.contexts.append(state)
             self._nodes[id(node)] = (node, Origin(self.current, ("node", segment.num_results)))
             segment.num_results += 1
+
+    def _settled(self, value: Any, segment: Segment) -> Any:
+        """What a custom function keeps, with tensors and symbolic sizes as the segment has them."""
+        if isinstance(value, torch.Tensor):
+            segment.origins.append(self.origin(value))
+            return ("tensor", str(self._signature(value, segment)))
+        if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+            return ("size", self._expression(value, segment))
+        if type(value) in (list, tuple):
+            return tuple(self._settled(each, segment) for each in value)
+        if type(value) is dict:
+            return {key: self._settled(each, segment) for key, each in value.items()}
+        return value
 
     def _origins_of_leaf(self, node: Any) -> None:
         variable = getattr(node, "variable", None)
@@ -325,11 +337,11 @@ class _Recorder:
         )
 
 
-class _OperatorMode(TorchDispatchMode):
+class _OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's hook is untyped
     """Sees operators above tensor subclasses and below autograd."""
 
     def __init__(self, recorder: _Recorder) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self._recorder = recorder
 
     def __torch_dispatch__(
@@ -369,6 +381,10 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def _inner_tensors(tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """The tensors that a tensor subclass is made of, by name; none for a plain tensor."""
+    is_plain = not is_traceable_wrapper_subclass(tensor)
+    if is_plain:
+        return []
     flatten: Any = getattr(tensor, "__tensor_flatten__")  # noqa: B009  # the protocol of subclasses
     held = ((name, getattr(tensor, name)) for name in flatten()[0])
     return [(name, inner) for name, inner in held if isinstance(inner, torch.Tensor)]

@@ -157,7 +157,8 @@ class _Outputs:
         self._plan = plan
         self.layouts: list[TensorLayout | None] = []
         self._next_other = 0
-        values = list(short.graph_module.graph.output_node().args[0])
+        returned: Any = short.graph_module.graph.output_node().args[0]
+        values = list(returned)
         self._by_gradient: dict[str, tuple[TensorLayout | None, list[Any]]] = {}
         self._others: list[tuple[OutputLeaf, TensorLayout | None, list[Any]]] = []
         begin = 0

@@ -107,8 +107,8 @@ def _compare(
                     else f"{what}: {names[0]}, step {index}, has other operands"
                 )
         raise NotStampable(f"{what}: {len(theirs.tokens)} steps, not {len(ours.tokens)}")
-    for one, other in zip(ours.origins, theirs.origins, strict=True):
-        if not same(one, other):
+    for origin, other_origin in zip(ours.origins, theirs.origins, strict=True):
+        if not same(origin, other_origin):
             error = ReachesTooFar if too_far else NotStampable
             raise error(f"{what}: an operand comes from elsewhere")
     for held, others in zip(ours.contexts, theirs.contexts, strict=True):
