@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from gt_autoparallel.apply import apply_plan
     from gt_autoparallel.audit import audit_plan
+    from gt_autoparallel.comparison import compare
     from gt_autoparallel.constraints import Constraints, ModuleOutput
     from gt_autoparallel.costs import PlacementPrices
     from gt_autoparallel.errors import (
@@ -30,12 +31,20 @@ if TYPE_CHECKING:
         UnsupportedOperatorError,
     )
     from gt_autoparallel.experts import ExpertBlock
+    from gt_autoparallel.explanation import explain
     from gt_autoparallel.find import find_placement, planner_of_model
     from gt_autoparallel.layouts import Layout, MeshShape
+    from gt_autoparallel.pinned_plans import (
+        TensorParallelNames,
+        expert_plans,
+        expert_styles,
+        expert_table,
+        pinned_constraints,
+    )
     from gt_autoparallel.placement_graph import ModelInterface, PlacementGraph
     from gt_autoparallel.plan import PlacementPlan
     from gt_autoparallel.plan_encoding import decode_plan, encode_plan
-    from gt_autoparallel.plan_file import check_plan_fits, read_plan, write_plan
+    from gt_autoparallel.plan_file import check_plan_fits, load_plan, read_plan, write_plan
     from gt_autoparallel.planner import Planner
     from gt_autoparallel.prediction import predicted_collectives, prediction_text
     from gt_autoparallel.report import plan_report, report_text
@@ -60,15 +69,23 @@ __all__ = [
     "PlanMismatchError",
     "Planner",
     "SolverError",
+    "TensorParallelNames",
     "UnsupportedModelError",
     "UnsupportedOperatorError",
     "__version__",
     "apply_plan",
     "audit_plan",
     "check_plan_fits",
+    "compare",
     "decode_plan",
     "encode_plan",
+    "expert_plans",
+    "expert_styles",
+    "expert_table",
+    "explain",
     "find_placement",
+    "load_plan",
+    "pinned_constraints",
     "plan_report",
     "planner_of_model",
     "predicted_collectives",
@@ -100,14 +117,22 @@ _MODULE_OF = {
     "PlanMismatchError": "errors",
     "Planner": "planner",
     "SolverError": "errors",
+    "TensorParallelNames": "pinned_plans",
     "UnsupportedModelError": "errors",
     "UnsupportedOperatorError": "errors",
     "apply_plan": "apply",
     "audit_plan": "audit",
     "check_plan_fits": "plan_file",
+    "compare": "comparison",
     "decode_plan": "plan_encoding",
     "encode_plan": "plan_encoding",
+    "expert_plans": "pinned_plans",
+    "expert_styles": "pinned_plans",
+    "expert_table": "pinned_plans",
+    "explain": "explanation",
     "find_placement": "find",
+    "load_plan": "plan_file",
+    "pinned_constraints": "pinned_plans",
     "plan_report": "report",
     "planner_of_model": "find",
     "predicted_collectives": "prediction",

@@ -1,9 +1,10 @@
 """What experts do along one mesh axis, as constraints on a captured graph.
 
 A style pins how parameters are stored, what is gathered of them, how inputs come, and how the
-residual stream lies between layers, in the forward and in the backward. What lies between follows
-from these; where it does not, the planner takes the cheapest way, which is at least as good as any
-hand-written one.
+residual stream lies between layers, in the forward and in the backward. Along axes of data
+parallelism it pins, besides, what is computed with parameters to the batch, and gradients to sums
+that are still to be made. What lies between follows from these; where it does not, the planner
+takes the cheapest way, which is at least as good as any hand-written one.
 """
 
 from __future__ import annotations
@@ -12,14 +13,16 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Literal
 
-from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
+from gt_autoparallel.experts import expert_options
 from gt_autoparallel.layer_names import layer_of_module
 from gt_autoparallel.layouts import MeshShape, fits
-from gt_autoparallel.parameter_chains import parameter_chains
+from gt_autoparallel.parameter_chains import gradient_chains, parameter_chains
 from gt_autoparallel.pinned_plans.tensor_parallel_names import TensorParallelNames
 from gt_autoparallel.placement_graph import PlacementGraph, PlacementNode, TensorSpec, Value
 from gt_autoparallel.plan import LayoutConstraint
+from gt_autoparallel.rules import node_options
 
 __all__ = ["AxisStyle", "pinned_constraints"]
 
@@ -54,10 +57,12 @@ def pinned_constraints(
             f"styles are for axes {sorted(styles)!r}; the mesh has {list(mesh.names)!r}"
         )
     pins = _Pins(graph, mesh, [styles[name] for name in mesh.names], names or TensorParallelNames())
-    return tuple(
+    found = (
         LayoutConstraint(node=node.name, side="output", position=position, placements=placements)
         for node, position, placements in pins.all()
+        if any(placement is not None for placement in placements)
     )
+    return tuple(dict.fromkeys(found))
 
 
 _Pin = tuple[PlacementNode, int, tuple[Placement | None, ...]]
@@ -89,6 +94,37 @@ class _Pins:
             spec = _spec(node.outputs[value.output])
             wanted = [self._residual(style) for style in self._styles]
             yield node, value.output, self._fitting(spec, wanted)
+        yield from self._data_parallel()
+
+    def _data_parallel(self) -> Iterator[_Pin]:
+        """Of what reads parameters the results, and what becomes gradients."""
+        if not any(style in ("ddp", "fsdp") for style in self._styles):
+            return
+        of_parameters: set[int] = set()
+        for node in self._graph.nodes:
+            sources = [value.node in of_parameters for value in node.operands]
+            if node.kind == "parameter" or (sources and all(sources)):
+                of_parameters.add(node.index)
+            elif any(sources) and node.kind in ("operator", "experts") and node.outputs[0]:
+                yield from self._if_offered(node, Shard(0))
+        chains = gradient_chains(self._graph)
+        for use in self._graph.uses():
+            maker = self._graph.nodes[use.value.node]
+            if use.consumer in chains and maker.index not in chains and use.value.output == 0:
+                yield from self._if_offered(maker, Partial("sum"))
+
+    def _if_offered(self, node: PlacementNode, placement: Placement) -> Iterator[_Pin]:
+        """The first output of a node, along axes of data parallelism, if it has such an option."""
+        wanted = tuple(placement if style in ("ddp", "fsdp") else None for style in self._styles)
+        operands = tuple(self._graph.spec(value) for value in node.operands)
+        offer = expert_options if node.kind == "experts" else node_options
+        for option in offer(node, operands, self._mesh):
+            layout = option.outputs[0]
+            if layout is not None and all(
+                pin is None or pin == there for pin, there in zip(wanted, layout, strict=True)
+            ):
+                yield node, 0, wanted
+                return
 
     def _parameters(self) -> Iterator[_Pin]:
         """Parameters as stored, and what is shared of them between their users."""

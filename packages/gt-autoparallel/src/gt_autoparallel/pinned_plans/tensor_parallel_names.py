@@ -41,8 +41,16 @@ class TensorParallelNames:
     )
     """Weights of which each rank has some inputs."""
 
+    vocabulary: tuple[str, ...] = (
+        "tok_embeddings.weight",
+        "embed_tokens.weight",
+        "*.embed_tokens.weight",
+    )
+    """Embedding tables of which each rank has some rows."""
+
     def dim_of(self, parameter: str) -> int | None:
         """The dim that a rank has a piece of; None if it has all."""
-        if any(fnmatchcase(parameter, pattern) for pattern in self.columns):
+        first = (*self.columns, *self.vocabulary)
+        if any(fnmatchcase(parameter, pattern) for pattern in first):
             return 0
         return 1 if any(fnmatchcase(parameter, pattern) for pattern in self.rows) else None
