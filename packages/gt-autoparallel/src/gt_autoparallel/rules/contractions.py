@@ -48,9 +48,7 @@ def _added_product(equation: str) -> Rule:
 
 def _add_on_first_rank(sharded: ShardedCall) -> LocalCall:
     """Where ranks' products are to be summed, only the first of them adds."""
-    if _adds(sharded):
-        return sharded.with_arguments()
-    return sharded.with_arguments(beta=0)
+    return sharded.with_arguments(beta=sharded.call.arguments["beta"] if _adds(sharded) else 0)
 
 
 def _adds(sharded: ShardedCall) -> bool:

@@ -161,13 +161,12 @@ def _is_opted_in(target: Any, names: Collection[str]) -> bool:
 
 
 def _message(problems: Sequence[str]) -> str:
-    noun = "operator has" if len(problems) == 1 else f"{len(problems)} operators have"
-    noun = "an operator has" if len(problems) == 1 else noun
+    subject = "an operator has" if len(problems) == 1 else f"{len(problems)} operators have"
     lines = "".join(f"\n- {problem}" for problem in problems)
     return (
-        f"{noun} no placement:{lines}\nTeach the planner the operator with "
-        "gt_autoparallel.rules.register_rule(name, rule), or run it whole on every rank with "
-        "replicate_unknown={name}."
+        f"{subject} no placement:{lines}\nTeach the planner an operator with "
+        "gt_autoparallel.register_rule(name, rule), or run it whole on every rank with "
+        "replicate_unknown=[name]."
     )
 
 

@@ -25,9 +25,16 @@ from gt_autoparallel.rules import (
 from gt_autoparallel.rules.local_call import Localize
 from gt_autoparallel.rules.operator_rule import OperatorRule, Rule, Rules
 
-__all__ = ["find_rule", "register_rule", "registered_operators", "version"]
+__all__ = [
+    "FAMILIES",
+    "find_rule",
+    "forget_rule",
+    "register_rule",
+    "registered_operators",
+    "version",
+]
 
-_FAMILIES = (
+FAMILIES = (
     along_dim,
     attention,
     contractions,
@@ -41,7 +48,7 @@ _FAMILIES = (
     reductions,
     views,
 )
-_OWN: Rules = {name: rule for family in _FAMILIES for name, rule in family.RULES.items()}
+_OWN: Rules = {name: rule for family in FAMILIES for name, rule in family.RULES.items()}
 _REGISTERED: Rules = {}
 _version = 0
 
@@ -80,6 +87,13 @@ def register_rule(
             "'mylib.gate'"
         )
     _REGISTERED[name] = OperatorRule(options=rule, localize=localize)
+    _version += 1
+
+
+def forget_rule(operator: OpOverload | str) -> None:
+    """Take back what ``register_rule`` said of an operator, if anything."""
+    global _version
+    _REGISTERED.pop(str(operator), None)
     _version += 1
 
 
