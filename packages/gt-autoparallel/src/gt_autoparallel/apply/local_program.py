@@ -14,6 +14,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from gt_autoparallel.apply.annotated import annotated
+from gt_autoparallel.apply.execution_order import execution_order
 from gt_autoparallel.apply.rank_mesh import RankMesh
 from gt_autoparallel.apply.run_redistribution import LocalMove, local_move
 from gt_autoparallel.layouts import replicated
@@ -175,12 +176,14 @@ class _Compiler:
         self._names = self._names_of_parameters()
 
     def compile(self, tangent_of_output: Mapping[int, int]) -> LocalProgram:
-        drafts: dict[NodePhase, list[_Draft]] = {"forward": [], "backward": []}
         for node in self._graph.nodes:
             for position in range(len(node.outputs)):
                 self._slots[Value(node.index, position)] = self._new_slot()
             if node.kind in ("output", "gradient"):
                 self._results[node.index] = self._new_slot()
+        drafts: dict[NodePhase, list[_Draft]] = {"forward": [], "backward": []}
+        for index in execution_order(self._graph):
+            node = self._graph.nodes[index]
             if node.kind == "buffer":
                 drafts["forward"].append(self._buffer_draft(node))
             elif node.kind not in ("parameter", "input", "tangent"):

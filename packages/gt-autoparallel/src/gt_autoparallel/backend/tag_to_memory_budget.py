@@ -1,0 +1,125 @@
+"""Decide what the backward computes again, by a budget of bytes instead of a policy of layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch.fx import GraphModule, Node
+
+from gt_config.node_keys import Residency, ResidencyAnnotation
+from gt_passes import estimate_peak_bytes
+from gt_passes.contract import ChangeBounds, GraphPass, PassContext, PassReport
+from gt_passes.layer_names import LayerNames
+from gt_passes.recomputability import Recomputability
+from gt_passes.saved_tensor_policy import EXPENSIVE_OPERATORS, SavedTensorPolicy
+from gt_passes.storages import Storages
+from gt_trace import write_annotation
+
+__all__ = ["TagToMemoryBudget"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TagToMemoryBudget(GraphPass):
+    """Tag for recomputation just as much as the estimated peak is above the budget.
+
+    Values whose recomputation costs the least time for the bytes that it frees go first, matrix
+    products and attention last. ``RecomputeTagged`` carries it out. Within budget nothing is done.
+    The idea is that of PyTorch's ``activation_memory_budget``, on the graph of a whole step.
+
+    *Before*::
+
+        h = aten.mm(x, w)       # layers.0
+        a = aten.silu(h)        # layers.0; the backward reads h and a
+
+    *After*, with a peak of less than ``a`` above the budget::
+
+        h = aten.mm(x, w)
+        a = aten.silu(h)        # tagged recompute
+
+    *Refuses*: nothing; what is still above the budget is in the report, as ``bytes_over_budget``.
+
+    *Preserves numerics*: yes.
+    """
+
+    name: ClassVar[str] = "tag-to-memory-budget"
+    preserves_numerics: ClassVar[bool] = True
+
+    budget_bytes: int | None
+    """Of the graph's peak: parameters, gradients, activations. None: no limit, hence no tags."""
+
+    layers: str = "layers.*"
+    """Pattern of the names of the modules inside which values are recomputed."""
+
+    @property
+    def bounds(self) -> ChangeBounds:
+        """Tags change nothing."""
+        return ChangeBounds()
+
+    def run(self, graph_module: GraphModule, context: PassContext) -> PassReport:
+        """Tag saved tensors; see the class."""
+        if self.budget_bytes is None:
+            return PassReport(changed=False)
+        excess = estimate_peak_bytes(graph_module) - self.budget_bytes
+        if excess <= 0:
+            return PassReport(changed=False)
+        storages = Storages(graph_module)
+        recomputability = Recomputability(storages)
+        chosen: dict[int, None] = {}
+        freed = 0
+        # Cheap operators first; only if these are not enough, what is expensive too.
+        for kept_operators in (EXPENSIVE_OPERATORS, frozenset[str]()):
+            policy = SavedTensorPolicy(
+                layers=LayerNames(self.layers), saved_operators=kept_operators
+            )
+            decisions = policy.decide(storages, recomputability)
+            for storage in _by_density(decisions, storages, recomputability):
+                if freed >= excess:
+                    break
+                if storage not in chosen:
+                    chosen[storage] = None
+                    freed += storages.num_bytes[storage]
+        tags = _tags(chosen, storages, recomputability)
+        for node, residency in tags.items():
+            write_annotation(node, ResidencyAnnotation(residency=residency))
+        counts = {
+            "tensors_recompute": len(chosen),
+            "bytes_freed": freed,
+            "bytes_over_budget": max(0, excess - freed),
+        }
+        return PassReport(
+            changed=bool(tags), counts={name: count for name, count in counts.items() if count}
+        )
+
+
+def _by_density(
+    decisions: Mapping[int, Residency], storages: Storages, recomputability: Recomputability
+) -> list[int]:
+    """The storages that may be recomputed, the most bytes for the least traffic first.
+
+    ::
+
+        density(v) = bytes(v) / (bytes read to make v + bytes(v))
+    """
+
+    def density(storage: int) -> float:
+        own = storages.num_bytes[storage]
+        read = sum(storages.num_bytes[source] for source in recomputability.sources(storage))
+        return own / max(1, own + read)
+
+    candidates = [storage for storage, way in decisions.items() if way == "recompute"]
+    return sorted(candidates, key=lambda storage: (-density(storage), storage))
+
+
+def _tags(
+    chosen: Mapping[int, None], storages: Storages, recomputability: Recomputability
+) -> dict[Node, Residency]:
+    """Every forward node that holds a chosen storage is recomputed with it."""
+    return {
+        node: "recompute"
+        for node in storages.nodes
+        if node.op == "call_function"
+        and node not in recomputability.is_backward
+        and not chosen.keys().isdisjoint(storages.of(node))
+    }
