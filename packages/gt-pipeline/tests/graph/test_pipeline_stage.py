@@ -189,6 +189,28 @@ def test_discard_forgets_a_step_that_failed() -> None:
         assert torch.equal(stage.gradients()[name], parameter.grad)
 
 
+def test_discard_forgets_what_is_between_the_halves_of_a_backward(
+    block: GraphPipelineStage,
+) -> None:
+    block.forward(0, (rows(),), NOTHING)
+    block.backward_input(0, (rows(),))
+    block.discard()
+    assert block.num_saved == 0
+    with pytest.raises(StageOrderError, match=r"without its BACKWARD_INPUT; it holds \[\]"):
+        block.backward_weight(0)
+
+
+def test_evaluation_reads_a_parameter_that_was_replaced_since_the_last_one() -> None:
+    module = Block()
+    stage = middle(module)
+    x = rows()
+    stage.evaluate(0, (x,), NOTHING)
+    module.down.bias = nn.Parameter(torch.ones(8))
+    (found,) = stage.evaluate(0, (x,), NOTHING)
+    with torch.no_grad():
+        assert torch.equal(found, module(x))
+
+
 def test_a_parameter_without_gradient_is_missing() -> None:
     module = Block()
     module.unused = nn.Parameter(torch.zeros(2))

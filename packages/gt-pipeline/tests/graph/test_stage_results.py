@@ -8,10 +8,14 @@ import pytest
 import torch
 from stage_models import ACTIVATION, WIDTH, squared_error
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.fx import GraphModule
 
+from gt_pipeline.errors import StageCutError, StageInputError
 from gt_pipeline.graph import GraphPipelineStage
 from gt_pipeline.runner import MicrobatchInputs
+from gt_trace.simple_fsdp import shard
+from gt_trace.testing import fake_world
 
 NOTHING = MicrobatchInputs()
 
@@ -135,3 +139,63 @@ def test_a_mistyped_kind_of_backward_is_refused() -> None:
     message = "backward_kind is 'FULL_BACKWARD'; allowed: 'full_backward' or 'backward_input'"
     with pytest.raises(ValueError, match=message):
         stage.prepare_overlap(stage, "FULL_BACKWARD")  # type: ignore[arg-type]
+
+
+def share_reduced(graph_module: GraphModule, kind: str, context: Any) -> None:
+    if kind == "REDUCE_GRAD":
+        output = graph_module.graph.output_node()
+        first, second = output.args[0]
+        assert first is not second
+        output.args = ((first, first),)
+        graph_module.recompile()
+
+
+def test_reduced_gradients_that_share_memory_become_gradients_apart() -> None:
+    with fake_world(rank=0, world_size=2):
+        module = TwoShifts()
+        shard(module, init_device_mesh("cpu", (2,), mesh_dim_names=("data",)), mode="replicate")
+        stage = middle(module, transform=share_reduced, verify=False)
+        stage.unshard()
+        stage.forward(0, (rows(),), NOTHING)
+        stage.full_backward(0, (rows(),))
+        stage.reduce_gradients()
+        local = [each.to_local() for each in stage.gradients().values()]
+    assert len({each.data_ptr() for each in local}) == 2
+
+
+class _Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, gradient: Tensor) -> Tensor:
+        return gradient.mul_(2)
+
+
+def test_a_backward_that_writes_to_the_gradient_that_arrives_is_refused() -> None:
+    class Writing(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return _Doubled.apply(x)
+
+    with pytest.raises(StageCutError, match=r"output_gradient .* belongs to another stage: write "):
+        middle(Writing())
+
+
+def test_what_is_returned_beside_the_loss_gets_no_gradient() -> None:
+    def loss(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        return squared_error(output, target), output.mean()
+
+    microbatch = MicrobatchInputs(target=rows())
+    stage = middle(TwoShifts(), num_stages=2, inputs=microbatch, loss_fn=loss)
+    assert [each.requires_grad for each in stage.output_signature] == [True, False]
+    stage.forward(0, (rows(),), microbatch)
+    (gradient,) = stage.full_backward(0, (torch.ones(()),))
+    assert gradient.shape == (4, WIDTH)
+
+
+def test_an_activation_of_another_dtype_is_refused() -> None:
+    stage = middle(TwoShifts())
+    message = r"activations\[0\]: torch.float64 \[4, 8\], captured as torch.float32 \[4, 8\]"
+    with pytest.raises(StageInputError, match=message):
+        stage.forward(0, (rows().double(),), NOTHING)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,47 @@ def test_a_failed_step_keeps_no_activations() -> None:
         runner.step(tokens, target=target)
     gc.collect()
     assert [each() for each in kept if each() is not None] == []
+
+
+def test_a_step_keeps_no_inputs() -> None:
+    runner = GraphPPRunner(_stages(), _planned())
+    tokens, target = batch()
+    kept = [weakref.ref(tokens), weakref.ref(target)]
+    runner.step(tokens, target=target)
+    del tokens, target
+    gc.collect()
+    assert [each() for each in kept] == [None, None]
+
+
+def _change_outputs(stage: EagerStage, change: Callable[[Tensor], Tensor]) -> None:
+    forward = stage.forward
+
+    def changed(number: int, activations: Tensors, inputs: MicrobatchInputs) -> Tensors:
+        return tuple(change(each) for each in forward(number, activations, inputs))
+
+    stage.forward = changed  # type: ignore[method-assign] # only of this object
+
+
+def test_the_next_stage_of_a_rank_is_given_contiguous_tensors_too() -> None:
+    stages = _stages()
+    _change_outputs(stages[0], lambda each: each.transpose(1, 2).contiguous().transpose(1, 2))
+    given: list[bool] = []
+    stages[1].module.register_forward_pre_hook(
+        lambda _, args: given.append(args[0].is_contiguous())
+    )
+    tokens, target = batch()
+    GraphPPRunner(stages, _planned()).step(tokens, target=target)
+    assert given == [True] * NUM_MICROBATCHES
+
+
+def test_an_output_of_another_dtype_than_the_signature_says_fails_the_step() -> None:
+    stages = _stages()
+    _change_outputs(stages[0], Tensor.double)
+    tokens, target = batch()
+    with pytest.raises(
+        PipelineStepError, match=r"0F0 returned other tensors.*\n.*float64\[2, 5, 16"
+    ):
+        GraphPPRunner(stages, _planned()).step(tokens, target=target)
 
 
 def test_a_pair_that_cannot_be_made_ready_is_refused_when_the_runner_is_made() -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch
 
+from gt_pipeline.runner import Tensors
 from gt_pipeline.runner.step_program import StepProgram
 from gt_pipeline.schedules import parse_action
 
@@ -44,3 +47,9 @@ def test_a_send_that_never_ends_is_given_a_second_with_gloo(
     program.let_go()
     assert [work.limits for work in works] == [[limit, limit]] * 2
     assert not program.pending
+
+
+def test_what_waits_to_be_used_is_let_go_too() -> None:
+    waiting: list[Tensors] = [(torch.ones(1),), ()]
+    dataclasses.replace(_program([], on_host=True), waiting=(waiting,)).let_go()
+    assert waiting == [(), ()]
