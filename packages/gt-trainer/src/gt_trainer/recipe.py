@@ -1,4 +1,7 @@
-"""From the user's ``--compile.*`` options to the passes of a captured graph."""
+"""From the user's ``--compile.*`` options to the passes of a captured graph.
+
+The native recipe (``gt_passes.default_recipe``), or that of the backend of planned steps.
+"""
 
 from __future__ import annotations
 
@@ -57,6 +60,18 @@ def recipe_of(
         dump_directory = None
         if options.debug_graph_passes and debug_folder is not None:
             dump_directory = debug_folder / f"graph_{next(numbers)}"
+        if options.inductor_compilation == "autoparallel_backend":
+            # Imported here: no other run pays for it.
+            from gt_autoparallel.backend import backend_recipe
+
+            gib = options.autoparallel_solver.memory_budget_gib
+            return backend_recipe(
+                context=context,
+                memory_budget_bytes=None if gib is None else int(gib * 2**30),
+                compiler=compiler,
+                verify=options.verify_passes,
+                dump_directory=dump_directory,
+            )
         return default_recipe(
             options,
             context=context,

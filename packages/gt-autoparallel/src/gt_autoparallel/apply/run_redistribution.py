@@ -32,24 +32,20 @@ class LocalMove:
     """Dims of the tensor from the outermost in memory to the innermost."""
 
     mesh: RankMesh
-    fsdp: FsdpCollectiveAnnotation | None = None
-    """What its collectives do for a parameter, whatever the axis; None if nothing."""
+    annotations: tuple[NodeAnnotation | None, ...] = ()
+    """Of each step; empty for none."""
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         """This rank's shard after the redistribution, of its shard before it."""
         is_natural = self.dim_order == tuple(range(len(self.dim_order)))
         moved = tensor if is_natural else tensor.permute(self.dim_order)
-        for step in self.steps:
-            with annotated(self._annotation(step)):
+        annotations = self.annotations or (None,) * len(self.steps)
+        for step, annotation in zip(self.steps, annotations, strict=True):
+            with annotated(annotation):
                 moved = self._run(step, moved)
         if is_natural:
             return moved
         return moved.permute([self.dim_order.index(dim) for dim in range(len(self.dim_order))])
-
-    def _annotation(self, step: RedistributionStep) -> NodeAnnotation | None:
-        if self.fsdp is None or step.kind == "slice":
-            return None
-        return replace(self.fsdp, mesh_axis=self.mesh.shape.names[step.axis])
 
     def _run(self, step: RedistributionStep, tensor: torch.Tensor) -> torch.Tensor:
         size = self.mesh.shape.sizes[step.axis]
@@ -90,8 +86,40 @@ def local_move(
     *,
     fsdp: FsdpCollectiveAnnotation | None = None,
 ) -> LocalMove:
-    """The redistribution of a value by ``steps``, on this rank."""
-    return LocalMove(steps=tuple(steps), dim_order=_dim_order(spec), mesh=mesh, fsdp=fsdp)
+    """The redistribution of a value by ``steps``, on this rank.
+
+    Args:
+        spec: the global value.
+        steps: in order.
+        mesh: this rank's.
+        fsdp: what the steps do for a parameter, whatever the axis; None if nothing.
+    """
+    annotated_steps = () if fsdp is None else _fsdp_steps(steps)
+    return LocalMove(
+        steps=tuple(steps),
+        dim_order=_dim_order(spec),
+        mesh=mesh,
+        annotations=tuple(
+            replace(fsdp, mesh_axis=mesh.shape.names[step.axis])
+            if fsdp is not None and position in annotated_steps
+            else None
+            for position, step in enumerate(steps)
+        ),
+    )
+
+
+def _fsdp_steps(steps: Sequence[RedistributionStep]) -> tuple[int, ...]:
+    """Positions of the steps that FSDP's passes may bucket and move.
+
+    They know one gathering of a parameter, and of its gradient one reduction, or a reduce-scatter
+    that an all-reduce follows (hybrid sharding). Where several axes shard a parameter, only the
+    gathering that reads it, and the reduction that writes its gradient, are theirs.
+    """
+    moving = [position for position, step in enumerate(steps) if step.kind != "slice"]
+    kinds = [steps[position].kind for position in moving]
+    if len(moving) < 2 or kinds == ["reduce_scatter", "all_reduce"]:
+        return tuple(moving)
+    return (moving[0],) if kinds[0] in ("all_gather", "all_to_all") else (moving[-1],)
 
 
 def _dim_order(spec: TensorSpec) -> tuple[int, ...]:

@@ -46,8 +46,7 @@ def backend_recipe(
 
     Args:
         context: of the graph to run on.
-        memory_budget_bytes: of the graph's peak: parameters, gradients and activations of one rank;
-            None for no limit, hence no recomputation.
+        memory_budget_bytes: of one rank, as for the plan; None for no limit: nothing is recomputed.
         compiler: compiles the whole graph; None for Inductor.
         verify: as for ``PassPipeline``.
         dump_directory: as for ``PassPipeline``.

@@ -47,7 +47,11 @@ class TagToMemoryBudget(GraphPass):
     preserves_numerics: ClassVar[bool] = True
 
     budget_bytes: int | None
-    """Of the graph's peak: parameters, gradients, activations. None: no limit, hence no tags."""
+    """Of one rank: parameters, gradients, optimizer state and activations. None: no limit, hence no
+    tags."""
+
+    optimizer_state_copies: float = 2.0
+    """State that the optimizer keeps beside the graph, in units of the parameters' bytes."""
 
     layers: str = "layers.*"
     """Pattern of the names of the modules inside which values are recomputed."""
@@ -61,7 +65,8 @@ class TagToMemoryBudget(GraphPass):
         """Tag saved tensors; see the class."""
         if self.budget_bytes is None:
             return PassReport(changed=False)
-        excess = estimate_peak_bytes(graph_module) - self.budget_bytes
+        beside = self.optimizer_state_copies * _static_bytes(graph_module, context)
+        excess = int(estimate_peak_bytes(graph_module) + beside - self.budget_bytes)
         if excess <= 0:
             return PassReport(changed=False)
         storages = Storages(graph_module)
@@ -91,6 +96,13 @@ class TagToMemoryBudget(GraphPass):
         return PassReport(
             changed=bool(tags), counts={name: count for name, count in counts.items() if count}
         )
+
+
+def _static_bytes(graph_module: GraphModule, context: PassContext) -> int:
+    """Of the parameters and buffers that the graph reads."""
+    placeholders = graph_module.graph.find_nodes(op="placeholder")
+    values = [node.meta["val"] for node in placeholders[: len(context.static_input_names)]]
+    return sum(int(value.numel()) * int(value.element_size()) for value in values)
 
 
 def _by_density(

@@ -1,0 +1,257 @@
+"""Placed models compute what the model computes, with the collectives that were predicted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from placed_model_cases import (
+    Decoder,
+    batch,
+    compare_random_plans,
+    decoder,
+    mesh_2d,
+    trace,
+    unpredicted_collectives,
+)
+from random_plans import random_plan
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from gt_autoparallel.apply import apply_plan
+from gt_autoparallel.apply.execution_order import execution_order
+from gt_autoparallel.capture import capture_joint_graph
+from gt_autoparallel.errors import PlacementError, PlacementInputError, PlanMismatchError
+from gt_autoparallel.layouts import MeshShape
+from gt_autoparallel.placement_graph import PlacementGraph
+from gt_autoparallel.plan import PlacementPlan
+from gt_config.node_keys import FsdpCollectiveAnnotation
+from gt_passes.collectives import is_collective
+from gt_trace import module_fqn, phase_of, read_annotation, trace_step
+from gt_trace.testing import GlooWorkers, fake_world
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[GlooWorkers]:
+    with GlooWorkers(4, timeout=600) as workers:
+        yield workers
+
+
+@pytest.mark.parametrize(
+    "seeds", [[0], pytest.param([1, 2, 3, 4, 5, 6], marks=pytest.mark.slow)], ids=str
+)
+def test_random_plans_compute_outputs_and_gradients_of_one_process(
+    seeds: list[int], four: GlooWorkers
+) -> None:
+    assert four.run(compare_random_plans, seeds) == [[]] * 4
+
+
+# ---- one rank of a fake world ------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[DeviceMesh]:
+    with fake_world(rank=3, world_size=4):
+        yield mesh_2d()
+
+
+@pytest.fixture(scope="module")
+def graph() -> PlacementGraph:
+    tokens, positions = batch()
+    return capture_joint_graph(decoder(), (tokens,), {"positions": positions})
+
+
+def test_the_traced_step_has_exactly_the_predicted_collectives(
+    mesh: DeviceMesh, graph: PlacementGraph
+) -> None:
+    for seed in (0, 7):
+        model = decoder()
+        plan = random_plan(model, graph, MeshShape.of(mesh), seed=seed)
+        apply_plan(model, plan, mesh)
+        assert unpredicted_collectives(model, plan, mesh) == []
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8, bias=False) for _ in range(2)])
+
+    def forward(self, x: torch.Tensor, flag: bool = True) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x
+
+
+FSDP = {
+    **{name: (Shard(0), Replicate()) for name in ("layers.0.weight", "layers.1.weight")},
+    "x": (Shard(0), Replicate()),
+    "output": (Shard(0), Replicate()),
+}
+
+
+def fsdp_plan(mesh: DeviceMesh) -> tuple[Layers, PlacementPlan]:
+    """Every operator on its own rows; found by trying random plans with layouts of FSDP."""
+    model = Layers()
+    captured = capture_joint_graph(model, (torch.empty(4, 8),), {"flag": True})
+    return model, random_plan(model, captured, MeshShape.of(mesh), seed=1, fixed=FSDP)
+
+
+def test_parameters_become_dtensors_with_their_values_and_ties(
+    mesh: DeviceMesh, graph: PlacementGraph
+) -> None:
+    model = decoder()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    plan = random_plan(model, graph, MeshShape.of(mesh), seed=2)
+    assert apply_plan(model, plan, mesh) is model
+    layouts = plan.parameter_layouts()
+    assert model.head.weight is model.embedding.weight
+    assert set(dict(model.named_parameters())) == set(before)
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, DTensor)
+        assert parameter.placements == layouts[name]
+        wanted = before[name]
+        for axis, placement in enumerate(layouts[name]):
+            if isinstance(placement, Shard):
+                wanted = wanted.chunk(2, dim=placement.dim)[coordinate[axis]]
+        assert torch.equal(parameter.to_local(), wanted)
+
+
+def test_a_model_on_meta_stays_there(mesh: DeviceMesh, graph: PlacementGraph) -> None:
+    model = decoder().to("meta")
+    model.head.weight = model.embedding.weight  # the move to meta made two of it
+    apply_plan(model, random_plan(model, graph, MeshShape.of(mesh), seed=2), mesh)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    model.to_empty(device="cpu")
+    assert not any(parameter.is_meta for parameter in model.parameters())
+    assert isinstance(model.head.weight, DTensor)
+
+
+def test_nodes_say_where_they_belong_and_what_fsdp_does(mesh: DeviceMesh) -> None:
+    model, plan = fsdp_plan(mesh)
+    apply_plan(model, plan, mesh)
+
+    def step(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(model(x, flag=True).sum(), list(model.parameters()))
+
+    traced = trace_step(step, module=model)(torch.empty(2, 8))
+    products = [n for n in traced.graph_module.graph.nodes if n.target is torch.ops.aten.mm.default]
+    found = [(module_fqn(node), phase_of(node)) for node in products]
+    assert found[:2] == [("layers.0", "forward"), ("layers.1", "forward")]
+    assert set(found[2:]) == {("layers.1", "backward"), ("layers.0", "backward")}
+    of_parameters = [
+        (annotation.kind, annotation.parameter_names, annotation.mesh_axis)
+        for node in traced.graph_module.graph.nodes
+        if is_collective(node)
+        and (annotation := read_annotation(node, FsdpCollectiveAnnotation)) is not None
+    ]
+    assert ("unshard", ("layers.0.weight",), "data") in of_parameters
+    assert {kind for kind, _, _ in of_parameters} <= {"unshard", "reduce_grad"}
+
+
+def test_parameters_are_gathered_late_and_gradients_reduced_at_once(graph: PlacementGraph) -> None:
+    order = execution_order(graph)
+    assert sorted(order) == list(range(len(graph.nodes)))
+    place = {index: position for position, index in enumerate(order)}
+    for use in graph.uses():
+        assert place[use.value.node] < place[use.consumer]
+    names = [graph.nodes[index].name for index in order]
+    first_product = next(i for i, name in enumerate(names) if name.endswith("/mm"))
+    shared = [i for i, name in enumerate(names) if name.startswith("layers.0.down.weight/")]
+    assert min(shared) > first_product
+    gradients = [i for i, index in enumerate(order) if graph.nodes[index].kind == "gradient"]
+    assert gradients != list(range(len(order) - len(gradients), len(order)))
+
+
+# ---- refusals ----------------------------------------------------------------------------------
+
+
+def test_refuses_what_does_not_fit_all_at_once_and_changes_nothing(
+    mesh: DeviceMesh, graph: PlacementGraph
+) -> None:
+    plan = random_plan(decoder(), graph, MeshShape.of(mesh), seed=0)
+    model = decoder()
+    model.norm = nn.RMSNorm(4)
+    model.layers[0].down.weight.requires_grad_(False)
+    model.head.weight = nn.Parameter(model.head.weight.detach().clone())
+    other = init_device_mesh("cpu", (4,), mesh_dim_names=("data",))
+    with pytest.raises(PlanMismatchError) as caught:
+        apply_plan(model, plan, other)
+    assert str(caught.value) == (
+        "the plan does not fit:\n"
+        "  norm.weight is float32[4], planned for float32[16]\n"
+        "  layers.0.down.weight was trained when the model was planned, and is frozen; plan again\n"
+        "  head.weight was tied to embedding.weight when the model was planned, and is not; tie it\n"
+        "  the plan is for a mesh {'data': 2, 'model': 2}, and this one is {'data': 4}; plan again "
+        "for it"
+    )
+    assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        (None, "plan is None; allowed: a PlacementPlan, from find_placement or a plan file"),
+    ],
+)
+def test_refuses_what_is_no_plan(mesh: DeviceMesh, plan: None, message: str) -> None:
+    with pytest.raises(PlanMismatchError, match=message):
+        apply_plan(Decoder(), plan, mesh)  # type: ignore[arg-type]  # what is refused
+
+
+def test_refuses_a_placed_model_and_a_mesh_of_another_type(
+    mesh: DeviceMesh, graph: PlacementGraph
+) -> None:
+    model = decoder()
+    plan = random_plan(model, graph, MeshShape.of(mesh), seed=0)
+    with pytest.raises(PlanMismatchError, match="mesh is a tuple; allowed: a DeviceMesh with axes"):
+        apply_plan(model, plan, (2, 2))  # type: ignore[arg-type]  # what is refused
+    apply_plan(model, plan, mesh)
+    with pytest.raises(PlanMismatchError, match="the model is placed already"):
+        apply_plan(model, plan, mesh)
+
+
+def test_refuses_inputs_that_were_not_planned(mesh: DeviceMesh) -> None:
+    model, plan = fsdp_plan(mesh)
+    apply_plan(model, plan, mesh)
+    with pytest.raises(PlacementInputError) as caught:
+        model(torch.empty(4, 8), flag=False)
+    assert str(caught.value) == (
+        "inputs of the placed model:\n"
+        "  x has shape (4, 8) and dtype torch.float32; allowed: (2, 8), this rank's shard of "
+        "(4, 8) placed as S(0) R, and torch.float32\n"
+        "  flag is False; it was planned as the constant True"
+    )
+    with pytest.raises(PlacementInputError, match="call the model as in the example inputs"):
+        model(torch.empty(2, 8))
+
+
+def test_refuses_to_run_in_another_mode_than_planned(mesh: DeviceMesh) -> None:
+    model, plan = fsdp_plan(mesh)
+    apply_plan(model, plan, mesh)
+    model.layers[1].eval()
+    with pytest.raises(
+        PlacementError, match=r"layers\.1 is not in training mode, in which it was planned"
+    ):
+        model(torch.empty(2, 8), flag=True)
+
+
+def test_runs_without_gradients(mesh: DeviceMesh) -> None:
+    model, plan = fsdp_plan(mesh)
+    apply_plan(model, plan, mesh)
+    with torch.no_grad():
+        assert not model(torch.ones(2, 8), flag=True).requires_grad
+
+
+def test_a_trace_without_annotations_is_the_same_graph(
+    mesh: DeviceMesh, graph: PlacementGraph
+) -> None:
+    """Eager execution runs the operators of the trace: nothing depends on being traced."""
+    model = decoder()
+    plan = random_plan(model, graph, MeshShape.of(mesh), seed=3)
+    apply_plan(model, plan, mesh)
+    first, second = (trace(model, plan, mesh).graph_module for _ in range(2))
+    assert first.code == second.code

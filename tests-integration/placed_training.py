@@ -1,0 +1,251 @@
+"""What the workers of ``test_placed_training.py`` run: planned models against one whole model."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from training_cases import Case
+
+from gt_autoparallel import PlacementPlan, PlacementPrices, predicted_collectives, read_plan
+from gt_config.node_keys import EpExchangeAnnotation
+from gt_passes.collectives import is_collective
+from gt_trace import read_annotation, trace_step
+from gt_trainer.captured_step import training_step
+from gt_trainer.expert_regions import annotate_expert_regions
+from gt_trainer.models.attention import attention_mask_for
+from gt_trainer.placement.planned_mesh import planned_mesh
+from gt_trainer.trainer import GraphTrainer
+
+NUM_STEPS = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedCase:
+    """A debug model on four ranks, placed by a plan."""
+
+    model: Case
+    mode: str = "aot_fx_trace"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Further options of ``--compile``."""
+
+    memory_budget_gib: float | None = None
+    """A tight one makes plans that shard parameters."""
+
+    balanced_routing: bool = False
+
+    def trainer(self, folder: str) -> GraphTrainer:
+        """In this worker's process group."""
+        rank, size = str(dist.get_rank()), str(dist.get_world_size())
+        os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size)
+        config = self.model.build(self.mode, folder, options={"autoparallel": True, **self.options})
+        config.debug.moe_force_load_balance = self.balanced_routing
+        config.compile = dataclasses.replace(
+            config.compile,
+            autoparallel_solver=dataclasses.replace(
+                config.compile.autoparallel_solver, memory_budget_gib=self.memory_budget_gib
+            ),
+        )
+        return GraphTrainer(config)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What a rank saw."""
+
+    losses: tuple[tuple[float, float], ...]
+    """Of each step: the placed model's over all ranks, and the whole model's."""
+
+    worst_gradient: tuple[float, str]
+    """Relative error, in norm, over all steps, and the parameter that has it."""
+
+    worst_parameter: tuple[float, str]
+    """Likewise after the last step."""
+
+    num_sharded: int
+    """Parameters of which the plan shards at least one dim."""
+
+    unpredicted: tuple[str, ...]
+    """Collectives of the traced step that the plan did not predict, and the reverse."""
+
+
+def compare_with_whole_model(case: PlacedCase, folder: str) -> Found:
+    """Five steps of the placed model on four ranks, and of the whole model on each of them."""
+    trainer = case.trainer(folder)
+    placed = trainer.model_parts[0]
+    whole = whole_model(trainer, placed)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (placed, whole)]
+    losses: list[tuple[float, float]] = []
+    worst = (0.0, "")
+    for step in range(NUM_STEPS):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss = placed_pass(trainer, step)
+        expected = whole_pass(trainer, whole, step)
+        losses.append((loss, expected))
+        worst = max(worst, worst_error(gradients(placed), gradients(whole)))
+        for optimizer in optimizers:
+            optimizer.step()
+    found = Found(
+        losses=tuple(losses),
+        worst_gradient=worst,
+        worst_parameter=worst_error(
+            dict(placed.named_parameters()), dict(whole.named_parameters())
+        ),
+        num_sharded=sum(
+            any(p.is_shard() for p in parameter.placements)
+            for parameter in placed.parameters()
+            if isinstance(parameter, DTensor)
+        ),
+        unpredicted=tuple(unpredicted_collectives(trainer, folder)) if dist.get_rank() == 0 else (),
+    )
+    trainer.close()
+    return found
+
+
+def whole_model(trainer: GraphTrainer, placed: nn.Module) -> nn.Module:
+    """The same model on one device, with the placed one's weights."""
+    model: Any = trainer.model_config.build()
+    model.init_weights(buffer_device=None)
+    with torch.no_grad():
+        sources = dict(placed.named_parameters())
+        for name, parameter in model.named_parameters():
+            parameter.copy_(full(sources[name]))
+    return model.train()
+
+
+def global_batch(
+    trainer: GraphTrainer, step: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens, labels and positions of all ranks: two documents a sample."""
+    mesh = trainer.parallel_dims.get_mesh("batch")
+    training = trainer.config.training
+    shape = (training.local_batch_size * mesh.size(), training.seq_len + 1)
+    generator = torch.Generator().manual_seed(100 + step)
+    tokens = torch.randint(0, trainer.model_config.vocab_size, shape, generator=generator)
+    positions = torch.arange(training.seq_len) % (training.seq_len // 2 + 1)
+    return tokens[:, :-1], tokens[:, 1:], positions.expand(shape[0], -1).contiguous()
+
+
+def placed_inputs(
+    trainer: GraphTrainer, step: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """This rank's part of the batch."""
+    mesh = trainer.parallel_dims.get_mesh("batch")
+    return tuple(
+        each.chunk(mesh.size())[mesh.get_local_rank()].contiguous()
+        for each in global_batch(trainer, step)
+    )
+
+
+def placed_pass(trainer: GraphTrainer, step: int) -> float:
+    tokens, labels, positions = placed_inputs(trainer, step)
+    num_tokens = torch.tensor(global_batch(trainer, step)[1].numel())
+    loss = trainer.forward_backward_step(
+        input_dict={"input": tokens, "positions": positions},
+        labels=labels,
+        global_valid_tokens=num_tokens,
+    ).detach()
+    dist.all_reduce(loss, group=trainer.parallel_dims.get_mesh("batch").get_group())
+    return loss.item()
+
+
+def whole_pass(trainer: GraphTrainer, whole: nn.Module, step: int) -> float:
+    tokens, labels, positions = global_batch(trainer, step)
+    prediction = whole(
+        tokens,
+        positions=positions,
+        attention_masks=attention_mask_for(trainer.model_config, positions),
+    )
+    loss, _ = trainer.loss_fn(prediction, labels, torch.tensor(labels.numel()))
+    loss.backward()
+    return loss.item()
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def worst_error(
+    found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]
+) -> tuple[float, str]:
+    """The largest relative error in norm."""
+    assert set(found) == set(wanted)
+    return max((relative_error(full(found[name]), wanted[name]), name) for name in wanted)
+
+
+def relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    with torch.no_grad():
+        return float((found - wanted).norm() / wanted.norm())
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    detached = tensor.detach()
+    return detached.full_tensor() if isinstance(detached, DTensor) else detached
+
+
+def unpredicted_collectives(trainer: GraphTrainer, folder: str) -> list[str]:
+    """Collectives of the step as captured, before any pass, against those of the plan."""
+    mesh = planned_mesh(trainer.parallel_dims)
+    tokens, labels, positions = placed_inputs(trainer, 0)
+    inputs, labels, extra = trainer.post_dataloading_process(
+        {"input": tokens, "positions": positions}, labels
+    )
+    model = trainer.model_parts[0]
+    with annotate_expert_regions(model):
+        traced = trace_step(training_step(model, trainer.loss_fn), module=model)(
+            inputs, labels, torch.tensor(labels.numel()), extra
+        )
+    found = traced_collectives(traced.graph_module.graph, mesh)
+    predicted = predicted_of(read_plan(Path(folder) / "placement.json", prices=PlacementPrices()))
+    return [
+        *(f"not predicted: {each}" for each in (found - predicted).elements()),
+        *(f"not traced: {each}" for each in (predicted - found).elements()),
+    ]
+
+
+def predicted_of(plan: PlacementPlan) -> Counter[tuple[str, str, int | str]]:
+    return Counter(
+        (c.kind, c.axis, c.num_bytes if c.purpose != "token exchange" else "routed")
+        for c in predicted_collectives(plan)
+    )
+
+
+_KINDS = MappingProxyType(
+    {
+        "all_gather_into_tensor": "all_gather",
+        "reduce_scatter_tensor": "reduce_scatter",
+        "all_reduce": "all_reduce",
+        "all_to_all_single": "all_to_all",
+    }
+)
+
+
+def traced_collectives(graph: torch.fx.Graph, mesh: Any) -> Counter[tuple[str, str, int | str]]:
+    """(kind, axis, bytes) of each collective; "routed" where bytes depend on routing."""
+    axis_of_group = {
+        mesh.get_group(axis).group_name: name for axis, name in enumerate(mesh.mesh_dim_names)
+    }
+    found: Counter[tuple[str, str, int | str]] = Counter()
+    for node in graph.nodes:
+        if not is_collective(node):
+            continue
+        sizes = [
+            value.numel() * value.element_size()
+            for value in (node.args[0].meta["val"], node.meta["val"])
+        ]
+        is_routed = read_annotation(node, EpExchangeAnnotation) is not None
+        num_bytes = "routed" if is_routed else max(sizes)
+        kind = _KINDS[node.target._schema.name.partition("::")[2]]
+        found[kind, axis_of_group[node.args[-1]], num_bytes] += 1
+    return found

@@ -1,0 +1,87 @@
+"""Models that a solver placed on four ranks compute what the whole model computes on one.
+
+Loss, every gradient and five optimizer steps, at float32 relative 1e-5 in norm; and the collectives
+of the captured step are exactly those that the plan predicted.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from placed_training import Found, PlacedCase, compare_with_whole_model
+from training_cases import Case
+
+from gt_trace.testing import GlooWorkers
+
+LLAMA3 = Case(
+    module="llama3",
+    config="llama3_debugmodel",
+    num_layers=1,
+    seq_len=32,
+    parallelism={"data_parallel_shard_degree": 2, "tensor_parallel_degree": 2},
+)
+QWEN3 = Case(
+    module="qwen3",
+    config="qwen3_debugmodel",
+    num_layers=1,
+    seq_len=32,
+    parallelism={"data_parallel_shard_degree": 2, "tensor_parallel_degree": 2},
+)
+DEEPSEEK_V3 = Case(
+    module="deepseek_v3",
+    config="deepseek_v3_debugmodel",
+    num_layers=2,
+    seq_len=32,
+    parallelism={"data_parallel_shard_degree": 4, "expert_parallel_degree": 2},
+)
+# torchtitan's experts multiply in bfloat16, whatever the weights' dtype: 8 bits of mantissa.
+BFLOAT16 = 2.0**-7
+
+
+def assert_agrees(found: list[Found], *, tolerance: float) -> None:
+    for each in found:
+        for loss, expected in each.losses:
+            assert loss == pytest.approx(expected, rel=tolerance)
+        assert each.worst_gradient[0] < tolerance, each.worst_gradient
+        assert each.worst_parameter[0] < tolerance, each.worst_parameter
+        assert each.unpredicted == ()
+
+
+def test_a_planned_llama3_trains_like_the_whole_model(four: GlooWorkers, tmp_path: Path) -> None:
+    # Replicated, parameters with gradients and optimizer state would take more than that.
+    case = PlacedCase(model=LLAMA3, memory_budget_gib=0.025)
+    found = four.run(compare_with_whole_model, case, str(tmp_path))
+    assert_agrees(found, tolerance=1e-5)
+    assert found[0].num_sharded > 3
+    assert "layers.0" in (tmp_path / "placement.html").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(PlacedCase(model=LLAMA3, mode="none"), id="llama3-eager"),
+        pytest.param(PlacedCase(model=QWEN3), id="qwen3"),
+    ],
+)
+def test_planned_dense_models_train_like_the_whole_model(
+    case: PlacedCase, four: GlooWorkers, tmp_path: Path
+) -> None:
+    assert_agrees(four.run(compare_with_whole_model, case, str(tmp_path)), tolerance=1e-5)
+
+
+@pytest.mark.slow
+def test_a_planned_deepseek_v3_trains_like_the_whole_model(
+    four: GlooWorkers, tmp_path: Path
+) -> None:
+    case = PlacedCase(model=DEEPSEEK_V3)
+    assert_agrees(four.run(compare_with_whole_model, case, str(tmp_path)), tolerance=BFLOAT16)
+
+
+@pytest.mark.slow
+def test_the_backend_of_autoparallel_computes_the_same_up_to_inductors_rounding(
+    four: GlooWorkers, tmp_path: Path
+) -> None:
+    case = PlacedCase(model=LLAMA3, options={"inductor_compilation": "autoparallel_backend"})
+    assert_agrees(four.run(compare_with_whole_model, case, str(tmp_path)), tolerance=1e-4)
