@@ -1,0 +1,372 @@
+"""Small random graphs with everything that makes placement hard, and all their placements.
+
+Graphs have parameters (one perhaps tied to two uses), values used twice by one operator, operators
+of several outputs, views, repeated layers, a backward that reads forward values, and gradients.
+``Exhaustive`` prices every combination of options by walking the whole graph, with array operations
+over all combinations at once; it shares with the planner only options and the prices of single
+nodes and steps.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from gt_autoparallel.costs import PlacementPrices
+from gt_autoparallel.layouts import MeshShape, num_local_elements
+from gt_autoparallel.options import NodeOption
+from gt_autoparallel.placement_graph import (
+    NodePhase,
+    PlacementGraph,
+    PlacementNode,
+    TensorSpec,
+    Value,
+)
+from gt_autoparallel.redistribution import can_redistribute, redistribution_steps
+from gt_autoparallel.rules import node_options
+
+aten = torch.ops.aten
+_SIZE = 64
+
+
+def spec(*shape: int) -> TensorSpec:
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    return TensorSpec(shape=shape, stride=tuple(strides), dtype=torch.float32)
+
+
+class GraphWriter:
+    """Writes nodes down and puts share nodes in where a value is read several times."""
+
+    def __init__(self) -> None:
+        self._drafts: list[dict[str, Any]] = []
+
+    def add(
+        self, kind: str, target: Any, *args: Any, outputs: Sequence[TensorSpec] = (), **more: str
+    ) -> Value:
+        self._drafts.append({"kind": kind, "target": target, "args": args,
+                             "outputs": tuple(outputs), **more})  # fmt: skip
+        return Value(len(self._drafts) - 1)
+
+    def graph(self, aliases: dict[str, str]) -> PlacementGraph:
+        reads: dict[Value, int] = {}
+        for draft in self._drafts:
+            for value in _values(draft["args"]):
+                reads[value] = reads.get(value, 0) + 1
+        nodes: list[PlacementNode] = []
+        seen_as: dict[Value, Value] = {}
+        for number, draft in enumerate(self._drafts):
+            args = _mapped(draft["args"], seen_as)
+            name = draft.get("name") or f"{draft.get('module', '')}/{number}"
+            nodes.append(PlacementNode(index=len(nodes), **{**draft, "args": args, "name": name}))
+            made = len(nodes) - 1
+            for position, output in enumerate(draft["outputs"]):
+                value = Value(number, position)
+                seen_as[value] = Value(made, position)
+                if reads.get(value, 0) > 1 or (draft["kind"] == "parameter" and value in reads):
+                    nodes.append(
+                        PlacementNode(
+                            index=len(nodes),
+                            name=f"{name}/{position}/share",
+                            kind="share",
+                            target="",
+                            args=(Value(made, position),),
+                            outputs=(output,),
+                            module=draft.get("module", ""),
+                            phase=draft.get("phase", "forward"),
+                        )
+                    )
+                    seen_as[value] = Value(len(nodes) - 1)
+        return PlacementGraph(nodes=tuple(nodes), parameter_aliases=aliases)
+
+
+def _values(args: Any) -> list[Value]:
+    if isinstance(args, Value):
+        return [args]
+    return [v for a in args for v in _values(a)] if isinstance(args, (tuple, list)) else []
+
+
+def _mapped(args: Any, seen_as: dict[Value, Value]) -> Any:
+    if isinstance(args, Value):
+        return seen_as[args]
+    if isinstance(args, (tuple, list)):
+        return type(args)(_mapped(argument, seen_as) for argument in args)
+    return args
+
+
+def random_graph(rng: random.Random, *, num_operators: int, num_layers: int) -> PlacementGraph:
+    """A graph of that many forward operators in each of that many layers (0: no layers)."""
+    writer = GraphWriter()
+    square = spec(_SIZE, _SIZE)
+    shared = writer.add("parameter", "w", outputs=[square], name="w")
+    x = writer.add("input", "x", outputs=[square], name="x")
+    plan = [rng.choice(("relu", "add", "same", "mm", "tied", "t", "split", "split", "mul"))
+            for _ in range(num_operators)]  # fmt: skip
+    tangent_wanted = rng.random() < 0.8
+    saved: list[tuple[str, Value, Value]] = []
+    for layer in range(max(num_layers, 1)):
+        module = f"layers.{layer}" if num_layers else ""
+        weight = shared
+        if num_layers:
+            name = f"{module}.w"
+            weight = writer.add("parameter", name, outputs=[square], name=name, module=module)
+        x = _forward(writer, plan, x, weight, module)
+        saved.append((module, x, weight))
+    writer.add("output", "output", x, name="output")
+    if tangent_wanted:
+        gradient = writer.add("tangent", "output/tangent", outputs=[square],
+                              name="output/tangent", phase="backward")  # fmt: skip
+        _backward(writer, rng.choice(("mm", "mul")), gradient, saved, tied=not num_layers)
+    aliases = {"also_w": "w"} if "tied" in plan and not num_layers else {}
+    return writer.graph(aliases)
+
+
+def _forward(
+    writer: GraphWriter, plan: Sequence[str], x: Value, weight: Value, module: str
+) -> Value:
+    square, half = spec(_SIZE, _SIZE), spec(_SIZE // 2, _SIZE)
+
+    def run(target: Any, *args: Any, outputs: Sequence[TensorSpec] = (square,)) -> Value:
+        return writer.add("operator", target, *args, outputs=outputs, module=module)
+
+    before = x
+    for word in plan:
+        if word == "relu":
+            x = run(aten.relu.default, x)
+        elif word == "t":
+            transposed = TensorSpec(shape=square.shape, stride=(1, _SIZE), dtype=torch.float32)
+            x = run(aten.t.default, x, outputs=(transposed,))
+        elif word == "add":
+            x = run(aten.add.Tensor, x, before)
+        elif word == "same":
+            x = run(aten.mul.Tensor, x, x)
+        elif word == "mul":
+            x = run(aten.mul.Tensor, x, weight)
+        elif word == "split":
+            parts = run(aten.split.Tensor, x, _SIZE // 2, outputs=(half, half))
+            x = run(aten.cat.default, [Value(parts.node, 1), Value(parts.node, 0)])
+        else:
+            x = run(aten.mm.default, x, weight)
+    return x
+
+
+def _backward(
+    writer: GraphWriter,
+    word: str,
+    gradient: Value,
+    saved: Sequence[tuple[str, Value, Value]],
+    *,
+    tied: bool,
+) -> None:
+    square = spec(_SIZE, _SIZE)
+    phase: NodePhase = "backward"
+    target = aten.mm.default if word == "mm" else aten.mul.Tensor
+    for module, value, weight in reversed(saved):
+        of_weight = writer.add("operator", target, value, gradient, outputs=[square],
+                               module=module, phase=phase)  # fmt: skip
+        name = "w" if tied else f"{module}.w"
+        writer.add("gradient", name, of_weight, name=f"{name}/gradient", module=module, phase=phase)
+        if len(saved) > 1:
+            gradient = writer.add("operator", aten.mm.default, gradient, weight, outputs=[square],
+                                  module=module, phase=phase)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Everything:
+    """Cost and bytes of every combination of options, inf where it is forbidden."""
+
+    total_us: NDArray[np.float64]
+    memory_bytes: NDArray[np.float64]
+
+
+class Exhaustive:
+    """Every placement in which nodes of one class have one option.
+
+    Args:
+        graph: what is placed.
+        mesh: sizes of the axes.
+        class_of_node: of each node.
+    """
+
+    def __init__(
+        self, graph: PlacementGraph, mesh: MeshShape, class_of_node: Sequence[int]
+    ) -> None:
+        self._graph, self._mesh, self._classes = graph, mesh, class_of_node
+        self._prices = PlacementPrices()
+        first = {c: graph.nodes[class_of_node.index(c)] for c in sorted(set(class_of_node))}
+        self._options: list[tuple[NodeOption, ...]] = [
+            node_options(node, tuple(map(graph.spec, node.operands)), mesh)
+            for node in first.values()
+        ]
+
+    @property
+    def num_combinations(self) -> int:
+        return math.prod(map(len, self._options))
+
+    def everything(self) -> Everything:
+        """Walks all nodes and uses once, for all combinations at once."""
+        graph, zero = self._graph, np.zeros([1] * len(self._options))
+        total, compute, hidden = zero, {}, {}
+        reads = self._reads()
+        for node in graph.nodes:
+            operands = tuple(map(graph.spec, node.operands))
+            window = _window(node)
+            mine = self._options[self._classes[node.index]]
+            prices = [self._prices.compute_us(node, operands, o, self._mesh) for o in mine]
+            compute[window] = compute.get(window, zero) + self._along(node, np.array(prices))
+            for position, value in enumerate(node.operands):
+                maker = graph.nodes[value.node]
+                times = self._pairs(maker, node, self._ways(value, node, position))
+                into_gradient = node.kind == "gradient" or (
+                    node.kind == "share" and reads[node.index] == ["gradient"]
+                )
+                if maker.kind == "parameter" or into_gradient:
+                    hidden[window] = hidden.get(window, zero) + times
+                else:
+                    total = total + times
+            total = total + self._links(node)
+        for window, times in compute.items():
+            total = total + np.maximum(times, hidden.get(window, zero))
+        return Everything(total_us=total, memory_bytes=self._memory(zero) + zero)
+
+    def _reads(self) -> list[list[str]]:
+        kinds: list[list[str]] = [[] for _ in self._graph.nodes]
+        for node in self._graph.nodes:
+            for value in node.operands:
+                kinds[value.node].append(node.kind)
+        return kinds
+
+    def _along(self, node: PlacementNode, values: NDArray[Any]) -> NDArray[Any]:
+        """Numbers for the options of one node, as an array over all combinations."""
+        shape = [1] * len(self._options)
+        shape[self._classes[node.index]] = len(values)
+        return values.reshape(shape)
+
+    def _pairs(
+        self, left: PlacementNode, right: PlacementNode, table: NDArray[Any]
+    ) -> NDArray[Any]:
+        """A [left's options, right's options] table as an array over all combinations."""
+        a, b = self._classes[left.index], self._classes[right.index]
+        if a == b:
+            return self._along(left, np.diagonal(table).copy())
+        shape = [1] * len(self._options)
+        shape[a], shape[b] = table.shape
+        return (table if a < b else table.T).reshape(shape)
+
+    def _ways(self, value: Value, reader: PlacementNode, position: int) -> NDArray[np.float64]:
+        tensor = self._graph.spec(value)
+        makers = self._options[self._classes[value.node]]
+        readers = self._options[self._classes[reader.index]]
+        table = np.full((len(makers), len(readers)), np.inf)
+        for i, maker in enumerate(makers):
+            there = maker.outputs[value.output]
+            for j, option in enumerate(readers):
+                wanted = option.operands[position]
+                assert there is not None
+                if can_redistribute(there, wanted):
+                    steps = redistribution_steps(tensor.shape, there, wanted, self._mesh)
+                    table[i, j] = sum(
+                        self._prices.step_us(step, tensor.dtype, self._mesh) for step in steps
+                    )
+        return table
+
+    def _links(self, node: PlacementNode) -> NDArray[Any]:
+        """Gradients lie as their parameters, tangents as their outputs."""
+        partner_kind = {"gradient": "parameter", "tangent": "output"}.get(node.kind)
+        if partner_kind is None:
+            return np.zeros([1] * len(self._options))
+        name = str(node.target).removesuffix("/tangent")
+        (partner,) = [n for n in self._graph.of_kind(partner_kind) if n.target == name]  # type: ignore[arg-type]  # one of the kinds
+        table = [
+            [0.0 if (p.outputs or p.operands)[0] == (o.outputs or o.operands)[0] else np.inf
+             for o in self._options[self._classes[node.index]]]
+            for p in self._options[self._classes[partner.index]]
+        ]  # fmt: skip
+        return self._pairs(partner, node, np.array(table))
+
+    def _memory(self, zero: NDArray[Any]) -> NDArray[Any]:
+        """Parameters four times (with gradient and Adam's state), and what is saved, once."""
+        graph, mesh = self._graph, self._mesh
+        total = zero
+        needed: dict[Value, Any] = {}
+        for node in reversed(graph.nodes):
+            options = self._options[self._classes[node.index]]
+            if node.kind == "parameter":
+                total = total + self._along(node, 3.0 * self._output_bytes(node, options, 0))
+            elif node.kind == "gradient":
+                total = total + self._along(node, self._operand_bytes(node, options))
+            if node.phase == "backward":
+                for value in node.operands:
+                    if graph.nodes[value.node].phase == "forward":
+                        needed[value] = True
+                continue
+            for position in range(len(node.outputs)):
+                wanted = needed.get(Value(node.index, position), False)
+                if wanted is False or node.kind in ("parameter", "input"):
+                    continue
+                if node.kind != "share" and node.target not in (aten.t.default, aten.split.Tensor):
+                    mine = self._along(node, self._output_bytes(node, options, position))
+                    total = total + wanted * mine
+        # Views hand on what is needed of them; several outputs of one view are one storage.
+        return total + self._views(zero, needed, mesh)
+
+    def _views(self, zero: NDArray[Any], needed: dict[Value, Any], mesh: MeshShape) -> Any:
+        graph, total = self._graph, zero
+        for node in reversed(graph.nodes):
+            view = node.kind == "share" or node.target in (aten.t.default, aten.split.Tensor)
+            if node.phase == "backward":
+                continue
+            if not view:
+                continue
+            wanted: Any = False
+            for position in range(len(node.outputs)):
+                wanted = np.logical_or(wanted, needed.get(Value(node.index, position), False))
+            if wanted is False or not np.any(wanted):
+                continue
+            (source,) = node.operands
+            options = self._options[self._classes[node.index]]
+            makers = self._options[self._classes[source.node]]
+            moved = self._pairs(
+                graph.nodes[source.node],
+                node,
+                np.array([[m.outputs[source.output] != o.operands[0] for o in options]
+                          for m in makers]),
+            )  # fmt: skip
+            total = total + wanted * moved * self._along(node, self._operand_bytes(node, options))
+            stays = np.logical_and(wanted, ~moved)
+            before = needed.get(source, False)
+            needed[source] = np.logical_or(before, stays)
+            maker = graph.nodes[source.node]
+            is_view = maker.kind == "share" or maker.target in (aten.t.default, aten.split.Tensor)
+            if not is_view and maker.kind not in ("parameter", "input"):
+                mine = self._output_bytes(maker, makers, source.output)
+                added = np.logical_and(stays, np.logical_not(before))
+                total = total + added * self._along(maker, mine)
+        return total
+
+    def _output_bytes(
+        self, node: PlacementNode, options: Sequence[NodeOption], position: int
+    ) -> NDArray[np.float64]:
+        tensor = node.outputs[position]
+        assert tensor is not None
+        return np.array([4.0 * num_local_elements(tensor.shape, o.outputs[position], self._mesh)  # type: ignore[arg-type]  # tensors have layouts
+                         for o in options])  # fmt: skip
+
+    def _operand_bytes(
+        self, node: PlacementNode, options: Sequence[NodeOption]
+    ) -> NDArray[np.float64]:
+        tensor = self._graph.spec(node.operands[0])
+        return np.array(
+            [4.0 * num_local_elements(tensor.shape, o.operands[0], self._mesh) for o in options]
+        )
+
+
+def _window(node: PlacementNode) -> str:
+    parts = node.module.split(".")
+    return f"{'.'.join(parts[:2])} {node.phase}"

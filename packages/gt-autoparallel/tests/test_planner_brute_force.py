@@ -1,0 +1,79 @@
+"""The planner's optimum is the best of all placements, and audited, every time."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import numpy as np
+import pytest
+from random_graphs import Exhaustive, random_graph
+
+from gt_autoparallel.clustering import cluster_layers
+from gt_autoparallel.errors import InfeasiblePlacementError
+from gt_autoparallel.graph_encoding import graph_digest
+from gt_autoparallel.layouts import MeshShape
+from gt_autoparallel.plan import ModelSignature, PlacementRequest
+from gt_autoparallel.planner import Planner
+
+LINE = MeshShape(names=("a",), sizes=(2,))
+SQUARE = MeshShape(names=("a", "b"), sizes=(8, 2))
+MAX_COMBINATIONS = 200_000
+
+
+def planner_of(seed: int, mesh: MeshShape) -> tuple[Planner, Exhaustive, random.Random]:
+    """The first graph of the seed that is small enough to try everything."""
+    rng = random.Random(seed)
+    for attempt in range(100):
+        largest = 4 if mesh is LINE else 2
+        num_layers = rng.choice((0, 0, 2, 3))
+        num_operators = max(1, rng.randint(1, largest) - attempt // 20 - (num_layers > 0))
+        graph = random_graph(rng, num_operators=num_operators, num_layers=num_layers)
+        planner = Planner(
+            graph,
+            mesh,
+            signature=ModelSignature(parameters={}, graph_digest=graph_digest(graph)),
+        )
+        budgeted = planner.problem(PlacementRequest(memory_budget_bytes=2**60))
+        every = Exhaustive(graph, mesh, budgeted.clustering.class_of_node)
+        if every.num_combinations <= MAX_COMBINATIONS:
+            return planner, every, rng
+    raise AssertionError("no small graph")
+
+
+@pytest.mark.parametrize(
+    ("mesh", "block"),
+    [*((LINE, block) for block in range(8)), *((SQUARE, block) for block in range(2))],
+    ids=lambda value: f"{value.num_axes}-D" if isinstance(value, MeshShape) else str(value),
+)
+def test_the_optimum_is_the_best_of_all(mesh: MeshShape, block: int) -> None:
+    """210 graphs in all."""
+    for seed in range(21 * block, 21 * block + 21):
+        planner, every, rng = planner_of(seed, mesh)
+        everything = every.everything()
+        total, memory = np.broadcast_arrays(everything.total_us, everything.memory_bytes)
+        possible = np.isfinite(total)
+        lowest, highest = memory[possible].min(), memory[possible].max()
+        budget = round(lowest + rng.random() * (highest - lowest) * 0.7)
+        best = total[possible & (memory <= budget)].min()
+        plan = planner.find(memory_budget_bytes=budget)
+        assert math.isclose(plan.objective_us, best, rel_tol=1e-9), seed
+        assert plan.memory.total <= budget, seed
+        if seed % 3 == 0:
+            with pytest.raises(InfeasiblePlacementError) as error:
+                planner.find(memory_budget_bytes=int(lowest) - 1)
+            smallest = f"no placement takes less than {lowest / 2**30:.3f} GiB"
+            assert smallest in str(error.value), seed
+
+
+def test_the_graphs_have_what_makes_placement_hard() -> None:
+    """Layers that share choices, values read twice by one node, several outputs, saved views."""
+    layers = twice = several = gradients = 0
+    for seed in range(42):
+        graph = planner_of(seed, LINE)[0].graph
+        classes = cluster_layers(graph).members
+        layers += any(len(members) > 1 for members in classes)
+        twice += any(len(n.operands) > len(set(n.operands)) for n in graph.nodes)
+        several += any(len(node.outputs) > 1 for node in graph.nodes)
+        gradients += bool(graph.of_kind("gradient"))
+    assert min(layers, twice, several, gradients) >= 5
