@@ -108,6 +108,9 @@ POINTWISE: tuple[Sample, ...] = (
     call("threshold_backward", ints(4, 4), ints(4, 4), 0),
     call("where.self", bools(4, 1, 4), ints(), ints(4, 4)),
     call("eq.Tensor", ids(4, 1, 4, 1, below=3), ids(4, 1, 1, 4, below=3)),
+    call("copy", ints(4, 4), ints(4, 1)),
+    call("fill.Scalar", ints(4, 4), 2.0),
+    call("native_dropout_backward", ints(4, 4), bools(4, 4), 2.0),
     call("le.Scalar", ids(4, 4, below=9), 4),
 )
 
@@ -168,6 +171,8 @@ VIEWS = (
     call("view", ints(1, 1, 4), [4]),
     call("view", ints(4), [1, 4, 1]),
     call("view", bools(4, 4), [2, 8]),
+    call("view.dtype", ints(4, 4), torch.int64),
+    call("view.dtype", ints(4, 4), torch.float32),
     call("_unsafe_view", ints(16, 4), [4, 4, 4]),
     call("reshape", ints(4, 4), [16]),
     call("squeeze.dim", ints(4, 1, 2), 1),
@@ -232,6 +237,23 @@ ALONG_DIM = (
     call("topk", distinct(4, 2, 8), 3, -1),
 )
 
+_CONVOLUTION = ([1], [1], [1], False, [0], 1)
+_TRANSPOSED = ([1], [0], [1], True, [0], 1)
+_IN_GROUPS = ([1], [1], [1], False, [0], 2)
+
+CONVOLUTIONS = (
+    call("convolution", ints(4, 2, 4), ints(4, 2, 3), ints(4), *_CONVOLUTION),
+    call("convolution", ints(4, 2, 4), ints(2, 4, 3), None, *_TRANSPOSED),
+    call("convolution", ints(4, 2, 4), ints(4, 1, 3), ints(4), *_IN_GROUPS),
+    *(
+        call(
+            "convolution_backward",
+            *(ints(4, 4, 4), ints(4, 2, 4), ints(4, 2, 3), [4], *_CONVOLUTION, wanted),
+        )
+        for wanted in ([True, True, True], [False, True, False])
+    ),
+)
+
 NORMALIZATION = (
     close("native_layer_norm", ints(4, 4, 2), [2], ints(2), ints(2), 1e-5),
     close("native_layer_norm", ints(4, 4, 2), [4, 2], None, None, 1e-5),
@@ -262,6 +284,8 @@ INDEXING = (
     call("index.Tensor", ints(4, 8, 2), [ids(4, 1, below=4), None, ids(1, 4, below=2)]),
     call("index.Tensor", ids(4, 8, below=9), [ids(4, 1, 1, 1, below=4), ids(1, 1, 1, 8, below=8)]),
     call("index.Tensor", ints(4, 4), [torch.tensor([True, False, True, True])]),
+    call("_unsafe_index.Tensor", ints(8, 4), [ids(4, below=8)]),
+    call("_unsafe_index_put", ints(8, 4), [ids(4, below=8)], ints(4, 4), True),
     call("index_put", ints(8, 4), [ids(4, 2, below=8)], ints(4, 2, 4), True),
     call("index_put", ints(8, 4), [torch.tensor([1, 6])], ints(2, 4)),
     call("index_put", ints(4, 8), [None, ids(4, below=8)], ints(4, 4), True),
@@ -295,6 +319,14 @@ LOSS = (
     call(
         "nll_loss_backward", ints(), ints(8), torch.tensor(3), None, 1, -100, positive().reshape(())
     ),
+    *(call("mse_loss", ints(4, 4), ints(4, 1), reduction) for reduction in (0, 1, 2)),
+    *(
+        call(
+            "mse_loss_backward",
+            *(ints(4, 4) if reduction == 0 else ints(), ints(4, 4), ints(4, 4), reduction),
+        )
+        for reduction in (0, 1, 2)
+    ),
     call("_assert_async", torch.tensor(True)),
     call("_assert_async.msg", torch.tensor(True), "what was promised"),
 )
@@ -318,6 +350,7 @@ PRODUCERS = (
     call("arange.start_step", 2, 8, 2),
     call("eye", 4),
     call("linspace", 0, 1, 4),
+    call("linspace.Tensor_Tensor", ints(), ints(), 4),
     call("scalar_tensor", 2.0),
 )
 
@@ -328,6 +361,7 @@ SAMPLES: tuple[Sample, ...] = (
     *VIEWS,
     *PIECES,
     *ALONG_DIM,
+    *CONVOLUTIONS,
     *NORMALIZATION,
     *EMBEDDING,
     *INDEXING,

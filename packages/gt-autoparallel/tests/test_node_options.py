@@ -278,6 +278,21 @@ class TestRegistering:
         with pytest.raises(ValueError, match=r"operator 'gate': allowed: an OpOverload, or a name"):
             register_rule("gate", labelled(lambda call: DimLabels(operands=(), outputs=())))
 
+    def test_refuses_options_that_do_not_speak_of_the_call(self) -> None:
+        target = torch.ops.gt_rules_test.unknown.default
+        rule = labelled(lambda call: DimLabels(operands=((0,), (0,)), outputs=((0,),)))
+        register_rule(target, rule)
+        try:
+            with pytest.raises(ValueError, match="gives an option with 2 operands") as caught:
+                node_options(node(target, Value(0)), (spec(4, 4),), ONE)
+        finally:
+            forget_rule(target)
+        assert str(caught.value) == (
+            "the rule of gt_rules_test.unknown.default gives an option with 2 operands and outputs "
+            "(Replicate(),); allowed: a placement for each of the 1 operands, and for each output "
+            "one if it is a tensor, else None (tensors: (True,))"
+        )
+
     def test_a_wrong_rule_does_not_pass_the_proof(self) -> None:
         sample = Sample(
             operator="gt_rules_test.unknown.default",

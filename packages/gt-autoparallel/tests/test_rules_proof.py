@@ -16,7 +16,8 @@ TWO_AXES = MeshShape(names=("a", "b"), sizes=(2, 2))
 def _by_operator() -> dict[str, list[Sample]]:
     samples: dict[str, list[Sample]] = {}
     for sample in SAMPLES:
-        samples.setdefault(sample.operator.rpartition(".")[0], []).append(sample)
+        for name in (sample.operator, sample.operator.rpartition(".")[0]):
+            samples.setdefault(name, []).append(sample)
     return samples
 
 

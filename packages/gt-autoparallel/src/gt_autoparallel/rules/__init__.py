@@ -4,10 +4,11 @@
 
     dim_labels       the language of rules: dims that go together carry one label
     registry         operator -> rule; register_rule for operators of others
-    pointwise, reductions, contractions, views, pieces, along_dim, normalization, embedding,
-    indexing, attention, loss, producers
+    pointwise, reductions, contractions, convolutions, views, pieces, along_dim, normalization,
+    embedding, indexing, attention, loss, producers
                      the rules, one family a file
     mesh_options     from options of one axis to those of a mesh
+    decompositions   operators that capture takes apart, since only their parts can be sharded
     node_options     options of every kind of node; errors for operators without a rule
     local_call(s)    the operator on shards: sizes adapted, or another function
 

@@ -8,8 +8,7 @@ what they are added to must be one of the summands too.
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 
 import torch
 
@@ -17,7 +16,7 @@ from gt_autoparallel.options import AxisOption
 from gt_autoparallel.rules.dim_labels import PARTIAL, DimLabels, Labels, axis_options
 from gt_autoparallel.rules.operator_call import Operand, OperatorCall
 from gt_autoparallel.rules.operator_rule import Rules, labelled, rules_of
-from gt_autoparallel.rules.pointwise import broadcast_labels, can_be_partial
+from gt_autoparallel.rules.pointwise import broadcast_labels, broadcast_shape, can_be_partial
 
 __all__ = ["RULES"]
 
@@ -48,7 +47,7 @@ def _indexed(call: OperatorCall) -> _Indexed:
             of_indices=frozenset(),
         )
     dims = sorted(specs)
-    shape = _broadcast(spec.shape for spec in specs.values())
+    shape = broadcast_shape(spec.shape for spec in specs.values())
     first = dims[0] if dims == list(range(dims[0], dims[-1] + 1)) else 0
     places: Labels = tuple(("index", dim) for dim in range(len(shape)))
     labels: Labels = tuple(None if dim in specs else ("source", dim) for dim in range(len(source)))
@@ -68,12 +67,6 @@ def _indexed(call: OperatorCall) -> _Indexed:
         result_shape=(*(source[d] for d in before), *shape, *(source[d] for d in after)),
         of_indices=frozenset(places),
     )
-
-
-def _broadcast(shapes: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
-    """The common shape of tensors that broadcast."""
-    sizes = itertools.zip_longest(*(reversed(shape) for shape in shapes), fillvalue=1)
-    return tuple(max(dim_sizes) if min(dim_sizes) else 0 for dim_sizes in sizes)[::-1]
 
 
 def _index(call: OperatorCall) -> DimLabels:
@@ -166,8 +159,8 @@ def _with(labels: Labels, dim: int) -> Labels:
 
 
 RULES: Rules = {
-    **rules_of(("index",), labelled(_index)),
-    **rules_of(("index_put",), _index_put),
+    **rules_of(("_unsafe_index", "index"), labelled(_index)),
+    **rules_of(("_unsafe_index_put", "index_put"), _index_put),
     **rules_of(("gather",), labelled(_gather)),
     **rules_of(("scatter",), labelled(_scatter)),
     **rules_of(("scatter_add",), _scatter_add),

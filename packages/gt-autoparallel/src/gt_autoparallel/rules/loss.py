@@ -1,13 +1,18 @@
-"""Negative log likelihood, and assertions on values."""
+"""Losses, and assertions on values."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
+import torch
+
 from gt_autoparallel.options import AxisOption
-from gt_autoparallel.rules.dim_labels import PARTIAL, REPLICATE, shard
+from gt_autoparallel.rules.dim_labels import PARTIAL, REPLICATE, DimLabels, shard
+from gt_autoparallel.rules.local_call import LocalCall, ShardedCall
 from gt_autoparallel.rules.operator_call import OperatorCall
-from gt_autoparallel.rules.operator_rule import Rules, rules_of
+from gt_autoparallel.rules.operator_rule import Rules, labelled, rules_of
+from gt_autoparallel.rules.pointwise import broadcast_labels, broadcast_shape, pointwise
 
 __all__ = ["RULES"]
 
@@ -49,6 +54,51 @@ def _nll_loss_backward(call: OperatorCall) -> Iterator[AxisOption]:
         )
 
 
+def _squared_error(call: OperatorCall) -> DimLabels:
+    """Pointwise; reduced, it is a sum over every dim, of which a mean is a part (see below)."""
+    shape = _error_shape(call)
+    reduced = call.arguments["reduction"] != _NONE
+    return DimLabels(
+        operands=tuple(broadcast_labels(spec.shape, shape) for spec in call.operands),
+        outputs=(broadcast_labels(call.output().shape, shape),),
+        summed=frozenset(range(len(shape))) if reduced else frozenset(),
+    )
+
+
+def _error_shape(call: OperatorCall) -> tuple[int, ...]:
+    given, wanted = call.spec("self").shape, call.spec("target").shape
+    return broadcast_shape((given, wanted))
+
+
+def _mean_of_global(sharded: ShardedCall) -> LocalCall:
+    """A mean is the sum of what this rank has, over the number of elements that all ranks have."""
+    if sharded.call.arguments["reduction"] != _MEAN:
+        return sharded.with_arguments()
+    count = math.prod(_error_shape(sharded.call))
+
+    def part_of_mean(self: torch.Tensor, target: torch.Tensor, reduction: int) -> torch.Tensor:
+        total = torch.ops.aten.mse_loss.default(self, target, _SUM)
+        mean: torch.Tensor = torch.ops.aten.div.Scalar(total, count)
+        return mean
+
+    return sharded.with_arguments(part_of_mean, reduction=_SUM)
+
+
+def _mean_of_global_backward(sharded: ShardedCall) -> LocalCall:
+    if sharded.call.arguments["reduction"] != _MEAN:
+        return sharded.with_arguments()
+    count = math.prod(_error_shape(sharded.call))
+
+    def backward(
+        gradient: torch.Tensor, self: torch.Tensor, target: torch.Tensor, reduction: int
+    ) -> torch.Tensor:
+        scaled = torch.ops.aten.div.Scalar(gradient, count)
+        result: torch.Tensor = torch.ops.aten.mse_loss_backward.default(scaled, self, target, _SUM)
+        return result
+
+    return sharded.with_arguments(backward)
+
+
 def _replicated(call: OperatorCall) -> Iterator[AxisOption]:
     yield AxisOption(
         operands=(REPLICATE,) * len(call.operands),
@@ -57,6 +107,8 @@ def _replicated(call: OperatorCall) -> Iterator[AxisOption]:
 
 
 RULES: Rules = {
+    **rules_of(("mse_loss",), labelled(_squared_error), localize=_mean_of_global),
+    **rules_of(("mse_loss_backward",), labelled(pointwise), localize=_mean_of_global_backward),
     **rules_of(("nll_loss_forward",), _nll_loss),
     **rules_of(("nll_loss_backward",), _nll_loss_backward),
     **rules_of(("_assert_async",), _replicated),

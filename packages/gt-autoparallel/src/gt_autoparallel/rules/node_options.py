@@ -121,7 +121,24 @@ def _operator_options(
     if rule is None:
         return combine((whole,), operands, node.outputs, mesh)
     options = (whole, *rule.options(operator_call(node, operands)))
+    _check_options(node, operands, options)
     return combine(options, operands, node.outputs, mesh)
+
+
+def _check_options(
+    node: PlacementNode, operands: tuple[TensorSpec, ...], options: Sequence[AxisOption]
+) -> None:
+    """Refuse the options of a rule that do not speak of this call's tensors."""
+    of_tensors = tuple(spec is not None for spec in node.outputs)
+    for option in options:
+        given = tuple(placement is not None for placement in option.outputs)
+        if len(option.operands) != len(operands) or given != of_tensors:
+            raise ValueError(
+                f"the rule of {node.target} gives an option with {len(option.operands)} operands "
+                f"and outputs {option.outputs!r}; allowed: a placement for each of the "
+                f"{len(operands)} operands, and for each output one if it is a tensor, else None "
+                f"(tensors: {of_tensors!r})"
+            )
 
 
 def _problem_of(

@@ -40,6 +40,6 @@ def labelled(labels: Callable[[OperatorCall], DimLabels]) -> Rule:
 
 
 def rules_of(names: Iterable[str], rule: Rule, *, localize: Localize | None = None) -> Rules:
-    """One rule for several operators of aten, with all their overloads."""
+    """One rule for several operators of aten, each with all overloads or (``view.dtype``) one."""
     known = OperatorRule(options=rule, localize=localize)
     return {f"aten.{name}": known for name in names}

@@ -5,7 +5,9 @@ Operands broadcast: their dims are aligned from the last one, and a dim of size 
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Iterable
 
 import torch
 
@@ -14,7 +16,7 @@ from gt_autoparallel.rules.dim_labels import DimLabels
 from gt_autoparallel.rules.operator_call import Operand, OperatorCall
 from gt_autoparallel.rules.operator_rule import Rules, labelled, rules_of
 
-__all__ = ["RULES", "broadcast_labels", "can_be_partial", "pointwise"]
+__all__ = ["RULES", "broadcast_labels", "broadcast_shape", "can_be_partial", "pointwise"]
 
 _NOT_LINEAR = (
     "abs",
@@ -32,6 +34,7 @@ _NOT_LINEAR = (
     "clamp",
     "clamp_max",
     "clamp_min",
+    "copy",
     "cos",
     "elu",
     "eq",
@@ -39,6 +42,7 @@ _NOT_LINEAR = (
     "exp",
     "exp2",
     "expm1",
+    "fill",
     "floor",
     "floor_divide",
     "fmod",
@@ -68,6 +72,7 @@ _NOT_LINEAR = (
     "minimum",
     "mish",
     "nan_to_num",
+    "native_dropout_backward",
     "ne",
     "pow",
     "reciprocal",
@@ -101,6 +106,12 @@ def broadcast_labels(shape: tuple[int, ...], output: tuple[int, ...]) -> tuple[i
     return tuple(
         dim + offset if size == output[dim + offset] else None for dim, size in enumerate(shape)
     )
+
+
+def broadcast_shape(shapes: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
+    """The common shape of tensors that broadcast."""
+    sizes = itertools.zip_longest(*(reversed(shape) for shape in shapes), fillvalue=1)
+    return tuple(max(dim_sizes) if min(dim_sizes) else 0 for dim_sizes in sizes)[::-1]
 
 
 def can_be_partial(spec: TensorSpec | None) -> bool:

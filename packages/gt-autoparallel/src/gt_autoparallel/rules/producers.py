@@ -23,7 +23,7 @@ __all__ = ["RULES"]
 def _constant(call: OperatorCall) -> Iterator[AxisOption]:
     shape = call.output().shape
     yield _option(call, REPLICATE, REPLICATE)
-    if call.operands:
+    if call.operands and can_be_partial(call.operands[0]):
         yield _option(call, PARTIAL, REPLICATE)
     given = call.operands[0].shape if call.operands else ()
     for dim, size in enumerate(shape):
@@ -35,7 +35,7 @@ def _zeros(call: OperatorCall) -> Iterator[AxisOption]:
     yield from _constant(call)
     if can_be_partial(call.output()):
         yield _option(call, REPLICATE, PARTIAL)
-        if call.operands:
+        if call.operands and can_be_partial(call.operands[0]):
             yield _option(call, PARTIAL, PARTIAL)
 
 
@@ -49,7 +49,7 @@ def _size_to_local(sharded: ShardedCall) -> LocalCall:
 
 def _values_of_places(call: OperatorCall) -> Iterator[AxisOption]:
     """Values that depend on their place are made whole: cutting off a part costs nothing."""
-    yield AxisOption(operands=(), outputs=(REPLICATE,))
+    yield _option(call, REPLICATE, REPLICATE)
 
 
 RULES: Rules = {

@@ -110,6 +110,15 @@ def _repeat(call: OperatorCall) -> DimLabels:
     return linear_in_all(call, (output[offset:],), (output,))
 
 
+def _view_as_dtype(call: OperatorCall) -> DimLabels:
+    """Bits read as another dtype; of another size, they are of the last dim together."""
+    source, target = call.operands[0].shape, call.output().shape
+    num_dims = len(target)
+    labels = tuple(range(num_dims if source == target else num_dims - 1))
+    labels_of_all = labels + (None,) * (num_dims - len(labels))
+    return DimLabels(operands=(labels_of_all,), outputs=(labels_of_all,))
+
+
 def _view_as_complex(call: OperatorCall) -> DimLabels:
     labels = tuple(range(len(call.output().shape)))
     return linear_in_all(call, ((*labels, None),), (labels,))
@@ -122,13 +131,14 @@ def _view_as_real(call: OperatorCall) -> DimLabels:
 
 RULES: Rules = {
     **rules_of(
-        ("_unsafe_view", "reshape", "squeeze", "unsqueeze", "view"),
+        ("_unsafe_view", "reshape", "squeeze", "unsqueeze", "view.default"),
         labelled(_reshape),
         localize=_reshape_to_local,
     ),
     **rules_of(("permute", "t", "transpose"), labelled(_permutation)),
     **rules_of(("expand",), labelled(_expand), localize=_expand_to_local),
     **rules_of(("repeat",), labelled(_repeat)),
+    **rules_of(("view.dtype",), labelled(_view_as_dtype)),
     **rules_of(("view_as_complex",), labelled(_view_as_complex)),
     **rules_of(("view_as_real",), labelled(_view_as_real)),
 }
