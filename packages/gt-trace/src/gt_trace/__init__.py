@@ -51,6 +51,13 @@ if TYPE_CHECKING:
     from gt_trace.joint_export import export_joint_graph
     from gt_trace.joint_graph import GraphResult, JointGraph, OutputSignature
     from gt_trace.joint_partition import ForwardBackward, partition
+    from gt_trace.stamping import (
+        StampedCapture,
+        StampingError,
+        StampReport,
+        step_differences,
+        trace_step_by_stamping,
+    )
 
 __version__ = "0.1.0"
 
@@ -69,6 +76,9 @@ __all__ = [
     "InputPreparer",
     "JointGraph",
     "OutputSignature",
+    "StampReport",
+    "StampedCapture",
+    "StampingError",
     "StateEntry",
     "StateMismatchError",
     "TensorLayout",
@@ -91,7 +101,9 @@ __all__ = [
     "read_annotation",
     "remove_annotation",
     "sequence_number",
+    "step_differences",
     "trace_step",
+    "trace_step_by_stamping",
     "unflatten_tensor",
     "write_annotation",
 ]
@@ -102,8 +114,13 @@ _IMPORTED_LATE = {
     "GraphResult": "joint_graph",
     "JointGraph": "joint_graph",
     "OutputSignature": "joint_graph",
+    "StampReport": "stamping",
+    "StampedCapture": "stamping",
+    "StampingError": "stamping",
     "export_joint_graph": "joint_export",
     "partition": "joint_partition",
+    "step_differences": "stamping",
+    "trace_step_by_stamping": "stamping",
 }
 
 

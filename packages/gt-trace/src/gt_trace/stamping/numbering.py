@@ -89,12 +89,18 @@ class Numbers:
     Additions of gradients carry the counter as it stands, which grows by another amount from unit
     to unit than the forward's numbers.
 
+    Args:
+        short: the graph.
+        num_unused: how many gradients of one unit were asked for in vain; autograd counts a node
+            for each when a backward begins.
+
     Raises:
         NotStampable: the interior units disagree.
     """
 
-    def __init__(self, short: ShortGraph) -> None:
+    def __init__(self, short: ShortGraph, *, num_unused: int) -> None:
         self._short = short
+        self._unused = short.plan.num_stamped * num_unused
         self._shift = short.plan.num_stamped * short.number_stride
         self._counter_stride: int | None = None
         for offset in range(short.forward_length):
@@ -116,7 +122,8 @@ class Numbers:
         plan = self._short.plan
         if self._is_counter(ours):
             per_unit = self._counter_stride or 0
-            return _number(theirs) + self._shift + (plan.last - unit) * per_unit
+            counter = _number(theirs) + self._shift + self._unused
+            return counter + (plan.last - unit) * per_unit
         return _number(ours) + (unit - plan.first) * self._short.number_stride
 
     def in_centre(self, node: Node) -> int:
@@ -126,6 +133,8 @@ class Numbers:
             NotStampable: it is the number of the first interior unit.
         """
         number = _number(node)
+        if number > self._short.final_number:
+            return number + self._shift + self._unused
         if number >= self._short.last_number - 1:
             return number + self._shift
         if number >= self._short.first_number:
@@ -142,7 +151,8 @@ class Numbers:
         if self._is_counter(node):
             if self._counter_stride is None:
                 raise NotStampable(f"{node.name} is numbered as nothing in the layers is")
-            return number + self._shift + short.plan.num_stamped * self._counter_stride
+            counter = number + self._shift + self._unused
+            return counter + short.plan.num_stamped * self._counter_stride
         if number >= short.centre_number:
             return number + self._shift
         if number >= short.last_number:

@@ -19,7 +19,7 @@ from torch.fx import Node
 from gt_trace.graph_inputs import GraphInput
 from gt_trace.node_metadata import is_backward, sequence_number
 from gt_trace.stamping.layer_plan import LayerPlan
-from gt_trace.stamping.refusal import NotStampable
+from gt_trace.stamping.refusal import NotStampable, ReachesTooFar
 from gt_trace.stamping.trace_marks import TraceMarks
 from gt_trace.traced_step import TracedStep
 
@@ -142,7 +142,8 @@ def _check(short: ShortGraph) -> None:
         )
     lengths = (short.backward_length, short.tail - short.first_backward)
     if lengths[0] != lengths[1]:
-        raise NotStampable(
+        # The layer below makes a part of the end of a backward, and the head may be unlike others.
+        raise ReachesTooFar(
             f"the backwards of the interior layers have {lengths[1]} and {lengths[0]} operators"
         )
     if short.centre_number - short.last_number != short.number_stride:

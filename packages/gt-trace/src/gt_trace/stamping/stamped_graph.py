@@ -46,6 +46,7 @@ class StampedGraph:
         layers: the list of layers.
         inputs: of the whole model, in order, with the value of each: a fake tensor.
         shape_env: of the trace.
+        num_unused: how many gradients of one unit's parameters there are not.
 
     Raises:
         NotStampable: the interior units differ, or a reference is ambiguous.
@@ -58,6 +59,7 @@ class StampedGraph:
         *,
         inputs: Sequence[tuple[GraphInput, Any]],
         shape_env: Any,
+        num_unused: int,
     ) -> None:
         self._short = short
         self._plan = short.plan
@@ -71,7 +73,7 @@ class StampedGraph:
         self._values = ValueMaker(owners, self._symbols)
         self._templates = NodeTemplates(short, layers, self._values)
         self._names = Names(short)
-        self._numbers = Numbers(short)
+        self._numbers = Numbers(short, num_unused=num_unused)
         self._forward = [self._templates.make(a, b) for a, b in zip(first, last, strict=True)]
         self._backward = [
             self._templates.make(

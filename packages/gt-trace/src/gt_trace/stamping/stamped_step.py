@@ -55,6 +55,8 @@ def stamped_step(
     Raises:
         NotStampable: something is ambiguous.
     """
+    if len(short_recording.outputs) != len(short.output_layouts):
+        raise NotStampable("the step returned other outputs when it was traced")
     graph_short = cut_graph(short, plan, marks)
     inputs = flat.graph_inputs()
     examples = _examples(short, flat, inputs, layers, plan, meta_device)
@@ -64,6 +66,7 @@ def stamped_step(
         layers,
         inputs=list(zip(inputs, placeholder_values, strict=True)),
         shape_env=short.fake_mode.shape_env,
+        num_unused=_num_unused(short, short_recording, layers, plan),
     )
     outputs = _Outputs(
         builder=builder, layers=layers, plan=plan, short=short, recording=short_recording
@@ -88,6 +91,17 @@ def stamped_step(
         output_layouts=tuple(outputs.layouts),
         mode=mode,
     )
+
+
+def _num_unused(short: TracedStep, recording: Recording, layers: LayerList, plan: LayerPlan) -> int:
+    """How many gradients of the first interior unit came out as None."""
+    returned = zip(recording.outputs, short.output_layouts, strict=True)
+    owners = [
+        layers.index_of(leaf.gradient_of)
+        for leaf, layout in returned
+        if layout is None and leaf.gradient_of is not None
+    ]
+    return sum(each is not None and plan.unit_of(each) == plan.first for each in owners)
 
 
 def _examples(
@@ -162,8 +176,6 @@ class _Outputs:
         self._by_gradient: dict[str, tuple[TensorLayout | None, list[Any]]] = {}
         self._others: list[tuple[OutputLeaf, TensorLayout | None, list[Any]]] = []
         begin = 0
-        if len(recording.outputs) != len(short.output_layouts):
-            raise NotStampable("the step returned other outputs when it was traced")
         for leaf, layout in zip(recording.outputs, short.output_layouts, strict=True):
             num = 1 if layout is None else layout.num_leaves
             plain = values[begin : begin + num]
