@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 
+from plan_doubles import Prices
 from torch import nn
 
 from gt_autoparallel.experts import expert_options
@@ -21,7 +22,6 @@ from gt_autoparallel.plan import (
 )
 from gt_autoparallel.redistribution import can_redistribute, redistribution_steps
 from gt_autoparallel.rules import node_options
-from plan_doubles import Prices
 
 
 def random_plan(

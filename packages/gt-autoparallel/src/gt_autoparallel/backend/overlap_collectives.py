@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch.fx import Graph, GraphModule, Node
 
 from gt_config.node_keys import FsdpCollectiveAnnotation
 from gt_passes.aliasing import AliasClasses
-from gt_passes.collectives import is_collective, is_wait
+from gt_passes.collectives import is_collective
 from gt_passes.contract import ChangeBounds, GraphPass, PassContext, PassReport
-from gt_passes.operator_effects import draws_random_numbers, is_barrier
+from gt_passes.operator_effects import is_barrier
 from gt_trace import read_annotation
 
 __all__ = ["OverlapCollectives"]
+
+_aten = torch.ops.aten
+_LAYOUT_OPERATORS = frozenset(
+    {
+        _aten.cat.default,
+        _aten.clone.default,
+        _aten.permute.default,
+        _aten.split.Tensor,
+        _aten.t.default,
+        _aten.transpose.int,
+        _aten.view.default,
+        operator.getitem,
+    }
+)
+"""What brings a tensor into the order that a collective wants."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,34 +105,43 @@ def _may_move(launch: Node, aliases: AliasClasses) -> bool:
 
 def _hoist(launch: Node, aliases: AliasClasses, *, after: list[Node | None]) -> bool:
     """Move ``launch``, and what only prepares it, behind the last of what it needs."""
-    moving = [launch]
-    source = launch.all_input_nodes[0]
-    while _only_prepares(source, moving[0], aliases):
-        moving.insert(0, source)
-        source = source.all_input_nodes[0]
+    moving = _with_preparation(launch, aliases)
     needed = {n for each in moving for n in each.all_input_nodes} - set(moving)
     bounds = [*needed, *(each for each in after if each is not None)]
-    place = max(bounds, key=_Position) if bounds else None
-    if place is None or place.next is moving[0] or not place < moving[0]:
+    if not bounds:
         return False
+    place = max(bounds, key=_Position)
     while place.next.op == "placeholder":
         place = place.next
+    if not place < moving[0] or _follow(place, moving):
+        return False
     for each in reversed(moving):
         place.append(each)
     return True
 
 
-def _only_prepares(node: Node, reader: Node, aliases: AliasClasses) -> bool:
-    return (
-        node.op == "call_function"
-        and list(node.users) == [reader]
-        and len(node.all_input_nodes) == 1
-        and not is_collective(node)
-        and not is_wait(node)
-        and not is_barrier(node)
-        and not draws_random_numbers(node)
-        and not aliases.is_written(node)
-    )
+def _with_preparation(launch: Node, aliases: AliasClasses) -> list[Node]:
+    """The launch and the local copies and views that are made for it alone, in order."""
+    moving = {launch}
+    stack = list(launch.all_input_nodes)
+    while stack:
+        node = stack.pop()
+        is_layout = node.op == "call_function" and node.target in _LAYOUT_OPERATORS
+        if node in moving or not is_layout or not moving.issuperset(node.users):
+            continue
+        if not aliases.is_written(node):
+            moving.add(node)
+            stack += node.all_input_nodes
+    return sorted(moving, key=_Position)
+
+
+def _follow(place: Node, nodes: list[Node]) -> bool:
+    """Whether ``nodes`` stand right behind ``place``, in order."""
+    for expected in nodes:
+        place = place.next
+        if place is not expected:
+            return False
+    return True
 
 
 @dataclass(frozen=True, slots=True)

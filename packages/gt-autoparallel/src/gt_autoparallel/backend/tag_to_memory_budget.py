@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -79,12 +79,14 @@ class TagToMemoryBudget(GraphPass):
                 layers=LayerNames(self.layers), saved_operators=kept_operators
             )
             decisions = policy.decide(storages, recomputability)
-            for storage in _by_density(decisions, storages, recomputability):
+            shall = {storage for storage, way in decisions.items() if way == "recompute"}
+            held = _held_for_backward(shall, recomputability)
+            for storage in _by_density(held, storages, recomputability):
                 if freed >= excess:
                     break
                 if storage not in chosen:
-                    chosen[storage] = None
                     freed += storages.num_bytes[storage]
+                    chosen |= _with_sources(storage, shall, held, recomputability)
         tags = _tags(chosen, storages, recomputability)
         for node, residency in tags.items():
             write_annotation(node, ResidencyAnnotation(residency=residency))
@@ -105,8 +107,34 @@ def _static_bytes(graph_module: GraphModule, context: PassContext) -> int:
     return sum(int(value.numel()) * int(value.element_size()) for value in values)
 
 
+def _held_for_backward(shall: Collection[int], recomputability: Recomputability) -> set[int]:
+    """Those that the backward itself reads; others are only on the way to them."""
+    backward = recomputability.is_backward
+    return {
+        storage
+        for storage in shall
+        if any(not backward.isdisjoint(n.users) for n in recomputability.holders(storage))
+    }
+
+
+def _with_sources(
+    storage: int, shall: Collection[int], held: Collection[int], recomputability: Recomputability
+) -> dict[int, None]:
+    """``storage`` and what must be computed again to make it; what is held anyway stays so."""
+    found: dict[int, None] = {}
+    stack = [storage]
+    while stack:
+        each = stack.pop()
+        if each in found:
+            continue
+        found[each] = None
+        sources = recomputability.sources(each)
+        stack += [source for source in sources if source in shall and source not in held]
+    return found
+
+
 def _by_density(
-    decisions: Mapping[int, Residency], storages: Storages, recomputability: Recomputability
+    held: Collection[int], storages: Storages, recomputability: Recomputability
 ) -> list[int]:
     """The storages that may be recomputed, the most bytes for the least traffic first.
 
@@ -120,8 +148,7 @@ def _by_density(
         read = sum(storages.num_bytes[source] for source in recomputability.sources(storage))
         return own / max(1, own + read)
 
-    candidates = [storage for storage, way in decisions.items() if way == "recompute"]
-    return sorted(candidates, key=lambda storage: (-density(storage), storage))
+    return sorted(held, key=lambda storage: (-density(storage), storage))
 
 
 def _tags(

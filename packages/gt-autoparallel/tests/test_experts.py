@@ -1,0 +1,180 @@
+"""Routed experts: captured as one node each way, with few options, priced at balanced routing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+from gt_autoparallel.capture import capture_joint_graph
+from gt_autoparallel.errors import PlacementInputError
+from gt_autoparallel.experts import (
+    expert_options,
+    expert_parallel_axis,
+    experts_exchanged_bytes,
+    experts_flops,
+    experts_saved_bytes,
+    opaque_experts,
+)
+from gt_autoparallel.layouts import MeshShape
+from gt_autoparallel.options import NodeOption
+from gt_autoparallel.placement_graph import PlacementGraph, PlacementNode, TensorSpec
+
+BATCH, LENGTH, WIDTH, HIDDEN, NUM_EXPERTS, TOP_K = 4, 6, 8, 16, 4, 2
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.empty(NUM_EXPERTS, WIDTH, HIDDEN))
+        self.down = nn.Parameter(torch.empty(NUM_EXPERTS, HIDDEN, WIDTH))
+
+    def forward(self, *routed: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("planned, and not called")
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, NUM_EXPERTS, bias=False)
+        self.experts = Experts()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores, ids = torch.topk(self.router(x).sigmoid(), TOP_K)
+        chosen = torch.zeros(BATCH, LENGTH, NUM_EXPERTS, dtype=torch.bool).scatter(-1, ids, True)
+        return x + self.experts(x, scores, ids, chosen.sum(dim=(0, 1)))
+
+
+@dataclass(frozen=True)
+class Block:
+    module: nn.Module
+    weight_names: tuple[str, ...] = ("up", "down")
+
+    def run(
+        self,
+        tokens: torch.Tensor,
+        scores: torch.Tensor,
+        expert_ids: torch.Tensor,
+        token_counts: torch.Tensor,
+        weights: Sequence[torch.Tensor],
+        *,
+        expert_mesh: DeviceMesh | None,
+    ) -> torch.Tensor:
+        raise AssertionError("planned, and not run")
+
+
+@pytest.fixture(scope="module")
+def graph() -> PlacementGraph:
+    model = Layer().to("meta")
+    with opaque_experts(model, {"experts": Block(model.experts)}):
+        captured = capture_joint_graph(model, (torch.empty(BATCH, LENGTH, WIDTH),))
+    assert "forward" not in vars(model.experts)
+    return captured
+
+
+def node_of(graph: PlacementGraph, phase: str) -> tuple[PlacementNode, tuple[TensorSpec, ...]]:
+    (node,) = (n for n in graph.of_kind("experts") if n.phase == phase)
+    return node, tuple(graph.spec(value) for value in node.operands)
+
+
+def options_of(graph: PlacementGraph, phase: str, mesh: MeshShape) -> tuple[NodeOption, ...]:
+    node, operands = node_of(graph, phase)
+    return expert_options(node, operands, mesh)
+
+
+LINE = MeshShape(names=("ep",), sizes=(2,))
+
+
+def test_captures_one_node_each_way(graph: PlacementGraph) -> None:
+    forward, operands = node_of(graph, "forward")
+    assert forward.target == "experts"
+    assert [spec.shape for spec in operands] == [
+        (BATCH, LENGTH, WIDTH),
+        (BATCH, LENGTH, TOP_K),
+        (BATCH, LENGTH, TOP_K),
+        (NUM_EXPERTS,),
+        (NUM_EXPERTS, WIDTH, HIDDEN),
+        (NUM_EXPERTS, HIDDEN, WIDTH),
+    ]
+    backward, _ = node_of(graph, "backward")
+    assert [spec.shape for spec in backward.outputs if spec is not None] == [
+        (BATCH, LENGTH, WIDTH),
+        (BATCH, LENGTH, TOP_K),
+        (NUM_EXPERTS, WIDTH, HIDDEN),
+        (NUM_EXPERTS, HIDDEN, WIDTH),
+    ]
+
+
+def test_options_are_replicated_own_tokens_and_expert_parallel(graph: PlacementGraph) -> None:
+    r, s0, s1, p = (Replicate(),), (Shard(0),), (Shard(1),), (Partial("sum"),)
+    forward = [(o.operands, o.outputs) for o in options_of(graph, "forward", LINE)]
+    assert forward == [
+        ((r, r, r, r, r, r), (r,)),
+        ((s0, s0, s0, p, r, r), (s0,)),
+        ((s0, s0, s0, p, s0, s0), (s0,)),
+        ((s1, s1, s1, p, r, r), (s1,)),
+        ((s1, s1, s1, p, s0, s0), (s1,)),
+    ]
+    backward = [(o.operands, o.outputs) for o in options_of(graph, "backward", LINE)]
+    assert backward == [
+        ((r, r, r, r, r, r, r), (r, r, r, r)),
+        ((s0, s0, s0, s0, p, r, r), (s0, s0, p, p)),
+        ((s0, s0, s0, s0, p, s0, s0), (s0, s0, s0, s0)),
+        ((s1, s1, s1, s1, p, r, r), (s1, s1, p, p)),
+        ((s1, s1, s1, s1, p, s0, s0), (s1, s1, s0, s0)),
+    ]
+
+
+def test_at_most_one_axis_is_expert_parallel(graph: PlacementGraph) -> None:
+    node, _ = node_of(graph, "forward")
+    square = MeshShape(names=("data", "ep"), sizes=(2, 2))
+    options = options_of(graph, "forward", square)
+    axes = {expert_parallel_axis(node, option) for option in options}
+    assert axes == {None, 0, 1}
+    assert all(sum(p == Shard(0) for p in o.operands[4]) <= 1 for o in options)
+
+
+def test_experts_that_do_not_divide_are_not_expert_parallel(graph: PlacementGraph) -> None:
+    node, _ = node_of(graph, "forward")
+    options = options_of(graph, "forward", MeshShape(names=("ep",), sizes=(6,)))
+    # Six ranks divide the sequence, and neither the batch nor the experts.
+    assert [expert_parallel_axis(node, option) for option in options] == [None, None]
+
+
+def test_prices_are_those_of_balanced_routing(graph: PlacementGraph) -> None:
+    forward, operands = node_of(graph, "forward")
+    replicated, _, parallel, *_ = options_of(graph, "forward", LINE)
+    rows = BATCH * LENGTH * TOP_K
+    per_row = 2 * WIDTH * HIDDEN
+    assert experts_flops(forward, operands, replicated, LINE) == 2 * rows * per_row
+    assert experts_flops(forward, operands, parallel, LINE) == rows * per_row
+    assert experts_exchanged_bytes(forward, operands, replicated, LINE) == ()
+    exchanged = rows // 2 * WIDTH * 4
+    assert experts_exchanged_bytes(forward, operands, parallel, LINE) == (
+        NUM_EXPERTS * 8,
+        exchanged,
+        exchanged,
+    )
+    backward, gradients = node_of(graph, "backward")
+    _, _, parallel_backward, *_ = options_of(graph, "backward", LINE)
+    assert experts_flops(backward, gradients, parallel_backward, LINE) == 2 * rows * per_row
+    assert experts_exchanged_bytes(backward, gradients, parallel_backward, LINE) == (
+        exchanged,
+        exchanged,
+    )
+    assert experts_saved_bytes(backward, gradients, parallel_backward, LINE) == 0
+    assert experts_saved_bytes(forward, operands, parallel, LINE) > 2 * exchanged
+
+
+def test_refuses_blocks_that_are_not_the_models() -> None:
+    model = Layer()
+    with (
+        pytest.raises(PlacementInputError, match=r"expert blocks \['moe'\] are not modules"),
+        opaque_experts(model, {"moe": Block(model.experts)}),
+    ):
+        pass
