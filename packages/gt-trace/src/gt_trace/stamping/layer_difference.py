@@ -14,7 +14,7 @@ import functools
 import types
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -100,7 +100,7 @@ class LayerComparison:
     second: int
     ignored_attributes: frozenset[str] = frozenset()
     _places: tuple[dict[int, str], dict[int, str]] | None = None
-    _seen: set[tuple[int, int]] | None = None
+    _seen: dict[tuple[int, int], tuple[Any, Any]] = field(default_factory=dict)
 
     def modules(self) -> str | None:
         """The first difference between the modules themselves."""
@@ -139,10 +139,10 @@ class LayerComparison:
         if isinstance(ours, _BY_VALUE):
             return None if ours == theirs else self._differ(path, ours, theirs)
         key = (id(ours), id(theirs))
-        seen = self._seen = set() if self._seen is None else self._seen
-        if key in seen:
+        if key in self._seen:
             return None
-        seen.add(key)
+        # Held, so that no other object gets the same id while this comparison lasts.
+        self._seen[key] = (ours, theirs)
         return self._object(path, ours, theirs)
 
     def _object(self, path: str, ours: Any, theirs: Any) -> str | None:

@@ -103,6 +103,7 @@ class Vocabulary:
     def __init__(self) -> None:
         self._numbers: dict[Any, int] = {}
         self._names: list[str] = []
+        self._held: dict[int, Any] = {}
 
     def number(self, token: Any, name: str) -> int:
         """The number of ``token``; ``name`` tells it in messages."""
@@ -111,6 +112,11 @@ class Vocabulary:
             found = self._numbers[token] = len(self._names)
             self._names.append(name)
         return found
+
+    def identity(self, value: Any) -> int:
+        """The id of an object, which stays its own: the object is held."""
+        self._held[id(value)] = value
+        return id(value)
 
     def name(self, number: int) -> str:
         """The name of a token."""
@@ -315,7 +321,7 @@ class _Recorder:
             return tuple(self._code(each, segment) for each in value)
         if isinstance(value, dict):
             return tuple((key, self._code(each, segment)) for key, each in value.items())
-        return ("object", id(value))
+        return ("object", self.vocabulary.identity(value))
 
     def _signature(self, tensor: torch.Tensor, segment: Segment) -> Any:
         sizes = tuple(
