@@ -38,7 +38,7 @@ def find_placement(
     experts: Mapping[str, ExpertBlock] | None = None,
     replicate_unknown: Collection[str] = (),
     device: torch.device | str = "cpu",
-    relative_gap: float = 0.0,
+    relative_gap: float = 1e-3,
     time_limit_seconds: float = 120.0,
     progress: ReportProgress | None = None,
 ) -> PlacementPlan:
@@ -65,7 +65,7 @@ def find_placement(
         replicate_unknown: names of operators that may run whole on every rank though no rule knows
             them, or though they draw random numbers.
         device: for whose kernels the graph is captured.
-        relative_gap: the plan may cost more than the best one by this.
+        relative_gap: the plan may cost more than the best one by this; 0 asks for an optimum.
         time_limit_seconds: for the solver; then the best plan yet is given with its gap.
         progress: takes a line about each stage.
 
