@@ -30,6 +30,7 @@ __all__ = ["Alternative", "Explanation", "explain"]
 
 _GIB = 2**30
 _EXACT_US = 1e-6
+_OPTIMUM_GAP = 1e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +53,7 @@ class Alternative:
 
     @property
     def is_exact(self) -> bool:
-        """Whether the difference is known exactly: both plans are proven optima."""
+        """Whether the difference is known exactly: the other plan is a proven optimum."""
         return self.at_most_us - self.at_least_us <= _EXACT_US * max(1.0, abs(self.at_most_us))
 
 
@@ -204,13 +205,12 @@ def _alternative(
         for index, (ours, theirs) in enumerate(zip(plan.options, options, strict=True))
         if index not in asked_about
     )
-    # An optimum is between its bound and its plan, and so is this plan's.
-    lowest = solution.objective_us if solution.proven else solution.lower_bound_us
-    cheapest = plan.solver.objective_us if plan.solver.proven else plan.solver.lower_bound_us
+    is_optimum = solution.gap <= _OPTIMUM_GAP
+    lowest = solution.objective_us if is_optimum else solution.lower_bound_us
     return Alternative(
         layout=layout,
         at_least_us=lowest - plan.solver.objective_us,
-        at_most_us=solution.objective_us - cheapest,
+        at_most_us=solution.objective_us - plan.solver.objective_us,
         memory_bytes=memory.total - plan.memory.total,
         num_moved_nodes=moved,
     )

@@ -183,7 +183,7 @@ class SolverReport:
     """Dual of the memory budget in the relaxation: what one GiB more would save, at the margin."""
 
     proven: bool
-    """Whether the plan is an optimum within the solver's tolerance."""
+    """Whether the gap is no larger than what was asked for: a time limit did not end the search."""
 
     @property
     def gap(self) -> float:

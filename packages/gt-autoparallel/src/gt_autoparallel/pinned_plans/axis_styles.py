@@ -110,7 +110,11 @@ class _Pins:
         chains = gradient_chains(self._graph)
         for use in self._graph.uses():
             maker = self._graph.nodes[use.value.node]
-            if use.consumer in chains and maker.index not in chains and use.value.output == 0:
+            reader = self._graph.nodes[use.consumer]
+            if reader.index not in chains or maker.index in chains or use.value.output:
+                continue
+            # Some casts must not come before the sum: it is then made even earlier.
+            if reader.kind != "operator" or list(self._if_offered(reader, Partial("sum"))):
                 yield from self._if_offered(maker, Partial("sum"))
 
     def _if_offered(self, node: PlacementNode, placement: Placement) -> Iterator[_Pin]:

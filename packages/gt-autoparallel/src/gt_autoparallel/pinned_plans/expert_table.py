@@ -76,7 +76,7 @@ def expert_plans(
                 time_limit_seconds=time_limit_seconds,
             )
         except (ConstraintError, InfeasiblePlacementError) as error:
-            yield ExpertPlan(name=name, plan=None, impossible=str(error).splitlines()[0])
+            yield ExpertPlan(name=name, plan=None, impossible=" ".join(str(error).split()))
         else:
             yield ExpertPlan(name=name, plan=plan)
 

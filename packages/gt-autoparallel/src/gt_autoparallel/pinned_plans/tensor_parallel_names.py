@@ -19,6 +19,8 @@ class TensorParallelNames:
     """Patterns of fully qualified names; what matches none is replicated."""
 
     columns: tuple[str, ...] = (
+        "*.attention.qkv_linear.wqkv.weight",
+        *(f"*.attention.qkv_linear.{name}.weight" for name in ("wq", "wk", "wv")),
         *(f"*.attention.{name}.weight" for name in ("wq", "wk", "wv", "wq_b", "wkv_b")),
         *(
             f"*.{mlp}.{name}.weight"
