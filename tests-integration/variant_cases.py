@@ -53,6 +53,9 @@ class VariantResult:
     """Passes that edited the graph."""
 
     verified: bool
+    stamped: bool
+    """Whether layers of every capture were stamped."""
+
     expert_regions: frozenset[tuple[str | None, ...]]
     """Phase, region and exchange of nodes in routed experts."""
 
@@ -115,8 +118,14 @@ def _compare(eager: _History, run: _History) -> VariantResult:
         passes=tuple(record.name for record in records),
         changed=frozenset(record.name for record in records if record.report.changed),
         verified=all(p.verified for report in run.trainer.captures for p in report.pipelines),
+        stamped=all(_is_stamped(report) for report in run.trainer.captures),
         expert_regions=expert_regions(run.trainer),
     )
+
+
+def _is_stamped(report: Any) -> bool:
+    stamping = getattr(report, "stamping", None)
+    return stamping is not None and stamping.stamped
 
 
 def _relative_difference(a: torch.Tensor, b: torch.Tensor) -> float:

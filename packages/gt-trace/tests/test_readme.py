@@ -17,7 +17,7 @@ def test_examples_print_what_the_readme_says() -> None:
     examples = re.findall(
         r"```python\n(.*?)```\n\nprints\n\n```text\n(.*?)```", _README.read_text(), re.DOTALL
     )
-    assert len(examples) == 2
+    assert len(examples) == 3
     for code, printed in examples:
         out = subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, check=True

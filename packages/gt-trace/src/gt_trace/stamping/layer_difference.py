@@ -227,7 +227,7 @@ class LayerComparison:
 
     def _sequence(self, path: str, ours: Any, theirs: Any) -> str | None:
         if len(ours) != len(theirs):
-            return self._differ(f"len({path.lstrip('.')})", len(ours), len(theirs))
+            return self._differ(f"{path} length", len(ours), len(theirs))
         for index, (one, other) in enumerate(zip(ours, theirs, strict=True)):
             found = self.value(f"{path}[{index}]", one, other)
             if found is not None:

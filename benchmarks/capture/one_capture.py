@@ -1,0 +1,110 @@
+"""One capture, measured: ``python -m capture.one_capture CONTESTANT WORKLOAD LAYERS``.
+
+CONTESTANT is ``full`` or ``stamped`` (ours) or ``peer``: ``minimal_fx_tracer`` of torchtitan's
+graph_trainer, on its own model, placed by its own SimpleFSDP. Building and placing is not counted.
+Prints one line of JSON: CPU seconds, nodes, and the peak of memory above that of the interpreter
+with torch loaded. The one thing changed about the peer is its inner attention, which has no
+backward on a CPU: all contestants have ours.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import importlib
+import json
+import resource
+import sys
+import time
+from typing import Any
+
+import torch
+
+_AT_REST = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+from gt_trainer import device  # noqa: E402  # memory with torch alone is read first
+
+device.install("cpu")  # before the imports below, whose modules copy their device
+
+from capture.workloads import WORKLOADS  # noqa: E402
+from gt_passes import PassPipeline  # noqa: E402
+from gt_trainer.captured_step import capture_training_step  # noqa: E402
+from gt_trainer.fake_step import FakeStep, fake_step  # noqa: E402
+from gt_trainer.models.attention import replace_inner_attention  # noqa: E402
+from gt_trainer.startup import StartupClock  # noqa: E402
+
+__all__ = ["main"]
+
+
+def main(contestant: str, workload: str, num_layers: str) -> None:
+    """Capture once and print what it took."""
+    chosen = WORKLOADS[workload]
+    config = _peer_config(chosen.config) if contestant == "peer" else _our_config(chosen.config)
+    config.parallelism = dataclasses.replace(
+        config.parallelism, tensor_parallel_degree=chosen.tensor_parallel_degree
+    )
+    published = config.model_spec.model.layers
+    config.model_spec.model.layers = [
+        copy.deepcopy(published[index % len(published)]) for index in range(int(num_layers))
+    ]
+    with fake_step(config, chosen.world_size) as step:
+        begin = time.process_time()
+        captured = _peer_capture(step) if contestant == "peer" else _our_capture(step, contestant)
+        seconds = time.process_time() - begin
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - _AT_REST
+    record = {"cpu_seconds": seconds, "peak_gib": peak / 2**20, **captured}
+    sys.stdout.write(json.dumps(record) + "\n")
+
+
+def _our_config(name: str) -> Any:
+    return getattr(importlib.import_module("gt_trainer.models.llama3"), name)()
+
+
+def _peer_config(name: str) -> Any:
+    family = "torchtitan.experiments.graph_trainer.llama3.config_registry"
+    config = getattr(importlib.import_module(family), f"graph_trainer_{name}")()
+    replace_inner_attention(config.model_spec.model)
+    return config
+
+
+def _our_capture(step: FakeStep, contestant: str) -> dict[str, Any]:
+    report = capture_training_step(
+        step.model,
+        step.loss_fn,
+        *step.inputs,
+        recipe=lambda context: PassPipeline([], context=context, verify=False),
+        clock=StartupClock(),
+        capture_layers="stamped" if contestant == "stamped" else "full",
+        meta_device=step.meta_device,
+    )
+    if report.stamping is not None and not report.stamping.stamped:
+        raise RuntimeError(f"nothing was stamped: {report.stamping}")
+    parts = {}
+    if report.stamping is not None:
+        parts = {
+            "gate": report.stamping.gate_seconds,
+            "trace": report.stamping.trace_seconds,
+            "stamp": report.stamping.stamp_seconds,
+        }
+    return {"nodes": len(report.traced.graph_module.graph.nodes), "parts": parts}
+
+
+def _peer_capture(step: FakeStep) -> dict[str, Any]:
+    from torchtitan.experiments.graph_trainer.make_fx_tracer import minimal_fx_tracer
+    from torchtitan.experiments.graph_trainer.trainer import make_fwd_bwd_step
+
+    traced = minimal_fx_tracer(make_fwd_bwd_step(step.model, step.loss_fn), module=step.model)(
+        *_on_fake_device(step)
+    )
+    return {"nodes": len(traced.gm.graph.nodes), "parts": {}}
+
+
+def _on_fake_device(step: FakeStep) -> tuple[Any, ...]:
+    """The peer's tracer knows nothing of models on meta: its inputs are on meta too."""
+    return torch.utils._pytree.tree_map(
+        lambda leaf: leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf, step.inputs
+    )
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

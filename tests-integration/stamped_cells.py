@@ -1,0 +1,79 @@
+"""Which models are stamped on which meshes, and how one such cell is checked."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from dataclasses import dataclass, field
+
+from gt_trace.stamping import StampReport
+from gt_trainer.captured_step import CaptureReport, capture_training_step
+from gt_trainer.fake_step import fake_step
+from gt_trainer.recipe import recipe_of
+from gt_trainer.startup import StartupClock
+from gt_trainer.trainer import GraphTrainer
+
+__all__ = ["MESHES", "MODELS", "Cell", "compared_capture", "with_layers"]
+
+MODELS = {
+    "llama3": ("llama3", "llama3_debugmodel"),
+    "qwen3": ("qwen3", "qwen3_debugmodel"),
+    "qwen3-MoE": ("qwen3", "qwen3_moe_debugmodel"),
+    "deepseek_v3": ("deepseek_v3", "deepseek_v3_debugmodel"),
+}
+MESHES: dict[str, tuple[int, dict[str, int]]] = {
+    "one process": (1, {}),
+    "FSDP": (4, {}),
+    "FSDP x TP": (4, {"tensor_parallel_degree": 2}),
+    "FSDP x EP": (4, {"expert_parallel_degree": 2}),
+    "FSDP x TP x EP": (8, {"tensor_parallel_degree": 2, "expert_parallel_degree": 2}),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One model of some depth on one mesh."""
+
+    module: str
+    config: str
+    num_layers: int
+    world_size: int = 1
+    degrees: dict[str, int] = field(default_factory=dict)
+
+
+def with_layers(config: GraphTrainer.Config, num_layers: int) -> GraphTrainer.Config:
+    """``config`` with another depth: the published layers, and then the last again."""
+    spec = config.model_spec
+    assert spec is not None
+    published = spec.model.layers
+    spec.model.layers = [
+        copy.deepcopy(published[min(index, len(published) - 1)]) for index in range(num_layers)
+    ]
+    return config
+
+
+def compared_capture(cell: Cell) -> tuple[StampReport, CaptureReport]:
+    """Capture with the comparison switched on, and run the default passes with the verifier.
+
+    Raises:
+        StampingError: the stamped capture differs from the full one.
+    """
+    config = getattr(importlib.import_module(f"gt_trainer.models.{cell.module}"), cell.config)()
+    with_layers(config, cell.num_layers)
+    for name, degree in cell.degrees.items():
+        setattr(config.parallelism, name, degree)
+    with fake_step(config, cell.world_size) as step:
+        report = capture_training_step(
+            step.model,
+            step.loss_fn,
+            *step.inputs,
+            recipe=recipe_of(
+                config.compile,
+                reshard_after_forward=config.parallelism.fsdp_reshard_after_forward,
+            ),
+            clock=StartupClock(),
+            capture_layers="compared",
+            meta_device=step.meta_device,
+        )
+    assert report.stamping is not None
+    return report.stamping, report

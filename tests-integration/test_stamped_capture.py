@@ -1,0 +1,99 @@
+"""A stamped capture of torchtitan's models is the full one, on every mesh and at every depth.
+
+Stamped and full captures are compared in everything that a pass or a run can see
+(``gt_trace.step_differences``), then the passes run on the stamped graph with the verifier. Two
+cells stand for all in CI; the others are slow, as are whole training steps on four processes,
+which must be bitwise those of eager.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from stamped_cells import MESHES, MODELS, Cell, compared_capture
+from training_cases import Case
+from variant_cases import compare_variants
+
+from gt_trace.testing import GlooWorkers
+
+DEPTHS = (5, 6, 8, 32)
+QUICK = (("llama3", "FSDP x TP", 5), ("deepseek_v3", "FSDP x EP", 6))
+WITH_EXPERTS = ("qwen3-MoE", "deepseek_v3")
+# The first layer of deepseek_v3 is dense, and traced beside the others.
+NUM_TRACED = {"deepseek_v3": 5}
+
+
+def cells() -> list[object]:
+    return [
+        pytest.param(
+            model,
+            mesh,
+            depth,
+            marks=[] if (model, mesh, depth) in QUICK else [pytest.mark.slow],
+            id=f"{model}, {mesh}, {depth} layers",
+        )
+        for model in MODELS
+        for mesh in MESHES
+        for depth in DEPTHS
+        if model in WITH_EXPERTS or "EP" not in mesh
+    ]
+
+
+@pytest.mark.parametrize(("model", "mesh", "depth"), cells())
+def test_stamped_capture_is_the_full_one(model: str, mesh: str, depth: int) -> None:
+    module, config = MODELS[model]
+    world_size, degrees = MESHES[mesh]
+    stamping, capture = compared_capture(
+        Cell(
+            module=module,
+            config=config,
+            num_layers=depth,
+            world_size=world_size,
+            degrees=degrees,
+        )
+    )
+    num_traced = NUM_TRACED.get(model, 4)
+    if depth <= num_traced:
+        assert stamping.refusal is not None
+        assert "no more than 4 that are alike repeat in a row" in stamping.refusal
+        return
+    assert stamping.refusal is None
+    assert stamping.compared
+    assert stamping.num_layers_traced == num_traced
+    assert capture.passes.verified
+
+
+BITWISE = {
+    "llama3, FSDP 2 x TP 2": Case(
+        module="llama3",
+        config="llama3_debugmodel",
+        num_layers=6,
+        parallelism={"data_parallel_shard_degree": 2, "tensor_parallel_degree": 2},
+    ),
+    "deepseek_v3, FSDP 2 x TP 2 x EP 2": Case(
+        module="deepseek_v3",
+        config="deepseek_v3_debugmodel",
+        num_layers=6,
+        parallelism={
+            "data_parallel_shard_degree": 2,
+            "tensor_parallel_degree": 2,
+            "expert_parallel_degree": 2,
+        },
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BITWISE)
+def test_stamped_training_equals_eager_on_four_ranks(
+    name: str, four: GlooWorkers, tmp_path: Path
+) -> None:
+    variants = {"stamped": {"capture_layers": "stamped"}}
+    for rank, found in enumerate(
+        four.run(compare_variants, BITWISE[name], str(tmp_path), variants)
+    ):
+        result = found["stamped"]
+        assert result.differences == (), f"rank {rank}"
+        assert result.stamped
+        assert result.verified
