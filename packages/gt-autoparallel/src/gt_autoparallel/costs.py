@@ -49,6 +49,7 @@ class PlacementPrices:
         self.cost_model = CostModel() if cost_model is None else cost_model
         self._compute: dict[Hashable, float] = {}
         self._steps: dict[Hashable, float] = {}
+        self._constants: dict[int, tuple[PlacementNode, Hashable]] = {}
 
     @property
     def digest(self) -> str:
@@ -92,12 +93,19 @@ class PlacementPrices:
             None if spec is None or layout is None else _shard(spec, layout, mesh)
             for spec, layout in zip(node.outputs, option.outputs, strict=True)
         )
-        key = (node.target, shards, results, _constants(node))
+        key = (node.target, shards, results, self._constants_of(node))
         known = self._compute.get(key)
         if known is None:
             stand_in = _stand_in(node, shards, results)
             known = self._compute[key] = self.cost_model.cost(stand_in).duration_us
         return known
+
+    def _constants_of(self, node: PlacementNode) -> Hashable:
+        """As ``_constants``, once for each node, which is kept so that its id stays its own."""
+        known = self._constants.get(id(node))
+        if known is None:
+            known = self._constants[id(node)] = (node, _constants(node))
+        return known[1]
 
     def step_us(self, step: RedistributionStep, dtype: torch.dtype, mesh: MeshShape) -> float:
         """Time of one step of a redistribution of a tensor of ``dtype``."""

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 
 from gt_autoparallel.audit import audit_plan
+from gt_autoparallel.clustering import Clustering
 from gt_autoparallel.constraints import Constraints, resolve_constraints
 from gt_autoparallel.costs import PlacementPrices
 from gt_autoparallel.errors import ConstraintError, PlacementInputError
@@ -27,7 +28,7 @@ from gt_autoparallel.plan import (
     StepPrices,
 )
 from gt_autoparallel.plan_assembly import assemble_plan
-from gt_autoparallel.problem_of_graph import PlacementProblem, placement_problem
+from gt_autoparallel.problem_of_graph import PlacementProblem, ProblemParts, placement_problem
 from gt_autoparallel.redistribution_tables import RedistributionTables
 from gt_autoparallel.rules import check_operators, node_options
 from gt_autoparallel.solver import (
@@ -85,7 +86,7 @@ class Planner:
         self._optimizer_state_copies = optimizer_state_copies
         self._say = progress or (lambda line: None)
         self._tables = RedistributionTables(mesh, self.prices)
-        self._problems: dict[object, PlacementProblem] = {}
+        self._parts: dict[Clustering, ProblemParts] = {}
         self._warm_starts: dict[object, WarmStart] = {}
 
     def find(
@@ -147,21 +148,19 @@ class Planner:
 
     def problem(self, request: PlacementRequest) -> PlacementProblem:
         """The optimization problem of a request."""
-        key = (request.constraints, request.memory_budget_bytes)
-        if key not in self._problems:
-            self._problems.clear()
-            self._problems[key] = placement_problem(
-                self.graph,
-                self.mesh,
-                self._options_of,
-                self.prices,
-                memory_budget_bytes=request.memory_budget_bytes,
-                optimizer_state_copies=request.optimizer_state_copies,
-                constraints=request.constraints,
-                tables=self._tables,
-            )
-            self._check_constraints(self._problems[key], request)
-        return self._problems[key]
+        found = placement_problem(
+            self.graph,
+            self.mesh,
+            self._options_of,
+            self.prices,
+            memory_budget_bytes=request.memory_budget_bytes,
+            optimizer_state_copies=request.optimizer_state_copies,
+            constraints=request.constraints,
+            tables=self._tables,
+            parts=self._parts,
+        )
+        self._check_constraints(found, request)
+        return found
 
     def _options_of(self, node: PlacementNode) -> tuple[NodeOption, ...]:
         operands = tuple(self.graph.spec(value) for value in node.operands)

@@ -35,12 +35,10 @@ from gt_autoparallel.problem import Edge, FloatArray, IntArray, MemoryRow, Probl
 from gt_autoparallel.redistribution_tables import RedistributionTables
 from gt_autoparallel.saved_storages import SavedStorages, Status, saved_storages
 
-__all__ = ["OptionsOf", "PlacementProblem", "placement_problem"]
+__all__ = ["OptionsOf", "PlacementProblem", "ProblemParts", "placement_problem"]
 
 OptionsOf = Callable[[PlacementNode], tuple[NodeOption, ...]]
 """The options that a node may take."""
-
-_NOTHING_SAVED = SavedStorages(values=frozenset(), statuses={})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +84,16 @@ class PlacementProblem:
         return tuple(found)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProblemParts:
+    """What problems of one clustering have in common, whatever budget and constraints are."""
+
+    choices: tuple[tuple[_Choice, ...], ...]
+    compute_us: tuple[FloatArray, ...]
+    memory_bytes: tuple[FloatArray, ...]
+    edges: tuple[Edge, ...]
+
+
 def placement_problem(
     graph: PlacementGraph,
     mesh: MeshShape,
@@ -96,6 +104,7 @@ def placement_problem(
     optimizer_state_copies: float = 2.0,
     constraints: Sequence[LayoutConstraint] = (),
     tables: RedistributionTables | None = None,
+    parts: dict[Clustering, ProblemParts] | None = None,
     cluster: Callable[..., Clustering] = cluster_layers,
 ) -> PlacementProblem:
     """The problem whose solution is the best placement of ``graph``.
@@ -110,14 +119,69 @@ def placement_problem(
         constraints: options that break one are forbidden; a node with constraints shares its
             choice only with alike nodes that have the same ones.
         tables: of redistribution times, to share between problems.
+        parts: of earlier problems of the same graph, mesh and prices; gets what is made anew.
         cluster: finds nodes that share a choice.
     """
-    saved = _NOTHING_SAVED if memory_budget_bytes is None else saved_storages(graph)
-    unshards, reduces = parameter_chains(graph), gradient_chains(graph)
-    of_node: dict[str, tuple[tuple[str, int, object], ...]] = {}
+    of_node: dict[str, tuple[tuple[str, int, Any], ...]] = {}
     for each in constraints:
         rule = (each.side, each.position, each.placements)
         of_node[each.node] = (*of_node.get(each.node, ()), rule)
+    saved, described = _described(graph, of_node)
+    clustering = cluster(graph, distinguished=described)
+    known = {} if parts is None else parts
+    if clustering not in known:
+        known[clustering] = _parts(
+            _Builder(
+                graph=graph,
+                mesh=mesh,
+                prices=prices,
+                clustering=clustering,
+                saved=saved,
+                unshards=frozenset(parameter_chains(graph)),
+                reduces=frozenset(gradient_chains(graph)),
+                tables=RedistributionTables(mesh, prices) if tables is None else tables,
+            ),
+            options_of,
+            optimizer_state_copies,
+        )
+    found = known[clustering]
+    rows: tuple[MemoryRow, ...] = ()
+    if memory_budget_bytes is not None:
+        rows = (MemoryRow(name="memory", budget_bytes=memory_budget_bytes, fixed_bytes=0.0),)
+    variables = []
+    for number, choices in enumerate(found.choices):
+        node = graph.nodes[clustering.members[number][0]]
+        demands = of_node.get(node.name, ())
+        allowed = [_is_allowed(choice.option, demands) for choice in choices]
+        variables.append(
+            Variable(
+                name=node.name,
+                cost_us=np.where(allowed, 0.0, np.inf),
+                window=clustering.window_of_class[number],
+                window_compute_us=found.compute_us[number],
+                memory_bytes=(found.memory_bytes[number],) if rows else (),
+            )
+        )
+    problem = Problem(
+        variables=tuple(variables),
+        edges=found.edges,
+        windows=tuple(
+            Window(name=name, multiplicity=size)
+            for name, size in zip(clustering.window_names, clustering.window_sizes, strict=True)
+        ),
+        memory=rows,
+    )
+    return PlacementProblem(
+        problem=problem, graph=graph, clustering=clustering, choices=found.choices
+    )
+
+
+def _described(
+    graph: PlacementGraph, of_node: Mapping[str, Hashable]
+) -> tuple[SavedStorages, dict[int, Hashable]]:
+    """What the backward saves, and what alike nodes must have in common besides themselves."""
+    saved = saved_storages(graph)
+    unshards, reduces = parameter_chains(graph), gradient_chains(graph)
     described: dict[int, Hashable] = {
         node.index: (
             of_node.get(node.name),
@@ -132,35 +196,30 @@ def placement_problem(
         )
         for node in graph.nodes
     }
-    builder = _Builder(
-        graph=graph,
-        mesh=mesh,
-        prices=prices,
-        clustering=cluster(graph, distinguished=described),
-        saved=saved,
-        unshards=frozenset(unshards),
-        reduces=frozenset(reduces),
-        constraints=of_node,
-        tables=tables or RedistributionTables(mesh, prices),
-    )
+    return saved, described
+
+
+def _is_allowed(option: NodeOption, demands: Sequence[tuple[str, int, Any]]) -> bool:
+    for side, position, placements in demands:
+        layout = (option.operands if side == "operand" else option.outputs)[position]
+        if layout is None or any(
+            wanted is not None and wanted != there
+            for wanted, there in zip(placements, layout, strict=True)
+        ):
+            return False
+    return True
+
+
+def _parts(builder: _Builder, options_of: OptionsOf, optimizer_state_copies: float) -> ProblemParts:
     choices = builder.choices(options_of)
-    rows: tuple[MemoryRow, ...] = ()
-    if memory_budget_bytes is not None:
-        rows = (MemoryRow(name="memory", budget_bytes=memory_budget_bytes, fixed_bytes=0.0),)
-    clustering = builder.clustering
-    problem = Problem(
-        variables=tuple(
-            builder.variable(number, of_class, optimizer_state_copies if rows else None)
-            for number, of_class in enumerate(choices)
+    return ProblemParts(
+        choices=choices,
+        compute_us=tuple(builder.compute_us(*each) for each in enumerate(choices)),
+        memory_bytes=tuple(
+            builder.memory_bytes(*each, optimizer_state_copies) for each in enumerate(choices)
         ),
         edges=(*builder.use_edges(choices), *builder.link_edges(choices)),
-        windows=tuple(
-            Window(name=name, multiplicity=size)
-            for name, size in zip(clustering.window_names, clustering.window_sizes, strict=True)
-        ),
-        memory=rows,
     )
-    return PlacementProblem(problem=problem, graph=graph, clustering=clustering, choices=choices)
 
 
 def _origin(graph: PlacementGraph, node: PlacementNode, producer: int) -> str | None:
@@ -191,7 +250,6 @@ class _Builder:
     saved: SavedStorages
     unshards: frozenset[int]
     reduces: frozenset[int]
-    constraints: Mapping[str, tuple[tuple[str, int, Any], ...]]
     tables: RedistributionTables
 
     def choices(self, options_of: OptionsOf) -> tuple[tuple[_Choice, ...], ...]:
@@ -209,51 +267,33 @@ class _Builder:
             )
         return tuple(result)
 
-    def variable(
-        self, number: int, choices: Sequence[_Choice], optimizer_state_copies: float | None
-    ) -> Variable:
-        """Compute goes to the window of one node, bytes are those of all nodes of the class."""
-        members = self.clustering.members[number]
-        node = self.graph.nodes[members[0]]
+    def compute_us(self, number: int, choices: Sequence[_Choice]) -> FloatArray:
+        """[choices] Time of one node of a class."""
+        node = self._first(number)
         operands = self._specs(node)
-        compute = np.array(
-            [self.prices.compute_us(node, operands, c.option, self.mesh) for c in choices],
-            dtype=np.float64,
-        )
-        memory: tuple[FloatArray, ...] = ()
-        if optimizer_state_copies is not None:
-            single = [
-                option_bytes(
-                    self.graph,
-                    node,
-                    choice.option,
-                    self.mesh,
-                    saved=self.saved,
-                    status=choice.status,
-                    optimizer_state_copies=optimizer_state_copies,
-                )
-                for choice in choices
-            ]
-            memory = (np.array(single, dtype=np.float64) * len(members),)
-        return Variable(
-            name=node.name,
-            cost_us=np.array(
-                [0.0 if self._is_allowed(node, c.option) else np.inf for c in choices]
-            ),
-            window=self.clustering.window_of_class[number],
-            window_compute_us=compute,
-            memory_bytes=memory,
-        )
+        times = [self.prices.compute_us(node, operands, c.option, self.mesh) for c in choices]
+        return np.array(times, dtype=np.float64)
 
-    def _is_allowed(self, node: PlacementNode, option: NodeOption) -> bool:
-        for side, position, placements in self.constraints.get(node.name, ()):
-            layout = (option.operands if side == "operand" else option.outputs)[position]
-            if layout is None or any(
-                wanted is not None and wanted != there
-                for wanted, there in zip(placements, layout, strict=True)
-            ):
-                return False
-        return True
+    def memory_bytes(
+        self, number: int, choices: Sequence[_Choice], optimizer_state_copies: float
+    ) -> FloatArray:
+        """[choices] Bytes of all nodes of a class."""
+        single = [
+            option_bytes(
+                self.graph,
+                self._first(number),
+                choice.option,
+                self.mesh,
+                saved=self.saved,
+                status=choice.status,
+                optimizer_state_copies=optimizer_state_copies,
+            )
+            for choice in choices
+        ]
+        return np.array(single, dtype=np.float64) * len(self.clustering.members[number])
+
+    def _first(self, number: int) -> PlacementNode:
+        return self.graph.nodes[self.clustering.members[number][0]]
 
     def use_edges(self, choices: Sequence[Sequence[_Choice]]) -> list[Edge]:
         """One edge for all uses of the same place in alike nodes by the same place in others."""
