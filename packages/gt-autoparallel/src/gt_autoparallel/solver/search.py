@@ -40,6 +40,9 @@ BoolArray = NDArray[np.bool_]
 _MOST_CANDIDATES = 40
 """Choices that a warm start hands on, besides the best one."""
 
+_MOVES = (0.5, 0.2, 0.05, 1.0)
+"""Shares of the way to the prices of the cuts that are tried in turn, as long as none helps."""
+
 _PRECISION = 1e-10
 """Relative difference of objectives that counts as none."""
 
@@ -57,6 +60,9 @@ class SearchSettings:
     restricted_pairs: int = 4_000
     """About how many pairs a restricted problem has."""
 
+    relaxed_pairs: int = 50_000
+    """Up to which HiGHS solves the LP relaxation, once, for its prices."""
+
     restricted_nodes: int = 200
     """Branch-and-bound nodes of HiGHS on a restricted problem, at most."""
 
@@ -69,7 +75,7 @@ class SearchSettings:
     most_work: int = 5_000_000
     """Table entries up to which elimination is tried in each round of dual ascent."""
 
-    rounds: int = 40
+    rounds: int = 60
     """Of dual ascent on the whole problem, at most; on its parts a quarter of that."""
 
 
@@ -102,6 +108,7 @@ class Search:
     total_bytes: float = math.inf
     lower_bound_us: float = -math.inf
     prices: Prices = field(init=False)
+    """Duals of the first relaxation."""
     method: str = ""
     infeasible: bool = False
     """Whether it is proven that there is no choice at all."""
@@ -213,6 +220,10 @@ class Search:
 
     def run(self) -> None:
         """Searches until proven, or out of time."""
+        if not self.reduced.nodes:
+            self.offer(())
+            self.lower_bound_us, self.method = self.objective_us, "nothing to choose"
+            return
         part = _Part(self.reduced, self.prices, -math.inf, 0)
         self._push(part)
         while self._open and self._time_left > 0.0:
@@ -224,7 +235,7 @@ class Search:
                 self._push(child)
             self.lower_bound_us = self._global_bound()
         self.lower_bound_us = self._global_bound()
-        if not self._open and not self.choices:
+        if not self._open and self.objective_us == math.inf:
             self.infeasible = True
 
     def _push(self, part: _Part) -> None:
@@ -232,7 +243,8 @@ class Search:
 
     def _process(self, part: _Part) -> list[_Part]:
         """Settles a part, or gives what it was branched into (itself when time is over)."""
-        if not self._keep_budgets(part):
+        # At the root after its first bound: there prices say more while all options are left.
+        if part.depth and not self._keep_budgets(part):
             return []
         if part.reduced.num_pairs > self.settings.small_pairs:
             rounds = self.settings.rounds // (1 if part.depth == 0 else 4)
@@ -240,14 +252,16 @@ class Search:
             self.method = "dual ascent"
             if part.depth == 0:
                 self.prices = part.prices
+                alive = alive and self._keep_budgets(part)
             # At the root, then ever more rarely: after 2, 4, 8, ... parts.
             turn = self.num_parts & (self.num_parts - 1) == 0
             if alive and turn and part.reduced.num_pairs > self.settings.small_pairs:
                 self._solve_restricted(part)
+                if part.depth == 0 and part.reduced.num_pairs <= self.settings.relaxed_pairs:
+                    self._relax(part)
                 if part.lower_bound_us < self._cutoff:
                     alive = self._ascend(part, rounds // 4)
             self._report(f"part {self.num_parts}", part)
-            # DBG
             if not alive or part.lower_bound_us >= self._cutoff:
                 return []
             if self._time_left <= 0.0:
@@ -298,8 +312,8 @@ class Search:
     def _ascend_inner(self, part: _Part, rounds: int) -> bool:
         ascent = DualAscent(part.reduced, part.prices)
         elimination = self._elimination(part.reduced)
-        best, best_prices, allowed = -math.inf, part.prices, math.inf
-        near, stalled = 0.5, 0
+        best, best_prices, allowed, last = -math.inf, part.prices, math.inf, -math.inf
+        attempt, stalled = 0, 0
         for turn in range(rounds):
             for forward in (True, False):
                 self._decoded(part, ascent.sweep(forward=forward))
@@ -311,28 +325,36 @@ class Search:
             highest = max(best, bound)
             target = self._cutoff if self._cutoff < math.inf else highest + 0.05 * abs(highest)
             room = max(target - highest, 0.0)
-            progressed = bound - best > 0.02 * room
-            near = 0.5 if progressed else 0.5 * near
+            progressed = bound - best > 0.01 * room
             if bound > best:
                 best, best_prices = bound, ascent.prices
             part.lower_bound_us = max(part.lower_bound_us, bound)
             if part.lower_bound_us >= self._cutoff:
                 return False
             masks = self._below_cutoff(ascent.option_bounds())
-            if sum(int(mask.sum()) for mask in masks) < 0.9 * part.reduced.num_options:
+            if sum(int(mask.sum()) for mask in masks) < 0.95 * part.reduced.num_options:
                 prices = ascent.prices
                 if not self._drop(part, masks):
                     return False
                 ascent = DualAscent(part.reduced, prices)
                 elimination = self._elimination(part.reduced)
-                progressed = True
-            step = self._next_prices(part, best_prices, near)
-            if step is not None:
-                progressed |= allowed - step.bound_us > 0.02 * (allowed - best)
-                allowed = step.bound_us
-                ascent.set_prices(step.prices)
+                last, stalled = -math.inf, 0
+                continue
+            if self._time_left <= 0.0:
+                break
+            if bound - last > 0.02 * room:
+                # The messages have not settled yet: more sweeps at the same prices.
+                last = bound
+                continue
+            attempt += not progressed
+            step = self._next_prices(part, best_prices, _MOVES[attempt % len(_MOVES)])
+            if step is None:
+                break
+            progressed |= allowed - step.bound_us > 0.02 * (allowed - best)
+            allowed, last = step.bound_us, -math.inf
+            ascent.set_prices(step.prices)
             stalled = 0 if progressed else stalled + 1
-            if self._time_left <= 0.0 or stalled > 4 or allowed - best < 1e-3 * room:
+            if stalled > 5 or allowed - best < 1e-3 * room:
                 break
         part.prices = self._with_settled_windows(part.reduced, best_prices)
         return True
@@ -342,13 +364,13 @@ class Search:
         elimination = Elimination(reduced, most_entries=self.settings.most_entries)
         return elimination if elimination.work <= self.settings.most_work else None
 
-    def _next_prices(self, part: _Part, best: Prices, near: float) -> PriceStep | None:
+    def _next_prices(self, part: _Part, best: Prices, move: float) -> PriceStep | None:
         """The prices to try next, if there are any prices and cuts.
 
         Args:
             part: of which the cuts are taken.
             best: the prices of the best bound yet.
-            near: share of them in the prices to try.
+            move: share of the way from there to the prices where the cuts allow most.
         """
         cuts = self._cuts_of(part)
         if not cuts or not self._price_model.is_needed:
@@ -365,10 +387,9 @@ class Search:
         if step is None:
             return None
         part.mix = [(cut, w) for cut, w in zip(cuts, step.weights, strict=True) if w > 1e-6]
-        near = near if near > 0.1 else 0.0
         prices = Prices(
-            windows=near * best.windows + (1 - near) * step.prices.windows,
-            memory=near * best.memory + (1 - near) * step.prices.memory,
+            windows=(1 - move) * best.windows + move * step.prices.windows,
+            memory=(1 - move) * best.memory + move * step.prices.memory,
         )
         return replace(step, prices=prices)
 
@@ -437,6 +458,23 @@ class Search:
         self._spent("restricted", since)
         self._report("restricted problem", part)
 
+    def _relax(self, part: _Part) -> None:
+        """The LP relaxation by HiGHS: its duals are the best prices, and messages for them."""
+        since = time.perf_counter()
+        model = HighsModel(part.reduced)
+        self._count(model)
+        result = model.solve(integer=False, seconds=self._time_left)
+        self._take(part.reduced, result)
+        if result.messages:
+            for link, messages in zip(part.reduced.links, result.messages, strict=True):
+                if link is not None and messages is not None:
+                    link.messages = [message.copy() for message in messages]
+            part.prices = Prices(windows=result.window_prices, memory=result.memory_prices)
+            part.lower_bound_us = max(part.lower_bound_us, result.lower_bound_us)
+            self.prices = part.prices
+        self._spent("lp", since)
+        self._report("LP relaxation", part)
+
     def _promising(self, part: _Part, spread: list[FloatArray]) -> list[BoolArray]:
         """Options whose bound is close to the least, such that about so many pairs are left."""
         levels = np.quantile(np.concatenate(spread), [0.02, 0.05, 0.1, 0.2, 0.4, 0.7, 1.0])
@@ -466,11 +504,16 @@ class Search:
         if model.num_columns > self.num_variables:
             self.num_variables, self.num_rows = model.num_columns, model.num_rows
 
-    def _take(self, reduced: ReducedProblem, result: HighsResult) -> None:
+    def _take(self, reduced: ReducedProblem, result: HighsResult) -> bool:
+        """Offers what HiGHS found; whether any of it keeps the budgets."""
+        kept = False
         for positions in result.positions:
-            self.offer(reduced.choices(positions))
+            choices = reduced.choices(positions)
+            self.offer(choices)
+            kept |= not any(evaluate(self.problem, choices).excess_bytes(self.problem))
             for node, seen, position in zip(reduced.nodes, self._seen, positions, strict=True):
                 seen.add(int(node.options[position]))
+        return kept
 
     def _solve_whole(self, part: _Part) -> bool:
         """HiGHS on all of a part: LP relaxation, then MILP; whether that settles it."""
@@ -489,6 +532,10 @@ class Search:
         self._report("LP relaxation", part)
         if part.lower_bound_us >= self._cutoff:
             return True
+        if part.depth == 0:
+            if not self._keep_budgets(part):
+                return True
+            model = HighsModel(part.reduced)
         since = time.perf_counter()
         self.method = "MILP" if part.depth == 0 else "branch and bound"
         result = model.solve(
@@ -497,13 +544,17 @@ class Search:
             gap=self.gap,
             max_nodes=self.settings.whole_nodes,
         )
-        self._take(part.reduced, result)
-        if result.feasible is not False:
-            part.lower_bound_us = max(part.lower_bound_us, result.lower_bound_us)
+        kept = self._take(part.reduced, result)
         self._spent("milp", since)
-        self._report("MILP", part)
         if result.feasible is False:
             return True
-        if result.optimal:
+        part.lower_bound_us = max(part.lower_bound_us, result.lower_bound_us)
+        self._report("MILP", part)
+        if part.lower_bound_us >= self._cutoff:
+            return True
+        # By the tolerance of HiGHS a choice may be optimal that exceeds a budget by a byte: then
+        # the part is branched until such a choice is alone.
+        settled = result.optimal and (kept or part.reduced.num_options == len(part.reduced.nodes))
+        if settled and kept:
             self._settled_bound_us = min(self._settled_bound_us, part.lower_bound_us)
-        return result.optimal or part.lower_bound_us >= self._cutoff
+        return settled

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 from gt_autoparallel.errors import SolverError
 from gt_autoparallel.problem import Problem
 from gt_autoparallel.solver.arc_consistency import make_arc_consistent
+from gt_autoparallel.solver.dominance import drop_dominated
 from gt_autoparallel.solver.evaluation import evaluate
 from gt_autoparallel.solver.infeasibility import explain_infeasibility
 from gt_autoparallel.solver.reduced_problem import reduce_problem
@@ -29,7 +31,9 @@ def solve(
 ) -> Solution:
     """Finds the choice of least cost that keeps every budget.
 
-    The same problem gives the same choice on every rank unless the time limit ends the search.
+    The same problem gives the same choice on every rank unless the time limit ends the search:
+    no other decision depends on time. Of two options that differ in nothing but bytes the smaller
+    is taken, and of two choices of equal cost that the search meets the one with fewer bytes.
 
     Args:
         problem: see ``Problem``.
@@ -70,6 +74,8 @@ def _solve(
     if make_arc_consistent(reduced) is not None:
         raise explain_infeasibility(problem, solve)
     reduced.compact_links()
+    drop_dominated(reduced)
+    reduced.compact_links()
     reduced.settle_windows()
     search = Search(
         problem=problem,
@@ -86,7 +92,7 @@ def _solve(
     search.run()
     if search.infeasible:
         raise explain_infeasibility(problem, solve)
-    if not search.choices:
+    if search.objective_us == math.inf:
         raise SolverError(
             f"no choice that keeps all budgets was found within {time_limit_seconds} seconds; "
             "allow more time"
@@ -96,7 +102,8 @@ def _solve(
 
 def _solution(search: Search, start: float) -> Solution:
     found = evaluate(search.problem, search.choices)
-    proven = search.relative_gap <= max(search.gap, _PROOF_GAP)
+    # The search may end exactly at the gap asked for; rounding must not call that too much.
+    proven = search.relative_gap <= max(search.gap, _PROOF_GAP) * (1.0 + 1e-9)
     return Solution(
         choices=search.choices,
         objective_us=found.objective_us,
