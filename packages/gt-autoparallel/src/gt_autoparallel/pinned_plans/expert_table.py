@@ -56,6 +56,7 @@ def expert_plans(
     styles: Mapping[str, Mapping[str, AxisStyle]] | None = None,
     names: TensorParallelNames | None = None,
     memory_budget_bytes: int | None = None,
+    relative_gap: float = 1e-3,
     time_limit_seconds: float = 120.0,
 ) -> Iterator[ExpertPlan]:
     """The cheapest plan that does what each expert does.
@@ -65,6 +66,7 @@ def expert_plans(
         styles: names, and what is done along each axis; ``expert_styles`` by default.
         names: which parameters tensor parallelism cuts.
         memory_budget_bytes: on each rank; None for no limit.
+        relative_gap: how much each may cost above the cheapest that does the same.
         time_limit_seconds: for each.
     """
     for name, by_axis in (styles or expert_styles(planner.mesh)).items():
@@ -73,6 +75,7 @@ def expert_plans(
             plan = planner.find(
                 constraints=pins,
                 memory_budget_bytes=memory_budget_bytes,
+                relative_gap=relative_gap,
                 time_limit_seconds=time_limit_seconds,
             )
         except (ConstraintError, InfeasiblePlacementError) as error:
