@@ -12,7 +12,9 @@ from functools import cache
 
 import pytest
 
+from gt_trace.testing import fake_world
 from gt_trainer.dry_run import DryRunReport, dry_run
+from gt_trainer.fake_step import fake_step
 from gt_trainer.models.catalog import CATALOG, INTENDED_WORLD_SIZE
 from gt_trainer.preflight import check_configuration
 
@@ -35,6 +37,17 @@ def run(module: str, name: str, world_size: int, **parallelism: int) -> DryRunRe
 @cache
 def run_as_intended(module: str, name: str) -> DryRunReport:
     return run(module, name, INTENDED_WORLD_SIZE[name])
+
+
+def test_fake_step_needs_a_process_of_its_own() -> None:
+    config = importlib.import_module("gt_trainer.models.llama3").llama3_debugmodel()
+    message = "a fake step needs a process without a process group, and this one has one"
+    with (
+        fake_world(rank=0, world_size=2),
+        pytest.raises(RuntimeError, match=f"^{message}$"),
+        fake_step(config, 2),
+    ):
+        raise AssertionError("not refused")
 
 
 @pytest.mark.parametrize("entry", _ENTRIES)

@@ -23,6 +23,7 @@ from gt_trace._torch_internals import FakeTensorMode, ShapeEnv, pytree
 from gt_trace.captured_mode import CapturedMode
 from gt_trace.errors import CaptureError
 from gt_trace.flat_inputs import FlatInputs
+from gt_trace.garbage_collection import held_garbage_collection
 from gt_trace.input_preparers import InputPreparer, TraceInputs
 from gt_trace.module_state import StateSlot, collect_state
 from gt_trace.stamping.compare_steps import step_differences
@@ -42,6 +43,8 @@ __all__ = ["StampingError", "trace_step_by_stamping"]
 
 _logger = logging.getLogger(__name__)
 _MOST_WARM_UP = 2
+_MOST_KINDS = 8
+"""With how many kinds of layers, the latest, a layer is compared: like layers are near."""
 
 
 class StampingError(CaptureError):
@@ -102,8 +105,10 @@ def trace_step_by_stamping(
             fake_mode=fake_mode,
             ignored_attributes=ignored_attributes,
         )
+        started = time.process_time()
         try:
-            captured = stamper.capture(args, kwargs)
+            with held_garbage_collection():
+                captured = stamper.capture(args, kwargs)
         except NotStampable as refusal:
             _logger.warning("layers are not stamped, all are traced: %s", refusal)
             begin = time.process_time()
@@ -114,7 +119,7 @@ def trace_step_by_stamping(
                     num_layers=stamper.num_layers,
                     num_layers_traced=stamper.num_layers,
                     refusal=str(refusal),
-                    gate_seconds=stamper.gate_seconds,
+                    gate_seconds=begin - started,
                     trace_seconds=time.process_time() - begin,
                 ),
             )
@@ -157,7 +162,6 @@ class _Stamper:
         self._fake_mode = fake_mode
         self._ignored_attributes = ignored_attributes
         self.num_layers = 0
-        self.gate_seconds = 0.0
 
     def capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StampedCapture:
         """Stamp.
@@ -182,10 +186,15 @@ class _Stamper:
         vocabulary = Vocabulary()
         whole = self._record(flat, layers, range(len(layers)), vocabulary)
         require_equal_streams(whole, layers=layers, plan=plan, vocabulary=vocabulary)
-        self.gate_seconds = time.process_time() - begin
+        gate_seconds = time.process_time() - begin
         while True:
             try:
-                return self._stamp(args, kwargs, layers, plan, flat, whole, vocabulary)
+                captured = self._stamp(args, kwargs, layers, plan, flat, whole, vocabulary)
+                report = captured.report
+                return replace(
+                    captured,
+                    report=replace(report, gate_seconds=report.gate_seconds + gate_seconds),
+                )
             except ReachesTooFar:
                 if plan.num_warm_up == _MOST_WARM_UP:
                     raise
@@ -197,7 +206,7 @@ class _Stamper:
         kinds: list[int] = []
         first: str | None = None
         for index in range(len(layers)):
-            for kind, model in reversed(list(enumerate(models))):
+            for kind, model in reversed(list(enumerate(models))[-_MOST_KINDS:]):
                 difference = layer_difference(
                     layers, model, index, ignored_attributes=self._ignored_attributes
                 )
@@ -249,7 +258,7 @@ class _Stamper:
                 num_layers=len(layers),
                 num_layers_traced=len(plan.kept),
                 period=plan.period,
-                gate_seconds=self.gate_seconds + traced_at - begin,
+                gate_seconds=traced_at - begin,
                 trace_seconds=stamped_at - traced_at,
                 stamp_seconds=time.process_time() - stamped_at,
             ),
