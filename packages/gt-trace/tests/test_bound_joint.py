@@ -282,7 +282,7 @@ def test_a_gradient_that_was_not_captured_is_an_error() -> None:
     many, x, scale = ManyNames(), torch.rand(3), torch.rand(3)
     bound = bind(many, x, scale=scale)
     many.frozen.requires_grad_()
-    with pytest.raises(StateMismatchError, match="would reach them:\n  parameter frozen"):
+    with pytest.raises(StateMismatchError, match="frozen requires a gradient, and did not"):
         bound(x, scale=scale)
 
 
@@ -293,6 +293,38 @@ def test_evaluation_with_what_was_captured_in_training_is_an_error() -> None:
     with pytest.raises(StateMismatchError) as error:
         bound(x)
     assert str(error.value) == (
-        "the module was captured in training mode, and is not in it; call module.train(True), or "
-        "the module itself"
+        "this is not as it was when it was captured:\n"
+        "  the module is in evaluation mode, and was in training mode\n"
+        "  module up is in evaluation mode, and was in training mode\n"
+        "  module down is in evaluation mode, and was in training mode"
     )
+
+
+def test_one_submodule_in_another_mode_is_an_error() -> None:
+    module, x = nn.Sequential(Dropping(), nn.Linear(8, 8)), torch.rand(2, 8)
+    bound = bind(module, x)
+    module[1].eval()
+    with pytest.raises(StateMismatchError, match="module 1 is in evaluation mode"):
+        bound(x)
+
+
+def test_ambient_autocast_that_was_not_captured_is_an_error() -> None:
+    module, x = nn.Linear(8, 8), torch.rand(2, 8)
+    bound = bind(module, x)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(StateMismatchError) as error:
+        bound(x)
+    assert str(error.value).endswith("autocast is on for cpu in torch.bfloat16, and was off")
+
+
+def test_what_was_captured_under_autocast_casts_once() -> None:
+    module, x = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)), torch.rand(2, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = module(x)
+        expected.sum().backward()
+        gradients = [p.grad for p in module.parameters()]
+        module.zero_grad()
+        result = bind(module, x)(x)
+        result.sum().backward()
+    assert torch.equal(result, expected)
+    for parameter, gradient in zip(module.parameters(), gradients, strict=True):
+        assert torch.equal(parameter.grad, gradient)

@@ -14,6 +14,7 @@ from torch.fx import GraphModule
 from gt_trace._torch_internals import pytree
 from gt_trace._torch_joint_internals import AsyncCollectiveTensor, BoxedCodeGen
 from gt_trace.bound_inputs import BoundInputs
+from gt_trace.captured_mode import ModeGuard, as_captured
 from gt_trace.errors import InputMismatchError, StateMismatchError
 from gt_trace.graph_inputs import InputKind
 from gt_trace.joint_graph import OutputSignature
@@ -49,6 +50,8 @@ class BoundJoint:
         self._forward = forward or boxed(parts.forward)
         self._backward = backward or boxed(parts.backward)
         self._inputs = BoundInputs(parts.joint, module)
+        # Gradients leave through autograd, so hooks of parameters run.
+        self._guard = ModeGuard(parts.joint.mode, module, lost_hooks=())
         self._plan = _Plan(parts)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -57,17 +60,12 @@ class BoundJoint:
         Raises:
             InputMismatchError: the arguments differ from the captured ones in structure, shape,
                 dtype, layout, constant value, or in whether they require a gradient.
-            StateMismatchError: the state was replaced by one that does not fit, or the module is
-                in the other of training and evaluation.
+            StateMismatchError: the state was replaced by one that does not fit, or modes, hooks or
+                autocast are not those of the capture.
         """
         joint = self.parts.joint
-        if self._module.training != joint.training:
-            mode = "training" if joint.training else "evaluation"
-            raise StateMismatchError(
-                f"the module was captured in {mode} mode, and is not in it; call "
-                f"module.train({joint.training}), or the module itself"
-            )
         plain = self._inputs.plain_tensors(args, kwargs)
+        self._guard.check(self._inputs.version)
         wholes = self._wholes(args, kwargs)
         differentiable = [wholes[key] for key in self._plan.gradients]
         results: tuple[Any, ...] = _Graphs.apply(self, plain, *differentiable)
@@ -111,7 +109,8 @@ class BoundJoint:
     def run_forward(self, plain: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[Any]]:
         """Outputs put together, and what is saved; mutated inputs are updated."""
         plan = self._plan
-        results = self._forward([plain[index] for index in plan.forward_inputs])
+        with as_captured():
+            results = self._forward([plain[index] for index in plan.forward_inputs])
         for position, target in plan.mutations:
             plain[target].copy_(results[position])
         outputs = [
@@ -144,7 +143,8 @@ class BoundJoint:
         ]
         saved.clear()
         taken = {_storage(tangent) for tangent in arrived if tangent is not None}
-        results = self._backward(inputs)
+        with as_captured():
+            results = self._backward(inputs)
         gradients: list[torch.Tensor] = []
         for key, positions in plan.gradients.items():
             layout = self.parts.joint.gradient_layouts[key]

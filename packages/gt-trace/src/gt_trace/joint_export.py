@@ -34,6 +34,7 @@ from gt_trace._torch_joint_internals import (
     own_backward_annotations,
 )
 from gt_trace.annotate import annotate_modules
+from gt_trace.captured_mode import CapturedMode
 from gt_trace.errors import CaptureError
 from gt_trace.flat_inputs import FlatInputs
 from gt_trace.graph_inputs import InputKind, name_placeholders
@@ -87,6 +88,7 @@ def export_joint_graph(
         ConstantCapturedError: a closed-over tensor would become a constant.
     """
     inputs = TraceInputs(args=args, kwargs=dict(kwargs or {}))
+    mode = CapturedMode.now(module)
     flat = FlatInputs.of(module.forward, collect_state(module), inputs)
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     fakes = flat.fake(fake_mode, torch.device(meta_device))
@@ -122,7 +124,7 @@ def export_joint_graph(
         output_spec=shell.output_spec,
         differentiable=_differentiable(flat),
         gradient_layouts=gradient_layouts,
-        training=module.training,
+        mode=mode,
     )
 
 

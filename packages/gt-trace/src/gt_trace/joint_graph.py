@@ -16,6 +16,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.fx import GraphModule
 
 from gt_trace._torch_internals import FakeTensorMode, pytree
+from gt_trace.captured_mode import CapturedMode
 from gt_trace.graph_inputs import ArgumentSignature, GraphInput, InputKind
 from gt_trace.module_state import StateEntry
 from gt_trace.subclass_layout import TensorLayout
@@ -96,8 +97,8 @@ class JointGraph:
     gradient_layouts: Mapping[tuple[InputKind, str], TensorLayout]
     """Of those that a gradient reaches."""
 
-    training: bool
-    """``module.training`` at the capture."""
+    mode: CapturedMode
+    """Training or evaluation of every module, hooks and autocast at the capture."""
 
     @property
     def num_forward_results(self) -> int:

@@ -63,8 +63,8 @@ def _advances_generator(node: Node) -> bool:
     for position, declared in enumerate(target._schema.arguments):
         if declared.name == "dropout_p":  # attention, which draws only for dropout
             if position < len(node.args) and not declared.kwarg_only:
-                return node.args[position] != 0
-            return node.kwargs.get("dropout_p", declared.default_value) != 0
+                return bool(node.args[position] != 0)
+            return bool(node.kwargs.get("dropout_p", declared.default_value) != 0)
     return True
 
 
