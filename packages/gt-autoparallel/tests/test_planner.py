@@ -1,0 +1,228 @@
+"""What a planner is asked for is kept, or refused with the reason; asking again is cheap."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.nn import functional as F
+
+from gt_autoparallel.constraints import Constraints, ModuleOutput, resolve_constraints
+from gt_autoparallel.errors import (
+    ConstraintError,
+    InfeasiblePlacementError,
+    PlacementInputError,
+    UnsupportedModelError,
+)
+from gt_autoparallel.find import find_placement, planner_of_model
+from gt_autoparallel.layer_names import window_name
+from gt_autoparallel.layouts import MeshShape
+from gt_autoparallel.plan import PlacementRequest
+from gt_autoparallel.planner import Planner
+from gt_autoparallel.saved_storages import saved_storages
+
+R, S0, S1 = Replicate(), Shard(0), Shard(1)
+MESH = MeshShape(names=("data",), sizes=(4,))
+TOKENS = torch.empty(8, 16, dtype=torch.int64, device="meta")
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(32, 64, bias=False)
+        self.down = nn.Linear(64, 32, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.silu(self.up(x)))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(64, 32)
+        self.layers = nn.ModuleList([Block() for _ in range(5)])
+        self.head = nn.Linear(32, 64, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        h = self.embedding(tokens)
+        for layer in self.layers:
+            h = layer(h)
+        return self.head(h)
+
+
+@pytest.fixture(scope="module")
+def lines() -> list[str]:
+    return []
+
+
+@pytest.fixture(scope="module")
+def planner(lines: list[str]) -> Planner:
+    return planner_of_model(Model().to("meta"), MESH, (TOKENS,), progress=lines.append)
+
+
+def test_repeated_layers_share_choices(planner: Planner) -> None:
+    placement = planner.problem(PlacementRequest())
+    clustering = placement.clustering
+    sizes = dict(zip(clustering.window_names, clustering.window_sizes, strict=True))
+    assert sizes["layers.1 forward"] == sizes["layers.1 backward"] == 3
+    assert sizes["layers.0 forward"] == sizes["layers.4 backward"] == 1
+    for members in clustering.members:
+        nodes = [planner.graph.nodes[index] for index in members]
+        layer = [re.sub(r"layers\.\d+", "layers.*", node.name) for node in nodes]
+        assert len(set(layer)) == 1
+        assert len({(node.kind, node.outputs, node.phase) for node in nodes}) == 1
+        assert len({window_name(node) for node in nodes}) == len(nodes)
+
+
+def test_edges_between_alike_layers_are_priced(planner: Planner) -> None:
+    """From the last node of a layer to the first of the next one, as often as that happens."""
+    placement = planner.problem(PlacementRequest())
+    classes = placement.clustering.class_of_node
+    nodes = planner.graph.nodes
+    between = [
+        use
+        for use in planner.graph.uses()
+        if nodes[use.value.node].module.startswith("layers.2")
+        and nodes[use.consumer].module.startswith("layers.3")
+    ]
+    assert between
+    pairs = {(edge.left, edge.right) for edge in placement.problem.edges}
+    for use in between:
+        left, right = classes[use.value.node], classes[use.consumer]
+        assert len(placement.clustering.members[left]) == 3
+        assert (left, right) in pairs
+
+
+def test_constraints_of_every_kind_are_kept(planner: Planner) -> None:
+    plan = planner.find(
+        constraints=Constraints(
+            inputs={"tokens": (S0,)},
+            outputs={"output": {"data": Shard(2)}},
+            parameters={"layers.*.up.weight": (S1,), "head.weight": (R,)},
+            nodes={"layers.2.up": (R,), "layers.3": ModuleOutput(layout=(S1,), phase="backward")},
+        )
+    )
+    layouts = plan.parameter_layouts()
+    assert {layouts[f"layers.{i}.up.weight"] for i in range(5)} == {(S1,)}
+    assert layouts["head.weight"] == (R,)
+    by_name = {node.name: plan.options[node.index] for node in plan.graph.nodes}
+    assert by_name["tokens"].outputs == ((S0,),)
+    assert by_name["output"].operands == ((Shard(2),),)
+    assert by_name["output/tangent"].outputs == ((Shard(2),),)
+
+
+def test_a_module_constraint_holds_only_the_phase_asked_for(planner: Planner) -> None:
+    nodes = {node.name: node for node in planner.graph.nodes}
+    for phase in ("forward", "backward"):
+        resolved = resolve_constraints(
+            Constraints(nodes={"layers.2.up": ModuleOutput(layout=(S0,), phase=phase)}),
+            planner.graph,
+            MESH,
+        )
+        assert resolved
+        assert {nodes[each.node].phase for each in resolved} == {phase}
+        assert {nodes[each.node].module for each in resolved} == {"layers.2.up"}
+
+
+def test_every_wrong_constraint_is_named(planner: Planner) -> None:
+    with pytest.raises(ConstraintError) as error:
+        resolve_constraints(
+            Constraints(
+                inputs={"token": (S0,)},
+                outputs={"output": (S0, R)},
+                parameters={"head.weight": {"model": S0}, "embedding.weight": (Shard(3),)},
+                nodes={"layers.9.up": (R,)},
+            ),
+            planner.graph,
+            MESH,
+        )
+    assert str(error.value) == (
+        "constraints:\n"
+        "  inputs['token']: there is none; there are ['tokens']\n"
+        "  outputs['output']: 2 placements for 1 mesh axes ['data']\n"
+        "  parameters['head.weight']: axes ['model'] do not exist; ['data'] do\n"
+        "  parameters['embedding.weight']: (S(3)) does not cut shape (64, 32) evenly on mesh "
+        "{'data': 4}, the shape of 'embedding.weight'\n"
+        "  nodes['layers.9.up']: there is no such node or module; there are "
+        "['layers.4.up', 'layers.3.up', 'layers.2.up']"
+    )
+
+
+def test_a_layout_that_no_option_offers_is_refused(planner: Planner) -> None:
+    with pytest.raises(ConstraintError) as error:
+        planner.find(constraints=Constraints(parameters={"head.weight": (Partial(),)}))
+    assert str(error.value) == (
+        "constraints:\n  node 'head.weight' has no option with output 0 in (P(sum))"
+    )
+
+
+def test_constraints_that_contradict_each_other_are_named(planner: Planner) -> None:
+    gradient = resolve_constraints(
+        Constraints(parameters={"head.weight": (S0,)}), planner.graph, MESH
+    )
+    other = [
+        type(each)(node="head.weight/gradient", side="operand", position=0, placements=(S1,))
+        for each in gradient
+    ]
+    with pytest.raises(InfeasiblePlacementError) as error:
+        planner.find(constraints=[*gradient, *other])
+    assert str(error.value).startswith(
+        "constraints contradict each other; no placement has all of\n"
+        "  output 0 of 'head.weight' in (S(0))\n"
+        "  operand 0 of 'head.weight/gradient' in (S(1))\n"
+    )
+
+
+def test_a_budget_too_small_says_by_how_much_and_what_dominates(planner: Planner) -> None:
+    with pytest.raises(InfeasiblePlacementError) as error:
+        planner.find(memory_budget_bytes=1000)
+    first, *table = str(error.value).splitlines()
+    assert first.startswith("the memory budget of 0.000 GiB a rank is too small by")
+    assert {line.split("  ")[1] for line in table} == {
+        "parameters",
+        "gradients",
+        "optimizer state",
+        "saved activations",
+    }
+    shares = [float(line.split()[-1].rstrip("%")) for line in table]
+    assert shares == sorted(shares, reverse=True)
+    assert math.isclose(sum(shares), 100.0, abs_tol=0.3)
+
+
+def test_asking_again_makes_no_table_again(planner: Planner, lines: list[str]) -> None:
+    planner.find(constraints=Constraints(inputs={"tokens": (S0,)}))
+    first = planner.problem(PlacementRequest()).problem
+    again = planner.problem(PlacementRequest(memory_budget_bytes=2**40)).problem
+    assert first.edges is again.edges
+    assert any(line.startswith("captured ") for line in lines)
+    assert any(line.startswith("audited ") for line in lines)
+
+
+def test_saved_are_values_that_the_backward_reads(planner: Planner) -> None:
+    saved = saved_storages(planner.graph)
+    nodes = planner.graph.nodes
+    for value in saved.values:
+        assert nodes[value.node].phase == "forward"
+        assert nodes[value.node].kind not in ("parameter", "buffer", "input", "share")
+    statuses = {nodes[index].name: status for index, status in saved.statuses.items()}
+    # The weight is gathered by its share node, transposed, and read by the backward's product.
+    assert statuses["layers.0.up/t/share"] == ("moved", "aliased")
+    assert statuses["layers.0.up.weight/share"] == ("idle", "moved", "aliased")
+
+
+def test_refuses_a_mesh_axis_larger_than_every_dim() -> None:
+    with pytest.raises(PlacementInputError) as error:
+        find_placement(Model().to("meta"), MeshShape(names=("data",), sizes=(4096,)), (TOKENS,))
+    assert str(error.value) == (
+        "mesh: axis 'data' has 4096 ranks, and no dim of any parameter or input is a multiple of "
+        "4096: nothing could be sharded along it"
+    )
+
+
+def test_refuses_inputs_that_are_no_tensors() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"args\[0\] is a object; allowed: tensors"):
+        find_placement(Model().to("meta"), MESH, (object(),))
