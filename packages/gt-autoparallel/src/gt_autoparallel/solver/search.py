@@ -255,12 +255,18 @@ class Search:
                 alive = alive and self._keep_budgets(part)
             # At the root, then ever more rarely: after 2, 4, 8, ... parts.
             turn = self.num_parts & (self.num_parts - 1) == 0
-            if alive and turn and part.reduced.num_pairs > self.settings.small_pairs:
-                self._solve_restricted(part)
+            for attempt in range(1, 5 if part.depth == 0 else 2):
+                if not (alive and turn) or part.reduced.num_pairs <= self.settings.small_pairs:
+                    break
+                room, num_options = self._cutoff - part.lower_bound_us, part.reduced.num_options
+                self._solve_restricted(part, attempt * self.settings.restricted_pairs)
                 if part.depth == 0 and part.reduced.num_pairs <= self.settings.relaxed_pairs:
                     self._relax(part)
                 if part.lower_bound_us < self._cutoff:
-                    alive = self._ascend(part, rounds // 4)
+                    alive = self._ascend(part, rounds // 2)
+                closer = self._cutoff - part.lower_bound_us < 0.9 * room
+                if not closer and part.reduced.num_options > 0.9 * num_options:
+                    break
             self._report(f"part {self.num_parts}", part)
             if not alive or part.lower_bound_us >= self._cutoff:
                 return []
@@ -437,14 +443,14 @@ class Search:
 
     # ------------------------------------------------------------------ HiGHS
 
-    def _solve_restricted(self, part: _Part) -> None:
-        """HiGHS on the most promising options, for a better choice."""
+    def _solve_restricted(self, part: _Part, pairs: int) -> None:
+        """HiGHS on the most promising options, about ``pairs`` pairs, for a better choice."""
         since = time.perf_counter()
         ascent = DualAscent(part.reduced, part.prices)
         for forward in (True, False, True):
             ascent.sweep(forward=forward)
         spread = [values - values.min() for values in ascent.option_bounds()]
-        rest = self._restricted_to(part, self._promising(part, spread))
+        rest = self._restricted_to(part, self._promising(part, spread, pairs))
         if rest is not None:
             model = HighsModel(rest)
             self._count(model)
@@ -475,7 +481,7 @@ class Search:
         self._spent("lp", since)
         self._report("LP relaxation", part)
 
-    def _promising(self, part: _Part, spread: list[FloatArray]) -> list[BoolArray]:
+    def _promising(self, part: _Part, spread: list[FloatArray], pairs: int) -> list[BoolArray]:
         """Options whose bound is close to the least, such that about so many pairs are left."""
         levels = np.quantile(np.concatenate(spread), [0.02, 0.05, 0.1, 0.2, 0.4, 0.7, 1.0])
         chosen: list[BoolArray] = []
@@ -491,7 +497,7 @@ class Search:
                     for end, labels in zip(link.ends, link.labels, strict=True)
                 ]
                 size += sides[0] * sides[1]
-            if chosen and size > self.settings.restricted_pairs:
+            if chosen and size > pairs:
                 break
             chosen = masks
         return chosen
