@@ -91,7 +91,7 @@ def plan_memory(
         for position, (spec, layout) in enumerate(zip(node.outputs, option.outputs, strict=True)):
             if Value(node.index, position) in saved.values:
                 activations += _bytes(spec, layout, mesh)
-        if node.index not in needed or not is_view_like(node):
+        if node.index not in needed or not is_view_like(node, graph):
             continue
         source = node.operands[0]
         moved = options[source.node].outputs[source.output] != option.operands[0]

@@ -16,12 +16,13 @@ storage counts the same moved or aliased.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from gt_autoparallel._torch_internals import OpOverload, views_first_argument
-from gt_autoparallel.placement_graph import PlacementGraph, PlacementNode, Value
+from gt_autoparallel.placement_graph import PlacementGraph, PlacementNode, TensorSpec, Value
 
 __all__ = ["SavedStorages", "Status", "is_view_like", "saved_storages"]
 
@@ -49,15 +50,23 @@ class SavedStorages:
         return (saved, self.statuses.get(node.index))
 
 
-def is_view_like(node: PlacementNode) -> bool:
-    """Whether a node's result is in the storage of its first operand, if the layout stays."""
+def is_view_like(node: PlacementNode, graph: PlacementGraph) -> bool:
+    """Whether a node's result is all of the storage of its first operand, if the layout stays.
+
+    A part of a value, or an expanded one, counts as a storage of its own size.
+    """
     if node.kind == "share":
         return True
     return (
         node.kind == "operator"
         and isinstance(node.target, OpOverload)
         and views_first_argument(node.target)
+        and _num_elements(node.outputs[0]) == _num_elements(graph.spec(node.operands[0]))
     )
+
+
+def _num_elements(spec: TensorSpec | None) -> int:
+    return 0 if spec is None else math.prod(spec.shape)
 
 
 def saved_storages(graph: PlacementGraph) -> SavedStorages:
@@ -71,7 +80,9 @@ def saved_storages(graph: PlacementGraph) -> SavedStorages:
         if nodes[value.node].phase == "forward" and nodes[value.node].kind not in _SOURCES
     }
     read_nodes = {value.node for value in read}
-    views = {n.index: n.operands[0] for n in nodes if n.phase == "forward" and is_view_like(n)}
+    views = {
+        n.index: n.operands[0] for n in nodes if n.phase == "forward" and is_view_like(n, graph)
+    }
     num_needy = dict.fromkeys(views, 0)
     needed: set[int] = set()
     for index in reversed(list(views)):

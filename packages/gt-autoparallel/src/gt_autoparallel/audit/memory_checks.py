@@ -9,11 +9,12 @@ operands, which they know themselves.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import prod
 
 from gt_autoparallel._torch_internals import OpOverload
 from gt_autoparallel.audit.shards import shard_bytes
 from gt_autoparallel.experts import experts_saved_bytes
-from gt_autoparallel.placement_graph import PlacementNode, Value
+from gt_autoparallel.placement_graph import PlacementGraph, PlacementNode, Value
 from gt_autoparallel.plan import MemoryBreakdown, PlacementPlan
 
 __all__ = ["memory_problems", "recounted_memory"]
@@ -72,7 +73,7 @@ def _storage(plan: PlacementPlan, value: Value) -> dict[object, int]:
     node = plan.graph.nodes[value.node]
     if node.kind in _SOURCES:
         return {}
-    position = _viewed_operand(node)
+    position = _viewed_operand(node, plan.graph)
     if position is None:
         return {value: _output_bytes(plan, value)}
     source = node.operands[position]
@@ -84,8 +85,11 @@ def _storage(plan: PlacementPlan, value: Value) -> dict[object, int]:
     return {(node.index, position): shard_bytes(spec, wanted, plan.mesh.sizes)}
 
 
-def _viewed_operand(node: PlacementNode) -> int | None:
-    """The operand whose storage the node's first output is in; None if it has its own."""
+def _viewed_operand(node: PlacementNode, graph: PlacementGraph) -> int | None:
+    """The operand whose whole storage the node's first output is; None if it has its own.
+
+    A part of a value, and an expanded one, count as their own size.
+    """
     if node.kind == "share":
         return 0
     if not isinstance(node.target, OpOverload):
@@ -94,7 +98,9 @@ def _viewed_operand(node: PlacementNode) -> int | None:
     aliases = [argument.alias_info for argument in node.target._schema.arguments[:1]]
     if len(returned) != 1 or returned[0].alias_info is None or aliases[0] is None:
         return None
-    return 0
+    viewed = graph.spec(node.operands[0])
+    is_whole = node.outputs[0] is not None and prod(node.outputs[0].shape) == prod(viewed.shape)
+    return 0 if is_whole else None
 
 
 def _output_bytes(plan: PlacementPlan, value: Value) -> int:
