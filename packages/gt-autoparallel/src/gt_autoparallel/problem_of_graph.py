@@ -348,8 +348,10 @@ class _Builder:
         sources = tuple(dict.fromkeys(layout for layout, _ in source.distinct))
         targets = tuple(dict.fromkeys(layout for layout, _ in target.distinct))
         table = self.tables.table(self.graph.spec(use.value), sources, targets)
-        rows = [sources.index(layout) for layout, _ in source.distinct]
-        columns = [targets.index(layout) for layout, _ in target.distinct]
+        row_of = {layout: row for row, layout in enumerate(sources)}
+        column_of = {layout: column for column, layout in enumerate(targets)}
+        rows = [row_of[layout] for layout, _ in source.distinct]
+        columns = [column_of[layout] for layout, _ in target.distinct]
         times: FloatArray = table[np.ix_(rows, columns)]
         if is_cast(consumer) and use.consumer in self.reduces:
             times = np.where(_equal_layouts(source, target), 0.0, np.inf)
@@ -434,6 +436,11 @@ def _labels(choices: Sequence[_Choice], is_output: bool, position: int) -> _Labe
 
 
 def _equal_layouts(source: _Labels, target: _Labels) -> NDArray[np.bool_]:
-    return np.array(
-        [[left == right for right, _ in target.distinct] for left, _ in source.distinct], dtype=bool
+    """[source labels, target labels] Whether both have the same layout."""
+    number: dict[Layout, int] = {}
+    left, right = (
+        np.array([number.setdefault(layout, len(number)) for layout, _ in labels.distinct])
+        for labels in (source, target)
     )
+    equal: NDArray[np.bool_] = left[:, None] == right[None, :]
+    return equal

@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -150,7 +150,30 @@ def layouts_on_the_way(
     """
     source, target = (_without_trivial_axes(layout, mesh) for layout in (source, target))
     direct = _direct_order(source, target)
-    return tuple(_cheapest_order(dims, source, target, mesh) if direct is None else direct)
+    if direct is not None:
+        return tuple(direct)
+    # The way depends on the dims that are cut, not on their places: many pairs are one problem.
+    cut = list(dict.fromkeys(p.dim for p in (*source, *target) if isinstance(p, Shard)))
+    place = {dim: number for number, dim in enumerate(cut)}
+    way = _way_of_cut_dims(
+        tuple(dims[dim] for dim in cut),
+        _renumbered(source, place),
+        _renumbered(target, place),
+        mesh,
+    )
+    back = dict(enumerate(cut))
+    return tuple(_renumbered(layout, back) for layout in way)
+
+
+@lru_cache(maxsize=1 << 16)
+def _way_of_cut_dims(
+    dims: Divisors, source: Layout, target: Layout, mesh: MeshShape
+) -> tuple[Layout, ...]:
+    return tuple(_cheapest_order(dims, source, target, mesh))
+
+
+def _renumbered(layout: Layout, place: Mapping[int, int]) -> Layout:
+    return tuple(Shard(place[p.dim]) if isinstance(p, Shard) else p for p in layout)
 
 
 def _without_trivial_axes(layout: Layout, mesh: MeshShape) -> Layout:

@@ -34,8 +34,11 @@ class _Ways:
     moves: dict[tuple[Layout, Layout], int] = field(default_factory=dict)
     """Number of each step, by the layouts before and after; number 0 stands for no step."""
 
-    ways: dict[tuple[Layout, Layout], tuple[int, ...] | None] = field(default_factory=dict)
-    """Numbers of the steps of each way; None where there is no way."""
+    number_of: dict[Layout, int] = field(default_factory=dict)
+    """Number of each layout."""
+
+    rows: dict[tuple[int, int], tuple[int, ...] | None] = field(default_factory=dict)
+    """By the numbers of two layouts, the steps of the way; None where there is no way."""
 
 
 class RedistributionTables:
@@ -69,9 +72,11 @@ class RedistributionTables:
     ) -> FloatArray:
         dims = divisors(spec.shape, self._mesh)
         known = self._ways.setdefault(dims, _Ways())
-        numbers = [
-            self._way(known, dims, source, target) for source in sources for target in targets
-        ]
+        left, right = (
+            [(known.number_of.setdefault(each, len(known.number_of)), each) for each in layouts]
+            for layouts in (sources, targets)
+        )
+        numbers = [self._way(known, dims, source, target) for source in left for target in right]
         longest = max((len(way) for way in numbers if way is not None), default=0)
         steps: IntArray = np.zeros((len(numbers), longest + 1), dtype=np.int64)
         for row, way in enumerate(numbers):
@@ -85,19 +90,23 @@ class RedistributionTables:
         return total.reshape(len(sources), len(targets))
 
     def _way(
-        self, known: _Ways, dims: tuple[frozenset[int], ...], source: Layout, target: Layout
+        self,
+        known: _Ways,
+        dims: tuple[frozenset[int], ...],
+        source: tuple[int, Layout],
+        target: tuple[int, Layout],
     ) -> tuple[int, ...] | None:
-        key = (source, target)
-        if key in known.ways:
-            return known.ways[key]
+        key = (source[0], target[0])
+        if key in known.rows:
+            return known.rows[key]
         way: tuple[int, ...] | None = None
-        if can_redistribute(source, target):
-            layouts = layouts_on_the_way(dims, source, target, self._mesh)
+        if can_redistribute(source[1], target[1]):
+            layouts = layouts_on_the_way(dims, source[1], target[1], self._mesh)
             way = tuple(
                 known.moves.setdefault((before, after), len(known.moves) + 1)
                 for before, after in itertools.pairwise(layouts)
             )
-        known.ways[key] = way
+        known.rows[key] = way
         return way
 
     def _times(self, known: _Ways, spec: TensorSpec) -> FloatArray:
