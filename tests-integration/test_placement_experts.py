@@ -70,16 +70,15 @@ def planner(name: str, mesh: MeshShape, num_layers: int) -> Planner:
 
 def compare_with_experts(name: str, mesh: MeshShape, num_layers: int, gap: float) -> None:
     asked = planner(name, mesh, num_layers)
-    plan = asked.find(relative_gap=gap)
-    experts = list(expert_plans(asked, relative_gap=gap))
+    plan = asked.find(relative_gap=gap, time_limit_seconds=600)
+    experts = list(expert_plans(asked, relative_gap=1e-2))
     print(f"\n{name}, {num_layers} layers: {expert_table(plan, experts)}")
     assert [each.name for each in experts] == list(expert_styles(mesh))
     assert plan.solver.proven
     for each in experts:
         assert each.plan is not None, f"{each.name}: {each.impossible}"
         assert plan.solver.lower_bound_us <= each.plan.objective_us, each.name
-        # The plan may be as far above the best one as its certificate says, and no further.
-        assert plan.objective_us <= each.plan.objective_us * (1 + plan.solver.gap), each.name
+        assert plan.objective_us <= each.plan.objective_us * (1 + 1e-9), each.name
 
 
 def test_llama3_on_one_axis():
@@ -90,7 +89,7 @@ def test_llama3_on_one_axis():
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_model_on_every_mesh(name: str, mesh: str):
-    compare_with_experts(name, MESHES[mesh], 2, gap=1e-3)
+    compare_with_experts(name, MESHES[mesh], 2, gap=0.0)
 
 
 @pytest.mark.slow

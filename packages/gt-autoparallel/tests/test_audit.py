@@ -209,6 +209,12 @@ def test_a_constraint_that_is_not_kept_is_noticed(plan):
     ]
 
 
+def test_what_is_replicated_without_a_rule_must_be_listed(plan):
+    assert problems(replace(plan, replicated_nodes=("mm0",))) == [
+        "node 'mm0' is listed as replicated without a rule, which it is not"
+    ]
+
+
 def test_another_graph_is_noticed(plan):
     nodes = tuple(
         replace(node, module="layers.0") if node.module else node for node in plan.graph.nodes

@@ -13,8 +13,15 @@ from gt_autoparallel.layouts import Layout, MeshShape, short_text
 from gt_autoparallel.options import NodeOption
 from gt_autoparallel.placement_graph import PlacementNode, TensorSpec
 from gt_autoparallel.plan import PlacementPlan
+from gt_autoparallel.rules import replicated_operators
 
-__all__ = ["OfferedOptions", "constraint_problems", "link_problems", "node_problems"]
+__all__ = [
+    "OfferedOptions",
+    "constraint_problems",
+    "link_problems",
+    "node_problems",
+    "replicated_problems",
+]
 
 
 class OfferedOptions(Protocol):
@@ -99,6 +106,16 @@ def constraint_problems(plan: PlacementPlan) -> Iterator[str]:
                 f"constraint on node {constraint.node!r}, {constraint.side} {constraint.position}: "
                 f"planned as {_layout_text(layout)}"
             )
+
+
+def replicated_problems(plan: PlacementPlan) -> Iterator[str]:
+    """Nodes that run replicated without a rule and are not listed, and the other way round."""
+    unknown = replicated_operators(plan.graph, plan.request.replicate_unknown)
+    found, listed = {node.name for node in unknown}, set(plan.replicated_nodes)
+    for name in sorted(found - listed):
+        yield f"node {name!r} runs replicated without a rule and is not listed"
+    for name in sorted(listed - found):
+        yield f"node {name!r} is listed as replicated without a rule, which it is not"
 
 
 def _options(

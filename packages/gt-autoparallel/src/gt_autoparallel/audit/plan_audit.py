@@ -22,10 +22,12 @@ from gt_autoparallel.audit.node_checks import (
     constraint_problems,
     link_problems,
     node_problems,
+    replicated_problems,
 )
 from gt_autoparallel.errors import AuditError
 from gt_autoparallel.graph_encoding import graph_digest
 from gt_autoparallel.plan import MemoryBreakdown, PlacementPlan
+from gt_autoparallel.rules import node_options
 
 __all__ = ["AuditReport", "audit_plan", "plan_problems"]
 
@@ -97,21 +99,18 @@ def plan_problems(plan: PlacementPlan, *, offered: OfferedOptions | None = None)
 def _examined(
     plan: PlacementPlan, offered: OfferedOptions | None
 ) -> tuple[list[str], CostWalk | None]:
-    if offered is None:
-        from gt_autoparallel.rules import node_options
-
-        offered = node_options
     problems = []
     if graph_digest(plan.graph) != plan.signature.graph_digest:
         problems.append("the graph is not the one that the plan was made for")
     if len(plan.options) != len(plan.graph.nodes):
         return [*problems, f"{len(plan.options)} options for {len(plan.graph.nodes)} nodes"], None
-    problems += node_problems(plan, offered)
+    problems += node_problems(plan, offered or node_options)
     if problems:
         # Costs of what a node cannot do mean nothing.
         return problems, None
     problems += link_problems(plan)
     problems += constraint_problems(plan)
+    problems += replicated_problems(plan)
     walk = CostWalk(plan)
     problems += walk.problems
     problems += memory_problems(plan)
