@@ -184,7 +184,9 @@ def test_a_step_captured_under_autocast_computes_what_it_does_eagerly():
         bound(x)
     with (
         torch.autocast("cpu", torch.float16),
-        pytest.raises(StateMismatchError, match=r"on for cpu in torch\.float16, and was on for cpu"),
+        pytest.raises(
+            StateMismatchError, match=r"on for cpu in torch\.float16, and was on for cpu"
+        ),
     ):
         bound(x)
 
