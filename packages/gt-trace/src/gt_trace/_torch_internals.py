@@ -7,6 +7,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+# Keeps torch-function modes out of what runs below the dispatcher, which would call them for every
+# attribute of every tensor that fake tensors and DTensors look at.
+from torch._C import DisableTorchFunction
+
 # Marks a fake tensor as the conjugate or negative view that the traced one is; a fake tensor is
 # made over a plain meta tensor, which loses both.
 from torch._C import _set_conj as set_conj
@@ -51,6 +55,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DimDynamic",
+    "DisableTorchFunction",
     "FakeTensor",
     "FakeTensorMode",
     "ShapeEnv",

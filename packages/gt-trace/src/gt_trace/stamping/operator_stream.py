@@ -20,6 +20,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from gt_trace._torch_internals import (
+    DisableTorchFunction,
     TorchDispatchMode,
     is_traceable_wrapper_subclass,
     pytree,
@@ -353,9 +354,10 @@ class _OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if not self._recorder.paused:
-            self._recorder.operator(func, args, kwargs or {}, result)
+        with DisableTorchFunction():
+            result = func(*args, **(kwargs or {}))
+            if not self._recorder.paused:
+                self._recorder.operator(func, args, kwargs or {}, result)
         return result
 
 
