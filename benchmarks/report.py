@@ -28,6 +28,7 @@ _PACKAGES = (
     "gt-trace",
     "gt-passes",
     "gt-pipeline",
+    "gt-autoparallel",
     "gt-trainer",
 )
 
