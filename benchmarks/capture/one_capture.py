@@ -64,6 +64,16 @@ def _peer_config(name: str) -> Any:
     family = "torchtitan.experiments.graph_trainer.llama3.config_registry"
     config = getattr(importlib.import_module(family), f"graph_trainer_{name}")()
     replace_inner_attention(config.model_spec.model)
+    theirs = config.compile
+
+    class Options(type(theirs)):  # type: ignore[misc]  # theirs, whichever it is
+        """The peer's, with what our way of building a step asks for."""
+
+        autoparallel = False
+
+    config.compile = Options(
+        **{field.name: getattr(theirs, field.name) for field in dataclasses.fields(theirs)}
+    )
     return config
 
 
