@@ -55,7 +55,7 @@ class AutoParallelConfig:
     time_limit_seconds: float = 120.0
     """Stop solving here, and take the best plan so far."""
 
-    relative_gap: float = 0.0
+    relative_gap: float = 0.001
     """Accept a plan proven to be within this fraction of the optimum."""
 
 
