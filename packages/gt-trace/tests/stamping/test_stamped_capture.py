@@ -10,6 +10,7 @@ import torch
 from stamp_models import VOCABULARY, WIDTH, Block, Toy, differences, stamp, step_of, tokens
 from torch import Tensor, nn
 
+from gt_trace.errors import CaptureError
 from gt_trace.stamping import StampingError, trace_by_stamping, trace_step_by_stamping
 
 
@@ -244,3 +245,10 @@ def test_attributes_that_no_forward_reads_may_differ() -> None:
         step_of(model), module=model, ignored_attributes=frozenset({"initial_scale"})
     )(tokens())
     assert captured.report.stamped
+
+
+def test_gradient_hook_on_a_layer_that_is_not_traced_is_refused() -> None:
+    model = Toy()
+    model.layers[3].up.weight.register_hook(lambda gradient: 2 * gradient)
+    with pytest.raises(CaptureError, match=r"parameter layers\.3\.up\.weight has a hook"):
+        stamp(model)

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from gt_trace._torch_internals import FakeTensorMode, ShapeEnv, pytree
-from gt_trace.captured_mode import CapturedMode
+from gt_trace.captured_mode import CapturedMode, refuse_gradient_hooks
 from gt_trace.errors import CaptureError
 from gt_trace.flat_inputs import FlatInputs
 from gt_trace.garbage_collection import held_garbage_collection
@@ -86,6 +86,8 @@ def trace_step_by_stamping(
     """
 
     def capture(*args: Any, **kwargs: Any) -> StampedCapture:
+        refuse_gradient_hooks(module)  # also those of layers that are not traced
+
         def full() -> TracedStep:
             return trace_step(
                 fn,
@@ -170,6 +172,7 @@ class _Stamper:
             NotStampable: the step must be captured in full.
         """
         begin = time.process_time()
+        mode = CapturedMode.now(self._module)
         layers = find_layer_list(self._module)
         self.num_layers = len(layers)
         slots = collect_state(self._module)
@@ -189,7 +192,7 @@ class _Stamper:
         gate_seconds = time.process_time() - begin
         while True:
             try:
-                captured = self._stamp(args, kwargs, layers, plan, flat, whole, vocabulary)
+                captured = self._stamp(args, kwargs, layers, plan, flat, whole, vocabulary, mode)
                 report = captured.report
                 return replace(
                     captured,
@@ -228,6 +231,7 @@ class _Stamper:
         flat: FlatInputs,
         whole: Recording,
         vocabulary: Vocabulary,
+        mode: CapturedMode,
     ) -> StampedCapture:
         begin = time.process_time()
         with layers.shortened(plan.kept):
@@ -250,7 +254,7 @@ class _Stamper:
             full_recording=whole,
             short_recording=short,
             meta_device=self._meta_device,
-            mode=CapturedMode.now(self._module),
+            mode=mode,
         )
         return StampedCapture(
             step=made,
