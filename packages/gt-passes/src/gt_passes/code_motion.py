@@ -22,9 +22,8 @@ __all__ = ["CodeMotion"]
 class CodeMotion:
     """Positions, barriers and memory of a graph, as it was when this was built.
 
-    Positions are not updated when nodes move; what they are used for is to ask about the original
-    order. What has been moved since then, for an earlier question, is left where it went: nodes
-    compare by where they stand now.
+    Positions are not updated when nodes move. Questions about what to move look at where nodes
+    stand now, those that an earlier answer moved or made among them.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -72,13 +71,10 @@ class CodeMotion:
         Returns:
             The nodes to move in front of ``limit``, or the reason why one of them must stay.
         """
-        bound = self.position[limit]
-        found = self._closure(nodes, lambda n: n.all_input_nodes, lambda p: p > bound)
-        if isinstance(found, str):
-            return found
-        if any(limit in node.all_input_nodes for node in found):
+        found = self._closure(nodes, lambda n: n.all_input_nodes, lambda n: limit < n)
+        if not isinstance(found, str) and any(limit in node.all_input_nodes for node in found):
             return f"it needs {limit.name}"
-        return [n for n in found if limit < n]
+        return found
 
     def dependents_before(self, nodes: Iterable[Node], limit: Node) -> list[Node] | str:
         """What reads ``nodes``, directly or not, and stands before ``limit``, in order.
@@ -87,33 +83,31 @@ class CodeMotion:
             The nodes to move behind ``limit``, without ``nodes`` themselves, or the reason why one
             of them must stay.
         """
-        bound = self.position[limit]
-        starts = set(nodes)
+        starts = dict.fromkeys(nodes)
         found = self._closure(
-            (user for node in starts for user in node.users),
-            lambda n: n.users,
-            lambda p: p < bound,
+            (user for node in starts for user in node.users), lambda n: n.users, lambda n: n < limit
         )
-        return (
-            found if isinstance(found, str) else [n for n in found if n not in starts and n < limit]
-        )
+        if isinstance(found, str):
+            return found
+        if any(limit in node.users for node in (*starts, *found)):
+            return f"{limit.name} needs it"
+        return [node for node in found if node not in starts]
 
     def _closure(
         self,
         nodes: Iterable[Node],
         following: Callable[[Node], Iterable[Node]],
-        within: Callable[[int], bool],
+        within: Callable[[Node], bool],
     ) -> list[Node] | str:
         found: dict[Node, None] = {}
         stack = list(nodes)
         while stack:
             node = stack.pop()
-            position = self.position.get(node)
-            if node in found or position is None or not within(position):
+            if node in found or not within(node):
                 continue
             reason = self.reason_not_to_move(node)
             if reason is not None:
                 return reason
             found[node] = None
             stack.extend(following(node))
-        return sorted(found, key=self.position.__getitem__)
+        return sorted(found)

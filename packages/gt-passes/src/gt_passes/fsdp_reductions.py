@@ -52,7 +52,10 @@ def bucket_reductions(
     num_buckets = num_members = 0
     buckets = plan_buckets(reductions, cap_mib=cap_mib, motion=motion)
     # What an earlier bucket moved stands before its own place; a later one may move it on.
-    for bucket in sorted(buckets, key=lambda members: members[-1].position):
+    for planned in sorted(buckets, key=lambda members: members[-1].position):
+        # Reductions along several axes read one another: one of this bucket may have been moved
+        # behind the others for an earlier bucket. Nodes compare by where they stand now.
+        bucket = sorted(planned, key=lambda member: member.launch)
         place = bucket[-1].launch
         early = bucket[:-1]
         # Early launches read their inputs where they stand.
@@ -60,6 +63,10 @@ def bucket_reductions(
         moved = next(filter(None, reasons), None) or motion.dependents_before(
             [member.wait for member in early], place
         )
+        if not isinstance(moved, str):
+            launches = {member.launch for member in early}
+            needing = next((node for node in moved if node in launches), None)
+            moved = moved if needing is None else f"{needing.name} needs it"
         if isinstance(moved, str):
             refusals.append(Refusal(node_name=bucket[0].launch.name, reason=moved))
             continue

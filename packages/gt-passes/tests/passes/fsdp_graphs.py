@@ -11,21 +11,25 @@ from gt_trace.annotate import annotate
 GROUP = "fsdp"
 
 
-def gathered(weight: torch.Tensor, name: str, *, num_ranks: int = 2) -> torch.Tensor:
+def gathered(
+    weight: torch.Tensor, name: str, *, num_ranks: int = 2, group: str = GROUP
+) -> torch.Tensor:
     """The whole of a parameter that is sharded along dim 0."""
     with annotate(
-        FsdpCollectiveAnnotation(kind="unshard", parameter_names=(name,), mesh_axis=GROUP)
+        FsdpCollectiveAnnotation(kind="unshard", parameter_names=(name,), mesh_axis=group)
     ):
-        return collectives.wait_tensor(collectives.all_gather_into_tensor(weight, num_ranks, GROUP))
+        return collectives.wait_tensor(collectives.all_gather_into_tensor(weight, num_ranks, group))
 
 
-def reduce_scattered(gradient: torch.Tensor, name: str, *, num_ranks: int = 2) -> torch.Tensor:
+def reduce_scattered(
+    gradient: torch.Tensor, name: str, *, num_ranks: int = 2, group: str = GROUP
+) -> torch.Tensor:
     """This rank's shard of a gradient summed over ranks, halved."""
     with annotate(
-        FsdpCollectiveAnnotation(kind="reduce_grad", parameter_names=(name,), mesh_axis=GROUP)
+        FsdpCollectiveAnnotation(kind="reduce_grad", parameter_names=(name,), mesh_axis=group)
     ):
         reduced = collectives.wait_tensor(
-            collectives.reduce_scatter_tensor(gradient, "sum", num_ranks, GROUP)
+            collectives.reduce_scatter_tensor(gradient, "sum", num_ranks, group)
         )
         return reduced / 2
 

@@ -184,3 +184,40 @@ def test_a_parameter_that_is_written_to_in_place_before_it_is_gathered_is_refuse
     before = program(graph_module)
     assert not BucketAllGathers().run(graph_module, PassContext.from_graph(graph_module)).changed
     assert program(graph_module) == before
+
+
+def gathered_twice(weight, name, first, second):
+    return gathered(gathered(weight, name, group=first), name, group=second)
+
+
+def test_parameters_of_two_axes_have_a_bucket_for_each_axis():
+    """
+    a ── inner ── mm
+    b ── outer ── inner ── mm      =>     b, c ── outer ──┬── mul
+    c ── outer ── mul                     a, b ── inner ──┴── mm, mm
+    """
+
+    def step(a, b, c, x):
+        y = x @ gathered(a, "layers.0.a", group="inner")
+        y = y @ gathered_twice(b, "layers.0.b", "outer", "inner")
+        return y * gathered(c, "layers.0.c", group="outer")
+
+    graph_module = capture(step, A, torch.ones(1, 4), torch.ones(2), X)
+    report = run_pass(BucketAllGathers(), graph_module)
+    assert report.counts == {"buckets": 2, "all_gathers_bucketed": 4}
+    assert report.refusals == ()
+    assert num_all_gathers(graph_module) == 2
+
+
+def test_cannot_bucket_both_axes_of_parameters_that_are_gathered_in_opposite_orders():
+    def step(a, b, x):
+        y = x @ gathered_twice(a, "layers.0.a", "outer", "inner")
+        return y @ gathered_twice(b, "layers.0.b", "inner", "outer")
+
+    graph_module = capture(step, torch.ones(1, 4), torch.ones(1, 4), X)
+    report = run_pass(BucketAllGathers(), graph_module)
+    assert report.counts == {"buckets": 1, "all_gathers_bucketed": 2}
+    assert [(each.node_name, each.reason) for each in report.refusals] == [
+        ("all_gather_into_tensor_1", "it needs all_gather_into_tensor_2")
+    ]
+    assert num_all_gathers(graph_module) == 3

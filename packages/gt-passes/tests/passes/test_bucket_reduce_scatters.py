@@ -165,3 +165,33 @@ def test_a_gradient_that_is_overwritten_after_it_is_reduced_is_refused():
     assert not report.changed
     assert program(graph_module) == before
     assert [each.reason for each in report.refusals] == ["mul shares memory that is written to"]
+
+
+def reduced_twice(gradient, name, first, second):
+    return reduce_scattered(reduce_scattered(gradient, name, group=first), name, group=second)
+
+
+def test_gradients_of_two_axes_have_a_bucket_for_each_axis():
+    def step(a, b, x):
+        first = reduce_scattered(a * x[0], "layers.0.a", group="inner")
+        second = reduced_twice(a * x[1], "layers.0.b", "inner", "outer")
+        return first, second, reduce_scattered(b * x[2], "layers.0.c", group="outer")
+
+    graph_module = capture(step, A, B, X)
+    report = run_pass(BucketReduceScatters(), graph_module)
+    assert report.counts == {"buckets": 2, "reductions_bucketed": 4}
+    assert report.refusals == ()
+    assert collective_counts(graph_module)["reduce_scatter_tensor"] == 2
+
+
+def test_cannot_bucket_both_axes_of_gradients_that_are_reduced_in_opposite_orders():
+    def step(a, x):
+        first = reduced_twice(a * x[0], "layers.0.a", "inner", "outer")
+        return first, reduced_twice(a * x[1], "layers.0.b", "outer", "inner")
+
+    graph_module = capture(step, A, X)
+    report = run_pass(BucketReduceScatters(), graph_module)
+    assert report.counts == {"buckets": 1, "reductions_bucketed": 2}
+    ((name, reason),) = [(each.node_name, each.reason) for each in report.refusals]
+    assert "needs it" in reason
+    assert collective_counts(graph_module)["reduce_scatter_tensor"] == 3

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import torch
 from expecttest import assert_expected_inline
-from pass_graphs import capture, program, run_pass
+from pass_graphs import capture, collectives, program, run_pass
 from passes.fsdp_graphs import all_reduced, gathered, of_unknown_effect, reduce_scattered
 
+from gt_config.node_keys import FsdpCollectiveAnnotation
 from gt_passes import DelayWaits, PrefetchAllGathers, SeparateReductionGroup
+from gt_trace.annotate import annotate
 
 W = torch.ones(2, 4)
 V = torch.ones(2, 4)  # the same tensor twice would be one input
@@ -189,3 +191,31 @@ def test_reductions_over_a_group_that_gathers_nothing_keep_it():
     assert [each.reason for each in report.refusals] == [
         "group 'fsdp' gathers no parameters that a reduction could delay"
     ]
+
+
+def test_what_hangs_on_two_waits_moves_with_neither():
+    """A bucket over a second axis reads two gatherings, whose other readers come in between."""
+
+    def step(w, v, x):
+        first, second = gathered(w, "layers.0.w"), gathered(v, "layers.0.v")
+        with annotate(
+            FsdpCollectiveAnnotation(kind="unshard", parameter_names=("w",), mesh_axis="inner")
+        ):
+            launched = collectives.all_gather_into_tensor(torch.cat([first, second]), 2, "inner")
+        y = x @ second @ first
+        with annotate(
+            FsdpCollectiveAnnotation(kind="unshard", parameter_names=("w",), mesh_axis="inner")
+        ):
+            whole = collectives.wait_tensor(launched)
+        return y.cos() @ whole.t()
+
+    graph_module = capture(step, W, V, X)
+    report = run_pass(DelayWaits(), graph_module)
+    assert order(graph_module, "cat", "mm", "mm_1", "cos", "wait_tensor_2") == [
+        "cat",
+        "mm",
+        "mm_1",
+        "cos",
+        "wait_tensor_2",
+    ]
+    assert report.counts == {"unshard_waits_moved": 3}

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from gt_passes.code_motion import CodeMotion
 from gt_passes.contract import ChangeBounds, GraphPass, PassContext, PassReport, Refusal
@@ -76,17 +77,23 @@ class BucketAllGathers(GraphPass):
         refusals = list(found.refusals)
         num_buckets = num_members = 0
         for planned in plan_buckets(unshards, cap_mib=self.cap_mib, motion=motion):
-            bucket = [planned[0]]
-            for member in planned[1:]:
+            # A parameter that several axes shard has gatherings that read one another: one of
+            # this bucket may have been moved ahead of the others for an earlier bucket.
+            first, *others = sorted(planned, key=_launch)
+            bucket = [first]
+            launches = {member.launch for member in planned}
+            for member in others:
                 # The launch itself reads its input where it stands.
                 needed = motion.reason_not_to_move(member.launch) or motion.ancestors_after(
-                    [member.input], planned[0].launch
+                    [member.input], first.launch
                 )
+                if not isinstance(needed, str):
+                    needed = _needed_launch(needed, launches) or needed
                 if isinstance(needed, str):
                     refusals.append(Refusal(node_name=member.launch.name, reason=needed))
                     continue
                 for node in needed:
-                    planned[0].launch.prepend(node)
+                    first.launch.prepend(node)
                 bucket.append(member)
             if len(bucket) > 1:
                 _fuse(BucketNodes(graph, context.fake_mode, bucket), bucket, graph_module)
@@ -98,6 +105,17 @@ class BucketAllGathers(GraphPass):
             counts={name: count for name, count in counts.items() if count},
             refusals=tuple(refusals),
         )
+
+
+def _launch(member: FsdpLaunch) -> Node:
+    """Nodes compare by where they stand now."""
+    return member.launch
+
+
+def _needed_launch(needed: Iterable[Node], launches: Collection[Node]) -> str | None:
+    """That a member needs another one of its bucket, through the bucket of another axis."""
+    found = next((node for node in needed if node in launches), None)
+    return None if found is None else f"it needs {found.name}"
 
 
 def _fuse(nodes: BucketNodes, bucket: list[FsdpLaunch], graph_module: GraphModule) -> None:

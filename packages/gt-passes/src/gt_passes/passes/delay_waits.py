@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -11,7 +11,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from gt_config.node_keys import FsdpCollectiveAnnotation
 from gt_passes.code_motion import CodeMotion
-from gt_passes.collectives import is_collective
+from gt_passes.collectives import is_collective, is_wait
 from gt_passes.contract import ChangeBounds, GraphPass, PassContext, PassReport
 from gt_passes.fsdp_launches import FsdpLaunch, find_fsdp_launches
 from gt_passes.layer_names import LayerNames
@@ -55,8 +55,8 @@ class DelayWaits(GraphPass):
     *Refuses*, silently, since an early wait is only slow: to move across a barrier, past a write
     to the memory, or what draws random numbers.
 
-    *Preserves numerics*: yes. Launches stay in their order, but for an all-reduce that waits for a
-    reduce-scatter (hybrid sharding), which moves with it.
+    *Preserves numerics*: yes. Launches stay in their order, but for a collective that waits for
+    another alone (the all-reduce of hybrid sharding, the second axis of two), which moves with it.
     """
 
     name: ClassVar[str] = "delay-waits"
@@ -90,16 +90,18 @@ class DelayWaits(GraphPass):
 
 def _delay_unshards(graph: Graph, launches: Iterable[FsdpLaunch]) -> int:
     motion = CodeMotion(graph)
+    shared = _nodes_of_several_waits(graph)
     num_moved = 0
     for launch in launches:
         if launch.kind == "unshard":
-            unpacking = _annotated_dependents(launch.wait, motion)
+            unpacking = _annotated_dependents(launch.wait, motion, shared)
             num_moved += _move(unpacking, _latest_place(unpacking, motion))
     return num_moved
 
 
 def _delay_reductions(graph: Graph, launches: Iterable[FsdpLaunch], blocks_behind: int) -> int:
     reductions = [each for each in launches if each.kind == "reduce_grad"]
+    shared = _nodes_of_several_waits(graph)
     num_moved = 0
     # In hybrid sharding a reduce-scatter's wait is followed by an all-reduce, which can only move
     # once the wait for it has, which then has further to go: last first, and once more.
@@ -112,7 +114,7 @@ def _delay_reductions(graph: Graph, launches: Iterable[FsdpLaunch], blocks_behin
         end_of: dict[Node, Node] = {}  # what was moved behind a launch last
         for launch in alike:
             limit = last_of.get(number[launch.block] + blocks_behind)
-            tail = _annotated_dependents(launch.wait, motion)
+            tail = _annotated_dependents(launch.wait, motion, shared)
             place = _latest_place(tail, motion)
             if place is None:
                 continue
@@ -125,13 +127,27 @@ def _delay_reductions(graph: Graph, launches: Iterable[FsdpLaunch], blocks_behin
     return num_moved
 
 
-def _annotated_dependents(wait: Node, motion: CodeMotion) -> list[Node]:
-    """The wait and the FSDP nodes that hang on it, up to the next collective; in order."""
+def _nodes_of_several_waits(graph: Graph) -> set[Node]:
+    """The FSDP nodes that hang on several waits, which would each move them elsewhere.
+
+    A bucket over one mesh axis reads several of another, where parameters are sharded over both.
+    """
+    waits_of: dict[Node, frozenset[Node]] = {}
+    for node in graph.nodes:
+        if read_annotation(node, FsdpCollectiveAnnotation) is None:
+            continue
+        before = (waits_of.get(source, frozenset()) for source in node.all_input_nodes)
+        waits_of[node] = frozenset({node}) if is_wait(node) else frozenset().union(*before)
+    return {node for node, waits in waits_of.items() if len(waits) > 1}
+
+
+def _annotated_dependents(wait: Node, motion: CodeMotion, shared: Collection[Node]) -> list[Node]:
+    """The wait and the FSDP nodes that hang on it alone, up to the next collective; in order."""
     found: dict[Node, None] = {}
     stack = [wait]
     while stack:
         node = stack.pop()
-        if node in found or motion.reason_not_to_move(node) is not None:
+        if node in found or node in shared or motion.reason_not_to_move(node) is not None:
             continue
         found[node] = None
         if not is_collective(node):
