@@ -350,6 +350,12 @@ def assemble(
         ),
         signature=ModelSignature(
             parameters={f"layers.{i}.weight": f"float32[{WIDTH}, {WIDTH}]" for i in range(2)},
+            modules={
+                "": "TwoLayers",
+                "layers": "ModuleList",
+                "layers.0": "Linear",
+                "layers.1": "Linear",
+            },
             graph_digest=graph_digest(graph),
         ),
     )

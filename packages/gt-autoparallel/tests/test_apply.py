@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Iterator
 
 import pytest
@@ -24,7 +26,7 @@ from gt_autoparallel.apply import apply_plan
 from gt_autoparallel.apply.execution_order import execution_order
 from gt_autoparallel.capture import capture_joint_graph
 from gt_autoparallel.errors import PlacementError, PlacementInputError, PlanMismatchError
-from gt_autoparallel.layouts import MeshShape
+from gt_autoparallel.layouts import MeshShape, short_text
 from gt_autoparallel.placement_graph import PlacementGraph
 from gt_autoparallel.plan import PlacementPlan
 from gt_config.node_keys import FsdpCollectiveAnnotation
@@ -182,8 +184,8 @@ def test_refuses_what_does_not_fit_all_at_once_and_changes_nothing(
         apply_plan(model, plan, other)
     assert str(caught.value) == (
         "the plan does not fit:\n"
+        "  layers.0.down.weight is frozen float32[16, 32], planned for float32[16, 32]\n"
         "  norm.weight is float32[4], planned for float32[16]\n"
-        "  layers.0.down.weight was trained when the model was planned, and is frozen; plan again\n"
         "  head.weight was tied to embedding.weight when the model was planned, and is not; tie it\n"
         "  the plan is for a mesh {'data': 2, 'model': 2}, and this one is {'data': 4}; plan again "
         "for it"
@@ -255,3 +257,138 @@ def test_a_trace_without_annotations_is_the_same_graph(
     apply_plan(model, plan, mesh)
     first, second = (trace(model, plan, mesh).graph_module for _ in range(2))
     assert first.code == second.code
+
+
+# ---- models that are not as planned ------------------------------------------------------------
+
+
+class Gated(nn.Module):
+    """A parameter that nothing reads, one without gradient, one frozen, a layer that has modes."""
+
+    def __init__(self, activation: type[nn.Module] = nn.GELU) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 8)
+        self.act = activation()
+        self.drop = nn.Dropout(0.5)
+        self.unused = nn.Parameter(torch.ones(8))
+        self.detached = nn.Parameter(torch.ones(8))
+        self.frozen = nn.Parameter(torch.ones(8), requires_grad=False)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        x = self.drop(self.act(self.up(x))) * self.detached.detach() * self.frozen
+        return x if mask is None else x * mask
+
+
+@pytest.fixture(scope="module")
+def gated_plan(mesh: DeviceMesh) -> PlacementPlan:
+    model = Gated().eval()
+    captured = capture_joint_graph(model, (torch.empty(4, 8), None))
+    fixed = {"x": (Shard(0), Replicate()), "output": (Shard(0), Replicate())}
+    return random_plan(model, captured, MeshShape.of(mesh), seed=1, fixed=fixed)
+
+
+def gated(plan: PlacementPlan, mesh: DeviceMesh) -> Gated:
+    torch.manual_seed(0)
+    model = Gated().eval()
+    apply_plan(model, plan, mesh)
+    return model
+
+
+def test_parameters_without_gradients_are_no_difference(
+    mesh: DeviceMesh, gated_plan: PlacementPlan
+) -> None:
+    model = gated(gated_plan, mesh)
+    model(torch.ones(2, 8), None).sum().backward()
+    assert model.up.bias.grad is not None
+    assert model.unused.grad is None
+    assert model.detached.grad is None
+
+
+def test_refuses_other_modes_classes_and_frozen_parameters_than_planned(
+    mesh: DeviceMesh, gated_plan: PlacementPlan
+) -> None:
+    model = Gated(nn.ReLU).eval()
+    model.drop.train()
+    model.frozen.requires_grad_(True)
+    model.up.weight.register_hook(torch.neg)
+    with pytest.raises(PlanMismatchError) as caught:
+        apply_plan(model, gated_plan, mesh)
+    assert str(caught.value) == (
+        "the plan does not fit:\n"
+        "  frozen is float32[8], planned for frozen float32[8]\n"
+        "  act is ReLU in evaluation mode, planned for GELU in evaluation mode\n"
+        "  drop is Dropout, planned for Dropout in evaluation mode\n"
+        "  up.weight has gradient hooks, which the DTensor in its place would not have; "
+        "register them after the model is placed"
+    )
+
+
+def test_refuses_to_run_on_parameters_that_are_no_longer_as_planned(
+    mesh: DeviceMesh, gated_plan: PlacementPlan
+) -> None:
+    model = gated(gated_plan, mesh)
+    model.frozen.requires_grad_(True)
+    model.up.to(torch.float64)
+    with pytest.raises(PlacementError) as caught:
+        model(torch.ones(2, 8), None)
+    layout = short_text(gated_plan.parameter_layouts()["up.bias"])
+    message = str(caught.value)
+    assert (
+        f"  up.bias is torch.float64 placed as {layout} of (8,), and was planned as torch.float32 "
+        f"placed as {layout} of (8,)" in message
+    )
+    assert (
+        "  frozen was frozen when the model was planned, and would get no gradient; freeze it, or "
+        "plan again" in message
+    )
+
+
+def test_refuses_inputs_whose_gradient_or_kind_was_not_planned(
+    mesh: DeviceMesh, gated_plan: PlacementPlan
+) -> None:
+    model = gated(gated_plan, mesh)
+    with pytest.raises(PlacementInputError) as caught:
+        model(torch.ones(2, 8, requires_grad=True), torch.ones(2, 8))
+    assert str(caught.value) == (
+        "inputs of the placed model:\n"
+        "  x requires grad; only parameters are given gradients: detach it\n"
+        "  mask is a tensor; it was planned as the constant None"
+    )
+
+
+def test_refuses_autocast_and_second_derivatives(
+    mesh: DeviceMesh, gated_plan: PlacementPlan
+) -> None:
+    model = gated(gated_plan, mesh)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(PlacementError) as caught:
+        model(torch.ones(2, 8), None)
+    assert str(caught.value) == (
+        "autocast is on for cpu, and a placed model computes in the dtypes of its plan: leave "
+        "autocast out, and plan with compute_dtype="
+    )
+    loss = model(torch.ones(2, 8), None).square().sum()
+    with pytest.raises(PlacementError, match="leave create_graph out"):
+        torch.autograd.grad(loss, [model.up.weight], create_graph=True)
+
+
+def test_a_copy_computes_with_its_own_parameters(
+    mesh: DeviceMesh, gated_plan: PlacementPlan
+) -> None:
+    model = gated(gated_plan, mesh)
+    x = torch.randn(2, 8)
+    copied = copy.deepcopy(model)
+    assert torch.equal(copied(x, None), model(x, None))
+    with torch.no_grad():
+        for parameter in copied.up.parameters():
+            parameter.zero_()
+    assert not copied(x, None).any()
+    assert model(x, None).any()
+    with pytest.raises(PlacementError, match=r"cannot be pickled.*save its state_dict\(\)"):
+        pickle.dumps(model)
+
+
+def test_attributes_of_parameters_stay(mesh: DeviceMesh, gated_plan: PlacementPlan) -> None:
+    model = Gated().eval()
+    model.up.bias.no_weight_decay = True  # type: ignore[attr-defined]  # as users do
+    apply_plan(model, gated_plan, mesh)
+    assert model.up.bias.no_weight_decay is True  # type: ignore[attr-defined]  # as above

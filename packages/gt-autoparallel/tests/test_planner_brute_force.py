@@ -32,7 +32,7 @@ def planner_of(seed: int, mesh: MeshShape) -> tuple[Planner, Exhaustive, random.
         planner = Planner(
             graph,
             mesh,
-            signature=ModelSignature(parameters={}, graph_digest=graph_digest(graph)),
+            signature=ModelSignature(parameters={}, modules={}, graph_digest=graph_digest(graph)),
         )
         budgeted = planner.problem(PlacementRequest(memory_budget_bytes=2**60))
         every = Exhaustive(graph, mesh, budgeted.clustering.class_of_node)

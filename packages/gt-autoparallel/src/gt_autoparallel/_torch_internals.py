@@ -30,6 +30,7 @@ __all__ = [
     "OpOverload",
     "argument_defaults",
     "draws_random_numbers",
+    "has_gradient_hooks",
     "make_fx",
     "operator_path",
     "views_first_argument",
@@ -77,3 +78,11 @@ def views_first_argument(operator: OpOverload) -> bool:
         and bool(first)
         and first[0].alias_info is not None
     )
+
+
+def has_gradient_hooks(parameter: torch.Tensor) -> bool:
+    """Whether something is called with the gradient of ``parameter``.
+
+    There is no public way to ask for the hooks of a tensor.
+    """
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)

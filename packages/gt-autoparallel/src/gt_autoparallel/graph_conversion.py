@@ -417,6 +417,7 @@ class _Draft:
             InputLeaf(
                 name=argument.name,
                 node=number_of.get(self._input_nodes.get(argument.name, -1)),
+                is_tensor=argument.is_tensor,
                 constant=argument.constant,
             )
             for argument in self._step.arguments

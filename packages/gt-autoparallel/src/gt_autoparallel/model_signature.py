@@ -8,31 +8,66 @@ from torch import nn
 
 from gt_autoparallel.graph_encoding import encode_graph, graph_digest
 from gt_autoparallel.placement_graph import PlacementGraph
-from gt_autoparallel.plan import ModelSignature
+from gt_autoparallel.plan import ModelSignature, PlacementPlan
 
-__all__ = ["graph_differences", "model_signature", "model_tensors", "tensor_differences"]
+__all__ = ["graph_differences", "model_differences", "model_signature"]
 
 _MAX_LISTED = 5
+_IN_EVALUATION = " in evaluation mode"
 
 
 def model_signature(model: nn.Module, graph: PlacementGraph) -> ModelSignature:
     """The signature of a model and of the graph that was captured from it."""
-    return ModelSignature(parameters=model_tensors(model), graph_digest=graph_digest(graph))
+    return ModelSignature(
+        parameters=_tensors(model), modules=_modules(model), graph_digest=graph_digest(graph)
+    )
 
 
-def model_tensors(model: nn.Module) -> dict[str, str]:
-    """Shape and dtype of every parameter and buffer, under each of its names, as text."""
-    named = [
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
+def model_differences(plan: PlacementPlan, model: nn.Module) -> list[str]:
+    """One line for each parameter, buffer or module that a plan and a model do not share.
+
+    A layer around an expert block may be in either mode: it is captured without counting its
+    tokens, and counts them when it runs.
+
+    Args:
+        plan: knows for what model it was made.
+        model: that shall be placed.
+    """
+    planned, found = dict(plan.signature.modules), _modules(model)
+    for node in plan.graph.of_kind("experts"):
+        around = str(node.target).rpartition(".")[0]
+        for modules in (planned, found):
+            if around in modules:
+                modules[around] = modules[around].removesuffix(_IN_EVALUATION)
+    return [
+        *_named_differences(plan.signature.parameters, _tensors(model)),
+        *_named_differences(planned, found),
     ]
-    return {name: f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for name, t in named}
 
 
-def tensor_differences(planned: Mapping[str, str], found: Mapping[str, str]) -> list[str]:
-    """One line for each parameter or buffer that a plan and a model do not share."""
+def _tensors(model: nn.Module) -> dict[str, str]:
+    """Shape and dtype of every parameter and buffer, under each of its names, as text."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    tensors = {**parameters, **dict(model.named_buffers(remove_duplicate=False))}
+    frozen = {name for name, parameter in parameters.items() if not parameter.requires_grad}
+    return {
+        name: ("frozen " if name in frozen else "")
+        + f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+        for name, tensor in tensors.items()
+    }
+
+
+def _modules(model: nn.Module) -> dict[str, str]:
+    """Class and mode of every module, as text."""
+    return {
+        name: type(module).__qualname__ + ("" if module.training else _IN_EVALUATION)
+        for name, module in model.named_modules()
+    }
+
+
+def _named_differences(planned: Mapping[str, str], found: Mapping[str, str]) -> list[str]:
     lines = [
-        f"{name} is {found[name]}, planned for {planned[name]}"
+        f"{name or 'the model'} is {found[name]}, planned for {planned[name]}"
         for name in sorted(planned.keys() & found.keys())
         if planned[name] != found[name]
     ]

@@ -119,6 +119,7 @@ class InputLeaf:
     node: int | None
     """Its input node; None for a constant, and for a tensor that nothing reads."""
 
+    is_tensor: bool
     constant: Any = None
     """Its value, if it is no tensor."""
 

@@ -198,7 +198,11 @@ class ModelSignature:
     """What a plan was made for: enough to refuse another model."""
 
     parameters: Mapping[str, str]
-    """From name to shape and dtype in words, of parameters and buffers, aliases too."""
+    """From name to shape and dtype in words, of parameters and buffers, aliases too; of parameters
+    that are not trained, that they are frozen."""
+
+    modules: Mapping[str, str]
+    """From name to class and mode (training or evaluation) in words; the model itself is ""."""
 
     graph_digest: str
     """SHA-256 of the graph: operators, their arguments, shapes and dtypes."""
@@ -340,6 +344,7 @@ class PlacementPlan:
             self.mesh,
             self.signature.graph_digest,
             dict(self.signature.parameters),
+            dict(self.signature.modules),
             self.prices.digest,
             self.request,
             self.options,

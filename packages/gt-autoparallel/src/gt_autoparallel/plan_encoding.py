@@ -45,6 +45,7 @@ def encode_plan(plan: PlacementPlan) -> JsonObject:
         "mesh": {"names": list(plan.mesh.names), "sizes": list(plan.mesh.sizes)},
         "signature": {
             "parameters": dict(plan.signature.parameters),
+            "modules": dict(plan.signature.modules),
             "graph_digest": plan.signature.graph_digest,
         },
         "prices_digest": plan.prices.digest,

@@ -30,11 +30,7 @@ from gt_autoparallel.errors import PlanMismatchError
 from gt_autoparallel.experts import ExpertBlock, opaque_experts
 from gt_autoparallel.graph_encoding import canonical_json, graph_digest
 from gt_autoparallel.layouts import MeshShape
-from gt_autoparallel.model_signature import (
-    graph_differences,
-    model_tensors,
-    tensor_differences,
-)
+from gt_autoparallel.model_signature import graph_differences, model_differences
 from gt_autoparallel.placement_graph import PlacementGraph
 from gt_autoparallel.plan import PlacementPlan, StepPrices
 from gt_autoparallel.plan_encoding import decode_plan, encode_plan
@@ -159,7 +155,8 @@ def check_plan_fits(
 
     Args:
         plan: the plan.
-        model: the model that it shall place; its tensors' shapes and dtypes are looked at.
+        model: the model that it shall place; shapes and dtypes of its tensors are looked at, what
+            is frozen, and classes and modes of its modules.
         mesh: the mesh on which it shall run.
         graph: captured from ``model`` with the example inputs of the run.
 
@@ -169,7 +166,7 @@ def check_plan_fits(
     problems = []
     if mesh != plan.mesh:
         problems.append(f"mesh is {_mesh_text(mesh)}, planned for {_mesh_text(plan.mesh)}")
-    problems += tensor_differences(plan.signature.parameters, model_tensors(model))
+    problems += model_differences(plan, model)
     if graph_digest(graph) != plan.signature.graph_digest:
         problems += graph_differences(plan.graph, graph)
     if problems:

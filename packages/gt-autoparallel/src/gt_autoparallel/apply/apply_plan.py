@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from gt_autoparallel._torch_internals import has_gradient_hooks
 from gt_autoparallel.apply.local_program import RunNode, local_program
 from gt_autoparallel.apply.placed_experts import PlacedExperts
 from gt_autoparallel.apply.placed_forward import PlacedForward
@@ -15,7 +16,7 @@ from gt_autoparallel.apply.placed_tensors import place_parameters
 from gt_autoparallel.apply.rank_mesh import RankMesh
 from gt_autoparallel.errors import PlanMismatchError
 from gt_autoparallel.experts import ExpertBlock
-from gt_autoparallel.model_signature import model_tensors, tensor_differences
+from gt_autoparallel.model_signature import model_differences
 from gt_autoparallel.placement_graph import ModelInterface
 from gt_autoparallel.plan import PlacementPlan
 
@@ -40,7 +41,8 @@ def apply_plan(
     Afterwards the model takes and returns plain tensors: this rank's shards in the planned layouts
     of inputs and outputs (``DTensor`` inputs with these layouts are taken too). Its loss must be
     such that the sum over the ranks that hold different shards is the loss of the whole batch. It
-    runs eagerly, and in any capture as the same operators.
+    runs eagerly, and in any capture as the same operators. The modules inside are not called, so
+    that hooks on them do not run; make optimizers, and register hooks on parameters, afterwards.
 
     Args:
         model: the planned one, or one of the same structure; not placed yet.
@@ -57,6 +59,8 @@ def apply_plan(
         PlanMismatchError: model, mesh or expert blocks are not those of the plan; every
             difference is listed, and nothing is changed.
     """
+    if not isinstance(model, nn.Module):
+        raise PlanMismatchError(f"model is a {type(model).__name__}; allowed: a torch.nn.Module")
     if not isinstance(plan, PlacementPlan):
         raise PlanMismatchError(
             f"plan is {plan!r}; allowed: a PlacementPlan, from find_placement or a plan file"
@@ -95,15 +99,14 @@ def _problems(
     if isinstance(vars(model).get("forward"), PlacedForward):
         yield "the model is placed already"
         return
-    yield from tensor_differences(plan.signature.parameters, model_tensors(model))
+    yield from model_differences(plan, model)
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    trained = {str(node.target) for node in plan.graph.of_kind("gradient")}
-    for node in plan.graph.of_kind("parameter"):
-        parameter = parameters.get(str(node.target))
-        if parameter is None or parameter.requires_grad == (node.target in trained):
-            continue
-        was, now = ("trained", "frozen") if node.target in trained else ("frozen", "to be trained")
-        yield f"{node.target} was {was} when the model was planned, and is {now}; plan again"
+    for name, each in model.named_parameters():
+        if has_gradient_hooks(each):
+            yield (
+                f"{name} has gradient hooks, which the DTensor in its place would not have; "
+                "register them after the model is placed"
+            )
     tied = {alias: parameters.get(alias) for alias in plan.graph.parameter_aliases}
     names = {node.name: str(node.target) for node in plan.graph.of_kind("parameter")}
     for alias, parameter in tied.items():

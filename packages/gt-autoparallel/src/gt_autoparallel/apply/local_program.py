@@ -132,6 +132,9 @@ class LocalProgram:
     saved: tuple[int, ...]
     """Slots that the backward reads and the forward, or its caller, fills."""
 
+    has_experts: bool
+    """Whether expert blocks of one model are called."""
+
 
 def local_program(
     plan: PlacementPlan,
@@ -208,6 +211,7 @@ class _Compiler:
                 str(n.target): self._results[n.index] for n in self._graph.of_kind("gradient")
             },
             saved=tuple(saved),
+            has_experts=bool(self._experts),
         )
 
     def _draft(self, node: PlacementNode) -> _Draft:

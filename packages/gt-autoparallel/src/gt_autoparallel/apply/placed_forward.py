@@ -7,6 +7,7 @@ called; they hold the parameters and buffers, which are read by name at every ca
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.utils import _pytree as pytree
 from gt_autoparallel.apply.local_program import LocalProgram, Values
 from gt_autoparallel.apply.placed_inputs import InputReader
 from gt_autoparallel.errors import PlacementError
+from gt_autoparallel.layouts import short_text
 from gt_autoparallel.placement_graph import ModelInterface
 
 __all__ = ["PlacedForward"]
@@ -31,7 +33,6 @@ class PlacedForward:
         program: the plan on this rank.
         interface: how the model is called, and what it returns.
         inputs: turns arguments into this rank's tensors.
-        training: whether each module was in training mode when its forward was planned, by name.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class PlacedForward:
         self._interface = interface
         self._inputs = inputs
         self._training = {name: module.training for name, module in model.named_modules()}
+        self._planned = {name: _state(p) for name, p in model.named_parameters()}
         self._parameters = _places(model, program.parameters, "_parameters")
         self._buffers = _places(model, program.buffers, "_buffers")
 
@@ -64,9 +66,13 @@ class PlacedForward:
 
         Raises:
             PlacementInputError: arguments that are not the planned ones; all are named.
-            PlacementError: the model is in another mode (training or evaluation) than planned.
+            PlacementError: the model is in another mode (training or evaluation) than planned, its
+                parameters have other dtypes or sizes, one that was frozen shall be trained, or
+                autocast is on.
         """
         self._check_mode()
+        self._check_parameters()
+        _check_autocast()
         inputs = self._inputs.local_tensors(args, kwargs)
         slots = [*self._program.parameters.values(), *self._program.buffers.values(), *inputs]
         tensors = [
@@ -76,6 +82,32 @@ class PlacedForward:
         ]
         results = _Placed.apply(self._program, slots, self._output_order(), *tensors)
         return self._rebuilt(dict(zip(self._output_order(), results, strict=True)))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PlacedForward:
+        """The forward of the model's copy: the same program, on the copy's tensors.
+
+        Raises:
+            PlacementError: the model has expert blocks, which are called, and not copied.
+        """
+        if self._program.has_experts:
+            raise PlacementError(
+                "a placed model with expert blocks cannot be copied: the copy would route tokens "
+                "through the first one's blocks; place a second model by the plan"
+            )
+        copied = object.__new__(PlacedForward)
+        vars(copied).update(vars(self))
+        copied._model = copy.deepcopy(self._model, memo)
+        copied._parameters, copied._buffers = (
+            [(copy.deepcopy(module, memo), key) for module, key in places]
+            for places in (self._parameters, self._buffers)
+        )
+        return copied
+
+    def __reduce__(self) -> str:
+        raise PlacementError(
+            "a placed model cannot be pickled, since it holds process groups: save its "
+            "state_dict(), and after loading apply the plan again"
+        )
 
     def _output_order(self) -> tuple[int, ...]:
         return tuple(self._program.outputs)
@@ -101,6 +133,34 @@ class PlacedForward:
                 f"{'train()' if planned == 'training' else 'eval()'}, or plan the other mode too"
             )
 
+    def _check_parameters(self) -> None:
+        problems = []
+        for name, parameter in self._model.named_parameters():
+            planned, found = self._planned.get(name), _state(parameter)
+            if planned is None or planned == found:
+                continue
+            if found[:2] != planned[:2]:
+                problems.append(
+                    f"{name} is {found[0]} placed as {found[1]}, and was planned as {planned[0]} "
+                    f"placed as {planned[1]}"
+                )
+            elif found[2]:
+                problems.append(
+                    f"{name} was frozen when the model was planned, and would get no gradient; "
+                    "freeze it, or plan again"
+                )
+        if problems:
+            raise PlacementError("parameters of the placed model:\n  " + "\n  ".join(problems))
+
+
+def _check_autocast() -> None:
+    for device_type in ("cpu", torch.accelerator.current_accelerator(check_available=True)):
+        if device_type is not None and torch.is_autocast_enabled(str(device_type)):
+            raise PlacementError(
+                f"autocast is on for {device_type}, and a placed model computes in the dtypes of "
+                "its plan: leave autocast out, and plan with compute_dtype="
+            )
+
 
 def _or_model(name: str) -> str:
     return name or "the model"
@@ -115,6 +175,12 @@ def _places(model: nn.Module, slots: Mapping[str, int], holder: str) -> list[tup
         assert key in getattr(module, holder)
         places.append((module, key))
     return places
+
+
+def _state(parameter: torch.Tensor) -> tuple[torch.dtype, str, bool]:
+    """What a plan takes for granted: dtype, layout in words, and whether it is trained."""
+    layout = short_text(parameter.placements) if isinstance(parameter, DTensor) else "one tensor"
+    return parameter.dtype, f"{layout} of {tuple(parameter.shape)}", parameter.requires_grad
 
 
 def _local(tensor: torch.Tensor | None) -> torch.Tensor:
@@ -146,6 +212,11 @@ class _Placed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise PlacementError(
+                "gradients of a placed model cannot be differentiated once more: only forward and "
+                "backward were planned; leave create_graph out"
+            )
         program: LocalProgram = ctx.program
         values: Values = dict(zip(program.saved, ctx.saved_tensors, strict=True))
         tangent_of = ctx.program.tangent_of_output

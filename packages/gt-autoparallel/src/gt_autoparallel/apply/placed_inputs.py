@@ -61,7 +61,10 @@ class InputReader:
                     tensors[self._slots[leaf.node]] = local
                 else:
                     problems.append(problem)
-            elif leaf.constant is not None and leaf.constant != found:
+            elif leaf.is_tensor != isinstance(found, torch.Tensor):
+                planned = "a tensor" if leaf.is_tensor else f"the constant {leaf.constant!r}"
+                problems.append(f"{leaf.name} is {_shown(found)}; it was planned as {planned}")
+            elif not leaf.is_tensor and not _same(found, leaf.constant):
                 problems.append(
                     f"{leaf.name} is {found!r}; it was planned as the constant {leaf.constant!r}"
                 )
@@ -75,6 +78,8 @@ class InputReader:
         spec, layout = self._plan.graph.spec(value), self._plan.layout(value)
         if not isinstance(found, torch.Tensor):
             return f"{leaf.name} is a {type(found).__name__}; allowed: a tensor"
+        if found.requires_grad and torch.is_grad_enabled():
+            return f"{leaf.name} requires grad; only parameters are given gradients: detach it"
         if isinstance(found, DTensor) and not _is_placed(found, layout, self._plan):
             return (
                 f"{leaf.name} is a DTensor placed as {found.placements}; allowed: placed as "
@@ -88,6 +93,15 @@ class InputReader:
                 f"rank's shard of {spec.shape} placed as {short_text(layout)}, and {spec.dtype}"
             )
         return None
+
+
+def _shown(found: object) -> str:
+    return "a tensor" if isinstance(found, torch.Tensor) else repr(found)
+
+
+def _same(found: object, constant: object) -> bool:
+    """Equal and of one type: what is computed with 1, 1.0 and True differs."""
+    return type(found) is type(constant) and found == constant
 
 
 def _is_placed(tensor: DTensor, layout: Layout, plan: PlacementPlan) -> bool:

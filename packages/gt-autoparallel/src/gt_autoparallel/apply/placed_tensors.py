@@ -22,7 +22,7 @@ def place_parameters(
 
     A parameter with values keeps them: each rank cuts its own shard, so that ranks must hold equal
     values. One on the meta device stays there, for ``to_empty`` and the model's own initializer.
-    A parameter that is reached by several names stays one.
+    A parameter that is reached by several names stays one; attributes that were set on it stay.
 
     Args:
         model: changed in place.
@@ -65,4 +65,6 @@ def _placed(
             shape=parameter.shape,
             stride=parameter.stride(),
         )
-    return nn.Parameter(stored, requires_grad=parameter.requires_grad)
+    result = nn.Parameter(stored, requires_grad=parameter.requires_grad)
+    vars(result).update(vars(parameter))  # what a user wrote on it, such as ``no_weight_decay``
+    return result
