@@ -2,9 +2,10 @@
 
     parameters + gradients + optimizer state + what the forward saves for the backward
 
-Saved is each storage that a forward node makes and a backward node reads, once however many values
-lie in it (``saved_storages``); gathered parameters that the backward reads are among them, since
-one gathering serves forward and backward. Routed experts say themselves what they keep.
+Saved is each storage that a forward node makes and a backward node reads, whole and once, however
+many values lie in it and however small a part of it they are (``saved_storages``). Gathered
+parameters that the backward reads are among them, since one gathering serves forward and backward.
+Routed experts say themselves what they keep.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def plan_memory(
         for position, (spec, layout) in enumerate(zip(node.outputs, option.outputs, strict=True)):
             if Value(node.index, position) in saved.values:
                 activations += _bytes(spec, layout, mesh)
-        if node.index not in needed or not is_view_like(node, graph):
+        if node.index not in needed or not is_view_like(node):
             continue
         source = node.operands[0]
         moved = options[source.node].outputs[source.output] != option.operands[0]

@@ -10,8 +10,10 @@ of these statuses:
     moved    needed, and a storage of its own: its bytes count here
     aliased  needed, and the storage of what it views, which must be needed too: nothing counts here
 
-Only statuses that make a difference are offered: where nothing below is counted by anybody else, a
-storage counts the same moved or aliased.
+A view of a part keeps the whole storage alive, and an expanded view no more than what it expands:
+each counts as what it views. Only statuses that make a difference are offered: where nothing below
+is counted by anybody else, and views are as large as what they view, a storage counts the same
+moved or aliased.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from gt_autoparallel._torch_internals import OpOverload, views_first_argument
-from gt_autoparallel.placement_graph import PlacementGraph, PlacementNode, TensorSpec, Value
+from gt_autoparallel.placement_graph import PlacementGraph, PlacementNode, Value
 
 __all__ = ["SavedStorages", "Status", "is_view_like", "saved_storages"]
 
@@ -50,23 +52,15 @@ class SavedStorages:
         return (saved, self.statuses.get(node.index))
 
 
-def is_view_like(node: PlacementNode, graph: PlacementGraph) -> bool:
-    """Whether a node's result is all of the storage of its first operand, if the layout stays.
-
-    A part of a value, or an expanded one, counts as a storage of its own size.
-    """
+def is_view_like(node: PlacementNode) -> bool:
+    """Whether a node's results are in the storage of its first operand, if the layout stays."""
     if node.kind == "share":
         return True
     return (
         node.kind == "operator"
         and isinstance(node.target, OpOverload)
         and views_first_argument(node.target)
-        and _num_elements(node.outputs[0]) == _num_elements(graph.spec(node.operands[0]))
     )
-
-
-def _num_elements(spec: TensorSpec | None) -> int:
-    return 0 if spec is None else math.prod(spec.shape)
 
 
 def saved_storages(graph: PlacementGraph) -> SavedStorages:
@@ -80,9 +74,7 @@ def saved_storages(graph: PlacementGraph) -> SavedStorages:
         if nodes[value.node].phase == "forward" and nodes[value.node].kind not in _SOURCES
     }
     read_nodes = {value.node for value in read}
-    views = {
-        n.index: n.operands[0] for n in nodes if n.phase == "forward" and is_view_like(n, graph)
-    }
+    views = {n.index: n.operands[0] for n in nodes if n.phase == "forward" and is_view_like(n)}
     num_needy = dict.fromkeys(views, 0)
     needed: set[int] = set()
     for index in reversed(list(views)):
@@ -99,17 +91,24 @@ def saved_storages(graph: PlacementGraph) -> SavedStorages:
             continue
         below = _is_counted_below(source, nodes, read, counted)
         is_read = index in read_nodes
-        branches = num_needy[index] > 1
-        counted[index] = is_read or branches or below
+        # Whoever counts here counts what is viewed: above, it would be another number of bytes.
+        is_pivot = num_needy[index] > 1 or _resizes(nodes[index], graph)
+        counted[index] = is_read or is_pivot or below
         if is_read:
             statuses[index] = ("moved", "aliased") if below else ("moved",)
         elif below:
             statuses[index] = ("idle", "moved", "aliased")
-        elif branches:
+        elif is_pivot:
             statuses[index] = ("idle", "moved")
     return SavedStorages(
         values=frozenset(value for value in read if value.node not in views), statuses=statuses
     )
+
+
+def _resizes(node: PlacementNode, graph: PlacementGraph) -> bool:
+    """Whether a view is a part of what it views, or expands it."""
+    viewed = math.prod(graph.spec(node.operands[0]).shape)
+    return any(spec is not None and math.prod(spec.shape) != viewed for spec in node.outputs)
 
 
 def _is_counted_below(

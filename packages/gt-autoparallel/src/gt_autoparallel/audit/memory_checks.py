@@ -1,20 +1,20 @@
 """Does a plan take the memory it says? Bytes counted anew from layouts and uses.
 
 Saved for the backward is each storage that a forward node made and a backward node reads. A value
-is in the storage of its operand if it is a view of it, or shares it in the layout that it has;
-storages of parameters, buffers and inputs are there anyway. Routed experts keep more than their
-operands, which they know themselves.
+is in the storage of its operand if it is a view of it, or shares it in the layout that it has; and
+it keeps all of that storage alive, however small a part of it it is. Storages of parameters,
+buffers and inputs are there anyway. Routed experts keep more than their operands, which they know
+themselves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import prod
 
 from gt_autoparallel._torch_internals import OpOverload
 from gt_autoparallel.audit.shards import shard_bytes
 from gt_autoparallel.experts import experts_saved_bytes
-from gt_autoparallel.placement_graph import PlacementGraph, PlacementNode, Value
+from gt_autoparallel.placement_graph import PlacementNode, Value
 from gt_autoparallel.plan import MemoryBreakdown, PlacementPlan
 
 __all__ = ["memory_problems", "recounted_memory"]
@@ -73,7 +73,7 @@ def _storage(plan: PlacementPlan, value: Value) -> dict[object, int]:
     node = plan.graph.nodes[value.node]
     if node.kind in _SOURCES:
         return {}
-    position = _viewed_operand(node, plan.graph)
+    position = _viewed_operand(node)
     if position is None:
         return {value: _output_bytes(plan, value)}
     source = node.operands[position]
@@ -85,11 +85,8 @@ def _storage(plan: PlacementPlan, value: Value) -> dict[object, int]:
     return {(node.index, position): shard_bytes(spec, wanted, plan.mesh.sizes)}
 
 
-def _viewed_operand(node: PlacementNode, graph: PlacementGraph) -> int | None:
-    """The operand whose whole storage the node's first output is; None if it has its own.
-
-    A part of a value, and an expanded one, count as their own size.
-    """
+def _viewed_operand(node: PlacementNode) -> int | None:
+    """The operand whose storage the node's outputs are in; None if they have their own."""
     if node.kind == "share":
         return 0
     if not isinstance(node.target, OpOverload):
@@ -98,9 +95,7 @@ def _viewed_operand(node: PlacementNode, graph: PlacementGraph) -> int | None:
     aliases = [argument.alias_info for argument in node.target._schema.arguments[:1]]
     if len(returned) != 1 or returned[0].alias_info is None or aliases[0] is None:
         return None
-    viewed = graph.spec(node.operands[0])
-    is_whole = node.outputs[0] is not None and prod(node.outputs[0].shape) == prod(viewed.shape)
-    return 0 if is_whole else None
+    return 0
 
 
 def _output_bytes(plan: PlacementPlan, value: Value) -> int:
