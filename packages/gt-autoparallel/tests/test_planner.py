@@ -214,6 +214,25 @@ def test_saved_are_values_that_the_backward_reads(planner: Planner) -> None:
     assert statuses["layers.0.up.weight/share"] == ("idle", "moved", "aliased")
 
 
+class Halves(nn.Module):
+    """The backward reads a half of what the product made, and the half keeps all of it alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(32, 64, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, _ = self.up(x).split(32, dim=-1)
+        return first.sin()
+
+
+def test_a_saved_part_of_a_value_keeps_all_of_it() -> None:
+    planner = planner_of_model(Halves().to("meta"), MESH, (torch.empty(8, 32, device="meta"),))
+    plan = planner.find(constraints=Constraints(inputs={"x": (S0,)}, outputs={"output": (S0,)}))
+    # By itself the half would be 2 * 32 floats on each of 4 ranks.
+    assert plan.memory.saved_activations == 2 * 64 * 4
+
+
 def test_refuses_a_mesh_axis_larger_than_every_dim() -> None:
     with pytest.raises(PlacementInputError) as error:
         find_placement(Model().to("meta"), MeshShape(names=("data",), sizes=(4096,)), (TOKENS,))
