@@ -1,18 +1,19 @@
 """How a part of the problem is branched: where demands on budgets and windows differ.
 
 With prices fixed the relaxation is nearly always whole; what is fractional is a mix of few choices
-that each take too much or too little of a budget or a window. So the node is branched whose options
-differ most in that between the choices of the mix, into the options closer to either side.
+that each take too much or too little of a budget or a window. So the node is branched whose mixed
+options differ most in that, into the options closer to either side.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gt_autoparallel.problem import FloatArray, Problem
+from gt_autoparallel.problem import FloatArray
+from gt_autoparallel.solver.message_passing import Prices
 from gt_autoparallel.solver.reduced_problem import ReducedProblem
 
 __all__ = ["branch"]
@@ -21,20 +22,16 @@ BoolArray = NDArray[np.bool_]
 
 
 def branch(
-    reduced: ReducedProblem,
-    problem: Problem,
-    mix: Sequence[tuple[tuple[int, ...], float]],
-    best: tuple[int, ...],
+    reduced: ReducedProblem, weights: Sequence[Mapping[int, float]], prices: Prices
 ) -> list[list[BoolArray]]:
     """Two parts as masks of the options of each node; together they have all options.
 
     Args:
         reduced: a node of it has at least two options.
-        problem: from which it was made.
-        mix: choices with their weights.
-        best: the best choice yet, or empty.
+        weights: of options in a fractional solution, for each node; or empty.
+        prices: of memory; without any, a row's spread weighs as much as the costs'.
     """
-    node, mask = _by_demand(reduced, mix) or _by_size(reduced)
+    node, mask = _by_demand(reduced, weights, prices) or _by_weight(reduced, weights)
     parts = []
     for side in (mask, ~mask):
         masks = [np.ones(len(n.options), dtype=bool) for n in reduced.nodes]
@@ -43,33 +40,36 @@ def branch(
     return parts
 
 
+def _shares(
+    reduced: ReducedProblem, weights: Sequence[Mapping[int, float]], index: int
+) -> FloatArray:
+    """[K] The weights of a node's options that are left, of sum 1 if there are any."""
+    options = reduced.nodes[index].options.tolist()
+    shares = np.array([weights[index].get(option, 0.0) for option in options])
+    total = float(shares.sum())
+    return shares / total if total > 0.0 else shares
+
+
 def _by_demand(
-    reduced: ReducedProblem, mix: Sequence[tuple[tuple[int, ...], float]]
+    reduced: ReducedProblem, weights: Sequence[Mapping[int, float]], prices: Prices
 ) -> tuple[int, BoolArray] | None:
-    """The node of which the choices of the mix take the most different demands."""
+    """The node of which the mixed options take the most different demands."""
     most, found = 0.0, None
-    scale = _memory_scale(reduced)
-    for index, node in enumerate(reduced.nodes):
-        taken = {choices[index] for choices, _ in mix}
-        if len(taken) < 2 or len(node.options) < 2:
+    scale = np.where(prices.memory > 0.0, prices.memory, _memory_scale(reduced))
+    for index in range(len(weights)):
+        if len(weights[index]) < 2:
+            continue
+        shares = _shares(reduced, weights, index)
+        if (shares > 1e-6).sum() < 2:
             continue
         demands = _demands(reduced, index, scale)
-        places = {int(option): place for place, option in enumerate(node.options)}
-        weights = np.zeros(len(node.options))
-        for choices, weight in mix:
-            if choices[index] in places:
-                weights[places[choices[index]]] += weight
-        used = np.flatnonzero(weights)
-        if len(used) < 2:
-            continue
-        share = weights[used] / weights[used].sum()
-        mean = share @ demands[used]
-        spread = float((share @ np.abs(demands[used] - mean)).sum())
-        if spread > most * (1 + 1e-9):
-            axis = int((share @ np.abs(demands[used] - mean)).argmax())
+        mean = shares @ demands
+        spreads = shares @ np.abs(demands - mean)
+        axis = int(spreads.argmax()) if len(spreads) else 0
+        if len(spreads) and float(spreads[axis]) > most * (1 + 1e-9):
             mask = demands[:, axis] > mean[axis]
             if mask.any() and not mask.all():
-                most, found = spread, (index, mask)
+                most, found = float(spreads[axis]), (index, mask)
     return found
 
 
@@ -100,8 +100,24 @@ def _demands(reduced: ReducedProblem, index: int, scale: FloatArray) -> FloatArr
     return np.concatenate([windows, node.memory * scale[:, None]]).T
 
 
+def _by_weight(
+    reduced: ReducedProblem, weights: Sequence[Mapping[int, float]]
+) -> tuple[int, BoolArray]:
+    """The node that is mixed most evenly: its heaviest option against all others."""
+    most, found = 1e-6, None
+    for index in range(len(weights)):
+        if len(weights[index]) < 2 or len(reduced.nodes[index].options) < 2:
+            continue
+        shares = _shares(reduced, weights, index)
+        rest = float(shares.sum() - shares.max())
+        if rest > most:
+            most = rest
+            found = index, np.arange(len(shares)) == shares.argmax()
+    return found or _by_size(reduced)
+
+
 def _by_size(reduced: ReducedProblem) -> tuple[int, BoolArray]:
-    """The node with most links, its options halved by label of its largest link."""
+    """The node with most links, its options halved by label of its first link."""
     index = max(
         (i for i, node in enumerate(reduced.nodes) if len(node.options) > 1),
         key=lambda i: (len(reduced.nodes[i].links), len(reduced.nodes[i].options)),

@@ -15,7 +15,7 @@ import numpy as np
 
 from gt_autoparallel.errors import SolverError
 from gt_autoparallel.problem import FloatArray, IntArray
-from gt_autoparallel.solver.reduced_problem import Link, ReducedProblem
+from gt_autoparallel.solver.reduced_problem import ReducedProblem
 
 __all__ = ["HighsModel", "HighsResult"]
 
@@ -38,8 +38,8 @@ class HighsResult:
     integral: bool
     """Whether the first one is the model's solution rather than rounded."""
 
-    messages: tuple[tuple[FloatArray, FloatArray] | None, ...]
-    """For each link the duals of its marginal rows, for each end's labels. Empty of a MILP."""
+    weights: tuple[FloatArray, ...]
+    """For each node [K]: the first solution as it is. Empty without one."""
 
     window_prices: FloatArray
     """[windows] Share of the price that compute bears. Empty of a MILP."""
@@ -107,7 +107,6 @@ class HighsModel:
     # sum_l y_e[l, r] = sum_{k: label(k) = r} x_v[k]    for each label r of v,    y >= 0
     def _add_links(self) -> None:
         self._pairs: dict[int, tuple[IntArray, IntArray, IntArray]] = {}
-        self._label_rows: dict[int, tuple[int, int]] = {}
         for index, link in self._reduced.live_links():
             left, right = np.nonzero(np.isfinite(link.cost))
             costs = link.cost[left, right]
@@ -116,14 +115,11 @@ class HighsModel:
             first = self._new_columns(costs - least, np.inf)
             columns = np.arange(first, first + len(costs))
             self._pairs[index] = (left, right, columns)
-            starts = []
             for side, labels in enumerate((left, right)):
                 start = self._new_rows(link.cost.shape[side], 0.0, 0.0)
-                starts.append(start)
                 self._entries(start + labels, columns, 1.0)
                 choice_columns = self._choice_columns[link.ends[side]]
                 self._entries(start + link.labels[side], choice_columns, -1.0)
-            self._label_rows[index] = (starts[0], starts[1])
 
     # minimize multiplicity_w * t_w,    t_w >= compute_w(x),    t_w >= communication_w(x, y)
     def _add_windows(self) -> None:
@@ -240,9 +236,10 @@ class HighsModel:
         )
         positions: tuple[IntArray, ...] = ()
         integral = False
+        weights: tuple[FloatArray, ...] = ()
         if has_point:
             values = np.asarray(solution.col_value)
-            weights = [values[columns] for columns in self._choice_columns]
+            weights = tuple(values[columns] for columns in self._choice_columns)
             positions = (np.array([int(w.argmax()) for w in weights], dtype=np.int64),)
             integral = all(w.max() > 1.0 - 1e-6 for w in weights)
         bound = -math.inf
@@ -250,30 +247,25 @@ class HighsModel:
             bound = info.mip_dual_bound / scale + self._offset
         elif not integer and status == statuses.kOptimal:
             bound = info.objective_function_value / scale + self._offset
-        messages, windows, memory = self._duals(solution, scale, skip=integer)
+        windows, memory = self._duals(solution, scale, skip=integer)
         return HighsResult(
             feasible=True if has_point else known[status],
             optimal=status == statuses.kOptimal,
             lower_bound_us=bound,
             positions=positions,
             integral=integral,
-            messages=messages,
+            weights=weights,
             window_prices=windows,
             memory_prices=memory,
         )
 
     def _duals(
         self, solution: highspy.HighsSolution, scale: float, *, skip: bool
-    ) -> tuple[tuple[tuple[FloatArray, FloatArray] | None, ...], FloatArray, FloatArray]:
+    ) -> tuple[FloatArray, FloatArray]:
+        """Prices of windows and of memory rows."""
         if skip or not solution.dual_valid:
-            return (), np.zeros(0), np.zeros(0)
+            return np.zeros(0), np.zeros(0)
         duals = np.asarray(solution.row_dual) / scale
-        messages: list[tuple[FloatArray, FloatArray] | None] = []
-        for index, link in enumerate(self._reduced.links):
-            if link is None:
-                messages.append(None)
-                continue
-            messages.append(self._messages_of(link, duals, self._label_rows[index]))
         windows = np.ones(len(self._reduced.multiplicity))
         for window, share in self._reduced.linear_windows.items():
             windows[window] = share
@@ -283,11 +275,4 @@ class HighsModel:
         memory = np.zeros(len(self._reduced.budget_bytes))
         for row, (index, unit) in self._memory_rows.items():
             memory[row] = max(-float(duals[index]) / unit, 0.0)
-        return tuple(messages), windows, memory
-
-    @staticmethod
-    def _messages_of(
-        link: Link, duals: FloatArray, rows: tuple[int, int]
-    ) -> tuple[FloatArray, FloatArray]:
-        sizes = link.cost.shape
-        return duals[rows[0] : rows[0] + sizes[0]], duals[rows[1] : rows[1] + sizes[1]]
+        return windows, memory

@@ -92,7 +92,7 @@ def _solve(
     search.run()
     if search.infeasible:
         raise explain_infeasibility(problem, solve)
-    if search.objective_us == math.inf:
+    if search.incumbent.objective_us == math.inf:
         raise SolverError(
             f"no choice that keeps all budgets was found within {time_limit_seconds} seconds; "
             "allow more time"
@@ -101,11 +101,11 @@ def _solve(
 
 
 def _solution(search: Search, start: float) -> Solution:
-    found = evaluate(search.problem, search.choices)
+    found = evaluate(search.problem, search.incumbent.choices)
     # The search may end exactly at the gap asked for; rounding must not call that too much.
     proven = search.relative_gap <= max(search.gap, _PROOF_GAP) * (1.0 + 1e-9)
     return Solution(
-        choices=search.choices,
+        choices=search.incumbent.choices,
         objective_us=found.objective_us,
         lower_bound_us=search.lower_bound_us,
         gap=search.relative_gap,
@@ -115,7 +115,7 @@ def _solution(search: Search, start: float) -> Solution:
         memory_bytes=found.memory_bytes,
         memory_prices=tuple(search.prices.memory.tolist()),
         window_prices=tuple(search.prices.windows.tolist()),
-        num_variables=search.num_variables,
-        num_rows=search.num_rows,
+        num_variables=search.programs.largest[0],
+        num_rows=search.programs.largest[1],
         warm_start=search.warm_start(),
     )

@@ -1,0 +1,285 @@
+"""Raises the lower bound of a part of the problem, and drops what cannot beat the best choice.
+
+Dual ascent (``message_passing``) raises the bound at fixed prices, cutting planes (``price_model``)
+or an LP (``restricted_programs``) give the prices. An option whose bound reaches the best choice is
+in no better one and is dropped: reduced-cost fixing (Dantzig, Fulkerson and Johnson 1954) with the
+min-marginals of the messages as reduced costs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gt_autoparallel.problem import IntArray, Problem
+from gt_autoparallel.solver.arc_consistency import make_arc_consistent
+from gt_autoparallel.solver.elimination import Elimination
+from gt_autoparallel.solver.incumbent import Incumbent
+from gt_autoparallel.solver.message_passing import DualAscent, Prices
+from gt_autoparallel.solver.price_model import Cut, PriceStep
+from gt_autoparallel.solver.reduced_problem import ReducedProblem, bytes_as_costs
+
+__all__ = ["Bounding", "Part", "SearchSettings", "with_settled_windows"]
+
+BoolArray = NDArray[np.bool_]
+
+_MOVES = (0.5, 0.2, 0.05, 1.0)
+"""Shares of the way to the prices of the cuts that are tried in turn, as long as none helps."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchSettings:
+    """When to do what. Tests change them to reach every stage with small problems."""
+
+    small_pairs: int = 6_000
+    """Problems, and parts of problems, with no more pairs than this go to HiGHS whole."""
+
+    whole_nodes: int = 1_000
+    """Branch-and-bound nodes of HiGHS on those, before they are branched here."""
+
+    restricted_pairs: int = 4_000
+    """About how many pairs a restricted MILP has."""
+
+    restricted_nodes: int = 200
+    """Branch-and-bound nodes of HiGHS on a restricted MILP, at most."""
+
+    relaxed_pairs: int = 12_000
+    """About how many pairs the LP over promising options has."""
+
+    relaxations: int = 8
+    """Turns of LP and dual ascent on the whole problem, at most; on its parts half of that."""
+
+    memory_sweeps: int = 4
+    """Of dual ascent on the bytes of a memory row."""
+
+    most_entries: int = 200_000
+    """Of a factor in elimination before it is split."""
+
+    most_work: int = 5_000_000
+    """Table entries up to which elimination is tried."""
+
+    rounds: int = 16
+    """Of dual ascent on the whole problem before the first LP, at most; on its parts half."""
+
+
+@dataclass(slots=True)
+class Part:
+    """A part of the problem, the whole one at first."""
+
+    reduced: ReducedProblem
+    prices: Prices
+    lower_bound_us: float = -math.inf
+    depth: int = 0
+    weights: list[dict[int, float]] = field(default_factory=list)
+    """For each node: option -> its weight in a fractional solution of a relaxation."""
+
+    def drop(self, masks: Sequence[BoolArray]) -> bool:
+        """Drops options where masks are False; False if then nothing is left to look for."""
+        changed = []
+        for index, mask in enumerate(masks):
+            if not mask.all():
+                self.reduced.keep(index, mask)
+                changed.append(index)
+        if make_arc_consistent(self.reduced, changed) is not None:
+            return False
+        self.reduced.compact_links()
+        self.reduced.settle_windows()
+        self.prices = with_settled_windows(self.reduced, self.prices)
+        return True
+
+    def restricted(self, masks: Sequence[BoolArray]) -> ReducedProblem | None:
+        """The problem with the options of ``masks`` only; None if no combination of them is."""
+        rest = Part(self.reduced.copy(), self.prices)
+        return rest.reduced if rest.drop(masks) else None
+
+
+def with_settled_windows(reduced: ReducedProblem, prices: Prices) -> Prices:
+    """The prices, with the shares of windows that became linear."""
+    windows = prices.windows.copy()
+    for window, share in reduced.linear_windows.items():
+        windows[window] = share
+    return replace(prices, windows=windows)
+
+
+@dataclass(slots=True)
+class Bounding:
+    """Bounds for the parts of one problem."""
+
+    problem: Problem
+    incumbent: Incumbent
+    settings: SearchSettings
+    is_late: Callable[[], bool]
+    """Whether the time is over."""
+
+    def ascend(self, part: Part, rounds: int) -> bool:
+        """Dual ascent with cutting-plane prices; False if nothing is left below the cutoff."""
+        ascent = DualAscent(part.reduced, part.prices)
+        elimination = self._elimination(part.reduced)
+        best, best_prices, allowed, last = -math.inf, part.prices, math.inf, -math.inf
+        attempt, stalled = 0, 0
+        for turn in range(rounds):
+            for forward in (True, False):
+                self._offer(part, ascent.sweep(forward=forward))
+            bound = ascent.swept_bound
+            if elimination is not None and turn >= 2:
+                exact = elimination.minimum(*ascent.potentials())
+                self._offer(part, exact.positions)
+                bound = max(bound, exact.bound_us)
+            room = self._room(max(best, bound))
+            progressed = bound - best > 0.01 * room
+            if bound > best:
+                best, best_prices = bound, ascent.prices
+            part.lower_bound_us = max(part.lower_bound_us, bound)
+            if part.lower_bound_us >= self.incumbent.cutoff_us:
+                return False
+            masks = self._below_cutoff(ascent)
+            if sum(int(mask.sum()) for mask in masks) < 0.95 * part.reduced.num_options:
+                prices = ascent.prices
+                if not part.drop(masks):
+                    return False
+                ascent = DualAscent(part.reduced, with_settled_windows(part.reduced, prices))
+                elimination = self._elimination(part.reduced)
+                last, stalled = -math.inf, 0
+                continue
+            if self.is_late():
+                break
+            if bound - last > 0.02 * room:
+                # The messages have not settled yet: more sweeps at the same prices.
+                last = bound
+                continue
+            attempt += not progressed
+            step = self._next_prices(part, best_prices, _MOVES[attempt % len(_MOVES)])
+            if step is None:
+                break
+            progressed |= allowed - step.bound_us > 0.02 * (allowed - best)
+            allowed, last = step.bound_us, -math.inf
+            ascent.set_prices(step.prices)
+            stalled = 0 if progressed else stalled + 1
+            if stalled > 5 or allowed - best < 1e-3 * room:
+                break
+        part.prices = with_settled_windows(part.reduced, best_prices)
+        return True
+
+    def settle(self, part: Part, prices: Prices, *, sweeps: int) -> bool:
+        """Dual ascent at given prices, until it stalls; False if nothing is left below the cutoff.
+
+        Args:
+            part: takes the prices, the bound, and loses options.
+            prices: for windows and budgets.
+            sweeps: there and back, at most.
+        """
+        part.prices = with_settled_windows(part.reduced, prices)
+        ascent = DualAscent(part.reduced, part.prices)
+        last = -math.inf
+        for _ in range(sweeps):
+            ascent.sweep(forward=True)
+            self._offer(part, ascent.sweep(forward=False))
+            bound = ascent.swept_bound
+            part.lower_bound_us = max(part.lower_bound_us, bound)
+            if part.lower_bound_us >= self.incumbent.cutoff_us:
+                return False
+            if bound - last <= 0.005 * self._room(bound) or self.is_late():
+                break
+            last = bound
+        elimination = self._elimination(part.reduced)
+        if elimination is not None:
+            exact = elimination.minimum(*ascent.potentials())
+            self._offer(part, exact.positions)
+            part.lower_bound_us = max(part.lower_bound_us, exact.bound_us)
+            if part.lower_bound_us >= self.incumbent.cutoff_us:
+                return False
+        masks = self._below_cutoff(ascent)
+        if sum(int(mask.sum()) for mask in masks) < 0.98 * part.reduced.num_options:
+            return part.drop(masks)
+        return True
+
+    def keep_budgets(self, part: Part) -> bool:
+        """Drops options with which no budget can be kept; False if then nothing is left.
+
+        By dual ascent with the bytes of one row as costs. Its choices are offered: close to the
+        least budget they may be the only ones that keep it.
+        """
+        for row in range(len(self.problem.memory)):
+            reduced = part.reduced
+            budget = float(reduced.budget_bytes[row])
+            if math.fsum(float(node.memory[row].max()) for node in reduced.nodes) <= budget:
+                continue
+            ascent = DualAscent(bytes_as_costs(reduced, row), part.prices)
+            for sweep in range(self.settings.memory_sweeps):
+                positions = ascent.sweep(forward=sweep % 2 == 0)
+                if part.depth == 0:
+                    self._offer(part, positions)
+            room = 1e-9 * max(abs(budget), 1.0)
+            masks = [bound <= budget + room for bound in ascent.option_bounds()]
+            if not all(mask.all() for mask in masks) and not part.drop(masks):
+                return False
+        return True
+
+    def _room(self, bound: float) -> float:
+        """How much the bound of a part has to rise; an estimate without any choice yet."""
+        cutoff = self.incumbent.cutoff_us
+        return max((cutoff if cutoff < math.inf else bound + 0.05 * abs(bound)) - bound, 0.0)
+
+    def _offer(self, part: Part, positions: IntArray) -> None:
+        self.incumbent.offer(part.reduced.choices(positions))
+
+    def _below_cutoff(self, ascent: DualAscent) -> list[BoolArray]:
+        cutoff = self.incumbent.cutoff_us
+        return [bound < cutoff for bound in ascent.option_bounds()]
+
+    def _elimination(self, reduced: ReducedProblem) -> Elimination | None:
+        """If the problem is narrow enough for it to be quick."""
+        if 100 * reduced.num_pairs > self.settings.most_work:
+            return None
+        elimination = Elimination(reduced, most_entries=self.settings.most_entries)
+        return elimination if elimination.work <= self.settings.most_work else None
+
+    def _next_prices(self, part: Part, best: Prices, move: float) -> PriceStep | None:
+        """The prices to try next, if there are any prices and cuts.
+
+        Args:
+            part: of which the cuts are taken.
+            best: the prices of the best bound yet.
+            move: share of the way from there to the prices where the cuts allow most.
+        """
+        model = self.incumbent.price_model
+        cuts = self._cuts_of(part)
+        if not cuts or not model.is_needed:
+            return None
+        windows, rows = len(self.problem.windows), len(self.problem.memory)
+        scale = max(abs(part.lower_bound_us), abs(cuts[0].constant), 1e-6)
+        lower, upper = np.zeros(windows + rows), np.ones(windows + rows)
+        for window, share in part.reduced.linear_windows.items():
+            lower[window] = upper[window] = share
+        excess = np.stack([cut.slope[windows:] for cut in cuts])
+        spread = np.maximum(np.ptp(excess, axis=0), 0.01 * np.abs(excess).max(initial=1.0))
+        upper[windows:] = np.maximum(4.0 * best.memory, 0.2 * scale / spread)
+        step = model.step(cuts, lower=lower, upper=upper, scale_us=scale)
+        if step is None:
+            return None
+        part.weights = [{} for _ in part.reduced.nodes]
+        for cut, weight in zip(cuts, step.weights, strict=True):
+            if weight > 1e-6:
+                for weights, choice in zip(part.weights, cut.choices, strict=True):
+                    weights[choice] = weights.get(choice, 0.0) + weight
+        prices = Prices(
+            windows=(1 - move) * best.windows + move * step.prices.windows,
+            memory=(1 - move) * best.memory + move * step.prices.memory,
+        )
+        return replace(step, prices=prices)
+
+    def _cuts_of(self, part: Part) -> list[Cut]:
+        """The cuts of choices that are still in a part."""
+        cuts = self.incumbent.price_model.cuts
+        if part.depth == 0:
+            return cuts
+        allowed = [set(node.options.tolist()) for node in part.reduced.nodes]
+        return [
+            cut
+            for cut in cuts
+            if all(choice in options for choice, options in zip(cut.choices, allowed, strict=True))
+        ]

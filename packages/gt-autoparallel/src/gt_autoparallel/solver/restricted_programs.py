@@ -1,0 +1,167 @@
+"""HiGHS on the few options of a large part that matter, for prices and for choices.
+
+Column generation (Gilmore and Gomory 1961): the LP relaxation over few options gives prices and a
+mix of options; dual ascent with those prices bounds all options, and says which others belong into
+the LP. Where bound and LP meet, the LP is that of all options. It is fractional in few nodes: the
+MILP over the options that it mixes and the next best ones is small and gives good choices
+(Berthold 2014, "RENS: the relaxation enforced neighborhood search").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gt_autoparallel.problem import FloatArray
+from gt_autoparallel.solver.bounding import Part, SearchSettings
+from gt_autoparallel.solver.highs_model import HighsModel, HighsResult
+from gt_autoparallel.solver.incumbent import Incumbent
+from gt_autoparallel.solver.message_passing import DualAscent
+from gt_autoparallel.solver.reduced_problem import ReducedProblem
+
+__all__ = ["RestrictedPrograms"]
+
+BoolArray = NDArray[np.bool_]
+
+_WEIGHT = 1e-7
+"""Above which an option takes part in a fractional solution."""
+
+_LEVELS = (0.0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.7, 1.0)
+"""Quantiles of the options' bounds that are tried as limits of what is promising."""
+
+
+@dataclass(slots=True)
+class RestrictedPrograms:
+    """Programs over promising options, and which options those were."""
+
+    incumbent: Incumbent
+    settings: SearchSettings
+    time_left: Callable[[], float]
+    """Seconds."""
+
+    seen: list[set[int]]
+    """For each variable: options that relaxations and choices took."""
+
+    largest: tuple[int, int] = field(default=(0, 0))
+    """Columns and rows of the largest model."""
+
+    def see(self, choices: tuple[int, ...]) -> None:
+        """Counts the options of a choice as promising."""
+        for seen, choice in zip(self.seen, choices, strict=True):
+            seen.add(choice)
+
+    def relax(self, part: Part) -> HighsResult | None:
+        """The LP over the promising options; its solution becomes the part's weights.
+
+        Returns:
+            None if promising options alone have no solution. Its value is no bound of the part.
+        """
+        spread = self._spread(part)
+        masks = self._promising(part, spread, self.settings.relaxed_pairs)
+        rest = part.restricted(masks)
+        if rest is None:
+            return None
+        model = HighsModel(rest)
+        self.count(model)
+        result = model.solve(integer=False, seconds=self.time_left())
+        if not result.optimal or not result.weights:
+            return None
+        part.weights = weights_of_options(rest, result)
+        for seen, weights in zip(self.seen, part.weights, strict=True):
+            seen.update(weights)
+        self.take(rest, result)
+        return result
+
+    def round(self, part: Part, *, pairs: int) -> None:
+        """The MILP over the options with weight, and the next best ones up to ``pairs`` pairs."""
+        spread = self._spread(part) if pairs else None
+        masks = [
+            np.isin(node.options, list(weights))
+            for node, weights in zip(part.reduced.nodes, part.weights, strict=True)
+        ]
+        if spread is not None:
+            masks = self._promising(part, spread, pairs, base=masks)
+        rest = part.restricted(masks)
+        if rest is None:
+            return
+        model = HighsModel(rest)
+        self.count(model)
+        result = model.solve(
+            integer=True,
+            seconds=self.time_left(),
+            gap=max(0.5 * self.incumbent.gap, 1e-6),
+            max_nodes=self.settings.restricted_nodes,
+        )
+        self.take(rest, result)
+
+    def take(self, reduced: ReducedProblem, result: HighsResult) -> bool:
+        """Offers what HiGHS found; whether any of it keeps the budgets."""
+        kept = False
+        for positions in result.positions:
+            choices = reduced.choices(positions)
+            kept |= self.incumbent.offer(choices)
+            self.see(choices)
+        return kept
+
+    def count(self, model: HighsModel) -> None:
+        """Keeps the size of the largest model."""
+        self.largest = max(self.largest, (model.num_columns, model.num_rows))
+
+    @staticmethod
+    def _spread(part: Part) -> list[FloatArray]:
+        """For each node [K]: by how much an option's bound exceeds the least one's."""
+        ascent = DualAscent(part.reduced, part.prices)
+        for forward in (True, False, True):
+            ascent.sweep(forward=forward)
+        return [values - values.min() for values in ascent.option_bounds()]
+
+    def _promising(
+        self,
+        part: Part,
+        spread: list[FloatArray],
+        pairs: int,
+        *,
+        base: list[BoolArray] | None = None,
+    ) -> list[BoolArray]:
+        """``base`` and the options of least spread such that about so many pairs are left.
+
+        Args:
+            part: whose options.
+            spread: of each node's options.
+            pairs: of which the first level may take more.
+            base: by default all options that were seen.
+        """
+        if base is None:
+            base = [
+                np.isin(node.options, list(seen))
+                for node, seen in zip(part.reduced.nodes, self.seen, strict=True)
+            ]
+        chosen: list[BoolArray] = []
+        for level in np.quantile(np.concatenate(spread), _LEVELS):
+            masks = [(values <= level) | mask for values, mask in zip(spread, base, strict=True)]
+            size = 0
+            for _, link in part.reduced.live_links():
+                sides = [
+                    len(np.unique(labels[masks[end]]))
+                    for end, labels in zip(link.ends, link.labels, strict=True)
+                ]
+                size += sides[0] * sides[1]
+            if chosen and size > pairs:
+                break
+            chosen = masks
+        return chosen
+
+
+def weights_of_options(reduced: ReducedProblem, result: HighsResult) -> list[dict[int, float]]:
+    """For each node: option -> its weight in the solution of a relaxation, without zeros."""
+    return [
+        {
+            int(option): float(weight)
+            for option, weight in zip(node.options, weights, strict=True)
+            if weight > _WEIGHT
+        }
+        for node, weights in zip(reduced.nodes, result.weights, strict=True)
+    ]
