@@ -278,8 +278,9 @@ class UsesFlex(nn.Module):
             (torch.empty(2, 4),),
             (
                 "the model cannot be planned:\n"
-                "  aten.bernoulli: draws random numbers, on each rank its own; allow it by name "
-                "(allowed_random_operators) or switch it off (first in the model)"
+                "  aten.bernoulli: draws random numbers, and must draw the same on every rank; seed "
+                "all ranks alike and allow it by name (replicate_unknown=), or switch it off (first "
+                "in the model)"
             ),
         ),
         (

@@ -63,17 +63,21 @@ def capture_joint_graph(
         reduce_dtype: dtype in which gradients of cast parameters are summed over ranks: there is
             a cast to it before the one to the parameter's dtype. None: the parameter's dtype.
         allowed_random_operators: operators that may draw random numbers, by the name of the
-            operator without overload (``aten.native_dropout``). Each rank then draws its own.
+            operator without overload (``aten.native_dropout``). They run whole on every rank, which
+            is right only if every rank draws the same: seed all ranks alike.
 
     Raises:
         UnsupportedModelError: the model or its arguments cannot be captured; lists every reason.
     """
     args, kwargs = tuple(example_args), dict(example_kwargs or {})
+    _check_autocast(device)
     _check_model(model)
     args, kwargs = _shapes_only(args, kwargs, model)
     step = _JointStep(model, compute_dtype, reduce_dtype)
     try:
-        traced = trace_step(step, module=model, meta_device=device)(*args, **kwargs)
+        # Gradients are planned wherever the caller is, inside torch.no_grad() too.
+        with torch.inference_mode(False), torch.enable_grad():
+            traced = trace_step(step, module=model, meta_device=device)(*args, **kwargs)
     except CaptureError as error:
         raise UnsupportedModelError(
             f"{type(model).__name__} cannot be captured: {error}"
@@ -110,6 +114,15 @@ _DATA_DEPENDENT = (
     DynamicOutputShapeException,
     GuardOnDataDependentSymNode,
 )
+
+
+def _check_autocast(device: torch.device | str) -> None:
+    device_type = torch.device(device).type
+    if torch.is_autocast_enabled(device_type):
+        raise UnsupportedModelError(
+            f"autocast is on for {device_type}, and a plan states every dtype: leave autocast out, "
+            "and give compute_dtype="
+        )
 
 
 def _first_line(error: BaseException) -> str:

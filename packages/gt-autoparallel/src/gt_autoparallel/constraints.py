@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
-from typing import Literal
+from typing import Literal, get_args
 
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
@@ -68,6 +68,7 @@ def resolve_constraints(
         ConstraintError: unknown names, wrong numbers of placements, unknown axes, or layouts that
             do not cut a tensor evenly; all of them are listed.
     """
+    _check_mappings(constraints)
     resolver = _Resolver(graph, mesh)
     resolver.named("inputs", constraints.inputs, graph.of_kind("input"), "output")
     resolver.named("outputs", constraints.outputs, graph.of_kind("output"), "operand")
@@ -77,6 +78,25 @@ def resolve_constraints(
     if resolver.problems:
         raise ConstraintError("constraints:\n  " + "\n  ".join(resolver.problems))
     return tuple(dict.fromkeys(resolver.found))
+
+
+def _check_mappings(constraints: Constraints) -> None:
+    problems = []
+    for part in fields(constraints):
+        wanted = getattr(constraints, part.name)
+        if not isinstance(wanted, Mapping):
+            problems.append(
+                f"{part.name} is a {type(wanted).__name__}; allowed: a mapping from names "
+                "to layouts"
+            )
+            continue
+        problems += [
+            f"{part.name} has the key {key!r}; allowed: names, as strings"
+            for key in wanted
+            if not isinstance(key, str)
+        ]
+    if problems:
+        raise ConstraintError("constraints:\n  " + "\n  ".join(problems))
 
 
 class _Resolver:
@@ -116,6 +136,11 @@ class _Resolver:
             self._constrain(where, wanted, [(exact[0], "output", 0)])
             return
         demand = wanted if isinstance(wanted, ModuleOutput) else ModuleOutput(layout=wanted)
+        if demand.phase not in get_args(NodePhase):
+            self.problems.append(
+                f"{where}: phase is {demand.phase!r}; allowed: {get_args(NodePhase)!r}"
+            )
+            return
         modules = {node.module for node in self._graph.nodes if node.kind == "operator"}
         modules |= {name for module in modules for name in _parents(module)}
         matched = sorted(name for name in modules if name and fnmatchcase(name, pattern))
@@ -156,6 +181,7 @@ class _Resolver:
         wanted: WantedLayout,
         places: Sequence[tuple[PlacementNode, _Side, int]],
     ) -> None:
+        # What a user gives may be anything.
         placements = self._placements(where, wanted)
         if placements is None:
             return
@@ -175,7 +201,7 @@ class _Resolver:
                 )
             )
 
-    def _placements(self, where: str, wanted: WantedLayout) -> tuple[Placement | None, ...] | None:
+    def _placements(self, where: str, wanted: object) -> tuple[Placement | None, ...] | None:
         """One placement or None for each axis; None if what is wanted is no such thing."""
         names = self._mesh.names
         if isinstance(wanted, Mapping):
@@ -184,6 +210,13 @@ class _Resolver:
                 self.problems.append(f"{where}: axes {unknown!r} do not exist; {list(names)!r} do")
                 return None
             wanted = [wanted.get(name) for name in names]
+        if isinstance(wanted, str) or not isinstance(wanted, Sequence):
+            self.problems.append(
+                f"{where}: {wanted!r}; allowed: a list with a placement or None for each of the "
+                f"mesh axes {list(names)!r}, or a mapping from them to placements"
+                + ("; phases are for nodes" if isinstance(wanted, ModuleOutput) else "")
+            )
+            return None
         placements = tuple(wanted)
         if len(placements) != len(names):
             self.problems.append(
@@ -196,6 +229,12 @@ class _Resolver:
         if wrong:
             self.problems.append(
                 f"{where}: {wrong!r}; allowed: Shard, Replicate, Partial, or None for any"
+            )
+            return None
+        negative = [p for p in placements if isinstance(p, Shard) and p.dim < 0]
+        if negative:
+            self.problems.append(
+                f"{where}: {negative!r}; allowed: dims that are counted from the first one, 0"
             )
             return None
         return placements

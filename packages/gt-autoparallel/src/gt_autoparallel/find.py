@@ -18,6 +18,7 @@ from gt_autoparallel.layouts import MeshShape
 from gt_autoparallel.model_signature import model_signature
 from gt_autoparallel.plan import LayoutConstraint, PlacementPlan
 from gt_autoparallel.planner import Planner, ReportProgress
+from gt_autoparallel.request_checks import check_model_arguments, mesh_shape
 from gt_passes.simulation import CostModel
 
 __all__ = ["find_placement", "planner_of_model"]
@@ -63,7 +64,8 @@ def find_placement(
             the parameters' own.
         experts: routed experts, by the names of their modules: each is placed as a whole.
         replicate_unknown: names of operators that may run whole on every rank though no rule knows
-            them, or though they draw random numbers.
+            them, or though they draw random numbers; then the plan is right only if every rank
+            draws the same: seed all ranks alike.
         device: for whose kernels the graph is captured.
         relative_gap: the plan may cost more than the best one by this; 0 asks for an optimum.
         time_limit_seconds: for the solver; then the best plan yet is given with its gap.
@@ -71,7 +73,8 @@ def find_placement(
 
     Raises:
         UnsupportedModelError: the model or its inputs cannot be planned.
-        PlacementInputError: the mesh does not suit the model.
+        PlacementInputError: an argument is not what it must be, or the mesh does not suit the
+            model; lists every violation.
         ConstraintError: a constraint names what does not exist, or asks for the impossible.
         InfeasiblePlacementError: nothing keeps constraints and budget; says which and by how much.
         SolverError: no plan was found in time.
@@ -117,7 +120,19 @@ def planner_of_model(
 
     Arguments and errors are those of ``find_placement``.
     """
-    shape = mesh if isinstance(mesh, MeshShape) else MeshShape.of(mesh)
+    shape = mesh_shape(mesh)
+    check_model_arguments(
+        model,
+        example_inputs,
+        example_kwargs,
+        cost_model=cost_model,
+        optimizer_state_copies=optimizer_state_copies,
+        compute_dtype=compute_dtype,
+        reduce_dtype=reduce_dtype,
+        experts=experts,
+        replicate_unknown=replicate_unknown,
+        device=device,
+    )
     started = time.perf_counter()
     with opaque_experts(model, experts or {}):
         graph = capture_joint_graph(

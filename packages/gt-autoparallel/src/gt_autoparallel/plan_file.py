@@ -34,6 +34,7 @@ from gt_autoparallel.model_signature import graph_differences, model_differences
 from gt_autoparallel.placement_graph import PlacementGraph
 from gt_autoparallel.plan import PlacementPlan, StepPrices
 from gt_autoparallel.plan_encoding import decode_plan, encode_plan
+from gt_autoparallel.request_checks import check_model_arguments, mesh_shape
 from gt_passes.simulation import CostModel
 
 __all__ = ["FORMAT_VERSION", "check_plan_fits", "load_plan", "read_plan", "write_plan"]
@@ -124,11 +125,24 @@ def load_plan(
     Raises:
         PlanMismatchError: the file is damaged, or model, inputs, mesh or cost model are not those
             of the plan; names what differs.
+        PlacementInputError: an argument is not what it must be; lists every violation.
         AuditError: the plan is not what it says.
         OSError: the file cannot be read.
     """
     plan = read_plan(path, prices=PlacementPrices(cost_model))
-    shape = mesh if isinstance(mesh, MeshShape) else MeshShape.of(mesh)
+    shape = mesh_shape(mesh)
+    check_model_arguments(
+        model,
+        example_inputs,
+        example_kwargs,
+        cost_model=cost_model,
+        optimizer_state_copies=plan.request.optimizer_state_copies,
+        compute_dtype=compute_dtype,
+        reduce_dtype=reduce_dtype,
+        experts=experts,
+        replicate_unknown=plan.request.replicate_unknown,
+        device=device,
+    )
     # What costs nothing to compare is compared before the model is captured.
     check_plan_fits(plan, model=model, mesh=shape, graph=plan.graph)
     with opaque_experts(model, experts or {}):

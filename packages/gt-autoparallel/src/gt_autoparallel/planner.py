@@ -30,6 +30,7 @@ from gt_autoparallel.plan import (
 from gt_autoparallel.plan_assembly import assemble_plan
 from gt_autoparallel.problem_of_graph import PlacementProblem, ProblemParts, placement_problem
 from gt_autoparallel.redistribution_tables import RedistributionTables
+from gt_autoparallel.request_checks import check_request
 from gt_autoparallel.rules import check_operators, node_options
 from gt_autoparallel.solver import (
     ForbiddenPairsError,
@@ -108,12 +109,19 @@ class Planner:
             audit: whether to work the plan out a second time, see ``audit_plan``.
 
         Raises:
+            PlacementInputError: an argument is not what it must be; lists every violation.
             ConstraintError: a constraint names what does not exist or asks for what no option is.
             InfeasiblePlacementError: nothing keeps constraints and budget; says which and by how
                 much.
             SolverError: no plan was found in time.
             AuditError: the plan is not what the solver said: a bug of ours.
         """
+        check_request(
+            constraints=constraints,
+            memory_budget_bytes=memory_budget_bytes,
+            relative_gap=relative_gap,
+            time_limit_seconds=time_limit_seconds,
+        )
         if isinstance(constraints, Constraints):
             resolved = resolve_constraints(constraints, self.graph, self.mesh)
         else:

@@ -53,6 +53,8 @@ def _problem(
     """What keeps a node from being planned; None if nothing does."""
     if node.op == "get_attr":
         literal = literals.get(str(node.target))
+        if literal is not None and literal.numel() == 0:
+            return "an empty tensor that the forward makes from a list; leave it out"
         if literal is not None and bool((literal == literal.flatten()[0]).all()):
             return None
         return "a tensor that the forward makes from a list of numbers; register it as a buffer"
@@ -70,8 +72,8 @@ def _problem(
     allowed = name in allowed_random_operators or str(node.target) in allowed_random_operators
     if draws_random_numbers(node) and not allowed:
         return (
-            f"{name}: draws random numbers, on each rank its own; allow it by name "
-            "(allowed_random_operators) or switch it off"
+            f"{name}: draws random numbers, and must draw the same on every rank; seed all ranks "
+            "alike and allow it by name (replicate_unknown=), or switch it off"
         )
     if _depends_on_data(node.meta.get("val")):
         return f"{name}: its result has a size or a value that depends on the data of tensors"
