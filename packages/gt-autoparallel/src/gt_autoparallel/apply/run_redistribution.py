@@ -92,34 +92,21 @@ def local_move(
         spec: the global value.
         steps: in order.
         mesh: this rank's.
-        fsdp: what the steps do for a parameter, whatever the axis; None if nothing.
+        fsdp: what the steps do for a parameter, whatever the axis; None if nothing. Where several
+            axes shard the parameter, there is a collective for each, and all are FSDP's.
     """
-    annotated_steps = () if fsdp is None else _fsdp_steps(steps)
+    is_fsdp = fsdp is not None and any(step.kind != "slice" for step in steps)
     return LocalMove(
         steps=tuple(steps),
         dim_order=_dim_order(spec),
         mesh=mesh,
         annotations=tuple(
             replace(fsdp, mesh_axis=mesh.shape.names[step.axis])
-            if fsdp is not None and position in annotated_steps
+            if is_fsdp and fsdp is not None
             else None
-            for position, step in enumerate(steps)
+            for step in steps
         ),
     )
-
-
-def _fsdp_steps(steps: Sequence[RedistributionStep]) -> tuple[int, ...]:
-    """Positions of the steps that FSDP's passes may bucket and move.
-
-    They know one gathering of a parameter, and of its gradient one reduction, or a reduce-scatter
-    that an all-reduce follows (hybrid sharding). Where several axes shard a parameter, only the
-    gathering that reads it, and the reduction that writes its gradient, are theirs.
-    """
-    moving = [position for position, step in enumerate(steps) if step.kind != "slice"]
-    kinds = [steps[position].kind for position in moving]
-    if len(moving) < 2 or kinds == ["reduce_scatter", "all_reduce"]:
-        return tuple(moving)
-    return (moving[0],) if kinds[0] in ("all_gather", "all_to_all") else (moving[-1],)
 
 
 def _dim_order(spec: TensorSpec) -> tuple[int, ...]:
