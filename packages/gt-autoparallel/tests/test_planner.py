@@ -181,7 +181,12 @@ def test_a_budget_too_small_says_by_how_much_and_what_dominates(planner: Planner
     with pytest.raises(InfeasiblePlacementError) as error:
         planner.find(memory_budget_bytes=1000)
     first, *table = str(error.value).splitlines()
-    assert first.startswith("the memory budget of 0.000 GiB a rank is too small by")
+    smallest = first.split("no placement takes less than ")[1].removesuffix(" bytes, of which")
+    short = int(smallest.replace(",", "")) - 1000
+    assert first == (
+        f"the memory budget of 1,000 bytes a rank is too small by {short:,} bytes: no placement "
+        f"takes less than {smallest} bytes, of which"
+    )
     assert {line.split("  ")[1] for line in table} == {
         "parameters",
         "gradients",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from gt_autoparallel.errors import InfeasiblePlacementError
 from gt_autoparallel.layouts import MeshShape
 from gt_autoparallel.memory import plan_memory
@@ -71,9 +73,9 @@ def _shortage(
     )
     budget = shortage.budget_bytes
     return (
-        f"the memory budget of {_gib(budget)} GiB a rank is too small by "
-        f"{_gib(smallest.total - budget)} GiB: no placement takes less than "
-        f"{_gib(smallest.total)} GiB, of which\n" + _table(smallest)
+        f"the memory budget of {_size(budget)} a rank is too small by "
+        f"{_size(smallest.total - budget)}: no placement takes less than "
+        f"{_size(smallest.total)}, of which\n" + _table(smallest)
     )
 
 
@@ -89,10 +91,13 @@ def _table(memory: MemoryBreakdown) -> str:
     )
     total = max(memory.total, 1)
     return "\n".join(
-        f"  {name:<18}{_gib(num_bytes):>10} GiB  {num_bytes / total:>6.1%}"
+        f"  {name:<18}{_size(num_bytes):>18}  {num_bytes / total:>6.1%}"
         for name, num_bytes in parts
     )
 
 
-def _gib(num_bytes: float) -> str:
-    return f"{num_bytes / _GIB:.3f}"
+def _size(num_bytes: float) -> str:
+    """In GiB; what is too small to be seen so, in bytes."""
+    if num_bytes < _GIB / 10:
+        return f"{math.ceil(num_bytes):,} bytes"
+    return f"{num_bytes / _GIB:.3f} GiB"
