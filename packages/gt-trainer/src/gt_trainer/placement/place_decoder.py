@@ -125,7 +125,7 @@ def _plan_of_first_rank(
     """The plan of rank 0, on every rank.
 
     Raises:
-        PlacementError: as on rank 0.
+        PlacementError: as on rank 0; any other failure there, too, in words.
     """
     sent: list[Any] = [None]
     plan: PlacementPlan | None = None
@@ -133,8 +133,8 @@ def _plan_of_first_rank(
         try:
             plan = placement_plan(model, mesh, blocks, training=training, solver=solver)
             sent = [(encode_plan(plan), plan.graph.interface)]
-        except PlacementError as error:
-            sent = [error]
+        except Exception as error:  # noqa: BLE001  # whatever it is, the others wait for it
+            sent = [_failure(error)]
     dist.broadcast_object_list(sent, src=0, device=torch.device(titan_utils.device_type))
     (received,) = sent
     if isinstance(received, PlacementError):
@@ -143,6 +143,15 @@ def _plan_of_first_rank(
     if plan is None:
         plan = decode_plan(content, PlacementPrices())
     return _SharedPlan(plan=plan, interface=interface)
+
+
+def _failure(error: Exception) -> PlacementError:
+    """What can be sent to other ranks: errors of the planner as they are, others in words."""
+    if isinstance(error, PlacementError):
+        return error
+    failure = PlacementError(f"planning failed on rank 0: {type(error).__name__}: {error}")
+    failure.__cause__ = error
+    return failure
 
 
 def _publish(plan: PlacementPlan, folder: Path) -> None:
