@@ -84,6 +84,9 @@ class Found:
     num_sharded: int
     """Parameters of which the plan shards at least one dim."""
 
+    expert_axes: frozenset[str]
+    """Mesh axes over which tokens travel to their experts."""
+
     unpredicted: tuple[str, ...]
     """Collectives of the traced step that the plan did not predict, and the reverse."""
 
@@ -119,6 +122,11 @@ def compare_with_whole_model(case: PlacedCase, folder: str) -> Found:
             any(p.is_shard() for p in parameter.placements)
             for parameter in placed.parameters()
             if isinstance(parameter, DTensor)
+        ),
+        expert_axes=frozenset(
+            c.axis
+            for c in predicted_collectives(written_plan(folder))
+            if c.purpose == "token exchange"
         ),
         unpredicted=tuple(unpredicted_collectives(trainer, folder)) if dist.get_rank() == 0 else (),
     )
@@ -220,11 +228,16 @@ def unpredicted_collectives(trainer: GraphTrainer, folder: str) -> list[str]:
             inputs, labels, torch.tensor(labels.numel()), extra
         )
     found = traced_collectives(traced.graph_module.graph, mesh)
-    predicted = predicted_of(read_plan(Path(folder) / "placement.json", prices=PlacementPrices()))
+    predicted = predicted_of(written_plan(folder))
     return [
         *(f"not predicted: {each}" for each in (found - predicted).elements()),
         *(f"not traced: {each}" for each in (predicted - found).elements()),
     ]
+
+
+def written_plan(folder: str) -> PlacementPlan:
+    """What rank 0 planned and wrote."""
+    return read_plan(Path(folder) / "placement.json", prices=PlacementPrices())
 
 
 def predicted_of(plan: PlacementPlan) -> Counter[tuple[str, str, int | str]]:

@@ -335,9 +335,14 @@ def take_unseen(*trainers: RecordingTrainer, length: int = SEQ_LEN) -> None:
             trainer.forward_backward_step(**batch)
 
 
-def compare_resumed(case: Case, folder: str, mode: str = "aot_fx_trace") -> tuple[list[str], int]:
+def compare_resumed(
+    case: Case,
+    folder: str,
+    mode: str = "aot_fx_trace",
+    options: Mapping[str, Any] = MappingProxyType({}),
+) -> tuple[list[str], int]:
     """Steps 4 and 5 of a run that stopped after 3, against one that never stopped."""
-    every_three = {"enable": True, "interval": 3}
+    every_three = {"enable": True, "interval": 3, "options": options}
     whole = trainer_of(case, mode, f"{folder}/whole", **every_three)
     whole.train()
     stopped = trainer_of(case, mode, f"{folder}/cut", stop_after=3, **every_three)
