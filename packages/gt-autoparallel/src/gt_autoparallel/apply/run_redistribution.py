@@ -37,6 +37,9 @@ class LocalMove:
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         """This rank's shard after the redistribution, of its shard before it."""
+        if tensor.dtype is torch.bool and any(step.kind != "slice" for step in self.steps):
+            # As bytes: Inductor's C++ takes a bool that comes from a collective for an integer.
+            return self(tensor.view(torch.uint8)).view(torch.bool)
         is_natural = self.dim_order == tuple(range(len(self.dim_order)))
         moved = tensor if is_natural else tensor.permute(self.dim_order)
         annotations = self.annotations or (None,) * len(self.steps)
