@@ -1,0 +1,132 @@
+"""Rules of automatic placement: what it needs, and what it does without."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from gt_config._rules.rule import must_be_default, rule, violation
+from gt_config._subject import Subject, flag_of, leaf_paths
+from gt_config.compile_config import AutoParallelConfig
+from gt_config.errors import Violation
+
+_SOLVER = tuple(leaf_paths(AutoParallelConfig, "config.autoparallel_solver"))
+
+
+@rule("config.inductor_compilation", "config.autoparallel", "config.mode")
+def _autoparallel_backend_needs_autoparallel_and_a_trace(subject: Subject) -> Iterator[Violation]:
+    config = subject.config
+    if config.inductor_compilation != "autoparallel_backend":
+        return
+    if not config.autoparallel:
+        yield violation(
+            subject,
+            "config.inductor_compilation",
+            allowed="'autoparallel_backend' only with --compile.autoparallel",
+            fix="add --compile.autoparallel, or choose another inductor_compilation",
+        )
+    if config.mode != "aot_fx_trace":
+        yield violation(
+            subject,
+            "config.inductor_compilation",
+            allowed=f"'autoparallel_backend' only with --compile.mode aot_fx_trace, "
+            f"not {config.mode}",
+            fix="use --compile.mode aot_fx_trace, or choose another inductor_compilation",
+        )
+
+
+@rule("config.autoparallel", *(f"topology.{axis}" for axis in ("dp_shard", "tp", "ep", "pp")))
+def _autoparallel_plans_one_mesh_of_data_and_tensor_or_expert_axes(
+    subject: Subject,
+) -> Iterator[Violation]:
+    config, mesh = subject.config, subject.topology
+    if not config.autoparallel:
+        return
+    if mesh.pp > 1:
+        yield violation(
+            subject,
+            "topology.pp",
+            allowed="1 with --compile.autoparallel, which plans whole models",
+            fix=f"drop the option, or drop {flag_of('config.autoparallel')}",
+        )
+    if mesh.tp > 1 and mesh.ep > 1:
+        yield violation(
+            subject,
+            "topology.ep",
+            allowed=f"1 with --compile.autoparallel and {flag_of('topology.tp')} {mesh.tp}: a plan "
+            "is for one mesh, and these two axes overlap",
+            fix="give the ranks to one of the two axes",
+        )
+    if mesh.ep > 1 and mesh.dp_shard % mesh.ep != 0:
+        yield violation(
+            subject,
+            "topology.ep",
+            allowed=f"a divisor of {flag_of('topology.dp_shard')} {mesh.dp_shard} with "
+            "--compile.autoparallel",
+            fix="change one of the two degrees",
+        )
+
+
+@rule(
+    "config.autoparallel",
+    "config.mode",
+    "config.inductor_compilation",
+    "config.ep_overlap.enabled",
+)
+def _autoparallel_does_without(subject: Subject) -> Iterator[Violation]:
+    config = subject.config
+    if not config.autoparallel:
+        return
+    if config.mode == "aot_joint" and config.inductor_compilation != "autoparallel_backend":
+        yield violation(
+            subject,
+            "config.mode",
+            allowed="'aot_fx_trace' or 'none' with --compile.autoparallel: the planned forward and "
+            "backward are one graph already",
+            fix="use --compile.mode aot_fx_trace",
+        )
+    if config.ep_overlap.enabled:
+        yield violation(
+            subject,
+            "config.ep_overlap.enabled",
+            allowed="False with --compile.autoparallel: chunks are cut along one dim of a batch, "
+            "and a plan may cut it along another",
+            fix="turn EP overlap off, or drop --compile.autoparallel",
+        )
+
+
+_BACKEND_DECIDES = (
+    "config.memory_policy",
+    "config.passes",
+    "config.disable_passes",
+    "config.fsdp_bucketing",
+    "config.prefetch_layers",
+    "config.fsdp_second_group",
+    "config.fsdp_into_dense_regions",
+    "config.async_tensor_parallel",
+    "config.numerics_changing",
+    "config.cuda_graphs",
+)
+"""Options of the native recipe: the other backend has a policy of its own."""
+
+
+@rule("config.inductor_compilation", *_BACKEND_DECIDES)
+def _autoparallel_backend_has_its_own_policy(subject: Subject) -> Iterator[Violation]:
+    if subject.config.inductor_compilation != "autoparallel_backend":
+        return
+    for path in _BACKEND_DECIDES:
+        yield from must_be_default(
+            subject,
+            path,
+            because="--compile.inductor_compilation autoparallel_backend decides that itself",
+            switch="another inductor_compilation",
+        )
+
+
+@rule("config.autoparallel", *_SOLVER)
+def _solver_limits_need_autoparallel(subject: Subject) -> Iterator[Violation]:
+    if subject.config.autoparallel:
+        return
+    for path in _SOLVER:
+        yield from must_be_default(
+            subject, path, because="autoparallel is off", switch="--compile.autoparallel"
+        )

@@ -1,0 +1,173 @@
+"""Rules of expert-parallel overlap."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from gt_config._rules.rule import must_be_default, round_up, rule, violation
+from gt_config._subject import Subject, flag_of, leaf_paths, value_at
+from gt_config.compile_config import EpOverlapConfig
+from gt_config.errors import Violation
+
+_EP_OVERLAP = tuple(leaf_paths(EpOverlapConfig, "config.ep_overlap"))
+
+
+_EP_SETTINGS = tuple(path for path in _EP_OVERLAP if path != "config.ep_overlap.enabled")
+
+
+@rule(*_EP_OVERLAP)
+def _ep_overlap_settings_need_it_enabled(subject: Subject) -> Iterator[Violation]:
+    if subject.config.ep_overlap.enabled:
+        return
+    for path in _EP_SETTINGS:
+        yield from must_be_default(
+            subject, path, because="EP overlap is off", switch="--compile.ep_overlap.enabled"
+        )
+
+
+@rule("config.ep_overlap.enabled", "config.mode", "topology.ep")
+def _ep_overlap_needs_a_trace_and_ep(subject: Subject) -> Iterator[Violation]:
+    if not subject.config.ep_overlap.enabled:
+        return
+    if subject.config.mode != "aot_fx_trace":
+        yield violation(
+            subject,
+            "config.ep_overlap.enabled",
+            allowed=f"True only with --compile.mode aot_fx_trace, not {subject.config.mode}",
+            fix="use --compile.mode aot_fx_trace, or turn EP overlap off",
+        )
+    if subject.topology.ep <= 1:
+        yield violation(
+            subject,
+            "config.ep_overlap.enabled",
+            allowed=f"True only with {flag_of('topology.ep')} above 1; it is {subject.topology.ep}",
+            fix=f"raise {flag_of('topology.ep')}, or turn EP overlap off",
+        )
+
+
+@rule(*_EP_OVERLAP)
+def _ep_overlap_choices_fit_together(subject: Subject) -> Iterator[Violation]:
+    overlap = subject.config.ep_overlap
+    if not overlap.enabled:
+        return
+    if overlap.chunk_dim == "seq" and overlap.module_fqn != "layers.*.moe":
+        yield violation(
+            subject,
+            "config.ep_overlap.chunk_dim",
+            allowed=f"'seq' only with --compile.ep_overlap.module_fqn layers.*.moe, "
+            f"not {overlap.module_fqn}: attention needs the whole K/V context",
+            fix="use --compile.ep_overlap.module_fqn 'layers.*.moe', or chunk_dim batch",
+        )
+    if overlap.strategy == "eager" and overlap.num_chunks != 2:
+        yield violation(
+            subject,
+            "config.ep_overlap.num_chunks",
+            allowed="2, with --compile.ep_overlap.strategy eager",
+            fix="use 2 chunks, or --compile.ep_overlap.strategy graph",
+        )
+    if overlap.strategy == "eager" and overlap.disable_early_grad_accumulation:
+        yield violation(
+            subject,
+            "config.ep_overlap.disable_early_grad_accumulation",
+            allowed="its default False, since the eager strategy never accumulates early",
+            fix="drop the option, or use --compile.ep_overlap.strategy graph",
+        )
+
+
+@rule(
+    "config.ep_overlap.enabled",
+    "config.ep_overlap.chunk_dim",
+    "config.ep_overlap.num_chunks",
+    "config.ep_overlap.strategy",
+    "topology.batch_size",
+    "topology.seq_len",
+    "topology.cp",
+    "topology.tp",
+    "topology.sequence_parallel",
+)
+def _ep_overlap_chunks_are_equal(subject: Subject) -> Iterator[Violation]:
+    overlap, mesh = subject.config.ep_overlap, subject.topology
+    if not overlap.enabled:
+        return
+    # Chunks are cut from what one rank holds, and context and sequence parallelism shard that.
+    shards = 1
+    if overlap.chunk_dim == "seq":
+        shards = mesh.cp * (mesh.tp if mesh.sequence_parallel else 1)
+    path = "topology.batch_size" if overlap.chunk_dim == "batch" else "topology.seq_len"
+    extent: int = value_at(subject, path)
+    divisor = overlap.num_chunks * shards
+    if extent % divisor == 0:
+        return
+    over = f" on each of {shards} sequence shards" if shards > 1 else ""
+    yield violation(
+        subject,
+        path,
+        allowed=f"a multiple of {divisor}, for {overlap.num_chunks} equal chunks{over}",
+        fix=f"use {round_up(extent, divisor)}{_other_number_of_chunks(overlap, extent, shards)}",
+    )
+
+
+def _other_number_of_chunks(overlap: EpOverlapConfig, extent: int, shards: int) -> str:
+    """The nearest that cuts the extent into equal chunks, in words; nothing if none does."""
+    if overlap.strategy == "eager" or extent % shards:
+        return ""
+    fitting = [n for n in range(2, extent // shards + 1) if extent % (n * shards) == 0]
+    if not fitting:
+        return ""
+    nearest = min(fitting, key=lambda n: abs(n - overlap.num_chunks))
+    return f", or {flag_of('config.ep_overlap.num_chunks')} {nearest}"
+
+
+@rule("config.ep_overlap.enabled", "topology.pp", "topology.cp")
+def _ep_overlap_of_whole_models_and_sequences(subject: Subject) -> Iterator[Violation]:
+    if not subject.config.ep_overlap.enabled:
+        return
+    for path in ("topology.pp", "topology.cp"):
+        degree = value_at(subject, path)
+        if degree > 1:
+            yield violation(
+                subject,
+                "config.ep_overlap.enabled",
+                allowed=f"True only with {flag_of(path)} 1; it is {degree}: "
+                "the two have not been tested together",
+                fix=f"use {flag_of(path)} 1, or turn EP overlap off",
+            )
+
+
+@rule("config.ep_overlap.enabled", "config.ep_overlap.strategy", "topology.tp")
+def _ep_overlap_on_the_graph_without_tp(subject: Subject) -> Iterator[Violation]:
+    overlap = subject.config.ep_overlap
+    if overlap.enabled and overlap.strategy == "graph" and subject.topology.tp > 1:
+        yield violation(
+            subject,
+            "config.ep_overlap.strategy",
+            allowed=f"'eager' with {flag_of('topology.tp')} {subject.topology.tp}: "
+            "the graph strategy has no rules for the collectives of tensor parallelism yet",
+            fix=f"use eager, or {flag_of('topology.tp')} 1",
+        )
+
+
+@rule("config.ep_overlap.enabled", "config.inductor_compilation")
+def _ep_overlap_with_a_graph_that_keeps_its_order(subject: Subject) -> Iterator[Violation]:
+    if subject.config.ep_overlap.enabled and subject.config.inductor_compilation == "full":
+        yield violation(
+            subject,
+            "config.inductor_compilation",
+            allowed="'none' or 'regional' with EP overlap: in one compiled program "
+            "nobody has tested that one chunk still hides another",
+            fix="use regional, or turn EP overlap off",
+        )
+
+
+@rule("config.ep_overlap.enabled", "config.cuda_graphs", "config.async_tensor_parallel")
+def _ep_overlap_without_what_only_gpus_can_prove(subject: Subject) -> Iterator[Violation]:
+    if not subject.config.ep_overlap.enabled:
+        return
+    for path in ("config.cuda_graphs", "config.async_tensor_parallel"):
+        if value_at(subject, path):
+            yield violation(
+                subject,
+                path,
+                allowed="False with EP overlap: no GPU has run the two together yet",
+                fix="leave the flag out, or turn EP overlap off",
+            )

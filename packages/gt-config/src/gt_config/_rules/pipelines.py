@@ -1,0 +1,42 @@
+"""Rules of pipelines: what they cannot have yet, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from gt_config._rules.rule import rule, violation
+from gt_config._subject import Subject, flag_of, value_at
+from gt_config.errors import Violation
+
+_WITHOUT_PIPELINE: tuple[tuple[str, tuple[object, ...], str], ...] = (
+    ("config.mode", ("none", "aot_fx_trace"), "stages are captured with their backward, or eager"),
+    (
+        "config.memory_policy",
+        ("save_all", "selective", "full_recompute"),
+        "several microbatches are under way, and copies to the host are planned for one",
+    ),
+    ("config.capture_layers", ("full",), "stages are short, and captured in full"),
+    ("config.on_shape_change", ("error",), "every microbatch has the shapes of the first"),
+    ("config.fsdp_second_group", (False,), "gradients are reduced once, after all microbatches"),
+    ("config.fsdp_into_dense_regions", (False,), "parameters are gathered between the actions"),
+    ("config.cuda_graphs", (False,), "no GPU has run the two together yet"),
+    ("topology.tp", (1,), "activations of tensor parallelism do not travel between stages yet"),
+)
+"""Options that a pipeline cannot have: what is allowed, and why."""
+
+
+@rule("topology.pp", *(path for path, _, _ in _WITHOUT_PIPELINE))
+def _pipelines_run_by_actions(subject: Subject) -> Iterator[Violation]:
+    degree = value_at(subject, "topology.pp")
+    if degree == 1:
+        return
+    for path, allowed, why in _WITHOUT_PIPELINE:
+        if value_at(subject, path) in allowed:
+            continue
+        choices = " or ".join(repr(each) for each in allowed)
+        yield violation(
+            subject,
+            path,
+            allowed=f"{choices} with {flag_of('topology.pp')} {degree}: {why}",
+            fix=f"use {allowed[-1]}, or {flag_of('topology.pp')} 1",
+        )
