@@ -1,0 +1,114 @@
+"""Rules of automatic placement, one by one, with the exact text."""
+
+import dataclasses
+
+import pytest
+from asked import EP_TOPOLOGY, found, mesh, only, overlap
+
+from gt_config import AutoParallelConfig, CompileConfig, Violation
+
+
+def test_autoparallel_backend_needs_autoparallel():
+    assert only(CompileConfig(inductor_compilation="autoparallel_backend")) == Violation(
+        flag="--compile.inductor_compilation",
+        value="autoparallel_backend",
+        allowed="'autoparallel_backend' only with --compile.autoparallel",
+        fix="add --compile.autoparallel, or choose another inductor_compilation",
+    )
+
+
+def test_autoparallel_backend_needs_a_trace():
+    config = CompileConfig(
+        inductor_compilation="autoparallel_backend", autoparallel=True, mode="aot_joint"
+    )
+    assert only(config) == Violation(
+        flag="--compile.inductor_compilation",
+        value="autoparallel_backend",
+        allowed="'autoparallel_backend' only with --compile.mode aot_fx_trace, not aot_joint",
+        fix="use --compile.mode aot_fx_trace, or choose another inductor_compilation",
+    )
+
+
+AUTOPARALLEL = CompileConfig(autoparallel=True)
+
+
+def test_autoparallel_plans_no_pipelines():
+    topology = mesh(world=2, pp=2)
+    assert only(AUTOPARALLEL, topology) == Violation(
+        flag="--parallelism.pipeline_parallel_degree",
+        value=2,
+        allowed="1 with --compile.autoparallel, which plans whole models",
+        fix="drop the option, or drop --compile.autoparallel",
+    )
+
+
+def test_autoparallel_plans_tensor_or_expert_parallel_axes():
+    assert only(AUTOPARALLEL, mesh(world=4, dp_shard=2, tp=2, ep=2)) == Violation(
+        flag="--parallelism.expert_parallel_degree",
+        value=2,
+        allowed="1 with --compile.autoparallel and --parallelism.tensor_parallel_degree 2: a plan "
+        "is for one mesh, and these two axes overlap",
+        fix="give the ranks to one of the two axes",
+    )
+    assert found(AUTOPARALLEL, mesh(world=4, dp_shard=2, tp=2)) == ()
+    assert found(AUTOPARALLEL, EP_TOPOLOGY) == ()
+
+
+def test_autoparallel_needs_no_joint_graph():
+    assert only(CompileConfig(autoparallel=True, mode="aot_joint")) == Violation(
+        flag="--compile.mode",
+        value="aot_joint",
+        allowed="'aot_fx_trace' or 'none' with --compile.autoparallel: the planned forward and "
+        "backward are one graph already",
+        fix="use --compile.mode aot_fx_trace",
+    )
+    assert found(CompileConfig(autoparallel=True, mode="none")) == ()
+
+
+def test_autoparallel_refuses_ep_overlap():
+    config = dataclasses.replace(overlap(), autoparallel=True)
+    assert only(config, EP_TOPOLOGY) == Violation(
+        flag="--compile.ep_overlap.enabled",
+        value=True,
+        allowed="False with --compile.autoparallel: chunks are cut along one dim of a batch, and a "
+        "plan may cut it along another",
+        fix="turn EP overlap off, or drop --compile.autoparallel",
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "default"),
+    [
+        ({"memory_policy": "selective"}, "'save_all'"),
+        ({"fsdp_bucketing": "off"}, "'transformer_block'"),
+        ({"prefetch_layers": 2}, "1"),
+        ({"cuda_graphs": True}, "False"),
+    ],
+)
+def test_autoparallel_backend_decides_what_the_native_recipe_is_asked_for(settings, default):
+    config = CompileConfig(
+        autoparallel=True, inductor_compilation="autoparallel_backend", **settings
+    )
+    ((name, value),) = settings.items()
+    assert only(config) == Violation(
+        flag=f"--compile.{name}",
+        value=value,
+        allowed=f"its default {default}, since --compile.inductor_compilation "
+        "autoparallel_backend decides that itself and it would do nothing",
+        fix="drop the option, or use another inductor_compilation",
+    )
+
+
+def test_accepts_the_autoparallel_backend_with_both():
+    config = CompileConfig(inductor_compilation="autoparallel_backend", autoparallel=True)
+    assert found(config) == ()
+
+
+def test_solver_limits_need_autoparallel():
+    config = CompileConfig(autoparallel_solver=AutoParallelConfig(memory_budget_gib=64.0))
+    assert only(config) == Violation(
+        flag="--compile.autoparallel_solver.memory_budget_gib",
+        value=64.0,
+        allowed="its default None, since autoparallel is off and it would do nothing",
+        fix="drop the option, or use --compile.autoparallel",
+    )

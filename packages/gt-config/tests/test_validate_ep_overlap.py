@@ -1,0 +1,184 @@
+"""Rules of expert-parallel overlap, one by one, with the exact text."""
+
+import dataclasses
+
+import pytest
+from asked import EP_TOPOLOGY, NUM_CHUNKS, found, only, overlap
+
+from gt_config import CompileConfig, EpOverlapConfig, Topology, Violation
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"module_fqn": "layers.*.moe"},
+        {"module_fqn": "layers.*.moe", "chunk_dim": "seq", "num_chunks": 4},
+        {"strategy": "eager"},
+        {"disable_early_grad_accumulation": True},
+    ],
+)
+def test_accepts_ep_overlap_choices_that_fit(settings):
+    assert found(overlap(**settings), EP_TOPOLOGY) == ()
+
+
+def test_ep_overlap_needs_expert_parallelism():
+    assert only(overlap()) == Violation(
+        flag="--compile.ep_overlap.enabled",
+        value=True,
+        allowed="True only with --parallelism.expert_parallel_degree above 1; it is 1",
+        fix="raise --parallelism.expert_parallel_degree, or turn EP overlap off",
+    )
+
+
+@pytest.mark.parametrize("mode", ["none", "aot_joint"])
+def test_ep_overlap_needs_a_trace(mode):
+    config = dataclasses.replace(overlap(), mode=mode)
+    assert only(config, EP_TOPOLOGY) == Violation(
+        flag="--compile.ep_overlap.enabled",
+        value=True,
+        allowed=f"True only with --compile.mode aot_fx_trace, not {mode}",
+        fix="use --compile.mode aot_fx_trace, or turn EP overlap off",
+    )
+
+
+def test_sequence_chunking_needs_moe_roots():
+    assert only(overlap(chunk_dim="seq"), EP_TOPOLOGY) == Violation(
+        flag="--compile.ep_overlap.chunk_dim",
+        value="seq",
+        allowed="'seq' only with --compile.ep_overlap.module_fqn layers.*.moe, not layers.*: "
+        "attention needs the whole K/V context",
+        fix="use --compile.ep_overlap.module_fqn 'layers.*.moe', or chunk_dim batch",
+    )
+
+
+def test_the_eager_strategy_takes_two_chunks_only():
+    assert only(overlap(strategy="eager", num_chunks=4), EP_TOPOLOGY) == Violation(
+        flag="--compile.ep_overlap.num_chunks",
+        value=4,
+        allowed="2, with --compile.ep_overlap.strategy eager",
+        fix="use 2 chunks, or --compile.ep_overlap.strategy graph",
+    )
+
+
+def test_the_eager_strategy_never_accumulates_early():
+    config = overlap(strategy="eager", disable_early_grad_accumulation=True)
+    assert only(config, EP_TOPOLOGY) == Violation(
+        flag="--compile.ep_overlap.disable_early_grad_accumulation",
+        value=True,
+        allowed="its default False, since the eager strategy never accumulates early",
+        fix="drop the option, or use --compile.ep_overlap.strategy graph",
+    )
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_refuses_a_batch_that_does_not_split_into_equal_chunks(batch_size):
+    topology = dataclasses.replace(EP_TOPOLOGY, batch_size=batch_size)
+    assert only(overlap(), topology) == Violation(
+        flag="--training.local_batch_size",
+        value=batch_size,
+        allowed="a multiple of 2, for 2 equal chunks",
+        fix=f"use {batch_size + 1}" + ("" if batch_size == 1 else f", or {NUM_CHUNKS} 3"),
+    )
+
+
+def test_refuses_more_chunks_than_samples_and_offers_the_nearest_number_that_fits():
+    topology = dataclasses.replace(EP_TOPOLOGY, batch_size=6)
+    assert only(overlap(num_chunks=8), topology).fix == f"use 8, or {NUM_CHUNKS} 6"
+    assert only(overlap(num_chunks=4), topology).fix == f"use 8, or {NUM_CHUNKS} 3"
+
+
+def test_offers_no_other_number_of_chunks_where_there_is_none():
+    topology = dataclasses.replace(EP_TOPOLOGY, batch_size=3)
+    assert only(overlap(strategy="eager"), topology).fix == "use 4"
+
+
+def test_refuses_a_sequence_that_does_not_split_into_equal_chunks_on_each_shard():
+    topology = Topology(world=4, tp=4, ep=4, batch_size=1, seq_len=12)
+    config = overlap(chunk_dim="seq", module_fqn="layers.*.moe", strategy="eager")
+    assert only(config, topology) == Violation(
+        flag="--training.seq_len",
+        value=12,
+        allowed="a multiple of 8, for 2 equal chunks on each of 4 sequence shards",
+        fix="use 16",
+    )
+    whole = dataclasses.replace(topology, sequence_parallel=False)
+    assert found(config, whole) == ()
+
+
+@pytest.mark.parametrize(
+    ("degree", "flag"),
+    [("pp", "pipeline_parallel_degree"), ("cp", "context_parallel_degree")],
+)
+def test_ep_overlap_is_refused_with_pipelines_and_with_context_parallelism(degree, flag):
+    topology = dataclasses.replace(EP_TOPOLOGY, world=2 * EP_TOPOLOGY.world, **{degree: 2})
+    (violation,) = (
+        each for each in found(overlap(), topology) if each.flag == "--compile.ep_overlap.enabled"
+    )
+    assert violation == Violation(
+        flag="--compile.ep_overlap.enabled",
+        value=True,
+        allowed=f"True only with --parallelism.{flag} 1; it is 2: "
+        "the two have not been tested together",
+        fix=f"use --parallelism.{flag} 1, or turn EP overlap off",
+    )
+
+
+def test_chunks_on_the_graph_are_refused_with_tensor_parallelism():
+    topology = dataclasses.replace(EP_TOPOLOGY, world=2 * EP_TOPOLOGY.world, tp=2)
+    assert only(overlap(), topology) == Violation(
+        flag="--compile.ep_overlap.strategy",
+        value="graph",
+        allowed="'eager' with --parallelism.tensor_parallel_degree 2: "
+        "the graph strategy has no rules for the collectives of tensor parallelism yet",
+        fix="use eager, or --parallelism.tensor_parallel_degree 1",
+    )
+    assert found(overlap(strategy="eager"), topology) == ()
+
+
+def test_ep_overlap_is_refused_with_full_inductor_compilation():
+    config = dataclasses.replace(overlap(), inductor_compilation="full")
+    assert only(config, EP_TOPOLOGY) == Violation(
+        flag="--compile.inductor_compilation",
+        value="full",
+        allowed="'none' or 'regional' with EP overlap: in one compiled program "
+        "nobody has tested that one chunk still hides another",
+        fix="use regional, or turn EP overlap off",
+    )
+    assert found(dataclasses.replace(config, inductor_compilation="regional"), EP_TOPOLOGY) == ()
+
+
+def test_ep_overlap_is_refused_with_what_only_a_gpu_can_prove():
+    config = dataclasses.replace(
+        overlap(strategy="eager"), cuda_graphs=True, async_tensor_parallel=True
+    )
+    topology = dataclasses.replace(EP_TOPOLOGY, world=2 * EP_TOPOLOGY.world, tp=2)
+    assert found(config, topology) == tuple(
+        Violation(
+            flag=f"--compile.{name}",
+            value=True,
+            allowed="False with EP overlap: no GPU has run the two together yet",
+            fix="leave the flag out, or turn EP overlap off",
+        )
+        for name in ("cuda_graphs", "async_tensor_parallel")
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "default"),
+    [
+        ("num_chunks", 4, "2"),
+        ("chunk_dim", "seq", "'batch'"),
+        ("strategy", "eager", "'graph'"),
+        ("module_fqn", "layers.*.moe", "'layers.*'"),
+        ("disable_early_grad_accumulation", True, "False"),
+    ],
+)
+def test_ep_overlap_settings_need_it_enabled(name, value, default):
+    config = CompileConfig(ep_overlap=EpOverlapConfig(**{name: value}))
+    assert only(config, EP_TOPOLOGY) == Violation(
+        flag=f"--compile.ep_overlap.{name}",
+        value=value,
+        allowed=f"its default {default}, since EP overlap is off and it would do nothing",
+        fix="drop the option, or use --compile.ep_overlap.enabled",
+    )

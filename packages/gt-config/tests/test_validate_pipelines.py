@@ -1,0 +1,108 @@
+"""Rules of pipelines, one by one, with the exact text."""
+
+import pytest
+from asked import found, mesh, only
+
+from gt_config import CompileConfig, Violation
+
+
+@pytest.mark.parametrize(
+    ("settings", "flag", "value", "allowed", "fix"),
+    [
+        (
+            {"mode": "aot_joint"},
+            "--compile.mode",
+            "aot_joint",
+            (
+                "'none' or 'aot_fx_trace' with --parallelism.pipeline_parallel_degree 2: stages are "
+                "captured with their backward, or eager"
+            ),
+            "use aot_fx_trace, or --parallelism.pipeline_parallel_degree 1",
+        ),
+        (
+            {"memory_policy": "offload"},
+            "--compile.memory_policy",
+            "offload",
+            (
+                "'save_all' or 'selective' or 'full_recompute' with "
+                "--parallelism.pipeline_parallel_degree 2: several microbatches are under way, and "
+                "copies to the host are planned for one"
+            ),
+            "use full_recompute, or --parallelism.pipeline_parallel_degree 1",
+        ),
+        (
+            {"capture_layers": "compared"},
+            "--compile.capture_layers",
+            "compared",
+            (
+                "'full' with --parallelism.pipeline_parallel_degree 2: stages are short, and "
+                "captured in full"
+            ),
+            "use full, or --parallelism.pipeline_parallel_degree 1",
+        ),
+        (
+            {"on_shape_change": "recapture"},
+            "--compile.on_shape_change",
+            "recapture",
+            (
+                "'error' with --parallelism.pipeline_parallel_degree 2: every microbatch has the "
+                "shapes of the first"
+            ),
+            "use error, or --parallelism.pipeline_parallel_degree 1",
+        ),
+        (
+            {"fsdp_second_group": True},
+            "--compile.fsdp_second_group",
+            True,
+            (
+                "False with --parallelism.pipeline_parallel_degree 2: gradients are reduced once, "
+                "after all microbatches"
+            ),
+            "use False, or --parallelism.pipeline_parallel_degree 1",
+        ),
+        (
+            {"fsdp_into_dense_regions": True},
+            "--compile.fsdp_into_dense_regions",
+            True,
+            (
+                "False with --parallelism.pipeline_parallel_degree 2: parameters are gathered between "
+                "the actions"
+            ),
+            "use False, or --parallelism.pipeline_parallel_degree 1",
+        ),
+        (
+            {"cuda_graphs": True},
+            "--compile.cuda_graphs",
+            True,
+            (
+                "False with --parallelism.pipeline_parallel_degree 2: no GPU has run the two together "
+                "yet"
+            ),
+            "use False, or --parallelism.pipeline_parallel_degree 1",
+        ),
+    ],
+)
+def test_refuses_with_a_pipeline_what_needs_a_whole_step(settings, flag, value, allowed, fix):
+    topology = mesh(world=8, dp_replicate=2, dp_shard=2, pp=2, tp=1, ep=2)
+    violations = {v.flag: v for v in found(CompileConfig(**settings), topology)}
+    assert violations[flag] == Violation(flag=flag, value=value, allowed=allowed, fix=fix)
+
+
+def test_a_pipeline_has_no_tensor_parallelism_yet():
+    assert only(topology=mesh(world=8, dp_shard=2, pp=2, tp=2)) == Violation(
+        flag="--parallelism.tensor_parallel_degree",
+        value=2,
+        allowed="1 with --parallelism.pipeline_parallel_degree 2: activations of tensor "
+        "parallelism do not travel between stages yet",
+        fix="use 1, or --parallelism.pipeline_parallel_degree 1",
+    )
+
+
+def test_joint_graphs_are_not_stamped():
+    assert only(CompileConfig(mode="aot_joint", capture_layers="stamped")) == Violation(
+        flag="--compile.capture_layers",
+        value="stamped",
+        allowed="its default 'full', since --compile.mode aot_joint exports every layer "
+        "and it would do nothing",
+        fix="drop the option, or use --compile.mode aot_fx_trace",
+    )
