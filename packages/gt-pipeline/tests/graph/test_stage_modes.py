@@ -168,8 +168,18 @@ class Masked(nn.Module):
 def test_an_argument_that_the_capture_had_not_is_refused_where_the_module_takes_it() -> None:
     given = {"scale": torch.ones(())}
     stage = middle(Masked(), inputs=MicrobatchInputs(kwargs=given))
+    assert stage.known_kwargs == {"x", "scale", "mask"}
     others = {**given, "mask": None, "for_another_stage": 3}
     stage.forward(0, (rows(),), MicrobatchInputs(kwargs=others))
     message = r"kwargs\['mask'\] was not given when it was captured, and the graph would ignore it"
     with pytest.raises(StageInputError, match=message):
         stage.forward(1, (rows(),), MicrobatchInputs(kwargs={**given, "mask": torch.ones(8)}))
+
+
+def test_a_module_that_takes_any_kwarg_says_so() -> None:
+    class Taking(nn.Module):
+        def forward(self, x: Tensor, **others: Tensor) -> Tensor:
+            return x * others["scale"]
+
+    stage = middle(Taking(), inputs=MicrobatchInputs(kwargs={"scale": torch.ones(())}))
+    assert stage.known_kwargs is None

@@ -159,6 +159,31 @@ def test_a_pair_that_cannot_be_made_ready_is_refused_when_the_runner_is_made() -
     )
 
 
+def test_a_kwarg_that_no_stage_takes_fails_the_step() -> None:
+    stages = _stages()
+    stages[0].known_kwargs = frozenset({"mask"})  # type: ignore[attr-defined]
+    stages[1].known_kwargs = frozenset({"mask", "bias"})  # type: ignore[attr-defined]
+    tokens, target = batch()
+    ones = torch.ones(len(tokens))
+    message = r"kwargs\['msak'\] is not among those that stages take: bias, mask"
+    with pytest.raises(PipelineStepError, match=message) as caught:
+        GraphPPRunner(stages, _planned()).step(tokens, target=target, msak=ones, mask=ones)
+    assert isinstance(caught.value.__cause__, MicrobatchError)
+    assert "'mask'" not in str(caught.value)
+
+
+@pytest.mark.parametrize("known", [None, frozenset({"mask"})])
+def test_a_kwarg_that_some_stage_may_take_is_left_to_the_stages(known: frozenset[str]) -> None:
+    stages = _stages()
+    stages[0].known_kwargs = frozenset()  # type: ignore[attr-defined]
+    stages[1].known_kwargs = known  # type: ignore[attr-defined]
+    tokens, target = batch()
+    result = GraphPPRunner(stages, _planned()).step(
+        tokens, target=target, mask=torch.ones(len(tokens))
+    )
+    assert len(result.losses) == NUM_MICROBATCHES
+
+
 def test_gradients_are_reduced_once_after_the_last_backward_and_discarded_at_the_end() -> None:
     stages = _stages()
     tokens, target = batch()

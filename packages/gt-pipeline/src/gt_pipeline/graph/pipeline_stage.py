@@ -163,6 +163,11 @@ class GraphPipelineStage:
         return self.capture.output_signature
 
     @property
+    def known_kwargs(self) -> frozenset[str] | None:
+        """Keyword arguments that the module's forward can take; None: any."""
+        return self.capture.known_kwargs
+
+    @property
     def num_saved(self) -> int:
         """Microbatches of which values are kept for a backward."""
         return len(self._saved) + len(self._between)

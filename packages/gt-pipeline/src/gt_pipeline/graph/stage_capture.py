@@ -90,6 +90,13 @@ class StageCapture:
     """By parameter: how its gradient's plain tensors make the gradient. Those without gradient are
     missing."""
 
+    @property
+    def known_kwargs(self) -> frozenset[str] | None:
+        """Keyword arguments that the module's forward can take; None: by any name."""
+        if self.takes_any_kwargs:
+            return None
+        return frozenset(self.kwarg_names) | frozenset(self.left_out)
+
 
 def capture_stage(
     module: nn.Module,

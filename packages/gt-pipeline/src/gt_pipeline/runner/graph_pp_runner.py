@@ -36,6 +36,7 @@ from gt_pipeline.runner.microbatches import MicrobatchDims, split_microbatches
 from gt_pipeline.runner.setup_checks import (
     agree_on_setup,
     facts_of_rank,
+    kwargs_of_stages,
     names_of_stages,
     ranks_of_stages,
 )
@@ -160,6 +161,7 @@ class GraphPPRunner:
             stages,
         )
         self._rank = pipeline.index(self._global_rank)
+        self._known_kwargs = kwargs_of_stages(facts[tuple(pipeline)])
         self._connections.device = next(iter(self._stages.values())).device
         self._connections.transfers = make_transfers(facts, timeout=timeout)
         self._connections.shared = shared_parameters(
@@ -210,7 +212,8 @@ class GraphPPRunner:
 
         Raises:
             PipelineStepError: on every rank, if the step failed on any. Its cause is what this rank
-                raised: a `MicrobatchError` if inputs here cannot be split evenly.
+                raised: a `MicrobatchError` if inputs here cannot be split evenly, or no stage takes
+                them.
             RunnerClosedError: the runner was closed, or a step of it failed.
         """
         return self._split_and_run("train", args, kwargs, target)
@@ -309,6 +312,17 @@ class GraphPPRunner:
                 what=f"{len(microbatches)} microbatches were given",
                 problems=[f"the schedule is for {self._schedule.num_microbatches}"],
             )
+        if self._known_kwargs is not None:
+            given = {name for each in microbatches for name in each.kwargs}
+            if unknown := sorted(given - self._known_kwargs):
+                raise MicrobatchError(
+                    what="no stage takes what was given",
+                    problems=[
+                        f"kwargs[{name!r}] is not among those that stages take: "
+                        f"{', '.join(sorted(self._known_kwargs)) or 'there are none'}"
+                        for name in unknown
+                    ],
+                )
         self._inputs[:] = microbatches
 
     def _run_actions(self, program: StepProgram) -> StepRecord | None:

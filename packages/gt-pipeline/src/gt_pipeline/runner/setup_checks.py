@@ -16,7 +16,7 @@ import torch.distributed as dist
 from gt_pipeline.errors import RunnerSetupError
 from gt_pipeline.runner.object_exchange import gather_objects
 from gt_pipeline.runner.stage_collectives import digests_of, explain_differences
-from gt_pipeline.runner.stage_protocol import PipelineStageGraphs, TensorSignature
+from gt_pipeline.runner.stage_protocol import NamesKwargs, PipelineStageGraphs, TensorSignature
 from gt_pipeline.runner.transfers import MAX_TENSORS
 from gt_pipeline.schedules import Schedule
 
@@ -25,6 +25,7 @@ __all__ = [
     "StageFacts",
     "agree_on_setup",
     "facts_of_rank",
+    "kwargs_of_stages",
     "names_of_stages",
     "ranks_of_stages",
 ]
@@ -37,6 +38,9 @@ class StageFacts:
     inputs: tuple[TensorSignature, ...]
     outputs: tuple[TensorSignature, ...]
     parameters: tuple[str, ...]
+    known_kwargs: frozenset[str] | None
+    """Names of keyword arguments that it may take; None: it may take any."""
+
     collectives: Mapping[str, str]
     """Digest of the sequence of collectives, by what is run; empty if the stage does not know."""
 
@@ -104,6 +108,7 @@ def facts_of_rank(
                 inputs=stage.input_signature,
                 outputs=stage.output_signature,
                 parameters=tuple(stage.parameters()),
+                known_kwargs=stage.known_kwargs if isinstance(stage, NamesKwargs) else None,
                 collectives=digests_of(stage),
             )
             for stage in stages
@@ -182,6 +187,16 @@ def agree_on_setup(
 def names_of_stages(pipeline: Sequence[RankFacts]) -> dict[int, tuple[str, ...]]:
     """Names of parameters, of every stage of a pipeline."""
     return {index: each.parameters for rank in pipeline for index, each in rank.stages.items()}
+
+
+def kwargs_of_stages(pipeline: Sequence[RankFacts]) -> frozenset[str] | None:
+    """Keyword arguments that some stage of a pipeline may take; None: any."""
+    names: set[str] = set()
+    for each in (facts for rank in pipeline for facts in rank.stages.values()):
+        if each.known_kwargs is None:
+            return None
+        names |= each.known_kwargs
+    return frozenset(names)
 
 
 def ranks_of_stages(pipeline: Sequence[RankFacts]) -> dict[int, int]:

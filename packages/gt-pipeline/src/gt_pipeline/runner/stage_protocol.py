@@ -22,6 +22,7 @@ __all__ = [
     "BackwardKind",
     "CapturedStageGraphs",
     "MicrobatchInputs",
+    "NamesKwargs",
     "PipelineStageGraphs",
     "TensorSignature",
     "Tensors",
@@ -183,6 +184,19 @@ class PipelineStageGraphs(Protocol):
 
         Called after every step, failed or not, and harmless when nothing is held.
         """
+
+
+@runtime_checkable
+class NamesKwargs(Protocol):
+    """A stage that knows which keyword arguments it can take.
+
+    If all stages of a pipeline do, its runner refuses one that none of them takes: a mistyped name
+    would be ignored otherwise, as each stage leaves to the others what is not its own.
+    """
+
+    @property
+    def known_kwargs(self) -> frozenset[str] | None:
+        """Their names; None if any name will do."""
 
 
 @runtime_checkable
