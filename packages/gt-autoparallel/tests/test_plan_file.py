@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -19,9 +20,11 @@ from plan_doubles import (
 )
 
 from gt_autoparallel.errors import PlanMismatchError
+from gt_autoparallel.graph_encoding import canonical_json
 from gt_autoparallel.layouts import MeshShape
 from gt_autoparallel.plan import LayoutConstraint, PlacementRequest
-from gt_autoparallel.plan_file import check_plan_fits, read_plan, write_plan
+from gt_autoparallel.plan_encoding import encode_plan
+from gt_autoparallel.plan_file import FORMAT_VERSION, check_plan_fits, read_plan, write_plan
 
 REQUEST = PlacementRequest(
     constraints=(LayoutConstraint(node="x", side="output", position=0, placements=(S0, None)),),
@@ -84,15 +87,51 @@ def test_something_else_is_refused(tmp_path: Path):
         assert str(error.value) == f"{path} is no plan: its format is not 'gt-autoparallel plan'"
 
 
-def test_another_version_is_refused(plan, tmp_path: Path):
+@pytest.mark.parametrize(("version", "age"), [(1, "an older"), (3, "another"), ("2", "another")])
+def test_another_version_is_refused(plan, tmp_path: Path, version: object, age: str):
     path = write_plan(plan, tmp_path / "plan.json")
     document = json.loads(path.read_bytes())
-    path.write_text(json.dumps({**document, "version": 2}))
+    if version == 1:  # as it was
+        del document["content"]["signature"]["modules"]
+        document["sha256"] = hashlib.sha256(canonical_json(document["content"])).hexdigest()
+    path.write_text(json.dumps({**document, "version": version}))
     with pytest.raises(PlanMismatchError) as error:
         read_plan(path, prices=Prices())
     assert str(error.value) == (
-        f"{path} has format version 2; this version of gt-autoparallel reads 1: plan again"
+        f"{path} was written by {age} version of gt-autoparallel: its format version is "
+        f"{version!r}, and 2 is read here; plan again"
     )
+
+
+def test_a_file_has_the_fields_of_its_version(plan):
+    """Whoever changes what a plan file holds changes ``FORMAT_VERSION`` too, and this list."""
+    content = encode_plan(plan)
+    parts = {
+        "content": content,
+        **{name: part for name, part in content.items() if isinstance(part, dict)},
+        **{name: content[name][0] for name in ("options", "redistributions", "windows")},
+        "node": content["graph"]["nodes"][0],
+        "constraint": content["request"]["constraints"][0],
+        "step": content["redistributions"][0]["steps"][0],
+    }
+    assert FORMAT_VERSION == 2
+    assert {name: " ".join(sorted(part)) for name, part in parts.items()} == {
+        "content": "compute_us graph memory mesh options prices_digest redistributions "
+        "replicated_nodes request signature solver windows",
+        "constraint": "node placements position side",
+        "graph": "nodes parameter_aliases",
+        "memory": "gradients optimizer_state parameters saved_activations",
+        "mesh": "names sizes",
+        "node": "args kind kwargs module name outputs phase target",
+        "options": "by_rule operands outputs",
+        "redistributions": "consumer position steps time_us window",
+        "request": "constraints memory_budget_bytes optimizer_state_copies replicate_unknown",
+        "signature": "graph_digest modules parameters",
+        "solver": "lower_bound_us memory_price_us_per_gib method num_nodes num_options "
+        "num_variables objective_us proven seconds",
+        "step": "axis input_shape kind output_shape source_dim target_dim",
+        "windows": "communication_us compute_us name",
+    }
 
 
 def test_other_prices_are_refused(plan, tmp_path: Path):

@@ -27,6 +27,7 @@ def refused(**arguments: Any) -> str:
 def test_names_every_argument_that_is_not_what_it_must_be() -> None:
     message = refused(
         model=None,
+        mesh=(2, 2),
         example_inputs=torch.empty(3),
         example_kwargs=3,
         cost_model="h100",
@@ -36,21 +37,24 @@ def test_names_every_argument_that_is_not_what_it_must_be() -> None:
         experts={"moe": object()},
         replicate_unknown="aten.foo",
         device="nope",
+        progress=3,
     )
     assert message == (
-        "arguments of the planner:\n"
-        "  model is a NoneType; allowed: a torch.nn.Module\n"
+        "arguments of find_placement:\n"
+        "  model is None; allowed: a torch.nn.Module\n"
+        "  mesh is (2, 2); allowed: a DeviceMesh with named axes, or a MeshShape\n"
         "  example_inputs is a Tensor; allowed: a tuple of the forward's positional arguments, as "
         "in (tokens,)\n"
-        "  example_kwargs is a int; allowed: a mapping of the forward's keyword arguments, or None\n"
+        "  example_kwargs is an int; allowed: a mapping of the forward's keyword arguments, or None\n"
         "  cost_model is a str; allowed: a gt_passes.simulation.CostModel, or None for H100s\n"
         "  optimizer_state_copies is -1; allowed: a number of at least 0\n"
         "  compute_dtype is 'bf16'; allowed: a floating-point torch.dtype, or None\n"
         "  reduce_dtype is torch.int8; allowed: a floating-point torch.dtype, or None\n"
-        "  experts['moe'] is a object without module, weight_names, run; allowed: an ExpertBlock\n"
+        "  experts['moe'], of type object, lacks module, weight_names, run; allowed: an ExpertBlock\n"
         "  replicate_unknown is 'aten.foo'; allowed: a collection of names, as in "
         '{"mylib.gate.default"}\n'
-        "  device is 'nope'; allowed: a torch.device or its name, as 'cuda'"
+        "  device is 'nope'; allowed: a torch.device or its name, as 'cuda'\n"
+        "  progress is 3; allowed: a function that takes a line of text, or None"
     )
 
 
@@ -64,18 +68,12 @@ def test_names_every_part_of_a_request_that_is_not_what_it_must_be() -> None:
     with pytest.raises(PlacementInputError) as error:
         planner().find(**wrong)
     assert str(error.value) == (
-        "request of the planner:\n"
+        "arguments of Planner.find:\n"
         "  constraints is a dict; allowed: Constraints(inputs=..., outputs=..., parameters=..., "
         "nodes=...)\n"
         "  memory_budget_bytes is 1.5; allowed: an integer of at least 0, or None for no limit\n"
         "  relative_gap is nan; allowed: a number of at least 0\n"
         "  time_limit_seconds is 0; allowed: a positive number"
-    )
-
-
-def test_refuses_what_is_no_mesh() -> None:
-    assert refused(mesh=(2, 2)) == (
-        "mesh is (2, 2); allowed: a DeviceMesh with named axes, or a MeshShape"
     )
 
 

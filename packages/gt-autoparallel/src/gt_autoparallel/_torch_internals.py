@@ -32,6 +32,7 @@ __all__ = [
     "draws_random_numbers",
     "has_gradient_hooks",
     "make_fx",
+    "module_hooks",
     "operator_path",
     "views_first_argument",
     "writes_to_arguments",
@@ -86,3 +87,19 @@ def has_gradient_hooks(parameter: torch.Tensor) -> bool:
     There is no public way to ask for the hooks of a tensor.
     """
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
+_REGISTERED_BY = {
+    "_forward_pre_hooks": "register_forward_pre_hook",
+    "_forward_hooks": "register_forward_hook",
+    "_backward_pre_hooks": "register_full_backward_pre_hook",
+    "_backward_hooks": "register_full_backward_hook",
+}
+
+
+def module_hooks(module: torch.nn.Module) -> tuple[str, ...]:
+    """The methods by which hooks were registered that a call of ``module`` would run.
+
+    There is no public way to ask for the hooks of a module.
+    """
+    return tuple(method for held, method in _REGISTERED_BY.items() if getattr(module, held))

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
+from gt_autoparallel.argument_checks import check_arguments, plan_problem
 from gt_autoparallel.layer_ranges import ranged_rows
 from gt_autoparallel.layouts import Layout, short_text
 from gt_autoparallel.plan import MemoryBreakdown, PlacementPlan
@@ -66,7 +67,12 @@ class PlanComparison:
 
 
 def compare(first: PlacementPlan, second: PlacementPlan) -> PlanComparison:
-    """What ``second`` does differently from ``first``."""
+    """What ``second`` does differently from ``first``.
+
+    Raises:
+        PlacementInputError: what is given is no plan.
+    """
+    check_arguments("compare", plan_problem(first, "first"), plan_problem(second, "second"))
     return PlanComparison(
         first_us=first.objective_us,
         second_us=second.objective_us,

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from gt_autoparallel.argument_checks import check_arguments, kind_problem, plan_problem
 from gt_autoparallel.errors import ConstraintError, InfeasiblePlacementError
 from gt_autoparallel.layer_ranges import ranged_rows
 from gt_autoparallel.layouts import Layout, short_text
@@ -97,7 +98,10 @@ def explain(
 
     Raises:
         ConstraintError: there is no such node, or it has no such layout.
+        PlacementInputError: an argument is not what it must be.
     """
+    name_problem = kind_problem(name, "name", str, "the name of a node or parameter")
+    check_arguments("explain", plan_problem(plan), name_problem)
     node = _node(plan, name)
     planner = planner or _planner(plan)
     placement = planner.problem(plan.request)

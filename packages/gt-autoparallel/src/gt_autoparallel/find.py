@@ -120,11 +120,12 @@ def planner_of_model(
 
     Arguments and errors are those of ``find_placement``.
     """
-    shape = mesh_shape(mesh)
     check_model_arguments(
         model,
+        mesh,
         example_inputs,
         example_kwargs,
+        function="find_placement",
         cost_model=cost_model,
         optimizer_state_copies=optimizer_state_copies,
         compute_dtype=compute_dtype,
@@ -132,7 +133,9 @@ def planner_of_model(
         experts=experts,
         replicate_unknown=replicate_unknown,
         device=device,
+        progress=progress,
     )
+    shape = mesh_shape(mesh)
     started = time.perf_counter()
     with opaque_experts(model, experts or {}):
         graph = capture_joint_graph(

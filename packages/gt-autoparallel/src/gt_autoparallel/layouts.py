@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
+from gt_autoparallel.errors import PlacementInputError
+
 __all__ = [
     "Layout",
     "MeshShape",
@@ -35,32 +37,37 @@ class MeshShape:
     """Names and sizes of a mesh's axes: all of a mesh that a plan depends on."""
 
     names: tuple[str, ...]
+    """All different."""
+
     sizes: tuple[int, ...]
+    """At least 1."""
 
     def __post_init__(self) -> None:
         problems = []
-        if not self.names or len(self.names) != len(self.sizes):
-            problems.append(f"{len(self.names)} names and {len(self.sizes)} sizes; one size a name")
-        if len(set(self.names)) != len(self.names):
-            problems.append(f"names are {self.names!r}; each must differ")
-        problems += [
-            f"size of axis {name!r} is {size!r}; allowed: an integer of at least 1"
-            for name, size in zip(self.names, self.sizes, strict=False)
-            if type(size) is not int or size < 1
-        ]
+        if not _all_of(self.names, str):
+            problems.append(f"names are {self.names!r}; allowed: a tuple of strings")
+        if not _all_of(self.sizes, int) or any(size < 1 for size in self.sizes):
+            problems.append(f"sizes are {self.sizes!r}; allowed: a tuple of integers of at least 1")
+        if not problems:
+            if not self.names or len(self.names) != len(self.sizes):
+                problems.append(
+                    f"{len(self.names)} names and {len(self.sizes)} sizes; one size a name"
+                )
+            if len(set(self.names)) != len(self.names):
+                problems.append(f"names are {self.names!r}; each must differ")
         if problems:
-            raise ValueError("mesh: " + "; ".join(problems))
+            raise PlacementInputError("mesh: " + "; ".join(problems))
 
     @classmethod
     def of(cls, mesh: DeviceMesh) -> MeshShape:
         """The names and sizes of ``mesh``.
 
         Raises:
-            ValueError: its axes have no names.
+            PlacementInputError: its axes have no names.
         """
         names = mesh.mesh_dim_names
         if names is None:
-            raise ValueError(
+            raise PlacementInputError(
                 "mesh: its axes have no names; make it with init_device_mesh(mesh_dim_names=...)"
             )
         return cls(names=tuple(names), sizes=tuple(int(size) for size in mesh.shape))
@@ -79,6 +86,11 @@ class MeshShape:
         """The global ranks of rank 0's group along ``axis``; ranks fill the mesh row by row."""
         stride = math.prod(self.sizes[axis + 1 :])
         return tuple(range(0, stride * self.sizes[axis], stride))
+
+
+def _all_of(values: object, kind: type) -> bool:
+    """Whether it is a tuple of just that kind: a list has no hash, and a bool is no int here."""
+    return isinstance(values, tuple) and all(type(value) is kind for value in values)
 
 
 def replicated(mesh: MeshShape) -> Layout:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, get_args
 
+from gt_autoparallel.argument_checks import check_arguments, plan_problem, prices_problem
 from gt_autoparallel.errors import PlanMismatchError
 from gt_autoparallel.graph_encoding import (
     decode_graph,
@@ -40,7 +41,13 @@ JsonObject = dict[str, Any]
 
 
 def encode_plan(plan: PlacementPlan) -> JsonObject:
-    """All of a plan but its prices, of which the digest is kept."""
+    """All of a plan but its prices, of which the digest is kept.
+
+    Raises:
+        PlacementInputError: what is given is no plan.
+        UnsupportedModelError: an argument of a node is of a type that cannot be written down.
+    """
+    check_arguments("encode_plan", plan_problem(plan))
     return {
         "mesh": {"names": list(plan.mesh.names), "sizes": list(plan.mesh.sizes)},
         "signature": {
@@ -66,7 +73,9 @@ def decode_plan(content: Mapping[str, Any], prices: StepPrices) -> PlacementPlan
 
     Raises:
         PlanMismatchError: it cannot be read, or ``prices`` are not those of the plan.
+        PlacementInputError: ``prices`` are none.
     """
+    check_arguments("decode_plan", prices_problem(prices))
     try:
         plan = _decode(content, prices)
     except (KeyError, TypeError, ValueError, IndexError) as error:

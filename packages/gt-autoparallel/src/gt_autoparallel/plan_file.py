@@ -2,7 +2,7 @@
 
 ::
 
-    {"format": "gt-autoparallel plan", "version": 1, "sha256": "...", "content": {...}}
+    {"format": "gt-autoparallel plan", "version": 2, "sha256": "...", "content": {...}}
 
 The digest covers the canonical spelling of the content, so that white space may change and nothing
 else. Loading for a model checks, besides, its parameters, its captured graph and the mesh: a plan
@@ -23,6 +23,12 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from gt_autoparallel.argument_checks import (
+    check_arguments,
+    path_problem,
+    plan_problem,
+    prices_problem,
+)
 from gt_autoparallel.audit import audit_plan
 from gt_autoparallel.capture import capture_joint_graph
 from gt_autoparallel.costs import PlacementPrices
@@ -40,7 +46,8 @@ from gt_passes.simulation import CostModel
 __all__ = ["FORMAT_VERSION", "check_plan_fits", "load_plan", "read_plan", "write_plan"]
 
 FORMAT = "gt-autoparallel plan"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""1 did not know the classes and modes of modules."""
 
 
 def write_plan(plan: PlacementPlan, path: str | os.PathLike[str]) -> Path:
@@ -52,7 +59,12 @@ def write_plan(plan: PlacementPlan, path: str | os.PathLike[str]) -> Path:
 
     Returns:
         The path.
+
+    Raises:
+        PlacementInputError: an argument is not what it must be.
+        OSError: the file cannot be written.
     """
+    check_arguments("write_plan", plan_problem(plan), path_problem(path))
     target = Path(path)
     content = encode_plan(plan)
     document = {
@@ -84,8 +96,10 @@ def read_plan(path: str | os.PathLike[str], *, prices: StepPrices) -> PlacementP
     Raises:
         PlanMismatchError: the file is no plan, of another version, damaged or edited, or made with
             other prices.
+        PlacementInputError: an argument is not what it must be.
         OSError: it cannot be read.
     """
+    check_arguments("read_plan", path_problem(path), prices_problem(prices))
     document = _document(Path(path))
     try:
         return decode_plan(document["content"], prices)
@@ -129,20 +143,21 @@ def load_plan(
         AuditError: the plan is not what it says.
         OSError: the file cannot be read.
     """
-    plan = read_plan(path, prices=PlacementPrices(cost_model))
-    shape = mesh_shape(mesh)
     check_model_arguments(
         model,
+        mesh,
         example_inputs,
         example_kwargs,
+        function="load_plan",
         cost_model=cost_model,
-        optimizer_state_copies=plan.request.optimizer_state_copies,
         compute_dtype=compute_dtype,
         reduce_dtype=reduce_dtype,
         experts=experts,
-        replicate_unknown=plan.request.replicate_unknown,
         device=device,
+        path=path,
     )
+    plan = read_plan(path, prices=PlacementPrices(cost_model))
+    shape = mesh_shape(mesh)
     # What costs nothing to compare is compared before the model is captured.
     check_plan_fits(plan, model=model, mesh=shape, graph=plan.graph)
     with opaque_experts(model, experts or {}):
@@ -198,9 +213,10 @@ def _document(path: Path) -> dict[str, Any]:
         raise PlanMismatchError(f"{path} is no plan: its format is not {FORMAT!r}")
     version = document.get("version")
     if version != FORMAT_VERSION:
+        age = "an older" if type(version) is int and version < FORMAT_VERSION else "another"
         raise PlanMismatchError(
-            f"{path} has format version {version!r}; this version of gt-autoparallel reads "
-            f"{FORMAT_VERSION}: plan again"
+            f"{path} was written by {age} version of gt-autoparallel: its format version is "
+            f"{version!r}, and {FORMAT_VERSION} is read here; plan again"
         )
     if document.get("sha256") != _digest(document.get("content")):
         raise PlanMismatchError(

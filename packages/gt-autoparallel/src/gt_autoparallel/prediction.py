@@ -13,6 +13,7 @@ from typing import Literal
 
 import torch
 
+from gt_autoparallel.argument_checks import check_arguments, plan_problem
 from gt_autoparallel.experts import expert_parallel_axis, experts_exchanged_bytes
 from gt_autoparallel.parameter_chains import gradient_chains, parameter_chains
 from gt_autoparallel.placement_graph import NodePhase, PlacementGraph, PlacementNode
@@ -70,7 +71,12 @@ class CollectiveTotal:
 
 
 def predicted_collectives(plan: PlacementPlan) -> tuple[PlannedCollective, ...]:
-    """Every collective of one training step, by the node for which it runs."""
+    """Every collective of one training step, by the node for which it runs.
+
+    Raises:
+        PlacementInputError: what is given is no plan.
+    """
+    check_arguments("predicted_collectives", plan_problem(plan))
     of_node: dict[int, list[PlannedCollective]] = {}
     reasons = _Reasons(plan.graph)
     for redistribution in plan.redistributions:

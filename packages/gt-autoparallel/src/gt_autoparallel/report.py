@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from gt_autoparallel.argument_checks import check_arguments, kind_problem, plan_problem
 from gt_autoparallel.graph_encoding import spec_text
 from gt_autoparallel.layer_ranges import ranged_rows
 from gt_autoparallel.layouts import num_local_elements, short_text
@@ -47,7 +48,12 @@ class PlanReport:
 
 
 def plan_report(plan: PlacementPlan) -> PlanReport:
-    """The report of a plan, as data."""
+    """The report of a plan, as data.
+
+    Raises:
+        PlacementInputError: what is given is no plan.
+    """
+    check_arguments("plan_report", plan_problem(plan))
     tables = (
         _parameters(plan),
         _inputs_and_outputs(plan),
@@ -62,7 +68,13 @@ def plan_report(plan: PlacementPlan) -> PlanReport:
 
 
 def report_text(report: PlanReport) -> str:
-    """The report for a terminal."""
+    """The report for a terminal.
+
+    Raises:
+        PlacementInputError: what is given is no report.
+    """
+    problem = kind_problem(report, "report", PlanReport, "a PlanReport, from plan_report(plan)")
+    check_arguments("report_text", problem)
     width = max(len(name) for name, _ in report.summary)
     lines = [report.title, *(f"  {name:<{width}}  {value}" for name, value in report.summary)]
     return "\n\n".join(["\n".join(lines), *(_table_text(table) for table in report.tables)]) + "\n"

@@ -6,6 +6,7 @@ import os
 from html import escape
 from pathlib import Path
 
+from gt_autoparallel.argument_checks import check_arguments, path_problem, plan_problem
 from gt_autoparallel.plan import PlacementPlan
 from gt_autoparallel.report import PlanReport, ReportTable, plan_report
 
@@ -36,7 +37,13 @@ def report_page(plan: PlacementPlan) -> str:
 
 
 def write_report_page(plan: PlacementPlan, path: str | os.PathLike[str]) -> Path:
-    """Write ``report_page`` to a file; its folder is made if missing."""
+    """Write ``report_page`` to a file; its folder is made if missing.
+
+    Raises:
+        PlacementInputError: an argument is not what it must be.
+        OSError: the file cannot be written.
+    """
+    check_arguments("write_report_page", plan_problem(plan), path_problem(path))
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(report_page(plan), encoding="utf-8")

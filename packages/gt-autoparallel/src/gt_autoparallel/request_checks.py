@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
+from types import NoneType
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from gt_autoparallel.argument_checks import check_arguments, kind_problem, path_problem
 from gt_autoparallel.constraints import Constraints
 from gt_autoparallel.errors import PlacementInputError
 from gt_autoparallel.layouts import MeshShape
 from gt_autoparallel.plan import LayoutConstraint
 from gt_passes.simulation import CostModel
 
-__all__ = ["check_model_arguments", "check_request", "mesh_shape"]
+__all__ = ["check_model_arguments", "check_request", "expert_problems", "mesh_shape"]
 
 
 def mesh_shape(mesh: object) -> MeshShape:
@@ -30,50 +32,58 @@ def mesh_shape(mesh: object) -> MeshShape:
         raise PlacementInputError(
             f"mesh is {mesh!r}; allowed: a DeviceMesh with named axes, or a MeshShape"
         )
-    try:
-        return MeshShape.of(mesh)
-    except ValueError as error:
-        raise PlacementInputError(str(error)) from error
+    return MeshShape.of(mesh)
 
 
 def check_model_arguments(
     model: object,
+    mesh: object,
     example_inputs: object,
     example_kwargs: object,
     *,
+    function: str,
     cost_model: object,
-    optimizer_state_copies: object,
     compute_dtype: object,
     reduce_dtype: object,
     experts: object,
-    replicate_unknown: object,
     device: object,
+    optimizer_state_copies: object = 2.0,
+    replicate_unknown: object = (),
+    progress: object = None,
+    path: object = "",
 ) -> None:
     """See that what is given about a model is of the right kind; shapes are for the capture.
 
-    Args: those of ``planner_of_model``.
+    Args: those of ``planner_of_model`` and ``load_plan``, and the name of the called function.
 
     Raises:
         PlacementInputError: naming every argument that is not what it must be.
     """
-    problems = []
-    if not isinstance(model, nn.Module):
-        problems.append(f"model is a {type(model).__name__}; allowed: a torch.nn.Module")
-    if not isinstance(example_inputs, (tuple, list)):
-        problems.append(
-            f"example_inputs is a {type(example_inputs).__name__}; allowed: a tuple of the "
-            "forward's positional arguments, as in (tokens,)"
-        )
-    if example_kwargs is not None and not isinstance(example_kwargs, Mapping):
-        problems.append(
-            f"example_kwargs is a {type(example_kwargs).__name__}; allowed: a mapping of the "
-            "forward's keyword arguments, or None"
-        )
-    if cost_model is not None and not isinstance(cost_model, CostModel):
-        problems.append(
-            f"cost_model is a {type(cost_model).__name__}; allowed: a "
-            "gt_passes.simulation.CostModel, or None for H100s"
-        )
+    problems: list[str | None] = [kind_problem(model, "model", nn.Module, "a torch.nn.Module")]
+    try:
+        mesh_shape(mesh)
+    except PlacementInputError as error:
+        problems.append(str(error))
+    problems += [
+        kind_problem(
+            example_inputs,
+            "example_inputs",
+            (tuple, list),
+            "a tuple of the forward's positional arguments, as in (tokens,)",
+        ),
+        kind_problem(
+            example_kwargs,
+            "example_kwargs",
+            (Mapping, NoneType),
+            "a mapping of the forward's keyword arguments, or None",
+        ),
+        kind_problem(
+            cost_model,
+            "cost_model",
+            (CostModel, NoneType),
+            "a gt_passes.simulation.CostModel, or None for H100s",
+        ),
+    ]
     if not _is_amount(optimizer_state_copies):
         problems.append(
             f"optimizer_state_copies is {optimizer_state_copies!r}; allowed: a number of at least 0"
@@ -83,7 +93,7 @@ def check_model_arguments(
         for name, dtype in (("compute_dtype", compute_dtype), ("reduce_dtype", reduce_dtype))
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point)
     ]
-    problems += _expert_problems(experts)
+    problems += expert_problems(experts)
     if isinstance(replicate_unknown, str) or not (
         isinstance(replicate_unknown, Collection)
         and all(isinstance(name, str) for name in replicate_unknown)
@@ -93,7 +103,12 @@ def check_model_arguments(
             '{"mylib.gate.default"}'
         )
     problems += _device_problems(device)
-    _raise("arguments", problems)
+    if progress is not None and not callable(progress):
+        problems.append(
+            f"progress is {progress!r}; allowed: a function that takes a line of text, or None"
+        )
+    problems.append(path_problem(path))
+    check_arguments(function, *problems)
 
 
 def check_request(
@@ -110,15 +125,13 @@ def check_request(
     Raises:
         PlacementInputError: naming every argument that is not what it must be.
     """
-    problems = []
-    if not isinstance(constraints, Constraints) and not (
+    problems: list[str | None] = []
+    if not (
         isinstance(constraints, (tuple, list))
         and all(isinstance(each, LayoutConstraint) for each in constraints)
     ):
-        problems.append(
-            f"constraints is a {type(constraints).__name__}; allowed: Constraints(inputs=..., "
-            "outputs=..., parameters=..., nodes=...)"
-        )
+        allowed = "Constraints(inputs=..., outputs=..., parameters=..., nodes=...)"
+        problems.append(kind_problem(constraints, "constraints", Constraints, allowed))
     if memory_budget_bytes is not None and not (
         type(memory_budget_bytes) is int and memory_budget_bytes >= 0
     ):
@@ -130,7 +143,7 @@ def check_request(
         problems.append(f"relative_gap is {relative_gap!r}; allowed: a number of at least 0")
     if not _is_amount(time_limit_seconds, may_be_endless=True) or time_limit_seconds == 0:
         problems.append(f"time_limit_seconds is {time_limit_seconds!r}; allowed: a positive number")
-    _raise("request", problems)
+    check_arguments("Planner.find", *problems)
 
 
 def _is_amount(value: object, *, may_be_endless: bool = False) -> bool:
@@ -139,20 +152,19 @@ def _is_amount(value: object, *, may_be_endless: bool = False) -> bool:
     return value >= 0 and (may_be_endless or math.isfinite(value))
 
 
-def _expert_problems(experts: object) -> Iterator[str]:
-    if experts is None:
-        return
+def expert_problems(experts: object) -> Iterator[str]:
+    """A line for each thing that is wrong with expert blocks that a caller gives."""
+    allowed = "a mapping from names of modules to expert blocks, or None"
+    problem = kind_problem(experts, "experts", (Mapping, NoneType), allowed)
+    if problem is not None:
+        yield problem
     if not isinstance(experts, Mapping):
-        yield (
-            f"experts is a {type(experts).__name__}; allowed: a mapping from names of modules to "
-            "expert blocks, or None"
-        )
         return
     for name, block in experts.items():
         missing = [part for part in ("module", "weight_names", "run") if not hasattr(block, part)]
         if missing:
             yield (
-                f"experts[{name!r}] is a {type(block).__name__} without {', '.join(missing)}; "
+                f"experts[{name!r}], of type {type(block).__name__}, lacks {', '.join(missing)}; "
                 "allowed: an ExpertBlock"
             )
 
@@ -164,8 +176,3 @@ def _device_problems(device: object) -> Iterator[str]:
         is_device = False
     if not is_device:
         yield f"device is {device!r}; allowed: a torch.device or its name, as 'cuda'"
-
-
-def _raise(what: str, problems: Sequence[str]) -> None:
-    if problems:
-        raise PlacementInputError(f"{what} of the planner:\n  " + "\n  ".join(problems))

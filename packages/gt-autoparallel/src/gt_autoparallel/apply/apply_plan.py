@@ -9,16 +9,19 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from gt_autoparallel._torch_internals import has_gradient_hooks
 from gt_autoparallel.apply.local_program import RunNode, local_program
+from gt_autoparallel.apply.lost_hooks import hooks_of_inner_modules, hooks_of_model
 from gt_autoparallel.apply.placed_experts import PlacedExperts
 from gt_autoparallel.apply.placed_forward import PlacedForward
 from gt_autoparallel.apply.placed_inputs import InputReader
 from gt_autoparallel.apply.placed_tensors import place_parameters
 from gt_autoparallel.apply.rank_mesh import RankMesh
+from gt_autoparallel.argument_checks import check_arguments, kind_problem, plan_problem
 from gt_autoparallel.errors import PlanMismatchError
 from gt_autoparallel.experts import ExpertBlock
 from gt_autoparallel.model_signature import model_differences
 from gt_autoparallel.placement_graph import ModelInterface
 from gt_autoparallel.plan import PlacementPlan
+from gt_autoparallel.request_checks import expert_problems
 
 __all__ = ["apply_plan"]
 
@@ -30,6 +33,7 @@ def apply_plan(
     *,
     experts: Mapping[str, ExpertBlock] | None = None,
     interface: ModelInterface | None = None,
+    ignore_hooks: bool = False,
 ) -> nn.Module:
     """Place ``model`` by ``plan``, in place.
 
@@ -41,8 +45,9 @@ def apply_plan(
     Afterwards the model takes and returns plain tensors: this rank's shards in the planned layouts
     of inputs and outputs (``DTensor`` inputs with these layouts are taken too). Its loss must be
     such that the sum over the ranks that hold different shards is the loss of the whole batch. It
-    runs eagerly, and in any capture as the same operators. The modules inside are not called, so
-    that hooks on them do not run; make optimizers, and register hooks on parameters, afterwards.
+    runs eagerly, and in any capture as the same operators. Make optimizers, and register hooks on
+    parameters and on the model itself, afterwards. The modules inside are not called: hooks on them
+    are refused, here and at every call.
 
     Args:
         model: the planned one, or one of the same structure; not placed yet.
@@ -51,6 +56,8 @@ def apply_plan(
         experts: the model's expert blocks by name, if it was planned with them.
         interface: how the model is called, for a plan whose graph was captured in another process;
             None takes the one of the plan's graph.
+        ignore_hooks: modules inside may have forward and backward hooks, which do not run: for
+            hooks that only compute on tensors, which is in the plan, or that wait to be turned on.
 
     Returns:
         ``model``.
@@ -58,14 +65,19 @@ def apply_plan(
     Raises:
         PlanMismatchError: model, mesh or expert blocks are not those of the plan; every
             difference is listed, and nothing is changed.
+        PlacementInputError: an argument is not what it must be; each is named.
     """
-    if not isinstance(model, nn.Module):
-        raise PlanMismatchError(f"model is a {type(model).__name__}; allowed: a torch.nn.Module")
-    if not isinstance(plan, PlacementPlan):
-        raise PlanMismatchError(
-            f"plan is {plan!r}; allowed: a PlacementPlan, from find_placement or a plan file"
-        )
-    problems = [*_problems(model, plan, experts or {})]
+    check_arguments(
+        "apply_plan",
+        kind_problem(model, "model", nn.Module, "a torch.nn.Module"),
+        plan_problem(plan),
+        kind_problem(mesh, "mesh", DeviceMesh, "a DeviceMesh with the axes of the plan"),
+        *expert_problems(experts),
+        kind_problem(
+            interface, "interface", (ModelInterface, type(None)), "a ModelInterface, or None"
+        ),
+    )
+    problems = [*_problems(model, plan, experts or {}, ignore_hooks=ignore_hooks)]
     interface = interface or plan.graph.interface
     if interface is None:
         problems.append(
@@ -88,13 +100,18 @@ def apply_plan(
         program,
         interface=interface,
         inputs=InputReader(plan, interface, program.inputs),
+        called_modules=None if ignore_hooks else frozenset(experts or {}),
     )
     object.__setattr__(model, "forward", forward)
     return model
 
 
 def _problems(
-    model: nn.Module, plan: PlacementPlan, experts: Mapping[str, ExpertBlock]
+    model: nn.Module,
+    plan: PlacementPlan,
+    experts: Mapping[str, ExpertBlock],
+    *,
+    ignore_hooks: bool,
 ) -> Iterator[str]:
     if isinstance(vars(model).get("forward"), PlacedForward):
         yield "the model is placed already"
@@ -107,6 +124,14 @@ def _problems(
                 f"{name} has gradient hooks, which the DTensor in its place would not have; "
                 "register them after the model is placed"
             )
+    yield from hooks_of_model(model)
+    lost = [] if ignore_hooks else [*hooks_of_inner_modules(model, called=frozenset(experts))]
+    if lost:
+        yield from lost
+        yield (
+            "hooks inside do not run in a placed model: remove them, or say ignore_hooks=True if "
+            "all that they do is in the plan"
+        )
     tied = {alias: parameters.get(alias) for alias in plan.graph.parameter_aliases}
     names = {node.name: str(node.target) for node in plan.graph.of_kind("parameter")}
     for alias, parameter in tied.items():

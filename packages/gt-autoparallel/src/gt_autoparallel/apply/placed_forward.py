@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from gt_autoparallel.apply.local_program import LocalProgram, Values
+from gt_autoparallel.apply.lost_hooks import hooks_of_inner_modules
 from gt_autoparallel.apply.placed_inputs import InputReader
 from gt_autoparallel.errors import PlacementError
 from gt_autoparallel.layouts import short_text
@@ -33,6 +34,8 @@ class PlacedForward:
         program: the plan on this rank.
         interface: how the model is called, and what it returns.
         inputs: turns arguments into this rank's tensors.
+        called_modules: names of the modules inside that are called, with all that they hold: only
+            these may have hooks. None: any may, and those of others do not run.
     """
 
     def __init__(
@@ -42,11 +45,13 @@ class PlacedForward:
         *,
         interface: ModelInterface,
         inputs: InputReader,
+        called_modules: frozenset[str] | None = frozenset(),
     ) -> None:
         self._model = model
         self._program = program
         self._interface = interface
         self._inputs = inputs
+        self._called_modules = called_modules
         self._training = {name: module.training for name, module in model.named_modules()}
         self._planned = {name: _state(p) for name, p in model.named_parameters()}
         self._parameters = _places(model, program.parameters, "_parameters")
@@ -67,11 +72,12 @@ class PlacedForward:
         Raises:
             PlacementInputError: arguments that are not the planned ones; all are named.
             PlacementError: the model is in another mode (training or evaluation) than planned, its
-                parameters have other dtypes or sizes, one that was frozen shall be trained, or
-                autocast is on.
+                parameters have other dtypes or sizes, one that was frozen shall be trained,
+                autocast is on, or modules inside have hooks.
         """
         self._check_mode()
         self._check_parameters()
+        self._check_hooks()
         _check_autocast()
         inputs = self._inputs.local_tensors(args, kwargs)
         slots = [*self._program.parameters.values(), *self._program.buffers.values(), *inputs]
@@ -131,6 +137,17 @@ class PlacedForward:
                 f"{_or_model(changed[0])} is not in {planned} mode, in which it was planned: a "
                 f"placed model runs the graph of that mode only; call "
                 f"{'train()' if planned == 'training' else 'eval()'}, or plan the other mode too"
+            )
+
+    def _check_hooks(self) -> None:
+        if self._called_modules is None:
+            return
+        lost = [*hooks_of_inner_modules(self._model, called=self._called_modules)]
+        if lost:
+            raise PlacementError(
+                "modules inside the placed model are not called, so that these hooks would not "
+                "run; remove them, and hook the model itself or its parameters:\n  "
+                + "\n  ".join(lost)
             )
 
     def _check_parameters(self) -> None:

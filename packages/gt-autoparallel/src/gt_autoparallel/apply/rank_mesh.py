@@ -30,12 +30,8 @@ class RankMesh:
         """This rank's view of ``mesh``.
 
         Raises:
-            PlanMismatchError: the mesh is not one, is not the planned one, or lacks this rank.
+            PlanMismatchError: the mesh is not the planned one, or lacks this rank.
         """
-        if not isinstance(mesh, DeviceMesh):
-            raise PlanMismatchError(
-                f"mesh is a {type(mesh).__name__}; allowed: a DeviceMesh with axes {_text(planned)}"
-            )
         names = mesh.mesh_dim_names
         found = None if names is None else MeshShape(names=tuple(names), sizes=tuple(mesh.shape))
         if found != planned:

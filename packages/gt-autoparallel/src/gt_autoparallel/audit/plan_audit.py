@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from gt_autoparallel.argument_checks import check_arguments, plan_problem
 from gt_autoparallel.audit.cost_checks import CostWalk
 from gt_autoparallel.audit.memory_checks import memory_problems, recounted_memory
 from gt_autoparallel.audit.node_checks import (
@@ -73,7 +74,9 @@ def audit_plan(plan: PlacementPlan, *, offered: OfferedOptions | None = None) ->
 
     Raises:
         AuditError: something does not; the message lists every disagreement.
+        PlacementInputError: what is given is no plan.
     """
+    check_arguments("audit_plan", plan_problem(plan))
     problems, walk = _examined(plan, offered)
     if walk is None or problems:
         lines = "".join(f"\n  - {problem}" for problem in problems[:_MAX_LISTED])

@@ -1,0 +1,55 @@
+"""Arguments of functions that take a finished plan: all that is wrong with a call, in one error."""
+
+from __future__ import annotations
+
+import os
+
+from gt_autoparallel.errors import PlacementInputError
+from gt_autoparallel.plan import PlacementPlan
+
+__all__ = ["check_arguments", "kind_problem", "path_problem", "plan_problem", "prices_problem"]
+
+
+def check_arguments(function: str, *problems: str | None) -> None:
+    """Refuse a call with everything that is wrong with it.
+
+    Args:
+        function: that was called.
+        problems: of each argument; None where it is as it must be.
+
+    Raises:
+        PlacementInputError: there are problems; the message has all of them.
+    """
+    found = [problem for problem in problems if problem is not None]
+    if found:
+        raise PlacementInputError(f"arguments of {function}:\n  " + "\n  ".join(found))
+
+
+def kind_problem(
+    value: object, name: str, kind: type | tuple[type, ...], allowed: str
+) -> str | None:
+    """What is wrong with an argument that must be a ``kind``."""
+    if isinstance(value, kind):
+        return None
+    found = type(value).__name__
+    article = "an" if found[0] in "aeiouAEIOU" else "a"
+    return f"{name} is {'None' if value is None else f'{article} {found}'}; allowed: {allowed}"
+
+
+def plan_problem(value: object, name: str = "plan") -> str | None:
+    """What is wrong with an argument that must be a plan."""
+    allowed = "a PlacementPlan, from find_placement or a plan file"
+    return kind_problem(value, name, PlacementPlan, allowed)
+
+
+def path_problem(value: object, name: str = "path") -> str | None:
+    """What is wrong with an argument that must be the path of a file."""
+    return kind_problem(value, name, (str, os.PathLike), "the path of a file")
+
+
+def prices_problem(value: object, name: str = "prices") -> str | None:
+    """What is wrong with an argument that must be ``StepPrices``."""
+    if all(hasattr(value, part) for part in ("digest", "compute_us", "step_us")):
+        return None
+    allowed = "prices of nodes and steps, as PlacementPrices()"
+    return kind_problem(value, name, (), allowed)
