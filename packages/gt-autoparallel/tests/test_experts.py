@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from gt_autoparallel.capture import capture_joint_graph
-from gt_autoparallel.errors import PlacementInputError
+from gt_autoparallel.constraints import Constraints, WantedLayout
+from gt_autoparallel.errors import ConstraintError, PlacementInputError
 from gt_autoparallel.experts import (
     expert_options,
     expert_parallel_axis,
@@ -21,9 +22,12 @@ from gt_autoparallel.experts import (
     experts_saved_bytes,
     opaque_experts,
 )
+from gt_autoparallel.find import planner_of_model
 from gt_autoparallel.layouts import MeshShape
 from gt_autoparallel.options import NodeOption
 from gt_autoparallel.placement_graph import PlacementGraph, PlacementNode, TensorSpec
+from gt_autoparallel.plan import PlacementPlan
+from gt_autoparallel.planner import Planner
 
 BATCH, LENGTH, WIDTH, HIDDEN, NUM_EXPERTS, TOP_K = 4, 6, 8, 16, 4, 2
 
@@ -169,6 +173,49 @@ def test_prices_are_those_of_balanced_routing(graph: PlacementGraph) -> None:
     )
     assert experts_saved_bytes(backward, gradients, parallel_backward, LINE) == 0
     assert experts_saved_bytes(forward, operands, parallel, LINE) > 2 * exchanged
+
+
+@pytest.fixture(scope="module")
+def planner() -> Planner:
+    model = Layer().to("meta")
+    blocks = {"experts": Block(model.experts)}
+    return planner_of_model(model, LINE, (torch.empty(BATCH, LENGTH, WIDTH),), experts=blocks)
+
+
+def axis_of_experts(plan: PlacementPlan) -> set[int | None]:
+    nodes = plan.graph.of_kind("experts")
+    assert len(nodes) == 2
+    return {expert_parallel_axis(node, plan.options[node.index]) for node in nodes}
+
+
+@pytest.mark.parametrize("name", ["experts", "*"])
+def test_a_constraint_distributes_experts_over_an_axis(planner: Planner, name: str) -> None:
+    # So few tokens are cheapest where they are.
+    assert axis_of_experts(planner.find()) == {None}
+    wanted = Constraints(experts={name: {"ep": Shard(0)}})
+    assert axis_of_experts(planner.find(constraints=wanted)) == {0}
+
+
+def test_a_constraint_keeps_tokens_where_they_are(planner: Planner) -> None:
+    # All else being distributed, experts are only kept whole because that is demanded.
+    shards: WantedLayout = [Shard(0)]
+    elsewhere = {"parameters": {"experts.*": shards}, "inputs": {"*": shards}}
+    plan = planner.find(constraints=Constraints(**elsewhere, experts={"*": [Replicate()]}))
+    assert axis_of_experts(plan) == {None}
+    assert plan.parameter_layouts()["experts.up"] == (Shard(0),)
+
+
+def test_refuses_demands_on_experts_that_are_not_there_or_not_cut_so(planner: Planner) -> None:
+    with pytest.raises(ConstraintError) as error:
+        planner.find(constraints=Constraints(experts={"expert": [Shard(0)]}))
+    assert str(error.value) == (
+        "constraints:\n  experts['expert']: there is none; there are ['experts']"
+    )
+    with pytest.raises(ConstraintError) as error:
+        planner.find(constraints=Constraints(experts={"*": [Shard(1)]}))
+    assert str(error.value) == (
+        "constraints:\n  node 'experts/experts' has no option with operand 4 in (S(1))"
+    )
 
 
 def test_refuses_blocks_that_are_not_the_models() -> None:

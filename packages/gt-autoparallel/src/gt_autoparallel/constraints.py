@@ -1,8 +1,8 @@
 """What a user may demand of a placement, and its translation to constraints on single nodes.
 
-A demand names inputs, outputs, parameters, nodes or modules by name or pattern, and gives a
-placement for each mesh axis, ``None`` where the planner may choose; or a mapping from names of axes
-to placements. What does not exist or does not fit is refused, all of it in one error.
+A demand names inputs, outputs, parameters, nodes, modules or routed experts by name or pattern, and
+gives a placement for each mesh axis, ``None`` where the planner may choose; or a mapping from names
+of axes to placements. What does not exist or does not fit is refused, all of it in one error.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Literal, get_args
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from gt_autoparallel.errors import ConstraintError
+from gt_autoparallel.experts import FIRST_WEIGHT_OPERAND
 from gt_autoparallel.layouts import MeshShape, fits
 from gt_autoparallel.placement_graph import NodePhase, PlacementGraph, PlacementNode, TensorSpec
 from gt_autoparallel.plan import LayoutConstraint
@@ -58,6 +59,11 @@ class Constraints:
     """By the name of a node: the layout of its (first) output; or by the fully qualified name of
     a module: the layout of what it gives to others, in the forward phase if nothing is said."""
 
+    experts: Mapping[str, WantedLayout] = field(default_factory=dict)
+    """By the fully qualified name of the module of routed experts: layouts in which their weights
+    are computed with, in both phases. ``Shard(0)`` along an axis is expert parallelism over it,
+    tokens travel to their experts; ``Replicate()`` lets each rank compute with what is gathered."""
+
 
 def resolve_constraints(
     constraints: Constraints, graph: PlacementGraph, mesh: MeshShape
@@ -75,6 +81,7 @@ def resolve_constraints(
     resolver.named("parameters", constraints.parameters, graph.of_kind("parameter"), "output")
     for name, wanted in constraints.nodes.items():
         resolver.node_or_module(name, wanted)
+    resolver.routed_experts(constraints.experts)
     if resolver.problems:
         raise ConstraintError("constraints:\n  " + "\n  ".join(resolver.problems))
     return tuple(dict.fromkeys(resolver.found))
@@ -127,6 +134,19 @@ class _Resolver:
             if not matched:
                 self.problems.append(f"{where}: there is none; {_known(pattern, list(names))}")
             self._constrain(where, layout, [(node, side, 0) for node in matched])
+
+    def routed_experts(self, wanted: Mapping[str, WantedLayout]) -> None:
+        """Constraints on the weights of experts, whose options give all of a block one layout."""
+        blocks = [node for node in self._graph.of_kind("experts") if node.phase == "forward"]
+        for pattern, layout in wanted.items():
+            where = f"experts[{pattern!r}]"
+            matched = [node for node in blocks if fnmatchcase(str(node.target), pattern)]
+            if not matched:
+                names = [str(node.target) for node in blocks]
+                self.problems.append(f"{where}: there is none; {_known(pattern, names)}")
+            self._constrain(
+                where, layout, [(node, "operand", FIRST_WEIGHT_OPERAND) for node in matched]
+            )
 
     def node_or_module(self, pattern: str, wanted: WantedLayout | ModuleOutput) -> None:
         """A constraint on one node, or on what modules give to others."""

@@ -31,6 +31,7 @@ from gt_autoparallel.placement_graph import PlacementNode, TensorSpec
 __all__ = [
     "EXPERTS",
     "EXPERTS_BACKWARD",
+    "FIRST_WEIGHT_OPERAND",
     "ExpertBlock",
     "expert_options",
     "expert_parallel_axis",
@@ -40,8 +41,9 @@ __all__ = [
     "opaque_experts",
 ]
 
-_NUM_ROUTED = 4
-"""Tensors of a call before the weights: tokens, scores, expert ids, token counts."""
+FIRST_WEIGHT_OPERAND = 4
+"""Of a forward node: tokens, scores, expert ids and token counts come before the weights, and the
+gradient of the result before all of them in a backward node."""
 
 
 class ExpertBlock(Protocol):
@@ -154,7 +156,7 @@ def _differentiate(
     ctx: torch.autograd.function.FunctionCtx, gradient: torch.Tensor
 ) -> tuple[torch.Tensor | list[torch.Tensor] | None, ...]:
     saved: tuple[torch.Tensor, ...] = ctx.saved_tensors  # type: ignore[attr-defined]  # set by save_for_backward
-    routed, weights = saved[:_NUM_ROUTED], list(saved[_NUM_ROUTED:])
+    routed, weights = saved[:FIRST_WEIGHT_OPERAND], list(saved[FIRST_WEIGHT_OPERAND:])
     module: str = ctx.module  # type: ignore[attr-defined]  # set above
     of_tokens, of_scores, *of_weights = EXPERTS_BACKWARD(gradient, *routed, weights, module)
     return of_tokens, of_scores, None, None, of_weights, None
@@ -245,13 +247,13 @@ def expert_options(
     """
     is_backward = node.phase == "backward"
     routed = operands[1:] if is_backward else operands
-    num_weights = len(routed) - _NUM_ROUTED
+    num_weights = len(routed) - FIRST_WEIGHT_OPERAND
     token_dims = len(routed[0].shape) - 1
     choices: list[AxisOption] = [_axis_option(None, False, num_weights, is_backward)]
     for dim in range(token_dims):
         choices.append(_axis_option(dim, False, num_weights, is_backward))
         choices.append(_axis_option(dim, True, num_weights, is_backward))
-    weights_at = _NUM_ROUTED + is_backward
+    weights_at = FIRST_WEIGHT_OPERAND + is_backward
     options: list[NodeOption] = []
     for combination in itertools.product(choices, repeat=mesh.num_axes):
         if sum(choice.operands[weights_at] == Shard(0) for choice in combination) > 1:
@@ -293,7 +295,7 @@ def _on_mesh(choices: Sequence[AxisOption]) -> NodeOption:
 
 def expert_parallel_axis(node: PlacementNode, option: NodeOption) -> int | None:
     """The mesh axis over which experts are distributed; None if each rank has all it is given."""
-    weights = option.operands[_NUM_ROUTED + (node.phase == "backward")]
+    weights = option.operands[FIRST_WEIGHT_OPERAND + (node.phase == "backward")]
     for axis, placement in enumerate(weights):
         if placement == Shard(0):
             return axis
@@ -326,7 +328,7 @@ def experts_flops(
     forward   2 * rows * sum_w numel(w) / E
     backward  twice that
     """
-    weights = _routed(node, operands)[_NUM_ROUTED:]
+    weights = _routed(node, operands)[FIRST_WEIGHT_OPERAND:]
     per_row = sum(math.prod(weight.shape[1:]) for weight in weights)
     factor = 4.0 if node.phase == "backward" else 2.0
     return factor * _local_rows(node, operands, option, mesh) * per_row
@@ -360,7 +362,7 @@ def experts_saved_bytes(
     if node.phase == "backward":
         return 0
     tokens, *_ = operands
-    weights = operands[_NUM_ROUTED:]
+    weights = operands[FIRST_WEIGHT_OPERAND:]
     rows = _local_rows(node, operands, option, mesh)
     model_dim = tokens.shape[-1]
     widths = [math.prod(weight.shape[1:]) // model_dim for weight in weights]

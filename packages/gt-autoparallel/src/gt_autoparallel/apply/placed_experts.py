@@ -10,13 +10,10 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from gt_autoparallel.errors import PlanMismatchError
-from gt_autoparallel.experts import ExpertBlock, expert_parallel_axis
+from gt_autoparallel.experts import FIRST_WEIGHT_OPERAND, ExpertBlock, expert_parallel_axis
 from gt_autoparallel.plan import PlacementPlan
 
 __all__ = ["PlacedExperts"]
-
-_NUM_ROUTED = 4
-"""Tensors of a call before the weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +39,7 @@ class PlacedExperts:
         """
         nodes = [node for node in plan.graph.of_kind("experts") if node.target == name]
         ways = [
-            plan.options[node.index].operands[-_NUM_ROUTED - _num_weights(block) :]
+            plan.options[node.index].operands[-FIRST_WEIGHT_OPERAND - _num_weights(block) :]
             for node in nodes
         ]
         if any(way != ways[0] for way in ways):
