@@ -54,6 +54,19 @@ def test_autoparallel_plans_tensor_or_expert_parallel_axes():
     assert found(AUTOPARALLEL, EP_TOPOLOGY) == ()
 
 
+def test_expert_parallelism_needs_an_axis():
+    config = CompileConfig(
+        autoparallel=True, autoparallel_solver=AutoParallelConfig(experts="expert_parallel")
+    )
+    assert only(config, mesh(world=4, dp_shard=4)) == Violation(
+        flag="--compile.autoparallel_solver.experts",
+        value="expert_parallel",
+        allowed="'expert_parallel' only with --parallelism.expert_parallel_degree 2 or more",
+        fix="give the experts an axis, or choose 'any', which may distribute them over another",
+    )
+    assert found(config, EP_TOPOLOGY) == ()
+
+
 def test_autoparallel_needs_no_joint_graph():
     assert only(CompileConfig(autoparallel=True, mode="aot_joint")) == Violation(
         flag="--compile.mode",

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 from torchtitan.components.loss import CrossEntropyLoss
 
-from gt_config import Topology
+from gt_config import AutoParallelConfig, Topology
 from gt_trainer.models import deepseek_v3, llama3
 from gt_trainer.models.chunked_loss import GraphChunkedLoss
 from gt_trainer.placement.planned_loss import loss_of
@@ -54,6 +54,18 @@ def test_refuses_experts_with_tensor_parallelism():
         "--compile.autoparallel places: the counts that balance its routing are summed over "
         "data-parallel ranks only",
     }
+
+
+def test_refuses_demands_on_experts_of_a_model_without_any():
+    for function, expected in (
+        (llama3.llama3_debugmodel, ["--compile.autoparallel_solver.experts"]),
+        (deepseek_v3.deepseek_v3_debugmodel, []),
+    ):
+        config = config_of(function)
+        config.compile = dataclasses.replace(
+            config.compile, autoparallel_solver=AutoParallelConfig(experts="own_tokens")
+        )
+        assert list(flags_of(config)) == expected
 
 
 def test_refuses_attention_without_a_placement_rule():

@@ -23,6 +23,7 @@ __all__ = [
     "EpChunkStrategy",
     "EpModuleFqn",
     "EpOverlapConfig",
+    "ExpertPlacement",
     "FsdpBucketing",
     "InductorCompilation",
     "JointPartitioner",
@@ -38,6 +39,7 @@ MemoryPolicy = Literal["save_all", "selective", "full_recompute", "offload"]
 FsdpBucketing = Literal["off", "transformer_block"]
 JointPartitioner = Literal["min_cut", "save_all"]
 ShapeChangePolicy = Literal["error", "recapture"]
+ExpertPlacement = Literal["any", "expert_parallel", "own_tokens"]
 EpChunkDim = Literal["batch", "seq"]
 EpChunkStrategy = Literal["eager", "graph"]
 EpModuleFqn = Literal["layers.*", "layers.*.moe"]
@@ -45,7 +47,7 @@ EpModuleFqn = Literal["layers.*", "layers.*.moe"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AutoParallelConfig:
-    """Limits of the solver that chooses placements. They act only with --compile.autoparallel."""
+    """What the solver that chooses placements may do. It acts only with --compile.autoparallel."""
 
     memory_budget_gib: float | None = None
     """Memory that the plan may use on each rank, in GiB.
@@ -57,6 +59,13 @@ class AutoParallelConfig:
 
     relative_gap: float = 0.001
     """Accept a plan proven to be within this fraction of the optimum."""
+
+    experts: ExpertPlacement = "any"
+    """How routed experts may be placed.
+    any: whatever is cheapest.
+    expert_parallel: tokens travel to the rank of their experts.
+    own_tokens: each rank's tokens stay, and the experts' weights are replicated or gathered.
+    expert_parallel needs --parallelism.expert_parallel_degree, which gives it its axis."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +122,7 @@ class CompileConfig:
     """Let an exact solver choose every placement."""
 
     autoparallel_solver: AutoParallelConfig = field(default_factory=AutoParallelConfig)
-    """Limits of the solver. They act only with --compile.autoparallel."""
+    """What the solver may do. It acts only with --compile.autoparallel."""
 
     memory_policy: MemoryPolicy = "save_all"
     """What is kept of the forward for the backward.

@@ -66,6 +66,20 @@ def _autoparallel_plans_one_mesh_of_data_and_tensor_or_expert_axes(
         )
 
 
+@rule("config.autoparallel", "config.autoparallel_solver.experts", "topology.ep")
+def _expert_parallelism_needs_an_axis(subject: Subject) -> Iterator[Violation]:
+    config = subject.config
+    if not config.autoparallel or config.autoparallel_solver.experts != "expert_parallel":
+        return
+    if subject.topology.ep == 1:
+        yield violation(
+            subject,
+            "config.autoparallel_solver.experts",
+            allowed=f"'expert_parallel' only with {flag_of('topology.ep')} 2 or more",
+            fix="give the experts an axis, or choose 'any', which may distribute them over another",
+        )
+
+
 @rule(
     "config.autoparallel",
     "config.mode",

@@ -38,7 +38,12 @@ from gt_config import AutoParallelConfig
 from gt_trainer.models.attention import attention_mask_for
 from gt_trainer.models.initialization import draw_whole_weights
 from gt_trainer.placement.expert_blocks import TitanExpertBlock, expert_blocks, uncounted_routing
-from gt_trainer.placement.planned_mesh import batch_layout, num_batch_shards, planned_mesh
+from gt_trainer.placement.planned_mesh import (
+    batch_layout,
+    expert_layouts,
+    num_batch_shards,
+    planned_mesh,
+)
 
 __all__ = ["place_decoder", "placement_plan"]
 
@@ -96,7 +101,11 @@ def placement_plan(
             mesh,
             (inputs.pop("tokens"),),
             example_kwargs=inputs,
-            constraints=Constraints(inputs={"*": layout}, outputs={"output": layout}),
+            constraints=Constraints(
+                inputs={"*": layout},
+                outputs={"output": layout},
+                experts=expert_layouts(solver.experts, mesh),
+            ),
             memory_budget_bytes=_memory_budget_bytes(solver),
             compute_dtype=param_dtype,
             reduce_dtype=TORCH_DTYPE_MAP[training.mixed_precision_reduce],

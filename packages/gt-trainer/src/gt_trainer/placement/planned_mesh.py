@@ -11,10 +11,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 from torchtitan.distributed import ParallelDims
 
-__all__ = ["batch_layout", "num_batch_shards", "planned_mesh"]
+from gt_config import ExpertPlacement
+
+__all__ = ["batch_layout", "expert_layouts", "num_batch_shards", "planned_mesh"]
 
 _DENSE_AXES = ("dp_replicate", "fsdp", "tp")
-_EXPERT_AXES = ("dp_replicate", "efsdp", "ep")
+_EXPERT_AXIS = "ep"
+_EXPERT_AXES = ("dp_replicate", "efsdp", _EXPERT_AXIS)
 _WITHOUT_DATA = ("tp",)
 
 
@@ -42,6 +45,24 @@ def batch_layout(mesh: DeviceMesh) -> tuple[Placement, ...]:
     names = mesh.mesh_dim_names
     assert names is not None
     return tuple(Replicate() if name in _WITHOUT_DATA else Shard(0) for name in names)
+
+
+def expert_layouts(experts: ExpertPlacement, mesh: DeviceMesh) -> dict[str, dict[str, Placement]]:
+    """What ``gt_autoparallel.Constraints`` calls the demand of a run on routed experts.
+
+    Args:
+        experts: as asked for; ``"expert_parallel"`` only with a mesh that has their axis.
+        mesh: the planned one.
+    """
+    names = mesh.mesh_dim_names
+    assert names is not None
+    match experts:
+        case "any":
+            return {}
+        case "expert_parallel":
+            return {"*": {_EXPERT_AXIS: Shard(0)}}
+        case "own_tokens":
+            return {"*": dict.fromkeys(names, Replicate())}
 
 
 def num_batch_shards(mesh: DeviceMesh) -> int:

@@ -45,6 +45,14 @@ def autoparallel_violations(config: Any, topology: Topology) -> Iterator[Violati
     if not isinstance(model, Decoder.Config):
         return
     has_experts = any(getattr(layer, "moe", None) is not None for layer in model.layers)
+    experts = config.compile.autoparallel_solver.experts
+    if not has_experts and experts != "any":
+        yield Violation(
+            flag="--compile.autoparallel_solver.experts",
+            value=experts,
+            allowed="'any' for a model without experts",
+            fix=_LEAVE_OUT,
+        )
     if has_experts and topology.tp > 1:
         yield Violation(
             flag="--parallelism.tensor_parallel_degree",
