@@ -27,11 +27,9 @@ from gt_trainer import device  # noqa: E402  # memory with torch alone is read f
 device.install("cpu")  # before the imports below, whose modules copy their device
 
 from capture.workloads import WORKLOADS  # noqa: E402
-from gt_passes import PassPipeline  # noqa: E402
-from gt_trainer.captured_step import capture_training_step  # noqa: E402
+from gt_trainer.captured_step import trace_training_step  # noqa: E402
 from gt_trainer.fake_step import FakeStep, fake_step  # noqa: E402
 from gt_trainer.models.attention import replace_inner_attention  # noqa: E402
-from gt_trainer.startup import StartupClock  # noqa: E402
 
 __all__ = ["main"]
 
@@ -78,25 +76,23 @@ def _peer_config(name: str) -> Any:
 
 
 def _our_capture(step: FakeStep, contestant: str) -> dict[str, Any]:
-    report = capture_training_step(
+    traced, stamping = trace_training_step(
         step.model,
         step.loss_fn,
         *step.inputs,
-        recipe=lambda context: PassPipeline([], context=context, verify=False),
-        clock=StartupClock(),
         capture_layers="stamped" if contestant == "stamped" else "full",
         meta_device=step.meta_device,
     )
-    if report.stamping is not None and not report.stamping.stamped:
-        raise RuntimeError(f"nothing was stamped: {report.stamping}")
+    if stamping is not None and not stamping.stamped:
+        raise RuntimeError(f"nothing was stamped: {stamping}")
     parts = {}
-    if report.stamping is not None:
+    if stamping is not None:
         parts = {
-            "gate": report.stamping.gate_seconds,
-            "trace": report.stamping.trace_seconds,
-            "stamp": report.stamping.stamp_seconds,
+            "gate": stamping.gate_seconds,
+            "trace": stamping.trace_seconds,
+            "stamp": stamping.stamp_seconds,
         }
-    return {"nodes": len(report.traced.graph_module.graph.nodes), "parts": parts}
+    return {"nodes": len(traced.graph_module.graph.nodes), "parts": parts}
 
 
 def _peer_capture(step: FakeStep) -> dict[str, Any]:

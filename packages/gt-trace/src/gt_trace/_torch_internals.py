@@ -5,7 +5,10 @@ Each has its reason beside it, so that a new PyTorch needs one edit.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 # Keeps torch-function modes out of what runs below the dispatcher, which would call them for every
 # attribute of every tensor that fake tensors and DTensors look at.
@@ -21,12 +24,19 @@ from torch._C._autograd import _get_sequence_nr as sequence_counter
 
 # Fake tensors stand in for parameters and inputs while tracing; no public constructor exists.
 from torch._guards import TracingContext, tracing
+
+# The class of operators, for those that are found in the metadata of a node.
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 # The engine patch gives backward nodes the sequence number of their forward node; the context
 # is the permission that the patch asks for.
 from torch.compiler import _non_strict_tracing_context as non_strict_tracing_context
 from torch.compiler import _patch_engine_backward as patch_engine_backward
+
+# Makes modules whose code is generated when it is first asked for: that of a graph which is changed
+# once more, or is only looked at, is never needed.
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
 # make_fx with its recording options is the tracer itself; it has no public name. The proxy mode
 # leads to the graph that is being made.
@@ -52,20 +62,28 @@ if TYPE_CHECKING:
 
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
+    from torch.fx import Node
 
 __all__ = [
     "DimDynamic",
     "DisableTorchFunction",
     "FakeTensor",
     "FakeTensorMode",
+    "OpOverload",
     "ShapeEnv",
     "StatelessSymbolicContext",
     "TensorMetadata",
     "TorchDispatchMode",
     "TracingContext",
+    "asked_device",
     "concatenate_meshes",
+    "custom_function",
+    "fake_over_meta",
+    "forget_conclusions",
     "get_proxy_mode",
+    "is_erased",
     "is_traceable_wrapper_subclass",
+    "lazily_generated_code",
     "make_fx",
     "non_strict_tracing_context",
     "patch_engine_backward",
@@ -73,7 +91,9 @@ __all__ = [
     "sequence_counter",
     "set_conj",
     "set_neg",
+    "storage_key",
     "strided_shard",
+    "tensor_hooks",
     "tracing",
 ]
 
@@ -90,3 +110,61 @@ def strided_shard(dim: int, *, split_factor: int) -> Placement:
     from torch.distributed.tensor.placement_types import _StridedShard
 
     return _StridedShard(dim, split_factor=split_factor)
+
+
+def fake_over_meta(
+    element: torch.Tensor, mode: FakeTensorMode, device: torch.device, *, dispatch_keys: Any
+) -> FakeTensor:
+    """Return a fake tensor in the memory of ``element``, a tensor on meta.
+
+    The constructor is private. The public way, ``FakeTensorMode.from_tensor``, makes new memory,
+    and views of one memory must stay views of one memory. ``dispatch_keys`` are those of the fake
+    tensor that is repeated, which PyTorch tells apart by them.
+    """
+    return FakeTensor(mode, element, device, dispatch_keys=dispatch_keys)
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Return what two tensors have in common exactly if they lie in one memory.
+
+    Tensors without data have no address, so that only the identity of the storage tells.
+    """
+    key: int = tensor.untyped_storage()._cdata
+    return key
+
+
+def asked_device(func: Any, args: tuple[Any, ...]) -> torch.device | None:
+    """Return the answer if ``func`` is PyTorch asking a fake tensor for its device; else None.
+
+    Autograd asks several times per operator, and dispatches the question as if it were one.
+    """
+    if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+        return args[0].device
+    return None
+
+
+def is_erased(node: Node) -> bool:
+    """Return whether a node was taken out of its graph. It still knows what stood before it."""
+    return node._erased
+
+
+def custom_function(node: Any) -> type | None:
+    """Return the ``autograd.Function`` that an autograd node is of; None for PyTorch's own."""
+    return getattr(node, "_forward_cls", None)
+
+
+def tensor_hooks(tensor: torch.Tensor) -> list[list[Any]]:
+    """Return hooks on a tensor, of each kind of which there are any; no public way to ask."""
+    held = (tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None))
+    return [list(hooks.values()) for hooks in held if hooks]
+
+
+def forget_conclusions(shape_env: ShapeEnv) -> None:
+    """Make a shape environment conclude anew, after facts were added to it directly."""
+    shape_env._update_version_counter()
+
+
+def lazily_generated_code() -> AbstractContextManager[None]:
+    """Inside, ``make_fx`` generates no code for the graphs that it makes until it is asked for."""
+    context: AbstractContextManager[None] = _use_lazy_graph_module(True)
+    return context

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -20,6 +21,7 @@ from gt_trace._torch_internals import (
     FakeTensorMode,
     ShapeEnv,
     TracingContext,
+    lazily_generated_code,
     make_fx,
     non_strict_tracing_context,
     patch_engine_backward,
@@ -40,7 +42,7 @@ from gt_trace.stack_traces import memoised_stack_traces
 from gt_trace.subclass_layout import TensorLayout, flatten_tensor
 from gt_trace.traced_step import TracedStep
 
-__all__ = ["ConstantPolicy", "trace_step", "tracing_contexts"]
+__all__ = ["ConstantPolicy", "trace_step", "trace_without_code", "tracing_contexts"]
 
 ConstantPolicy = Literal["error", "allow"]
 
@@ -91,6 +93,35 @@ def trace_step(
     if constants not in get_args(ConstantPolicy):
         allowed = " or ".join(map(repr, get_args(ConstantPolicy)))
         raise ValueError(f"constants is {constants!r}; allowed: {allowed}")
+    trace = trace_without_code(
+        fn,
+        module=module,
+        optimizer=optimizer,
+        input_preparers=input_preparers,
+        constants=constants,
+        meta_device=meta_device,
+        fake_mode=fake_mode,
+    )
+
+    def capture(*args: Any, **kwargs: Any) -> TracedStep:
+        step = trace(*args, **kwargs)
+        lazy = step.graph_module
+        return replace(step, graph_module=GraphModule(lazy, lazy.graph, type(lazy).__name__))
+
+    return capture
+
+
+def trace_without_code(
+    fn: Callable[..., Any],
+    *,
+    module: nn.Module | None,
+    optimizer: torch.optim.Optimizer | None = None,
+    input_preparers: Sequence[InputPreparer],
+    constants: ConstantPolicy,
+    meta_device: torch.device | str,
+    fake_mode: FakeTensorMode | None,
+) -> Callable[..., TracedStep]:
+    """``trace_step`` for a graph of which another is made: its code is generated when asked for."""
 
     def capture(*args: Any, **kwargs: Any) -> TracedStep:
         refuse_gradient_hooks(module)
@@ -102,7 +133,7 @@ def trace_step(
         step = _TracedFunction(fn, flat, optimizer, input_preparers)
         mode = fake_mode or FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
         fakes = flat.fake(mode, torch.device(meta_device))
-        with held_garbage_collection(), tracing_contexts(mode, module):
+        with held_garbage_collection(), tracing_contexts(mode, module), lazily_generated_code():
             graph_module: GraphModule = make_fx(step, record_stack_traces=True)(*fakes)
         inherit_annotations(graph_module)
         refuse_repeated_draws(graph_module)
@@ -110,7 +141,6 @@ def trace_step(
         name_placeholders(graph_module.graph, names)
         if constants == "error":
             refuse_constants(graph_module)
-        graph_module.recompile()
         assert step.output_spec is not None
         return TracedStep(
             graph_module=graph_module,

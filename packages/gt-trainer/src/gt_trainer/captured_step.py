@@ -27,6 +27,7 @@ __all__ = [
     "LossFunction",
     "Recipe",
     "capture_training_step",
+    "trace_training_step",
     "training_step",
 ]
 
@@ -125,8 +126,39 @@ def capture_training_step(
         ForwardChunkingError: a module cannot run in chunks; the model is left as it was.
         ChunkMetadataError: a module that was to run in chunks was not called.
     """
+    with clock.part("capture"):
+        traced, stamping = trace_training_step(
+            model,
+            loss_fn,
+            *args,
+            ep_overlap=ep_overlap,
+            capture_layers=capture_layers,
+            meta_device=meta_device,
+        )
+    with clock.part("passes"):
+        static_inputs = traced.inputs[: traced.num_static_inputs]
+        context = PassContext(
+            fake_mode=traced.fake_mode,
+            static_input_names=tuple(graph_input.name for graph_input in static_inputs),
+        )
+        report = recipe(context).run(traced.graph_module)
+    return CaptureReport(traced=traced, passes=report, stamping=stamping)
+
+
+def trace_training_step(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    *args: Any,
+    ep_overlap: EpOverlapConfig | None = None,
+    capture_layers: CaptureLayers = "full",
+    meta_device: torch.device | str = "meta",
+) -> tuple[TracedStep, StampReport | None]:
+    """Capture ``training_step`` and run no pass: see ``capture_training_step``.
+
+    Returns:
+        The step, and how its layers were stamped if that was asked for.
+    """
     with (
-        clock.part("capture"),
         annotate_expert_regions(model),
         chunked_for_capture(model, ep_overlap or EpOverlapConfig()) as chunked,
     ):
@@ -144,14 +176,7 @@ def capture_training_step(
             traced, stamping = captured.step, captured.report
         roots = chunked.roots if chunked is not None else ()
         settle_chunk_annotations(traced.graph_module, roots=roots)
-    with clock.part("passes"):
-        static_inputs = traced.inputs[: traced.num_static_inputs]
-        context = PassContext(
-            fake_mode=traced.fake_mode,
-            static_input_names=tuple(graph_input.name for graph_input in static_inputs),
-        )
-        report = recipe(context).run(traced.graph_module)
-    return CaptureReport(traced=traced, passes=report, stamping=stamping)
+    return traced, stamping
 
 
 class CapturedTrainingStep:

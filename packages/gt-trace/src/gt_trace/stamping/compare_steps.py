@@ -7,9 +7,9 @@ from collections import Counter
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 from torch.fx import Node
 
+from gt_trace._torch_internals import OpOverload, storage_key
 from gt_trace.traced_step import TracedStep
 
 __all__ = ["step_differences"]
@@ -166,7 +166,7 @@ class _GraphComparison:
             for t in (ours, theirs)
         ]
         memory = [
-            known.setdefault(t.untyped_storage()._cdata, len(known))
+            known.setdefault(storage_key(t), len(known))
             for known, t in zip(self._memory, (ours, theirs), strict=True)
         ]
         return memory[0] == memory[1] and self._values(*sizes)

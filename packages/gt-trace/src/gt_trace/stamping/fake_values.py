@@ -14,7 +14,14 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from gt_trace._torch_internals import FakeTensor, TensorMetadata, set_conj, set_neg
+from gt_trace._torch_internals import (
+    FakeTensor,
+    TensorMetadata,
+    fake_over_meta,
+    set_conj,
+    set_neg,
+    storage_key,
+)
 from gt_trace.stamping.references import Reference
 from gt_trace.stamping.refusal import NotStampable
 from gt_trace.stamping.unit_symbols import UnitSymbols
@@ -56,7 +63,7 @@ class StorageOwners:
         self._owners: dict[int, tuple[Node, int]] = {}
         for node in nodes:
             for index, tensor in enumerate(tensors_in(node.meta.get("val"))):
-                self._owners.setdefault(_storage_key(tensor), (node, index))
+                self._owners.setdefault(storage_key(tensor), (node, index))
 
     def of(self, tensor: torch.Tensor) -> tuple[Node, int]:
         """The owner, and which tensor of its value.
@@ -64,7 +71,7 @@ class StorageOwners:
         Raises:
             NotStampable: no node has a value in that storage.
         """
-        found = self._owners.get(_storage_key(tensor))
+        found = self._owners.get(storage_key(tensor))
         if found is None:
             raise NotStampable("a value lies in memory that no node owns")
         return found
@@ -131,7 +138,7 @@ class ValueMaker:
             plan = next(remaining)
             holder = owner(plan.owner)
             if holder is not node:
-                storage = storage_of(holder, plan.index)
+                storage = _held(holder, plan.index).untyped_storage()
             elif plan.index in own:
                 storage = own[plan.index]
             else:
@@ -157,11 +164,11 @@ class ValueMaker:
             holder = owner(plan.owner)
             if holder is node:
                 return old
-            storage = storage_of(holder, plan.index)
-            if storage._cdata == old.untyped_storage()._cdata:
+            held = _held(holder, plan.index)
+            if storage_key(held) == storage_key(old):
                 return old
             moved = True
-            return self._tensor(old, storage, {})
+            return self._tensor(old, held.untyped_storage(), {})
 
         made = self._map(value, tensor, {})
         return made if moved else value
@@ -239,7 +246,9 @@ class ValueMaker:
 def fake_over(like: torch.Tensor, element: torch.Tensor) -> torch.Tensor:
     """A fake tensor over ``element``, of the mode and device of ``like``."""
     assert isinstance(like, FakeTensor)
-    made = FakeTensor(like.fake_mode, element, like.fake_device, dispatch_keys=like.dispatch_keys)
+    made = fake_over_meta(
+        element, like.fake_mode, like.fake_device, dispatch_keys=like.dispatch_keys
+    )
     if like.is_conj():
         set_conj(made, True)
     if like.is_neg():
@@ -247,19 +256,13 @@ def fake_over(like: torch.Tensor, element: torch.Tensor) -> torch.Tensor:
     return made
 
 
-def storage_of(node: Node, index: int) -> torch.UntypedStorage:
-    """The storage of one tensor of a node's value."""
+def _held(node: Node, index: int) -> torch.Tensor:
+    """One tensor of a node's value."""
     value = node.meta["val"]
-    tensor = value if isinstance(value, torch.Tensor) else tensors_in(value)[index]
-    return tensor.untyped_storage()
+    return value if isinstance(value, torch.Tensor) else tensors_in(value)[index]
 
 
 def _fixed_facts(tensor: torch.Tensor) -> tuple[object, ...] | None:
     if not isinstance(tensor, FakeTensor) or tensor.layout is not torch.strided:
         return None
     return (tensor.dtype, tensor.device, tensor.is_conj(), tensor.is_neg(), tensor.dim())
-
-
-def _storage_key(tensor: torch.Tensor) -> int:
-    key: int = tensor.untyped_storage()._cdata
-    return key

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from gt_trace._torch_internals import tensor_hooks
 from gt_trace.stamping.layer_list import LayerList
 from gt_trace.subclass_layout import flatten_tensor
 
@@ -218,7 +219,7 @@ class LayerComparison:
             for what, get in _TENSOR_FACTS.items():
                 if get(one) != get(other):
                     return self._differ(f"{path}.{name} {what}", get(one), get(other))
-            found = self.value(f"{path}.{name} hooks", _tensor_hooks(one), _tensor_hooks(other))
+            found = self.value(f"{path}.{name} hooks", tensor_hooks(one), tensor_hooks(other))
             if found is None:
                 found = self._mapping(f"{path}.{name}", _tensor_state(one), _tensor_state(other))
             if found is not None:
@@ -311,12 +312,6 @@ def _hooks(module: nn.Module, name: str) -> list[tuple[Any, tuple[bool, ...]]]:
     return [
         (hook, tuple(key in flag for flag in flags)) for key, hook in getattr(module, name).items()
     ]
-
-
-def _tensor_hooks(tensor: torch.Tensor) -> list[Any]:
-    """Hooks on a tensor. Private attributes: torch has no other way to ask for them."""
-    held = (tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None))
-    return [list(hooks.values()) for hooks in held if hooks]
 
 
 def _tensor_state(tensor: torch.Tensor) -> dict[str, Any]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from torch._ops import OpOverload
 from torch.fx import Node
 
+from gt_trace._torch_internals import OpOverload
 from gt_trace.stamping.fake_values import StoragePlan, ValueMaker
 from gt_trace.stamping.layer_list import LayerList
 from gt_trace.stamping.references import Reference, ReferenceFinder

@@ -22,6 +22,8 @@ from torch.overrides import TorchFunctionMode
 from gt_trace._torch_internals import (
     DisableTorchFunction,
     TorchDispatchMode,
+    asked_device,
+    custom_function,
     is_traceable_wrapper_subclass,
     pytree,
 )
@@ -106,12 +108,12 @@ class Vocabulary:
         self._names: list[str] = []
         self._held: dict[int, Any] = {}
 
-    def number(self, token: Any, name: str) -> int:
-        """The number of ``token``; ``name`` tells it in messages."""
+    def number(self, token: Any, name: object) -> int:
+        """The number of ``token``; ``name``, as a text, tells it in messages."""
         found = self._numbers.get(token)
         if found is None:
             found = self._numbers[token] = len(self._names)
-            self._names.append(name)
+            self._names.append(str(name))
         return found
 
     def identity(self, value: Any) -> int:
@@ -219,7 +221,7 @@ class _Recorder:
         """Record one operator."""
         segment = self.segments[self.current]
         token = (func, self._code(args, segment), self._code(kwargs, segment))
-        segment.tokens.append(self.vocabulary.number(token, str(func)))
+        segment.tokens.append(self.vocabulary.number(token, func))
         place = segment.num_results
         segment.num_results += 1
         for index, leaf in enumerate(_tensors(result)):
@@ -278,7 +280,7 @@ class _Recorder:
                 self._origins_of_leaf(node)
                 continue
             state = self._settled(getattr(node, "__dict__", None), segment)
-            function = getattr(node, "_forward_cls", None)
+            function = custom_function(node)
             edges = tuple(-1 if child is None else port for child, port in node.next_functions)
             token = ("autograd", node.name(), function, edges, bool(state))
             segment.tokens.append(self.vocabulary.number(token, node.name()))
@@ -354,6 +356,9 @@ class _OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        device = asked_device(func, args)
+        if device is not None:
+            return device
         with DisableTorchFunction():
             result = func(*args, **(kwargs or {}))
             if not self._recorder.paused:

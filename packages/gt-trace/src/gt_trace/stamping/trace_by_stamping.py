@@ -36,7 +36,7 @@ from gt_trace.stamping.report import StampedCapture, StampReport
 from gt_trace.stamping.stamped_step import stamped_step
 from gt_trace.stamping.stream_difference import require_equal_streams, require_same_when_short
 from gt_trace.stamping.trace_marks import marked_layers
-from gt_trace.trace import ConstantPolicy, trace_step, tracing_contexts
+from gt_trace.trace import ConstantPolicy, trace_step, trace_without_code, tracing_contexts
 from gt_trace.traced_step import TracedStep
 
 __all__ = ["StampingError", "trace_step_by_stamping"]
@@ -270,7 +270,7 @@ class _Stamper:
 
     def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TracedStep:
         try:
-            return trace_step(
+            return trace_without_code(
                 self._fn,
                 module=self._module,
                 input_preparers=self._preparers,

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.fx import Node
 
-from gt_trace._torch_internals import get_proxy_mode, sequence_counter
+from gt_trace._torch_internals import get_proxy_mode, is_erased, sequence_counter
 from gt_trace.stamping.layer_list import LayerList
 from gt_trace.stamping.refusal import NotStampable
 
@@ -32,11 +32,11 @@ class TraceMark:
         """The place of the first node after the mark, among those that the trace kept."""
         node = self.node
         while node not in positions:
-            if not node._erased:
+            if not is_erased(node):
                 # A placeholder: nothing was computed before.
                 return 0
             # What was erased still knows what stood before it.
-            node = node._prev
+            node = node.prev
         return positions[node] + 1
 
 

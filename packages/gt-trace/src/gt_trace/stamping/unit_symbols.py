@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from gt_trace._torch_internals import ShapeEnv
+from gt_trace._torch_internals import ShapeEnv, forget_conclusions
 from gt_trace.stamping.refusal import NotStampable
 
 __all__ = ["UnitSymbols", "symbols_bound_by"]
@@ -138,4 +138,4 @@ def _copy_facts(shape_env: Any, made: dict[Any, Any]) -> None:
         if ({symbol} | value.free_symbols) & own:
             shape_env.replacements[made.get(symbol, symbol)] = value.xreplace(made)
     # Forget what was concluded without them.
-    shape_env._update_version_counter()
+    forget_conclusions(shape_env)
