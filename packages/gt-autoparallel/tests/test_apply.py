@@ -1,4 +1,4 @@
-"""Placed models compute what the model computes, with the collectives that were predicted."""
+"""Placed models on one rank of a fake world: what they hold, trace to, refuse."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 import torch
 from placed_model_cases import (
     batch,
-    compare_random_plans,
     decoder,
     mesh_2d,
     trace,
@@ -31,25 +30,7 @@ from gt_autoparallel.plan import PlacementPlan
 from gt_config.node_keys import FsdpCollectiveAnnotation
 from gt_passes.collectives import is_collective
 from gt_trace import module_fqn, phase_of, read_annotation, trace_step
-from gt_trace.testing import GlooWorkers, fake_world
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[GlooWorkers]:
-    with GlooWorkers(4, timeout=600) as workers:
-        yield workers
-
-
-@pytest.mark.parametrize(
-    "seeds", [[0], pytest.param([1, 2, 3, 4, 5, 6], marks=pytest.mark.slow)], ids=str
-)
-def test_random_plans_compute_outputs_and_gradients_of_one_process(
-    seeds: list[int], four: GlooWorkers
-) -> None:
-    assert four.run(compare_random_plans, seeds) == [[]] * 4
-
-
-# ---- one rank of a fake world ------------------------------------------------------------------
+from gt_trace.testing import fake_world
 
 
 @pytest.fixture(scope="module")
