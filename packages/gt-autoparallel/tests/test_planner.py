@@ -238,6 +238,28 @@ def test_a_saved_part_of_a_value_keeps_all_of_it() -> None:
     assert plan.memory.saved_activations == 2 * 64 * 4
 
 
+class SharedHalf(Halves):
+    """The half is read twice, so that its share node could pass for a storage of its own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, _ = self.up(x).split(32, dim=-1)
+        return first.sin() * first.cos()
+
+
+def test_a_saved_part_that_stays_where_it_is_counts_as_the_whole() -> None:
+    x = torch.empty(8, 32, device="meta")
+    planner = planner_of_model(SharedHalf().to("meta"), MESH, (x,))
+    from_loader = Constraints(inputs={"x": (S0,)}, outputs={"output": (S0,)})
+    # A weight's shard with gradient and optimizer state; the product, the sine and the cosine.
+    needed = 4 * 64 * 32 * 4 // 4 + 2 * (64 + 32 + 32) * 4
+    plan = planner.find(constraints=from_loader, memory_budget_bytes=needed)
+    assert plan.memory.total == needed
+    # With less, the half must really move, which takes time; what is found was audited.
+    moved = planner.find(constraints=from_loader, memory_budget_bytes=needed - 1)
+    assert moved.memory.total < needed
+    assert moved.objective_us > plan.objective_us
+
+
 def test_refuses_a_mesh_axis_larger_than_every_dim() -> None:
     with pytest.raises(PlacementInputError) as error:
         find_placement(Model().to("meta"), MeshShape(names=("data",), sizes=(4096,)), (TOKENS,))

@@ -14,13 +14,14 @@ sum over ranks is done in the dtype that was asked for.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from torch.distributed.tensor import Placement
 
 from gt_autoparallel.clustering import Clustering, cluster_layers
 from gt_autoparallel.experts import expert_options
@@ -35,10 +36,20 @@ from gt_autoparallel.problem import Edge, FloatArray, IntArray, MemoryRow, Probl
 from gt_autoparallel.redistribution_tables import RedistributionTables
 from gt_autoparallel.saved_storages import SavedStorages, Status, saved_storages
 
-__all__ = ["OptionsOf", "PlacementProblem", "ProblemParts", "placement_problem"]
+__all__ = [
+    "Demand",
+    "OptionsOf",
+    "PlacementProblem",
+    "ProblemParts",
+    "is_allowed",
+    "placement_problem",
+]
 
 OptionsOf = Callable[[PlacementNode], tuple[NodeOption, ...]]
 """The options that a node may take."""
+
+Demand = tuple[str, int, tuple[Placement | None, ...]]
+"""A layout constraint without its node: side, position, and a placement or None for each axis."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,10 +133,10 @@ def placement_problem(
         parts: of earlier problems of the same graph, mesh and prices; gets what is made anew.
         cluster: finds nodes that share a choice.
     """
-    of_node: dict[str, tuple[tuple[str, int, Any], ...]] = {}
+    of_node: dict[str, tuple[Demand, ...]] = {}
     for each in constraints:
-        rule = (each.side, each.position, each.placements)
-        of_node[each.node] = (*of_node.get(each.node, ()), rule)
+        demand = (each.side, each.position, each.placements)
+        of_node[each.node] = (*of_node.get(each.node, ()), demand)
     saved, described = _described(graph, of_node)
     clustering = cluster(graph, distinguished=described)
     known = {} if parts is None else parts
@@ -145,21 +156,20 @@ def placement_problem(
             optimizer_state_copies,
         )
     found = known[clustering]
-    rows: tuple[MemoryRow, ...] = ()
-    if memory_budget_bytes is not None:
-        rows = (MemoryRow(name="memory", budget_bytes=memory_budget_bytes, fixed_bytes=0.0),)
+    # Without a limit, bytes still decide between plans of equal cost.
+    budget = math.inf if memory_budget_bytes is None else memory_budget_bytes
     variables = []
     for number, choices in enumerate(found.choices):
         node = graph.nodes[clustering.members[number][0]]
         demands = of_node.get(node.name, ())
-        allowed = [_is_allowed(choice.option, demands) for choice in choices]
+        allowed = [is_allowed(choice.option, demands) for choice in choices]
         variables.append(
             Variable(
                 name=node.name,
                 cost_us=np.where(allowed, 0.0, np.inf),
                 window=clustering.window_of_class[number],
                 window_compute_us=found.compute_us[number],
-                memory_bytes=(found.memory_bytes[number],) if rows else (),
+                memory_bytes=(found.memory_bytes[number],),
             )
         )
     problem = Problem(
@@ -169,7 +179,7 @@ def placement_problem(
             Window(name=name, multiplicity=size)
             for name, size in zip(clustering.window_names, clustering.window_sizes, strict=True)
         ),
-        memory=rows,
+        memory=(MemoryRow(name="memory", budget_bytes=budget, fixed_bytes=0.0),),
     )
     return PlacementProblem(
         problem=problem, graph=graph, clustering=clustering, choices=found.choices
@@ -199,7 +209,8 @@ def _described(
     return saved, described
 
 
-def _is_allowed(option: NodeOption, demands: Sequence[tuple[str, int, Any]]) -> bool:
+def is_allowed(option: NodeOption, demands: Sequence[Demand]) -> bool:
+    """Whether an option lies as every demand on its node says."""
     for side, position, placements in demands:
         layout = (option.operands if side == "operand" else option.outputs)[position]
         if layout is None or any(
@@ -358,8 +369,11 @@ class _Builder:
         aliased = np.array([status == "aliased" for _, status in target.distinct])
         if aliased.any():
             needed = np.array([status != "idle" for _, status in source.distinct])
-            may_alias = _equal_layouts(source, target) & needed[:, None]
-            times = np.where(aliased[None, :] & ~may_alias, np.inf, times)
+            stays = _equal_layouts(source, target)
+            times = np.where(aliased[None, :] & ~(stays & needed[:, None]), np.inf, times)
+            # What stays is in the storage below, of which it may be a small part.
+            moved = np.array([status == "moved" for _, status in target.distinct])
+            times = np.where(moved[None, :] & stays, np.inf, times)
         return times
 
     def link_edges(self, choices: Sequence[Sequence[_Choice]]) -> list[Edge]:
@@ -425,12 +439,18 @@ def _linked_layouts(node: PlacementNode, option: NodeOption) -> Hashable:
 def _labels(choices: Sequence[_Choice], is_output: bool, position: int) -> _Labels:
     number: dict[tuple[Layout, Status | None], int] = {}
     of_option = []
+    offered = {choice.status for choice in choices}
+    # What a consumer may ask of a producer is whether it is idle, and the other way round whether
+    # it is moved or aliased, if it may be either.
+    matters: tuple[Status, ...] = ()
+    if is_output:
+        matters = ("idle",)
+    elif position == 0 and "aliased" in offered:
+        matters = ("moved", "aliased")
     for choice in choices:
         layout = (choice.option.outputs if is_output else choice.option.operands)[position]
         assert layout is not None, "a value is a tensor"
-        # What a consumer may ask of a producer is whether it is idle, and the other way round
-        # whether it is aliased.
-        status = choice.status if choice.status == ("idle" if is_output else "aliased") else None
+        status = choice.status if choice.status in matters else None
         of_option.append(number.setdefault((layout, status), len(number)))
     return _Labels(of_option=np.array(of_option, dtype=np.int64), distinct=tuple(number))
 
