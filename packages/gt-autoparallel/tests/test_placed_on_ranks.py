@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from placed_checkpoints import differences_after_loading
 from placed_hugging_face import compare_hugging_face
 from placed_model_cases import compare_random_plans
 
@@ -32,6 +34,12 @@ def test_random_plans_compute_outputs_and_gradients_of_one_process(
     seeds: list[int], four: GlooWorkers
 ) -> None:
     assert four.run(compare_random_plans, seeds) == [[]] * 4
+
+
+def test_a_checkpoint_is_loaded_under_another_plan_and_under_none(
+    four: GlooWorkers, tmp_path: Path
+) -> None:
+    assert four.run(differences_after_loading, str(tmp_path), (0, 1)) == [[]] * 4
 
 
 @pytest.mark.parametrize("name", ["gpt2", pytest.param("qwen2", marks=pytest.mark.slow)])
