@@ -138,11 +138,9 @@ def test_what_cannot_be_cut_is_replicated():
     assert "x" not in of_node
 
 
-def test_unknown_axes_and_deep_meshes_are_refused():
+def test_unknown_axes_are_refused():
     with pytest.raises(ValueError, match=r"styles are for axes \['pp'\]; the mesh has \['dp'\]"):
         pinned_constraints(planner(4).graph, planner(4).mesh, {"pp": "ddp"})
-    with pytest.raises(ValueError, match="one or two mesh axes, not 3"):
-        expert_styles(MeshShape(names=("a", "b", "c"), sizes=(2, 2, 2)))
 
 
 def test_names_of_torchtitan_and_hugging_face_are_known():

@@ -100,15 +100,14 @@ class PlacementNode:
     """Fully qualified name of the module that ran it, or whose forward it differentiates."""
 
     phase: NodePhase = "forward"
+    operands: tuple[Value, ...] = field(init=False, compare=False, repr=False)
+    """The values in ``args`` and ``kwargs``, in the order of a flattened call. A value that stands
+    there twice is two operands."""
 
-    @property
-    def operands(self) -> tuple[Value, ...]:
-        """The values in ``args`` and ``kwargs``, in the order of a flattened call.
-
-        A value that stands there twice is two operands.
-        """
+    def __post_init__(self) -> None:
         leaves = pytree.tree_leaves((self.args, self.kwargs))
-        return tuple(leaf for leaf in leaves if isinstance(leaf, Value))
+        values = tuple(leaf for leaf in leaves if isinstance(leaf, Value))
+        object.__setattr__(self, "operands", values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,7 @@ from gt_autoparallel.clustering import Clustering
 from gt_autoparallel.constraints import Constraints, resolve_constraints
 from gt_autoparallel.costs import PlacementPrices
 from gt_autoparallel.errors import ConstraintError, PlacementInputError
+from gt_autoparallel.expert_rivals import ExpertPins, expert_pins, expert_rivals
 from gt_autoparallel.infeasible_requests import explained
 from gt_autoparallel.layouts import MeshShape
 from gt_autoparallel.options import NodeOption
@@ -83,12 +84,13 @@ class Planner:
         self.mesh = mesh
         self.signature = signature
         self.prices = PlacementPrices() if prices is None else prices
-        self._replicate_unknown = tuple(sorted(replicate_unknown))
+        self.replicate_unknown = tuple(sorted(replicate_unknown))
         self._optimizer_state_copies = optimizer_state_copies
         self._say = progress or (lambda line: None)
         self._tables = RedistributionTables(mesh, self.prices)
         self._parts: dict[Clustering, ProblemParts] = {}
         self._warm_starts: dict[object, WarmStart] = {}
+        self._expert_pins: ExpertPins | None = None
 
     def find(
         self,
@@ -100,6 +102,10 @@ class Planner:
         audit: bool = True,
     ) -> PlacementPlan:
         """The cheapest placement that keeps constraints and budget.
+
+        Of equally cheap ones it is one that takes little memory. Whatever the gap, what experts
+        would do (``expert_plans``) under the same constraints and budget costs no less, unless the
+        time limit ends the proof of that too.
 
         Args:
             constraints: by names and patterns, or already those of single nodes.
@@ -130,7 +136,7 @@ class Planner:
             constraints=resolved,
             memory_budget_bytes=memory_budget_bytes,
             optimizer_state_copies=self._optimizer_state_copies,
-            replicate_unknown=self._replicate_unknown,
+            replicate_unknown=self.replicate_unknown,
         )
         started = time.perf_counter()
         placement = self.problem(request)
@@ -172,7 +178,7 @@ class Planner:
 
     def _options_of(self, node: PlacementNode) -> tuple[NodeOption, ...]:
         operands = tuple(self.graph.spec(value) for value in node.operands)
-        return node_options(node, operands, self.mesh, replicate_unknown=self._replicate_unknown)
+        return node_options(node, operands, self.mesh, replicate_unknown=self.replicate_unknown)
 
     def _check_constraints(self, placement: PlacementProblem, request: PlacementRequest) -> None:
         known = {node.name for node in self.graph.nodes}
@@ -209,6 +215,10 @@ class Planner:
             self._say(str(progress))
 
         shape = tuple(map(len, placement.choices))
+        if self._expert_pins is None:
+            self._expert_pins = expert_pins(
+                self.graph, self.mesh, replicate_unknown=self.replicate_unknown
+            )
         try:
             solution = solve(
                 placement.problem,
@@ -216,6 +226,7 @@ class Planner:
                 time_limit_seconds=time_limit_seconds,
                 progress=report,
                 warm_start=self._warm_starts.get(shape),
+                rivals=expert_rivals(placement, self._expert_pins),
             )
         except (ForbiddenPairsError, MemoryBudgetError) as error:
             raise explained(error, placement, request, self.mesh) from error

@@ -10,7 +10,7 @@ takes the cheapest way, which is at least as good as any hand-written one.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Literal
 
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
@@ -38,6 +38,7 @@ def pinned_constraints(
     styles: Mapping[str, AxisStyle],
     *,
     names: TensorParallelNames | None = None,
+    replicate_unknown: Collection[str] = (),
 ) -> tuple[LayoutConstraint, ...]:
     """The constraints under which a plan does what experts do.
 
@@ -48,6 +49,7 @@ def pinned_constraints(
         mesh: names and sizes of the axes.
         styles: what to do along each axis, by its name.
         names: which parameters are cut by columns and by rows.
+        replicate_unknown: operators that may run whole on every rank without a rule.
 
     Raises:
         ValueError: ``styles`` are not those of the mesh's axes.
@@ -56,7 +58,8 @@ def pinned_constraints(
         raise ValueError(
             f"styles are for axes {sorted(styles)!r}; the mesh has {list(mesh.names)!r}"
         )
-    pins = _Pins(graph, mesh, [styles[name] for name in mesh.names], names or TensorParallelNames())
+    by_axis = [styles[name] for name in mesh.names]
+    pins = _Pins(graph, mesh, by_axis, names or TensorParallelNames(), replicate_unknown)
     found = (
         LayoutConstraint(node=node.name, side="output", position=position, placements=placements)
         for node, position, placements in pins.all()
@@ -75,11 +78,13 @@ class _Pins:
         mesh: MeshShape,
         styles: list[AxisStyle],
         names: TensorParallelNames,
+        replicate_unknown: Collection[str],
     ) -> None:
         self._graph = graph
         self._mesh = mesh
         self._styles = styles
         self._names = names
+        self._replicate_unknown = replicate_unknown
         self._readers: dict[int, list[PlacementNode]] = defaultdict(list)
         for use in graph.uses():
             self._readers[use.value.node].append(graph.nodes[use.consumer])
@@ -121,8 +126,12 @@ class _Pins:
         """The first output of a node, along axes of data parallelism, if it has such an option."""
         wanted = tuple(placement if style in ("ddp", "fsdp") else None for style in self._styles)
         operands = tuple(self._graph.spec(value) for value in node.operands)
-        offer = expert_options if node.kind == "experts" else node_options
-        for option in offer(node, operands, self._mesh):
+        options = (
+            expert_options(node, operands, self._mesh)
+            if node.kind == "experts"
+            else node_options(node, operands, self._mesh, replicate_unknown=self._replicate_unknown)
+        )
+        for option in options:
             layout = option.outputs[0]
             if layout is not None and all(
                 pin is None or pin == there for pin, there in zip(wanted, layout, strict=True)

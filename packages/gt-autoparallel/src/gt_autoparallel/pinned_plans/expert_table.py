@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from gt_autoparallel.errors import ConstraintError, InfeasiblePlacementError
 from gt_autoparallel.layouts import MeshShape
 from gt_autoparallel.pinned_plans.axis_styles import AxisStyle, pinned_constraints
 from gt_autoparallel.pinned_plans.tensor_parallel_names import TensorParallelNames
 from gt_autoparallel.plan import PlacementPlan
-from gt_autoparallel.planner import Planner
+
+if TYPE_CHECKING:  # the planner itself looks at what experts do
+    from gt_autoparallel.planner import Planner
 
 __all__ = ["ExpertPlan", "expert_plans", "expert_styles", "expert_table"]
 
@@ -25,28 +28,24 @@ class ExpertPlan:
 
 
 def expert_styles(mesh: MeshShape) -> dict[str, dict[str, AxisStyle]]:
-    """The experts' plans for a mesh of one or two axes: name, and what they do along each axis.
+    """The experts' plans for a mesh: name, and what they do along each axis.
 
-    On two axes, tensor parallelism is along the inner one.
-
-    Raises:
-        ValueError: the mesh has more axes.
+    Tensor parallelism is along the innermost axis; the other axes all do the same.
     """
-    if mesh.num_axes > 2:
-        raise ValueError(f"experts' plans are for one or two mesh axes, not {mesh.num_axes}")
     *outer, inner = mesh.names
-    all_axes = (*outer, inner)
     styles: dict[str, dict[str, AxisStyle]] = {
-        "DDP": dict.fromkeys(all_axes, "ddp"),
-        "FSDP": dict.fromkeys(all_axes, "fsdp"),
+        "DDP": dict.fromkeys(mesh.names, "ddp"),
+        "FSDP": dict.fromkeys(mesh.names, "fsdp"),
     }
     if not outer:
         return styles | {"TP": {inner: "tp"}, "TP + SP": {inner: "tp+sp"}}
+    ddp: dict[str, AxisStyle] = dict.fromkeys(outer, "ddp")
+    fsdp: dict[str, AxisStyle] = dict.fromkeys(outer, "fsdp")
     return styles | {
-        "DDP + TP": {outer[0]: "ddp", inner: "tp"},
-        "DDP + TP + SP": {outer[0]: "ddp", inner: "tp+sp"},
-        "FSDP + TP": {outer[0]: "fsdp", inner: "tp"},
-        "FSDP + TP + SP": {outer[0]: "fsdp", inner: "tp+sp"},
+        "DDP + TP": ddp | {inner: "tp"},
+        "DDP + TP + SP": ddp | {inner: "tp+sp"},
+        "FSDP + TP": fsdp | {inner: "tp"},
+        "FSDP + TP + SP": fsdp | {inner: "tp+sp"},
     }
 
 
@@ -70,7 +69,13 @@ def expert_plans(
         time_limit_seconds: for each.
     """
     for name, by_axis in (styles or expert_styles(planner.mesh)).items():
-        pins = pinned_constraints(planner.graph, planner.mesh, by_axis, names=names)
+        pins = pinned_constraints(
+            planner.graph,
+            planner.mesh,
+            by_axis,
+            names=names,
+            replicate_unknown=planner.replicate_unknown,
+        )
         try:
             plan = planner.find(
                 constraints=pins,

@@ -6,6 +6,7 @@ Needs numpy and highspy only. ``solve`` is the entry; the other names are what i
 from __future__ import annotations
 
 from gt_autoparallel.solver.evaluation import Evaluation, evaluate
+from gt_autoparallel.solver.rivals import Rival
 from gt_autoparallel.solver.solution import (
     ForbiddenPairsError,
     MemoryBudgetError,
@@ -24,6 +25,7 @@ __all__ = [
     "MemoryShortage",
     "Progress",
     "ProgressCallback",
+    "Rival",
     "Solution",
     "WarmStart",
     "evaluate",

@@ -65,6 +65,9 @@ class SearchSettings:
     rounds: int = 16
     """Of dual ascent on the whole problem before the first LP, at most; on its parts half."""
 
+    most_tied_pairs: int = 30_000
+    """Up to which fewer bytes are looked for among options that cost the same."""
+
 
 @dataclass(slots=True)
 class Part:

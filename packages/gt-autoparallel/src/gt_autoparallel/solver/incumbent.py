@@ -25,6 +25,9 @@ class Incumbent:
     price_model: PriceModel
     """Told every choice of finite cost: each bounds what prices can give."""
 
+    below_us: float = math.inf
+    """Choices that cost this or more are not worth looking for, since another one is known."""
+
     choices: tuple[int, ...] = ()
     objective_us: float = math.inf
     total_bytes: float = math.inf
@@ -33,9 +36,8 @@ class Incumbent:
     @property
     def cutoff_us(self) -> float:
         """Choices that cost this or more are not worth looking for."""
-        if not math.isfinite(self.objective_us):
-            return math.inf
-        return self.objective_us - max(self.gap, PRECISION) * abs(self.objective_us)
+        known = min(self.objective_us, self.below_us)
+        return known - max(self.gap, PRECISION) * abs(known) if math.isfinite(known) else math.inf
 
     def offer(self, choices: tuple[int, ...]) -> bool:
         """Takes ``choices`` if they keep the budgets and cost less than the best yet.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 
@@ -227,8 +228,12 @@ def _memory_problem(problem: Problem, row: int) -> Problem:
 def _excess_problem(problem: Problem) -> Problem:
     """Bytes over budget as the cost: a window for each row, whose compute is the budget.
 
-    The bytes are the window's communication, on an edge from each variable to itself.
+    The bytes are the window's communication, on an edge from each variable to itself. Rows without
+    a limit have no part in it.
     """
+    limited = [
+        (index, row) for index, row in enumerate(problem.memory) if math.isfinite(row.budget_bytes)
+    ]
     budgets = tuple(
         Variable(
             name=row.name,
@@ -237,7 +242,7 @@ def _excess_problem(problem: Problem) -> Problem:
             window_compute_us=np.array([row.budget_bytes - row.fixed_bytes]),
             memory_bytes=(),
         )
-        for index, row in enumerate(problem.memory)
+        for index, (_, row) in enumerate(limited)
     )
     used = tuple(
         Edge(
@@ -247,15 +252,15 @@ def _excess_problem(problem: Problem) -> Problem:
             left_labels=np.arange(len(variable.cost_us)),
             right_labels=np.zeros(len(variable.cost_us), dtype=np.int64),
             cost_us=np.zeros((len(variable.cost_us), 1)),
-            window=position,
+            window=window,
             window_communication_us=np.asarray(variable.memory_bytes[position])[:, None],
         )
-        for position, row in enumerate(problem.memory)
+        for window, (position, row) in enumerate(limited)
         for index, variable in enumerate(problem.variables)
     )
     return Problem(
         variables=tuple(_plain_variable(v.name, _allowed(v)) for v in problem.variables) + budgets,
         edges=tuple(_plain_edge(edge, edge.left, edge.right) for edge in problem.edges) + used,
-        windows=tuple(Window(name=row.name, multiplicity=1) for row in problem.memory),
+        windows=tuple(Window(name=row.name, multiplicity=1) for _, row in limited),
         memory=(),
     )

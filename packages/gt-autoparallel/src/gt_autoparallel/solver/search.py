@@ -51,6 +51,8 @@ class Search:
     progress: ProgressCallback | None
     settings: SearchSettings
     start: float
+    below_us: float = math.inf
+    """Choices that cost this or more are not looked for."""
 
     lower_bound_us: float = -math.inf
     prices: Prices = field(init=False)
@@ -70,18 +72,22 @@ class Search:
         self.prices = Prices(
             windows=np.ones(len(self.problem.windows)), memory=np.zeros(len(self.problem.memory))
         )
-        self.incumbent = Incumbent(self.problem, self.gap, PriceModel(problem=self.problem))
+        self.incumbent = Incumbent(
+            self.problem, self.gap, PriceModel(problem=self.problem), self.below_us
+        )
         self.programs = RestrictedPrograms(
             self.incumbent, self.settings, self._time_left, [set() for _ in self.problem.variables]
         )
-        self._bounding = Bounding(
-            self.problem, self.incumbent, self.settings, lambda: self._time_left() <= 0.0
-        )
+        self._bounding = Bounding(self.problem, self.incumbent, self.settings, self.is_late)
 
     # ------------------------------------------------------------------ state
 
     def _time_left(self) -> float:
         return self.deadline - time.perf_counter()
+
+    def is_late(self) -> bool:
+        """Whether the time is over."""
+        return self._time_left() <= 0.0
 
     @property
     def relative_gap(self) -> float:
@@ -101,7 +107,8 @@ class Search:
             )
 
     @contextmanager
-    def _timed(self, stage: str) -> Iterator[None]:
+    def timed(self, stage: str) -> Iterator[None]:
+        """Counts the time of what runs meanwhile as that of a stage."""
         since = time.perf_counter()
         yield
         self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - since
@@ -150,7 +157,7 @@ class Search:
             self.lower_bound_us, self.method = self.incumbent.objective_us, "nothing to choose"
             return
         self._push(Part(self.reduced, self.prices))
-        while self._open and self._time_left() > 0.0:
+        while self._open and not self.is_late():
             bound, _, part = heapq.heappop(self._open)
             if bound >= self.incumbent.cutoff_us:
                 continue
@@ -175,11 +182,11 @@ class Search:
             self._report(f"part {self.num_parts}", part)
             if not alive or part.lower_bound_us >= self.incumbent.cutoff_us:
                 return []
-            if self._time_left() <= 0.0:
+            if self.is_late():
                 return [part]
         if part.reduced.num_pairs <= self.settings.small_pairs and self._solve_whole(part):
             return []
-        if self._time_left() <= 0.0:
+        if self.is_late():
             return [part]
         children = []
         for masks in branch(part.reduced, part.weights, part.prices):
@@ -198,9 +205,9 @@ class Search:
         """Bound and choice of a large part; False if nothing is left below the cutoff."""
         at_root = part.depth == 0
         if at_root:
-            with self._timed("ascent"):
+            with self.timed("ascent"):
                 alive = self._bounding.ascend(part, self.settings.rounds)
-            with self._timed("budgets"):
+            with self.timed("budgets"):
                 alive = alive and self._bounding.keep_budgets(part)
             if not alive:
                 return False
@@ -209,18 +216,18 @@ class Search:
         # Rounding with many options at the root, then ever more rarely: after 2, 4, 8, ... parts.
         in_turn = self.num_parts & (self.num_parts - 1) == 0
         for turn in range(self.settings.relaxations // (1 if at_root else 2)):
-            if part.reduced.num_pairs <= self.settings.small_pairs or self._time_left() <= 0.0:
+            if part.reduced.num_pairs <= self.settings.small_pairs or self.is_late():
                 return True
-            with self._timed("lp"):
+            with self.timed("lp"):
                 result = self.programs.relax(part)
             if result is None:
-                with self._timed("ascent"):
+                with self.timed("ascent"):
                     return self._bounding.ascend(part, self.settings.rounds // 2)
             if turn == 0 or at_root:
-                with self._timed("rounding"):
+                with self.timed("rounding"):
                     self.programs.round(part, pairs=0)
             prices = Prices(windows=result.window_prices, memory=result.memory_prices)
-            with self._timed("ascent"):
+            with self.timed("ascent"):
                 sweeps = _SWEEPS // (1 if at_root else 2)
                 if not self._bounding.settle(part, prices, sweeps=sweeps):
                     return False
@@ -230,10 +237,10 @@ class Search:
                 break
         if in_turn and part.reduced.num_pairs > self.settings.small_pairs:
             before = self.incumbent.cutoff_us
-            with self._timed("rounding"):
+            with self.timed("rounding"):
                 self.programs.round(part, pairs=self.settings.restricted_pairs)
             if self.incumbent.cutoff_us < before:
-                with self._timed("ascent"):
+                with self.timed("ascent"):
                     return self._bounding.settle(part, part.prices, sweeps=2)
         return True
 
@@ -241,11 +248,11 @@ class Search:
 
     def _solve_whole(self, part: Part) -> bool:
         """HiGHS on all of a part: LP relaxation, then MILP; whether that settles it."""
-        with self._timed("budgets"):
+        with self.timed("budgets"):
             if part.depth and not self._bounding.keep_budgets(part):
                 return True
         self.method = "LP relaxation" if part.depth == 0 else "branch and bound"
-        with self._timed("lp"):
+        with self.timed("lp"):
             model = HighsModel(part.reduced)
             self.programs.count(model)
             relaxation = model.solve(integer=False, seconds=self._time_left())
@@ -261,12 +268,12 @@ class Search:
         if part.lower_bound_us >= self.incumbent.cutoff_us:
             return True
         if part.depth == 0:
-            with self._timed("budgets"):
+            with self.timed("budgets"):
                 if not self._bounding.keep_budgets(part):
                     return True
             model = HighsModel(part.reduced)
         self.method = "MILP" if part.depth == 0 else "branch and bound"
-        with self._timed("milp"):
+        with self.timed("milp"):
             result = model.solve(
                 integer=True,
                 seconds=self._time_left(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 
 from gt_autoparallel.errors import SolverError
 from gt_autoparallel.problem import Problem
@@ -12,13 +13,18 @@ from gt_autoparallel.solver.dominance import drop_dominated
 from gt_autoparallel.solver.evaluation import evaluate
 from gt_autoparallel.solver.infeasibility import explain_infeasibility
 from gt_autoparallel.solver.reduced_problem import reduce_problem
+from gt_autoparallel.solver.rivals import Rival, beat_rivals
 from gt_autoparallel.solver.search import Search, SearchSettings
 from gt_autoparallel.solver.solution import ProgressCallback, Solution, WarmStart
+from gt_autoparallel.solver.ties import prefer_fewer_bytes
 from gt_autoparallel.solver.validation import check_problem
 
 __all__ = ["solve"]
 
 _PROOF_GAP = 1e-9
+
+_LAST = 0.1
+"""Share of the time that is kept for rivals and ties."""
 
 
 def solve(
@@ -28,12 +34,13 @@ def solve(
     time_limit_seconds: float = 120.0,
     progress: ProgressCallback | None = None,
     warm_start: WarmStart | None = None,
+    rivals: Sequence[Rival] = (),
 ) -> Solution:
     """Finds the choice of least cost that keeps every budget.
 
     The same problem gives the same choice on every rank unless the time limit ends the search:
-    no other decision depends on time. Of two options that differ in nothing but bytes the smaller
-    is taken, and of two choices of equal cost that the search meets the one with fewer bytes.
+    no other decision depends on time. Among choices of equal cost it prefers one with fewer bytes
+    (``ties``), also in rows without a limit.
 
     Args:
         problem: see ``Problem``.
@@ -42,6 +49,8 @@ def solve(
         time_limit_seconds: after this the best choice yet is returned with its gap.
         progress: called after each stage and from time to time within long ones.
         warm_start: from the solution of a similar problem.
+        rivals: parts of the problem; whatever the gap, the result costs no more than the best
+            choice of each, unless the time limit ends that search too.
 
     Raises:
         PlacementInputError: the problem's arrays do not fit each other.
@@ -55,6 +64,7 @@ def solve(
         time_limit_seconds=time_limit_seconds,
         progress=progress,
         warm_start=warm_start,
+        rivals=rivals,
         settings=SearchSettings(),
     )
 
@@ -66,14 +76,17 @@ def _solve(
     time_limit_seconds: float,
     progress: ProgressCallback | None,
     warm_start: WarmStart | None,
+    rivals: Sequence[Rival],
     settings: SearchSettings,
 ) -> Solution:
-    check_problem(problem)
+    check_problem(problem, rivals)
     start = time.perf_counter()
+    deadline = start + time_limit_seconds
     reduced = reduce_problem(problem)
     if make_arc_consistent(reduced) is not None:
         raise explain_infeasibility(problem, solve)
     reduced.compact_links()
+    whole = reduced.copy()
     drop_dominated(reduced)
     reduced.compact_links()
     reduced.settle_windows()
@@ -81,7 +94,7 @@ def _solve(
         problem=problem,
         reduced=reduced,
         gap=gap,
-        deadline=start + time_limit_seconds,
+        deadline=deadline - _LAST * time_limit_seconds,
         progress=progress,
         settings=settings,
         start=start,
@@ -92,11 +105,16 @@ def _solve(
     search.run()
     if search.infeasible:
         raise explain_infeasibility(problem, solve)
+    if search.relative_gap > _PROOF_GAP:
+        with search.timed("rivals"):
+            beat_rivals(search, whole, rivals, deadline=deadline)
     if search.incumbent.objective_us == math.inf:
         raise SolverError(
             f"no choice that keeps all budgets was found within {time_limit_seconds} seconds; "
             "allow more time"
         )
+    with search.timed("ties"):
+        prefer_fewer_bytes(search, whole, seconds=deadline - time.perf_counter())
     return _solution(search, start)
 
 

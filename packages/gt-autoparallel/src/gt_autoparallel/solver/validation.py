@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gt_autoparallel.errors import PlacementInputError
 from gt_autoparallel.problem import Edge, FloatArray, Problem, Variable
@@ -12,8 +14,12 @@ from gt_autoparallel.problem import Edge, FloatArray, Problem, Variable
 __all__ = ["check_problem"]
 
 
-def check_problem(problem: Problem) -> None:
+def check_problem(problem: Problem, rivals: Sequence[Sequence[NDArray[np.bool_]]] = ()) -> None:
     """Raises if arrays and indices of ``problem`` do not fit each other.
+
+    Args:
+        problem: see ``Problem``.
+        rivals: for each variable which options a rival may take.
 
     Raises:
         PlacementInputError: lists every violation.
@@ -38,6 +44,12 @@ def check_problem(problem: Problem) -> None:
         ]
     for edge in problem.edges:
         violations += [f"edge {edge.name!r}: {text}" for text in _of_edge(problem, edge)]
+    shapes = [variable.cost_us.shape for variable in problem.variables]
+    violations += [
+        f"rival {number}: its masks are not one of all options for each variable"
+        for number, rival in enumerate(rivals)
+        if [mask.shape for mask in rival] != shapes
+    ]
     if violations:
         raise PlacementInputError("placement problem: " + "; ".join(violations))
 

@@ -1,0 +1,69 @@
+"""Sees to it that the result costs no more than choices of a certain kind, whatever the gap.
+
+A search may end with a gap, and then a plan that somebody knows might be cheaper. A *rival* is a
+kind of choices, stated as the options that they may take: what an expert does, for example. After
+the search each rival's part of the problem is bounded, with the best choice's cost as the cutoff.
+Nearly always a few sweeps of dual ascent prove that nothing in it costs less; if not, the part is
+searched to its optimum.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gt_autoparallel.solver.bounding import Bounding, Part
+from gt_autoparallel.solver.dominance import drop_dominated
+from gt_autoparallel.solver.reduced_problem import ReducedProblem
+from gt_autoparallel.solver.search import Search
+
+__all__ = ["Rival", "beat_rivals"]
+
+BoolArray = NDArray[np.bool_]
+
+Rival = Sequence[BoolArray]
+"""For each variable [num_options]: which options the rival's choices may take."""
+
+_SWEEPS = 6
+"""Of dual ascent before a rival's part is searched, at most."""
+
+
+def beat_rivals(
+    search: Search, whole: ReducedProblem, rivals: Sequence[Rival], *, deadline: float
+) -> None:
+    """Offers the search what is cheaper than its best choice in any rival's part.
+
+    Args:
+        search: has ended.
+        whole: the problem before the search dropped anything from it.
+        rivals: those that leave no choice are passed over.
+        deadline: by ``time.perf_counter``.
+    """
+    for rival in rivals:
+        part = Part(whole.copy(), search.prices)
+        masks = [
+            allowed[node.options] for allowed, node in zip(rival, part.reduced.nodes, strict=True)
+        ]
+        if not part.drop(masks):
+            continue
+        drop_dominated(part.reduced)
+        part.reduced.compact_links()
+        contest = Search(
+            problem=search.problem,
+            reduced=part.reduced,
+            gap=0.0,
+            deadline=deadline,
+            progress=None,
+            settings=search.settings,
+            start=search.start,
+            below_us=search.incumbent.objective_us,
+        )
+        contest.prices = part.prices
+        bounding = Bounding(search.problem, contest.incumbent, search.settings, contest.is_late)
+        if bounding.settle(part, part.prices, sweeps=_SWEEPS):
+            contest.run()
+        if contest.incumbent.objective_us < math.inf:
+            search.incumbent.offer(contest.incumbent.choices)
