@@ -68,6 +68,33 @@ class InPlace(nn.Module):
         return F.relu_(h)
 
 
+class Normalized(nn.Module):
+    """Its normalization adds epsilon to a mean that nobody else holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.norm = nn.RMSNorm(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.norm(self.linear(x))
+        return h.sin().mul_(2.0)
+
+
+class WritesUnderView(nn.Module):
+    """What is written was made a view of before, and saved for the backward of what reads that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = x + self.weight
+        row = h[0]
+        h.mul_(2.0)
+        return h * row.sin()
+
+
 class Loss(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -174,6 +201,29 @@ def test_layers_name_their_nodes(tied: PlacementGraph) -> None:
 def test_writes_become_new_values() -> None:
     torch.manual_seed(0)
     assert_same_as_eager(InPlace(), torch.randn(3, 4))
+
+
+def test_a_write_to_what_nobody_else_holds_needs_no_second_trace(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.manual_seed(0)
+    graph = assert_same_as_eager(Normalized(), torch.randn(3, 4))
+    names = [node.name for node in graph.nodes]
+    assert "norm/add" in names
+    assert "mul" in names
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("traced again")
+
+    monkeypatch.setattr("gt_autoparallel.functional_graph.make_fx", refuse)
+    capture_joint_graph(Normalized(), (torch.randn(3, 4),))
+    with pytest.raises(AssertionError, match="traced again"):
+        capture_joint_graph(WritesUnderView(), (torch.randn(3, 4),))
+
+
+def test_a_write_under_a_view_is_seen_through_it() -> None:
+    torch.manual_seed(0)
+    assert_same_as_eager(WritesUnderView(), torch.randn(3, 4))
 
 
 def test_a_loss_in_the_model_keeps_its_gradient() -> None:

@@ -30,10 +30,12 @@ __all__ = [
     "OpOverload",
     "argument_defaults",
     "draws_random_numbers",
+    "functional_twin",
     "has_gradient_hooks",
     "make_fx",
     "module_hooks",
     "operator_path",
+    "returns_new_storage",
     "views_first_argument",
     "writes_to_arguments",
 ]
@@ -62,6 +64,27 @@ def argument_defaults(operator: OpOverload) -> dict[str, Any]:
 def writes_to_arguments(operator: OpOverload) -> bool:
     """Whether an operator writes into one of its arguments, as its schema says."""
     return bool(operator._schema.is_mutable)
+
+
+def functional_twin(operator: OpOverload) -> OpOverload | None:
+    """The operator that returns what ``operator`` writes into its first argument and returns.
+
+    None if it writes anything else, or has no such twin (``aten.add.Scalar`` of ``add_.Scalar``).
+    """
+    first, *others = operator._schema.arguments
+    returned = operator._schema.returns
+    writes = first.alias_info is not None and first.alias_info.is_write
+    if not writes or len(returned) != 1 or any(each.alias_info is not None for each in others):
+        return None
+    namespace, name, overload = operator_path(operator)
+    packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None)
+    twin: OpOverload | None = getattr(packet, overload or "default", None)
+    return twin if name.endswith("_") else None
+
+
+def returns_new_storage(operator: OpOverload) -> bool:
+    """Whether what an operator returns is in no argument's storage, as its schema says."""
+    return all(each.alias_info is None for each in operator._schema.returns)
 
 
 def draws_random_numbers(operator: OpOverload) -> bool:
