@@ -6,6 +6,7 @@ import dataclasses
 import os
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -16,9 +17,11 @@ import torch.distributed as dist
 from chunk_combinations import compute_experts_in_float32
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from training_cases import Case
 
 from gt_autoparallel import PlacementPlan, PlacementPrices, predicted_collectives, read_plan
+from gt_config import ExpertPlacement
 from gt_config.node_keys import EpExchangeAnnotation
 from gt_passes import DescribeOnly, PassContext, PassPipeline, PipelineReport
 from gt_passes.collectives import is_collective
@@ -48,8 +51,14 @@ class PlacedCase:
     memory_budget_gib: float | None = None
     """A tight one makes plans that shard parameters."""
 
+    experts: ExpertPlacement = "any"
+    """How the plan may place routed experts."""
+
     experts_in_float32: bool = False
     """Else torchtitan's multiply in bfloat16, and what is routed where soon differs."""
+
+    balanced_routing: bool = False
+    """Whether routers are forced to send as many tokens to each expert."""
 
     def trainer(self, folder: str) -> GraphTrainer:
         """In this worker's process group."""
@@ -59,9 +68,12 @@ class PlacedCase:
         config.compile = dataclasses.replace(
             config.compile,
             autoparallel_solver=dataclasses.replace(
-                config.compile.autoparallel_solver, memory_budget_gib=self.memory_budget_gib
+                config.compile.autoparallel_solver,
+                memory_budget_gib=self.memory_budget_gib,
+                experts=self.experts,
             ),
         )
+        config.debug.moe_force_load_balance = self.balanced_routing
         return GraphTrainer(config)
 
 
@@ -84,8 +96,18 @@ class Found:
     num_sharded: int
     """Parameters of which the plan shards at least one dim."""
 
+    num_sharded_experts: int
+    """Of these, weights of routed experts."""
+
     expert_axes: frozenset[str]
     """Mesh axes over which tokens travel to their experts."""
+
+    num_exchanges: int
+    """Exchanges of tokens in a step, as the plan predicts."""
+
+    all_to_all_bytes: tuple[tuple[int, ...], tuple[int, ...]]
+    """Of every all-to-all of the last step, by size: what went through this rank's, and what the
+    plan predicts, for exchanges of tokens at balanced routing."""
 
     unpredicted: tuple[str, ...]
     """Collectives of the traced step that the plan did not predict, and the reverse."""
@@ -99,18 +121,28 @@ def compare_with_whole_model(case: PlacedCase, folder: str) -> Found:
     if case.experts_in_float32:
         compute_experts_in_float32(placed)
         compute_experts_in_float32(whole)
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (placed, whole)]
+    # Adam moves an element whose gradient is all rounding by a whole step; not with such an eps.
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3, eps=1e-6) for m in (placed, whole)]
     losses: list[tuple[float, float]] = []
     errors: list[tuple[float, str]] = []
+    launched = RecordedAllToAlls()
     for step in range(NUM_STEPS):
         for optimizer in optimizers:
             optimizer.zero_grad()
-        loss = placed_pass(trainer, step)
+        with launched if step == NUM_STEPS - 1 else nullcontext():
+            loss = placed_pass(trainer, step)
         expected = whole_pass(trainer, whole, step)
         losses.append((loss, expected))
         errors.append(worst_error(gradients(placed), gradients(whole)))
         for optimizer in optimizers:
             optimizer.step()
+    planned = [c for c in predicted_collectives(written_plan(folder)) if c.kind == "all_to_all"]
+    exchanges = [c for c in planned if c.purpose == "token exchange"]
+    sharded = [
+        name
+        for name, parameter in placed.named_parameters()
+        if isinstance(parameter, DTensor) and any(p.is_shard() for p in parameter.placements)
+    ]
     found = Found(
         losses=tuple(losses),
         first_gradient=errors[0],
@@ -118,20 +150,35 @@ def compare_with_whole_model(case: PlacedCase, folder: str) -> Found:
         worst_parameter=worst_error(
             dict(placed.named_parameters()), dict(whole.named_parameters())
         ),
-        num_sharded=sum(
-            any(p.is_shard() for p in parameter.placements)
-            for parameter in placed.parameters()
-            if isinstance(parameter, DTensor)
-        ),
-        expert_axes=frozenset(
-            c.axis
-            for c in predicted_collectives(written_plan(folder))
-            if c.purpose == "token exchange"
+        num_sharded=len(sharded),
+        num_sharded_experts=sum(".routed_experts." in name for name in sharded),
+        expert_axes=frozenset(each.axis for each in exchanges),
+        num_exchanges=len(exchanges),
+        all_to_all_bytes=(
+            tuple(sorted(launched.num_bytes)),
+            tuple(sorted(each.num_bytes for each in planned)),
         ),
         unpredicted=tuple(unpredicted_collectives(trainer, folder)) if dist.get_rank() == 0 else (),
     )
     trainer.close()
     return found
+
+
+class RecordedAllToAlls(TorchDispatchMode):
+    """Counts the bytes of every all-to-all that is launched inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_bytes: list[int] = []
+        """Of each, the larger of what goes in and what comes out."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops._c10d_functional.all_to_all_single.default:
+            self.num_bytes.append(max(args[0].nbytes, result.nbytes))
+        return result
 
 
 def whole_model(trainer: GraphTrainer, placed: nn.Module) -> nn.Module:
