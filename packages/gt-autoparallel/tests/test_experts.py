@@ -25,6 +25,7 @@ from gt_autoparallel.experts import (
 from gt_autoparallel.find import planner_of_model
 from gt_autoparallel.layouts import MeshShape
 from gt_autoparallel.options import NodeOption
+from gt_autoparallel.pinned_plans import expert_plans, expert_styles, pinned_constraints
 from gt_autoparallel.placement_graph import PlacementGraph, PlacementNode, TensorSpec
 from gt_autoparallel.plan import PlacementPlan
 from gt_autoparallel.planner import Planner
@@ -203,6 +204,38 @@ def test_a_constraint_keeps_tokens_where_they_are(planner: Planner) -> None:
     plan = planner.find(constraints=Constraints(**elsewhere, experts={"*": [Replicate()]}))
     assert axis_of_experts(plan) == {None}
     assert plan.parameter_layouts()["experts.up"] == (Shard(0),)
+
+
+def test_experts_plans_distribute_routed_experts(planner: Planner) -> None:
+    plans = {each.name: each.plan for each in expert_plans(planner)}
+    assert list(plans) == ["DDP", "FSDP", "DDP + EP", "FSDP + EP", "TP", "TP + SP"]
+    whole, shard = (Replicate(),), (Shard(0),)
+    stored = {"DDP": (whole, whole), "FSDP": (shard, shard)}
+    stored |= {"DDP + EP": (whole, shard), "FSDP + EP": (shard, shard)}
+    for name, (of_router, of_experts) in stored.items():
+        plan = plans[name]
+        assert plan is not None
+        assert axis_of_experts(plan) == ({0} if "EP" in name else {None})
+        layouts = plan.parameter_layouts()
+        assert layouts["router.weight"] == of_router
+        assert layouts["experts.up"] == layouts["experts.down"] == of_experts
+        gathered = {c.parameter for c in plan.collectives() if c.purpose == "unshard"}
+        assert ("router.weight" in gathered) == ("FSDP" in name)
+        assert ("experts.up" in gathered) == (name == "FSDP")
+
+
+def test_distributed_experts_are_cut_further_by_fsdp(graph: PlacementGraph) -> None:
+    square = MeshShape(names=("data", "ep"), sizes=(2, 2))
+    styles = expert_styles(square, routed_experts=True)["FSDP + EP"]
+    assert styles == {"data": "fsdp", "ep": "fsdp+ep"}
+    of_node = {
+        (pin.node, pin.side): pin.placements for pin in pinned_constraints(graph, square, styles)
+    }
+    assert of_node["experts.up", "output"] == (Shard(1), Shard(0))
+    assert of_node["experts.up/share", "output"] == (Replicate(), Shard(0))
+    assert of_node["experts/experts", "operand"] == (Replicate(), Shard(0))
+    assert of_node["router.weight", "output"] == (Shard(0), Shard(0))
+    assert of_node["router.weight/share", "output"] == (Replicate(), Replicate())
 
 
 def test_refuses_demands_on_experts_that_are_not_there_or_not_cut_so(planner: Planner) -> None:

@@ -35,9 +35,10 @@ def expert_pins(
         mesh: names and sizes of the axes.
         replicate_unknown: operators that may run whole on every rank without a rule.
     """
+    has_experts = bool(graph.of_kind("experts"))
     return tuple(
         pinned_constraints(graph, mesh, styles, replicate_unknown=replicate_unknown)
-        for styles in expert_styles(mesh).values()
+        for styles in expert_styles(mesh, routed_experts=has_experts).values()
     )
 
 

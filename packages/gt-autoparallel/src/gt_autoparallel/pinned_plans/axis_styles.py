@@ -15,7 +15,7 @@ from typing import Literal
 
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
-from gt_autoparallel.experts import expert_options
+from gt_autoparallel.experts import FIRST_WEIGHT_OPERAND, expert_options
 from gt_autoparallel.layer_names import layer_of_module
 from gt_autoparallel.layouts import MeshShape, fits
 from gt_autoparallel.parameter_chains import gradient_chains, parameter_chains
@@ -26,10 +26,16 @@ from gt_autoparallel.rules import node_options
 
 __all__ = ["AxisStyle", "pinned_constraints"]
 
-AxisStyle = Literal["ddp", "fsdp", "tp", "tp+sp"]
+AxisStyle = Literal["ddp", "fsdp", "tp", "tp+sp", "ddp+ep", "fsdp+ep"]
 """ddp: parameters replicated, the batch sharded. fsdp: parameters sharded and gathered for use, the
 batch sharded. tp: Megatron's columns and rows, activations between layers replicated.
-tp+sp: the same with activations between layers sharded along the sequence."""
+tp+sp: the same with activations between layers sharded along the sequence.
+ddp+ep, fsdp+ep: routed experts distributed, tokens travel to them; all else as ddp or fsdp."""
+
+_DATA_PARALLEL = ("ddp", "fsdp", "ddp+ep", "fsdp+ep")
+_SHARDED_PARAMETERS = ("fsdp", "fsdp+ep")
+_TENSOR_PARALLEL = ("tp", "tp+sp")
+_EXPERT_PARALLEL = ("ddp+ep", "fsdp+ep")
 
 
 def pinned_constraints(
@@ -61,14 +67,17 @@ def pinned_constraints(
     by_axis = [styles[name] for name in mesh.names]
     pins = _Pins(graph, mesh, by_axis, names or TensorParallelNames(), replicate_unknown)
     found = (
-        LayoutConstraint(node=node.name, side="output", position=position, placements=placements)
-        for node, position, placements in pins.all()
+        LayoutConstraint(node=node.name, side=side, position=position, placements=placements)
+        for pinned, side in ((pins.outputs(), _OUTPUT), (pins.operands(), _OPERAND))
+        for node, position, placements in pinned
         if any(placement is not None for placement in placements)
     )
     return tuple(dict.fromkeys(found))
 
 
 _Pin = tuple[PlacementNode, int, tuple[Placement | None, ...]]
+_OUTPUT: Literal["output"] = "output"
+_OPERAND: Literal["operand"] = "operand"
 
 
 class _Pins:
@@ -88,8 +97,22 @@ class _Pins:
         self._readers: dict[int, list[PlacementNode]] = defaultdict(list)
         for use in graph.uses():
             self._readers[use.value.node].append(graph.nodes[use.consumer])
+        self._expert_weights = _expert_weights(graph)
 
-    def all(self) -> Iterator[_Pin]:
+    def operands(self) -> Iterator[_Pin]:
+        """Where routed experts are, along axes of data parallelism."""
+        for node in self._graph.of_kind("experts"):
+            if node.phase == "forward":
+                wanted = tuple(
+                    (Shard(0) if style in _EXPERT_PARALLEL else Replicate())
+                    if style in _DATA_PARALLEL
+                    else None
+                    for style in self._styles
+                )
+                yield node, FIRST_WEIGHT_OPERAND, wanted
+
+    def outputs(self) -> Iterator[_Pin]:
+        """Layouts in which values leave their nodes."""
         yield from self._parameters()
         for node in self._graph.of_kind("input"):
             spec = _spec(node.outputs[0])
@@ -103,7 +126,7 @@ class _Pins:
 
     def _data_parallel(self) -> Iterator[_Pin]:
         """Of what reads parameters the results, and what becomes gradients."""
-        if not any(style in ("ddp", "fsdp") for style in self._styles):
+        if not any(style in _DATA_PARALLEL for style in self._styles):
             return
         of_parameters: set[int] = set()
         for node in self._graph.nodes:
@@ -124,7 +147,7 @@ class _Pins:
 
     def _if_offered(self, node: PlacementNode, placement: Placement) -> Iterator[_Pin]:
         """The first output of a node, along axes of data parallelism, if it has such an option."""
-        wanted = tuple(placement if style in ("ddp", "fsdp") else None for style in self._styles)
+        wanted = tuple(placement if style in _DATA_PARALLEL else None for style in self._styles)
         operands = tuple(self._graph.spec(value) for value in node.operands)
         options = (
             expert_options(node, operands, self._mesh)
@@ -151,33 +174,36 @@ class _Pins:
             name_of = chains.get(node.operands[0].node)
             if name_of is not None:
                 used = tuple(
-                    placement if style in ("tp", "tp+sp") else Replicate()
+                    placement if self._cuts(style, name_of) else Replicate()
                     for style, placement in zip(self._styles, stored[name_of], strict=True)
                 )
                 yield node, 0, used
 
     def _stored(self, name: str, spec: TensorSpec) -> tuple[Placement, ...]:
-        """Tensor parallel axes first; then each fsdp axis takes a dim that nobody has, if any.
+        """Axes that cut what is computed first; then each other takes a dim that none of them has.
 
         Two axes on one dim would have to be gathered together, innermost first.
         """
         layout: list[Placement] = [Replicate()] * self._mesh.num_axes
         for axis, style in enumerate(self._styles):
-            dim = self._names.dim_of(name) if style in ("tp", "tp+sp") else None
-            if dim is not None:
+            if self._cuts(style, name):
+                dim = 0 if style in _EXPERT_PARALLEL else self._names.dim_of(name)
+                assert dim is not None, "a style that cuts a parameter says where"
                 self._shard_if_it_fits(layout, axis, dim, spec)
+        taken = {placement.dim for placement in layout if isinstance(placement, Shard)}
         for axis, style in enumerate(self._styles):
-            if style != "fsdp":
+            if style not in _SHARDED_PARAMETERS or self._cuts(style, name):
                 continue
-            taken = {
-                placement.dim
-                for other, placement in enumerate(layout)
-                if isinstance(placement, Shard) and self._styles[other] != "fsdp"
-            }
             for dim in range(len(spec.shape)):
                 if dim not in taken and self._shard_if_it_fits(layout, axis, dim, spec):
                     break
         return tuple(layout)
+
+    def _cuts(self, style: AxisStyle, parameter: str) -> bool:
+        """Whether each rank computes with its own piece of a parameter, ungathered."""
+        if style in _EXPERT_PARALLEL:
+            return parameter in self._expert_weights
+        return style in _TENSOR_PARALLEL and self._names.dim_of(parameter) is not None
 
     def _shard_if_it_fits(
         self, layout: list[Placement], axis: int, dim: int, spec: TensorSpec
@@ -189,7 +215,7 @@ class _Pins:
         return False
 
     def _batch(self, style: AxisStyle, spec: TensorSpec) -> Placement:
-        if style in ("tp", "tp+sp") or not spec.shape:
+        if style in _TENSOR_PARALLEL or not spec.shape:
             return Replicate()
         return Shard(0)
 
@@ -229,6 +255,19 @@ class _Pins:
 
     def _read_elsewhere(self, share: PlacementNode, home: str | None) -> bool:
         return any(layer_of_module(n.module) != home for n in self._readers[share.index])
+
+
+def _expert_weights(graph: PlacementGraph) -> frozenset[str]:
+    """Names of the parameters that routed experts compute with."""
+    chains = parameter_chains(graph)
+    found = set()
+    for node in graph.of_kind("experts"):
+        if node.phase == "forward":
+            for value in node.operands[FIRST_WEIGHT_OPERAND:]:
+                maker = graph.nodes[value.node]
+                source = maker.operands[0].node if maker.kind == "share" else maker.index
+                found.add(chains[source])
+    return frozenset(found)
 
 
 def _spec(spec: TensorSpec | None) -> TensorSpec:

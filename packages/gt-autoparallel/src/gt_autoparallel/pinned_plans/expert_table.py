@@ -27,16 +27,26 @@ class ExpertPlan:
     impossible: str = ""
 
 
-def expert_styles(mesh: MeshShape) -> dict[str, dict[str, AxisStyle]]:
+def expert_styles(
+    mesh: MeshShape, *, routed_experts: bool = False
+) -> dict[str, dict[str, AxisStyle]]:
     """The experts' plans for a mesh: name, and what they do along each axis.
 
-    Tensor parallelism is along the innermost axis; the other axes all do the same.
+    Tensor parallelism, or expert parallelism, is along the innermost axis; the other axes all do
+    the same.
+
+    Args:
+        mesh: names of the axes.
+        routed_experts: whether the model has some that could be distributed.
     """
     *outer, inner = mesh.names
     styles: dict[str, dict[str, AxisStyle]] = {
         "DDP": dict.fromkeys(mesh.names, "ddp"),
         "FSDP": dict.fromkeys(mesh.names, "fsdp"),
     }
+    if routed_experts:
+        styles["DDP + EP"] = dict.fromkeys(mesh.names, "ddp") | {inner: "ddp+ep"}
+        styles["FSDP + EP"] = dict.fromkeys(mesh.names, "fsdp") | {inner: "fsdp+ep"}
     if not outer:
         return styles | {"TP": {inner: "tp"}, "TP + SP": {inner: "tp+sp"}}
     ddp: dict[str, AxisStyle] = dict.fromkeys(outer, "ddp")
@@ -62,13 +72,17 @@ def expert_plans(
 
     Args:
         planner: of the model and mesh.
-        styles: names, and what is done along each axis; ``expert_styles`` by default.
+        styles: names, and what is done along each axis; by default ``expert_styles``, with
+            expert parallelism if the model has routed experts.
         names: which parameters tensor parallelism cuts.
         memory_budget_bytes: on each rank; None for no limit.
         relative_gap: how much each may cost above the cheapest that does the same.
         time_limit_seconds: for each.
     """
-    for name, by_axis in (styles or expert_styles(planner.mesh)).items():
+    if styles is None:
+        has_experts = bool(planner.graph.of_kind("experts"))
+        styles = expert_styles(planner.mesh, routed_experts=has_experts)
+    for name, by_axis in styles.items():
         pins = pinned_constraints(
             planner.graph,
             planner.mesh,
