@@ -17,28 +17,79 @@ from gt_autoparallel.layouts import Layout, MeshShape
 from gt_autoparallel.placement_graph import TensorSpec
 from gt_autoparallel.plan import StepPrices
 from gt_autoparallel.problem import FloatArray, IntArray
-from gt_autoparallel.redistribution import (
-    can_redistribute,
+from gt_autoparallel.redistribution import step_between
+from gt_autoparallel.redistribution_ways import (
+    CodedLayout,
+    Divisors,
+    can_become,
+    coded,
     divisors,
-    layouts_on_the_way,
-    step_between,
+    way_between,
 )
 
 __all__ = ["RedistributionTables"]
+
+_UNKNOWN, _NO_WAY = -2, -1
 
 
 @dataclass(slots=True)
 class _Ways:
     """Ways between layouts of all shapes that the mesh cuts alike."""
 
-    moves: dict[tuple[Layout, Layout], int] = field(default_factory=dict)
+    dims: Divisors
+    sizes: tuple[int, ...]
+    """Of the mesh's axes."""
+
+    layouts: dict[CodedLayout, int] = field(default_factory=dict)
+    """Number of each layout that was seen."""
+
+    moves: dict[tuple[CodedLayout, CodedLayout], int] = field(default_factory=dict)
     """Number of each step, by the layouts before and after; number 0 stands for no step."""
 
-    number_of: dict[Layout, int] = field(default_factory=dict)
-    """Number of each layout."""
+    ways: dict[tuple[int, ...], int] = field(default_factory=dict)
+    """Number of each way, by its steps."""
 
-    rows: dict[tuple[int, int], tuple[int, ...] | None] = field(default_factory=dict)
-    """By the numbers of two layouts, the steps of the way; None where there is no way."""
+    between: IntArray = field(default_factory=lambda: np.zeros((0, 0), dtype=np.int64))
+    """[layouts, layouts] Number of the way from one to another."""
+
+    _steps: IntArray = field(default_factory=lambda: np.zeros((0, 0), dtype=np.int64))
+
+    def numbers(self, layouts: Sequence[Layout]) -> IntArray:
+        """[layouts] Their numbers, with room for them in ``between``."""
+        found = [self.layouts.setdefault(coded(each), len(self.layouts)) for each in layouts]
+        more = len(self.layouts) - len(self.between)
+        if more > 0:
+            self.between = np.pad(self.between, (0, more), constant_values=_UNKNOWN)
+        return np.array(found, dtype=np.int64)
+
+    def find(self, sources: IntArray, targets: IntArray) -> IntArray:
+        """[sources, targets] Numbers of the ways between layouts, by the layouts' numbers."""
+        grid = np.ix_(sources, targets)
+        unknown = np.argwhere(self.between[grid] == _UNKNOWN)
+        if len(unknown):
+            layouts = list(self.layouts)
+            for row, column in unknown.tolist():
+                source, target = int(sources[row]), int(targets[column])
+                self.between[source, target] = self._way(layouts[source], layouts[target])
+        found: IntArray = self.between[grid]
+        return found
+
+    def _way(self, source: CodedLayout, target: CodedLayout) -> int:
+        if not can_become(source, target):
+            return _NO_WAY
+        layouts = way_between(self.dims, source, target, self.sizes)
+        steps = tuple(
+            self.moves.setdefault(move, len(self.moves) + 1) for move in itertools.pairwise(layouts)
+        )
+        return self.ways.setdefault(steps, len(self.ways))
+
+    def steps(self) -> IntArray:
+        """[ways, steps] Numbers of the steps of each way, filled up with 0."""
+        if len(self._steps) < len(self.ways):
+            longest = max(map(len, self.ways))
+            filled = [way + (0,) * (longest - len(way)) for way in self.ways]
+            self._steps = np.array(filled, dtype=np.int64).reshape(len(self.ways), longest)
+        return self._steps
 
 
 class RedistributionTables:
@@ -47,7 +98,7 @@ class RedistributionTables:
     def __init__(self, mesh: MeshShape, prices: StepPrices) -> None:
         self._mesh = mesh
         self._prices = prices
-        self._ways: dict[object, _Ways] = {}
+        self._ways: dict[Divisors, _Ways] = {}
         self._step_us: dict[object, list[float]] = {}
         self._tables: dict[object, FloatArray] = {}
 
@@ -71,49 +122,15 @@ class RedistributionTables:
         self, spec: TensorSpec, sources: Sequence[Layout], targets: Sequence[Layout]
     ) -> FloatArray:
         dims = divisors(spec.shape, self._mesh)
-        known = self._ways.setdefault(dims, _Ways())
-        left, right = (
-            [(known.number_of.setdefault(each, len(known.number_of)), each) for each in layouts]
-            for layouts in (sources, targets)
-        )
-        numbers = [self._way(known, dims, source, target) for source in left for target in right]
-        longest = max((len(way) for way in numbers if way is not None), default=0)
-        steps: IntArray = np.zeros((len(numbers), longest + 1), dtype=np.int64)
-        for row, way in enumerate(numbers):
-            if way is None:
-                steps[row, 0] = -1
-            else:
-                steps[row, : len(way)] = way
-        times = self._times(known, spec)
-        total: FloatArray = times[steps].sum(axis=1)
-        total[steps[:, 0] < 0] = np.inf
-        return total.reshape(len(sources), len(targets))
+        known = self._ways.setdefault(dims, _Ways(dims, self._mesh.sizes))
+        ways = known.find(known.numbers(sources), known.numbers(targets))
+        of_way = self._step_times(known, spec)[known.steps()].sum(axis=1)
+        return np.append(of_way, np.inf)[ways]  # where there is no way, the last one
 
-    def _way(
-        self,
-        known: _Ways,
-        dims: tuple[frozenset[int], ...],
-        source: tuple[int, Layout],
-        target: tuple[int, Layout],
-    ) -> tuple[int, ...] | None:
-        key = (source[0], target[0])
-        if key in known.rows:
-            return known.rows[key]
-        way: tuple[int, ...] | None = None
-        if can_redistribute(source[1], target[1]):
-            layouts = layouts_on_the_way(dims, source[1], target[1], self._mesh)
-            way = tuple(
-                known.moves.setdefault((before, after), len(known.moves) + 1)
-                for before, after in itertools.pairwise(layouts)
-            )
-        known.rows[key] = way
-        return way
-
-    def _times(self, known: _Ways, spec: TensorSpec) -> FloatArray:
+    def _step_times(self, known: _Ways, spec: TensorSpec) -> FloatArray:
         """[steps + 1] Time of each known step for a shape and dtype; 0 for none."""
         times = self._step_us.setdefault((spec.shape, spec.dtype), [0.0])
-        moves = list(known.moves)
-        for before, after in moves[len(times) - 1 :]:
+        for before, after in itertools.islice(known.moves, len(times) - 1, None):
             step = step_between(spec.shape, before, after, self._mesh)
             times.append(self._prices.step_us(step, spec.dtype, self._mesh))
         return np.array(times, dtype=np.float64)
