@@ -70,7 +70,7 @@ def test_names_every_part_of_a_request_that_is_not_what_it_must_be() -> None:
     assert str(error.value) == (
         "arguments of Planner.find:\n"
         "  constraints is a dict; allowed: Constraints(inputs=..., outputs=..., parameters=..., "
-        "nodes=...)\n"
+        "nodes=..., experts=...)\n"
         "  memory_budget_bytes is 1.5; allowed: an integer of at least 0, or None for no limit\n"
         "  relative_gap is nan; allowed: a number of at least 0\n"
         "  time_limit_seconds is 0; allowed: a positive number"

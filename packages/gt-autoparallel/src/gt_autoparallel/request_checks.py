@@ -130,7 +130,7 @@ def check_request(
         isinstance(constraints, (tuple, list))
         and all(isinstance(each, LayoutConstraint) for each in constraints)
     ):
-        allowed = "Constraints(inputs=..., outputs=..., parameters=..., nodes=...)"
+        allowed = "Constraints(inputs=..., outputs=..., parameters=..., nodes=..., experts=...)"
         problems.append(kind_problem(constraints, "constraints", Constraints, allowed))
     if memory_budget_bytes is not None and not (
         type(memory_budget_bytes) is int and memory_budget_bytes >= 0
