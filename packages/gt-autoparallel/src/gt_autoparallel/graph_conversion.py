@@ -1,27 +1,24 @@
 """From the nodes of a traced step to the nodes that are planned.
 
-What only renames a value is left out (``detach``, a view of the same shape), what is computed twice
-in one layer and phase is computed once, what nothing needs is dropped, and each value with several
-uses, like each parameter, gets its ``share`` node. Names are those of modules and operators, so
-that they are the same in every process: ``layers.0.attention.wq/mm``, ``.../grad/mm``.
+What only renames a value is left out (``detach``, a view of the same shape), and what is computed
+twice in one layer and phase is computed once. Names are those of modules and operators, so that
+they are the same in every process: ``layers.0.attention.wq/mm``, ``.../grad/mm``. Share nodes and
+numbers come last (``draft_nodes``).
 """
 
 from __future__ import annotations
 
 import operator
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
-from gt_autoparallel._torch_internals import (
-    OpOverload,
-    operator_path,
-)
+from gt_autoparallel._torch_internals import OpOverload, operator_path
+from gt_autoparallel.draft_nodes import DraftNode, number_nodes
 from gt_autoparallel.experts import EXPERTS, EXPERTS_BACKWARD
 from gt_autoparallel.layer_names import layer_of_module
 from gt_autoparallel.parameter_chains import is_cast
@@ -131,30 +128,12 @@ def placement_graph(
     return _Draft(step).finish()
 
 
-@dataclass(slots=True)
-class _DraftNode:
-    """A node before share nodes are put in; arguments refer to draft nodes."""
-
-    kind: NodeKind
-    target: Any
-    name: str
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    outputs: tuple[TensorSpec | None, ...] = ()
-    module: str = ""
-    phase: NodePhase = "forward"
-    shared: bool = False
-    """Whether a share node follows whatever the number of uses."""
-
-    operands: list[Value] = field(default_factory=list)
-
-
 class _Draft:
     """Collects nodes, then puts share nodes in and numbers them."""
 
     def __init__(self, step: CapturedStep) -> None:
         self._step = step
-        self._nodes: list[_DraftNode] = []
+        self._nodes: list[DraftNode] = []
         self._value_of: dict[Node, Any] = {}
         """From a traced node to a ``Value``, or a tuple of them for several outputs."""
 
@@ -190,7 +169,7 @@ class _Draft:
             module = source.name.rpartition(".")[0]
             self._aliases.update(dict.fromkeys(source.aliases, source.name))
         index = self._append(
-            _DraftNode(
+            DraftNode(
                 kind=kind,
                 target=source.name,
                 outputs=(_spec(placeholder.meta["val"]),),
@@ -208,7 +187,7 @@ class _Draft:
         literal = self._step.literals[str(node.target)]
         value = literal.flatten()[0].item()
         index = self._append(
-            _DraftNode(
+            DraftNode(
                 kind="operator",
                 target=_aten.full.default,
                 args=(list(literal.shape), value),
@@ -266,7 +245,7 @@ class _Draft:
             values = recorded if several else (recorded,)
             words = (module, "grad" if phase == "backward" else "", _word(kind, target))
             index = self._append(
-                _DraftNode(
+                DraftNode(
                     kind="share" if target is REDUCE_HERE else kind,
                     target="" if target is REDUCE_HERE else target,
                     args=args,
@@ -295,7 +274,7 @@ class _Draft:
         differentiable = [output for output in self._step.outputs if output.is_differentiable]
         name = f"{differentiable[len(self._tangents)].name}/tangent"
         index = self._append(
-            _DraftNode(
+            DraftNode(
                 kind="tangent",
                 target=name,
                 outputs=(_spec(node.meta["val"]),),
@@ -314,7 +293,7 @@ class _Draft:
         for (kind, name), result in zip(sinks, results, strict=True):
             value = self._value_of[result]
             index = self._append(
-                _DraftNode(
+                DraftNode(
                     kind=kind,
                     target=name,
                     args=(value,),
@@ -329,7 +308,7 @@ class _Draft:
 
     # ---- small parts -----------------------------------------------------------------------
 
-    def _append(self, node: _DraftNode) -> int:
+    def _append(self, node: DraftNode) -> int:
         self._nodes.append(node)
         return len(self._nodes) - 1
 
@@ -350,67 +329,15 @@ class _Draft:
             return ""
         return self._nodes[max(value.node for value in operands)].module
 
-    # ---- share nodes, numbers and names ----------------------------------------------------
+    # ---- the finished graph ----------------------------------------------------------------
 
     def _numbered(self) -> PlacementGraph:
-        alive = self._alive()
-        users: dict[Value, list[_DraftNode]] = {}
-        for node, lives in zip(self._nodes, alive, strict=True):
-            for value in node.operands if lives else ():
-                users.setdefault(value, []).append(node)
-        names: Counter[str] = Counter()
-        nodes: list[PlacementNode] = []
-        number_of: dict[int, int] = {}
-        seen_as: dict[Value, Value] = {}
-
-        def add(draft: _DraftNode, **changes: Any) -> int:
-            fields: dict[str, Any] = {
-                name: getattr(draft, name)
-                for name in ("kind", "target", "outputs", "module", "phase", "name")
-            }
-            fields |= changes
-            names[fields["name"]] += 1
-            if names[fields["name"]] > 1:
-                fields["name"] += f"_{names[fields['name']] - 1}"
-            nodes.append(PlacementNode(index=len(nodes), **fields))
-            return len(nodes) - 1
-
-        for index, draft in enumerate(self._nodes):
-            if not alive[index]:
-                continue
-            args, kwargs = pytree.tree_map(
-                lambda leaf: seen_as[leaf] if isinstance(leaf, Value) else leaf,
-                (draft.args, draft.kwargs),
-            )
-            number = number_of[index] = add(draft, args=args, kwargs=kwargs)
-            for position, spec in enumerate(draft.outputs):
-                value = Value(index, position)
-                seen_as[value] = Value(number, position)
-                of_value = users.get(value, [])
-                if len(of_value) > 1 or (draft.shared and of_value and not of_value[0].shared):
-                    share = add(
-                        draft,
-                        kind="share",
-                        target="",
-                        args=(Value(number, position),),
-                        outputs=(spec,),
-                        name=f"{nodes[number].name}/share",
-                    )
-                    seen_as[value] = Value(share)
+        numbered = number_nodes(self._nodes)
         return PlacementGraph(
-            nodes=tuple(nodes),
+            nodes=numbered.nodes,
             parameter_aliases=self._aliases,
-            interface=self._interface(number_of),
+            interface=self._interface(numbered.number_of),
         )
-
-    def _alive(self) -> list[bool]:
-        """Parameters, sinks, and all that sinks need."""
-        alive = [node.kind in ("parameter", "output", "gradient") for node in self._nodes]
-        for index in reversed(range(len(self._nodes))):
-            if alive[index]:
-                for value in self._nodes[index].operands:
-                    alive[value.node] = True
-        return alive
 
     def _interface(self, number_of: Mapping[int, int]) -> ModelInterface:
         inputs = [
@@ -473,7 +400,7 @@ def _word(kind: NodeKind, target: object) -> str:
     return operator_path(target)[1]
 
 
-def _is_cast(node: _DraftNode) -> bool:
+def _is_cast(node: DraftNode) -> bool:
     return is_cast(
         PlacementNode(
             index=0,

@@ -65,6 +65,9 @@ class Search:
     incumbent: Incumbent = field(init=False)
     programs: RestrictedPrograms = field(init=False)
     _bounding: Bounding = field(init=False)
+    _is_warm: bool = False
+    """Whether prices are those that another solve ended with."""
+
     _open: list[tuple[float, int, Part]] = field(default_factory=list)
     _settled_bound_us: float = math.inf
 
@@ -127,6 +130,7 @@ class Search:
         if (len(windows), len(memory)) == (len(self.problem.windows), len(self.problem.memory)):
             prices = Prices(windows=np.array(windows), memory=np.array(memory))
             self.prices = with_settled_windows(self.reduced, prices)
+            self._is_warm = True
 
     def warm_start(self) -> WarmStart:
         """What another solve can learn from this one."""
@@ -206,7 +210,9 @@ class Search:
         at_root = part.depth == 0
         if at_root:
             with self.timed("ascent"):
-                alive = self._bounding.ascend(part, self.settings.rounds)
+                # Prices that are nearly right need no cutting planes: the LP corrects them.
+                rounds = self.settings.rounds // (4 if self._is_warm else 1)
+                alive = self._bounding.ascend(part, rounds)
             with self.timed("budgets"):
                 alive = alive and self._bounding.keep_budgets(part)
             if not alive:
