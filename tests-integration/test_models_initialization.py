@@ -3,6 +3,9 @@
 import initialization_cases as cases
 import pytest
 import torch
+from torch.distributed.tensor import Shard
+
+from gt_autoparallel import PlacementPrices, read_plan
 
 FSDP = {"data_parallel_shard_degree": 4}
 FSDP_TP = {"data_parallel_shard_degree": 2, "tensor_parallel_degree": 2}
@@ -28,6 +31,20 @@ def test_four_ranks_start_from_the_weights_of_one(one, four, module, config, deg
     for together in four.run(cases.initial_weights, module, config, degrees):
         assert list(together) == list(alone)
         for name, weight in together.items():
+            assert torch.equal(weight, alone[name]), name
+
+
+def test_four_ranks_of_a_placed_model_start_from_the_weights_of_one(one, four, tmp_path):
+    (alone,) = one.run(cases.initial_weights, "llama3", "llama3_debugmodel", {})
+    together = four.run(
+        cases.initial_weights, "llama3", "llama3_debugmodel", FSDP_TP, str(tmp_path)
+    )
+    plan = read_plan(tmp_path / "placement.json", prices=PlacementPrices())
+    # The order matters in which the axes cut what both of them shard.
+    assert (Shard(0), Shard(0)) in plan.parameter_layouts().values()
+    for weights in together:
+        assert list(weights) == list(alone)
+        for name, weight in weights.items():
             assert torch.equal(weight, alone[name]), name
 
 

@@ -51,11 +51,17 @@ def _initialize(initializer: Initializer, parameter: torch.Tensor) -> None:
 
 
 def _part(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
-    """Cut this rank's part: by tensor and expert parallelism first, which are the last axes."""
+    """Cut this rank's part in DTensor's order: from the first axis to the last.
+
+    But a strided shard is cut after the axes behind it: it is FSDP's, of a dim that tensor or
+    expert parallelism has cut.
+    """
     coordinate = like.device_mesh.get_coordinate()
     if coordinate is None:
         raise ValueError("this rank is not part of the parameter's mesh")
-    for axis in reversed(range(like.device_mesh.ndim)):
+    axes = range(like.device_mesh.ndim)
+    strided = [axis for axis in axes if hasattr(like.placements[axis], "split_factor")]
+    for axis in (*(axis for axis in axes if axis not in strided), *reversed(strided)):
         placement = like.placements[axis]
         if isinstance(placement, Replicate):
             continue
