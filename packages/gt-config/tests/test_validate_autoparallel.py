@@ -78,6 +78,18 @@ def test_autoparallel_needs_no_joint_graph():
     assert found(CompileConfig(autoparallel=True, mode="none")) == ()
 
 
+def test_autoparallel_captures_every_layer():
+    for value in ("stamped", "compared"):
+        assert only(CompileConfig(autoparallel=True, capture_layers=value)) == Violation(
+            flag="--compile.capture_layers",
+            value=value,
+            allowed="'auto' or 'full' with --compile.autoparallel: a placed model runs its plan and "
+            "calls no layers, of which some could stand for others",
+            fix="drop the option, or drop --compile.autoparallel",
+        )
+    assert found(CompileConfig(autoparallel=True, capture_layers="full")) == ()
+
+
 def test_autoparallel_refuses_ep_overlap():
     config = dataclasses.replace(overlap(), autoparallel=True)
     assert only(config, EP_TOPOLOGY) == Violation(

@@ -7,9 +7,10 @@ from types import SimpleNamespace
 
 from torchtitan.components.loss import CrossEntropyLoss
 
-from gt_config import AutoParallelConfig, Topology
+from gt_config import AutoParallelConfig, CompileConfig, Topology
 from gt_trainer.models import deepseek_v3, llama3
 from gt_trainer.models.chunked_loss import GraphChunkedLoss
+from gt_trainer.placement.planned_capture import capture_layers_of
 from gt_trainer.placement.planned_loss import loss_of
 from gt_trainer.placement.violations import autoparallel_violations
 
@@ -36,13 +37,10 @@ def test_says_nothing_of_runs_that_no_solver_places():
     assert flags_of(config, dataclasses.replace(TOPOLOGY, world=1, dp_shard=1)) == {}
 
 
-def test_refuses_one_rank_and_validation_together():
+def test_refuses_one_rank():
     config = config_of(llama3.llama3_debugmodel)
-    config.validator.enable = True
     assert flags_of(config, dataclasses.replace(TOPOLOGY, world=1, dp_shard=1)) == {
         "--compile.autoparallel": "False on one rank: there is nothing to place",
-        "--validator.enable": "False with --compile.autoparallel: a placed model runs the graph of "
-        "training that was planned, and evaluation is another one",
     }
 
 
@@ -77,6 +75,12 @@ def test_refuses_attention_without_a_placement_rule():
         "--compile.autoparallel": "False for a model that attends with FlexAttention, which has no "
         "placement rule",
     }
+
+
+def test_every_layer_of_a_placed_model_is_captured():
+    options = CompileConfig(capture_layers="stamped")
+    assert capture_layers_of(options) == "stamped"
+    assert capture_layers_of(dataclasses.replace(options, autoparallel=True)) == "full"
 
 
 def test_a_chunked_loss_is_applied_whole():

@@ -14,7 +14,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from gt_autoparallel.apply import apply_plan
+    from gt_autoparallel.apply import allow_evaluation, apply_plan
     from gt_autoparallel.audit import audit_plan
     from gt_autoparallel.comparison import compare
     from gt_autoparallel.constraints import Constraints, ModuleOutput
@@ -73,6 +73,7 @@ __all__ = [
     "UnsupportedModelError",
     "UnsupportedOperatorError",
     "__version__",
+    "allow_evaluation",
     "apply_plan",
     "audit_plan",
     "check_plan_fits",
@@ -120,6 +121,7 @@ _MODULE_OF = {
     "TensorParallelNames": "pinned_plans",
     "UnsupportedModelError": "errors",
     "UnsupportedOperatorError": "errors",
+    "allow_evaluation": "apply",
     "apply_plan": "apply",
     "audit_plan": "audit",
     "check_plan_fits": "plan_file",

@@ -22,6 +22,7 @@ from gt_trace.stamping import StampReport
 from gt_trainer.captured_step import capture_training_step
 from gt_trainer.fake_step import FakeStep, fake_step
 from gt_trainer.models.attention import DocumentCausalSDPA
+from gt_trainer.placement.planned_capture import capture_layers_of
 from gt_trainer.recipe import recipe_of
 from gt_trainer.simulated_run import SimulatedRun, StepFacts, simulate_run
 from gt_trainer.startup import StartupClock
@@ -112,7 +113,7 @@ def _report(config: GraphTrainer.Config, step: FakeStep) -> DryRunReport:
         ),
         clock=clock,
         ep_overlap=config.compile.ep_overlap,
-        capture_layers=config.compile.capture_layers,
+        capture_layers=capture_layers_of(config.compile),
         meta_device=step.meta_device,
     )
     total = time.perf_counter() - begin

@@ -18,6 +18,7 @@ import torch
 from torch import distributed as dist
 from torch import nn
 from torchtitan.components.validate import Validator
+from torchtitan.models.common.decoder import Decoder
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
@@ -38,6 +39,7 @@ from gt_trainer.metrics_jsonl import GraphMetricsProcessor
 from gt_trainer.models.attention import attention_mask_for
 from gt_trainer.pass_refusals import explain_refusals
 from gt_trainer.pipelined_step import PipelinedStep, StageCaptureReport
+from gt_trainer.placement.planned_capture import capture_layers_of
 from gt_trainer.placement.planned_loss import loss_of
 from gt_trainer.recipe import recipe_of
 from gt_trainer.startup import StartupClock
@@ -74,6 +76,8 @@ class GraphTrainer(Trainer):
         self.startup = StartupClock()
         with self.startup.part("setup"):
             super().__init__(config)
+            if config.compile.autoparallel and config.validator.enable:
+                self._allow_validation()
         self.captures: list[CaptureReport | JointCaptureReport] = []
         """One report for each capture so far, oldest first."""
         self._captured: CapturedTrainingStep | None = None
@@ -168,6 +172,16 @@ class GraphTrainer(Trainer):
                 release_cuda_graphs(graph_module)
         super().close()
 
+    def _allow_validation(self) -> None:
+        # Imported here: no other run pays for the planner.
+        from gt_trainer.placement.evaluation import allow_validation
+
+        allow_validation(
+            cast("Decoder", self.model_parts[0]),
+            parallel_dims=self.parallel_dims,
+            training=self.config.training,
+        )
+
     def _new_captured_step(self) -> CapturedTrainingStep:
         return CapturedTrainingStep(
             self.model_parts[0],
@@ -177,7 +191,7 @@ class GraphTrainer(Trainer):
             clock=self.startup,
             on_capture=self._report_capture,
             ep_overlap=self.config.compile.ep_overlap,
-            capture_layers=self.config.compile.capture_layers,
+            capture_layers=capture_layers_of(self.config.compile),
         )
 
     def _new_joint_forward(self) -> JointForward:

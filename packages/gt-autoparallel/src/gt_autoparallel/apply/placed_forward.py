@@ -22,6 +22,7 @@ from gt_autoparallel.apply.placed_inputs import InputReader
 from gt_autoparallel.errors import PlacementError
 from gt_autoparallel.layouts import short_text
 from gt_autoparallel.placement_graph import ModelInterface
+from gt_autoparallel.plan import PlacementPlan
 
 __all__ = ["PlacedForward"]
 
@@ -52,10 +53,18 @@ class PlacedForward:
         self._interface = interface
         self._inputs = inputs
         self._called_modules = called_modules
+        self.may_evaluate = False
+        """Whether evaluation computes what the planned forward does; see ``allow_evaluation``."""
+
         self._training = {name: module.training for name, module in model.named_modules()}
         self._planned = {name: _state(p) for name, p in model.named_parameters()}
         self._parameters = _places(model, program.parameters, "_parameters")
         self._buffers = _places(model, program.buffers, "_buffers")
+
+    @property
+    def plan(self) -> PlacementPlan:
+        """What is run."""
+        return self._inputs.plan
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the planned forward.
@@ -131,12 +140,17 @@ class PlacedForward:
             for name, module in self._model.named_modules()
             if self._training.get(name, module.training) != module.training
         ]
-        if changed:
+        evaluates = self.may_evaluate and not any(m.training for m in self._model.modules())
+        if changed and not evaluates:
             planned = "training" if self._training[changed[0]] else "evaluation"
             raise PlacementError(
                 f"{_or_model(changed[0])} is not in {planned} mode, in which it was planned: a "
                 f"placed model runs the graph of that mode only; call "
-                f"{'train()' if planned == 'training' else 'eval()'}, or plan the other mode too"
+                + (
+                    "train(), or allow_evaluation(), which sees whether eval() changes nothing"
+                    if planned == "training"
+                    else "eval(), or plan training"
+                )
             )
 
     def _check_hooks(self) -> None:

@@ -29,7 +29,7 @@ class InputReader:
     def __init__(
         self, plan: PlacementPlan, interface: ModelInterface, slots: Mapping[int, int]
     ) -> None:
-        self._plan = plan
+        self.plan = plan
         self._interface = interface
         self._slots = slots
         _, planned_kwargs = interface.input_spec.children()
@@ -75,18 +75,18 @@ class InputReader:
     def _problem(self, leaf: InputLeaf, found: object) -> str | None:
         assert leaf.node is not None
         value = Value(leaf.node)
-        spec, layout = self._plan.graph.spec(value), self._plan.layout(value)
+        spec, layout = self.plan.graph.spec(value), self.plan.layout(value)
         if not isinstance(found, torch.Tensor):
             return f"{leaf.name} is a {type(found).__name__}; allowed: a tensor"
         if found.requires_grad and torch.is_grad_enabled():
             return f"{leaf.name} requires grad; only parameters are given gradients: detach it"
-        if isinstance(found, DTensor) and not _is_placed(found, layout, self._plan):
+        if isinstance(found, DTensor) and not _is_placed(found, layout, self.plan):
             return (
                 f"{leaf.name} is a DTensor placed as {found.placements}; allowed: placed as "
                 f"{short_text(layout)} on the planned mesh"
             )
         shape = tuple(found.to_local().shape if isinstance(found, DTensor) else found.shape)
-        wanted = local_shape(spec.shape, layout, self._plan.mesh)
+        wanted = local_shape(spec.shape, layout, self.plan.mesh)
         if shape != wanted or found.dtype != spec.dtype:
             return (
                 f"{leaf.name} has shape {shape} and dtype {found.dtype}; allowed: {wanted}, this "

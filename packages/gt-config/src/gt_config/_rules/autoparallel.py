@@ -85,6 +85,7 @@ def _expert_parallelism_needs_an_axis(subject: Subject) -> Iterator[Violation]:
     "config.mode",
     "config.inductor_compilation",
     "config.ep_overlap.enabled",
+    "config.capture_layers",
 )
 def _autoparallel_does_without(subject: Subject) -> Iterator[Violation]:
     config = subject.config
@@ -105,6 +106,14 @@ def _autoparallel_does_without(subject: Subject) -> Iterator[Violation]:
             allowed="False with --compile.autoparallel: chunks are cut along one dim of a batch, "
             "and a plan may cut it along another",
             fix="turn EP overlap off, or drop --compile.autoparallel",
+        )
+    if config.capture_layers in ("stamped", "compared"):
+        yield violation(
+            subject,
+            "config.capture_layers",
+            allowed="'auto' or 'full' with --compile.autoparallel: a placed model runs its plan "
+            "and calls no layers, of which some could stand for others",
+            fix="drop the option, or drop --compile.autoparallel",
         )
 
 

@@ -39,12 +39,13 @@ class TitanExpertBlock:
         *,
         expert_mesh: DeviceMesh | None,
     ) -> torch.Tensor:
-        """This rank's (B, L, D) tokens through their experts, and into the layer's counts."""
+        """This rank's (B, L, D) tokens through their experts; in training, into the counts too."""
         dispatcher = self.module.token_dispatcher
         if expert_mesh is not None and dispatcher.ep_mesh is not expert_mesh:
             dispatcher.wire_meshes(ep_mesh=expert_mesh)
-        with torch.no_grad():
-            self.moe.tokens_per_expert_E.add_(token_counts)
+        if self.moe.training:
+            with torch.no_grad():
+                self.moe.tokens_per_expert_E.add_(token_counts)
         result: torch.Tensor = functional_call(
             self.module,
             dict(zip(self.weight_names, weights, strict=True)),

@@ -35,8 +35,8 @@ from gt_autoparallel import (
     write_report_page,
 )
 from gt_config import AutoParallelConfig
-from gt_trainer.models.attention import attention_mask_for
 from gt_trainer.models.initialization import draw_whole_weights
+from gt_trainer.placement.example_batch import example_inputs, example_kwargs
 from gt_trainer.placement.expert_blocks import TitanExpertBlock, expert_blocks, uncounted_routing
 from gt_trainer.placement.planned_mesh import (
     batch_layout,
@@ -93,21 +93,19 @@ def placement_plan(
 ) -> PlacementPlan:
     """The plan of a decoder on a mesh, with batches as torchtitan's data loaders give them."""
     layout = batch_layout(mesh)
-    inputs = _example_inputs(model, training, num_batch_shards(mesh))
-    param_dtype = TORCH_DTYPE_MAP[training.mixed_precision_param]
     with uncounted_routing(model):
         return find_placement(
             model,
             mesh,
-            (inputs.pop("tokens"),),
-            example_kwargs=inputs,
+            example_inputs(training, num_batch_shards(mesh)),
+            example_kwargs=example_kwargs(model, training, num_batch_shards(mesh)),
             constraints=Constraints(
                 inputs={"*": layout},
                 outputs={"output": layout},
                 experts=expert_layouts(solver.experts, mesh),
             ),
             memory_budget_bytes=_memory_budget_bytes(solver),
-            compute_dtype=param_dtype,
+            compute_dtype=TORCH_DTYPE_MAP[training.mixed_precision_param],
             reduce_dtype=TORCH_DTYPE_MAP[training.mixed_precision_reduce],
             experts=blocks,
             device=titan_utils.device_type,
@@ -168,20 +166,6 @@ def _publish(plan: PlacementPlan, folder: Path) -> None:
     write_plan(plan, folder / "placement.json")
     page = write_report_page(plan, folder / "placement.html")
     logger.info(f"Placement: the plan as a page is {page}")
-
-
-def _example_inputs(
-    model: Decoder, training: TrainingConfig, num_shards: int
-) -> dict[str, torch.Tensor]:
-    """The whole batch of one forward on meta, by the names of the forward's arguments."""
-    shape = (training.local_batch_size * num_shards, training.seq_len)
-    tokens = torch.empty(shape, dtype=torch.int64, device="meta")
-    positions = torch.empty(shape, dtype=torch.int64, device="meta")
-    inputs = {"tokens": tokens, "positions": positions}
-    mask = attention_mask_for(model.config, positions)
-    if mask is not None:
-        inputs["attention_masks"] = mask
-    return inputs
 
 
 def _memory_budget_bytes(solver: AutoParallelConfig) -> int | None:

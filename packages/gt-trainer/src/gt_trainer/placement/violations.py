@@ -33,14 +33,6 @@ def autoparallel_violations(config: Any, topology: Topology) -> Iterator[Violati
             allowed="False on one rank: there is nothing to place",
             fix=f"{_LEAVE_OUT}, or use more processes",
         )
-    if config.validator.enable:
-        yield Violation(
-            flag="--validator.enable",
-            value=True,
-            allowed="False with --compile.autoparallel: a placed model runs the graph of training "
-            "that was planned, and evaluation is another one",
-            fix=_LEAVE_OUT,
-        )
     model = config.model_spec.model if config.model_spec is not None else None
     if not isinstance(model, Decoder.Config):
         return
