@@ -5,6 +5,7 @@ Each has its reason beside it, so that a new PyTorch needs one edit.
 
 from __future__ import annotations
 
+import functools
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +35,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.compiler import _non_strict_tracing_context as non_strict_tracing_context
 from torch.compiler import _patch_engine_backward as patch_engine_backward
 
+# DTensor is public, its constructor over a local tensor is not.
+from torch.distributed.tensor import DTensor
+
 # Makes modules whose code is generated when it is first asked for: that of a graph which is changed
 # once more, or is only looked at, is never needed.
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
@@ -53,6 +57,9 @@ from torch.fx.passes.shape_prop import TensorMetadata
 # The tree functions of torch itself: the same registrations as every other torch tracer.
 from torch.utils import _pytree as pytree
 
+# Keeps fake tensors' mode out while memory on meta is made.
+from torch.utils._mode_utils import no_dispatch
+
 # Says whether a tensor subclass can be taken apart with __tensor_flatten__; and the base of modes
 # that see every operator.
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
@@ -65,6 +72,7 @@ if TYPE_CHECKING:
     from torch.fx import Node
 
 __all__ = [
+    "DTensor",
     "DimDynamic",
     "DisableTorchFunction",
     "FakeTensor",
@@ -78,14 +86,18 @@ __all__ = [
     "asked_device",
     "concatenate_meshes",
     "custom_function",
+    "dtensor_over",
     "fake_over_meta",
     "forget_conclusions",
     "get_proxy_mode",
     "is_erased",
+    "is_functional",
     "is_traceable_wrapper_subclass",
     "lazily_generated_code",
     "make_fx",
+    "no_dispatch",
     "non_strict_tracing_context",
+    "num_dispatch_modes",
     "patch_engine_backward",
     "pytree",
     "sequence_counter",
@@ -122,6 +134,38 @@ def fake_over_meta(
     tensor that is repeated, which PyTorch tells apart by them.
     """
     return FakeTensor(mode, element, device, dispatch_keys=dispatch_keys)
+
+
+def dtensor_over(local: torch.Tensor, spec: Any) -> DTensor:
+    """Return a DTensor with that local part and specification, as DTensor's dispatcher makes one.
+
+    The public ``from_local`` would make a new specification, of which the hash is taken anew.
+    """
+    make: Any = DTensor
+    made: DTensor = make(local, spec, requires_grad=False)
+    return made
+
+
+@functools.cache
+def is_functional(func: Any) -> bool:
+    """Return whether an operator is one of PyTorch's that writes nothing and draws nothing.
+
+    And whose results have sizes that follow from those of its operands.
+    """
+    if not isinstance(func, OpOverload) or func.namespace not in ("aten", "_c10d_functional"):
+        return False
+    kinds = torch.Tag
+    unlike = (
+        kinds.nondeterministic_seeded,
+        kinds.dynamic_output_shape,
+        kinds.data_dependent_output,
+    )
+    return not func._schema.is_mutable and not any(kind in func.tags for kind in unlike)
+
+
+def num_dispatch_modes() -> int:
+    """Return how many modes see every operator now, that of fake tensors included."""
+    return torch._C._len_torch_dispatch_stack()
 
 
 def storage_key(tensor: torch.Tensor) -> int:

@@ -21,12 +21,16 @@ from torch.overrides import TorchFunctionMode
 
 from gt_trace._torch_internals import (
     DisableTorchFunction,
+    FakeTensor,
+    FakeTensorMode,
     TorchDispatchMode,
     asked_device,
     custom_function,
     is_traceable_wrapper_subclass,
     pytree,
 )
+from gt_trace.stamping.fake_values import tensors_in
+from gt_trace.stamping.known_operators import Answers, KnownOperators
 from gt_trace.stamping.layer_list import LayerList
 from gt_trace.stamping.refusal import NotStampable
 
@@ -107,6 +111,7 @@ class Vocabulary:
         self._numbers: dict[Any, int] = {}
         self._names: list[str] = []
         self._held: dict[int, Any] = {}
+        self.answers = Answers()
 
     def number(self, token: Any, name: object) -> int:
         """The number of ``token``; ``name``, as a text, tells it in messages."""
@@ -133,6 +138,7 @@ def record_step(
     keep: Sequence[int],
     named_tensors: Mapping[str, torch.Tensor],
     vocabulary: Vocabulary,
+    fake_mode: FakeTensorMode,
 ) -> Recording:
     """Run a step and record what each layer computes.
 
@@ -142,12 +148,14 @@ def record_step(
         keep: those that run.
         named_tensors: the fake state and arguments, by name.
         vocabulary: shared by the recordings that will be compared.
+        fake_mode: of the tensors, in force.
 
     Raises:
         NotStampable: a layer ran twice, never, or out of order; or the step does what no stream
             tells.
     """
     recorder = _Recorder(layers, vocabulary)
+    known = KnownOperators(vocabulary.answers, fake_mode)
     for name, tensor in named_tensors.items():
         recorder.register(tensor, Origin(*_owner(layers, name)))
         recorder.names[id(tensor)] = name
@@ -158,7 +166,7 @@ def record_step(
             )
             stack.callback(handle.remove)
         stack.enter_context(_GradientStandIns(recorder))
-        stack.enter_context(_OperatorMode(recorder))
+        stack.enter_context(_OperatorMode(recorder, known))
         result = run()
         leaves, spec = pytree.tree_flatten(result)
         recorder.close([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
@@ -191,6 +199,9 @@ class _Recorder:
         self.names: dict[int, str] = {}
         self.stand_ins: dict[int, str | None] = {}
         self.paused = False
+        self.operands: list[torch.Tensor] = []
+        """Of the last operator."""
+
         # Everything seen is kept, so that no id is used twice.
         self._origins: dict[int, tuple[Any, Origin]] = {}
         self._nodes: dict[int, tuple[Any, Origin]] = {}
@@ -217,14 +228,21 @@ class _Recorder:
         self.register(tensor, origin)
         return origin
 
-    def operator(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Record one operator."""
+    def operator(self, func: Any, args: Any, kwargs: Any) -> int:
+        """Record one operator, and say which."""
         segment = self.segments[self.current]
+        self.operands = []
         token = (func, self._code(args, segment), self._code(kwargs, segment))
-        segment.tokens.append(self.vocabulary.number(token, func))
+        number = self.vocabulary.number(token, func)
+        segment.tokens.append(number)
+        return number
+
+    def result(self, result: Any) -> None:
+        """Record what the last operator gave."""
+        segment = self.segments[self.current]
         place = segment.num_results
         segment.num_results += 1
-        for index, leaf in enumerate(_tensors(result)):
+        for index, leaf in enumerate(tensors_in(result)):
             if id(leaf) not in self._origins:
                 self.register(leaf, Origin(self.current, (place, index)))
 
@@ -312,6 +330,7 @@ class _Recorder:
     def _code(self, value: Any, segment: Segment) -> Any:
         """An operand as something hashable; its tensors go to the segment's origins."""
         if isinstance(value, torch.Tensor):
+            self.operands.append(value)
             segment.origins.append(self.origin(value))
             return self._signature(value, segment)
         if isinstance(value, _PLAIN):
@@ -327,6 +346,7 @@ class _Recorder:
         return ("object", self.vocabulary.identity(value))
 
     def _signature(self, tensor: torch.Tensor, segment: Segment) -> Any:
+        """All that an operator can see of a tensor, but for values."""
         sizes = tuple(
             size if type(size) is int else self._expression(size, segment) for size in tensor.shape
         )
@@ -334,9 +354,29 @@ class _Recorder:
             size if type(size) is int else self._expression(size, segment)
             for size in tensor.stride()
         )
+        offset: Any = tensor.storage_offset()
+        if type(offset) is not int:
+            offset = self._expression(offset, segment)
+        facts = (
+            type(tensor),
+            sizes,
+            strides,
+            offset,
+            tensor.dtype,
+            tensor.device,
+            tensor.layout,
+            tensor.requires_grad,
+            tensor.is_conj(),
+            tensor.is_neg(),
+        )
+        if type(tensor) is FakeTensor:
+            return (*facts, tensor.constant is None, tensor.dispatch_keys is None)
         spec = getattr(tensor, "_spec", None)
-        placed = None if spec is None else (spec.placements, spec.mesh)
-        return (sizes, strides, tensor.dtype, tensor.device, tensor.requires_grad, placed)
+        if spec is None:
+            return facts
+        order = getattr(spec, "shard_order", None)
+        held = tuple(self._signature(inner, segment) for _, inner in _inner_tensors(tensor))
+        return (*facts, spec.placements, spec.mesh, order, held)
 
     def _expression(self, size: Any, segment: Segment) -> str:
         """A symbolic size, with symbols numbered as they occur in the segment."""
@@ -349,9 +389,10 @@ class _Recorder:
 class _OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's hook is untyped
     """Sees operators above tensor subclasses and below autograd."""
 
-    def __init__(self, recorder: _Recorder) -> None:
+    def __init__(self, recorder: _Recorder, known: KnownOperators) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self._recorder = recorder
+        self._known = known
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -359,10 +400,19 @@ class _OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
         device = asked_device(func, args)
         if device is not None:
             return device
+        kwargs = kwargs or {}
         with DisableTorchFunction():
-            result = func(*args, **(kwargs or {}))
-            if not self._recorder.paused:
-                self._recorder.operator(func, args, kwargs or {}, result)
+            if self._recorder.paused:
+                return func(*args, **kwargs)
+            token = self._recorder.operator(func, args, kwargs)
+            operands = self._recorder.operands
+            question = self._known.question(func, token, operands)
+            result = None if question is None else self._known.answer(question, operands)
+            if result is None:
+                result = func(*args, **kwargs)
+                if question is not None:
+                    self._known.learn(question, operands, result)
+            self._recorder.result(result)
         return result
 
 

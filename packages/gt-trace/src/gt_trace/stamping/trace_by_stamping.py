@@ -60,6 +60,7 @@ def trace_step_by_stamping(
     meta_device: torch.device | str = "meta",
     fake_mode: FakeTensorMode | None = None,
     ignored_attributes: frozenset[str] = frozenset(),
+    min_layers: int = 0,
     compare: bool = False,
 ) -> Callable[..., StampedCapture]:
     """Capture ``fn`` as ``trace_step`` does, in a time that hardly depends on the number of layers.
@@ -74,6 +75,8 @@ def trace_step_by_stamping(
         fake_mode: see ``trace_step``.
         ignored_attributes: names of attributes of modules that no forward reads, such as
             initialisers, and that may therefore differ between layers.
+        min_layers: models of fewer are captured in full, of which the log says nothing above the
+            level of debugging.
         compare: capture in full too, and raise if the two differ in anything.
 
     Returns:
@@ -106,13 +109,16 @@ def trace_step_by_stamping(
             meta_device=torch.device(meta_device),
             fake_mode=fake_mode,
             ignored_attributes=ignored_attributes,
+            min_layers=min_layers,
         )
         started = time.process_time()
         try:
             with held_garbage_collection():
                 captured = stamper.capture(args, kwargs)
         except NotStampable as refusal:
-            _logger.warning("layers are not stamped, all are traced: %s", refusal)
+            expected = stamper.num_layers < min_layers
+            level = logging.DEBUG if expected else logging.WARNING
+            _logger.log(level, "layers are not stamped, all are traced: %s", refusal)
             begin = time.process_time()
             step = full()
             return StampedCapture(
@@ -155,6 +161,7 @@ class _Stamper:
         meta_device: torch.device,
         fake_mode: FakeTensorMode | None,
         ignored_attributes: frozenset[str],
+        min_layers: int,
     ) -> None:
         self._fn = fn
         self._module = module
@@ -163,6 +170,7 @@ class _Stamper:
         self._meta_device = meta_device
         self._fake_mode = fake_mode
         self._ignored_attributes = ignored_attributes
+        self._min_layers = min_layers
         self.num_layers = 0
 
     def capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StampedCapture:
@@ -175,6 +183,8 @@ class _Stamper:
         mode = CapturedMode.now(self._module)
         layers = find_layer_list(self._module)
         self.num_layers = len(layers)
+        if len(layers) < self._min_layers:
+            raise NotStampable(f"{len(layers)} layers are fewer than {self._min_layers}")
         slots = collect_state(self._module)
         refuse_shared_weights(layers, slots)
         kinds, difference = self._kinds(layers)
@@ -310,7 +320,12 @@ class _Stamper:
 
             try:
                 return record_step(
-                    run, layers=layers, keep=list(keep), named_tensors=named, vocabulary=vocabulary
+                    run,
+                    layers=layers,
+                    keep=list(keep),
+                    named_tensors=named,
+                    vocabulary=vocabulary,
+                    fake_mode=mode,
                 )
             except NotStampable:
                 raise
