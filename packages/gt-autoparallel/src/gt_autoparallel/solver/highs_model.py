@@ -87,9 +87,10 @@ class HighsModel:
         return first
 
     def _entries(self, rows: IntArray | int, columns: IntArray, values: FloatArray | float) -> None:
-        self._rows.append(np.broadcast_to(np.asarray(rows, dtype=np.int64), columns.shape))
+        count = len(columns)
+        self._rows.append(rows if isinstance(rows, np.ndarray) else np.full(count, rows))
         self._columns.append(columns)
-        self._values.append(np.broadcast_to(np.asarray(values, dtype=np.float64), columns.shape))
+        self._values.append(values if isinstance(values, np.ndarray) else np.full(count, values))
 
     # x_v[k] in {0, 1},    sum_k x_v[k] = 1    for each node v
     def _add_choices(self) -> None:

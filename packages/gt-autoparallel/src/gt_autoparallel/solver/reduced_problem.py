@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gt_autoparallel.problem import Edge, FloatArray, IntArray, Problem
 
@@ -62,6 +63,9 @@ class Link:
 
     messages: list[FloatArray] = field(default_factory=list)
     """For each end [labels] us that the bound moves from the table to the end's options."""
+
+    is_compact: bool = False
+    """Whether labels with equal rows in these tables are one."""
 
     def __post_init__(self) -> None:
         if not self.messages:
@@ -165,7 +169,8 @@ class ReducedProblem:
         for index in sorted(changed):
             link = self.links[index]
             assert link is not None, "a link that is gone has no ends that change"
-            _merge_labels(link)
+            if not (link.is_compact and all(_in_use(link, side).all() for side in (0, 1))):
+                _merge_labels(link)
             if 1 in link.cost.shape:
                 self._fold(index, link)
 
@@ -216,30 +221,51 @@ class ReducedProblem:
                     node.cost = node.cost + weight * values
         for _, link in self.live_links():
             table = link.communication.pop(window, None)
-            if table is not None and not compute:
-                link.cost = link.cost + weight * table
+            if table is not None:
+                link.is_compact = False
+                if not compute:
+                    link.cost = link.cost + weight * table
         self.linear_windows[window] = compute
+
+
+def _in_use(link: Link, side: int) -> NDArray[np.bool_]:
+    """[labels] Whether any option of the end has the label."""
+    present = np.zeros(link.cost.shape[side], dtype=bool)
+    present[link.labels[side]] = True
+    return present
 
 
 def _merge_labels(link: Link) -> None:
     """Drops labels that no option has; labels with equal rows in all tables become the first."""
     for side in (0, 1):
-        used, labels = np.unique(link.labels[side], return_inverse=True)
+        present = _in_use(link, side)
+        if not present.all():
+            new = np.cumsum(present) - 1
+            _take_labels(link, side, kept=np.flatnonzero(present), new=new)
+    for side in (0, 1):
         tables = [link.cost, *link.communication.values()]
-        tables = [np.take(table, used, axis=side) for table in tables]
         rows = np.concatenate([table if side == 0 else table.T for table in tables], axis=1)
         places: dict[bytes, int] = {}
-        merged = np.array([places.setdefault(row.tobytes(), len(places)) for row in rows])
-        first = np.array([int((merged == place).argmax()) for place in range(len(places))])
-        if len(first) < len(used):
-            tables = [np.take(table, first, axis=side) for table in tables]
-        elif len(used) == link.cost.shape[side]:
-            link.labels[side] = labels
-            continue
-        link.labels[side] = merged[labels]
-        link.messages[side] = link.messages[side][used][first]
-        link.cost = tables[0]
-        link.communication = dict(zip(link.communication, tables[1:], strict=True))
+        new = np.array([places.setdefault(row.tobytes(), len(places)) for row in rows])
+        if len(places) < len(new):
+            kept = np.array([int((new == place).argmax()) for place in range(len(places))])
+            _take_labels(link, side, kept=kept, new=new)
+    link.is_compact = True
+
+
+def _take_labels(link: Link, side: int, *, kept: IntArray, new: IntArray) -> None:
+    """Leaves some labels of one end.
+
+    Args:
+        link: changed.
+        side: of the end.
+        kept: the labels that stay, in order.
+        new: [labels] what each that an option has is called from now on.
+    """
+    link.cost = np.take(link.cost, kept, axis=side)
+    link.communication = {w: np.take(t, kept, axis=side) for w, t in link.communication.items()}
+    link.labels[side] = new[link.labels[side]]
+    link.messages[side] = link.messages[side][kept]
 
 
 def reduce_problem(problem: Problem) -> ReducedProblem:
@@ -375,5 +401,6 @@ def _try_merge(link: Link, other: Link) -> bool:
     link.communication = communication
     link.labels = labels
     link.edges += other.edges
+    link.is_compact = False
     link.messages = [np.zeros(size) for size in link.cost.shape]
     return True

@@ -9,13 +9,13 @@ MILP over the options that it mixes and the next best ones is small and gives go
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gt_autoparallel.problem import FloatArray
+from gt_autoparallel.problem import FloatArray, IntArray
 from gt_autoparallel.solver.bounding import Part, SearchSettings
 from gt_autoparallel.solver.highs_model import HighsModel, HighsResult
 from gt_autoparallel.solver.incumbent import Incumbent
@@ -79,7 +79,7 @@ class RestrictedPrograms:
         """The MILP over the options with weight, and the next best ones up to ``pairs`` pairs."""
         spread = self._spread(part) if pairs else None
         masks = [
-            np.isin(node.options, list(weights))
+            _among(node.options, weights)
             for node, weights in zip(part.reduced.nodes, part.weights, strict=True)
         ]
         if spread is not None:
@@ -136,23 +136,38 @@ class RestrictedPrograms:
         """
         if base is None:
             base = [
-                np.isin(node.options, list(seen))
+                _among(node.options, seen)
                 for node, seen in zip(part.reduced.nodes, self.seen, strict=True)
             ]
-        chosen: list[BoolArray] = []
-        for level in np.quantile(np.concatenate(spread), _LEVELS):
-            masks = [(values <= level) | mask for values, mask in zip(spread, base, strict=True)]
-            size = 0
-            for _, link in part.reduced.live_links():
-                sides = [
-                    len(np.unique(labels[masks[end]]))
-                    for end, labels in zip(link.ends, link.labels, strict=True)
-                ]
-                size += sides[0] * sides[1]
-            if chosen and size > pairs:
+        # From which level on each option is taken, and with its first option each label.
+        taken = [np.where(mask, -np.inf, values) for values, mask in zip(spread, base, strict=True)]
+        links = [
+            tuple(
+                _least(taken[end], link.labels[side], link.cost.shape[side])
+                for side, end in enumerate(link.ends)
+            )
+            for _, link in part.reduced.live_links()
+        ]
+        levels = np.quantile(np.concatenate(spread), _LEVELS).tolist()
+        chosen = levels[0]
+        for level in levels[1:]:
+            sizes = ((left <= level).sum() * (right <= level).sum() for left, right in links)
+            if sum(map(int, sizes)) > pairs:
                 break
-            chosen = masks
-        return chosen
+            chosen = level
+        return [values <= chosen for values in taken]
+
+
+def _among(options: IntArray, wanted: Collection[int]) -> BoolArray:
+    """[K] Whether each option is one of the wanted."""
+    return np.array([option in wanted for option in options.tolist()], dtype=bool)
+
+
+def _least(values: FloatArray, labels: IntArray, count: int) -> FloatArray:
+    """[labels] The least value [K] of the options of each label."""
+    least = np.full(count, np.inf)
+    np.minimum.at(least, labels, values)
+    return least
 
 
 def weights_of_options(reduced: ReducedProblem, result: HighsResult) -> list[dict[int, float]]:
