@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -196,19 +197,28 @@ def traced_collectives(graph: torch.fx.Graph, mesh: DeviceMesh) -> Counter[tuple
     return found
 
 
-def trace(model: nn.Module, plan: PlacementPlan, mesh: DeviceMesh) -> Any:
-    """One training step of a placed model, captured."""
+def step_of(model: nn.Module) -> Callable[..., Any]:
+    """One training step of a placed decoder."""
 
     def step(tokens: torch.Tensor, positions: torch.Tensor) -> Any:
         results = model(tokens, positions=positions)
         loss = sum(value.square().sum() for value in results.values())
         return loss, torch.autograd.grad(loss, list(model.parameters()))
 
-    return trace_step(step, module=model)(*local_arguments(plan, mesh))
+    return step
 
 
-def unpredicted_collectives(model: nn.Module, plan: PlacementPlan, mesh: DeviceMesh) -> list[str]:
-    found = traced_collectives(trace(model, plan, mesh).graph_module.graph, mesh)
+def trace(model: nn.Module, plan: PlacementPlan, mesh: DeviceMesh) -> torch.fx.Graph:
+    """That step, captured."""
+    traced = trace_step(step_of(model), module=model)(*local_arguments(plan, mesh))
+    return traced.graph_module.graph
+
+
+def unpredicted_collectives(
+    graph: torch.fx.Graph, plan: PlacementPlan, mesh: DeviceMesh
+) -> list[str]:
+    """How the collectives of a captured step differ from those that the plan predicts."""
+    found = traced_collectives(graph, mesh)
     predicted = Counter((c.kind, c.axis, c.num_bytes) for c in predicted_collectives(plan))
     if found == predicted:
         return []
