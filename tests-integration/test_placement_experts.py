@@ -34,6 +34,7 @@ CONFIGS = {
     "qwen3_moe": qwen3.qwen3_moe_debugmodel,
     "deepseek_v3": deepseek_v3.deepseek_v3_debugmodel,
 }
+WITH_EXPERTS = ("qwen3_moe", "deepseek_v3")
 MESHES = {
     "1-D": MeshShape(names=("data",), sizes=(4,)),
     "2-D": MeshShape(names=("data", "model"), sizes=(2, 2)),
@@ -68,12 +69,14 @@ def planner(name: str, mesh: MeshShape, num_layers: int) -> Planner:
         )
 
 
-def compare_with_experts(name: str, mesh: MeshShape, num_layers: int, gap: float) -> None:
+def compare_with_experts(name: str, mesh: MeshShape, num_layers: int) -> None:
+    """Whatever gap the planner is allowed: here, and in gt-train, it is no optimum that is found."""
     asked = planner(name, mesh, num_layers)
-    plan = asked.find(relative_gap=gap, time_limit_seconds=600)
+    plan = asked.find(relative_gap=1e-2, time_limit_seconds=600)
     experts = list(expert_plans(asked, relative_gap=1e-2))
     print(f"\n{name}, {num_layers} layers: {expert_table(plan, experts)}")
-    assert [each.name for each in experts] == list(expert_styles(mesh))
+    has_experts = name in WITH_EXPERTS
+    assert [each.name for each in experts] == list(expert_styles(mesh, routed_experts=has_experts))
     assert plan.solver.proven
     for each in experts:
         assert each.plan is not None, f"{each.name}: {each.impossible}"
@@ -82,14 +85,23 @@ def compare_with_experts(name: str, mesh: MeshShape, num_layers: int, gap: float
 
 
 def test_llama3_on_one_axis():
-    compare_with_experts("llama3", MESHES["1-D"], 1, gap=1e-2)
+    compare_with_experts("llama3", MESHES["1-D"], 1)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_model_on_every_mesh(name: str, mesh: str):
-    compare_with_experts(name, MESHES[mesh], 2, gap=0.0)
+    compare_with_experts(name, MESHES[mesh], 2)
+
+
+@pytest.mark.slow
+def test_many_experts_are_distributed_though_nobody_asks_for_it():
+    plan = planner("qwen3_moe", MESHES["1-D"], 2).find(relative_gap=1e-2)
+    exchanges = [c for c in plan.collectives() if c.purpose == "token exchange"]
+    assert {c.module for c in exchanges} == {f"layers.{n}.moe.routed_experts" for n in range(2)}
+    # Counts, tokens and results; and the gradients of both.
+    assert len(exchanges) == 2 * 5
 
 
 @pytest.mark.slow

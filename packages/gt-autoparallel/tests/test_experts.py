@@ -22,7 +22,7 @@ from gt_autoparallel.experts import (
     experts_saved_bytes,
     opaque_experts,
 )
-from gt_autoparallel.find import planner_of_model
+from gt_autoparallel.find import find_placement, planner_of_model
 from gt_autoparallel.layouts import MeshShape
 from gt_autoparallel.options import NodeOption
 from gt_autoparallel.pinned_plans import expert_plans, expert_styles, pinned_constraints
@@ -222,6 +222,26 @@ def test_experts_plans_distribute_routed_experts(planner: Planner) -> None:
         gathered = {c.parameter for c in plan.collectives() if c.purpose == "unshard"}
         assert ("router.weight" in gathered) == ("FSDP" in name)
         assert ("experts.up" in gathered) == (name == "FSDP")
+
+
+def test_experts_that_are_heavy_to_move_are_distributed_though_nobody_asks() -> None:
+    model, wide = Layer().to("meta"), 2**20
+    model.experts.up = nn.Parameter(torch.empty(NUM_EXPERTS, WIDTH, wide, device="meta"))
+    model.experts.down = nn.Parameter(torch.empty(NUM_EXPERTS, wide, WIDTH, device="meta"))
+    blocks = {"experts": Block(model.experts)}
+    x = torch.empty(BATCH, LENGTH, WIDTH)
+    plan = find_placement(
+        model,
+        LINE,
+        (x,),
+        experts=blocks,
+        constraints=Constraints(inputs={"*": [Shard(0)]}, outputs={"*": [Shard(0)]}),
+    )
+    assert axis_of_experts(plan) == {0}
+    exchanges = [c for c in plan.collectives() if c.purpose == "token exchange"]
+    # Counts, rows and results; the gradients of both.
+    rows = BATCH * LENGTH * TOP_K // 2 * WIDTH * 4
+    assert [c.num_bytes for c in exchanges] == [NUM_EXPERTS * 8, rows, rows, rows, rows]
 
 
 def test_distributed_experts_are_cut_further_by_fsdp(graph: PlacementGraph) -> None:
