@@ -71,6 +71,15 @@ def plan() -> PlacementPlan:
             lambda plan: ap.decode_plan({}, "h100"),
             f"arguments of decode_plan:\n  prices is a str; {PRICES}",
         ),
+        (
+            lambda plan: ap.check_plan_fits(plan, model=None, mesh=(4,), graph="g"),
+            (
+                "arguments of check_plan_fits:\n"
+                "  model is None; allowed: a torch.nn.Module\n"
+                "  mesh is a tuple; allowed: a MeshShape, as MeshShape.of(device_mesh)\n"
+                "  graph is a str; allowed: a PlacementGraph, captured from the model"
+            ),
+        ),
         (lambda plan: ap.encode_plan(None), f"arguments of encode_plan:\n  plan is None; {PLAN}"),
         (
             lambda plan: ap.load_plan(None, None, None, None),

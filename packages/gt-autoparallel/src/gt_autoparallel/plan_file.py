@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from gt_autoparallel.argument_checks import (
     check_arguments,
+    kind_problem,
     path_problem,
     plan_problem,
     prices_problem,
@@ -191,7 +192,15 @@ def check_plan_fits(
 
     Raises:
         PlanMismatchError: naming everything that differs.
+        PlacementInputError: an argument is not what it must be.
     """
+    check_arguments(
+        "check_plan_fits",
+        plan_problem(plan),
+        kind_problem(model, "model", nn.Module, "a torch.nn.Module"),
+        kind_problem(mesh, "mesh", MeshShape, "a MeshShape, as MeshShape.of(device_mesh)"),
+        kind_problem(graph, "graph", PlacementGraph, "a PlacementGraph, captured from the model"),
+    )
     problems = []
     if mesh != plan.mesh:
         problems.append(f"mesh is {_mesh_text(mesh)}, planned for {_mesh_text(plan.mesh)}")
