@@ -23,17 +23,12 @@ from training_cases import Case
 from gt_autoparallel import PlacementPlan, PlacementPrices, predicted_collectives, read_plan
 from gt_config import ExpertPlacement
 from gt_config.node_keys import EpExchangeAnnotation
-from gt_passes import DescribeOnly, PassContext, PassPipeline, PipelineReport
 from gt_passes.collectives import is_collective
-from gt_trace import graph_text, read_annotation, trace_step
-from gt_trainer.captured_step import capture_training_step, training_step
+from gt_trace import read_annotation, trace_step
+from gt_trainer.captured_step import training_step
 from gt_trainer.expert_regions import annotate_expert_regions
-from gt_trainer.fake_step import fake_step
-from gt_trainer.models import llama3
 from gt_trainer.models.attention import attention_mask_for
 from gt_trainer.placement.planned_mesh import planned_mesh
-from gt_trainer.recipe import recipe_of
-from gt_trainer.startup import StartupClock
 from gt_trainer.trainer import GraphTrainer
 
 NUM_STEPS = 5
@@ -322,51 +317,3 @@ def traced_collectives(graph: torch.fx.Graph, mesh: Any) -> Counter[tuple[str, s
         kind = _KINDS[node.target._schema.name.partition("::")[2]]
         found[kind, axis_of_group[node.args[-1]], num_bytes] += 1
     return found
-
-
-def captured_before_passes(parallelism: Mapping[str, int], inductor: str, folder: str) -> str:
-    """The step of a planned llama3 as its recipe gets it, on rank 0 of a fake world."""
-    # A fake world needs a process without a group; the worker gets one of one rank back.
-    dist.destroy_process_group()
-    try:
-        return _captured_in_fake_world(parallelism, inductor, folder)
-    finally:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-
-
-def _captured_in_fake_world(parallelism: Mapping[str, int], inductor: str, folder: str) -> str:
-    config = llama3.llama3_debugmodel()
-    assert config.model_spec is not None
-    model: Any = config.model_spec.model
-    model.layers = model.layers[:1]
-    config.parallelism = dataclasses.replace(config.parallelism, **parallelism)
-    config.compile = dataclasses.replace(
-        config.compile, autoparallel=True, inductor_compilation=inductor
-    )
-    config.training.seq_len, config.training.local_batch_size = 32, 2
-    config.dump_folder = folder
-    texts: list[str] = []
-    recipe = recipe_of(config.compile, compiler=DescribeOnly())
-
-    def recorded(context: PassContext) -> PassPipeline:
-        pipeline = recipe(context)
-        run = pipeline.run
-
-        def record_and_run(graph_module: torch.fx.GraphModule) -> PipelineReport:
-            texts.append(graph_text(graph_module))
-            return run(graph_module)
-
-        pipeline.run = record_and_run  # type: ignore[method-assign]  # what it gets is recorded
-        return pipeline
-
-    with fake_step(config, 4) as step:
-        capture_training_step(
-            step.model,
-            step.loss_fn,
-            *step.inputs,
-            recipe=recorded,
-            clock=StartupClock(),
-            meta_device=step.meta_device,
-        )
-    (text,) = texts
-    return text
