@@ -40,17 +40,13 @@ def expert_styles(
         routed_experts: whether the model has some that could be distributed.
     """
     *outer, inner = mesh.names
-    styles: dict[str, dict[str, AxisStyle]] = {
-        "DDP": dict.fromkeys(mesh.names, "ddp"),
-        "FSDP": dict.fromkeys(mesh.names, "fsdp"),
-    }
+    ddp: dict[str, AxisStyle] = dict.fromkeys(mesh.names, "ddp")
+    fsdp: dict[str, AxisStyle] = dict.fromkeys(mesh.names, "fsdp")
+    styles = {"DDP": ddp, "FSDP": fsdp}
     if routed_experts:
-        styles["DDP + EP"] = dict.fromkeys(mesh.names, "ddp") | {inner: "ddp+ep"}
-        styles["FSDP + EP"] = dict.fromkeys(mesh.names, "fsdp") | {inner: "fsdp+ep"}
+        styles |= {"DDP + EP": ddp | {inner: "ddp+ep"}, "FSDP + EP": fsdp | {inner: "fsdp+ep"}}
     if not outer:
         return styles | {"TP": {inner: "tp"}, "TP + SP": {inner: "tp+sp"}}
-    ddp: dict[str, AxisStyle] = dict.fromkeys(outer, "ddp")
-    fsdp: dict[str, AxisStyle] = dict.fromkeys(outer, "fsdp")
     return styles | {
         "DDP + TP": ddp | {inner: "tp"},
         "DDP + TP + SP": ddp | {inner: "tp+sp"},
