@@ -72,6 +72,7 @@ LONG = {
     "llama3, loss not chunked",
     "llama3, bfloat16",
     "qwen3, tied weights",
+    "llama3, FSDP 2 x TP 2",  # of five layers, stamped, in test_stamped_capture.py
     "llama3, FSDP 2 x TP 2, loss not chunked",
     "llama3, FSDP 2 x TP 2, gradient accumulation",
     "llama3, HSDP 2 x 2",

@@ -47,6 +47,7 @@ def test_refuses_a_mesh_axis_that_has_not_landed(axis, flag, reason):
         {"mode": "none"},
         {"verify_passes": False},
         {"on_shape_change": "recapture"},
+        {"capture_layers": "full"},
         {"capture_layers": "stamped"},
         {"capture_layers": "compared"},
         {"mode": "aot_joint"},

@@ -22,7 +22,7 @@ from gt_config import CompileConfig, Violation
         ({"prefetch_layers": 2}, "1"),
         ({"numerics_changing": True}, "False"),
         ({"cuda_graphs": True}, "False"),
-        ({"capture_layers": "stamped"}, "'full'"),
+        ({"capture_layers": "stamped"}, "'auto'"),
         ({"on_shape_change": "recapture"}, "'error'"),
     ],
 )

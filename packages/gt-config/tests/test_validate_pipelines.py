@@ -35,8 +35,8 @@ from gt_config import CompileConfig, Violation
             "--compile.capture_layers",
             "compared",
             (
-                "'full' with --parallelism.pipeline_parallel_degree 2: stages are short, and "
-                "captured in full"
+                "'auto' or 'full' with --parallelism.pipeline_parallel_degree 2: stages are short, "
+                "and captured in full"
             ),
             "use full, or --parallelism.pipeline_parallel_degree 1",
         ),
@@ -102,7 +102,7 @@ def test_joint_graphs_are_not_stamped():
     assert only(CompileConfig(mode="aot_joint", capture_layers="stamped")) == Violation(
         flag="--compile.capture_layers",
         value="stamped",
-        allowed="its default 'full', since --compile.mode aot_joint exports every layer "
+        allowed="its default 'auto', since --compile.mode aot_joint exports every layer "
         "and it would do nothing",
         fix="drop the option, or use --compile.mode aot_fx_trace",
     )

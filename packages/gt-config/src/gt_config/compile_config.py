@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 Mode = Literal["none", "aot_fx_trace", "aot_joint"]
-CaptureLayers = Literal["full", "stamped", "compared"]
+CaptureLayers = Literal["auto", "full", "stamped", "compared"]
 InductorCompilation = Literal["none", "regional", "full", "autoparallel_backend"]
 MemoryPolicy = Literal["save_all", "selective", "full_recompute", "offload"]
 FsdpBucketing = Literal["off", "transformer_block"]
@@ -198,10 +198,11 @@ class CompileConfig:
     cuda_graphs: bool = False
     """Record the compiled step as CUDA graphs and replay them."""
 
-    capture_layers: CaptureLayers = "full"
+    capture_layers: CaptureLayers = "auto"
     """full: trace every layer.
     stamped: trace a few layers, and make the others from them.
     Where layers are not proven alike, all are traced, and the log says why.
+    auto: as stamped, of models deep enough to gain from it.
     compared: stamp, trace in full too, and stop if the two differ.
     Mode aot_fx_trace only."""
 

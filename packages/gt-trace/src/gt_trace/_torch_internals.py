@@ -40,7 +40,7 @@ from torch.distributed.tensor import DTensor
 
 # Makes modules whose code is generated when it is first asked for: that of a graph which is changed
 # once more, or is only looked at, is never needed.
-from torch.fx._lazy_graph_module import _use_lazy_graph_module
+from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 
 # make_fx with its recording options is the tracer itself; it has no public name. The proxy mode
 # leads to the graph that is being made.
@@ -69,7 +69,7 @@ if TYPE_CHECKING:
 
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
-    from torch.fx import Node
+    from torch.fx import Graph, GraphModule, Node
 
 __all__ = [
     "DTensor",
@@ -94,6 +94,7 @@ __all__ = [
     "is_functional",
     "is_traceable_wrapper_subclass",
     "lazily_generated_code",
+    "lazy_graph_module",
     "make_fx",
     "no_dispatch",
     "non_strict_tracing_context",
@@ -212,3 +213,9 @@ def lazily_generated_code() -> AbstractContextManager[None]:
     """Inside, ``make_fx`` generates no code for the graphs that it makes until it is asked for."""
     context: AbstractContextManager[None] = _use_lazy_graph_module(True)
     return context
+
+
+def lazy_graph_module(like: GraphModule, graph: Graph) -> GraphModule:
+    """Return a module for ``graph``, otherwise like ``like``, whose code is made when needed."""
+    with lazily_generated_code():
+        return _make_graph_module(like, graph, type(like).__name__)

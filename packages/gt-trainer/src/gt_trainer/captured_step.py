@@ -37,6 +37,9 @@ LossFunction = Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]]
 _INITIALIZERS = frozenset({"_param_init"})
 """Where torchtitan's modules keep how to initialise them, which may depend on depth."""
 
+_MIN_LAYERS = 12
+"""From how many layers on stamping pays: below, the proofs take what the traces of layers would."""
+
 Recipe = Callable[[PassContext], PassPipeline]
 """Builds the passes for one captured graph."""
 
@@ -107,7 +110,7 @@ def capture_training_step(
     recipe: Recipe,
     clock: StartupClock,
     ep_overlap: EpOverlapConfig | None = None,
-    capture_layers: CaptureLayers = "full",
+    capture_layers: CaptureLayers = "auto",
     meta_device: torch.device | str = "meta",
 ) -> CaptureReport:
     """Capture ``training_step`` and run the passes on its graph.
@@ -150,7 +153,7 @@ def trace_training_step(
     loss_fn: LossFunction,
     *args: Any,
     ep_overlap: EpOverlapConfig | None = None,
-    capture_layers: CaptureLayers = "full",
+    capture_layers: CaptureLayers = "auto",
     meta_device: torch.device | str = "meta",
 ) -> tuple[TracedStep, StampReport | None]:
     """Capture ``training_step`` and run no pass: see ``capture_training_step``.
@@ -171,6 +174,7 @@ def trace_training_step(
                 module=model,
                 meta_device=meta_device,
                 ignored_attributes=_INITIALIZERS,
+                min_layers=_MIN_LAYERS if capture_layers == "auto" else 0,
                 compare=capture_layers == "compared",
             )(*args)
             traced, stamping = captured.step, captured.report
@@ -206,7 +210,7 @@ class CapturedTrainingStep:
         clock: StartupClock,
         on_capture: Callable[[CaptureReport], None],
         ep_overlap: EpOverlapConfig | None = None,
-        capture_layers: CaptureLayers = "full",
+        capture_layers: CaptureLayers = "auto",
     ) -> None:
         self._model = model
         self._loss_fn = loss_fn

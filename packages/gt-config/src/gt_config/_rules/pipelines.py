@@ -15,7 +15,7 @@ _WITHOUT_PIPELINE: tuple[tuple[str, tuple[object, ...], str], ...] = (
         ("save_all", "selective", "full_recompute"),
         "several microbatches are under way, and copies to the host are planned for one",
     ),
-    ("config.capture_layers", ("full",), "stages are short, and captured in full"),
+    ("config.capture_layers", ("auto", "full"), "stages are short, and captured in full"),
     ("config.on_shape_change", ("error",), "every microbatch has the shapes of the first"),
     ("config.fsdp_second_group", (False,), "gradients are reduced once, after all microbatches"),
     ("config.fsdp_into_dense_regions", (False,), "parameters are gathered between the actions"),

@@ -7,9 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.fx import GraphModule
 
-from gt_trace._torch_internals import FakeTensorMode
+from gt_trace._torch_internals import FakeTensorMode, lazy_graph_module
 from gt_trace.captured_mode import CapturedMode
 from gt_trace.flat_inputs import FlatInputs, fake_like
 from gt_trace.graph_inputs import GraphInput, name_placeholders
@@ -78,11 +77,10 @@ def stamped_step(
     ]
     graph = builder.build(leaves)
     name_placeholders(graph, inputs)
-    traced = short.graph_module
-    graph_module = GraphModule(traced, graph, type(traced).__name__)
     return replace(
         short,
-        graph_module=graph_module,
+        # Whoever runs passes changes the graph, and code for it as it is would be made in vain.
+        graph_module=lazy_graph_module(short.graph_module, graph),
         inputs=inputs,
         example_inputs=tuple(examples),
         state=tuple(slot.entry for slot in flat.slots),
