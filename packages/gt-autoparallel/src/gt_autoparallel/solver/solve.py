@@ -38,8 +38,8 @@ def solve(
 ) -> Solution:
     """Finds the choice of least cost that keeps every budget.
 
-    The same problem gives the same choice on every rank unless the time limit ends the search:
-    no other decision depends on time. Among choices of equal cost it prefers one with fewer bytes
+    The same problem gives the same choice on every rank unless time ends the search, or what
+    follows it: no other decision depends on time. Among choices of equal cost it prefers one with fewer bytes
     (``ties``), also in rows without a limit.
 
     Args:
@@ -50,7 +50,8 @@ def solve(
         progress: called after each stage and from time to time within long ones.
         warm_start: from the solution of a similar problem.
         rivals: parts of the problem; whatever the gap, the result costs no more than the best
-            choice of each, unless the time limit ends that search too.
+            choice of each, unless that takes longer than the search itself and than a tenth of the
+            time limit.
 
     Raises:
         PlacementInputError: the problem's arrays do not fit each other.
@@ -105,16 +106,19 @@ def _solve(
     search.run()
     if search.infeasible:
         raise explain_infeasibility(problem, solve)
+    ended = time.perf_counter()
     if search.relative_gap > _PROOF_GAP:
+        most = max(ended - start, _LAST * time_limit_seconds)
         with search.timed("rivals"):
-            beat_rivals(search, whole, rivals, deadline=deadline)
+            beat_rivals(search, whole, rivals, deadline=min(deadline, ended + most))
     if search.incumbent.objective_us == math.inf:
         raise SolverError(
             f"no choice that keeps all budgets was found within {time_limit_seconds} seconds; "
             "allow more time"
         )
     with search.timed("ties"):
-        prefer_fewer_bytes(search, whole, seconds=deadline - time.perf_counter())
+        left = deadline - time.perf_counter()
+        prefer_fewer_bytes(search, whole, seconds=min(left, _LAST * time_limit_seconds))
     return _solution(search, start)
 
 
