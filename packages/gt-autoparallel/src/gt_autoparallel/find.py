@@ -55,7 +55,7 @@ def find_placement(
         mesh: its named axes.
         example_inputs: positional arguments of the forward, global tensors of the whole batch.
         example_kwargs: keyword arguments, likewise.
-        constraints: demands on inputs, outputs, parameters and nodes.
+        constraints: demands on inputs, outputs, parameters, nodes and routed experts.
         memory_budget_bytes: on each rank; None for no limit.
         cost_model: of the machine; H100s by default.
         optimizer_state_copies: in units of the parameters' bytes: 2 for Adam, 0 for plain SGD.
