@@ -285,6 +285,20 @@ class Backwards(Toy):
         return x
 
 
+class OtherDefaultDtype(Toy):
+    """The same operators on the same operands, with results of another dtype."""
+
+    def run_layers(self, x: Tensor) -> Tensor:
+        for index, layer in enumerate(self.layers):
+            x = layer(x)
+            before = torch.get_default_dtype()
+            torch.set_default_dtype(torch.float64 if index == ODD else before)
+            halves = (x > 0).long() / 2
+            torch.set_default_dtype(before)
+            x = x + halves.to(x.dtype)
+        return x
+
+
 class ByNumber(Toy):
     def run_layers(self, x: Tensor) -> Tensor:
         for index in range(6):
@@ -305,6 +319,7 @@ COMPUTED = {
     "detached": (DetachedOnce, "layers.3 computes otherwise than layers.1"),
     "layer called twice": (Twice, "layers.3 ran more than once"),
     "layers in another order": (Backwards, "the layers ran in the order [5, 4, 3, 2, 1, 0]"),
+    "default dtype": (OtherDefaultDtype, "layers.3 computes otherwise than layers.1"),
     "layers by number": (ByNumber, "with 4 layers, the step fails with KeyError"),
 }
 SEEDED = {**BUILT, **COMPUTED}

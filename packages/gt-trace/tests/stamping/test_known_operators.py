@@ -1,0 +1,108 @@
+"""Operators answered from memory give what dispatching them gives, or are dispatched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from gt_trace._torch_internals import FakeTensorMode, ShapeEnv, TorchDispatchMode, storage_key
+from gt_trace.stamping.known_operators import Answers, KnownOperators
+
+aten = torch.ops.aten
+
+ANSWERED: dict[str, tuple[Any, Callable[[], list[Any]]]] = {
+    "product": (aten.mm.default, lambda: [torch.rand(4, 6), torch.rand(6, 3)]),
+    "transposed": (aten.t.default, lambda: [torch.rand(4, 6)]),
+    "slice": (aten.slice.Tensor, lambda: [torch.rand(4, 6), 1, 2, 5]),
+    "pieces": (aten.split.Tensor, lambda: [torch.rand(4, 6), 2, 1]),
+    "view of a view": (aten.view.default, lambda: [torch.rand(4, 6)[1:], [18]]),
+    "of another dtype": (
+        aten.view_as_real.default,
+        lambda: [torch.zeros(3, dtype=torch.complex64)],
+    ),
+    "other dtype": (aten._to_copy.default, lambda: [torch.rand(4, 6).t()]),
+    "several": (
+        aten.native_layer_norm.default,
+        lambda: [torch.rand(4, 6), [6], torch.rand(6), torch.rand(6), 1e-5],
+    ),
+    "broadcast": (aten.expand.default, lambda: [torch.rand(4, 1), [4, 6]]),
+}
+
+DISPATCHED: dict[str, tuple[Any, Callable[[], list[Any]]]] = {
+    "writes": (aten.add_.Tensor, lambda: [torch.rand(4), torch.rand(4)]),
+    "draws": (aten.rand_like.default, lambda: [torch.rand(4)]),
+    "has no operand": (aten.zeros.default, lambda: [[4]]),
+    "gives a number": (aten.item.default, lambda: [torch.rand(())]),
+    "sizes by value": (aten.nonzero.default, lambda: [torch.rand(4)]),
+    "an operand whose value is known": (aten.neg.default, lambda: [torch.tensor(2)]),
+}
+
+
+@pytest.fixture
+def mode() -> Iterator[FakeTensorMode]:
+    with FakeTensorMode(shape_env=ShapeEnv()) as fake_mode:
+        yield fake_mode
+
+
+def asked_twice(func: Any, args: list[Any], mode: FakeTensorMode) -> tuple[Any, Any, list[Any]]:
+    """The operator's result, the answer to the same question, and the operands."""
+    known = KnownOperators(Answers(), mode)
+    operands = [each for each in args if isinstance(each, torch.Tensor)]
+    question = known.question(func, 0, operands)
+    result = func(*args)
+    if question is None:
+        return result, None, operands
+    assert known.answer(question, operands) is None
+    known.learn(question, operands, result)
+    return result, known.answer(question, operands), operands
+
+
+def facts(tensor: torch.Tensor, operands: list[torch.Tensor]) -> tuple[Any, ...]:
+    memory = [storage_key(tensor) == storage_key(operand) for operand in operands]
+    return (
+        type(tensor),
+        tensor.shape,
+        tensor.stride(),
+        tensor.storage_offset(),
+        tensor.dtype,
+        tensor.device,
+        tensor.requires_grad,
+        tensor.untyped_storage().nbytes(),
+        memory,
+    )
+
+
+@pytest.mark.parametrize("name", ANSWERED)
+def test_answer_is_what_the_operator_gives(name: str, mode: FakeTensorMode) -> None:
+    func, make = ANSWERED[name]
+    result, answer, operands = asked_twice(func, make(), mode)
+    assert type(answer) is type(result)
+    results, answers = (
+        [each] if isinstance(each, torch.Tensor) else list(each) for each in (result, answer)
+    )
+    assert [facts(each, operands) for each in answers] == [
+        facts(each, operands) for each in results
+    ]
+    assert not any(one is other for one, other in zip(answers, results, strict=True))
+
+
+@pytest.mark.parametrize("name", DISPATCHED)
+def test_what_depends_on_more_is_dispatched(name: str, mode: FakeTensorMode) -> None:
+    func, make = DISPATCHED[name]
+    assert asked_twice(func, make(), mode)[1] is None
+
+
+def test_nothing_is_answered_where_another_mode_would_see_it(mode: FakeTensorMode) -> None:
+    x = torch.rand(4)
+    with TorchDispatchMode():  # type: ignore[no-untyped-call]  # torch's
+        known = KnownOperators(Answers(), mode)
+        assert known.question(aten.neg.default, 0, [x]) is None
+    assert KnownOperators(Answers(), mode).question(aten.neg.default, 0, [x]) is not None
+
+
+def test_sizes_known_at_run_time_only_are_not_answered(mode: FakeTensorMode) -> None:
+    x = torch.nonzero(torch.rand(4))
+    assert asked_twice(aten.neg.default, [x], mode)[1] is None
