@@ -14,6 +14,7 @@ from placed_training import Found, PlacedCase, compare_with_whole_model
 from test_placed_training import DEEPSEEK_V3, assert_agrees
 from training_cases import Case
 
+from gt_config import AutoParallelConfig
 from gt_trace.testing import GlooWorkers
 
 DEEPSEEK_V3_EP4 = Case(
@@ -49,9 +50,11 @@ def assert_moves_what_was_predicted(found: list[Found]) -> None:
 def test_experts_on_the_ranks_of_one_axis_train_like_the_whole_model(
     four: GlooWorkers, tmp_path: Path
 ) -> None:
+    # Any plan of about the best price will do.
     case = PlacedCase(
         model=DEEPSEEK_V3_EP4,
         mode="none",
+        options={"autoparallel_solver": AutoParallelConfig(relative_gap=0.03)},
         experts="expert_parallel",
         experts_in_float32=True,
         balanced_routing=True,
