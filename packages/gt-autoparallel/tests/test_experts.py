@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from gt_autoparallel.capture import capture_joint_graph
+from gt_autoparallel.comparison import compare
 from gt_autoparallel.constraints import Constraints, WantedLayout
 from gt_autoparallel.errors import ConstraintError, PlacementInputError
 from gt_autoparallel.experts import (
@@ -22,6 +23,7 @@ from gt_autoparallel.experts import (
     experts_saved_bytes,
     opaque_experts,
 )
+from gt_autoparallel.explanation import explain
 from gt_autoparallel.find import find_placement, planner_of_model
 from gt_autoparallel.layouts import MeshShape
 from gt_autoparallel.options import NodeOption
@@ -204,6 +206,21 @@ def test_a_constraint_keeps_tokens_where_they_are(planner: Planner) -> None:
     plan = planner.find(constraints=Constraints(**elsewhere, experts={"*": [Replicate()]}))
     assert axis_of_experts(plan) == {None}
     assert plan.parameter_layouts()["experts.up"] == (Shard(0),)
+
+
+def test_says_what_it_would_cost_to_distribute_experts_and_shows_it_in_comparisons(
+    planner: Planner,
+) -> None:
+    plan = planner.find()
+    found = explain(plan, "experts", planner=planner)
+    assert found.name == "weights in experts/experts"
+    assert found.layout == (Replicate(),)
+    (alternative,) = found.alternatives
+    distributed = planner.find(constraints=Constraints(experts={"*": [Shard(0)]}))
+    assert alternative.layout == (Shard(0),)
+    assert alternative.at_most_us == pytest.approx(distributed.objective_us - plan.objective_us)
+    changed = {each.name: (each.first, each.second) for each in compare(plan, distributed).nodes}
+    assert changed["experts/experts weights"] == ("R", "S(0)")
 
 
 def test_experts_plans_distribute_routed_experts(planner: Planner) -> None:

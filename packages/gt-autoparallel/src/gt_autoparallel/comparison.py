@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
 from gt_autoparallel.argument_checks import check_arguments, plan_problem
+from gt_autoparallel.experts import expert_weight_layout
 from gt_autoparallel.layer_ranges import ranged_rows
 from gt_autoparallel.layouts import Layout, short_text
 from gt_autoparallel.plan import MemoryBreakdown, PlacementPlan
@@ -85,7 +86,7 @@ def compare(first: PlacementPlan, second: PlacementPlan) -> PlanComparison:
 
 
 def _node_layouts(plan: PlacementPlan) -> dict[str, Layout]:
-    """The layout of each output of each node but parameters."""
+    """The layout of each output of each node but parameters, and of weights in routed experts."""
     layouts = {}
     for node, option in zip(plan.graph.nodes, plan.options, strict=True):
         if node.kind == "parameter":
@@ -94,6 +95,8 @@ def _node_layouts(plan: PlacementPlan) -> dict[str, Layout]:
             if layout is not None:
                 name = node.name if len(option.outputs) == 1 else f"{node.name} output {number}"
                 layouts[name] = layout
+        if node.kind == "experts":
+            layouts[f"{node.name} weights"] = expert_weight_layout(node, option)
     return layouts
 
 

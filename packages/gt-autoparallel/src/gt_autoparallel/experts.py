@@ -35,6 +35,7 @@ __all__ = [
     "ExpertBlock",
     "expert_options",
     "expert_parallel_axis",
+    "expert_weight_layout",
     "experts_exchanged_bytes",
     "experts_flops",
     "experts_saved_bytes",
@@ -293,10 +294,14 @@ def _on_mesh(choices: Sequence[AxisOption]) -> NodeOption:
     )
 
 
+def expert_weight_layout(node: PlacementNode, option: NodeOption) -> Layout:
+    """The layout in which a block computes with its weights, which says where the experts are."""
+    return option.operands[FIRST_WEIGHT_OPERAND + (node.phase == "backward")]
+
+
 def expert_parallel_axis(node: PlacementNode, option: NodeOption) -> int | None:
     """The mesh axis over which experts are distributed; None if each rank has all it is given."""
-    weights = option.operands[FIRST_WEIGHT_OPERAND + (node.phase == "backward")]
-    for axis, placement in enumerate(weights):
+    for axis, placement in enumerate(expert_weight_layout(node, option)):
         if placement == Shard(0):
             return axis
     return None

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from gt_autoparallel.argument_checks import check_arguments, kind_problem, plan_problem
 from gt_autoparallel.errors import ConstraintError, InfeasiblePlacementError
+from gt_autoparallel.experts import expert_weight_layout
 from gt_autoparallel.layer_ranges import ranged_rows
 from gt_autoparallel.layouts import Layout, short_text
 from gt_autoparallel.memory import plan_memory
@@ -91,7 +92,8 @@ def explain(
 
     Args:
         plan: the plan.
-        name: of a node (``PlacementNode.name``) or of a parameter; tied ones go by each name.
+        name: of a node (``PlacementNode.name``), of a parameter (tied ones go by each name), or of
+            the module of routed experts.
         layouts: the other layouts to ask about; all that the node has by default.
         planner: the one that made the plan, if it is at hand: it has the problem ready.
         time_limit_seconds: for each layout.
@@ -106,8 +108,8 @@ def explain(
     planner = planner or _planner(plan)
     placement = planner.problem(plan.request)
     number = placement.clustering.class_of_node[node.index]
-    of_option = [_layout(choice.option) for choice in placement.choices[number]]
-    chosen = _layout(plan.options[node.index])
+    of_option = [_layout(node, choice.option) for choice in placement.choices[number]]
+    chosen = _layout(node, plan.options[node.index])
     offered = [layout for layout in dict.fromkeys(of_option) if layout != chosen]
     asked = offered if layouts is None else [layout for layout in layouts if layout != chosen]
     unknown = [layout for layout in asked if layout not in offered]
@@ -125,8 +127,9 @@ def explain(
             _alternative(plan, placement, number, layout, forced, warm_start, time_limit_seconds)
         )
     members = [plan.graph.nodes[index].name for index in placement.clustering.members[number]]
+    names = ", ".join(row.name for row in ranged_rows((each, None) for each in members))
     return Explanation(
-        name=", ".join(row.name for row in ranged_rows((each, None) for each in members)),
+        name=f"weights in {names}" if node.kind == "experts" else names,
         layout=chosen,
         alternatives=tuple(
             sorted(alternatives, key=lambda a: (a.at_most_us, short_text(a.layout)))
@@ -137,11 +140,12 @@ def explain(
 
 
 def _node(plan: PlacementPlan, name: str) -> PlacementNode:
-    """The node of this name, or the node of the parameter of this name."""
+    """The node of this name, or that of the parameter or of the routed experts of this name."""
     by_name = {node.name: node for node in plan.graph.nodes}
     parameters = {str(node.target): node for node in plan.graph.of_kind("parameter")}
     aliased = plan.graph.parameter_aliases.get(name, name)
-    node = by_name.get(name) or by_name.get(aliased) or parameters.get(aliased)
+    experts = {str(n.target): n for n in plan.graph.of_kind("experts") if n.phase == "forward"}
+    node = by_name.get(name) or by_name.get(aliased) or parameters.get(aliased) or experts.get(name)
     if node is None:
         raise ConstraintError(
             f"there is no node or parameter {name!r}; parameters are {list(parameters)[:5]!r}..."
@@ -161,8 +165,13 @@ def _planner(plan: PlacementPlan) -> Planner:
     )
 
 
-def _layout(option: NodeOption) -> Layout:
-    """What is explained: the layout of the first result, of a sink that of what it takes."""
+def _layout(node: PlacementNode, option: NodeOption) -> Layout:
+    """What is explained: the layout of the first result, of a sink that of what it takes.
+
+    Of routed experts it is that of the weights that they compute with: it tells where experts are.
+    """
+    if node.kind == "experts":
+        return expert_weight_layout(node, option)
     layout = next((each for each in option.outputs if each is not None), None)
     return option.operands[0] if layout is None else layout
 
@@ -205,9 +214,9 @@ def _alternative(
     )
     asked_about = set(placement.clustering.members[number])
     moved = sum(
-        _layout(ours) != _layout(theirs)
-        for index, (ours, theirs) in enumerate(zip(plan.options, options, strict=True))
-        if index not in asked_about
+        _layout(node, ours) != _layout(node, theirs)
+        for node, ours, theirs in zip(plan.graph.nodes, plan.options, options, strict=True)
+        if node.index not in asked_about
     )
     is_optimum = solution.gap <= _OPTIMUM_GAP
     lowest = solution.objective_us if is_optimum else solution.lower_bound_us
