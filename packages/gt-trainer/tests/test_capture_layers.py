@@ -50,6 +50,23 @@ def test_layers_are_stamped_where_it_was_asked_for_or_pays(
     assert report.stamped == (num_traced < num_layers)
 
 
+def test_deep_model_that_cannot_be_stamped_is_told_without_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = Layers(12)
+    for index in (3, 7):
+        model.layers[index] = nn.Linear(4, 4)
+    x = torch.rand(2, 4)
+    with caplog.at_level(logging.INFO, "gt_trace.stamping"):
+        report = trace_training_step(model, loss_of, x, x, torch.tensor(2), {})[1]
+    assert report is not None
+    assert report.num_layers_traced == 12
+    (record,) = caplog.records
+    assert record.levelno == logging.INFO
+    assert "all are traced: of 12 layers" in record.message
+    assert "layers.3.bias" in record.message
+
+
 def test_full_capture_is_not_reported_on() -> None:
     assert traced(12, "full") is None
 

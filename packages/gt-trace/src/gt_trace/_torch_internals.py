@@ -26,8 +26,8 @@ from torch._C._autograd import _get_sequence_nr as sequence_counter
 # Fake tensors stand in for parameters and inputs while tracing; no public constructor exists.
 from torch._guards import TracingContext, tracing
 
-# The class of operators, for those that are found in the metadata of a node.
-from torch._ops import OpOverload
+# The classes of operators: plain ones, and those that take functions, as FlexAttention.
+from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 # The engine patch gives backward nodes the sequence number of their forward node; the context
@@ -77,6 +77,7 @@ __all__ = [
     "DisableTorchFunction",
     "FakeTensor",
     "FakeTensorMode",
+    "HigherOrderOperator",
     "OpOverload",
     "ShapeEnv",
     "StatelessSymbolicContext",

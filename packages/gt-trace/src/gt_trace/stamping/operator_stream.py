@@ -23,6 +23,7 @@ from gt_trace._torch_internals import (
     DisableTorchFunction,
     FakeTensor,
     FakeTensorMode,
+    HigherOrderOperator,
     TorchDispatchMode,
     asked_device,
     custom_function,
@@ -389,6 +390,8 @@ class _Recorder:
 class _OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's hook is untyped
     """Sees operators above tensor subclasses and below autograd."""
 
+    supports_higher_order_operators = True  # to refuse them with a reason
+
     def __init__(self, recorder: _Recorder, known: KnownOperators) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self._recorder = recorder
@@ -397,6 +400,9 @@ class _OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if isinstance(func, HigherOrderOperator):
+            name: str = func.name()  # type: ignore[no-untyped-call]  # torch's
+            raise NotStampable(f"{name} has a graph of its own, which is not stamped")
         device = asked_device(func, args)
         if device is not None:
             return device

@@ -75,8 +75,9 @@ def trace_step_by_stamping(
         fake_mode: see ``trace_step``.
         ignored_attributes: names of attributes of modules that no forward reads, such as
             initialisers, and that may therefore differ between layers.
-        min_layers: models of fewer are captured in full, of which the log says nothing above the
-            level of debugging.
+        min_layers: models of fewer are captured in full, which the log tells when it is at the
+            level of debugging. Deeper models that cannot be stamped are an information then, and
+            a warning where no least number is given, since all were to be stamped.
         compare: capture in full too, and raise if the two differ in anything.
 
     Returns:
@@ -116,8 +117,9 @@ def trace_step_by_stamping(
             with held_garbage_collection():
                 captured = stamper.capture(args, kwargs)
         except NotStampable as refusal:
-            expected = stamper.num_layers < min_layers
-            level = logging.DEBUG if expected else logging.WARNING
+            level = logging.INFO if min_layers else logging.WARNING
+            if stamper.num_layers < min_layers:
+                level = logging.DEBUG
             _logger.log(level, "layers are not stamped, all are traced: %s", refusal)
             begin = time.process_time()
             step = full()
