@@ -39,8 +39,8 @@ def solve(
     """Finds the choice of least cost that keeps every budget.
 
     The same problem gives the same choice on every rank unless time ends the search, or what
-    follows it: no other decision depends on time. Among choices of equal cost it prefers one with fewer bytes
-    (``ties``), also in rows without a limit.
+    follows it: no other decision depends on time. Among choices of equal cost it prefers one with
+    fewer bytes (``ties``), also in rows without a limit.
 
     Args:
         problem: see ``Problem``.
