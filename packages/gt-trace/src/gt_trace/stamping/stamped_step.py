@@ -15,7 +15,7 @@ from gt_trace.graph_inputs import GraphInput, name_placeholders
 from gt_trace.stamping.fake_values import fake_over
 from gt_trace.stamping.layer_list import LayerList
 from gt_trace.stamping.layer_plan import LayerPlan
-from gt_trace.stamping.operator_stream import OutputLeaf, Recording
+from gt_trace.stamping.recordings import OutputLeaf, Recording
 from gt_trace.stamping.refusal import NotStampable
 from gt_trace.stamping.short_graph import cut_graph
 from gt_trace.stamping.stamped_graph import StampedGraph

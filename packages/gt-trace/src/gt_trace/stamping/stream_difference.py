@@ -7,7 +7,7 @@ from collections.abc import Callable
 from gt_trace.stamping.layer_difference import LayerComparison
 from gt_trace.stamping.layer_list import LayerList
 from gt_trace.stamping.layer_plan import LayerPlan
-from gt_trace.stamping.operator_stream import BEFORE, Origin, Recording, Segment, Vocabulary
+from gt_trace.stamping.recordings import BEFORE, Origin, Recording, Segment, Vocabulary
 from gt_trace.stamping.refusal import NotStampable, ReachesTooFar
 
 __all__ = ["require_equal_streams", "require_same_when_short"]

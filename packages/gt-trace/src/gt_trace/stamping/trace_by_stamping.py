@@ -30,7 +30,8 @@ from gt_trace.stamping.compare_steps import step_differences
 from gt_trace.stamping.layer_difference import layer_difference
 from gt_trace.stamping.layer_list import LayerList, find_layer_list, refuse_shared_weights
 from gt_trace.stamping.layer_plan import LayerPlan, plan_layers
-from gt_trace.stamping.operator_stream import Recording, Vocabulary, record_step
+from gt_trace.stamping.operator_stream import record_step
+from gt_trace.stamping.recordings import Recording, Vocabulary
 from gt_trace.stamping.refusal import NotStampable, ReachesTooFar
 from gt_trace.stamping.report import StampedCapture, StampReport
 from gt_trace.stamping.stamped_step import stamped_step

@@ -1,0 +1,95 @@
+"""Recordings of operators: what was noted, by layer, and in which words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from gt_trace._torch_internals import pytree
+from gt_trace.stamping.known_operators import Answers
+
+__all__ = ["BEFORE", "Origin", "OutputLeaf", "Recording", "Segment", "Vocabulary"]
+
+BEFORE = -1
+"""The segment of what runs before the first layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a tensor came from."""
+
+    layer: int | None
+    """The layer in whose segment it was made, or whose state it is; None for all else."""
+
+    place: Any
+    """Which operator and output of the segment, or the name of the state or argument."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Segment:
+    """What ran from the start of one layer to the start of the next."""
+
+    tokens: list[int] = field(default_factory=list)
+    """Operators and autograd nodes with their constants, as numbers of ``Recording.vocabulary``."""
+
+    origins: list[Origin] = field(default_factory=list)
+    """Of every tensor that the tokens read."""
+
+    contexts: list[Mapping[str, Any]] = field(default_factory=list)
+    """What custom autograd functions keep."""
+
+    num_results: int = 0
+    num_foreign: int = 0
+    symbols: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputLeaf:
+    """One leaf of what the step returned."""
+
+    gradient_of: str | None = None
+    """Name of the state of which it is the gradient."""
+
+    is_tensor: bool = True
+    constant: Any = None
+    """The leaf itself, if it is no tensor."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recording:
+    """The streams of one run."""
+
+    order: tuple[int, ...]
+    """Layers in the order in which they ran."""
+
+    segments: Mapping[int, Segment]
+    outputs: tuple[OutputLeaf, ...]
+    output_spec: pytree.TreeSpec
+
+
+class Vocabulary:
+    """Numbers for what occurs in streams, the same for all recordings that are compared."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Any, int] = {}
+        self._names: list[str] = []
+        self._held: dict[int, Any] = {}
+        self.answers = Answers()
+
+    def number(self, token: Any, name: object) -> int:
+        """The number of ``token``; ``name``, as a text, tells it in messages."""
+        found = self._numbers.get(token)
+        if found is None:
+            found = self._numbers[token] = len(self._names)
+            self._names.append(str(name))
+        return found
+
+    def identity(self, value: Any) -> int:
+        """The id of an object, which stays its own: the object is held."""
+        self._held[id(value)] = value
+        return id(value)
+
+    def name(self, number: int) -> str:
+        """The name of a token."""
+        return self._names[number]
