@@ -116,7 +116,9 @@ def compare_with_whole_model(case: PlacedCase, folder: str) -> Found:
     if case.experts_in_float32:
         compute_experts_in_float32(placed)
         compute_experts_in_float32(whole)
-    # Adam moves an element whose gradient is all rounding by a whole step; not with such an eps.
+    # Adam moves an element whose gradient is all rounding by a whole step; not with such an eps. With
+    # 1e-8, 99.6 % of the worst parameter's squared error (1.1e-5 in norm) lay in the 0.6 % of its
+    # elements whose gradients were below a thousandth of the tensor's; the others were at 6e-7.
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3, eps=1e-6) for m in (placed, whole)]
     losses: list[tuple[float, float]] = []
     errors: list[tuple[float, str]] = []
