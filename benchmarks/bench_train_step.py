@@ -33,7 +33,7 @@ from train_step.contestants import NAMES, Contestant, ContestantError, Contestan
 from train_step.workloads import WORKLOADS, Workload
 
 _STEP_TIME_GOALS: dict[ContestantName, float] = {"graph": 0.8, "eager": 0.45}
-_STARTUP_GOALS: dict[ContestantName, float] = {"graph": 0.5}
+_STARTUP_GOALS: dict[ContestantName, float] = {"graph": 0.33}
 
 _NUM_STRICT_STEPS = 3
 _STRICT_TOLERANCE = 1e-5

@@ -38,7 +38,7 @@ _INITIALIZERS = frozenset({"_param_init"})
 """Where torchtitan's modules keep how to initialise them, which may depend on depth."""
 
 _MIN_LAYERS = 12
-"""From how many layers on stamping pays: below, the proofs take what the traces of layers would."""
+"""From how many layers on stamping pays: below, the proofs take most of what it saves."""
 
 Recipe = Callable[[PassContext], PassPipeline]
 """Builds the passes for one captured graph."""
