@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -43,11 +44,15 @@ def mesh() -> Iterator[DeviceMesh]:
 @pytest.fixture
 def placed(mesh: DeviceMesh) -> nn.Sequential:
     model = new_model()
+    place(model, mesh)
+    return model
+
+
+def place(model: nn.Module, mesh: DeviceMesh) -> None:
     graph = capture_joint_graph(model, (torch.empty(4, 4),))
     names = [node.name for node in graph.of_kind("parameter")]
     fixed = {"input": (Shard(0),), "output": (Shard(0),)} | {n: (Shard(0),) for n in names}
     apply_plan(model, random_plan(model, graph, MeshShape.of(mesh), seed=1, fixed=fixed), mesh)
-    return model
 
 
 def test_runs_in_evaluation_mode_if_that_is_what_was_planned(placed: nn.Sequential) -> None:
@@ -77,14 +82,55 @@ def test_says_where_evaluation_computes_something_else(placed: nn.Sequential) ->
     with pytest.raises(PlanMismatchError) as error:
         allow_evaluation(placed, new_model(always=False), (torch.empty(4, 4),))
     assert str(error.value) == (
-        "in evaluation mode the model computes something else than was planned, and a placed model "
-        "runs what was planned:\n"
+        "in evaluation mode, with these inputs and dtypes, the model computes something else than "
+        "was planned, and a placed model runs what was planned:\n"
         "  node '1/mul': args is [{'value': [7, 0]}, 1], planned for [{'value': [7, 0]}, 2]\n"
         "  node '1/grad/mul': args is [{'value': [9, 0]}, 1], planned for [{'value': [9, 0]}, 2]"
     )
     placed.eval()
     with pytest.raises(PlacementError, match="not in training mode"):
         placed(torch.ones(2, 4))
+
+
+class Returns(nn.Module):
+    """Computes the same in both modes, and returns it beside something that no graph holds."""
+
+    def __init__(self, training: Any, evaluation: Any) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.beside = {True: training, False: evaluation}
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return {"y": self.linear(x), "beside": self.beside[self.training]}
+
+
+@pytest.mark.parametrize(
+    ("training", "evaluation", "difference"),
+    [
+        (1.0, 2.0, "output['beside']: constant is 2.0, planned for 1.0"),
+        (1, 1.0, "output['beside']: constant is 1.0, planned for 1"),
+        ((1, 2), [1, 2], "results have the structure "),
+        ((), (None,), "results have the structure "),
+    ],
+)
+def test_says_where_evaluation_returns_something_else(
+    mesh: DeviceMesh, training: object, evaluation: object, difference: str
+) -> None:
+    model = Returns(training, evaluation)
+    place(model, mesh)
+    with pytest.raises(PlanMismatchError) as error:
+        allow_evaluation(model, Returns(training, evaluation), (torch.empty(4, 4),))
+    assert str(error.value).partition("\n  ")[2].startswith(difference)
+    allow_evaluation(model, Returns(training, training), (torch.empty(4, 4),))
+    assert model.eval()(torch.ones(2, 4))["beside"] == training
+
+
+def test_refuses_the_placed_model_as_the_one_that_is_not(placed: nn.Sequential) -> None:
+    with pytest.raises(PlacementInputError) as error:
+        allow_evaluation(placed, placed, (torch.empty(4, 4),))
+    assert str(error.value) == (
+        "arguments of allow_evaluation:\n  whole is placed; allowed: the same model, not placed"
+    )
 
 
 def test_names_every_argument_that_is_not_what_it_must_be() -> None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 
 from torch import nn
 
 from gt_autoparallel.graph_encoding import encode_graph, graph_digest
-from gt_autoparallel.placement_graph import PlacementGraph
+from gt_autoparallel.placement_graph import InputLeaf, ModelInterface, OutputLeaf, PlacementGraph
 from gt_autoparallel.plan import ModelSignature, PlacementPlan
 
-__all__ = ["graph_differences", "model_differences", "model_signature"]
+__all__ = ["graph_differences", "interface_differences", "model_differences", "model_signature"]
 
 _MAX_LISTED = 5
 _IN_EVALUATION = " in evaluation mode"
@@ -97,6 +98,33 @@ def _node_differences(planned: PlacementGraph, found: PlacementGraph) -> Iterato
             f"tied parameters are {new['parameter_aliases']!r}, "
             f"planned for {old['parameter_aliases']!r}"
         )
+
+
+def interface_differences(planned: ModelInterface, found: ModelInterface) -> list[str]:
+    """One line for each of the first differences between what two equal graphs take and return.
+
+    Constants among arguments and results are in no graph, nor is the structure of either.
+    """
+    lines: list[str] = []
+    for what, old_spec, new_spec, old, new in (
+        ("arguments", planned.input_spec, found.input_spec, planned.inputs, found.inputs),
+        ("results", planned.output_spec, found.output_spec, planned.outputs, found.outputs),
+    ):
+        if new_spec == old_spec:
+            for left, right in zip(old, new, strict=True):
+                lines += _leaf_differences(left, right)
+        else:
+            lines.append(f"{what} have the structure {new_spec}, planned for {old_spec}")
+    return _shortened(lines)
+
+
+def _leaf_differences(
+    planned: InputLeaf | OutputLeaf, found: InputLeaf | OutputLeaf
+) -> Iterator[str]:
+    for field in fields(planned):
+        old, new = getattr(planned, field.name), getattr(found, field.name)
+        if type(new) is not type(old) or (new is not old and new != old):
+            yield f"{found.name}: {field.name} is {new!r}, planned for {old!r}"
 
 
 def _shortened(lines: list[str]) -> list[str]:

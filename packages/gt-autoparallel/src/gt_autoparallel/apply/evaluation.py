@@ -19,7 +19,7 @@ from gt_autoparallel.argument_checks import check_arguments, kind_problem
 from gt_autoparallel.capture import capture_joint_graph
 from gt_autoparallel.errors import PlanMismatchError
 from gt_autoparallel.experts import ExpertBlock, opaque_experts
-from gt_autoparallel.model_signature import graph_differences
+from gt_autoparallel.model_signature import graph_differences, interface_differences
 from gt_autoparallel.request_checks import expert_problems
 
 __all__ = ["allow_evaluation"]
@@ -57,8 +57,8 @@ def allow_evaluation(
         device: for whose kernels the graph is captured.
 
     Raises:
-        PlanMismatchError: in evaluation mode the model computes something else than was planned;
-            names where.
+        PlanMismatchError: in evaluation mode the model computes, takes or returns something else
+            than was planned; names where.
         PlacementInputError: an argument is not what it must be; each is named.
         UnsupportedModelError: ``whole`` cannot be captured.
     """
@@ -68,7 +68,9 @@ def allow_evaluation(
         None
         if isinstance(forward, PlacedForward)
         else "placed is no placed model; allowed: one that apply_plan placed",
-        kind_problem(whole, "whole", nn.Module, "the same torch.nn.Module, not placed"),
+        "whole is placed; allowed: the same model, not placed"
+        if isinstance(getattr(whole, "forward", None), PlacedForward)
+        else kind_problem(whole, "whole", nn.Module, "the same torch.nn.Module, not placed"),
         *expert_problems(experts),
     )
     assert isinstance(forward, PlacedForward)
@@ -83,11 +85,16 @@ def allow_evaluation(
             reduce_dtype=reduce_dtype,
             allowed_random_operators=plan.request.replicate_unknown,
         )
-    differences = graph_differences(plan.graph, graph)
+    assert graph.interface is not None  # of a graph that was captured here
+    # A plan from another process has no interface of its own; the one that runs is the forward's.
+    differences = graph_differences(plan.graph, graph) or interface_differences(
+        forward.interface, graph.interface
+    )
     if differences:
         raise PlanMismatchError(
-            "in evaluation mode the model computes something else than was planned, and a placed "
-            "model runs what was planned:\n  " + "\n  ".join(differences)
+            "in evaluation mode, with these inputs and dtypes, the model computes something else "
+            "than was planned, and a placed model runs what was planned:\n  "
+            + "\n  ".join(differences)
         )
     forward.may_evaluate = True
 

@@ -66,6 +66,11 @@ class PlacedForward:
         """What is run."""
         return self._inputs.plan
 
+    @property
+    def interface(self) -> ModelInterface:
+        """How the model is called, and what it returns."""
+        return self._interface
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the planned forward.
 
