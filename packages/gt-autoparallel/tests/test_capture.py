@@ -95,6 +95,19 @@ class WritesUnderView(nn.Module):
         return h * row.sin()
 
 
+class WritesPower(nn.Module):
+    """``aten.pow_.Scalar`` on a tensor that nobody else holds: ``aten.pow.Scalar`` takes none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("scale", torch.arange(4.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.linear(x) * (self.scale * 2.0).pow_(2.0)
+        return y
+
+
 class Loss(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -219,6 +232,12 @@ def test_a_write_to_what_nobody_else_holds_needs_no_second_trace(
     capture_joint_graph(Normalized(), (torch.randn(3, 4),))
     with pytest.raises(AssertionError, match="traced again"):
         capture_joint_graph(WritesUnderView(), (torch.randn(3, 4),))
+
+
+def test_a_write_whose_namesake_takes_something_else_becomes_a_new_value() -> None:
+    torch.manual_seed(0)
+    graph = assert_same_as_eager(WritesPower(), torch.randn(3, 4))
+    assert "aten.pow.Tensor_Scalar" in {str(node.target) for node in graph.nodes}
 
 
 def test_a_write_under_a_view_is_seen_through_it() -> None:

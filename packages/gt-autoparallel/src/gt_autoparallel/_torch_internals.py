@@ -69,7 +69,9 @@ def writes_to_arguments(operator: OpOverload) -> bool:
 def functional_twin(operator: OpOverload) -> OpOverload | None:
     """The operator that returns what ``operator`` writes into its first argument and returns.
 
-    None if it writes anything else, or has no such twin (``aten.add.Scalar`` of ``add_.Scalar``).
+    ``aten.add.Scalar`` of ``add_.Scalar``, for example. None if it writes anything else, or if no
+    operator of that name takes the same: ``aten.pow.Scalar`` has a scalar where ``pow_.Scalar`` has
+    the tensor that it writes to. Outside of PyTorch's own namespaces names promise nothing.
     """
     first, *others = operator._schema.arguments
     returned = operator._schema.returns
@@ -79,7 +81,15 @@ def functional_twin(operator: OpOverload) -> OpOverload | None:
     namespace, name, overload = operator_path(operator)
     packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None)
     twin: OpOverload | None = getattr(packet, overload or "default", None)
-    return twin if name.endswith("_") else None
+    if not name.endswith("_") or namespace not in ("aten", "prims") or twin is None:
+        return None
+    is_twin = not writes_to_arguments(twin) and _signature(twin) == _signature(operator)
+    return twin if is_twin else None
+
+
+def _signature(operator: OpOverload) -> list[tuple[str, str]]:
+    """Name and type of every argument."""
+    return [(each.name, str(each.type)) for each in operator._schema.arguments]
 
 
 def returns_new_storage(operator: OpOverload) -> bool:
