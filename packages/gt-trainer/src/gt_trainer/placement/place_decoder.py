@@ -1,7 +1,7 @@
 """Plan a decoder on the run's mesh and apply the plan: what ``parallelize`` does with a solver.
 
-Rank 0 plans and the others get its plan, so that all ranks have the same one and only one of them
-pays for it. A failure of rank 0 is raised on every rank.
+Rank 0 plans, publishes the plan, and the others get it, so that all ranks have the same one and
+only one of them pays for it. A failure of rank 0 is raised on every rank.
 """
 
 from __future__ import annotations
@@ -71,13 +71,14 @@ def place_decoder(
         dump_folder: for the two files.
 
     Raises:
-        PlacementError: the model cannot be planned, or no plan keeps the memory budget.
+        PlacementError: the model cannot be planned, no plan keeps the memory budget, or the dump
+            folder cannot be written to.
     """
     mesh = planned_mesh(parallel_dims)
     blocks = expert_blocks(model)
-    shared = _plan_of_first_rank(model, mesh, blocks, training=training, solver=solver)
-    if dist.get_rank() == 0:
-        _publish(shared.plan, Path(dump_folder))
+    shared = _plan_of_first_rank(
+        model, mesh, blocks, training=training, solver=solver, folder=Path(dump_folder)
+    )
     apply_plan(model, shared.plan, mesh, experts=blocks, interface=shared.interface)
     draw_whole_weights(model)
     return model
@@ -128,8 +129,9 @@ def _plan_of_first_rank(
     *,
     training: TrainingConfig,
     solver: AutoParallelConfig,
+    folder: Path,
 ) -> _SharedPlan:
-    """The plan of rank 0, on every rank.
+    """The plan of rank 0, on every rank; rank 0 has published it to ``folder`` before.
 
     Raises:
         PlacementError: as on rank 0; any other failure there, too, in words.
@@ -139,6 +141,7 @@ def _plan_of_first_rank(
     if dist.get_rank() == 0:
         try:
             plan = placement_plan(model, mesh, blocks, training=training, solver=solver)
+            _publish(plan, folder)
             sent = [(encode_plan(plan), plan.graph.interface)]
         except Exception as error:  # noqa: BLE001  # whatever it is, the others wait for it
             sent = [_failure(error)]
