@@ -8,6 +8,7 @@ import pytest
 from numpy.typing import NDArray
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
+from gt_autoparallel.errors import PlacementInputError
 from gt_autoparallel.layouts import Layout, MeshShape, fits
 from gt_autoparallel.redistribution import (
     RedistributionStep,
@@ -143,3 +144,9 @@ def test_refuses_layouts_that_do_not_fit_and_sums_out_of_nothing() -> None:
         "redistribution on mesh {'a': 2, 'b': 3}: source S(0) R does not cut shape (5, 6) evenly; "
         "S(0) R cannot become R P(sum): only a sum that is partial before can be partial after"
     )
+
+
+def test_only_sums_are_left_unfinished() -> None:
+    with pytest.raises(PlacementInputError) as error:
+        can_redistribute((Partial("max"),), (R,))
+    assert str(error.value) == "placement Partial(max); allowed: Partial(sum)"

@@ -351,3 +351,17 @@ def test_accepts_a_budget_without_limit() -> None:
 def test_solves_a_problem_without_variables() -> None:
     empty = Problem(variables=(), edges=(), windows=(), memory=(), fixed_us=3.0)
     assert solve(empty).objective_us == 3.0
+
+
+def test_time_may_be_endless(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = importlib.import_module("gt_autoparallel.solver.solve")
+    search, deadlines = module.Search, []
+
+    def of_search(**arguments: Any) -> object:
+        deadlines.append(arguments["deadline"])
+        return search(**arguments)
+
+    monkeypatch.setattr(module, "Search", of_search)
+    problem = random_problem(0, num_variables=3, max_options=2)
+    assert solve(problem, time_limit_seconds=math.inf).proven
+    assert deadlines == [math.inf]

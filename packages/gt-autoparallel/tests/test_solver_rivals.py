@@ -1,8 +1,9 @@
-"""Whatever gap a search may leave, its result costs no more than any rival's best choice."""
+"""Whatever gap a search may leave, its result costs no more than any rival's, if time allows."""
 
 from __future__ import annotations
 
 import importlib
+import math
 
 import numpy as np
 import pytest
@@ -51,6 +52,35 @@ def test_a_search_that_ends_early_does_not_lose_to_a_rival(seed: int) -> None:
 
 def solved(problem: Problem, *rivals: Rival) -> Solution:
     return solve(problem, relative_gap=0.9, rivals=rivals)
+
+
+@pytest.mark.usefixtures("early")
+def test_rivals_that_are_left_when_it_is_late_are_not_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    problem = random_problem(6, num_variables=24, max_options=6, tightness=0.45, forbidden=0.0)
+    all_options = [np.ones(len(v.cost_us), dtype=bool) for v in problem.variables]
+    alone = solved(problem)
+    looked_at: list[object] = []
+    solving, contesting = (
+        importlib.import_module(f"gt_autoparallel.solver.{name}") for name in ("solve", "rivals")
+    )
+    real, part = contesting.beat_rivals, contesting.Part
+
+    def of_part(*args: object) -> object:
+        looked_at.append(args)
+        return part(*args)
+
+    monkeypatch.setattr(contesting, "Part", of_part)
+    assert solved(problem, all_options).objective_us < alone.objective_us
+    assert len(looked_at) == 1
+
+    def late(*args: object, deadline: float) -> None:
+        real(*args, deadline=-math.inf)
+
+    monkeypatch.setattr(solving, "beat_rivals", late)
+    assert solved(problem, all_options).objective_us == alone.objective_us
+    assert len(looked_at) == 1
 
 
 def test_rivals_without_any_choice_are_passed_over() -> None:

@@ -16,6 +16,7 @@ from typing import Literal
 
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
+from gt_autoparallel.errors import PlacementInputError
 from gt_autoparallel.layouts import Layout, MeshShape
 
 __all__ = [
@@ -44,7 +45,11 @@ Divisors = tuple[frozenset[int], ...]
 
 @lru_cache(maxsize=1 << 16)
 def coded(layout: Layout) -> CodedLayout:
-    """A layout in numbers."""
+    """A layout in numbers.
+
+    Raises:
+        PlacementInputError: it is partial by another operation than a sum.
+    """
     return tuple(map(_code, layout))
 
 
@@ -52,6 +57,8 @@ def _code(placement: Placement) -> int:
     if isinstance(placement, Shard):
         return placement.dim
     if isinstance(placement, Partial):
+        if placement.reduce_op != "sum":
+            raise PlacementInputError(f"placement {placement!r}; allowed: Partial(sum)")
         return PARTIAL
     assert isinstance(placement, Replicate), "a layout has no other placements"
     return REPLICATED

@@ -1,4 +1,4 @@
-"""Sees to it that the result costs no more than choices of a certain kind, whatever the gap.
+"""Sees to it that the result costs no more than choices of a certain kind, if time allows.
 
 A search may end with a gap, and then a plan that somebody knows might be cheaper. A *rival* is a
 kind of choices, stated as the options that they may take: what an expert does, for example. After
@@ -10,6 +10,7 @@ searched to its optimum.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -40,9 +41,11 @@ def beat_rivals(
         search: has ended.
         whole: the problem before the search dropped anything from it.
         rivals: those that leave no choice are passed over.
-        deadline: by ``time.perf_counter``.
+        deadline: by ``time.perf_counter``; rivals that are left then are not looked at.
     """
     for rival in rivals:
+        if time.perf_counter() >= deadline:
+            break
         part = Part(whole.copy(), search.prices)
         masks = [
             allowed[node.options] for allowed, node in zip(rival, part.reduced.nodes, strict=True)

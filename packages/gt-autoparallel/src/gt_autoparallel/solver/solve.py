@@ -95,7 +95,7 @@ def _solve(
         problem=problem,
         reduced=reduced,
         gap=gap,
-        deadline=deadline - _LAST * time_limit_seconds,
+        deadline=start + (1.0 - _LAST) * time_limit_seconds,  # which may be endless
         progress=progress,
         settings=settings,
         start=start,
