@@ -51,7 +51,9 @@ def apply_plan(
 
     Args:
         model: the planned one, or one of the same structure; not placed yet.
-        plan: from ``find_placement`` or a file.
+        plan: from ``find_placement`` or a file; the same on all ranks. Where time ends a search,
+            ranks that plan each for itself may come to different plans: plan on one, and give the
+            others the file or what ``encode_plan`` makes of it.
         mesh: with the planned axes and sizes.
         experts: the model's expert blocks by name, if it was planned with them.
         interface: how the model is called, for a plan whose graph was captured in another process;
