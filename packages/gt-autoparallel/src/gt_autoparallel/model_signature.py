@@ -106,15 +106,20 @@ def interface_differences(planned: ModelInterface, found: ModelInterface) -> lis
     Constants among arguments and results are in no graph, nor is the structure of either.
     """
     lines: list[str] = []
-    for what, old_spec, new_spec, old, new in (
-        ("arguments", planned.input_spec, found.input_spec, planned.inputs, found.inputs),
-        ("results", planned.output_spec, found.output_spec, planned.outputs, found.outputs),
-    ):
-        if new_spec == old_spec:
-            for left, right in zip(old, new, strict=True):
-                lines += _leaf_differences(left, right)
-        else:
-            lines.append(f"{what} have the structure {new_spec}, planned for {old_spec}")
+    if found.input_spec == planned.input_spec:
+        for argument, new_argument in zip(planned.inputs, found.inputs, strict=True):
+            lines += _leaf_differences(argument, new_argument)
+    else:
+        lines.append(
+            f"arguments have the structure {found.input_spec}, planned for {planned.input_spec}"
+        )
+    if found.output_spec == planned.output_spec:
+        for result, new_result in zip(planned.outputs, found.outputs, strict=True):
+            lines += _leaf_differences(result, new_result)
+    else:
+        lines.append(
+            f"results have the structure {found.output_spec}, planned for {planned.output_spec}"
+        )
     return _shortened(lines)
 
 
