@@ -38,6 +38,9 @@ from torch.compiler import _patch_engine_backward as patch_engine_backward
 # DTensor is public, its constructor over a local tensor is not.
 from torch.distributed.tensor import DTensor
 
+# FSDP2's placement of a dimension that another axis splits too; there is no public one.
+from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+
 # Makes modules whose code is generated when it is first asked for: that of a graph which is changed
 # once more, or is only looked at, is never needed.
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
@@ -81,6 +84,7 @@ __all__ = [
     "OpOverload",
     "ShapeEnv",
     "StatelessSymbolicContext",
+    "StridedShard",
     "TensorMetadata",
     "TorchDispatchMode",
     "TracingContext",
@@ -91,6 +95,7 @@ __all__ = [
     "fake_over_meta",
     "forget_conclusions",
     "get_proxy_mode",
+    "has_backward_hooks",
     "is_erased",
     "is_functional",
     "is_traceable_wrapper_subclass",
@@ -102,6 +107,7 @@ __all__ = [
     "num_dispatch_modes",
     "patch_engine_backward",
     "pytree",
+    "saved_tensor_hooks",
     "sequence_counter",
     "set_conj",
     "set_neg",
@@ -121,9 +127,7 @@ def concatenate_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
 
 def strided_shard(dim: int, *, split_factor: int) -> Placement:
     """Return FSDP2's placement of a dimension that tensor parallelism already splits."""
-    from torch.distributed.tensor.placement_types import _StridedShard
-
-    return _StridedShard(dim, split_factor=split_factor)
+    return StridedShard(dim, split_factor=split_factor)
 
 
 def fake_over_meta(
@@ -197,6 +201,17 @@ def is_erased(node: Node) -> bool:
 def custom_function(node: Any) -> type | None:
     """Return the ``autograd.Function`` that an autograd node is of; None for PyTorch's own."""
     return getattr(node, "_forward_cls", None)
+
+
+def has_backward_hooks(module: torch.nn.Module) -> bool:
+    """Whether a module has hooks that run in the backward; no public way to ask."""
+    return bool(module._backward_hooks or module._backward_pre_hooks)
+
+
+def saved_tensor_hooks() -> tuple[Any, Any] | None:
+    """The pair (pack, unpack) of ``saved_tensors_hooks`` in force; no public way to ask."""
+    found: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return found
 
 
 def tensor_hooks(tensor: torch.Tensor) -> list[list[Any]]:

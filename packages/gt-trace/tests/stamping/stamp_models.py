@@ -81,8 +81,16 @@ def tokens() -> Tensor:
     return torch.arange(6).reshape(2, 3)
 
 
-def stamp(model: nn.Module, step: Callable[..., Any] | None = None) -> StampedCapture:
-    return trace_step_by_stamping(step or step_of(model), module=model)(tokens())
+def stamp(
+    model: nn.Module,
+    step: Callable[..., Any] | None = None,
+    *,
+    known_functions: frozenset[str] = frozenset(),
+) -> StampedCapture:
+    capture = trace_step_by_stamping(
+        step or step_of(model), module=model, known_functions=known_functions
+    )
+    return capture(tokens())
 
 
 def differences(

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor import Partial, Replicate, Shard
 
 from gt_trace._torch_internals import FakeTensorMode, ShapeEnv, TorchDispatchMode, storage_key
-from gt_trace.stamping.known_operators import Answers, KnownOperators
+from gt_trace.stamping.known_operators import Answers, KnownOperators, is_stateless
 
 aten = torch.ops.aten
 
@@ -37,6 +39,11 @@ DISPATCHED: dict[str, tuple[Any, Callable[[], list[Any]]]] = {
     "has no operand": (aten.zeros.default, lambda: [[4]]),
     "gives a number": (aten.item.default, lambda: [torch.rand(())]),
     "sizes by value": (aten.nonzero.default, lambda: [torch.rand(4)]),
+    "gives a lazy conjugate": (aten._conj.default, lambda: [torch.rand(4, dtype=torch.complex64)]),
+    "takes a lazy conjugate": (
+        aten.mul.Tensor,
+        lambda: [torch.rand(4, dtype=torch.complex64).conj(), torch.rand(4)],
+    ),
     "an operand whose value is known": (aten.neg.default, lambda: [torch.tensor(2)]),
 }
 
@@ -106,3 +113,12 @@ def test_nothing_is_answered_where_another_mode_would_see_it(mode: FakeTensorMod
 def test_sizes_known_at_run_time_only_are_not_answered(mode: FakeTensorMode) -> None:
     x = torch.nonzero(torch.rand(4))
     assert asked_twice(aten.neg.default, [x], mode)[1] is None
+
+
+def test_layouts_with_a_state_of_their_own_are_not_answered() -> None:
+    class Masked(Partial):
+        """As the layout of a lookup in a sharded vocabulary, which keeps a mask."""
+
+    assert is_stateless(None)
+    assert is_stateless(SimpleNamespace(placements=(Shard(0), Replicate(), Partial())))
+    assert not is_stateless(SimpleNamespace(placements=(Shard(0), Masked())))

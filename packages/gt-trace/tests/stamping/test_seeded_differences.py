@@ -15,8 +15,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.fx.traceback
 from stamp_models import Block, Toy, differences, shifted_by, stamp
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 ODD = 3
 
@@ -40,6 +42,28 @@ class Scaled(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient * ctx.factor, None
+
+
+HERE = frozenset({Scaled.__module__.partition(".")[0]})
+
+
+class Named(torch.autograd.Function):
+    """Looks its layer up by a name that differs only in the layer's index."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: str) -> Tensor:
+        ctx.layer = layer
+        return x + 0
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * (2 if ctx.layer == f"layers.{ODD}" else 1), None
+
+
+class Listed(list[float]):
+    """A list with an attribute."""
+
+    scale = 1.0
 
 
 class OtherHalf(Block):
@@ -99,6 +123,27 @@ def without_bias(layer: Block) -> None:
     layer.up.bias = None
 
 
+def with_hooks_by_name(model: Toy) -> Toy:
+    """The same hook on every layer, which looks up the layer's name in the backward."""
+    scales = {f"layers.{ODD}": 2.0}
+
+    def hook(module: Any, _inputs: Any, gradients: Any) -> Any:
+        return (gradients[0] * scales.get(module.fqn, 1.0),)
+
+    for index, layer in enumerate(model.layers):
+        layer.fqn = f"layers.{index}"
+        layer.register_full_backward_hook(hook)
+    return model
+
+
+def with_listed_scales() -> Toy:
+    model = Toy()
+    for index, layer in enumerate(model.layers):
+        layer.factors = Listed(layer.factors)
+        layer.factors.scale = 2.0 if index == ODD else 1.0
+    return model
+
+
 BUILT = {
     "width": (of_odd_layer(lambda layer: layer.__init__(hidden=8)), "up.weight shape is (8, 4)"),
     "kind of module": (
@@ -151,8 +196,13 @@ BUILT = {
     ),
     "backward hook": (
         of_odd_layer(lambda layer: layer.register_full_backward_hook(lambda *_: None)),
-        "_backward_hooks length is 1, and 0",
+        "layers.3 has backward hooks, which may tell layers apart",
     ),
+    "backward hook of every layer": (
+        lambda: with_hooks_by_name(Toy()),
+        "layers.0 has backward hooks, which may tell layers apart",
+    ),
+    "attribute of a list": (with_listed_scales, "factors.scale is 2.0, and 1.0 in layers.0"),
     "hook of a parameter": (
         of_odd_layer(
             lambda layer: layer.up.weight.register_post_accumulate_grad_hook(lambda _: None)
@@ -265,6 +315,49 @@ class HookOnActivation(Toy):
         return x
 
 
+class HookOnNode(Toy):
+    def run_layers(self, x: Tensor) -> Tensor:
+        for index, layer in enumerate(self.layers):
+            x = layer(x)
+            if index == ODD:
+                assert x.grad_fn is not None
+                x.grad_fn.register_prehook(lambda gradients: (gradients[0] * 2,))
+        return x
+
+
+class SavedTensorsScaled(Toy):
+    def run_layers(self, x: Tensor) -> Tensor:
+        for index, layer in enumerate(self.layers):
+            scale = 2.0 if index == ODD else 1.0
+            with saved_tensors_hooks(lambda t: t, lambda t, scale=scale: t * scale):
+                x = layer(x)
+        return x
+
+
+class BackwardByName(Toy):
+    def run_layers(self, x: Tensor) -> Tensor:
+        for index, layer in enumerate(self.layers):
+            x = Named.apply(layer(x), f"layers.{index}")
+        return x
+
+
+class AnnotatedOnce(Toy):
+    def run_layers(self, x: Tensor) -> Tensor:
+        for index, layer in enumerate(self.layers):
+            with torch.fx.traceback.annotate({"offload": index == ODD}):
+                x = layer(x)
+        return x
+
+
+class LazyTable(Toy):
+    table: Tensor | None = None
+
+    def run_layers(self, x: Tensor) -> Tensor:
+        if self.table is None:
+            self.table = torch.arange(4, dtype=x.dtype, device=x.device) * 0.1
+        return super().run_layers(x + self.table)
+
+
 class DetachedOnce(Toy):
     def run_layers(self, x: Tensor) -> Tensor:
         for index, layer in enumerate(self.layers):
@@ -316,6 +409,10 @@ COMPUTED = {
     "what a backward keeps": (BackwardByIndex, "factor is 2, and 1 in layers.1"),
     "custom backward": (OneCustomBackward, "layers.3 computes otherwise than layers.1"),
     "hook on an activation": (HookOnActivation, "the forward registers a hook on a tensor"),
+    "hook on an autograd node": (HookOnNode, "asks for a tensor's grad_fn, which takes hooks"),
+    "hooks for saved tensors": (SavedTensorsScaled, "the forward has hooks for saved tensors"),
+    "backward by the layer's name": (BackwardByName, "layer is layers.2, and layers.1 in layers.1"),
+    "annotation": (AnnotatedOnce, "layers.3 computes otherwise than layers.1"),
     "detached": (DetachedOnce, "layers.3 computes otherwise than layers.1"),
     "layer called twice": (Twice, "layers.3 ran more than once"),
     "layers in another order": (Backwards, "the layers ran in the order [5, 4, 3, 2, 1, 0]"),
@@ -331,7 +428,7 @@ def test_difference_is_found_and_nothing_stamped(
 ) -> None:
     build, reason = SEEDED[name]
     with caplog.at_level(logging.WARNING, "gt_trace.stamping"):
-        captured = stamp(build())
+        captured = stamp(build(), known_functions=HERE)
     assert captured.report.refusal is not None
     assert reason in captured.report.refusal
     assert captured.report.num_layers_traced == captured.report.num_layers == 6
@@ -370,3 +467,52 @@ def test_backward_call_inside_the_step_is_refused_as_the_full_trace_does() -> No
 
     with pytest.raises(Exception, match=r"\.grad was written"):
         stamp(model, step)
+
+
+@pytest.mark.parametrize("function", [Doubled, Scaled])
+def test_functions_of_unknown_packages_are_a_reason_to_trace_all(function: Any) -> None:
+    class Everywhere(Toy):
+        def run_layers(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = function.apply(layer(x), *((3,) if function is Scaled else ()))
+            return x
+
+    captured = stamp(Everywhere())
+    name = f"{function.__module__}.{function.__qualname__}"
+    assert captured.report.refusal == (
+        f"layers.1 runs {name}, whose backward is not known to be the same in all layers"
+    )
+    model = Everywhere()
+    known = stamp(model, known_functions=HERE)
+    assert known.report.refusal is None
+    assert differences(model, known) == []
+
+
+def test_what_a_forward_sets_on_modules_is_taken_back_before_the_full_trace() -> None:
+    class Counting(Block):
+        steps = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.steps += 1
+            return super().forward(x)
+
+    model = LazyTable(block=Counting)
+    captured = stamp(model)
+    assert captured.report.refusal in ("the forward sets table", "the forward sets layers.0.steps")
+    assert [layer.steps for layer in model.layers] == [1] * 6
+    fresh = LazyTable(block=Counting)
+    assert differences(fresh, captured) == []
+
+
+def test_gradients_of_other_parameters_of_one_layer_are_a_reason_to_trace_all() -> None:
+    model = Toy()
+
+    def step(batch: Tensor) -> Any:
+        loss = nn.functional.cross_entropy(model(batch).flatten(0, 1), batch.flatten())
+        wanted = [p for name, p in model.named_parameters() if name != f"layers.{ODD}.up.weight"]
+        return loss, torch.autograd.grad(loss, wanted)
+
+    captured = stamp(model, step)
+    assert captured.report.refusal == (
+        "the step asks for gradients of other parameters of layers.3 than of layers.1"
+    )

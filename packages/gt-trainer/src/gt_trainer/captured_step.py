@@ -34,6 +34,9 @@ __all__ = [
 LossFunction = Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]]
 """torchtitan's: (prediction, labels, global_valid_tokens, **inputs) -> (loss, metrics)."""
 
+_KNOWN_FUNCTIONS = frozenset({"gt_trainer", "gt_passes", "torchtitan"})
+"""Packages whose autograd functions do in the backward what they keep says, layer by layer."""
+
 _INITIALIZERS = frozenset({"_param_init"})
 """Where torchtitan's modules keep how to initialise them, which may depend on depth."""
 
@@ -174,6 +177,7 @@ def trace_training_step(
                 module=model,
                 meta_device=meta_device,
                 ignored_attributes=_INITIALIZERS,
+                known_functions=_KNOWN_FUNCTIONS,
                 min_layers=_MIN_LAYERS if capture_layers == "auto" else 0,
                 compare=capture_layers == "compared",
             )(*args)

@@ -14,11 +14,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed.tensor import Partial, Replicate, Shard
 
 from gt_trace._torch_internals import (
     DTensor,
     FakeTensor,
     FakeTensorMode,
+    StridedShard,
     dtensor_over,
     fake_over_meta,
     is_functional,
@@ -27,7 +29,9 @@ from gt_trace._torch_internals import (
     storage_key,
 )
 
-__all__ = ["Answers", "KnownOperators"]
+__all__ = ["Answers", "KnownOperators", "is_stateless"]
+
+_STATELESS = (Replicate, Shard, Partial, StridedShard)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +121,8 @@ class KnownOperators:
             if not isinstance(tensor, torch.Tensor) or not self._is_plain(tensor):
                 return None
             key = storage_key(_local(tensor))
+            if sum(storage_key(_local(each)) == key for each in operands) > 1:
+                return None  # of which of them the result is a view, is not known
             found = _result(tensor, memory.get(key))
             if found != _result(self._tensor(found, operands), found.operand):
                 return None
@@ -137,6 +143,9 @@ class KnownOperators:
             and local.layout is torch.strided
             and not local._has_symbolic_sizes_strides
             and not tensor._has_symbolic_sizes_strides
+            and not tensor.is_conj()
+            and not tensor.is_neg()
+            and is_stateless(getattr(tensor, "_spec", None))
         )
 
     def _tensor(self, result: _Result, operands: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -151,6 +160,11 @@ class KnownOperators:
                 element.set_(memory, result.offset, result.shape, result.stride)
         fake = fake_over_meta(element, self._mode, result.device, dispatch_keys=None)
         return fake if result.spec is None else dtensor_over(fake, result.spec)
+
+
+def is_stateless(spec: Any) -> bool:
+    """Whether a layout is all in its placements; masks of sharded vocabularies are not."""
+    return spec is None or all(type(each) in _STATELESS for each in spec.placements)
 
 
 def _local(tensor: torch.Tensor) -> Any:

@@ -100,8 +100,11 @@ class LayerComparison:
     first: int
     second: int
     ignored_attributes: frozenset[str] = frozenset()
-    _places: tuple[dict[int, str], dict[int, str]] | None = None
-    _seen: dict[tuple[int, int], tuple[Any, Any]] = field(default_factory=dict)
+    relative_names: bool = True
+    """Whether names that differ in the layer's own index are alike."""
+
+    _places: tuple[dict[int, str], dict[int, str]] | None = field(default=None, init=False)
+    _seen: dict[tuple[int, int], tuple[Any, Any]] = field(default_factory=dict, init=False)
 
     def modules(self) -> str | None:
         """The first difference between the modules themselves."""
@@ -148,9 +151,9 @@ class LayerComparison:
 
     def _object(self, path: str, ours: Any, theirs: Any) -> str | None:
         if isinstance(ours, list | tuple):
-            return self._sequence(path, ours, theirs)
+            return self._sequence(path, ours, theirs) or self._held(path, ours, theirs)
         if isinstance(ours, Mapping):
-            return self._mapping(path, ours, theirs)
+            return self._mapping(path, ours, theirs) or self._held(path, ours, theirs)
         if isinstance(ours, set | frozenset):
             return None if ours == theirs else self._differ(path, ours, theirs)
         if isinstance(ours, nn.Module):
@@ -181,6 +184,10 @@ class LayerComparison:
         if _is_plain_python(type(ours)):
             return self._mapping(path, _state(ours), _state(theirs))
         return self._unknown(path, ours)
+
+    def _held(self, path: str, ours: Any, theirs: Any) -> str | None:
+        """The first difference between attributes of containers."""
+        return self._mapping(path, _state(ours), _state(theirs))
 
     def _module(self, path: str, ours: nn.Module, theirs: nn.Module) -> str | None:
         if ours is theirs:
@@ -266,7 +273,7 @@ class LayerComparison:
 
     def _relative(self, text: str, own: int) -> str:
         """Indices of the list in ``text`` as distances to ``own``."""
-        if self.layers.fqn not in text:
+        if not self.relative_names or self.layers.fqn not in text:
             return text
         return self.layers.pattern().sub(
             lambda match: f"{self.layers.fqn}.{int(match[1]) - own:+d}", text

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from gt_trace._torch_internals import has_backward_hooks
 from gt_trace.module_state import StateSlot
 from gt_trace.stamping.refusal import NotStampable
 
-__all__ = ["LayerList", "find_layer_list", "refuse_shared_weights"]
+__all__ = ["LayerList", "find_layer_list", "refuse_backward_hooks", "refuse_shared_weights"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +92,19 @@ def find_layer_list(model: nn.Module) -> LayerList:
     if len({id(layer) for layer in best.layers}) < len(best):
         raise NotStampable(f"{best.fqn} holds the same module several times")
     return best
+
+
+def refuse_backward_hooks(layers: LayerList) -> None:
+    """Refuse layers with hooks that run in the backward, of which no gate sees anything.
+
+    Raises:
+        NotStampable: names the module.
+    """
+    for index, layer in enumerate(layers.layers):
+        for name, module in layer.named_modules():
+            if has_backward_hooks(module):
+                where = f"{layers.name(index)}.{name}" if name else layers.name(index)
+                raise NotStampable(f"{where} has backward hooks, which may tell layers apart")
 
 
 def refuse_shared_weights(layers: LayerList, slots: Sequence[StateSlot]) -> None:

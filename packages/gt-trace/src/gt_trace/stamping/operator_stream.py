@@ -15,6 +15,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
+import torch.fx.traceback as fx_traceback
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
@@ -28,6 +29,7 @@ from gt_trace._torch_internals import (
     custom_function,
     is_traceable_wrapper_subclass,
     pytree,
+    saved_tensor_hooks,
 )
 from gt_trace.stamping.fake_values import tensors_in
 from gt_trace.stamping.known_operators import KnownOperators
@@ -127,6 +129,8 @@ class _Recorder:
         self.operands: list[torch.Tensor] = []
         """Of the last operator."""
 
+        self.saved_tensor_hooks = saved_tensor_hooks()
+
         # Everything seen is kept, so that no id is used twice.
         self._origins: dict[int, tuple[Any, Origin]] = {}
         self._nodes: dict[int, tuple[Any, Origin]] = {}
@@ -155,9 +159,12 @@ class _Recorder:
 
     def operator(self, func: Any, args: Any, kwargs: Any) -> int:
         """Record one operator, and say which."""
+        hooks = saved_tensor_hooks()
+        if hooks != self.saved_tensor_hooks and not _is_checkpoint(hooks):
+            raise NotStampable("the forward has hooks for saved tensors, which run in the backward")
         segment = self.segments[self.current]
         self.operands = []
-        token = (func, self._code(args, segment), self._code(kwargs, segment))
+        token = (func, self._code(args, segment), self._code(kwargs, segment), _annotations())
         number = self.vocabulary.number(token, func)
         segment.tokens.append(number)
         return number
@@ -186,9 +193,10 @@ class _Recorder:
 
     def close(self, tensors: Sequence[torch.Tensor]) -> None:
         """Record the autograd nodes that led to ``tensors`` since the last layer began."""
-        for tensor in tensors:
-            if tensor.grad_fn is not None:
-                self._walk(tensor.grad_fn)
+        with DisableTorchFunction():
+            for tensor in tensors:
+                if tensor.grad_fn is not None:
+                    self._walk(tensor.grad_fn)
 
     def output(self, leaf: Any) -> OutputLeaf:
         """What one leaf of the step's result is."""
@@ -224,12 +232,15 @@ class _Recorder:
                 continue
             state = self._settled(getattr(node, "__dict__", None), segment)
             function = custom_function(node)
+            if function is not None:
+                segment.functions.add(function)
             edges = tuple(-1 if child is None else port for child, port in node.next_functions)
-            token = ("autograd", node.name(), function, edges, bool(state))
-            segment.tokens.append(self.vocabulary.number(token, node.name()))
+            name = type(node).name(node)  # a function may keep a name of its own
+            token = ("autograd", name, function, edges, bool(state))
+            segment.tokens.append(self.vocabulary.number(token, name))
             segment.origins.extend(self._nodes[id(child)][1] for child in children)
             if state:
-                segment.contexts.append(state)
+                segment.contexts.append((function, state))
             self._nodes[id(node)] = (node, Origin(self.current, ("node", segment.num_results)))
             segment.num_results += 1
 
@@ -364,7 +375,21 @@ class _GradientStandIns(TorchFunctionMode):
             raise NotStampable("the step calls backward(), not torch.autograd.grad")
         if func is torch.Tensor.register_hook:
             raise NotStampable("the forward registers a hook on a tensor")
+        if getattr(func, "__self__", None) is torch.Tensor.grad_fn:
+            raise NotStampable("the forward asks for a tensor's grad_fn, which takes hooks")
         return func(*args, **(kwargs or {}))
+
+
+def _is_checkpoint(hooks: tuple[Any, Any] | None) -> bool:
+    """Whether hooks for saved tensors are those of activation checkpointing, or none."""
+    return hooks is None or getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
+
+
+def _annotations() -> str:
+    """What ``torch.fx.traceback.annotate`` would note on nodes now, beside our own keys."""
+    noted = fx_traceback.current_meta.get("custom") or {}
+    others = {key: held for key, held in noted.items() if not str(key).startswith("gt.")}
+    return repr(others) if others else ""
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

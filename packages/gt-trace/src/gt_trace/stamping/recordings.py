@@ -36,8 +36,11 @@ class Segment:
     origins: list[Origin] = field(default_factory=list)
     """Of every tensor that the tokens read."""
 
-    contexts: list[Mapping[str, Any]] = field(default_factory=list)
-    """What custom autograd functions keep."""
+    contexts: list[tuple[type | None, Mapping[str, Any]]] = field(default_factory=list)
+    """Autograd functions that keep something, and what."""
+
+    functions: set[type] = field(default_factory=set)
+    """Custom autograd functions."""
 
     num_results: int = 0
     num_foreign: int = 0

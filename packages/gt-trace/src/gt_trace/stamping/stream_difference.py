@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import replace
 
 from gt_trace.stamping.layer_difference import LayerComparison
 from gt_trace.stamping.layer_list import LayerList
@@ -16,17 +17,43 @@ _SameOrigin = Callable[[Origin, Origin], bool]
 
 
 def require_equal_streams(
-    recording: Recording, *, layers: LayerList, plan: LayerPlan, vocabulary: Vocabulary
+    recording: Recording,
+    *,
+    layers: LayerList,
+    plan: LayerPlan,
+    vocabulary: Vocabulary,
+    known_functions: Collection[str],
 ) -> None:
     """All units of the interior compute the same, seen from each.
 
-    An operand comes from the same place in all units, or from the same distance.
+    An operand comes from the same place in all units, or from the same distance. No stream tells
+    what the backward of a custom autograd function does, so that only known ones may be in a unit.
+
+    Args:
+        recording: of the whole model.
+        layers: its layers.
+        plan: which of them are stamped.
+        vocabulary: of the recording.
+        known_functions: names of packages, whose autograd functions are known.
 
     Raises:
         NotStampable: the first difference.
     """
+    for layer in range(plan.layer(plan.first), plan.layer(plan.last + 1)):
+        for function in recording.segments[layer].functions:
+            if function.__module__.partition(".")[0] not in known_functions:
+                raise NotStampable(
+                    f"{layers.name(layer)} runs {function.__module__}.{function.__qualname__}, "
+                    "whose backward is not known to be the same in all layers"
+                )
+    wanted = _wanted_gradients(recording, layers)
     for layer in range(plan.layer(plan.first + 1), plan.layer(plan.last + 1)):
         model = plan.layer(plan.first) + (layer - plan.start) % plan.period
+        if wanted.get(layer) != wanted.get(model):
+            raise NotStampable(
+                f"the step asks for gradients of other parameters of {layers.name(layer)} than of "
+                f"{layers.name(model)}"
+            )
 
         def same(ours: Origin, theirs: Origin, model: int = model, layer: int = layer) -> bool:
             if ours.place != theirs.place:
@@ -45,6 +72,16 @@ def require_equal_streams(
             comparison=LayerComparison(layers=layers, first=model, second=layer),
             vocabulary=vocabulary,
         )
+
+
+def _wanted_gradients(recording: Recording, layers: LayerList) -> dict[int, set[str]]:
+    """For each layer: names in it of what the step returns gradients of."""
+    wanted: dict[int, set[str]] = {}
+    for name in (leaf.gradient_of for leaf in recording.outputs):
+        index = None if name is None else layers.index_of(name)
+        if name is not None and index is not None:
+            wanted.setdefault(index, set()).add(name[len(layers.name(index)) :])
+    return wanted
 
 
 def require_same_when_short(
@@ -111,7 +148,10 @@ def _compare(
         if not same(origin, other_origin):
             error = ReachesTooFar if too_far else NotStampable
             raise error(f"{what}: an operand comes from elsewhere")
-    for held, others in zip(ours.contexts, theirs.contexts, strict=True):
-        found = comparison.value(" backward of a custom function", held, others)
+    for (function, held), (_, others) in zip(ours.contexts, theirs.contexts, strict=True):
+        # Ours name the parameters that they gather; others may look something up by a name.
+        is_ours = function is not None and function.__module__.startswith("gt_trace.")
+        chosen = comparison if is_ours else replace(comparison, relative_names=False)
+        found = chosen.value(" backward of a custom function", held, others)
         if found is not None:
             raise NotStampable(found)

@@ -28,7 +28,12 @@ from gt_trace.input_preparers import InputPreparer, TraceInputs
 from gt_trace.module_state import StateSlot, collect_state
 from gt_trace.stamping.compare_steps import step_differences
 from gt_trace.stamping.layer_difference import layer_difference
-from gt_trace.stamping.layer_list import LayerList, find_layer_list, refuse_shared_weights
+from gt_trace.stamping.layer_list import (
+    LayerList,
+    find_layer_list,
+    refuse_backward_hooks,
+    refuse_shared_weights,
+)
 from gt_trace.stamping.layer_plan import LayerPlan, plan_layers
 from gt_trace.stamping.operator_stream import record_step
 from gt_trace.stamping.recordings import Recording, Vocabulary
@@ -44,6 +49,7 @@ __all__ = ["StampingError", "trace_step_by_stamping"]
 
 _logger = logging.getLogger(__name__)
 _MOST_WARM_UP = 2
+_KNOWN_FUNCTIONS = frozenset({"torch", "gt_trace"})
 _MOST_KINDS = 8
 """With how many kinds of layers, the latest, a layer is compared: like layers are near."""
 
@@ -61,6 +67,7 @@ def trace_step_by_stamping(
     meta_device: torch.device | str = "meta",
     fake_mode: FakeTensorMode | None = None,
     ignored_attributes: frozenset[str] = frozenset(),
+    known_functions: frozenset[str] = frozenset(),
     min_layers: int = 0,
     compare: bool = False,
 ) -> Callable[..., StampedCapture]:
@@ -76,6 +83,9 @@ def trace_step_by_stamping(
         fake_mode: see ``trace_step``.
         ignored_attributes: names of attributes of modules that no forward reads, such as
             initialisers, and that may therefore differ between layers.
+        known_functions: names of packages whose ``autograd.Function`` classes do the same in the
+            backward of every layer, except for what they keep in attributes of ``ctx``. No gate
+            runs a backward, so that others in layers are a reason to trace all.
         min_layers: models of fewer are captured in full, which the log tells when it is at the
             level of debugging. Deeper models that cannot be stamped are an information then, and
             a warning where no least number is given, since all were to be stamped.
@@ -111,6 +121,7 @@ def trace_step_by_stamping(
             meta_device=torch.device(meta_device),
             fake_mode=fake_mode,
             ignored_attributes=ignored_attributes,
+            known_functions=_KNOWN_FUNCTIONS | known_functions,
             min_layers=min_layers,
         )
         started = time.process_time()
@@ -164,6 +175,7 @@ class _Stamper:
         meta_device: torch.device,
         fake_mode: FakeTensorMode | None,
         ignored_attributes: frozenset[str],
+        known_functions: frozenset[str],
         min_layers: int,
     ) -> None:
         self._fn = fn
@@ -173,6 +185,7 @@ class _Stamper:
         self._meta_device = meta_device
         self._fake_mode = fake_mode
         self._ignored_attributes = ignored_attributes
+        self._known_functions = known_functions
         self._min_layers = min_layers
         self.num_layers = 0
 
@@ -190,6 +203,7 @@ class _Stamper:
             raise NotStampable(f"{len(layers)} layers are fewer than {self._min_layers}")
         slots = collect_state(self._module)
         refuse_shared_weights(layers, slots)
+        refuse_backward_hooks(layers)
         kinds, difference = self._kinds(layers)
         try:
             plan = plan_layers(kinds)
@@ -201,7 +215,13 @@ class _Stamper:
         flat = FlatInputs.of(self._fn, slots, inputs)
         vocabulary = Vocabulary()
         whole = self._record(flat, layers, range(len(layers)), vocabulary)
-        require_equal_streams(whole, layers=layers, plan=plan, vocabulary=vocabulary)
+        require_equal_streams(
+            whole,
+            layers=layers,
+            plan=plan,
+            vocabulary=vocabulary,
+            known_functions=self._known_functions,
+        )
         gate_seconds = time.process_time() - begin
         while True:
             try:
@@ -318,7 +338,7 @@ class _Stamper:
             named |= {f"argument {index}": leaf for index, leaf in enumerate(arguments)}
 
             def run() -> Any:
-                with _swapped(flat.slots, state):
+                with _swapped(flat.slots, state), _unchanged(self._module):
                     return self._fn(*inputs.args, **inputs.kwargs)
 
             try:
@@ -335,6 +355,29 @@ class _Stamper:
             except Exception as error:
                 # If the step itself is at fault, the full trace will say so.
                 raise NotStampable(f"with {len(keep)} layers, {_told(error)}") from error
+
+
+@contextmanager
+def _unchanged(module: nn.Module) -> Iterator[None]:
+    """Take back what a forward sets on modules: tables that it makes at its first call, counters.
+
+    Raises:
+        NotStampable: it has set something. The full trace shall find the model as it was.
+    """
+    before = [(name, each, dict(vars(each))) for name, each in module.named_modules()]
+    changed: list[str] = []
+    try:
+        yield
+    finally:
+        for name, each, held in before:
+            now = vars(each)
+            names = [key for key in (held | now) if now.get(key, now) is not held.get(key, now)]
+            if names:
+                changed += [f"{name}.{key}".lstrip(".") for key in names]
+                now.clear()
+                now.update(held)
+    if changed:
+        raise NotStampable(f"the forward sets {changed[0]}")
 
 
 @contextmanager
