@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -106,6 +106,17 @@ class Found:
 
     unpredicted: tuple[str, ...]
     """Collectives of the traced step that the plan did not predict, and the reverse."""
+
+
+def assert_agrees(found: Sequence[Found], *, tolerance: float) -> None:
+    """Losses, gradients and parameters are equal on every rank, and collectives as predicted."""
+    for each in found:
+        for loss, expected in each.losses:
+            assert abs(loss - expected) <= tolerance * abs(expected), each.losses
+        assert each.first_gradient[0] < tolerance, each.first_gradient
+        assert each.worst_gradient[0] < tolerance, each.worst_gradient
+        assert each.worst_parameter[0] < tolerance, each.worst_parameter
+        assert each.unpredicted == (), each.unpredicted
 
 
 def compare_with_whole_model(case: PlacedCase, folder: str) -> Found:

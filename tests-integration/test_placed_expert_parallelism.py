@@ -10,27 +10,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from placed_training import Found, PlacedCase, compare_with_whole_model
-from test_placed_training import DEEPSEEK_V3, assert_agrees
+from placed_models import DEEPSEEK_V3, DEEPSEEK_V3_EP4, QWEN3_MOE_EP4
+from placed_training import Found, PlacedCase, assert_agrees, compare_with_whole_model
 from training_cases import Case
 
 from gt_config import AutoParallelConfig
 from gt_trace.testing import GlooWorkers
 
-DEEPSEEK_V3_EP4 = Case(
-    module="deepseek_v3",
-    config="deepseek_v3_debugmodel",
-    num_layers=2,
-    seq_len=32,
-    parallelism={"data_parallel_shard_degree": 4, "expert_parallel_degree": 4},
-)
-QWEN3_MOE_EP4 = Case(
-    module="qwen3",
-    config="qwen3_moe_debugmodel",
-    num_layers=1,
-    seq_len=32,
-    parallelism={"data_parallel_shard_degree": 4, "expert_parallel_degree": 4},
-)
 NUM_EXCHANGES = 5
 """Of a layer and step: counts, tokens and results; and the gradients of both."""
 
@@ -39,6 +25,12 @@ def trained(case: PlacedCase, four: GlooWorkers, folder: Path) -> list[Found]:
     found = four.run(compare_with_whole_model, case, str(folder))
     assert_agrees(found, tolerance=1e-5)
     return found
+
+
+def assert_tokens_travel(found: list[Found]) -> None:
+    for each in found:
+        assert each.expert_axes == {"ep"}
+        assert each.num_exchanges == NUM_EXCHANGES
 
 
 def assert_moves_what_was_predicted(found: list[Found]) -> None:
@@ -60,8 +52,7 @@ def test_experts_on_the_ranks_of_one_axis_train_like_the_whole_model(
         balanced_routing=True,
     )
     found = trained(case, four, tmp_path)
-    assert found[0].expert_axes == {"ep"}
-    assert found[0].num_exchanges == NUM_EXCHANGES
+    assert_tokens_travel(found)
     assert_moves_what_was_predicted(found)
 
 
@@ -73,21 +64,26 @@ def test_a_budget_that_gathered_experts_exceed_makes_tokens_travel(
     # by the router.
     case = PlacedCase(model=DEEPSEEK_V3_EP4, memory_budget_gib=0.06, experts_in_float32=True)
     found = trained(case, four, tmp_path)
-    assert found[0].expert_axes == {"ep"}
-    assert found[0].num_exchanges == NUM_EXCHANGES
+    assert_tokens_travel(found)
     assert found[0].num_sharded > 10
 
 
 @pytest.mark.slow
-def test_experts_on_one_of_two_axes_train_like_the_whole_model(
-    four: GlooWorkers, tmp_path: Path
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param(DEEPSEEK_V3, id="deepseek_v3-one-of-two-axes"),
+        pytest.param(QWEN3_MOE_EP4, id="qwen3-one-axis"),
+    ],
+)
+def test_distributed_experts_train_captured_like_the_whole_model(
+    model: Case, four: GlooWorkers, tmp_path: Path
 ) -> None:
     case = PlacedCase(
-        model=DEEPSEEK_V3, experts="expert_parallel", experts_in_float32=True, balanced_routing=True
+        model=model, experts="expert_parallel", experts_in_float32=True, balanced_routing=True
     )
     found = trained(case, four, tmp_path)
-    assert found[0].expert_axes == {"ep"}
-    assert found[0].num_exchanges == NUM_EXCHANGES
+    assert_tokens_travel(found)
     assert_moves_what_was_predicted(found)
 
 
@@ -105,17 +101,3 @@ def test_experts_whose_weights_are_gathered_train_like_the_whole_model(
     found = trained(case, four, tmp_path)
     assert found[0].expert_axes == set()
     assert found[0].num_sharded_experts == 3
-
-
-@pytest.mark.slow
-def test_experts_of_qwen3_train_like_the_whole_model(four: GlooWorkers, tmp_path: Path) -> None:
-    case = PlacedCase(
-        model=QWEN3_MOE_EP4,
-        experts="expert_parallel",
-        experts_in_float32=True,
-        balanced_routing=True,
-    )
-    found = trained(case, four, tmp_path)
-    assert found[0].expert_axes == {"ep"}
-    assert found[0].num_exchanges == NUM_EXCHANGES
-    assert_moves_what_was_predicted(found)

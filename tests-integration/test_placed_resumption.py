@@ -6,19 +6,13 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+from placed_models import LLAMA3
 from placed_resumption import ResumedCase, resume_elsewhere
-from training_cases import Case, compare_resumed
+from training_cases import compare_resumed
 
 from gt_config import AutoParallelConfig
 from gt_trace.testing import GlooWorkers
 
-LLAMA3 = Case(
-    module="llama3",
-    config="llama3_debugmodel",
-    num_layers=1,
-    seq_len=32,
-    parallelism={"data_parallel_shard_degree": 2, "tensor_parallel_degree": 2},
-)
 FOUR_DATA_RANKS = dataclasses.replace(
     LLAMA3, batch_size=1, parallelism={"data_parallel_shard_degree": 4}
 )

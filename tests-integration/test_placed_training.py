@@ -11,48 +11,17 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-from placed_training import Found, PlacedCase, compare_with_whole_model
+from placed_models import DEEPSEEK_V3, LLAMA3, QWEN3
+from placed_training import PlacedCase, assert_agrees, compare_with_whole_model
 from training_cases import Case
 
 from gt_config import AutoParallelConfig
 from gt_trace.testing import GlooWorkers
 
-LLAMA3 = Case(
-    module="llama3",
-    config="llama3_debugmodel",
-    num_layers=1,
-    seq_len=32,
-    parallelism={"data_parallel_shard_degree": 2, "tensor_parallel_degree": 2},
-)
-QWEN3 = Case(
-    module="qwen3",
-    config="qwen3_debugmodel",
-    num_layers=1,
-    seq_len=32,
-    parallelism={"data_parallel_shard_degree": 2, "tensor_parallel_degree": 2},
-)
-DEEPSEEK_V3 = Case(
-    module="deepseek_v3",
-    config="deepseek_v3_debugmodel",
-    num_layers=2,
-    seq_len=32,
-    parallelism={"data_parallel_shard_degree": 4, "expert_parallel_degree": 2},
-)
-
 
 def on(case: Case, **degrees: int) -> Case:
     """The same global batch on another mesh, of data-parallel axes only."""
     return dataclasses.replace(case, batch_size=case.batch_size // 2, parallelism=degrees)
-
-
-def assert_agrees(found: list[Found], *, tolerance: float) -> None:
-    for each in found:
-        for loss, expected in each.losses:
-            assert loss == pytest.approx(expected, rel=tolerance)
-        assert each.first_gradient[0] < tolerance, each.first_gradient
-        assert each.worst_gradient[0] < tolerance, each.worst_gradient
-        assert each.worst_parameter[0] < tolerance, each.worst_parameter
-        assert each.unpredicted == ()
 
 
 def test_a_planned_llama3_trains_like_the_whole_model(four: GlooWorkers, tmp_path: Path) -> None:

@@ -6,26 +6,12 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+from placed_models import DEEPSEEK_V3, LLAMA3
 from placed_validation import STEPS, validated
 from training_cases import Case
 
 from gt_config import AutoParallelConfig
 from gt_trace.testing import GlooWorkers
-
-LLAMA3 = Case(
-    module="llama3",
-    config="llama3_debugmodel",
-    num_layers=1,
-    seq_len=32,
-    parallelism={"data_parallel_shard_degree": 2, "tensor_parallel_degree": 2},
-)
-DEEPSEEK_V3 = Case(
-    module="deepseek_v3",
-    config="deepseek_v3_debugmodel",
-    num_layers=2,
-    seq_len=32,
-    parallelism={"data_parallel_shard_degree": 4, "expert_parallel_degree": 2},
-)
 
 
 @pytest.mark.slow

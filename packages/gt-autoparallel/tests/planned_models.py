@@ -41,6 +41,19 @@ class Block(nn.Module):
         return x + self.down(nn.functional.silu(self.up(x)))
 
 
+class NormedBlock(nn.Module):
+    """As ``Block``, of a normed x."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(width)
+        self.up = nn.Linear(width, 4 * width, bias=False)
+        self.down = nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.silu(self.up(self.norm(x))))
+
+
 def model(width: int = WIDTH) -> Residual:
     with torch.device("meta"):
         return Residual(width)

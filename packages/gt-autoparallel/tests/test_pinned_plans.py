@@ -8,8 +8,8 @@ from functools import cache
 import pytest
 import torch
 from plan_doubles import S0, S1, R
+from planned_models import NormedBlock
 from torch import nn
-from torch.nn import functional as F
 
 from gt_autoparallel.find import planner_of_model
 from gt_autoparallel.layouts import MeshShape
@@ -28,21 +28,10 @@ BATCH, TOKENS, WIDTH = 8, 64, 256
 NAMES = TensorParallelNames(columns=("layers.*.up.weight",), rows=("layers.*.down.weight",))
 
 
-class Mlp(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.RMSNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 4 * WIDTH, bias=False)
-        self.down = nn.Linear(4 * WIDTH, WIDTH, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(F.silu(self.up(self.norm(x))))
-
-
 class Stack(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([Mlp() for _ in range(2)])
+        self.layers = nn.ModuleList([NormedBlock(WIDTH) for _ in range(2)])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 
 import pytest
 import torch
+from planned_models import NormedBlock
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
@@ -25,22 +26,11 @@ from gt_trace.testing import fake_world
 VOCABULARY, WIDTH, LENGTH, NUM_RANKS = 32, 16, 8, 4
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.RMSNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 4 * WIDTH, bias=False)
-        self.down = nn.Linear(4 * WIDTH, WIDTH, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(F.silu(self.up(self.norm(x))))
-
-
 class Decoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.layers = nn.ModuleList([Block() for _ in range(3)])
+        self.layers = nn.ModuleList([NormedBlock(WIDTH) for _ in range(3)])
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
