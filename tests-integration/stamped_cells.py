@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import copy
 import importlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
+from gt_config import CaptureLayers
+from gt_passes import DescribeOnly
 from gt_trace.stamping import StampReport
 from gt_trainer.captured_step import CaptureReport, capture_training_step
 from gt_trainer.fake_step import fake_step
@@ -13,7 +16,7 @@ from gt_trainer.recipe import recipe_of
 from gt_trainer.startup import StartupClock
 from gt_trainer.trainer import GraphTrainer
 
-__all__ = ["MESHES", "MODELS", "Cell", "compared_capture", "with_layers"]
+__all__ = ["MESHES", "MODELS", "Cell", "compared_capture", "passed_both_ways", "with_layers"]
 
 MODELS = {
     "llama3": ("llama3", "llama3_debugmodel"),
@@ -29,6 +32,9 @@ MESHES: dict[str, tuple[int, dict[str, int]]] = {
     "FSDP x TP x EP": (8, {"tensor_parallel_degree": 2, "expert_parallel_degree": 2}),
 }
 
+WARM_UP_LAYERS = 2
+"""One dense, one with experts."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
@@ -39,6 +45,8 @@ class Cell:
     num_layers: int
     world_size: int = 1
     degrees: dict[str, int] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+    """Of ``--compile``, beside how layers are captured."""
 
 
 def with_layers(config: GraphTrainer.Config, num_layers: int) -> GraphTrainer.Config:
@@ -58,22 +66,40 @@ def compared_capture(cell: Cell) -> tuple[StampReport, CaptureReport]:
     Raises:
         StampingError: the stamped capture differs from the full one.
     """
+    report = _captured(cell, "compared")
+    assert report.stamping is not None
+    return report.stamping, report
+
+
+def passed_both_ways(cell: Cell) -> tuple[CaptureReport, CaptureReport]:
+    """Capture by stamping and in full, apart, and run the passes of ``cell.options`` on both.
+
+    The compiler passes only say what they would do: generated code is a function of the graph.
+    """
+    # DTensor computes some layouts by operators, once in a process, and remembers them: the first
+    # trace has dead nodes that no later one has.
+    _captured(replace(cell, num_layers=WARM_UP_LAYERS), "full")
+    return _captured(cell, "stamped"), _captured(cell, "full")
+
+
+def _captured(cell: Cell, capture_layers: CaptureLayers) -> CaptureReport:
     config = getattr(importlib.import_module(f"gt_trainer.models.{cell.module}"), cell.config)()
     with_layers(config, cell.num_layers)
     for name, degree in cell.degrees.items():
         setattr(config.parallelism, name, degree)
+    config.compile = replace(config.compile, **cell.options)
     with fake_step(config, cell.world_size) as step:
-        report = capture_training_step(
+        return capture_training_step(
             step.model,
             step.loss_fn,
             *step.inputs,
             recipe=recipe_of(
                 config.compile,
                 reshard_after_forward=config.parallelism.fsdp_reshard_after_forward,
+                compiler=DescribeOnly(),
             ),
             clock=StartupClock(),
-            capture_layers="compared",
+            ep_overlap=config.compile.ep_overlap,
+            capture_layers=capture_layers,
             meta_device=step.meta_device,
         )
-    assert report.stamping is not None
-    return report.stamping, report

@@ -9,12 +9,15 @@ of eager; the others are slow.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
-from stamped_cells import MESHES, MODELS, Cell, compared_capture
+from stamped_cells import MESHES, MODELS, Cell, compared_capture, passed_both_ways
 from training_cases import NUM_STEPS, NUM_UNSEEN_BATCHES, Case
 from variant_cases import compare_variants
 
+from gt_config import EpOverlapConfig
+from gt_trace.stamping import step_differences
 from gt_trace.testing import GlooWorkers
 
 DEPTHS = (5, 6, 8, 32)
@@ -62,6 +65,89 @@ def test_stamped_capture_is_the_full_one(model: str, mesh: str, depth: int) -> N
     assert stamping.compared
     assert stamping.num_layers_traced == num_traced
     assert capture.passes.verified
+
+
+SAVED_PRODUCTS = ("layers.*.attention::aten.mm",)
+
+
+def overlap(module_fqn: str, chunk_dim: str, strategy: str = "eager") -> EpOverlapConfig:
+    return EpOverlapConfig(
+        enabled=True, strategy=strategy, module_fqn=module_fqn, chunk_dim=chunk_dim
+    )
+
+
+# Chunks change what is captured; everything else only what passes do with it.
+OPTIONS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "selective": ("llama3", "FSDP x TP", {"memory_policy": "selective"}),
+    "saved products": (
+        "llama3",
+        "FSDP x TP",
+        {"memory_policy": "full_recompute", "full_recompute_saved_ops": SAVED_PRODUCTS},
+    ),
+    "offload": ("llama3", "FSDP x TP", {"memory_policy": "offload"}),
+    "prefetch": ("llama3", "FSDP", {"fsdp_second_group": True, "prefetch_layers": 2}),
+    "compiled": ("llama3", "FSDP", {"inductor_compilation": "full", "cuda_graphs": True}),
+    "regional": (
+        "llama3",
+        "FSDP x TP",
+        {"inductor_compilation": "regional", "regional_modules": ("layers.*.feed_forward",)},
+    ),
+    "asynchronous TP": ("llama3", "FSDP x TP", {"async_tensor_parallel": True}),
+    "numerics": ("llama3", "FSDP x TP", {"numerics_changing": True}),
+    "blocks in chunks": (
+        "deepseek_v3",
+        "FSDP x EP",
+        {"ep_overlap": overlap("layers.*", "batch"), "fsdp_into_dense_regions": True},
+    ),
+    "blocks in chunks, TP": (
+        "deepseek_v3",
+        "FSDP x TP x EP",
+        {"ep_overlap": overlap("layers.*", "batch"), "memory_policy": "full_recompute"},
+    ),
+    "experts in chunks, TP": (
+        "deepseek_v3",
+        "FSDP x TP x EP",
+        {"ep_overlap": overlap("layers.*.moe", "batch"), "fsdp_second_group": True},
+    ),
+    "experts in chunks of the sequence": (
+        "qwen3-MoE",
+        "FSDP x EP",
+        {"ep_overlap": overlap("layers.*.moe", "seq"), "memory_policy": "full_recompute"},
+    ),
+    "chunks on the graph": (
+        "deepseek_v3",
+        "FSDP x EP",
+        {"ep_overlap": overlap("layers.*", "batch", "graph"), "memory_policy": "selective"},
+    ),
+}
+QUICK_OPTIONS = ("selective",)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in QUICK_OPTIONS else [pytest.mark.slow])
+        for name in OPTIONS
+    ],
+)
+def test_passes_make_the_same_of_a_stamped_graph(name: str) -> None:
+    model, mesh, options = OPTIONS[name]
+    module, config = MODELS[model]
+    world_size, degrees = MESHES[mesh]
+    stamped, full = passed_both_ways(
+        Cell(
+            module=module,
+            config=config,
+            num_layers=7,
+            world_size=world_size,
+            degrees=degrees,
+            options=options,
+        )
+    )
+    assert stamped.stamping is not None
+    assert stamped.stamping.refusal is None
+    assert full.num_nodes != full.num_nodes_captured
+    assert step_differences(stamped.traced, full.traced) == []
 
 
 BITWISE = {

@@ -35,8 +35,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.compiler import _non_strict_tracing_context as non_strict_tracing_context
 from torch.compiler import _patch_engine_backward as patch_engine_backward
 
-# DTensor is public, its constructor over a local tensor is not.
+# DTensor is public, its constructor over a local tensor and the class of its layouts are not.
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 # FSDP2's placement of a dimension that another axis splits too; there is no public one.
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
@@ -76,6 +77,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DTensor",
+    "DTensorSpec",
     "DimDynamic",
     "DisableTorchFunction",
     "FakeTensor",

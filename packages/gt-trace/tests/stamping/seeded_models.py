@@ -411,6 +411,6 @@ COMPUTED = {
     "layer called twice": (Twice, "layers.3 ran more than once"),
     "layers in another order": (Backwards, "the layers ran in the order [5, 4, 3, 2, 1, 0]"),
     "default dtype": (OtherDefaultDtype, "layers.3 computes otherwise than layers.1"),
-    "layers by number": (ByNumber, "with 4 layers, the step fails with KeyError"),
+    "layers by number": (ByNumber, "needs all 6 layers, as a loop over their numbers does"),
 }
 SEEDED = {**BUILT, **COMPUTED}

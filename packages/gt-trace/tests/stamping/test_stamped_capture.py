@@ -9,10 +9,14 @@ import pytest
 import torch
 from stamp_models import VOCABULARY, WIDTH, Block, Toy, differences, stamp, step_of, tokens
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
 from torch.nn.attention.flex_attention import flex_attention
 
+from gt_trace._torch_internals import DTensorSpec
 from gt_trace.errors import CaptureError
 from gt_trace.stamping import StampingError, trace_by_stamping, trace_step_by_stamping
+from gt_trace.testing import fake_world
 
 
 class Keyed(Toy):
@@ -246,6 +250,20 @@ def test_attributes_that_no_forward_reads_may_differ() -> None:
         step_of(model), module=model, ignored_attributes=frozenset({"initial_scale"})
     )(tokens())
     assert captured.report.stamped
+
+
+def test_layouts_are_compared_without_the_hash_that_one_of_them_remembers() -> None:
+    with fake_world(rank=0, world_size=2):
+        mesh = init_device_mesh("cpu", (2,))
+        model = Toy()
+        for layer in model.layers:
+            layer.layout = DTensorSpec(mesh, (Shard(0),))
+        hash(model.layers[3].layout)
+        assert stamp(model).report.stamped
+        model.layers[3].layout = DTensorSpec(mesh, (Shard(1),))
+        refusal = stamp(model).report.refusal
+    assert refusal is not None
+    assert "layers.3.layout.shard_order[0][0] is 1, and 0 in layers.0" in refusal
 
 
 def test_gradient_hook_on_a_layer_that_is_not_traced_is_refused() -> None:

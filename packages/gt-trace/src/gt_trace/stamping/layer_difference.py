@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from gt_trace._torch_internals import tensor_hooks
+from gt_trace._torch_internals import DTensorSpec, tensor_hooks
 from gt_trace.stamping.layer_list import LayerList
 from gt_trace.subclass_layout import flatten_tensor
 
@@ -351,6 +351,8 @@ def _state(value: Any) -> dict[str, Any]:
         for name in (slots,) if isinstance(slots, str) else slots:
             if name not in ("__dict__", "__weakref__") and hasattr(value, name):
                 state[name] = getattr(value, name)
+    if isinstance(value, DTensorSpec):
+        state.pop("_hash", None)  # of what it holds, once somebody asked for it
     return state
 
 

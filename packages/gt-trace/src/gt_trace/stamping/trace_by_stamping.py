@@ -276,7 +276,7 @@ class _Stamper:
             traced_at = time.process_time()
             marked = [plan.layer(unit) for unit in (plan.first, plan.last, plan.last + 1)]
             with marked_layers(layers, marked) as marks:
-                step = self._trace(args, kwargs)
+                step = self._trace(args, kwargs, layers, plan)
         stamped_at = time.process_time()
         made = stamped_step(
             step,
@@ -301,7 +301,9 @@ class _Stamper:
             ),
         )
 
-    def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TracedStep:
+    def _trace(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], layers: LayerList, plan: LayerPlan
+    ) -> TracedStep:
         try:
             return trace_without_code(
                 self._fn,
@@ -314,7 +316,7 @@ class _Stamper:
         except NotStampable:
             raise
         except Exception as error:
-            raise NotStampable(f"with fewer layers, {_told(error)}") from error
+            raise NotStampable(_told(error, layers, plan.kept)) from error
 
     def _record(
         self,
@@ -354,7 +356,7 @@ class _Stamper:
                 raise
             except Exception as error:
                 # If the step itself is at fault, the full trace will say so.
-                raise NotStampable(f"with {len(keep)} layers, {_told(error)}") from error
+                raise NotStampable(_told(error, layers, keep)) from error
 
 
 @contextmanager
@@ -392,6 +394,10 @@ def _swapped(slots: Sequence[StateSlot], tensors: Sequence[torch.Tensor]) -> Ite
             slot.put(slot.tensor)
 
 
-def _told(error: Exception) -> str:
+def _told(error: Exception, layers: LayerList, keep: Sequence[int]) -> str:
     first_line = str(error).strip().partition("\n")[0]
-    return f"the step fails with {type(error).__name__}: {first_line}"
+    what = f"the step fails with {type(error).__name__}: {first_line}"
+    if len(keep) == len(layers):
+        return what
+    needs = f"the step needs all {len(layers)} layers, as a loop over their numbers does"
+    return f"{needs}: with {len(keep)}, {what}"
