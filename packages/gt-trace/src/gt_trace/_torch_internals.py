@@ -6,6 +6,7 @@ Each has its reason beside it, so that a new PyTorch needs one edit.
 from __future__ import annotations
 
 import functools
+import sys
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -98,6 +99,7 @@ __all__ = [
     "forget_conclusions",
     "get_proxy_mode",
     "has_backward_hooks",
+    "inlined_compilation",
     "is_erased",
     "is_functional",
     "is_traceable_wrapper_subclass",
@@ -109,6 +111,7 @@ __all__ = [
     "num_dispatch_modes",
     "patch_engine_backward",
     "pytree",
+    "register_block_masks",
     "saved_tensor_hooks",
     "sequence_counter",
     "set_conj",
@@ -225,6 +228,40 @@ def tensor_hooks(tensor: torch.Tensor) -> list[list[Any]]:
 def forget_conclusions(shape_env: ShapeEnv) -> None:
     """Make a shape environment conclude anew, after facts were added to it directly."""
     shape_env._update_version_counter()
+
+
+def inlined_compilation() -> AbstractContextManager[None]:
+    """Inside, functions that ``torch.compile`` made run as they were while a graph is traced.
+
+    Of models that compile a part of themselves, as FlexAttention, the graph then has what that part
+    does; ``make_fx`` refuses them otherwise, and no public setting tells it not to.
+    """
+    import torch._dynamo
+
+    context: AbstractContextManager[None] = torch._dynamo.config.patch(
+        error_on_nested_fx_trace=False
+    )
+    return context
+
+
+def register_block_masks() -> None:
+    """Make FlexAttention's masks a kind of tree, so that their tensors are inputs of a graph.
+
+    PyTorch says how to take one apart, tensors that its ``mask_mod`` closes over included, and
+    leaves it to others to register that. Nothing is done where nothing has imported FlexAttention,
+    or where somebody else did so.
+    """
+    module = sys.modules.get("torch.nn.attention.flex_attention")
+    kind: Any = getattr(module, "BlockMask", None)
+    if kind is None or kind in pytree.SUPPORTED_NODES:
+        return
+    pytree.register_pytree_node(
+        kind,
+        kind._flatten,
+        kind._unflatten,
+        flatten_with_keys_fn=kind._flatten_with_keys,
+        serialized_type_name="torch.nn.attention.flex_attention.BlockMask",
+    )
 
 
 def lazily_generated_code() -> AbstractContextManager[None]:

@@ -14,6 +14,7 @@ from gt_trace._torch_internals import (
     FakeTensorMode,
     StatelessSymbolicContext,
     pytree,
+    register_block_masks,
 )
 from gt_trace.errors import CaptureError
 from gt_trace.graph_inputs import ArgumentSignature, GraphInput
@@ -52,6 +53,7 @@ class FlatInputs:
         Raises:
             CaptureError: a leaf that can neither be an input nor a constant; all are listed.
         """
+        register_block_masks()
         with_paths, spec = pytree.tree_flatten_with_path((inputs.args, dict(inputs.kwargs)))
         positional = _positional_names(fn)
         arguments: list[FlatArgument] = []

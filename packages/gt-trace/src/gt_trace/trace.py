@@ -21,6 +21,7 @@ from gt_trace._torch_internals import (
     FakeTensorMode,
     ShapeEnv,
     TracingContext,
+    inlined_compilation,
     lazily_generated_code,
     make_fx,
     non_strict_tracing_context,
@@ -172,6 +173,7 @@ def tracing_contexts(fake_mode: FakeTensorMode, module: nn.Module | None) -> Any
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.enter_context(non_strict_tracing_context())
         stack.enter_context(patch_engine_backward())
+        stack.enter_context(inlined_compilation())
         yield
 
 
