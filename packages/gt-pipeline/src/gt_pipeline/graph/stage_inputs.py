@@ -80,7 +80,7 @@ class MicrobatchReader:
         self._leaves = leaves if self._takes_target else leaves[:-1]
         strides = _strides_of(capture)
         self._strides = [strides.get(each.name, ()) for each in self._leaves]
-        self._spec = _tree_of_others(capture, takes_target=self._takes_target)
+        self._specs = _trees_of_others(capture)
         self._all_plain_tensors = all(
             each.is_tensor and each.layout is not None and each.layout.subclass is None
             for each in self._leaves
@@ -124,9 +124,11 @@ class MicrobatchReader:
         kwargs = {name: inputs.kwargs[name] for name in self._kwarg_names}
         args = inputs.args if self._takes_args else ()
         target = (inputs.target,) if self._takes_target else ()
+        leaves: list[Any] = []
         try:
             # By the captured keys: a dictionary may have been filled in another order.
-            leaves: list[Any] = self._spec.flatten_up_to((args, kwargs, target))
+            for spec, tree in zip(self._specs, (args, kwargs, *target), strict=True):
+                leaves += spec.flatten_up_to(tree)
         except ValueError as error:
             names = ", ".join(each.name for each in self._leaves)
             self._refuse([f"{error} It was captured with: {names}"])
@@ -168,11 +170,11 @@ class MicrobatchReader:
         )
 
 
-def _tree_of_others(capture: StageCapture, *, takes_target: bool) -> pytree.TreeSpec:
-    """The structure of arguments, keyword arguments and target, as captured."""
-    spec = capture.traced.argument_spec
-    (_, args, kwargs, target, _), _ = pytree.tree_unflatten(range(spec.num_leaves), spec)
-    return pytree.tree_structure((args, kwargs, (target,) if takes_target else ()))
+def _trees_of_others(capture: StageCapture) -> list[pytree.TreeSpec]:
+    """The structures of arguments, keyword arguments and, if it is asked for, target."""
+    traced_args = capture.traced.argument_spec.child(0)
+    _, args, kwargs, target, _ = traced_args.children()
+    return [args, kwargs, target] if capture.has_target else [args, kwargs]
 
 
 def _strides_of(capture: StageCapture) -> dict[str, tuple[int, ...]]:

@@ -13,6 +13,11 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from gt_pipeline.errors import MicrobatchError
+from gt_pipeline.runner.block_masks import (
+    find_block_mask_problem,
+    is_block_mask,
+    split_block_mask,
+)
 from gt_pipeline.runner.stage_protocol import MicrobatchInputs
 
 __all__ = ["MicrobatchDims", "split_microbatches"]
@@ -28,7 +33,8 @@ class MicrobatchDims:
     """Along which dimension each input is split. None: every microbatch gets the whole input.
 
     An input may be a tensor, or tuples, lists and dicts of tensors, all split alike. Numbers,
-    strings and None are the same for every microbatch without being told.
+    strings and None are the same for every microbatch without being told. FlexAttention's
+    ``BlockMask`` is split along its samples, dimension 0; one of a single sample serves all.
     """
 
     args: tuple[int | None, ...] | None = None
@@ -110,6 +116,12 @@ def _split(value: Any, dim: int | None, name: str, count: int, problems: list[st
         return [value] * count
     if isinstance(value, Tensor):
         return _split_tensor(value, dim, name, count, problems)
+    if is_block_mask(value):
+        problem = find_block_mask_problem(value, dim, count)
+        if problem is None:
+            return split_block_mask(value, count)
+        problems.append(f"{name} {problem}")
+        return [None] * count
     if isinstance(value, Mapping):
         parts = {
             key: _split(each, dim, f"{name}[{key!r}]", count, problems)
