@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import functools
 import sys
-from contextlib import AbstractContextManager
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -70,7 +72,7 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
@@ -93,6 +95,7 @@ __all__ = [
     "TracingContext",
     "asked_device",
     "concatenate_meshes",
+    "context_differences",
     "custom_function",
     "dtensor_over",
     "fake_over_meta",
@@ -101,6 +104,7 @@ __all__ = [
     "has_backward_hooks",
     "inlined_compilation",
     "is_erased",
+    "is_flex_attention",
     "is_functional",
     "is_traceable_wrapper_subclass",
     "lazily_generated_code",
@@ -174,6 +178,14 @@ def is_functional(func: Any) -> bool:
     return not func._schema.is_mutable and not any(kind in func.tags for kind in unlike)
 
 
+def is_flex_attention(func: Any) -> bool:
+    """Return whether ``func`` is FlexAttention's operator, to be found by its name only."""
+    if not isinstance(func, HigherOrderOperator):
+        return False
+    name: str = func.name()  # type: ignore[no-untyped-call]  # torch's
+    return name == "flex_attention"
+
+
 def num_dispatch_modes() -> int:
     """Return how many modes see every operator now, that of fake tensors included."""
     return torch._C._len_torch_dispatch_stack()
@@ -230,18 +242,19 @@ def forget_conclusions(shape_env: ShapeEnv) -> None:
     shape_env._update_version_counter()
 
 
-def inlined_compilation() -> AbstractContextManager[None]:
+@contextmanager
+def inlined_compilation() -> Iterator[None]:
     """Inside, functions that ``torch.compile`` made run as they were while a graph is traced.
 
     Of models that compile a part of themselves, as FlexAttention, the graph then has what that part
-    does; ``make_fx`` refuses them otherwise, and no public setting tells it not to.
+    does; ``make_fx`` refuses them otherwise, and no public setting tells it not to. FlexAttention
+    complains of not being compiled, which says nothing of the graph that is made.
     """
     import torch._dynamo
 
-    context: AbstractContextManager[None] = torch._dynamo.config.patch(
-        error_on_nested_fx_trace=False
-    )
-    return context
+    with warnings.catch_warnings(), torch._dynamo.config.patch(error_on_nested_fx_trace=False):
+        warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
+        yield
 
 
 def register_block_masks() -> None:
@@ -264,13 +277,65 @@ def register_block_masks() -> None:
     )
 
 
+def context_differences(
+    captured: pytree.TreeSpec, now: pytree.TreeSpec
+) -> list[tuple[str, str, str]]:
+    """Return in what two trees of one type differ besides their children: (what, captured, now).
+
+    Of FlexAttention's masks, attribute by attribute, for the text of a whole one has megabytes.
+    """
+    kind: Any = captured.type
+    names: Sequence[str] = getattr(kind, "_CONTEXT_ATTRS", ())
+    if not names:
+        return [("context", repr(captured.context)[:200], repr(now.context)[:200])]
+    differences: list[tuple[str, str, str]] = []
+    for name, before, after in zip(
+        (*names, "no"), captured.context, now.context, strict=True
+    ):  # last come the names of what is None
+        if before == after:
+            continue
+        texts = [_mask_context_text(value, with_lines=False) for value in (before, after)]
+        if texts[0] == texts[1]:
+            texts = [_mask_context_text(value, with_lines=True) for value in (before, after)]
+        differences.append((name, texts[0], texts[1]))
+    return differences
+
+
+def _mask_context_text(value: Any, *, with_lines: bool) -> str:
+    """Return a mask function as its name and, in brackets, those of the ones that it calls.
+
+    PyTorch keeps of a function what it is made of, and has several classes for it.
+    """
+    function = getattr(value, "fn", value)  # a wrapper that compares, or a function without cells
+    function = getattr(function, "fn", function)
+    entries = getattr(function, "leaf_entries", None)
+    code = getattr(function, "code", None) or getattr(function, "__code__", None)
+    if entries is None and code is None:
+        return repr(function)[:200]
+    name = str(getattr(function, "qualname", getattr(function, "__qualname__", "partial")))
+    if with_lines and code is not None:
+        name += f" of {code.co_filename}:{code.co_firstlineno}"
+    called = [
+        _mask_context_text(entry.stripped, with_lines=with_lines)
+        for entry in entries or ()
+        if hasattr(entry, "stripped")
+    ]
+    return f"{name}({', '.join(called)})" if called else name
+
+
 def lazily_generated_code() -> AbstractContextManager[None]:
     """Inside, ``make_fx`` generates no code for the graphs that it makes until it is asked for."""
     context: AbstractContextManager[None] = _use_lazy_graph_module(True)
     return context
 
 
-def lazy_graph_module(like: GraphModule, graph: Graph) -> GraphModule:
-    """Return a module for ``graph``, otherwise like ``like``, whose code is made when needed."""
+def lazy_graph_module(attributes: Mapping[str, Any], graph: Graph, name: str) -> GraphModule:
+    """Return a module for ``graph`` whose code is made when needed.
+
+    Args:
+        attributes: what the graph's ``get_attr`` nodes read, by target.
+        graph: the graph.
+        name: of the class.
+    """
     with lazily_generated_code():
-        return _make_graph_module(like, graph, type(like).__name__)
+        return _make_graph_module(dict(attributes), graph, name)

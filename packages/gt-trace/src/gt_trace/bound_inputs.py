@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from gt_trace._torch_internals import FakeTensorMode, pytree
+from gt_trace.argument_structure import structure_differences
 from gt_trace.errors import InputMismatchError, StateMismatchError
 from gt_trace.graph_inputs import ArgumentSignature
 from gt_trace.module_state import StateEntry, StateSlot, collect_state
@@ -158,9 +159,12 @@ class BoundInputs:
     ) -> list[torch.Tensor]:
         leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
         if spec != self._captured.argument_spec:
+            differences = structure_differences(
+                self._captured.argument_spec, self._captured.arguments, spec, leaves
+            )
             raise InputMismatchError(
-                "the arguments have another structure than the captured ones\n"
-                f"  captured: {self._captured.argument_spec}\n  now:      {spec}"
+                "the arguments have another structure than the captured ones:\n  "
+                + "\n  ".join(differences)
             )
         flat: list[torch.Tensor] = []
         problems: list[str] = []
