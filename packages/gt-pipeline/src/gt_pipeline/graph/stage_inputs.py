@@ -14,6 +14,7 @@ from gt_pipeline.graph.slots import Slot
 from gt_pipeline.graph.stage_capture import LOST_HOOKS, StageCapture
 from gt_pipeline.runner.stage_protocol import MicrobatchInputs, Tensors
 from gt_trace import ArgumentSignature, TensorLayout, flatten_tensor
+from gt_trace.argument_structure import structure_differences
 from gt_trace.bound_inputs import BoundInputs
 from gt_trace.captured_mode import ModeGuard
 
@@ -65,6 +66,7 @@ class MicrobatchReader:
         self._takes_any_kwargs = capture.takes_any_kwargs
         self._takes_target = capture.has_target
         self._takes_inputs = self._takes_args or bool(self._kwarg_names) or self._takes_target
+        self._captured = capture.traced
         self._num_activations = len(capture.input_signature)
         self._activations = [
             (each.shape, each.dtype, f"activations[{i}]")
@@ -75,6 +77,7 @@ class MicrobatchReader:
             for each in capture.traced.arguments
             if not each.name.startswith("output_gradients[")
         ]
+        self._num_gradients = len(capture.traced.arguments) - len(arguments)
         leaves = arguments[self._num_activations :]
         # A target that is not asked for was captured as None, the last leaf.
         self._leaves = leaves if self._takes_target else leaves[:-1]
@@ -102,7 +105,7 @@ class MicrobatchReader:
         if not fits:
             self._refuse(self._activation_problems(activations))
         if self._takes_inputs:
-            flat += self._read_others(inputs)
+            flat += self._read_others(activations, inputs)
         return flat
 
     def _check_left_out(self, kwargs: Mapping[str, Any]) -> None:
@@ -117,21 +120,21 @@ class MicrobatchReader:
         if problems:
             self._refuse(problems)
 
-    def _read_others(self, inputs: MicrobatchInputs) -> list[Any]:
+    def _read_others(self, activations: Tensors, inputs: MicrobatchInputs) -> list[Any]:
         missing = [name for name in self._kwarg_names if name not in inputs.kwargs]
         if missing:
             self._refuse([f"kwargs[{name!r}] is missing" for name in missing])
         kwargs = {name: inputs.kwargs[name] for name in self._kwarg_names}
         args = inputs.args if self._takes_args else ()
-        target = (inputs.target,) if self._takes_target else ()
+        target = inputs.target if self._takes_target else None
         leaves: list[Any] = []
         try:
             # By the captured keys: a dictionary may have been filled in another order.
-            for spec, tree in zip(self._specs, (args, kwargs, *target), strict=True):
+            for spec, tree in zip(self._specs, (args, kwargs, target), strict=False):
                 leaves += spec.flatten_up_to(tree)
         except ValueError as error:
-            names = ", ".join(each.name for each in self._leaves)
-            self._refuse([f"{error} It was captured with: {names}"])
+            entering = (tuple(activations), args, kwargs, target)
+            self._refuse(self._structure_problems(entering) or [str(error)])
         if not all(map(_fits, leaves, self._leaves)):
             self._refuse(self._other_problems(leaves))
         if self._all_plain_tensors:
@@ -155,9 +158,15 @@ class MicrobatchReader:
             if tensor.shape != shape or tensor.dtype != dtype
         ]
 
+    def _structure_problems(self, entering: tuple[Any, ...]) -> list[str]:
+        gradients = (None,) * self._num_gradients  # arrive later, and are checked there
+        leaves, spec = pytree.tree_flatten(((*entering, gradients), {}))
+        captured = self._captured
+        return structure_differences(captured.argument_spec, captured.arguments, spec, leaves)
+
     def _other_problems(self, leaves: list[Any]) -> list[str]:
         return [
-            f"{signature.name}: {_describe(leaf)}, captured as {signature.describe()}"
+            f"{signature.name}: {_describe(leaf)}, {_describe_captured(leaf, signature)}"
             for leaf, signature in zip(leaves, self._leaves, strict=True)
             if not _fits(leaf, signature)
         ]
@@ -211,8 +220,17 @@ def _has_layout(leaf: Tensor, layout: TensorLayout | None) -> bool:
     return flatten_tensor(leaf)[1] == layout
 
 
+def _describe_captured(leaf: Any, signature: ArgumentSignature) -> str:
+    if isinstance(leaf, int | float) and isinstance(signature.constant, int | float):
+        hint = "give a tensor if microbatches differ in it"
+        return f"captured with the constant {signature.constant!r}; {hint}"
+    return f"captured as {signature.describe()}"
+
+
 def _describe(leaf: Any) -> str:
-    if not isinstance(leaf, Tensor):
+    if isinstance(leaf, bool | int | float | complex | str | None):
         return repr(leaf)
+    if not isinstance(leaf, Tensor):
+        return f"a {type(leaf).__name__}"
     kind = "" if type(leaf) in (torch.Tensor, nn.Parameter) else f"{type(leaf).__name__} "
     return f"{kind}{leaf.dtype} {list(leaf.shape)}"
