@@ -248,11 +248,21 @@ def inlined_compilation() -> Iterator[None]:
 
     Of models that compile a part of themselves, as FlexAttention, the graph then has what that part
     does; ``make_fx`` refuses them otherwise, and no public setting tells it not to. FlexAttention
-    complains of not being compiled, which says nothing of the graph that is made.
+    complains of not being compiled, which says nothing of the graph that is made; and it has Dynamo
+    read its functions all the same. Left alone, Dynamo makes symbolic what was another size or
+    number at an earlier call, and the graph would depend on what was captured before.
     """
     import torch._dynamo
 
-    with warnings.catch_warnings(), torch._dynamo.config.patch(error_on_nested_fx_trace=False):
+    settings = torch._dynamo.config.patch(
+        error_on_nested_fx_trace=False,
+        automatic_dynamic_shapes=False,
+        assume_static_by_default=True,
+        specialize_float=True,
+    )
+    # A stance of the caller's, as to run all eagerly, would keep Dynamo from reading those
+    # functions: what they close over would be frozen into the graph.
+    with warnings.catch_warnings(), settings, torch.compiler.set_stance("default"):
         warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
         yield
 

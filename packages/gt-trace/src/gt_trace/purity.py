@@ -63,9 +63,22 @@ def refuse_constants(graph_module: GraphModule) -> None:
     Raises:
         ConstantCapturedError: lists every such tensor.
     """
+    problems = _constants(graph_module)
+    if problems:
+        raise ConstantCapturedError(
+            "tensors that are neither state nor argument of the step would be frozen into the "
+            "graph; register them as buffers, pass them as arguments, or give "
+            "constants='allow':\n  " + "\n  ".join(problems)
+        )
+
+
+def _constants(graph_module: GraphModule) -> list[str]:
+    """Those of a graph, and of the graphs that its operators take, as FlexAttention's masks."""
     problems: list[str] = []
     for node in graph_module.graph.find_nodes(op="get_attr"):
         value = getattr(graph_module, str(node.target), None)
+        if isinstance(value, GraphModule):
+            problems += [f"{each}, in {node.target}" for each in _constants(value)]
         if not isinstance(value, torch.Tensor):
             continue
         if all(user.target is torch.ops.aten.lift_fresh_copy.default for user in node.users):
@@ -74,9 +87,4 @@ def refuse_constants(graph_module: GraphModule) -> None:
         where = (user.meta.get("stack_trace") or "").strip().splitlines()
         at = f", first read at {where[-1].strip()!r}" if where else ""
         problems.append(f"{value.dtype} {list(value.shape)}{at}")
-    if problems:
-        raise ConstantCapturedError(
-            "tensors that are neither state nor argument of the step would be frozen into the "
-            "graph; register them as buffers, pass them as arguments, or give "
-            "constants='allow':\n  " + "\n  ".join(problems)
-        )
+    return problems

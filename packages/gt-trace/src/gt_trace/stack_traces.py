@@ -3,7 +3,9 @@
 ``make_fx`` symbolises, filters and formats the whole Python stack for every node, a fifth of the
 time of a capture. Nearly all of a stack is the machinery of PyTorch, and few of the parts that are
 kept are distinct: here the kept frames of a stack are found by their code objects, and texts are
-looked up by them. The texts are those of ``make_fx``, character by character.
+looked up by them. The texts are those of ``make_fx``, character by character, but for frames of
+code that a nested ``torch.compile`` generated (FlexAttention): their names are numbers that count
+up in the process, so that equal layers would have unequal traces.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ from torch.fx import Node
 from gt_trace._torch_internals import get_proxy_mode
 
 __all__ = ["memoised_stack_traces"]
+
+_GENERATED = "<eval_with_key>"
 
 
 @contextmanager
@@ -71,7 +75,9 @@ class _Texts:
             code = frame.f_code
             is_kept = known.get(code)
             if is_kept is None:
-                is_kept = known[code] = bool(self._keep(_summary([(code, frame.f_lineno)])))
+                is_kept = known[code] = not code.co_filename.startswith(_GENERATED) and bool(
+                    self._keep(_summary([(code, frame.f_lineno)]))
+                )
             if is_kept:
                 kept.append((code, frame.f_lineno))
             frame = frame.f_back

@@ -11,7 +11,6 @@ from stamp_models import VOCABULARY, WIDTH, Block, Toy, differences, stamp, step
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
-from torch.nn.attention.flex_attention import flex_attention
 
 from gt_trace._torch_internals import DTensorSpec
 from gt_trace.errors import CaptureError
@@ -271,31 +270,3 @@ def test_gradient_hook_on_a_layer_that_is_not_traced_is_refused() -> None:
     model.layers[3].up.weight.register_hook(lambda gradient: 2 * gradient)
     with pytest.raises(CaptureError, match=r"parameter layers\.3\.up\.weight has a hook"):
         stamp(model)
-
-
-class Attending(nn.Module):
-    """A layer whose attention takes a function."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.project = nn.Linear(16, 16).requires_grad_(requires_grad=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        heads = self.project(x).view(1, 2, 8, 16)
-        return x + flex_attention(heads, heads, heads).view(16, 16)
-
-
-def test_operator_with_a_graph_of_its_own_is_refused() -> None:
-    layers = nn.ModuleList(Attending() for _ in range(6))
-
-    def step(x: Tensor) -> Tensor:
-        for layer in layers:
-            x = layer(x)
-        return x.sum()
-
-    captured = trace_step_by_stamping(step, module=nn.ModuleDict({"layers": layers}))(
-        torch.rand(16, 16)
-    )
-    assert captured.report.refusal == (
-        "flex_attention has a graph of its own, which is not stamped"
-    )

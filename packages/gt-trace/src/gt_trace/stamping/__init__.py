@@ -17,6 +17,7 @@ module                      what it is
 ``references``              gate 3: what do two layers both mean by what they read?
 ``templates``               what two layers agree on, as a value for any layer
 ``node_templates``          the same of a whole node
+``subgraphs``               graphs that operators of a layer take
 ``numbering``               names and autograd numbers
 ``unit_symbols``            sizes known at run time only, for each layer its own
 ``fake_values``             fake tensors, and the memory that they share

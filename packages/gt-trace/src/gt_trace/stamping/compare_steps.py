@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from operator import attrgetter
 from typing import Any
 
 import torch
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
-from gt_trace._torch_internals import OpOverload, storage_key
+from gt_trace._torch_internals import HigherOrderOperator, OpOverload, storage_key
+from gt_trace.stamping.subgraphs import subgraph_difference
 from gt_trace.traced_step import TracedStep
 
 __all__ = ["step_differences"]
@@ -116,6 +118,23 @@ class _GraphComparison:
         for key in node.meta.keys() - _SEEN_APART:
             one, two = node.meta[key], other.meta.get(key)
             check(key, _same_constant(one, two), f"{one!r} and {two!r}")
+        if node.op == "get_attr" and other.op == "get_attr":
+            roots = node.graph.owning_module, other.graph.owning_module
+            held, others = (attrgetter(str(node.target))(root) for root in roots)
+            problems += self._attributes(held, others)
+        return problems
+
+    def _attributes(self, ours: Any, theirs: Any) -> list[tuple[str, str]]:
+        if not isinstance(ours, GraphModule) or not isinstance(theirs, GraphModule):
+            return [] if ours is theirs else [("attributes", f"{ours} and {theirs}")]
+        difference = subgraph_difference(ours, theirs)
+        if difference is not None:
+            return [("subgraphs", difference)]
+        problems: list[tuple[str, str]] = []
+        for node, other in zip(ours.graph.nodes, theirs.graph.nodes, strict=True):
+            held = [n.meta.get("custom") for n in (node, other)]
+            if held[0] != held[1]:
+                problems.append(("annotations in subgraphs", f"{held[0]} and {held[1]}"))
         return problems
 
     def _operands(self, ours: Any, theirs: Any) -> bool:
@@ -173,7 +192,7 @@ class _GraphComparison:
 
 
 def _same_constant(ours: Any, theirs: Any) -> bool:
-    if isinstance(ours, OpOverload):
+    if isinstance(ours, OpOverload | HigherOrderOperator):
         # An operator is copied for each node, and a copy is not equal to it.
         return str(ours) == str(theirs)
     return type(ours) is type(theirs) and bool(ours == theirs)

@@ -25,7 +25,7 @@ from gt_trace._torch_internals import DTensorSpec, tensor_hooks
 from gt_trace.stamping.layer_list import LayerList
 from gt_trace.subclass_layout import flatten_tensor
 
-__all__ = ["LayerComparison", "layer_difference"]
+__all__ = ["LayerComparison", "cell_contents", "layer_difference"]
 
 _HEAP_TYPE = 1 << 9
 """Py_TPFLAGS_HEAPTYPE: classes that Python statements made have it."""
@@ -180,7 +180,7 @@ class LayerComparison:
         if isinstance(ours, types.FunctionType):
             return self._function(path, ours, theirs)
         if isinstance(ours, types.CellType):
-            return self.value(path, _cell(ours), _cell(theirs))
+            return self.value(path, cell_contents(ours), cell_contents(theirs))
         if _is_plain_python(type(ours)):
             return self._mapping(path, _state(ours), _state(theirs))
         return self._unknown(path, ours)
@@ -329,7 +329,8 @@ def _tensor_state(tensor: torch.Tensor) -> dict[str, Any]:
     return {name: value for name, value in held.items() if name not in own}
 
 
-def _cell(cell: types.CellType) -> Any:
+def cell_contents(cell: types.CellType) -> Any:
+    """What a cell of a closure holds; None before anything was put in it."""
     try:
         return cell.cell_contents
     except ValueError:

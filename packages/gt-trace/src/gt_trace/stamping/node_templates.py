@@ -5,18 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
-from gt_trace._torch_internals import OpOverload
+from gt_trace._torch_internals import HigherOrderOperator, OpOverload
 from gt_trace.stamping.fake_values import StoragePlan, ValueMaker
 from gt_trace.stamping.layer_list import LayerList
 from gt_trace.stamping.references import Reference, ReferenceFinder
 from gt_trace.stamping.refusal import NotStampable
 from gt_trace.stamping.short_graph import ShortGraph
+from gt_trace.stamping.subgraphs import require_like_subgraphs
 from gt_trace.stamping.templates import Template, TemplateMaker
 
 __all__ = ["NodeTemplate", "NodeTemplates"]
 
+_OPERATORS = (OpOverload, HigherOrderOperator)
 _VALUES = ("val", "eager_input_vals")
 _MADE_ANEW = frozenset({*_VALUES, "custom", "seq_nr", "tensor_meta", "unbacked_bindings"})
 
@@ -50,6 +52,7 @@ class NodeTemplates:
     """
 
     def __init__(self, short: ShortGraph, layers: LayerList, values: ValueMaker) -> None:
+        self._short = short
         self._finder = ReferenceFinder(short, layers)
         self._values = values
         self._known_annotations: dict[tuple[str, str, str], Template] = {}
@@ -62,9 +65,9 @@ class NodeTemplates:
             NotStampable: they differ, or what they share is ambiguous.
         """
         where = f"{ours.name} and {theirs.name}"
-        if ours.op != "call_function" or theirs.op != "call_function":
-            raise NotStampable(f"{where}: a tensor literal or subgraph inside of a layer")
-        if ours.target is not theirs.target:
+        if ours.op == "get_attr" and theirs.op == "get_attr":
+            self._check_attributes(ours, theirs, where)
+        elif ours.op != "call_function" or ours.target is not theirs.target:
             raise NotStampable(f"{where}: {ours.target} and {theirs.target}")
         if ours.meta.keys() != theirs.meta.keys():
             raise NotStampable(f"{where}: other kinds of metadata")
@@ -96,6 +99,21 @@ class NodeTemplates:
         maker = TemplateMaker(self.maker.layers, self.maker.plan, self._meant_by_output)
         return maker.make(ours, theirs, where)
 
+    def _check_attributes(self, ours: Node, theirs: Node, where: str) -> None:
+        short = self._short
+        held, other = short.attribute(ours), short.attribute(theirs)
+        if not isinstance(held, GraphModule) or not isinstance(other, GraphModule):
+            raise NotStampable(f"{where}: a tensor literal inside of a layer")
+        if (ours.name, theirs.name) != (ours.target, theirs.target):
+            raise NotStampable(f"{where}: named otherwise than {ours.target} and {theirs.target}")
+        require_like_subgraphs(
+            held,
+            other,
+            layers=self.maker.layers,
+            distance=(short.plan.last - short.plan.first) * short.plan.period,
+            where=where,
+        )
+
     def _annotations(
         self, ours: Node, theirs: Node, where: str
     ) -> tuple[tuple[str, Template], ...]:
@@ -123,8 +141,8 @@ def _require_constant(ours: Any, theirs: Any, where: str) -> None:
     same = ours is theirs or (
         type(ours) is type(theirs)
         # An operator is copied for each node, and a copy is not equal to it.
-        and (str(ours) == str(theirs) if isinstance(ours, OpOverload) else ours == theirs)
-        and isinstance(ours, str | int | float | OpOverload)
+        and (str(ours) == str(theirs) if isinstance(ours, _OPERATORS) else ours == theirs)
+        and isinstance(ours, (str, int, float, *_OPERATORS))
     )
     if not same:
         raise NotStampable(f"{where}: {ours!r} and {theirs!r}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.fx import Node
 
@@ -11,16 +11,34 @@ from gt_trace.node_metadata import is_backward, sequence_number
 from gt_trace.stamping.refusal import NotStampable
 from gt_trace.stamping.short_graph import ShortGraph, is_accumulation
 
-__all__ = ["Names", "Numbers", "split_name"]
+__all__ = ["Names", "Numbers"]
 
 _NAME = re.compile(r"^(.*?)(?:_(\d+))?$")
+_ATTRIBUTE = re.compile(r"^(.*?)(\d+)$")
 
 
-def split_name(name: str) -> tuple[str, int]:
-    """``view_7`` as ("view", 7); ``view`` as ("view", 0)."""
-    found = _NAME.match(name)
+class NameBase(NamedTuple):
+    """What names of one kind have in common: all but the index."""
+
+    text: str
+    is_attribute: bool = False
+    """Subgraphs are named ``sdpa_mask0``, ``sdpa_mask1``; results ``view``, ``view_1``."""
+
+    def at(self, index: int) -> str:
+        """The name with that index."""
+        if self.is_attribute:
+            return f"{self.text}{index}"
+        return f"{self.text}_{index}" if index else self.text
+
+
+def _split_name(node: Node) -> tuple[NameBase, int]:
+    """``view_7`` as base and index 7, ``view`` as the same base and index 0."""
+    found = _ATTRIBUTE.match(node.name) if node.op == "get_attr" else None
+    if found is not None:
+        return NameBase(found[1], is_attribute=True), int(found[2])
+    found = _NAME.match(node.name)
     assert found is not None
-    return found[1], int(found[2] or 0)
+    return NameBase(found[1]), int(found[2] or 0)
 
 
 class Names:
@@ -39,28 +57,28 @@ class Names:
 
     def in_forward(self, node: Node, unit: int) -> str:
         """The name in ``unit``, of a node of the first interior unit's forward."""
-        base, index = split_name(node.name)
-        return _joined(base, index + (unit - self._plan.first) * self._forward[base])
+        base, index = _split_name(node)
+        return base.at(index + (unit - self._plan.first) * self._forward[base])
 
     def in_backward(self, node: Node, unit: int) -> str:
         """The name in ``unit``, of a node of the last interior unit's backward."""
-        base, index = split_name(node.name)
+        base, index = _split_name(node)
         index += self._plan.num_stamped * self._forward.get(base, 0)
-        return _joined(base, index + (self._plan.last - unit) * self._backward[base])
+        return base.at(index + (self._plan.last - unit) * self._backward[base])
 
     def in_centre(self, node: Node) -> str:
         """The name of a node between the forwards of the interior and their backwards."""
-        base, index = split_name(node.name)
-        return _joined(base, index + self._plan.num_stamped * self._forward.get(base, 0))
+        base, index = _split_name(node)
+        return base.at(index + self._plan.num_stamped * self._forward.get(base, 0))
 
     def in_tail(self, node: Node) -> str:
         """The name of a node after the backwards of the interior."""
-        base, index = split_name(node.name)
+        base, index = _split_name(node)
         per_unit = self._forward.get(base, 0) + self._backward.get(base, 0)
-        return _joined(base, index + self._plan.num_stamped * per_unit)
+        return base.at(index + self._plan.num_stamped * per_unit)
 
 
-def _strides(short: ShortGraph, positions: range, distance: int) -> dict[str, int]:
+def _strides(short: ShortGraph, positions: range, distance: int) -> dict[NameBase, int]:
     """How much the index of each operator's names grows from one unit to the next.
 
     Args:
@@ -68,19 +86,15 @@ def _strides(short: ShortGraph, positions: range, distance: int) -> dict[str, in
         positions: of the first interior unit.
         distance: to the same node of the last one; the backward runs the other way.
     """
-    strides: dict[str, int] = {}
+    strides: dict[NameBase, int] = {}
     for position in positions:
         ours, theirs = short.body[position], short.body[position + distance]
-        base, index = split_name(ours.name)
-        other_base, other_index = split_name(theirs.name)
+        base, index = _split_name(ours)
+        other_base, other_index = _split_name(theirs)
         stride = (other_index - index) * (1 if distance > 0 else -1)
         if base != other_base or strides.setdefault(base, stride) != stride:
             raise NotStampable(f"{ours.name} and {theirs.name} are not named alike")
     return strides
-
-
-def _joined(base: str, index: int) -> str:
-    return f"{base}_{index}" if index else base
 
 
 class Numbers:

@@ -10,6 +10,7 @@ stand-in, by which the outputs of the step are recognised as gradients.
 from __future__ import annotations
 
 import re
+import types
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 import torch.fx.traceback as fx_traceback
 from torch import nn
+from torch.fx import GraphModule
 from torch.overrides import TorchFunctionMode
 
 from gt_trace._torch_internals import (
@@ -27,12 +29,14 @@ from gt_trace._torch_internals import (
     TorchDispatchMode,
     asked_device,
     custom_function,
+    is_flex_attention,
     is_traceable_wrapper_subclass,
     pytree,
     saved_tensor_hooks,
 )
 from gt_trace.stamping.fake_values import tensors_in
 from gt_trace.stamping.known_operators import KnownOperators
+from gt_trace.stamping.layer_difference import cell_contents
 from gt_trace.stamping.layer_list import LayerList
 from gt_trace.stamping.recordings import (
     BEFORE,
@@ -178,6 +182,20 @@ class _Recorder:
             if id(leaf) not in self._origins:
                 self.register(leaf, Origin(self.current, (place, index)))
 
+    def flex_attention(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Record FlexAttention as one operator, whatever it does with its functions.
+
+        Its backward is PyTorch's, and differentiates them; they are recorded by what they are.
+        """
+        self.operator(func, args, kwargs)
+        self.paused = True
+        try:
+            result = func(*args, **kwargs)
+        finally:
+            self.paused = False
+        self.result(result)
+        return result
+
     def entry_hook(self, index: int) -> Callable[..., None]:
         """The hook that begins a layer's segment."""
 
@@ -255,6 +273,8 @@ class _Recorder:
             return tuple(self._settled(each, segment) for each in value)
         if type(value) is dict:
             return {key: self._settled(each, segment) for key, each in value.items()}
+        if isinstance(value, types.FunctionType | GraphModule):
+            return self._code(value, segment)
         return value
 
     def _origins_of_leaf(self, node: Any) -> None:
@@ -279,7 +299,25 @@ class _Recorder:
             return tuple(self._code(each, segment) for each in value)
         if isinstance(value, dict):
             return tuple((key, self._code(each, segment)) for key, each in value.items())
+        if isinstance(value, types.FunctionType):
+            return self._function(value, segment)
+        if isinstance(value, GraphModule):
+            return ("graph", value.code)
         return ("object", self.vocabulary.identity(value))
+
+    def _function(self, function: types.FunctionType, segment: Segment) -> Any:
+        """A function by its code and all that it closes over; no two calls make the same one."""
+        held = [cell_contents(cell) for cell in function.__closure__ or ()]
+        own = (function.__defaults__, function.__kwdefaults__, function.__dict__)
+        if any(each is function for each in held):
+            return ("object", self.vocabulary.identity(function))
+        return (
+            "function",
+            self.vocabulary.identity(function.__code__),
+            self.vocabulary.identity(function.__globals__),
+            self._code(held, segment),
+            self._code(own, segment),
+        )
 
     def _signature(self, tensor: torch.Tensor, segment: Segment) -> Any:
         """All that an operator can see of a tensor, but for values."""
@@ -335,7 +373,7 @@ class _OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if isinstance(func, HigherOrderOperator):
+        if isinstance(func, HigherOrderOperator) and not self._recorder.paused:
             name: str = func.name()  # type: ignore[no-untyped-call]  # torch's
             raise NotStampable(f"{name} has a graph of its own, which is not stamped")
         device = asked_device(func, args)
@@ -367,6 +405,10 @@ class _GradientStandIns(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if self._recorder.paused:
+            return func(*args, **(kwargs or {}))
+        if is_flex_attention(func):
+            return self._recorder.flex_attention(func, args, kwargs or {})
         if func is torch.autograd.grad:
             outputs, inputs = args[0], args[1]
             self._recorder.close(_tensors(outputs))

@@ -12,9 +12,10 @@ The body of the graph, in order::
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 from gt_trace.graph_inputs import GraphInput
 from gt_trace.node_metadata import is_backward, sequence_number
@@ -39,6 +40,9 @@ class ShortGraph:
 
     inputs: dict[Node, GraphInput]
     output: Node
+    root: GraphModule
+    """Holds what ``get_attr`` nodes read."""
+
     first_forward: int
     last_forward: int
     centre: int
@@ -62,6 +66,10 @@ class ShortGraph:
     def backward_length(self) -> int:
         """Nodes of one unit's backward."""
         return self.first_backward - self.last_backward
+
+    def attribute(self, node: Node) -> Any:
+        """What a ``get_attr`` node reads."""
+        return attrgetter(str(node.target))(self.root)
 
     @property
     def number_stride(self) -> int:
@@ -97,6 +105,7 @@ def cut_graph(step: TracedStep, plan: LayerPlan, marks: TraceMarks) -> ShortGrap
         positions=positions,
         inputs=dict(zip(placeholders, step.inputs, strict=True)),
         output=nodes[-1],
+        root=step.graph_module,
         first_forward=begins[0],
         last_forward=begins[1],
         centre=begins[2],

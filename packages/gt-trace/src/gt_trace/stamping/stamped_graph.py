@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from gt_trace.graph_inputs import GraphInput
@@ -29,6 +29,7 @@ from gt_trace.stamping.numbering import Names, Numbers
 from gt_trace.stamping.references import Reference
 from gt_trace.stamping.refusal import NotStampable, ReachesTooFar
 from gt_trace.stamping.short_graph import ShortGraph
+from gt_trace.stamping.subgraphs import copy_subgraph
 from gt_trace.stamping.templates import Template
 from gt_trace.stamping.unit_symbols import UnitSymbols, symbols_bound_by
 
@@ -86,6 +87,8 @@ class StampedGraph:
         self._body: list[Node] = []
         self._placeholders: dict[InputKey, Node] = {}
         self.graph = Graph()
+        self.attributes: dict[str, Any] = {}
+        """What its ``get_attr`` nodes read, by target."""
 
     def build(self, outputs: Sequence[Any]) -> Graph:
         """Make the graph.
@@ -200,9 +203,14 @@ class StampedGraph:
             self._placeholders[given.name, given.leaf] = node
 
     def _take(self, node: Node, name: str, number: int) -> None:
+        target = node.target
+        if node.op == "get_attr":
+            held = self._short.attribute(node)
+            target = name if isinstance(held, GraphModule) else str(target)
+            self.attributes[target] = held
         made = self.graph.create_node(
             node.op,
-            node.target,
+            target,
             map_arg(node.args, self._kept_node),
             map_arg(node.kwargs, self._kept_node),
             name=name,
@@ -276,15 +284,29 @@ class StampedGraph:
             if is_forward
             else self._names.in_backward(template.theirs, unit)
         )
+        target = template.ours.target
+        if template.ours.op == "get_attr":
+            target = name
+            self.attributes[name] = self._subgraph(template, unit)
         node = self.graph.create_node(
-            "call_function",
-            template.ours.target,
+            template.ours.op,
+            target,
             maker.value(template.args, unit, resolve),
             maker.value(template.kwargs, unit, resolve),
             name=name,
         )
         self._body.append(node)
         return node
+
+    def _subgraph(self, template: NodeTemplate, unit: int) -> GraphModule:
+        """The traced one of a unit that was traced, or a copy."""
+        plan, short = self._plan, self._short
+        traced = template.theirs if unit == plan.last else template.ours
+        held: GraphModule = short.attribute(traced)
+        if unit in (plan.first, plan.last):
+            return held
+        distance = (unit - plan.first) * plan.period
+        return copy_subgraph(held, layers=self._layers, distance=distance)
 
     def _number(self, template: NodeTemplate, unit: int, *, is_forward: bool) -> int:
         if is_forward:

@@ -80,7 +80,9 @@ def stamped_step(
     return replace(
         short,
         # Whoever runs passes changes the graph, and code for it as it is would be made in vain.
-        graph_module=lazy_graph_module(short.graph_module, graph),
+        graph_module=lazy_graph_module(
+            builder.attributes, graph, type(short.graph_module).__name__
+        ),
         inputs=inputs,
         example_inputs=tuple(examples),
         state=tuple(slot.entry for slot in flat.slots),

@@ -16,7 +16,7 @@ from gt_trace.stamping.layer_plan import LayerPlan
 from gt_trace.stamping.references import Reference
 from gt_trace.stamping.refusal import NotStampable
 
-__all__ = ["Constant", "Template", "TemplateMaker", "shifted_text"]
+__all__ = ["Constant", "Template", "TemplateMaker", "shifted_text", "shifted_value"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +63,17 @@ def shifted_text(text: str, layers: LayerList, distance: int) -> str:
     if layers.fqn not in text:
         return text
     return layers.pattern().sub(lambda found: f"{layers.fqn}.{int(found[1]) + distance}", text)
+
+
+def shifted_value(value: Any, layers: LayerList, distance: int) -> Any:
+    """As ``shifted_text``, of all texts in a container; anything else is taken over."""
+    if isinstance(value, str):
+        return shifted_text(value, layers, distance)
+    if isinstance(value, Mapping):
+        return {key: shifted_value(each, layers, distance) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(shifted_value(each, layers, distance) for each in value)
+    return value
 
 
 class TemplateMaker:

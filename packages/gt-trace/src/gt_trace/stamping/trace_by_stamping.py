@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -326,9 +326,15 @@ class _Stamper:
         vocabulary: Vocabulary,
     ) -> Recording:
         """Run the step without making a graph."""
-        mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+        shape_env = ShapeEnv()
+        mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=shape_env)
         fakes = flat.fake(mode, self._meta_device)
-        with tracing_contexts(mode, None):
+        with ExitStack() as stack:
+            stack.enter_context(tracing_contexts(mode, None))
+            # What compiles itself runs as written, as in the trace.
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+            # No graph is made that would have to say where sizes known at run time come from.
+            stack.enter_context(shape_env.ignore_fresh_unbacked_symbols())
             state, inputs = flat.rebuild(fakes)
             for preparer in self._preparers:
                 inputs = preparer.inside_trace(inputs)
