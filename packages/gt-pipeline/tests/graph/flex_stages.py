@@ -1,0 +1,220 @@
+"""Stages that compile FlexAttention and take a mask with every batch, as torchtitan's models do.
+
+FlexAttention refuses CPU tensors that require a gradient; nothing else keeps its dense
+implementation from training there. Without that refusal eager execution and captured graphs run
+the same code, and can be compared to the bit. Workers import this module by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.attention.flex_attention as flex
+from stage_models import squared_error
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block_mask
+
+from gt_pipeline.graph import GraphPipelineStage
+from gt_pipeline.runner import GraphPPRunner, MicrobatchInputs, StepResult
+from gt_pipeline.runner.microbatches import MicrobatchDims, split_microbatches
+from gt_pipeline.schedules import Schedule, schedule_of
+from gt_trace.simple_fsdp import gathered, shard
+
+WIDTH, LENGTH, BLOCK = 16, 64, 32
+NUM_MICROBATCHES, MICROBATCH_SIZE = 4, 2
+
+_compiled = torch.compile(flex.flex_attention)
+
+
+@contextmanager
+def training_on_cpu() -> Iterator[None]:
+    """Without the refusal."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flex, "_validate_device", lambda *_: None)
+        yield
+
+
+class Attention(nn.Module):
+    """Residual self-attention of two heads; x is (B, L, WIDTH)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
+        self.out = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor, *, mask: BlockMask) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+        attended = _compiled(q, k, v, block_mask=mask)
+        return x + self.out(attended.transpose(1, 2).flatten(2))
+
+
+def modules(num_stages: int) -> list[Attention]:
+    """One for each stage, the same in every process."""
+    torch.manual_seed(0)
+    return [Attention() for _ in range(num_stages)]
+
+
+def causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return q >= k
+
+
+def mask_of(documents: Tensor) -> BlockMask:
+    """Causal within documents; (B, LENGTH) numbers of documents."""
+
+    def same(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return documents[b, q] == documents[b, k]
+
+    shape = (len(documents), None, LENGTH, LENGTH)
+    return create_block_mask(and_masks(causal, same), *shape, device="cpu", BLOCK_SIZE=BLOCK)
+
+
+def batch(seed: int, num_microbatches: int = NUM_MICROBATCHES) -> tuple[Tensor, Tensor, Tensor]:
+    """Activations, targets, and documents, of all microbatches."""
+    generator = torch.Generator().manual_seed(seed)
+    num_samples = num_microbatches * MICROBATCH_SIZE
+    shape = (num_samples, LENGTH, WIDTH)
+    starts = torch.rand(num_samples, LENGTH, generator=generator) < 0.1
+    x, target = (torch.randn(shape, generator=generator) for _ in range(2))
+    return x, target, starts.int().cumsum(1)
+
+
+def first_microbatch(num_microbatches: int = NUM_MICROBATCHES) -> MicrobatchInputs:
+    """Of batch 0, split as the runner does."""
+    x, target, documents = batch(0, num_microbatches)
+    return split_microbatches(
+        (x,),
+        {"mask": mask_of(documents)},
+        target,
+        num_microbatches=num_microbatches,
+        dims=MicrobatchDims(),
+    )[0]
+
+
+def captured(
+    parts: Sequence[nn.Module],
+    indices: Sequence[int],
+    num_microbatches: int = NUM_MICROBATCHES,
+) -> list[GraphPipelineStage]:
+    """Some stages of all, captured."""
+    inputs = first_microbatch(num_microbatches)
+    stages: list[GraphPipelineStage] = []
+    for index in indices:
+        stages.append(
+            GraphPipelineStage(
+                parts[index],
+                stage_index=index,
+                num_stages=len(parts),
+                activations=() if index == 0 else (inputs.args[0].clone().requires_grad_(),),
+                inputs=inputs,
+                loss_fn=squared_error if index == len(parts) - 1 else None,
+                fake_mode=stages[0].fake_mode if stages else None,
+            )
+        )
+    return stages
+
+
+def step(
+    stages: Sequence[GraphPipelineStage], schedule: Schedule, seed: int
+) -> tuple[StepResult, StepResult]:
+    """What evaluation and a training step of one batch return; its mask is given whole."""
+    x, target, documents = batch(seed, schedule.num_microbatches)
+    mask = mask_of(documents)
+    with GraphPPRunner(stages, schedule) as runner:
+        evaluated = runner.eval(x, mask=mask, target=target)
+        return evaluated, runner.step(x, mask=mask, target=target)
+
+
+def eager_losses(
+    parts: Sequence[nn.Module], seed: int, num_microbatches: int = NUM_MICROBATCHES
+) -> list[Tensor]:
+    """Of each microbatch, under a mask made for its own samples."""
+    losses = []
+    parts_of_batch = (each.split(MICROBATCH_SIZE) for each in batch(seed, num_microbatches))
+    for x, target, documents in zip(*parts_of_batch, strict=True):
+        mask = mask_of(documents)
+        for part in parts:
+            x = part(x, mask=mask)
+        losses.append(squared_error(x, target))
+    return losses
+
+
+def train_eagerly(parts: Sequence[nn.Module], seed: int) -> list[Tensor]:
+    """Adds gradients of the mean of the losses, one microbatch after the other."""
+    with torch.compiler.set_stance("force_eager"):
+        losses = eager_losses(parts, seed)
+    for loss in losses:
+        loss.backward(torch.tensor(1 / NUM_MICROBATCHES))
+    return [loss.detach() for loss in losses]
+
+
+def taken_gradients(parts: Sequence[nn.Module]) -> list[Tensor]:
+    """Gradients, which are reset."""
+    found = []
+    for part in parts:
+        for parameter in part.parameters():
+            assert parameter.grad is not None
+            found.append(parameter.grad)
+            parameter.grad = None
+    return found
+
+
+# ---- several ranks ------------------------------------------------------------------------------
+
+
+def train_pipeline(name: str) -> list[str]:
+    """Two stages a rank; what differs in any bit from one eager process."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    schedule = schedule_of(
+        name, num_ranks=size, num_stages=2 * size, num_microbatches=NUM_MICROBATCHES
+    )
+    parts = modules(2 * size)
+    with training_on_cpu():
+        indices = schedule.stages_of_rank(rank)
+        stages = captured(parts, indices)
+        evaluated, trained = step(stages, schedule, 1)
+        mine = [parts[index] for index in indices]
+        gradients = taken_gradients(mine)
+        expected = train_eagerly(parts, 1)
+    wanted = taken_gradients(mine)
+    differing = [
+        title
+        for title, result in (("evaluated", evaluated), ("trained", trained))
+        if result.losses and not torch.equal(torch.stack(result.losses), torch.stack(expected))
+    ]
+    pairs = zip(gradients, wanted, strict=True)
+    differing += [f"gradient {i}" for i, (a, b) in enumerate(pairs) if not torch.equal(a, b)]
+    return differing if trained.losses or len(gradients) == 4 else ["nothing was trained"]
+
+
+def train_sharded() -> list[str]:
+    """A stage under FSDP; what differs from eager with the same point of reduction."""
+    (module,) = modules(1)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("fsdp",))
+    shard(module, mesh, mode="shard")
+    seed = dist.get_rank()
+    schedule = schedule_of("GPipe", num_ranks=1, num_stages=1, num_microbatches=2)
+    with training_on_cpu():
+        stages = captured([module], [0], 2)
+        _, trained = step(stages, schedule, seed)
+        gradients = taken_gradients([module])
+        with gathered(module), torch.compiler.set_stance("force_eager"):
+            expected = eager_losses([module], seed, 2)
+        torch.autograd.backward(expected, [torch.tensor(1 / 2)] * 2)
+    pairs = zip(gradients, taken_gradients([module]), strict=True)
+    differing = [
+        f"gradient {i}" for i, (a, b) in enumerate(pairs) if not torch.equal(_local(a), _local(b))
+    ]
+    if not torch.equal(torch.stack(trained.losses), torch.stack(expected)):
+        differing.append("losses")
+    return differing
+
+
+def _local(tensor: Tensor) -> Tensor:
+    assert isinstance(tensor, DTensor)
+    return tensor.to_local()
