@@ -15,10 +15,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.attention.flex_attention import BlockMask
 from torchtitan.components.loss import ChunkedLossWrapper
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
+from torchtitan.models.common.attention import FlexAttention
 from torchtitan.tools import utils as titan_utils
 
 from gt_trainer.captured_step import LossFunction
@@ -120,6 +122,22 @@ def _example_inputs(config: GraphTrainer.Config, model: nn.Module) -> tuple[Any,
     positions = torch.arange(shape[1], device=device).expand(shape).contiguous()
     extra: dict[str, Any] = {"positions": positions}
     mask = attention_mask_for(model.config, positions)
+    if mask is None:
+        mask = _block_mask_for(model, positions)
     if mask is not None:
         extra["attention_masks"] = mask
     return tokens, tokens.clone(), torch.tensor(tokens.numel(), device=device), extra
+
+
+def _block_mask_for(model: Any, positions: torch.Tensor) -> BlockMask | None:
+    """The mask of one document a sample where ``model`` attends with FlexAttention; else None.
+
+    On meta, for a capture reads its shapes and functions only; and without the compilation of what
+    makes it, which would take longer than the capture.
+    """
+    attention = getattr(model.config, "first_attention", None)
+    if not isinstance(getattr(attention, "inner_attention", None), FlexAttention.Config):
+        return None
+    with torch.compiler.set_stance("force_eager"):
+        mask: BlockMask = model.get_attention_masks(positions.to("meta"))
+    return mask

@@ -39,7 +39,7 @@ from gt_passes.ep_overlap.rule_calls import (
 )
 from gt_passes.operator_effects import draws_random_numbers
 
-__all__ = ["find_rule", "outcome_by_contract"]
+__all__ = ["Dims", "find_rule", "follow", "outcome_by_contract"]
 
 aten: Any = torch.ops.aten
 
@@ -70,7 +70,7 @@ Dims = Sequence[object]
 """A name for each dimension of a tensor; None for one whose elements the operator mixes."""
 
 
-def _follow(
+def follow(
     call: Call,
     operands: Iterable[tuple[Node, Dims]],
     results: Sequence[Dims],
@@ -181,7 +181,7 @@ def _aligned(call: Call, rank: int) -> list[tuple[Node, Dims]]:
 @rule(*_operators("floor_divide.default fill.Scalar"))
 def _pointwise(call: Call) -> Outcome:
     rank = max(call.ranks)
-    return _follow(call, _aligned(call, rank), [range(rank)] * len(call.results))
+    return follow(call, _aligned(call, rank), [range(rank)] * len(call.results))
 
 
 @rule(
@@ -247,7 +247,7 @@ def _along(call: Call) -> Outcome:
         else:
             results.append(kept if each == rank else [name for name in kept if name is not None])
     sums = names if call.node.target in _SUMS else ()
-    return _follow(call, _aligned(call, rank), results, sums=sums)
+    return follow(call, _aligned(call, rank), results, sums=sums)
 
 
 def _mixed_dims(call: Call, rank: int) -> set[int]:
@@ -267,7 +267,7 @@ def _norm_backward(call: Call) -> Outcome:
     outer = range(rank - len(call.get("normalized_shape")))
     of_input = [*outer, *[None] * len(call.get("normalized_shape"))]
     of_weights: list[Dims] = [()] * (len(call.results) - 1)
-    return _follow(call, _aligned(call, rank), [of_input, *of_weights], sums=outer)
+    return follow(call, _aligned(call, rank), [of_input, *of_weights], sums=outer)
 
 
 # Products.
@@ -287,7 +287,7 @@ def _product(call: Call) -> Outcome:
         for node, names in zip(call.arguments.values(), given.split(","), strict=False)
     ]
     # A bias would be added once for each chunk.
-    return _follow(call, operands, [result], sums=("k",) if len(operands) == 2 else ())
+    return follow(call, operands, [result], sums=("k",) if len(operands) == 2 else ())
 
 
 @rule(aten._grouped_mm.default)
@@ -320,7 +320,7 @@ def _attention(call: Call) -> Outcome:
         for node in call.operands
         if call.rank(node) > 2
     ]
-    outcome = _follow(call, operands, [["batch"]] * len(call.results))
+    outcome = follow(call, operands, [["batch"]] * len(call.results))
     assert isinstance(outcome.state, tuple)
     batch = call.shape(call.operands[0])[0]
     has_batch = [len(shape) > 2 and shape[0] == batch for shape in call.shapes]
@@ -335,7 +335,7 @@ def _attention(call: Call) -> Outcome:
 def _embedding(call: Call) -> Outcome:
     indices, table = call.get("indices"), call.get("weight")
     names = range(call.rank(indices))
-    return _follow(call, [(table, ("row", "column")), (indices, names)], [[*names, "column"]])
+    return follow(call, [(table, ("row", "column")), (indices, names)], [[*names, "column"]])
 
 
 @rule(aten.embedding_dense_backward.default)
@@ -344,7 +344,7 @@ def _embedding_backward(call: Call) -> Outcome:
     names = range(call.rank(indices))
     sums = () if call.get("scale_grad_by_freq") else names
     operands = [(gradient, [*names, "column"]), (indices, names)]
-    return _follow(call, operands, [["row", "column"]], sums=sums)
+    return follow(call, operands, [["row", "column"]], sums=sums)
 
 
 @rule(aten.index.Tensor)
@@ -358,7 +358,7 @@ def _index(call: Call) -> Outcome:
     read: Dims = [None] * call.rank(source)
     operands = [(source, read), *((i, range(rank - call.rank(i), rank)) for i in given)]
     behind = read[leading + len(given) :]
-    return _follow(call, operands, [[*read[:leading], *range(rank), *behind]])
+    return follow(call, operands, [[*read[:leading], *range(rank), *behind]])
 
 
 # Constants, and what only chunks see.

@@ -13,13 +13,23 @@ from functools import cached_property
 from typing import Any, cast
 
 import torch
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 
-from gt_passes._torch_internals import OpOverload, value_of
+from gt_passes._torch_internals import HigherOrderOperator, OpOverload, value_of
 from gt_passes.ep_overlap.chunk_states import Layout, State, Whole, describe, layout_of
 
-__all__ = ["RULES", "Call", "NotProvenError", "Outcome", "Rule", "Scaled", "evaluate", "rule"]
+__all__ = [
+    "RULES",
+    "Call",
+    "NotProvenError",
+    "Outcome",
+    "Rule",
+    "Scaled",
+    "evaluate",
+    "rule",
+    "subgraph_of",
+]
 
 
 class NotProvenError(Exception):
@@ -70,7 +80,7 @@ class Call:
     @cached_property
     def arguments(self) -> dict[str, Any]:
         """All arguments by the names that the operator's schema gives them, in its order."""
-        assert isinstance(self.node.target, OpOverload)  # others have no rules
+        assert isinstance(self.node.target, OpOverload)  # others have no schema
         declared = self.node.target._schema.arguments
         defaults = {each.name: each.default_value for each in declared}
         names = [each.name for each in declared]
@@ -145,6 +155,8 @@ class Call:
 
     def scaled_arguments(self, layout: Layout | None) -> tuple[Any, ...]:
         """The arguments for a chunk of a result laid out so: one may be the shape of it."""
+        if not isinstance(self.node.target, OpOverload):
+            return self.node.args  # an operator of operators, which takes no shapes
         arguments: list[Any] = list(self.node.args)
         for position, name in zip(range(len(arguments)), self.arguments, strict=False):
             if layout is None or name not in ("size", "input_sizes"):
@@ -164,11 +176,24 @@ def evaluate(node: Node, values: Callable[[Node], object] = value_of) -> Any:
     """What the operator of a node gives on values of its inputs, by default the fake ones."""
 
     def load(leaf: Any) -> Any:
-        return values(leaf) if isinstance(leaf, Node) else leaf
+        if not isinstance(leaf, Node):
+            return leaf
+        return subgraph_of(leaf) or values(leaf)
 
     args, kwargs = cast("Any", (map_aggregate(node.args, load), map_aggregate(node.kwargs, load)))
     assert callable(node.target)  # true of call_function nodes
     return node.target(*args, **kwargs)
+
+
+def subgraph_of(node: Node) -> GraphModule | None:
+    """The graph that a node hands to an operator of operators; None of any other node."""
+    graph_module = node.graph.owning_module
+    if node.op != "get_attr" or graph_module is None:
+        return None
+    value: object = graph_module
+    for part in str(node.target).split("."):
+        value = getattr(value, part)
+    return value if isinstance(value, GraphModule) else None
 
 
 Rule = Callable[[Call], Outcome | State]
@@ -177,7 +202,7 @@ RULES: dict[object, Rule] = {}
 """By operator."""
 
 
-def rule(*targets: OpOverload) -> Callable[[Rule], Rule]:
+def rule(*targets: OpOverload | HigherOrderOperator) -> Callable[[Rule], Rule]:
     """Register the rule of operators. Also for operators of other packages.
 
     Raises:
