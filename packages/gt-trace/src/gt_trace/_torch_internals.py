@@ -258,7 +258,6 @@ def inlined_compilation() -> Iterator[None]:
         error_on_nested_fx_trace=False,
         automatic_dynamic_shapes=False,
         assume_static_by_default=True,
-        specialize_float=True,
     )
     # A stance of the caller's, as to run all eagerly, would keep Dynamo from reading those
     # functions: what they close over would be frozen into the graph.
