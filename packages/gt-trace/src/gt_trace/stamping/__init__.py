@@ -9,6 +9,7 @@ module                      what it is
 ``layer_plan``              which layers are traced: runs of like layers, with a period
 ``layer_difference``        gate 1: are two layers built alike?
 ``operator_stream``         what each layer computes, recorded without making a graph
+``recorder``                what notes it
 ``recordings``              what is noted of them
 ``known_operators``         operators answered from what they gave before
 ``stream_difference``       gate 2: do layers compute alike, also in a shorter model?

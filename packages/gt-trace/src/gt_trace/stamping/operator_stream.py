@@ -9,57 +9,29 @@ stand-in, by which the outputs of the step are recognised as gradients.
 
 from __future__ import annotations
 
-import re
-import types
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 import torch
-import torch.fx.traceback as fx_traceback
-from torch import nn
-from torch.fx import GraphModule
 from torch.overrides import TorchFunctionMode
 
 from gt_trace._torch_internals import (
     DisableTorchFunction,
-    FakeTensor,
     FakeTensorMode,
     HigherOrderOperator,
     TorchDispatchMode,
     asked_device,
-    custom_function,
     is_flex_attention,
-    is_traceable_wrapper_subclass,
     pytree,
-    saved_tensor_hooks,
 )
-from gt_trace.stamping.fake_values import tensors_in
 from gt_trace.stamping.known_operators import KnownOperators
-from gt_trace.stamping.layer_difference import cell_contents
 from gt_trace.stamping.layer_list import LayerList
-from gt_trace.stamping.recordings import (
-    BEFORE,
-    Origin,
-    OutputLeaf,
-    Recording,
-    Segment,
-    Vocabulary,
-)
+from gt_trace.stamping.recorder import Recorder, tensor_leaves
+from gt_trace.stamping.recordings import Origin, Recording, Vocabulary
 from gt_trace.stamping.refusal import NotStampable
 
 __all__ = ["record_step"]
-
-_PLAIN = (
-    str,
-    bytes,
-    type(None),
-    torch.dtype,
-    torch.device,
-    torch.layout,
-    torch.memory_format,
-)
-_SYMBOL = re.compile(r"\b[usz]\d+\b")
 
 
 def record_step(
@@ -85,7 +57,7 @@ def record_step(
         NotStampable: a layer ran twice, never, or out of order; or the step does what no stream
             tells.
     """
-    recorder = _Recorder(layers, vocabulary)
+    recorder = Recorder(layers, vocabulary)
     known = KnownOperators(vocabulary.answers, fake_mode)
     for name, tensor in named_tensors.items():
         recorder.register(tensor, Origin(*_owner(layers, name)))
@@ -118,254 +90,12 @@ def _owner(layers: LayerList, name: str) -> tuple[int | None, str]:
     return (None, name) if index is None else (index, name[len(layers.name(index)) :])
 
 
-class _Recorder:
-    """What the modes and hooks write into."""
-
-    def __init__(self, layers: LayerList, vocabulary: Vocabulary) -> None:
-        self.layers = layers
-        self.vocabulary = vocabulary
-        self.order: list[int] = []
-        self.current = BEFORE
-        self.segments: dict[int, Segment] = {BEFORE: Segment()}
-        self.names: dict[int, str] = {}
-        self.stand_ins: dict[int, str | None] = {}
-        self.paused = False
-        self.operands: list[torch.Tensor] = []
-        """Of the last operator."""
-
-        self.saved_tensor_hooks = saved_tensor_hooks()
-
-        # Everything seen is kept, so that no id is used twice.
-        self._origins: dict[int, tuple[Any, Origin]] = {}
-        self._nodes: dict[int, tuple[Any, Origin]] = {}
-
-    def register(self, tensor: torch.Tensor, origin: Origin) -> None:
-        """Remember where a tensor came from, and the plain tensors that it is made of."""
-        self._origins[id(tensor)] = (tensor, origin)
-        for name, inner in _inner_tensors(tensor):
-            self.register(inner, Origin(origin.layer, (origin.place, name)))
-
-    def origin(self, tensor: torch.Tensor) -> Origin:
-        """Where a tensor came from; one that no operator made is numbered in its segment."""
-        found = self._origins.get(id(tensor))
-        if found is not None:
-            return found[1]
-        # Autograd functions wrap without an operator.
-        inner = [self.origin(each) for _, each in _inner_tensors(tensor)]
-        if inner:
-            origin = Origin(inner[0].layer, ("wrapped", tuple(each.place for each in inner)))
-        else:
-            segment = self.segments[self.current]
-            origin = Origin(self.current, ("foreign", segment.num_foreign))
-            segment.num_foreign += 1
-        self.register(tensor, origin)
-        return origin
-
-    def operator(self, func: Any, args: Any, kwargs: Any) -> int:
-        """Record one operator, and say which."""
-        hooks = saved_tensor_hooks()
-        if hooks != self.saved_tensor_hooks and not _is_checkpoint(hooks):
-            raise NotStampable("the forward has hooks for saved tensors, which run in the backward")
-        segment = self.segments[self.current]
-        self.operands = []
-        token = (func, self._code(args, segment), self._code(kwargs, segment), _annotations())
-        number = self.vocabulary.number(token, func)
-        segment.tokens.append(number)
-        return number
-
-    def result(self, result: Any) -> None:
-        """Record what the last operator gave."""
-        segment = self.segments[self.current]
-        place = segment.num_results
-        segment.num_results += 1
-        for index, leaf in enumerate(tensors_in(result)):
-            if id(leaf) not in self._origins:
-                self.register(leaf, Origin(self.current, (place, index)))
-
-    def flex_attention(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Record FlexAttention as one operator, whatever it does with its functions.
-
-        Its backward is PyTorch's, and differentiates them; they are recorded by what they are.
-        """
-        self.operator(func, args, kwargs)
-        self.paused = True
-        try:
-            result = func(*args, **kwargs)
-        finally:
-            self.paused = False
-        self.result(result)
-        return result
-
-    def entry_hook(self, index: int) -> Callable[..., None]:
-        """The hook that begins a layer's segment."""
-
-        def enter(_module: nn.Module, args: Any, kwargs: Any) -> None:
-            if index in self.segments:
-                raise NotStampable(f"{self.layers.name(index)} ran more than once")
-            self.close(_tensors((args, kwargs)))
-            self.order.append(index)
-            self.current = index
-            self.segments[index] = Segment()
-
-        return enter
-
-    def close(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Record the autograd nodes that led to ``tensors`` since the last layer began."""
-        with DisableTorchFunction():
-            for tensor in tensors:
-                if tensor.grad_fn is not None:
-                    self._walk(tensor.grad_fn)
-
-    def output(self, leaf: Any) -> OutputLeaf:
-        """What one leaf of the step's result is."""
-        if not isinstance(leaf, torch.Tensor):
-            return OutputLeaf(is_tensor=False, constant=leaf)
-        return OutputLeaf(gradient_of=self.stand_ins.get(id(leaf)))
-
-    def stand_in(self, wanted: torch.Tensor) -> torch.Tensor:
-        """A tensor that stands for the gradient of ``wanted``."""
-        origin = self.origin(wanted)
-        self.paused = True
-        try:
-            gradient = wanted.detach()
-        finally:
-            self.paused = False
-        self.register(gradient, Origin(origin.layer, ("gradient", origin.place)))
-        self.stand_ins[id(gradient)] = self.names.get(id(wanted))
-        return gradient
-
-    def _walk(self, root: Any) -> None:
-        """Depth first, children before parents, without recursion: graphs are deep."""
-        segment = self.segments[self.current]
-        pending = [(root, False)]
-        while pending:
-            node, done = pending.pop()
-            if id(node) in self._nodes:
-                continue
-            children = [child for child, _ in node.next_functions if child is not None]
-            if not done:
-                pending.append((node, True))
-                pending.extend((child, False) for child in reversed(children))
-                self._origins_of_leaf(node)
-                continue
-            state = self._settled(getattr(node, "__dict__", None), segment)
-            function = custom_function(node)
-            if function is not None:
-                segment.functions.add(function)
-            edges = tuple(-1 if child is None else port for child, port in node.next_functions)
-            name = type(node).name(node)  # a function may keep a name of its own
-            token = ("autograd", name, function, edges, bool(state))
-            segment.tokens.append(self.vocabulary.number(token, name))
-            segment.origins.extend(self._nodes[id(child)][1] for child in children)
-            if state:
-                segment.contexts.append((function, state))
-            self._nodes[id(node)] = (node, Origin(self.current, ("node", segment.num_results)))
-            segment.num_results += 1
-
-    def _settled(self, value: Any, segment: Segment) -> Any:
-        """What a custom function keeps, with tensors and symbolic sizes as the segment has them."""
-        if isinstance(value, torch.Tensor):
-            segment.origins.append(self.origin(value))
-            return ("tensor", str(self._signature(value, segment)))
-        if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
-            return ("size", self._expression(value, segment))
-        if type(value) in (list, tuple):
-            return tuple(self._settled(each, segment) for each in value)
-        if type(value) is dict:
-            return {key: self._settled(each, segment) for key, each in value.items()}
-        if isinstance(value, types.FunctionType | GraphModule):
-            return self._code(value, segment)
-        return value
-
-    def _origins_of_leaf(self, node: Any) -> None:
-        variable = getattr(node, "variable", None)
-        if isinstance(variable, torch.Tensor):
-            origin = self.origin(variable)
-            self._nodes[id(node)] = (node, Origin(origin.layer, ("leaf", origin.place)))
-
-    def _code(self, value: Any, segment: Segment) -> Any:
-        """An operand as something hashable; its tensors go to the segment's origins."""
-        if isinstance(value, torch.Tensor):
-            self.operands.append(value)
-            segment.origins.append(self.origin(value))
-            return self._signature(value, segment)
-        if isinstance(value, _PLAIN):
-            return value
-        if isinstance(value, bool | int | float | complex):
-            return (type(value), repr(value))
-        if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
-            return (type(value), self._expression(value, segment))
-        if isinstance(value, list | tuple):
-            return tuple(self._code(each, segment) for each in value)
-        if isinstance(value, dict):
-            return tuple((key, self._code(each, segment)) for key, each in value.items())
-        if isinstance(value, types.FunctionType):
-            return self._function(value, segment)
-        if isinstance(value, GraphModule):
-            return ("graph", value.code)
-        return ("object", self.vocabulary.identity(value))
-
-    def _function(self, function: types.FunctionType, segment: Segment) -> Any:
-        """A function by its code and all that it closes over; no two calls make the same one."""
-        held = [cell_contents(cell) for cell in function.__closure__ or ()]
-        own = (function.__defaults__, function.__kwdefaults__, function.__dict__)
-        if any(each is function for each in held):
-            return ("object", self.vocabulary.identity(function))
-        return (
-            "function",
-            self.vocabulary.identity(function.__code__),
-            self.vocabulary.identity(function.__globals__),
-            self._code(held, segment),
-            self._code(own, segment),
-        )
-
-    def _signature(self, tensor: torch.Tensor, segment: Segment) -> Any:
-        """All that an operator can see of a tensor, but for values."""
-        sizes = tuple(
-            size if type(size) is int else self._expression(size, segment) for size in tensor.shape
-        )
-        strides = tuple(
-            size if type(size) is int else self._expression(size, segment)
-            for size in tensor.stride()
-        )
-        offset: Any = tensor.storage_offset()
-        if type(offset) is not int:
-            offset = self._expression(offset, segment)
-        facts = (
-            type(tensor),
-            sizes,
-            strides,
-            offset,
-            tensor.dtype,
-            tensor.device,
-            tensor.layout,
-            tensor.requires_grad,
-            tensor.is_conj(),
-            tensor.is_neg(),
-        )
-        if type(tensor) is FakeTensor:
-            return (*facts, tensor.constant is None, tensor.dispatch_keys is None)
-        spec = getattr(tensor, "_spec", None)
-        if spec is None:
-            return facts
-        order = getattr(spec, "shard_order", None)
-        held = tuple(self._signature(inner, segment) for _, inner in _inner_tensors(tensor))
-        return (*facts, spec.placements, spec.mesh, order, held)
-
-    def _expression(self, size: Any, segment: Segment) -> str:
-        """A symbolic size, with symbols numbered as they occur in the segment."""
-        known = segment.symbols
-        return _SYMBOL.sub(
-            lambda match: known.setdefault(match[0], f"size{len(known)}"), str(size.node.expr)
-        )
-
-
 class _OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's hook is untyped
     """Sees operators above tensor subclasses and below autograd."""
 
     supports_higher_order_operators = True  # to refuse them with a reason
 
-    def __init__(self, recorder: _Recorder, known: KnownOperators) -> None:
+    def __init__(self, recorder: Recorder, known: KnownOperators) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self._recorder = recorder
         self._known = known
@@ -398,7 +128,7 @@ class _OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
 class _GradientStandIns(TorchFunctionMode):
     """Answers ``torch.autograd.grad`` without running a backward."""
 
-    def __init__(self, recorder: _Recorder) -> None:
+    def __init__(self, recorder: Recorder) -> None:
         super().__init__()
         self._recorder = recorder
 
@@ -411,7 +141,7 @@ class _GradientStandIns(TorchFunctionMode):
             return self._recorder.flex_attention(func, args, kwargs or {})
         if func is torch.autograd.grad:
             outputs, inputs = args[0], args[1]
-            self._recorder.close(_tensors(outputs))
+            self._recorder.close(tensor_leaves(outputs))
             return tuple(self._recorder.stand_in(each) for each in inputs)
         if func is torch.autograd.backward or func is torch.Tensor.backward:
             raise NotStampable("the step calls backward(), not torch.autograd.grad")
@@ -420,34 +150,6 @@ class _GradientStandIns(TorchFunctionMode):
         if getattr(func, "__self__", None) is torch.Tensor.grad_fn:
             raise NotStampable("the forward asks for a tensor's grad_fn, which takes hooks")
         return func(*args, **(kwargs or {}))
-
-
-def _is_checkpoint(hooks: tuple[Any, Any] | None) -> bool:
-    """Whether hooks for saved tensors are those of activation checkpointing, or none."""
-    return hooks is None or getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
-
-
-def _annotations() -> str:
-    """What ``torch.fx.traceback.annotate`` would note on nodes now, beside our own keys."""
-    noted = fx_traceback.current_meta.get("custom") or {}
-    others = {key: held for key, held in noted.items() if not str(key).startswith("gt.")}
-    return repr(others) if others else ""
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-
-
-def _inner_tensors(tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-    """The tensors that a tensor subclass is made of, by name; none for a plain tensor."""
-    is_plain = not is_traceable_wrapper_subclass(tensor)
-    if is_plain:
-        return []
-    flatten: Any = getattr(tensor, "__tensor_flatten__")  # noqa: B009  # the protocol of subclasses
-    held = ((name, getattr(tensor, name)) for name in flatten()[0])
-    return [(name, inner) for name, inner in held if isinstance(inner, torch.Tensor)]
 
 
 def _few(order: list[int]) -> str:
