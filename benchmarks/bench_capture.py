@@ -8,6 +8,7 @@ graph_trainer, in turn, each capture in a process of its own::
 
 Llama 3 8B with 32 layers on 64 ranks and 405B with 126 on 1,024 ranks, none of which exists; then
 8B at each depth. Building and placing the model, and imports before the capture, are not counted.
+Before it is measured, each model is captured both ways once, and compared node by node.
 """
 
 from __future__ import annotations
@@ -54,12 +55,11 @@ def main(arguments: list[str] | None = None) -> int:
 def _compare(workload: str, report: Report, *, num_samples: int) -> None:
     """Add the rows of one model: every contestant in turn, as often as asked for."""
     num_layers, goal = _GOALS[workload]
+    _capture("compared", workload, num_layers)
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in _CONTESTANTS}
     for _ in range(num_samples):
         for name in _CONTESTANTS:
             found[name].append(_capture(name, workload, num_layers))
-    if found["stamped"][0]["nodes"] != found["full"][0]["nodes"]:
-        raise RuntimeError("the stamped graph has another number of nodes than the full one")
     title = f"llama3 {workload}, {num_layers} layers"
     peer = Sample.of([each["cpu_seconds"] for each in found["peer"]])
     for name, metric in (("stamped", "capture_cpu"), ("full", "capture_cpu, all layers traced")):
@@ -108,6 +108,10 @@ def _compare(workload: str, report: Report, *, num_samples: int) -> None:
     report.notes.append(
         f"{title}: peak {max(peaks):.2f} GiB, goal {_PEAK_GOAL_GIB:g}: {met}; {with_code:.2f} GiB "
         "once the code of the graph is generated, which a stamped capture leaves to its first run"
+    )
+    report.notes.append(
+        f"{title}: the stamped capture is the full one in all {found['full'][0]['nodes']:,} nodes, "
+        "their metadata, inputs and outputs (--compile.capture_layers compared)"
     )
 
 

@@ -1,7 +1,8 @@
 """One capture, measured: ``python -m capture.one_capture CONTESTANT WORKLOAD LAYERS``.
 
-CONTESTANT is ``full`` or ``stamped`` (ours) or ``peer``: ``minimal_fx_tracer`` of torchtitan's
-graph_trainer, on its own model, placed by its own SimpleFSDP. Building and placing is not counted.
+CONTESTANT is ``full`` or ``stamped`` (ours), ``compared`` (ours both ways, which must be equal), or
+``peer``: ``minimal_fx_tracer`` of torchtitan's graph_trainer, on its own model, placed by its own
+SimpleFSDP. Building and placing is not counted.
 Prints one line of JSON: CPU seconds, nodes, and the peak of memory above that of the interpreter
 with torch loaded; of ours also what generating the code of the graph takes, which a stamped capture
 leaves to the first run, after passes. Two things are changed about the peer: its inner attention,
@@ -17,7 +18,7 @@ import json
 import resource
 import sys
 import time
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -28,6 +29,7 @@ from gt_trainer import device  # noqa: E402  # memory with torch alone is read f
 device.install("cpu")  # before the imports below, whose modules copy their device
 
 from capture.workloads import WORKLOADS  # noqa: E402
+from gt_config import CaptureLayers  # noqa: E402
 from gt_trainer.captured_step import trace_training_step  # noqa: E402
 from gt_trainer.fake_step import FakeStep, fake_step  # noqa: E402
 from gt_trainer.models.attention import replace_inner_attention  # noqa: E402
@@ -35,7 +37,7 @@ from gt_trainer.models.attention import replace_inner_attention  # noqa: E402
 __all__ = ["main"]
 
 
-def main(contestant: str, workload: str, num_layers: str) -> None:
+def main(contestant: CaptureLayers | Literal["peer"], workload: str, num_layers: str) -> None:
     """Capture once and print what it took."""
     chosen = WORKLOADS[workload]
     config = _peer_config(chosen.config) if contestant == "peer" else _our_config(chosen.config)
@@ -112,16 +114,18 @@ def _peer_405b() -> Any:
     return config
 
 
-def _our_capture(step: FakeStep, contestant: str) -> dict[str, Any]:
+def _our_capture(step: FakeStep, contestant: CaptureLayers) -> dict[str, Any]:
     traced, stamping = trace_training_step(
         step.model,
         step.loss_fn,
         *step.inputs,
-        capture_layers="stamped" if contestant == "stamped" else "full",
+        capture_layers=contestant,
         meta_device=step.meta_device,
     )
     if stamping is not None and not stamping.stamped:
         raise RuntimeError(f"nothing was stamped: {stamping}")
+    if contestant == "compared" and (stamping is None or not stamping.compared):
+        raise RuntimeError("nothing was compared")
     parts: dict[str, float] = {}
     if stamping is not None:
         parts = {
