@@ -121,11 +121,9 @@ def _example_inputs(config: GraphTrainer.Config, model: nn.Module) -> tuple[Any,
     tokens = torch.zeros(shape, dtype=torch.int64, device=device)
     positions = torch.arange(shape[1], device=device).expand(shape).contiguous()
     extra: dict[str, Any] = {"positions": positions}
-    mask = attention_mask_for(model.config, positions)
-    if mask is None:
-        mask = _block_mask_for(model, positions)
-    if mask is not None:
-        extra["attention_masks"] = mask
+    for mask in (attention_mask_for(model.config, positions), _block_mask_for(model, positions)):
+        if mask is not None:
+            extra["attention_masks"] = mask
     return tokens, tokens.clone(), torch.tensor(tokens.numel(), device=device), extra
 
 

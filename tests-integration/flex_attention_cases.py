@@ -1,0 +1,128 @@
+"""torchtitan's own FlexAttention on a CPU, trained eagerly and captured.
+
+On a CPU gt-trainer replaces it, for FlexAttention refuses CPU tensors that need a gradient, and
+Inductor has no backward of it for CPUs. Neither is so of its operator, whose dense implementation is
+for all devices. Here models keep their FlexAttention, and what they compile by Inductor is compiled
+without it: captured graph and eager model then run the same kernels. What Inductor would make of it
+on a GPU is not seen.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import importlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.attention.flex_attention as flex_attention_module
+from stamped_cells import MESHES, MODELS, with_layers
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torchtitan.models.common import attention
+from torchtitan.models.common.attention import FlexAttention
+from training_cases import (
+    Case,
+    Comparison,
+    compare_modes,
+    histories,
+    message_of_another_shape,
+    recaptured,
+)
+
+from gt_passes import DescribeOnly
+from gt_passes.outlined_region import nodes_with_bodies
+from gt_trainer.captured_step import CaptureReport, capture_training_step
+from gt_trainer.fake_step import fake_step
+from gt_trainer.models import adapt
+from gt_trainer.recipe import recipe_of
+from gt_trainer.startup import StartupClock
+
+
+@contextmanager
+def own_flex_attention() -> Iterator[None]:
+    """Inside, configurations keep their FlexAttention, and it trains on a CPU."""
+    without_inductor: dict[str, Any] = {"backend": "eager"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(adapt, "replace_inner_attention", lambda model: ())
+        patch.setattr(flex_attention_module, "_validate_device", lambda *_: None)
+        # Not ``_compiled_flex_attn``, which torchtitan makes anew for deterministic runs.
+        patch.setattr(
+            FlexAttention,
+            "compiled_flex_attn",
+            staticmethod(torch.compile(flex_attention, **without_inductor)),
+        )
+        patch.setattr(
+            attention,
+            "_compiled_create_block_mask",
+            torch.compile(create_block_mask, **without_inductor),
+        )
+        yield
+
+
+def compare(
+    case: Case, folder: str, options: Mapping[str, Any] = MappingProxyType({})
+) -> Comparison:
+    """Every layer is traced: what layers are stamped from is tested elsewhere."""
+    with own_flex_attention():
+        return compare_modes(case, folder, options={"capture_layers": "full", **options})
+
+
+def with_validation(case: Case, folder: str) -> tuple[tuple[str, str], tuple[str, str]]:
+    """What ``histories`` says of an eager run and of a captured one."""
+    with own_flex_attention():
+        return histories(case, "none", f"{folder}/eager"), histories(
+            case, "aot_fx_trace", f"{folder}/captured"
+        )
+
+
+def with_other_lengths(case: Case, folder: str) -> tuple[list[str], int]:
+    """What ``recaptured`` says."""
+    with own_flex_attention():
+        return recaptured(case, folder)
+
+
+def refusal_of_another_length(case: Case, folder: str) -> str:
+    """The error of a captured step that is given half of a sequence."""
+    with own_flex_attention():
+        return message_of_another_shape(case, folder)
+
+
+def fake_capture(model: str, mesh: str, options: Mapping[str, Any], **recipe: Any) -> CaptureReport:
+    """Two layers of a model on a mesh that does not exist, with passes; nothing is compiled.
+
+    Args:
+        model: of ``stamped_cells.MODELS``.
+        mesh: of ``stamped_cells.MESHES``.
+        options: of ``--compile``.
+        recipe: further arguments of ``recipe_of``.
+    """
+    module, name = MODELS[model]
+    world_size, degrees = MESHES[mesh]
+    with own_flex_attention():
+        config = getattr(importlib.import_module(f"gt_trainer.models.{module}"), name)()
+        with_layers(config, 2)
+        for degree, value in degrees.items():
+            setattr(config.parallelism, degree, value)
+        config.compile = dataclasses.replace(config.compile, **options)
+        with fake_step(config, world_size) as step:
+            return capture_training_step(
+                step.model,
+                step.loss_fn,
+                *step.inputs,
+                recipe=recipe_of(config.compile, compiler=DescribeOnly(), **recipe),
+                clock=StartupClock(),
+                ep_overlap=config.compile.ep_overlap,
+                capture_layers="full",
+                meta_device=step.meta_device,
+            )
+
+
+def num_operators(report: CaptureReport) -> dict[str, int]:
+    """FlexAttention's operators in a graph, those inside of regions too."""
+    (graph_module,) = report.graph_modules
+    names = [str(node.target) for node in nodes_with_bodies(graph_module)]
+    return dict(collections.Counter(name for name in names if name.startswith("flex_attention")))
