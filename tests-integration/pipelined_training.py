@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from flex_attention_cases import own_flex_attention
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
@@ -118,6 +119,12 @@ def compare_pipelines(case: PipelineCase, folder: str) -> Found:
         losses=tuple(losses),
         actions=tuple(sorted(actions)),
     )
+
+
+def compare_pipelines_of_flex_attention(case: PipelineCase, folder: str) -> Found:
+    """The same of models that keep torchtitan's attention."""
+    with own_flex_attention():
+        return compare_pipelines(case, folder)
 
 
 def plan_of(trainer: GraphTrainer) -> PipelinePlan:

@@ -10,7 +10,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from pipelined_training import PipelineCase, compare_pipelines, resumed_state
+from pipelined_training import (
+    PipelineCase,
+    compare_pipelines,
+    compare_pipelines_of_flex_attention,
+    resumed_state,
+)
 from training_cases import Case
 
 from gt_trace.testing import GlooWorkers
@@ -60,6 +65,22 @@ def test_losses_and_gradients_are_those_of_the_whole_model_and_of_pytorchs_runti
     assert all(each.num_gradients > 10 for each in found)
     assert {len(each.losses) for each in found} == {0, 2 * 2 * case.num_microbatches}
     assert all("UNSHARD" in each.actions and "REDUCE_GRAD" in each.actions for each in found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("microbatch_size", [1, 2])
+def test_torchtitans_own_attention_is_pipelined_likewise(
+    microbatch_size: int, four: GlooWorkers, tmp_path: Path
+):
+    case = PipelineCase(
+        model=LLAMA3,
+        schedule="ZBVZeroBubble",
+        microbatch_size=microbatch_size,
+        options={"memory_policy": "selective"},
+    )
+    found = four.run(compare_pipelines_of_flex_attention, case, str(tmp_path))
+    assert [each.differences for each in found] == [()] * 4
+    assert {len(each.losses) for each in found} == {0, 2 * 2 * case.num_microbatches}
 
 
 @pytest.mark.slow
