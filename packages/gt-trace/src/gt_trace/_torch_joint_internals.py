@@ -43,8 +43,13 @@ from torch._library.fake_class_registry import FakeScriptObject
 # A gradient that autograd hands over may still be under way.
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
+# Holds the flag that says whether FX traces.
+from torch.fx import _symbolic_trace
+
 # Code for a graph that takes its inputs in a list and empties it, so that they can be freed early.
 from torch.fx.graph import _BoxedCodeGen as BoxedCodeGen
+
+from gt_trace._torch_internals import inlined_compilation
 
 __all__ = [
     "AsyncCollectiveTensor",
@@ -65,11 +70,15 @@ __all__ = [
     "TangentAOTInput",
     "aot_export_joint_with_descriptors",
     "default_partition",
+    "inlined_joint_compilation",
     "min_cut_rematerialization_partition",
     "own_backward_annotations",
 ]
 
 _COPY = "copy_fwd_metadata_to_bw_nodes"
+
+_TRACES = "_is_fx_tracing_flag"
+"""Of torch 2.13 only."""
 
 
 @contextmanager
@@ -95,3 +104,24 @@ def own_backward_annotations() -> Iterator[None]:
         yield
     finally:
         setattr(module, _COPY, original)
+
+
+@contextmanager
+def inlined_joint_compilation() -> Iterator[None]:
+    """``inlined_compilation``, also where AOTAutograd runs a module before it traces it.
+
+    There torch 2.13 compiles what ``torch.compile`` made, which fails on tensors without data; 2.14
+    and 2.15 run it as it was. Whether FX traces is what decides, and no public name says that it
+    does.
+    """
+    module: Any = _symbolic_trace
+    with inlined_compilation():
+        if not hasattr(module, _TRACES):
+            yield
+            return
+        before = getattr(module, _TRACES)
+        setattr(module, _TRACES, True)
+        try:
+            yield
+        finally:
+            setattr(module, _TRACES, before)

@@ -21,7 +21,6 @@ from gt_trace._torch_internals import (
     FakeTensorMode,
     ShapeEnv,
     TracingContext,
-    inlined_compilation,
     pytree,
     tracing,
 )
@@ -32,6 +31,7 @@ from gt_trace._torch_joint_internals import (
     PlainTensorMeta,
     SubclassCreationMeta,
     aot_export_joint_with_descriptors,
+    inlined_joint_compilation,
     own_backward_annotations,
 )
 from gt_trace.annotate import annotate_modules
@@ -151,7 +151,7 @@ def _tracing_contexts(fake_mode: FakeTensorMode, module: nn.Module) -> Iterator[
         stack.enter_context(tracing(TracingContext(fake_mode)))
         stack.enter_context(torch.fx.traceback.preserve_node_meta())
         stack.enter_context(own_backward_annotations())
-        stack.enter_context(inlined_compilation())
+        stack.enter_context(inlined_joint_compilation())
         stack.enter_context(torch.enable_grad())
         yield stack
 
