@@ -21,6 +21,7 @@ import pytest
 import torch
 import torch.nn.attention.flex_attention as flex_attention_module
 from stamped_cells import MESHES, MODELS, with_layers
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torchtitan.models.common import attention
 from torchtitan.models.common.attention import FlexAttention
@@ -32,6 +33,7 @@ from training_cases import (
     message_of_another_shape,
     recaptured,
 )
+from variant_cases import VariantResult, compare_variants
 
 from gt_passes import DescribeOnly
 from gt_passes.outlined_region import nodes_with_bodies
@@ -41,25 +43,26 @@ from gt_trainer.models import adapt
 from gt_trainer.recipe import recipe_of
 from gt_trainer.startup import StartupClock
 
+_compiled = torch.compile(flex_attention)
+
+
+def _attend(q: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """The compiled FlexAttention where a graph is captured, and else what it was compiled from."""
+    if isinstance(q, FakeTensor):
+        return _compiled(q, *args, **kwargs)
+    with torch.compiler.set_stance("force_eager"):
+        return flex_attention(q, *args, **kwargs)
+
 
 @contextmanager
 def own_flex_attention() -> Iterator[None]:
     """Inside, configurations keep their FlexAttention, and it trains on a CPU."""
-    without_inductor: dict[str, Any] = {"backend": "eager"}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(adapt, "replace_inner_attention", lambda model: ())
         patch.setattr(flex_attention_module, "_validate_device", lambda *_: None)
         # Not ``_compiled_flex_attn``, which torchtitan makes anew for deterministic runs.
-        patch.setattr(
-            FlexAttention,
-            "compiled_flex_attn",
-            staticmethod(torch.compile(flex_attention, **without_inductor)),
-        )
-        patch.setattr(
-            attention,
-            "_compiled_create_block_mask",
-            torch.compile(create_block_mask, **without_inductor),
-        )
+        patch.setattr(FlexAttention, "compiled_flex_attn", staticmethod(_attend))
+        patch.setattr(attention, "_compiled_create_block_mask", create_block_mask)
         yield
 
 
@@ -69,6 +72,12 @@ def compare(
     """Every layer is traced: what layers are stamped from is tested elsewhere."""
     with own_flex_attention():
         return compare_modes(case, folder, options={"capture_layers": "full", **options})
+
+
+def compare_stamped(case: Case, folder: str) -> VariantResult:
+    """Most layers are stamped."""
+    with own_flex_attention():
+        return compare_variants(case, folder, {"stamped": {"capture_layers": "stamped"}})["stamped"]
 
 
 def with_validation(case: Case, folder: str) -> tuple[tuple[str, str], tuple[str, str]]:

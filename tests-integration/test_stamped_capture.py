@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from flex_attention_cases import compare_stamped, num_operators, own_flex_attention
 from stamped_cells import MESHES, MODELS, Cell, compared_capture, passed_both_ways
 from training_cases import NUM_STEPS, NUM_UNSEEN_BATCHES, Case
 from variant_cases import compare_variants
@@ -148,6 +149,50 @@ def test_passes_make_the_same_of_a_stamped_graph(name: str) -> None:
     assert stamped.stamping.refusal is None
     assert full.num_nodes != full.num_nodes_captured
     assert step_differences(stamped.traced, full.traced) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "mesh", "depth", "options"),
+    [
+        ("llama3", "FSDP x TP", 5, {"memory_policy": "full_recompute"}),
+        ("qwen3", "FSDP", 6, {"inductor_compilation": "regional"}),
+        ("qwen3-MoE", "FSDP x TP x EP", 6, {}),
+        ("deepseek_v3", "FSDP x EP", 7, {"memory_policy": "selective"}),
+        ("deepseek_v3", "FSDP x EP", 7, {"ep_overlap": overlap("layers.*", "batch", "graph")}),
+    ],
+)
+def test_layers_with_torchtitans_own_attention_are_stamped_alike(
+    model: str, mesh: str, depth: int, options: dict[str, Any]
+) -> None:
+    module, config = MODELS[model]
+    world_size, degrees = MESHES[mesh]
+    cell = Cell(
+        module=module,
+        config=config,
+        num_layers=depth,
+        world_size=world_size,
+        degrees=degrees,
+        options=options,
+    )
+    with own_flex_attention():
+        stamping, _ = compared_capture(cell)
+        assert stamping.refusal is None
+        assert stamping.compared
+        stamped, full = passed_both_ways(cell)
+    assert step_differences(stamped.traced, full.traced) == []
+    assert num_operators(stamped) == num_operators(full)
+    assert num_operators(full)["flex_attention_backward"] >= depth
+
+
+def test_stamped_training_with_torchtitans_own_attention_equals_eager(
+    one: GlooWorkers, tmp_path: Path
+) -> None:
+    case = Case(module="llama3", config="llama3_debugmodel", num_layers=5)
+    (found,) = one.run(compare_stamped, case, str(tmp_path))
+    assert found.differences == ()
+    assert found.stamped
+    assert found.verified
 
 
 BITWISE = {
