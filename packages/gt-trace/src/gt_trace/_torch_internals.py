@@ -107,6 +107,7 @@ __all__ = [
     "is_flex_attention",
     "is_functional",
     "is_traceable_wrapper_subclass",
+    "kept_for_backward",
     "lazily_generated_code",
     "lazy_graph_module",
     "make_fx",
@@ -123,6 +124,7 @@ __all__ = [
     "storage_key",
     "strided_shard",
     "tensor_hooks",
+    "tensor_indices",
     "tracing",
 ]
 
@@ -184,6 +186,33 @@ def is_flex_attention(func: Any) -> bool:
         return False
     name: str = func.name()  # type: ignore[no-untyped-call]  # torch's
     return name == "flex_attention"
+
+
+def tensor_indices() -> AbstractContextManager[object]:
+    """Inside, a tensor of no dimensions is an index as it is, not a number to be known now.
+
+    FlexAttention runs its functions so, and no public way leads there.
+    """
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+
+    context: AbstractContextManager[object] = TransformGetItemToIndex()
+    return context
+
+
+def kept_for_backward(node: Any) -> dict[str, Any]:
+    """Return what an autograd node keeps in attributes of its context.
+
+    FlexAttention keeps its functions, whose objects say nothing of what they compute, and the graph
+    of the derivative, of which the code and the tensors that it reads stand here.
+    """
+    kept: dict[str, Any] = dict(getattr(node, "__dict__", {}))
+    if getattr(custom_function(node), "__name__", "") != "FlexAttentionAutogradOp":
+        return kept
+    del kept["_fw_graph"], kept["_mask_graph"]
+    joint = kept["_joint_graph"]
+    if isinstance(joint, torch.nn.Module):
+        kept["_joint_graph"] = (joint.code, [*joint.parameters(), *joint.buffers()])
+    return kept
 
 
 def num_dispatch_modes() -> int:

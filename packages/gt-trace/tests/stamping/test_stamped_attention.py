@@ -68,17 +68,33 @@ class Attention(nn.Module):
 
 
 class Sloped(Attention):
-    """Each layer reads a table of its own."""
+    """Each layer reads a table of its own, by a method."""
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("slopes", torch.rand(2))
 
     def score_function(self) -> Score:
-        slopes = self.slopes
+        return self.sloped
+
+    def sloped(
+        self, score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor
+    ) -> Tensor:
+        return score + self.slopes[head] * (query - key)
+
+
+class Learning(Sloped):
+    """Each layer learns what its function adds; uncompiled FlexAttention has no gradient of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.learned = nn.Parameter(torch.rand(2))
+
+    def score_function(self) -> Score:
+        learned = self.learned
 
         def score(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            return score + slopes[head] * (query - key)
+            return self.sloped(score + learned[head], batch, head, query, key)
 
         return score
 
@@ -126,7 +142,7 @@ def stamped(model: nn.Module) -> StampedCapture:
     return trace_step_by_stamping(step_of(model), module=model)(*batch_of(10))
 
 
-@pytest.mark.parametrize("layer", [Attention, Sloped])
+@pytest.mark.parametrize("layer", [Attention, Learning])
 def test_stamped_capture_is_the_full_one(layer: Callable[[], nn.Module]) -> None:
     model = Attending(layer, num_layers=7)
     captured = stamped(model)
@@ -210,6 +226,69 @@ class ScoreByIndex(Attending):
         return x
 
 
+class Window:
+    """An object that the functions of all layers read, and that holds something else by turns."""
+
+    size = LENGTH
+    head = 0
+    slopes: Any = None
+
+
+class OtherWindow(Attending):
+    """One mask function of all layers, and one object that it closes over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.window = Window()
+
+    def forward(self, x: Tensor, mask: BlockMask) -> Tensor:
+        x = self.enter(x)
+        mask.mask_mod = lambda batch, head, query, key: query - key < self.window.size
+        for index, layer in enumerate(self.layers):
+            self.window.size = LENGTH // (2 if index == ODD else 1)
+            x = layer(x, mask)
+        return x
+
+
+class OtherSlope(Attending):
+    """One score function of all layers, which reads another place of a table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.window = Window()
+        self.register_buffer("slopes", torch.rand(2))
+        for layer in self.layers:
+            layer.score = self.score
+
+    def score(
+        self, score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor
+    ) -> Tensor:
+        return score + self.window.slopes[self.window.head]
+
+    def forward(self, x: Tensor, mask: BlockMask) -> Tensor:
+        x = self.enter(x)
+        self.window.slopes = self.slopes
+        for index, layer in enumerate(self.layers):
+            self.window.head = int(index == ODD)
+            x = layer(x, mask)
+        return x
+
+
+class OtherTable(OtherSlope):
+    """One score function of all layers, which reads another table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("others", torch.rand(2))
+
+    def forward(self, x: Tensor, mask: BlockMask) -> Tensor:
+        x = self.enter(x)
+        for index, layer in enumerate(self.layers):
+            self.window.slopes = self.others if index == ODD else self.slopes
+            x = layer(x, mask)
+        return x
+
+
 @pytest.mark.parametrize(
     ("kind", "change", "reason"),
     [
@@ -218,11 +297,21 @@ class ScoreByIndex(Attending):
         (Attending, other_scale, r"layers\.3\.scale is 0\.5, and 0\.25 in"),
         (OtherMask, None, r"layers\.3 computes otherwise than layers\.1"),
         (ScoreByIndex, None, r"layers\.3 computes otherwise than layers\.1"),
+        (OtherWindow, None, r"layers\.3 computes otherwise than layers\.1: aten\.lt\.Scalar"),
+        (OtherSlope, None, r"layers\.3 computes otherwise than layers\.1: aten\.index\.Tensor"),
+        (OtherTable, None, r"layers\.3 computes otherwise.*: an operand comes from elsewhere"),
     ],
 )
 def test_other_functions_of_one_layer_are_a_reason_to_trace_all(
-    kind: type[Attending], change: Callable[[Any], None] | None, reason: str
+    kind: type[Attending],
+    change: Callable[[Any], None] | None,
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    # What a full trace gives is tested elsewhere, and takes most of the time here.
+    monkeypatch.setattr(
+        "gt_trace.stamping.trace_by_stamping.trace_step", lambda *_, **__: lambda *_: None
+    )
     model = kind()
     if change is not None:
         change(model)

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import re
-import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.fx.traceback as fx_traceback
 from torch import nn
-from torch.fx import GraphModule
 
 from gt_trace._torch_internals import (
     DisableTorchFunction,
     FakeTensor,
     custom_function,
     is_traceable_wrapper_subclass,
+    kept_for_backward,
+    no_dispatch,
     pytree,
     saved_tensor_hooks,
+    tensor_indices,
 )
 from gt_trace.stamping.fake_values import tensors_in
-from gt_trace.stamping.layer_difference import cell_contents
 from gt_trace.stamping.layer_list import LayerList
 from gt_trace.stamping.recordings import BEFORE, Origin, OutputLeaf, Segment, Vocabulary
 from gt_trace.stamping.refusal import NotStampable
@@ -105,11 +105,21 @@ class Recorder:
                 self.register(leaf, Origin(self.current, (place, index)))
 
     def flex_attention(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Record FlexAttention as one operator, whatever it does with its functions.
+        """Record FlexAttention as one operator, and what its functions compute.
 
-        Its backward is PyTorch's, and differentiates them; they are recorded by what they are.
+        They are run on one score, as a trace does; no code or closure tells what an object that
+        they read holds by now. Its backward is PyTorch's, and differentiates the score function.
         """
-        self.operator(func, args, kwargs)
+        query, key, value, score_mod, mask, *others = args
+        mask_mod = mask[-1]
+        self.operator(func, (query, key, value, mask[:-1], *others), kwargs)
+        with tensor_indices():
+            at = [query.new_zeros((), dtype=torch.int) for _ in range(4)]
+            score = query.new_zeros((), requires_grad=query.requires_grad)
+            computed = (score_mod(score, *at), mask_mod(*at))
+        segment = self.segments[self.current]
+        token = ("functions of attention", self._code(computed, segment))
+        segment.tokens.append(self.vocabulary.number(token, "a function of attention"))
         self.paused = True
         try:
             result = func(*args, **kwargs)
@@ -170,7 +180,7 @@ class Recorder:
                 pending.extend((child, False) for child in reversed(children))
                 self._origins_of_leaf(node)
                 continue
-            state = self._settled(getattr(node, "__dict__", None), segment)
+            state = self._settled(kept_for_backward(node), segment)
             function = custom_function(node)
             if function is not None:
                 segment.functions.add(function)
@@ -195,8 +205,6 @@ class Recorder:
             return tuple(self._settled(each, segment) for each in value)
         if type(value) is dict:
             return {key: self._settled(each, segment) for key, each in value.items()}
-        if isinstance(value, types.FunctionType | GraphModule):
-            return self._code(value, segment)
         return value
 
     def _origins_of_leaf(self, node: Any) -> None:
@@ -221,25 +229,7 @@ class Recorder:
             return tuple(self._code(each, segment) for each in value)
         if isinstance(value, dict):
             return tuple((key, self._code(each, segment)) for key, each in value.items())
-        if isinstance(value, types.FunctionType):
-            return self._function(value, segment)
-        if isinstance(value, GraphModule):
-            return ("graph", value.code)
         return ("object", self.vocabulary.identity(value))
-
-    def _function(self, function: types.FunctionType, segment: Segment) -> Any:
-        """A function by its code and all that it closes over; no two calls make the same one."""
-        held = [cell_contents(cell) for cell in function.__closure__ or ()]
-        own = (function.__defaults__, function.__kwdefaults__, function.__dict__)
-        if any(each is function for each in held):
-            return ("object", self.vocabulary.identity(function))
-        return (
-            "function",
-            self.vocabulary.identity(function.__code__),
-            self.vocabulary.identity(function.__globals__),
-            self._code(held, segment),
-            self._code(own, segment),
-        )
 
     def _signature(self, tensor: torch.Tensor, segment: Segment) -> Any:
         """All that an operator can see of a tensor, but for values."""
@@ -266,7 +256,7 @@ class Recorder:
             tensor.is_neg(),
         )
         if type(tensor) is FakeTensor:
-            return (*facts, tensor.constant is None, tensor.dispatch_keys is None)
+            return (*facts, _literal(tensor), tensor.dispatch_keys is None)
         spec = getattr(tensor, "_spec", None)
         if spec is None:
             return facts
@@ -280,6 +270,14 @@ class Recorder:
         return _SYMBOL.sub(
             lambda match: known.setdefault(match[0], f"size{len(known)}"), str(size.node.expr)
         )
+
+
+def _literal(tensor: FakeTensor) -> str | None:
+    """The values of a fake tensor that has some: one made of numbers that Python held."""
+    if tensor.constant is None:
+        return None
+    with no_dispatch():
+        return repr(tensor.constant.tolist())
 
 
 def _is_checkpoint(hooks: tuple[Any, Any] | None) -> bool:
