@@ -19,19 +19,20 @@ from gt_pipeline.errors import MicrobatchError
 from gt_pipeline.runner.microbatches import MicrobatchDims, split_microbatches
 
 LENGTH, BLOCK = 64, 16
-TENSORS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices", "q_indices")
 
 
 def causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
     return q >= k
 
 
-def mask_of(documents: Tensor) -> BlockMask:
+def mask_of(documents: Tensor, **options: bool) -> BlockMask:
     def same(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return documents[b, q] == documents[b, k]
 
     shape = (len(documents), None, LENGTH, LENGTH)
-    return create_block_mask(and_masks(causal, same), *shape, device="cpu", BLOCK_SIZE=BLOCK)
+    return create_block_mask(
+        and_masks(causal, same), *shape, device="cpu", BLOCK_SIZE=BLOCK, **options
+    )
 
 
 @pytest.fixture
@@ -54,9 +55,11 @@ def dense(mask: BlockMask) -> Tensor:
 
 
 def assert_same_mask(found: BlockMask, wanted: BlockMask) -> None:
-    assert found.BLOCK_SIZE == wanted.BLOCK_SIZE
-    assert found.seq_lengths == wanted.seq_lengths
-    assert all(torch.equal(getattr(found, name), getattr(wanted, name)) for name in TENSORS)
+    for name, value in vars(wanted).items():
+        if isinstance(value, Tensor):
+            assert torch.equal(getattr(found, name), value), name
+        elif name != "mask_mod":
+            assert getattr(found, name) == value, name
     assert torch.equal(dense(found), dense(wanted))
 
 
@@ -66,6 +69,15 @@ def test_each_part_is_the_mask_of_its_samples(documents: Tensor, count: int) -> 
     assert len(parts) == count
     for part, of_part in zip(parts, documents.chunk(count), strict=True):
         assert_same_mask(part, mask_of(of_part))
+
+
+def test_the_order_in_which_a_deterministic_backward_writes_is_split_too(
+    documents: Tensor,
+) -> None:
+    first, second = split(mask_of(documents, compute_dq_write_order=True), 2)
+    assert first.dq_write_order is not None
+    assert_same_mask(first, mask_of(documents[:3], compute_dq_write_order=True))
+    assert_same_mask(second, mask_of(documents[3:], compute_dq_write_order=True))
 
 
 def test_parts_are_those_of_pytorchs_own_pipelines(documents: Tensor) -> None:
@@ -115,10 +127,3 @@ def test_refuses_what_does_not_split(documents: Tensor) -> None:
             "whole to every microbatch"
         ),
     )
-
-
-def test_refuses_an_order_of_blocks_that_pytorch_takes_no_parts_of(documents: Tensor) -> None:
-    mask = mask_of(documents)
-    mask.dq_kv_order = torch.zeros(6, 1, LENGTH // BLOCK, dtype=torch.int32)
-    with pytest.raises(MicrobatchError, match="a tensor as dq_kv_order, which PyTorch does not"):
-        split(mask, 2)

@@ -1,12 +1,14 @@
 """FlexAttention's masks in microbatches: each gets the mask of its own samples.
 
-As PyTorch's pipelines split them (torch/distributed/pipelining/microbatch.py), but for one thing:
-the number of a microbatch's first sample is a tensor, no number in Python. A graph that was
-captured for one microbatch then takes it as an input, and serves all.
+As PyTorch's pipelines split them (torch/distributed/pipelining/microbatch.py), but for two things.
+The number of a microbatch's first sample is a tensor, no number in Python: a graph that was
+captured for one microbatch then takes it as an input, and serves all. And nothing is computed anew:
+all tensors of a mask have its samples first, so that parts are views.
 """
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeGuard
@@ -42,8 +44,6 @@ def find_block_mask_problem(mask: BlockMask, dim: int, count: int) -> str | None
     size = mask.kv_num_blocks.shape[0]
     if size != 1 and (size == 0 or size % count):
         return f"is a BlockMask of {size} samples, which is no multiple of {count}"
-    if size != 1 and getattr(mask, "dq_kv_order", None) is not None:
-        return "is a BlockMask with a tensor as dq_kv_order, which PyTorch does not take parts of"
     return None
 
 
@@ -62,14 +62,18 @@ def split_block_mask(mask: BlockMask, count: int) -> list[BlockMask]:
     if num_samples == 1:
         return [mask] * count
     size = num_samples // count
-    parts: list[BlockMask] = []
-    for first in range(0, num_samples, size):
-        part: BlockMask = mask[first : first + size]
-        # Its own memory: compiled code may count on how an input is aligned.
-        offset = torch.full((), first, dtype=torch.int32, device=mask.kv_num_blocks.device)
-        part.mask_mod = _of_samples_from(offset, mask.mask_mod)
-        parts.append(part)
-    return parts
+    return [_part(mask, first, size) for first in range(0, num_samples, size)]
+
+
+def _part(mask: BlockMask, first: int, size: int) -> BlockMask:
+    part = copy.copy(mask)
+    for name, value in vars(mask).items():
+        if isinstance(value, Tensor) and value.shape[0] != 1:
+            setattr(part, name, value[first : first + size])
+    # Its own memory: compiled code may count on how an input is aligned.
+    offset = torch.full((), first, dtype=torch.int32, device=mask.kv_num_blocks.device)
+    part.mask_mod = _of_samples_from(offset, mask.mask_mod)
+    return part
 
 
 def _of_samples_from(first: Tensor, whole: _MaskMod) -> _MaskMod:
