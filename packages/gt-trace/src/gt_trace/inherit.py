@@ -8,7 +8,10 @@ that autograd differentiates.
 
 from __future__ import annotations
 
-from torch.fx import GraphModule, Node
+from collections import ChainMap
+from collections.abc import Mapping
+
+from torch.fx import Graph, GraphModule, Node
 
 from gt_config.node_keys import (
     FsdpCollectiveAnnotation,
@@ -35,16 +38,17 @@ def inherit_annotations(graph_module: GraphModule) -> None:
     its gradient. Nodes that accumulate gradients have no forward node and get a phase only.
     A node that was annotated as of the backward itself inherits nothing: an autograd function that
     runs a whole backward in its own (a placed model) says of each node where it belongs.
-    Submodule graphs (of higher-order operators) are treated alike.
+    Submodule graphs (of higher-order operators) are treated alike; what a node there inherits from
+    is looked for in its own graph first. FlexAttention's hold a forward and its derivative, which a
+    backward makes for each layer anew, so that several have the same numbers.
     """
     graphs = [module.graph for module in graph_module.modules() if isinstance(module, GraphModule)]
-    forward_of: dict[int, Node] = {}
-    for graph in graphs:
-        for node in graph.nodes:
-            number = sequence_number(node)
-            if number is not None and not is_backward(node):
-                forward_of.setdefault(number, node)
-    for graph in graphs:
+    first_of = [_first_forward(graph) for graph in graphs]
+    in_any: dict[int, Node] = {}
+    for found in reversed(first_of):
+        in_any.update(found)
+    for graph, found in zip(graphs, first_of, strict=True):
+        forward_of = ChainMap(found, in_any)
         latest: Phase = "forward"
         for node in graph.nodes:
             if node.op in ("placeholder", "output"):
@@ -59,12 +63,22 @@ def inherit_annotations(graph_module: GraphModule) -> None:
             write_annotation(node, PhaseAnnotation(phase=latest))
 
 
+def _first_forward(graph: Graph) -> dict[int, Node]:
+    """The first forward node of each number."""
+    found: dict[int, Node] = {}
+    for node in graph.nodes:
+        number = sequence_number(node)
+        if number is not None and not is_backward(node):
+            found.setdefault(number, node)
+    return found
+
+
 def _states_backward(node: Node) -> bool:
     stated = read_annotation(node, PhaseAnnotation)
     return stated is not None and stated.phase == "backward"
 
 
-def _inherit(node: Node, forward_of: dict[int, Node]) -> None:
+def _inherit(node: Node, forward_of: Mapping[int, Node]) -> None:
     if node.meta.get("is_gradient_acc", False):
         return
     number = sequence_number(node)

@@ -94,7 +94,8 @@ class Learning(Sloped):
         learned = self.learned
 
         def score(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            return self.sloped(score + learned[head], batch, head, query, key)
+            score = torch.where(query >= key, score + learned[head], -float("inf"))
+            return self.sloped(score, batch, head, query, key)
 
         return score
 
@@ -155,6 +156,15 @@ def test_stamped_capture_is_the_full_one(layer: Callable[[], nn.Module]) -> None
     assert len(names) == 5 * 7
     assert len({id(each) for each in held}) == len(held)
     assert all(isinstance(each, GraphModule) for each in held)
+    # Also the derivative of a score belongs to the layer that uses it.
+    for reader in captured.step.graph_module.graph.find_nodes(op="get_attr"):
+        nodes: Any = captured.step.graph_module.get_submodule(str(reader.target))
+        inside = {
+            str(node.meta["custom"]["gt.module"])
+            for node in nodes.graph.nodes
+            if node.op == "call_function"
+        }
+        assert inside <= {str(reader.meta["custom"]["gt.module"])}
 
 
 def test_stamped_step_computes_what_eager_does_for_other_documents() -> None:
