@@ -12,6 +12,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import importlib
+import operator
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
@@ -36,14 +37,15 @@ from training_cases import (
 from variant_cases import VariantResult, compare_variants
 
 from gt_passes import DescribeOnly
-from gt_passes.outlined_region import nodes_with_bodies
+from gt_passes.outlined_region import region_of
 from gt_trainer.captured_step import CaptureReport, capture_training_step
 from gt_trainer.fake_step import fake_step
 from gt_trainer.models import adapt
+from gt_trainer.models import attention as attention_of_trainer
 from gt_trainer.recipe import recipe_of
 from gt_trainer.startup import StartupClock
 
-_compiled = torch.compile(flex_attention)
+_compiled = torch.compile(flex_attention, backend="eager")
 
 
 def _attend(q: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -101,7 +103,9 @@ def refusal_of_another_length(case: Case, folder: str) -> str:
 
 
 def fake_capture(model: str, mesh: str, options: Mapping[str, Any], **recipe: Any) -> CaptureReport:
-    """Two layers of a model on a mesh that does not exist, with passes; nothing is compiled.
+    """Two layers of a model on a mesh that does not exist, with the passes of a run on GPUs.
+
+    Regions are made, and nothing is compiled.
 
     Args:
         model: of ``stamped_cells.MODELS``.
@@ -111,7 +115,8 @@ def fake_capture(model: str, mesh: str, options: Mapping[str, Any], **recipe: An
     """
     module, name = MODELS[model]
     world_size, degrees = MESHES[mesh]
-    with own_flex_attention():
+    with own_flex_attention(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention_of_trainer, "installed_device_type", lambda: "cuda")
         config = getattr(importlib.import_module(f"gt_trainer.models.{module}"), name)()
         with_layers(config, 2)
         for degree, value in degrees.items():
@@ -130,8 +135,17 @@ def fake_capture(model: str, mesh: str, options: Mapping[str, Any], **recipe: An
             )
 
 
-def num_operators(report: CaptureReport) -> dict[str, int]:
-    """FlexAttention's operators in a graph, those inside of regions too."""
+def compiled_operators(report: CaptureReport) -> dict[str, int]:
+    """What stands in regions, and FlexAttention's operators wherever they stand, counted."""
     (graph_module,) = report.graph_modules
-    names = [str(node.target) for node in nodes_with_bodies(graph_module)]
-    return dict(collections.Counter(name for name in names if name.startswith("flex_attention")))
+    bare = [str(node.target) for node in graph_module.graph.nodes]
+    regions = filter(None, map(region_of, graph_module.graph.nodes))
+    inside = [
+        str(node.target)
+        for region in regions
+        for node in region.body.graph.nodes
+        if node.op == "call_function" and node.target is not operator.getitem
+    ]
+    return dict(collections.Counter(inside)) | {
+        f"bare {name}": bare.count(name) for name in bare if name.startswith("flex_attention")
+    }

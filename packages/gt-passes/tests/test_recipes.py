@@ -11,9 +11,10 @@ from expecttest import assert_expected_inline
 from pass_graphs import capture
 from torch.fx import GraphModule
 
-from gt_config import CompileConfig, EpOverlapConfig
+from gt_config import CompileConfig, EpOverlapConfig, InductorCompilation
 from gt_passes import (
     GraphPass,
+    InductorCompiler,
     PassContext,
     PassPipeline,
     PassReport,
@@ -45,6 +46,31 @@ OVERLAP = ["delay-waits", "prefetch-all-gathers"]
 
 def test_the_recipe_of_a_whole_step(context: PassContext):
     assert names(context) == [*CLEAN_UP, *BUCKETS, *OVERLAP]
+
+
+@pytest.mark.parametrize(
+    ("compilation", "expected"),
+    [
+        ("none", ["compile-flex-attention"]),
+        ("regional", ["compile-flex-attention", "compile-regions"]),
+        ("full", ["compile-whole-graph"]),
+    ],
+)
+def test_flex_attention_is_compiled_whatever_else_is_if_the_model_does_so(
+    context: PassContext, compilation: InductorCompilation, expected: list[str]
+):
+    options = CompileConfig(inductor_compilation=compilation, cuda_graphs=True)
+    asked = default_recipe(options, context=context, flex_attention_options={"max_autotune": True})
+    found = {each.name: each for each in asked.passes}
+    assert [*found] == [*CLEAN_UP, *BUCKETS, *OVERLAP, *expected, "cuda-graphs"]
+    if compilation != "full":
+        flex_attention = found["compile-flex-attention"]
+        assert flex_attention.options == {"max_autotune": True}
+        # Eager is not asked to round between operators either.
+        assert flex_attention.compiler == InductorCompiler(eager_rounding=False)
+    left_out = CompileConfig(disable_passes=("compile-flex-attention",))
+    passes = default_recipe(left_out, context=context, flex_attention_options={}).passes
+    assert [each.name for each in passes] == [*CLEAN_UP, *BUCKETS, *OVERLAP]
 
 
 @pytest.mark.parametrize(

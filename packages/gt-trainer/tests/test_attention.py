@@ -5,12 +5,16 @@ import math
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.attention.flex_attention import flex_attention
+from torchtitan.models.common.attention import FlexAttention
 
+import gt_trainer.models.attention as attention_module
 from gt_trainer.models.attention import (
     AttentionMaskError,
     DocumentCausalSDPA,
     attention_mask_for,
     document_causal_mask,
+    flex_attention_options,
 )
 
 BATCH, LENGTH = 2, 12
@@ -198,3 +202,20 @@ def test_a_batch_without_positions_is_refused_when_the_model_needs_them():
         "the model attends within documents, but the batch holds no 'positions': the data loader "
         "must give the position of each token in its document, shape (batch, sequence)"
     )
+
+
+def test_flex_attention_is_compiled_as_torchtitan_does_eagerly(monkeypatch):
+    configs = {**FlexAttention.inductor_configs, "max_autotune": True}
+    monkeypatch.setattr(FlexAttention, "inductor_configs", configs)
+    monkeypatch.setattr(attention_module, "installed_device_type", lambda: "cpu")
+    assert flex_attention_options() is None
+    monkeypatch.setattr(attention_module, "installed_device_type", lambda: "cuda")
+    found = flex_attention_options()
+    assert found.keys() == {"max_autotune", "coordinate_descent_tuning", "triton.cudagraphs"}
+    assert found["max_autotune"]
+    # As torchtitan does for deterministic runs, long after it was imported.
+    configs["max_autotune"] = False
+    assert flex_attention_options() == {**found, "max_autotune": False}
+    # And for those on ROCm.
+    monkeypatch.setattr(FlexAttention, "_compiled_flex_attn", flex_attention)
+    assert flex_attention_options() is None

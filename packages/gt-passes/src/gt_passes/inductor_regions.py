@@ -9,7 +9,7 @@ A node is chosen because it is FlexAttention, because a caller tagged it in the 
 or because its module matches a pattern. Chosen nodes of one kind become one region as long as
 nothing between them depends on the region: then all of them can run at the place of the last. A
 collective, a wait, or anything with an effect ends every region before it, so that communication
-keeps its place.
+keeps its place. What a compiler has had already stays as it is.
 
 The runs are ours and not ``CapabilityBasedPartitioner``'s, which regional_inductor uses: that one
 looks at data dependencies only, and so moves nodes across writes, waits and launches, and its cost
@@ -19,7 +19,7 @@ grows with the square of the graph.
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -38,10 +38,11 @@ from gt_passes.aliasing import AliasClasses, written_nodes
 from gt_passes.collectives import is_collective, is_wait
 from gt_passes.contract import Refusal
 from gt_passes.operator_effects import draws_random_numbers, is_barrier, is_only_a_view
+from gt_passes.outlined_region import run_region
 from gt_passes.tensor_signature import is_symbolic, signature
 from gt_trace.node_metadata import module_fqn, node_annotations, phase_of, read_annotation
 
-__all__ = ["RegionChoice", "RegionPlan", "plan_regions"]
+__all__ = ["RegionChoice", "RegionPlan", "is_flex_attention", "plan_flex_attention", "plan_regions"]
 
 _TAG = "compile_with_inductor"
 _FLEX_ATTENTION = frozenset({"flex_attention", "flex_attention_backward"})
@@ -77,13 +78,35 @@ def plan_regions(graph: Graph, *, module_patterns: Sequence[str] = ()) -> Region
         module_patterns: fully qualified names, as ``layers.*.feed_forward``; an asterisk stands for
             any characters within one component, and modules inside a matched one match too.
     """
-    return _Planner(graph, module_patterns).plan()
+    patterns = [pattern.split(".") for pattern in module_patterns]
+    return _Planner(graph, lambda node: _chosen_kind(node, patterns)).plan()
+
+
+def plan_flex_attention(graph: Graph, *, options: Mapping[str, object]) -> RegionChoice:
+    """Make every FlexAttention operator a region of its own, and choose nothing else.
+
+    Args:
+        graph: with fake values, annotated as gt-trace does.
+        options: what Inductor is to be told.
+    """
+
+    def kind(node: Node) -> Kind:
+        return (("flex_attention", node), options) if is_flex_attention(node) else _UNCHOSEN
+
+    return _Planner(graph, kind).plan()
+
+
+Kind = tuple[Hashable | None, Mapping[str, object]]
+"""What the nodes of one region have in common, and what Inductor is to be told; None for a node
+that nobody chose."""
+
+_UNCHOSEN: Kind = (None, {})
 
 
 class _Planner:
-    def __init__(self, graph: Graph, module_patterns: Sequence[str]) -> None:
+    def __init__(self, graph: Graph, kind_of: Callable[[Node], Kind]) -> None:
         self._nodes = list(graph.nodes)
-        self._patterns = [pattern.split(".") for pattern in module_patterns]
+        self._kind_of = kind_of
         self._aliases = AliasClasses(graph)
         self._refusals: dict[Node, str] = {}
         self._kinds: dict[Node, Hashable] = {}
@@ -118,39 +141,19 @@ class _Planner:
     def _choose(self, node: Node) -> None:
         if node.op != "call_function" or is_collective(node) or is_wait(node):
             return
+        if node.target is run_region:
+            return  # a compiler has had it
         if read_annotation(node, FsdpCollectiveAnnotation) is not None:
             return  # the views around a collective stay with it
         if _is_item(node):
             return  # goes with what it is an item of
-        kind, options = self._kind(node)
+        kind, options = self._kind_of(node)
         if kind is None:
             return
         self._kinds[node], self._options[node] = kind, options
         reason = self._reason_against(node)
         if reason is not None:
             self._leave_out(node, reason)
-
-    def _kind(self, node: Node) -> tuple[Hashable | None, Mapping[str, object]]:
-        """What the nodes of one region have in common; None for a node that nobody chose."""
-        if _TAG in node_annotations(node):
-            tag: Any = node_annotations(node)[_TAG]
-            tag = tag if isinstance(tag, Mapping) else {}
-            options = dict(tag.get("inductor_configs") or {})
-            region = tag.get("inductor_region")
-            return ("tag", region, repr(sorted(options.items())), phase_of(node)), options
-        instance = self._matched_module(module_fqn(node))
-        if instance is not None:
-            return ("module", instance, phase_of(node)), {}
-        if _is_flex_attention(node):
-            return ("flex_attention", node), {}
-        return None, {}
-
-    def _matched_module(self, fqn: str) -> tuple[str, ...] | None:
-        components = fqn.split(".")
-        for pattern in self._patterns:
-            if len(components) >= len(pattern) and all(map(fnmatchcase, components, pattern)):
-                return tuple(components[: len(pattern)])
-        return None
 
     def _reason_against(self, node: Node) -> str | None:
         if is_barrier(node):
@@ -214,6 +217,30 @@ class _Planner:
                 yield node
 
 
+def _chosen_kind(node: Node, patterns: Sequence[Sequence[str]]) -> Kind:
+    """Of nodes that are tagged, of matched modules, or FlexAttention."""
+    if _TAG in node_annotations(node):
+        tag: Any = node_annotations(node)[_TAG]
+        tag = tag if isinstance(tag, Mapping) else {}
+        options = dict(tag.get("inductor_configs") or {})
+        region = tag.get("inductor_region")
+        return ("tag", region, repr(sorted(options.items())), phase_of(node)), options
+    instance = _matched_module(module_fqn(node), patterns)
+    if instance is not None:
+        return ("module", instance, phase_of(node)), {}
+    if is_flex_attention(node):
+        return ("flex_attention", node), {}
+    return _UNCHOSEN
+
+
+def _matched_module(fqn: str, patterns: Sequence[Sequence[str]]) -> tuple[str, ...] | None:
+    components = fqn.split(".")
+    for pattern in patterns:
+        if len(components) >= len(pattern) and all(map(fnmatchcase, components, pattern)):
+            return tuple(components[: len(pattern)])
+    return None
+
+
 def _has_effect(node: Node) -> bool:
     """Whether the order between a node and its neighbours matters beyond data dependencies."""
     if node.op != "call_function":
@@ -233,7 +260,8 @@ def _items(node: Node) -> Iterator[Node]:
             yield from _items(user)
 
 
-def _is_flex_attention(node: Node) -> bool:
+def is_flex_attention(node: Node) -> bool:
+    """Whether a node is FlexAttention, forward or backward."""
     return isinstance(node.target, HigherOrderOperator) and str(node.target) in _FLEX_ATTENTION
 
 

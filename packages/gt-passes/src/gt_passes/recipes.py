@@ -7,7 +7,7 @@ as arguments from whoever placed the model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from gt_passes.passes import (
     BucketReduceScatters,
     CanonicalizeViews,
     ChunkModules,
+    CompileFlexAttention,
     CompileRegions,
     CompileWholeGraph,
     CudaGraphs,
@@ -57,6 +58,7 @@ def default_recipe(
     reshard_after_forward: bool | None = None,
     only: Collection[str] | None = None,
     compiler: SubgraphCompiler | None = None,
+    flex_attention_options: Mapping[str, object] | None = None,
     dump_directory: Path | None = None,
     estimate_peak_bytes: Callable[[GraphModule], int] | None = None,
 ) -> PassPipeline:
@@ -77,6 +79,8 @@ def default_recipe(
             unless the memory policy is save_all.
         only: names of the passes to run, for a graph that is a piece of a step; None for all.
         compiler: compiles regions or the whole graph, if ``options`` ask for it; None for Inductor.
+        flex_attention_options: of Inductor, with which the model compiles its FlexAttention when it
+            runs eagerly; None if it does not. Not asked for a graph that is compiled as a whole.
         dump_directory: as for ``PassPipeline``.
         estimate_peak_bytes: as for ``PassPipeline``.
 
@@ -94,7 +98,10 @@ def default_recipe(
         *_fsdp(options, reshard_after_forward=reshard_after_forward),
         *_numerics_changing(options),
     ]
-    compiling = [*_compilation(options, compiler or InductorCompiler())]
+    compiling = [
+        *_flex_attention(options, compiler, flex_attention_options),
+        *_compilation(options, compiler or InductorCompiler()),
+    ]
     added = _added_passes(options, in_recipe=[each.name for each in (*rewriting, *compiling)])
     kept = [
         graph_pass
@@ -179,6 +186,20 @@ def _numerics_changing(options: CompileConfig) -> Iterator[GraphPass]:
         yield AsyncTensorParallel()
     if options.numerics_changing:
         yield FuseParallelMatmuls()
+
+
+def _flex_attention(
+    options: CompileConfig,
+    compiler: SubgraphCompiler | None,
+    flex_attention_options: Mapping[str, object] | None,
+) -> Iterator[GraphPass]:
+    """What is no choice of the user: the model is not run without it eagerly either."""
+    if flex_attention_options is None or options.inductor_compilation == "full":
+        return
+    if compiler is None:
+        yield CompileFlexAttention(options=flex_attention_options)
+    else:
+        yield CompileFlexAttention(options=flex_attention_options, compiler=compiler)
 
 
 def _compilation(options: CompileConfig, compiler: SubgraphCompiler) -> Iterator[GraphPass]:

@@ -6,15 +6,20 @@ constants on values that correspond, and their inputs agree in all but contents.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Hashable, Mapping
 
 from torch.fx import GraphModule, Node
 
 from gt_passes._torch_internals import value_of
+from gt_passes.inductor_regions import is_flex_attention
 from gt_passes.outlined_region import Outline
-from gt_passes.tensor_signature import signature
+from gt_passes.tensor_signature import TensorSignature, signature
 
 __all__ = ["region_identity"]
+
+_ALIGNMENT_BYTES = 16
+"""Of the widest load of a GPU."""
 
 
 def region_identity(
@@ -25,13 +30,33 @@ def region_identity(
     Linear in the number of nodes. A constant that cannot be compared is equal to itself only.
     """
     numbers: dict[Node, Hashable] = {node: number for number, node in enumerate(outline.inputs)}
-    inputs = tuple(signature(value_of(node)) for node in outline.inputs)
+    sign = _sign_elements if _reads_elements_only(outline) else signature
+    inputs = tuple(sign(value_of(node)) for node in outline.inputs)
     calls = []
     for node in outline.nodes:
         calls.append(_call(graph_module, node, numbers))
         numbers[node] = len(numbers)
     outputs = tuple(numbers[node] for node in outline.outputs)
     return (inputs, tuple(calls), outputs, _key(graph_module, dict(options), numbers))
+
+
+def _reads_elements_only(outline: Outline) -> bool:
+    """Whether a region asks its inputs for their elements, and not where they lie in memory."""
+    calls = (node for node in outline.nodes if node.target is not operator.getitem)
+    return all(map(is_flex_attention, calls))
+
+
+def _sign_elements(value: object) -> Hashable:
+    """A signature without the place in the storage: chunks are parts of one tensor.
+
+    But for its alignment, by which Inductor chooses loads.
+    """
+    signed = signature(value)
+    if not isinstance(signed, TensorSignature) or not isinstance(signed.storage_offset, int):
+        return signed
+    return signed._replace(
+        storage_offset=signed.storage_offset * signed.dtype.itemsize % _ALIGNMENT_BYTES
+    )
 
 
 def _call(

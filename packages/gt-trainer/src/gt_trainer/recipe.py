@@ -19,6 +19,7 @@ from gt_passes import (
     default_recipe,
 )
 from gt_trainer.captured_step import Recipe
+from gt_trainer.models.attention import flex_attention_options
 
 __all__ = ["ReshardAfterForward", "recipe_of"]
 
@@ -44,6 +45,9 @@ def recipe_of(
     compiler: SubgraphCompiler | None = None,
 ) -> Recipe:
     """The recipe that ``options`` ask for; it reads nothing else of the configuration.
+
+    What models compile by themselves when they run eagerly, FlexAttention on GPUs, is compiled in
+    any case, and in the same way.
 
     Args:
         options: validated.
@@ -78,6 +82,7 @@ def recipe_of(
             reshard_after_forward=_RESHARD[reshard_after_forward],
             only=only,
             compiler=compiler,
+            flex_attention_options=flex_attention_options(),
             dump_directory=dump_directory,
         )
 

@@ -33,6 +33,7 @@ _COMPUTING = _CLEAN_UP | {
     "schedule-ep-overlap",
     "separate-exchange-group",
     "fuse-parallel-matmuls",
+    "compile-flex-attention",
     "compile-regions",
     "compile-whole-graph",
 }

@@ -6,6 +6,7 @@ from gt_passes.passes.bucket_all_reduces import BucketAllReduces
 from gt_passes.passes.bucket_reduce_scatters import BucketReduceScatters
 from gt_passes.passes.canonicalize_views import CanonicalizeViews
 from gt_passes.passes.chunk_modules import ChunkModules
+from gt_passes.passes.compile_flex_attention import CompileFlexAttention
 from gt_passes.passes.compile_regions import CompileRegions
 from gt_passes.passes.compile_whole_graph import CompileWholeGraph
 from gt_passes.passes.cuda_graphs import CudaGraphs, release_cuda_graphs
@@ -31,6 +32,7 @@ __all__ = [
     "BucketReduceScatters",
     "CanonicalizeViews",
     "ChunkModules",
+    "CompileFlexAttention",
     "CompileRegions",
     "CompileWholeGraph",
     "CudaGraphs",

@@ -6,7 +6,6 @@ matrix of scores. The rest of a step keeps its bits when it is left alone.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -14,9 +13,8 @@ from torch.fx import GraphModule
 
 from gt_passes.contract import ChangeBounds, GraphPass, PassContext, PassReport
 from gt_passes.inductor_compiler import InductorCompiler, SubgraphCompiler
-from gt_passes.inductor_regions import RegionPlan, plan_regions
-from gt_passes.outlined_region import OutlinedRegion, RegionOutliner
-from gt_passes.region_identity import region_identity
+from gt_passes.inductor_regions import plan_regions
+from gt_passes.region_compilation import compile_regions
 from gt_passes.registry import register_pass
 
 __all__ = ["CompileRegions"]
@@ -43,7 +41,7 @@ class CompileRegions(GraphPass):
 
     *Refuses*, of what was chosen: random operators, operators with effects or of unknown effects,
     writes to memory that is used outside the region, sizes that depend on data. Collectives and
-    waits are never in a region.
+    waits are never in a region, nor is what is compiled already.
 
     *Preserves numerics*: no. Inductor sums in another order than eager, and on GPU uses other
     approximations of some functions. With ``InductorCompiler.eager_rounding`` a fused elementwise
@@ -73,43 +71,4 @@ class CompileRegions(GraphPass):
             InductorOptionError: a tag names an option that this PyTorch's Inductor does not have.
         """
         choice = plan_regions(graph_module.graph, module_patterns=self.module_patterns)
-        compilation = _Compilation(graph_module, self.compiler)
-        for region in choice.regions:
-            compilation.add(region)
-        compilation.finish()
-        counts = {
-            "regions": len(choice.regions),
-            "compiled": compilation.num_compiled,
-            "nodes": sum(len(region.nodes) for region in choice.regions),
-        }
-        return PassReport(
-            changed=bool(choice.regions),
-            counts={name: count for name, count in counts.items() if count},
-            refusals=choice.refusals,
-        )
-
-
-class _Compilation:
-    """Regions of one graph, each distinct one compiled once."""
-
-    def __init__(self, graph_module: GraphModule, compiler: SubgraphCompiler) -> None:
-        self._graph_module = graph_module
-        self._outliner = RegionOutliner(graph_module)
-        self._compiler = compiler
-        self._regions: dict[Hashable, OutlinedRegion] = {}
-
-    @property
-    def num_compiled(self) -> int:
-        return len(self._regions)
-
-    def add(self, plan: RegionPlan) -> None:
-        outline = self._outliner.outline(plan.nodes, anchor=plan.anchor)
-        identity = region_identity(self._graph_module, outline, plan.options)
-        if identity not in self._regions:
-            body = self._outliner.body(outline)
-            runner = self._compiler.compile(body, plan.options)
-            self._regions[identity] = OutlinedRegion(body, runner)
-        self._outliner.replace(outline, self._regions[identity], stem="inductor_region")
-
-    def finish(self) -> None:
-        self._outliner.finish()
+        return compile_regions(graph_module, choice, self.compiler)

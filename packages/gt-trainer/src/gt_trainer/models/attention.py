@@ -1,10 +1,13 @@
-"""Attention for machines without FlexAttention: scaled dot product with a per-document mask.
+"""Attention for machines without FlexAttention, and how FlexAttention is compiled for the others.
 
 torchtitan 0.3.0 gives its language models FlexAttention or varlen attention. Neither has a backward
 on CPU, and torchtitan's own scaled-dot-product module takes no mask, so that documents packed into
 one sample would see each other. On CPU we therefore replace the *configuration* of each layer's
-inner attention; the attention block around it stays torchtitan's
-(``torchtitan/models/common/attention.py``).
+inner attention, which becomes a scaled dot product with a per-document mask; the attention block
+around it stays torchtitan's (``torchtitan/models/common/attention.py``).
+
+On GPUs models attend with FlexAttention as published, which they compile by Inductor also when all
+else runs eagerly. A captured graph has the bare operator, so its recipe compiles that again.
 """
 
 from __future__ import annotations
@@ -15,8 +18,11 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import flex_attention
 from torchtitan.models.common.attention import FlexAttention, VarlenAttention
 from torchtitan.protocols.module import Module
+
+from gt_trainer.device import installed_device_type
 
 if TYPE_CHECKING:
     from torchtitan.protocols.model import BaseModel
@@ -26,8 +32,12 @@ __all__ = [
     "DocumentCausalSDPA",
     "attention_mask_for",
     "document_causal_mask",
+    "flex_attention_options",
     "replace_inner_attention",
 ]
+
+_FOR_EAGER_ONLY = frozenset({"wrap_inductor_compiled_regions"})
+"""Options by which eager checkpointing sees what Inductor compiled; a graph has its regions."""
 
 
 class AttentionMaskError(ValueError):
@@ -164,6 +174,22 @@ def attention_mask_for(model_config: object, positions: torch.Tensor | None) -> 
             "loader must give the position of each token in its document, shape (batch, sequence)"
         )
     return document_causal_mask(positions)
+
+
+def flex_attention_options() -> dict[str, object] | None:
+    """The options with which torchtitan compiles FlexAttention for eager runs on this device.
+
+    They depend on whether the run is to be deterministic, which torchtitan's trainer settles when
+    it is built: ask after that.
+
+    Returns:
+        Names and values of ``torch._inductor.config``; None where eager runs do not compile it: on
+        CPUs, whose models attend otherwise, and on ROCm if the run is to be deterministic.
+    """
+    if installed_device_type() == "cpu" or FlexAttention._compiled_flex_attn is flex_attention:
+        return None
+    options = FlexAttention.inductor_configs.items()
+    return {name: value for name, value in options if name not in _FOR_EAGER_ONLY}
 
 
 def _check_mask(mask: object, *, batch: int, length: int) -> None:
