@@ -7,10 +7,11 @@ import pytest
 from torchtitan.config import CommConfig
 from torchtitan.distributed.activation_checkpoint import FullAC
 from torchtitan.models.common.config_utils import make_token_dispatcher_config
+from torchtitan.models.llama3 import config_registry
 from torchtitan.tools.profiler import Profiler
 
 from gt_config import ConfigError
-from gt_trainer.models import deepseek_v3, llama3
+from gt_trainer.models import adapt, deepseek_v3, llama3
 from gt_trainer.models.catalog import CATALOG, INTENDED_WORLD_SIZE
 from gt_trainer.preflight import check_configuration, topology_of
 
@@ -366,3 +367,20 @@ def test_the_newest_checkpoint_is_judged_too(tmp_path):
     assert "--checkpoint.folder is 'RUN/checkpoint'" in refusal(
         changed(llama3.llama3_debugmodel(), tmp_path), 1
     )
+
+
+def test_refuses_to_capture_attention_that_takes_another_shape_in_every_batch(
+    tmp_path, monkeypatch
+):
+    # As on a GPU; on a CPU attention is replaced.
+    monkeypatch.setattr(adapt, "replace_inner_attention", lambda model: ())
+    published = config_registry.llama3_debugmodel_varlen_attn()
+    config = adapt.adapt_debug(published, learning_rate=1e-3, batch_size=2)
+    assert refusal(changed(config, tmp_path), 1) == (
+        "the configuration has 1 problem:\n"
+        "  1. --compile.mode is 'aot_fx_trace'\n"
+        "     allowed: 'none' for a model that attends with VarlenAttention: it takes the offsets "
+        "of the documents, of which every batch has another number, and a graph has fixed shapes\n"
+        "     fix: choose a --config that attends with FlexAttention, or train eagerly"
+    )
+    check_configuration(changed(config, tmp_path, compile={"mode": "none"}), 1)

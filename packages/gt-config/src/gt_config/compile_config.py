@@ -108,7 +108,7 @@ class CompileConfig:
     aot_joint: export a joint graph, cut in forward and backward."""
 
     inductor_compilation: InductorCompilation = "none"
-    """none: run the graph as captured.
+    """none: run the graph as captured, but for what the model compiles eagerly too: FlexAttention.
     regional: compile tagged regions with Inductor.
     full: compile the whole graph with Inductor.
     autoparallel_backend: AutoParallel's own policy.

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 from torchtitan.config import ParallelismConfig
+from torchtitan.models.common.attention import VarlenAttention
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.token_dispatcher import (
     AllToAllTokenDispatcher,
@@ -64,6 +65,7 @@ def check_configuration(
     violations += _unsound_counts(config, topology)
     violations += _model_does_not_divide(config, topology)
     violations += _exchanges_of_unknown_operators(config)
+    violations += _shapes_of_documents(config)
     violations += _unsound_pipeline(config)
     violations += autoparallel_violations(config, topology)
     if will_train:
@@ -325,6 +327,21 @@ def _exchanges_of_unknown_operators(config: GraphTrainer.Config) -> Iterator[Vio
             fix=f"{_LEAVE_OUT}, or choose a --config whose experts exchange by all-to-all",
         )
         return
+
+
+def _shapes_of_documents(config: GraphTrainer.Config) -> Iterator[Violation]:
+    """Varlen attention takes the offsets of documents: another shape in every batch."""
+    model = config.model_spec.model if config.model_spec is not None else None
+    if config.compile.mode == "none" or not isinstance(model, Decoder.Config):
+        return
+    if any(model.traverse(VarlenAttention.Config)):
+        yield Violation(
+            flag="--compile.mode",
+            value=config.compile.mode,
+            allowed="'none' for a model that attends with VarlenAttention: it takes the offsets of "
+            "the documents, of which every batch has another number, and a graph has fixed shapes",
+            fix="choose a --config that attends with FlexAttention, or train eagerly",
+        )
 
 
 def _divisors(number: int) -> list[int]:
