@@ -19,8 +19,12 @@ from stage_models import squared_error
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.fx import GraphModule
 from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block_mask
 
+from gt_config.node_keys import PipelineAction
+from gt_passes import DescribeOnly, PassContext, PassPipeline
+from gt_passes.passes import CompileFlexAttention
 from gt_pipeline.graph import GraphPipelineStage
 from gt_pipeline.runner import GraphPPRunner, MicrobatchInputs, StepResult
 from gt_pipeline.runner.microbatches import MicrobatchDims, split_microbatches
@@ -137,8 +141,9 @@ def captured(
     parts: Sequence[nn.Module],
     indices: Sequence[int],
     num_microbatches: int = NUM_MICROBATCHES,
+    **options: Any,
 ) -> list[GraphPipelineStage]:
-    """Some stages of all, captured."""
+    """Some stages of all, captured with further ``options``."""
     inputs = first_microbatch(num_microbatches)
     stages: list[GraphPipelineStage] = []
     for index in indices:
@@ -151,9 +156,18 @@ def captured(
                 inputs=inputs,
                 loss_fn=squared_error if index == len(parts) - 1 else None,
                 fake_mode=stages[0].fake_mode if stages else None,
+                **options,
             )
         )
     return stages
+
+
+def outline_attention(
+    graph_module: GraphModule, kind: PipelineAction, context: PassContext
+) -> None:
+    """The regions that Inductor would compile on a GPU, without compiling them."""
+    attention = CompileFlexAttention(compiler=DescribeOnly())
+    PassPipeline([attention], context=context).run(graph_module)
 
 
 def step(

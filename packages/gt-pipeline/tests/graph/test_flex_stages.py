@@ -1,4 +1,7 @@
-"""Stages with FlexAttention: cut, split backward, and pairs; the bits of eager execution."""
+"""Stages with FlexAttention: cut, split backward, and pairs; the bits of eager execution.
+
+In one process in the regions that are compiled on a GPU, on several ranks as captured.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,7 @@ from flex_stages import (
     first_microbatch,
     mask_of,
     modules,
+    outline_attention,
     step,
     taken_gradients,
     train_eagerly,
@@ -50,7 +54,7 @@ def parts() -> list[Attention]:
 
 @pytest.fixture(scope="module")
 def stages(cpu_trains: None, parts: list[Attention]) -> list[GraphPipelineStage]:
-    return captured(parts, [0, 1])
+    return captured(parts, [0, 1], transform=outline_attention)
 
 
 def operators(action: ActionGraph | None) -> list[str]:
@@ -103,6 +107,7 @@ def test_a_mask_is_split_with_its_samples(
     name: str,
 ) -> None:
     schedule = schedule_of(name, num_ranks=1, num_stages=2, num_microbatches=NUM_MICROBATCHES)
+    assert operators(stages[1]._forward.action) == []  # they are in regions
     evaluated, trained = step(stages, schedule, 1)
     losses, gradients = trained_eagerly
     assert torch.equal(torch.stack(evaluated.losses), losses)
