@@ -58,6 +58,16 @@ def test_training_is_bitwise_eager(
     assert found.verified
 
 
+@pytest.mark.slow
+def test_sharded_training_is_bitwise_eager(four: GlooWorkers, tmp_path: Path) -> None:
+    parallelism = {"data_parallel_shard_degree": 2, "tensor_parallel_degree": 2}
+    case = dataclasses.replace(LLAMA3, parallelism=parallelism)
+    for found in four.run(compare, case, str(tmp_path)):
+        assert found.differences == ()
+        assert len(set(found.losses)) == NUM_STEPS + NUM_UNSEEN_BATCHES
+        assert found.verified
+
+
 def test_validation_has_masks_of_its_own(one: GlooWorkers, tmp_path: Path) -> None:
     ((eager, captured),) = one.run(with_validation, LLAMA3, str(tmp_path))
     assert captured == eager
