@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.attention.flex_attention as flex_attention_module
+from chunk_producers import SteppedTraining, train_in_chunks
 from stamped_cells import MESHES, MODELS, with_layers
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torchtitan.models.common import attention
@@ -35,6 +36,7 @@ from training_cases import (
 )
 from variant_cases import VariantResult, compare_variants
 
+from gt_config import EpOverlapConfig
 from gt_passes import DescribeOnly
 from gt_passes.outlined_region import region_of
 from gt_trainer.captured_step import CaptureReport, capture_training_step
@@ -79,6 +81,12 @@ def compare_stamped(case: Case, folder: str) -> VariantResult:
     """Most layers are stamped."""
     with own_flex_attention():
         return compare_variants(case, folder, {"stamped": {"capture_layers": "stamped"}})["stamped"]
+
+
+def in_chunks(case: Case, folder: str, runs: Mapping[str, EpOverlapConfig]) -> SteppedTraining:
+    """What ``train_in_chunks`` says, every layer traced."""
+    with own_flex_attention():
+        return train_in_chunks(case, folder, runs, {"capture_layers": "full"}, True)
 
 
 def with_validation(case: Case, folder: str) -> tuple[tuple[str, str], tuple[str, str]]:

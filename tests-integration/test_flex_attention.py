@@ -14,6 +14,7 @@ from flex_attention_cases import (
     compare,
     compiled_operators,
     fake_capture,
+    in_chunks,
     refusal_of_another_length,
     with_other_lengths,
     with_validation,
@@ -35,6 +36,9 @@ CASES = {
 POLICIES = ("save_all", "selective", "full_recompute", "offload")
 QUICK = {("llama3, gradient accumulation", "save_all"), ("deepseek_v3", "full_recompute")}
 """Of the product of the two; the others are slow."""
+
+EP_OVERLAP = EpOverlapConfig(enabled=True)
+EAGER_CHUNKS = EpOverlapConfig(enabled=True, strategy="eager")
 
 
 @pytest.mark.parametrize(
@@ -68,6 +72,21 @@ def test_sharded_training_is_bitwise_eager(four: GlooWorkers, tmp_path: Path) ->
         assert found.verified
 
 
+@pytest.mark.slow
+def test_chunks_of_either_producer_attend_within_their_documents(
+    four: GlooWorkers, tmp_path: Path
+) -> None:
+    """They train with each other's bits, and as the whole model but for the order of sums."""
+    parallelism = {"data_parallel_shard_degree": 4, "expert_parallel_degree": 2}
+    case = dataclasses.replace(CASES["deepseek_v3"], parallelism=parallelism)
+    graph = dataclasses.replace(EP_OVERLAP, disable_early_grad_accumulation=True)
+    for found in four.run(in_chunks, case, str(tmp_path), {"eager": EAGER_CHUNKS, "graph": graph}):
+        assert found.differences == ()
+        assert found.furthest < 1e-5, found.furthest_of
+        assert found.chunk_sizes == {"graph": (1, 1)}
+        assert found.verified
+
+
 def test_validation_has_masks_of_its_own(one: GlooWorkers, tmp_path: Path) -> None:
     ((eager, captured),) = one.run(with_validation, LLAMA3, str(tmp_path))
     assert captured == eager
@@ -90,10 +109,6 @@ def test_another_length_is_captured_again_if_asked_for(one: GlooWorkers, tmp_pat
     ((differences, num_captures),) = one.run(with_other_lengths, case, str(tmp_path))
     assert differences == []
     assert num_captures == 2
-
-
-EP_OVERLAP = EpOverlapConfig(enabled=True)
-EAGER_CHUNKS = EpOverlapConfig(enabled=True, strategy="eager")
 
 
 @pytest.mark.parametrize(
