@@ -6,6 +6,7 @@ Each has its reason beside it, so that a new PyTorch needs one edit.
 from __future__ import annotations
 
 import functools
+import importlib
 import sys
 import warnings
 from collections.abc import Iterator
@@ -106,6 +107,7 @@ __all__ = [
     "is_erased",
     "is_flex_attention",
     "is_functional",
+    "is_in_backward",
     "is_traceable_wrapper_subclass",
     "kept_for_backward",
     "lazily_generated_code",
@@ -215,6 +217,12 @@ def kept_for_backward(node: Any) -> dict[str, Any]:
     return kept
 
 
+def is_in_backward() -> bool:
+    """Return whether autograd's engine runs a backward on this thread; no public way to ask."""
+    task: int = torch._C._current_graph_task_id()
+    return task != -1
+
+
 def num_dispatch_modes() -> int:
     """Return how many modes see every operator now, that of fake tensors included."""
     return torch._C._len_torch_dispatch_stack()
@@ -292,7 +300,34 @@ def inlined_compilation() -> Iterator[None]:
     # functions: what they close over would be frozen into the graph.
     with warnings.catch_warnings(), settings, torch.compiler.set_stance("default"):
         warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")
+        with _scores_differentiated_apart():
+            yield
+
+
+@contextmanager
+def _scores_differentiated_apart() -> Iterator[None]:
+    """Inside, hooks for saved tensors see nothing of how FlexAttention differentiates scores.
+
+    It makes the graph of that derivative in its forward. With the hooks of activation checkpointing
+    in force, what a score function saves would be unpacked at once, for which the whole layer runs
+    again, inside of that small graph and on tensors frozen into it.
+    """
+    module: Any = importlib.import_module("torch._higher_order_ops.flex_attention")
+    differentiate = module.create_fw_bw_graph
+
+    def differentiate_apart(*args: Any) -> Any:
+        with torch.autograd.graph.saved_tensors_hooks(_itself, _itself):
+            return differentiate(*args)
+
+    module.create_fw_bw_graph = differentiate_apart
+    try:
         yield
+    finally:
+        module.create_fw_bw_graph = differentiate
+
+
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def register_block_masks() -> None:

@@ -22,6 +22,7 @@ from torch.nn.attention.flex_attention import (
     create_block_mask,
     flex_attention,
 )
+from torch.utils.checkpoint import checkpoint
 
 from gt_trace import trace_step
 from gt_trace.stamping import StampedCapture, step_differences, trace_step_by_stamping
@@ -179,6 +180,30 @@ def test_stamped_step_computes_what_eager_does_for_other_documents() -> None:
         assert torch.equal(loss, expected_loss)
         for gradient, wanted in zip(gradients, expected, strict=True):
             assert torch.equal(gradient, wanted)
+
+
+def test_checkpointed_layer_whose_scores_save_tensors_computes_what_others_do() -> None:
+    """Eager PyTorch would run the layer again inside of the score's derivative, and gives NaN."""
+
+    class Capped(Attending):
+        is_checkpointed = True
+
+        def forward(self, x: Tensor, mask: BlockMask) -> Tensor:
+            (layer,) = self.layers
+            if self.is_checkpointed:
+                return checkpoint(layer, self.enter(x), mask, use_reentrant=False)
+            return layer(self.enter(x), mask)
+
+    torch.manual_seed(0)
+    model = Capped(num_layers=1)
+    model.layers[0].score = lambda score, *_: 20 * torch.tanh(score / 20)
+    batch = batch_of(10)
+    loss, gradients = trace_step(step_of(model), module=model)(*batch).bind(model)(*batch)
+    model.is_checkpointed = False
+    expected_loss, expected = step_of(model)(*batch)
+    assert torch.equal(loss, expected_loss)
+    for gradient, wanted in zip(gradients, expected, strict=True):
+        assert torch.equal(gradient, wanted)
 
 
 def test_difference_inside_of_a_subgraph_is_seen() -> None:

@@ -11,6 +11,7 @@ from stamp_models import VOCABULARY, WIDTH, Block, Toy, differences, stamp, step
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
+from torch.utils.checkpoint import checkpoint
 
 from gt_trace._torch_internals import DTensorSpec
 from gt_trace.errors import CaptureError
@@ -56,6 +57,15 @@ class SharedTable(Toy):
         table = torch.ones(1)
         for layer in self.layers:
             layer.gain = table
+
+
+class Checkpointed(Toy):
+    """Layers that the backward runs again, as a whole."""
+
+    def run_layers(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return x
 
 
 class Rotary(Block):
@@ -139,6 +149,7 @@ MODELS: dict[str, tuple[Callable[[], Toy], int]] = {
     "another kind before": (DenseFirst, 5),
     "tied embedding": (lambda: Toy(tied=True), 4),
     "shared buffer": (SharedTable, 4),
+    "checkpointed": (Checkpointed, 4),
     "dropout": (lambda: Toy(block=Dropped), 4),
     "complex views": (lambda: Toy(block=Rotary), 4),
     "sizes at run time": (lambda: Toy(7, block=Counted), 4),

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.fx import Node
 
-from gt_trace._torch_internals import get_proxy_mode, is_erased, sequence_counter
+from gt_trace._torch_internals import get_proxy_mode, is_erased, is_in_backward, sequence_counter
 from gt_trace.stamping.layer_list import LayerList
 from gt_trace.stamping.refusal import NotStampable
 
@@ -60,10 +60,15 @@ class TraceMarks:
 
 @contextmanager
 def marked_layers(layers: LayerList, indices: Sequence[int]) -> Iterator[TraceMarks]:
-    """Mark where the forward of each of these layers begins, in the trace made inside."""
+    """Mark where the forward of each of these layers begins, in the trace made inside.
+
+    A forward that a backward runs again, for activation checkpointing, is a part of that backward.
+    """
     marks = TraceMarks()
 
     def mark(index: int) -> None:
+        if is_in_backward():
+            return
         mode = get_proxy_mode()
         assert mode is not None
         graph = mode.tracer.graph
