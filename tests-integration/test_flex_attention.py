@@ -87,6 +87,7 @@ def test_chunks_of_either_producer_attend_within_their_documents(
         assert found.verified
 
 
+@pytest.mark.slow
 def test_validation_has_masks_of_its_own(one: GlooWorkers, tmp_path: Path) -> None:
     ((eager, captured),) = one.run(with_validation, LLAMA3, str(tmp_path))
     assert captured == eager
