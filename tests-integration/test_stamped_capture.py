@@ -12,14 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flex_attention_cases import compare_stamped, num_operators, own_flex_attention
+from flex_attention_cases import compare_stamped, own_flex_attention
 from stamped_cells import MESHES, MODELS, Cell, compared_capture, passed_both_ways
 from training_cases import NUM_STEPS, NUM_UNSEEN_BATCHES, Case
 from variant_cases import compare_variants
 
 from gt_config import EpOverlapConfig
+from gt_passes.outlined_region import nodes_with_bodies, region_of
 from gt_trace.stamping import step_differences
 from gt_trace.testing import GlooWorkers
+from gt_trainer.captured_step import CaptureReport
 
 DEPTHS = (5, 6, 8, 32)
 QUICK = (("llama3", "FSDP x TP", 5), ("deepseek_v3", "FSDP x EP", 6))
@@ -124,6 +126,21 @@ OPTIONS: dict[str, tuple[str, str, dict[str, Any]]] = {
 QUICK_OPTIONS = ("selective",)
 
 
+def assert_same_graphs(stamped: CaptureReport, full: CaptureReport) -> None:
+    """In everything; of regions for Inductor, which are objects of their own, in their bodies."""
+    differences = step_differences(stamped.traced, full.traced)
+    assert [line for line in differences if not line.startswith("attributes")] == []
+    assert regions_of(stamped) == regions_of(full)
+    assert bool(differences) == bool(regions_of(full))
+
+
+def regions_of(report: CaptureReport) -> dict[str, str]:
+    """The code of the body of each region, by the name of the node that calls it."""
+    nodes = report.traced.graph_module.graph.nodes
+    regions = {node.name: region_of(node) for node in nodes}
+    return {name: region.body.code for name, region in regions.items() if region is not None}
+
+
 @pytest.mark.parametrize(
     "name",
     [
@@ -148,7 +165,7 @@ def test_passes_make_the_same_of_a_stamped_graph(name: str) -> None:
     assert stamped.stamping is not None
     assert stamped.stamping.refusal is None
     assert full.num_nodes != full.num_nodes_captured
-    assert step_differences(stamped.traced, full.traced) == []
+    assert_same_graphs(stamped, full)
 
 
 @pytest.mark.slow
@@ -180,9 +197,9 @@ def test_layers_with_torchtitans_own_attention_are_stamped_alike(
         assert stamping.refusal is None
         assert stamping.compared
         stamped, full = passed_both_ways(cell)
-    assert step_differences(stamped.traced, full.traced) == []
-    assert num_operators(stamped) == num_operators(full)
-    assert num_operators(full)["flex_attention_backward"] >= depth
+    assert_same_graphs(stamped, full)
+    names = [str(node.target) for node in nodes_with_bodies(stamped.traced.graph_module)]
+    assert names.count("flex_attention_backward") >= depth
 
 
 def test_stamped_training_with_torchtitans_own_attention_equals_eager(
