@@ -20,7 +20,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.attention.flex_attention as flex_attention_module
 from chunk_producers import SteppedTraining, train_in_chunks
 from stamped_cells import MESHES, MODELS, with_layers
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -39,6 +38,7 @@ from variant_cases import VariantResult, compare_variants
 from gt_config import EpOverlapConfig
 from gt_passes import DescribeOnly
 from gt_passes.outlined_region import region_of
+from gt_trace.testing import flex_attention_on_cpu
 from gt_trainer.captured_step import CaptureReport, capture_training_step
 from gt_trainer.fake_step import fake_step
 from gt_trainer.models import adapt
@@ -60,9 +60,8 @@ def _attend(q: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
 @contextmanager
 def own_flex_attention() -> Iterator[None]:
     """Inside, configurations keep their FlexAttention, and it trains on a CPU."""
-    with pytest.MonkeyPatch.context() as patch:
+    with flex_attention_on_cpu(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(adapt, "replace_inner_attention", lambda model: ())
-        patch.setattr(flex_attention_module, "_validate_device", lambda *_: None)
         # Not ``_compiled_flex_attn``, which torchtitan makes anew for deterministic runs.
         patch.setattr(FlexAttention, "compiled_flex_attn", staticmethod(_attend))
         patch.setattr(attention, "_compiled_create_block_mask", create_block_mask)

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.attention.flex_attention as flex_attention_module
 from torch import nn
 from torch.fx import Node
 from torch.nn.attention.flex_attention import (
@@ -37,6 +36,7 @@ from gt_trace import (
     read_annotation,
     trace_step,
 )
+from gt_trace.testing import flex_attention_on_cpu
 
 LENGTH, BLOCK = 32, 16
 
@@ -110,8 +110,7 @@ def step_of(model: nn.Module) -> Callable[..., Any]:
 @pytest.fixture(scope="module", autouse=True)
 def _cpu_trains() -> Iterator[None]:
     """See the top of this file."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flex_attention_module, "_validate_device", lambda *_: None)
+    with flex_attention_on_cpu():
         yield
 
 

@@ -32,6 +32,7 @@ from gt_trace import (
     partition,
 )
 from gt_trace.bound_joint import BoundJoint
+from gt_trace.testing import flex_attention_on_cpu
 
 OPTIONS = {
     "BACKEND": "AUTO",
@@ -170,8 +171,7 @@ def batch(seed: int) -> tuple[Tensor, BlockMask]:
 @pytest.fixture(scope="module", autouse=True)
 def without_device_check() -> Iterator[None]:
     """See the top of this file."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(public, "_validate_device", lambda *_: None)
+    with flex_attention_on_cpu():
         yield
 
 

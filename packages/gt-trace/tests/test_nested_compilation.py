@@ -5,17 +5,17 @@ Whatever was captured before in the process, and however the caller has PyTorch 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.attention.flex_attention as flex_attention_module
 from torch import nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from gt_trace import ConstantCapturedError, TracedStep, trace_step
 from gt_trace.purity import refuse_constants
+from gt_trace.testing import flex_attention_on_cpu
 
 BLOCK = 16
 
@@ -60,8 +60,9 @@ def step_of(model: nn.Module) -> Callable[..., Any]:
 
 
 @pytest.fixture(autouse=True)
-def attention_trains_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flex_attention_module, "_validate_device", lambda *_: None)
+def attention_trains_on_cpu() -> Iterator[None]:
+    with flex_attention_on_cpu():
+        yield
 
 
 def test_graph_does_not_depend_on_what_was_captured_before() -> None:

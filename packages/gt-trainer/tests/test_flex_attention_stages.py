@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.attention.flex_attention as flex
 from torch import Tensor, nn
 from torchtitan.models.common.attention import FlexAttention
 from torchtitan.models.common.decoder import Decoder
@@ -25,6 +24,7 @@ from gt_passes.passes import RemoveDeadCode
 from gt_pipeline.runner import TensorSignature
 from gt_pipeline.schedules import schedule_of
 from gt_pipeline.split import stage_modules
+from gt_trace.testing import flex_attention_on_cpu
 from gt_trainer.joint_step import JointForward
 from gt_trainer.pipelined_step import PipelinedStep
 from gt_trainer.stage_recipe import StagePasses
@@ -35,8 +35,7 @@ LENGTH, NUM_MICROBATCHES = 32, 2
 
 @pytest.fixture(scope="module", autouse=True)
 def cpu_trains() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flex, "_validate_device", lambda *_: None)
+    with flex_attention_on_cpu():
         yield
 
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.attention.flex_attention as flex_attention_module
 from torch import nn
 from torch.nn.attention.flex_attention import (
     BlockMask,
@@ -24,6 +23,7 @@ from torch.nn.attention.flex_attention import (
 
 from gt_passes.ep_overlap import GraphChunkingError, chunk_graph
 from gt_trace import TracedStep, trace_step
+from gt_trace.testing import flex_attention_on_cpu
 
 BATCH, LENGTH = 5, 32
 
@@ -96,8 +96,7 @@ def chunk(step: TracedStep, num_chunks: int = 2) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def _cpu_trains() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flex_attention_module, "_validate_device", lambda *_: None)
+    with flex_attention_on_cpu():
         yield
 
 

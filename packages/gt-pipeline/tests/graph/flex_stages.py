@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.attention.flex_attention as flex
@@ -30,19 +29,12 @@ from gt_pipeline.runner import GraphPPRunner, MicrobatchInputs, StepResult
 from gt_pipeline.runner.microbatches import MicrobatchDims, split_microbatches
 from gt_pipeline.schedules import Schedule, schedule_of
 from gt_trace.simple_fsdp import gathered, shard
+from gt_trace.testing import flex_attention_on_cpu
 
 WIDTH, LENGTH, BLOCK = 16, 64, 32
 NUM_MICROBATCHES, MICROBATCH_SIZE = 4, 2
 
 _attend: Callable[..., Any] = torch.compile(flex.flex_attention)
-
-
-@contextmanager
-def training_on_cpu() -> Iterator[None]:
-    """Without the refusal."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(flex, "_validate_device", lambda *_: None)
-        yield
 
 
 @contextmanager
@@ -225,7 +217,7 @@ def train_pipeline(name: str) -> tuple[list[str], int]:
         name, num_ranks=size, num_stages=2 * size, num_microbatches=NUM_MICROBATCHES
     )
     parts = modules(2 * size)
-    with training_on_cpu():
+    with flex_attention_on_cpu():
         indices = schedule.stages_of_rank(rank)
         stages = captured(parts, indices)
         evaluated, trained = step(stages, schedule, 1)
@@ -250,7 +242,7 @@ def train_sharded() -> list[str]:
     shard(module, mesh, mode="shard")
     seed = dist.get_rank()
     schedule = schedule_of("GPipe", num_ranks=1, num_stages=1, num_microbatches=2)
-    with training_on_cpu():
+    with flex_attention_on_cpu():
         stages = captured([module], [0], 2)
         _, trained = step(stages, schedule, seed)
         gradients = taken_gradients([module])

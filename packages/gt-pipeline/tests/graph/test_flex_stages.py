@@ -27,7 +27,6 @@ from flex_stages import (
     train_eagerly,
     train_pipeline,
     train_sharded,
-    training_on_cpu,
 )
 from stage_models import random_inputs, run_joint, run_recomposed, same_bits
 from torch import Tensor
@@ -38,12 +37,12 @@ from gt_pipeline.errors import StageInputError
 from gt_pipeline.graph import ActionGraph, GraphPipelineStage
 from gt_pipeline.runner import MicrobatchInputs
 from gt_pipeline.schedules import schedule_of
-from gt_trace.testing import GlooWorkers
+from gt_trace.testing import GlooWorkers, flex_attention_on_cpu
 
 
 @pytest.fixture(scope="module", autouse=True)
 def cpu_trains() -> Iterator[None]:
-    with training_on_cpu():
+    with flex_attention_on_cpu():
         yield
 
 

@@ -1,4 +1,4 @@
-"""Processes for tests: gloo workers that live as long as a test module, and a fake world.
+"""What tests need: gloo workers that live as long as a module, a fake world, FlexAttention on CPU.
 
 Importing torch takes seconds and a test milliseconds, so workers are started once and reused (as
 torch's own continuous multi-process tests do). They are forked from a server that has imported
@@ -8,6 +8,7 @@ and for those of its users.
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import pickle
 import tempfile
@@ -27,7 +28,7 @@ import torch.distributed as dist
 
 from gt_trace.gloo import use_one_gloo_thread
 
-__all__ = ["GlooWorkers", "WorkerError", "fake_world"]
+__all__ = ["GlooWorkers", "WorkerError", "fake_world", "flex_attention_on_cpu"]
 
 # The first sharded forward imports torch._dynamo, which costs each worker seconds: once is enough.
 _PRELOAD = [
@@ -202,3 +203,19 @@ def fake_world(*, rank: int, world_size: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+@contextmanager
+def flex_attention_on_cpu() -> Iterator[None]:
+    """Let FlexAttention train on a CPU, uncompiled, by its implementation for all devices.
+
+    It refuses CPU tensors that need a gradient, because Inductor has no backward for them. Nothing
+    public lifts that check, and nothing else stands in the way.
+    """
+    module: Any = importlib.import_module("torch.nn.attention.flex_attention")
+    check = module._validate_device
+    module._validate_device = lambda *_: None
+    try:
+        yield
+    finally:
+        module._validate_device = check

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.attention.flex_attention as flex_attention_module
 from stamp_models import Toy, stamp
 from torch import Tensor, nn
 from torch.fx import GraphModule
@@ -26,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gt_trace import trace_step
 from gt_trace.stamping import StampedCapture, step_differences, trace_step_by_stamping
+from gt_trace.testing import flex_attention_on_cpu
 
 LENGTH, BLOCK, WIDTH = 32, 16, 8
 ODD = 3
@@ -34,9 +34,8 @@ compiled_flex_attention = torch.compile(flex_attention)
 
 
 @pytest.fixture(autouse=True)
-def attention_trains_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(flex_attention_module, "_validate_device", lambda *_: None)
-    with torch.compiler.set_stance("force_eager"):
+def attention_trains_on_cpu() -> Iterator[None]:
+    with flex_attention_on_cpu(), torch.compiler.set_stance("force_eager"):
         yield
 
 
