@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import importlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 from gt_config import CaptureLayers
@@ -16,7 +18,15 @@ from gt_trainer.recipe import recipe_of
 from gt_trainer.startup import StartupClock
 from gt_trainer.trainer import GraphTrainer
 
-__all__ = ["MESHES", "MODELS", "Cell", "compared_capture", "passed_both_ways", "with_layers"]
+__all__ = [
+    "MESHES",
+    "MODELS",
+    "Cell",
+    "cell_of",
+    "compared_capture",
+    "passed_both_ways",
+    "with_layers",
+]
 
 MODELS = {
     "llama3": ("llama3", "llama3_debugmodel"),
@@ -47,6 +57,22 @@ class Cell:
     degrees: dict[str, int] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
     """Of ``--compile``, beside how layers are captured."""
+
+
+def cell_of(
+    model: str, mesh: str, num_layers: int, options: Mapping[str, Any] = MappingProxyType({})
+) -> Cell:
+    """The cell of a model of ``MODELS`` on a mesh of ``MESHES``."""
+    module, config = MODELS[model]
+    world_size, degrees = MESHES[mesh]
+    return Cell(
+        module=module,
+        config=config,
+        num_layers=num_layers,
+        world_size=world_size,
+        degrees=degrees,
+        options=dict(options),
+    )
 
 
 def with_layers(config: GraphTrainer.Config, num_layers: int) -> GraphTrainer.Config:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from flex_attention_cases import compare_stamped, own_flex_attention
-from stamped_cells import MESHES, MODELS, Cell, compared_capture, passed_both_ways
+from stamped_cells import MESHES, MODELS, cell_of, compared_capture, passed_both_ways
 from training_cases import NUM_STEPS, NUM_UNSEEN_BATCHES, Case
 from variant_cases import compare_variants
 
@@ -48,17 +48,7 @@ def cells() -> list[object]:
 
 @pytest.mark.parametrize(("model", "mesh", "depth"), cells())
 def test_stamped_capture_is_the_full_one(model: str, mesh: str, depth: int) -> None:
-    module, config = MODELS[model]
-    world_size, degrees = MESHES[mesh]
-    stamping, capture = compared_capture(
-        Cell(
-            module=module,
-            config=config,
-            num_layers=depth,
-            world_size=world_size,
-            degrees=degrees,
-        )
-    )
+    stamping, capture = compared_capture(cell_of(model, mesh, depth))
     num_traced = NUM_TRACED.get(model, 4)
     if depth <= num_traced:
         assert stamping.refusal is not None
@@ -150,18 +140,7 @@ def regions_of(report: CaptureReport) -> dict[str, str]:
 )
 def test_passes_make_the_same_of_a_stamped_graph(name: str) -> None:
     model, mesh, options = OPTIONS[name]
-    module, config = MODELS[model]
-    world_size, degrees = MESHES[mesh]
-    stamped, full = passed_both_ways(
-        Cell(
-            module=module,
-            config=config,
-            num_layers=7,
-            world_size=world_size,
-            degrees=degrees,
-            options=options,
-        )
-    )
+    stamped, full = passed_both_ways(cell_of(model, mesh, 7, options))
     assert stamped.stamping is not None
     assert stamped.stamping.refusal is None
     assert full.num_nodes != full.num_nodes_captured
@@ -182,16 +161,7 @@ def test_passes_make_the_same_of_a_stamped_graph(name: str) -> None:
 def test_layers_with_torchtitans_own_attention_are_stamped_alike(
     model: str, mesh: str, depth: int, options: dict[str, Any]
 ) -> None:
-    module, config = MODELS[model]
-    world_size, degrees = MESHES[mesh]
-    cell = Cell(
-        module=module,
-        config=config,
-        num_layers=depth,
-        world_size=world_size,
-        degrees=degrees,
-        options=options,
-    )
+    cell = cell_of(model, mesh, depth, options)
     with own_flex_attention():
         stamping, _ = compared_capture(cell)
         assert stamping.refusal is None
