@@ -21,7 +21,7 @@ from torch.fx import GraphModule
 
 from gt_config import CompileConfig
 from gt_passes import default_recipe
-from gt_passes.collectives import collective_bytes
+from gt_passes.analysis.collectives import collective_bytes
 from gt_trace import collective_counts
 
 _GOALS = {"gathered weights are kept": 70, "gathered again for backward": 105}

@@ -39,9 +39,9 @@ from gt_passes.ep_overlap.overlap_picture import (  # noqa: E402
     common_scale,
     layer_timeline,
 )
-from gt_trainer.dry_run import dry_run  # noqa: E402
-from gt_trainer.preflight import check_configuration  # noqa: E402
-from gt_trainer.simulated_run import SimulatedRun  # noqa: E402
+from gt_trainer.dry_run.dry_run import dry_run  # noqa: E402
+from gt_trainer.dry_run.simulated_run import SimulatedRun  # noqa: E402
+from gt_trainer.preflight.preflight import check_configuration  # noqa: E402
 
 _MODULE, _CONFIG, _WORLD_SIZE = "deepseek_v3", "deepseek_v3_16b", 32
 _PUBLISHED_GAIN = 1.27

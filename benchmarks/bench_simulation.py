@@ -29,9 +29,9 @@ device.install("cpu")
 from report import Report, Row, Sample  # noqa: E402
 
 from gt_config import ConfigError  # noqa: E402
-from gt_trainer.dry_run import dry_run  # noqa: E402
-from gt_trainer.preflight import check_configuration  # noqa: E402
-from gt_trainer.simulated_run import SimulatedRun  # noqa: E402
+from gt_trainer.dry_run.dry_run import dry_run  # noqa: E402
+from gt_trainer.dry_run.simulated_run import SimulatedRun  # noqa: E402
+from gt_trainer.preflight.preflight import check_configuration  # noqa: E402
 
 _BAND = 0.15
 """How far off a simulated step may be before we call the model wrong."""

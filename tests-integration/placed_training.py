@@ -23,12 +23,12 @@ from training_cases import Case
 from gt_autoparallel import PlacementPlan, PlacementPrices, predicted_collectives, read_plan
 from gt_config import ExpertPlacement
 from gt_config.node_keys import EpExchangeAnnotation
-from gt_passes.collectives import is_collective
+from gt_passes.analysis.collectives import is_collective
 from gt_trace import read_annotation, trace_step
-from gt_trainer.captured_step import training_step
-from gt_trainer.expert_regions import annotate_expert_regions
 from gt_trainer.models.attention import attention_mask_for
+from gt_trainer.models.expert_regions import annotate_expert_regions
 from gt_trainer.placement.planned_mesh import planned_mesh
+from gt_trainer.steps.captured_step import training_step
 from gt_trainer.trainer import GraphTrainer
 
 NUM_STEPS = 5

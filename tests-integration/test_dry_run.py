@@ -13,10 +13,10 @@ from functools import cache
 import pytest
 
 from gt_trace.testing import fake_world
-from gt_trainer.dry_run import DryRunReport, dry_run
-from gt_trainer.fake_step import fake_step
+from gt_trainer.dry_run.dry_run import DryRunReport, dry_run
+from gt_trainer.dry_run.fake_step import fake_step
 from gt_trainer.models.catalog import CATALOG, INTENDED_WORLD_SIZE
-from gt_trainer.preflight import check_configuration
+from gt_trainer.preflight.preflight import check_configuration
 
 _QUICK = {"deepseek_v3_debugmodel", "qwen3_moe_debugmodel"}
 _ENTRIES = [

@@ -18,10 +18,10 @@ from training_cases import NUM_STEPS, NUM_UNSEEN_BATCHES, Case
 from variant_cases import compare_variants
 
 from gt_config import EpOverlapConfig
-from gt_passes.outlined_region import nodes_with_bodies, region_of
+from gt_passes.analysis.outlined_region import nodes_with_bodies, region_of
 from gt_trace.stamping import step_differences
 from gt_trace.testing import GlooWorkers
-from gt_trainer.captured_step import CaptureReport
+from gt_trainer.steps.captured_step import CaptureReport
 
 DEPTHS = (5, 6, 8, 32)
 QUICK = (("llama3", "FSDP x TP", 5), ("deepseek_v3", "FSDP x EP", 6))

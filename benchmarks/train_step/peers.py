@@ -34,9 +34,9 @@ import torch  # noqa: E402
 from torchtitan.tools.logging import init_logger  # noqa: E402
 from torchtitan.trainer import Trainer  # noqa: E402
 
+from gt_trainer.metrics.startup import StartupClock  # noqa: E402
 from gt_trainer.models.attention import attention_mask_for, replace_inner_attention  # noqa: E402
 from gt_trainer.models.initialization import draw_whole_weights  # noqa: E402
-from gt_trainer.startup import StartupClock  # noqa: E402
 from train_step.commands import CommandedTraining  # noqa: E402
 from train_step.workloads import WORKLOADS, Workload, shared_settings  # noqa: E402
 

@@ -45,7 +45,7 @@ class StepSpec:
 
     num_microbatches: int = 1
     share_gathered: bool = False
-    """Microbatches read parameters that were gathered once (``gt_trace.simple_fsdp.gathered``)."""
+    """Microbatches read parameters that were gathered once (``gt_trace.fsdp.gathered``)."""
 
     optimizer: bool = False
     """The step updates the parameters (SGD with momentum) instead of returning gradients."""
@@ -66,7 +66,7 @@ class PassSpec:
     """A pass by its registered name, with options that differ from their defaults or not."""
 
     name: str
-    module: str = "gt_passes.passes"
+    module: str = "gt_passes.registered_passes"
     """Importing it registers the pass."""
 
     options: dict[str, Any] = field(default_factory=dict)

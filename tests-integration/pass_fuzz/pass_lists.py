@@ -12,7 +12,7 @@ import types
 import typing
 from typing import Any, Literal
 
-import gt_passes.passes  # noqa: F401  # registers every pass
+import gt_passes.registered_passes  # noqa: F401  # registers every pass
 from gt_passes import GraphPass
 from gt_passes.errors import PassOrderError
 from gt_passes.pass_order import order_passes

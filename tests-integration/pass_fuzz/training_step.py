@@ -16,9 +16,9 @@ from torch.nn import functional as F
 
 from gt_passes import second_group_of
 from gt_trace.annotate import phase
-from gt_trace.simple_fsdp import MixedPrecision, gathered, shard
-from gt_trace.trace import trace_step
-from gt_trace.traced_step import TracedStep
+from gt_trace.capture.trace import trace_step
+from gt_trace.capture.traced_step import TracedStep
+from gt_trace.fsdp import MixedPrecision, gathered, shard
 from pass_fuzz.case import PartSpec, Sharding, StepSpec
 from pass_fuzz.exchanges import all_reduce
 from pass_fuzz.parts import Part, build_part

@@ -26,7 +26,7 @@ from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
 from gt_passes import PassContext, PassPipeline
-from gt_passes.collectives import is_collective
+from gt_passes.analysis.collectives import is_collective
 from gt_passes.errors import VerificationError
 from gt_trace.errors import CaptureError
 from pass_fuzz import custom_ops

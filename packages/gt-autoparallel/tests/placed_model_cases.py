@@ -19,7 +19,7 @@ from gt_autoparallel.layouts import Layout, MeshShape
 from gt_autoparallel.placement_graph import Value
 from gt_autoparallel.plan import PlacementPlan
 from gt_autoparallel.prediction import predicted_collectives
-from gt_passes.collectives import is_collective
+from gt_passes.analysis.collectives import is_collective
 from gt_trace import trace_step
 
 VOCABULARY, WIDTH, HEADS, BATCH, LENGTH = 16, 16, 4, 4, 8

@@ -33,7 +33,7 @@ from gt_autoparallel.layouts import MeshShape, short_text
 from gt_autoparallel.placement_graph import PlacementGraph
 from gt_autoparallel.plan import PlacementPlan
 from gt_config.node_keys import FsdpCollectiveAnnotation
-from gt_passes.collectives import is_collective
+from gt_passes.analysis.collectives import is_collective
 from gt_trace import module_fqn, phase_of, read_annotation, trace_step
 from gt_trace.testing import fake_world
 

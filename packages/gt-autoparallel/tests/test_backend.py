@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 from gt_autoparallel.backend import OverlapCollectives, TagToMemoryBudget, backend_recipe
 from gt_config.node_keys import ResidencyAnnotation
 from gt_passes import DescribeOnly, PassContext, estimate_peak_bytes
-from gt_passes.collectives import is_collective, is_wait
+from gt_passes.analysis.collectives import is_collective, is_wait
 from gt_trace import TracedStep, read_annotation, trace_step
 from gt_trace.testing import fake_world
 

@@ -1,6 +1,6 @@
 """The native recipe does to a placed model what it does to one that was sharded by hand.
 
-Both are the same decoder with FSDP on one rank of a fake world: one by ``gt_trace.simple_fsdp``, one
+Both are the same decoder with FSDP on one rank of a fake world: one by ``gt_trace.fsdp``, one
 by a plan whose parameters are constrained to be sharded so.
 """
 
@@ -20,7 +20,7 @@ from gt_autoparallel import Constraints, apply_plan, find_placement
 from gt_config import CompileConfig, MemoryPolicy
 from gt_passes import PassContext, default_recipe, estimate_peak_bytes
 from gt_trace import trace_step
-from gt_trace.simple_fsdp import shard
+from gt_trace.fsdp import shard
 from gt_trace.testing import fake_world
 
 VOCABULARY, WIDTH, LENGTH, NUM_RANKS = 32, 16, 8, 4

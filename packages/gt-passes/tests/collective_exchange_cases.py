@@ -7,9 +7,9 @@ import torch.distributed as dist
 from pass_graphs import capture, collectives
 from torch.fx import GraphModule
 
-from gt_passes.collective_exchange import exchange_collective_digest
 from gt_passes.errors import CollectiveMismatchError
 from gt_passes.second_groups import second_group_of
+from gt_passes.verifier.collective_exchange import exchange_collective_digest
 
 
 def two_collectives(*, swapped: bool = False) -> GraphModule:

@@ -14,9 +14,9 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import create_block_mask
 
 from gt_passes import GraphPass, InductorCompiler, PassContext, PassPipeline, PassReport
-from gt_passes.outlined_region import Runner
-from gt_trace.trace import trace_step
-from gt_trace.traced_step import TracedStep
+from gt_passes.analysis.outlined_region import Runner
+from gt_trace.capture.trace import trace_step
+from gt_trace.capture.traced_step import TracedStep
 
 COMPILER = InductorCompiler(options={"compile_threads": 1})
 

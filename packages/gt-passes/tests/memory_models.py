@@ -14,10 +14,10 @@ from torch.fx import GraphModule
 from torch.nn import functional as F
 
 from gt_passes import GraphPass, PassContext, PassPipeline, PipelineReport
-from gt_passes.liveness import estimate_peak_bytes
-from gt_trace.bound_inputs import BoundInputs
-from gt_trace.trace import trace_step
-from gt_trace.traced_step import TracedStep
+from gt_passes.analysis.liveness import estimate_peak_bytes
+from gt_trace.capture.bound_inputs import BoundInputs
+from gt_trace.capture.trace import trace_step
+from gt_trace.capture.traced_step import TracedStep
 
 VOCAB = 32
 

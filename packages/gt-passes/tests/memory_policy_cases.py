@@ -19,17 +19,17 @@ from torch.fx import GraphModule
 from torch.nn import functional as F
 
 from gt_passes import CanonicalizeViews, GraphPass, PassPipeline, RemoveDeadCode
-from gt_passes.liveness import estimate_peak_bytes
-from gt_passes.passes import (
+from gt_passes.analysis.liveness import estimate_peak_bytes
+from gt_passes.registered_passes import (
     MemoryPolicyName,
     OffloadTagged,
     RecomputeTagged,
     ShareAllGathers,
     TagSavedTensors,
 )
+from gt_trace.capture.trace import trace_step
+from gt_trace.fsdp import shard
 from gt_trace.graph_text import collective_counts
-from gt_trace.simple_fsdp import shard
-from gt_trace.trace import trace_step
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,10 +23,10 @@ from torch.fx import GraphModule
 from torch.nn import functional as F
 
 from gt_passes import GraphPass, PassContext, RemoveDeadCode
-from gt_passes.collective_order import CollectiveSequence
-from gt_trace.simple_fsdp import MixedPrecision, shard
+from gt_passes.verifier.collective_order import CollectiveSequence
+from gt_trace.capture.trace import trace_step
+from gt_trace.fsdp import MixedPrecision, shard
 from gt_trace.testing import fake_world
-from gt_trace.trace import trace_step
 
 DIM = 16
 VOCAB = 32

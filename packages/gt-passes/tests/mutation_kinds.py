@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from gt_passes.aliasing import written_nodes
-from gt_passes.collectives import is_wait
-from gt_passes.operator_effects import draws_random_numbers, is_barrier, is_only_a_view
-from gt_passes.tensor_signature import signature
+from gt_passes.analysis.aliasing import written_nodes
+from gt_passes.analysis.collectives import is_wait
+from gt_passes.analysis.operator_effects import draws_random_numbers, is_barrier, is_only_a_view
+from gt_passes.analysis.tensor_signature import signature
 
 aten = torch.ops.aten
 functional = torch.ops._c10d_functional

@@ -24,8 +24,8 @@ from mutation_kinds import (
 )
 from torch.fx import Graph, Node
 
-from gt_passes.aliasing import written_nodes
-from gt_passes.collectives import is_collective, is_wait
+from gt_passes.analysis.aliasing import written_nodes
+from gt_passes.analysis.collectives import is_collective, is_wait
 
 aten = torch.ops.aten
 functional = torch.ops._c10d_functional

@@ -17,9 +17,9 @@ from mutation_kinds import (
 )
 from torch.fx import Graph, Node
 
-from gt_passes.aliasing import AliasClasses, written_nodes
-from gt_passes.collectives import is_pure_collective
-from gt_passes.operator_effects import draws_random_numbers, is_barrier, is_only_a_view
+from gt_passes.analysis.aliasing import AliasClasses, written_nodes
+from gt_passes.analysis.collectives import is_pure_collective
+from gt_passes.analysis.operator_effects import draws_random_numbers, is_barrier, is_only_a_view
 
 aten = torch.ops.aten
 functional = torch.ops._c10d_functional

@@ -12,9 +12,9 @@ from torch.nn import functional as F
 
 from gt_config import CompileConfig
 from gt_passes import PassContext, PipelineReport, default_recipe
-from gt_trace.simple_fsdp import MixedPrecision, shard
-from gt_trace.trace import trace_step
-from gt_trace.traced_step import TracedStep
+from gt_trace.capture.trace import trace_step
+from gt_trace.capture.traced_step import TracedStep
+from gt_trace.fsdp import MixedPrecision, shard
 
 
 class TiedModel(nn.Module):

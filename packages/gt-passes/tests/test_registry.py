@@ -98,5 +98,5 @@ def test_a_name_is_given_once():
         register_pass(RemoveDeadCode)
     assert (
         "the name 'remove-dead-code' is taken by "
-        "gt_passes.passes.remove_dead_code.RemoveDeadCode" in str(error.value)
+        "gt_passes.clean_up.remove_dead_code.RemoveDeadCode" in str(error.value)
     )

@@ -6,8 +6,8 @@ import torch
 from sharded_step_cases import capture_two_microbatches, outputs_before_and_after, run_recipe
 
 from gt_passes import Verifier
+from gt_trace.fsdp import MixedPrecision
 from gt_trace.graph_text import collective_counts
-from gt_trace.simple_fsdp import MixedPrecision
 from gt_trace.testing import GlooWorkers, fake_world
 
 

@@ -23,8 +23,8 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from gt_trace.fsdp_collectives import GradientReduction
-from gt_trace.simple_fsdp import MixedPrecision, Mode, ShardedModel, shard
+from gt_trace.fsdp import MixedPrecision, Mode, ShardedModel, shard
+from gt_trace.fsdp.collectives import GradientReduction
 
 VOCAB = 13
 

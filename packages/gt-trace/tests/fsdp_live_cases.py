@@ -12,7 +12,7 @@ from fsdp_cases import Cell, batch, build, local, loss_of, shard_ours
 from torch import nn
 
 from gt_trace import trace_step
-from gt_trace.simple_fsdp import gathered
+from gt_trace.fsdp import gathered
 
 
 def undo_restores_every_value(cell: Cell) -> bool:

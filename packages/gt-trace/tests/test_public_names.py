@@ -23,7 +23,7 @@ def test_every_public_name_exists_and_is_listed_in_order() -> None:
 def test_importing_the_package_starts_no_workers_and_no_sharding() -> None:
     code = (
         "import sys, gt_trace; "
-        "print([m for m in ('gt_trace.testing', 'gt_trace.simple_fsdp') if m in sys.modules])"
+        "print([m for m in ('gt_trace.testing', 'gt_trace.fsdp') if m in sys.modules])"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"

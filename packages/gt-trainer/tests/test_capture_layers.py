@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gt_config import CaptureLayers
 from gt_trace.stamping import StampReport
-from gt_trainer.captured_step import trace_training_step
+from gt_trainer.steps.captured_step import trace_training_step
 
 
 class Layers(nn.Module):

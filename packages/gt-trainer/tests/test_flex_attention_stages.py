@@ -20,15 +20,15 @@ from torchtitan.models.llama3 import model_registry
 
 from gt_config import CompileConfig
 from gt_passes import PassContext, PassPipeline
-from gt_passes.passes import RemoveDeadCode
+from gt_passes.registered_passes import RemoveDeadCode
 from gt_pipeline.runner import TensorSignature
 from gt_pipeline.schedules import schedule_of
 from gt_pipeline.split import stage_modules
 from gt_trace.testing import flex_attention_on_cpu
-from gt_trainer.joint_step import JointForward
-from gt_trainer.pipelined_step import PipelinedStep
-from gt_trainer.stage_recipe import StagePasses
-from gt_trainer.startup import StartupClock
+from gt_trainer.metrics.startup import StartupClock
+from gt_trainer.steps.joint_step import JointForward
+from gt_trainer.steps.pipelined_step import PipelinedStep
+from gt_trainer.steps.stage_recipe import StagePasses
 
 LENGTH, NUM_MICROBATCHES = 32, 2
 

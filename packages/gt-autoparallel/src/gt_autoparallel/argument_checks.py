@@ -7,8 +7,6 @@ import os
 from gt_autoparallel.errors import PlacementInputError
 from gt_autoparallel.plan import PlacementPlan
 
-__all__ = ["check_arguments", "kind_problem", "path_problem", "plan_problem", "prices_problem"]
-
 
 def check_arguments(function: str, *problems: str | None) -> None:
     """Refuse a call with everything that is wrong with it.

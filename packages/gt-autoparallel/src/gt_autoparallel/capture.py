@@ -35,8 +35,6 @@ from gt_autoparallel.graph_conversion import (
 from gt_autoparallel.placement_graph import PlacementGraph
 from gt_trace import CaptureError, trace_step
 
-__all__ = ["capture_joint_graph"]
-
 _CONSTANTS = (bool, int, float, complex, str)
 
 

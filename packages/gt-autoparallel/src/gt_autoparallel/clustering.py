@@ -18,8 +18,6 @@ from typing import Any
 from gt_autoparallel.layer_names import layer_of_module, window_name
 from gt_autoparallel.placement_graph import PlacementGraph, PlacementNode, TensorSpec, Value
 
-__all__ = ["Clustering", "cluster_layers", "no_clustering"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clustering:

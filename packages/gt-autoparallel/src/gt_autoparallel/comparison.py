@@ -15,8 +15,6 @@ from gt_autoparallel.layouts import Layout, short_text
 from gt_autoparallel.plan import MemoryBreakdown, PlacementPlan
 from gt_autoparallel.prediction import CollectiveTotal, collective_totals, predicted_collectives
 
-__all__ = ["ChangedCollectives", "ChangedLayout", "PlanComparison", "compare"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChangedLayout:

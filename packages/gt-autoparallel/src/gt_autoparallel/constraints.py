@@ -21,8 +21,6 @@ from gt_autoparallel.layouts import MeshShape, fits
 from gt_autoparallel.placement_graph import NodePhase, PlacementGraph, PlacementNode, TensorSpec
 from gt_autoparallel.plan import LayoutConstraint
 
-__all__ = ["Constraints", "ModuleOutput", "WantedLayout", "resolve_constraints"]
-
 WantedLayout = Sequence[Placement | None] | Mapping[str, Placement]
 """A placement or None for each mesh axis in order, or placements by the names of axes."""
 

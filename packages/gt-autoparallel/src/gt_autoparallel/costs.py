@@ -32,8 +32,6 @@ from gt_autoparallel.placement_graph import PlacementNode, TensorSpec, Value
 from gt_autoparallel.redistribution import RedistributionStep
 from gt_passes.simulation import CostModel, MatmulShape, OpWork, device_time
 
-__all__ = ["PlacementPrices"]
-
 _VERSION = 1
 """Of the formulas in this file: a stored plan remembers by which it was priced."""
 

@@ -15,8 +15,6 @@ from torch.utils import _pytree as pytree
 
 from gt_autoparallel.placement_graph import NodeKind, NodePhase, PlacementNode, TensorSpec, Value
 
-__all__ = ["DraftNode", "NumberedNodes", "number_nodes"]
-
 
 @dataclass(slots=True)
 class DraftNode:

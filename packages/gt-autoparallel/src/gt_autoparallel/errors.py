@@ -15,18 +15,6 @@
 
 from __future__ import annotations
 
-__all__ = [
-    "AuditError",
-    "ConstraintError",
-    "InfeasiblePlacementError",
-    "PlacementError",
-    "PlacementInputError",
-    "PlanMismatchError",
-    "SolverError",
-    "UnsupportedModelError",
-    "UnsupportedOperatorError",
-]
-
 
 class PlacementError(Exception):
     """Every failure of this package."""

@@ -19,8 +19,6 @@ from gt_autoparallel.plan import LayoutConstraint
 from gt_autoparallel.problem_of_graph import Demand, PlacementProblem, is_allowed
 from gt_autoparallel.solver import Rival
 
-__all__ = ["ExpertPins", "expert_pins", "expert_rivals"]
-
 ExpertPins = tuple[tuple[LayoutConstraint, ...], ...]
 """For each expert what is pinned."""
 

@@ -28,20 +28,6 @@ from gt_autoparallel.layouts import Layout, MeshShape, fits, local_shape
 from gt_autoparallel.options import AxisOption, NodeOption
 from gt_autoparallel.placement_graph import PlacementNode, TensorSpec
 
-__all__ = [
-    "EXPERTS",
-    "EXPERTS_BACKWARD",
-    "FIRST_WEIGHT_OPERAND",
-    "ExpertBlock",
-    "expert_options",
-    "expert_parallel_axis",
-    "expert_weight_layout",
-    "experts_exchanged_bytes",
-    "experts_flops",
-    "experts_saved_bytes",
-    "opaque_experts",
-]
-
 FIRST_WEIGHT_OPERAND = 4
 """Of a forward node: tokens, scores, expert ids and token counts come before the weights, and the
 gradient of the result before all of them in a backward node."""

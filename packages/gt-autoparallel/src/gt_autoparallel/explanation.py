@@ -28,8 +28,6 @@ from gt_autoparallel.problem import Problem
 from gt_autoparallel.problem_of_graph import PlacementProblem
 from gt_autoparallel.solver import WarmStart, solve
 
-__all__ = ["Alternative", "Explanation", "explain"]
-
 _GIB = 2**30
 _EXACT_US = 1e-6
 _OPTIMUM_GAP = 1e-9

@@ -21,8 +21,6 @@ from gt_autoparallel.planner import Planner, ReportProgress
 from gt_autoparallel.request_checks import check_model_arguments, mesh_shape
 from gt_passes.simulation import CostModel
 
-__all__ = ["find_placement", "planner_of_model"]
-
 
 def find_placement(
     model: nn.Module,

@@ -24,8 +24,6 @@ from gt_autoparallel.errors import UnsupportedModelError
 from gt_autoparallel.rules.decompositions import DECOMPOSITIONS, is_decomposed
 from gt_trace import TracedStep
 
-__all__ = ["make_functional"]
-
 _COPY = torch.ops.aten.copy_.default
 _UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
 """In its argument's storage, though its schema does not say so."""

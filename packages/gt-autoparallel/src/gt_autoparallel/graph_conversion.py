@@ -34,10 +34,8 @@ from gt_autoparallel.placement_graph import (
     Value,
 )
 from gt_autoparallel.unsupported_nodes import refuse_unsupported
-from gt_passes.operator_effects import draws_random_numbers
+from gt_passes.analysis.operator_effects import draws_random_numbers
 from gt_trace import ArgumentSignature, GraphInput, module_fqn, phase_of
-
-__all__ = ["REDUCE_HERE", "TANGENT_OF", "CapturedOutput", "CapturedStep", "placement_graph"]
 
 
 @torch.library.custom_op("gt_autoparallel::tangent_of", mutates_args=())

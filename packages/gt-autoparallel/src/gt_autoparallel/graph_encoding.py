@@ -30,16 +30,6 @@ from gt_autoparallel.placement_graph import (
     Value,
 )
 
-__all__ = [
-    "canonical_json",
-    "decode_graph",
-    "decode_layout",
-    "encode_graph",
-    "encode_layout",
-    "graph_digest",
-    "spec_text",
-]
-
 JsonObject = dict[str, Any]
 
 _TORCH_CONSTANTS: tuple[tuple[str, type], ...] = (

@@ -11,8 +11,6 @@ from gt_autoparallel.plan import MemoryBreakdown, PlacementRequest
 from gt_autoparallel.problem_of_graph import PlacementProblem
 from gt_autoparallel.solver import ForbiddenPairsError, MemoryBudgetError
 
-__all__ = ["explained"]
-
 _GIB = 2**30
 
 

@@ -11,8 +11,6 @@ from functools import cache
 
 from gt_autoparallel.placement_graph import PlacementNode
 
-__all__ = ["layer_of_module", "window_name"]
-
 _WHOLE_MODEL = "model"
 
 

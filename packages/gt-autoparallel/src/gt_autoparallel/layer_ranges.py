@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Generic, TypeVar
 
-__all__ = ["RangedRows", "ranged_rows"]
-
 Content = TypeVar("Content", bound=Hashable)
 
 

@@ -17,17 +17,6 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from gt_autoparallel.errors import PlacementInputError
 
-__all__ = [
-    "Layout",
-    "MeshShape",
-    "fits",
-    "local_shape",
-    "num_local_elements",
-    "replicated",
-    "shard_counts",
-    "short_text",
-]
-
 Layout = tuple[Placement, ...]
 """One placement for each mesh axis."""
 

@@ -19,8 +19,6 @@ from gt_autoparallel.placement_graph import PlacementGraph, PlacementNode, Tenso
 from gt_autoparallel.plan import MemoryBreakdown
 from gt_autoparallel.saved_storages import SavedStorages, Status, is_view_like, saved_storages
 
-__all__ = ["option_bytes", "plan_memory"]
-
 
 def option_bytes(
     graph: PlacementGraph,

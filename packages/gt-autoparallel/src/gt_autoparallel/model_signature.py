@@ -11,8 +11,6 @@ from gt_autoparallel.graph_encoding import encode_graph, graph_digest
 from gt_autoparallel.placement_graph import InputLeaf, ModelInterface, OutputLeaf, PlacementGraph
 from gt_autoparallel.plan import ModelSignature, PlacementPlan
 
-__all__ = ["graph_differences", "interface_differences", "model_differences", "model_signature"]
-
 _MAX_LISTED = 5
 _IN_EVALUATION = " in evaluation mode"
 

@@ -16,8 +16,6 @@ from torch.distributed.tensor import Placement
 from gt_autoparallel.layouts import Layout, MeshShape
 from gt_autoparallel.placement_graph import PlacementNode, TensorSpec
 
-__all__ = ["AxisOption", "NodeOption", "NodeOptions"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AxisOption:

@@ -13,8 +13,6 @@ from __future__ import annotations
 from gt_autoparallel._torch_internals import OpOverload, operator_path
 from gt_autoparallel.placement_graph import PlacementGraph, PlacementNode
 
-__all__ = ["gradient_chains", "is_cast", "parameter_chains"]
-
 _CASTS = frozenset({("aten", "_to_copy"), ("prims", "convert_element_type")})
 
 

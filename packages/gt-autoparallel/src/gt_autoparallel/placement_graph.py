@@ -16,19 +16,6 @@ from typing import Any, Literal
 import torch
 from torch.utils import _pytree as pytree
 
-__all__ = [
-    "InputLeaf",
-    "ModelInterface",
-    "NodeKind",
-    "NodePhase",
-    "OutputLeaf",
-    "PlacementGraph",
-    "PlacementNode",
-    "TensorSpec",
-    "Use",
-    "Value",
-]
-
 NodeKind = Literal[
     "parameter", "buffer", "input", "tangent", "operator", "share", "experts", "output", "gradient"
 ]

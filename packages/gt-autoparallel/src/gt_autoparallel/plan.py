@@ -32,18 +32,6 @@ if TYPE_CHECKING:
     from gt_autoparallel.explanation import Explanation
     from gt_autoparallel.prediction import PlannedCollective
 
-__all__ = [
-    "LayoutConstraint",
-    "MemoryBreakdown",
-    "ModelSignature",
-    "PlacementPlan",
-    "PlacementRequest",
-    "PlannedRedistribution",
-    "PlannedWindow",
-    "SolverReport",
-    "StepPrices",
-]
-
 
 class StepPrices(Protocol):
     """Prices of what a plan consists of: one node, one step. ``costs.py`` has the one in use."""

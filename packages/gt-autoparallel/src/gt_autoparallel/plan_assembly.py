@@ -24,8 +24,6 @@ from gt_autoparallel.plan import (
 from gt_autoparallel.redistribution import redistribution_steps
 from gt_autoparallel.rules import replicated_operators
 
-__all__ = ["assemble_plan"]
-
 
 def assemble_plan(
     *,

@@ -35,8 +35,6 @@ from gt_autoparallel.plan import (
 )
 from gt_autoparallel.redistribution import RedistributionStep, StepKind
 
-__all__ = ["decode_plan", "encode_plan"]
-
 JsonObject = dict[str, Any]
 
 

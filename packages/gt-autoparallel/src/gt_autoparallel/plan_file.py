@@ -44,8 +44,6 @@ from gt_autoparallel.plan_encoding import decode_plan, encode_plan
 from gt_autoparallel.request_checks import check_model_arguments, mesh_shape
 from gt_passes.simulation import CostModel
 
-__all__ = ["FORMAT_VERSION", "check_plan_fits", "load_plan", "read_plan", "write_plan"]
-
 FORMAT = "gt-autoparallel plan"
 FORMAT_VERSION = 2
 """1 did not know the classes and modes of modules."""

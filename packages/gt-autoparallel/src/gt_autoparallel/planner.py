@@ -42,8 +42,6 @@ from gt_autoparallel.solver import (
     solve,
 )
 
-__all__ = ["Planner", "ReportProgress"]
-
 ReportProgress = Callable[[str], None]
 """Takes one line about what is being done."""
 

@@ -19,15 +19,6 @@ from gt_autoparallel.parameter_chains import gradient_chains, parameter_chains
 from gt_autoparallel.placement_graph import NodePhase, PlacementGraph, PlacementNode
 from gt_autoparallel.plan import PlacementPlan, PlannedRedistribution
 
-__all__ = [
-    "CollectivePurpose",
-    "CollectiveTotal",
-    "PlannedCollective",
-    "collective_totals",
-    "predicted_collectives",
-    "prediction_text",
-]
-
 CollectivePurpose = Literal["unshard", "reduce gradient", "activation", "token exchange"]
 """unshard: a parameter's shards become what its layer computes with. reduce gradient: a gradient
 becomes what its parameter's rank holds. activation: anything else between operators.

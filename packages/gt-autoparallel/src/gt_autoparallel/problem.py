@@ -20,8 +20,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Edge", "MemoryRow", "Problem", "Variable", "Window"]
-
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 

@@ -36,15 +36,6 @@ from gt_autoparallel.problem import Edge, FloatArray, IntArray, MemoryRow, Probl
 from gt_autoparallel.redistribution_tables import RedistributionTables
 from gt_autoparallel.saved_storages import SavedStorages, Status, saved_storages
 
-__all__ = [
-    "Demand",
-    "OptionsOf",
-    "PlacementProblem",
-    "ProblemParts",
-    "is_allowed",
-    "placement_problem",
-]
-
 OptionsOf = Callable[[PlacementNode], tuple[NodeOption, ...]]
 """The options that a node may take."""
 

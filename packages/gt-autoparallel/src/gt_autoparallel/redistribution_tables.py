@@ -27,8 +27,6 @@ from gt_autoparallel.redistribution_ways import (
     way_between,
 )
 
-__all__ = ["RedistributionTables"]
-
 _UNKNOWN, _NO_WAY = -2, -1
 
 

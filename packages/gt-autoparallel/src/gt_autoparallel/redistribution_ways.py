@@ -19,17 +19,6 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from gt_autoparallel.errors import PlacementInputError
 from gt_autoparallel.layouts import Layout, MeshShape
 
-__all__ = [
-    "CodedLayout",
-    "Divisors",
-    "StepKind",
-    "can_become",
-    "coded",
-    "divisors",
-    "kind_of",
-    "way_between",
-]
-
 StepKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "slice"]
 """all_gather: S(d) -> R. reduce_scatter: P -> S(d). all_reduce: P -> R. all_to_all: S(a) -> S(b).
 slice: R -> S(d), local: no communication."""

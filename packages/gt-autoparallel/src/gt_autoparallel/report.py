@@ -17,9 +17,6 @@ from gt_autoparallel.layouts import num_local_elements, short_text
 from gt_autoparallel.plan import PlacementPlan
 from gt_autoparallel.prediction import collective_totals, predicted_collectives
 
-__all__ = ["PlanReport", "ReportTable", "plan_report", "report_text"]
-
-
 _OPTIMUM_GAP = 1e-9
 """Relative: what floating-point sums leave."""
 

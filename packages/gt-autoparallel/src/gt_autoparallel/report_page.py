@@ -10,8 +10,6 @@ from gt_autoparallel.argument_checks import check_arguments, path_problem, plan_
 from gt_autoparallel.plan import PlacementPlan
 from gt_autoparallel.report import PlanReport, ReportTable, plan_report
 
-__all__ = ["report_page", "write_report_page"]
-
 _STYLE = """
 :root { color-scheme: light dark; }
 body { font: 14px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 1100px }

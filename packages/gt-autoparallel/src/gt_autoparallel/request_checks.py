@@ -17,8 +17,6 @@ from gt_autoparallel.layouts import MeshShape
 from gt_autoparallel.plan import LayoutConstraint
 from gt_passes.simulation import CostModel
 
-__all__ = ["check_model_arguments", "check_request", "expert_problems", "mesh_shape"]
-
 
 def mesh_shape(mesh: object) -> MeshShape:
     """Names and sizes of a mesh.

@@ -26,8 +26,6 @@ from typing import Literal
 from gt_autoparallel._torch_internals import OpOverload, views_first_argument
 from gt_autoparallel.placement_graph import PlacementGraph, PlacementNode, Value
 
-__all__ = ["SavedStorages", "Status", "is_view_like", "saved_storages"]
-
 Status = Literal["idle", "moved", "aliased"]
 
 _SOURCES = ("parameter", "buffer", "input")

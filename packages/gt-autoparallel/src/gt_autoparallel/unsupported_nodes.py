@@ -15,11 +15,9 @@ from gt_autoparallel._torch_internals import (
     writes_to_arguments,
 )
 from gt_autoparallel.errors import UnsupportedModelError
-from gt_passes.collectives import is_collective
-from gt_passes.operator_effects import draws_random_numbers
+from gt_passes.analysis.collectives import is_collective
+from gt_passes.analysis.operator_effects import draws_random_numbers
 from gt_trace import module_fqn
-
-__all__ = ["refuse_unsupported"]
 
 
 def refuse_unsupported(

@@ -15,23 +15,6 @@ from typing import Literal
 
 from gt_config.graph_neutral import graph_neutral
 
-__all__ = [
-    "AutoParallelConfig",
-    "CaptureLayers",
-    "CompileConfig",
-    "EpChunkDim",
-    "EpChunkStrategy",
-    "EpModuleFqn",
-    "EpOverlapConfig",
-    "ExpertPlacement",
-    "FsdpBucketing",
-    "InductorCompilation",
-    "JointPartitioner",
-    "MemoryPolicy",
-    "Mode",
-    "ShapeChangePolicy",
-]
-
 Mode = Literal["none", "aot_fx_trace", "aot_joint"]
 CaptureLayers = Literal["auto", "full", "stamped", "compared"]
 InductorCompilation = Literal["none", "regional", "full", "autoparallel_backend"]

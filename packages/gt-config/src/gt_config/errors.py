@@ -22,19 +22,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-__all__ = [
-    "ConfigError",
-    "FieldDifference",
-    "FingerprintDocumentError",
-    "FingerprintTypeError",
-    "GtConfigError",
-    "NodeMetadataError",
-    "NodeMetadataVersionError",
-    "SelectorSyntaxError",
-    "StaleFingerprintError",
-    "Violation",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Violation:

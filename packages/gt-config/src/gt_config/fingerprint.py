@@ -21,8 +21,6 @@ from gt_config.compile_config import CompileConfig
 from gt_config.errors import FieldDifference, FingerprintDocumentError, StaleFingerprintError
 from gt_config.topology import Topology
 
-__all__ = ["FINGERPRINT_FORMAT", "Fingerprint", "explain_difference", "fingerprint", "refuse_stale"]
-
 FINGERPRINT_FORMAT = 1
 """Raised by one whenever the canonical text of anything changes; it is part of every digest."""
 

@@ -13,8 +13,6 @@ from dataclasses import Field
 from types import MappingProxyType
 from typing import Any
 
-__all__ = ["graph_neutral", "is_graph_neutral"]
-
 _METADATA_KEY = "gt_config.graph_neutral"
 
 

@@ -14,8 +14,6 @@ from gt_config._subject import leaf_paths
 from gt_config.compile_config import CompileConfig
 from gt_config.topology import Topology
 
-__all__ = ["UNLANDED", "UnlandedOption"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnlandedOption:

@@ -31,40 +31,6 @@ from typing import ClassVar, Literal, Self
 from gt_config._field_types import describe_hint, field_hints, matches_hint
 from gt_config.errors import NodeMetadataError, NodeMetadataVersionError
 
-__all__ = [
-    "ANNOTATION_TYPES",
-    "CHUNK_KEY",
-    "EP_EXCHANGE_KEY",
-    "EP_REGION_KEY",
-    "FSDP_COLLECTIVE_KEY",
-    "MODULE_KEY",
-    "NODE_METADATA_KEYS",
-    "NODE_METADATA_PREFIX",
-    "NODE_METADATA_VERSION",
-    "PHASE_KEY",
-    "PIPELINE_KEY",
-    "RESIDENCY_KEY",
-    "VERSION_KEY",
-    "ChunkAnnotation",
-    "ChunkDirection",
-    "ChunkProducer",
-    "ChunkRole",
-    "EpExchangeAnnotation",
-    "EpExchangeKind",
-    "EpRegionAnnotation",
-    "EpRegionKind",
-    "FsdpCollectiveAnnotation",
-    "FsdpCollectiveKind",
-    "ModuleAnnotation",
-    "NodeAnnotation",
-    "Phase",
-    "PhaseAnnotation",
-    "PipelineAction",
-    "PipelineAnnotation",
-    "Residency",
-    "ResidencyAnnotation",
-]
-
 NODE_METADATA_VERSION = 1
 """Raised by one whenever a key, a field or a value changes its meaning."""
 

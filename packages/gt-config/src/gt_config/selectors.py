@@ -13,8 +13,6 @@ from fnmatch import fnmatchcase
 
 from gt_config.errors import SelectorSyntaxError
 
-__all__ = ["MODULE_PATTERN_SYNTAX", "SELECTOR_SYNTAX", "SavedOpSelector", "is_module_pattern"]
-
 MODULE_PATTERN_SYNTAX = "a dotted module name with * for one component, as 'layers.*.feed_forward'"
 """The syntax of the part before ``::`` in words, for error messages."""
 

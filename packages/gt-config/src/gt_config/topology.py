@@ -12,8 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-__all__ = ["TOPOLOGY_FLAGS", "Topology"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Topology:

@@ -17,8 +17,6 @@ from gt_config.errors import ConfigError, Violation
 from gt_config.landed import UNLANDED, UnlandedOption
 from gt_config.topology import Topology
 
-__all__ = ["find_violations", "validate"]
-
 
 def validate(
     config: CompileConfig,

@@ -7,10 +7,12 @@
     print(report)
 """
 
-from gt_passes.collective_exchange import exchange_collective_digest
+from gt_passes.analysis.liveness import MemoryProfile, estimate_memory, estimate_peak_bytes
+from gt_passes.analysis.operator_effects import declare_pure_operator
+from gt_passes.compilation.inductor_compiler import DescribeOnly, InductorCompiler, SubgraphCompiler
 from gt_passes.contract import ChangeBounds, GraphPass, PassContext, PassReport, Refusal
-from gt_passes.cuda_graph_replay import Recorder, Recording
-from gt_passes.cuda_graph_safety import CaptureTarget
+from gt_passes.cuda_graphs.cuda_graph_replay import Recorder, Recording
+from gt_passes.cuda_graphs.cuda_graph_safety import CaptureTarget
 from gt_passes.errors import (
     ChunkMetadataError,
     CollectiveMismatchError,
@@ -33,10 +35,11 @@ from gt_passes.facts import (
     Fact,
 )
 from gt_passes.graph_problem import GraphProblem
-from gt_passes.inductor_compiler import DescribeOnly, InductorCompiler, SubgraphCompiler
-from gt_passes.liveness import MemoryProfile, estimate_memory, estimate_peak_bytes
-from gt_passes.operator_effects import declare_pure_operator
-from gt_passes.passes import (
+from gt_passes.memory_policy.residency_table import residency_table
+from gt_passes.pipeline import PassPipeline
+from gt_passes.pipeline_report import GraphSize, PassRecord, PipelineReport
+from gt_passes.recipes import default_recipe
+from gt_passes.registered_passes import (
     AsyncTensorParallel,
     BucketAllGathers,
     BucketAllReduces,
@@ -63,14 +66,11 @@ from gt_passes.passes import (
     TagSavedTensors,
     release_cuda_graphs,
 )
-from gt_passes.pipeline import PassPipeline
-from gt_passes.pipeline_report import GraphSize, PassRecord, PipelineReport
-from gt_passes.recipes import default_recipe
 from gt_passes.registry import find_passes, known_passes, register_pass
-from gt_passes.repropagation import UnverifiedNode
-from gt_passes.residency_table import residency_table
 from gt_passes.second_groups import GroupPurpose, second_group_of
-from gt_passes.verifier import GraphInterface, VerificationReport, Verifier
+from gt_passes.verifier.collective_exchange import exchange_collective_digest
+from gt_passes.verifier.repropagation import UnverifiedNode
+from gt_passes.verifier.verifier import GraphInterface, VerificationReport, Verifier
 
 __all__ = [
     "CANONICAL_VIEWS",

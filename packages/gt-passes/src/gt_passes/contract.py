@@ -22,8 +22,6 @@ from gt_passes._torch_internals import fake_mode_of
 from gt_passes.errors import GraphInputError, PassDeclarationError
 from gt_passes.facts import Fact
 
-__all__ = ["ChangeBounds", "GraphPass", "PassContext", "PassReport", "Refusal", "check_declaration"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChangeBounds:

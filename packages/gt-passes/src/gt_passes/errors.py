@@ -30,22 +30,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from gt_passes.graph_problem import GraphProblem
 
-__all__ = [
-    "ChunkMetadataError",
-    "CollectiveMismatchError",
-    "CudaGraphAddressError",
-    "ForwardChunkingError",
-    "GraphChunkingError",
-    "GraphInputError",
-    "GtPassesError",
-    "InductorOptionError",
-    "PassDeclarationError",
-    "PassOrderError",
-    "RecipeError",
-    "UnknownPassError",
-    "VerificationError",
-]
-
 _MAX_SHOWN_PROBLEMS = 10
 
 

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["CANONICAL_VIEWS", "NO_DEAD_CODE", "ONE_ALL_GATHER_PER_PARAMETER", "Fact"]
-
 
 @dataclass(frozen=True, slots=True)
 class Fact:

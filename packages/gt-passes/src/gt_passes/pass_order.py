@@ -8,8 +8,6 @@ from gt_passes.contract import GraphPass
 from gt_passes.errors import PassOrderError
 from gt_passes.facts import Fact
 
-__all__ = ["order_passes"]
-
 
 def order_passes(
     passes: Sequence[GraphPass], *, given_facts: Iterable[Fact] = ()

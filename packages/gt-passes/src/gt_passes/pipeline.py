@@ -15,21 +15,19 @@ from pathlib import Path
 
 from torch.fx import GraphModule
 
-from gt_passes import liveness
 from gt_passes._torch_internals import OpOverload
-from gt_passes.collectives import collective_bytes
+from gt_passes.analysis import liveness
+from gt_passes.analysis.collectives import collective_bytes
 from gt_passes.contract import GraphPass, PassContext, PassReport, check_declaration
-from gt_passes.declared_bounds import find_bound_problems
 from gt_passes.errors import VerificationError
 from gt_passes.facts import Fact
 from gt_passes.graph_problem import GraphProblem
 from gt_passes.pass_order import order_passes
 from gt_passes.pipeline_report import GraphSize, PassRecord, PipelineReport
 from gt_passes.structured_trace import Moment, trace_graph, trace_report
-from gt_passes.verification_session import VerificationSession
+from gt_passes.verifier.declared_bounds import find_bound_problems
+from gt_passes.verifier.verification_session import VerificationSession
 from gt_trace.graph_text import graph_text
-
-__all__ = ["PassPipeline"]
 
 
 class PassPipeline:
@@ -44,7 +42,7 @@ class PassPipeline:
             (``summary.txt``); made if it is missing. Ranks that share a file system need one each.
             The same goes to PyTorch's structured trace, if there is one (``TORCH_TRACE``).
         estimate_peak_bytes: an estimator of peak memory, for the report of every pass. None:
-            ``gt_passes.liveness.estimate_peak_bytes``, for every pass where there is a
+            ``gt_passes.analysis.liveness.estimate_peak_bytes``, for every pass where there is a
             ``dump_directory``, else only where ``verify`` is on and a pass declares a bound.
 
     Raises:

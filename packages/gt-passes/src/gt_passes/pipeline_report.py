@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gt_passes.contract import PassReport
-from gt_passes.repropagation import UnverifiedNode
-
-__all__ = ["GraphSize", "PassRecord", "PipelineReport"]
+from gt_passes.verifier.repropagation import UnverifiedNode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +18,7 @@ class GraphSize:
     """Number of calls: nodes without placeholders, attributes and the output."""
 
     collective_bytes: int
-    """Bytes given to collectives on this rank; see ``gt_passes.collectives.collective_bytes``."""
+    """Bytes given to collectives on this rank; see ``gt_passes.analysis.collectives.collective_bytes``."""
 
     peak_memory_bytes: int | None
     """Estimated; None where nobody asked: see ``PassPipeline``."""

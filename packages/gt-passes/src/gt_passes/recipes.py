@@ -14,10 +14,11 @@ from pathlib import Path
 from torch.fx import GraphModule
 
 from gt_config import CompileConfig, EpOverlapConfig, SavedOpSelector
+from gt_passes.compilation.inductor_compiler import InductorCompiler, SubgraphCompiler
 from gt_passes.contract import GraphPass, PassContext
 from gt_passes.errors import RecipeError
-from gt_passes.inductor_compiler import InductorCompiler, SubgraphCompiler
-from gt_passes.passes import (
+from gt_passes.pipeline import PassPipeline
+from gt_passes.registered_passes import (
     AsyncTensorParallel,
     BucketAllGathers,
     BucketAllReduces,
@@ -43,10 +44,7 @@ from gt_passes.passes import (
     ShareAllGathers,
     TagSavedTensors,
 )
-from gt_passes.pipeline import PassPipeline
 from gt_passes.registry import find_passes
-
-__all__ = ["default_recipe"]
 
 _GIB = 2**30
 

@@ -8,8 +8,6 @@ from typing import TypeVar
 from gt_passes.contract import GraphPass, check_declaration
 from gt_passes.errors import PassDeclarationError, UnknownPassError
 
-__all__ = ["find_passes", "known_passes", "register_pass"]
-
 PassClass = TypeVar("PassClass", bound=type[GraphPass])
 
 _PASSES: dict[str, type[GraphPass]] = {}

@@ -13,13 +13,6 @@ import torch.distributed as dist
 
 from gt_passes._torch_internals import torch_group_description, torch_group_ranks
 
-__all__ = [
-    "GroupPurpose",
-    "second_exchange_group",
-    "second_group_of",
-    "second_reduction_group",
-]
-
 GroupPurpose = Literal["reductions", "exchanges"]
 """What a second group is for: gradient reductions, or token exchanges."""
 

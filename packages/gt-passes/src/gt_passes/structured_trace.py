@@ -13,8 +13,6 @@ from typing import Literal
 from gt_passes._torch_internals import trace_structured
 from gt_passes.pipeline_report import PipelineReport
 
-__all__ = ["trace_graph", "trace_report"]
-
 Moment = Literal["before", "after"]
 
 

@@ -10,8 +10,6 @@ from torch.fx import GraphModule
 
 from gt_passes._torch_internals import StorageWeakRef, TorchDispatchMode, pytree
 
-__all__ = ["measure_peak_bytes"]
-
 
 def measure_peak_bytes(graph_module: GraphModule, inputs: Sequence[object]) -> int:
     """Run a graph and measure the most bytes that its tensors hold at once, on all devices.

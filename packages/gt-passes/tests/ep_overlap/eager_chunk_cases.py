@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from gt_passes.ep_overlap import ChunkDim, InputLayout, TokenDims, chunk_forwards
 from gt_trace import TracedStep, trace_step
-from gt_trace.simple_fsdp import shard
+from gt_trace.fsdp import shard
 
 BLOCK = InputLayout(
     activation="x_BLD",

@@ -28,7 +28,7 @@ from gt_passes.ep_overlap import (
     settle_chunk_annotations,
 )
 from gt_trace import TracedStep
-from gt_trace.simple_fsdp import shard
+from gt_trace.fsdp import shard
 
 _ACTIVATION = {"layers.*": "x", "layers.*.moe": "x_BLD"}
 

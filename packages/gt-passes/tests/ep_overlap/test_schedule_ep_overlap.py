@@ -15,8 +15,8 @@ from ep_overlap.chunked_graphs import (
 )
 from ep_overlap.scheduled_step_cases import outputs_before_and_after
 from expecttest import assert_expected_inline
+from fsdp_graphs import gathered, of_unknown_effect, reduce_scattered
 from pass_graphs import capture, collectives, program, run_pass
-from passes.fsdp_graphs import gathered, of_unknown_effect, reduce_scattered
 
 from gt_config.node_keys import ChunkAnnotation
 from gt_passes import ScheduleEpOverlap, Verifier

@@ -9,7 +9,7 @@ from pass_graphs import capture, collectives, program, run_pass
 
 from gt_config.node_keys import FsdpCollectiveAnnotation
 from gt_passes import SeparateExchangeGroup, SeparateReductionGroup
-from gt_passes.process_groups import group_name_of
+from gt_passes.analysis.process_groups import group_name_of
 from gt_trace import annotate
 from gt_trace.testing import fake_world
 

@@ -7,8 +7,8 @@ import torch
 from exchange_graphs import capture_exchange
 from pass_graphs import capture, collectives, run_pass
 
-from gt_passes.inductor_compiler import DescribeOnly
-from gt_passes.passes import CompileWholeGraph
+from gt_passes.compilation.inductor_compiler import DescribeOnly
+from gt_passes.registered_passes import CompileWholeGraph
 from gt_passes.simulation import (
     CostModel,
     FusedKernel,

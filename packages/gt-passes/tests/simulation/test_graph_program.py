@@ -10,7 +10,7 @@ from recorder_cases import FakeRecorder
 from torch.fx import GraphModule
 
 from gt_passes import CudaGraphs
-from gt_passes.outlined_region import OutlinedRegion, RegionOutliner
+from gt_passes.analysis.outlined_region import OutlinedRegion, RegionOutliner
 from gt_passes.simulation import CostModel, GraphProgram, h100_sxm, simulate_step
 
 H100 = h100_sxm()

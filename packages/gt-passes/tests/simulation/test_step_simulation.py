@@ -17,7 +17,7 @@ from expecttest import assert_expected_inline
 from pass_graphs import capture, collectives, unshard
 from torch.fx import GraphModule, Node
 
-from gt_passes.host_copies import OFFLOAD, RELOAD, WAIT_COPY
+from gt_passes.analysis.host_copies import OFFLOAD, RELOAD, WAIT_COPY
 from gt_passes.simulation import (
     CostModel,
     OpCost,

@@ -29,26 +29,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-__all__ = [
-    "ActionError",
-    "GtPipelineError",
-    "MicrobatchError",
-    "NotSplittableError",
-    "PipelineStepError",
-    "RunnerClosedError",
-    "RunnerSetupError",
-    "ScheduleError",
-    "StageCaptureError",
-    "StageCutError",
-    "StageGraphError",
-    "StageInputError",
-    "StageLayoutError",
-    "StageNamesError",
-    "StageOrderError",
-    "StageOutputError",
-    "TiedParametersError",
-]
-
 
 class GtPipelineError(Exception):
     """Base of every error that gt-pipeline raises on purpose."""

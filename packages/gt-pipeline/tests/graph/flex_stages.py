@@ -23,12 +23,12 @@ from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block
 
 from gt_config.node_keys import PipelineAction
 from gt_passes import DescribeOnly, PassContext, PassPipeline
-from gt_passes.passes import CompileFlexAttention
+from gt_passes.registered_passes import CompileFlexAttention
 from gt_pipeline.graph import GraphPipelineStage
 from gt_pipeline.runner import GraphPPRunner, MicrobatchInputs, StepResult
 from gt_pipeline.runner.microbatches import MicrobatchDims, split_microbatches
 from gt_pipeline.schedules import Schedule, schedule_of
-from gt_trace.simple_fsdp import gathered, shard
+from gt_trace.fsdp import gathered, shard
 from gt_trace.testing import flex_attention_on_cpu
 
 WIDTH, LENGTH, BLOCK = 16, 64, 32

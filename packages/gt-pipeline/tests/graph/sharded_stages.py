@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from gt_pipeline.errors import StageOrderError
 from gt_pipeline.graph import GraphPipelineStage
 from gt_pipeline.runner import MicrobatchInputs
-from gt_trace.simple_fsdp import gathered, shard
+from gt_trace.fsdp import gathered, shard
 
 
 def _sharded() -> tuple[Block, GraphPipelineStage]:

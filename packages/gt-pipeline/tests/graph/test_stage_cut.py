@@ -22,7 +22,7 @@ from gt_pipeline.graph import (
 )
 from gt_pipeline.runner import MicrobatchInputs, TensorSignature
 from gt_trace import collective_counts
-from gt_trace.simple_fsdp import MixedPrecision, shard
+from gt_trace.fsdp import MixedPrecision, shard
 from gt_trace.testing import fake_world
 
 aten = torch.ops.aten

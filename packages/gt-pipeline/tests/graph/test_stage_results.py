@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 from gt_pipeline.errors import StageCutError, StageInputError
 from gt_pipeline.graph import GraphPipelineStage
 from gt_pipeline.runner import MicrobatchInputs
-from gt_trace.simple_fsdp import shard
+from gt_trace.fsdp import shard
 from gt_trace.testing import fake_world
 
 NOTHING = MicrobatchInputs()

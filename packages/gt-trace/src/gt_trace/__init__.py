@@ -2,7 +2,7 @@
 
 ``trace_step`` records forward, loss and backward of any ``nn.Module`` as one graph of plain
 tensors; ``TracedStep.bind`` runs it on live parameters. Data parallelism as traceable collectives
-is in ``gt_trace.simple_fsdp``, multi-process test workers in ``gt_trace.testing``; neither is
+is in ``gt_trace.fsdp``, multi-process test workers in ``gt_trace.testing``; neither is
 imported here, so that a capture without them does not pay for ``torch.distributed``. Likewise
 ``export_joint_graph`` and ``partition``, a step as a forward and a backward graph for autograd, are
 imported when they are first asked for: AOTAutograd takes seconds to import.
@@ -20,6 +20,12 @@ from gt_trace.annotate import (
     annotate_modules,
     phase,
 )
+from gt_trace.capture.graph_inputs import ArgumentSignature, GraphInput
+from gt_trace.capture.input_preparers import InputPreparer, TraceInputs
+from gt_trace.capture.module_state import StateEntry
+from gt_trace.capture.subclass_layout import TensorLayout, flatten_tensor, unflatten_tensor
+from gt_trace.capture.trace import trace_step
+from gt_trace.capture.traced_step import BoundStep, TracedStep
 from gt_trace.errors import (
     CaptureError,
     ConstantCapturedError,
@@ -27,10 +33,7 @@ from gt_trace.errors import (
     InputMismatchError,
     StateMismatchError,
 )
-from gt_trace.graph_inputs import ArgumentSignature, GraphInput
 from gt_trace.graph_text import collective_counts, graph_text
-from gt_trace.input_preparers import InputPreparer, TraceInputs
-from gt_trace.module_state import StateEntry
 from gt_trace.node_metadata import (
     copy_annotations,
     is_backward,
@@ -42,15 +45,12 @@ from gt_trace.node_metadata import (
     sequence_number,
     write_annotation,
 )
-from gt_trace.subclass_layout import TensorLayout, flatten_tensor, unflatten_tensor
-from gt_trace.trace import trace_step
-from gt_trace.traced_step import BoundStep, TracedStep
 
 if TYPE_CHECKING:
-    from gt_trace.bound_joint import BoundJoint
-    from gt_trace.joint_export import export_joint_graph
-    from gt_trace.joint_graph import GraphResult, JointGraph, OutputSignature
-    from gt_trace.joint_partition import ForwardBackward, partition
+    from gt_trace.joint.bound_joint import BoundJoint
+    from gt_trace.joint.joint_export import export_joint_graph
+    from gt_trace.joint.joint_graph import GraphResult, JointGraph, OutputSignature
+    from gt_trace.joint.joint_partition import ForwardBackward, partition
     from gt_trace.stamping import (
         StampedCapture,
         StampingError,
@@ -109,16 +109,16 @@ __all__ = [
 ]
 
 _IMPORTED_LATE = {
-    "BoundJoint": "bound_joint",
-    "ForwardBackward": "joint_partition",
-    "GraphResult": "joint_graph",
-    "JointGraph": "joint_graph",
-    "OutputSignature": "joint_graph",
+    "BoundJoint": "joint.bound_joint",
+    "ForwardBackward": "joint.joint_partition",
+    "GraphResult": "joint.joint_graph",
+    "JointGraph": "joint.joint_graph",
+    "OutputSignature": "joint.joint_graph",
     "StampReport": "stamping",
     "StampedCapture": "stamping",
     "StampingError": "stamping",
-    "export_joint_graph": "joint_export",
-    "partition": "joint_partition",
+    "export_joint_graph": "joint.joint_export",
+    "partition": "joint.joint_partition",
     "step_differences": "stamping",
     "trace_step_by_stamping": "stamping",
 }

@@ -18,8 +18,6 @@ from torch import nn
 
 from gt_config.node_keys import ModuleAnnotation, NodeAnnotation, Phase, PhaseAnnotation
 
-__all__ = ["AnnotationHandle", "annotate", "annotate_method", "annotate_modules", "phase"]
-
 
 @contextmanager
 def annotate(annotation: NodeAnnotation) -> Iterator[None]:

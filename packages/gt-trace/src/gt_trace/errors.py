@@ -11,14 +11,6 @@ Each also derives from ``ValueError`` where the caller passed the wrong thing.
 
 from __future__ import annotations
 
-__all__ = [
-    "CaptureError",
-    "ConstantCapturedError",
-    "GtTraceError",
-    "InputMismatchError",
-    "StateMismatchError",
-]
-
 
 class GtTraceError(Exception):
     """Base of every error that gt-trace raises on purpose."""

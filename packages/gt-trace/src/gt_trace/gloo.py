@@ -22,8 +22,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["use_one_gloo_thread"]
-
 
 def use_one_gloo_thread() -> bool:
     """Let gloo groups made from now on in this process have one thread each.

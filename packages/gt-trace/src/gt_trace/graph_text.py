@@ -22,8 +22,6 @@ from gt_config.node_keys import (
 )
 from gt_trace.node_metadata import module_fqn, phase_of, read_annotation
 
-__all__ = ["collective_counts", "graph_text"]
-
 _SHORT_DTYPE = {
     torch.float64: "f64",
     torch.float32: "f32",

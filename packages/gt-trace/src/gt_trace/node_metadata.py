@@ -19,18 +19,6 @@ from gt_config.node_keys import (
     PhaseAnnotation,
 )
 
-__all__ = [
-    "copy_annotations",
-    "is_backward",
-    "module_fqn",
-    "node_annotations",
-    "phase_of",
-    "read_annotation",
-    "remove_annotation",
-    "sequence_number",
-    "write_annotation",
-]
-
 _CUSTOM = "custom"
 
 A = TypeVar("A", bound=NodeAnnotation)

@@ -28,8 +28,6 @@ import torch.distributed as dist
 
 from gt_trace.gloo import use_one_gloo_thread
 
-__all__ = ["GlooWorkers", "WorkerError", "fake_world", "flex_attention_on_cpu"]
-
 # The first sharded forward imports torch._dynamo, which costs each worker seconds: once is enough.
 _PRELOAD = [
     "torch.distributed.tensor",

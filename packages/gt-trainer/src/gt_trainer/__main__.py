@@ -2,7 +2,7 @@
 
 import sys
 
-from gt_trainer.cli import main
+from gt_trainer.command_line.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 
 from gt_config import CompileConfig
 
-__all__ = ["TrainerCompileConfig"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerCompileConfig(CompileConfig):

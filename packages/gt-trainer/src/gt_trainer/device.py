@@ -32,16 +32,6 @@ import torch
 
 from gt_trace.gloo import use_one_gloo_thread
 
-__all__ = [
-    "CpuDevice",
-    "CpuProperties",
-    "DeviceInstallError",
-    "DeviceUnavailableError",
-    "install",
-    "installed_device_type",
-    "select_device_type",
-]
-
 DeviceChoice = Literal["auto", "cpu", "cuda"]
 
 _CHOICES: tuple[DeviceChoice, ...] = ("auto", "cpu", "cuda")

@@ -6,8 +6,6 @@ import torch
 
 from gt_trainer.trainer import GraphTrainer
 
-__all__ = ["train"]
-
 
 def train(config: GraphTrainer.Config) -> None:
     """Build the trainer, train, and close it also when training fails.

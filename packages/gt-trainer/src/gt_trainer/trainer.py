@@ -31,21 +31,19 @@ from gt_passes import (
     residency_table,
     second_group_of,
 )
-from gt_trainer.captured_step import CapturedTrainingStep, CaptureReport, Recipe
 from gt_trainer.compile_options import TrainerCompileConfig
-from gt_trainer.gradients import accumulate_gradients
-from gt_trainer.joint_step import JointCaptureReport, JointForward
-from gt_trainer.metrics_jsonl import GraphMetricsProcessor
+from gt_trainer.metrics.metrics_jsonl import GraphMetricsProcessor
+from gt_trainer.metrics.startup import StartupClock
 from gt_trainer.models.attention import attention_mask_for
-from gt_trainer.pass_refusals import explain_refusals
-from gt_trainer.pipelined_step import PipelinedStep, StageCaptureReport
 from gt_trainer.placement.planned_capture import capture_layers_of
 from gt_trainer.placement.planned_loss import loss_of
-from gt_trainer.recipe import recipe_of
-from gt_trainer.startup import StartupClock
+from gt_trainer.steps.captured_step import CapturedTrainingStep, CaptureReport, Recipe
+from gt_trainer.steps.gradients import accumulate_gradients
+from gt_trainer.steps.joint_step import JointCaptureReport, JointForward
+from gt_trainer.steps.pass_refusals import explain_refusals
+from gt_trainer.steps.pipelined_step import PipelinedStep, StageCaptureReport
+from gt_trainer.steps.recipe import recipe_of
 from gt_trainer.validator import GraphValidator
-
-__all__ = ["GraphTrainer"]
 
 
 class GraphTrainer(Trainer):

@@ -11,8 +11,6 @@ from torchtitan.components.validate import Validator
 
 from gt_trainer.models.attention import attention_mask_for
 
-__all__ = ["GraphValidator"]
-
 
 class GraphValidator(Validator):
     """Runs the model eagerly on validation data, and logs the mean loss over its tokens."""

@@ -9,8 +9,6 @@ from torch.fx.traceback import has_preserved_node_meta
 from gt_config.node_keys import NodeAnnotation
 from gt_trace import annotate
 
-__all__ = ["annotated"]
-
 
 def annotated(*annotations: NodeAnnotation | None) -> AbstractContextManager[object]:
     """Nodes traced inside carry ``annotations``; None stands for none."""

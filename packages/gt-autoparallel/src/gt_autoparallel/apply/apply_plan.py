@@ -23,8 +23,6 @@ from gt_autoparallel.placement_graph import ModelInterface
 from gt_autoparallel.plan import PlacementPlan
 from gt_autoparallel.request_checks import expert_problems
 
-__all__ = ["apply_plan"]
-
 
 def apply_plan(
     model: nn.Module,

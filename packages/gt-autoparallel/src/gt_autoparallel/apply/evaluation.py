@@ -22,8 +22,6 @@ from gt_autoparallel.experts import ExpertBlock, opaque_experts
 from gt_autoparallel.model_signature import graph_differences, interface_differences
 from gt_autoparallel.request_checks import expert_problems
 
-__all__ = ["allow_evaluation"]
-
 
 def allow_evaluation(
     placed: nn.Module,

@@ -11,8 +11,6 @@ from __future__ import annotations
 from gt_autoparallel.parameter_chains import gradient_chains, parameter_chains
 from gt_autoparallel.placement_graph import NodePhase, PlacementGraph, PlacementNode
 
-__all__ = ["execution_order"]
-
 
 def execution_order(graph: PlacementGraph) -> tuple[int, ...]:
     """Indices of all nodes: forward, then backward; operands come before those that take them."""

@@ -37,8 +37,6 @@ from gt_config.node_keys import (
     PhaseAnnotation,
 )
 
-__all__ = ["Instruction", "LocalOperand", "LocalProgram", "RunNode", "Values", "local_program"]
-
 Values = dict[int, torch.Tensor]
 """From slot to this rank's tensor."""
 

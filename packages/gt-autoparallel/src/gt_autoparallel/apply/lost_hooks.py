@@ -8,8 +8,6 @@ from torch import nn
 
 from gt_autoparallel._torch_internals import module_hooks
 
-__all__ = ["hooks_of_inner_modules", "hooks_of_model"]
-
 
 def hooks_of_inner_modules(model: nn.Module, *, called: Collection[str]) -> Iterator[str]:
     """A line for each module inside ``model`` with hooks that the placed model does not run.

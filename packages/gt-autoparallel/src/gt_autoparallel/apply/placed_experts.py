@@ -13,8 +13,6 @@ from gt_autoparallel.errors import PlanMismatchError
 from gt_autoparallel.experts import FIRST_WEIGHT_OPERAND, ExpertBlock, expert_parallel_axis
 from gt_autoparallel.plan import PlacementPlan
 
-__all__ = ["PlacedExperts"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedExperts:

@@ -24,8 +24,6 @@ from gt_autoparallel.layouts import short_text
 from gt_autoparallel.placement_graph import ModelInterface
 from gt_autoparallel.plan import PlacementPlan
 
-__all__ = ["PlacedForward"]
-
 
 class PlacedForward:
     """Called in place of the forward of ``model``.

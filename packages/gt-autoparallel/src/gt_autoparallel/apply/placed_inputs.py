@@ -14,8 +14,6 @@ from gt_autoparallel.layouts import Layout, local_shape, short_text
 from gt_autoparallel.placement_graph import InputLeaf, ModelInterface, Value
 from gt_autoparallel.plan import PlacementPlan
 
-__all__ = ["InputReader"]
-
 
 class InputReader:
     """Turns the arguments of a call into this rank's tensors, by slot.

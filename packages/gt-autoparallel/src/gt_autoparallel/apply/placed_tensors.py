@@ -12,8 +12,6 @@ from torch.distributed.tensor import DTensor, Shard
 from gt_autoparallel.apply.rank_mesh import RankMesh
 from gt_autoparallel.layouts import Layout, replicated
 
-__all__ = ["place_parameters"]
-
 
 def place_parameters(
     model: nn.Module, layouts: Mapping[str, Layout], mesh: DeviceMesh, rank: RankMesh

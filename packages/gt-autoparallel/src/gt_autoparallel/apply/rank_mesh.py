@@ -9,8 +9,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from gt_autoparallel.errors import PlanMismatchError
 from gt_autoparallel.layouts import MeshShape
 
-__all__ = ["RankMesh"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMesh:

@@ -18,8 +18,6 @@ from gt_autoparallel.placement_graph import TensorSpec
 from gt_autoparallel.redistribution import RedistributionStep
 from gt_config.node_keys import FsdpCollectiveAnnotation, NodeAnnotation
 
-__all__ = ["LocalMove", "local_move"]
-
 _functional = torch.ops._c10d_functional
 
 

@@ -23,8 +23,6 @@ from gt_autoparallel.layouts import short_text
 from gt_autoparallel.placement_graph import PlacementNode, Value
 from gt_autoparallel.plan import PlacementPlan, PlannedRedistribution
 
-__all__ = ["PRECISION", "CostWalk"]
-
 PRECISION = 1e-6
 """Relative: sums of millions of floating-point numbers agree far better, other costs do not."""
 

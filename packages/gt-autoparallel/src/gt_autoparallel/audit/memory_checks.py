@@ -17,8 +17,6 @@ from gt_autoparallel.experts import experts_saved_bytes
 from gt_autoparallel.placement_graph import PlacementNode, Value
 from gt_autoparallel.plan import MemoryBreakdown, PlacementPlan
 
-__all__ = ["memory_problems", "recounted_memory"]
-
 _SOURCES = ("parameter", "buffer", "input")
 
 

@@ -15,14 +15,6 @@ from gt_autoparallel.placement_graph import PlacementNode, TensorSpec
 from gt_autoparallel.plan import PlacementPlan
 from gt_autoparallel.rules import replicated_operators
 
-__all__ = [
-    "OfferedOptions",
-    "constraint_problems",
-    "link_problems",
-    "node_problems",
-    "replicated_problems",
-]
-
 
 class OfferedOptions(Protocol):
     """The options of an operator; ``rules.node_options`` is the one in use."""

@@ -30,8 +30,6 @@ from gt_autoparallel.graph_encoding import graph_digest
 from gt_autoparallel.plan import MemoryBreakdown, PlacementPlan
 from gt_autoparallel.rules import node_options
 
-__all__ = ["AuditReport", "audit_plan", "plan_problems"]
-
 _MAX_LISTED = 10
 
 

@@ -10,8 +10,6 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from gt_autoparallel.layouts import Layout
 from gt_autoparallel.placement_graph import TensorSpec
 
-__all__ = ["layout_problem", "shard_bytes", "shard_shape"]
-
 
 def shard_shape(shape: Sequence[int], layout: Layout, sizes: Sequence[int]) -> tuple[int, ...]:
     """Shape of each rank's piece of a tensor that the layout cuts evenly."""

@@ -23,8 +23,6 @@ from gt_autoparallel.audit.shards import shard_shape
 from gt_autoparallel.layouts import Layout, MeshShape
 from gt_autoparallel.redistribution import RedistributionStep
 
-__all__ = ["step_problems"]
-
 _Ranks = tuple[int, ...]
 """A rank's coordinates on the mesh."""
 

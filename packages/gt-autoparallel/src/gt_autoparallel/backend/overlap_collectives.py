@@ -10,13 +10,11 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from gt_config.node_keys import FsdpCollectiveAnnotation
-from gt_passes.aliasing import AliasClasses
-from gt_passes.collectives import is_collective
+from gt_passes.analysis.aliasing import AliasClasses
+from gt_passes.analysis.collectives import is_collective
+from gt_passes.analysis.operator_effects import is_barrier
 from gt_passes.contract import ChangeBounds, GraphPass, PassContext, PassReport
-from gt_passes.operator_effects import is_barrier
 from gt_trace import read_annotation
-
-__all__ = ["OverlapCollectives"]
 
 _aten = torch.ops.aten
 _LAYOUT_OPERATORS = frozenset(

@@ -31,8 +31,6 @@ from gt_passes import (
     SubgraphCompiler,
 )
 
-__all__ = ["backend_recipe"]
-
 
 def backend_recipe(
     *,

@@ -10,14 +10,12 @@ from torch.fx import GraphModule, Node
 
 from gt_config.node_keys import Residency, ResidencyAnnotation
 from gt_passes import estimate_peak_bytes
+from gt_passes.analysis.layer_names import LayerNames
+from gt_passes.analysis.storages import Storages
 from gt_passes.contract import ChangeBounds, GraphPass, PassContext, PassReport
-from gt_passes.layer_names import LayerNames
-from gt_passes.recomputability import Recomputability
-from gt_passes.saved_tensor_policy import EXPENSIVE_OPERATORS, SavedTensorPolicy
-from gt_passes.storages import Storages
+from gt_passes.memory_policy.recomputability import Recomputability
+from gt_passes.memory_policy.saved_tensor_policy import EXPENSIVE_OPERATORS, SavedTensorPolicy
 from gt_trace import write_annotation
-
-__all__ = ["TagToMemoryBudget"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

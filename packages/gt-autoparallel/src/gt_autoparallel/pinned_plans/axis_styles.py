@@ -24,8 +24,6 @@ from gt_autoparallel.placement_graph import PlacementGraph, PlacementNode, Tenso
 from gt_autoparallel.plan import LayoutConstraint
 from gt_autoparallel.rules import node_options
 
-__all__ = ["AxisStyle", "pinned_constraints"]
-
 AxisStyle = Literal["ddp", "fsdp", "tp", "tp+sp", "ddp+ep", "fsdp+ep"]
 """ddp: parameters replicated, the batch sharded. fsdp: parameters sharded and gathered for use, the
 batch sharded. tp: Megatron's columns and rows, activations between layers replicated.

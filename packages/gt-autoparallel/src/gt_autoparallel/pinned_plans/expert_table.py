@@ -15,8 +15,6 @@ from gt_autoparallel.plan import PlacementPlan
 if TYPE_CHECKING:  # the planner itself looks at what experts do
     from gt_autoparallel.planner import Planner
 
-__all__ = ["ExpertPlan", "expert_plans", "expert_styles", "expert_table"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertPlan:

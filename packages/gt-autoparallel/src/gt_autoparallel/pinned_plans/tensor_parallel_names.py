@@ -11,8 +11,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-__all__ = ["TensorParallelNames"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorParallelNames:

@@ -6,8 +6,6 @@ from gt_autoparallel.rules.dim_labels import DimLabels
 from gt_autoparallel.rules.operator_call import OperatorCall
 from gt_autoparallel.rules.operator_rule import Rules, labelled, rules_of
 
-__all__ = ["RULES"]
-
 
 def _along_dim(call: OperatorCall) -> DimLabels:
     whole = call.dim()

@@ -17,8 +17,6 @@ from gt_autoparallel.rules.operator_call import OperatorCall
 from gt_autoparallel.rules.operator_rule import Rules, rules_of
 from gt_autoparallel.rules.pointwise import broadcast_labels
 
-__all__ = ["RULES"]
-
 _LIKE_QUERIES = ("grad_out", "grad_out_", "query", "out", "logsumexp")
 _LIKE_KEYS = ("key", "value")
 _MASKS = ("attn_mask", "attn_bias")

@@ -14,8 +14,6 @@ from gt_autoparallel.rules.operator_call import OperatorCall
 from gt_autoparallel.rules.operator_rule import Rule, Rules, labelled, rules_of
 from gt_autoparallel.rules.pointwise import broadcast_labels
 
-__all__ = ["RULES", "einsum_labels"]
-
 
 def einsum_labels(equation: str) -> DimLabels:
     """The labels of ``"mk,kn->mn"``: a letter that only operands have is summed over."""

@@ -14,8 +14,6 @@ import torch
 
 from gt_autoparallel._torch_internals import OpOverload
 
-__all__ = ["DECOMPOSITIONS", "is_decomposed"]
-
 _MEAN, _SUM = 1, 2
 """Values of the argument ``reduction``."""
 

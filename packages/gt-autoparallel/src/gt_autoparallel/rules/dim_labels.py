@@ -18,8 +18,6 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from gt_autoparallel.options import AxisOption
 
-__all__ = ["PARTIAL", "REPLICATE", "DimLabels", "Labels", "axis_options", "shard"]
-
 Labels = tuple[Hashable | None, ...]
 """One label, or None, for each dim of a tensor."""
 

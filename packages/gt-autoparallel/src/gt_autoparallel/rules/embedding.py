@@ -17,8 +17,6 @@ from gt_autoparallel.rules.local_call import LocalCall, ShardedCall
 from gt_autoparallel.rules.operator_call import Operand, OperatorCall
 from gt_autoparallel.rules.operator_rule import Rules, rules_of
 
-__all__ = ["RULES"]
-
 
 def _embedding(call: OperatorCall) -> Iterator[AxisOption]:
     places = tuple(range(len(call.spec("indices").shape)))

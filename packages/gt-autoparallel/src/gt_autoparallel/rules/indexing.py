@@ -18,8 +18,6 @@ from gt_autoparallel.rules.operator_call import Operand, OperatorCall
 from gt_autoparallel.rules.operator_rule import Rules, labelled, rules_of
 from gt_autoparallel.rules.pointwise import broadcast_labels, broadcast_shape, can_be_partial
 
-__all__ = ["RULES"]
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Indexed:

@@ -12,8 +12,6 @@ from gt_autoparallel.layouts import MeshShape, local_shape
 from gt_autoparallel.options import NodeOption
 from gt_autoparallel.rules.operator_call import OperatorCall
 
-__all__ = ["LocalCall", "Localize", "ShardedCall"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalCall:

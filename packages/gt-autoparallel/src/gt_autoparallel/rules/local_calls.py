@@ -13,8 +13,6 @@ from gt_autoparallel.rules.local_call import LocalCall, ShardedCall
 from gt_autoparallel.rules.operator_call import Operand, operator_call
 from gt_autoparallel.rules.registry import find_rule
 
-__all__ = ["local_arguments", "local_call"]
-
 
 def local_call(
     node: PlacementNode,

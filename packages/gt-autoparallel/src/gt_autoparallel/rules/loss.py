@@ -14,8 +14,6 @@ from gt_autoparallel.rules.operator_call import OperatorCall
 from gt_autoparallel.rules.operator_rule import Rules, labelled, rules_of
 from gt_autoparallel.rules.pointwise import broadcast_labels, broadcast_shape, pointwise
 
-__all__ = ["RULES"]
-
 _NONE, _MEAN, _SUM = 0, 1, 2
 """Values of the argument ``reduction``."""
 

@@ -12,8 +12,6 @@ from gt_autoparallel.placement_graph import TensorSpec
 from gt_autoparallel.rules.dim_labels import PARTIAL, REPLICATE, shard
 from gt_autoparallel.rules.pointwise import can_be_partial
 
-__all__ = ["combine", "layouts_of"]
-
 
 def combine(
     options: Iterable[AxisOption],

@@ -19,8 +19,6 @@ from gt_autoparallel.rules.dim_labels import REPLICATE
 from gt_autoparallel.rules.mesh_options import combine, layouts_of
 from gt_autoparallel.rules.operator_call import OperatorCall, operator_call
 
-__all__ = ["check_operators", "node_options", "replicated_operators"]
-
 _CACHE: dict[Hashable, tuple[NodeOption, ...]] = {}
 _MAX_CACHED = 50_000
 _SOURCES = ("parameter", "buffer", "input", "tangent")

@@ -15,9 +15,6 @@ from gt_autoparallel.rules.local_call import LocalCall, ShardedCall
 from gt_autoparallel.rules.operator_call import OperatorCall
 from gt_autoparallel.rules.operator_rule import Rules, labelled, rules_of
 
-__all__ = ["RULES"]
-
-
 _STATISTICS = ("mean", "rstd")
 
 

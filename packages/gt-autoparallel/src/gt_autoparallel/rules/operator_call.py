@@ -11,8 +11,6 @@ from torch.utils import _pytree as pytree
 from gt_autoparallel._torch_internals import OpOverload, argument_defaults
 from gt_autoparallel.placement_graph import PlacementNode, TensorSpec, Value
 
-__all__ = ["Operand", "OperatorCall", "operator_call"]
-
 
 @dataclass(frozen=True, slots=True)
 class Operand:

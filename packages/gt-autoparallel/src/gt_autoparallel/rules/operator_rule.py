@@ -10,8 +10,6 @@ from gt_autoparallel.rules.dim_labels import DimLabels, axis_options
 from gt_autoparallel.rules.local_call import Localize
 from gt_autoparallel.rules.operator_call import OperatorCall
 
-__all__ = ["OperatorRule", "Rule", "Rules", "labelled", "rules_of"]
-
 Rule = Callable[[OperatorCall], Iterable[AxisOption]]
 """The options of one mesh axis. They may ignore sizes: options whose placements do not cut every
 operand and output evenly are dropped afterwards."""

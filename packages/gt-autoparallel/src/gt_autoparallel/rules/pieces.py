@@ -13,8 +13,6 @@ from gt_autoparallel.rules.operator_call import OperatorCall
 from gt_autoparallel.rules.operator_rule import Rules, labelled, rules_of
 from gt_autoparallel.rules.views import linear_in_all
 
-__all__ = ["RULES"]
-
 
 def _all_but(num_dims: int, whole: Collection[int]) -> Labels:
     return tuple(None if dim in whole else dim for dim in range(num_dims))

@@ -16,8 +16,6 @@ from gt_autoparallel.rules.dim_labels import DimLabels
 from gt_autoparallel.rules.operator_call import Operand, OperatorCall
 from gt_autoparallel.rules.operator_rule import Rules, labelled, rules_of
 
-__all__ = ["RULES", "broadcast_labels", "broadcast_shape", "can_be_partial", "pointwise"]
-
 _NOT_LINEAR = (
     "abs",
     "addcdiv",

@@ -17,8 +17,6 @@ from gt_autoparallel.rules.operator_call import OperatorCall
 from gt_autoparallel.rules.operator_rule import Rules, rules_of
 from gt_autoparallel.rules.pointwise import can_be_partial
 
-__all__ = ["RULES"]
-
 
 def _constant(call: OperatorCall) -> Iterator[AxisOption]:
     shape = call.output().shape

@@ -12,8 +12,6 @@ from gt_autoparallel.rules.operator_call import OperatorCall
 from gt_autoparallel.rules.operator_rule import Rules, labelled, rules_of
 from gt_autoparallel.rules.pointwise import can_be_partial
 
-__all__ = ["RULES", "reduced_dims"]
-
 
 def reduced_dims(call: OperatorCall) -> tuple[int, ...]:
     """The dims that a call reduces: those of ``dim``, or all without it."""

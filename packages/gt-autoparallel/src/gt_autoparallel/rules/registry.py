@@ -26,15 +26,6 @@ from gt_autoparallel.rules import (
 from gt_autoparallel.rules.local_call import Localize
 from gt_autoparallel.rules.operator_rule import OperatorRule, Rule, Rules
 
-__all__ = [
-    "FAMILIES",
-    "find_rule",
-    "forget_rule",
-    "register_rule",
-    "registered_operators",
-    "version",
-]
-
 FAMILIES = (
     along_dim,
     attention,

@@ -17,8 +17,6 @@ from gt_autoparallel.rules.operator_call import Operand, OperatorCall
 from gt_autoparallel.rules.operator_rule import Rules, labelled, rules_of
 from gt_autoparallel.rules.pointwise import broadcast_labels, can_be_partial
 
-__all__ = ["RULES", "joint_leading_dims", "linear_in_all"]
-
 
 def linear_in_all(
     call: OperatorCall, operands: Sequence[Labels], outputs: Sequence[Labels]

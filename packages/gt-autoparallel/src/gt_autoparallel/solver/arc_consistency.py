@@ -14,8 +14,6 @@ from numpy.typing import NDArray
 
 from gt_autoparallel.solver.reduced_problem import ReducedProblem
 
-__all__ = ["make_arc_consistent"]
-
 BoolArray = NDArray[np.bool_]
 
 

@@ -23,8 +23,6 @@ from gt_autoparallel.solver.message_passing import DualAscent, Prices
 from gt_autoparallel.solver.price_model import Cut, PriceStep
 from gt_autoparallel.solver.reduced_problem import ReducedProblem, bytes_as_costs
 
-__all__ = ["Bounding", "Part", "SearchSettings", "with_settled_windows"]
-
 BoolArray = NDArray[np.bool_]
 
 _MOVES = (0.5, 0.2, 0.05, 1.0)

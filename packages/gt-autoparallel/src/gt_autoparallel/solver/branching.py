@@ -16,8 +16,6 @@ from gt_autoparallel.problem import FloatArray
 from gt_autoparallel.solver.message_passing import Prices
 from gt_autoparallel.solver.reduced_problem import ReducedProblem
 
-__all__ = ["branch"]
-
 BoolArray = NDArray[np.bool_]
 
 

@@ -11,8 +11,6 @@ import numpy as np
 
 from gt_autoparallel.solver.reduced_problem import Node, ReducedProblem
 
-__all__ = ["drop_dominated"]
-
 
 def drop_dominated(reduced: ReducedProblem) -> None:
     """Drops the dominated options of every node; at least one option of each stays."""

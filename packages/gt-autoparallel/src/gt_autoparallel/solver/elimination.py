@@ -22,8 +22,6 @@ import numpy as np
 from gt_autoparallel.problem import FloatArray, IntArray
 from gt_autoparallel.solver.reduced_problem import ReducedProblem
 
-__all__ = ["Eliminated", "Elimination"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Eliminated:

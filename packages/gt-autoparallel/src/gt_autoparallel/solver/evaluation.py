@@ -13,8 +13,6 @@ import numpy as np
 
 from gt_autoparallel.problem import Problem
 
-__all__ = ["Evaluation", "evaluate"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:

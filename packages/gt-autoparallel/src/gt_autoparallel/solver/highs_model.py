@@ -17,8 +17,6 @@ from gt_autoparallel.errors import SolverError
 from gt_autoparallel.problem import FloatArray, IntArray
 from gt_autoparallel.solver.reduced_problem import ReducedProblem
 
-__all__ = ["HighsModel", "HighsResult"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HighsResult:

@@ -9,8 +9,6 @@ from gt_autoparallel.problem import Problem
 from gt_autoparallel.solver.evaluation import evaluate
 from gt_autoparallel.solver.price_model import PriceModel
 
-__all__ = ["PRECISION", "Incumbent"]
-
 PRECISION = 1e-10
 """Relative difference of objectives that counts as none."""
 

@@ -20,8 +20,6 @@ from gt_autoparallel.solver.solution import (
     Solution,
 )
 
-__all__ = ["explain_infeasibility"]
-
 _FILTER_SECONDS = 10.0
 """After this a conflict is reported as small as it got."""
 

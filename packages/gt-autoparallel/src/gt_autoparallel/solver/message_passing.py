@@ -26,8 +26,6 @@ import numpy as np
 from gt_autoparallel.problem import FloatArray, IntArray
 from gt_autoparallel.solver.reduced_problem import ReducedProblem
 
-__all__ = ["DualAscent", "Prices"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prices:

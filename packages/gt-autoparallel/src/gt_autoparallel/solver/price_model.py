@@ -23,8 +23,6 @@ from gt_autoparallel.problem import FloatArray, Problem
 from gt_autoparallel.solver.evaluation import Evaluation
 from gt_autoparallel.solver.message_passing import Prices
 
-__all__ = ["Cut", "PriceModel", "PriceStep"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Cut:

@@ -16,8 +16,6 @@ from numpy.typing import NDArray
 
 from gt_autoparallel.problem import Edge, FloatArray, IntArray, Problem
 
-__all__ = ["Link", "Node", "ReducedProblem", "bytes_as_costs", "reduce_problem"]
-
 _MOST_PAIRS_OF_MERGED_LINK = 250_000
 
 

@@ -22,8 +22,6 @@ from gt_autoparallel.solver.incumbent import Incumbent
 from gt_autoparallel.solver.message_passing import DualAscent
 from gt_autoparallel.solver.reduced_problem import ReducedProblem
 
-__all__ = ["RestrictedPrograms"]
-
 BoolArray = NDArray[np.bool_]
 
 _WEIGHT = 1e-7

@@ -21,8 +21,6 @@ from gt_autoparallel.solver.dominance import drop_dominated
 from gt_autoparallel.solver.reduced_problem import ReducedProblem
 from gt_autoparallel.solver.search import Search
 
-__all__ = ["Rival", "beat_rivals"]
-
 BoolArray = NDArray[np.bool_]
 
 Rival = Sequence[BoolArray]

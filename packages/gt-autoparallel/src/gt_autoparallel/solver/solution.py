@@ -7,16 +7,6 @@ from dataclasses import dataclass
 
 from gt_autoparallel.errors import InfeasiblePlacementError
 
-__all__ = [
-    "ForbiddenPairsError",
-    "MemoryBudgetError",
-    "MemoryShortage",
-    "Progress",
-    "ProgressCallback",
-    "Solution",
-    "WarmStart",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:

@@ -19,8 +19,6 @@ from gt_autoparallel.solver.solution import ProgressCallback, Solution, WarmStar
 from gt_autoparallel.solver.ties import prefer_fewer_bytes
 from gt_autoparallel.solver.validation import check_problem
 
-__all__ = ["solve"]
-
 _PROOF_GAP = 1e-9
 
 _LAST = 0.1

@@ -17,8 +17,6 @@ from gt_autoparallel.solver.message_passing import DualAscent
 from gt_autoparallel.solver.reduced_problem import ReducedProblem
 from gt_autoparallel.solver.search import Search
 
-__all__ = ["prefer_fewer_bytes"]
-
 _EQUAL = 1e-9
 """Difference of min-marginals, relative to the objective, that counts as none."""
 

@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 from gt_autoparallel.errors import PlacementInputError
 from gt_autoparallel.problem import Edge, FloatArray, Problem, Variable
 
-__all__ = ["check_problem"]
-
 
 def check_problem(problem: Problem, rivals: Sequence[Sequence[NDArray[np.bool_]]] = ()) -> None:
     """Raises if arrays and indices of ``problem`` do not fit each other.

@@ -15,8 +15,6 @@ from torch.fx import GraphModule, Interpreter, Node
 
 from gt_passes.ep_overlap.graph_chunks import Join
 
-__all__ = ["WrongJoin", "check_joins"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrongJoin:

@@ -22,8 +22,6 @@ from gt_passes.ep_overlap.input_layout import ChunkDim, InputLayout, TokenDims
 from gt_passes.errors import ForwardChunkingError
 from gt_trace.annotate import annotate
 
-__all__ = ["Call", "ForwardChunks"]
-
 _DEFAULT_DIMS = TokenDims(batch=0, seq=1)
 
 

@@ -21,17 +21,15 @@ from typing import NamedTuple
 from torch.fx import Node
 
 from gt_config.node_keys import FsdpCollectiveAnnotation
-from gt_passes.collectives import is_collective, is_wait
+from gt_passes.analysis.collectives import is_collective, is_wait
+from gt_passes.analysis.order_constraints import is_host_read
+from gt_passes.analysis.process_groups import group_name_of
 from gt_passes.ep_overlap.exchange_operators import (
     exchange_waits,
     is_exchange_launch,
     is_token_exchange,
 )
-from gt_passes.ep_overlap.order_constraints import is_host_read
-from gt_passes.process_groups import group_name_of
 from gt_trace.node_metadata import read_annotation
-
-__all__ = ["OverlapWindow", "interleaved_order"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

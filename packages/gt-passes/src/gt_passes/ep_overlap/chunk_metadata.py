@@ -23,12 +23,9 @@ from gt_config.node_keys import (
     FsdpCollectiveAnnotation,
 )
 from gt_passes._torch_internals import OpOverload
-from gt_passes.collectives import is_collective, is_wait, raw_results
+from gt_passes.analysis.collectives import is_collective, is_wait, raw_results
 from gt_passes.errors import ChunkMetadataError
 from gt_trace.node_metadata import phase_of, read_annotation, remove_annotation, write_annotation
-
-__all__ = ["ChunkRegion", "ChunkRegions", "settle_chunk_annotations"]
-
 
 # ---- settling ----------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from torch.fx import Graph, Node
 
 from gt_config.node_keys import EpRegionAnnotation
 from gt_passes._torch_internals import value_of
-from gt_passes.aliasing import AliasClasses, written_nodes
+from gt_passes.analysis.aliasing import AliasClasses, written_nodes
 from gt_passes.ep_overlap import flex_attention_rules as _flex_attention_rules  # noqa: F401  # registers
 from gt_passes.ep_overlap.chunk_rules import find_rule, outcome_by_contract
 from gt_passes.ep_overlap.chunk_states import Layout, Local, Partial, Sharded, Whole, describe
@@ -28,8 +28,6 @@ from gt_passes.ep_overlap.chunked_nodes import ChunkedNodes, Region
 from gt_passes.ep_overlap.rule_calls import Call, NotProvenError, Outcome
 from gt_passes.errors import GraphChunkingError
 from gt_trace.node_metadata import is_backward, read_annotation, sequence_number
-
-__all__ = ["ChunkPlan", "plan_chunks"]
 
 Unit = Node | Region
 """What stands at one place in the order: a node that runs once, or a region."""

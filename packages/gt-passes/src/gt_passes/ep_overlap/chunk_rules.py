@@ -19,6 +19,7 @@ import torch
 from torch.fx import Node
 
 from gt_passes._torch_internals import OpOverload, value_of
+from gt_passes.analysis.operator_effects import draws_random_numbers
 from gt_passes.ep_overlap.chunk_states import (
     Local,
     Partial,
@@ -37,9 +38,6 @@ from gt_passes.ep_overlap.rule_calls import (
     evaluate,
     rule,
 )
-from gt_passes.operator_effects import draws_random_numbers
-
-__all__ = ["Dims", "find_rule", "follow", "outcome_by_contract"]
 
 aten: Any = torch.ops.aten
 

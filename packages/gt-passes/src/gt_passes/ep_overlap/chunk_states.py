@@ -20,18 +20,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-__all__ = [
-    "Layout",
-    "Local",
-    "Partial",
-    "Sharded",
-    "State",
-    "Whole",
-    "describe",
-    "layout_in_view",
-    "layout_of",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:

@@ -17,8 +17,6 @@ from torch.distributed.tensor import DTensor
 from gt_config.node_keys import ChunkAnnotation
 from gt_trace.annotate import annotate
 
-__all__ = ["join_tensors", "split_tensor", "wrote_to_a_part"]
-
 
 def split_tensor(
     whole: torch.Tensor, dim: int, num_chunks: int, boundary: ChunkAnnotation

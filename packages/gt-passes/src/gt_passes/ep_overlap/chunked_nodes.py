@@ -19,13 +19,11 @@ from torch.fx import GraphModule, Node
 
 from gt_config.node_keys import ChunkDirection, FsdpCollectiveAnnotation, ModuleAnnotation
 from gt_passes._torch_internals import value_of
-from gt_passes.aliasing import AliasClasses, written_nodes
+from gt_passes.analysis.aliasing import AliasClasses, written_nodes
+from gt_passes.analysis.layer_names import LayerNames
 from gt_passes.ep_overlap.chunk_states import Layout
 from gt_passes.errors import GraphChunkingError
-from gt_passes.layer_names import LayerNames
 from gt_trace.node_metadata import phase_of, read_annotation
-
-__all__ = ["ChunkedNodes", "Region", "find_chunked_nodes"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

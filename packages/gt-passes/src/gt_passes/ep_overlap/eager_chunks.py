@@ -37,9 +37,7 @@ from gt_passes.ep_overlap.chunk_inputs import ForwardChunks
 from gt_passes.ep_overlap.input_layout import ChunkDim, InputLayout
 from gt_passes.errors import ForwardChunkingError
 from gt_trace.annotate import AnnotationHandle, annotate
-from gt_trace.simple_fsdp import gathered
-
-__all__ = ["ChunkedForwards", "chunk_forwards"]
+from gt_trace.fsdp import gathered
 
 _NUM_CHUNKS = 2
 """What the eager producer supports; the graph producer takes any number."""
@@ -64,7 +62,7 @@ def chunk_forwards(
 ) -> ChunkedForwards:
     """Run the forwards of some modules chunk by chunk until the handle is undone.
 
-    Parameters that ``gt_trace.simple_fsdp`` sharded are gathered once for all chunks. Buffers that
+    Parameters that ``gt_trace.fsdp`` sharded are gathered once for all chunks. Buffers that
     a forward updates in place are updated once by each chunk, in order.
 
     Args:

@@ -12,13 +12,11 @@ from dataclasses import dataclass
 
 from torch.fx import GraphModule
 
+from gt_passes.analysis.order_constraints import OrderConstraints
 from gt_passes.ep_overlap.chunk_metadata import ChunkRegions
 from gt_passes.ep_overlap.exchange_operators import is_exchange_launch, is_token_exchange
-from gt_passes.ep_overlap.order_constraints import OrderConstraints
 from gt_passes.ep_overlap.overlap_windows import find_overlap_windows
 from gt_passes.simulation import COMPUTE_STREAM, StepSimulation
-
-__all__ = ["ExchangeBound", "exchange_bounds"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,17 +13,9 @@ from torch.fx import Node
 
 from gt_config.node_keys import EpExchangeAnnotation
 from gt_passes._torch_internals import OpOverload, value_of
-from gt_passes.collectives import declare_launch, waits_of
-from gt_passes.operator_effects import declare_pure_operator
+from gt_passes.analysis.collectives import declare_launch, waits_of
+from gt_passes.analysis.operator_effects import declare_pure_operator
 from gt_trace.node_metadata import read_annotation
-
-__all__ = [
-    "exchange_waits",
-    "is_exchange_launch",
-    "is_exchange_wait",
-    "is_token_exchange",
-    "register_exchange_operator",
-]
 
 _EXCHANGES: set[object] = {torch.ops._c10d_functional.all_to_all_single.default}
 

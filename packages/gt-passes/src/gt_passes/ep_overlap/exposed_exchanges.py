@@ -10,20 +10,17 @@ from torch.fx import GraphModule, Node
 
 from gt_config.node_keys import ChunkAnnotation, ChunkDirection, FsdpCollectiveAnnotation
 from gt_passes._torch_internals import HigherOrderOperator, OpOverload, value_of
-from gt_passes.collectives import is_collective, is_wait
+from gt_passes.analysis.collectives import is_collective, is_wait
+from gt_passes.analysis.operator_effects import is_only_a_view, reads_only_metadata
+from gt_passes.analysis.order_constraints import is_host_read
+from gt_passes.analysis.outlined_region import region_of
 from gt_passes.ep_overlap.exchange_operators import (
     exchange_waits,
     is_exchange_launch,
     is_exchange_wait,
     is_token_exchange,
 )
-from gt_passes.ep_overlap.order_constraints import is_host_read
-from gt_passes.operator_effects import is_only_a_view, reads_only_metadata
-from gt_passes.outlined_region import region_of
 from gt_trace.node_metadata import read_annotation
-
-__all__ = ["ExposedExchange", "exposed_exchanges", "interrupted_exchanges", "is_compute"]
-
 
 _READ_SHAPES_ONLY = frozenset(
     f"aten::{name}"

@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-__all__ = ["ChunkDim", "InputLayout", "Slicer", "TokenDims"]
-
 ChunkDim = Literal["batch", "seq"]
 
 Slicer = Callable[[Any, int, int], Any]

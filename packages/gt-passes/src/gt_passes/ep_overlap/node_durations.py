@@ -11,16 +11,14 @@ from collections.abc import Callable
 
 from torch.fx import GraphModule, Node
 
-from gt_passes.collectives import is_collective
+from gt_passes.analysis.collectives import is_collective
+from gt_passes.analysis.symbol_sizes import SymbolSizes, balanced_exchange_sizes
 from gt_passes.ep_overlap.exchange_operators import is_exchange_launch
 from gt_passes.simulation.collective_model import CollectiveModel
 from gt_passes.simulation.compute_model import device_time
 from gt_passes.simulation.hardware import Hardware, h100_sxm
 from gt_passes.simulation.operands import input_operands
-from gt_passes.simulation.symbol_sizes import SymbolSizes, balanced_exchange_sizes
 from gt_passes.simulation.work import is_masked, work_of
-
-__all__ = ["NodeDurations", "estimated_durations"]
 
 NodeDurations = Callable[[GraphModule], Callable[[Node], float]]
 """From a graph to the microseconds that each node is taken to run, on its own stream."""

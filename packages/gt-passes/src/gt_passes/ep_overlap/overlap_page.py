@@ -13,8 +13,6 @@ from gt_passes.ep_overlap.overlap_picture import (
     common_scale,
 )
 
-__all__ = ["overlap_page", "write_overlap_page"]
-
 _WIDTH = 1200
 _LEFT = 160
 _LANE_HEIGHT = 34

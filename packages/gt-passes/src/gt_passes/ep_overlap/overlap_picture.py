@@ -24,11 +24,9 @@ from gt_config.node_keys import (
     EpExchangeAnnotation,
     FsdpCollectiveAnnotation,
 )
-from gt_passes.collectives import is_collective
+from gt_passes.analysis.collectives import is_collective
 from gt_passes.simulation import COMPUTE_STREAM, StepSimulation
 from gt_trace.node_metadata import module_fqn, phase_of, read_annotation
-
-__all__ = ["LANES", "Bar", "LayerTimeline", "common_scale", "layer_timeline"]
 
 Lane = Literal["compute", "token exchange", "other communication", "exposed"]
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
+from gt_passes.analysis.order_constraints import OrderConstraints
 from gt_passes.contract import Refusal
 from gt_passes.ep_overlap.chunk_interleaving import OverlapWindow
 from gt_passes.ep_overlap.chunk_metadata import ChunkRegion
@@ -20,9 +21,6 @@ from gt_passes.ep_overlap.exchange_operators import (
     is_exchange_launch,
     is_token_exchange,
 )
-from gt_passes.ep_overlap.order_constraints import OrderConstraints
-
-__all__ = ["find_overlap_windows", "find_wait_problems"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

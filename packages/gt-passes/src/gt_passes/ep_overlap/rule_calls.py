@@ -19,18 +19,6 @@ from torch.fx.node import map_aggregate
 from gt_passes._torch_internals import HigherOrderOperator, OpOverload, value_of
 from gt_passes.ep_overlap.chunk_states import Layout, State, Whole, describe, layout_of
 
-__all__ = [
-    "RULES",
-    "Call",
-    "NotProvenError",
-    "Outcome",
-    "Rule",
-    "Scaled",
-    "evaluate",
-    "rule",
-    "subgraph_of",
-]
-
 
 class NotProvenError(Exception):
     """What the operator does to chunks is not proven to be right; the text says why."""

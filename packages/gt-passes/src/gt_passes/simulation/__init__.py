@@ -13,6 +13,7 @@ tasks and streams only. Nothing here was measured: the numbers come from one dat
 (``h100_sxm.json``), each with its source. See docs/decisions/0007-cost-model.md.
 """
 
+from gt_passes.analysis.symbol_sizes import SymbolSizes, balanced_exchange_sizes
 from gt_passes.simulation.collective_launch import (
     CollectiveLaunch,
     RanksOfGroup,
@@ -47,7 +48,6 @@ from gt_passes.simulation.step_simulation import (
     StepSimulation,
     simulate_step,
 )
-from gt_passes.simulation.symbol_sizes import SymbolSizes, balanced_exchange_sizes
 from gt_passes.simulation.throughput import (
     model_flops_utilization,
     optimizer_step_us,

@@ -8,19 +8,10 @@ from dataclasses import dataclass
 from torch.fx import Node
 
 from gt_passes._torch_internals import OpOverload, torch_group_ranks
+from gt_passes.analysis.symbol_sizes import SymbolSizes
 from gt_passes.errors import GtPassesError
 from gt_passes.simulation.collective_model import CollectiveKind
 from gt_passes.simulation.operands import input_operands, output_operands
-from gt_passes.simulation.symbol_sizes import SymbolSizes
-
-__all__ = [
-    "CollectiveLaunch",
-    "RanksOfGroup",
-    "UnknownCollectiveError",
-    "UnknownProcessGroupError",
-    "collective_launch",
-    "ranks_of_torch_group",
-]
 
 RanksOfGroup = Callable[[str], Sequence[int]]
 """From the name of a process group to its global ranks."""
@@ -61,7 +52,7 @@ def collective_launch(node: Node, sizes: SymbolSizes) -> CollectiveLaunch:
     """What a node launches.
 
     Args:
-        node: one for which ``gt_passes.collectives.is_collective`` holds.
+        node: one for which ``gt_passes.analysis.collectives.is_collective`` holds.
         sizes: numbers for symbolic sizes.
 
     Raises:

@@ -24,8 +24,6 @@ from typing import Literal, get_args
 
 from gt_passes.simulation.hardware import Hardware
 
-__all__ = ["CollectiveKind", "CollectiveModel", "GroupLayout"]
-
 CollectiveKind = Literal[
     "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "send_receive"
 ]

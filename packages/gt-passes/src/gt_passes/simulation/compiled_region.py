@@ -1,7 +1,7 @@
 """What a region that Inductor compiled runs: its body, with neighbouring operators fused.
 
 A compiled region is one node of the graph, and its body knows what it does
-(``gt_passes.outlined_region``). Inductor fuses operators that are bound by memory. Here each run of
+(``gt_passes.analysis.outlined_region``). Inductor fuses operators that are bound by memory. Here each run of
 such operators, uninterrupted in program order by a matrix product, attention or a collective, is
 one kernel: it reads once what comes from outside the run, and writes once what is used outside it.
 Inductor also fuses across such interruptions where it may reorder, and epilogues into products;
@@ -18,8 +18,6 @@ from torch.fx import GraphModule, Node
 from gt_passes.simulation.cost_model import CostModel
 from gt_passes.simulation.operands import OperandReader
 from gt_passes.simulation.work import OpKind, is_view_node
-
-__all__ = ["FusedKernel", "compiled_kernels"]
 
 _TRANSPARENT: frozenset[OpKind] = frozenset({"none", "view"})
 

@@ -16,8 +16,6 @@ import torch
 from gt_passes.simulation.hardware import Hardware
 from gt_passes.simulation.work import MatmulShape, OpWork
 
-__all__ = ["DeviceTime", "device_time", "matmul_us"]
-
 
 class _Tile(NamedTuple):
     m: int

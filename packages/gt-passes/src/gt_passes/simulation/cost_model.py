@@ -13,6 +13,7 @@ from typing import Literal
 
 from torch.fx import Node
 
+from gt_passes.analysis.symbol_sizes import SymbolSizes
 from gt_passes.simulation.collective_launch import (
     CollectiveLaunch,
     RanksOfGroup,
@@ -23,10 +24,7 @@ from gt_passes.simulation.collective_model import CollectiveKind, CollectiveMode
 from gt_passes.simulation.compute_model import device_time
 from gt_passes.simulation.hardware import Hardware, h100_sxm
 from gt_passes.simulation.operands import OperandReader
-from gt_passes.simulation.symbol_sizes import SymbolSizes
 from gt_passes.simulation.work import OpKind, OpWork, WorkRule, is_masked, work_of
-
-__all__ = ["Bound", "CostModel", "HostModel", "OpCost"]
 
 Bound = Literal["compute", "memory", "network", "host", "nothing"]
 

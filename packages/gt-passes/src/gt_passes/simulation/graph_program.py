@@ -18,15 +18,13 @@ from typing import Literal, NamedTuple
 
 from torch.fx import GraphModule, Node
 
-from gt_passes.cuda_graph_replay import ReplayedPiece
-from gt_passes.host_copies import is_host_copy
-from gt_passes.outlined_region import OutlinedRegion, region_inputs, region_of
+from gt_passes.analysis.host_copies import is_host_copy
+from gt_passes.analysis.outlined_region import OutlinedRegion, region_inputs, region_of
+from gt_passes.cuda_graphs.cuda_graph_replay import ReplayedPiece
 from gt_passes.simulation.compiled_region import FusedKernel, compiled_kernels
 from gt_passes.simulation.cost_model import CostModel, OpCost
 from gt_passes.simulation.operands import OperandReader
 from gt_passes.simulation.timeline import Task, Timeline, schedule
-
-__all__ = ["COMPUTE_STREAM", "COPY_STREAM", "GraphProgram", "GraphRun"]
 
 COMPUTE_STREAM = "compute"
 COPY_STREAM = "copies to and from the host"

@@ -17,16 +17,6 @@ from typing import Any, Literal, get_args
 
 from gt_passes.errors import GtPassesError
 
-__all__ = [
-    "Constant",
-    "ConstantKind",
-    "Hardware",
-    "HardwareDataError",
-    "ScalesWith",
-    "h100_sxm",
-    "load_hardware",
-]
-
 ConstantKind = Literal["data sheet", "published measurement", "published source", "assumption"]
 ScalesWith = Literal["compute", "memory", "network", "latency", "nothing"]
 """The group of constants that a sensitivity analysis moves together."""

@@ -10,9 +10,7 @@ import torch
 from torch.fx import Node
 
 from gt_passes._torch_internals import value_of
-from gt_passes.simulation.symbol_sizes import SymbolSizes
-
-__all__ = ["Operand", "OperandReader", "input_operands", "operands_of", "output_operands"]
+from gt_passes.analysis.symbol_sizes import SymbolSizes
 
 
 class Operand(NamedTuple):

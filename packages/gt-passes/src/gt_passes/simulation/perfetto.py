@@ -15,8 +15,6 @@ from gt_passes.simulation.step_simulation import StepSimulation
 from gt_passes.simulation.timeline import Timeline
 from gt_trace.node_metadata import module_fqn, phase_of
 
-__all__ = ["trace_events", "write_perfetto_trace"]
-
 
 def trace_events(
     timeline: Timeline, *, arguments: Sequence[dict[str, Any]] | None = None

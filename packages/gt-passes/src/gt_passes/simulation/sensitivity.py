@@ -15,8 +15,6 @@ from gt_passes.simulation.cost_model import CostModel
 from gt_passes.simulation.graph_program import GraphProgram
 from gt_passes.simulation.hardware import Hardware, ScalesWith
 
-__all__ = ["Sensitivity", "SensitivityRange", "sensitivity", "step_sensitivity"]
-
 _GROUPS: tuple[ScalesWith, ...] = ("compute", "memory", "network", "latency")
 
 

@@ -14,15 +14,13 @@ from types import MappingProxyType
 from torch.fx import GraphModule, Node
 
 from gt_config.node_keys import EpExchangeAnnotation, FsdpCollectiveAnnotation
-from gt_passes.liveness import MemoryProfile, estimate_memory
-from gt_passes.outlined_region import region_of
+from gt_passes.analysis.liveness import MemoryProfile, estimate_memory
+from gt_passes.analysis.outlined_region import region_of
 from gt_passes.simulation.collective_model import CollectiveKind
 from gt_passes.simulation.cost_model import CostModel
 from gt_passes.simulation.graph_program import COMPUTE_STREAM, GraphProgram, GraphRun
 from gt_passes.simulation.hardware import Hardware
 from gt_trace.node_metadata import module_fqn, read_annotation
-
-__all__ = ["CollectiveRecord", "PurposeTotal", "StepSimulation", "simulate_step"]
 
 _ALLOCATION_BYTES = 512
 """PyTorch's CUDA allocator rounds every block up to a multiple of this."""

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from gt_passes.simulation.hardware import Hardware
 
-__all__ = ["model_flops_utilization", "optimizer_step_us", "tokens_per_second_per_gpu"]
-
 
 def tokens_per_second_per_gpu(step_us: float, *, tokens: int, num_gpus: int) -> float:
     """Tokens of one step, over all ranks and microbatches, by step time and GPUs.

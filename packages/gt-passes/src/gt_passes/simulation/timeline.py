@@ -17,8 +17,6 @@ from types import MappingProxyType
 
 from gt_passes.errors import GtPassesError
 
-__all__ = ["Stall", "Task", "TaskOrderError", "Timeline", "schedule"]
-
 
 class TaskOrderError(GtPassesError, ValueError):
     """A task waits for one that is issued later, or for one that does not exist."""

@@ -19,13 +19,11 @@ import torch
 from torch.fx import Node
 
 from gt_passes._torch_internals import HigherOrderOperator, OpOverload, value_of
-from gt_passes.aliasing import written_nodes
-from gt_passes.collectives import is_collective, is_wait
-from gt_passes.host_copies import WAIT_COPY, is_host_copy
+from gt_passes.analysis.aliasing import written_nodes
+from gt_passes.analysis.collectives import is_collective, is_wait
+from gt_passes.analysis.host_copies import WAIT_COPY, is_host_copy
+from gt_passes.analysis.symbol_sizes import SymbolSizes
 from gt_passes.simulation.operands import Operand, input_operands, operands_of, output_operands
-from gt_passes.simulation.symbol_sizes import SymbolSizes
-
-__all__ = ["MatmulShape", "OpKind", "OpWork", "WorkRule", "is_masked", "is_view_node", "work_of"]
 
 OpKind = Literal[
     "none",  # no operator at all: getitem, symbolic sizes, inputs, outputs

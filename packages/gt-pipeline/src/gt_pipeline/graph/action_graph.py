@@ -15,8 +15,6 @@ from gt_config.node_keys import PipelineAction
 from gt_pipeline.graph._torch_internals import BoxedCodeGen
 from gt_pipeline.graph.slots import Slot
 
-__all__ = ["ActionGraph", "BoxedFunction", "append_graph", "boxed", "copied", "extract"]
-
 BoxedFunction = Callable[[list[Any]], Sequence[Any]]
 """Takes its inputs in a list, which it empties so that they can be freed early."""
 

@@ -21,11 +21,9 @@ import torch
 from torch.fx import GraphModule, Node
 
 from gt_config.node_keys import FsdpCollectiveAnnotation
-from gt_passes.ep_overlap.order_constraints import OrderConstraints
+from gt_passes.analysis.order_constraints import OrderConstraints
 from gt_pipeline.errors import StageCutError
 from gt_trace import phase_of, read_annotation
-
-__all__ = ["Part", "assign_parts"]
 
 _MOST_PROBLEMS = 8
 

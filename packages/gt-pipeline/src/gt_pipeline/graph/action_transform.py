@@ -8,12 +8,10 @@ from torch.fx import GraphModule
 
 from gt_config.node_keys import PipelineAction
 from gt_passes import PassContext, Verifier
-from gt_passes.verifier import GraphInterface
+from gt_passes.verifier.verifier import GraphInterface
 from gt_pipeline.errors import StageGraphError
 from gt_pipeline.graph._torch_internals import FakeTensorMode
 from gt_pipeline.graph.action_graph import ActionGraph, copied
-
-__all__ = ["GraphTransform", "transformed"]
 
 GraphTransform = Callable[[GraphModule, PipelineAction, PassContext], object]
 """Edits the graph of one kind of action in place: a recipe of passes, a compiler. It keeps what the

@@ -13,15 +13,6 @@ from torch.distributed.tensor.placement_types import Placement
 
 from gt_pipeline.runner.stage_protocol import TensorSignature
 
-__all__ = [
-    "ActivationPlacement",
-    "example_of",
-    "placement_of",
-    "signature_of",
-    "travelling",
-    "travelling_gradient",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationPlacement:

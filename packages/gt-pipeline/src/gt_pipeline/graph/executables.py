@@ -11,9 +11,7 @@ from gt_pipeline.graph.gradient_accumulators import owned_results
 from gt_pipeline.graph.overlapped_actions import OverlappedActions
 from gt_pipeline.graph.slots import SlotKind
 from gt_pipeline.graph.stage_inputs import MicrobatchReader
-from gt_trace.captured_mode import CapturedMode
-
-__all__ = ["Evaluation", "Executable", "Overlap"]
+from gt_trace.capture.captured_mode import CapturedMode
 
 
 class Executable:

@@ -10,13 +10,11 @@ from dataclasses import dataclass
 from torch.fx import GraphModule, Node
 
 from gt_config.node_keys import PipelineAction, PipelineAnnotation
-from gt_passes.collectives import is_collective, is_wait
+from gt_passes.analysis.collectives import is_collective, is_wait
 from gt_passes.ep_overlap.exchange_operators import exchange_waits, is_exchange_launch
 from gt_passes.ep_overlap.exposed_exchanges import is_compute
 from gt_pipeline.graph.interleave_actions import lane_of
 from gt_trace import read_annotation
-
-__all__ = ["ExposedCollective", "draw_lanes", "exposed_collectives"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,12 +15,10 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from gt_passes.aliasing import shared_nodes
+from gt_passes.analysis.aliasing import shared_nodes
 from gt_pipeline.graph._torch_internals import add_in_place
 from gt_pipeline.graph.action_graph import ActionGraph
 from gt_pipeline.graph.slots import SlotKind
-
-__all__ = ["GradientAccumulators", "owned_results"]
 
 
 class GradientAccumulators:

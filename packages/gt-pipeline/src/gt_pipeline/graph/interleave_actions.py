@@ -21,13 +21,11 @@ from torch.fx import GraphModule, Node
 
 from gt_config.node_keys import PipelineAnnotation
 from gt_passes import ChangeBounds, GraphPass, PassContext, PassReport
-from gt_passes.collectives import is_collective, is_wait
+from gt_passes.analysis.collectives import is_collective, is_wait
+from gt_passes.analysis.order_constraints import OrderConstraints, is_host_read
 from gt_passes.ep_overlap.exposed_exchanges import is_compute
 from gt_passes.ep_overlap.node_durations import NodeDurations, estimated_durations
-from gt_passes.ep_overlap.order_constraints import OrderConstraints, is_host_read
 from gt_trace import read_annotation
-
-__all__ = ["InterleaveActions", "lane_of"]
 
 _NUM_LANES = 2
 

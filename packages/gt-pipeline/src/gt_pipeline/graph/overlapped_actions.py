@@ -30,8 +30,6 @@ from gt_pipeline.graph.interleave_actions import InterleaveActions
 from gt_pipeline.graph.slots import Slot
 from gt_trace import read_annotation, write_annotation
 
-__all__ = ["OverlappedActions", "concatenate_actions", "overlap_actions"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OverlappedActions:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from gt_passes.collective_order import CollectiveSequence
+from gt_passes.verifier.collective_order import CollectiveSequence
 from gt_pipeline.errors import StageGraphError, StageInputError, StageOrderError
 from gt_pipeline.graph._torch_internals import FakeTensorMode
 from gt_pipeline.graph.action_graph import ActionGraph
@@ -30,9 +30,7 @@ from gt_pipeline.runner.stage_protocol import (
     TensorSignature,
 )
 from gt_trace import unflatten_tensor
-from gt_trace.captured_mode import CapturedMode, as_captured
-
-__all__ = ["GraphPipelineStage", "JointTransform"]
+from gt_trace.capture.captured_mode import CapturedMode, as_captured
 
 JointTransform = Callable[[StageCapture], object]
 """Edits a stage's joint graph in place, before it is cut: memory policies, chunks."""

@@ -12,13 +12,11 @@ from collections.abc import Iterator
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
-from gt_passes.dataflow import Dataflow
 from gt_passes.graph_problem import GraphProblem
+from gt_passes.verifier.dataflow.check_dataflow import Dataflow
 from gt_pipeline.graph.action_graph import append_graph
 from gt_pipeline.graph.slots import Slot
 from gt_pipeline.graph.stage_graphs import StageGraphs
-
-__all__ = ["find_recomposition_problems", "recompose"]
 
 
 def recompose(graphs: StageGraphs, *, split_backward: bool = False) -> GraphModule:

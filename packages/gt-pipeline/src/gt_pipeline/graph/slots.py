@@ -10,8 +10,6 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["STATIC_KINDS", "Slot", "SlotKind"]
-
 SlotKind = Literal[
     "parameter",
     "buffer",

@@ -38,9 +38,7 @@ from gt_pipeline.graph.activations import (
 from gt_pipeline.graph.slots import Slot
 from gt_pipeline.runner.stage_protocol import MicrobatchInputs, TensorSignature
 from gt_trace import GraphInput, InputPreparer, TensorLayout, TracedStep, phase, trace_step
-from gt_trace.captured_mode import ACCUMULATION_HOOKS, GRADIENT_HOOKS, hook_problems
-
-__all__ = ["LOST_HOOKS", "StageCapture", "StageLoss", "capture_stage"]
+from gt_trace.capture.captured_mode import ACCUMULATION_HOOKS, GRADIENT_HOOKS, hook_problems
 
 LOST_HOOKS = (GRADIENT_HOOKS, ACCUMULATION_HOOKS)
 """Of parameters. No graph runs them, and a runner adds gradients to parameters without autograd."""

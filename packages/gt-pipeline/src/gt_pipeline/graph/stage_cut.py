@@ -24,8 +24,8 @@ from torch.fx import GraphModule, Node
 
 from gt_config.node_keys import FsdpCollectiveAnnotation, PipelineAction, PipelineAnnotation
 from gt_passes import Verifier
-from gt_passes.aliasing import AliasClasses
-from gt_passes.operator_effects import is_only_a_view
+from gt_passes.analysis.aliasing import AliasClasses
+from gt_passes.analysis.operator_effects import is_only_a_view
 from gt_pipeline.errors import StageCutError, StageGraphError
 from gt_pipeline.graph.action_graph import ActionGraph, extract
 from gt_pipeline.graph.action_parts import Part, assign_parts
@@ -35,8 +35,6 @@ from gt_pipeline.graph.stage_capture import StageCapture
 from gt_pipeline.graph.stage_graphs import StageGraphs
 from gt_pipeline.graph.written_state import find_state_problems
 from gt_trace import read_annotation, write_annotation
-
-__all__ = ["cut_stage"]
 
 
 def cut_stage(capture: StageCapture, *, verify: bool = True) -> StageGraphs:

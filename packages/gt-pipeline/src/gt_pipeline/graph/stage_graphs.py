@@ -9,8 +9,6 @@ from gt_config.node_keys import PipelineAction
 from gt_pipeline.graph.action_graph import ActionGraph
 from gt_pipeline.graph.stage_capture import StageCapture
 
-__all__ = ["StageGraphs"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageGraphs:

@@ -14,12 +14,9 @@ from gt_pipeline.graph.slots import Slot
 from gt_pipeline.graph.stage_capture import LOST_HOOKS, StageCapture
 from gt_pipeline.runner.stage_protocol import MicrobatchInputs, Tensors
 from gt_trace import ArgumentSignature, TensorLayout, flatten_tensor
-from gt_trace.argument_structure import structure_differences
-from gt_trace.bound_inputs import BoundInputs
-from gt_trace.captured_mode import ModeGuard
-
-__all__ = ["MicrobatchReader", "StageState"]
-
+from gt_trace.capture.argument_structure import structure_differences
+from gt_trace.capture.bound_inputs import BoundInputs
+from gt_trace.capture.captured_mode import ModeGuard
 
 _NOTHING = object()
 

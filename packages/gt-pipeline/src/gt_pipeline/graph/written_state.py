@@ -11,14 +11,12 @@ from collections.abc import Collection, Iterator, Mapping
 
 from torch.fx import GraphModule, Node
 
-from gt_passes.collectives import is_wait
-from gt_passes.graph_scan import GraphScanner
-from gt_passes.operator_effects import is_only_a_view
-from gt_passes.written_memory import Memory, memories_written
+from gt_passes.analysis.collectives import is_wait
+from gt_passes.analysis.graph_scan import GraphScanner
+from gt_passes.analysis.operator_effects import is_only_a_view
+from gt_passes.analysis.written_memory import Memory, memories_written
 from gt_pipeline.graph.action_parts import Part
 from gt_pipeline.graph.slots import Slot
-
-__all__ = ["find_state_problems"]
 
 
 def find_state_problems(

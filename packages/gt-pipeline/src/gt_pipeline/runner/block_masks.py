@@ -19,8 +19,6 @@ from torch import Tensor
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-__all__ = ["find_block_mask_problem", "is_block_mask", "split_block_mask"]
-
 _MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 

@@ -17,8 +17,6 @@ from gt_pipeline.runner.process_groups import close_group
 from gt_pipeline.runner.shared_parameters import SharedParameter
 from gt_pipeline.runner.transfers import Transfers
 
-__all__ = ["Connections"]
-
 
 class Connections:
     """Process groups of a runner, and what its ranks tell each other. Empty on a single rank.

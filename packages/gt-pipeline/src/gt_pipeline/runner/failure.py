@@ -30,8 +30,6 @@ import torch.distributed as dist
 from gt_pipeline.errors import PipelineStepError
 from gt_pipeline.runner.process_groups import close_group, make_group, release_group
 
-__all__ = ["FailureReport", "FailureWatch", "StepAgreement"]
-
 _POLL_SECONDS = 0.05
 
 

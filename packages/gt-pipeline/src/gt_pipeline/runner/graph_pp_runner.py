@@ -49,8 +49,6 @@ from gt_pipeline.runner.transfers import make_transfers
 from gt_pipeline.schedules import Action, LoweredSchedule, Schedule, forward_only, lower
 from gt_pipeline.split import SharedGroup
 
-__all__ = ["GraphPPRunner", "LossReduction", "StepResult"]
-
 LossReduction: TypeAlias = Literal["sum", "mean"]
 _Mode: TypeAlias = Literal["train", "eval"]
 

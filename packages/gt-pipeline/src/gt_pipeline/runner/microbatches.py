@@ -20,8 +20,6 @@ from gt_pipeline.runner.block_masks import (
 )
 from gt_pipeline.runner.stage_protocol import MicrobatchInputs
 
-__all__ = ["MicrobatchDims", "split_microbatches"]
-
 # Of the same meaning in every microbatch. Whatever else is no tensor must be told how to split.
 _REPEATED = (bool, int, float, complex, str, bytes, type(None))
 

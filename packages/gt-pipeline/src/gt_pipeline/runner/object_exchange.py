@@ -11,8 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["gather_objects"]
-
 
 def gather_objects(mine: Any, group: dist.ProcessGroup) -> list[Any]:
     """What every rank of a group gave, by its rank in the group. Collective over the group.

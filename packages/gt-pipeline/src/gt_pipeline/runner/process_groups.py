@@ -9,8 +9,6 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-__all__ = ["close_group", "make_group", "release_group"]
-
 # A receive that nobody sends to; no transfer of a schedule has this tag.
 _UNUSED_TAG = 2**30
 

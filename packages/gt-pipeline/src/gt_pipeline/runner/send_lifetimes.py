@@ -22,8 +22,6 @@ from collections.abc import Sequence
 from gt_pipeline.schedules import Action, LoweredSchedule
 from gt_pipeline.schedules.dependencies import Product, consumed_by, transferred_by
 
-__all__ = ["sends_done_after"]
-
 _MESSAGES_AHEAD = 2
 
 

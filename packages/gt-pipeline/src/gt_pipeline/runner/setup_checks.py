@@ -20,16 +20,6 @@ from gt_pipeline.runner.stage_protocol import NamesKwargs, PipelineStageGraphs, 
 from gt_pipeline.runner.transfers import MAX_TENSORS
 from gt_pipeline.schedules import Schedule
 
-__all__ = [
-    "RankFacts",
-    "StageFacts",
-    "agree_on_setup",
-    "facts_of_rank",
-    "kwargs_of_stages",
-    "names_of_stages",
-    "ranks_of_stages",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageFacts:

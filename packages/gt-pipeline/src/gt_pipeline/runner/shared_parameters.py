@@ -25,8 +25,6 @@ from gt_pipeline.runner.process_groups import make_group, release_group
 from gt_pipeline.runner.stage_protocol import PipelineStageGraphs
 from gt_pipeline.split import SharedGroup
 
-__all__ = ["SharedMember", "SharedParameter", "find_members", "shared_parameters"]
-
 _Gradients: TypeAlias = dict[str, Tensor]
 
 

@@ -21,8 +21,6 @@ from gt_pipeline.runner.stage_protocol import CapturedStageGraphs, PipelineStage
 from gt_pipeline.runner.step_program import BACKWARD_NAMES
 from gt_pipeline.schedules import LoweredSchedule
 
-__all__ = ["compare_evaluations", "digests_of", "explain_differences", "prepare_pairs"]
-
 
 def prepare_pairs(lowered: LoweredSchedule, stages: Mapping[int, PipelineStageGraphs]) -> list[str]:
     """Make ready what pairs of actions will run.

@@ -18,16 +18,6 @@ from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
 import torch
 from torch import Tensor
 
-__all__ = [
-    "BackwardKind",
-    "CapturedStageGraphs",
-    "MicrobatchInputs",
-    "NamesKwargs",
-    "PipelineStageGraphs",
-    "TensorSignature",
-    "Tensors",
-]
-
 Tensors: TypeAlias = tuple[Tensor, ...]
 
 BackwardKind: TypeAlias = Literal["full_backward", "backward_input"]

@@ -30,8 +30,6 @@ from gt_pipeline.runner.transfers import MAX_TENSORS, TransferChannel, Transfers
 from gt_pipeline.schedules import Action, ActionKind, LoweredSchedule
 from gt_pipeline.schedules.dependencies import transferred_by
 
-__all__ = ["BACKWARD_NAMES", "StepProgram", "bind_program"]
-
 _Run: TypeAlias = Callable[[], None]
 _Works: TypeAlias = list[dist.Work]
 _Forward: TypeAlias = Callable[[int, Tensors, MicrobatchInputs], Tensors]

@@ -14,8 +14,6 @@ import torch
 from gt_pipeline.runner.stage_protocol import PipelineStageGraphs
 from gt_pipeline.schedules import Action, Lane, Span
 
-__all__ = ["StepRecord", "record_actions"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:

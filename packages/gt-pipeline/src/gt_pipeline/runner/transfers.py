@@ -25,8 +25,6 @@ import torch.distributed as dist
 from gt_pipeline.runner.process_groups import close_group, make_group, release_group
 from gt_pipeline.runner.stage_protocol import Tensors, TensorSignature
 
-__all__ = ["MAX_TENSORS", "TransferChannel", "Transfers", "make_transfers"]
-
 _Direction: TypeAlias = Literal["higher", "lower"]
 
 _DIRECTIONS: tuple[_Direction, ...] = ("higher", "lower")

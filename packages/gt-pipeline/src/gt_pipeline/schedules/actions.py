@@ -25,8 +25,6 @@ from typing import Literal
 
 from gt_pipeline.errors import ActionError
 
-__all__ = ["Action", "ActionKind", "Direction", "parse_action"]
-
 Direction = Literal["forward", "backward"]
 
 

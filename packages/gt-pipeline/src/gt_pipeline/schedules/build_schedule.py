@@ -32,8 +32,6 @@ from gt_pipeline.schedules.schedule_csv import schedule_from_csv
 from gt_pipeline.schedules.schedule_rules import schedule_rules
 from gt_pipeline.schedules.schedule_tables import schedule_of
 
-__all__ = ["build_pipeline_schedule", "register_action_functions"]
-
 _ONLY_IN_TRAINING = (
     ActionKind.FULL_BACKWARD,
     ActionKind.BACKWARD_INPUT,

@@ -19,8 +19,6 @@ from gt_pipeline.schedules.dependencies import transferred_by
 from gt_pipeline.schedules.liveness import live_after_each
 from gt_pipeline.schedules.rank_lists import LANES, Span
 
-__all__ = ["chrome_trace", "write_chrome_trace"]
-
 
 def chrome_trace(spans: Iterable[Span], *, unit_us: float = 1.0) -> dict[str, Any]:
     """A trace of spans, as data that ``json`` can write.

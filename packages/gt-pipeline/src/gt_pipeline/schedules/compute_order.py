@@ -10,8 +10,6 @@ from gt_pipeline.schedules.actions import Action
 from gt_pipeline.schedules.costs import CostModel
 from gt_pipeline.schedules.dependencies import Product, consumed_by, produced_by
 
-__all__ = ["ComputeTimes", "compute_times"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputeTimes:

@@ -9,8 +9,6 @@ from typing import TypeAlias
 from gt_pipeline.errors import ScheduleError
 from gt_pipeline.schedules.actions import Action, ActionKind
 
-__all__ = ["UNIT_COSTS", "ActionCosts", "CostModel"]
-
 CostModel: TypeAlias = Callable[[Action], float]
 """The time that an action takes, in any one unit. ``ActionCosts`` is one; a function that looks at
 the stage, or the ``__getitem__`` of a dictionary of measurements, is another."""

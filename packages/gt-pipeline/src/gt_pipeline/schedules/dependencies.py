@@ -11,8 +11,6 @@ from typing import NamedTuple
 
 from gt_pipeline.schedules.actions import Action, ActionKind, Direction
 
-__all__ = ["Product", "consumed_by", "produced_by", "transferred_by"]
-
 _BACKWARDS = (ActionKind.FULL_BACKWARD, ActionKind.BACKWARD_INPUT)
 
 

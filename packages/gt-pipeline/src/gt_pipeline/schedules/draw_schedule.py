@@ -10,8 +10,6 @@ from gt_pipeline.schedules.simulation import Timeline, simulate
 from gt_pipeline.schedules.timeline_page import timelines_page
 from gt_pipeline.schedules.timeline_text import timeline_text
 
-__all__ = ["DrawingForm", "draw"]
-
 DrawingForm = Literal["text", "html"]
 
 

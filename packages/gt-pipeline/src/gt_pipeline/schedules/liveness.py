@@ -7,8 +7,6 @@ from collections.abc import Iterable
 from gt_pipeline.schedules.actions import Action, ActionKind
 from gt_pipeline.schedules.schedule import Schedule
 
-__all__ = ["live_after_each", "peak_live"]
-
 _RELEASES = (ActionKind.FULL_BACKWARD, ActionKind.BACKWARD_WEIGHT)
 
 

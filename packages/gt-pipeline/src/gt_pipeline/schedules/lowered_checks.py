@@ -13,8 +13,6 @@ from gt_pipeline.schedules.rank_lists import RankLists
 from gt_pipeline.schedules.schedule import LoweredSchedule, Schedule
 from gt_pipeline.schedules.schedule_checks import schedule_problems
 
-__all__ = ["check_lowered", "list_problems", "lowered_problems"]
-
 
 def check_lowered(lowered: LoweredSchedule) -> None:
     """Refuse a lowered schedule whose ranks would deadlock, or use what is not there.

@@ -29,8 +29,6 @@ from gt_pipeline.schedules.lowered_checks import list_problems
 from gt_pipeline.schedules.schedule import LoweredSchedule, Schedule
 from gt_pipeline.schedules.schedule_checks import check_schedule
 
-__all__ = ["lower"]
-
 
 def lower(
     schedule: Schedule,

@@ -21,8 +21,6 @@ from gt_pipeline.schedules.actions import Action, ActionKind
 from gt_pipeline.schedules.costs import CostModel
 from gt_pipeline.schedules.dependencies import Product, consumed_by, transferred_by
 
-__all__ = ["LANES", "Lane", "RankLists", "Span"]
-
 Lane = Literal["compute", "transfer", "collective"]
 
 LANES: tuple[Lane, ...] = ("compute", "transfer", "collective")

@@ -11,8 +11,6 @@ from typing import Literal
 
 from gt_pipeline.schedules.actions import Action, ActionKind
 
-__all__ = ["LoweredSchedule", "Schedule", "StageStyle", "forward_only"]
-
 StageStyle = Literal["loop", "v", "explicit"]
 
 

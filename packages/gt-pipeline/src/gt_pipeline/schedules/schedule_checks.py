@@ -11,8 +11,6 @@ from gt_pipeline.schedules.compute_order import compute_times
 from gt_pipeline.schedules.costs import UNIT_COSTS
 from gt_pipeline.schedules.schedule import Schedule
 
-__all__ = ["check_schedule", "schedule_problems"]
-
 _F = ActionKind.FORWARD
 _B = ActionKind.FULL_BACKWARD
 _I = ActionKind.BACKWARD_INPUT

@@ -15,8 +15,6 @@ from gt_pipeline.schedules.actions import Action, parse_action
 from gt_pipeline.schedules.schedule import Schedule
 from gt_pipeline.schedules.schedule_checks import check_schedule
 
-__all__ = ["schedule_from_csv", "schedule_to_csv"]
-
 
 def schedule_from_csv(path: Path | str, *, name: str | None = None) -> Schedule:
     """Read a schedule, and check it. Its sizes are those of the actions that are in it.

@@ -15,8 +15,6 @@ from typing import Literal
 
 from gt_pipeline.errors import ScheduleError
 
-__all__ = ["SCHEDULE_NAMES", "ScheduleRules", "check_sizes", "schedule_rules"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleRules:

@@ -14,8 +14,6 @@ from gt_pipeline.schedules.schedule import Schedule
 from gt_pipeline.schedules.schedule_checks import check_schedule
 from gt_pipeline.schedules.schedule_rules import check_sizes
 
-__all__ = ["schedule_of"]
-
 
 def schedule_of(name: str, *, num_ranks: int, num_stages: int, num_microbatches: int) -> Schedule:
     """A schedule by name, checked.

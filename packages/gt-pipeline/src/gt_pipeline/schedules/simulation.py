@@ -14,8 +14,6 @@ from gt_pipeline.schedules.lowering import lower
 from gt_pipeline.schedules.rank_lists import RankLists, Span
 from gt_pipeline.schedules.schedule import LoweredSchedule, Schedule
 
-__all__ = ["Timeline", "simulate"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:

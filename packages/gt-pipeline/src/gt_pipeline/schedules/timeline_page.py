@@ -10,8 +10,6 @@ from gt_pipeline.schedules.rank_lists import LANES, Lane, Span
 from gt_pipeline.schedules.simulation import Timeline
 from gt_pipeline.schedules.timeline_text import short_name, table_of, title_of
 
-__all__ = ["timelines_page"]
-
 _WIDTH = 1400
 _LEFT = 70
 _COMPUTE_HEIGHT = 30

@@ -18,8 +18,6 @@ from gt_pipeline.schedules.actions import Action
 from gt_pipeline.schedules.rank_lists import Span
 from gt_pipeline.schedules.simulation import Timeline
 
-__all__ = ["short_name", "table_of", "timeline_text", "title_of"]
-
 # More columns of time than this are more than anybody reads.
 _MAX_COLUMNS = 400
 

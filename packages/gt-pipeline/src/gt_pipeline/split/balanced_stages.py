@@ -13,8 +13,6 @@ from itertools import accumulate
 
 from gt_pipeline.errors import StageLayoutError
 
-__all__ = ["module_names_by_cost"]
-
 
 def module_names_by_cost(
     costs: Mapping[str, float], *, num_stages: int, every_stage: Sequence[str] = ()

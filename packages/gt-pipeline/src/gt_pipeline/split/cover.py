@@ -16,8 +16,6 @@ from gt_pipeline.split.named_parts import (
 )
 from gt_pipeline.split.shared_groups import SharedGroup, group_problems, tied_parameters
 
-__all__ = ["check_cover"]
-
 
 def check_cover(
     model: nn.Module,

@@ -15,14 +15,6 @@ from torch import nn
 from gt_pipeline.errors import StageNamesError
 from gt_pipeline.split.named_parts import name_problems
 
-__all__ = [
-    "HUGGING_FACE_NAMING",
-    "KNOWN_NAMINGS",
-    "TORCHTITAN_NAMING",
-    "LayerNaming",
-    "find_naming",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerNaming:

@@ -15,8 +15,6 @@ from gt_pipeline.split.schedule_layout import (
     find_schedule_layout,
 )
 
-__all__ = ["PipelineMetadata", "pipeline_metadata"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineMetadata:

@@ -12,8 +12,6 @@ from torch import nn
 from gt_pipeline.errors import StageNamesError
 from gt_pipeline.split.named_parts import name_problems
 
-__all__ = ["measure_module_costs", "parameter_bytes"]
-
 
 def parameter_bytes(model: nn.Module, names: Sequence[str]) -> Mapping[str, int]:
     """Bytes of the parameters of each module named; the meta device counts as any other.

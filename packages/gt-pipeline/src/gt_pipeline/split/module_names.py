@@ -9,8 +9,6 @@ from __future__ import annotations
 from gt_pipeline.errors import StageLayoutError
 from gt_pipeline.split.layer_naming import LayerNaming
 
-__all__ = ["module_names_per_stage"]
-
 
 def module_names_per_stage(
     num_layers: int,

@@ -12,17 +12,6 @@ from enum import Enum
 
 from torch import nn
 
-__all__ = [
-    "Fate",
-    "children_of",
-    "is_bare_container",
-    "is_container",
-    "lies_in",
-    "module_fates",
-    "name_problems",
-    "owned_names",
-]
-
 _MAX_SHOWN_NAMES = 24
 
 

@@ -13,8 +13,6 @@ from typing import Any, Literal
 
 from torch import nn
 
-__all__ = ["PassThrough", "RemovalPolicy", "Replacement"]
-
 Replacement = Literal["delete", "none", "identity"] | Callable[[str, nn.Module], nn.Module | None]
 
 

@@ -14,8 +14,6 @@ from typing import Literal
 
 from gt_pipeline.errors import StageLayoutError
 
-__all__ = ["SCHEDULE_LAYOUTS", "ScheduleLayout", "ScheduleStyle", "find_schedule_layout"]
-
 ScheduleStyle = Literal["loop", "v"]
 
 

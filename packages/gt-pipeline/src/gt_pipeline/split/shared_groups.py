@@ -14,8 +14,6 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-__all__ = ["SharedGroup", "group_problems", "tied_parameters"]
-
 
 @dataclass(frozen=True, slots=True)
 class SharedGroup:

@@ -28,8 +28,6 @@ from gt_pipeline.split.named_parts import (
 from gt_pipeline.split.removal import PassThrough, RemovalPolicy, Replacement
 from gt_pipeline.split.shared_groups import SharedGroup, group_problems, tied_parameters
 
-__all__ = ["split_module", "stage_modules"]
-
 _DEFAULT_POLICY = RemovalPolicy()
 
 

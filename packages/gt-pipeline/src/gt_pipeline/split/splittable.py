@@ -18,8 +18,6 @@ from gt_pipeline.split.removal import RemovalPolicy
 from gt_pipeline.split.shared_groups import SharedGroup
 from gt_pipeline.split.split_module import split_module
 
-__all__ = ["check_splittable"]
-
 _DEFAULT_POLICY = RemovalPolicy()
 
 

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from gt_pipeline.errors import StageLayoutError
 from gt_pipeline.split.schedule_layout import ScheduleStyle
 
-__all__ = ["stage_indices_of_rank", "stages_by_rank"]
-
 
 def stage_indices_of_rank(
     pp_rank: int,

@@ -11,10 +11,8 @@ import torch
 from torch.fx import GraphModule, Node
 
 from gt_trace._torch_internals import HigherOrderOperator, OpOverload, storage_key
+from gt_trace.capture.traced_step import TracedStep
 from gt_trace.stamping.subgraphs import subgraph_difference
-from gt_trace.traced_step import TracedStep
-
-__all__ = ["step_differences"]
 
 _SEEN_APART = frozenset({"val", "eager_input_vals", "tensor_meta", "seq_nr", "unbacked_bindings"})
 _FIELDS = (

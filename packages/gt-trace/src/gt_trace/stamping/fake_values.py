@@ -26,8 +26,6 @@ from gt_trace.stamping.references import Reference
 from gt_trace.stamping.refusal import NotStampable
 from gt_trace.stamping.unit_symbols import UnitSymbols
 
-__all__ = ["StorageOwners", "StoragePlan", "ValueMaker", "tensors_in"]
-
 
 @dataclass(frozen=True, slots=True)
 class StoragePlan:

@@ -29,8 +29,6 @@ from gt_trace._torch_internals import (
     storage_key,
 )
 
-__all__ = ["Answers", "KnownOperators", "is_stateless"]
-
 _STATELESS = (Replicate, Shard, Partial, StridedShard)
 
 

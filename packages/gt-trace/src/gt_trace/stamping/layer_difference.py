@@ -22,10 +22,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from gt_trace._torch_internals import DTensorSpec, tensor_hooks
+from gt_trace.capture.subclass_layout import flatten_tensor
 from gt_trace.stamping.layer_list import LayerList
-from gt_trace.subclass_layout import flatten_tensor
-
-__all__ = ["LayerComparison", "cell_contents", "layer_difference"]
 
 _HEAP_TYPE = 1 << 9
 """Py_TPFLAGS_HEAPTYPE: classes that Python statements made have it."""

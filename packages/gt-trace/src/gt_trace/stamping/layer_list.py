@@ -11,10 +11,8 @@ from dataclasses import dataclass
 from torch import nn
 
 from gt_trace._torch_internals import has_backward_hooks
-from gt_trace.module_state import StateSlot
+from gt_trace.capture.module_state import StateSlot
 from gt_trace.stamping.refusal import NotStampable
-
-__all__ = ["LayerList", "find_layer_list", "refuse_backward_hooks", "refuse_shared_weights"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

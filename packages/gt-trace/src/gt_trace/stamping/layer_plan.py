@@ -19,8 +19,6 @@ from dataclasses import dataclass
 
 from gt_trace.stamping.refusal import NotStampable
 
-__all__ = ["LayerPlan", "plan_layers"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerPlan:

@@ -16,8 +16,6 @@ from gt_trace.stamping.short_graph import ShortGraph
 from gt_trace.stamping.subgraphs import require_like_subgraphs
 from gt_trace.stamping.templates import Template, TemplateMaker
 
-__all__ = ["NodeTemplate", "NodeTemplates"]
-
 _OPERATORS = (OpOverload, HigherOrderOperator)
 _VALUES = ("val", "eager_input_vals")
 _MADE_ANEW = frozenset({*_VALUES, "custom", "seq_nr", "tensor_meta", "unbacked_bindings"})

@@ -11,8 +11,6 @@ from gt_trace.node_metadata import is_backward, sequence_number
 from gt_trace.stamping.refusal import NotStampable
 from gt_trace.stamping.short_graph import ShortGraph, is_accumulation
 
-__all__ = ["Names", "Numbers"]
-
 _NAME = re.compile(r"^(.*?)(?:_(\d+))?$")
 _ATTRIBUTE = re.compile(r"^(.*?)(\d+)$")
 

@@ -31,8 +31,6 @@ from gt_trace.stamping.recorder import Recorder, tensor_leaves
 from gt_trace.stamping.recordings import Origin, Recording, Vocabulary
 from gt_trace.stamping.refusal import NotStampable
 
-__all__ = ["record_step"]
-
 
 def record_step(
     run: Callable[[], Any],

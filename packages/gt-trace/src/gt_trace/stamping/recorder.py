@@ -26,8 +26,6 @@ from gt_trace.stamping.layer_list import LayerList
 from gt_trace.stamping.recordings import BEFORE, Origin, OutputLeaf, Segment, Vocabulary
 from gt_trace.stamping.refusal import NotStampable
 
-__all__ = ["Recorder", "tensor_leaves"]
-
 _PLAIN = (
     str,
     bytes,

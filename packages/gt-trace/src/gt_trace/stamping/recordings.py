@@ -9,8 +9,6 @@ from typing import Any
 from gt_trace._torch_internals import pytree
 from gt_trace.stamping.known_operators import Answers
 
-__all__ = ["BEFORE", "Origin", "OutputLeaf", "Recording", "Segment", "Vocabulary"]
-
 BEFORE = -1
 """The segment of what runs before the first layer."""
 

@@ -17,8 +17,6 @@ from gt_trace.stamping.layer_list import LayerList
 from gt_trace.stamping.refusal import NotStampable, ReachesTooFar
 from gt_trace.stamping.short_graph import ShortGraph
 
-__all__ = ["Reference", "ReferenceFinder"]
-
 ReferenceKind = Literal["forward", "backward", "head", "centre", "tail", "input", "layer_input"]
 
 

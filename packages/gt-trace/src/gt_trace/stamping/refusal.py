@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["NotStampable", "ReachesTooFar"]
-
 
 class NotStampable(Exception):  # noqa: N818  # an outcome, which no caller sees as an error
     """Stamping was given up; the text says why, and the capture is made in full."""

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gt_trace.traced_step import TracedStep
-
-__all__ = ["StampReport", "StampedCapture"]
+from gt_trace.capture.traced_step import TracedStep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,14 +17,12 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
-from gt_trace.graph_inputs import GraphInput
+from gt_trace.capture.graph_inputs import GraphInput
+from gt_trace.capture.traced_step import TracedStep
 from gt_trace.node_metadata import is_backward, sequence_number
 from gt_trace.stamping.layer_plan import LayerPlan
 from gt_trace.stamping.refusal import NotStampable, ReachesTooFar
 from gt_trace.stamping.trace_marks import TraceMarks
-from gt_trace.traced_step import TracedStep
-
-__all__ = ["ShortGraph", "cut_graph", "is_accumulation"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

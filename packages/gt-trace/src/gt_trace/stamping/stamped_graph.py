@@ -21,7 +21,7 @@ from typing import Any
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from gt_trace.graph_inputs import GraphInput
+from gt_trace.capture.graph_inputs import GraphInput
 from gt_trace.stamping.fake_values import StorageOwners, ValueMaker, tensors_in
 from gt_trace.stamping.layer_list import LayerList
 from gt_trace.stamping.node_templates import NodeTemplate, NodeTemplates
@@ -32,8 +32,6 @@ from gt_trace.stamping.short_graph import ShortGraph
 from gt_trace.stamping.subgraphs import copy_subgraph
 from gt_trace.stamping.templates import Template
 from gt_trace.stamping.unit_symbols import UnitSymbols, symbols_bound_by
-
-__all__ = ["StampedGraph"]
 
 InputKey = tuple[str, int]
 """Name of the state or argument, and which plain tensor of it."""

@@ -9,9 +9,11 @@ from typing import Any
 import torch
 
 from gt_trace._torch_internals import FakeTensorMode, lazy_graph_module
-from gt_trace.captured_mode import CapturedMode
-from gt_trace.flat_inputs import FlatInputs, fake_like
-from gt_trace.graph_inputs import GraphInput, name_placeholders
+from gt_trace.capture.captured_mode import CapturedMode
+from gt_trace.capture.flat_inputs import FlatInputs, fake_like
+from gt_trace.capture.graph_inputs import GraphInput, name_placeholders
+from gt_trace.capture.subclass_layout import TensorLayout, flatten_tensor
+from gt_trace.capture.traced_step import TracedStep
 from gt_trace.stamping.fake_values import fake_over
 from gt_trace.stamping.layer_list import LayerList
 from gt_trace.stamping.layer_plan import LayerPlan
@@ -20,10 +22,6 @@ from gt_trace.stamping.refusal import NotStampable
 from gt_trace.stamping.short_graph import cut_graph
 from gt_trace.stamping.stamped_graph import StampedGraph
 from gt_trace.stamping.trace_marks import TraceMarks
-from gt_trace.subclass_layout import TensorLayout, flatten_tensor
-from gt_trace.traced_step import TracedStep
-
-__all__ = ["stamped_step"]
 
 
 def stamped_step(

@@ -11,8 +11,6 @@ from gt_trace.stamping.layer_plan import LayerPlan
 from gt_trace.stamping.recordings import BEFORE, Origin, Recording, Segment, Vocabulary
 from gt_trace.stamping.refusal import NotStampable, ReachesTooFar
 
-__all__ = ["require_equal_streams", "require_same_when_short"]
-
 _SameOrigin = Callable[[Origin, Origin], bool]
 
 

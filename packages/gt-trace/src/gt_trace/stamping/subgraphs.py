@@ -18,8 +18,6 @@ from gt_trace.stamping.layer_list import LayerList
 from gt_trace.stamping.refusal import NotStampable
 from gt_trace.stamping.templates import shifted_value
 
-__all__ = ["copy_subgraph", "require_like_subgraphs", "subgraph_difference"]
-
 
 def subgraph_difference(ours: GraphModule, theirs: GraphModule) -> str | None:
     """What differs between what two graphs compute, on which values; None if nothing."""

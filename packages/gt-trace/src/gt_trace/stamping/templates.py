@@ -16,8 +16,6 @@ from gt_trace.stamping.layer_plan import LayerPlan
 from gt_trace.stamping.references import Reference
 from gt_trace.stamping.refusal import NotStampable
 
-__all__ = ["Constant", "Template", "TemplateMaker", "shifted_text", "shifted_value"]
-
 
 @dataclass(frozen=True, slots=True)
 class Constant:

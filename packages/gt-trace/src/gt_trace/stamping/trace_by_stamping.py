@@ -20,12 +20,14 @@ import torch
 from torch import nn
 
 from gt_trace._torch_internals import FakeTensorMode, ShapeEnv, pytree
-from gt_trace.captured_mode import CapturedMode, refuse_gradient_hooks
+from gt_trace.capture.captured_mode import CapturedMode, refuse_gradient_hooks
+from gt_trace.capture.flat_inputs import FlatInputs
+from gt_trace.capture.garbage_collection import held_garbage_collection
+from gt_trace.capture.input_preparers import InputPreparer, TraceInputs
+from gt_trace.capture.module_state import StateSlot, collect_state
+from gt_trace.capture.trace import ConstantPolicy, trace_step, trace_without_code, tracing_contexts
+from gt_trace.capture.traced_step import TracedStep
 from gt_trace.errors import CaptureError
-from gt_trace.flat_inputs import FlatInputs
-from gt_trace.garbage_collection import held_garbage_collection
-from gt_trace.input_preparers import InputPreparer, TraceInputs
-from gt_trace.module_state import StateSlot, collect_state
 from gt_trace.stamping.compare_steps import step_differences
 from gt_trace.stamping.layer_difference import layer_difference
 from gt_trace.stamping.layer_list import (
@@ -42,10 +44,6 @@ from gt_trace.stamping.report import StampedCapture, StampReport
 from gt_trace.stamping.stamped_step import stamped_step
 from gt_trace.stamping.stream_difference import require_equal_streams, require_same_when_short
 from gt_trace.stamping.trace_marks import marked_layers
-from gt_trace.trace import ConstantPolicy, trace_step, trace_without_code, tracing_contexts
-from gt_trace.traced_step import TracedStep
-
-__all__ = ["StampingError", "trace_step_by_stamping"]
 
 _logger = logging.getLogger(__name__)
 _MOST_WARM_UP = 2

@@ -14,8 +14,6 @@ from gt_trace._torch_internals import get_proxy_mode, is_erased, is_in_backward,
 from gt_trace.stamping.layer_list import LayerList
 from gt_trace.stamping.refusal import NotStampable
 
-__all__ = ["TraceMark", "TraceMarks", "marked_layers"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceMark:

@@ -17,8 +17,6 @@ from torch.fx import Node
 from gt_trace._torch_internals import ShapeEnv, forget_conclusions
 from gt_trace.stamping.refusal import NotStampable
 
-__all__ = ["UnitSymbols", "symbols_bound_by"]
-
 
 def symbols_bound_by(nodes: Sequence[Node]) -> list[Any]:
     """The symbols that come into being in ``nodes``, in order."""

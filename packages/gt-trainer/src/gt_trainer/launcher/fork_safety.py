@@ -22,8 +22,6 @@ import threading
 from collections.abc import MutableMapping
 from pathlib import Path
 
-__all__ = ["ForkUnsafeError", "check_can_fork", "prepare_environment", "thread_names"]
-
 _TASKS = Path("/proc/self/task")
 _ARROW_CONFIGURATION = "JE_ARROW_MALLOC_CONF"
 

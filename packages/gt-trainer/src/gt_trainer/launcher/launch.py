@@ -22,8 +22,6 @@ from typing import NoReturn
 from gt_trainer.launcher.rendezvous import Rendezvous
 from gt_trainer.launcher.supervise import RankPlan, run_ranks
 
-__all__ = ["launch"]
-
 _LOOPBACK = "127.0.0.1"
 _SHOW_CURSOR = "\x1b[?25h"
 

@@ -16,8 +16,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Rendezvous", "RendezvousError", "find_rendezvous", "first_host"]
-
 _TORCHRUN_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 # Slurm gives a job no port, and all its tasks must agree on one without talking to each other.
 _FIRST_SLURM_PORT = 20_000

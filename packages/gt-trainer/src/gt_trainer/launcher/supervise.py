@@ -29,8 +29,6 @@ from typing import IO
 from gt_trainer.launcher.fork_safety import check_can_fork
 from gt_trainer.launcher.rank_process import RankProcess, RankReport, read_report
 
-__all__ = ["Outcome", "RankPlan", "run_ranks"]
-
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SETTLE_SECONDS = 1.0
 _NUM_LOG_LINES = 20

@@ -25,15 +25,13 @@ from torchtitan.trainer import Trainer
 from gt_trainer.data.shipped_tokenizer import shipped_tokenizer_path
 from gt_trainer.data.text_dataloader import StdlibTextDataLoader
 from gt_trainer.device import installed_device_type
-from gt_trainer.metrics_jsonl import GraphMetricsProcessor
+from gt_trainer.metrics.metrics_jsonl import GraphMetricsProcessor
 from gt_trainer.models.attention import replace_inner_attention
 from gt_trainer.models.chunked_loss import GraphChunkedLoss
 from gt_trainer.models.parallelize import parallelize
-from gt_trainer.pipeline import pipeline
+from gt_trainer.pipelines.split_model import pipeline
 from gt_trainer.trainer import GraphTrainer
 from gt_trainer.validator import GraphValidator
-
-__all__ = ["adapt_debug", "adapt_published", "say_converters_dropped"]
 
 _DEBUG_SEQ_LEN = 256
 _DEBUG_STEPS = 20

@@ -27,15 +27,6 @@ from gt_trainer.device import installed_device_type
 if TYPE_CHECKING:
     from torchtitan.protocols.model import BaseModel
 
-__all__ = [
-    "AttentionMaskError",
-    "DocumentCausalSDPA",
-    "attention_mask_for",
-    "document_causal_mask",
-    "flex_attention_options",
-    "replace_inner_attention",
-]
-
 _FOR_EAGER_ONLY = frozenset({"wrap_inductor_compiled_regions"})
 """Options by which eager checkpointing sees what Inductor compiled; a graph has its regions."""
 

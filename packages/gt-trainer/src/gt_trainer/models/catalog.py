@@ -11,8 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-__all__ = ["CATALOG", "INTENDED_WORLD_SIZE", "CatalogEntry"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CatalogEntry:

@@ -20,9 +20,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torchtitan.components.loss import ChunkedLossWrapper
 
-from gt_trace.simple_fsdp import gathered
-
-__all__ = ["ChunkedLossError", "GraphChunkedLoss"]
+from gt_trace.fsdp import gathered
 
 _SEQUENCE_DIM = 1
 

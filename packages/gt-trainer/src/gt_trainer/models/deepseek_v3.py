@@ -7,8 +7,6 @@ from torchtitan.models.deepseek_v3 import config_registry
 from gt_trainer.models.adapt import adapt_debug, adapt_published
 from gt_trainer.trainer import GraphTrainer
 
-__all__ = ["deepseek_v3_16b", "deepseek_v3_671b", "deepseek_v3_debugmodel"]
-
 
 def deepseek_v3_debugmodel() -> GraphTrainer.Config:
     """6 layers of width 256 with multi-head latent attention; 8 experts, 3 for a token."""

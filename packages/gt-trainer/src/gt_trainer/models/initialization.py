@@ -17,8 +17,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torchtitan.protocols.module import Module
 
-__all__ = ["draw_whole_weights"]
-
 Initializer = Callable[[torch.Tensor], object]
 
 

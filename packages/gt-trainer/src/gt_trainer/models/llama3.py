@@ -10,8 +10,6 @@ from torchtitan.models.llama3 import config_registry, model_registry
 from gt_trainer.models.adapt import adapt_debug, adapt_published, say_converters_dropped
 from gt_trainer.trainer import GraphTrainer
 
-__all__ = ["llama3_8b", "llama3_70b", "llama3_405b", "llama3_debugmodel"]
-
 
 def llama3_debugmodel() -> GraphTrainer.Config:
     """6 layers of width 256, 2048 tokens."""

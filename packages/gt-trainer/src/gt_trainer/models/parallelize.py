@@ -3,7 +3,7 @@
 torchtitan 0.3.0 has one ``parallelize_fn`` a model, all alike (``torchtitan/models/llama3/
 parallelize.py``, ``.../deepseek_v3/parallelize.py``, ``torchtitan/distributed/fsdp.py``): the model
 shards itself for TP and EP by its sharding configuration, and FSDP2 shards what is left. This one
-function serves all decoders, and puts ``gt_trace.simple_fsdp`` in FSDP2's place, whose collectives
+function serves all decoders, and puts ``gt_trace.fsdp`` in FSDP2's place, whose collectives
 a capture records. It is the model specification's ``parallelize_fn`` in all our configurations.
 """
 
@@ -22,10 +22,8 @@ from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.moe import RoutedExperts
 
 from gt_config import CompileConfig, ConfigError, Violation
-from gt_trace.simple_fsdp import MixedPrecision, Mode, shard
+from gt_trace.fsdp import MixedPrecision, Mode, shard
 from gt_trainer.models.initialization import draw_whole_weights
-
-__all__ = ["parallelize", "refuse_unsupported_parallelism"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

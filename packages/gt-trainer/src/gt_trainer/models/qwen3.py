@@ -7,8 +7,6 @@ from torchtitan.models.qwen3 import config_registry
 from gt_trainer.models.adapt import adapt_debug, adapt_published
 from gt_trainer.trainer import GraphTrainer
 
-__all__ = ["qwen3_14b", "qwen3_debugmodel", "qwen3_moe_debugmodel"]
-
 
 def qwen3_debugmodel() -> GraphTrainer.Config:
     """8 layers of width 256, 2048 tokens, embedding and output projection tied."""

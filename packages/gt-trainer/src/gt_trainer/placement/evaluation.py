@@ -15,8 +15,6 @@ from gt_trainer.placement.example_batch import example_inputs, example_kwargs
 from gt_trainer.placement.expert_blocks import expert_blocks
 from gt_trainer.placement.planned_mesh import num_batch_shards, planned_mesh
 
-__all__ = ["allow_validation"]
-
 
 def allow_validation(
     model: Decoder, *, parallel_dims: ParallelDims, training: TrainingConfig

@@ -8,8 +8,6 @@ from torchtitan.models.common.decoder import Decoder
 
 from gt_trainer.models.attention import attention_mask_for
 
-__all__ = ["example_inputs", "example_kwargs"]
-
 
 def example_inputs(training: TrainingConfig, num_shards: int) -> tuple[torch.Tensor, ...]:
     """Positional arguments of a decoder's forward: tokens (B, L) of all ranks, on meta.

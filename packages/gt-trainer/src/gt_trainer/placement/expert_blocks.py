@@ -16,8 +16,6 @@ from torchtitan.models.common.token_dispatcher import (
     BaseEPTokenDispatcher,
 )
 
-__all__ = ["TitanExpertBlock", "expert_blocks", "uncounted_routing"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TitanExpertBlock:

@@ -45,8 +45,6 @@ from gt_trainer.placement.planned_mesh import (
     planned_mesh,
 )
 
-__all__ = ["place_decoder", "placement_plan"]
-
 _GIB = 2**30
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from gt_config import CaptureLayers, CompileConfig
 
-__all__ = ["capture_layers_of"]
-
 
 def capture_layers_of(options: CompileConfig) -> CaptureLayers:
     """As asked for; of a placed model, every layer.

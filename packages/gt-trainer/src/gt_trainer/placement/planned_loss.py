@@ -6,8 +6,6 @@ from typing import Any
 
 from torchtitan.components.loss import BaseLoss, ChunkedLossWrapper
 
-__all__ = ["loss_of"]
-
 
 def loss_of(config: Any) -> BaseLoss.Config:
     """The configured loss; of a chunked one the loss inside, if a solver places the model.

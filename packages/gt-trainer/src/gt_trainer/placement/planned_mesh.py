@@ -13,8 +13,6 @@ from torchtitan.distributed import ParallelDims
 
 from gt_config import ExpertPlacement
 
-__all__ = ["batch_layout", "expert_layouts", "num_batch_shards", "planned_mesh"]
-
 _DENSE_AXES = ("dp_replicate", "fsdp", "tp")
 _EXPERT_AXIS = "ep"
 _EXPERT_AXES = ("dp_replicate", "efsdp", _EXPERT_AXIS)

@@ -1,0 +1,230 @@
+"""Which nodes may share memory, and which of that memory is written to.
+
+Operators say in their schemas what their results alias and what they write. From that, nodes fall
+into classes: two nodes of different classes never share memory, two of one class may. What has no
+schema is taken to alias and to write all that it touches, so that the answer errs towards "may".
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Iterator
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.fx import Graph, Node
+
+from gt_passes._torch_internals import HigherOrderOperator, OpOverload
+from gt_passes.analysis.collectives import is_wait
+from gt_passes.analysis.outlined_region import OutlinedRegion, region_inputs, region_of
+
+# Their schemas promise a fresh tensor, but it can be the argument's memory.
+_SHARES_DESPITE_SCHEMA = frozenset(
+    {
+        torch.ops.aten._unsafe_view.default,
+        torch.ops.aten.native_dropout.default,  # when not training
+    }
+)
+
+_PURE_HIGHER_ORDER_OPERATORS = frozenset({"flex_attention", "flex_attention_backward"})
+
+_PURE_FUNCTION_MODULES = frozenset({"_operator", "math", "builtins"})
+
+
+class AliasClasses:
+    """The alias classes of one graph, as it was when they were computed.
+
+    Linear in the size of the graph. ``merge`` keeps them true when a pass makes one node stand for
+    another.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self._parent: dict[Node, Node] = {}
+        self._written: set[Node] = set()
+        self._reshaped: set[Node] = set()
+        self._inputs: set[Node] = set()
+        self._outputs: set[Node] = set()
+        for node in graph.nodes:
+            self._parent[node] = node
+            for source in shared_nodes(node):
+                self._union(source, node)
+        for node in graph.nodes:
+            if node.op in ("placeholder", "get_attr"):
+                self._inputs.add(self._find(node))
+            elif node.op == "output":
+                self._outputs.update(self._find(result) for result in node.all_input_nodes)
+            for written in written_nodes(node):
+                self._written.add(self._find(written))
+                if _writes_metadata(node):
+                    self._reshaped.add(self._find(written))
+
+    def class_of(self, node: Node) -> Node:
+        """One node that stands for the class, the same for all of it until the next ``merge``."""
+        return self._find(node)
+
+    def is_written(self, node: Node) -> bool:
+        """Whether any operator may write to memory that the node may share."""
+        return self._find(node) in self._written
+
+    def is_reshaped(self, node: Node) -> bool:
+        """Whether an operator like ``t_`` may change shape or strides of a node of the class."""
+        return self._find(node) in self._reshaped
+
+    def holds_input(self, node: Node) -> bool:
+        """Whether the memory may be that of a graph input or of a constant of the graph."""
+        return self._find(node) in self._inputs
+
+    def holds_output(self, node: Node) -> bool:
+        """Whether an output of the graph may share the memory."""
+        return self._find(node) in self._outputs
+
+    def merge(self, first: Node, second: Node) -> None:
+        """From now on the classes of the two nodes are one."""
+        self._union(first, second)
+
+    def _find(self, node: Node) -> Node:
+        root = node
+        while self._parent[root] is not root:
+            root = self._parent[root]
+        while self._parent[node] is not root:
+            self._parent[node], node = root, self._parent[node]
+        return root
+
+    def _union(self, first: Node, second: Node) -> None:
+        kept, gone = self._find(first), self._find(second)
+        if kept is gone:
+            return
+        self._parent[gone] = kept
+        for flagged in (self._written, self._reshaped, self._inputs, self._outputs):
+            if gone in flagged:
+                flagged.add(kept)
+
+
+def has_unknown_effects(node: Node) -> bool:
+    """Whether a node calls something of which neither a schema nor a name says that it is pure."""
+    if node.op in ("placeholder", "get_attr", "output"):
+        return False
+    if node.op != "call_function":
+        return True
+    if isinstance(node.target, OpOverload):
+        return False
+    region = region_of(node)
+    if region is not None:
+        return any(map(has_unknown_effects, region.body.graph.nodes))
+    if isinstance(node.target, HigherOrderOperator):
+        return str(node.target) not in _PURE_HIGHER_ORDER_OPERATORS
+    if getattr(node.target, "__module__", None) in _PURE_FUNCTION_MODULES:
+        return node.target in (operator.setitem, operator.delitem)
+    # torch.sym_max and its like, on symbolic sizes
+    return not getattr(node.target, "__name__", "").startswith("sym_")
+
+
+def written_nodes(node: Node) -> Iterator[Node]:
+    """The arguments whose memory a node writes, or may write if it has unknown effects."""
+    region = region_of(node)
+    if has_unknown_effects(node):
+        yield from node.all_input_nodes
+    elif region is not None:
+        inputs = region_inputs(node)
+        yield from (inputs[position] for position in _memory_of(region).written_inputs)
+    elif isinstance(node.target, OpOverload) and _is_mutable(node.target):
+        for argument in _aliased_arguments(node):
+            if argument.is_written:
+                yield argument.node
+
+
+def shared_nodes(node: Node) -> Iterator[Node]:
+    """The arguments whose memory the result of a node may share."""
+    if node.op in ("placeholder", "get_attr", "output"):
+        return
+    target = node.target
+    region = region_of(node)
+    if region is not None:
+        inputs = region_inputs(node)
+        yield from (inputs[position] for position in _memory_of(region).shared_inputs)
+    elif not isinstance(target, OpOverload) or target in _SHARES_DESPITE_SCHEMA or is_wait(node):
+        yield from node.all_input_nodes
+    elif _has_aliased_results(target):
+        for argument in _aliased_arguments(node):
+            yield argument.node
+
+
+class _RegionMemory(NamedTuple):
+    """Positions of a region's inputs."""
+
+    shared_inputs: tuple[int, ...]
+    """An output may share their memory."""
+
+    written_inputs: tuple[int, ...]
+    """The region writes to their memory, or may."""
+
+
+_region_memory: WeakKeyDictionary[OutlinedRegion, _RegionMemory] = WeakKeyDictionary()
+
+
+def _memory_of(region: OutlinedRegion) -> _RegionMemory:
+    """Regions do not change, and many nodes may call one: what is found is kept."""
+    if region not in _region_memory:
+        aliases = AliasClasses(region.body.graph)
+        inputs = region.body.graph.find_nodes(op="placeholder")
+        _region_memory[region] = _RegionMemory(
+            shared_inputs=tuple(i for i, node in enumerate(inputs) if aliases.holds_output(node)),
+            written_inputs=tuple(i for i, node in enumerate(inputs) if aliases.is_written(node)),
+        )
+    return _region_memory[region]
+
+
+class _AliasedArgument(NamedTuple):
+    node: Node
+    is_written: bool
+
+
+def _aliased_arguments(node: Node) -> Iterator[_AliasedArgument]:
+    """The arguments of an operator that its schema marks as aliased, as in ``Tensor(a!) self``."""
+    assert isinstance(node.target, OpOverload)  # both callers have looked
+    for declared in _declared_aliases(node.target):
+        if declared.position is not None and declared.position < len(node.args):
+            value = node.args[declared.position]
+        else:
+            value = node.kwargs.get(declared.name)
+        for item in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(item, Node):
+                yield _AliasedArgument(item, declared.is_written)
+
+
+class _DeclaredAlias(NamedTuple):
+    """One argument of an operator that shares memory with a result, or is written to."""
+
+    name: str
+    position: int | None  # None: by name only
+    is_written: bool
+
+
+# Schemas are read through pybind, which is slow, and a graph calls few operators often.
+@functools.cache
+def _declared_aliases(target: OpOverload) -> tuple[_DeclaredAlias, ...]:
+    return tuple(
+        _DeclaredAlias(
+            declared.name,
+            None if declared.kwarg_only else position,
+            declared.alias_info.is_write,
+        )
+        for position, declared in enumerate(target._schema.arguments)
+        if declared.alias_info is not None
+    )
+
+
+@functools.cache
+def _has_aliased_results(target: OpOverload) -> bool:
+    return any(result.alias_info is not None for result in target._schema.returns)
+
+
+@functools.cache
+def _is_mutable(target: OpOverload) -> bool:
+    return target._schema.is_mutable
+
+
+def _writes_metadata(node: Node) -> bool:
+    return isinstance(node.target, OpOverload) and torch.Tag.inplace_view in node.target.tags

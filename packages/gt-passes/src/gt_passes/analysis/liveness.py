@@ -1,0 +1,263 @@
+"""How much memory a graph needs at each of its nodes, estimated from the lifetimes of its values.
+
+A storage (``gt_passes.analysis.storages``) lives from the node that makes it to the last use of the last
+node that holds it. That is when the executing module lets go, since the code that FX generates for
+a graph module sets each variable to None after its last use (``torch/fx/graph.py``,
+``delete_unused_values``). Three things differ:
+
+- Inputs live from beginning to end: whoever calls the graph holds them.
+- Outputs live until the end.
+- What is given to a functional collective lives until the collective is waited for, because the
+  process group holds it so long.
+
+Estimates leave out what operators allocate inside themselves and free again, and what an allocator
+loses between blocks; ``block_bytes`` rounds every storage up as the CUDA allocator does.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from torch.fx import GraphModule
+
+from gt_config.node_keys import FsdpCollectiveAnnotation
+from gt_passes.analysis.collectives import is_collective
+from gt_passes.analysis.host_copies import is_copy_to_host
+from gt_passes.analysis.storages import Storages, flat
+from gt_trace.node_metadata import phase_of, read_annotation
+
+MemoryKind = Literal[
+    "static inputs",
+    "arguments",
+    "outputs",
+    "gathered parameters",
+    "saved for backward",
+    "temporaries",
+]
+"""Why a storage is held; the first that fits.
+
+static inputs: parameters, buffers, and constants of the graph.
+arguments: the other inputs.
+outputs: made by the graph and returned, as gradients are.
+gathered parameters: made by an FSDP unshard.
+saved for backward: made by forward or loss and still read by the backward.
+temporaries: everything else.
+"""
+
+MEMORY_KINDS: tuple[MemoryKind, ...] = (
+    "static inputs",
+    "arguments",
+    "outputs",
+    "gathered parameters",
+    "saved for backward",
+    "temporaries",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryProfile:
+    """Estimated memory of one run of a graph. Bytes are those of this rank."""
+
+    device_type: str
+    """Where the graph computes: ``"cuda"``, or ``"cpu"`` if there is no other."""
+
+    peak_bytes: int
+    """Most bytes held at once on the device where the graph computes."""
+
+    peak_node: str
+    """Name of the first node at which that is so."""
+
+    bytes_by_kind: Mapping[MemoryKind, int]
+    """What is held at the peak; the values add up to ``peak_bytes``."""
+
+    live_bytes: tuple[int, ...]
+    """Bytes held while each node runs, in execution order: its arguments and its result too."""
+
+    host_live_bytes: tuple[int, ...]
+    """The same for host memory, where that is not where the graph computes. Tensors that were
+    offloaded count here even if the graph computes on the CPU."""
+
+    num_unsized: int
+    """Storages whose size depends on data, that count as nothing."""
+
+    @property
+    def host_peak_bytes(self) -> int:
+        """Most bytes held at once in host memory."""
+        return max(self.host_live_bytes, default=0)
+
+    def __str__(self) -> str:
+        unit, name = (2**30, "GiB") if self.peak_bytes >= 2**30 else (2**20, "MiB")
+        lines = [
+            f"peak {self.peak_bytes / unit:,.2f} {name} on {self.device_type} at {self.peak_node}"
+        ]
+        lines += [
+            f"  {kind:<20}{held / unit:>10,.2f} {name}" for kind, held in self.bytes_by_kind.items()
+        ]
+        if self.host_peak_bytes:
+            lines.append(f"host memory {self.host_peak_bytes / unit:,.2f} {name} at its peak")
+        if self.num_unsized:
+            lines.append(f"{self.num_unsized} values without a known size are not counted")
+        return "\n".join(lines)
+
+
+def estimate_peak_bytes(graph_module: GraphModule) -> int:
+    """Most bytes that a graph holds at once where it computes; see ``estimate_memory``."""
+    return peak_bytes_of(Storages(graph_module))
+
+
+def peak_bytes_of(storages: Storages) -> int:
+    """As ``estimate_peak_bytes``, where the storages are known already."""
+    return _Liveness(storages).peak_bytes()
+
+
+def estimate_memory(
+    graph_module: GraphModule,
+    *,
+    num_static_inputs: int = 0,
+    block_bytes: int = 1,
+    symbol_sizes: Mapping[str, int] | None = None,
+) -> MemoryProfile:
+    """Estimate what memory a graph needs while it runs, and for what. Linear in the graph.
+
+    Args:
+        graph_module: with fake values in ``node.meta["val"]``. Symbolic sizes count with their
+            hints.
+        num_static_inputs: how many leading placeholders hold parameters and buffers.
+        block_bytes: every storage is rounded up to a multiple; 512 for the CUDA allocator.
+        symbol_sizes: what symbols without a hint stand for, by name (``{"u3": 3072}``); by default
+            what they are when every all-to-all gives a rank as much as it takes. A size that
+            depends on any other counts as nothing (``MemoryProfile.num_unsized``).
+    """
+    storages = Storages(graph_module, block_bytes=block_bytes, symbol_sizes=symbol_sizes)
+    return _Liveness(storages, num_static_inputs=num_static_inputs).profile()
+
+
+class _Liveness:
+    """The lifetimes of the storages of one graph."""
+
+    def __init__(self, storages: Storages, *, num_static_inputs: int = 0) -> None:
+        self._storages = storages
+        self._num_static_inputs = num_static_inputs
+        self._compute_device = _compute_device_type(storages.device_type)
+        self._inputs: list[int] = []
+        self._constants: list[int] = []
+        self._outputs: list[int] = []
+        self._birth = list(storages.made_at)
+        self._death = list(storages.made_at)
+        self._find_lifetimes()
+        self._on_host = [self._is_on_host(storage) for storage in range(len(storages.num_bytes))]
+
+    def peak_bytes(self) -> int:
+        return max(self._live_curve(on_host=False), default=0)
+
+    def profile(self) -> MemoryProfile:
+        live = self._live_curve(on_host=False)
+        peak_bytes = max(live, default=0)
+        at = live.index(peak_bytes) if live else 0
+        nodes = self._storages.nodes
+        return MemoryProfile(
+            device_type=self._compute_device,
+            peak_bytes=peak_bytes,
+            peak_node=nodes[at].name if nodes else "",
+            bytes_by_kind=self._bytes_by_kind(at),
+            live_bytes=tuple(live),
+            host_live_bytes=tuple(self._live_curve(on_host=True)),
+            num_unsized=self._storages.num_unsized,
+        )
+
+    def _find_lifetimes(self) -> None:
+        storages, nodes, death = self._storages, self._storages.nodes, self._death
+        position = {node: at for at, node in enumerate(nodes)}
+        last_use = dict(position)
+        for at, node in enumerate(nodes):
+            for argument in node.all_input_nodes:
+                last_use[argument] = at
+            if node.op == "placeholder":
+                self._inputs += storages.of(node)
+            elif node.op == "get_attr":
+                self._constants += storages.of(node)
+            elif node.op == "output":
+                self._outputs += storages.of_arguments(node)
+        for node, held in storages.held.items():
+            until = last_use[node]
+            if type(held) is int:
+                if death[held] < until:
+                    death[held] = until
+                continue
+            for storage in flat(held):
+                if death[storage] < until:
+                    death[storage] = until
+        given_to: dict[int, tuple[int, ...]] = {}  # the arguments of a collective, by its result
+        for node in storages.communication:
+            if is_collective(node):
+                given_to |= dict.fromkeys(storages.of(node), storages.of_arguments(node))
+                continue
+            for result in storages.of(node):
+                for given in given_to.pop(result, ()):
+                    death[given] = max(death[given], position[node])
+        end = len(nodes) - 1
+        for storage in (*self._inputs, *self._constants):
+            self._birth[storage] = 0
+            death[storage] = end
+        never_waited_for = (storage for given in given_to.values() for storage in given)
+        for storage in (*self._outputs, *never_waited_for):
+            death[storage] = end
+
+    def _is_on_host(self, storage: int) -> bool:
+        if self._compute_device != "cpu" and self._storages.device_type[storage] == "cpu":
+            return True
+        return is_copy_to_host(self._storages.maker[storage])
+
+    def _live_curve(self, *, on_host: bool) -> list[int]:
+        change = [0] * (len(self._storages.nodes) + 1)
+        for num_bytes, birth, death, host in zip(
+            self._storages.num_bytes, self._birth, self._death, self._on_host, strict=True
+        ):
+            if host is on_host:
+                change[birth] += num_bytes
+                change[death + 1] -= num_bytes
+        return list(itertools.accumulate(change[:-1]))
+
+    def _bytes_by_kind(self, at: int) -> dict[MemoryKind, int]:
+        totals: dict[MemoryKind, int] = dict.fromkeys(MEMORY_KINDS, 0)
+        for storage, kind in enumerate(self._kinds()):
+            alive = self._birth[storage] <= at <= self._death[storage]
+            if alive and not self._on_host[storage]:
+                totals[kind] += self._storages.num_bytes[storage]
+        return totals
+
+    def _kinds(self) -> list[MemoryKind]:
+        makers = self._storages.maker
+        kinds: list[MemoryKind] = ["temporaries"] * len(makers)
+        for storage in self._saved_for_backward():
+            kinds[storage] = "saved for backward"
+        for storage, maker in enumerate(makers):
+            annotation = read_annotation(maker, FsdpCollectiveAnnotation)
+            if annotation is not None and annotation.kind == "unshard":
+                kinds[storage] = "gathered parameters"
+        for storage in self._outputs:
+            kinds[storage] = "outputs"
+        for position, storage in enumerate(self._inputs):
+            static = position < self._num_static_inputs
+            kinds[storage] = "static inputs" if static else "arguments"
+        for storage in self._constants:
+            kinds[storage] = "static inputs"
+        return kinds
+
+    def _saved_for_backward(self) -> Iterator[int]:
+        storages = self._storages
+        backward = {node for node in storages.nodes if phase_of(node) == "backward"}
+        for node, held in storages.held.items():
+            if held is None or node in backward or backward.isdisjoint(node.users):
+                continue
+            for storage in flat(held):
+                if storages.maker[storage] not in backward:
+                    yield storage
+
+
+def _compute_device_type(device_types: list[str]) -> str:
+    """The first device that is not the host, where there is one."""
+    return next((device_type for device_type in device_types if device_type != "cpu"), "cpu")

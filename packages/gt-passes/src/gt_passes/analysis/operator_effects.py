@@ -1,0 +1,159 @@
+"""What a node does besides making its result, as the verifier and careful passes see it.
+
+``gt_passes.analysis.aliasing`` says which memory is shared and written. This module answers the rest: may
+anything move past the node, does it draw random numbers, does it read the data of its arguments at
+all. What PyTorch's schemas and tags do not promise is taken not to hold.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch.fx import Node
+
+from gt_passes._torch_internals import OpOverload
+from gt_passes.analysis.aliasing import has_unknown_effects
+from gt_passes.analysis.outlined_region import region_of
+
+_aten = torch.ops.aten
+
+_KNOWN_NAMESPACES = frozenset(
+    {
+        "aten",
+        "prims",
+        "_c10d_functional",
+        "_c10d_functional_autograd",
+        "_dtensor",
+        "symm_mem",
+    }
+)
+"""Operators of PyTorch: their schemas and tags say everything that they do."""
+
+_TAGS_OF_PURE_OPERATORS = frozenset(
+    {torch.Tag.core, torch.Tag.pointwise, torch.Tag.reduction, torch.Tag.view_copy}
+)
+"""With one of these, whoever defined an operator says that it computes and does nothing else."""
+
+_DECLARED_PURE: set[str] = set()
+
+_METADATA_READERS = frozenset(
+    {
+        _aten.sym_size.int,
+        _aten.sym_stride.int,
+        _aten.sym_numel.default,
+        _aten.sym_storage_offset.default,
+    }
+)
+
+# Their schemas say that they alias, and sometimes they copy instead, which reads.
+_MAY_COPY = frozenset({"aten::reshape", "aten::contiguous", "aten::to", "aten::reshape_as"})
+
+
+def declare_pure_operator(name: str) -> None:
+    """Say of an operator outside PyTorch that it computes its result and does nothing else.
+
+    For whoever knows an operator that its author did not tag; what it writes and aliases is still
+    read off its schema.
+
+    Args:
+        name: qualified name without overload, as ``mylib::fused_norm``.
+
+    Raises:
+        ValueError: the name is not of that form.
+    """
+    namespace, separator, operator_name = name.partition("::")
+    if not (namespace and separator and operator_name) or "." in name:
+        raise ValueError(f"{name!r} is not a qualified name, as 'mylib::fused_norm'")
+    _DECLARED_PURE.add(name)
+    _effects_of.cache_clear()
+
+
+class _Effects(NamedTuple):
+    """What the schema and the tags of an operator say."""
+
+    is_unknown: bool
+    is_random: bool
+    is_random_if_dropout: bool
+    is_view: bool
+
+
+def is_barrier(node: Node) -> bool:
+    """Whether nothing may move across a node, because not all that it does is known.
+
+    Higher-order operators and functions that are not known to be pure, and operators outside
+    PyTorch without a tag of pure operators. A schema only says what happens to the arguments: a
+    custom operator may also log, count, or use a network.
+    """
+    if node.op != "call_function":
+        return has_unknown_effects(node)
+    if isinstance(node.target, OpOverload):
+        return _effects_of(node.target).is_unknown
+    region = region_of(node)
+    if region is not None:
+        return any(map(is_barrier, region.body.graph.nodes))
+    return has_unknown_effects(node)
+
+
+def draws_random_numbers(node: Node) -> bool:
+    """Whether a node advances a random number generator.
+
+    Attention without dropout does not, though its operator can.
+    """
+    region = region_of(node)
+    if region is not None:
+        return any(map(draws_random_numbers, region.body.graph.nodes))
+    if node.op != "call_function" or not isinstance(node.target, OpOverload):
+        return False
+    effects = _effects_of(node.target)
+    if effects.is_random_if_dropout:
+        return _dropout_probability(node) != 0
+    return effects.is_random
+
+
+def is_only_a_view(node: Node) -> bool:
+    """Whether a node makes another view of its argument and reads none of its data."""
+    if node.op != "call_function":
+        return False
+    if not isinstance(node.target, OpOverload):
+        return getattr(node.target, "__name__", "") == "getitem"
+    return _effects_of(node.target).is_view
+
+
+def reads_only_metadata(node: Node) -> bool:
+    """Whether a node asks for a size or stride, which does not depend on data."""
+    return node.target in _METADATA_READERS
+
+
+@functools.cache
+def _effects_of(target: OpOverload) -> _Effects:
+    schema, tags = target._schema, set(target.tags)
+    is_random = torch.Tag.nondeterministic_seeded in tags
+    has_dropout = any(argument.name == "dropout_p" for argument in schema.arguments)
+    aliases = [result.alias_info for result in schema.returns]
+    return _Effects(
+        is_unknown=(
+            target.namespace not in _KNOWN_NAMESPACES
+            and not tags & _TAGS_OF_PURE_OPERATORS
+            and schema.name not in _DECLARED_PURE
+        ),
+        is_random=is_random and not has_dropout,
+        is_random_if_dropout=is_random and has_dropout,
+        is_view=(
+            bool(aliases)
+            and all(alias is not None and not alias.is_write for alias in aliases)
+            and not schema.is_mutable
+            and schema.name not in _MAY_COPY
+        ),
+    )
+
+
+def _dropout_probability(node: Node) -> object:
+    assert isinstance(node.target, OpOverload)  # as draws_random_numbers has seen
+    for position, declared in enumerate(node.target._schema.arguments):
+        if declared.name == "dropout_p":
+            if position < len(node.args) and not declared.kwarg_only:
+                return node.args[position]
+            return node.kwargs.get("dropout_p", declared.default_value)
+    return None

@@ -1,0 +1,233 @@
+"""Which memory every node of a graph holds: one number for each storage, as executed.
+
+Memory is held by storages, not by nodes: a view holds what it views, an in-place operator writes
+where something already is, and a wait returns what its collective filled. Operators declare in
+their schemas what their results alias, and that decides here, since fake values cannot: a node that
+stands for another one may share its fake value and still make new memory.
+
+``gt_passes.analysis.aliasing`` answers a different question about the same declarations: which nodes *may*
+share memory, in doubt too many. Here every storage counts once, so that bytes add up.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from gt_passes._torch_internals import OpOverload
+from gt_passes.analysis.collectives import FUNCTIONAL_COLLECTIVES, is_wait
+
+Held = int | tuple["Held", ...] | None
+"""The storages of a value, in its structure: a number for a tensor, None for what is no tensor."""
+
+
+class Storages:
+    """The storages of one graph, numbered in the order in which they are made.
+
+    Linear in the size of the graph, which must not change meanwhile.
+
+    Args:
+        graph_module: with fake values in ``node.meta["val"]``.
+        block_bytes: sizes are rounded up to a multiple.
+        symbol_sizes: what symbols without a hint stand for, by name; None for what they are when
+            every all-to-all gives a rank as much as it takes.
+    """
+
+    def __init__(
+        self,
+        graph_module: GraphModule,
+        *,
+        block_bytes: int = 1,
+        symbol_sizes: Mapping[str, int] | None = None,
+    ) -> None:
+        self._block_bytes = block_bytes
+        if symbol_sizes is None:
+            # The simulation imports this module, hence not above.
+            from gt_passes.analysis.symbol_sizes import balanced_exchange_sizes
+
+            symbol_sizes = balanced_exchange_sizes(graph_module)
+        self._symbol_sizes = symbol_sizes
+        self.nodes: tuple[Node, ...] = tuple(graph_module.graph.nodes)
+        """In execution order."""
+
+        self.num_bytes: list[int] = []
+        """Of each storage."""
+
+        self.maker: list[Node] = []
+        """Of each storage: the node that makes it, or the placeholder that brings it."""
+
+        self.made_at: list[int] = []
+        """Of each storage: the position of its maker."""
+
+        self.device_type: list[str] = []
+        """Of each storage."""
+
+        self.held: dict[Node, Held] = {}
+        """What each node holds."""
+
+        self.communication: list[Node] = []
+        """Launches of functional collectives, and waits for them, in execution order."""
+
+        self.num_unsized = 0
+        """Storages whose size depends on data and counts as nothing."""
+
+        for position, node in enumerate(self.nodes):
+            self.held[node] = self._held_by(node, position)
+
+    def of(self, node: Node) -> tuple[int, ...]:
+        """The storages that a node's result holds."""
+        return tuple(flat(self.held[node]))
+
+    def of_arguments(self, node: Node) -> tuple[int, ...]:
+        """The storages that the arguments of a node hold, in order; some may repeat."""
+        return tuple(
+            storage for argument in node.all_input_nodes for storage in flat(self.held[argument])
+        )
+
+    def _held_by(self, node: Node, position: int) -> Held:
+        if node.op == "output":
+            return None
+        target, value = node.target, node.meta.get("val")
+        if target is operator.getitem:
+            source, index = node.args[0], node.args[1]
+            held = self.held[source] if isinstance(source, Node) else None
+            return held[index] if isinstance(held, tuple) and isinstance(index, int) else held
+        sources = None
+        if isinstance(target, OpOverload):
+            sources, is_communication = _behavior_of(target)
+            if is_communication:
+                self.communication.append(node)
+                if is_wait(node):
+                    return self.held[node.all_input_nodes[0]]
+        if sources is None:
+            return self._fresh(node, value, position)
+        if len(sources) == 1:
+            return self._result(node, sources[0], value, position)
+        values = value if isinstance(value, (tuple, list)) else ()
+        return tuple(
+            self._result(node, source, item, position)
+            for source, item in zip(sources, values, strict=False)
+        )
+
+    def _result(self, node: Node, source: _Argument | None, value: object, position: int) -> Held:
+        """What one result holds: the memory of the argument it aliases, or its own."""
+        if source is None or not source.may_alias(node):
+            return self._fresh(node, value, position)
+        argument = source.of(node)
+        if isinstance(argument, Node):
+            held = self.held[argument]
+            if isinstance(value, (tuple, list)) and not isinstance(held, tuple):
+                return (held,) * len(value)  # the views that a split makes
+            return held
+        if isinstance(argument, (tuple, list)):
+            return tuple(self.held[item] if isinstance(item, Node) else None for item in argument)
+        return None
+
+    def _fresh(self, node: Node, value: object, position: int) -> Held:
+        if isinstance(value, (tuple, list)):
+            return tuple(self._fresh(node, item, position) for item in value)
+        if not isinstance(value, torch.Tensor):
+            return None
+        num_bytes = _storage_bytes(value, self._symbol_sizes)
+        if num_bytes is None:
+            self.num_unsized += 1
+            num_bytes = 0
+        self.num_bytes.append(-(-num_bytes // self._block_bytes) * self._block_bytes)
+        self.maker.append(node)
+        self.made_at.append(position)
+        self.device_type.append(value.device.type)
+        return len(self.num_bytes) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Argument:
+    """One argument of an operator, of which a result is a view or the same."""
+
+    name: str
+    position: int | None
+    """None for an argument that is given by name only."""
+
+    unless_training: bool = False
+    """The result is its own when the operator trains (dropout)."""
+
+    def of(self, node: Node) -> object:
+        if self.position is not None and self.position < len(node.args):
+            return node.args[self.position]
+        return node.kwargs.get(self.name)
+
+    def may_alias(self, node: Node) -> bool:
+        if not self.unless_training:
+            return True
+        train = node.args[2] if len(node.args) > 2 else node.kwargs.get("train")
+        return train is False
+
+
+@functools.cache
+def _behavior_of(target: OpOverload) -> tuple[tuple[_Argument | None, ...] | None, bool]:
+    """What the results of an operator alias, and whether it is of functional collectives."""
+    return _aliases_of(target), target.namespace in FUNCTIONAL_COLLECTIVES
+
+
+def _aliases_of(target: OpOverload) -> tuple[_Argument | None, ...] | None:
+    """For each result of an operator the argument whose memory it has; None if all are new."""
+    if target is torch.ops.aten._unsafe_view.default:  # its schema promises new memory
+        return (_Argument("self", 0),)
+    if target is torch.ops.aten.native_dropout.default:
+        return (_Argument("input", 0, unless_training=True), None)
+    schema = target._schema
+    arguments: dict[str, _Argument] = {}
+    aliased: list[_Argument] = []
+    for position, declared in enumerate(schema.arguments):
+        if declared.alias_info is not None:
+            aliased.append(_Argument(declared.name, None if declared.kwarg_only else position))
+            arguments |= dict.fromkeys(declared.alias_info.before_set, aliased[-1])
+    sources: list[_Argument | None] = []
+    for result in schema.returns:
+        if result.alias_info is None:
+            sources.append(None)
+            continue
+        labels = sorted(result.alias_info.before_set)
+        # PyTorch does not show the labels of lists; such operators have one aliased argument.
+        named = (arguments[label] for label in labels if label in arguments)
+        sources.append(next(named, next(iter(aliased), None)))
+    return tuple(sources) if any(sources) else None
+
+
+def flat(held: Held) -> Iterator[int]:
+    """The storages of a value, in order."""
+    if isinstance(held, int):
+        yield held
+    elif held is not None:
+        for item in held:
+            yield from flat(item)
+
+
+def _storage_bytes(tensor: torch.Tensor, symbol_sizes: Mapping[str, int]) -> int | None:
+    """Bytes of the storage behind a tensor that was just made; None if they are not known."""
+    if tensor.layout is not torch.strided:
+        return tensor.numel() * tensor.element_size()
+    num_bytes = _number(tensor.untyped_storage().nbytes(), symbol_sizes)
+    if num_bytes is not None:
+        return num_bytes
+    # One extent may have a hint and another a given size, and no product of them has either.
+    extents = [_number(extent, symbol_sizes) for extent in tensor.shape]
+    known = [extent for extent in extents if extent is not None]
+    return math.prod(known) * tensor.element_size() if len(known) == len(extents) else None
+
+
+def _number(size: int | torch.SymInt, symbol_sizes: Mapping[str, int]) -> int | None:
+    if not isinstance(size, torch.SymInt):
+        return size
+    symbolic: Any = size.node
+    if symbolic.has_hint():
+        return int(symbolic.hint)
+    expression = symbolic.expr
+    values = {symbol: symbol_sizes.get(str(symbol)) for symbol in expression.free_symbols}
+    return None if None in values.values() else int(expression.xreplace(values))

@@ -1,0 +1,1 @@
+"""Passes that remove what changes nothing."""

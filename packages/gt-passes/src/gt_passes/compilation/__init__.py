@@ -1,0 +1,1 @@
+"""Regions of a graph, or all of it, handed to Inductor."""

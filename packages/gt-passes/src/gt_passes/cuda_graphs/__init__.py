@@ -1,0 +1,1 @@
+"""Recording the pieces of a graph as CUDA graphs, and replaying them."""

@@ -1,0 +1,183 @@
+"""Record the pieces of a graph that can be recorded, and say of every other node why not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
+
+from gt_passes._torch_internals import quiet_fake_execution, value_of
+from gt_passes.analysis.aliasing import AliasClasses
+from gt_passes.analysis.outlined_region import Outline, OutlinedRegion, RegionOutliner, region_of
+from gt_passes.contract import ChangeBounds, GraphPass, PassContext, PassReport, Refusal
+from gt_passes.cuda_graphs.cuda_graph_partition import partition
+from gt_passes.cuda_graphs.cuda_graph_replay import Recorder, ReplayedPiece, ReplaySession
+from gt_passes.cuda_graphs.cuda_graph_safety import CaptureTarget
+from gt_passes.cuda_graphs.cuda_recorder import CudaRecorder
+from gt_passes.registry import register_pass
+from gt_trace.node_metadata import copy_annotations
+
+
+@register_pass
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CudaGraphs(GraphPass):
+    """Replace maximal runs of recordable nodes by replays of CUDA graphs.
+
+    ``gt_passes.cuda_graphs.cuda_graph_safety`` judges the nodes, ``cuda_graph_partition`` cuts the pieces, and
+    ``cuda_graph_replay`` runs them. A replay overwrites the results of the one before. Within a
+    step that is as it should be; what leaves the step is copied, so that a caller who keeps
+    gradients from one microbatch to the next keeps those gradients (pytorch issue 96693).
+
+    *Before*::
+
+        y = mm(x, w);  z = relu(y)
+        n = _local_scalar_dense(count)          # a host synchronization
+        u = mul(z, z);  v = mm(u, w)
+        return v, n
+
+    *After*::
+
+        p = run_region(cuda_graph_0, x, w);  z = p[0]
+        n = _local_scalar_dense(count)
+        q = run_region(cuda_graph_1, z, w);  v = q[0]
+        kept = clone(v)
+        return kept, n
+
+    *Refuses*: what cannot be recorded, node by node with the reason; everything where there is no
+    CUDA. Run it last: a compiler cannot look into a piece.
+
+    *Preserves numerics*: yes. The same kernels run, on the same values.
+    """
+
+    name: ClassVar[str] = "cuda-graphs"
+    preserves_numerics: ClassVar[bool] = True
+    keeps_dataflow: ClassVar[bool] = False
+
+    target: CaptureTarget = field(default_factory=CaptureTarget)
+    """What to record for. ``backend_of_group`` must know the groups of the graph, or collectives
+    stay outside."""
+
+    new_recorder: Callable[[], Recorder] = CudaRecorder
+    """Makes the recorder of one graph. Another than the default is used without CUDA, too."""
+
+    min_kernels: int = 4
+    """Leave smaller pieces alone."""
+
+    num_warmup_steps: int = 1
+    """Steps to run before recording."""
+
+    max_recordings: int = 8
+    """How often parameters may be replaced before that is an error."""
+
+    @property
+    def bounds(self) -> ChangeBounds:
+        """Copies of inputs and outputs, and intermediates that stay reserved, are not bounded."""
+        return ChangeBounds(collective_bytes_may_shrink=True, peak_memory_growth=None)
+
+    def run(self, graph_module: GraphModule, context: PassContext) -> PassReport:
+        """Record pieces; see the class."""
+        calls = [node for node in graph_module.graph.nodes if node.op == "call_function"]
+        if any(_is_piece(node) for node in calls):
+            return PassReport(changed=False)
+        if self.new_recorder is CudaRecorder and not torch.cuda.is_available():
+            reason = "this machine has no CUDA, so nothing of the graph can be recorded"
+            refusals = (Refusal(node_name="the graph", reason=reason),) if calls else ()
+            return PassReport(changed=False, refusals=refusals)
+        parts = partition(
+            graph_module,
+            self.target,
+            num_static_inputs=context.num_static_inputs,
+            min_kernels=self.min_kernels,
+        )
+        num_copies = 0
+        if parts.pieces:
+            self._outline(graph_module, context, parts.pieces)
+            num_copies = _copy_outputs(graph_module.graph, context)
+        counts = {
+            "pieces": len(parts.pieces),
+            "nodes": sum(map(len, parts.pieces)),
+            "outputs_copied": num_copies,
+        }
+        return PassReport(
+            changed=bool(parts.pieces),
+            counts={name: count for name, count in counts.items() if count},
+            refusals=tuple(
+                Refusal(node_name=obstacle.node.name, reason=obstacle.reason)
+                for obstacle in parts.obstacles
+            ),
+        )
+
+    def _outline(
+        self, graph_module: GraphModule, context: PassContext, pieces: Sequence[Sequence[Node]]
+    ) -> None:
+        session = ReplaySession(
+            recorder=self.new_recorder(),
+            num_warmup_steps=self.num_warmup_steps,
+            max_recordings=self.max_recordings,
+        )
+        placeholders = graph_module.graph.find_nodes(op="placeholder")
+        stays = {*placeholders[: context.num_static_inputs]}
+        stays.update(graph_module.graph.find_nodes(op="get_attr"))
+        outliner = RegionOutliner(graph_module)
+        for nodes in pieces:
+            outline = outliner.outline(nodes)
+            body = outliner.body(outline)
+            runner = ReplayedPiece(
+                body,
+                session,
+                input_names=[node.name for node in outline.inputs],
+                static_inputs=_positions(outline, stays),
+            )
+            outliner.replace(outline, OutlinedRegion(body, runner), stem="cuda_graph")
+            stays.update(outline.outputs)
+        outliner.finish()
+
+
+def release_cuda_graphs(graph_module: GraphModule) -> None:
+    """Drop all recordings of a graph, if any, before its process groups are destroyed."""
+    for node in graph_module.graph.nodes:
+        runner = _runner(node)
+        if runner is not None:
+            runner.session.release()
+
+
+def _positions(outline: Outline, nodes: set[Node]) -> frozenset[int]:
+    return frozenset(position for position, node in enumerate(outline.inputs) if node in nodes)
+
+
+def _runner(node: Node) -> ReplayedPiece | None:
+    region = region_of(node)
+    if region is None or not isinstance(region.runner, ReplayedPiece):
+        return None
+    return region.runner
+
+
+def _is_piece(node: Node) -> bool:
+    return _runner(node) is not None
+
+
+def _copy_outputs(graph: Graph, context: PassContext) -> int:
+    """Let the step return copies of whatever may lie in the memory of a recording."""
+    aliases = AliasClasses(graph)
+    recorded = {aliases.class_of(node) for node in _pieces(graph)}
+    (output,) = graph.find_nodes(op="output")
+    copies: dict[Node, Node] = {}
+    for result in output.all_input_nodes:
+        if result.op == "placeholder" or aliases.class_of(result) not in recorded:
+            continue
+        with graph.inserting_before(output):
+            copy = graph.call_function(torch.ops.aten.clone.default, (result,))
+        copy_annotations(result, copy)
+        with quiet_fake_execution(context.fake_mode):
+            copy.meta["val"] = torch.ops.aten.clone.default(value_of(result))
+        copies[result] = copy
+    output.args = map_arg(output.args, lambda node: copies.get(node, node))
+    return len(copies)
+
+
+def _pieces(graph: Graph) -> Iterator[Node]:
+    return (node for node in graph.nodes if _is_piece(node))

@@ -1,0 +1,1 @@
+"""Passes on FSDP's collectives: shared, bucketed, launched early, waited for late."""

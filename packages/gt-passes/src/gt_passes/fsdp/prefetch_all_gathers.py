@@ -1,0 +1,110 @@
+"""Launch the gathering of a block's parameters before the blocks ahead of it have run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch.fx import GraphModule, Node
+
+from gt_passes.analysis.code_motion import CodeMotion
+from gt_passes.analysis.layer_names import LayerNames
+from gt_passes.contract import ChangeBounds, GraphPass, PassContext, PassReport, Refusal
+from gt_passes.fsdp.fsdp_launches import FsdpLaunch, find_fsdp_launches
+from gt_passes.registry import register_pass
+
+_ALL_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
+
+
+@register_pass
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefetchAllGathers(GraphPass):
+    """Move each block's FSDP gathering to before the wait of an earlier block's.
+
+    Gatherings stay in their order, forward and backward being one sequence. After
+    ``bucket-all-gathers`` and ``delay-waits``; without the latter, what is launched early is also
+    waited for early.
+
+    *Before*, for two blocks::
+
+        g0 = all_gather_into_tensor(a, ...);  w0 = wait_tensor(g0)
+        y = mm(x, w0)
+        g1 = all_gather_into_tensor(b, ...);  w1 = wait_tensor(g1)
+        z = mm(y, w1)
+
+    *After*, with ``blocks_ahead=1``::
+
+        g0 = all_gather_into_tensor(a, ...)
+        g1 = all_gather_into_tensor(b, ...);  w0 = wait_tensor(g0)
+        y = mm(x, w0)
+        w1 = wait_tensor(g1)
+        z = mm(y, w1)
+
+    *Refuses*: to move a gathering across a barrier; to move one whose input is written to.
+
+    *Preserves numerics*: yes.
+    """
+
+    name: ClassVar[str] = "prefetch-all-gathers"
+    preserves_numerics: ClassVar[bool] = True
+
+    blocks_ahead: int = 1
+    """How many blocks early; 0 leaves everything in place. Each holds one more block's parameters.
+    """
+
+    layers: str = "layers.*"
+    """Pattern of the names of the modules that are blocks."""
+
+    @property
+    def bounds(self) -> ChangeBounds:
+        """What is gathered early is held longer."""
+        return ChangeBounds(peak_memory_growth=None)
+
+    def run(self, graph_module: GraphModule, context: PassContext) -> PassReport:
+        """Prefetch; see the class."""
+        graph = graph_module.graph
+        found = find_fsdp_launches(
+            graph, targets=frozenset({_ALL_GATHER}), layers=LayerNames(self.layers)
+        )
+        motion = CodeMotion(graph)
+        blocks = _blocks(each for each in found.launches if each.kind == "unshard")
+        refusals = list(found.refusals)
+        num_prefetched = 0
+        for index, block in enumerate(blocks):
+            if self.blocks_ahead == 0 or index == 0:
+                continue
+            earlier = blocks[max(0, index - self.blocks_ahead)]
+            place = min((each.wait for each in earlier), key=motion.position.__getitem__)
+            for launch in block:
+                outcome = _hoist(launch, place, motion)
+                if isinstance(outcome, str):
+                    refusals.append(Refusal(node_name=launch.launch.name, reason=outcome))
+                else:
+                    num_prefetched += outcome
+        return PassReport(
+            changed=num_prefetched > 0,
+            counts={"prefetched": num_prefetched} if num_prefetched else {},
+            refusals=tuple(refusals),
+        )
+
+
+def _blocks(launches: Iterable[FsdpLaunch]) -> list[list[FsdpLaunch]]:
+    """Launches of one block and direction together, in the order of their first."""
+    blocks: dict[tuple[str, str], list[FsdpLaunch]] = {}
+    for launch in launches:
+        blocks.setdefault((launch.direction, launch.block), []).append(launch)
+    return list(blocks.values())
+
+
+def _hoist(launch: FsdpLaunch, place: Node, motion: CodeMotion) -> bool | str:
+    """Move a launch and what it needs in front of ``place``, or say why it must not move."""
+    if motion.section(launch.launch) != motion.section(place):
+        return f"a barrier stands between it and {place.name}"
+    moving = motion.ancestors_after([launch.launch], place)
+    if isinstance(moving, str):
+        return moving
+    for node in moving:
+        place.prepend(node)
+    return bool(moving)

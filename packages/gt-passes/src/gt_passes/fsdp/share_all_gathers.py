@@ -1,0 +1,174 @@
+"""Gather each FSDP parameter once.
+
+A parameter that the model reads several times, tied embeddings above all, is unsharded each time it
+is read. The gathered values are equal, so one gathering serves all readers.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from torch.fx import Graph, GraphModule, Node
+
+from gt_config.node_keys import FsdpCollectiveAnnotation
+from gt_passes._torch_internals import OpOverload, has_declared_effect
+from gt_passes.analysis.aliasing import AliasClasses, written_nodes
+from gt_passes.analysis.collectives import is_pure_collective, is_wait
+from gt_passes.analysis.forward_sweep import ForwardSweep
+from gt_passes.contract import ChangeBounds, GraphPass, PassContext, PassReport, Refusal
+from gt_passes.facts import ONE_ALL_GATHER_PER_PARAMETER, Fact
+from gt_passes.registry import register_pass
+from gt_trace.node_metadata import phase_of, read_annotation
+
+SharingScope = Literal["step", "phase"]
+
+
+@register_pass
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShareAllGathers(GraphPass):
+    """Merge equal FSDP unshard chains of one parameter, at the place of the first.
+
+    Which nodes unshard a parameter is read from their annotation. Two chains are equal when they
+    start at the same placeholder and apply the same operators with the same arguments: cast, pad,
+    all-gather over one group, wait, slice, view. A chain that is equal only up to a point is shared
+    up to that point.
+
+    *Before*::
+
+        g1 = all_gather_into_tensor(w, 8, "fsdp");  w1 = wait_tensor(g1)
+        y = aten.embedding(w1, tokens)
+        g2 = all_gather_into_tensor(w, 8, "fsdp");  w2 = wait_tensor(g2)
+        z = aten.mm(y, aten.t(w2))
+
+    *After*::
+
+        g1 = all_gather_into_tensor(w, 8, "fsdp");  w1 = wait_tensor(g1)
+        y = aten.embedding(w1, tokens)
+        z = aten.mm(y, aten.t(w1))
+
+    *Refuses*: to share across a write to the parameter; to share a gathered value that anything
+    may write to; to make two outputs one. A parameter that is gathered in different ways (two
+    dtypes, two groups) keeps one chain of each.
+
+    *Preserves numerics*: yes. The gradients of the readers are reduced as before.
+    """
+
+    name: ClassVar[str] = "share-all-gathers"
+    preserves_numerics: ClassVar[bool] = True
+    provides: ClassVar[frozenset[Fact]] = frozenset({ONE_ALL_GATHER_PER_PARAMETER})
+
+    scope: SharingScope = "step"
+    """step: once in the whole step. phase: once in the forward and once in the backward, so that
+    parameters that are gathered again for the backward stay free in between."""
+
+    @property
+    def bounds(self) -> ChangeBounds:
+        """Fewer bytes; more memory, as the first gathered value lives until its last reader."""
+        return ChangeBounds(collective_bytes_may_shrink=True, peak_memory_growth=None)
+
+    def run(self, graph_module: GraphModule, context: PassContext) -> PassReport:
+        """Share all-gathers; see the class."""
+        return _Sharing(graph_module.graph, scope=self.scope).run()
+
+
+class _Sharing:
+    """One run of the pass: value numbering, of annotated nodes that hang on placeholders only."""
+
+    def __init__(self, graph: Graph, *, scope: SharingScope) -> None:
+        self._sweep = ForwardSweep(graph)
+        self._aliases = AliasClasses(graph)
+        self._scope = scope
+        self._steps: set[Node] = set()  # of all chains
+        self._first_of: dict[Hashable, Node] = {}  # by call and by state of the memory it reads
+        self._latest_of: dict[Hashable, Node] = {}  # by call only
+        self._num_writes: dict[Node, int] = {}  # so far, by alias class
+        self._refusals: list[Refusal] = []
+
+    def run(self) -> PassReport:
+        num_collectives = 0
+        for node in self._sweep:
+            self._count_writes(node)
+            if not self._is_step(node):
+                continue
+            self._steps.add(node)
+            call = (phase_of(node) if self._scope == "phase" else None, _call(node))
+            state = (call, self._memory_state(node))
+            first = self._first_of.setdefault(state, node)
+            latest = self._latest_of.get(call)
+            self._latest_of[call] = node
+            if first is not node:
+                reason = self._reason_not_to_share(first, node)
+                if reason is None:
+                    self._aliases.merge(first, node)
+                    self._sweep.replace(node, by=first)
+                    self._latest_of[call] = first
+                    num_collectives += is_pure_collective(node)
+                else:
+                    self._refuse(node, reason)
+            elif latest is not None:
+                self._refuse(node, f"its input is written to after {latest.name}, which it equals")
+        counts = {"all_gathers_shared": num_collectives, "nodes_shared": self._sweep.num_replaced}
+        return PassReport(
+            changed=self._sweep.num_replaced > 0,
+            counts={name: count for name, count in counts.items() if count},
+            refusals=tuple(self._refusals),
+        )
+
+    def _count_writes(self, node: Node) -> None:
+        for written in written_nodes(node):
+            memory = self._aliases.class_of(written)
+            self._num_writes[memory] = self._num_writes.get(memory, 0) + 1
+
+    def _is_step(self, node: Node) -> bool:
+        """Whether a node is part of an unshard chain that starts at a placeholder."""
+        if node.op != "call_function":
+            return False
+        annotation = read_annotation(node, FsdpCollectiveAnnotation)
+        if annotation is None or annotation.kind != "unshard":
+            return False
+        sources = node.all_input_nodes
+        if not sources or not all(s.op == "placeholder" or s in self._steps for s in sources):
+            return False
+        if node.target is operator.getitem or is_wait(node):
+            return True
+        return isinstance(node.target, OpOverload) and not has_declared_effect(node)
+
+    def _memory_state(self, node: Node) -> tuple[int, ...]:
+        """How often what the node reads has been written to."""
+        return tuple(
+            self._num_writes.get(self._aliases.class_of(source), 0)
+            for source in node.all_input_nodes
+        )
+
+    def _reason_not_to_share(self, first: Node, node: Node) -> str | None:
+        for candidate in (first, node):
+            # Writes to the parameter itself are in the memory state.
+            if self._aliases.is_written(candidate) and not self._aliases.holds_input(candidate):
+                return f"{candidate.name}, one of the two equal values, is written to"
+        if self._aliases.holds_output(first) and self._aliases.holds_output(node):
+            return f"both it and its equal {first.name} are outputs"
+        return None
+
+    def _refuse(self, node: Node, reason: str) -> None:
+        self._refusals.append(Refusal(node_name=node.name, reason=reason))
+
+
+def _call(node: Node) -> Hashable:
+    """What a node calls and on what, as a key: arguments are nodes, numbers and texts."""
+    return (node.target, _key(node.args), _key(tuple(sorted(node.kwargs.items()))))
+
+
+def _key(argument: object) -> Hashable:
+    if isinstance(argument, (tuple, list)):
+        return tuple(map(_key, argument))
+    if isinstance(argument, slice):
+        return (slice, _key((argument.start, argument.stop, argument.step)))
+    try:
+        hash(argument)
+    except TypeError:  # only the same as itself
+        return (type(argument), id(argument))
+    # 1, 1.0 and True are equal and hash alike, but operators tell them apart.
+    return (type(argument), argument)

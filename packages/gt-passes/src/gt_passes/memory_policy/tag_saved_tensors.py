@@ -1,0 +1,161 @@
+"""Decide what is kept of the forward for the backward.
+
+The decision is written on the nodes, and other passes carry it out: ``recompute-tagged`` and
+``offload-tagged``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from torch.fx import GraphModule, Node
+
+from gt_config import SavedOpSelector
+from gt_config.node_keys import Residency, ResidencyAnnotation
+from gt_passes.analysis.layer_names import LayerNames
+from gt_passes.analysis.storages import Storages
+from gt_passes.contract import GraphPass, PassContext, PassReport
+from gt_passes.memory_policy.offload_choice import choose_offloaded
+from gt_passes.memory_policy.recomputability import Recomputability
+from gt_passes.memory_policy.saved_tensor_policy import (
+    EXPENSIVE_OPERATORS,
+    SavedTensorPolicy,
+    is_gathered,
+)
+from gt_passes.registry import register_pass
+from gt_trace.node_metadata import read_annotation, write_annotation
+
+MemoryPolicyName = Literal["save_all", "selective", "full_recompute", "offload"]
+
+
+@register_pass
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TagSavedTensors(GraphPass):
+    """Tag each tensor that the forward makes and the backward reads: save, recompute or offload.
+
+    *Before*::
+
+        h = aten.mm(x, w)             # layers.0
+        a = aten.silu(h)              # layers.0
+        y = aten.mm(a, v)             # layers.0
+        ...                           # the backward reads h and a
+
+    *After*, policy selective: the same nodes, with h tagged ``save`` and a tagged ``recompute``.
+
+    What a view shares with its base is decided once, for both. See
+    ``gt_passes.memory_policy.saved_tensor_policy`` for how, and ``gt_passes.memory_policy.recomputability`` for what is never
+    recomputed. Nothing outside layers is recomputed or offloaded.
+
+    *Refuses*: nothing; what must not be recomputed is saved.
+
+    *Preserves numerics*: yes.
+    """
+
+    name: ClassVar[str] = "tag-saved-tensors"
+    preserves_numerics: ClassVar[bool] = True
+
+    policy: MemoryPolicyName = "save_all"
+    """save_all: tag nothing, which means to save everything.
+    selective: save what is expensive to compute again, where it is needed.
+    full_recompute: save the inputs of each layer.
+    offload: as selective, and copy what is saved in layers to host memory."""
+
+    saved_ops: tuple[SavedOpSelector, ...] = ()
+    """Results that are saved whatever the policy is, where they are needed."""
+
+    layers: str = "layers.*"
+    """Pattern of the names of the modules that are layers."""
+
+    expensive_operators: frozenset[str] = EXPENSIVE_OPERATORS
+    """What selective and offload save, by name without overload, as ``aten.mm``."""
+
+    recompute_collectives: bool = False
+    """Whether collectives inside layers, other than FSDP's, may run a second time in the backward.
+    It takes tensor-parallel gathered activations out of memory for up to as many bytes of
+    communication again. ``RecomputeTagged`` needs the same."""
+
+    host_budget_bytes: int | None = None
+    """Host memory that policy offload may fill; None for no limit."""
+
+    offload_min_bytes: int = 16 * 1024
+    """Smaller tensors are not offloaded."""
+
+    def run(self, graph_module: GraphModule, context: PassContext) -> PassReport:
+        """Tag saved tensors; see the class."""
+        if self.policy == "save_all":
+            return PassReport(changed=False)
+        storages = Storages(graph_module)
+        recomputability = Recomputability(
+            storages, recompute_collectives=self.recompute_collectives
+        )
+        layers = LayerNames(self.layers)
+        saved_operators = (
+            frozenset() if self.policy == "full_recompute" else self.expensive_operators
+        )
+        decisions = SavedTensorPolicy(
+            layers=layers, saved_operators=saved_operators, saved_selectors=self.saved_ops
+        ).decide(storages, recomputability)
+        tags = _tags(decisions, storages, recomputability)
+        if self.policy == "offload":
+            saved_in_layers = [
+                storage
+                for storage, residency in decisions.items()
+                if residency == "save" and layers.layer_of(storages.maker[storage]) is not None
+            ]
+            for choice in choose_offloaded(
+                saved_in_layers,
+                storages,
+                recomputability,
+                host_budget_bytes=self.host_budget_bytes,
+                min_bytes=self.offload_min_bytes,
+            ):
+                decisions[choice.storage] = "offload"
+                # The backward makes the views that it reads anew, from what comes back.
+                holders = recomputability.holders(choice.storage)
+                for view in holders[holders.index(choice.node) + 1 :]:
+                    if view not in recomputability.is_backward:
+                        tags[view] = "recompute"
+                tags[choice.node] = "offload"
+        changed = _write(tags)
+        counts = Counter(decisions.values())
+        return PassReport(
+            changed=changed,
+            counts={
+                f"tensors_{residency}": counts[residency]
+                for residency in ("save", "recompute", "offload")
+                if counts[residency]
+            },
+        )
+
+
+def _tags(
+    decisions: Mapping[int, Residency], storages: Storages, recomputability: Recomputability
+) -> dict[Node, Residency]:
+    """Which tag each node gets: that of its storages, and recompute if they differ."""
+    tags: dict[Node, Residency] = {}
+    for node in storages.nodes:
+        if node.op != "call_function" or node in recomputability.is_backward:
+            continue
+        held = storages.of(node)
+        wanted = {decisions[storage] for storage in held if storage in decisions}
+        if wanted:
+            tags[node] = "recompute" if "recompute" in wanted else "save"
+        elif held and not is_gathered(node) and all(is_gathered(storages.maker[s]) for s in held):
+            # A view of a gathered parameter: the backward makes its own, so that the parameter can
+            # be let go and gathered again in between.
+            tags[node] = "recompute"
+    return tags
+
+
+def _write(tags: Mapping[Node, Residency]) -> bool:
+    """Annotate the nodes; returns whether that said anything new."""
+    changed = False
+    for node, residency in tags.items():
+        annotation = ResidencyAnnotation(residency=residency)
+        if read_annotation(node, ResidencyAnnotation) != annotation:
+            write_annotation(node, annotation)
+            changed = True
+    return changed

@@ -1,0 +1,48 @@
+"""Whether the ranks of a group can read each other's memory, which async tensor parallelism needs.
+
+An object that passes ask, so that what they do is tested on machines without it.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from gt_passes._torch_compilation_internals import symmetric_memory_is_enabled
+from gt_passes._torch_internals import torch_group_ranks
+
+
+class SymmetricMemory(Protocol):
+    """Knows which groups have symmetric memory."""
+
+    def reason_against(self, group_name: str) -> str | None:
+        """Why a group cannot use symmetric memory, in words; None if it can."""
+        ...
+
+
+class SymmetricMemoryHere:
+    """What this process sees of this machine."""
+
+    def reason_against(self, group_name: str) -> str | None:
+        """Ask CUDA and torch's registry of groups."""
+        if not torch.cuda.is_available():
+            return "this machine has no CUDA"
+        ranks = torch_group_ranks(group_name)
+        if ranks is None:
+            return f"this process knows no group {group_name!r}"
+        num_devices = torch.cuda.device_count()
+        hosts = {rank // num_devices for rank in ranks}
+        if len(hosts) > 1:
+            return (
+                f"the group {group_name!r} spans {len(hosts)} hosts of {num_devices} GPUs, and "
+                "symmetric memory is that of one"
+            )
+        here = torch.cuda.current_device()
+        others = [rank % num_devices for rank in ranks if rank % num_devices != here]
+        unreachable = [n for n in others if not torch.cuda.can_device_access_peer(here, n)]
+        if unreachable:
+            return f"GPU {here} cannot access the memory of GPU {unreachable[0]}"
+        if not symmetric_memory_is_enabled(group_name):
+            return f"symmetric memory is not enabled for the group {group_name!r}"
+        return None

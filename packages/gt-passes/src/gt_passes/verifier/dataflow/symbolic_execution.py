@@ -1,0 +1,336 @@
+"""Symbolic execution of a graph: the value of every node, in the order in which they run.
+
+Values are numbers of definitions (``gt_passes.verifier.dataflow.value_table``). Operators that only move elements are
+followed by their rules (``gt_passes.verifier.dataflow.operator_dataflow``), memory that is written to is kept up to
+date (``gt_passes.verifier.dataflow.memory_contents``), and what a node does besides making its result is chained:
+each random draw is known by all draws before it, each unknown operator by all before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from gt_passes._torch_internals import OpOverload, value_of
+from gt_passes.analysis.aliasing import shared_nodes, written_nodes
+from gt_passes.analysis.collectives import is_pure_collective
+from gt_passes.analysis.graph_scan import GraphScan, NodeCall
+from gt_passes.analysis.operator_effects import reads_only_metadata
+from gt_passes.analysis.written_memory import memories_written
+from gt_passes.verifier.dataflow.flat_contents import Piece
+from gt_passes.verifier.dataflow.memory_contents import MemoryContents
+from gt_passes.verifier.dataflow.operator_dataflow import apply_rule
+from gt_passes.verifier.dataflow.value_table import (
+    Definition,
+    OtherValue,
+    TensorValue,
+    Value,
+    ValueTable,
+    frozen_literal,
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _SameObject:
+    """A constant of the graph: equal only to itself. Keeps it alive, and its identity with it."""
+
+    value: object
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _SameObject) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+    def __repr__(self) -> str:
+        return f"a constant of type {type(self.value).__name__}"
+
+
+class SymbolicExecution:
+    """One graph, executed once, on numbered values.
+
+    Args:
+        scan: of the graph.
+        table: numbers values.
+        same_groups: by name of a process group, the one as which it counts.
+        before: the execution, in the same table, of an earlier state of the same graph: what a
+            node computed there need not be worked out again where nothing about it changed.
+    """
+
+    def __init__(
+        self,
+        scan: GraphScan,
+        *,
+        table: ValueTable,
+        same_groups: Mapping[str, str],
+        before: SymbolicExecution | None = None,
+    ) -> None:
+        self.table: ValueTable = table
+        assert before is None or before.table is table, "numbers of two tables cannot be compared"
+        self.outputs: list[int] = []
+        self.output_names: list[str] = []
+        self.left_in_inputs: dict[str, int] = {}
+        self.draws = self.unknown_calls = self.messages = table.number(("start",))
+        self.checks: set[int] = set()
+        self._before = before
+        self._names: dict[int, str] = {}  # of what is not in self._values
+        self._scan = scan
+        self._graph_module = scan.graph_module
+        self._values: dict[Node, Value] = {}
+        self._same_groups = same_groups
+        self._launches = frozenset(scan.launches)
+        self._barriers = frozenset(scan.barriers)
+        self._random = frozenset(scan.random)
+        self._effects = frozenset(scan.effects)
+        self._writers = frozenset(scan.writers)
+        class_of = {
+            member: index
+            for index, memory in enumerate(memories_written(scan))
+            for member in memory.members
+        }
+        self._memory = MemoryContents(table=table, class_of=class_of, view_of=self._value_of_call)
+        self._written_inputs = [
+            node
+            for node in self._graph_module.graph.find_nodes(op="placeholder")
+            if node in class_of
+        ]
+        self._unusual = (
+            self._barriers | self._random | self._effects | self._writers | class_of.keys()
+        )
+        if same_groups:
+            self._unusual |= self._launches
+        self._messages = {
+            node
+            for node in scan.launches
+            if not is_pure_collective(node) and node not in self._writers
+        }
+        self._unusual |= self._messages
+        table.begin_graph()
+
+    def names(self) -> dict[int, str]:
+        """A node for each value, and for what it is made of."""
+        names: dict[int, str] = {}
+        for node, value in self._values.items():
+            _name(names, value, node)
+        return {**self._names, **names}
+
+    def run(self) -> None:
+        """Walk the graph."""
+        values, results = self._values, self.table.results
+        calls = self._scan.calls
+        old_calls: Mapping[Node, NodeCall] = {}
+        old_values: Mapping[Node, Value] = {}
+        if self._before is not None:
+            old_calls, old_values = self._before._scan.calls, self._before._values
+            self._before = None  # nor what it remembers itself
+        position = 0
+        for node in self._graph_module.graph.nodes:
+            if node.op == "call_function":
+                if node in self._unusual:
+                    self._visit_unusual(node)
+                    continue
+                value = old_values.get(node)
+                if (
+                    type(value) is TensorValue
+                    and _is_same_call(calls[node], old_calls[node])
+                    and all(
+                        (known := values.get(source)) is not None
+                        and known is old_values.get(source)
+                        for source in node.all_input_nodes
+                    )
+                ):
+                    values[node] = value
+                    continue
+                definition = self._definition(node, self._load)
+                value = results.get(definition)
+                if value is None or type(value) is OtherValue:
+                    value = results[definition] = self._compute(node, definition, self._load)
+                values[node] = value
+            elif node.op == "placeholder":
+                self._define(node, ("input", (int, position), str(node.target)))
+                position += 1
+            elif node.op == "get_attr":
+                constant = _attribute(self._graph_module, node)
+                self._define(node, ("constant", _SameObject(constant)))
+            elif node.op == "output":
+                self._visit_output(node)
+
+    def _define(self, node: Node, definition: Definition) -> None:
+        value = self.table.result(definition, value_of(node))
+        recorded = value_of(node)
+        if isinstance(recorded, torch.SymInt):
+            self.table.bind_size(recorded, value)
+        self._set(node, value)
+
+    def _set(self, node: Node, value: Value) -> None:
+        """A node made a value of its own."""
+        if node in self._memory.class_of:
+            _name(self._names, value, node)
+            self._memory.allocate(node, value)
+        else:
+            self._values[node] = value
+
+    def _load(self, node: Node) -> Value:
+        value = self._values.get(node)
+        return self._memory.read(node) if value is None else value
+
+    def _definition(self, node: Node, load: Callable[[Node], Value]) -> Definition:
+        """A call on numbered values."""
+
+        def frozen(argument: Any) -> Hashable:
+            kind = type(argument)
+            if kind is Node:
+                return load(argument).number
+            if kind is int or kind is bool:
+                return (kind, argument)
+            if isinstance(argument, (tuple, list)):
+                return ("list", *map(frozen, argument))
+            if isinstance(argument, slice):
+                return ("slice", *map(frozen, (argument.start, argument.stop, argument.step)))
+            if isinstance(argument, dict):
+                return ("dict", *((key, frozen(item)) for key, item in argument.items()))
+            return frozen_literal(argument)
+
+        arguments = tuple(map(frozen, node.args))
+        kwargs = node.kwargs
+        if kwargs:
+            arguments += tuple((name, frozen(kwargs[name])) for name in sorted(kwargs))
+        if node in self._launches and self._same_groups:
+            arguments = tuple(
+                self._group_of(item) if isinstance(item, str) else item for item in arguments
+            )
+        return ("call", node.target, *arguments)
+
+    def _group_of(self, name: str) -> str:
+        return self._same_groups.get(name, name)
+
+    def _value_of_call(self, node: Node, load: Callable[[Node], Value]) -> Value:
+        return self._compute(node, self._definition(node, load), load)
+
+    def _compute(self, node: Node, definition: Definition, load: Callable[[Node], Value]) -> Value:
+        """The value of a call: by the rule of its operator, or a new one."""
+        recorded = value_of(node)
+        if isinstance(recorded, torch.SymInt):
+            if reads_only_metadata(node) or not isinstance(node.target, OpOverload):
+                made = apply_rule(self.table, node, load, self._group_of)  # an item of a tuple
+                if made is None:
+                    return self.table.size(recorded)
+            else:
+                made = self.table.result(definition, recorded)
+            self.table.bind_size(recorded, made)
+            return made
+        value = apply_rule(self.table, node, load, self._group_of)
+        return self.table.result(definition, recorded) if value is None else value
+
+    def _visit_unusual(self, node: Node) -> None:
+        definition = self._definition(node, self._load)
+        if node in self._barriers:
+            # It may do anything, also read parameters and buffers: what was done to them before it,
+            # and which draws came before it, is part of what it is.
+            definition = ("unknown", *definition, self.unknown_calls, self.draws, *self._written())
+            self.unknown_calls = self.draws = self.table.number(definition)
+        elif node in self._random:
+            definition = ("draw", *definition, self.draws)
+            self.draws = self.table.number(definition)
+        elif node in self._messages:
+            definition = ("message", *definition, self.messages)
+            self.messages = self.table.number(definition)
+        if node in self._effects:
+            self.checks.add(self.table.number(definition))
+        if node in self._writers:
+            self._visit_writer(node, definition)
+            return
+        sources = [source for source in shared_nodes(node) if source in self._memory.class_of]
+        if sources and node in self._memory.class_of:
+            self._memory.share(node, sources)
+            _name(self._names, self._load(node), node)
+        elif definition[0] == "call":
+            self._set(node, self._compute(node, definition, self._load))
+        else:
+            self._set(node, self.table.result(definition, value_of(node)))
+
+    def _visit_writer(self, node: Node, definition: Definition) -> None:
+        written = list(dict.fromkeys(written_nodes(node)))
+        number = self.table.number(definition)
+        result = value_of(node)
+        if node in self._barriers and not isinstance(node.target, OpOverload):
+            for argument in written:
+                self._memory.clobber(argument, number)
+            self._set(node, self.table.result(("result", number), result))
+            return
+        held = None
+        if len(written) == 1 and definition[0] == "call":
+            held = apply_rule(self.table, node, self._load, self._group_of)
+        values = [
+            held or self.table.result(("after", number, (int, index)), value_of(argument))
+            for index, argument in enumerate(written)
+        ]
+        for argument, value in zip(written, values, strict=True):
+            self._memory.write(argument, value)
+        if len(written) == 1 and isinstance(result, torch.Tensor) and _returns_argument(node):
+            self._memory.rename(node, written[0])
+            _name(self._names, self._load(node), node)
+        else:
+            self._set(node, self.table.result(("result", number), result))
+
+    def _written(self) -> list[int]:
+        """What the inputs hold now that are written to at some time."""
+        return [self._memory.read(node).number for node in self._written_inputs]
+
+    def _visit_output(self, node: Node) -> None:
+        (results,) = node.args
+
+        def visit(result: Any) -> None:
+            if isinstance(result, (tuple, list)):
+                for item in result:
+                    visit(item)
+            elif isinstance(result, dict):
+                for item in result.values():
+                    visit(item)
+            elif isinstance(result, Node):
+                self.outputs.append(self._load(result).number)
+                self.output_names.append(result.name)
+            else:
+                self.outputs.append(self.table.number(("literal", frozen_literal(result))))
+                self.output_names.append(repr(result))
+
+        visit(results)
+        for placeholder in self._graph_module.graph.find_nodes(op="placeholder"):
+            self.left_in_inputs[str(placeholder.target)] = self._load(placeholder).number
+
+
+def _is_same_call(call: NodeCall, old: NodeCall) -> bool:
+    return (
+        call.args is old.args
+        and call.value is old.value
+        and call.target is old.target
+        and call.kwargs is old.kwargs
+    )
+
+
+def _name(names: dict[int, str], value: Value, node: Node) -> None:
+    """Remember a node for a value, and for what it is made of, unless there is one."""
+    names.setdefault(value.number, node.name)
+    if type(value) is TensorValue and len(value.contents) == 1:
+        item = value.contents[0]
+        if type(item) is Piece:
+            names.setdefault(item.atom, node.name)
+
+
+def _returns_argument(node: Node) -> bool:
+    """Whether the one result of a node is the argument that it wrote."""
+    assert isinstance(node.target, OpOverload)  # others are barriers
+    returns = node.target._schema.returns
+    alias = returns[0].alias_info if len(returns) == 1 else None
+    return alias is not None and alias.is_write
+
+
+def _attribute(graph_module: GraphModule, node: Node) -> object:
+    value: object = graph_module
+    for part in str(node.target).split("."):
+        value = getattr(value, part, None)
+    return value

@@ -1,0 +1,324 @@
+"""Global value numbering: equal computations have equal numbers, in all graphs of one table.
+
+A *definition* says how a value comes about: an operator applied to numbered values, an input, a
+piece of memory after a write. Equal definitions get one number, so that two graphs compute the same
+value exactly where the numbers are equal, whatever their nodes are called and in which order they
+stand. Numbering of this kind is what optimizers use to find equal expressions (Click, "Global Code
+Motion, Global Value Numbering", PLDI 1995); here it compares a graph before and after a pass.
+
+The value of a tensor is its shape and its contents (``gt_passes.verifier.dataflow.flat_contents``) over *atoms*, the
+numbers of what operators computed. Strides are no part of a value.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from gt_passes.analysis.tensor_signature import TensorSignature, signature
+from gt_passes.verifier.dataflow.flat_contents import (
+    Column,
+    Contents,
+    Piece,
+    Rows,
+    atoms_of,
+    columns_of,
+    merged_dims,
+    num_elements,
+    strides_for_shape,
+    whole,
+)
+
+Definition = tuple[Hashable, ...]
+"""A tag and what it is about. A bare int inside is the number of a value; other integers stand in
+pairs with their type, see ``frozen_literal``. In the definitions of tensors only atoms are numbers.
+"""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorValue:
+    """A tensor whose sizes are all known."""
+
+    number: int
+    shape: tuple[int, ...]
+    contents: Contents
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TupleValue:
+    """Several results of one operator."""
+
+    number: int
+    items: tuple[Value, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OtherValue:
+    """A size, a number, a subgraph, or a tensor with symbolic sizes: known by its number only."""
+
+    number: int
+
+
+Value = TensorValue | TupleValue | OtherValue
+
+
+_SYMBOL = re.compile(r"\b[a-z]+\d+\b")
+"""PyTorch names symbols ``s0`` or ``u0``."""
+
+
+Arguments = Sequence[Any]
+"""Of a call, one for each argument of the schema: values, constants, and lists of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class _SymbolicTensor:
+    """A tensor with symbolic sizes: a view of what some operator computed."""
+
+    base: int
+    base_signature: Hashable
+    signature: Hashable
+
+
+@dataclass(slots=True)
+class ValueTable:
+    """The numbers of all values seen so far. Grows only; use one for one run of a pipeline."""
+
+    definitions: list[Definition] = field(default_factory=list)
+    """By number."""
+
+    results: dict[Hashable, Value] = field(default_factory=dict)
+    """What a call of an operator on numbered values gave, so that it is worked out once."""
+
+    _numbers: dict[Definition, int] = field(default_factory=dict)
+    _tensors: dict[int, TensorValue] = field(default_factory=dict)
+    _numels: dict[int, int] = field(default_factory=dict)
+    _dtypes: dict[int, torch.dtype] = field(default_factory=dict)
+    _symbolic: dict[int, _SymbolicTensor] = field(default_factory=dict)
+    _symbols: dict[str, int] = field(default_factory=dict)
+    """Of the graph at hand: which value made a symbolic size, by the name of the symbol."""
+
+    _num_memories: int = 0
+
+    def number(self, definition: Definition) -> int:
+        """The number of what is defined so."""
+        known = self._numbers.get(definition)
+        if known is None:
+            known = self._numbers[definition] = len(self.definitions)
+            self.definitions.append(definition)
+        return known
+
+    def atom(self, definition: Definition, *, numel: int, dtype: torch.dtype) -> int:
+        """The number of a computed value with that many elements."""
+        number = self.number(definition)
+        self._numels[number] = numel
+        self._dtypes[number] = dtype
+        return number
+
+    def memory(self, *, numel: int, dtype: torch.dtype) -> int:
+        """A number for memory that can be written to: of this one, and of no other."""
+        self._num_memories += 1
+        return self.atom(("memory", (int, self._num_memories)), numel=numel, dtype=dtype)
+
+    def numel_of(self, atom: int) -> int:
+        """Number of elements of an atom."""
+        return self._numels[atom]
+
+    def dtype_of(self, value: TensorValue) -> torch.dtype | None:
+        """The dtype of a tensor; None if it has no elements."""
+        for atom in atoms_of(value.contents):
+            return self._dtypes[atom]
+        return None
+
+    def tensor(self, shape: tuple[int, ...], contents: Contents) -> TensorValue:
+        """The tensor of that shape with those contents."""
+        atom = self._whole_atom(contents)
+        if atom is not None:
+            contents = self.parts_of_joined(atom) or contents
+        number = self.number(("tensor", shape, contents))
+        value = self._tensors.get(number)
+        if value is None:
+            value = self._tensors[number] = TensorValue(number, shape, contents)
+        return value
+
+    def joined_atom(self, contents: Contents) -> int:
+        """One atom that stands for contents, where a piece of it cannot be described exactly."""
+        atom = self._whole_atom(contents)
+        if atom is not None:
+            return atom
+        dtype = next((self._dtypes[atom] for atom in atoms_of(contents)), torch.float32)
+        return self.atom(("joined", contents), numel=num_elements(contents), dtype=dtype)
+
+    def _whole_atom(self, contents: Contents) -> int | None:
+        """The atom that the contents are all of, in its order; None for other contents."""
+        if len(contents) != 1 or not isinstance(contents[0], Piece):
+            return None
+        atom = contents[0].atom
+        return atom if contents == whole(atom, self._numels[atom]) else None
+
+    def parts_of_joined(self, atom: int) -> Contents | None:
+        """What a joined atom stands for; None for other atoms."""
+        definition = self.definitions[atom]
+        return definition[1] if definition[0] == "joined" else None  # type: ignore[return-value]
+
+    def map_atoms(self, contents: Contents, function: Callable[[int], int]) -> Contents:
+        """The same pieces of other atoms; reaches into joined ones."""
+
+        def mapped_atom(atom: int) -> int:
+            parts = self.parts_of_joined(atom)
+            if parts is None:
+                return function(atom)
+            return self.joined_atom(self.map_atoms(parts, function))
+
+        def mapped(piece: Piece) -> Piece:
+            return Piece(mapped_atom(piece.atom), piece.offset, piece.dims)
+
+        return tuple(
+            mapped(item)
+            if isinstance(item, Piece)
+            else Rows(
+                item.num_rows,
+                tuple(Column(mapped(first), row_stride) for first, row_stride in item.columns),
+            )
+            for item in contents
+        )
+
+    def strided(self, value: TensorValue) -> tuple[int, int, tuple[int, ...]]:
+        """A tensor as atom, offset and strides in elements; exact for every tensor with elements.
+
+        Contents that are not a strided part of one atom become an atom of their own.
+        """
+        if len(value.contents) == 1 and isinstance(value.contents[0], Piece):
+            piece = value.contents[0]
+            strides = strides_for_shape(value.shape, piece.dims)
+            if strides is not None:
+                return piece.atom, piece.offset, strides
+        atom = self.joined_atom(value.contents)
+        steps = [math.prod(value.shape[dim + 1 :]) for dim in range(len(value.shape))]
+        return atom, 0, tuple(steps)
+
+    def from_strides(
+        self, atom: int, offset: int, shape: tuple[int, ...], strides: tuple[int, ...]
+    ) -> TensorValue:
+        """The tensor that walks an atom with these strides."""
+        if 0 in shape:
+            return self.tensor(shape, ())
+        dims = merged_dims(zip(shape, strides, strict=True))
+        return self.tensor(shape, (Piece(atom, offset, dims),))
+
+    def columns(self, contents: Contents, count: int) -> tuple[Column, ...]:
+        """The contents as equal rows; of one joined atom where no shorter description is exact."""
+        columns = columns_of(contents, count)
+        if columns is None:
+            atom = self.joined_atom(contents)
+            columns = columns_of(whole(atom, self._numels[atom]), count)
+            assert columns is not None  # rows divide the elements
+        return columns
+
+    def result(self, definition: Definition, recorded: object) -> Value:
+        """The value that something unknown computed, with the structure of what was recorded."""
+        if isinstance(recorded, torch.Tensor):
+            return self._opaque_tensor(definition, recorded)
+        if isinstance(recorded, (tuple, list)):
+            number = self.number(definition)
+            items = tuple(
+                self.result(("item", number, (int, index)), item)
+                for index, item in enumerate(recorded)
+            )
+            return TupleValue(number, items)
+        return OtherValue(self.number(definition))
+
+    def bind_size(self, recorded: torch.SymInt, value: Value) -> None:
+        """A symbolic size that ``value`` made: later sizes are known by it."""
+        self._symbols.setdefault(str(recorded.node.expr), value.number)
+
+    def size(self, recorded: torch.SymInt) -> OtherValue:
+        """A size that was read or worked out: its expression in what made its symbols."""
+        text = str(recorded.node.expr)
+        maker = self._symbols.get(text)
+        if maker is not None:
+            return OtherValue(maker)
+        return OtherValue(self.number(("size", self._canonical_text(text))))
+
+    def begin_graph(self) -> None:
+        """From now on symbols are those of another graph."""
+        self._symbols.clear()
+
+    def tuple_of(self, items: tuple[Value, ...]) -> TupleValue:
+        """Several values together."""
+        return TupleValue(self.number(("tuple", *(item.number for item in items))), items)
+
+    def symbolic_view(self, source: OtherValue, recorded: object) -> Value | None:
+        """A view of a tensor with symbolic sizes, told apart by its sizes, strides and offset.
+
+        A chain of views that ends where it began is the tensor that it began with.
+        """
+        known = self._symbolic.get(source.number)
+        if known is None or not isinstance(recorded, torch.Tensor):
+            return None
+        signed = self._canonical(recorded)
+        if signed == known.base_signature:
+            return OtherValue(known.base)
+        value = self.result(("view", known.base, signed), recorded)
+        if isinstance(value, OtherValue):
+            self._symbolic[value.number] = _SymbolicTensor(known.base, known.base_signature, signed)
+        return value
+
+    def symbolic_copy(self, source: OtherValue, recorded: object) -> Value | None:
+        """A copy of a tensor with symbolic sizes: the same, unless its strides or dtype differ."""
+        known = self._symbolic.get(source.number)
+        if known is None or not isinstance(recorded, torch.Tensor):
+            return None
+        signed = self._canonical(recorded)
+        if signed == known.signature:
+            return source
+        return self.result(("copy", source.number, signed), recorded)
+
+    def _opaque_tensor(self, definition: Definition, recorded: torch.Tensor) -> Value:
+        shape = tuple(recorded.shape)
+        if all(type(size) is int for size in shape):
+            numel = math.prod(shape)
+            atom = self.atom(definition, numel=numel, dtype=recorded.dtype)
+            return self.tensor(shape, whole(atom, numel))
+        number = self.number(definition)
+        if number not in self._symbolic:
+            signed = self._canonical(recorded)
+            self._symbolic[number] = _SymbolicTensor(number, signed, signed)
+        return OtherValue(number)
+
+    def _canonical(self, recorded: torch.Tensor) -> Hashable:
+        """A signature without its device, and with symbols by the values that made them."""
+        signed = signature(recorded)
+        assert isinstance(signed, TensorSignature)  # what a tensor has
+        return self._canonical_text(str(signed._replace(device=None)))  # type: ignore[arg-type]  # text only
+
+    def _canonical_text(self, text: str) -> str:
+        return _SYMBOL.sub(self._canonical_symbol, text)
+
+    def _canonical_symbol(self, match: re.Match[str]) -> str:
+        maker = self._symbols.get(match[0])
+        return match[0] if maker is None else f"value{maker}"
+
+
+def frozen_literal(argument: object) -> Hashable:
+    """A constant argument as part of a definition, never confused with the number of a value."""
+    if isinstance(argument, float):
+        return (float, argument.hex())  # NaN is itself, and -0.0 is not 0.0
+    if isinstance(argument, (str, torch.dtype, torch.device)) or argument is None:
+        return argument
+    if isinstance(argument, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return (type(argument), str(argument.node.expr))
+    try:
+        hash(argument)
+    except TypeError:
+        return (type(argument), repr(argument))
+    return (type(argument), argument)
+
+
+Rule = Callable[[ValueTable, Arguments, Any], Value | None]
+"""What an operator does: from its arguments, and what was recorded for the call, to its value. None
+where the rule does not apply."""

@@ -1,0 +1,197 @@
+"""Verification of one graph while passes change it.
+
+After a pass, what it did not touch is as right as it was: only nodes that changed and their users
+are propagated again, and the order is only looked at where it changed. What cannot be seen that
+way, because a pass wrote into a recorded value in place, is seen at the end, when everything is
+verified once more.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+
+from torch.fx import GraphModule, Node
+
+from gt_passes._torch_internals import OpOverload
+from gt_passes.analysis.collectives import is_pure_collective
+from gt_passes.analysis.graph_scan import GraphScan
+from gt_passes.contract import GraphPass
+from gt_passes.graph_problem import GraphProblem
+from gt_passes.verifier.barrier_order import find_barrier_problems
+from gt_passes.verifier.collective_races import find_race_problems
+from gt_passes.verifier.collective_waits import find_repeated_waits
+from gt_passes.verifier.dataflow.check_dataflow import Dataflow
+from gt_passes.verifier.dataflow.value_table import ValueTable
+from gt_passes.verifier.declared_bounds import (
+    Traffic,
+    find_removal_problems,
+    find_traffic_problems,
+    traffic_of,
+)
+from gt_passes.verifier.memory_order import MemoryOrder, find_memory_order_problems
+from gt_passes.verifier.repropagation import UnverifiedNode
+from gt_passes.verifier.verifier import GraphInterface, Verifier
+
+
+class VerificationSession:
+    """Verifies a graph as captured, after each pass, and completely at the end.
+
+    Args:
+        graph_module: as captured; its inputs and outputs are what passes must keep.
+        passes: that will run, in order.
+        same_groups: as ``PassContext.same_groups``.
+    """
+
+    def __init__(
+        self,
+        graph_module: GraphModule,
+        *,
+        passes: Sequence[GraphPass],
+        same_groups: Mapping[str, str],
+    ) -> None:
+        self._graph_module = graph_module
+        self._passes = passes
+        self._same_groups = same_groups
+        self._verifier = Verifier()
+        self._interface = GraphInterface.of(graph_module)
+        self._scan = self._verifier.scan(graph_module)
+        self._tolerated = frozenset(find_repeated_waits(self._scan))
+        self._values = ValueTable()
+        self._order: MemoryOrder | None = None
+        self._traffic: Mapping[Node, Traffic] = {}
+        self._dataflow: Dataflow | None = None  # of the graph as it is, where a pass must keep it
+        self.unverified: tuple[UnverifiedNode, ...] = ()
+        """Of the latest complete verification: what could not be re-propagated."""
+
+        self.is_unchanged = False
+        """Whether the latest pass that was verified left the graph as it was."""
+
+    def verify_capture(self) -> tuple[GraphProblem, ...]:
+        """Everything that can be said of the graph before any pass."""
+        problems = self._verify_completely(self._scan)
+        if not problems:
+            self._note(position=-1)
+        return problems
+
+    def verify_completely(self) -> tuple[GraphProblem, ...]:
+        """Everything that can be said of the graph as it is now, whatever was verified before."""
+        return self._verify_completely(self._verifier.scan(self._graph_module))
+
+    def _verify_completely(self, scan: GraphScan) -> tuple[GraphProblem, ...]:
+        report = self._verifier.verify(
+            self._graph_module,
+            interface=self._interface,
+            tolerated_waits=self._tolerated,
+            scan=scan,
+        )
+        self.unverified = report.unverified
+        return report.problems
+
+    def verify_pass(self, position: int) -> tuple[GraphProblem, ...]:
+        """What the pass at ``position`` did wrong to the graph; it has just run."""
+        before, old_order, old_dataflow = self._scan, self._order, self._dataflow
+        old_traffic = self._traffic
+        self.is_unchanged = before.still_holds()
+        if self.is_unchanged:
+            self._note(position)
+            return ()
+        after = self._verifier.scan(self._graph_module)
+        self._scan, self._order, self._dataflow = after, None, None
+        problems = self._verifier.find_new_problems(
+            before, after, interface=self._interface, tolerated_waits=self._tolerated
+        )
+        if problems:
+            return problems
+        self._note(position, old_order, old_dataflow)
+        graph_pass = self._passes[position]
+        return tuple(
+            self._change_problems(graph_pass, before, old_order, old_traffic, old_dataflow)
+        )
+
+    def _change_problems(
+        self,
+        graph_pass: GraphPass,
+        before: GraphScan,
+        old_order: MemoryOrder | None,
+        old_traffic: Mapping[Node, Traffic],
+        old_dataflow: Dataflow | None,
+    ) -> Iterator[GraphProblem]:
+        """What differs from the graph before, in ways that the pass must not have changed."""
+        assert self._order is not None  # _note has made it
+        assert old_order is not None
+        yield from find_removal_problems(graph_pass, before, self._scan)
+        yield from find_race_problems(self._order)
+        yield from find_barrier_problems(before, self._scan)
+        yield from find_traffic_problems(
+            graph_pass,
+            before,
+            self._scan,
+            traffic_before=old_traffic,
+            traffic_after=self._traffic,
+        )
+        if graph_pass.keeps_dataflow:
+            assert old_dataflow is not None
+            assert self._dataflow is not None
+            yield from old_dataflow.find_differences(self._dataflow)
+        elif not _hands_code_over(before, self._scan):
+            # The dataflow knows what memory holds. Without it, the order of reads and writes is
+            # all that can be compared; of code inside compiled or recorded regions, not even that.
+            yield from find_memory_order_problems(old_order, self._order)
+
+    def _note(
+        self,
+        position: int,
+        old_order: MemoryOrder | None = None,
+        old_dataflow: Dataflow | None = None,
+    ) -> None:
+        """What the checks after the next pass will compare with."""
+        if self._order is None:
+            self._order = MemoryOrder.of(self._scan)
+            self._traffic = traffic_of(self._scan, same_groups=self._same_groups)
+        near = self._passes[max(position, 0) : position + 2]
+        if old_order is not None and _computes_the_same(old_order, self._order):
+            self._dataflow = old_dataflow
+        if self._dataflow is None and any(each.keeps_dataflow for each in near):
+            self._dataflow = Dataflow.of(
+                self._graph_module,
+                table=self._values,
+                scan=self._scan,
+                same_groups=self._same_groups,
+                before=old_dataflow,
+            )
+
+
+def _computes_the_same(before: MemoryOrder, after: MemoryOrder) -> bool:
+    """Whether a graph is another order of the same calls, and no call can tell.
+
+    Calls that did nothing besides making their result may be gone, since nobody reads it.
+
+    The dataflow is then the same, and need not be followed again.
+    """
+    old, new = before.scan, after.scan
+    return (
+        not any(True for _ in new.changed_nodes(old))
+        and old.writers == new.writers
+        and old.effects == new.effects
+        and before.overwritten == after.overwritten
+        and before.left_behind == after.left_behind
+        and old.random == new.random
+        and old.barriers == new.barriers
+        and _messages(old) == _messages(new)
+    )
+
+
+def _messages(scan: GraphScan) -> list[Node]:
+    return [launch for launch in scan.launches if not is_pure_collective(launch)]
+
+
+def _hands_code_over(before: GraphScan, after: GraphScan) -> bool:
+    """Whether a pass put calls into the graph that stand for code that was nodes before."""
+    return any(
+        node.op in ("call_function", "get_attr")
+        and node not in before.calls
+        and not isinstance(call.target, OpOverload)
+        and call.target is not operator.getitem
+        for node, call in after.calls.items()
+    )

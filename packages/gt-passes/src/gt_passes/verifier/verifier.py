@@ -1,0 +1,255 @@
+"""The verifier: reads off a graph whether it can still be right.
+
+It checks that the graph is well-formed SSA in execution order, that its inputs and outputs are
+those of the capture, that fake re-propagation gives every recorded shape, stride, dtype and device,
+that every collective is waited for once and read only then, and that nothing races with a
+collective in flight. What needs the graph before a pass is in ``gt_passes.verifier.verification_session``,
+what needs the graphs of other ranks in ``gt_passes.verifier.collective_order``.
+
+XLA verifies around its passes even in release builds, and MLIR after every pass, for the reason
+that stands here too: a pass that breaks a graph is found at that pass, not in a loss curve.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+
+from gt_passes._torch_internals import fake_mode_of, value_of
+from gt_passes.analysis.graph_scan import GraphScan, GraphScanner
+from gt_passes.analysis.tensor_signature import describe, signature
+from gt_passes.errors import GraphInputError
+from gt_passes.graph_problem import GraphProblem
+from gt_passes.verifier.collective_races import find_race_problems
+from gt_passes.verifier.collective_waits import find_wait_problems
+from gt_passes.verifier.memory_order import MemoryOrder
+from gt_passes.verifier.repropagation import Repropagator, UnverifiedNode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerificationReport:
+    """What the verifier found, as data."""
+
+    problems: tuple[GraphProblem, ...]
+    """Empty when nothing is wrong."""
+
+    unverified: tuple[UnverifiedNode, ...]
+    """Nodes about which re-propagation says nothing, because their operator cannot be run on fake
+    values. Not an error, and never silent."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphInterface:
+    """What a graph takes and gives. Passes leave it alone: the caller binds by position."""
+
+    placeholders: tuple[tuple[str, Hashable], ...]
+    """Target and signature of each input."""
+
+    outputs: tuple[Hashable, ...]
+    """Signature of each output."""
+
+    @classmethod
+    def of(cls, graph_module: GraphModule) -> GraphInterface:
+        """The interface of a graph as it is now."""
+        find_nodes = graph_module.graph.find_nodes
+        placeholders = tuple(
+            (str(node.target), signature(value_of(node))) for node in find_nodes(op="placeholder")
+        )
+        results: list[Node] = []
+        for node in find_nodes(op="output"):
+            map_arg(node.args, results.append)  # every occurrence, unlike all_input_nodes
+        return cls(
+            placeholders=placeholders,
+            outputs=tuple(signature(value_of(result)) for result in results),
+        )
+
+    def find_differences(self, now: GraphInterface) -> Iterator[GraphProblem]:
+        """Yield a problem for each way in which ``now`` is not this interface."""
+        yield from _sequence_differences("input", self.placeholders, now.placeholders)
+        yield from _sequence_differences("output", self.outputs, now.outputs)
+
+
+@dataclass(slots=True)
+class Verifier:
+    """Verifies graphs, and remembers what operators answer from one to the next.
+
+    ::
+
+        report = Verifier().verify(graph_module)
+        assert not report.problems, report.problems
+    """
+
+    _repropagator: Repropagator = field(default_factory=Repropagator)
+    _scanner: GraphScanner = field(default_factory=GraphScanner)
+
+    def scan(self, graph_module: GraphModule) -> GraphScan:
+        """The graph as it is now, for ``find_new_problems``."""
+        return self._scanner.scan(graph_module)
+
+    def verify(
+        self,
+        graph_module: GraphModule,
+        *,
+        interface: GraphInterface | None = None,
+        tolerated_waits: Collection[Node] = (),
+        scan: GraphScan | None = None,
+    ) -> VerificationReport:
+        """Check a graph completely; changes nothing.
+
+        Args:
+            graph_module: with fake values in ``node.meta["val"]``.
+            interface: what the graph must take and give; None to accept what it does.
+            tolerated_waits: waits that may be one too many, because the captured program has them.
+            scan: of the graph as it is now, if there is one already.
+
+        Raises:
+            GraphInputError: the graph has no fake values at all.
+        """
+        fake_mode = fake_mode_of(graph_module)
+        if fake_mode is None:
+            raise GraphInputError(
+                'no node has a fake tensor in node.meta["val"]: trace with fake tensors '
+                '(make_fx(..., tracing_mode="fake"))'
+            )
+        if scan is None:
+            scan = self.scan(graph_module)
+        problems = list(_structure_problems(graph_module))
+        is_well_formed = not problems
+        if interface is not None:
+            problems += interface.find_differences(GraphInterface.of(graph_module))
+        problems += self._repropagator.find_problems(scan, fake_mode)
+        problems += find_wait_problems(scan, tolerated=tolerated_waits)
+        if is_well_formed:
+            problems += find_race_problems(MemoryOrder.of(scan))
+        return VerificationReport(
+            problems=tuple(problems), unverified=tuple(self._repropagator.unverified)
+        )
+
+    def find_new_problems(
+        self,
+        before: GraphScan,
+        after: GraphScan,
+        *,
+        interface: GraphInterface,
+        tolerated_waits: Collection[Node] = (),
+    ) -> tuple[GraphProblem, ...]:
+        """Check what changed in a graph that was right before, and what that reaches.
+
+        Args:
+            before: scan of the graph when it was last verified.
+            after: scan of the graph now.
+            interface: what the graph must take and give.
+            tolerated_waits: as for ``verify``.
+        """
+        graph_module = after.graph_module
+        fake_mode = fake_mode_of(graph_module)
+        changed = list(after.changed_nodes(before))
+        if fake_mode is None or not _is_well_formed(before, after, changed):
+            return self.verify(
+                graph_module, interface=interface, tolerated_waits=tolerated_waits, scan=after
+            ).problems
+        reached = dict.fromkeys(changed)
+        for node in changed:
+            reached.update(dict.fromkeys(node.users))
+        problems: list[GraphProblem] = []
+        if _touches_interface(before, after, reached):
+            problems += interface.find_differences(GraphInterface.of(graph_module))
+        problems += self._repropagator.find_problems(after, fake_mode, only=reached)
+        problems += find_wait_problems(after, tolerated=tolerated_waits)
+        return tuple(problems)
+
+
+def _is_well_formed(before: GraphScan, after: GraphScan, changed: Sequence[Node]) -> bool:
+    """Whether a changed graph is surely well-formed; where not, the whole of it is looked at."""
+    position = after.position
+    if next(reversed(position)).op != "output":
+        return False
+    for node in changed:
+        if node.op not in ("call_function", "output"):
+            return False
+        if node.op == "output" and position[node] != len(position) - 1:
+            return False
+    for node in position if _is_reordered(before, after) else changed:
+        index = position[node]
+        if node.op == "placeholder" and index >= before.num_placeholders:
+            return False
+        if any(position.get(argument, index) >= index for argument in node.all_input_nodes):
+            return False
+    return True
+
+
+def _touches_interface(before: GraphScan, after: GraphScan, reached: Collection[Node]) -> bool:
+    """Whether inputs or outputs may not be what they were; ``reached`` changed, or reads that."""
+    placeholders = itertools.islice(after.position, before.num_placeholders + 1)
+    old_placeholders = itertools.islice(before.position, before.num_placeholders + 1)
+    same_inputs = all(
+        node is old or (node.op != "placeholder" and old.op != "placeholder")
+        for node, old in zip(placeholders, old_placeholders, strict=False)
+    )
+    return not same_inputs or any(node.op in ("placeholder", "output") for node in reached)
+
+
+def _is_reordered(before: GraphScan, after: GraphScan) -> bool:
+    """Whether nodes of both graphs changed places."""
+    latest = -1
+    for node in after.position:
+        old = before.position.get(node)
+        if old is not None:
+            if old < latest:
+                return True
+            latest = old
+    return False
+
+
+def _structure_problems(graph_module: GraphModule) -> Iterator[GraphProblem]:
+    """SSA in execution order, as ``Graph.lint`` sees it, and inputs first and one output last."""
+    try:
+        graph_module.graph.lint()
+    except (RuntimeError, ValueError, AttributeError, AssertionError) as error:
+        # lint prints the whole graph after its first line.
+        yield GraphProblem(check="well-formed", message=str(error).split("\n", 1)[0])
+    nodes = list(graph_module.graph.nodes)
+    outputs = [node for node in nodes if node.op == "output"]
+    if len(outputs) != 1 or nodes[-1] is not outputs[0]:
+        yield GraphProblem(
+            check="well-formed",
+            message="a graph ends with its one output",
+            expected="1 output node, the last",
+            got=f"{len(outputs)} output nodes, and {nodes[-1].op if nodes else 'nothing'} last",
+        )
+    seen_computation: Node | None = None
+    for node in nodes:
+        if node.op != "placeholder":
+            seen_computation = seen_computation or node
+        elif seen_computation is not None:
+            yield GraphProblem(
+                check="well-formed",
+                node_name=node.name,
+                message=f"this placeholder stands after {seen_computation.name}",
+                expected="all placeholders first",
+            )
+
+
+def _sequence_differences(
+    kind: str, before: tuple[Hashable, ...], now: tuple[Hashable, ...]
+) -> Iterator[GraphProblem]:
+    if len(before) != len(now):
+        yield GraphProblem(
+            check="inputs and outputs",
+            message=f"the number of {kind}s changed",
+            expected=str(len(before)),
+            got=str(len(now)),
+        )
+        return
+    for position, (old, new) in enumerate(zip(before, now, strict=True)):
+        if old != new:
+            yield GraphProblem(
+                check="inputs and outputs",
+                message=f"{kind} {position} changed",
+                expected=describe(old),
+                got=describe(new),
+            )

@@ -1,0 +1,86 @@
+"""When pieces are run, recorded and replayed, and what happens when tensors move."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from recorder_cases import FakeRecorder
+
+from gt_passes import CudaGraphAddressError
+from gt_passes.cuda_graphs.cuda_graph_replay import ReplayedPiece, ReplaySession
+
+
+def two_pieces(**options):
+    """x -> x @ w -> (x @ w) @ w, in two pieces that share a static weight."""
+    session = ReplaySession(recorder=FakeRecorder(), **options)
+    first = ReplayedPiece(
+        lambda x, w: (x @ w,), session, input_names=["x", "w"], static_inputs=frozenset({1})
+    )
+    second = ReplayedPiece(
+        lambda y, w: (y @ w,), session, input_names=["y", "w"], static_inputs=frozenset({0, 1})
+    )
+
+    def step(x, w):
+        (y,) = first(x, w)
+        return second(y, w)[0].clone()
+
+    return session, step
+
+
+def test_runs_then_records_then_replays():
+    session, step = two_pieces(num_warmup_steps=2)
+    w = torch.randn(3, 3)
+    modes = []
+    for _ in range(5):
+        x = torch.randn(2, 3)
+        assert torch.equal(step(x, w), x @ w @ w)
+        modes.append(session.mode)
+    assert modes == ["run", "run", "record", "replay", "replay"]
+    assert session.recorder.num_recorded == 2
+    assert session.recorder.num_copies == 1  # of x; all else stays where it is
+
+
+def test_values_written_to_static_inputs_are_seen():
+    _, step = two_pieces()
+    w, x = torch.randn(3, 3), torch.randn(2, 3)
+    for _ in range(4):
+        w.add_(1)
+        assert torch.equal(step(x, w), x @ w @ w)
+
+
+def test_a_replaced_parameter_is_recorded_anew_with_all_pieces():
+    session, step = two_pieces()
+    x = torch.randn(2, 3)
+    modes = []
+    weights = [torch.randn(3, 3) for _ in range(2)]
+    for number in (0, 0, 0, 1, 1, 1):
+        assert torch.equal(step(x, weights[number]), x @ weights[number] @ weights[number])
+        modes.append(session.mode)
+    assert modes == ["run", "record", "replay", "run", "record", "replay"]
+    assert session.num_recordings == 2
+    assert session.recorder.num_recorded == 4
+    assert session.recorder.num_resets == 2  # fresh memory each time
+
+
+def test_parameters_that_keep_moving_are_an_error():
+    _, step = two_pieces(max_recordings=2)
+    x, weights = torch.randn(2, 3), [torch.randn(3, 3) for _ in range(8)]
+    for number in (0, 0, 0, 1, 1, 1):
+        step(x, weights[number])
+    with pytest.raises(CudaGraphAddressError) as raised:
+        step(x, weights[2])
+    assert_expected_inline(
+        str(raised.value),
+        """w: the address has changed again, after 2 recordings. A CUDA graph reads parameters and buffers where they are: update them in place, or run without cuda-graphs""",
+    )
+
+
+def test_released_recordings_are_made_anew():
+    session, step = two_pieces()
+    w, x = torch.randn(3, 3), torch.randn(2, 3)
+    for _ in range(3):
+        step(x, w)
+    session.release()
+    assert torch.equal(step(x, w), x @ w @ w)
+    assert session.mode == "record"

@@ -1,0 +1,1 @@
+"""Capture of a whole training step as one graph of plain tensors."""

@@ -1,0 +1,232 @@
+"""What a capture depends on besides tensors' values: modes of modules, autocast, hooks.
+
+Python read them once, while it traced. A replay runs operators and nothing else, so that another
+mode, or a hook that came later, would change nothing and say nothing. They are recorded with the
+capture, and compared before every run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+
+from gt_trace.errors import CaptureError, StateMismatchError
+
+GRADIENT_HOOKS = "_backward_hooks"
+"""Where a parameter keeps those of ``register_hook``; there is no public way to ask."""
+
+ACCUMULATION_HOOKS = "_post_accumulate_grad_hooks"
+"""Likewise those of ``register_post_accumulate_grad_hook``."""
+
+_REGISTERED_BY = {
+    GRADIENT_HOOKS: "register_hook",
+    ACCUMULATION_HOOKS: "register_post_accumulate_grad_hook",
+}
+
+# Likewise of a module.
+_MODULE_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+_AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CapturedMode:
+    """The modes in which a step was captured."""
+
+    training: Mapping[str, bool] = field(default_factory=dict)
+    """``training`` of the module, under the name "", and of every submodule."""
+
+    num_hooks: Mapping[str, int] = field(default_factory=dict)
+    """How many forward and backward hooks a module had, by its name; those without are missing.
+    They ran while it was captured: what they compute is part of the graph."""
+
+    trainable: frozenset[str] = frozenset()
+    """Names of the parameters that required a gradient."""
+
+    autocast: Mapping[str, torch.dtype] = field(default_factory=dict)
+    """The dtype, by type of device where autocast was on."""
+
+    @classmethod
+    def now(cls, module: nn.Module | None) -> CapturedMode:
+        """As it is at this moment."""
+        named = {} if module is None else dict(module.named_modules())
+        counts = {name: sum(map(len, _hooks_of(each))) for name, each in named.items()}
+        return cls(
+            training={name: each.training for name, each in named.items()},
+            num_hooks={name: count for name, count in counts.items() if count},
+            trainable=frozenset(_trainable(module)),
+            autocast=_autocast_now(),
+        )
+
+
+class ModeGuard:
+    """Refuses to run a capture in another mode than it was made in.
+
+    A check costs about as much as reading a few attributes of every module.
+
+    Args:
+        captured: of the capture.
+        module: that it runs on.
+        lost_hooks: kinds of hooks of parameters that would not run.
+
+    Raises:
+        StateMismatchError: the module differs; every difference is listed.
+    """
+
+    def __init__(
+        self,
+        captured: CapturedMode,
+        module: nn.Module | None,
+        *,
+        lost_hooks: tuple[str, ...] = (GRADIENT_HOOKS,),
+    ) -> None:
+        self._captured = captured
+        self._module = module
+        self._lost_hooks = lost_hooks
+        self._version = 0
+        self._look()
+
+    def check(self, version: int) -> None:
+        """Compare modes and hooks of the module, and autocast, with the captured ones.
+
+        Args:
+            version: another number than at the last check if submodules or parameters may have been
+                replaced since.
+
+        Raises:
+            StateMismatchError: they differ; every difference is listed.
+        """
+        if version != self._version:
+            self._look()
+            self._version = version
+        if (
+            [each.training for each in self._modules] != self._training
+            or list(chain.from_iterable(self._hooks)) != self._hook_ids
+            or [each.requires_grad for each in self._parameters] != self._trainable
+            or any(getattr(each, kind) for kind in self._lost_hooks for each in self._parameters)
+        ):
+            self._refuse(self._module_problems() or ["hooks of modules were replaced by others"])
+        autocast = _autocast_now()
+        if autocast != self._captured.autocast:
+            was = _shown(self._captured.autocast)
+            self._refuse([f"autocast is {_shown(autocast)}, and was {was}"])
+
+    def _look(self) -> None:
+        """Note what to compare, after a first look at it."""
+        if problems := self._module_problems():
+            self._refuse(problems)
+        self._modules = [] if self._module is None else list(self._module.modules())
+        self._training = [each.training for each in self._modules]
+        self._hooks = [hooks for each in self._modules for hooks in _hooks_of(each)]
+        self._hook_ids = list(chain.from_iterable(self._hooks))
+        self._parameters = [] if self._module is None else list(self._module.parameters())
+        self._trainable = [each.requires_grad for each in self._parameters]
+
+    def _module_problems(self) -> list[str]:
+        was, now = self._captured, CapturedMode.now(self._module)
+        problems = []
+        for name in dict.fromkeys((*was.training, *now.training)):
+            if name not in now.training or name not in was.training:
+                is_now = "is gone" if name in was.training else "is new"
+                problems.append(f"{_of(name)} {is_now}")
+                continue
+            if was.training[name] != now.training[name]:
+                modes = [_mode(now.training[name]), _mode(was.training[name])]
+                problems.append(f"{_of(name)} is in {modes[0]} mode, and was in {modes[1]} mode")
+            counts = now.num_hooks.get(name, 0), was.num_hooks.get(name, 0)
+            if counts[0] != counts[1]:
+                problems.append(
+                    f"{_of(name)} has {counts[0]} hooks, and had {counts[1]}; those that were "
+                    "there are part of the graph, and others would not run"
+                )
+        changed = was.trainable ^ now.trainable
+        for name in sorted(changed):
+            requires = (
+                "requires a gradient, and did not"
+                if name in now.trainable
+                else ("requires no gradient, and did")
+            )
+            problems.append(f"parameter {name} {requires}")
+        if self._module is not None:
+            problems += hook_problems(self._module, self._lost_hooks)
+        return problems
+
+    def _refuse(self, problems: Iterable[str]) -> None:
+        raise StateMismatchError(
+            "this is not as it was when it was captured:\n  " + "\n  ".join(problems)
+        )
+
+
+def hook_problems(module: nn.Module, lost_hooks: tuple[str, ...]) -> list[str]:
+    """A sentence for each parameter of ``module`` that has hooks of these kinds."""
+    return [
+        f"parameter {name} has a hook by {_REGISTERED_BY[kind]}, which would not run; remove it, "
+        "and change gradients after the step"
+        for name, parameter in module.named_parameters()
+        for kind in lost_hooks
+        if getattr(parameter, kind)
+    ]
+
+
+def refuse_gradient_hooks(module: nn.Module | None) -> None:
+    """Refuse gradient hooks of parameters: what stands for parameters in a trace has none.
+
+    Raises:
+        CaptureError: lists every such parameter.
+    """
+    problems = [] if module is None else hook_problems(module, (GRADIENT_HOOKS,))
+    if problems:
+        raise CaptureError("a capture loses hooks of parameters:\n  " + "\n  ".join(problems))
+
+
+def as_captured() -> AbstractContextManager[object]:
+    """Where a captured graph runs: without autograd, and without ambient autocast.
+
+    The graph holds its own backward, and its casts are operators of it; autocast would cast again
+    what the backward computed in another dtype.
+    """
+    autocast = _autocast_now()
+    if not autocast:
+        return torch.no_grad()
+    stack = ExitStack()
+    stack.enter_context(torch.no_grad())
+    for device in autocast:
+        stack.enter_context(torch.autocast(device, enabled=False))
+    return stack
+
+
+def _hooks_of(module: nn.Module) -> list[Mapping[int, Any]]:
+    return [getattr(module, name) for name in _MODULE_HOOKS]
+
+
+def _trainable(module: nn.Module | None) -> Iterator[str]:
+    if module is not None:
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad:
+                yield name
+
+
+def _autocast_now() -> dict[str, torch.dtype]:
+    return {
+        device: torch.get_autocast_dtype(device)
+        for device in _AUTOCAST_DEVICES
+        if torch.is_autocast_enabled(device)
+    }
+
+
+def _shown(autocast: Mapping[str, torch.dtype]) -> str:
+    return ", ".join(f"on for {each} in {dtype}" for each, dtype in autocast.items()) or "off"
+
+
+def _of(name: str) -> str:
+    return f"module {name}" if name else "the module"
+
+
+def _mode(training: bool) -> str:
+    return "training" if training else "evaluation"

@@ -1,0 +1,76 @@
+"""What the placeholders of a captured graph stand for, and what a call must pass for them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch.fx import Graph
+
+from gt_trace.capture.subclass_layout import TensorLayout
+
+InputKind = Literal["parameter", "buffer", "optimizer_state", "argument", "tangent", "saved"]
+"""The last two only where forward and backward are apart: the gradient that arrives at an output,
+and what the forward keeps for the backward."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphInput:
+    """What one placeholder of the graph stands for."""
+
+    kind: InputKind
+    name: str
+    """Fully qualified name of the state, or path of the argument as ``kwargs['positions']``."""
+
+    aliases: tuple[str, ...] = ()
+    """Further names of a tied parameter."""
+
+    leaf: int = 0
+    """Which plain tensor of a tensor subclass; 0 for plain tensors."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArgumentSignature:
+    """What a call must pass for one leaf of the argument tree."""
+
+    name: str
+    is_tensor: bool
+    constant: Any = None
+    """The value of a leaf that is no tensor; it is part of the graph."""
+
+    shape: tuple[int | None, ...] = ()
+    """None where the dimension is dynamic."""
+
+    dtype: torch.dtype | None = None
+    layout: TensorLayout | None = None
+
+    def describe(self) -> str:
+        """As it was captured, for error messages."""
+        if not self.is_tensor:
+            return repr(self.constant)
+        dims = ", ".join("any" if size is None else str(size) for size in self.shape)
+        return f"{self.dtype} [{dims}]"
+
+
+_PREFIX = {
+    "parameter": "p",
+    "buffer": "b",
+    "optimizer_state": "o",
+    "argument": "a",
+    "tangent": "t",
+    "saved": "s",
+}
+
+
+def name_placeholders(graph: Graph, inputs: Sequence[GraphInput]) -> None:
+    """Placeholders read as what they stand for: ``p_layers_0_attention_wq_weight``."""
+    placeholders = graph.find_nodes(op="placeholder")
+    for node, graph_input in zip(placeholders, inputs, strict=True):
+        words = re.sub(r"\W+", "_", graph_input.name).strip("_")
+        leaf = f"_{graph_input.leaf}" if graph_input.leaf else ""
+        # A node's own rename keeps names unique; the target is what the generated code declares.
+        node._rename(f"{_PREFIX[graph_input.kind]}_{words}{leaf}")
+        node.target = node.name

@@ -1,0 +1,92 @@
+"""Stack traces of traced nodes, each text made once.
+
+``make_fx`` symbolises, filters and formats the whole Python stack for every node, a fifth of the
+time of a capture. Nearly all of a stack is the machinery of PyTorch, and few of the parts that are
+kept are distinct: here the kept frames of a stack are found by their code objects, and texts are
+looked up by them. The texts are those of ``make_fx``, character by character, but for frames of
+code that a nested ``torch.compile`` generated (FlexAttention): their names are numbers that count
+up in the process, so that equal layers would have unequal traces.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import CodeType, FrameType
+from typing import Any
+
+from torch.fx import Node
+
+from gt_trace._torch_internals import get_proxy_mode
+
+_GENERATED = "<eval_with_key>"
+
+
+@contextmanager
+def memoised_stack_traces() -> Iterator[None]:
+    """Inside a function that ``make_fx`` traces with stack traces: write them the cheap way."""
+    mode = get_proxy_mode()
+    assert mode is not None
+    tracer: Any = mode.tracer
+    if not tracer.record_stack_traces:
+        yield
+        return
+    texts = _Texts(tracer._filter_traceback_frames)
+    create_node = tracer.create_node
+
+    def create_node_with_trace(kind: str, *args: Any, **kwargs: Any) -> Node:
+        node: Node = create_node(kind, *args, **kwargs)
+        if not node.stack_trace and kind not in ("placeholder", "output"):
+            text = texts.of(sys._getframe(1))
+            if text:
+                node.stack_trace = text
+        return node
+
+    tracer.record_stack_traces = False
+    tracer.create_node = create_node_with_trace
+    try:
+        yield
+    finally:
+        del tracer.create_node
+        tracer.record_stack_traces = True
+
+
+class _Texts:
+    """Formatted stacks.
+
+    Args:
+        keep: the tracer's choice of frames, which it makes frame by frame.
+    """
+
+    def __init__(self, keep: Callable[[traceback.StackSummary], traceback.StackSummary]) -> None:
+        self._keep = keep
+        self._kept: dict[CodeType, bool] = {}
+        self._texts: dict[tuple[tuple[CodeType, int], ...], str] = {}
+
+    def of(self, frame: FrameType | None) -> str:
+        """The stack from the outermost kept frame to the innermost; empty if none is kept."""
+        kept: list[tuple[CodeType, int]] = []
+        known = self._kept
+        while frame is not None:
+            code = frame.f_code
+            is_kept = known.get(code)
+            if is_kept is None:
+                is_kept = known[code] = not code.co_filename.startswith(_GENERATED) and bool(
+                    self._keep(_summary([(code, frame.f_lineno)]))
+                )
+            if is_kept:
+                kept.append((code, frame.f_lineno))
+            frame = frame.f_back
+        key = tuple(reversed(kept))
+        text = self._texts.get(key)
+        if text is None:
+            text = self._texts[key] = "".join(_summary(key).format()).strip()
+        return text
+
+
+def _summary(frames: Any) -> traceback.StackSummary:
+    return traceback.StackSummary.from_list(
+        [traceback.FrameSummary(code.co_filename, line, code.co_name) for code, line in frames]
+    )

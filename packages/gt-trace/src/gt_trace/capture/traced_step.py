@@ -1,0 +1,127 @@
+"""The result of a capture: a graph of plain tensors, and how to call it with the live objects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import GraphModule
+
+from gt_trace._torch_internals import FakeTensorMode, pytree
+from gt_trace.capture.bound_inputs import BoundInputs
+from gt_trace.capture.captured_mode import CapturedMode, ModeGuard, as_captured
+from gt_trace.capture.graph_inputs import ArgumentSignature, GraphInput
+from gt_trace.capture.module_state import StateEntry
+from gt_trace.capture.subclass_layout import TensorLayout, unflatten_tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracedStep:
+    """One captured training step.
+
+    ``graph_module`` is a function of plain tensors: static inputs first (parameters, buffers,
+    optimizer state), then arguments. Passes edit it in place. In-place updates of state (buffers,
+    or parameters when the optimizer was captured) are operators of the graph.
+    """
+
+    graph_module: GraphModule
+    inputs: tuple[GraphInput, ...]
+    """One for each placeholder, in order."""
+
+    example_inputs: tuple[Any, ...]
+    """The fake tensors with which the graph was traced, one for each placeholder."""
+
+    fake_mode: FakeTensorMode
+    state: tuple[StateEntry, ...]
+    state_layouts: tuple[TensorLayout, ...]
+    """Layout of each entry of ``state``."""
+
+    arguments: tuple[ArgumentSignature, ...]
+    argument_spec: pytree.TreeSpec
+    output_spec: pytree.TreeSpec
+    output_layouts: tuple[TensorLayout | None, ...]
+    """Layout of each leaf of the output tree; None for a leaf that is no tensor."""
+
+    mode: CapturedMode
+    """In which it was captured; it runs in no other."""
+
+    @property
+    def training(self) -> Mapping[str, bool]:
+        """Whether each part of the module was in training mode; the module itself is ""."""
+        return self.mode.training
+
+    @property
+    def num_static_inputs(self) -> int:
+        """Leading placeholders whose tensors keep their addresses from step to step."""
+        return sum(layout.num_leaves for layout in self.state_layouts)
+
+    def bind(
+        self,
+        module: nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        executable: Callable[..., Sequence[Any]] | None = None,
+    ) -> BoundStep:
+        """A callable that runs the step on the state of ``module``.
+
+        Args:
+            module: the captured module, or one of the same structure and layouts.
+            optimizer: given if one was captured.
+            executable: runs instead of ``graph_module``, as a compiled form of it. Takes the
+                plain tensors of the placeholders, returns the plain outputs.
+
+        Raises:
+            StateMismatchError: names, shapes, dtypes, placements, modes (training or evaluation),
+                hooks, or which parameters require a gradient, differ from the captured ones.
+        """
+        return BoundStep(self, module, optimizer, executable or self.graph_module)
+
+
+class BoundStep:
+    """A captured step bound to live state: call it with the step's arguments.
+
+    The state is sampled once, and again only when an object of it was replaced (a parameter
+    re-registered, a checkpoint loaded by assignment), which every call checks by identity.
+    """
+
+    def __init__(
+        self,
+        step: TracedStep,
+        module: nn.Module | None,
+        optimizer: torch.optim.Optimizer | None,
+        executable: Callable[..., Sequence[Any]],
+    ) -> None:
+        self.step = step
+        self._executable = executable
+        self._inputs = BoundInputs(step, module, optimizer)
+        self._guard = ModeGuard(step.mode, module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the step.
+
+        Raises:
+            InputMismatchError: the arguments differ from the captured ones in structure, shape,
+                dtype, layout or constant value.
+            StateMismatchError: the state was replaced by one that does not fit, or a mode (training
+                or evaluation, autocast) or hooks are others than when the step was captured.
+        """
+        inputs = self._inputs.plain_tensors(args, kwargs)
+        self._guard.check(self._inputs.version)
+        with as_captured():
+            outputs = self._executable(*inputs)
+        return self._wrap(outputs)
+
+    def _wrap(self, outputs: Sequence[Any]) -> Any:
+        leaves: list[Any] = []
+        start = 0
+        for layout in self.step.output_layouts:
+            if layout is None or layout.subclass is None:
+                leaves.append(outputs[start])
+                start += 1
+                continue
+            leaves.append(unflatten_tensor(outputs[start : start + layout.num_leaves], layout))
+            start += layout.num_leaves
+        return pytree.tree_unflatten(leaves, self.step.output_spec)

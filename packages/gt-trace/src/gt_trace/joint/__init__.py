@@ -1,0 +1,1 @@
+"""A module's forward and backward as a joint graph, and the two graphs that it is cut into."""

@@ -1,0 +1,319 @@
+"""A forward and a backward graph in place of a module: called like it, differentiable like it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.fx import GraphModule
+
+from gt_trace._torch_internals import pytree
+from gt_trace._torch_joint_internals import AsyncCollectiveTensor, BoxedCodeGen
+from gt_trace.capture.bound_inputs import BoundInputs
+from gt_trace.capture.captured_mode import ModeGuard, as_captured
+from gt_trace.capture.graph_inputs import InputKind
+from gt_trace.capture.subclass_layout import PLAIN, unflatten_tensor
+from gt_trace.errors import InputMismatchError, StateMismatchError
+from gt_trace.joint.joint_graph import OutputSignature
+
+if TYPE_CHECKING:
+    from gt_trace.joint.joint_partition import ForwardBackward
+
+BoxedFunction = Callable[[list[Any]], Sequence[Any]]
+"""Takes its inputs in a list, which it may empty so that they can be freed early."""
+
+
+class BoundJoint:
+    """Two graphs bound to the live state of a module; call it with the module's arguments.
+
+    Outputs carry the autograd history that the module's would: gradients reach parameters and
+    arguments when somebody differentiates. Buffers are updated in place. The state is sampled once,
+    and again only when an object of it was replaced.
+    """
+
+    def __init__(
+        self,
+        parts: ForwardBackward,
+        module: nn.Module,
+        *,
+        forward: BoxedFunction | None = None,
+        backward: BoxedFunction | None = None,
+    ) -> None:
+        self.parts = parts
+        self._module = module
+        self._forward = forward or boxed(parts.forward)
+        self._backward = backward or boxed(parts.backward)
+        self._inputs = BoundInputs(parts.joint, module)
+        # Gradients leave through autograd, so hooks of parameters run.
+        self._guard = ModeGuard(parts.joint.mode, module, lost_hooks=())
+        self._plan = _Plan(parts)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward graph.
+
+        Raises:
+            InputMismatchError: the arguments differ from the captured ones in structure, shape,
+                dtype, layout, constant value, or in whether they require a gradient.
+            StateMismatchError: the state was replaced by one that does not fit, or modes, hooks or
+                autocast are not those of the capture.
+        """
+        joint = self.parts.joint
+        plain = self._inputs.plain_tensors(args, kwargs)
+        self._guard.check(self._inputs.version)
+        wholes = self._wholes(args, kwargs)
+        differentiable = [wholes[key] for key in self._plan.gradients]
+        results: tuple[Any, ...] = _Graphs.apply(self, plain, *differentiable)
+        remaining = iter(results)
+        leaves = [next(remaining) if o.is_tensor else o.constant for o in joint.outputs]
+        return pytree.tree_unflatten(leaves, joint.output_spec)
+
+    def _wholes(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> dict[tuple[InputKind, str], torch.Tensor]:
+        """State and arguments as the caller holds them, by kind and name.
+
+        Raises:
+            InputMismatchError, StateMismatchError: one requires a gradient, and did not when it was
+                captured.
+        """
+        joint = self.parts.joint
+        wholes: dict[tuple[InputKind, str], torch.Tensor] = {
+            (entry.kind, entry.name): tensor
+            for entry, tensor in zip(joint.state, self._inputs.state, strict=True)
+        }
+        leaves = pytree.tree_leaves((args, kwargs))
+        for signature, leaf in zip(joint.arguments, leaves, strict=True):
+            if signature.is_tensor:
+                wholes["argument", signature.name] = leaf
+        if torch.is_grad_enabled():
+            late = [
+                (kind, name)
+                for (kind, name), tensor in wholes.items()
+                if tensor.requires_grad and (kind, name) not in joint.differentiable
+            ]
+            if late:
+                lines = "\n  ".join(f"{kind} {name}" for kind, name in late)
+                error = InputMismatchError if late[0][0] == "argument" else StateMismatchError
+                raise error(
+                    "these require a gradient and did not when they were captured, so that none "
+                    f"would reach them:\n  {lines}"
+                )
+        return wholes
+
+    def run_forward(self, plain: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[Any]]:
+        """Outputs put together, and what is saved; mutated inputs are updated."""
+        plan = self._plan
+        with as_captured():
+            results = self._forward([plain[index] for index in plan.forward_inputs])
+        for position, target in plan.mutations:
+            plain[target].copy_(results[position])
+        outputs = [
+            _assemble([results[position] for position in positions], signature)
+            for signature, positions in plan.outputs
+        ]
+        return outputs, [results[position] for position in plan.saved]
+
+    def run_backward(
+        self,
+        saved: list[Any],
+        tangents: Sequence[torch.Tensor | None],
+        shapes: Sequence[torch.Size],
+    ) -> list[torch.Tensor]:
+        """Gradients in the order of the inputs that they belong to; empties ``saved``.
+
+        Args:
+            saved: what ``run_forward`` returned.
+            tangents: the gradient of each output; None where there is none.
+            shapes: of this rank's part of each output.
+        """
+        plan = self._plan
+        arrived = [
+            plan.tangent(position, tangent, shape)
+            for position, (tangent, shape) in enumerate(zip(tangents, shapes, strict=True))
+        ]
+        inputs = [
+            saved[index] if kind == "saved" else arrived[index]
+            for kind, index in plan.backward_inputs
+        ]
+        saved.clear()
+        taken = {_storage(tangent) for tangent in arrived if tangent is not None}
+        with as_captured():
+            results = self._backward(inputs)
+        gradients: list[torch.Tensor] = []
+        for key, positions in plan.gradients.items():
+            layout = self.parts.joint.gradient_layouts[key]
+            leaves = [results[position] for position in positions]
+            if layout.subclass is not None:
+                # Autograd sees that a plain gradient has a second owner, and not that the inside of
+                # a subclass has: it would let both be scaled in place.
+                leaves = [_own(leaf, taken) for leaf in leaves]
+            gradients.append(unflatten_tensor(leaves, layout))
+        return gradients
+
+
+class _Plan:
+    """Which value goes where, worked out once."""
+
+    def __init__(self, parts: ForwardBackward) -> None:
+        joint = parts.joint
+        places = _places_of_inputs(parts)
+        self.forward_inputs = [
+            places[each.kind, each.name] + each.leaf for each in parts.forward_inputs
+        ]
+        self.mutations: list[tuple[int, int]] = []
+        """Position of the new content among results, and of the input among plain tensors."""
+
+        of_output: dict[str, list[int]] = {}
+        self.saved: list[int] = []
+        saved_at: dict[str, int] = {}
+        for position, result in enumerate(parts.forward_results):
+            if result.kind == "mutation":
+                assert result.of is not None
+                self.mutations.append((position, places[result.of, result.name] + result.leaf))
+            elif result.kind == "output":
+                of_output.setdefault(result.name, []).append(position)
+            else:
+                saved_at[result.name] = len(self.saved)
+                self.saved.append(position)
+        tensors = [output for output in joint.outputs if output.is_tensor]
+        self.outputs: list[tuple[OutputSignature, list[int]]] = [
+            (output, of_output[output.name]) for output in tensors
+        ]
+        output_at = {output.name: position for position, output in enumerate(tensors)}
+        self.backward_inputs: list[tuple[str, int]] = []
+        """For each, whether it was saved or is a tangent, and its position there."""
+
+        self._examples: dict[int, torch.Tensor] = {}
+        placeholders = parts.backward.graph.find_nodes(op="placeholder")
+        for node, each in zip(placeholders, parts.backward_inputs, strict=True):
+            if each.kind == "saved":
+                self.backward_inputs.append(("saved", saved_at[each.name]))
+            else:
+                self.backward_inputs.append(("tangent", output_at[each.name]))
+                self._examples[output_at[each.name]] = node.meta["val"]
+        self.gradients: dict[tuple[InputKind, str], list[int]] = {}
+        """Positions of the plain parts of each gradient."""
+
+        for position, result in enumerate(parts.backward_results):
+            assert result.of is not None
+            self.gradients.setdefault((result.of, result.name), []).append(position)
+
+    def tangent(
+        self, position: int, arrived: torch.Tensor | None, shape: torch.Size
+    ) -> torch.Tensor | None:
+        """The plain tensor that the backward graph expects; None where it reads none."""
+        example = self._examples.get(position)
+        if example is None:
+            return None
+        if arrived is None:
+            plain = torch.zeros(shape, dtype=example.dtype, device=example.device)
+        else:
+            plain = _placed(arrived, self.outputs[position][0])
+        stride = example.stride()
+        if not all(isinstance(step, int) for step in stride):
+            return plain.contiguous()  # extents that depend on data: as the graph was traced
+        if plain.stride() == stride:
+            return plain
+        laid_out = torch.empty_strided(plain.shape, stride, dtype=plain.dtype, device=plain.device)
+        return laid_out.copy_(plain)
+
+
+class _Graphs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, bound: BoundJoint, plain: list[torch.Tensor], *differentiable: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        outputs, saved = bound.run_forward(plain)
+        ctx.bound = bound
+        ctx.shapes = [_local(output).shape for output in outputs]
+        ctx.set_materialize_grads(False)
+        is_tensor = [isinstance(value, torch.Tensor) for value in saved]
+        ctx.save_for_backward(*(v for v, t in zip(saved, is_tensor, strict=True) if t))
+        ctx.saved_values = [None if t else v for v, t in zip(saved, is_tensor, strict=True)]
+        ctx.is_tensor = is_tensor
+        signatures = [o for o in bound.parts.joint.outputs if o.is_tensor]
+        ctx.mark_non_differentiable(
+            *(o for o, s in zip(outputs, signatures, strict=True) if not s.requires_grad)
+        )
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "the captured backward has no backward of its own: differentiate without "
+                "create_graph=True, or call the module itself"
+            )
+        tensors = iter(ctx.saved_tensors)
+        saved = [
+            next(tensors) if is_tensor else value
+            for is_tensor, value in zip(ctx.is_tensor, ctx.saved_values, strict=True)
+        ]
+        del tensors
+        # Each can then be freed as soon as the graph has read it, unless the caller retains them.
+        ctx.maybe_clear_saved_tensors()
+        bound: BoundJoint = ctx.bound
+        return (None, None, *bound.run_backward(saved, tangents, ctx.shapes))
+
+
+def boxed(graph_module: GraphModule) -> BoxedFunction:
+    """The graph as a function of a list, which it empties, so that inputs can be freed early."""
+    graph = copy.deepcopy(graph_module.graph)
+    graph.set_codegen(BoxedCodeGen())
+    return cast("BoxedFunction", GraphModule(graph_module, graph))
+
+
+def _places_of_inputs(parts: ForwardBackward) -> dict[tuple[InputKind, str], int]:
+    """Where each input's first plain tensor stands among those of state and arguments."""
+    joint = parts.joint
+    places: dict[tuple[InputKind, str], int] = {}
+    position = 0
+    for entry, layout in zip(joint.state, joint.state_layouts, strict=True):
+        places[entry.kind, entry.name] = position
+        position += layout.num_leaves
+    for argument in joint.arguments:
+        if argument.layout is not None:
+            places["argument", argument.name] = position
+            position += argument.layout.num_leaves
+    return places
+
+
+def _assemble(leaves: list[torch.Tensor], signature: OutputSignature) -> torch.Tensor:
+    return unflatten_tensor(leaves, signature.layout or PLAIN)
+
+
+def _placed(tangent: torch.Tensor, signature: OutputSignature) -> torch.Tensor:
+    """This rank's part of a gradient, placed as the backward graph expects it."""
+    placements = signature.gradient_placements
+    if isinstance(tangent, DTensor) != (placements is not None):
+        wanted = "a plain tensor" if placements is None else f"a DTensor placed as {placements}"
+        raise InputMismatchError(
+            f"the gradient of {signature.name} is a {type(tangent).__name__}, and the output is "
+            f"{wanted}"
+        )
+    if not isinstance(tangent, DTensor):
+        return tangent
+    if tangent.placements != placements:
+        tangent = tangent.redistribute(placements=placements)
+    local = tangent.to_local()
+    return local.wait() if isinstance(local, AsyncCollectiveTensor) else local
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _own(leaf: torch.Tensor, taken: set[int]) -> torch.Tensor:
+    """The tensor, or a copy of it if its memory belongs to another."""
+    if _storage(leaf) in taken:
+        leaf = leaf.clone(memory_format=torch.contiguous_format)
+    taken.add(_storage(leaf))
+    return leaf
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

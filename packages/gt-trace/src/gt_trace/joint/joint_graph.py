@@ -1,0 +1,104 @@
+"""A joint graph: forward and backward of a module as one graph, with the loss left outside.
+
+Where ``trace_step`` captures a whole step, here the gradient *arrives* from outside, one tangent
+for each differentiable output, so that an ordinary autograd loop (``loss.backward()``) runs around
+the graph. What each placeholder and each result stands for is read from AOTAutograd's descriptors
+(torch/_functorch/_aot_autograd/descriptors.py); nothing depends on the order of parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch.distributed.tensor.placement_types import Placement
+from torch.fx import GraphModule
+
+from gt_trace._torch_internals import FakeTensorMode, pytree
+from gt_trace.capture.captured_mode import CapturedMode
+from gt_trace.capture.graph_inputs import ArgumentSignature, GraphInput, InputKind
+from gt_trace.capture.module_state import StateEntry
+from gt_trace.capture.subclass_layout import TensorLayout
+
+ResultKind = Literal["mutation", "output", "gradient", "saved"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphResult:
+    """What one value that a graph returns stands for."""
+
+    kind: ResultKind
+    """mutation: the new content of a buffer or argument that the module updated in place.
+    output: what the module returned. gradient: of a parameter, buffer or argument.
+    saved: what a forward graph keeps for the backward one."""
+
+    name: str
+    """Of the output (as ``output['logits']``), of the input that is meant, or of the node."""
+
+    of: InputKind | None = None
+    """For mutation and gradient, the kind of that input."""
+
+    leaf: int = 0
+    """Which plain tensor of a tensor subclass; 0 for plain tensors."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutputSignature:
+    """One leaf of the tree that the module returns."""
+
+    name: str
+    is_tensor: bool
+    constant: Any = None
+    """The value of a leaf that is no tensor."""
+
+    requires_grad: bool = False
+    layout: TensorLayout | None = None
+    """None for a leaf that is no tensor."""
+
+    gradient_placements: tuple[Placement, ...] | None = None
+    """Of a DTensor: how the backward expects the gradient; one that arrives otherwise is
+    redistributed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JointGraph:
+    """Forward and backward of one module in one graph.
+
+    ``graph_module`` is a function of plain tensors: parameters and buffers, arguments, tangents. It
+    returns mutated inputs, outputs and gradients, and has no side effect. ``gt_trace.partition``
+    cuts it in a forward and a backward graph, which can be run.
+    """
+
+    graph_module: GraphModule
+    inputs: tuple[GraphInput, ...]
+    """One for each placeholder, in order."""
+
+    results: tuple[GraphResult, ...]
+    """One for each value that the graph returns, in order."""
+
+    state: tuple[StateEntry, ...]
+    state_layouts: tuple[TensorLayout, ...]
+    """Layout of each entry of ``state``."""
+
+    arguments: tuple[ArgumentSignature, ...]
+    argument_spec: pytree.TreeSpec
+    example_inputs: tuple[Any, ...]
+    """Fake plain tensors of state and arguments, in this order."""
+
+    fake_mode: FakeTensorMode
+    outputs: tuple[OutputSignature, ...]
+    output_spec: pytree.TreeSpec
+    differentiable: frozenset[tuple[InputKind, str]]
+    """Every parameter, buffer and argument that required a gradient, reached by one or not."""
+
+    gradient_layouts: Mapping[tuple[InputKind, str], TensorLayout]
+    """Of those that a gradient reaches."""
+
+    mode: CapturedMode
+    """Training or evaluation of every module, hooks and autocast at the capture."""
+
+    @property
+    def num_forward_results(self) -> int:
+        """Leading results that the forward computes: mutations and outputs."""
+        return sum(result.kind in ("mutation", "output") for result in self.results)

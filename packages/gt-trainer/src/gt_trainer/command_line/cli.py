@@ -1,0 +1,288 @@
+"""``gt-train``: from the command line to the exit status.
+
+The order is that of cost. What is wrong is found before it is paid for: names and options without
+torch; then, after the one import of torchtitan, the configuration; then the ranks start.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import importlib
+import importlib.metadata
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gt_config import ConfigError
+from gt_trainer.command_line.command_line import (
+    CommandLine,
+    UsageError,
+    check_launch,
+    listing,
+    parse_command_line,
+    usage,
+)
+from gt_trainer.command_line.near_matches import did_you_mean
+from gt_trainer.launcher import (
+    ForkUnsafeError,
+    Rendezvous,
+    RendezvousError,
+    find_rendezvous,
+    launch,
+    prepare_environment,
+)
+from gt_trainer.metrics.startup import PROCESS_START_VARIABLE
+from gt_trainer.models.catalog import INTENDED_WORLD_SIZE
+
+if TYPE_CHECKING:
+    from gt_trainer.trainer import GraphTrainer
+
+_BAD_INPUT = 2
+_INTERRUPTED = 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run ``gt-train``.
+
+    Args:
+        arguments: The command line without the program's name; None takes ``sys.argv``.
+
+    Returns:
+        The exit status: 0 done, 1 the run failed, 2 bad input (nothing was started), 128 + n after
+        signal n.
+    """
+    started = time.time()
+    try:
+        command = parse_command_line(sys.argv[1:] if arguments is None else arguments)
+        if command.action in ("help", "list", "version"):
+            return _show(command)
+        rendezvous = find_rendezvous(os.environ)
+        check_launch(command, rendezvous)
+        return _run(command, rendezvous, started)
+    except (UsageError, ConfigError, RendezvousError) as error:
+        _tell_once_a_machine(f"gt-train: {error}")
+        return _BAD_INPUT
+    except ForkUnsafeError as error:
+        _tell(f"gt-train: {error}")
+        return 1
+    except KeyboardInterrupt:
+        _tell("gt-train: interrupted before training started")
+        return _INTERRUPTED
+    except BrokenPipeError:  # the reader of our output, `head` say, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _show(command: CommandLine) -> int:
+    texts: dict[str, Callable[[], str]] = {
+        "help": usage,
+        "list": lambda: listing() + "\n",
+        "version": _versions,
+    }
+    sys.stdout.write(texts[command.action]())
+    sys.stdout.flush()
+    return 0
+
+
+def _versions() -> str:
+    names = ("gt-trainer", "gt-passes", "gt-trace", "gt-config", "torch", "torchtitan")
+    return "".join(f"{name} {_version(name)}\n" for name in names)
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "(not installed: run from its sources)"
+
+
+def _run(command: CommandLine, rendezvous: Rendezvous | None, started: float) -> int:
+    num_ranks = command.num_processes or 1
+    num_threads = None
+    if num_ranks > 1:
+        # The ranks' own clocks start at the fork.
+        os.environ.setdefault(PROCESS_START_VARIABLE, str(started))
+        num_threads = prepare_environment(os.environ, num_ranks=num_ranks)
+
+    with _without_garbage_collection(), _without_warnings_about_defaults():
+        config = _load_configuration(command)
+        from gt_trainer import run
+        from gt_trainer.command_line import overrides
+        from gt_trainer.preflight import preflight
+    if command.action == "help-all":
+        overrides.show_full_help(config)
+        return 0
+    with _without_warnings_about_defaults():
+        config = overrides.apply_overrides(config, command.overrides)
+    if command.action == "dry-run":
+        return _dry_run(config, command.world_size or INTENDED_WORLD_SIZE.get(command.config, 1))
+    preflight.check_configuration(
+        config,
+        num_ranks if rendezvous is None else rendezvous.world_size,
+        num_local_ranks=num_ranks if rendezvous is None else rendezvous.local_world_size,
+    )
+    finished = _already_finished(config)
+    if finished is not None:
+        _tell_once_a_machine(finished)
+        return 0
+    status = launch(
+        partial(run.train, config),
+        num_ranks=num_ranks,
+        log_folder=Path(config.dump_folder) / "logs",
+        rendezvous=rendezvous,
+        shown_ranks=command.shown_ranks | {_rank_with_loss(config, num_ranks)},
+        num_threads=num_threads,
+    )
+    if status == 0 and (rendezvous is None or rendezvous.rank == 0):
+        _tell_results(config)
+    return status
+
+
+@contextlib.contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Import without collecting garbage, and exempt what was imported for good.
+
+    Modules are not garbage, but the collector visits them again and again while their number grows:
+    that is 2 of torchtitan's 14 CPU seconds, and most of each full collection later.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        atexit.register(gc.unfreeze)  # or native modules report all their objects as leaked
+        if was_enabled:
+            gc.enable()
+
+
+@contextlib.contextmanager
+def _without_warnings_about_defaults() -> Iterator[None]:
+    """Hold back what torchtitan says about its own default each time a configuration is built."""
+
+    def is_about_the_user(record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith("initial_load_model_only=True has no effect")
+
+    logger = logging.getLogger()  # torchtitan logs on the root
+    logger.addFilter(is_about_the_user)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_about_the_user)
+
+
+def _load_configuration(command: CommandLine) -> GraphTrainer.Config:
+    """Import the module and call the function; this is where the heavy imports happen."""
+    from gt_trainer.device import DeviceUnavailableError, install
+
+    try:
+        install()
+    except DeviceUnavailableError as error:
+        raise UsageError(str(error)) from None
+    from torchtitan.tools.logging import init_logger
+
+    from gt_trainer.trainer import GraphTrainer
+
+    init_logger()
+    is_ours = "." not in command.module
+    name = f"gt_trainer.models.{command.module}" if is_ours else command.module
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if is_ours or error.name is None or not name.startswith(error.name):
+            raise
+        raise UsageError(f"--module {name}: there is no Python module {error.name!r}") from None
+    function = getattr(module, command.config, None)
+    if not callable(function):
+        functions = [
+            key
+            for key, value in vars(module).items()
+            if callable(value) and not isinstance(value, type) and not key.startswith("_")
+        ]
+        raise UsageError(
+            f"module {name!r} has no function {command.config!r}."
+            f"{did_you_mean(command.config, functions)}"
+        )
+    config = function()
+    if not isinstance(config, GraphTrainer.Config):
+        raise UsageError(
+            f"{name}.{command.config} returned {config!r}, which is no GraphTrainer.Config"
+        )
+    return config
+
+
+def _rank_with_loss(config: GraphTrainer.Config, world_size: int) -> int:
+    """The rank that reports progress."""
+    from gt_trainer.pipelines.pipeline_plan import rank_with_loss
+
+    parallelism = config.parallelism
+    return rank_with_loss(
+        schedule=parallelism.pipeline_parallel_schedule,
+        csv_path=parallelism.pipeline_parallel_schedule_csv,
+        pipeline_degree=parallelism.pipeline_parallel_degree,
+        world_size=world_size,
+    )
+
+
+def _dry_run(config: GraphTrainer.Config, world_size: int) -> int:
+    from gt_trainer.preflight.preflight import check_configuration
+
+    check_configuration(config, world_size, will_train=False)
+    from gt_trainer.dry_run.dry_run import dry_run
+
+    def report() -> None:
+        sys.stdout.write(f"{dry_run(config, world_size)}\n")
+        sys.stdout.flush()
+
+    return launch(report, num_ranks=1, log_folder=Path(config.dump_folder) / "logs")
+
+
+def _already_finished(config: GraphTrainer.Config) -> str | None:
+    """What to say if the newest checkpoint leaves no step to take; None if one is left."""
+    from gt_trainer.preflight.checkpoint_folder import newest_checkpoint, step_of
+
+    if not config.checkpoint.enable or config.checkpoint.load_step != -1:
+        return None
+    newest = newest_checkpoint(Path(config.dump_folder) / config.checkpoint.folder)
+    if newest is None or step_of(newest) < config.training.steps:
+        return None
+    return (
+        f"gt-train: nothing to do: {newest} is of step {step_of(newest)}, and --training.steps is "
+        f"{config.training.steps}.\n"
+        f"  To train on:    --training.steps {step_of(newest) + config.training.steps}\n"
+        "  To start anew:  --dump_folder with a folder that holds no checkpoint"
+    )
+
+
+def _tell_results(config: GraphTrainer.Config) -> None:
+    """Say where the results are, as far as they are there."""
+    from gt_trainer.preflight.checkpoint_folder import newest_checkpoint
+
+    folder = Path(config.dump_folder)
+    lines = [f"gt-train: finished {config.training.steps} steps"]
+    if (folder / "metrics.jsonl").exists():
+        lines.append(f"  metrics:    {folder / 'metrics.jsonl'}")
+    if config.checkpoint.enable and (
+        newest := newest_checkpoint(folder / config.checkpoint.folder)
+    ):
+        lines.append(f"  checkpoint: {newest}")
+    sys.stdout.write("\n".join(lines) + "\n")
+    sys.stdout.flush()
+
+
+def _tell_once_a_machine(message: str) -> None:
+    """Every rank of a launched job finds the same mistake; one voice a machine is enough."""
+    if os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0":
+        _tell(message)
+
+
+def _tell(message: str) -> None:
+    sys.stderr.write(message + "\n")
+    sys.stderr.flush()

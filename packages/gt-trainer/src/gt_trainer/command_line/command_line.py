@@ -1,0 +1,322 @@
+"""The command line of ``gt-train``, as far as it can be judged without torch.
+
+A misspelled model must not cost the twelve seconds that importing torchtitan takes. So our own
+options are read here, by a small parser, against the torch-free catalog; what remains, the dotted
+flags of the configuration, is read later by ``gt_trainer.command_line.overrides``.
+
+Everything wrong is reported at once.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from gt_trainer.command_line.known_flags import explain_unknown_flags
+from gt_trainer.command_line.near_matches import did_you_mean
+from gt_trainer.launcher.rendezvous import Rendezvous
+from gt_trainer.models.catalog import CATALOG, CatalogEntry
+
+Action = Literal["train", "dry-run", "help", "help-all", "list", "version"]
+
+_DEFAULT_MODULE = "llama3"
+_FLAGS: Mapping[str, Action] = {
+    "--dry-run": "dry-run",
+    "--help": "help",
+    "-h": "help",
+    "--help-all": "help-all",
+    "--list": "list",
+    "--version": "version",
+}
+_VALUED = ("--module", "--config", "--nproc", "--world-size", "--log-rank")
+
+
+class UsageError(ValueError):
+    """The command line is wrong; ``problems`` lists everything that is."""
+
+    def __init__(self, *problems: str) -> None:
+        self.problems: tuple[str, ...] = problems
+        super().__init__(*problems)
+
+    def __str__(self) -> str:
+        if len(self.problems) == 1:
+            return self.problems[0]
+        lines = [f"the command line has {len(self.problems)} problems:"]
+        for number, problem in enumerate(self.problems, start=1):
+            bullet = f"  {number}. "
+            lines.append(bullet + problem.replace("\n", "\n" + " " * len(bullet)))
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommandLine:
+    """What was asked for, names checked."""
+
+    action: Action = "train"
+    module: str = _DEFAULT_MODULE
+    """A name of the catalog, or a dotted path of a Python module with configurations."""
+    config: str = ""
+    """A name of the catalog, or of a function in that module."""
+    num_processes: int | None = None
+    """--nproc; None if it was not given."""
+    world_size: int | None = None
+    """--world-size; None if it was not given."""
+    shown_ranks: frozenset[int] = frozenset({0})
+    """Ranks whose output is shown; the local ranks of --nproc."""
+    overrides: tuple[str, ...] = ()
+    """The flags of the configuration, as typed."""
+
+
+@dataclass(slots=True)
+class _Reading:
+    """What has been read so far."""
+
+    actions: list[Action] = field(default_factory=list)
+    values: dict[str, str] = field(default_factory=dict)
+    overrides: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+
+def parse_command_line(arguments: Sequence[str]) -> CommandLine:
+    """Read our own options, and check the names of module and configuration.
+
+    Args:
+        arguments: The command line without the program's name.
+
+    Raises:
+        UsageError: Lists everything that is wrong with our own options.
+    """
+    reading = _read(arguments)
+    action = _choose_action(reading)
+    if action in ("help", "list", "version"):
+        return CommandLine(action=action)
+    num_processes = _count(reading, "--nproc")
+    world_size = _count(reading, "--world-size")
+    module, config = _choose_config(reading)
+    shown = _ranks(reading, num_processes or 1)
+    if world_size is not None and action != "dry-run":
+        reading.problems.append(
+            "--world-size says how many ranks a --dry-run pretends to have. To start processes, "
+            "use --nproc"
+        )
+    if num_processes is not None and action == "dry-run":
+        reading.problems.append(
+            "--dry-run starts no processes, so --nproc means nothing: say --world-size"
+        )
+    if reading.problems:
+        raise UsageError(*reading.problems)
+    return CommandLine(
+        action=action,
+        module=module,
+        config=config,
+        num_processes=num_processes,
+        world_size=world_size,
+        shown_ranks=shown,
+        overrides=tuple(reading.overrides),
+    )
+
+
+def check_launch(command: CommandLine, rendezvous: Rendezvous | None) -> None:
+    """Refuse --nproc and --dry-run in a process that a launcher already made one of many.
+
+    Raises:
+        UsageError: As said.
+    """
+    if rendezvous is None:
+        return
+    job = (
+        f"rank {rendezvous.rank} of {rendezvous.world_size} of a job started by {rendezvous.source}"
+    )
+    if command.num_processes is not None:
+        raise UsageError(
+            f"--nproc {command.num_processes} starts local ranks, but this process already is "
+            f"{job}: leave out one of the two"
+        )
+    if command.action == "dry-run" and rendezvous.world_size > 1:
+        raise UsageError(f"--dry-run needs one process only, and this is {job}")
+
+
+def listing() -> str:
+    """Return the table of modules and configurations for --list."""
+    entries = [entry for configs in CATALOG.values() for entry in configs.values()]
+    width = max(len(entry.config) for entry in entries)
+    lines: list[str] = []
+    for module, configs in CATALOG.items():
+        lines.append(f"--module {module}")
+        lines += [_line(entry, width) for entry in configs.values()]
+    return "\n".join(lines)
+
+
+def usage() -> str:
+    """Return the text of --help."""
+    return _USAGE.format(listing="\n".join(f"  {line}" for line in listing().splitlines()))
+
+
+def _line(entry: CatalogEntry, width: int) -> str:
+    return f"  --config {entry.config:<{width}}  {entry.description}"
+
+
+def _read(arguments: Sequence[str]) -> _Reading:
+    reading = _Reading()
+    rest = list(arguments)
+    while rest:
+        argument = rest.pop(0)
+        name, has_value, value = argument.partition("=")
+        option = name.replace("_", "-")
+        if option in _FLAGS and not has_value:
+            reading.actions.append(_FLAGS[option])
+        elif option in _FLAGS:
+            reading.problems.append(f"{option} takes no value, and was given {value!r}")
+        elif option not in _VALUED:
+            reading.overrides.append(argument)
+        elif option in reading.values:
+            reading.problems.append(f"{option} is given twice")
+            if not has_value and rest and not rest[0].startswith("--"):
+                rest.pop(0)
+        elif has_value:
+            reading.values[option] = value
+        elif rest and not rest[0].startswith("--"):
+            reading.values[option] = rest.pop(0)
+        else:
+            reading.problems.append(f"{option} needs a value")
+    _check_overrides(reading)
+    return reading
+
+
+def _check_overrides(reading: _Reading) -> None:
+    """Point at misspelled flags. An undotted one may have been meant for an option of ours."""
+    ours = [*_FLAGS, *_VALUED]
+    rest: list[str] = []
+    for argument in reading.overrides:
+        option = argument.partition("=")[0].replace("_", "-")
+        is_ours = difflib.get_close_matches(option, ours, n=1, cutoff=0.75)
+        if option.startswith("--") and "." not in option and is_ours:
+            reading.problems.append(f"no option {option!r}.{did_you_mean(option, ours)}")
+        else:
+            rest.append(argument)
+    if "." not in reading.values.get("--module", ""):  # a module of the user's may have more flags
+        reading.problems += explain_unknown_flags(rest)
+
+
+def _choose_action(reading: _Reading) -> Action:
+    asked = list(dict.fromkeys(reading.actions))
+    for action in ("help", "help-all", "list", "version"):
+        if action in asked:
+            return action
+    return asked[0] if asked else "train"
+
+
+def _count(reading: _Reading, option: str) -> int | None:
+    text = reading.values.get(option)
+    if text is None:
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        reading.problems.append(f"{option} is {text!r}, and must be a positive integer")
+        return None
+    return int(text)
+
+
+def _ranks(reading: _Reading, num_processes: int) -> frozenset[int]:
+    text = reading.values.get("--log-rank", "0")
+    if text == "all":
+        return frozenset(range(num_processes))
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) < num_processes for part in parts):
+        reading.problems.append(
+            f"--log-rank is {text!r}, and must be 'all' or ranks from 0 to {num_processes - 1}, "
+            "separated by commas"
+        )
+        return frozenset()
+    return frozenset(int(part) for part in parts)
+
+
+def _choose_config(reading: _Reading) -> tuple[str, str]:
+    """Return module and configuration; either may be left out where the other implies it."""
+    module, config = reading.values.get("--module"), reading.values.get("--config")
+    if module is not None and "." in module:
+        if config is None:
+            reading.problems.append(f"--module {module} needs --config: a function in that module")
+        return module, config or ""
+    if module is not None and module not in CATALOG:
+        reading.problems.append(
+            f"no module {module!r}.{did_you_mean(module, CATALOG)}\n"
+            f"modules: {', '.join(CATALOG)}; or the dotted path of a module of yours"
+        )
+        return module, config or ""
+    homes = {name: home for home, configs in CATALOG.items() for name in configs}
+    if config is None:
+        module = module or _DEFAULT_MODULE
+        return module, f"{module}_debugmodel"
+    if module is None and config in homes:
+        return homes[config], config
+    if module is None:
+        reading.problems.append(
+            f"no configuration {config!r}.{did_you_mean(config, homes)}\n"
+            f"configurations: {', '.join(homes)}"
+        )
+        return "", config
+    if config not in CATALOG[module]:
+        home = f" It belongs to --module {homes[config]}." if config in homes else ""
+        near = "" if home else did_you_mean(config, CATALOG[module])
+        reading.problems.append(
+            f"module {module!r} has no configuration {config!r}.{home}{near}\n"
+            f"configurations of {module}: {', '.join(CATALOG[module])}"
+        )
+    return module, config
+
+
+_USAGE = """\
+usage: gt-train [--module NAME] [--config NAME] [OPTION ...] [--GROUP.FLAG VALUE ...]
+
+Train one of torchtitan's models with its training step captured as one graph.
+Without arguments: a small Llama 3, on the sources of Python's standard library, in
+one process. Everything is written below --dump_folder (./outputs): metrics.jsonl, one
+object a step; checkpoints, from which the next run with the same folder goes on.
+
+examples:
+  gt-train
+  gt-train --training.steps 100 --dump_folder runs/first
+  gt-train --compile.mode none                 (eagerly: the same losses, bit for bit)
+  gt-train --nproc 4 --parallelism.data_parallel_shard_degree 2 \\
+           --parallelism.tensor_parallel_degree 2
+  gt-train --module deepseek_v3 --config deepseek_v3_16b --dry-run --world-size 32
+  torchrun --nproc-per-node 8 -m gt_trainer --config llama3_8b
+  srun gt-train --config llama3_70b
+
+options:
+  --module NAME      model family, or the dotted path of a Python module with functions
+                     that return a configuration (default: llama3)
+  --config NAME      configuration (default: the module's debug model)
+  --nproc N          start N processes on this machine (default: 1, this one)
+  --log-rank RANKS   with --nproc: ranks whose output is shown: 0,2 or all (default: 0);
+                     the others write to logs/rank_N.log in the dump folder
+  --dry-run          check everything, build the model without memory, place and capture
+                     it, print its size and collectives, and stop
+  --world-size N     with --dry-run: number of ranks to pretend (default: what the
+                     configuration is meant for)
+  --list             list modules and configurations
+  --help, -h         show this text
+  --help-all         show every flag of the chosen configuration
+  --version          show the versions of gt-trainer, torch and torchtitan
+
+flags of the configuration (all of them: --help-all):
+  --training.*       steps, seq_len, local_batch_size, global_batch_size, ...
+  --parallelism.*    data_parallel_shard_degree, data_parallel_replicate_degree,
+                     tensor_parallel_degree, expert_parallel_degree, ...
+  --compile.*        mode (none, aot_fx_trace), passes, disable_passes, ...
+  --optimizer.*  --lr_scheduler.*  --checkpoint.*  --validator.*  --metrics.*
+  --dataloader.*  --debug.*  --profiler.*  --comm.*  --dump_folder  --hf_assets_path
+  A switch is set by --debug.deterministic and unset by --debug.no-deterministic.
+
+environment:
+  GT_DEVICE          cpu, cuda or auto (default: auto, a GPU if there is one)
+  OMP_NUM_THREADS    threads of each process (default with --nproc: CPUs / N)
+
+modules and configurations:
+{listing}
+
+exit status: 0 done; 1 the run failed; 2 the command line or configuration is wrong, and
+nothing was started; 128 + n ended by signal n (Ctrl-C: 130).
+"""

@@ -1,0 +1,189 @@
+"""A run without ranks, weights or data: validate, build, place, capture, simulate, and say it.
+
+One process is rank 0 of a world that does not exist (torch's fake process group), and the model is
+on the meta device, so that a configuration for a thousand GPUs is checked on a laptop.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torchtitan.distributed import ParallelDims
+
+from gt_passes import DescribeOnly
+from gt_trace import collective_counts
+from gt_trace.stamping import StampReport
+from gt_trainer.dry_run.fake_step import FakeStep, fake_step
+from gt_trainer.dry_run.simulated_run import SimulatedRun, StepFacts, simulate_run
+from gt_trainer.metrics.startup import StartupClock
+from gt_trainer.models.attention import DocumentCausalSDPA
+from gt_trainer.placement.planned_capture import capture_layers_of
+from gt_trainer.steps.captured_step import capture_training_step
+from gt_trainer.steps.recipe import recipe_of
+from gt_trainer.trainer import GraphTrainer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DryRunReport:
+    """What one rank of the run would hold and execute."""
+
+    model: str
+    world_size: int
+    degrees: tuple[tuple[str, int], ...]
+    """Mesh axes above 1, by name."""
+
+    num_parameters: int
+    """Of the whole model; tied parameters count once."""
+
+    num_parameters_per_rank: int
+    """Stored on rank 0, after sharding."""
+
+    parameter_bytes_per_rank: int
+    num_nodes_captured: int
+    num_nodes: int
+    """Operators after passes."""
+
+    collectives: tuple[tuple[str, int], ...]
+    """How often each communication operator runs in a step on rank 0, after passes."""
+
+    stamping: StampReport | None
+    """How layers were stamped, or why not; None if that was not asked for."""
+
+    capture_seconds: float
+    passes_seconds: float
+
+    simulated: SimulatedRun
+    """A training step on the hardware that the configuration is meant for."""
+
+    def __str__(self) -> str:
+        """The report as lines for a terminal."""
+        axes = " x ".join(f"{name} {degree}" for name, degree in self.degrees) or "one rank"
+        communication = ", ".join(f"{count} {name}" for name, count in self.collectives) or "none"
+        stamping = "" if self.stamping is None else f" ({self.stamping})"
+        gib = self.parameter_bytes_per_rank / 2**30
+        lines = (
+            f"Dry run of {self.model} on {self.world_size:,} ranks ({axes})",
+            f"  parameters       {self.num_parameters:,}",
+            f"  on each rank     {self.num_parameters_per_rank:,} ({gib:.2f} GiB as stored)",
+            f"  operators        {self.num_nodes_captured:,}, after passes {self.num_nodes:,}",
+            f"  collectives      {communication}",
+            f"  capture          {self.capture_seconds:.1f} s{stamping}",
+            f"  passes           {self.passes_seconds:.1f} s",
+            str(self.simulated),
+        )
+        return "\n".join(lines)
+
+
+def dry_run(config: GraphTrainer.Config, world_size: int) -> DryRunReport:
+    """Check that ``config`` can be built, placed and captured on ``world_size`` ranks.
+
+    Args:
+        config: a finished configuration that ``preflight`` accepts.
+        world_size: number of ranks; none of them is started.
+
+    Raises:
+        RuntimeError: a process group exists already.
+        Exception: whatever building, placing or capturing raises, as in a real run.
+    """
+    with fake_step(config, world_size) as step:
+        return _report(config, step)
+
+
+def _report(config: GraphTrainer.Config, step: FakeStep) -> DryRunReport:
+    stored = [p.to_local() if isinstance(p, DTensor) else p for p in step.model.parameters()]
+    begin = time.perf_counter()
+    clock = StartupClock()
+    report = capture_training_step(
+        step.model,
+        step.loss_fn,
+        *step.inputs,
+        recipe=recipe_of(
+            config.compile,
+            reshard_after_forward=config.parallelism.fsdp_reshard_after_forward,
+            debug_folder=Path(config.dump_folder) / "graph_passes" / "dry_run",
+            compiler=DescribeOnly(),
+        ),
+        clock=clock,
+        ep_overlap=config.compile.ep_overlap,
+        capture_layers=capture_layers_of(config.compile),
+        meta_device=step.meta_device,
+    )
+    total = time.perf_counter() - begin
+    passes = clock.seconds("passes")
+    spec = config.model_spec
+    assert spec is not None
+    simulated = simulate_run(
+        report.traced,
+        _step_facts(config, step.parallel_dims, stored, flops_per_token=step.flops_per_token),
+        parallel_dims=step.parallel_dims,
+        host="cuda_graph" if config.compile.cuda_graphs else "eager",
+        attention_note=_attention_note(step.model),
+        trace_path=_trace_path(config),
+    )
+    return DryRunReport(
+        model=f"{spec.name} {spec.flavor}",
+        world_size=step.parallel_dims.world_size,
+        degrees=_degrees(step.parallel_dims),
+        num_parameters=step.num_parameters,
+        num_parameters_per_rank=sum(p.numel() for p in stored),
+        parameter_bytes_per_rank=sum(p.numel() * p.element_size() for p in stored),
+        num_nodes_captured=report.num_nodes_captured,
+        num_nodes=report.num_nodes,
+        collectives=tuple(collective_counts(report.traced.graph_module).items()),
+        stamping=report.stamping,
+        capture_seconds=total - passes,
+        passes_seconds=passes,
+        simulated=simulated,
+    )
+
+
+def _step_facts(
+    config: GraphTrainer.Config,
+    parallel_dims: ParallelDims,
+    stored: Sequence[torch.Tensor],
+    *,
+    flops_per_token: int,
+) -> StepFacts:
+    """What one training step is, as torchtitan's trainer reads the configuration."""
+    training = config.training
+    batch_degree = parallel_dims.dp_replicate * parallel_dims.dp_shard
+    samples = training.local_batch_size * batch_degree
+    global_batch_size = training.global_batch_size if training.global_batch_size > 0 else samples
+    return StepFacts(
+        num_gpus=parallel_dims.world_size,
+        tokens=global_batch_size * training.seq_len,
+        num_microbatches=max(1, global_batch_size // samples),
+        flops_per_token=flops_per_token,
+        num_parameters_per_rank=sum(p.numel() for p in stored),
+        parameter_bytes_per_rank=sum(p.numel() * p.element_size() for p in stored),
+        clips_gradients=training.max_norm > 0,
+    )
+
+
+def _attention_note(model: nn.Module) -> str | None:
+    """What differs from a GPU where attention was captured for the CPU."""
+    if not any(isinstance(module, DocumentCausalSDPA) for module in model.modules()):
+        return None
+    return (
+        "captured as scaled dot product with a mask, since this machine has no GPU; priced as "
+        "FlexAttention over a causal mask without document boundaries"
+    )
+
+
+def _trace_path(config: GraphTrainer.Config) -> Path | None:
+    """Where the simulated step goes as a Perfetto trace, with the other dumps of debugging."""
+    if not config.compile.debug_graph_passes:
+        return None
+    return Path(config.dump_folder) / "graph_passes" / "simulated_step.json"
+
+
+def _degrees(parallel_dims: ParallelDims) -> tuple[tuple[str, int], ...]:
+    names = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
+    degrees = ((name, int(getattr(parallel_dims, name))) for name in names)
+    return tuple((name, degree) for name, degree in degrees if degree > 1)

@@ -1,0 +1,139 @@
+"""A training step of a world that does not exist: model on meta, placed, with example inputs.
+
+One process is rank 0 of torch's fake process group, and nothing has values, so that a step for a
+thousand GPUs can be captured, simulated and measured on a laptop. Dry runs are one user; tests and
+benchmarks of capture and passes are others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.attention.flex_attention import BlockMask
+from torchtitan.components.loss import ChunkedLossWrapper
+from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed import utils as dist_utils
+from torchtitan.models.common.attention import FlexAttention
+from torchtitan.tools import utils as titan_utils
+
+from gt_trainer.models.attention import attention_mask_for
+from gt_trainer.placement.planned_loss import loss_of
+from gt_trainer.steps.captured_step import LossFunction
+from gt_trainer.trainer import GraphTrainer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FakeStep:
+    """What a capture of one training step needs, on rank 0 of a fake world."""
+
+    model: Any
+    """Parallelized, on meta."""
+
+    loss_fn: LossFunction
+    inputs: tuple[Any, ...]
+    """A batch of zeros of the configured shape: (tokens, labels, token count, extra inputs)."""
+
+    parallel_dims: ParallelDims
+    num_parameters: int
+    """Of the whole model, before sharding; tied parameters count once."""
+
+    flops_per_token: int
+    """torchtitan's count for the whole model."""
+
+    meta_device: str
+    """The device that tensors on meta stand for."""
+
+
+@contextmanager
+def fake_step(config: GraphTrainer.Config, world_size: int) -> Iterator[FakeStep]:
+    """Build and place the model of ``config`` on ``world_size`` ranks, of which none is started.
+
+    The fake process group exists while the context lasts.
+
+    Args:
+        config: a finished configuration that ``preflight`` accepts.
+        world_size: number of ranks.
+
+    Raises:
+        RuntimeError: a process group exists already.
+        Exception: whatever building or placing raises, as in a real run.
+    """
+    if dist.is_initialized():
+        raise RuntimeError(
+            "a fake step needs a process without a process group, and this one has one"
+        )
+    dist_utils.init_fake_mode(world_size)
+    try:
+        yield _build(config, world_size)
+    finally:
+        dist.destroy_process_group()
+
+
+def _build(config: GraphTrainer.Config, world_size: int) -> FakeStep:
+    parallel_dims = ParallelDims.from_config(config.parallelism, world_size)
+    dist_utils.set_spmd_backend(config.parallelism.spmd_backend)
+    spec = config.model_spec
+    assert spec is not None
+    spec.model.update_from_config(config=config)
+    dtype = TORCH_DTYPE_MAP[config.training.dtype]
+    with torch.device("meta"), titan_utils.set_default_dtype(dtype):
+        model: Any = spec.model.build()
+    _, flops_per_token = spec.model.get_nparams_and_flops(model, config.training.seq_len)
+    num_parameters = sum(p.numel() for p in model.parameters())
+    model = spec.parallelize_fn(
+        model,
+        parallel_dims=parallel_dims,
+        training=config.training,
+        parallelism=config.parallelism,
+        compile_config=config.compile,
+        ac_config=config.activation_checkpoint,
+        dump_folder=config.dump_folder,
+    )
+    model.train()
+    loss_fn = loss_of(config).build(compile_config=config.compile)
+    if isinstance(loss_fn, ChunkedLossWrapper):
+        loss_fn.set_lm_head(model.lm_head)
+        model._skip_lm_head = True
+    return FakeStep(
+        model=model,
+        loss_fn=loss_fn,
+        inputs=_example_inputs(config, model),
+        parallel_dims=parallel_dims,
+        num_parameters=num_parameters,
+        flops_per_token=flops_per_token,
+        meta_device=titan_utils.device_type,
+    )
+
+
+def _example_inputs(config: GraphTrainer.Config, model: nn.Module) -> tuple[Any, ...]:
+    """A batch of zeros of the configured shape: (tokens, labels, token count, extra inputs)."""
+    shape = (config.training.local_batch_size, config.training.seq_len)
+    device = titan_utils.device_type
+    tokens = torch.zeros(shape, dtype=torch.int64, device=device)
+    positions = torch.arange(shape[1], device=device).expand(shape).contiguous()
+    extra: dict[str, Any] = {"positions": positions}
+    for mask in (attention_mask_for(model.config, positions), _block_mask_for(model, positions)):
+        if mask is not None:
+            extra["attention_masks"] = mask
+    return tokens, tokens.clone(), torch.tensor(tokens.numel(), device=device), extra
+
+
+def _block_mask_for(model: Any, positions: torch.Tensor) -> BlockMask | None:
+    """The mask of one document a sample where ``model`` attends with FlexAttention; else None.
+
+    On meta, for a capture reads its shapes and functions only; and without the compilation of what
+    makes it, which would take longer than the capture.
+    """
+    attention = getattr(model.config, "first_attention", None)
+    if not isinstance(getattr(attention, "inner_attention", None), FlexAttention.Config):
+        return None
+    with torch.compiler.set_stance("force_eager"):
+        mask: BlockMask = model.get_attention_masks(positions.to("meta"))
+    return mask

@@ -1,0 +1,1 @@
+"""What a run tells of itself while it trains."""

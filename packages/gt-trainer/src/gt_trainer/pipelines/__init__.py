@@ -1,0 +1,1 @@
+"""What torchtitan's pipeline options mean here: stages, ranks, order of actions."""

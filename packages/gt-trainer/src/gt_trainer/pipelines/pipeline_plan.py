@@ -1,0 +1,163 @@
+"""What the ``--parallelism.pipeline_parallel_*`` options mean: stages, ranks, order of actions.
+
+Plain data from plain numbers, so that everything wrong with it is known in the launching process.
+The meaning of the options is torchtitan's (torchtitan/distributed/pipeline_parallel.py, 0.3.0).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torchtitan.config import ParallelismConfig
+
+from gt_config import Violation
+from gt_pipeline.errors import GtPipelineError
+from gt_pipeline.schedules import Schedule, schedule_from_csv, schedule_of
+from gt_pipeline.split import (
+    TORCHTITAN_NAMING,
+    find_schedule_layout,
+    module_names_per_stage,
+    pipeline_metadata,
+)
+
+_PREFIX = "--parallelism.pipeline_parallel"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelinePlan:
+    """A pipeline before any stage exists."""
+
+    schedule: Schedule
+    names_per_stage: tuple[tuple[str, ...], ...]
+    """Modules of the model, by their names in it, for each virtual stage."""
+
+
+def pipeline_plan(
+    parallelism: ParallelismConfig, *, num_layers: int, local_batch_size: int
+) -> PipelinePlan:
+    """The pipeline that the options ask for.
+
+    Args:
+        parallelism: of the run; its pipeline degree is 2 or more.
+        num_layers: of the model.
+        local_batch_size: samples of one rank; the schedule runs as many microbatches as it holds.
+
+    Raises:
+        GtPipelineError: the options do not fit the model or one another; a ``ValueError``.
+        FileNotFoundError: there is no such CSV file.
+    """
+    degree = parallelism.pipeline_parallel_degree
+    num_microbatches = local_batch_size // parallelism.pipeline_parallel_microbatch_size
+    csv_path = parallelism.pipeline_parallel_schedule_csv
+    from_file = schedule_from_csv(csv_path) if csv_path else None
+    names = parallelism.module_fqns_per_model_part
+    if names is not None:
+        names_per_stage = tuple(tuple(stage) for stage in names)
+    else:
+        input_weight = parallelism.pipeline_parallel_first_stage_less_layers
+        output_weight = parallelism.pipeline_parallel_last_stage_less_layers
+        if from_file is not None:
+            num_stages = from_file.num_stages
+        else:
+            num_stages = pipeline_metadata(
+                num_layers,
+                schedule=parallelism.pipeline_parallel_schedule,
+                pp_degree=degree,
+                layers_per_stage=parallelism.pipeline_parallel_layers_per_stage,
+                input_weight=input_weight,
+                output_weight=output_weight,
+            ).num_stages
+        names_per_stage = module_names_per_stage(
+            num_layers,
+            num_stages=num_stages,
+            naming=TORCHTITAN_NAMING,
+            input_weight=input_weight,
+            output_weight=output_weight,
+        )
+    schedule = from_file or schedule_of(
+        parallelism.pipeline_parallel_schedule,
+        num_ranks=degree,
+        num_stages=len(names_per_stage),
+        num_microbatches=num_microbatches,
+    )
+    return PipelinePlan(schedule=schedule, names_per_stage=names_per_stage)
+
+
+def rank_with_loss(
+    *, schedule: str, csv_path: str | None, pipeline_degree: int, world_size: int
+) -> int:
+    """The first rank that holds the last stage, where losses are computed; 0 without a pipeline.
+
+    Pipeline ranks are the outermost axis of torchtitan's mesh. (torchtitan itself, 0.3.0, looks for
+    the loss of a DualPipeV pipeline on its last rank, where the V has its middle.)
+
+    Args:
+        schedule: ``--parallelism.pipeline_parallel_schedule``.
+        csv_path: of a schedule that replaces it, or None.
+        pipeline_degree: number of pipeline ranks.
+        world_size: of all ranks.
+    """
+    if pipeline_degree < 2:
+        return 0
+    if csv_path:
+        pipeline_rank = schedule_from_csv(csv_path).stage_to_rank[-1]
+    else:
+        is_v = find_schedule_layout(schedule).style == "v"
+        pipeline_rank = 0 if is_v else pipeline_degree - 1
+    return pipeline_rank * (world_size // pipeline_degree)
+
+
+def pipeline_violations(
+    parallelism: ParallelismConfig, *, num_layers: int, local_batch_size: int
+) -> Iterator[Violation]:
+    """What is wrong with the pipeline options, before there is a model."""
+    if parallelism.pipeline_parallel_degree < 2:
+        return
+    size = parallelism.pipeline_parallel_microbatch_size
+    if size < 1 or local_batch_size % size:
+        divisors = [each for each in range(1, local_batch_size + 1) if local_batch_size % each == 0]
+        yield Violation(
+            flag=f"{_PREFIX}_microbatch_size",
+            value=size,
+            allowed=f"a divisor of --training.local_batch_size {local_batch_size}",
+            fix=f"use one of {', '.join(map(str, divisors))}",
+        )
+        return
+    try:
+        plan = pipeline_plan(parallelism, num_layers=num_layers, local_batch_size=local_batch_size)
+    except FileNotFoundError:
+        yield Violation(
+            flag=f"{_PREFIX}_schedule_csv",
+            value=parallelism.pipeline_parallel_schedule_csv,
+            allowed="a file that exists",
+            fix="give the path of a schedule, or leave the flag out",
+        )
+        return
+    except GtPipelineError as error:
+        yield Violation(
+            flag=f"{_PREFIX}_schedule",
+            value=parallelism.pipeline_parallel_schedule,
+            allowed="a schedule that fits degree, layers and microbatches",
+            fix=str(error),
+        )
+        return
+    yield from _misfits(parallelism, plan, local_batch_size // size)
+
+
+def _misfits(
+    parallelism: ParallelismConfig, plan: PipelinePlan, num_microbatches: int
+) -> Iterator[Violation]:
+    """What a schedule from a file, or stages by name, may contradict."""
+    for name, has, wants in (
+        ("ranks", plan.schedule.num_ranks, parallelism.pipeline_parallel_degree),
+        ("microbatches", plan.schedule.num_microbatches, num_microbatches),
+        ("stages", plan.schedule.num_stages, len(plan.names_per_stage)),
+    ):
+        if has != wants:
+            yield Violation(
+                flag=f"{_PREFIX}_schedule_csv",
+                value=parallelism.pipeline_parallel_schedule_csv,
+                allowed=f"a schedule for {wants} {name}; it has {has}",
+                fix="write the schedule for these sizes, or change them",
+            )

@@ -1,0 +1,156 @@
+"""Cut a model into pipeline stages: the ``pipelining_fn`` of all our configurations.
+
+torchtitan's trainer hands over the model on meta and takes back a schedule and the parts that this
+rank trains. Eagerly (``compile.mode none``) PyTorch's own runtime runs them; captured, prebuilt
+graphs do (``gt_trainer.steps.pipelined_step``). Stages are the same in both, by ``gt_pipeline.split``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
+from torchtitan.config import TORCH_DTYPE_MAP, ParallelismConfig, TrainingConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.models.common.decoder import Decoder
+
+from gt_pipeline.runner import TensorSignature
+from gt_pipeline.schedules import build_pipeline_schedule
+from gt_pipeline.split import stage_modules
+from gt_trainer.compile_options import TrainerCompileConfig
+from gt_trainer.models.parallelize import parallelize
+from gt_trainer.pipelines.pipeline_plan import PipelinePlan, pipeline_plan
+from gt_trainer.steps.captured_step import LossFunction
+from gt_trainer.steps.pipelined_step import PipelinedStep
+from gt_trainer.steps.stage_recipe import StagePasses
+
+
+def pipeline(
+    model: Decoder,
+    *,
+    parallel_dims: ParallelDims,
+    training: TrainingConfig,
+    parallelism: ParallelismConfig,
+    compile_config: TrainerCompileConfig,
+    ac_config: object,
+    dump_folder: str,
+    device: torch.device,
+    model_config: Decoder.Config,
+    parallelize_fn: object,
+    loss_fn: LossFunction,
+) -> tuple[Any, list[nn.Module], bool, bool]:
+    """Cut ``model``, place this rank's stages, and put them under a schedule.
+
+    Arguments and results are those of torchtitan's ``pipeline_llm``. The model stays as it is.
+
+    Returns:
+        The schedule, this rank's parts in order of their stages, and whether the first and the last
+        stage are among them.
+    """
+    plan = pipeline_plan(
+        parallelism,
+        num_layers=len(model_config.layers),
+        local_batch_size=training.local_batch_size,
+    )
+    mesh = parallel_dims.get_mesh("pp")
+    indices = plan.schedule.stages_of_rank(mesh.get_local_rank())
+    parts: Mapping[int, nn.Module] = {
+        index: parallelize(
+            cast(Decoder, part),
+            parallel_dims=parallel_dims,
+            training=training,
+            parallelism=parallelism,
+            compile_config=compile_config,
+            ac_config=ac_config,
+            dump_folder=dump_folder,
+        )
+        for index, part in stage_modules(model, plan.names_per_stage, indices).items()
+    }
+    schedule: Any
+    if compile_config.mode == "none":
+        schedule = _eager_schedule(
+            parts,
+            plan,
+            loss_fn=loss_fn,
+            group=mesh.get_group(),
+            device=device,
+            parallelism=parallelism,
+        )
+    else:
+        schedule = PipelinedStep(
+            parts,
+            plan.schedule,
+            loss_fn=loss_fn,
+            activation=_activation(model_config, training, parallelism),
+            pipeline_group=mesh.get_group(),
+            collective_groups=_collective_groups(parallel_dims),
+            new_passes=_new_passes(compile_config, Path(dump_folder)),
+            device=torch.device("cpu") if device.type == "cpu" else device,  # tensors have no index
+            verify=compile_config.verify_passes,
+        )
+    last = plan.schedule.num_stages - 1
+    return schedule, list(parts.values()), 0 in parts, last in parts
+
+
+def _eager_schedule(
+    parts: Mapping[int, nn.Module],
+    plan: PipelinePlan,
+    *,
+    loss_fn: LossFunction,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    parallelism: ParallelismConfig,
+) -> object:
+    """PyTorch's own schedule over stages that run eagerly."""
+    stages = [
+        PipelineStage(part, index, plan.schedule.num_stages, device, group=group)
+        for index, part in parts.items()
+    ]
+
+    def scalar_loss(*args: Any, **kwargs: Any) -> torch.Tensor:
+        value, _ = loss_fn(*args, **kwargs)
+        return value
+
+    csv_path = parallelism.pipeline_parallel_schedule_csv
+    return build_pipeline_schedule(
+        stages,
+        num_microbatches=plan.schedule.num_microbatches,
+        name=None if csv_path else plan.schedule.name,
+        csv_path=csv_path or None,
+        loss_fn=scalar_loss,
+    )
+
+
+def _new_passes(options: TrainerCompileConfig, dump_folder: Path) -> Callable[[int], StagePasses]:
+    folder = dump_folder / "graph_passes" / f"rank_{dist.get_rank()}"
+
+    def new_passes(stage_index: int) -> StagePasses:
+        return StagePasses(options, debug_folder=folder / f"stage_{stage_index}")
+
+    return new_passes
+
+
+def _activation(
+    model_config: Decoder.Config, training: TrainingConfig, parallelism: ParallelismConfig
+) -> TensorSignature:
+    """What a decoder's layers pass on: (b, L, D), in the dtype that parameters are computed in."""
+    return TensorSignature(
+        shape=(parallelism.pipeline_parallel_microbatch_size, training.seq_len, model_config.dim),
+        dtype=TORCH_DTYPE_MAP[training.mixed_precision_param],
+        requires_grad=True,
+    )
+
+
+def _collective_groups(parallel_dims: ParallelDims) -> list[dist.ProcessGroup]:
+    """Every group of more than one rank in which stages communicate, without the pipeline's own."""
+    groups = {
+        axis: mesh.get_group()
+        for axis, mesh in parallel_dims.get_all_one_dimensional_meshes().items()
+        if axis != "pp" and mesh.size() > 1
+    }
+    return list(groups.values())

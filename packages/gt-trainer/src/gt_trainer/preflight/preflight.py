@@ -1,0 +1,396 @@
+"""Everything that can be known to be wrong with a run before it starts, in one list.
+
+torchtitan finds most of it too, one thing at a time, after every rank has started and imported, and
+partly by ``assert``. Here the rules of gt-config (degrees, extents, compile options), of our
+placement, and those about this machine (folders, checkpoints, tokenizer, GPUs) are judged together,
+in the launching process, before any process group exists.
+
+A rank may trust a configuration that has passed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torchtitan.config import ParallelismConfig
+from torchtitan.models.common.attention import VarlenAttention
+from torchtitan.models.common.decoder import Decoder
+from torchtitan.models.common.token_dispatcher import (
+    AllToAllTokenDispatcher,
+    BaseEPTokenDispatcher,
+)
+from torchtitan.tools import filesystem
+
+from gt_config import ConfigError, Topology, Violation, find_violations
+from gt_passes import known_passes
+from gt_trainer.device import installed_device_type
+from gt_trainer.models.parallelize import refuse_unsupported_parallelism
+from gt_trainer.pipelines.pipeline_plan import pipeline_violations
+from gt_trainer.preflight.checkpoint_folder import check_checkpoints
+from gt_trainer.preflight.placement_violations import autoparallel_violations
+from gt_trainer.trainer import GraphTrainer
+
+_LEAVE_OUT = "leave the flag out"
+
+
+def check_configuration(
+    config: GraphTrainer.Config,
+    world_size: int,
+    *,
+    num_local_ranks: int | None = None,
+    will_train: bool = True,
+) -> None:
+    """Refuse a run that cannot work.
+
+    Args:
+        config: The finished configuration. Not changed.
+        world_size: Ranks of the whole job.
+        num_local_ranks: Ranks that will share this machine's devices; None if unknown.
+        will_train: Whether it will read and write files; False for a dry run.
+
+    Raises:
+        ConfigError: Lists everything that is wrong.
+    """
+    topology = topology_of(config, world_size)
+    violations = list(find_violations(config.compile, topology, known_passes=known_passes()))
+    told = {violation.flag for violation in violations}
+    # Our placement refuses some values that gt-config refuses too, with the same fix.
+    violations += [each for each in _unsupported_parallelism(config) if each.flag not in told]
+    violations += _unsupported_options(config)
+    violations += _unsound_counts(config, topology)
+    violations += _model_does_not_divide(config, topology)
+    violations += _exchanges_of_unknown_operators(config)
+    violations += _shapes_of_documents(config)
+    violations += _unsound_pipeline(config)
+    violations += autoparallel_violations(config, topology)
+    if will_train:
+        violations += _missing_devices(num_local_ranks)
+        violations += _options_for_another_device(config)
+        violations += _unusable_files(config)
+    else:
+        violations += _not_dry_run(config)
+    if violations:
+        raise ConfigError(violations)
+
+
+def topology_of(config: GraphTrainer.Config, world_size: int) -> Topology:
+    """Return the extents of a run, with what torchtitan derives derived as it does.
+
+    A data_parallel_shard_degree of -1 takes the ranks that the other degrees leave, and a
+    global_batch_size of -1 means one forward pass for each update. Where these do not divide, the
+    result rounds down; ``check_configuration`` reports it.
+
+    Args:
+        config: The finished configuration.
+        world_size: Ranks of the whole job.
+    """
+    parallelism, training = config.parallelism, config.training
+    dp_shard = parallelism.data_parallel_shard_degree
+    if dp_shard == -1:
+        dp_shard = max(1, world_size // max(1, _other_degrees(parallelism)))
+    samples = training.local_batch_size * parallelism.data_parallel_replicate_degree * dp_shard
+    steps = 1
+    if training.global_batch_size > 0 and samples > 0:
+        steps = max(1, training.global_batch_size // samples)
+    return Topology(
+        world=world_size,
+        dp_replicate=parallelism.data_parallel_replicate_degree,
+        dp_shard=dp_shard,
+        cp=parallelism.context_parallel_degree,
+        tp=parallelism.tensor_parallel_degree,
+        ep=parallelism.expert_parallel_degree,
+        pp=parallelism.pipeline_parallel_degree,
+        batch_size=training.local_batch_size,
+        seq_len=training.seq_len,
+        gradient_accumulation_steps=steps,
+        sequence_parallel=parallelism.enable_sequence_parallel,
+    )
+
+
+def _other_degrees(parallelism: ParallelismConfig) -> int:
+    return (
+        parallelism.data_parallel_replicate_degree
+        * parallelism.context_parallel_degree
+        * parallelism.tensor_parallel_degree
+        * parallelism.pipeline_parallel_degree
+    )
+
+
+def _unsupported_parallelism(config: GraphTrainer.Config) -> tuple[Violation, ...]:
+    try:
+        refuse_unsupported_parallelism(
+            config.parallelism,
+            config.training,
+            activation_checkpoint=config.activation_checkpoint,
+        )
+    except ConfigError as error:
+        return error.violations
+    return ()
+
+
+def _unsupported_options(config: GraphTrainer.Config) -> Iterator[Violation]:
+    if not config.training.disable_cuda_graphs:
+        yield Violation(
+            flag="--training.disable_cuda_graphs",
+            value=False,
+            allowed="True: torchtitan's own CUDA graphs do not know the captured step",
+            fix=f"{_LEAVE_OUT}; --compile.cuda_graphs records the captured step",
+        )
+    yield from _options_for_another_mode(config)
+    if config.comm.mode != "default":
+        yield Violation(
+            flag="--comm.mode",
+            value=config.comm.mode,
+            allowed="'default'",
+            fix="to try a configuration without its machines, use --dry-run --world-size N",
+        )
+    if config.checkpoint.create_seed_checkpoint:
+        yield Violation(
+            flag="--checkpoint.create_seed_checkpoint",
+            value=True,
+            allowed="False",
+            fix=f"{_LEAVE_OUT}; to train from the same weights, set --debug.seed",
+        )
+    if config.profiler.enable_memory_snapshot and installed_device_type() == "cpu":
+        yield Violation(
+            flag="--profiler.enable_memory_snapshot",
+            value=True,
+            allowed="False on cpu: the snapshot records the CUDA allocator",
+            fix=_LEAVE_OUT,
+        )
+
+
+def _not_dry_run(config: GraphTrainer.Config) -> Iterator[Violation]:
+    if config.parallelism.pipeline_parallel_degree > 1:
+        yield Violation(
+            flag="--parallelism.pipeline_parallel_degree",
+            value=config.parallelism.pipeline_parallel_degree,
+            allowed="1 in a dry run, which captures and simulates whole steps",
+            fix="leave the flag out of the dry run; gt_pipeline.schedules simulates schedules",
+        )
+    if config.compile.mode == "aot_joint":
+        yield Violation(
+            flag="--compile.mode",
+            value="aot_joint",
+            allowed="'aot_fx_trace' in a dry run, which captures and simulates whole steps",
+            fix="leave the flag out of the dry run",
+        )
+
+
+def _options_for_another_mode(config: GraphTrainer.Config) -> Iterator[Violation]:
+    reshard = config.parallelism.fsdp_reshard_after_forward
+    if reshard != "default" and config.compile.mode != "aot_fx_trace":
+        yield Violation(
+            flag="--parallelism.fsdp_reshard_after_forward",
+            value=reshard,
+            allowed=f"'default', since --compile.mode is {config.compile.mode}: "
+            "only a graph of the whole step gathers again",
+            fix=f"{_LEAVE_OUT}, or use --compile.mode aot_fx_trace",
+        )
+
+
+def _options_for_another_device(config: GraphTrainer.Config) -> Iterator[Violation]:
+    if installed_device_type() != "cpu":
+        return
+    for name, needs in (
+        ("cuda_graphs", "CUDA graphs record the work of a CUDA device"),
+        ("async_tensor_parallel", "it needs symmetric memory between CUDA devices"),
+    ):
+        if getattr(config.compile, name) is True:
+            yield Violation(
+                flag=f"--compile.{name}",
+                value=True,
+                allowed=f"False on cpu: {needs}",
+                fix=_LEAVE_OUT,
+            )
+
+
+def _unsound_counts(config: GraphTrainer.Config, topology: Topology) -> Iterator[Violation]:
+    counts: list[tuple[str, int]] = [
+        ("--training.steps", config.training.steps),
+        ("--training.gc_freq", config.training.gc_freq),
+        ("--metrics.log_freq", config.metrics.log_freq),
+    ]
+    if config.validator.enable:
+        counts.append(("--validator.freq", config.validator.freq))
+    for flag, value in counts:
+        if value < 1:
+            yield Violation(flag=flag, value=value, allowed="1 or more", fix="give 1 or more")
+    yield from _uneven_batch(config, topology)
+
+
+def _unsound_pipeline(config: GraphTrainer.Config) -> Iterator[Violation]:
+    model = config.model_spec.model if config.model_spec is not None else None
+    if config.parallelism.pipeline_parallel_degree < 2 or not isinstance(model, Decoder.Config):
+        return
+    if getattr(model, "enable_weight_tying", False):
+        yield Violation(
+            flag="--parallelism.pipeline_parallel_degree",
+            value=config.parallelism.pipeline_parallel_degree,
+            allowed="1 for a model that ties its embedding to its output projection: gt_pipeline "
+            "sums such gradients, but torchtitan's checkpoints hold the weight once",
+            fix=f"{_LEAVE_OUT}, or train a model without tied weights",
+        )
+    yield from pipeline_violations(
+        config.parallelism,
+        num_layers=len(model.layers),
+        local_batch_size=config.training.local_batch_size,
+    )
+
+
+def _uneven_batch(config: GraphTrainer.Config, topology: Topology) -> Iterator[Violation]:
+    size = config.training.global_batch_size
+    samples = topology.batch_size * topology.dp_replicate * topology.dp_shard
+    if size == -1 or samples < 1:
+        return
+    if size > 0 and size % samples == 0:
+        return
+    yield Violation(
+        flag="--training.global_batch_size",
+        value=size,
+        allowed=(
+            f"a multiple of {samples} (local_batch_size {topology.batch_size} * "
+            f"dp_replicate {topology.dp_replicate} * dp_shard {topology.dp_shard}), or -1 for that"
+        ),
+        fix=f"use {max(1, round(size / samples)) * samples}, or leave the flag out",
+    )
+
+
+def _model_does_not_divide(config: GraphTrainer.Config, topology: Topology) -> Iterator[Violation]:
+    model = config.model_spec.model if config.model_spec is not None else None
+    if not isinstance(model, Decoder.Config):
+        return
+    attention = model.first_attention
+    if attention is not None and topology.tp > 1:
+        for name in ("n_heads", "n_kv_heads"):
+            heads = getattr(attention, name, None)
+            if heads is not None and heads % topology.tp:
+                yield Violation(
+                    flag="--parallelism.tensor_parallel_degree",
+                    value=topology.tp,
+                    allowed=f"a divisor of the model's {name} {heads}",
+                    fix=f"use one of {', '.join(map(str, _divisors(heads)))}",
+                )
+                break
+    if topology.seq_len > model.max_seq_len:
+        yield Violation(
+            flag="--training.seq_len",
+            value=topology.seq_len,
+            allowed=f"at most {model.max_seq_len}, the longest that the model's positions reach",
+            fix=f"use {model.max_seq_len} or less",
+        )
+    if topology.ep > 1:
+        yield from _experts_do_not_divide(model, topology.ep)
+
+
+def _experts_do_not_divide(model: Decoder.Config, ep: int) -> Iterator[Violation]:
+    moes = [layer.moe for layer in model.layers if getattr(layer, "moe", None) is not None]
+    if not moes:
+        yield Violation(
+            flag="--parallelism.expert_parallel_degree",
+            value=ep,
+            allowed="1: the model has no experts",
+            fix=_LEAVE_OUT,
+        )
+        return
+    num_experts = min(moe.num_experts for moe in moes)
+    if num_experts % ep:
+        yield Violation(
+            flag="--parallelism.expert_parallel_degree",
+            value=ep,
+            allowed=f"a divisor of the model's {num_experts} experts",
+            fix=f"use one of {', '.join(map(str, _divisors(num_experts)))}",
+        )
+
+
+def _exchanges_of_unknown_operators(config: GraphTrainer.Config) -> Iterator[Violation]:
+    """EP overlap schedules exchanges whose launch and wait it knows, and would else do nothing."""
+    model = config.model_spec.model if config.model_spec is not None else None
+    if not config.compile.ep_overlap.enabled or not isinstance(model, Decoder.Config):
+        return
+    moes = [layer.moe for layer in model.layers if getattr(layer, "moe", None) is not None]
+    for dispatcher in (moe.routed_experts.token_dispatcher for moe in moes):
+        if not isinstance(dispatcher, BaseEPTokenDispatcher.Config):
+            continue
+        if isinstance(dispatcher, AllToAllTokenDispatcher.Config):
+            continue
+        name = type(dispatcher).__qualname__.removesuffix(".Config")
+        yield Violation(
+            flag="--compile.ep_overlap.enabled",
+            value=True,
+            allowed=f"False with {name}, of whose exchanges no launch and wait are known",
+            fix=f"{_LEAVE_OUT}, or choose a --config whose experts exchange by all-to-all",
+        )
+        return
+
+
+def _shapes_of_documents(config: GraphTrainer.Config) -> Iterator[Violation]:
+    """Varlen attention takes the offsets of documents: another shape in every batch."""
+    model = config.model_spec.model if config.model_spec is not None else None
+    if config.compile.mode == "none" or not isinstance(model, Decoder.Config):
+        return
+    if any(model.traverse(VarlenAttention.Config)):
+        yield Violation(
+            flag="--compile.mode",
+            value=config.compile.mode,
+            allowed="'none' for a model that attends with VarlenAttention: it takes the offsets of "
+            "the documents, of which every batch has another number, and a graph has fixed shapes",
+            fix="choose a --config that attends with FlexAttention, or train eagerly",
+        )
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+def _missing_devices(num_local_ranks: int | None) -> Iterator[Violation]:
+    if num_local_ranks is None or installed_device_type() == "cpu":
+        return
+    num_devices = torch.accelerator.device_count()
+    if num_local_ranks > num_devices:
+        yield Violation(
+            flag="--nproc",
+            value=num_local_ranks,
+            allowed=f"at most {num_devices}, one process for each {installed_device_type()} device",
+            fix="use fewer processes, or GT_DEVICE=cpu",
+        )
+
+
+def _unusable_files(config: GraphTrainer.Config) -> Iterator[Violation]:
+    unwritable = _why_unwritable(config.dump_folder)
+    if unwritable is not None:
+        yield Violation(
+            flag="--dump_folder",
+            value=config.dump_folder,
+            allowed="a folder that can be made and written",
+            fix=f"{unwritable}: choose another folder",
+        )
+    if not filesystem.is_remote(config.hf_assets_path) and not Path(config.hf_assets_path).is_dir():
+        yield Violation(
+            flag="--hf_assets_path",
+            value=config.hf_assets_path,
+            allowed="the folder of the model's tokenizer (tokenizer.json)",
+            fix="download the tokenizer from the model's page, and give its folder",
+        )
+    if config.checkpoint.enable and unwritable is None:
+        yield from check_checkpoints(config.checkpoint, Path(config.dump_folder))
+
+
+def _why_unwritable(folder: str) -> str | None:
+    """Say why nothing can be written there, None if something can. Changes nothing."""
+    if filesystem.is_remote(folder):
+        return None
+    path = Path(folder).absolute()
+    # The nearest ancestor that exists is where making the folder would begin.
+    for existing in (path, *path.parents):
+        if not existing.exists():
+            continue
+        if not existing.is_dir():
+            return f"{existing} is a file"
+        if not os.access(existing, os.W_OK | os.X_OK):
+            return f"{existing} is not writable"
+        return None
+    return f"{path.anchor} does not exist"

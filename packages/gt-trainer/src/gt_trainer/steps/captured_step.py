@@ -1,0 +1,244 @@
+"""A training step that captures itself on first use, and knows what to do when shapes change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import GraphModule
+
+from gt_config import CaptureLayers, EpOverlapConfig, ShapeChangePolicy
+from gt_passes import PassContext, PassPipeline, PipelineReport
+from gt_passes.ep_overlap import settle_chunk_annotations
+from gt_passes.verifier.collective_exchange import exchange_collective_digest
+from gt_trace import BoundStep, TracedStep, phase, trace_step
+from gt_trace.stamping import StampReport, trace_step_by_stamping
+from gt_trainer.metrics.startup import StartupClock
+from gt_trainer.models.eager_chunks import chunked_for_capture
+from gt_trainer.models.expert_regions import annotate_expert_regions
+from gt_trainer.steps.per_shape import PerShape
+
+LossFunction = Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]]
+"""torchtitan's: (prediction, labels, global_valid_tokens, **inputs) -> (loss, metrics)."""
+
+_KNOWN_FUNCTIONS = frozenset({"gt_trainer", "gt_passes", "torchtitan"})
+"""Packages whose autograd functions do in the backward what they keep says, layer by layer."""
+
+_INITIALIZERS = frozenset({"_param_init"})
+"""Where torchtitan's modules keep how to initialise them, which may depend on depth."""
+
+_MIN_LAYERS = 12
+"""From how many layers on stamping pays: below, the proofs take most of what it saves."""
+
+Recipe = Callable[[PassContext], PassPipeline]
+"""Builds the passes for one captured graph."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaptureReport:
+    """What a capture produced, for the log."""
+
+    traced: TracedStep
+    passes: PipelineReport
+    stamping: StampReport | None = None
+    """How layers were stamped, or why not; None if that was not asked for."""
+
+    @property
+    def pipelines(self) -> tuple[PipelineReport, ...]:
+        """What passes did, for each graph."""
+        return (self.passes,)
+
+    @property
+    def graph_modules(self) -> tuple[GraphModule, ...]:
+        """The graphs that run, after passes."""
+        return (self.traced.graph_module,)
+
+    @property
+    def num_nodes_captured(self) -> int:
+        """Operators in the graph as captured, before passes."""
+        records = self.passes.records
+        return records[0].before.num_ops if records else self.num_nodes
+
+    @property
+    def num_nodes(self) -> int:
+        """Operators in the graph that runs, after passes."""
+        return sum(
+            node.op not in ("placeholder", "get_attr", "output")
+            for node in self.traced.graph_module.graph.nodes
+        )
+
+
+def training_step(
+    model: nn.Module, loss_fn: LossFunction
+) -> Callable[..., tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]]:
+    """Forward, loss and backward as a function that returns the loss and the gradients.
+
+    The gradients are those of ``[p for p in model.parameters() if p.requires_grad]``, in this
+    order; None for a parameter that the loss does not depend on.
+    """
+
+    def step(
+        inputs: torch.Tensor,
+        labels: torch.Tensor,
+        global_valid_tokens: torch.Tensor,
+        extra_kwargs: dict[str, Any],
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:
+        prediction = model(inputs, **extra_kwargs)
+        loss_inputs = {k: v for k, v in extra_kwargs.items() if k == "positions"}
+        with phase("loss"):
+            loss, _ = loss_fn(prediction, labels, global_valid_tokens, **loss_inputs)
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        return loss, torch.autograd.grad(loss, parameters, allow_unused=True)
+
+    return step
+
+
+def capture_training_step(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    *args: Any,
+    recipe: Recipe,
+    clock: StartupClock,
+    ep_overlap: EpOverlapConfig | None = None,
+    capture_layers: CaptureLayers = "auto",
+    meta_device: torch.device | str = "meta",
+) -> CaptureReport:
+    """Capture ``training_step`` and run the passes on its graph.
+
+    Args:
+        model: parallelized, on its device or on meta.
+        loss_fn: torchtitan's loss.
+        args: example arguments of the function of ``training_step``.
+        recipe: builds the passes.
+        clock: counts capture and passes as parts of the start-up.
+        ep_overlap: which modules run in chunks, if the strategy is eager; None for none.
+        capture_layers: whether every layer is traced, or most are stamped.
+        meta_device: the device for which a model on meta is captured.
+
+    Raises:
+        ForwardChunkingError: a module cannot run in chunks; the model is left as it was.
+        ChunkMetadataError: a module that was to run in chunks was not called.
+    """
+    with clock.part("capture"):
+        traced, stamping = trace_training_step(
+            model,
+            loss_fn,
+            *args,
+            ep_overlap=ep_overlap,
+            capture_layers=capture_layers,
+            meta_device=meta_device,
+        )
+    with clock.part("passes"):
+        static_inputs = traced.inputs[: traced.num_static_inputs]
+        context = PassContext(
+            fake_mode=traced.fake_mode,
+            static_input_names=tuple(graph_input.name for graph_input in static_inputs),
+        )
+        report = recipe(context).run(traced.graph_module)
+    return CaptureReport(traced=traced, passes=report, stamping=stamping)
+
+
+def trace_training_step(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    *args: Any,
+    ep_overlap: EpOverlapConfig | None = None,
+    capture_layers: CaptureLayers = "auto",
+    meta_device: torch.device | str = "meta",
+) -> tuple[TracedStep, StampReport | None]:
+    """Capture ``training_step`` and run no pass: see ``capture_training_step``.
+
+    Returns:
+        The step, and how its layers were stamped if that was asked for.
+    """
+    with (
+        annotate_expert_regions(model),
+        chunked_for_capture(model, ep_overlap or EpOverlapConfig()) as chunked,
+    ):
+        step = training_step(model, loss_fn)
+        if capture_layers == "full":
+            traced, stamping = trace_step(step, module=model, meta_device=meta_device)(*args), None
+        else:
+            captured = trace_step_by_stamping(
+                step,
+                module=model,
+                meta_device=meta_device,
+                ignored_attributes=_INITIALIZERS,
+                known_functions=_KNOWN_FUNCTIONS,
+                min_layers=_MIN_LAYERS if capture_layers == "auto" else 0,
+                compare=capture_layers == "compared",
+            )(*args)
+            traced, stamping = captured.step, captured.report
+        roots = chunked.roots if chunked is not None else ()
+        settle_chunk_annotations(traced.graph_module, roots=roots)
+    return traced, stamping
+
+
+class CapturedTrainingStep:
+    """``training_step`` as a captured graph, optimized by passes and bound to the model.
+
+    Before the first run, the ranks make sure that their graphs have the same collectives.
+
+    Args:
+        model: parallelized, on its device.
+        loss_fn: torchtitan's loss.
+        recipe: builds the passes for a captured graph.
+        on_shape_change: "error" lets the mismatch of a changed input through; "recapture" makes
+            another graph for the new shapes and keeps both.
+        clock: counts capture and passes as parts of the start-up.
+        ep_overlap: which modules run in chunks, if the strategy is eager; None for none.
+        capture_layers: whether every layer is traced, or most are stamped.
+        on_capture: called after each capture, before the graph first runs.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFunction,
+        *,
+        recipe: Recipe,
+        on_shape_change: ShapeChangePolicy,
+        clock: StartupClock,
+        on_capture: Callable[[CaptureReport], None],
+        ep_overlap: EpOverlapConfig | None = None,
+        capture_layers: CaptureLayers = "auto",
+    ) -> None:
+        self._model = model
+        self._loss_fn = loss_fn
+        self._recipe = recipe
+        self._clock = clock
+        self._on_capture = on_capture
+        self._ep_overlap = ep_overlap
+        self._capture_layers: CaptureLayers = capture_layers
+        self._num_captures = 0
+        self._calls = PerShape(self._capture, policy=on_shape_change)
+
+    def __call__(self, *args: Any) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:
+        """Run the step on the arguments of ``training_step``'s function.
+
+        Raises:
+            InputMismatchError: an input differs from the captured one and the policy is "error".
+        """
+        result: tuple[torch.Tensor, tuple[torch.Tensor | None, ...]] = self._calls(*args)
+        return result
+
+    def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BoundStep:
+        assert not kwargs
+        report = capture_training_step(
+            self._model,
+            self._loss_fn,
+            *args,
+            recipe=self._recipe,
+            clock=self._clock,
+            ep_overlap=self._ep_overlap,
+            capture_layers=self._capture_layers,
+        )
+        self._on_capture(report)
+        if self._num_captures == 0:
+            # Only then: later, ranks with other shapes may capture at other times.
+            exchange_collective_digest(report.traced.graph_module)
+        self._num_captures += 1
+        return report.traced.bind(self._model)

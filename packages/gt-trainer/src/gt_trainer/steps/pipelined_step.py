@@ -1,0 +1,245 @@
+"""A training step in pipeline stages, captured on first use: what torchtitan calls a schedule.
+
+torchtitan's trainer and validator call ``step`` and ``eval`` of a schedule of PyTorch's, whose
+stages run eagerly. Here both run prebuilt graphs, one for each action, by ``GraphPPRunner``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.fx import GraphModule
+
+from gt_passes import PipelineReport
+from gt_pipeline.graph import GraphPipelineStage, StageGraphs, StageLoss
+from gt_pipeline.runner import GraphPPRunner, MicrobatchInputs, TensorSignature
+from gt_pipeline.schedules import Schedule
+from gt_trainer.metrics.startup import StartupClock
+from gt_trainer.models.expert_regions import annotate_expert_regions
+from gt_trainer.steps.captured_step import LossFunction
+from gt_trainer.steps.stage_recipe import StagePasses
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageCaptureReport:
+    """What the capture of a stage produced, for the log."""
+
+    graphs: StageGraphs
+    passes: tuple[PipelineReport, ...]
+    """What they did on the joint graph, and on those of the actions."""
+
+    def __str__(self) -> str:
+        """One line: the stage, and the operators of its actions."""
+        counts = ", ".join(f"{g.kind} {_num_ops(g.graph_module):,}" for g in self.graphs)
+        capture = self.graphs.capture
+        return (
+            f"Captured stage {capture.stage_index} of {capture.num_stages}; operators of its "
+            f"actions after passes: {counts}"
+        )
+
+
+class PipelinedStep:
+    """The stages of this rank under a schedule.
+
+    Args:
+        parts: the stages' modules by stage index, parallelized; initialized before the first step.
+        schedule: of the whole pipeline.
+        loss_fn: torchtitan's.
+        activation: shape and dtype of what travels between stages, for one microbatch.
+        pipeline_group: ranks of the pipeline, in the schedule's order.
+        collective_groups: groups over which stages communicate, closed when a step fails.
+        new_passes: makes the passes of a stage, given its index.
+        device: of the model.
+        verify: whether to verify every graph of a stage, as captured, as cut, and after passes.
+    """
+
+    def __init__(
+        self,
+        parts: Mapping[int, nn.Module],
+        schedule: Schedule,
+        *,
+        loss_fn: LossFunction,
+        activation: TensorSignature,
+        pipeline_group: dist.ProcessGroup,
+        collective_groups: Sequence[dist.ProcessGroup],
+        new_passes: Callable[[int], StagePasses],
+        device: torch.device,
+        verify: bool = True,
+    ) -> None:
+        self._parts = parts
+        self._schedule = schedule
+        self._loss_fn = loss_fn
+        self._activation = activation
+        self._pipeline_group = pipeline_group
+        self._collective_groups = collective_groups
+        self._new_passes = new_passes
+        self._device = device
+        self._verify = verify
+        self._runner: GraphPPRunner | None = None
+        self._clock = StartupClock()
+        self._on_capture: Callable[[StageCaptureReport], None] = lambda report: None
+        self.stages: dict[int, GraphPipelineStage] = {}
+        """This rank's stages by index, once captured."""
+
+    def report_to(
+        self, clock: StartupClock, on_capture: Callable[[StageCaptureReport], None]
+    ) -> None:
+        """Say who hears of captures: torchtitan builds this before there is a trainer.
+
+        Args:
+            clock: counts capture and passes as parts of the start-up.
+            on_capture: called after the capture of each stage.
+        """
+        self._clock = clock
+        self._on_capture = on_capture
+
+    def step(
+        self,
+        *,
+        arg_mbs: Sequence[tuple[torch.Tensor, ...]] | None = None,
+        kwarg_mbs: Sequence[Mapping[str, Any]] | None = None,
+        target_mbs: Sequence[torch.Tensor] | None = None,
+        losses: list[torch.Tensor] | None = None,
+        loss_kwargs: Mapping[str, Any] | None = None,
+        return_outputs: bool = False,
+    ) -> None:
+        """Train on one batch, given by microbatches, as torchtitan's trainer calls a schedule.
+
+        Args:
+            arg_mbs: (tokens (b, L),) of each microbatch, on the rank of the first stage.
+            kwarg_mbs: positions and masks of each microbatch, on every rank.
+            target_mbs: labels (b, L) of each microbatch, on the rank of the last stage.
+            losses: is filled with the losses, there.
+            loss_kwargs: ``global_valid_tokens``, a scalar.
+            return_outputs: only False: predictions stay on the device of the last stage.
+        """
+        assert not return_outputs  # torchtitan asks for none
+        microbatches = self._microbatches(arg_mbs, kwarg_mbs, target_mbs, loss_kwargs or {})
+        result = self._runner_for(microbatches).step_microbatches(microbatches)
+        if losses is not None:
+            losses.extend(result.losses)
+
+    def eval(
+        self,
+        *,
+        arg_mbs: Sequence[tuple[torch.Tensor, ...]] | None = None,
+        kwarg_mbs: Sequence[Mapping[str, Any]] | None = None,
+        target_mbs: Sequence[torch.Tensor] | None = None,
+        losses: list[torch.Tensor] | None = None,
+    ) -> None:
+        """Compute the losses of one batch, summed over tokens; as the validator calls a schedule.
+
+        Args:
+            arg_mbs: as for ``step``; so are the others.
+            kwarg_mbs: see ``step``.
+            target_mbs: see ``step``.
+            losses: see ``step``.
+        """
+        # The graph divides by a number of tokens: by one, the sum stays as it is.
+        one = torch.ones((), dtype=torch.int64, device=self._device)
+        microbatches = self._microbatches(
+            arg_mbs, kwarg_mbs, target_mbs, {"global_valid_tokens": one}
+        )
+        result = self._runner_for(microbatches).eval_microbatches(microbatches)
+        if losses is not None:
+            losses.extend(result.losses)
+
+    def close(self) -> None:
+        """Give back process groups and threads."""
+        if self._runner is not None:
+            self._runner.close()
+
+    def _microbatches(
+        self,
+        arg_mbs: Sequence[tuple[torch.Tensor, ...]] | None,
+        kwarg_mbs: Sequence[Mapping[str, Any]] | None,
+        target_mbs: Sequence[torch.Tensor] | None,
+        loss_kwargs: Mapping[str, Any],
+    ) -> list[MicrobatchInputs]:
+        count = self._schedule.num_microbatches
+        every_args = arg_mbs or [()] * count
+        every_kwargs = kwarg_mbs or [{}] * count
+        every_target: Sequence[Any] = [None] * count
+        if target_mbs is not None:
+            every_target = [(labels, dict(loss_kwargs)) for labels in target_mbs]
+        return [
+            MicrobatchInputs(args=args, kwargs=kwargs, target=target)
+            for args, kwargs, target in zip(every_args, every_kwargs, every_target, strict=True)
+        ]
+
+    def _runner_for(self, microbatches: Sequence[MicrobatchInputs]) -> GraphPPRunner:
+        if self._runner is None:
+            # Validation may come first; what is captured here is for training all the same.
+            with _in_training_mode(self._parts.values()):
+                self._runner = self._new_runner(microbatches[0])
+        return self._runner
+
+    def _new_runner(self, microbatch: MicrobatchInputs) -> GraphPPRunner:
+        fake_mode = None
+        for index, part in self._parts.items():
+            stage = self._capture(index, part, microbatch, fake_mode)
+            fake_mode = stage.fake_mode  # the graphs of stages that overlap share one
+            self.stages[index] = stage
+        return GraphPPRunner(
+            list(self.stages.values()),
+            self._schedule,
+            group=self._pipeline_group,
+            loss_reduction="sum",
+            collective_groups=self._collective_groups,
+        )
+
+    def _capture(
+        self, stage_index: int, part: nn.Module, microbatch: MicrobatchInputs, fake_mode: Any
+    ) -> GraphPipelineStage:
+        num_stages = self._schedule.num_stages
+        is_last = stage_index == num_stages - 1
+        passes = self._new_passes(stage_index)
+        with self._clock.part("capture"), annotate_expert_regions(part):
+            stage = GraphPipelineStage(
+                part,
+                stage_index=stage_index,
+                num_stages=num_stages,
+                activations=() if stage_index == 0 else (self._activation,),
+                inputs=microbatch,
+                loss_fn=_stage_loss(self._loss_fn) if is_last else None,
+                device=self._device,
+                prepare_capture=passes.on_capture,
+                transform=passes.on_action,
+                fake_mode=fake_mode,
+                verify=self._verify,
+            )
+        self._on_capture(StageCaptureReport(graphs=stage.graphs, passes=tuple(passes.reports)))
+        return stage
+
+
+@contextlib.contextmanager
+def _in_training_mode(parts: Iterable[nn.Module]) -> Iterator[None]:
+    """Every module in training mode, and afterwards in the mode that it was in."""
+    modes = {module: module.training for part in parts for module in part.modules()}
+    try:
+        for module in modes:
+            module.training = True
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+def _stage_loss(loss_fn: LossFunction) -> StageLoss:
+    def loss(prediction: Any, target: tuple[torch.Tensor, Mapping[str, Any]]) -> torch.Tensor:
+        labels, loss_inputs = target
+        value, _ = loss_fn(prediction, labels, **loss_inputs)
+        return value
+
+    return loss
+
+
+def _num_ops(graph_module: GraphModule) -> int:
+    nodes = graph_module.graph.nodes
+    return sum(node.op not in ("placeholder", "get_attr", "output") for node in nodes)

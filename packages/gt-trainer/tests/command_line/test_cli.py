@@ -1,0 +1,222 @@
+"""The program ``gt-train`` as its user meets it, as far as no model is needed."""
+
+import gc
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from torchtitan.config import ParallelismConfig
+
+from gt_config import ConfigError, Violation
+from gt_trainer.command_line import cli
+from gt_trainer.command_line.command_line import usage
+
+JOB = {
+    "RANK": "1",
+    "WORLD_SIZE": "2",
+    "LOCAL_RANK": "1",
+    "MASTER_ADDR": "localhost",
+    "MASTER_PORT": "29500",
+}
+
+
+@pytest.fixture(autouse=True)
+def outside_any_job(monkeypatch):
+    for name in (*JOB, "SLURM_PROCID", "SLURM_LOCALID"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["--list"],
+        ["--version"],
+        ["--module", "lama3"],
+        ["--config", "llama3_9b"],
+        ["--nproc", "0"],
+        ["--training.stps", "3"],
+    ],
+    ids=" ".join,
+)
+def test_information_and_misspelled_names_cost_no_import_of_torch(arguments):
+    program = (
+        "import sys\n"
+        "from gt_trainer.command_line.cli import main\n"
+        f"main({arguments!r})\n"
+        "heavy = {'torch', 'torchtitan', 'numpy', 'tyro', 'rich'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    finished = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert finished.returncode == 0, finished.stderr
+
+
+def test_help_is_printed_and_succeeds(capsys):
+    assert cli.main(["--help"]) == 0
+    assert capsys.readouterr() == (usage(), "")
+
+
+def test_the_version_is_that_of_everything_that_decides_a_run(capsys):
+    assert cli.main(["--version"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == [
+        "gt-trainer",
+        "gt-passes",
+        "gt-trace",
+        "gt-config",
+        "torch",
+        "torchtitan",
+    ]
+
+
+def test_bad_input_is_one_message_and_status_2(capsys):
+    assert cli.main(["--module", "lama3"]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err == (
+        "gt-train: no module 'lama3'. Did you mean 'llama3'?\n"
+        "modules: llama3, qwen3, deepseek_v3; or the dotted path of a module of yours\n"
+    )
+
+
+def test_an_incomplete_job_is_bad_input(capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    assert cli.main([]) == 2
+    assert capsys.readouterr().err.startswith(
+        "gt-train: the environment has RANK but lacks WORLD_SIZE, LOCAL_RANK, MASTER_ADDR"
+    )
+
+
+def test_one_voice_a_machine_tells_of_bad_input(capsys, monkeypatch):
+    for name, value in JOB.items():
+        monkeypatch.setenv(name, value)
+    assert cli.main(["--module", "lama3"]) == 2
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_reader_that_stops_reading_is_no_error():
+    finished = subprocess.run(
+        f"{sys.executable} -m gt_trainer --help | head -n 0",
+        shell=True,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (finished.stdout, finished.stderr) == ("", "")
+
+
+def test_ctrl_c_before_training_is_one_message(capsys, monkeypatch):
+    def interrupt(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_load_configuration", interrupt)
+    assert cli.main([]) == 130
+    assert capsys.readouterr() == ("", "gt-train: interrupted before training started\n")
+
+
+def test_imports_are_done_without_collecting_garbage_and_stay_exempt_from_it():
+    assert gc.isenabled()
+    frozen = gc.get_freeze_count()
+    with cli._without_garbage_collection():
+        assert not gc.isenabled()
+        made = [[] for _ in range(10)]
+    assert gc.isenabled()
+    assert gc.get_freeze_count() >= frozen + len(made)
+
+
+@pytest.fixture
+def no_models(monkeypatch):
+    """Replace what needs a model: the configuration, its check, and the work."""
+    config = SimpleNamespace(
+        dump_folder="out",
+        training=SimpleNamespace(steps=2),
+        checkpoint=SimpleNamespace(enable=True, folder="checkpoint", load_step=-1),
+        parallelism=ParallelismConfig(),
+    )
+    checks = []
+    monkeypatch.setattr(cli, "_load_configuration", lambda command: config)
+    monkeypatch.setattr(
+        "gt_trainer.command_line.overrides.apply_overrides", lambda config, flags: config
+    )
+    monkeypatch.setattr(
+        "gt_trainer.preflight.preflight.check_configuration",
+        lambda config, world_size, **options: checks.append((world_size, options)),
+    )
+    for name in (*JOB, "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    return checks
+
+
+def test_a_finished_run_says_where_its_results_are(capsys, monkeypatch, tmp_path, no_models):
+    monkeypatch.chdir(tmp_path)
+
+    def train(config):
+        checkpoint = Path(config.dump_folder, "checkpoint", "step-2")
+        checkpoint.mkdir(parents=True)
+        (checkpoint / ".metadata").touch()
+        Path(config.dump_folder, "metrics.jsonl").touch()
+
+    monkeypatch.setattr("gt_trainer.run.train", train)
+    assert cli.main([]) == 0
+    assert capsys.readouterr().out == (
+        "gt-train: finished 2 steps\n"
+        "  metrics:    out/metrics.jsonl\n"
+        "  checkpoint: out/checkpoint/step-2\n"
+    )
+    assert no_models == [(1, {"num_local_ranks": 1})]
+
+
+def test_a_failed_run_is_status_1(capsys, monkeypatch, no_models):
+    def train(config):
+        raise ValueError("no such thing")
+
+    monkeypatch.setattr("gt_trainer.run.train", train)
+    assert cli.main([]) == 1
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.endswith("gt-train: failed: ValueError: no such thing\n")
+
+
+def test_a_dry_run_prints_its_report_for_the_world_size_asked_for_or_intended(
+    capsys, monkeypatch, no_models
+):
+    monkeypatch.setattr("gt_trainer.dry_run.dry_run", lambda config, world_size: world_size * 100)
+    assert cli.main(["--dry-run", "--world-size", "6"]) == 0
+    assert cli.main(["--dry-run", "--config", "llama3_70b"]) == 0
+    assert capsys.readouterr() == ("600\n25600\n", "")
+    assert no_models == [(6, {"will_train": False}), (256, {"will_train": False})]
+
+
+def test_what_the_configuration_breaks_is_bad_input(capsys, monkeypatch, no_models):
+    def refuse(config, world_size, **options):
+        raise ConfigError([Violation(flag="--a", value=1, allowed="2", fix="use 2")])
+
+    monkeypatch.setattr("gt_trainer.preflight.preflight.check_configuration", refuse)
+    assert cli.main([]) == 2
+    assert capsys.readouterr().err == (
+        "gt-train: the configuration has 1 problem:\n"
+        "  1. --a is 1\n"
+        "     allowed: 2\n"
+        "     fix: use 2\n"
+    )
+
+
+def test_a_module_of_the_users_is_imported_and_judged(capsys, monkeypatch, tmp_path):
+    # It would take the root logger from pytest.
+    monkeypatch.setattr("torchtitan.tools.logging.init_logger", lambda: None)
+    (tmp_path / "my_models").mkdir()
+    (tmp_path / "my_models" / "tiny.py").write_text("def tiny():\n    return 3\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert cli.main(["--module", "my_models.tiny", "--config", "tini"]) == 2
+    assert cli.main(["--module", "my_models.tiny", "--config", "tiny"]) == 2
+    assert cli.main(["--module", "my_models.small", "--config", "tiny"]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "gt-train: module 'my_models.tiny' has no function 'tini'. Did you mean 'tiny'?",
+        "gt-train: my_models.tiny.tiny returned 3, which is no GraphTrainer.Config",
+        "gt-train: --module my_models.small: there is no Python module 'my_models.small'",
+    ]

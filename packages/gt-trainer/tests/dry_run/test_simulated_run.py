@@ -1,0 +1,122 @@
+"""What a dry run says of the hardware: tokens, time, memory, each labelled."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed import utils as dist_utils
+
+from gt_passes.simulation import h100_sxm, optimizer_step_us
+from gt_trace import trace_step
+from gt_trace.fsdp import shard
+from gt_trainer.dry_run.simulated_run import SimulatedRun, StepFacts, simulate_run
+
+WORLD_SIZE = 8
+FACTS = StepFacts(
+    num_gpus=WORLD_SIZE,
+    tokens=WORLD_SIZE * 64,
+    num_microbatches=1,
+    flops_per_token=6 * 2 * 512 * 512,
+    num_parameters_per_rank=2 * 512 * 512 // WORLD_SIZE,
+    parameter_bytes_per_rank=4 * 2 * 512 * 512 // WORLD_SIZE,
+    clips_gradients=True,
+)
+
+
+@pytest.fixture(scope="module")
+def traced():
+    """A sharded step of two linear layers on 8 ranks that do not exist, and their mesh."""
+    dist_utils.init_fake_mode(WORLD_SIZE)
+    try:
+        dims = ParallelDims(
+            dp_replicate=1,
+            dp_shard=WORLD_SIZE,
+            cp=1,
+            tp=1,
+            pp=1,
+            ep=1,
+            world_size=WORLD_SIZE,
+            spmd_backend="partial_dtensor",
+        )
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(512, 512, bias=False), nn.Linear(512, 512, bias=False))
+        shard(model, dims.get_mesh("fsdp"), mode="shard")
+
+        def step(x):
+            loss = model(x).sum()
+            return loss, torch.autograd.grad(loss, list(model.parameters()))
+
+        x = torch.ones(64, 512, device="meta")
+        yield trace_step(step, module=model, meta_device="cpu")(x), dims
+    finally:
+        dist.destroy_process_group()
+
+
+def run(traced, facts: StepFacts = FACTS, **options: object) -> SimulatedRun:
+    step, dims = traced
+    return simulate_run(step, facts, parallel_dims=dims, **options)
+
+
+def test_a_step_is_its_graph_and_its_optimizer(traced):
+    found = run(traced)
+    optimizer_us = optimizer_step_us(FACTS.num_parameters_per_rank, h100_sxm())
+    assert found.step_us == pytest.approx(found.graph.step_us + optimizer_us)
+    assert found.tokens_per_second_per_gpu == pytest.approx(1e6 * 64 / found.step_us)
+    expected = found.tokens_per_second_per_gpu * FACTS.flops_per_token / 989.4e12
+    assert found.mfu == pytest.approx(expected)
+
+
+def test_microbatches_run_the_graph_again_and_keep_gradients(traced):
+    once = run(traced)
+    twice = run(traced, replace(FACTS, num_microbatches=2, tokens=2 * FACTS.tokens))
+    assert twice.step_us == pytest.approx(2 * once.step_us - once.optimizer_us)
+    assert twice.peak_bytes == once.peak_bytes + FACTS.parameter_bytes_per_rank
+    assert "2 microbatches of" in str(twice)
+
+
+def test_memory_includes_the_state_of_the_optimizer(traced):
+    found = run(traced)
+    assert found.optimizer_state_bytes == 2 * FACTS.parameter_bytes_per_rank
+    assert found.peak_bytes == found.graph.memory.peak_bytes + found.optimizer_state_bytes
+    (line,) = [line for line in str(found).splitlines() if "peak memory" in line]
+    assert "parameters and buffers" in line
+    assert "optimizer state" in line
+
+
+def test_collectives_are_told_by_what_they_are_for(traced):
+    purposes = {total.purpose for total in run(traced).graph.by_purpose}
+    assert purposes == {"FSDP unshard", "FSDP reduce_grad"}
+
+
+def test_every_line_stands_under_a_heading_that_says_simulated(traced):
+    lines = str(run(traced, attention_note="captured otherwise")).splitlines()
+    assert lines[0] == (
+        "Simulated on 8 H100 SXM, by a model of the hardware: nothing here was measured"
+    )
+    names = [line[2:18].strip() for line in lines[1:]]
+    assert names == [
+        *("step", "throughput", "made of", "exposed", "exposed"),
+        *("peak memory", "sensitivity", "attention"),
+    ]
+    assert "simulated; with ±30% of compute" in str(run(traced))
+
+
+def test_what_does_not_fit_says_so(traced):
+    small = replace(h100_sxm(), hbm_capacity_bytes=2**20)
+    assert "DOES NOT FIT" in str(run(traced, hardware=small))
+    assert "DOES NOT FIT" not in str(run(traced))
+
+
+def test_the_trace_is_written_where_it_is_asked_for(traced, tmp_path: Path):
+    path = tmp_path / "step.json"
+    found = run(traced, trace_path=path)
+    assert json.loads(path.read_text())["otherData"]["simulated"] is True
+    assert str(path) in str(found)
+    assert "trace" not in str(run(traced))

@@ -1,0 +1,134 @@
+"""Judging the checkpoints that a run would resume from."""
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torchtitan.components.checkpoint import CheckpointManager
+
+from gt_trainer.preflight.checkpoint_folder import check_checkpoints, newest_checkpoint, step_of
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """One small checkpoint, to be copied."""
+    folder = tmp_path_factory.mktemp("saved") / "step-1"
+    dcp.save({"weight": torch.arange(64.0), "step": 1}, checkpoint_id=folder, no_dist=True)
+    return folder
+
+
+@pytest.fixture
+def run_folder(tmp_path, saved):
+    """A run with complete checkpoints of steps 5 and 10."""
+    for step in (5, 10):
+        target = tmp_path / "checkpoint" / f"step-{step}"
+        target.mkdir(parents=True)
+        for file in saved.iterdir():
+            (target / file.name).write_bytes(file.read_bytes())
+    return tmp_path
+
+
+def problems(run_folder, **flags) -> list[str]:
+    config = CheckpointManager.Config(enable=True, **flags)
+    found = list(check_checkpoints(config, run_folder))
+    return [str(violation).replace(str(run_folder), "RUN") for violation in found]
+
+
+def data_file(step_folder):
+    return next(path for path in step_folder.iterdir() if path.suffix == ".distcp")
+
+
+def test_no_checkpoints_and_intact_checkpoints_are_fine(tmp_path, run_folder):
+    assert problems(tmp_path / "fresh") == []
+    assert problems(run_folder) == []
+    assert problems(run_folder, load_step=5) == []
+    assert newest_checkpoint(run_folder / "checkpoint").name == "step-10"
+    assert newest_checkpoint(tmp_path / "fresh") is None
+
+
+def test_unreadable_metadata_of_the_newest_is_refused(run_folder):
+    metadata = run_folder / "checkpoint" / "step-10" / ".metadata"
+    metadata.write_bytes(metadata.read_bytes()[:20])
+    assert problems(run_folder) == [
+        (
+            "--checkpoint.folder is 'RUN/checkpoint/step-10'\n"
+            "allowed: an intact checkpoint\n"
+            "fix: .metadata cannot be read (UnpicklingError): delete this folder to resume from an "
+            "older one, or choose another --dump_folder"
+        )
+    ]
+    assert problems(run_folder, load_step=5) == []
+
+
+def test_missing_data_is_refused(run_folder):
+    file = data_file(run_folder / "checkpoint" / "step-10")
+    file.unlink()
+    assert problems(run_folder) == [
+        (
+            "--checkpoint.folder is 'RUN/checkpoint/step-10'\n"
+            "allowed: an intact checkpoint\n"
+            f"fix: {file.name} is missing: delete this folder to resume from an older one, or choose "
+            "another --dump_folder"
+        )
+    ]
+
+
+def test_truncated_data_is_refused(run_folder):
+    file = data_file(run_folder / "checkpoint" / "step-10")
+    size = file.stat().st_size
+    file.write_bytes(file.read_bytes()[:100])
+    (problem,) = problems(run_folder)
+    assert f"{file.name} has 100 bytes of at least {size}: delete this folder" in problem
+
+
+def test_a_cut_off_save_is_passed_over_with_a_warning_if_an_older_one_is_complete(run_folder):
+    (run_folder / "checkpoint" / "step-15").mkdir()
+    with pytest.warns(UserWarning, match="cut off while being saved") as warned:
+        assert problems(run_folder) == []
+    assert str(warned[0].message).replace(str(run_folder), "RUN") == (
+        "step-15 in RUN/checkpoint cut off while being saved (no .metadata); resuming from step-10"
+    )
+
+
+def test_a_cut_off_save_alone_is_refused_because_training_would_start_over(tmp_path):
+    (tmp_path / "checkpoint" / "step-15").mkdir(parents=True)
+    assert [text.replace(str(tmp_path), "RUN") for text in problems(tmp_path)] == [
+        (
+            "--checkpoint.folder is 'RUN/checkpoint'\n"
+            "allowed: complete checkpoints, or none\n"
+            "fix: step-15 cut off while being saved (no .metadata): delete to start over, or choose "
+            "another --dump_folder"
+        )
+    ]
+
+
+def test_a_step_that_was_not_saved_is_refused_with_those_that_were(run_folder):
+    assert problems(run_folder, load_step=7) == [
+        (
+            "--checkpoint.load_step is 7\n"
+            "allowed: a step saved in RUN/checkpoint: 5, 10\n"
+            "fix: choose one of these, or leave the flag out for the newest"
+        )
+    ]
+
+
+def test_a_missing_initial_checkpoint_is_refused_unless_the_run_resumes(tmp_path, run_folder):
+    flags = {"initial_load_path": "/no/such/folder"}
+    assert problems(run_folder, **flags) == []
+    assert problems(tmp_path / "fresh", **flags) == [
+        (
+            "--checkpoint.initial_load_path is '/no/such/folder'\n"
+            "allowed: the folder of a checkpoint\n"
+            "fix: give an existing folder"
+        )
+    ]
+
+
+def test_remote_checkpoints_are_not_read(run_folder):
+    (run_folder / "checkpoint" / "step-10" / ".metadata").write_bytes(b"")
+    assert problems(run_folder, folder="gs://bucket/checkpoint") == []
+
+
+def test_step_of_a_checkpoint_is_in_its_folders_name(tmp_path):
+    assert step_of(tmp_path / "step-120") == 120
+    with pytest.raises(ValueError, match="last is not named step-N"):
+        step_of(tmp_path / "last")

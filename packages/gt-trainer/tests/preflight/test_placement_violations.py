@@ -1,0 +1,91 @@
+"""What a run whose model a solver places cannot be combined with, each by name."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+
+from torchtitan.components.loss import CrossEntropyLoss
+
+from gt_config import AutoParallelConfig, CompileConfig, Topology
+from gt_trainer.models import deepseek_v3, llama3
+from gt_trainer.models.chunked_loss import GraphChunkedLoss
+from gt_trainer.placement.planned_capture import capture_layers_of
+from gt_trainer.placement.planned_loss import loss_of
+from gt_trainer.preflight.placement_violations import autoparallel_violations
+
+TOPOLOGY = Topology(world=4, dp_shard=4, batch_size=2, seq_len=64)
+
+
+def config_of(function, **changes):
+    config = function()
+    config.compile = dataclasses.replace(config.compile, autoparallel=True)
+    return dataclasses.replace(config, **changes)
+
+
+def flags_of(config, topology=TOPOLOGY):
+    return {v.flag: v.allowed for v in autoparallel_violations(config, topology)}
+
+
+def test_a_debug_model_on_several_ranks_is_accepted():
+    assert flags_of(config_of(llama3.llama3_debugmodel)) == {}
+    assert flags_of(config_of(deepseek_v3.deepseek_v3_debugmodel)) == {}
+
+
+def test_says_nothing_of_runs_that_no_solver_places():
+    config = SimpleNamespace(compile=SimpleNamespace(autoparallel=False))
+    assert flags_of(config, dataclasses.replace(TOPOLOGY, world=1, dp_shard=1)) == {}
+
+
+def test_refuses_one_rank():
+    config = config_of(llama3.llama3_debugmodel)
+    assert flags_of(config, dataclasses.replace(TOPOLOGY, world=1, dp_shard=1)) == {
+        "--compile.autoparallel": "False on one rank: there is nothing to place",
+    }
+
+
+def test_refuses_experts_with_tensor_parallelism():
+    topology = dataclasses.replace(TOPOLOGY, dp_shard=2, tp=2)
+    assert flags_of(config_of(llama3.llama3_debugmodel), topology) == {}
+    assert flags_of(config_of(deepseek_v3.deepseek_v3_debugmodel), topology) == {
+        "--parallelism.tensor_parallel_degree": "1 for a model with experts that "
+        "--compile.autoparallel places: the counts that balance its routing are summed over "
+        "data-parallel ranks only",
+    }
+
+
+def test_refuses_demands_on_experts_of_a_model_without_any():
+    for function, expected in (
+        (llama3.llama3_debugmodel, ["--compile.autoparallel_solver.experts"]),
+        (deepseek_v3.deepseek_v3_debugmodel, []),
+    ):
+        config = config_of(function)
+        config.compile = dataclasses.replace(
+            config.compile, autoparallel_solver=AutoParallelConfig(experts="own_tokens")
+        )
+        assert list(flags_of(config)) == expected
+
+
+def test_refuses_attention_without_a_placement_rule():
+    from torchtitan.models.llama3 import config_registry
+
+    config = config_of(llama3.llama3_debugmodel)
+    config.model_spec = config_registry.llama3_debugmodel().model_spec
+    assert flags_of(config) == {
+        "--compile.autoparallel": "False for a model that attends with FlexAttention, which has no "
+        "placement rule",
+    }
+
+
+def test_every_layer_of_a_placed_model_is_captured():
+    options = CompileConfig(capture_layers="stamped")
+    assert capture_layers_of(options) == "stamped"
+    assert capture_layers_of(dataclasses.replace(options, autoparallel=True)) == "full"
+
+
+def test_a_chunked_loss_is_applied_whole():
+    config = config_of(llama3.llama3_debugmodel)
+    assert isinstance(config.loss, GraphChunkedLoss.Config)
+    assert isinstance(loss_of(config), CrossEntropyLoss.Config)
+    config.compile = dataclasses.replace(config.compile, autoparallel=False)
+    assert loss_of(config) is config.loss
