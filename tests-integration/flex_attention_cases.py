@@ -39,10 +39,10 @@ from gt_config import EpOverlapConfig
 from gt_passes import DescribeOnly
 from gt_passes.analysis.outlined_region import region_of
 from gt_trace.testing import flex_attention_on_cpu
+from gt_trainer.decoder import attention as attention_of_trainer
 from gt_trainer.dry_run.fake_step import fake_step
-from gt_trainer.metrics.startup import StartupClock
 from gt_trainer.models import adapt
-from gt_trainer.models import attention as attention_of_trainer
+from gt_trainer.startup import StartupClock
 from gt_trainer.steps.captured_step import CaptureReport, capture_training_step
 from gt_trainer.steps.recipe import recipe_of
 

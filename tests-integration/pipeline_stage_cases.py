@@ -22,8 +22,8 @@ from gt_pipeline.graph.overlapped_actions import concatenate_actions
 from gt_pipeline.graph.stage_inputs import StageState
 from gt_pipeline.runner import MicrobatchInputs
 from gt_pipeline.split import split_module
-from gt_trainer.models.attention import attention_mask_for
-from gt_trainer.models.expert_regions import annotate_expert_regions
+from gt_trainer.decoder.attention import attention_mask_for
+from gt_trainer.decoder.expert_regions import annotate_expert_regions
 
 NUM_STAGES = 2
 

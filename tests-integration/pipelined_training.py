@@ -21,7 +21,7 @@ from training_cases import Case, differing, local
 
 from gt_pipeline.schedules import build_pipeline_schedule
 from gt_pipeline.split import stage_modules
-from gt_trainer.models.initialization import _part
+from gt_trainer.decoder.initialization import _part
 from gt_trainer.pipelines.pipeline_plan import PipelinePlan, pipeline_plan
 from gt_trainer.trainer import GraphTrainer
 

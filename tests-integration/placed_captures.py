@@ -10,7 +10,7 @@ from gt_config import AutoParallelConfig
 from gt_passes import DescribeOnly, PassContext, PassPipeline, PipelineReport
 from gt_trace import graph_text
 from gt_trainer.dry_run.fake_step import fake_step
-from gt_trainer.metrics.startup import StartupClock
+from gt_trainer.startup import StartupClock
 from gt_trainer.steps.captured_step import capture_training_step
 from gt_trainer.steps.recipe import recipe_of
 from gt_trainer.trainer import GraphTrainer

@@ -25,8 +25,8 @@ from gt_config import ExpertPlacement
 from gt_config.node_keys import EpExchangeAnnotation
 from gt_passes.analysis.collectives import is_collective
 from gt_trace import read_annotation, trace_step
-from gt_trainer.models.attention import attention_mask_for
-from gt_trainer.models.expert_regions import annotate_expert_regions
+from gt_trainer.decoder.attention import attention_mask_for
+from gt_trainer.decoder.expert_regions import annotate_expert_regions
 from gt_trainer.placement.planned_mesh import planned_mesh
 from gt_trainer.steps.captured_step import training_step
 from gt_trainer.trainer import GraphTrainer

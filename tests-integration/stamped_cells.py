@@ -13,7 +13,7 @@ from gt_config import CaptureLayers
 from gt_passes import DescribeOnly
 from gt_trace.stamping import StampReport
 from gt_trainer.dry_run.fake_step import fake_step
-from gt_trainer.metrics.startup import StartupClock
+from gt_trainer.startup import StartupClock
 from gt_trainer.steps.captured_step import CaptureReport, capture_training_step
 from gt_trainer.steps.recipe import recipe_of
 from gt_trainer.trainer import GraphTrainer

@@ -20,10 +20,10 @@ from torchtitan.models.common.attention import FlexAttention
 from torchtitan.models.common.moe import RoutedExperts
 
 from gt_trainer import device
-from gt_trainer.models.attention import DocumentCausalSDPA
+from gt_trainer.decoder.attention import DocumentCausalSDPA
+from gt_trainer.decoder.chunked_loss import GraphChunkedLoss
 from gt_trainer.models.catalog import CATALOG
-from gt_trainer.models.chunked_loss import GraphChunkedLoss
-from gt_trainer.models.parallelize import parallelize
+from gt_trainer.placement.parallelize import parallelize
 from gt_trainer.trainer import GraphTrainer
 
 ENTRIES = [entry for table in CATALOG.values() for entry in table.values()]

@@ -15,7 +15,7 @@ from torchtitan.distributed.utils import set_spmd_backend
 
 from gt_config.node_keys import FsdpCollectiveAnnotation
 from gt_trace import read_annotation, trace_step
-from gt_trainer.models.attention import document_causal_mask
+from gt_trainer.decoder.attention import document_causal_mask
 from gt_trainer.models.llama3 import llama3_debugmodel
 from gt_trainer.models.qwen3 import qwen3_debugmodel
 from gt_trainer.steps.captured_step import training_step

@@ -20,7 +20,7 @@ from torchtitan.components.loss import CrossEntropyLoss
 from gt_config import FsdpBucketing, ShapeChangePolicy
 from gt_config.node_keys import EpExchangeAnnotation, EpRegionAnnotation
 from gt_trace import phase_of, read_annotation
-from gt_trainer.models.chunked_loss import GraphChunkedLoss
+from gt_trainer.decoder.chunked_loss import GraphChunkedLoss
 from gt_trainer.trainer import GraphTrainer
 
 NUM_STEPS = 5

@@ -30,8 +30,8 @@ device.install("cpu")  # before the imports below, whose modules copy their devi
 
 from capture.workloads import WORKLOADS  # noqa: E402
 from gt_config import CaptureLayers  # noqa: E402
+from gt_trainer.decoder.attention import replace_inner_attention  # noqa: E402
 from gt_trainer.dry_run.fake_step import FakeStep, fake_step  # noqa: E402
-from gt_trainer.models.attention import replace_inner_attention  # noqa: E402
 from gt_trainer.steps.captured_step import trace_training_step  # noqa: E402
 
 __all__ = ["main"]

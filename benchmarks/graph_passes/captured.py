@@ -18,8 +18,8 @@ from torch.fx import GraphModule  # noqa: E402
 from gt_passes import PassContext, PassPipeline  # noqa: E402
 from gt_trace import TracedStep  # noqa: E402
 from gt_trainer.dry_run.fake_step import fake_step  # noqa: E402
-from gt_trainer.metrics.startup import StartupClock  # noqa: E402
 from gt_trainer.models.llama3 import llama3_8b  # noqa: E402
+from gt_trainer.startup import StartupClock  # noqa: E402
 from gt_trainer.steps.captured_step import capture_training_step  # noqa: E402
 
 __all__ = ["WORLD_SIZE", "CapturedModel", "captured_model"]

@@ -15,8 +15,8 @@ from torchtitan.tools import utils as titan_utils  # noqa: E402
 
 from gt_autoparallel import MeshShape, planner_of_model  # noqa: E402
 from gt_autoparallel.planner import Planner, ReportProgress  # noqa: E402
+from gt_trainer.decoder.attention import attention_mask_for  # noqa: E402
 from gt_trainer.models import llama3  # noqa: E402
-from gt_trainer.models.attention import attention_mask_for  # noqa: E402
 
 __all__ = ["WORKLOADS", "Workload"]
 

@@ -89,9 +89,10 @@ def _first_update_parts(clock: Any) -> dict[str, float]:
     """Seconds by part since the measuring process started us; call it after the first update.
 
     Args:
-        clock: A ``gt_trainer.metrics.startup.StartupClock``, whose start the measuring process has set.
+        clock: A ``gt_trainer.startup.StartupClock``, whose start the measuring process has
+        set.
     """
-    from gt_trainer.metrics.startup import PROCESS_START_VARIABLE
+    from gt_trainer.startup import PROCESS_START_VARIABLE
 
     parts: dict[str, float] = {name: clock.seconds(name) for name in STARTUP_PARTS[:-1]}
     total = time.time() - float(os.environ[PROCESS_START_VARIABLE])

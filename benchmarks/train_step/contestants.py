@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
-from gt_trainer.metrics.startup import PROCESS_START_VARIABLE
+from gt_trainer.startup import PROCESS_START_VARIABLE
 from train_step.commands import CHANNELS_VARIABLE, Command, StepDone
 from train_step.workloads import Workload
 

@@ -6,7 +6,7 @@ to make the comparison fair, is this:
 
 - The device adapter is ours (``gt_trainer.device``), as is the inner attention, with its mask built
   in ``post_dataloading_process``: FlexAttention has no backward on CPU.
-- Initial weights are drawn whole on each rank (``gt_trainer.models.initialization``), as ours are,
+- Initial weights are drawn whole on each rank (``gt_trainer.decoder.initialization``), as ours are,
   so that all contestants train the same model.
 - FSDP2 reduces by sum (``set_force_sum_reduction_for_comms``): gloo knows no other reduction that
   FSDP2 asks for.
@@ -34,9 +34,9 @@ import torch  # noqa: E402
 from torchtitan.tools.logging import init_logger  # noqa: E402
 from torchtitan.trainer import Trainer  # noqa: E402
 
-from gt_trainer.metrics.startup import StartupClock  # noqa: E402
-from gt_trainer.models.attention import attention_mask_for, replace_inner_attention  # noqa: E402
-from gt_trainer.models.initialization import draw_whole_weights  # noqa: E402
+from gt_trainer.decoder.attention import attention_mask_for, replace_inner_attention  # noqa: E402
+from gt_trainer.decoder.initialization import draw_whole_weights  # noqa: E402
+from gt_trainer.startup import StartupClock  # noqa: E402
 from train_step.commands import CommandedTraining  # noqa: E402
 from train_step.workloads import WORKLOADS, Workload, shared_settings  # noqa: E402
 

@@ -37,7 +37,7 @@ from gt_passes.facts import (
 from gt_passes.graph_problem import GraphProblem
 from gt_passes.memory_policy.residency_table import residency_table
 from gt_passes.pipeline import PassPipeline
-from gt_passes.pipeline_report import GraphSize, PassRecord, PipelineReport
+from gt_passes.pipeline_report import PassRecord, PipelineReport
 from gt_passes.recipes import default_recipe
 from gt_passes.registered_passes import (
     AsyncTensorParallel,
@@ -69,6 +69,7 @@ from gt_passes.registered_passes import (
 from gt_passes.registry import find_passes, known_passes, register_pass
 from gt_passes.second_groups import GroupPurpose, second_group_of
 from gt_passes.verifier.collective_exchange import exchange_collective_digest
+from gt_passes.verifier.declared_bounds import GraphSize
 from gt_passes.verifier.repropagation import UnverifiedNode
 from gt_passes.verifier.verifier import GraphInterface, VerificationReport, Verifier
 

@@ -23,9 +23,9 @@ from gt_passes.errors import VerificationError
 from gt_passes.facts import Fact
 from gt_passes.graph_problem import GraphProblem
 from gt_passes.pass_order import order_passes
-from gt_passes.pipeline_report import GraphSize, PassRecord, PipelineReport
+from gt_passes.pipeline_report import PassRecord, PipelineReport
 from gt_passes.structured_trace import Moment, trace_graph, trace_report
-from gt_passes.verifier.declared_bounds import find_bound_problems
+from gt_passes.verifier.declared_bounds import GraphSize, find_bound_problems
 from gt_passes.verifier.verification_session import VerificationSession
 from gt_trace.graph_text import graph_text
 

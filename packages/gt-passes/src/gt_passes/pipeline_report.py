@@ -7,21 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gt_passes.contract import PassReport
+from gt_passes.verifier.declared_bounds import GraphSize
 from gt_passes.verifier.repropagation import UnverifiedNode
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GraphSize:
-    """How large a graph is, by measures that passes change."""
-
-    num_ops: int
-    """Number of calls: nodes without placeholders, attributes and the output."""
-
-    collective_bytes: int
-    """Bytes given to collectives on this rank; see ``gt_passes.analysis.collectives.collective_bytes``."""
-
-    peak_memory_bytes: int | None
-    """Estimated; None where nobody asked: see ``PassPipeline``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -47,10 +47,10 @@ from gt_trace.node_metadata import (
 )
 
 if TYPE_CHECKING:
-    from gt_trace.joint.bound_joint import BoundJoint
+    from gt_trace.joint.bound_joint import BoundJoint, ForwardBackward
     from gt_trace.joint.joint_export import export_joint_graph
     from gt_trace.joint.joint_graph import GraphResult, JointGraph, OutputSignature
-    from gt_trace.joint.joint_partition import ForwardBackward, partition
+    from gt_trace.joint.joint_partition import partition
     from gt_trace.stamping import (
         StampedCapture,
         StampingError,
@@ -110,7 +110,7 @@ __all__ = [
 
 _IMPORTED_LATE = {
     "BoundJoint": "joint.bound_joint",
-    "ForwardBackward": "joint.joint_partition",
+    "ForwardBackward": "joint.bound_joint",
     "GraphResult": "joint.joint_graph",
     "JointGraph": "joint.joint_graph",
     "OutputSignature": "joint.joint_graph",

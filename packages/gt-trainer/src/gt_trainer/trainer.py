@@ -32,11 +32,11 @@ from gt_passes import (
     second_group_of,
 )
 from gt_trainer.compile_options import TrainerCompileConfig
+from gt_trainer.decoder.attention import attention_mask_for
 from gt_trainer.metrics.metrics_jsonl import GraphMetricsProcessor
-from gt_trainer.metrics.startup import StartupClock
-from gt_trainer.models.attention import attention_mask_for
 from gt_trainer.placement.planned_capture import capture_layers_of
 from gt_trainer.placement.planned_loss import loss_of
+from gt_trainer.startup import StartupClock
 from gt_trainer.steps.captured_step import CapturedTrainingStep, CaptureReport, Recipe
 from gt_trainer.steps.gradients import accumulate_gradients
 from gt_trainer.steps.joint_step import JointCaptureReport, JointForward

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torchtitan.components.validate import Validator
 
-from gt_trainer.models.attention import attention_mask_for
+from gt_trainer.decoder.attention import attention_mask_for
 
 
 class GraphValidator(Validator):

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 from torchtitan.components.loss import CrossEntropyLoss
 
 from gt_config import AutoParallelConfig, CompileConfig, Topology
+from gt_trainer.decoder.chunked_loss import GraphChunkedLoss
 from gt_trainer.models import deepseek_v3, llama3
-from gt_trainer.models.chunked_loss import GraphChunkedLoss
 from gt_trainer.placement.planned_capture import capture_layers_of
 from gt_trainer.placement.planned_loss import loss_of
 from gt_trainer.preflight.placement_violations import autoparallel_violations

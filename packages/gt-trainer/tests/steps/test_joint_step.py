@@ -10,7 +10,7 @@ from gt_config import ShapeChangePolicy
 from gt_passes import PassContext, PassPipeline
 from gt_passes.registered_passes import RemoveDeadCode
 from gt_trace import InputMismatchError
-from gt_trainer.metrics.startup import StartupClock
+from gt_trainer.startup import StartupClock
 from gt_trainer.steps.joint_step import JointCaptureReport, JointForward
 
 

@@ -56,7 +56,8 @@ class GraphScan:
     """Every node, in execution order, with what it called and what was recorded for it."""
 
     writers: tuple[Node, ...]
-    """Nodes that write, or may write, to an argument; see ``gt_passes.analysis.aliasing.written_nodes``."""
+    """Nodes that write, or may write, to an argument; see
+    ``gt_passes.analysis.aliasing.written_nodes``."""
 
     random: tuple[Node, ...]
     """Nodes that draw random numbers."""

@@ -1,8 +1,8 @@
 """How much memory a graph needs at each of its nodes, estimated from the lifetimes of its values.
 
-A storage (``gt_passes.analysis.storages``) lives from the node that makes it to the last use of the last
-node that holds it. That is when the executing module lets go, since the code that FX generates for
-a graph module sets each variable to None after its last use (``torch/fx/graph.py``,
+A storage (``storages``) lives from the node that makes it to the last use of the last node that
+holds it. That is when the executing module lets go, since the code that FX generates for a graph
+module sets each variable to None after its last use (``torch/fx/graph.py``,
 ``delete_unused_values``). Three things differ:
 
 - Inputs live from beginning to end: whoever calls the graph holds them.

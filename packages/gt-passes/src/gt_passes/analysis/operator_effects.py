@@ -1,8 +1,8 @@
 """What a node does besides making its result, as the verifier and careful passes see it.
 
-``gt_passes.analysis.aliasing`` says which memory is shared and written. This module answers the rest: may
-anything move past the node, does it draw random numbers, does it read the data of its arguments at
-all. What PyTorch's schemas and tags do not promise is taken not to hold.
+``aliasing`` says which memory is shared and written. This module answers the rest: may anything
+move past the node, does it draw random numbers, does it read the data of its arguments at all. What
+PyTorch's schemas and tags do not promise is taken not to hold.
 """
 
 from __future__ import annotations

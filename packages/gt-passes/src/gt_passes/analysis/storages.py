@@ -5,8 +5,8 @@ where something already is, and a wait returns what its collective filled. Opera
 their schemas what their results alias, and that decides here, since fake values cannot: a node that
 stands for another one may share its fake value and still make new memory.
 
-``gt_passes.analysis.aliasing`` answers a different question about the same declarations: which nodes *may*
-share memory, in doubt too many. Here every storage counts once, so that bytes add up.
+``aliasing`` answers a different question about the same declarations: which nodes *may* share
+memory, in doubt too many. Here every storage counts once, so that bytes add up.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch.fx import GraphModule, Node
 
 from gt_passes._torch_internals import OpOverload
 from gt_passes.analysis.collectives import FUNCTIONAL_COLLECTIVES, is_wait
+from gt_passes.analysis.symbol_sizes import balanced_exchange_sizes
 
 Held = int | tuple["Held", ...] | None
 """The storages of a value, in its structure: a number for a tensor, None for what is no tensor."""
@@ -49,9 +50,6 @@ class Storages:
     ) -> None:
         self._block_bytes = block_bytes
         if symbol_sizes is None:
-            # The simulation imports this module, hence not above.
-            from gt_passes.analysis.symbol_sizes import balanced_exchange_sizes
-
             symbol_sizes = balanced_exchange_sizes(graph_module)
         self._symbol_sizes = symbol_sizes
         self.nodes: tuple[Node, ...] = tuple(graph_module.graph.nodes)

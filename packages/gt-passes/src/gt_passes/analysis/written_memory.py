@@ -1,7 +1,7 @@
 """The memory of a graph that is written to: who shares it, and who writes it in which order.
 
-The alias classes of ``gt_passes.analysis.aliasing``, found only where something is written. A captured step
-writes to few of its values, so this costs as much as those do, not as much as the graph.
+The alias classes of ``aliasing``, found only where something is written. A captured step writes to
+few of its values, so this costs as much as those do, not as much as the graph.
 """
 
 from __future__ import annotations

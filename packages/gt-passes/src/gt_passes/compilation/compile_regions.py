@@ -23,8 +23,8 @@ from gt_passes.registry import register_pass
 class CompileRegions(GraphPass):
     """Compile FlexAttention, tagged nodes and chosen modules with Inductor.
 
-    Equal regions, such as those of equal layers, are compiled once. ``gt_passes.compilation.inductor_regions``
-    says how a caller tags nodes, and where a region ends.
+    Equal regions, such as those of equal layers, are compiled once. ``inductor_regions`` says how a
+    caller tags nodes, and where a region ends.
 
     *Before*::
 

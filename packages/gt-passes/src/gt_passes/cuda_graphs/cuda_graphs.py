@@ -27,7 +27,7 @@ from gt_trace.node_metadata import copy_annotations
 class CudaGraphs(GraphPass):
     """Replace maximal runs of recordable nodes by replays of CUDA graphs.
 
-    ``gt_passes.cuda_graphs.cuda_graph_safety`` judges the nodes, ``cuda_graph_partition`` cuts the pieces, and
+    ``cuda_graph_safety`` judges the nodes, ``cuda_graph_partition`` cuts the pieces, and
     ``cuda_graph_replay`` runs them. A replay overwrites the results of the one before. Within a
     step that is as it should be; what leaves the step is copied, so that a caller who keeps
     gradients from one microbatch to the next keeps those gradients (pytorch issue 96693).

@@ -48,9 +48,9 @@ class RecomputeTagged(GraphPass):
     Nodes of the forward that only the backward read move to the backward. A copy keeps every
     annotation of what it stands for, but that its phase is backward and that it is not tagged.
 
-    *Refuses*, and tags ``save``: to recompute what ``gt_passes.memory_policy.recomputability`` rules out (random
-    operators, unknown operators, memory that is written to later, ...); and to recompute anything
-    if that would raise the estimated peak memory.
+    *Refuses*, and tags ``save``: to recompute what ``recomputability`` rules out (random operators,
+    unknown operators, memory that is written to later, ...); and to recompute anything if that
+    would raise the estimated peak memory.
 
     *Preserves numerics*: yes. The same operators read the same bits.
     """

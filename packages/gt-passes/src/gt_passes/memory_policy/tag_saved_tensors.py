@@ -45,9 +45,9 @@ class TagSavedTensors(GraphPass):
 
     *After*, policy selective: the same nodes, with h tagged ``save`` and a tagged ``recompute``.
 
-    What a view shares with its base is decided once, for both. See
-    ``gt_passes.memory_policy.saved_tensor_policy`` for how, and ``gt_passes.memory_policy.recomputability`` for what is never
-    recomputed. Nothing outside layers is recomputed or offloaded.
+    What a view shares with its base is decided once, for both. See ``saved_tensor_policy`` for how,
+    and ``recomputability`` for what is never recomputed. Nothing outside layers is recomputed or
+    offloaded.
 
     *Refuses*: nothing; what must not be recomputed is saved.
 

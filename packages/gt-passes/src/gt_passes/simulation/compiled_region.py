@@ -1,11 +1,11 @@
 """What a region that Inductor compiled runs: its body, with neighbouring operators fused.
 
 A compiled region is one node of the graph, and its body knows what it does
-(``gt_passes.analysis.outlined_region``). Inductor fuses operators that are bound by memory. Here each run of
-such operators, uninterrupted in program order by a matrix product, attention or a collective, is
-one kernel: it reads once what comes from outside the run, and writes once what is used outside it.
-Inductor also fuses across such interruptions where it may reorder, and epilogues into products;
-neither is modelled.
+(``gt_passes.analysis.outlined_region``). Inductor fuses operators that are bound by memory. Here
+each run of such operators, uninterrupted in program order by a matrix product, attention or a
+collective, is one kernel: it reads once what comes from outside the run, and writes once what is
+used outside it. Inductor also fuses across such interruptions where it may reorder, and epilogues
+into products; neither is modelled.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Everything that judges a graph: after each pass what changed, at the end all of it, and between ranks."""
+"""Everything that judges a graph: each pass alone, all of them together, and the ranks together."""

@@ -18,8 +18,22 @@ from gt_passes.analysis.graph_scan import GraphScan
 from gt_passes.analysis.process_groups import group_identity, group_name_of
 from gt_passes.contract import GraphPass
 from gt_passes.graph_problem import GraphProblem
-from gt_passes.pipeline_report import GraphSize
 from gt_passes.verifier.barrier_order import common_barriers, segments
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphSize:
+    """How large a graph is, by measures that passes change."""
+
+    num_ops: int
+    """Number of calls: nodes without placeholders, attributes and the output."""
+
+    collective_bytes: int
+    """Bytes given to collectives on this rank; see
+    ``gt_passes.analysis.collectives.collective_bytes``."""
+
+    peak_memory_bytes: int | None
+    """Estimated; None where nobody asked: see ``PassPipeline``."""
 
 
 def find_bound_problems(

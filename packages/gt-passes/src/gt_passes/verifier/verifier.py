@@ -3,8 +3,8 @@
 It checks that the graph is well-formed SSA in execution order, that its inputs and outputs are
 those of the capture, that fake re-propagation gives every recorded shape, stride, dtype and device,
 that every collective is waited for once and read only then, and that nothing races with a
-collective in flight. What needs the graph before a pass is in ``gt_passes.verifier.verification_session``,
-what needs the graphs of other ranks in ``gt_passes.verifier.collective_order``.
+collective in flight. What needs the graph before a pass is in ``verification_session``, what needs
+the graphs of other ranks in ``collective_order``.
 
 XLA verifies around its passes even in release builds, and MLIR after every pass, for the reason
 that stands here too: a pass that breaks a graph is found at that pass, not in a loss curve.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -15,16 +16,64 @@ from gt_trace._torch_internals import pytree
 from gt_trace._torch_joint_internals import AsyncCollectiveTensor, BoxedCodeGen
 from gt_trace.capture.bound_inputs import BoundInputs
 from gt_trace.capture.captured_mode import ModeGuard, as_captured
-from gt_trace.capture.graph_inputs import InputKind
+from gt_trace.capture.graph_inputs import GraphInput, InputKind
 from gt_trace.capture.subclass_layout import PLAIN, unflatten_tensor
 from gt_trace.errors import InputMismatchError, StateMismatchError
-from gt_trace.joint.joint_graph import OutputSignature
-
-if TYPE_CHECKING:
-    from gt_trace.joint.joint_partition import ForwardBackward
+from gt_trace.joint.joint_graph import GraphResult, JointGraph, OutputSignature
 
 BoxedFunction = Callable[[list[Any]], Sequence[Any]]
 """Takes its inputs in a list, which it may empty so that they can be freed early."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardBackward:
+    """A forward and a backward graph, both functions of plain tensors with fake values.
+
+    Passes edit them in place, each by itself, and keep their inputs and results.
+    """
+
+    joint: JointGraph
+    """What was cut; its own graph is as it was."""
+
+    forward: GraphModule
+    forward_inputs: tuple[GraphInput, ...]
+    """One for each placeholder: parameters, buffers, arguments."""
+
+    forward_results: tuple[GraphResult, ...]
+    """Mutations and outputs, then what is saved for the backward."""
+
+    backward: GraphModule
+    backward_inputs: tuple[GraphInput, ...]
+    """One for each placeholder: tangents, and what was saved, named as in ``forward_results``."""
+
+    backward_results: tuple[GraphResult, ...]
+    """Gradients."""
+
+    @property
+    def static_input_names(self) -> tuple[str, ...]:
+        """Names of the parameters and buffers that the leading inputs of the forward hold."""
+        static = [each for each in self.forward_inputs if each.kind in ("parameter", "buffer")]
+        return tuple(each.name for each in static)
+
+    def bind(
+        self,
+        module: nn.Module,
+        *,
+        forward: BoxedFunction | None = None,
+        backward: BoxedFunction | None = None,
+    ) -> BoundJoint:
+        """A callable in place of ``module``, differentiable by autograd.
+
+        Args:
+            module: the captured module, or one of the same structure and layouts.
+            forward: runs instead of the forward graph, as a compiled form of it. Takes the plain
+                tensors in a list, which it may empty, and returns the plain results.
+            backward: likewise.
+
+        Raises:
+            StateMismatchError: names, shapes, dtypes or placements differ from the captured ones.
+        """
+        return BoundJoint(self, module, forward=forward, backward=backward)
 
 
 class BoundJoint:

@@ -38,8 +38,8 @@ from gt_trainer.launcher import (
     launch,
     prepare_environment,
 )
-from gt_trainer.metrics.startup import PROCESS_START_VARIABLE
 from gt_trainer.models.catalog import INTENDED_WORLD_SIZE
+from gt_trainer.startup import PROCESS_START_VARIABLE
 
 if TYPE_CHECKING:
     from gt_trainer.trainer import GraphTrainer

@@ -3,9 +3,10 @@
 The flags are the fields of dataclasses that take twelve seconds to import. ``known_flags.json``
 holds their names, over all configurations of the catalog, together with the torchtitan version that
 they were read from. With another version installed the table is not consulted, and a misspelled
-flag is found after the import. What the table passes, tyro still judges (``gt_trainer.command_line.overrides``).
+flag is found after the import. What the table passes, tyro still judges (``overrides``).
 
-``python -m gt_trainer.command_line.known_flags`` writes the table anew; a test fails when it is out of date.
+``python -m gt_trainer.command_line.known_flags`` writes the table anew; a test fails when it is out
+of date.
 """
 
 from __future__ import annotations

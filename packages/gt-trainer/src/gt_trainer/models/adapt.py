@@ -24,12 +24,12 @@ from torchtitan.trainer import Trainer
 
 from gt_trainer.data.shipped_tokenizer import shipped_tokenizer_path
 from gt_trainer.data.text_dataloader import StdlibTextDataLoader
+from gt_trainer.decoder.attention import replace_inner_attention
+from gt_trainer.decoder.chunked_loss import GraphChunkedLoss
 from gt_trainer.device import installed_device_type
 from gt_trainer.metrics.metrics_jsonl import GraphMetricsProcessor
-from gt_trainer.models.attention import replace_inner_attention
-from gt_trainer.models.chunked_loss import GraphChunkedLoss
-from gt_trainer.models.parallelize import parallelize
 from gt_trainer.pipelines.split_model import pipeline
+from gt_trainer.placement.parallelize import parallelize
 from gt_trainer.trainer import GraphTrainer
 from gt_trainer.validator import GraphValidator
 

@@ -2,7 +2,8 @@
 
 torchtitan's trainer hands over the model on meta and takes back a schedule and the parts that this
 rank trains. Eagerly (``compile.mode none``) PyTorch's own runtime runs them; captured, prebuilt
-graphs do (``gt_trainer.steps.pipelined_step``). Stages are the same in both, by ``gt_pipeline.split``.
+graphs do (``gt_trainer.steps.pipelined_step``). Stages are the same in both, by
+``gt_pipeline.split``.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from gt_pipeline.runner import TensorSignature
 from gt_pipeline.schedules import build_pipeline_schedule
 from gt_pipeline.split import stage_modules
 from gt_trainer.compile_options import TrainerCompileConfig
-from gt_trainer.models.parallelize import parallelize
 from gt_trainer.pipelines.pipeline_plan import PipelinePlan, pipeline_plan
+from gt_trainer.placement.parallelize import parallelize
 from gt_trainer.steps.captured_step import LossFunction
 from gt_trainer.steps.pipelined_step import PipelinedStep
 from gt_trainer.steps.stage_recipe import StagePasses

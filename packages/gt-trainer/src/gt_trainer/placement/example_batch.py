@@ -6,7 +6,7 @@ import torch
 from torchtitan.config import TrainingConfig
 from torchtitan.models.common.decoder import Decoder
 
-from gt_trainer.models.attention import attention_mask_for
+from gt_trainer.decoder.attention import attention_mask_for
 
 
 def example_inputs(training: TrainingConfig, num_shards: int) -> tuple[torch.Tensor, ...]:

@@ -35,7 +35,7 @@ from gt_autoparallel import (
     write_report_page,
 )
 from gt_config import AutoParallelConfig
-from gt_trainer.models.initialization import draw_whole_weights
+from gt_trainer.decoder.initialization import draw_whole_weights
 from gt_trainer.placement.example_batch import example_inputs, example_kwargs
 from gt_trainer.placement.expert_blocks import TitanExpertBlock, expert_blocks, uncounted_routing
 from gt_trainer.placement.planned_mesh import (

@@ -27,8 +27,8 @@ from torchtitan.tools import filesystem
 from gt_config import ConfigError, Topology, Violation, find_violations
 from gt_passes import known_passes
 from gt_trainer.device import installed_device_type
-from gt_trainer.models.parallelize import refuse_unsupported_parallelism
 from gt_trainer.pipelines.pipeline_plan import pipeline_violations
+from gt_trainer.placement.parallelize import refuse_unsupported_parallelism
 from gt_trainer.preflight.checkpoint_folder import check_checkpoints
 from gt_trainer.preflight.placement_violations import autoparallel_violations
 from gt_trainer.trainer import GraphTrainer

@@ -16,9 +16,9 @@ from gt_passes.ep_overlap import settle_chunk_annotations
 from gt_passes.verifier.collective_exchange import exchange_collective_digest
 from gt_trace import BoundStep, TracedStep, phase, trace_step
 from gt_trace.stamping import StampReport, trace_step_by_stamping
-from gt_trainer.metrics.startup import StartupClock
-from gt_trainer.models.eager_chunks import chunked_for_capture
-from gt_trainer.models.expert_regions import annotate_expert_regions
+from gt_trainer.decoder.eager_chunks import chunked_for_capture
+from gt_trainer.decoder.expert_regions import annotate_expert_regions
+from gt_trainer.startup import StartupClock
 from gt_trainer.steps.per_shape import PerShape
 
 LossFunction = Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]]

@@ -20,8 +20,8 @@ from gt_passes import PassContext, PipelineReport
 from gt_passes.verifier.collective_exchange import exchange_collective_digest
 from gt_trace import ForwardBackward, export_joint_graph, partition
 from gt_trace.joint.bound_joint import BoundJoint
-from gt_trainer.metrics.startup import StartupClock
-from gt_trainer.models.expert_regions import annotate_expert_regions
+from gt_trainer.decoder.expert_regions import annotate_expert_regions
+from gt_trainer.startup import StartupClock
 from gt_trainer.steps.captured_step import Recipe
 from gt_trainer.steps.per_shape import PerShape
 

@@ -20,8 +20,8 @@ from gt_passes import PipelineReport
 from gt_pipeline.graph import GraphPipelineStage, StageGraphs, StageLoss
 from gt_pipeline.runner import GraphPPRunner, MicrobatchInputs, TensorSignature
 from gt_pipeline.schedules import Schedule
-from gt_trainer.metrics.startup import StartupClock
-from gt_trainer.models.expert_regions import annotate_expert_regions
+from gt_trainer.decoder.expert_regions import annotate_expert_regions
+from gt_trainer.startup import StartupClock
 from gt_trainer.steps.captured_step import LossFunction
 from gt_trainer.steps.stage_recipe import StagePasses
 

@@ -18,7 +18,7 @@ from gt_passes import (
     declare_pure_operator,
     default_recipe,
 )
-from gt_trainer.models.attention import flex_attention_options
+from gt_trainer.decoder.attention import flex_attention_options
 from gt_trainer.steps.captured_step import Recipe
 
 ReshardAfterForward = Literal["default", "always", "never"]

@@ -3,9 +3,9 @@
 A pass that says it keeps the dataflow may reorder, share, recompute, remove what nobody reads, move
 elements between buffers, and copy to another device and back. It may not change what is computed.
 So every output, and everything that the graph leaves in its inputs, must have the same number in
-one table of values (``gt_passes.verifier.dataflow.value_table``) before the pass and after it. Proving each run of a
-compiler right, instead of the compiler, is translation validation (Pnueli, Siegel and Singerman,
-TACAS 1998); Alive2 does it for LLVM, ``gt_passes.verifier.memory_order`` for order alone.
+one table of values (``value_table``) before the pass and after it. Proving each run of a compiler
+right, instead of the compiler, is translation validation (Pnueli, Siegel and Singerman, TACAS
+1998); Alive2 does it for LLVM, ``gt_passes.verifier.memory_order`` for order alone.
 
 What is not proven: that two *different* operators agree. A pass that replaces one operator by
 others declares ``keeps_dataflow = False``.

@@ -1,9 +1,9 @@
 """Symbolic execution of a graph: the value of every node, in the order in which they run.
 
-Values are numbers of definitions (``gt_passes.verifier.dataflow.value_table``). Operators that only move elements are
-followed by their rules (``gt_passes.verifier.dataflow.operator_dataflow``), memory that is written to is kept up to
-date (``gt_passes.verifier.dataflow.memory_contents``), and what a node does besides making its result is chained:
-each random draw is known by all draws before it, each unknown operator by all before it.
+Values are numbers of definitions (``value_table``). Operators that only move elements are followed
+by their rules (``operator_dataflow``), memory that is written to is kept up to date
+(``memory_contents``), and what a node does besides making its result is chained: each random draw
+is known by all draws before it, each unknown operator by all before it.
 """
 
 from __future__ import annotations

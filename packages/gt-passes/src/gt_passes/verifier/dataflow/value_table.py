@@ -6,8 +6,8 @@ value exactly where the numbers are equal, whatever their nodes are called and i
 stand. Numbering of this kind is what optimizers use to find equal expressions (Click, "Global Code
 Motion, Global Value Numbering", PLDI 1995); here it compares a graph before and after a pass.
 
-The value of a tensor is its shape and its contents (``gt_passes.verifier.dataflow.flat_contents``) over *atoms*, the
-numbers of what operators computed. Strides are no part of a value.
+The value of a tensor is its shape and its contents (``flat_contents``) over *atoms*, the numbers of
+what operators computed. Strides are no part of a value.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention.flex_attention import flex_attention
 from torchtitan.models.common.attention import FlexAttention
 
-import gt_trainer.models.attention as attention_module
-from gt_trainer.models.attention import (
+import gt_trainer.decoder.attention as attention_module
+from gt_trainer.decoder.attention import (
     AttentionMaskError,
     DocumentCausalSDPA,
     attention_mask_for,

@@ -23,7 +23,7 @@ from torchtitan.models.common.moe import RoutedExperts
 
 from gt_config import CompileConfig, ConfigError, Violation
 from gt_trace.fsdp import MixedPrecision, Mode, shard
-from gt_trainer.models.initialization import draw_whole_weights
+from gt_trainer.decoder.initialization import draw_whole_weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

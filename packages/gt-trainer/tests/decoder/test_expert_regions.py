@@ -9,9 +9,9 @@ from torchtitan.models.common.moe import RoutedExperts
 
 from gt_config import EpOverlapConfig
 from gt_passes.errors import ChunkMetadataError
-from gt_trainer.metrics.startup import StartupClock
-from gt_trainer.models.eager_chunks import chunked_for_capture
-from gt_trainer.models.expert_regions import annotate_expert_regions
+from gt_trainer.decoder.eager_chunks import chunked_for_capture
+from gt_trainer.decoder.expert_regions import annotate_expert_regions
+from gt_trainer.startup import StartupClock
 from gt_trainer.steps import captured_step
 from gt_trainer.steps.captured_step import capture_training_step
 

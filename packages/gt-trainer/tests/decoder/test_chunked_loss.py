@@ -7,7 +7,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torchtitan.components.loss import IGNORE_INDEX, ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.distributed.utils import set_spmd_backend
 
-from gt_trainer.models.chunked_loss import ChunkedLossError, GraphChunkedLoss
+from gt_trainer.decoder.chunked_loss import ChunkedLossError, GraphChunkedLoss
 
 BATCH, LENGTH, WIDTH, VOCABULARY = 2, 16, 24, 40
 

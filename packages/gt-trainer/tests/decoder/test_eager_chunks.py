@@ -7,7 +7,7 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
 from gt_config import EpOverlapConfig
-from gt_trainer.models.eager_chunks import chunked_for_capture, slice_block_mask
+from gt_trainer.decoder.eager_chunks import chunked_for_capture, slice_block_mask
 
 LENGTH = 256
 

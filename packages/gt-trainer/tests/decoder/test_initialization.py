@@ -11,7 +11,7 @@ from torchtitan.protocols.module import Module
 
 from gt_trace._torch_internals import strided_shard
 from gt_trace.testing import fake_world
-from gt_trainer.models.initialization import draw_whole_weights
+from gt_trainer.decoder.initialization import draw_whole_weights
 
 
 def counted(weight: torch.Tensor) -> None:

@@ -25,7 +25,7 @@ from gt_pipeline.runner import TensorSignature
 from gt_pipeline.schedules import schedule_of
 from gt_pipeline.split import stage_modules
 from gt_trace.testing import flex_attention_on_cpu
-from gt_trainer.metrics.startup import StartupClock
+from gt_trainer.startup import StartupClock
 from gt_trainer.steps.joint_step import JointForward
 from gt_trainer.steps.pipelined_step import PipelinedStep
 from gt_trainer.steps.stage_recipe import StagePasses

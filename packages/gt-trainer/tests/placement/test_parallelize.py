@@ -5,7 +5,7 @@ from torchtitan.config import ParallelismConfig, TrainingConfig
 from torchtitan.distributed.activation_checkpoint import FullAC
 
 from gt_config import ConfigError
-from gt_trainer.models.parallelize import refuse_unsupported_parallelism
+from gt_trainer.placement.parallelize import refuse_unsupported_parallelism
 
 
 def test_options_that_the_placement_honours_pass():

@@ -1,0 +1,1 @@
+"""What of torchtitan's decoders is replaced, annotated or chunked here: the parts of a model."""
