@@ -157,11 +157,11 @@ def _compare(whole: list[Pass], chunked: RecordingTrainer) -> ChunkedTraining:
         relative |= {f"pass {number} {n}": relative_difference(*p) for n, p in pairs.items()}
         buffers += differing(a.buffers, b.buffers, f"pass {number}")
     largest_of = max(relative, key=relative.__getitem__)
-    graphs = [graph for report in chunked.captures for graph in report.graph_modules]
+    graphs = [graph for report in chunked.training_step.reports for graph in report.graph_modules]
     regions = [region for graph in graphs for region in ChunkRegions.of(graph).regions]
     exposed = [str(exchange) for graph in graphs for exchange in exposed_exchanges(graph)]
     exposed += [str(pair) for graph in graphs for pair in interrupted_exchanges(graph)]
-    pipelines = [pipeline for report in chunked.captures for pipeline in report.pipelines]
+    pipelines = [pipeline for report in chunked.training_step.reports for pipeline in report.passes]
     return ChunkedTraining(
         largest_difference=relative[largest_of],
         largest_of=largest_of,
@@ -170,7 +170,7 @@ def _compare(whole: list[Pass], chunked: RecordingTrainer) -> ChunkedTraining:
         regions=tuple((r.root, r.direction, r.num_chunks) for r in regions),
         exposed=tuple(exposed),
         changed=frozenset(r.name for p in pipelines for r in p.records if r.report.changed),
-        num_captures=len(chunked.captures),
+        num_captures=len(chunked.training_step.reports),
         verified=all(pipeline.verified for pipeline in pipelines),
     )
 

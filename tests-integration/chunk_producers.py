@@ -163,7 +163,9 @@ def train_in_chunks(
             f"{name}: {each}" for name, graph in graphs.items() for each in exposed_exchanges(graph)
         ),
         changed=frozenset.intersection(*map(_changed, chunked.values())),
-        verified=all(r.passes.verified for t in chunked.values() for r in t.captures),
+        verified=all(
+            r.passes[0].verified for t in chunked.values() for r in t.training_step.reports
+        ),
     )
     close(whole, *chunked.values())
     return found
@@ -197,14 +199,14 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _graph_of(trainer: RecordingTrainer) -> GraphModule:
-    (report,) = trainer.captures
+    (report,) = trainer.training_step.reports
     (graph_module,) = report.graph_modules
     return graph_module
 
 
 def _changed(trainer: RecordingTrainer) -> frozenset[str]:
-    (report,) = trainer.captures
-    return frozenset(each.name for each in report.passes.records if each.report.changed)
+    (report,) = trainer.training_step.reports
+    return frozenset(each.name for each in report.passes[0].records if each.report.changed)
 
 
 def _exchanges(graph_module: GraphModule) -> dict[tuple[str, str], tuple[int, ...]]:

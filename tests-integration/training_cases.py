@@ -269,8 +269,10 @@ def compare_modes(
         num_idle_experts=num_idle_experts(captured.passes[-2], captured.passes[-1]),
         num_tied_parameters=num_names - len(names),
         matmul_dtypes=matmul_dtypes(captured),
-        num_captures=len(captured.captures),
-        verified=all(p.verified for report in captured.captures for p in report.pipelines),
+        num_captures=len(captured.training_step.reports),
+        verified=all(
+            p.verified for report in captured.training_step.reports for p in report.passes
+        ),
     )
     close(eager, captured)
     return found
@@ -289,7 +291,7 @@ def matmul_dtypes(captured: RecordingTrainer) -> frozenset[str]:
     """What the plain matrix products of the captured graphs compute in."""
     found = (
         node.meta["val"].dtype
-        for graph_module in captured.captures[0].graph_modules
+        for graph_module in captured.training_step.reports[0].graph_modules
         for node in graph_module.graph.nodes
         if node.target is torch.ops.aten.mm.default
     )
@@ -370,7 +372,7 @@ def recaptured(case: Case, folder: str, mode: str = "aot_fx_trace") -> tuple[lis
     differences = []
     for index, (a, b) in enumerate(zip(eager.passes, captured.passes, strict=True)):
         differences += differing_passes(a, b, f"pass {index}")
-    count = len(captured.captures)
+    count = len(captured.training_step.reports)
     close(eager, captured)
     return differences, count
 
@@ -378,7 +380,7 @@ def recaptured(case: Case, folder: str, mode: str = "aot_fx_trace") -> tuple[lis
 def expert_regions(captured: RecordingTrainer) -> frozenset[tuple[str | None, ...]]:
     """Of the captured graphs, the phase, region and exchange of nodes in routed experts."""
     found: set[tuple[str | None, ...]] = set()
-    for graph_module in captured.captures[0].graph_modules:
+    for graph_module in captured.training_step.reports[0].graph_modules:
         for node in graph_module.graph.nodes:
             region = read_annotation(node, EpRegionAnnotation)
             if region is None:

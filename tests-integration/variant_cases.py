@@ -106,8 +106,8 @@ def _compare(eager: _History, run: _History) -> VariantResult:
     differences += differing(eager.parameters, run.parameters, "final parameter")
     records: tuple[PassRecord, ...] = tuple(
         record
-        for report in run.trainer.captures
-        for pipeline in report.pipelines
+        for report in run.trainer.training_step.reports
+        for pipeline in report.passes
         for record in pipeline.records
     )
     return VariantResult(
@@ -117,8 +117,10 @@ def _compare(eager: _History, run: _History) -> VariantResult:
         largest_first_difference=largest[0],
         passes=tuple(record.name for record in records),
         changed=frozenset(record.name for record in records if record.report.changed),
-        verified=all(p.verified for report in run.trainer.captures for p in report.pipelines),
-        stamped=all(_is_stamped(report) for report in run.trainer.captures),
+        verified=all(
+            p.verified for report in run.trainer.training_step.reports for p in report.passes
+        ),
+        stamped=all(_is_stamped(report) for report in run.trainer.training_step.reports),
         expert_regions=expert_regions(run.trainer),
     )
 

@@ -26,9 +26,9 @@ from gt_pipeline.split import stage_modules
 from gt_trainer.compile_options import TrainerCompileConfig
 from gt_trainer.pipelines.pipeline_plan import PipelinePlan, pipeline_plan
 from gt_trainer.placement.parallelize import parallelize
-from gt_trainer.steps.captured_step import LossFunction
 from gt_trainer.steps.pipelined_step import PipelinedStep
 from gt_trainer.steps.stage_recipe import StagePasses
+from gt_trainer.steps.training_step import LossFunction
 
 
 def pipeline(

@@ -11,7 +11,14 @@ from torch import nn
 from torch.fx import GraphModule
 
 from gt_config import CaptureLayers, EpOverlapConfig, ShapeChangePolicy
-from gt_passes import PassContext, PassPipeline, PipelineReport
+from gt_passes import (
+    PassContext,
+    PassPipeline,
+    PipelineReport,
+    estimate_memory,
+    release_cuda_graphs,
+    residency_table,
+)
 from gt_passes.ep_overlap import settle_chunk_annotations
 from gt_passes.verifier.collective_exchange import exchange_collective_digest
 from gt_trace import BoundStep, TracedStep, phase, trace_step
@@ -19,10 +26,15 @@ from gt_trace.stamping import StampReport, trace_step_by_stamping
 from gt_trainer.decoder.eager_chunks import chunked_for_capture
 from gt_trainer.decoder.expert_regions import annotate_expert_regions
 from gt_trainer.startup import StartupClock
+from gt_trainer.steps.gradients import accumulate_gradients
 from gt_trainer.steps.per_shape import PerShape
-
-LossFunction = Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]]
-"""torchtitan's: (prediction, labels, global_valid_tokens, **inputs) -> (loss, metrics)."""
+from gt_trainer.steps.training_step import (
+    Batch,
+    BatchPreparation,
+    LossFunction,
+    loss_of_batch,
+    num_operators,
+)
 
 _KNOWN_FUNCTIONS = frozenset({"gt_trainer", "gt_passes", "torchtitan"})
 """Packages whose autograd functions do in the backward what they keep says, layer by layer."""
@@ -42,14 +54,18 @@ class CaptureReport:
     """What a capture produced, for the log."""
 
     traced: TracedStep
-    passes: PipelineReport
+    passes: tuple[PipelineReport]
+    """Of the one graph."""
+
     stamping: StampReport | None = None
     """How layers were stamped, or why not; None if that was not asked for."""
 
-    @property
-    def pipelines(self) -> tuple[PipelineReport, ...]:
-        """What passes did, for each graph."""
-        return (self.passes,)
+    def __str__(self) -> str:
+        """One line: the operators that run, and the passes that made them."""
+        return (
+            f"Captured the training step: {self.num_nodes:,} operators after "
+            f"{len(self.passes[0].records)} passes"
+        )
 
     @property
     def graph_modules(self) -> tuple[GraphModule, ...]:
@@ -59,15 +75,20 @@ class CaptureReport:
     @property
     def num_nodes_captured(self) -> int:
         """Operators in the graph as captured, before passes."""
-        records = self.passes.records
+        records = self.passes[0].records
         return records[0].before.num_ops if records else self.num_nodes
 
     @property
     def num_nodes(self) -> int:
         """Operators in the graph that runs, after passes."""
-        return sum(
-            node.op not in ("placeholder", "get_attr", "output")
-            for node in self.traced.graph_module.graph.nodes
+        return num_operators(self.traced.graph_module)
+
+    def memory_text(self) -> str:
+        """What is kept for the backward, and the estimated memory, as tables."""
+        graph_module = self.traced.graph_module
+        memory = estimate_memory(graph_module, num_static_inputs=self.traced.num_static_inputs)
+        return (
+            f"Kept for the backward:\n{residency_table(graph_module)}\nEstimated memory:\n{memory}"
         )
 
 
@@ -87,9 +108,8 @@ def training_step(
         extra_kwargs: dict[str, Any],
     ) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:
         prediction = model(inputs, **extra_kwargs)
-        loss_inputs = {k: v for k, v in extra_kwargs.items() if k == "positions"}
         with phase("loss"):
-            loss, _ = loss_fn(prediction, labels, global_valid_tokens, **loss_inputs)
+            loss = loss_of_batch(loss_fn, prediction, labels, global_valid_tokens, extra_kwargs)
         parameters = [p for p in model.parameters() if p.requires_grad]
         return loss, torch.autograd.grad(loss, parameters, allow_unused=True)
 
@@ -138,7 +158,7 @@ def capture_training_step(
             static_input_names=tuple(graph_input.name for graph_input in static_inputs),
         )
         report = recipe(context).run(traced.graph_module)
-    return CaptureReport(traced=traced, passes=report, stamping=stamping)
+    return CaptureReport(traced=traced, passes=(report,), stamping=stamping)
 
 
 def trace_training_step(
@@ -177,14 +197,15 @@ def trace_training_step(
     return traced, stamping
 
 
-class CapturedTrainingStep:
-    """``training_step`` as a captured graph, optimized by passes and bound to the model.
+class CapturedStep:
+    """A training step as one captured graph, optimized by passes and bound to the model.
 
     Before the first run, the ranks make sure that their graphs have the same collectives.
 
     Args:
         model: parallelized, on its device.
         loss_fn: torchtitan's loss.
+        preparation: what torchtitan does around the model for one batch.
         recipe: builds the passes for a captured graph.
         on_shape_change: "error" lets the mismatch of a changed input through; "recapture" makes
             another graph for the new shapes and keeps both.
@@ -194,11 +215,14 @@ class CapturedTrainingStep:
         on_capture: called after each capture, before the graph first runs.
     """
 
+    is_captured = True
+
     def __init__(
         self,
         model: nn.Module,
         loss_fn: LossFunction,
         *,
+        preparation: BatchPreparation,
         recipe: Recipe,
         on_shape_change: ShapeChangePolicy,
         clock: StartupClock,
@@ -208,22 +232,41 @@ class CapturedTrainingStep:
     ) -> None:
         self._model = model
         self._loss_fn = loss_fn
+        self._preparation = preparation
         self._recipe = recipe
         self._clock = clock
         self._on_capture = on_capture
         self._ep_overlap = ep_overlap
         self._capture_layers: CaptureLayers = capture_layers
-        self._num_captures = 0
+        self.reports: tuple[CaptureReport, ...] = ()
         self._calls = PerShape(self._capture, policy=on_shape_change)
 
-    def __call__(self, *args: Any) -> tuple[torch.Tensor, tuple[torch.Tensor | None, ...]]:
-        """Run the step on the arguments of ``training_step``'s function.
+    def run(
+        self,
+        *,
+        input_dict: Batch | list[Batch],
+        labels: torch.Tensor | list[torch.Tensor],
+        global_valid_tokens: torch.Tensor,
+    ) -> torch.Tensor:
+        """See ``TrainingStep``.
 
         Raises:
             InputMismatchError: an input differs from the captured one and the policy is "error".
         """
-        result: tuple[torch.Tensor, tuple[torch.Tensor | None, ...]] = self._calls(*args)
-        return result
+        assert isinstance(input_dict, dict)
+        assert isinstance(labels, torch.Tensor)
+        inputs, labels, extra_kwargs = self._preparation.split(input_dict, labels)
+        with self._preparation.context():
+            loss: torch.Tensor
+            loss, gradients = self._calls(inputs, labels, global_valid_tokens, extra_kwargs)
+        parameters = [p for p in self._model.parameters() if p.requires_grad]
+        accumulate_gradients(parameters, gradients)
+        return loss
+
+    def close(self) -> None:
+        """Let go of recorded CUDA graphs."""
+        for report in self.reports:
+            release_cuda_graphs(report.traced.graph_module)
 
     def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BoundStep:
         assert not kwargs
@@ -237,8 +280,8 @@ class CapturedTrainingStep:
             capture_layers=self._capture_layers,
         )
         self._on_capture(report)
-        if self._num_captures == 0:
+        if not self.reports:
             # Only then: later, ranks with other shapes may capture at other times.
             exchange_collective_digest(report.traced.graph_module)
-        self._num_captures += 1
+        self.reports = (*self.reports, report)
         return report.traced.bind(self._model)

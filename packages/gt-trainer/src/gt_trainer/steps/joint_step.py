@@ -2,8 +2,7 @@
 
 What is captured is the model as it is called: forward and backward of everything up to its output.
 The loss stays outside, and with the chunked loss the output projection too, since the loss applies
-it piece by piece (``models/chunked_loss.py``). torchtitan calls both, and ``loss.backward()``, as
-it does without capture.
+it piece by piece (``decoder/chunked_loss.py``). Both, and ``loss.backward()``, run eagerly.
 """
 
 from __future__ import annotations
@@ -12,11 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from torch.fx import GraphModule
 
 from gt_config import JointPartitioner, ShapeChangePolicy
-from gt_passes import PassContext, PipelineReport
+from gt_passes import PassContext, PipelineReport, release_cuda_graphs
 from gt_passes.verifier.collective_exchange import exchange_collective_digest
 from gt_trace import ForwardBackward, export_joint_graph, partition
 from gt_trace.joint.bound_joint import BoundJoint
@@ -24,6 +24,13 @@ from gt_trainer.decoder.expert_regions import annotate_expert_regions
 from gt_trainer.startup import StartupClock
 from gt_trainer.steps.captured_step import Recipe
 from gt_trainer.steps.per_shape import PerShape
+from gt_trainer.steps.training_step import (
+    Batch,
+    BatchPreparation,
+    LossFunction,
+    loss_of_batch,
+    num_operators,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,13 +38,19 @@ class JointCaptureReport:
     """What a capture produced, for the log."""
 
     parts: ForwardBackward
-    forward_passes: PipelineReport
-    backward_passes: PipelineReport
+    passes: tuple[PipelineReport, PipelineReport]
+    """Of the forward graph and of the backward graph."""
 
-    @property
-    def pipelines(self) -> tuple[PipelineReport, ...]:
-        """What passes did, for each graph."""
-        return (self.forward_passes, self.backward_passes)
+    def __str__(self) -> str:
+        """One line: the operators that run, and the passes that made them."""
+        return (
+            f"Captured the model: {self.num_nodes_forward:,} operators forward and "
+            f"{self.num_nodes_backward:,} backward after {len(self.passes[0].records)} passes on "
+            "each"
+        )
+
+    def memory_text(self) -> None:
+        """No graph has both the forward and the backward."""
 
     @property
     def graph_modules(self) -> tuple[GraphModule, ...]:
@@ -47,12 +60,12 @@ class JointCaptureReport:
     @property
     def num_nodes_forward(self) -> int:
         """Operators in the forward graph that runs."""
-        return _num_operators(self.parts.forward)
+        return num_operators(self.parts.forward)
 
     @property
     def num_nodes_backward(self) -> int:
         """Operators in the backward graph that runs."""
-        return _num_operators(self.parts.backward)
+        return num_operators(self.parts.backward)
 
 
 def capture_joint(
@@ -84,8 +97,7 @@ def capture_joint(
         backward = PassContext(fake_mode=joint.fake_mode)
         return JointCaptureReport(
             parts=parts,
-            forward_passes=recipe(forward).run(parts.forward),
-            backward_passes=recipe(backward).run(parts.backward),
+            passes=(recipe(forward).run(parts.forward), recipe(backward).run(parts.backward)),
         )
 
 
@@ -119,7 +131,7 @@ class JointForward:
         self._recipe = recipe
         self._clock = clock
         self._on_capture = on_capture
-        self._num_captures = 0
+        self.reports: tuple[JointCaptureReport, ...] = ()
         self._calls = PerShape(self._capture, policy=on_shape_change)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -140,14 +152,63 @@ class JointForward:
             clock=self._clock,
         )
         self._on_capture(report)
-        if self._num_captures == 0:
+        if not self.reports:
             # Only then: later, ranks with other shapes may capture at other times.
             for graph_module in report.graph_modules:
                 exchange_collective_digest(graph_module)
-        self._num_captures += 1
+        self.reports = (*self.reports, report)
         return report.parts.bind(self._model)
 
 
-def _num_operators(graph_module: GraphModule) -> int:
-    nodes = graph_module.graph.nodes
-    return sum(node.op not in ("placeholder", "get_attr", "output") for node in nodes)
+class JointStep:
+    """A captured forward, and a loss and its ``backward()`` that run eagerly.
+
+    Args:
+        forward: of the model.
+        loss_fn: torchtitan's loss.
+        preparation: what torchtitan does around the model for one batch.
+    """
+
+    is_captured = True
+
+    def __init__(
+        self, forward: JointForward, loss_fn: LossFunction, *, preparation: BatchPreparation
+    ) -> None:
+        self._forward = forward
+        self._loss_fn = loss_fn
+        self._preparation = preparation
+
+    @property
+    def reports(self) -> tuple[JointCaptureReport, ...]:
+        """One for each capture so far, oldest first."""
+        return self._forward.reports
+
+    def run(
+        self,
+        *,
+        input_dict: Batch | list[Batch],
+        labels: torch.Tensor | list[torch.Tensor],
+        global_valid_tokens: torch.Tensor,
+    ) -> torch.Tensor:
+        """See ``TrainingStep``.
+
+        Raises:
+            InputMismatchError: an input differs from the captured one and the policy is "error".
+        """
+        assert isinstance(input_dict, dict)
+        assert isinstance(labels, torch.Tensor)
+        inputs, labels, extra_kwargs = self._preparation.split(input_dict, labels)
+        with self._preparation.context():
+            prediction = self._forward(inputs, **extra_kwargs)
+            loss = loss_of_batch(
+                self._loss_fn, prediction, labels, global_valid_tokens, extra_kwargs
+            )
+            del prediction  # the backward then frees it as soon as it can
+            loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+        return loss
+
+    def close(self) -> None:
+        """Let go of recorded CUDA graphs."""
+        for report in self.reports:
+            for graph_module in report.graph_modules:
+                release_cuda_graphs(graph_module)

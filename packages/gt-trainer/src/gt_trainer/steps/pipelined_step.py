@@ -22,8 +22,8 @@ from gt_pipeline.runner import GraphPPRunner, MicrobatchInputs, TensorSignature
 from gt_pipeline.schedules import Schedule
 from gt_trainer.decoder.expert_regions import annotate_expert_regions
 from gt_trainer.startup import StartupClock
-from gt_trainer.steps.captured_step import LossFunction
 from gt_trainer.steps.stage_recipe import StagePasses
+from gt_trainer.steps.training_step import ForwardBackward, LossFunction, num_operators
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,9 +34,17 @@ class StageCaptureReport:
     passes: tuple[PipelineReport, ...]
     """What they did on the joint graph, and on those of the actions."""
 
+    @property
+    def graph_modules(self) -> tuple[GraphModule, ...]:
+        """The graphs of the stage's actions, after passes."""
+        return tuple(graph.graph_module for graph in self.graphs)
+
+    def memory_text(self) -> None:
+        """A stage keeps what its schedule asks for, which no graph of one action shows."""
+
     def __str__(self) -> str:
         """One line: the stage, and the operators of its actions."""
-        counts = ", ".join(f"{g.kind} {_num_ops(g.graph_module):,}" for g in self.graphs)
+        counts = ", ".join(f"{g.kind} {num_operators(g.graph_module):,}" for g in self.graphs)
         capture = self.graphs.capture
         return (
             f"Captured stage {capture.stage_index} of {capture.num_stages}; operators of its "
@@ -58,6 +66,8 @@ class PipelinedStep:
         device: of the model.
         verify: whether to verify every graph of a stage, as captured, as cut, and after passes.
     """
+
+    is_captured = True
 
     def __init__(
         self,
@@ -84,18 +94,26 @@ class PipelinedStep:
         self._runner: GraphPPRunner | None = None
         self._clock = StartupClock()
         self._on_capture: Callable[[StageCaptureReport], None] = lambda report: None
+        self.run: ForwardBackward = _unattached
+        self.reports: tuple[StageCaptureReport, ...] = ()
         self.stages: dict[int, GraphPipelineStage] = {}
         """This rank's stages by index, once captured."""
 
-    def report_to(
-        self, clock: StartupClock, on_capture: Callable[[StageCaptureReport], None]
+    def attach(
+        self,
+        *,
+        run: ForwardBackward,
+        clock: StartupClock,
+        on_capture: Callable[[StageCaptureReport], None],
     ) -> None:
-        """Say who hears of captures: torchtitan builds this before there is a trainer.
+        """Tell what there was not yet when torchtitan had this built: its trainer.
 
         Args:
+            run: torchtitan's ``forward_backward_step``, which calls ``step``.
             clock: counts capture and passes as parts of the start-up.
             on_capture: called after the capture of each stage.
         """
+        self.run = run
         self._clock = clock
         self._on_capture = on_capture
 
@@ -214,7 +232,9 @@ class PipelinedStep:
                 fake_mode=fake_mode,
                 verify=self._verify,
             )
-        self._on_capture(StageCaptureReport(graphs=stage.graphs, passes=tuple(passes.reports)))
+        report = StageCaptureReport(graphs=stage.graphs, passes=tuple(passes.reports))
+        self.reports = (*self.reports, report)
+        self._on_capture(report)
         return stage
 
 
@@ -240,6 +260,5 @@ def _stage_loss(loss_fn: LossFunction) -> StageLoss:
     return loss
 
 
-def _num_ops(graph_module: GraphModule) -> int:
-    nodes = graph_module.graph.nodes
-    return sum(node.op not in ("placeholder", "get_attr", "output") for node in nodes)
+def _unattached(**batch: Any) -> torch.Tensor:
+    raise AssertionError("run before a trainer was attached")

@@ -1,0 +1,107 @@
+"""Which form of a training step a configuration asks for: the one place that branches by mode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torchtitan.distributed import ParallelDims
+
+from gt_passes import GroupPurpose, second_group_of
+from gt_trainer.compile_options import TrainerCompileConfig
+from gt_trainer.placement.planned_capture import capture_layers_of
+from gt_trainer.startup import StartupClock
+from gt_trainer.steps.captured_step import CapturedStep, Recipe
+from gt_trainer.steps.joint_step import JointForward, JointStep
+from gt_trainer.steps.pipelined_step import PipelinedStep
+from gt_trainer.steps.recipe import ReshardAfterForward, recipe_of
+from gt_trainer.steps.training_step import (
+    BatchPreparation,
+    EagerStep,
+    ForwardBackward,
+    LossFunction,
+    StepReport,
+    TrainingStep,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepParts:
+    """What a trainer has built that a step is made of."""
+
+    options: TrainerCompileConfig
+    model_parts: Sequence[nn.Module]
+    """Parallelized: the model, or the stages of this rank."""
+
+    loss_fn: LossFunction
+    run_eagerly: ForwardBackward
+    schedule: Any | None
+    """Of the pipeline; None without one."""
+
+    preparation: BatchPreparation
+    parallel_dims: ParallelDims
+    reshard_after_forward: ReshardAfterForward
+    dump_folder: Path
+    clock: StartupClock
+    on_capture: Callable[[StepReport], None]
+
+
+def new_training_step(parts: StepParts) -> TrainingStep:
+    """The step that ``parts.options`` ask for; nothing is captured before its first run."""
+    options = parts.options
+    if isinstance(parts.schedule, PipelinedStep):
+        parts.schedule.attach(run=parts.run_eagerly, clock=parts.clock, on_capture=parts.on_capture)
+        return parts.schedule
+    if options.mode == "none":
+        return EagerStep(parts.run_eagerly)
+    (model,) = parts.model_parts
+    if options.mode == "aot_joint":
+        forward = JointForward(
+            model,
+            partitioner=options.joint_partitioner,
+            recipe=_recipe_of(parts),
+            on_shape_change=options.on_shape_change,
+            clock=parts.clock,
+            on_capture=parts.on_capture,
+        )
+        return JointStep(forward, parts.loss_fn, preparation=parts.preparation)
+    return CapturedStep(
+        model,
+        parts.loss_fn,
+        preparation=parts.preparation,
+        recipe=_recipe_of(parts),
+        on_shape_change=options.on_shape_change,
+        clock=parts.clock,
+        on_capture=parts.on_capture,
+        ep_overlap=options.ep_overlap,
+        capture_layers=capture_layers_of(options),
+    )
+
+
+def _recipe_of(parts: StepParts) -> Recipe:
+    _create_second_groups(parts)
+    return recipe_of(
+        parts.options,
+        reshard_after_forward=parts.reshard_after_forward,
+        debug_folder=parts.dump_folder / "graph_passes" / f"rank_{dist.get_rank()}",
+    )
+
+
+def _create_second_groups(parts: StepParts) -> None:
+    """Create the groups that passes move collectives to, where all ranks still do the same.
+
+    Else a rank whose capture fails would leave the others waiting for it to join a group.
+    """
+    wanted: list[tuple[str, GroupPurpose]] = []
+    if parts.options.fsdp_second_group:
+        wanted += [("fsdp", "reductions"), ("efsdp", "reductions")]
+    if parts.options.ep_overlap.enabled:
+        wanted += [("ep", "exchanges")]
+    for axis, purpose in wanted:
+        mesh = parts.parallel_dims.get_optional_mesh(axis)
+        if mesh is not None:
+            second_group_of(mesh.get_group().group_name, purpose=purpose)
