@@ -185,7 +185,9 @@ def test_a_failed_run_is_status_1(capsys, monkeypatch, no_models):
 def test_a_dry_run_prints_its_report_for_the_world_size_asked_for_or_intended(
     capsys, monkeypatch, no_models
 ):
-    monkeypatch.setattr("gt_trainer.dry_run.dry_run", lambda config, world_size: world_size * 100)
+    monkeypatch.setattr(
+        "gt_trainer.dry_run.dry_run.dry_run", lambda config, world_size: world_size * 100
+    )
     assert cli.main(["--dry-run", "--world-size", "6"]) == 0
     assert cli.main(["--dry-run", "--config", "llama3_70b"]) == 0
     assert capsys.readouterr() == ("600\n25600\n", "")
