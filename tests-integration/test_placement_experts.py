@@ -18,12 +18,13 @@ from gt_autoparallel import (
     Constraints,
     MeshShape,
     expert_plans,
-    expert_styles,
     expert_table,
     planner_of_model,
+    predicted_collectives,
 )
 from gt_autoparallel.planner import Planner
 from gt_trainer.decoder.attention import attention_mask_for
+from gt_autoparallel.problem.axis_styles import expert_styles
 from gt_trainer.models import deepseek_v3, llama3, qwen3
 from gt_trainer.placement.expert_blocks import expert_blocks, uncounted_routing
 
@@ -98,7 +99,7 @@ def test_every_model_on_every_mesh(name: str, mesh: str):
 @pytest.mark.slow
 def test_many_experts_are_distributed_though_nobody_asks_for_it():
     plan = planner("qwen3_moe", MESHES["1-D"], 2).find(relative_gap=1e-2)
-    exchanges = [c for c in plan.collectives() if c.purpose == "token exchange"]
+    exchanges = [c for c in predicted_collectives(plan) if c.purpose == "token exchange"]
     assert {c.module for c in exchanges} == {f"layers.{n}.moe.routed_experts" for n in range(2)}
     # Counts, tokens and results; and the gradients of both.
     assert len(exchanges) == 2 * 5

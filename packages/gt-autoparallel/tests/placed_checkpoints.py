@@ -11,15 +11,15 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.tensor import DTensor
 
 from gt_autoparallel.apply import apply_plan
-from gt_autoparallel.capture import capture_joint_graph
-from gt_autoparallel.layouts import MeshShape
+from gt_autoparallel.graph.capture import capture_placement_graph
+from gt_autoparallel.graph.layouts import MeshShape
 
 
 def differences_after_loading(folder: str, seeds: tuple[int, int]) -> list[str]:
     """Save a model placed by one random plan, load it by another and whole; what differs."""
     mesh = mesh_2d()
     tokens, positions = batch()
-    graph = capture_joint_graph(decoder(), (tokens,), {"positions": positions})
+    graph = capture_placement_graph(decoder(), (tokens,), {"positions": positions})
     first, second = (random_plan(decoder(), graph, MeshShape.of(mesh), seed=seed) for seed in seeds)
     saved = decoder()
     apply_plan(saved, first, mesh)

@@ -16,16 +16,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
 
-from gt_autoparallel import (
-    Constraints,
-    PlacementPlan,
-    PlacementPrices,
-    apply_plan,
-    decode_plan,
-    encode_plan,
-    find_placement,
-    predicted_collectives,
-)
+from gt_autoparallel.apply.apply_plan import apply_plan
+from gt_autoparallel.find import PlacementRequest, find_placement
+from gt_autoparallel.plan.placement_plan import PlacementPlan
+from gt_autoparallel.plan.plan_encoding import decode_plan, encode_plan
+from gt_autoparallel.plan.prediction import predicted_collectives
+from gt_autoparallel.prices.costs import PlacementPrices
+from gt_autoparallel.problem.constraints import Constraints
 from gt_trace import trace_step
 
 VOCABULARY, BATCH, TOKENS, WIDTH, NUM_STEPS = 32, 4, 8, 16, 5
@@ -158,9 +155,11 @@ def place(model: nn.Module, mesh: DeviceMesh, memory_budget_bytes: int) -> Place
             model,
             mesh,
             (_batch(0)[0],),
-            constraints=Constraints(inputs={"*": BATCH_LAYOUT}, outputs={"*": BATCH_LAYOUT}),
-            memory_budget_bytes=memory_budget_bytes,
-            relative_gap=0.1,  # any plan of this size will do
+            PlacementRequest(
+                constraints=Constraints(inputs={"*": BATCH_LAYOUT}, outputs={"*": BATCH_LAYOUT}),
+                memory_budget_bytes=memory_budget_bytes,
+                relative_gap=0.1,  # any plan of this size will do
+            ),
         )
         sent = [(encode_plan(plan), plan.graph.interface)]
     dist.broadcast_object_list(sent, src=0)

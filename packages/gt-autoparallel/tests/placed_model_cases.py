@@ -14,11 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from gt_autoparallel.apply import apply_plan
-from gt_autoparallel.capture import capture_joint_graph
-from gt_autoparallel.layouts import Layout, MeshShape
-from gt_autoparallel.placement_graph import Value
-from gt_autoparallel.plan import PlacementPlan
-from gt_autoparallel.prediction import predicted_collectives
+from gt_autoparallel.graph.capture import capture_placement_graph
+from gt_autoparallel.graph.layouts import Layout, MeshShape
+from gt_autoparallel.graph.placement_graph import Value
+from gt_autoparallel.plan.placement_plan import PlacementPlan
+from gt_autoparallel.plan.prediction import predicted_collectives
 from gt_passes.analysis.collectives import is_collective
 from gt_trace import trace_step
 
@@ -103,7 +103,7 @@ def compare_random_plans(seeds: list[int]) -> list[str]:
     mesh = mesh_2d()
     reference = decoder()
     tokens, positions = batch()
-    graph = capture_joint_graph(reference, (tokens,), {"positions": positions})
+    graph = capture_placement_graph(reference, (tokens,), {"positions": positions})
     expected = reference(tokens, positions=positions)
     generator = torch.Generator().manual_seed(7)
     tangents = {

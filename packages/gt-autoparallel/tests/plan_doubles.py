@@ -16,10 +16,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
-from gt_autoparallel.graph_encoding import graph_digest
-from gt_autoparallel.layouts import Layout, MeshShape, fits, local_shape
-from gt_autoparallel.options import AxisOption, NodeOption
-from gt_autoparallel.placement_graph import (
+from gt_autoparallel.graph.graph_encoding import graph_digest
+from gt_autoparallel.graph.layouts import Layout, MeshShape, fits, local_shape
+from gt_autoparallel.graph.options import AxisOption, NodeOption
+from gt_autoparallel.graph.placement_graph import (
     NodeKind,
     NodePhase,
     PlacementGraph,
@@ -27,16 +27,16 @@ from gt_autoparallel.placement_graph import (
     TensorSpec,
     Value,
 )
-from gt_autoparallel.plan import (
-    MemoryBreakdown,
+from gt_autoparallel.graph.redistribution import RedistributionStep
+from gt_autoparallel.plan.placement_plan import (
     ModelSignature,
     PlacementPlan,
-    PlacementRequest,
     PlannedRedistribution,
     PlannedWindow,
     SolverReport,
 )
-from gt_autoparallel.redistribution import RedistributionStep
+from gt_autoparallel.prices.memory import MemoryBreakdown
+from gt_autoparallel.problem.constraints import ResolvedRequest
 
 aten = torch.ops.aten
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial("sum")
@@ -204,7 +204,7 @@ TENSOR_PARALLEL["mm1"] = P
 def plan_by_hand(
     *axes: tuple[str, int, Mapping[str, Placement]],
     prices: Prices | None = None,
-    request: PlacementRequest | None = None,
+    request: ResolvedRequest | None = None,
 ) -> PlacementPlan:
     """A plan on a mesh of the given axes: name, size, and the placement of each node's output."""
     mesh = MeshShape(names=tuple(a[0] for a in axes), sizes=tuple(a[1] for a in axes))
@@ -293,7 +293,7 @@ def assemble(
     options: tuple[NodeOption, ...],
     *,
     prices: Prices,
-    request: PlacementRequest | None = None,
+    request: ResolvedRequest | None = None,
 ) -> PlacementPlan:
     """Everything of a plan that follows from its options."""
     compute = tuple(
@@ -336,7 +336,7 @@ def assemble(
         compute_us=compute,
         windows=windows,
         memory=_memory(graph, mesh, options),
-        request=request or PlacementRequest(),
+        request=request or ResolvedRequest(),
         prices=prices,
         solver=SolverReport(
             objective_us=objective,

@@ -8,11 +8,11 @@ import torch
 from plan_doubles import S0
 from torch import nn
 
-from gt_autoparallel.constraints import Constraints
 from gt_autoparallel.find import planner_of_model
-from gt_autoparallel.layouts import MeshShape
-from gt_autoparallel.plan import PlacementPlan
+from gt_autoparallel.graph.layouts import MeshShape
+from gt_autoparallel.plan.placement_plan import PlacementPlan
 from gt_autoparallel.planner import Planner
+from gt_autoparallel.problem.constraints import Constraints
 
 TOKENS, WIDTH = 256, 512
 MESH = MeshShape(names=("dp",), sizes=(4,))

@@ -19,17 +19,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gt_autoparallel.costs import PlacementPrices
-from gt_autoparallel.layouts import MeshShape, num_local_elements
-from gt_autoparallel.options import NodeOption
-from gt_autoparallel.placement_graph import (
+from gt_autoparallel.graph.layouts import MeshShape, num_local_elements
+from gt_autoparallel.graph.options import NodeOption
+from gt_autoparallel.graph.placement_graph import (
     NodePhase,
     PlacementGraph,
     PlacementNode,
     TensorSpec,
     Value,
 )
-from gt_autoparallel.redistribution import can_redistribute, redistribution_steps
+from gt_autoparallel.graph.redistribution import can_redistribute, redistribution_steps
+from gt_autoparallel.prices.costs import PlacementPrices
 from gt_autoparallel.rules import node_options
 
 aten = torch.ops.aten

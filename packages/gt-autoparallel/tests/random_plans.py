@@ -8,20 +8,16 @@ from collections.abc import Mapping
 from plan_doubles import Prices
 from torch import nn
 
-from gt_autoparallel.experts import expert_options
-from gt_autoparallel.layouts import Layout, MeshShape
-from gt_autoparallel.model_signature import model_signature
-from gt_autoparallel.options import NodeOption
-from gt_autoparallel.placement_graph import PlacementGraph, PlacementNode, Value
-from gt_autoparallel.plan import (
-    MemoryBreakdown,
-    PlacementPlan,
-    PlacementRequest,
-    PlannedRedistribution,
-    SolverReport,
-)
-from gt_autoparallel.redistribution import can_redistribute, redistribution_steps
+from gt_autoparallel.graph.layouts import Layout, MeshShape
+from gt_autoparallel.graph.options import NodeOption
+from gt_autoparallel.graph.placement_graph import PlacementGraph, PlacementNode, Value
+from gt_autoparallel.graph.redistribution import can_redistribute, redistribution_steps
+from gt_autoparallel.plan.model_signature import model_signature
+from gt_autoparallel.plan.placement_plan import PlacementPlan, PlannedRedistribution, SolverReport
+from gt_autoparallel.prices.memory import MemoryBreakdown
+from gt_autoparallel.problem.constraints import ResolvedRequest
 from gt_autoparallel.rules import node_options
+from gt_autoparallel.rules.experts import expert_options
 
 
 def random_plan(
@@ -59,7 +55,7 @@ def plan_of(
         compute_us=(0.0,) * len(graph.nodes),
         windows=(),
         memory=MemoryBreakdown(parameters=0, gradients=0, optimizer_state=0, saved_activations=0),
-        request=PlacementRequest(),
+        request=ResolvedRequest(),
         prices=Prices(),
         solver=SolverReport(
             objective_us=0.0,

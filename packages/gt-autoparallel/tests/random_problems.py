@@ -7,8 +7,8 @@ import math
 
 import numpy as np
 
-from gt_autoparallel.problem import Edge, FloatArray, MemoryRow, Problem, Variable, Window
 from gt_autoparallel.solver import evaluate
+from gt_autoparallel.solver.problem import Edge, FloatArray, MemoryRow, Problem, Variable, Window
 
 
 def random_problem(

@@ -9,7 +9,9 @@ import pytest
 from plan_doubles import FSDP, plan_by_hand
 
 import gt_autoparallel
-from gt_autoparallel.plan import PlacementPlan
+from gt_autoparallel.errors import PlacementInputError
+from gt_autoparallel.plan.placement_plan import PlacementPlan
+from gt_autoparallel.plan_file import check_plan_fits
 
 ap: Any = gt_autoparallel  # no type checker would let these calls pass
 
@@ -32,13 +34,6 @@ def plan() -> PlacementPlan:
         ),
         (lambda plan: ap.plan_report(None), f"arguments of plan_report:\n  plan is None; {PLAN}"),
         (
-            lambda plan: ap.report_text(plan),
-            (
-                "arguments of report_text:\n  report is a PlacementPlan; allowed: a PlanReport, from "
-                "plan_report(plan)"
-            ),
-        ),
-        (
             lambda plan: ap.write_report_page(3, None),
             f"arguments of write_report_page:\n  plan is an int; {PLAN}\n  path is None; {PATH}",
         ),
@@ -58,10 +53,20 @@ def plan() -> PlacementPlan:
             lambda plan: ap.write_plan(None, 3),
             f"arguments of write_plan:\n  plan is None; {PLAN}\n  path is an int; {PATH}",
         ),
-        (lambda plan: plan.save(None), f"arguments of write_plan:\n  path is None; {PATH}"),
         (
-            lambda plan: plan.write_page(None),
+            lambda plan: ap.write_plan(plan, None),
+            f"arguments of write_plan:\n  path is None; {PATH}",
+        ),
+        (
+            lambda plan: ap.write_report_page(plan, None),
             f"arguments of write_report_page:\n  path is None; {PATH}",
+        ),
+        (
+            lambda plan: ap.find_placement(None, None, None, {"relative_gap": 0.1}),
+            (
+                "arguments of find_placement:\n  request is a dict; allowed: a "
+                "PlacementRequest(memory_budget_bytes=..., ...), or None"
+            ),
         ),
         (
             lambda plan: ap.read_plan(None, prices=None),
@@ -72,7 +77,7 @@ def plan() -> PlacementPlan:
             f"arguments of decode_plan:\n  prices is a str; {PRICES}",
         ),
         (
-            lambda plan: ap.check_plan_fits(plan, model=None, mesh=(4,), graph="g"),
+            lambda plan: check_plan_fits(plan, model=None, mesh=(4,), graph="g"),
             (
                 "arguments of check_plan_fits:\n"
                 "  model is None; allowed: a torch.nn.Module\n"
@@ -108,7 +113,7 @@ def plan() -> PlacementPlan:
 def test_names_every_argument_that_is_not_what_it_must_be(
     call: Callable[[PlacementPlan], Any], message: str, plan: PlacementPlan
 ) -> None:
-    with pytest.raises(ap.PlacementInputError) as error:
+    with pytest.raises(PlacementInputError) as error:
         call(plan)
     assert str(error.value) == message
 
@@ -133,6 +138,6 @@ def test_names_every_argument_that_is_not_what_it_must_be(
     ],
 )
 def test_refuses_what_is_no_shape_of_a_mesh(names: Any, sizes: Any, message: str) -> None:
-    with pytest.raises(ap.PlacementInputError) as error:
+    with pytest.raises(PlacementInputError) as error:
         ap.MeshShape(names=names, sizes=sizes)
     assert str(error.value) == f"mesh: {message}"

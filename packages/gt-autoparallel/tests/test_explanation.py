@@ -6,10 +6,10 @@ import pytest
 from plan_doubles import S0, S1, R
 from planned_models import plan, planner
 
-from gt_autoparallel.constraints import Constraints
 from gt_autoparallel.errors import ConstraintError
 from gt_autoparallel.explanation import Alternative, Explanation, explain
-from gt_autoparallel.layouts import Layout, short_text
+from gt_autoparallel.graph.layouts import Layout, short_text
+from gt_autoparallel.problem.constraints import Constraints
 
 UP = "layers.1.up.weight"
 

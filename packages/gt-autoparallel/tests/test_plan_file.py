@@ -20,13 +20,13 @@ from plan_doubles import (
 )
 
 from gt_autoparallel.errors import PlanMismatchError
-from gt_autoparallel.graph_encoding import canonical_json
-from gt_autoparallel.layouts import MeshShape
-from gt_autoparallel.plan import LayoutConstraint, PlacementRequest
-from gt_autoparallel.plan_encoding import encode_plan
+from gt_autoparallel.graph.graph_encoding import canonical_json
+from gt_autoparallel.graph.layouts import MeshShape
+from gt_autoparallel.plan.plan_encoding import encode_plan
 from gt_autoparallel.plan_file import FORMAT_VERSION, check_plan_fits, read_plan, write_plan
+from gt_autoparallel.problem.constraints import LayoutConstraint, ResolvedRequest
 
-REQUEST = PlacementRequest(
+REQUEST = ResolvedRequest(
     constraints=(LayoutConstraint(node="x", side="output", position=0, placements=(S0, None)),),
     memory_budget_bytes=10**6,
     replicate_unknown=("aten.foo.default",),

@@ -11,7 +11,6 @@ from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.nn import functional as F
 
-from gt_autoparallel.constraints import Constraints, ModuleOutput, resolve_constraints
 from gt_autoparallel.errors import (
     ConstraintError,
     InfeasiblePlacementError,
@@ -19,11 +18,16 @@ from gt_autoparallel.errors import (
     UnsupportedModelError,
 )
 from gt_autoparallel.find import find_placement, planner_of_model
-from gt_autoparallel.layer_names import window_name
-from gt_autoparallel.layouts import MeshShape
-from gt_autoparallel.plan import PlacementRequest
+from gt_autoparallel.graph.layer_names import window_name
+from gt_autoparallel.graph.layouts import MeshShape
 from gt_autoparallel.planner import Planner
-from gt_autoparallel.saved_storages import saved_storages
+from gt_autoparallel.prices.saved_storages import saved_storages
+from gt_autoparallel.problem.constraints import (
+    Constraints,
+    ModuleOutput,
+    ResolvedRequest,
+    resolve_constraints,
+)
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 MESH = MeshShape(names=("data",), sizes=(4,))
@@ -65,7 +69,7 @@ def planner(lines: list[str]) -> Planner:
 
 
 def test_repeated_layers_share_choices(planner: Planner) -> None:
-    placement = planner.problem(PlacementRequest())
+    placement = planner.problem(ResolvedRequest())
     clustering = placement.clustering
     sizes = dict(zip(clustering.window_names, clustering.window_sizes, strict=True))
     assert sizes["layers.1 forward"] == sizes["layers.1 backward"] == 3
@@ -80,7 +84,7 @@ def test_repeated_layers_share_choices(planner: Planner) -> None:
 
 def test_edges_between_alike_layers_are_priced(planner: Planner) -> None:
     """From the last node of a layer to the first of the next one, as often as that happens."""
-    placement = planner.problem(PlacementRequest())
+    placement = planner.problem(ResolvedRequest())
     classes = placement.clustering.class_of_node
     nodes = planner.graph.nodes
     between = [
@@ -200,8 +204,8 @@ def test_a_budget_too_small_says_by_how_much_and_what_dominates(planner: Planner
 
 def test_asking_again_makes_no_table_again(planner: Planner, lines: list[str]) -> None:
     planner.find(constraints=Constraints(inputs={"tokens": (S0,)}))
-    first = planner.problem(PlacementRequest()).problem
-    again = planner.problem(PlacementRequest(memory_budget_bytes=2**40)).problem
+    first = planner.problem(ResolvedRequest()).problem
+    again = planner.problem(ResolvedRequest(memory_budget_bytes=2**40)).problem
     assert first.edges is again.edges
     assert any(line.startswith("captured ") for line in lines)
     assert any(line.startswith("audited ") for line in lines)

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 from random_graphs import Exhaustive, random_graph
 
-from gt_autoparallel.clustering import cluster_layers
 from gt_autoparallel.errors import InfeasiblePlacementError
-from gt_autoparallel.graph_encoding import graph_digest
-from gt_autoparallel.layouts import MeshShape
-from gt_autoparallel.plan import ModelSignature, PlacementRequest
+from gt_autoparallel.graph.graph_encoding import graph_digest
+from gt_autoparallel.graph.layouts import MeshShape
+from gt_autoparallel.plan.placement_plan import ModelSignature
 from gt_autoparallel.planner import Planner
+from gt_autoparallel.problem.clustering import cluster_layers
+from gt_autoparallel.problem.constraints import ResolvedRequest
 
 LINE = MeshShape(names=("a",), sizes=(2,))
 SQUARE = MeshShape(names=("a", "b"), sizes=(8, 2))
@@ -34,7 +35,7 @@ def planner_of(seed: int, mesh: MeshShape) -> tuple[Planner, Exhaustive, random.
             mesh,
             signature=ModelSignature(parameters={}, modules={}, graph_digest=graph_digest(graph)),
         )
-        budgeted = planner.problem(PlacementRequest(memory_budget_bytes=2**60))
+        budgeted = planner.problem(ResolvedRequest(memory_budget_bytes=2**60))
         every = Exhaustive(graph, mesh, budgeted.clustering.class_of_node)
         if every.num_combinations <= MAX_COMBINATIONS:
             return planner, every, rng

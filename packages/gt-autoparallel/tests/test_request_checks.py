@@ -6,21 +6,22 @@ from typing import Any
 
 import pytest
 import torch
+from global_run import run_globally
 from planned_models import MESH, example, model, planner
 from torch import nn
 from torch.distributed.tensor import Partial, Shard
 
-from gt_autoparallel.capture import capture_joint_graph
-from gt_autoparallel.constraints import Constraints, ModuleOutput
 from gt_autoparallel.errors import ConstraintError, PlacementInputError, UnsupportedModelError
-from gt_autoparallel.find import find_placement
-from gt_autoparallel.global_run import run_globally
+from gt_autoparallel.find import PlacementRequest, find_placement
+from gt_autoparallel.graph.capture import capture_placement_graph
+from gt_autoparallel.problem.constraints import Constraints, ModuleOutput
 
 
 def refused(**arguments: Any) -> str:
-    given = {"model": model(), "mesh": MESH, "example_inputs": example(), **arguments}
+    given = {"model": model(), "mesh": MESH, "example_inputs": example()}
+    given |= {name: arguments.pop(name) for name in [*given, "example_kwargs"] if name in arguments}
     with pytest.raises(PlacementInputError) as error:
-        find_placement(**given)
+        find_placement(**given, request=PlacementRequest(**arguments))
     return str(error.value)
 
 
@@ -132,7 +133,7 @@ def test_gradients_are_planned_inside_no_grad_too() -> None:
     linear, x = nn.Linear(4, 4), torch.ones(2, 4)
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
-            graph = capture_joint_graph(linear, (x,))
+            graph = capture_placement_graph(linear, (x,))
         assert len(graph.of_kind("gradient")) == 2
     given = {"input": x, "weight": linear.weight, "bias": linear.bias, "output/tangent": x}
     assert torch.equal(run_globally(graph, given).gradients["bias"], torch.full((4,), 2.0))
@@ -140,7 +141,7 @@ def test_gradients_are_planned_inside_no_grad_too() -> None:
 
 def test_refuses_to_plan_under_autocast() -> None:
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(UnsupportedModelError) as error:
-        capture_joint_graph(nn.Linear(4, 4), (torch.ones(2, 4),))
+        capture_placement_graph(nn.Linear(4, 4), (torch.ones(2, 4),))
     assert str(error.value) == (
         "autocast is on for cpu, and a plan states every dtype: leave autocast out, and give "
         "compute_dtype="
@@ -154,4 +155,4 @@ class EmptyList(nn.Module):
 
 def test_refuses_an_empty_tensor_from_a_list() -> None:
     with pytest.raises(UnsupportedModelError, match="an empty tensor that the forward makes"):
-        capture_joint_graph(EmptyList(), (torch.ones(2, 4),))
+        capture_placement_graph(EmptyList(), (torch.ones(2, 4),))

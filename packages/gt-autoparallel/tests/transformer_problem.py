@@ -14,7 +14,15 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from gt_autoparallel.problem import Edge, FloatArray, IntArray, MemoryRow, Problem, Variable, Window
+from gt_autoparallel.solver.problem import (
+    Edge,
+    FloatArray,
+    IntArray,
+    MemoryRow,
+    Problem,
+    Variable,
+    Window,
+)
 
 Layout = tuple[str, ...]
 """For each axis R, P, or the digit of the dim that is sharded."""

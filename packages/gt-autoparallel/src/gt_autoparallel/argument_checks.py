@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 
 from gt_autoparallel.errors import PlacementInputError
-from gt_autoparallel.plan import PlacementPlan
 
 
 def check_arguments(function: str, *problems: str | None) -> None:
@@ -32,12 +31,6 @@ def kind_problem(
     found = type(value).__name__
     article = "an" if found[0] in "aeiouAEIOU" else "a"
     return f"{name} is {'None' if value is None else f'{article} {found}'}; allowed: {allowed}"
-
-
-def plan_problem(value: object, name: str = "plan") -> str | None:
-    """What is wrong with an argument that must be a plan."""
-    allowed = "a PlacementPlan, from find_placement or a plan file"
-    return kind_problem(value, name, PlacementPlan, allowed)
 
 
 def path_problem(value: object, name: str = "path") -> str | None:

@@ -14,19 +14,19 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from gt_autoparallel.argument_checks import check_arguments, kind_problem, plan_problem
+from gt_autoparallel.argument_checks import check_arguments, kind_problem
 from gt_autoparallel.errors import ConstraintError, InfeasiblePlacementError
-from gt_autoparallel.experts import expert_weight_layout
-from gt_autoparallel.layer_ranges import ranged_rows
-from gt_autoparallel.layouts import Layout, short_text
-from gt_autoparallel.memory import plan_memory
-from gt_autoparallel.options import NodeOption
-from gt_autoparallel.placement_graph import PlacementNode
-from gt_autoparallel.plan import PlacementPlan
+from gt_autoparallel.graph.experts import expert_weight_layout
+from gt_autoparallel.graph.layouts import Layout, short_text
+from gt_autoparallel.graph.options import NodeOption
+from gt_autoparallel.graph.placement_graph import PlacementNode
+from gt_autoparallel.plan.layer_ranges import ranged_rows
+from gt_autoparallel.plan.placement_plan import PlacementPlan, plan_problem
 from gt_autoparallel.planner import Planner
-from gt_autoparallel.problem import Problem
-from gt_autoparallel.problem_of_graph import PlacementProblem
+from gt_autoparallel.prices.memory import plan_memory
+from gt_autoparallel.problem.problem_of_graph import PlacementProblem
 from gt_autoparallel.solver import WarmStart, solve
+from gt_autoparallel.solver.problem import Problem
 
 _GIB = 2**30
 _EXACT_US = 1e-6

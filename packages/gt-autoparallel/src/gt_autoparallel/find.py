@@ -4,70 +4,92 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from gt_autoparallel.capture import capture_joint_graph
-from gt_autoparallel.constraints import Constraints
-from gt_autoparallel.costs import PlacementPrices
-from gt_autoparallel.experts import ExpertBlock, opaque_experts
-from gt_autoparallel.layouts import MeshShape
-from gt_autoparallel.model_signature import model_signature
-from gt_autoparallel.plan import LayoutConstraint, PlacementPlan
+from gt_autoparallel.argument_checks import check_arguments, kind_problem
+from gt_autoparallel.graph.capture import capture_placement_graph
+from gt_autoparallel.graph.experts import ExpertBlock, opaque_experts
+from gt_autoparallel.graph.layouts import MeshShape
+from gt_autoparallel.plan.model_signature import model_signature
+from gt_autoparallel.plan.placement_plan import PlacementPlan
 from gt_autoparallel.planner import Planner, ReportProgress
+from gt_autoparallel.prices.costs import PlacementPrices
+from gt_autoparallel.problem.constraints import Constraints, LayoutConstraint
 from gt_autoparallel.request_checks import check_model_arguments, mesh_shape
 from gt_passes.simulation import CostModel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacementRequest:
+    """What is asked of a placement, besides the model, the mesh and the inputs."""
+
+    constraints: Constraints | Sequence[LayoutConstraint] = ()
+    """Demands on inputs, outputs, parameters, nodes and routed experts."""
+
+    memory_budget_bytes: int | None = None
+    """Bytes that the placed model may take on each rank; None for no limit."""
+
+    cost_model: CostModel | None = None
+    """The machine that prices are for; None for H100s."""
+
+    optimizer_state_copies: float = 2.0
+    """Optimizer state in units of the parameters' bytes: 2 for Adam, 0 for plain SGD."""
+
+    compute_dtype: torch.dtype | None = None
+    """Dtype to which parameters are cast for use; None leaves them."""
+
+    reduce_dtype: torch.dtype | None = None
+    """Dtype in which gradients of cast parameters are summed over ranks; None for the parameters'
+    own."""
+
+    experts: Mapping[str, ExpertBlock] | None = None
+    """Routed experts, by the names of their modules: each is placed as a whole."""
+
+    replicate_unknown: Collection[str] = ()
+    """Names of operators that may run whole on every rank though no rule knows them, or though
+    they draw random numbers; then the plan is right only if every rank draws the same: seed all
+    ranks alike."""
+
+    device: torch.device | str = "cpu"
+    """The device for whose kernels the graph is captured."""
+
+    relative_gap: float = 1e-3
+    """How much more than the best plan the plan may cost; 0 asks for an optimum."""
+
+    time_limit_seconds: float = 120.0
+    """Seconds for the solver; then the best plan yet is given with its gap."""
+
+    progress: ReportProgress | None = None
+    """Takes a line about each stage."""
 
 
 def find_placement(
     model: nn.Module,
     mesh: DeviceMesh | MeshShape,
     example_inputs: Sequence[Any],
+    request: PlacementRequest | None = None,
     *,
     example_kwargs: Mapping[str, Any] | None = None,
-    constraints: Constraints | Sequence[LayoutConstraint] = (),
-    memory_budget_bytes: int | None = None,
-    cost_model: CostModel | None = None,
-    optimizer_state_copies: float = 2.0,
-    compute_dtype: torch.dtype | None = None,
-    reduce_dtype: torch.dtype | None = None,
-    experts: Mapping[str, ExpertBlock] | None = None,
-    replicate_unknown: Collection[str] = (),
-    device: torch.device | str = "cpu",
-    relative_gap: float = 1e-3,
-    time_limit_seconds: float = 120.0,
-    progress: ReportProgress | None = None,
 ) -> PlacementPlan:
     """Find the cheapest placement of a model's training step on a mesh.
 
     ::
 
         mesh = init_device_mesh("cuda", (8, 8), mesh_dim_names=("data", "model"))
-        plan = find_placement(model, mesh, (tokens,), memory_budget_bytes=60 * 2**30)
+        request = PlacementRequest(memory_budget_bytes=60 * 2**30)
+        plan = find_placement(model, mesh, (tokens,), request)
 
     Args:
         model: as if for one device, on the meta device or any other; only shapes are read.
         mesh: its named axes.
         example_inputs: positional arguments of the forward, global tensors of the whole batch.
-        example_kwargs: keyword arguments, likewise.
-        constraints: demands on inputs, outputs, parameters, nodes and routed experts.
-        memory_budget_bytes: on each rank; None for no limit.
-        cost_model: of the machine; H100s by default.
-        optimizer_state_copies: in units of the parameters' bytes: 2 for Adam, 0 for plain SGD.
-        compute_dtype: dtype to which parameters are cast for use; None leaves them.
-        reduce_dtype: dtype in which gradients of cast parameters are summed over ranks; None for
-            the parameters' own.
-        experts: routed experts, by the names of their modules: each is placed as a whole.
-        replicate_unknown: names of operators that may run whole on every rank though no rule knows
-            them, or though they draw random numbers; then the plan is right only if every rank
-            draws the same: seed all ranks alike.
-        device: for whose kernels the graph is captured.
-        relative_gap: the plan may cost more than the best one by this; 0 asks for an optimum.
-        time_limit_seconds: for the solver; then the best plan yet is given with its gap.
-        progress: takes a line about each stage.
+        request: what the plan must keep, and what it is made for; None for the defaults.
+        example_kwargs: keyword arguments of the forward, global tensors likewise.
 
     Raises:
         UnsupportedModelError: the model or its inputs cannot be planned.
@@ -77,25 +99,28 @@ def find_placement(
         InfeasiblePlacementError: nothing keeps constraints and budget; says which and by how much.
         SolverError: no plan was found in time.
     """
+    request = PlacementRequest() if request is None else request
+    allowed = "a PlacementRequest(memory_budget_bytes=..., ...), or None"
+    check_arguments("find_placement", kind_problem(request, "request", PlacementRequest, allowed))
     planner = planner_of_model(
         model,
         mesh,
         example_inputs,
         example_kwargs=example_kwargs,
-        cost_model=cost_model,
-        optimizer_state_copies=optimizer_state_copies,
-        compute_dtype=compute_dtype,
-        reduce_dtype=reduce_dtype,
-        experts=experts,
-        replicate_unknown=replicate_unknown,
-        device=device,
-        progress=progress,
+        cost_model=request.cost_model,
+        optimizer_state_copies=request.optimizer_state_copies,
+        compute_dtype=request.compute_dtype,
+        reduce_dtype=request.reduce_dtype,
+        experts=request.experts,
+        replicate_unknown=request.replicate_unknown,
+        device=request.device,
+        progress=request.progress,
     )
     return planner.find(
-        constraints=constraints,
-        memory_budget_bytes=memory_budget_bytes,
-        relative_gap=relative_gap,
-        time_limit_seconds=time_limit_seconds,
+        constraints=request.constraints,
+        memory_budget_bytes=request.memory_budget_bytes,
+        relative_gap=request.relative_gap,
+        time_limit_seconds=request.time_limit_seconds,
     )
 
 
@@ -116,7 +141,8 @@ def planner_of_model(
 ) -> Planner:
     """Capture a model once, to plan it several times with other budgets and constraints.
 
-    Arguments and errors are those of ``find_placement``.
+    Arguments are those of ``find_placement`` and the fields of ``PlacementRequest`` that do not
+    change from one plan to the next; errors are those of ``find_placement``.
     """
     check_model_arguments(
         model,
@@ -136,7 +162,7 @@ def planner_of_model(
     shape = mesh_shape(mesh)
     started = time.perf_counter()
     with opaque_experts(model, experts or {}):
-        graph = capture_joint_graph(
+        graph = capture_placement_graph(
             model,
             example_inputs,
             example_kwargs,

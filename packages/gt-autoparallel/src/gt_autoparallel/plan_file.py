@@ -27,20 +27,19 @@ from gt_autoparallel.argument_checks import (
     check_arguments,
     kind_problem,
     path_problem,
-    plan_problem,
     prices_problem,
 )
 from gt_autoparallel.audit import audit_plan
-from gt_autoparallel.capture import capture_joint_graph
-from gt_autoparallel.costs import PlacementPrices
 from gt_autoparallel.errors import PlanMismatchError
-from gt_autoparallel.experts import ExpertBlock, opaque_experts
-from gt_autoparallel.graph_encoding import canonical_json, graph_digest
-from gt_autoparallel.layouts import MeshShape
-from gt_autoparallel.model_signature import graph_differences, model_differences
-from gt_autoparallel.placement_graph import PlacementGraph
-from gt_autoparallel.plan import PlacementPlan, StepPrices
-from gt_autoparallel.plan_encoding import decode_plan, encode_plan
+from gt_autoparallel.graph.capture import capture_placement_graph
+from gt_autoparallel.graph.experts import ExpertBlock, opaque_experts
+from gt_autoparallel.graph.graph_encoding import canonical_json, graph_digest
+from gt_autoparallel.graph.layouts import MeshShape
+from gt_autoparallel.graph.placement_graph import PlacementGraph
+from gt_autoparallel.plan.model_signature import graph_differences, model_differences
+from gt_autoparallel.plan.placement_plan import PlacementPlan, plan_problem
+from gt_autoparallel.plan.plan_encoding import decode_plan, encode_plan
+from gt_autoparallel.prices.costs import PlacementPrices, StepPrices
 from gt_autoparallel.request_checks import check_model_arguments, mesh_shape
 from gt_passes.simulation import CostModel
 
@@ -160,7 +159,7 @@ def load_plan(
     # What costs nothing to compare is compared before the model is captured.
     check_plan_fits(plan, model=model, mesh=shape, graph=plan.graph)
     with opaque_experts(model, experts or {}):
-        graph = capture_joint_graph(
+        graph = capture_placement_graph(
             model,
             example_inputs,
             example_kwargs,

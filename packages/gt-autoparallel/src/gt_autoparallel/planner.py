@@ -11,26 +11,28 @@ import time
 from collections.abc import Callable, Collection, Sequence
 
 from gt_autoparallel.audit import audit_plan
-from gt_autoparallel.clustering import Clustering
-from gt_autoparallel.constraints import Constraints, resolve_constraints
-from gt_autoparallel.costs import PlacementPrices
 from gt_autoparallel.errors import ConstraintError, PlacementInputError
-from gt_autoparallel.expert_rivals import ExpertPins, expert_pins, expert_rivals
-from gt_autoparallel.infeasible_requests import explained
-from gt_autoparallel.layouts import MeshShape
-from gt_autoparallel.options import NodeOption
-from gt_autoparallel.placement_graph import PlacementGraph, PlacementNode
-from gt_autoparallel.plan import (
+from gt_autoparallel.graph.layouts import MeshShape
+from gt_autoparallel.graph.options import NodeOption
+from gt_autoparallel.graph.placement_graph import PlacementGraph, PlacementNode
+from gt_autoparallel.plan.placement_plan import ModelSignature, PlacementPlan, SolverReport
+from gt_autoparallel.plan.plan_assembly import assemble_plan
+from gt_autoparallel.prices.costs import PlacementPrices, StepPrices
+from gt_autoparallel.problem.clustering import Clustering
+from gt_autoparallel.problem.constraints import (
+    Constraints,
     LayoutConstraint,
-    ModelSignature,
-    PlacementPlan,
-    PlacementRequest,
-    SolverReport,
-    StepPrices,
+    ResolvedRequest,
+    resolve_constraints,
 )
-from gt_autoparallel.plan_assembly import assemble_plan
-from gt_autoparallel.problem_of_graph import PlacementProblem, ProblemParts, placement_problem
-from gt_autoparallel.redistribution_tables import RedistributionTables
+from gt_autoparallel.problem.expert_rivals import ExpertPins, expert_pins, expert_rivals
+from gt_autoparallel.problem.infeasible_requests import explained
+from gt_autoparallel.problem.problem_of_graph import (
+    PlacementProblem,
+    ProblemParts,
+    placement_problem,
+)
+from gt_autoparallel.problem.redistribution_tables import RedistributionTables
 from gt_autoparallel.request_checks import check_request
 from gt_autoparallel.rules import check_operators, node_options
 from gt_autoparallel.solver import (
@@ -130,7 +132,7 @@ class Planner:
             resolved = resolve_constraints(constraints, self.graph, self.mesh)
         else:
             resolved = tuple(constraints)
-        request = PlacementRequest(
+        request = ResolvedRequest(
             constraints=resolved,
             memory_budget_bytes=memory_budget_bytes,
             optimizer_state_copies=self._optimizer_state_copies,
@@ -158,7 +160,7 @@ class Planner:
             self._say(str(report))
         return plan
 
-    def problem(self, request: PlacementRequest) -> PlacementProblem:
+    def problem(self, request: ResolvedRequest) -> PlacementProblem:
         """The optimization problem of a request."""
         found = placement_problem(
             self.graph,
@@ -178,7 +180,7 @@ class Planner:
         operands = tuple(self.graph.spec(value) for value in node.operands)
         return node_options(node, operands, self.mesh, replicate_unknown=self.replicate_unknown)
 
-    def _check_constraints(self, placement: PlacementProblem, request: PlacementRequest) -> None:
+    def _check_constraints(self, placement: PlacementProblem, request: ResolvedRequest) -> None:
         known = {node.name for node in self.graph.nodes}
         problems = [
             f"there is no node {each.node!r}"
@@ -205,7 +207,7 @@ class Planner:
     def _solve(
         self,
         placement: PlacementProblem,
-        request: PlacementRequest,
+        request: ResolvedRequest,
         relative_gap: float,
         time_limit_seconds: float,
     ) -> Solution:

@@ -11,10 +11,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from gt_autoparallel.argument_checks import check_arguments, kind_problem, path_problem
-from gt_autoparallel.constraints import Constraints
 from gt_autoparallel.errors import PlacementInputError
-from gt_autoparallel.layouts import MeshShape
-from gt_autoparallel.plan import LayoutConstraint
+from gt_autoparallel.graph.experts import expert_problems
+from gt_autoparallel.graph.layouts import MeshShape
+from gt_autoparallel.problem.constraints import Constraints, LayoutConstraint
 from gt_passes.simulation import CostModel
 
 
@@ -148,23 +148,6 @@ def _is_amount(value: object, *, may_be_endless: bool = False) -> bool:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return False
     return value >= 0 and (may_be_endless or math.isfinite(value))
-
-
-def expert_problems(experts: object) -> Iterator[str]:
-    """A line for each thing that is wrong with expert blocks that a caller gives."""
-    allowed = "a mapping from names of modules to expert blocks, or None"
-    problem = kind_problem(experts, "experts", (Mapping, NoneType), allowed)
-    if problem is not None:
-        yield problem
-    if not isinstance(experts, Mapping):
-        return
-    for name, block in experts.items():
-        missing = [part for part in ("module", "weight_names", "run") if not hasattr(block, part)]
-        if missing:
-            yield (
-                f"experts[{name!r}], of type {type(block).__name__}, lacks {', '.join(missing)}; "
-                "allowed: an ExpertBlock"
-            )
 
 
 def _device_problems(device: object) -> Iterator[str]:

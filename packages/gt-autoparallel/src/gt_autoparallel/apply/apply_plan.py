@@ -9,19 +9,21 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from gt_autoparallel._torch_internals import has_gradient_hooks
 from gt_autoparallel.apply.local_program import RunNode, local_program
-from gt_autoparallel.apply.lost_hooks import hooks_of_inner_modules, hooks_of_model
 from gt_autoparallel.apply.placed_experts import PlacedExperts
-from gt_autoparallel.apply.placed_forward import PlacedForward
+from gt_autoparallel.apply.placed_forward import (
+    PlacedForward,
+    hooks_of_inner_modules,
+    hooks_of_model,
+)
 from gt_autoparallel.apply.placed_inputs import InputReader
 from gt_autoparallel.apply.placed_tensors import place_parameters
 from gt_autoparallel.apply.rank_mesh import RankMesh
-from gt_autoparallel.argument_checks import check_arguments, kind_problem, plan_problem
+from gt_autoparallel.argument_checks import check_arguments, kind_problem
 from gt_autoparallel.errors import PlanMismatchError
-from gt_autoparallel.experts import ExpertBlock
-from gt_autoparallel.model_signature import model_differences
-from gt_autoparallel.placement_graph import ModelInterface
-from gt_autoparallel.plan import PlacementPlan
-from gt_autoparallel.request_checks import expert_problems
+from gt_autoparallel.graph.experts import ExpertBlock, expert_problems
+from gt_autoparallel.graph.placement_graph import ModelInterface
+from gt_autoparallel.plan.model_signature import model_differences
+from gt_autoparallel.plan.placement_plan import PlacementPlan, plan_problem
 
 
 def apply_plan(

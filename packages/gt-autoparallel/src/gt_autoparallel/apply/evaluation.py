@@ -16,11 +16,10 @@ from torch import nn
 
 from gt_autoparallel.apply.placed_forward import PlacedForward
 from gt_autoparallel.argument_checks import check_arguments, kind_problem
-from gt_autoparallel.capture import capture_joint_graph
 from gt_autoparallel.errors import PlanMismatchError
-from gt_autoparallel.experts import ExpertBlock, opaque_experts
-from gt_autoparallel.model_signature import graph_differences, interface_differences
-from gt_autoparallel.request_checks import expert_problems
+from gt_autoparallel.graph.capture import capture_placement_graph
+from gt_autoparallel.graph.experts import ExpertBlock, expert_problems, opaque_experts
+from gt_autoparallel.plan.model_signature import graph_differences, interface_differences
 
 
 def allow_evaluation(
@@ -74,7 +73,7 @@ def allow_evaluation(
     assert isinstance(forward, PlacedForward)
     plan = forward.plan
     with _in_evaluation_mode(whole), opaque_experts(whole, experts or {}):
-        graph = capture_joint_graph(
+        graph = capture_placement_graph(
             whole,
             example_inputs,
             example_kwargs,

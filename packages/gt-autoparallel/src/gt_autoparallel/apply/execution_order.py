@@ -8,8 +8,8 @@ right after it is there, as in a hand-placed model; passes then prefetch and buc
 
 from __future__ import annotations
 
-from gt_autoparallel.parameter_chains import gradient_chains, parameter_chains
-from gt_autoparallel.placement_graph import NodePhase, PlacementGraph, PlacementNode
+from gt_autoparallel.graph.parameter_chains import gradient_chains, parameter_chains
+from gt_autoparallel.graph.placement_graph import NodePhase, PlacementGraph, PlacementNode
 
 
 def execution_order(graph: PlacementGraph) -> tuple[int, ...]:

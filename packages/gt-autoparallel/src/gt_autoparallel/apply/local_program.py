@@ -13,21 +13,20 @@ from typing import Any, Protocol
 import torch
 from torch.utils import _pytree as pytree
 
-from gt_autoparallel.apply.annotated import annotated
 from gt_autoparallel.apply.execution_order import execution_order
 from gt_autoparallel.apply.rank_mesh import RankMesh
-from gt_autoparallel.apply.run_redistribution import LocalMove, local_move
-from gt_autoparallel.layouts import replicated
-from gt_autoparallel.parameter_chains import gradient_chains, parameter_chains
-from gt_autoparallel.placement_graph import (
+from gt_autoparallel.apply.run_redistribution import LocalMove, annotated, local_move
+from gt_autoparallel.graph.layouts import replicated
+from gt_autoparallel.graph.parameter_chains import gradient_chains, parameter_chains
+from gt_autoparallel.graph.placement_graph import (
     ModelInterface,
     NodePhase,
     PlacementGraph,
     PlacementNode,
     Value,
 )
-from gt_autoparallel.plan import PlacementPlan
-from gt_autoparallel.redistribution import redistribution_steps
+from gt_autoparallel.graph.redistribution import redistribution_steps
+from gt_autoparallel.plan.placement_plan import PlacementPlan
 from gt_autoparallel.rules import LocalCall, local_call
 from gt_config.node_keys import (
     FsdpCollectiveAnnotation,

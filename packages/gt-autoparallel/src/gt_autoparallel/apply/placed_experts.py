@@ -10,8 +10,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from gt_autoparallel.errors import PlanMismatchError
-from gt_autoparallel.experts import FIRST_WEIGHT_OPERAND, ExpertBlock, expert_parallel_axis
-from gt_autoparallel.plan import PlacementPlan
+from gt_autoparallel.graph.experts import FIRST_WEIGHT_OPERAND, ExpertBlock, expert_parallel_axis
+from gt_autoparallel.plan.placement_plan import PlacementPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

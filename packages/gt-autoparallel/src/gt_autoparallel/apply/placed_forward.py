@@ -8,7 +8,7 @@ called; they hold the parameters and buffers, which are read by name at every ca
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,13 +16,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
+from gt_autoparallel._torch_internals import module_hooks
 from gt_autoparallel.apply.local_program import LocalProgram, Values
-from gt_autoparallel.apply.lost_hooks import hooks_of_inner_modules
 from gt_autoparallel.apply.placed_inputs import InputReader
 from gt_autoparallel.errors import PlacementError
-from gt_autoparallel.layouts import short_text
-from gt_autoparallel.placement_graph import ModelInterface
-from gt_autoparallel.plan import PlacementPlan
+from gt_autoparallel.graph.layouts import short_text
+from gt_autoparallel.graph.placement_graph import ModelInterface
+from gt_autoparallel.plan.placement_plan import PlacementPlan
 
 
 class PlacedForward:
@@ -275,3 +275,28 @@ class _Placed(torch.autograd.Function):
 
 def _as_new(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view_as(tensor)
+
+
+def hooks_of_inner_modules(model: nn.Module, *, called: Collection[str]) -> Iterator[str]:
+    """A line for each module inside ``model`` with hooks that the placed model does not run.
+
+    Args:
+        model: placed, or to be placed.
+        called: names of modules that the placed model calls, with all that they hold: the routed
+            experts.
+    """
+    for name, module in model.named_modules():
+        if name and not any(name == each or name.startswith(f"{each}.") for each in called):
+            registered = module_hooks(module)
+            if registered:
+                yield f"{name} has hooks ({', '.join(registered)})"
+
+
+def hooks_of_model(model: nn.Module) -> Iterator[str]:
+    """A line if ``model`` itself has hooks: they run around the plan, which has them already."""
+    registered = module_hooks(model)
+    if registered:
+        yield (
+            f"the model itself has hooks ({', '.join(registered)}), which ran while it was planned "
+            "and would run once more around the plan; register them after it is placed"
+        )

@@ -10,9 +10,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from gt_autoparallel.errors import PlacementInputError
-from gt_autoparallel.layouts import Layout, local_shape, short_text
-from gt_autoparallel.placement_graph import InputLeaf, ModelInterface, Value
-from gt_autoparallel.plan import PlacementPlan
+from gt_autoparallel.graph.layouts import Layout, local_shape, short_text
+from gt_autoparallel.graph.placement_graph import InputLeaf, ModelInterface, Value
+from gt_autoparallel.plan.placement_plan import PlacementPlan
 
 
 class InputReader:

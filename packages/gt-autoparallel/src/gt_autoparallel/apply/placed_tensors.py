@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from gt_autoparallel.apply.rank_mesh import RankMesh
-from gt_autoparallel.layouts import Layout, replicated
+from gt_autoparallel.graph.layouts import Layout, replicated
 
 
 def place_parameters(

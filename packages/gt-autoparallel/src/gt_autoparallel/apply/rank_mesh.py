@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch.distributed.device_mesh import DeviceMesh
 
 from gt_autoparallel.errors import PlanMismatchError
-from gt_autoparallel.layouts import MeshShape
+from gt_autoparallel.graph.layouts import MeshShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

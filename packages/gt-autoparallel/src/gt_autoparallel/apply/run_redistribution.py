@@ -8,15 +8,17 @@ what arrives is laid out in memory as the global value is: views after it stay p
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
+from torch.fx.traceback import has_preserved_node_meta
 
-from gt_autoparallel.apply.annotated import annotated
 from gt_autoparallel.apply.rank_mesh import RankMesh
-from gt_autoparallel.placement_graph import TensorSpec
-from gt_autoparallel.redistribution import RedistributionStep
+from gt_autoparallel.graph.placement_graph import TensorSpec
+from gt_autoparallel.graph.redistribution import RedistributionStep
 from gt_config.node_keys import FsdpCollectiveAnnotation, NodeAnnotation
+from gt_trace import annotate
 
 _functional = torch.ops._c10d_functional
 
@@ -134,3 +136,14 @@ def _from_first_dim(tensor: torch.Tensor, dim: int, num_pieces: int) -> torch.Te
     if dim == 0:
         return tensor
     return torch.cat(tensor.chunk(num_pieces, dim=0), dim=dim)
+
+
+def annotated(*annotations: NodeAnnotation | None) -> AbstractContextManager[object]:
+    """Nodes traced inside carry ``annotations``; None stands for none."""
+    if not has_preserved_node_meta():
+        return nullcontext()
+    with ExitStack() as stack:
+        for annotation in annotations:
+            if annotation is not None:
+                stack.enter_context(annotate(annotation))
+        return stack.pop_all()

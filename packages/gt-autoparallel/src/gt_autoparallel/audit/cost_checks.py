@@ -19,9 +19,9 @@ from torch.utils import _pytree as pytree
 
 from gt_autoparallel._torch_internals import OpOverload, operator_path
 from gt_autoparallel.audit.step_walk import step_problems
-from gt_autoparallel.layouts import short_text
-from gt_autoparallel.placement_graph import PlacementNode, Value
-from gt_autoparallel.plan import PlacementPlan, PlannedRedistribution
+from gt_autoparallel.graph.layouts import short_text
+from gt_autoparallel.graph.placement_graph import PlacementNode, Value
+from gt_autoparallel.plan.placement_plan import PlacementPlan, PlannedRedistribution
 
 PRECISION = 1e-6
 """Relative: sums of millions of floating-point numbers agree far better, other costs do not."""

@@ -13,9 +13,10 @@ from collections.abc import Iterator
 
 from gt_autoparallel._torch_internals import OpOverload
 from gt_autoparallel.audit.shards import shard_bytes
-from gt_autoparallel.experts import experts_saved_bytes
-from gt_autoparallel.placement_graph import PlacementNode, Value
-from gt_autoparallel.plan import MemoryBreakdown, PlacementPlan
+from gt_autoparallel.graph.placement_graph import PlacementNode, Value
+from gt_autoparallel.plan.placement_plan import PlacementPlan
+from gt_autoparallel.prices.experts import experts_saved_bytes
+from gt_autoparallel.prices.memory import MemoryBreakdown
 
 _SOURCES = ("parameter", "buffer", "input")
 

@@ -8,12 +8,12 @@ from typing import Protocol
 from torch.distributed.tensor import Partial
 
 from gt_autoparallel.audit.shards import layout_problem
-from gt_autoparallel.experts import expert_options
-from gt_autoparallel.layouts import Layout, MeshShape, short_text
-from gt_autoparallel.options import NodeOption
-from gt_autoparallel.placement_graph import PlacementNode, TensorSpec
-from gt_autoparallel.plan import PlacementPlan
+from gt_autoparallel.graph.layouts import Layout, MeshShape, short_text
+from gt_autoparallel.graph.options import NodeOption
+from gt_autoparallel.graph.placement_graph import PlacementNode, TensorSpec
+from gt_autoparallel.plan.placement_plan import PlacementPlan
 from gt_autoparallel.rules import replicated_operators
+from gt_autoparallel.rules.experts import expert_options
 
 
 class OfferedOptions(Protocol):

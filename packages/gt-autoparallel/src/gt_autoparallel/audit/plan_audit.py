@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gt_autoparallel.argument_checks import check_arguments, plan_problem
+from gt_autoparallel.argument_checks import check_arguments
 from gt_autoparallel.audit.cost_checks import CostWalk
 from gt_autoparallel.audit.memory_checks import memory_problems, recounted_memory
 from gt_autoparallel.audit.node_checks import (
@@ -26,8 +26,9 @@ from gt_autoparallel.audit.node_checks import (
     replicated_problems,
 )
 from gt_autoparallel.errors import AuditError
-from gt_autoparallel.graph_encoding import graph_digest
-from gt_autoparallel.plan import MemoryBreakdown, PlacementPlan
+from gt_autoparallel.graph.graph_encoding import graph_digest
+from gt_autoparallel.plan.placement_plan import PlacementPlan, plan_problem
+from gt_autoparallel.prices.memory import MemoryBreakdown
 from gt_autoparallel.rules import node_options
 
 _MAX_LISTED = 10

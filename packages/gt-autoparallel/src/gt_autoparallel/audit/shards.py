@@ -7,8 +7,8 @@ from math import prod
 
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
-from gt_autoparallel.layouts import Layout
-from gt_autoparallel.placement_graph import TensorSpec
+from gt_autoparallel.graph.layouts import Layout
+from gt_autoparallel.graph.placement_graph import TensorSpec
 
 
 def shard_shape(shape: Sequence[int], layout: Layout, sizes: Sequence[int]) -> tuple[int, ...]:

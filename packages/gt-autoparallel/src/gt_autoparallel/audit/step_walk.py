@@ -20,8 +20,8 @@ from functools import lru_cache
 from torch.distributed.tensor import Partial, Shard
 
 from gt_autoparallel.audit.shards import shard_shape
-from gt_autoparallel.layouts import Layout, MeshShape
-from gt_autoparallel.redistribution import RedistributionStep
+from gt_autoparallel.graph.layouts import Layout, MeshShape
+from gt_autoparallel.graph.redistribution import RedistributionStep
 
 _Ranks = tuple[int, ...]
 """A rank's coordinates on the mesh."""

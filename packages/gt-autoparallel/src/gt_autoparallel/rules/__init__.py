@@ -8,7 +8,7 @@
     embedding, indexing, attention, loss, producers
                      the rules, one family a file
     mesh_options     from options of one axis to those of a mesh
-    decompositions   operators that capture takes apart, since only their parts can be sharded
+    experts          options of the routed experts of one layer
     node_options     options of every kind of node; errors for operators without a rule
     local_call(s)    the operator on shards: sizes adapted, or another function
 
@@ -20,32 +20,30 @@ from __future__ import annotations
 
 from gt_autoparallel.rules.dim_labels import DimLabels
 from gt_autoparallel.rules.local_call import LocalCall, Localize, ShardedCall
-from gt_autoparallel.rules.local_calls import local_arguments, local_call
+from gt_autoparallel.rules.local_calls import local_call
 from gt_autoparallel.rules.mesh_options import layouts_of
 from gt_autoparallel.rules.node_options import (
     check_operators,
     node_options,
     replicated_operators,
 )
-from gt_autoparallel.rules.operator_call import Operand, OperatorCall
+from gt_autoparallel.rules.operator_call import CallOperand, OperatorCall
 from gt_autoparallel.rules.operator_rule import Rule, labelled
-from gt_autoparallel.rules.registry import register_rule, registered_operators
+from gt_autoparallel.rules.registry import register_rule
 
 __all__ = [
+    "CallOperand",
     "DimLabels",
     "LocalCall",
     "Localize",
-    "Operand",
     "OperatorCall",
     "Rule",
     "ShardedCall",
     "check_operators",
     "labelled",
     "layouts_of",
-    "local_arguments",
     "local_call",
     "node_options",
     "register_rule",
-    "registered_operators",
     "replicated_operators",
 ]

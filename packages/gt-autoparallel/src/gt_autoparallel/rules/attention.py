@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from gt_autoparallel.options import AxisOption
+from gt_autoparallel.graph.options import AxisOption
 from gt_autoparallel.rules.dim_labels import REPLICATE, DimLabels, Labels, axis_options
 from gt_autoparallel.rules.operator_call import OperatorCall
 from gt_autoparallel.rules.operator_rule import Rules, rules_of

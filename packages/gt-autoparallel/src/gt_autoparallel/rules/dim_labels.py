@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
-from gt_autoparallel.options import AxisOption
+from gt_autoparallel.graph.options import AxisOption
 
 Labels = tuple[Hashable | None, ...]
 """One label, or None, for each dim of a tensor."""

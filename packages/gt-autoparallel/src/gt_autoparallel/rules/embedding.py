@@ -11,10 +11,10 @@ from collections.abc import Iterator
 
 import torch
 
-from gt_autoparallel.options import AxisOption
+from gt_autoparallel.graph.options import AxisOption
 from gt_autoparallel.rules.dim_labels import PARTIAL, REPLICATE, DimLabels, axis_options, shard
 from gt_autoparallel.rules.local_call import LocalCall, ShardedCall
-from gt_autoparallel.rules.operator_call import Operand, OperatorCall
+from gt_autoparallel.rules.operator_call import CallOperand, OperatorCall
 from gt_autoparallel.rules.operator_rule import Rules, rules_of
 
 
@@ -41,7 +41,7 @@ def _local_embedding(sharded: ShardedCall) -> LocalCall:
         )
         return result
 
-    return LocalCall(function=rows_of_rank, args=(Operand(0), Operand(1)))
+    return LocalCall(function=rows_of_rank, args=(CallOperand(0), CallOperand(1)))
 
 
 def _embedding_backward(call: OperatorCall) -> Iterator[AxisOption]:
@@ -74,7 +74,7 @@ def _local_embedding_backward(sharded: ShardedCall) -> LocalCall:
         result: torch.Tensor = torch.ops.aten.slice.Tensor(wide, 0, 0, num_rows)
         return result
 
-    return LocalCall(function=gradient_of_rows, args=(Operand(0), Operand(1)))
+    return LocalCall(function=gradient_of_rows, args=(CallOperand(0), CallOperand(1)))
 
 
 def _rows_here(

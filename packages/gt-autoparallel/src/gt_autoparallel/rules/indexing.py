@@ -12,9 +12,9 @@ from collections.abc import Hashable, Iterator, Sequence
 
 import torch
 
-from gt_autoparallel.options import AxisOption
+from gt_autoparallel.graph.options import AxisOption
 from gt_autoparallel.rules.dim_labels import PARTIAL, DimLabels, Labels, axis_options
-from gt_autoparallel.rules.operator_call import Operand, OperatorCall
+from gt_autoparallel.rules.operator_call import CallOperand, OperatorCall
 from gt_autoparallel.rules.operator_rule import Rules, labelled, rules_of
 from gt_autoparallel.rules.pointwise import broadcast_labels, broadcast_shape, can_be_partial
 
@@ -33,7 +33,7 @@ class _Indexed:
 def _indexed(call: OperatorCall) -> _Indexed:
     """Dims of advanced indexing: together in place of the indexed dims, or first if apart."""
     source = call.operands[0].shape
-    given: Sequence[Operand | None] = call.arguments["indices"]
+    given: Sequence[CallOperand | None] = call.arguments["indices"]
     specs = {dim: call.operands[leaf.index] for dim, leaf in enumerate(given) if leaf is not None}
     if any(spec.dtype in (torch.bool, torch.uint8) for spec in specs.values()):
         # The result's size depends on the values of a mask.

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch.distributed.tensor import Shard
 
-from gt_autoparallel.layouts import MeshShape, local_shape
-from gt_autoparallel.options import NodeOption
+from gt_autoparallel.graph.layouts import MeshShape, local_shape
+from gt_autoparallel.graph.options import NodeOption
 from gt_autoparallel.rules.operator_call import OperatorCall
 
 

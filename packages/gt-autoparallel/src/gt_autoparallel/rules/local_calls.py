@@ -6,11 +6,11 @@ from typing import Any
 
 from torch.utils import _pytree as pytree
 
-from gt_autoparallel.layouts import MeshShape
-from gt_autoparallel.options import NodeOption
-from gt_autoparallel.placement_graph import PlacementNode, TensorSpec
+from gt_autoparallel.graph.layouts import MeshShape
+from gt_autoparallel.graph.options import NodeOption
+from gt_autoparallel.graph.placement_graph import PlacementNode, TensorSpec
 from gt_autoparallel.rules.local_call import LocalCall, ShardedCall
-from gt_autoparallel.rules.operator_call import Operand, operator_call
+from gt_autoparallel.rules.operator_call import CallOperand, operator_call
 from gt_autoparallel.rules.registry import find_rule
 
 
@@ -45,23 +45,7 @@ def local_call(
     values = node.operands
 
     def named(leaf: Any) -> Any:
-        return values[leaf.index] if isinstance(leaf, Operand) else leaf
+        return values[leaf.index] if isinstance(leaf, CallOperand) else leaf
 
     args, kwargs = pytree.tree_map(named, (local.args, local.kwargs))
     return LocalCall(function=local.function, args=args, kwargs=kwargs)
-
-
-def local_arguments(
-    node: PlacementNode,
-    option: NodeOption,
-    operands: tuple[TensorSpec, ...],
-    mesh: MeshShape,
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of an operator node as the first rank gives them: sizes are those of shards.
-
-    They go with the function of ``local_call``; use that to run a node. These are for what only
-    wants to know sizes, such as the count of floating point operations.
-    """
-    first = (0,) * mesh.num_axes
-    local = local_call(node, option, operands, mesh, coordinate=first)
-    return local.args, local.kwargs

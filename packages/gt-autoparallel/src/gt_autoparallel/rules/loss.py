@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from gt_autoparallel.options import AxisOption
+from gt_autoparallel.graph.options import AxisOption
 from gt_autoparallel.rules.dim_labels import PARTIAL, REPLICATE, DimLabels, shard
 from gt_autoparallel.rules.local_call import LocalCall, ShardedCall
 from gt_autoparallel.rules.operator_call import OperatorCall

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from torch.distributed.tensor import Placement, Shard
 
-from gt_autoparallel.layouts import Layout, MeshShape
-from gt_autoparallel.options import AxisOption, NodeOption
-from gt_autoparallel.placement_graph import TensorSpec
+from gt_autoparallel.graph.layouts import Layout, MeshShape
+from gt_autoparallel.graph.options import AxisOption, NodeOption
+from gt_autoparallel.graph.placement_graph import TensorSpec
 from gt_autoparallel.rules.dim_labels import PARTIAL, REPLICATE, shard
 from gt_autoparallel.rules.pointwise import can_be_partial
 

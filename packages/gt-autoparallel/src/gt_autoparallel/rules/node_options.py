@@ -11,9 +11,9 @@ from gt_autoparallel._torch_internals import (
     writes_to_arguments,
 )
 from gt_autoparallel.errors import UnsupportedOperatorError
-from gt_autoparallel.layouts import MeshShape
-from gt_autoparallel.options import AxisOption, NodeOption
-from gt_autoparallel.placement_graph import PlacementGraph, PlacementNode, TensorSpec, Value
+from gt_autoparallel.graph.layouts import MeshShape
+from gt_autoparallel.graph.options import AxisOption, NodeOption
+from gt_autoparallel.graph.placement_graph import PlacementGraph, PlacementNode, TensorSpec, Value
 from gt_autoparallel.rules import registry
 from gt_autoparallel.rules.dim_labels import REPLICATE
 from gt_autoparallel.rules.mesh_options import combine, layouts_of

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from gt_autoparallel.placement_graph import TensorSpec
+from gt_autoparallel.graph.placement_graph import TensorSpec
 from gt_autoparallel.rules.dim_labels import DimLabels, Labels
 from gt_autoparallel.rules.local_call import LocalCall, ShardedCall
 from gt_autoparallel.rules.operator_call import OperatorCall

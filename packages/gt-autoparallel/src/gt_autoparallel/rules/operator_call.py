@@ -9,11 +9,11 @@ from typing import Any
 from torch.utils import _pytree as pytree
 
 from gt_autoparallel._torch_internals import OpOverload, argument_defaults
-from gt_autoparallel.placement_graph import PlacementNode, TensorSpec, Value
+from gt_autoparallel.graph.placement_graph import PlacementNode, TensorSpec, Value
 
 
 @dataclass(frozen=True, slots=True)
-class Operand:
+class CallOperand:
     """Stands in the arguments for the ``index``-th operand (see ``PlacementNode.operands``)."""
 
     index: int
@@ -25,7 +25,7 @@ class OperatorCall:
 
     target: OpOverload
     args: tuple[Any, ...]
-    """Positional arguments as the node has them, with ``Operand`` where it takes tensors."""
+    """Positional arguments as the node has them, with ``CallOperand`` where it takes tensors."""
 
     kwargs: Mapping[str, Any]
     """The others that the node gives."""
@@ -41,7 +41,7 @@ class OperatorCall:
     def index(self, name: str) -> int | None:
         """Position among ``operands`` of the tensor argument ``name``; None where it is None."""
         value = self.arguments.get(name)
-        return value.index if isinstance(value, Operand) else None
+        return value.index if isinstance(value, CallOperand) else None
 
     def spec(self, name: str) -> TensorSpec:
         """The tensor argument ``name``."""
@@ -52,7 +52,7 @@ class OperatorCall:
     def indices(self, name: str) -> tuple[int, ...]:
         """Positions among ``operands`` of the tensors in the list argument ``name``."""
         leaves = pytree.tree_leaves(self.arguments[name])
-        return tuple(leaf.index for leaf in leaves if isinstance(leaf, Operand))
+        return tuple(leaf.index for leaf in leaves if isinstance(leaf, CallOperand))
 
     def output(self, index: int = 0) -> TensorSpec:
         """The ``index``-th output, which must be a tensor."""
@@ -87,7 +87,7 @@ def operator_call(node: PlacementNode, operands: tuple[TensorSpec, ...]) -> Oper
         if not isinstance(leaf, Value):
             return leaf
         count += 1
-        return Operand(count - 1)
+        return CallOperand(count - 1)
 
     args, kwargs = pytree.tree_map(numbered, (node.args, node.kwargs))
     arguments = argument_defaults(target)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from gt_autoparallel.options import AxisOption
+from gt_autoparallel.graph.options import AxisOption
 from gt_autoparallel.rules.dim_labels import DimLabels, axis_options
 from gt_autoparallel.rules.local_call import Localize
 from gt_autoparallel.rules.operator_call import OperatorCall

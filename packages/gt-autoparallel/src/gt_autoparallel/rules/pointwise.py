@@ -11,9 +11,9 @@ from collections.abc import Iterable
 
 import torch
 
-from gt_autoparallel.placement_graph import TensorSpec
+from gt_autoparallel.graph.placement_graph import TensorSpec
 from gt_autoparallel.rules.dim_labels import DimLabels
-from gt_autoparallel.rules.operator_call import Operand, OperatorCall
+from gt_autoparallel.rules.operator_call import CallOperand, OperatorCall
 from gt_autoparallel.rules.operator_rule import Rules, labelled, rules_of
 
 _NOT_LINEAR = (
@@ -134,7 +134,8 @@ def _linear_in_all(call: OperatorCall) -> DimLabels:
     """Also linear in all operands together; a number among them makes it affine."""
     names = ("self", "other")
     numbers = any(
-        name in call.arguments and not isinstance(call.arguments[name], Operand) for name in names
+        name in call.arguments and not isinstance(call.arguments[name], CallOperand)
+        for name in names
     )
     return pointwise(call, () if numbers else (frozenset(range(len(call.operands))),))
 

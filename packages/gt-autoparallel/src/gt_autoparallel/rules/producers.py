@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from torch.distributed.tensor import Placement
 
-from gt_autoparallel.options import AxisOption
+from gt_autoparallel.graph.options import AxisOption
 from gt_autoparallel.rules.dim_labels import PARTIAL, REPLICATE, shard
 from gt_autoparallel.rules.local_call import LocalCall, ShardedCall
 from gt_autoparallel.rules.operator_call import OperatorCall

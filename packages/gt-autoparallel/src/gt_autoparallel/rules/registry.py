@@ -101,11 +101,6 @@ def find_rule(operator: OpOverload) -> OperatorRule | None:
     return None
 
 
-def registered_operators() -> tuple[str, ...]:
-    """Names of all operators for which this package brings a rule, sorted."""
-    return tuple(sorted(_OWN))
-
-
 def version() -> int:
     """Changes whenever a rule is registered: part of the key of what is cached."""
     return _version

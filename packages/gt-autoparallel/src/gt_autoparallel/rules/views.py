@@ -13,7 +13,7 @@ import torch
 
 from gt_autoparallel.rules.dim_labels import DimLabels, Labels
 from gt_autoparallel.rules.local_call import LocalCall, ShardedCall
-from gt_autoparallel.rules.operator_call import Operand, OperatorCall
+from gt_autoparallel.rules.operator_call import CallOperand, OperatorCall
 from gt_autoparallel.rules.operator_rule import Rules, labelled, rules_of
 from gt_autoparallel.rules.pointwise import broadcast_labels, can_be_partial
 
@@ -72,7 +72,7 @@ def _reshape_to_local(sharded: ShardedCall) -> LocalCall:
     """
     return LocalCall(
         function=torch.ops.aten.reshape.default,
-        args=(Operand(0), list(sharded.output_shape())),
+        args=(CallOperand(0), list(sharded.output_shape())),
     )
 
 

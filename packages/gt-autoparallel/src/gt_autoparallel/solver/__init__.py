@@ -5,7 +5,7 @@ Needs numpy and highspy only. ``solve`` is the entry; the other names are what i
 
 from __future__ import annotations
 
-from gt_autoparallel.solver.evaluation import Evaluation, evaluate
+from gt_autoparallel.solver.evaluation import ChoiceEvaluation, evaluate
 from gt_autoparallel.solver.rivals import Rival
 from gt_autoparallel.solver.solution import (
     ForbiddenPairsError,
@@ -19,7 +19,7 @@ from gt_autoparallel.solver.solution import (
 from gt_autoparallel.solver.solve import solve
 
 __all__ = [
-    "Evaluation",
+    "ChoiceEvaluation",
     "ForbiddenPairsError",
     "MemoryBudgetError",
     "MemoryShortage",

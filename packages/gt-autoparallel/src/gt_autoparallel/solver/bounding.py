@@ -15,12 +15,12 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from gt_autoparallel.problem import IntArray, Problem
 from gt_autoparallel.solver.arc_consistency import make_arc_consistent
 from gt_autoparallel.solver.elimination import Elimination
 from gt_autoparallel.solver.incumbent import Incumbent
 from gt_autoparallel.solver.message_passing import DualAscent, Prices
 from gt_autoparallel.solver.price_model import Cut, PriceStep
+from gt_autoparallel.solver.problem import IntArray, Problem
 from gt_autoparallel.solver.reduced_problem import ReducedProblem, bytes_as_costs
 
 BoolArray = NDArray[np.bool_]
@@ -68,7 +68,7 @@ class SearchSettings:
 
 
 @dataclass(slots=True)
-class Part:
+class SearchPart:
     """A part of the problem, the whole one at first."""
 
     reduced: ReducedProblem
@@ -94,7 +94,7 @@ class Part:
 
     def restricted(self, masks: Sequence[BoolArray]) -> ReducedProblem | None:
         """The problem with the options of ``masks`` only; None if no combination of them is."""
-        rest = Part(self.reduced.copy(), self.prices)
+        rest = SearchPart(self.reduced.copy(), self.prices)
         return rest.reduced if rest.drop(masks) else None
 
 
@@ -116,7 +116,7 @@ class Bounding:
     is_late: Callable[[], bool]
     """Whether the time is over."""
 
-    def ascend(self, part: Part, rounds: int) -> bool:
+    def ascend(self, part: SearchPart, rounds: int) -> bool:
         """Dual ascent with cutting-plane prices; False if nothing is left below the cutoff."""
         ascent = DualAscent(part.reduced, part.prices)
         elimination = self._elimination(part.reduced)
@@ -165,7 +165,7 @@ class Bounding:
         part.prices = with_settled_windows(part.reduced, best_prices)
         return True
 
-    def settle(self, part: Part, prices: Prices, *, sweeps: int) -> bool:
+    def settle(self, part: SearchPart, prices: Prices, *, sweeps: int) -> bool:
         """Dual ascent at given prices, until it stalls; False if nothing is left below the cutoff.
 
         Args:
@@ -198,7 +198,7 @@ class Bounding:
             return part.drop(masks)
         return True
 
-    def keep_budgets(self, part: Part) -> bool:
+    def keep_budgets(self, part: SearchPart) -> bool:
         """Drops options with which no budget can be kept; False if then nothing is left.
 
         By dual ascent with the bytes of one row as costs. Its choices are offered: close to the
@@ -225,7 +225,7 @@ class Bounding:
         cutoff = self.incumbent.cutoff_us
         return max((cutoff if cutoff < math.inf else bound + 0.05 * abs(bound)) - bound, 0.0)
 
-    def _offer(self, part: Part, positions: IntArray) -> None:
+    def _offer(self, part: SearchPart, positions: IntArray) -> None:
         self.incumbent.offer(part.reduced.choices(positions))
 
     def _below_cutoff(self, ascent: DualAscent) -> list[BoolArray]:
@@ -239,7 +239,7 @@ class Bounding:
         elimination = Elimination(reduced, most_entries=self.settings.most_entries)
         return elimination if elimination.work <= self.settings.most_work else None
 
-    def _next_prices(self, part: Part, best: Prices, move: float) -> PriceStep | None:
+    def _next_prices(self, part: SearchPart, best: Prices, move: float) -> PriceStep | None:
         """The prices to try next, if there are any prices and cuts.
 
         Args:
@@ -273,7 +273,7 @@ class Bounding:
         )
         return replace(step, prices=prices)
 
-    def _cuts_of(self, part: Part) -> list[Cut]:
+    def _cuts_of(self, part: SearchPart) -> list[Cut]:
         """The cuts of choices that are still in a part."""
         cuts = self.incumbent.price_model.cuts
         if part.depth == 0:

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from gt_autoparallel.problem import FloatArray
 from gt_autoparallel.solver.message_passing import Prices
+from gt_autoparallel.solver.problem import FloatArray
 from gt_autoparallel.solver.reduced_problem import ReducedProblem
 
 BoolArray = NDArray[np.bool_]

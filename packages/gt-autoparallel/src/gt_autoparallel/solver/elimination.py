@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gt_autoparallel.problem import FloatArray, IntArray
+from gt_autoparallel.solver.problem import FloatArray, IntArray
 from gt_autoparallel.solver.reduced_problem import ReducedProblem
 
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gt_autoparallel.problem import Problem
+from gt_autoparallel.solver.problem import Problem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluation:
+class ChoiceEvaluation:
     """The exact value of one choice for each variable."""
 
     objective_us: float
@@ -38,7 +38,7 @@ class Evaluation:
         )
 
 
-def evaluate(problem: Problem, choices: Sequence[int]) -> Evaluation:
+def evaluate(problem: Problem, choices: Sequence[int]) -> ChoiceEvaluation:
     """Evaluates the objective of ``problem`` for one option of each variable.
 
     The terms are added with ``math.fsum``: the result does not depend on their order.
@@ -69,7 +69,7 @@ def evaluate(problem: Problem, choices: Sequence[int]) -> Evaluation:
         for window, *times in zip(problem.windows, compute_us, communication_us, strict=True)
     ]
     finite = bool(np.isfinite(full).all())
-    return Evaluation(
+    return ChoiceEvaluation(
         objective_us=math.fsum(full) if finite else math.inf,
         window_compute_us=compute_us,
         window_communication_us=communication_us,

@@ -14,7 +14,7 @@ import highspy
 import numpy as np
 
 from gt_autoparallel.errors import SolverError
-from gt_autoparallel.problem import FloatArray, IntArray
+from gt_autoparallel.solver.problem import FloatArray, IntArray
 from gt_autoparallel.solver.reduced_problem import ReducedProblem
 
 

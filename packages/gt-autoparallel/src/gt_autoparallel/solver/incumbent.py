@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from gt_autoparallel.problem import Problem
 from gt_autoparallel.solver.evaluation import evaluate
 from gt_autoparallel.solver.price_model import PriceModel
+from gt_autoparallel.solver.problem import Problem
 
 PRECISION = 1e-10
 """Relative difference of objectives that counts as none."""

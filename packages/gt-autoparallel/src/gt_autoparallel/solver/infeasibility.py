@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from gt_autoparallel.errors import InfeasiblePlacementError
-from gt_autoparallel.problem import Edge, FloatArray, Problem, Variable, Window
 from gt_autoparallel.solver.arc_consistency import make_arc_consistent
 from gt_autoparallel.solver.highs_model import HighsModel
+from gt_autoparallel.solver.problem import Edge, FloatArray, Problem, Variable, Window
 from gt_autoparallel.solver.reduced_problem import ReducedProblem, reduce_problem
 from gt_autoparallel.solver.solution import (
     ForbiddenPairsError,

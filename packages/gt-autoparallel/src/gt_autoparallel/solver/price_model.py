@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 import highspy
 import numpy as np
 
-from gt_autoparallel.problem import FloatArray, Problem
-from gt_autoparallel.solver.evaluation import Evaluation
+from gt_autoparallel.solver.evaluation import ChoiceEvaluation
 from gt_autoparallel.solver.message_passing import Prices
+from gt_autoparallel.solver.problem import FloatArray, Problem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -61,7 +61,7 @@ class PriceModel:
         """Whether there are any prices."""
         return bool(self.problem.windows or self.problem.memory)
 
-    def add(self, choices: tuple[int, ...], found: Evaluation) -> None:
+    def add(self, choices: tuple[int, ...], found: ChoiceEvaluation) -> None:
         """Adds the cut of a choice of finite cost."""
         if choices in self._known:
             return

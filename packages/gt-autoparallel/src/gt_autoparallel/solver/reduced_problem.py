@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from gt_autoparallel.problem import Edge, FloatArray, IntArray, Problem
+from gt_autoparallel.solver.problem import Edge, FloatArray, IntArray, Problem
 
 _MOST_PAIRS_OF_MERGED_LINK = 250_000
 

@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from gt_autoparallel.problem import FloatArray, IntArray
-from gt_autoparallel.solver.bounding import Part, SearchSettings
+from gt_autoparallel.solver.bounding import SearchPart, SearchSettings
 from gt_autoparallel.solver.highs_model import HighsModel, HighsResult
 from gt_autoparallel.solver.incumbent import Incumbent
 from gt_autoparallel.solver.message_passing import DualAscent
+from gt_autoparallel.solver.problem import FloatArray, IntArray
 from gt_autoparallel.solver.reduced_problem import ReducedProblem
 
 BoolArray = NDArray[np.bool_]
@@ -51,7 +51,7 @@ class RestrictedPrograms:
         for seen, choice in zip(self.seen, choices, strict=True):
             seen.add(choice)
 
-    def relax(self, part: Part) -> HighsResult | None:
+    def relax(self, part: SearchPart) -> HighsResult | None:
         """The LP over the promising options; its solution becomes the part's weights.
 
         Returns:
@@ -73,7 +73,7 @@ class RestrictedPrograms:
         self.take(rest, result)
         return result
 
-    def round(self, part: Part, *, pairs: int) -> None:
+    def round(self, part: SearchPart, *, pairs: int) -> None:
         """The MILP over the options with weight, and the next best ones up to ``pairs`` pairs."""
         spread = self._spread(part) if pairs else None
         masks = [
@@ -109,7 +109,7 @@ class RestrictedPrograms:
         self.largest = max(self.largest, (model.num_columns, model.num_rows))
 
     @staticmethod
-    def _spread(part: Part) -> list[FloatArray]:
+    def _spread(part: SearchPart) -> list[FloatArray]:
         """For each node [K]: by how much an option's bound exceeds the least one's."""
         ascent = DualAscent(part.reduced, part.prices)
         for forward in (True, False, True):
@@ -118,7 +118,7 @@ class RestrictedPrograms:
 
     def _promising(
         self,
-        part: Part,
+        part: SearchPart,
         spread: list[FloatArray],
         pairs: int,
         *,

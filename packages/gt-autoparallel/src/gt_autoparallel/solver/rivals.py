@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from gt_autoparallel.solver.bounding import Bounding, Part
+from gt_autoparallel.solver.bounding import Bounding, SearchPart
 from gt_autoparallel.solver.dominance import drop_dominated
 from gt_autoparallel.solver.reduced_problem import ReducedProblem
 from gt_autoparallel.solver.search import Search
@@ -44,7 +44,7 @@ def beat_rivals(
     for rival in rivals:
         if time.perf_counter() >= deadline:
             break
-        part = Part(whole.copy(), search.prices)
+        part = SearchPart(whole.copy(), search.prices)
         masks = [
             allowed[node.options] for allowed, node in zip(rival, part.reduced.nodes, strict=True)
         ]

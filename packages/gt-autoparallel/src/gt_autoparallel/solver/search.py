@@ -19,18 +19,21 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from gt_autoparallel.problem import Problem
-from gt_autoparallel.solver.bounding import Bounding, Part, SearchSettings, with_settled_windows
+from gt_autoparallel.solver.bounding import (
+    Bounding,
+    SearchPart,
+    SearchSettings,
+    with_settled_windows,
+)
 from gt_autoparallel.solver.branching import branch
 from gt_autoparallel.solver.highs_model import HighsModel
 from gt_autoparallel.solver.incumbent import Incumbent
 from gt_autoparallel.solver.message_passing import Prices
 from gt_autoparallel.solver.price_model import PriceModel
+from gt_autoparallel.solver.problem import Problem
 from gt_autoparallel.solver.reduced_problem import ReducedProblem
 from gt_autoparallel.solver.restricted_programs import RestrictedPrograms, weights_of_options
 from gt_autoparallel.solver.solution import Progress, ProgressCallback, WarmStart, relative_gap
-
-__all__ = ["Search", "SearchSettings"]
 
 _MOST_CANDIDATES = 40
 """Choices that a warm start hands on, besides the best one."""
@@ -68,7 +71,7 @@ class Search:
     _is_warm: bool = False
     """Whether prices are those that another solve ended with."""
 
-    _open: list[tuple[float, int, Part]] = field(default_factory=list)
+    _open: list[tuple[float, int, SearchPart]] = field(default_factory=list)
     _settled_bound_us: float = math.inf
 
     def __post_init__(self) -> None:
@@ -97,7 +100,7 @@ class Search:
         """Of the best choice and the bound."""
         return relative_gap(self.incumbent.objective_us, self.lower_bound_us)
 
-    def _report(self, stage: str, part: Part) -> None:
+    def _report(self, stage: str, part: SearchPart) -> None:
         if self.progress is not None:
             self.progress(
                 Progress(
@@ -143,7 +146,7 @@ class Search:
             memory_prices=tuple(self.prices.memory.tolist()),
         )
 
-    def _global_bound(self, part: Part | None = None) -> float:
+    def _global_bound(self, part: SearchPart | None = None) -> float:
         """What nothing that was not looked at yet can be below."""
         bounds = [bound for bound, _, _ in self._open]
         if part is not None:
@@ -160,7 +163,7 @@ class Search:
             self.incumbent.offer(())
             self.lower_bound_us, self.method = self.incumbent.objective_us, "nothing to choose"
             return
-        self._push(Part(self.reduced, self.prices))
+        self._push(SearchPart(self.reduced, self.prices))
         while self._open and not self.is_late():
             bound, _, part = heapq.heappop(self._open)
             if bound >= self.incumbent.cutoff_us:
@@ -173,10 +176,10 @@ class Search:
         if not self._open and self.incumbent.objective_us == math.inf:
             self.infeasible = True
 
-    def _push(self, part: Part) -> None:
+    def _push(self, part: SearchPart) -> None:
         heapq.heappush(self._open, (part.lower_bound_us, -self.num_parts - len(self._open), part))
 
-    def _process(self, part: Part) -> list[Part]:
+    def _process(self, part: SearchPart) -> list[SearchPart]:
         """Settles a part, or gives what it was branched into (itself when time is over)."""
         if part.reduced.num_pairs > self.settings.small_pairs:
             self.method = "dual ascent" if part.depth == 0 else "branch and bound"
@@ -194,7 +197,7 @@ class Search:
             return [part]
         children = []
         for masks in branch(part.reduced, part.weights, part.prices):
-            child = Part(
+            child = SearchPart(
                 part.reduced.copy(),
                 part.prices,
                 part.lower_bound_us,
@@ -205,7 +208,7 @@ class Search:
                 children.append(child)
         return children
 
-    def _bound(self, part: Part) -> bool:
+    def _bound(self, part: SearchPart) -> bool:
         """Bound and choice of a large part; False if nothing is left below the cutoff."""
         at_root = part.depth == 0
         if at_root:
@@ -252,7 +255,7 @@ class Search:
 
     # ------------------------------------------------------------------ HiGHS
 
-    def _solve_whole(self, part: Part) -> bool:
+    def _solve_whole(self, part: SearchPart) -> bool:
         """HiGHS on all of a part: LP relaxation, then MILP; whether that settles it."""
         with self.timed("budgets"):
             if part.depth and not self._bounding.keep_budgets(part):

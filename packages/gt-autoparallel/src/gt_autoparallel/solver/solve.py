@@ -7,14 +7,15 @@ import time
 from collections.abc import Sequence
 
 from gt_autoparallel.errors import SolverError
-from gt_autoparallel.problem import Problem
 from gt_autoparallel.solver.arc_consistency import make_arc_consistent
+from gt_autoparallel.solver.bounding import SearchSettings
 from gt_autoparallel.solver.dominance import drop_dominated
 from gt_autoparallel.solver.evaluation import evaluate
 from gt_autoparallel.solver.infeasibility import explain_infeasibility
+from gt_autoparallel.solver.problem import Problem
 from gt_autoparallel.solver.reduced_problem import reduce_problem
 from gt_autoparallel.solver.rivals import Rival, beat_rivals
-from gt_autoparallel.solver.search import Search, SearchSettings
+from gt_autoparallel.solver.search import Search
 from gt_autoparallel.solver.solution import ProgressCallback, Solution, WarmStart
 from gt_autoparallel.solver.ties import prefer_fewer_bytes
 from gt_autoparallel.solver.validation import check_problem

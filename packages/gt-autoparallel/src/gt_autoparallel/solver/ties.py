@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 
-from gt_autoparallel.solver.bounding import Part, with_settled_windows
+from gt_autoparallel.solver.bounding import SearchPart, with_settled_windows
 from gt_autoparallel.solver.highs_model import HighsModel
 from gt_autoparallel.solver.message_passing import DualAscent
 from gt_autoparallel.solver.reduced_problem import ReducedProblem
@@ -61,7 +61,7 @@ def _tied_options(
     search: Search, whole: ReducedProblem, best: tuple[int, ...]
 ) -> ReducedProblem | None:
     """The best choice's options and those whose min-marginals are the least of their node."""
-    part = Part(whole.copy(), with_settled_windows(whole, search.prices))
+    part = SearchPart(whole.copy(), with_settled_windows(whole, search.prices))
     ascent = DualAscent(part.reduced, part.prices)
     for forward in (True, False, True):
         ascent.sweep(forward=forward)

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gt_autoparallel.errors import PlacementInputError
-from gt_autoparallel.problem import Edge, FloatArray, Problem, Variable
+from gt_autoparallel.solver.problem import Edge, FloatArray, Problem, Variable
 
 
 def check_problem(problem: Problem, rivals: Sequence[Sequence[NDArray[np.bool_]]] = ()) -> None:

@@ -25,12 +25,12 @@ from gt_autoparallel import (
     PlacementError,
     PlacementPlan,
     PlacementPrices,
+    PlacementRequest,
     apply_plan,
     decode_plan,
     encode_plan,
     find_placement,
     plan_report,
-    report_text,
     write_plan,
     write_report_page,
 )
@@ -97,20 +97,22 @@ def placement_plan(
             model,
             mesh,
             example_inputs(training, num_batch_shards(mesh)),
-            example_kwargs=example_kwargs(model, training, num_batch_shards(mesh)),
-            constraints=Constraints(
-                inputs={"*": layout},
-                outputs={"output": layout},
-                experts=expert_layouts(solver.experts, mesh),
+            PlacementRequest(
+                constraints=Constraints(
+                    inputs={"*": layout},
+                    outputs={"output": layout},
+                    experts=expert_layouts(solver.experts, mesh),
+                ),
+                memory_budget_bytes=_memory_budget_bytes(solver),
+                compute_dtype=TORCH_DTYPE_MAP[training.mixed_precision_param],
+                reduce_dtype=TORCH_DTYPE_MAP[training.mixed_precision_reduce],
+                experts=blocks,
+                device=titan_utils.device_type,
+                relative_gap=solver.relative_gap,
+                time_limit_seconds=solver.time_limit_seconds,
+                progress=lambda line: logger.info(f"Placement: {line}"),
             ),
-            memory_budget_bytes=_memory_budget_bytes(solver),
-            compute_dtype=TORCH_DTYPE_MAP[training.mixed_precision_param],
-            reduce_dtype=TORCH_DTYPE_MAP[training.mixed_precision_reduce],
-            experts=blocks,
-            device=titan_utils.device_type,
-            relative_gap=solver.relative_gap,
-            time_limit_seconds=solver.time_limit_seconds,
-            progress=lambda line: logger.info(f"Placement: {line}"),
+            example_kwargs=example_kwargs(model, training, num_batch_shards(mesh)),
         )
 
 
@@ -163,7 +165,7 @@ def _failure(error: Exception) -> PlacementError:
 
 
 def _publish(plan: PlacementPlan, folder: Path) -> None:
-    logger.info(f"Placement:\n{report_text(plan_report(plan))}")
+    logger.info(f"Placement:\n{plan_report(plan)}")
     write_plan(plan, folder / "placement.json")
     page = write_report_page(plan, folder / "placement.html")
     logger.info(f"Placement: the plan as a page is {page}")

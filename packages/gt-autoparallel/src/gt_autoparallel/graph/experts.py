@@ -1,0 +1,241 @@
+"""Routed experts of one layer as one opaque operator: what is planned of them, and what may be.
+
+Which token goes to which expert depends on data, and no DTensor placement says so. So the planner
+sees the routed experts of a layer as one node forward and one backward, whose ways to run on a mesh
+axis are few and known: replicated, on each rank's own tokens (with FSDP of the weights, if the plan
+stores them sharded), or expert-parallel, where tokens travel to the rank that has their expert.
+The placed model runs the model's own dispatcher and experts (``ExpertBlock.run``).
+
+While ``opaque_experts`` lasts, the blocks of a model call ``gt_autoparallel::experts``; captured in
+it, each call becomes a node of kind ``experts`` with the arguments of the operator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from types import NoneType
+from typing import Protocol
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
+
+from gt_autoparallel.argument_checks import kind_problem
+from gt_autoparallel.errors import PlacementInputError
+from gt_autoparallel.graph.layouts import Layout
+from gt_autoparallel.graph.options import NodeOption
+from gt_autoparallel.graph.placement_graph import PlacementNode
+
+FIRST_WEIGHT_OPERAND = 4
+"""Of a forward node: tokens, scores, expert ids and token counts come before the weights, and the
+gradient of the result before all of them in a backward node."""
+
+
+class ExpertBlock(Protocol):
+    """The routed experts of one layer, as their model has them."""
+
+    @property
+    def module(self) -> nn.Module:
+        """Called by the model with (tokens, scores, expert ids, token counts)."""
+        ...
+
+    @property
+    def weight_names(self) -> tuple[str, ...]:
+        """Names of its parameters below ``module``; dim 0 of each counts the experts."""
+        ...
+
+    def run(
+        self,
+        tokens: torch.Tensor,
+        scores: torch.Tensor,
+        expert_ids: torch.Tensor,
+        token_counts: torch.Tensor,
+        weights: Sequence[torch.Tensor],
+        *,
+        expert_mesh: DeviceMesh | None,
+    ) -> torch.Tensor:
+        """Send this rank's tokens through their experts; differentiable.
+
+        Args:
+            tokens: (..., D) this rank's.
+            scores: (..., K) weight of each token's experts in the result.
+            expert_ids: (..., K) integers.
+            token_counts: (E,) how many of this rank's tokens go to each expert.
+            weights: in the order of ``weight_names``, all experts, or this rank's share of them.
+            expert_mesh: the one mesh axis over which experts are distributed; None if this rank
+                has all of them.
+
+        Returns:
+            (..., D) the result for each of this rank's tokens.
+        """
+        ...
+
+
+def expert_problems(experts: object) -> Iterator[str]:
+    """A line for each thing that is wrong with expert blocks that a caller gives."""
+    allowed = "a mapping from names of modules to expert blocks, or None"
+    problem = kind_problem(experts, "experts", (Mapping, NoneType), allowed)
+    if problem is not None:
+        yield problem
+    if not isinstance(experts, Mapping):
+        return
+    for name, block in experts.items():
+        missing = [part for part in ("module", "weight_names", "run") if not hasattr(block, part)]
+        if missing:
+            yield (
+                f"experts[{name!r}], of type {type(block).__name__}, lacks {', '.join(missing)}; "
+                "allowed: an ExpertBlock"
+            )
+
+
+@torch.library.custom_op("gt_autoparallel::experts", mutates_args=())
+def _experts(
+    tokens: torch.Tensor,
+    scores: torch.Tensor,
+    expert_ids: torch.Tensor,
+    token_counts: torch.Tensor,
+    weights: list[torch.Tensor],
+    module: str,
+) -> torch.Tensor:
+    raise NotImplementedError(f"the experts of {module} are planned, and run only when placed")
+
+
+@_experts.register_fake
+def _(
+    tokens: torch.Tensor,
+    scores: torch.Tensor,
+    expert_ids: torch.Tensor,
+    token_counts: torch.Tensor,
+    weights: list[torch.Tensor],
+    module: str,
+) -> torch.Tensor:
+    return tokens.new_empty(tokens.shape)
+
+
+@torch.library.custom_op("gt_autoparallel::experts_backward", mutates_args=())
+def _experts_backward(
+    gradient: torch.Tensor,
+    tokens: torch.Tensor,
+    scores: torch.Tensor,
+    expert_ids: torch.Tensor,
+    token_counts: torch.Tensor,
+    weights: list[torch.Tensor],
+    module: str,
+) -> list[torch.Tensor]:
+    raise NotImplementedError(f"the experts of {module} are planned, and run only when placed")
+
+
+@_experts_backward.register_fake
+def _(
+    gradient: torch.Tensor,
+    tokens: torch.Tensor,
+    scores: torch.Tensor,
+    expert_ids: torch.Tensor,
+    token_counts: torch.Tensor,
+    weights: list[torch.Tensor],
+    module: str,
+) -> list[torch.Tensor]:
+    return [value.new_empty(value.shape) for value in (tokens, scores, *weights)]
+
+
+EXPERTS = torch.ops.gt_autoparallel.experts.default
+"""(tokens, scores, expert_ids, token_counts, weights, module name) -> result for each token."""
+
+EXPERTS_BACKWARD = torch.ops.gt_autoparallel.experts_backward.default
+"""(gradient, and the arguments of ``EXPERTS``) -> gradients of tokens, scores and each weight."""
+
+
+def _setup_context(
+    ctx: torch.autograd.function.FunctionCtx, inputs: object, output: object
+) -> None:
+    assert isinstance(inputs, tuple)
+    *routed, weights, module = inputs
+    ctx.save_for_backward(*routed, *weights)
+    ctx.module = module  # type: ignore[attr-defined]  # a context takes any attribute
+
+
+def _differentiate(
+    ctx: torch.autograd.function.FunctionCtx, gradient: torch.Tensor
+) -> tuple[torch.Tensor | list[torch.Tensor] | None, ...]:
+    saved: tuple[torch.Tensor, ...] = ctx.saved_tensors  # type: ignore[attr-defined]  # set by save_for_backward
+    routed, weights = saved[:FIRST_WEIGHT_OPERAND], list(saved[FIRST_WEIGHT_OPERAND:])
+    module: str = ctx.module  # type: ignore[attr-defined]  # set above
+    of_tokens, of_scores, *of_weights = EXPERTS_BACKWARD(gradient, *routed, weights, module)
+    return of_tokens, of_scores, None, None, of_weights, None
+
+
+_experts.register_autograd(_differentiate, setup_context=_setup_context)
+
+
+@contextmanager
+def opaque_experts(model: nn.Module, blocks: Mapping[str, ExpertBlock]) -> Iterator[None]:
+    """Inside, the expert blocks of ``model`` are one operator each, for a capture to plan.
+
+    Args:
+        model: what is going to be captured.
+        blocks: by the fully qualified name of their modules.
+
+    Raises:
+        PlacementInputError: a name is not that of its block's module.
+    """
+    wrong = [name for name, block in blocks.items() if _find(model, name) is not block.module]
+    if wrong:
+        raise PlacementInputError(
+            f"expert blocks {wrong!r} are not modules of the model under these names"
+        )
+    with ExitStack() as stack:
+        for name, block in blocks.items():
+            stack.enter_context(_opaque_forward(name, block))
+        yield
+
+
+def _find(model: nn.Module, name: str) -> nn.Module | None:
+    return dict(model.named_modules()).get(name)
+
+
+@contextmanager
+def _opaque_forward(name: str, block: ExpertBlock) -> Iterator[None]:
+    module = block.module
+
+    def forward(
+        tokens: torch.Tensor,
+        scores: torch.Tensor,
+        expert_ids: torch.Tensor,
+        token_counts: torch.Tensor,
+    ) -> torch.Tensor:
+        weights = [_attribute(module, weight) for weight in block.weight_names]
+        result: torch.Tensor = EXPERTS(tokens, scores, expert_ids, token_counts, weights, name)
+        return result
+
+    had_own = vars(module).get("forward")
+    object.__setattr__(module, "forward", forward)
+    try:
+        yield
+    finally:
+        if had_own is None:
+            object.__delattr__(module, "forward")
+        else:
+            object.__setattr__(module, "forward", had_own)
+
+
+def _attribute(module: nn.Module, name: str) -> torch.Tensor:
+    """As the module reads it: a capture puts tensors that are no parameters in their places."""
+    parent, _, last = name.rpartition(".")
+    value = getattr(module.get_submodule(parent), last)
+    assert isinstance(value, torch.Tensor)
+    return value
+
+
+def expert_weight_layout(node: PlacementNode, option: NodeOption) -> Layout:
+    """The layout in which a block computes with its weights, which says where the experts are."""
+    return option.operands[FIRST_WEIGHT_OPERAND + (node.phase == "backward")]
+
+
+def expert_parallel_axis(node: PlacementNode, option: NodeOption) -> int | None:
+    """The mesh axis over which experts are distributed; None if each rank has all it is given."""
+    for axis, placement in enumerate(expert_weight_layout(node, option)):
+        if placement == Shard(0):
+            return axis
+    return None

@@ -1,0 +1,29 @@
+"""The plan: made from the chosen options, encoded, predicted, reported and compared.
+
+::
+
+    placement_plan      what a plan is
+    plan_assembly       from the chosen options to a plan
+    model_signature     what a plan was made for, and in what another model differs
+    plan_encoding       a plan as JSON
+    prediction          which collectives will run
+    report, report_page, comparison
+                        plans for people
+"""
+
+from gt_autoparallel.plan.comparison import compare
+from gt_autoparallel.plan.placement_plan import PlacementPlan
+from gt_autoparallel.plan.plan_encoding import decode_plan, encode_plan
+from gt_autoparallel.plan.prediction import predicted_collectives
+from gt_autoparallel.plan.report import plan_report
+from gt_autoparallel.plan.report_page import write_report_page
+
+__all__ = [
+    "PlacementPlan",
+    "compare",
+    "decode_plan",
+    "encode_plan",
+    "plan_report",
+    "predicted_collectives",
+    "write_report_page",
+]

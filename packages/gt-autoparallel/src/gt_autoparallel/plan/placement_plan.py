@@ -1,0 +1,207 @@
+"""What the planner decided, with everything that is needed to check, explain, store and apply it.
+
+A plan is data. It holds the graph that was planned, the option chosen for each node, and the steps
+of every redistribution between them; every number in it can be recomputed from these three and the
+prices of single nodes and steps (``StepPrices``), which is what the audit does.
+
+Who reads it: ``apply`` (options and steps), ``audit`` (everything), ``report``, ``explain``,
+``comparison``, ``plan_file``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from gt_autoparallel.argument_checks import kind_problem
+from gt_autoparallel.graph.layouts import Layout, MeshShape
+from gt_autoparallel.graph.options import NodeOption
+from gt_autoparallel.graph.placement_graph import (
+    PlacementGraph,
+    Use,
+    Value,
+)
+from gt_autoparallel.graph.redistribution import RedistributionStep
+from gt_autoparallel.prices.costs import StepPrices
+from gt_autoparallel.prices.memory import MemoryBreakdown
+from gt_autoparallel.problem.constraints import ResolvedRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedRedistribution:
+    """How one use gets its value: the steps from the layout that is there to the one wanted."""
+
+    use: Use
+    steps: tuple[RedistributionStep, ...]
+    """At least one."""
+
+    time_us: float
+    """Sum of its steps' prices, once (not times any multiplicity)."""
+
+    window: str | None
+    """Window whose compute may hide it: of a parameter's first and a gradient's last
+    redistribution. None: it counts in full."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedWindow:
+    """One layer (or module outside of layers) in one phase: costs max(compute, communication)."""
+
+    name: str
+    """``"layers.3 forward"``: the layer or the top-level module, and the phase."""
+
+    compute_us: float
+    communication_us: float
+    """Only what may hide under its compute."""
+
+    @property
+    def time_us(self) -> float:
+        """What the window costs."""
+        return max(self.compute_us, self.communication_us)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SolverReport:
+    """How the solver got there."""
+
+    objective_us: float
+    """Cost of the plan by the solver's own tables."""
+
+    lower_bound_us: float
+    """No plan costs less than this under the same prices and constraints."""
+
+    method: str
+    """What found the plan: ``"lp"`` (the relaxation was integral), ``"milp"`` or another."""
+
+    seconds: float
+    num_variables: int
+    """Choices, after repeated layers share theirs."""
+
+    num_options: int
+    num_nodes: int
+    """Nodes of the graph that the variables stand for."""
+
+    memory_price_us_per_gib: float = 0.0
+    """Dual of the memory budget in the relaxation: what one GiB more would save, at the margin."""
+
+    proven: bool
+    """Whether the gap is no larger than what was asked for: a time limit did not end the search."""
+
+    @property
+    def gap(self) -> float:
+        """How much cheaper another plan could be at most, relative to this one."""
+        if self.objective_us <= 0:
+            return 0.0
+        return max(0.0, (self.objective_us - self.lower_bound_us) / self.objective_us)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSignature:
+    """What a plan was made for: enough to refuse another model."""
+
+    parameters: Mapping[str, str]
+    """From name to shape and dtype in words, of parameters and buffers, aliases too; of parameters
+    that are not trained, that they are frozen."""
+
+    modules: Mapping[str, str]
+    """From name to class and mode (training or evaluation) in words; the model itself is ""."""
+
+    graph_digest: str
+    """SHA-256 of the graph: operators, their arguments, shapes and dtypes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PlacementPlan:
+    """A placement of every tensor and operator of a training step on a mesh.
+
+    Two plans are equal if they place the same graph on the same mesh in the same way, by the same
+    prices and for the same request; how long the solver took does not matter.
+    """
+
+    mesh: MeshShape
+    graph: PlacementGraph
+    options: tuple[NodeOption, ...]
+    """The chosen one of each node, in the order of ``graph.nodes``. Sources (parameters, inputs)
+    have no operands, and sinks (outputs, gradients) no outputs."""
+
+    redistributions: tuple[PlannedRedistribution, ...]
+    """Of each use whose layout differs from what is there, by consumer and position."""
+
+    compute_us: tuple[float, ...]
+    """Price of each node, in the order of ``graph.nodes``."""
+
+    windows: tuple[PlannedWindow, ...]
+    """In the order of their first node."""
+
+    memory: MemoryBreakdown
+    request: ResolvedRequest
+    prices: StepPrices
+    solver: SolverReport
+    signature: ModelSignature
+    replicated_nodes: tuple[str, ...] = ()
+    """Nodes without a rule that run replicated because the request allowed it."""
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, PlacementPlan):
+            return NotImplemented
+        return self._identity() == other._identity()
+
+    def __hash__(self) -> int:
+        return hash((self.mesh, self.signature.graph_digest, self.prices.digest, self.options))
+
+    @property
+    def objective_us(self) -> float:
+        """What the plan costs: the sum of its windows and of all that no window hides."""
+        unhidden = sum(r.time_us for r in self.redistributions if r.window is None)
+        return sum(window.time_us for window in self.windows) + unhidden
+
+    def layout(self, value: Value) -> Layout:
+        """The layout in which ``value`` leaves its node."""
+        layout = self.options[value.node].outputs[value.output]
+        assert layout is not None, "a value is a tensor"
+        return layout
+
+    def wanted_layout(self, use: Use) -> Layout:
+        """The layout in which ``use`` takes its value."""
+        return self.options[use.consumer].operands[use.position]
+
+    def steps_of_uses(self) -> dict[tuple[int, int], tuple[RedistributionStep, ...]]:
+        """From consumer and position of a use to its steps; uses without steps are absent."""
+        return {(r.use.consumer, r.use.position): r.steps for r in self.redistributions}
+
+    def parameter_layouts(self) -> dict[str, Layout]:
+        """The layout of each parameter by name, under each of its names if it is tied."""
+        nodes = {node.name: node for node in self.graph.of_kind("parameter")}
+        layouts = {str(n.target): self.layout(Value(n.index)) for n in nodes.values()}
+        for alias, name in self.graph.parameter_aliases.items():
+            layouts[alias] = self.layout(Value(nodes[name].index))
+        return layouts
+
+    def gradient_layouts(self) -> dict[str, Layout]:
+        """The layout in which each parameter's gradient arrives; the audit sees them equal."""
+        return {
+            str(node.target): self.options[node.index].operands[0]
+            for node in self.graph.of_kind("gradient")
+        }
+
+    def _identity(self) -> tuple[object, ...]:
+        return (
+            self.mesh,
+            self.signature.graph_digest,
+            dict(self.signature.parameters),
+            dict(self.signature.modules),
+            self.prices.digest,
+            self.request,
+            self.options,
+            self.redistributions,
+            self.compute_us,
+            self.windows,
+            self.memory,
+            self.replicated_nodes,
+        )
+
+
+def plan_problem(value: object, name: str = "plan") -> str | None:
+    """What is wrong with an argument that must be a plan."""
+    allowed = "a PlacementPlan, from find_placement or a plan file"
+    return kind_problem(value, name, PlacementPlan, allowed)

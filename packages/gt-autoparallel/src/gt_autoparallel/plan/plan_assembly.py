@@ -1,0 +1,100 @@
+"""From the option of each node to a whole plan: steps, times, windows and bytes."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+
+from gt_autoparallel.graph.layer_names import window_name
+from gt_autoparallel.graph.layouts import MeshShape
+from gt_autoparallel.graph.options import NodeOption
+from gt_autoparallel.graph.parameter_chains import gradient_chains, parameter_chains
+from gt_autoparallel.graph.placement_graph import PlacementGraph
+from gt_autoparallel.graph.redistribution import redistribution_steps
+from gt_autoparallel.plan.placement_plan import (
+    ModelSignature,
+    PlacementPlan,
+    PlannedRedistribution,
+    PlannedWindow,
+    SolverReport,
+)
+from gt_autoparallel.prices.costs import StepPrices
+from gt_autoparallel.prices.memory import plan_memory
+from gt_autoparallel.problem.constraints import ResolvedRequest
+from gt_autoparallel.rules import replicated_operators
+
+
+def assemble_plan(
+    *,
+    graph: PlacementGraph,
+    mesh: MeshShape,
+    options: Sequence[NodeOption],
+    prices: StepPrices,
+    request: ResolvedRequest,
+    signature: ModelSignature,
+    solver: SolverReport,
+) -> PlacementPlan:
+    """The plan in which each node runs with its option.
+
+    Args:
+        graph: what is placed.
+        mesh: names and sizes of the axes.
+        options: of each node.
+        prices: of nodes and steps.
+        request: what was asked for.
+        signature: of the model.
+        solver: how the options were found.
+    """
+    compute: dict[str, list[float]] = defaultdict(list)
+    communication: dict[str, list[float]] = defaultdict(list)
+    compute_us = []
+    for node in graph.nodes:
+        operands = tuple(graph.spec(value) for value in node.operands)
+        compute_us.append(prices.compute_us(node, operands, options[node.index], mesh))
+        compute[window_name(node)].append(compute_us[-1])
+    unshards, reduces = parameter_chains(graph), gradient_chains(graph)
+    redistributions = []
+    for use in graph.uses():
+        there = options[use.value.node].outputs[use.value.output]
+        wanted = options[use.consumer].operands[use.position]
+        assert there is not None, "a value is a tensor"
+        if there == wanted:
+            continue
+        spec = graph.spec(use.value)
+        steps = redistribution_steps(spec.shape, there, wanted, mesh)
+        if not steps:
+            continue
+        hides = use.value.node in unshards or use.consumer in reduces
+        window = window_name(graph.nodes[use.consumer]) if hides else None
+        time_us = math.fsum(prices.step_us(step, spec.dtype, mesh) for step in steps)
+        if window is not None:
+            communication[window].append(time_us)
+        redistributions.append(
+            PlannedRedistribution(use=use, steps=steps, time_us=time_us, window=window)
+        )
+    return PlacementPlan(
+        mesh=mesh,
+        graph=graph,
+        options=tuple(options),
+        redistributions=tuple(redistributions),
+        compute_us=tuple(compute_us),
+        windows=tuple(
+            PlannedWindow(
+                name=name,
+                compute_us=math.fsum(times),
+                communication_us=math.fsum(communication.get(name, ())),
+            )
+            for name, times in compute.items()
+        ),
+        memory=plan_memory(
+            graph, options, mesh, optimizer_state_copies=request.optimizer_state_copies
+        ),
+        request=request,
+        prices=prices,
+        solver=solver,
+        signature=signature,
+        replicated_nodes=tuple(
+            node.name for node in replicated_operators(graph, request.replicate_unknown)
+        ),
+    )

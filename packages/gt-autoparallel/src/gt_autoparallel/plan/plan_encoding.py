@@ -1,0 +1,216 @@
+"""A plan as JSON values and back: what a plan file holds.
+
+Layouts are written as people read them (``"S(0) R"``), so that a plan file can be searched and
+compared with ordinary tools. Prices are not written: only their digest, and who reads a plan brings
+a cost model that has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, get_args
+
+from gt_autoparallel.argument_checks import check_arguments, prices_problem
+from gt_autoparallel.errors import PlanMismatchError
+from gt_autoparallel.graph.graph_encoding import (
+    decode_graph,
+    decode_layout,
+    encode_graph,
+    encode_layout,
+)
+from gt_autoparallel.graph.layouts import Layout, MeshShape
+from gt_autoparallel.graph.options import AxisOption, NodeOption
+from gt_autoparallel.graph.placement_graph import PlacementGraph, Use
+from gt_autoparallel.graph.redistribution import RedistributionStep
+from gt_autoparallel.graph.redistribution_ways import StepKind
+from gt_autoparallel.plan.placement_plan import (
+    ModelSignature,
+    PlacementPlan,
+    PlannedRedistribution,
+    PlannedWindow,
+    SolverReport,
+    plan_problem,
+)
+from gt_autoparallel.prices.costs import StepPrices
+from gt_autoparallel.prices.memory import MemoryBreakdown
+from gt_autoparallel.problem.constraints import LayoutConstraint, ResolvedRequest
+
+JsonObject = dict[str, Any]
+
+
+def encode_plan(plan: PlacementPlan) -> JsonObject:
+    """All of a plan but its prices, of which the digest is kept.
+
+    Raises:
+        PlacementInputError: what is given is no plan.
+        UnsupportedModelError: an argument of a node is of a type that cannot be written down.
+    """
+    check_arguments("encode_plan", plan_problem(plan))
+    return {
+        "mesh": {"names": list(plan.mesh.names), "sizes": list(plan.mesh.sizes)},
+        "signature": {
+            "parameters": dict(plan.signature.parameters),
+            "modules": dict(plan.signature.modules),
+            "graph_digest": plan.signature.graph_digest,
+        },
+        "prices_digest": plan.prices.digest,
+        "request": _encode_request(plan.request),
+        "graph": encode_graph(plan.graph),
+        "options": [_encode_option(option) for option in plan.options],
+        "compute_us": list(plan.compute_us),
+        "redistributions": [_encode_redistribution(each) for each in plan.redistributions],
+        "windows": [asdict(window) for window in plan.windows],
+        "memory": asdict(plan.memory),
+        "solver": asdict(plan.solver),
+        "replicated_nodes": list(plan.replicated_nodes),
+    }
+
+
+def decode_plan(content: Mapping[str, Any], prices: StepPrices) -> PlacementPlan:
+    """The plan that ``encode_plan`` wrote.
+
+    Raises:
+        PlanMismatchError: it cannot be read, or ``prices`` are not those of the plan.
+        PlacementInputError: ``prices`` are none.
+    """
+    check_arguments("decode_plan", prices_problem(prices))
+    try:
+        plan = _decode(content, prices)
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        if isinstance(error, PlanMismatchError):
+            raise
+        raise PlanMismatchError(
+            f"the plan's content cannot be read: {type(error).__name__}: {error}"
+        ) from error
+    if prices.digest != content["prices_digest"]:
+        raise PlanMismatchError(
+            f"the plan was made with other prices: digest {content['prices_digest']!r}, those "
+            f"given have {prices.digest!r}; give the cost model it was made with, or plan again"
+        )
+    return plan
+
+
+def _decode(content: Mapping[str, Any], prices: StepPrices) -> PlacementPlan:
+    mesh, graph = content["mesh"], decode_graph(content["graph"])
+    return PlacementPlan(
+        mesh=MeshShape(names=tuple(mesh["names"]), sizes=tuple(mesh["sizes"])),
+        graph=graph,
+        options=tuple(_decode_option(option) for option in content["options"]),
+        redistributions=tuple(
+            _decode_redistribution(each, graph) for each in content["redistributions"]
+        ),
+        compute_us=tuple(float(time_us) for time_us in content["compute_us"]),
+        windows=tuple(PlannedWindow(**window) for window in content["windows"]),
+        memory=MemoryBreakdown(**content["memory"]),
+        request=_decode_request(content["request"]),
+        prices=prices,
+        solver=SolverReport(**content["solver"]),
+        signature=ModelSignature(**content["signature"]),
+        replicated_nodes=tuple(content["replicated_nodes"]),
+    )
+
+
+def _encode_option(option: NodeOption) -> JsonObject:
+    return {
+        "operands": [encode_layout(layout) for layout in option.operands],
+        "outputs": [encode_layout(layout) for layout in option.outputs],
+        "by_rule": bool(option.axis_options),
+    }
+
+
+def _decode_option(content: Mapping[str, Any]) -> NodeOption:
+    operands = tuple(_layout(text) for text in content["operands"])
+    outputs = tuple(decode_layout(text) for text in content["outputs"])
+    axis_options: tuple[AxisOption, ...] = ()
+    if content["by_rule"]:
+        layouts = [layout for layout in (*operands, *outputs) if layout is not None]
+        axis_options = tuple(_axis_option(operands, outputs, i) for i in range(len(layouts[0])))
+    return NodeOption(operands=operands, outputs=outputs, axis_options=axis_options)
+
+
+def _axis_option(
+    operands: Sequence[Layout], outputs: Sequence[Layout | None], axis: int
+) -> AxisOption:
+    """A node's option on one axis: the placements of its layouts there."""
+    return AxisOption(
+        operands=tuple(layout[axis] for layout in operands),
+        outputs=tuple(None if layout is None else layout[axis] for layout in outputs),
+    )
+
+
+def _encode_redistribution(redistribution: PlannedRedistribution) -> JsonObject:
+    use = redistribution.use
+    return {
+        "consumer": use.consumer,
+        "position": use.position,
+        "steps": [asdict(step) for step in redistribution.steps],
+        "time_us": redistribution.time_us,
+        "window": redistribution.window,
+    }
+
+
+def _decode_redistribution(
+    content: Mapping[str, Any], graph: PlacementGraph
+) -> PlannedRedistribution:
+    consumer, position = content["consumer"], content["position"]
+    value = graph.nodes[consumer].operands[position]
+    return PlannedRedistribution(
+        use=Use(value=value, consumer=consumer, position=position),
+        steps=tuple(_decode_step(step) for step in content["steps"]),
+        time_us=content["time_us"],
+        window=content["window"],
+    )
+
+
+def _decode_step(content: Mapping[str, Any]) -> RedistributionStep:
+    if content["kind"] not in get_args(StepKind):
+        raise PlanMismatchError(f"a step is of kind {content['kind']!r}; allowed: {StepKind!r}")
+    shapes = {name: tuple(content[name]) for name in ("input_shape", "output_shape")}
+    return RedistributionStep(**{**content, **shapes})
+
+
+def _encode_request(request: ResolvedRequest) -> JsonObject:
+    return {
+        "constraints": [
+            {
+                "node": constraint.node,
+                "side": constraint.side,
+                "position": constraint.position,
+                "placements": [
+                    None if placement is None else encode_layout((placement,))
+                    for placement in constraint.placements
+                ],
+            }
+            for constraint in request.constraints
+        ],
+        "memory_budget_bytes": request.memory_budget_bytes,
+        "optimizer_state_copies": request.optimizer_state_copies,
+        "replicate_unknown": list(request.replicate_unknown),
+    }
+
+
+def _decode_request(content: Mapping[str, Any]) -> ResolvedRequest:
+    return ResolvedRequest(
+        constraints=tuple(
+            LayoutConstraint(
+                node=each["node"],
+                side=each["side"],
+                position=each["position"],
+                placements=tuple(
+                    None if text is None else _layout(text)[0] for text in each["placements"]
+                ),
+            )
+            for each in content["constraints"]
+        ),
+        memory_budget_bytes=content["memory_budget_bytes"],
+        optimizer_state_copies=content["optimizer_state_copies"],
+        replicate_unknown=tuple(content["replicate_unknown"]),
+    )
+
+
+def _layout(text: str | None) -> Layout:
+    layout = decode_layout(text)
+    if layout is None:
+        raise PlanMismatchError("a layout is missing where there is a tensor")
+    return layout

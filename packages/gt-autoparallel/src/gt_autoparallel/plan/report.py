@@ -1,0 +1,241 @@
+"""A plan for people: what is placed how, what it sends, what it takes and what it costs.
+
+``plan_report`` gathers the tables; ``str`` writes them for a terminal, and ``report_page`` for a
+browser. Repeated layers stand in one row. The same plan gives the same text, to the byte.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from gt_autoparallel.argument_checks import check_arguments
+from gt_autoparallel.graph.graph_encoding import spec_text
+from gt_autoparallel.graph.layouts import num_local_elements, short_text
+from gt_autoparallel.plan.layer_ranges import ranged_rows
+from gt_autoparallel.plan.placement_plan import PlacementPlan, plan_problem
+from gt_autoparallel.plan.prediction import collective_totals, predicted_collectives
+
+_OPTIMUM_GAP = 1e-9
+"""Relative: what floating-point sums leave."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportTable:
+    """One table; cells are text already."""
+
+    title: str
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    note: str = ""
+    num_text_columns: int = 1
+    """The first so many columns are text; the others are numbers, set to the right."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanReport:
+    """Everything that a report shows; as a string, the report for a terminal."""
+
+    title: str
+    summary: tuple[tuple[str, str], ...]
+    """Names and values of what matters most."""
+
+    tables: tuple[ReportTable, ...]
+
+    def __str__(self) -> str:
+        width = max(len(name) for name, _ in self.summary)
+        lines = [self.title, *(f"  {name:<{width}}  {value}" for name, value in self.summary)]
+        return "\n\n".join(["\n".join(lines), *map(_table_text, self.tables)]) + "\n"
+
+
+def plan_report(plan: PlacementPlan) -> PlanReport:
+    """The report of a plan, as data.
+
+    Raises:
+        PlacementInputError: what is given is no plan.
+    """
+    check_arguments("plan_report", plan_problem(plan))
+    tables = (
+        _parameters(plan),
+        _inputs_and_outputs(plan),
+        _collectives(plan),
+        _time(plan),
+        _memory(plan),
+        *_replicated(plan),
+    )
+    return PlanReport(
+        title=f"Placement on {_mesh(plan)}", summary=tuple(_summary(plan)), tables=tables
+    )
+
+
+def _mesh(plan: PlacementPlan) -> str:
+    axes = zip(plan.mesh.names, plan.mesh.sizes, strict=True)
+    return " x ".join(f"{name} {size}" for name, size in axes) + f" ({plan.mesh.num_ranks} ranks)"
+
+
+def _summary(plan: PlacementPlan) -> Iterator[tuple[str, str]]:
+    solver, total = plan.solver, plan.memory.total
+    yield "cost of a step", f"{_us(plan.objective_us)} (simulated)"
+    certificate = (
+        "a proven optimum"
+        if solver.gap <= _OPTIMUM_GAP
+        else f"at most {solver.gap:.2%} above the optimum"
+    )
+    yield "no plan costs less", f"{_us(solver.lower_bound_us)}: {certificate} ({solver.method})"
+    budget = plan.request.memory_budget_bytes
+    limit = "no budget" if budget is None else f"of a budget of {_size(budget)}"
+    yield "memory of a rank", f"{_size(total)}, {limit}"
+    if solver.memory_price_us_per_gib > 0:
+        yield "one GiB more", f"would save {_us(solver.memory_price_us_per_gib)} at the margin"
+    yield (
+        "problem",
+        f"{solver.num_nodes} nodes, {solver.num_variables} choices, {solver.num_options} options",
+    )
+
+
+def _parameters(plan: PlacementPlan) -> ReportTable:
+    rows = []
+    for node in plan.graph.of_kind("parameter"):
+        spec = node.outputs[0]
+        assert spec is not None, "a parameter is a tensor"
+        layout = plan.options[node.index].outputs[0]
+        assert layout is not None, "a parameter is a tensor"
+        num_bytes = num_local_elements(spec.shape, layout, plan.mesh) * spec.dtype.itemsize
+        placements = tuple(short_text((placement,)) for placement in layout)
+        rows.append((str(node.target), (spec_text(spec), placements, num_bytes)))
+    cells = tuple(
+        (row.name, row.content[0], *row.content[1], _size(row.content[2] * row.count))
+        for row in ranged_rows(rows)
+    )
+    aliases = sorted(plan.graph.parameter_aliases)
+    return ReportTable(
+        title="Parameters",
+        header=("parameter", "shape", *plan.mesh.names, "on each rank"),
+        rows=cells,
+        note=f"Tied to others: {', '.join(aliases)}" if aliases else "",
+        num_text_columns=2 + plan.mesh.num_axes,
+    )
+
+
+def _inputs_and_outputs(plan: PlacementPlan) -> ReportTable:
+    rows = []
+    for node in plan.graph.nodes:
+        option = plan.options[node.index]
+        if node.kind == "output":
+            spec, layout = plan.graph.spec(node.operands[0]), option.operands[0]
+        elif node.kind in ("input", "buffer") and node.outputs[0] and option.outputs[0]:
+            spec, layout = node.outputs[0], option.outputs[0]
+        else:
+            continue
+        placements = tuple(short_text((placement,)) for placement in layout)
+        rows.append((node.kind, str(node.target), spec_text(spec), *placements))
+    return ReportTable(
+        title="Inputs and outputs",
+        header=("kind", "name", "shape", *plan.mesh.names),
+        rows=tuple(rows),
+        num_text_columns=3 + plan.mesh.num_axes,
+    )
+
+
+def _collectives(plan: PlacementPlan) -> ReportTable:
+    totals = collective_totals(predicted_collectives(plan))
+    rows = [
+        (each.purpose, each.kind, each.axis, f"{each.count}", _size(each.num_bytes))
+        for each in totals
+    ]
+    return ReportTable(
+        title="Collectives of a step",
+        header=("purpose", "collective", "axis", "count", "on each rank"),
+        rows=tuple(rows),
+        note="" if rows else "None.",
+        num_text_columns=3,
+    )
+
+
+def _time(plan: PlacementPlan) -> ReportTable:
+    rows = [(window.name, (window.compute_us, window.communication_us)) for window in plan.windows]
+    cells: list[tuple[str, float, float, float]] = []
+    for row in ranged_rows(rows):
+        compute_us, communication_us = (time_us * row.count for time_us in row.content)
+        exposed_us = max(0.0, communication_us - compute_us)
+        if compute_us or communication_us:
+            cells.append((row.name, compute_us, communication_us, exposed_us))
+    in_full: dict[str, float] = defaultdict(float)
+    for each in plan.redistributions:
+        if each.window is None:
+            in_full[plan.graph.nodes[each.use.consumer].phase] += each.time_us
+    cells += [
+        (f"activations, {phase}", 0.0, time_us, time_us)
+        for phase, time_us in in_full.items()
+        if time_us
+    ]
+    cells.append(
+        ("all", sum(c[1] for c in cells), sum(c[2] for c in cells), sum(c[3] for c in cells))
+    )
+    return ReportTable(
+        title="Time (simulated)",
+        header=("window", "compute", "communication", "of it exposed"),
+        rows=tuple((name, *map(_us, times)) for name, *times in cells),
+        note="Parameters and gradients move while their window computes; activations do not.",
+    )
+
+
+def _memory(plan: PlacementPlan) -> ReportTable:
+    memory = plan.memory
+    rows = [
+        ("parameters", memory.parameters),
+        ("gradients", memory.gradients),
+        ("optimizer state", memory.optimizer_state),
+        ("saved activations", memory.saved_activations),
+        ("all", memory.total),
+    ]
+    return ReportTable(
+        title="Memory of each rank",
+        header=("what", "on each rank"),
+        rows=tuple((what, _size(num_bytes)) for what, num_bytes in rows),
+    )
+
+
+def _replicated(plan: PlacementPlan) -> Iterator[ReportTable]:
+    if not plan.replicated_nodes:
+        return
+    nodes = {node.name: node for node in plan.graph.nodes}
+    rows = ranged_rows((name, str(nodes[name].target)) for name in plan.replicated_nodes)
+    yield ReportTable(
+        title="Replicated because no rule knows them, as the request allowed",
+        header=("node", "operator"),
+        rows=tuple((row.name, row.content) for row in rows),
+        num_text_columns=2,
+    )
+
+
+def _table_text(table: ReportTable) -> str:
+    lines = [table.title]
+    if table.rows:
+        lines += _aligned([table.header, *table.rows], table.num_text_columns)
+    if table.note:
+        lines.append(f"  {table.note}")
+    return "\n".join(lines)
+
+
+def _aligned(rows: Sequence[tuple[str, ...]], num_text_columns: int) -> Iterator[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [
+            f"{cell:<{width}}" if column < num_text_columns else f"{cell:>{width}}"
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        yield ("  " + "  ".join(cells)).rstrip()
+
+
+def _us(time_us: float) -> str:
+    return f"{time_us:,.1f} us"
+
+
+def _size(num_bytes: int) -> str:
+    if num_bytes < 1024:
+        return f"{num_bytes} B"
+    power = min(3, (num_bytes.bit_length() - 1) // 10)
+    unit = ("KiB", "MiB", "GiB")[power - 1]
+    return f"{num_bytes / 1024**power:,.2f} {unit}"

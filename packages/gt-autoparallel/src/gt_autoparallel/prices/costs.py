@@ -1,0 +1,261 @@
+"""Prices of what a plan consists of: a node on one rank's shards, a step of a redistribution.
+
+Compute is the roofline of ``gt_passes.simulation`` at local shapes, collectives are its model of
+NCCL. Groups of ranks lie on nodes as they fill them, so that an inner mesh axis of 8 runs on NVLink
+and an outer one over the network. A collective that gathers or scatters a dim whose pieces are not
+contiguous pays for the copy that reorders them. Routed experts pay for their matrix products and,
+if expert-parallel, for their token exchanges, at balanced routing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+from collections.abc import Hashable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.fx import Graph, Node
+from torch.utils import _pytree as pytree
+
+from gt_autoparallel.graph.experts import expert_parallel_axis
+from gt_autoparallel.graph.layouts import Layout, MeshShape, local_shape
+from gt_autoparallel.graph.options import NodeOption
+from gt_autoparallel.graph.placement_graph import PlacementNode, TensorSpec, Value
+from gt_autoparallel.graph.redistribution import RedistributionStep
+from gt_autoparallel.prices.experts import (
+    experts_exchanged_bytes,
+    experts_flops,
+    experts_saved_bytes,
+)
+from gt_passes.simulation import CostModel, MatmulShape, OpWork, device_time
+
+_VERSION = 1
+"""Version of the formulas in this file: a stored plan remembers by which it was priced."""
+
+
+class StepPrices(Protocol):
+    """Prices of what a plan consists of: a node, a step. ``PlacementPrices`` is the one in use."""
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of all that the prices depend on: equal digests, equal prices."""
+        ...
+
+    def compute_us(
+        self,
+        node: PlacementNode,
+        operands: tuple[TensorSpec, ...],
+        option: NodeOption,
+        mesh: MeshShape,
+    ) -> float:
+        """Time of one node on one rank's shards; 0 for kinds that compute nothing.
+
+        Args:
+            node: a node of the graph.
+            operands: the global tensors of its operands, in their order.
+            option: how it runs.
+            mesh: sizes of the axes.
+        """
+        ...
+
+    def step_us(self, step: RedistributionStep, dtype: torch.dtype, mesh: MeshShape) -> float:
+        """Time of one step of a redistribution of a tensor of ``dtype``."""
+        ...
+
+
+class PlacementPrices:
+    """Prices of nodes and steps on one kind of machine; answers are kept.
+
+    Args:
+        cost_model: of the machine; H100 SXM by default.
+    """
+
+    def __init__(self, cost_model: CostModel | None = None) -> None:
+        self.cost_model = CostModel() if cost_model is None else cost_model
+        self._compute: dict[Hashable, float] = {}
+        self._steps: dict[Hashable, float] = {}
+        self._constants: dict[int, tuple[PlacementNode, Hashable]] = {}
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the machine's constants and of the version of the formulas."""
+        hardware = self.cost_model.hardware
+        constants = {
+            field.name: getattr(hardware, field.name)
+            for field in dataclasses.fields(hardware)
+            if field.name != "constants"
+        }
+        content = json.dumps(
+            {"version": _VERSION, "host": self.cost_model.host, "hardware": constants},
+            sort_keys=True,
+        )
+        return hashlib.sha256(content.encode()).hexdigest()
+
+    def compute_us(
+        self,
+        node: PlacementNode,
+        operands: tuple[TensorSpec, ...],
+        option: NodeOption,
+        mesh: MeshShape,
+    ) -> float:
+        """Time of one node on one rank's shards; 0 for kinds that compute nothing.
+
+        Args:
+            node: a node of the graph.
+            operands: the global tensors of its operands, in their order.
+            option: how it runs.
+            mesh: sizes of the axes.
+        """
+        if node.kind == "experts":
+            return self._experts_us(node, operands, option, mesh)
+        if node.kind != "operator":
+            return 0.0
+        shards = tuple(
+            _shard(spec, layout, mesh)
+            for spec, layout in zip(operands, option.operands, strict=True)
+        )
+        results = tuple(
+            None if spec is None or layout is None else _shard(spec, layout, mesh)
+            for spec, layout in zip(node.outputs, option.outputs, strict=True)
+        )
+        key = (node.target, shards, results, self._constants_of(node))
+        known = self._compute.get(key)
+        if known is None:
+            stand_in = _stand_in(node, shards, results)
+            known = self._compute[key] = self.cost_model.cost(stand_in).duration_us
+        return known
+
+    def _constants_of(self, node: PlacementNode) -> Hashable:
+        """As ``_constants``, once for each node, which is kept so that its id stays its own."""
+        known = self._constants.get(id(node))
+        if known is None:
+            known = self._constants[id(node)] = (node, _constants(node))
+        return known[1]
+
+    def step_us(self, step: RedistributionStep, dtype: torch.dtype, mesh: MeshShape) -> float:
+        """Time of one step of a redistribution of a tensor of ``dtype``."""
+        key = (step, dtype.itemsize, mesh)
+        known = self._steps.get(key)
+        if known is None:
+            known = self._steps[key] = self._step_us(step, dtype.itemsize, mesh)
+        return known
+
+    def _step_us(self, step: RedistributionStep, itemsize: int, mesh: MeshShape) -> float:
+        copied = itemsize * _copied_elements(step)
+        copy_us = self.cost_model.memory_bound_cost(2 * copied).duration_us if copied else 0.0
+        if step.kind == "slice":
+            return copy_us
+        num_bytes = step.num_elements * itemsize
+        ranks = mesh.ranks_of_axis(step.axis)
+        return copy_us + self.cost_model.collective_us(step.kind, num_bytes, ranks)
+
+    def _experts_us(
+        self,
+        node: PlacementNode,
+        operands: tuple[TensorSpec, ...],
+        option: NodeOption,
+        mesh: MeshShape,
+    ) -> float:
+        """Grouped products, the memory of the rows between them, and the exchanges."""
+        key = (node.target, node.phase, operands, option, mesh)
+        known = self._compute.get(key)
+        if known is not None:
+            return known
+        flops = experts_flops(node, operands, option, mesh)
+        backward = node.phase == "backward"
+        weights, layouts = operands[4 + backward :], option.operands[4 + backward :]
+        local = [local_shape(w.shape, at, mesh) for w, at in zip(weights, layouts, strict=True)]
+        per_row = sum(math.prod(weight.shape[1:]) for weight in weights)
+        rows = round(flops / per_row / (4 if backward else 2)) if per_row else 0
+        dtype = operands[0].dtype
+        total = 0.0
+        for experts, wide, narrow in local:
+            each = max(1, rows // max(experts, 1))
+            moved = experts * (wide * narrow + each * (wide + narrow)) * dtype.itemsize
+            shape = MatmulShape(each, wide, narrow, experts)
+            work = OpWork(
+                kind="grouped_matmul",
+                flops=shape.flops,
+                matmul=shape,
+                dtype=dtype,
+                moved_bytes=moved,
+            )
+            total += (2 if backward else 1) * device_time(work, self.cost_model.hardware).total_us
+        # What lies between the products is read and written once, twice in the backward.
+        kept = experts_saved_bytes(node, operands, option, mesh)
+        if kept:
+            total += self.cost_model.memory_bound_cost(2 * kept).duration_us
+        axis = expert_parallel_axis(node, option)
+        for num_bytes in experts_exchanged_bytes(node, operands, option, mesh):
+            assert axis is not None, "only experts on several ranks exchange tokens"
+            ranks = mesh.ranks_of_axis(axis)
+            total += self.cost_model.collective_us("all_to_all", num_bytes, ranks)
+        self._compute[key] = total
+        return total
+
+
+_Shard = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+"""Shape, for each dim whether it is broadcast (stride 0), dtype."""
+
+
+def _shard(spec: TensorSpec, layout: Layout, mesh: MeshShape) -> _Shard:
+    broadcast = tuple(min(stride, 1) for stride in spec.stride)
+    return local_shape(spec.shape, layout, mesh), broadcast, spec.dtype
+
+
+def _constants(node: PlacementNode) -> Hashable:
+    """What a price depends on besides tensors: flags, numbers of a convolution, missing masks."""
+    return repr(
+        pytree.tree_map(lambda leaf: "tensor" if isinstance(leaf, Value) else leaf,
+                        (node.args, node.kwargs))
+    )  # fmt: skip
+
+
+def _stand_in(
+    node: PlacementNode, operands: Sequence[_Shard], results: Sequence[_Shard | None]
+) -> Node:
+    """The node as the cost model reads nodes: with recorded values of local shapes."""
+    graph = Graph()
+    placeholders = []
+    seen: dict[Value, Node] = {}
+    for position, (value, shard) in enumerate(zip(node.operands, operands, strict=True)):
+        if value not in seen:
+            seen[value] = graph.placeholder(f"operand_{position}")
+            seen[value].meta["val"] = _meta_tensor(shard)
+        placeholders.append(seen[value])
+    given = iter(placeholders)
+
+    def filled(tree: Any) -> Any:
+        return pytree.tree_map(lambda leaf: next(given) if isinstance(leaf, Value) else leaf, tree)
+
+    args, kwargs = filled((node.args, node.kwargs))
+    stand_in = graph.call_function(node.target, args, kwargs)
+    tensors = [None if shard is None else _meta_tensor(shard) for shard in results]
+    stand_in.meta["val"] = tensors[0] if len(tensors) == 1 else tuple(tensors)
+    return stand_in
+
+
+def _meta_tensor(shard: _Shard) -> torch.Tensor:
+    shape, broadcast, dtype = shard
+    strides = []
+    stride = 1
+    for size, keeps in zip(reversed(shape), reversed(broadcast), strict=True):
+        strides.append(stride * keeps)
+        stride *= size if keeps else 1
+    return torch.empty_strided(shape, strides[::-1], dtype=dtype, device="meta")
+
+
+def _copied_elements(step: RedistributionStep) -> int:
+    """Elements that are reordered in memory before or after a step.
+
+    Pieces of a dim are contiguous if the dims before it have one element in all.
+    """
+    copied = 0
+    if step.target_dim is not None and math.prod(step.input_shape[: step.target_dim]) > 1:
+        copied += math.prod(step.output_shape if step.kind == "slice" else step.input_shape)
+    if step.source_dim is not None and math.prod(step.output_shape[: step.source_dim]) > 1:
+        copied += math.prod(step.output_shape)
+    return copied

@@ -1,0 +1,76 @@
+"""What the routed experts of one layer compute, exchange and keep, at balanced routing."""
+
+from __future__ import annotations
+
+import math
+
+from gt_autoparallel.graph.experts import FIRST_WEIGHT_OPERAND, expert_parallel_axis
+from gt_autoparallel.graph.layouts import MeshShape, local_shape
+from gt_autoparallel.graph.options import NodeOption
+from gt_autoparallel.graph.placement_graph import PlacementNode, TensorSpec
+
+
+def _routed(node: PlacementNode, operands: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
+    return operands[1:] if node.phase == "backward" else operands
+
+
+def _local_rows(
+    node: PlacementNode, operands: tuple[TensorSpec, ...], option: NodeOption, mesh: MeshShape
+) -> int:
+    """Rows that a rank sends to experts: its tokens, once for each of their experts.
+
+    At balanced routing an expert-parallel rank receives as many as it sends.
+    """
+    at = 2 if node.phase == "backward" else 1
+    return math.prod(local_shape(operands[at].shape, option.operands[at], mesh))
+
+
+def experts_flops(
+    node: PlacementNode, operands: tuple[TensorSpec, ...], option: NodeOption, mesh: MeshShape
+) -> float:
+    """Floating-point operations of one rank: each row through one expert's matrices.
+
+    forward   2 * rows * sum_w numel(w) / E
+    backward  twice that
+    """
+    weights = _routed(node, operands)[FIRST_WEIGHT_OPERAND:]
+    per_row = sum(math.prod(weight.shape[1:]) for weight in weights)
+    factor = 4.0 if node.phase == "backward" else 2.0
+    return factor * _local_rows(node, operands, option, mesh) * per_row
+
+
+def experts_exchanged_bytes(
+    node: PlacementNode, operands: tuple[TensorSpec, ...], option: NodeOption, mesh: MeshShape
+) -> tuple[int, ...]:
+    """Bytes that a rank gives to each of the node's all-to-alls, in order; empty without EP.
+
+    Forward: the token counts, the rows, the results. Backward: the gradients of the results, and
+    of the rows.
+    """
+    if expert_parallel_axis(node, option) is None:
+        return ()
+    tokens, _, _, counts, *_ = _routed(node, operands)
+    rows = _local_rows(node, operands, option, mesh)
+    exchanged = rows * tokens.shape[-1] * tokens.dtype.itemsize
+    if node.phase == "backward":
+        return (exchanged, exchanged)
+    return (counts.num_bytes, exchanged, exchanged)
+
+
+def experts_saved_bytes(
+    node: PlacementNode, operands: tuple[TensorSpec, ...], option: NodeOption, mesh: MeshShape
+) -> int:
+    """Bytes that the forward node keeps for its backward, besides its operands; 0 for backward.
+
+    The rows as they arrived, what each matrix but the last made of them, and the results.
+    """
+    if node.phase == "backward":
+        return 0
+    tokens, *_ = operands
+    weights = operands[FIRST_WEIGHT_OPERAND:]
+    rows = _local_rows(node, operands, option, mesh)
+    model_dim = tokens.shape[-1]
+    widths = [math.prod(weight.shape[1:]) // model_dim for weight in weights]
+    # A gated unit keeps each projection, its activation and their product.
+    kept = 2 * model_dim + sum(widths[:-1]) + 2 * (widths[-1] if widths else 0)
+    return rows * kept * tokens.dtype.itemsize

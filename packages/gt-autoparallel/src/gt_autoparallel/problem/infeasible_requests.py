@@ -1,0 +1,101 @@
+"""What stands in the way of any plan, in terms of what was asked for."""
+
+from __future__ import annotations
+
+import math
+
+from gt_autoparallel.errors import InfeasiblePlacementError
+from gt_autoparallel.graph.layouts import MeshShape
+from gt_autoparallel.prices.memory import MemoryBreakdown, plan_memory
+from gt_autoparallel.problem.constraints import ResolvedRequest
+from gt_autoparallel.problem.problem_of_graph import PlacementProblem
+from gt_autoparallel.solver import ForbiddenPairsError, MemoryBudgetError
+
+_GIB = 2**30
+
+
+def explained(
+    error: ForbiddenPairsError | MemoryBudgetError,
+    placement: PlacementProblem,
+    request: ResolvedRequest,
+    mesh: MeshShape,
+) -> InfeasiblePlacementError:
+    """The solver's error in words of constraints and bytes.
+
+    Args:
+        error: what the solver raised.
+        placement: the problem that it was asked to solve.
+        request: what the problem was made for.
+        mesh: sizes of the axes.
+    """
+    if isinstance(error, ForbiddenPairsError):
+        return InfeasiblePlacementError(_conflict(error, placement, request))
+    return InfeasiblePlacementError(_shortage(error, placement, request, mesh))
+
+
+def _conflict(
+    error: ForbiddenPairsError, placement: PlacementProblem, request: ResolvedRequest
+) -> str:
+    members = placement.clustering.members
+    names = {
+        placement.graph.nodes[node].name
+        for variable in error.variables
+        for node in members[variable]
+    }
+    involved = [each for each in request.constraints if each.node in names]
+    lines = [
+        f"{each.side} {each.position} of {each.node!r} in ("
+        + ", ".join("any" if p is None else str(p) for p in each.placements)
+        + ")"
+        for each in involved
+    ]
+    if not lines:
+        return f"no placement exists: {error}"
+    return (
+        "constraints contradict each other; no placement has all of\n  "
+        + "\n  ".join(lines)
+        + f"\nsince {error}"
+    )
+
+
+def _shortage(
+    error: MemoryBudgetError,
+    placement: PlacementProblem,
+    request: ResolvedRequest,
+    mesh: MeshShape,
+) -> str:
+    (shortage,) = error.shortages
+    options = placement.options_of_nodes(shortage.choices)
+    smallest = plan_memory(
+        placement.graph, options, mesh, optimizer_state_copies=request.optimizer_state_copies
+    )
+    budget = shortage.budget_bytes
+    return (
+        f"the memory budget of {_size(budget)} a rank is too small by "
+        f"{_size(smallest.total - budget)}: no placement takes less than "
+        f"{_size(smallest.total)}, of which\n" + _table(smallest)
+    )
+
+
+def _table(memory: MemoryBreakdown) -> str:
+    parts = sorted(
+        (
+            ("parameters", memory.parameters),
+            ("gradients", memory.gradients),
+            ("optimizer state", memory.optimizer_state),
+            ("saved activations", memory.saved_activations),
+        ),
+        key=lambda part: -part[1],
+    )
+    total = max(memory.total, 1)
+    return "\n".join(
+        f"  {name:<18}{_size(num_bytes):>18}  {num_bytes / total:>6.1%}"
+        for name, num_bytes in parts
+    )
+
+
+def _size(num_bytes: float) -> str:
+    """In GiB; what is too small to be seen so, in bytes."""
+    if num_bytes < _GIB / 10:
+        return f"{math.ceil(num_bytes):,} bytes"
+    return f"{num_bytes / _GIB:.3f} GiB"

@@ -1,0 +1,173 @@
+"""Reports say the same every time, in text and as a page, with repeated layers in one row."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from plan_doubles import DDP, FSDP, S0, TENSOR_PARALLEL, P, R, plan_by_hand
+
+from gt_autoparallel.plan.layer_ranges import ranged_rows
+from gt_autoparallel.plan.placement_plan import PlacementPlan
+from gt_autoparallel.plan.report import plan_report
+from gt_autoparallel.plan.report_page import report_page, write_report_page
+from gt_autoparallel.problem.constraints import ResolvedRequest
+
+GOLDEN = """\
+Placement on dp 2 x tp 2 (4 ranks)
+  cost of a step      9.1 us (simulated)
+  no plan costs less  9.1 us: a proven optimum (by hand)
+  memory of a rank    2.62 KiB, of a budget of 1.00 MiB
+  problem             19 nodes, 19 choices, 76 options
+
+Parameters
+  parameter        shape            dp    tp    on each rank
+  layers.0.weight  float32[16, 16]  S(0)  S(1)         256 B
+  layers.1.weight  float32[16, 16]  S(1)  S(0)         256 B
+
+Inputs and outputs
+  kind    name    shape           dp    tp
+  input   x       float32[8, 16]  S(0)  R
+  output  output  float32[8, 16]  S(0)  R
+
+Collectives of a step
+  purpose          collective      axis  count  on each rank
+  activation       all_reduce      tp        1         256 B
+  reduce gradient  reduce_scatter  dp        2      1.00 KiB
+  unshard          all_gather      dp        2      1.00 KiB
+
+Time (simulated)
+  window                compute  communication  of it exposed
+  layers.0 forward       1.0 us         0.5 us         0.0 us
+  layers.1 forward       1.1 us         0.5 us         0.0 us
+  layers.1 backward      4.3 us         0.5 us         0.0 us
+  layers.0 backward      2.2 us         0.5 us         0.0 us
+  activations, forward   0.0 us         0.5 us         0.5 us
+  all                    8.6 us         2.6 us         0.5 us
+  Parameters and gradients move while their window computes; activations do not.
+
+Memory of each rank
+  what               on each rank
+  parameters                512 B
+  gradients                 512 B
+  optimizer state        1.00 KiB
+  saved activations         640 B
+  all                    2.62 KiB
+"""
+
+
+@pytest.fixture(scope="module")
+def plan() -> PlacementPlan:
+    request = ResolvedRequest(memory_budget_bytes=2**20)
+    return plan_by_hand(("dp", 2, FSDP), ("tp", 2, TENSOR_PARALLEL), request=request)
+
+
+def test_the_whole_report(plan):
+    assert str(plan_report(plan)) == GOLDEN
+
+
+def test_alike_layers_stand_in_one_row_and_count_all_their_bytes():
+    plan = plan_by_hand(("dp", 4, DDP))
+    table = plan_report(plan).tables[0]
+    assert table.rows == (("layers.0-1.weight", "float32[16, 16]", "R", "2.00 KiB"),)
+
+
+def test_names_of_layers_become_ranges():
+    names = [*(f"layers.{i}.w" for i in (0, 1, 2, 5, 7, 8)), "norm.weight"]
+    rows = ranged_rows([(name, "same") for name in names])
+    assert [(row.name, row.count) for row in rows] == [
+        ("layers.0-2,5,7-8.w", 6),
+        ("norm.weight", 1),
+    ]
+    rows = ranged_rows([("layers.0.w", S0), ("layers.1.w", R), ("layers.2.w", S0)])
+    assert [row.name for row in rows] == ["layers.0,2.w", "layers.1.w"]
+    # Experts are no layers; a phase and an operator may follow a layer.
+    rows = ranged_rows((f"l.{i}.e.{i}.w forward", 0) for i in (0, 1))
+    assert [row.name for row in rows] == ["l.0.e.0.w forward", "l.1.e.1.w forward"]
+    for name in ("layers.{} forward", "layers.{}/mm", "{}", "{}.w", "layers.{}.a/grad/mm_1"):
+        (row,) = ranged_rows((name.format(i), 0) for i in range(3))
+        assert row.name == name.format("0-2")
+
+
+def test_lists_what_is_replicated_by_request(plan):
+    assert "no rule knows" not in str(plan_report(plan))
+    changed = replace(plan, replicated_nodes=("mm0", "mm1"))
+    text = str(plan_report(changed))
+    assert (
+        "Replicated because no rule knows them, as the request allowed\n"
+        "  node  operator\n"
+        "  mm0   aten.mm.default\n"
+        "  mm1   aten.mm.default\n"
+    ) in text
+
+
+def test_says_how_far_an_unproven_plan_may_be_off(plan):
+    solver = replace(
+        plan.solver,
+        proven=False,
+        lower_bound_us=plan.objective_us * 0.98,
+        memory_price_us_per_gib=12.5,
+    )
+    summary = dict(plan_report(replace(plan, solver=solver)).summary)
+    assert summary["no plan costs less"] == "8.9 us: at most 2.00% above the optimum (by hand)"
+    assert summary["one GiB more"] == "would save 12.5 us at the margin"
+
+
+class Cells(HTMLParser):
+    """The text of a page's cells, and whatever it would load."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells: list[str] = []
+        self.open: list[str] = []
+        self.links: list[str] = []
+
+    def handle_starttag(self, tag, attrs):
+        self.links += [value for name, value in attrs if name in ("src", "href")]
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        pass
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] in ("td", "th"):
+            self.cells.append(data)
+
+
+def test_the_page_has_every_cell_of_the_report_and_loads_nothing(plan):
+    page = report_page(plan)
+    parser = Cells()
+    parser.feed(page)
+    assert parser.open == []
+    assert parser.links == []
+    assert re.search(r"https?:|@import|url\(", page) is None
+    expected = [
+        cell
+        for table in plan_report(plan).tables
+        for row in ((table.header, *table.rows) if table.rows else ())
+        for cell in row
+    ]
+    assert parser.cells == expected
+
+
+def test_the_page_escapes_names_and_is_the_same_every_time(plan, tmp_path: Path):
+    nodes = tuple(
+        replace(node, target="<b>&") if node.kind == "input" else node for node in plan.graph.nodes
+    )
+    odd = replace(plan, graph=replace(plan.graph, nodes=nodes))
+    path = write_report_page(odd, tmp_path / "new" / "plan.html")
+    assert "&lt;b&gt;&amp;" in path.read_text()
+    assert "<b>&" not in path.read_text()
+    assert path.read_text() == report_page(odd)
+
+
+def test_placements_are_tinted(plan):
+    assert '<td class="shard">S(0)</td>' in report_page(plan)
+    assert P not in {p for option in plan.options for layout in option.operands for p in layout}
