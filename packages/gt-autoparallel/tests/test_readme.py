@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import re
 from pathlib import Path
@@ -33,6 +34,16 @@ def test_the_map_names_every_module_and_nothing_else():
     there |= {f"{path.parent.name}/" for path in source.glob("*/__init__.py")}
     map_of_readme = text().partition("## Map")[2]
     assert set(re.findall(r"`([a-z_]+(?:\.py|/))`", map_of_readme)) == there
+
+
+FOLDERS = sorted(path.parent for path in Path(gt_autoparallel.__path__[0]).glob("*/__init__.py"))
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_the_docstring_of_a_folder_names_its_files(folder: Path):
+    documented = importlib.import_module(f"gt_autoparallel.{folder.name}").__doc__ or ""
+    names = {path.stem for path in folder.glob("*.py")} - {"__init__"}
+    assert sorted(name for name in names if not re.search(rf"\b{name}\b", documented)) == []
 
 
 def test_names_in_the_text_are_exported():

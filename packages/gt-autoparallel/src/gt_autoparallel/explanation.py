@@ -62,7 +62,7 @@ class Explanation:
     """Why a node's result, or a parameter, has its layout."""
 
     name: str
-    """With the range of the layers that share the choice."""
+    """Name of the node or parameter, with the range of the layers that share the choice."""
 
     layout: Layout
     alternatives: tuple[Alternative, ...]

@@ -1,4 +1,17 @@
-"""Applying a plan: parameters become DTensors, the forward runs the planned graph."""
+"""Applying a plan: parameters become DTensors, the forward runs the planned graph.
+
+::
+
+    apply_plan          from a model and a plan to the placed model
+    evaluation          the placed model in evaluation mode
+    placed_forward      the forward of the placed model; hooks that it would not run
+    placed_tensors, placed_inputs, placed_experts
+                        parameters, arguments and routed experts of the placed model
+    local_program, execution_order
+                        the planned graph as one rank runs it
+    run_redistribution  the steps of a redistribution, as functional collectives
+    rank_mesh           the process groups of one rank
+"""
 
 from gt_autoparallel.apply.apply_plan import apply_plan
 from gt_autoparallel.apply.evaluation import allow_evaluation

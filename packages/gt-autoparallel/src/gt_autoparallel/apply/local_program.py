@@ -69,10 +69,10 @@ class LocalOperand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instruction:
-    """One node."""
+    """One node, as a rank runs it."""
 
     name: str
-    """Of the node, for errors."""
+    """Name of the node, for errors."""
 
     operands: tuple[LocalOperand, ...]
     run: RunNode | None

@@ -61,7 +61,7 @@ class PlacedForward:
 
     @property
     def plan(self) -> PlacementPlan:
-        """What is run."""
+        """The plan that the forward runs."""
         return self._inputs.plan
 
     @property

@@ -29,7 +29,7 @@ def place_parameters(
         rank: this rank's view of it.
     """
     placed: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
-    """By identity of what was there, and of what it became: it may be reached by another name."""
+    """Old and new parameter, by the identity of either: it may be reached by another name."""
 
     for prefix, module in model.named_modules(remove_duplicate=False):
         for key, parameter in module._parameters.items():

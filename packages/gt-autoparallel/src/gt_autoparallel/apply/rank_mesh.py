@@ -16,10 +16,10 @@ class RankMesh:
 
     shape: MeshShape
     group_names: tuple[str, ...]
-    """Of each axis, as functional collectives take them."""
+    """Names of the process group of each axis, as functional collectives take them."""
 
     coordinate: tuple[int, ...]
-    """Of this rank, on each axis."""
+    """Position of this rank on each axis."""
 
     device_type: str
 

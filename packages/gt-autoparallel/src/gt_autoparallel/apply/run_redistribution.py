@@ -33,7 +33,7 @@ class LocalMove:
 
     mesh: RankMesh
     annotations: tuple[NodeAnnotation | None, ...] = ()
-    """Of each step; empty for none."""
+    """What the nodes of each step are annotated with; empty for nothing at all."""
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         """This rank's shard after the redistribution, of its shard before it."""

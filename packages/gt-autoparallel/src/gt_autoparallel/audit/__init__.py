@@ -1,4 +1,14 @@
-"""An independent second look at plans; see ``plan_audit``."""
+"""An independent second look at plans: everything is worked out again on the whole graph.
+
+::
+
+    plan_audit     the audit, and its report
+    node_checks    options are offered, links and constraints kept
+    cost_checks    times of nodes, steps and windows
+    step_walk      where the data of each rank is after each step of a redistribution
+    memory_checks  bytes
+    shards         shapes of shards
+"""
 
 from gt_autoparallel.audit.plan_audit import AuditReport, audit_plan, plan_problems
 

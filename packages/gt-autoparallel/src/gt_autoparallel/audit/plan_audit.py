@@ -51,7 +51,7 @@ class AuditReport:
 
     @property
     def relative_error(self) -> float:
-        """By how much the solver's objective is off."""
+        """How far the solver's objective is off, relative to the audited cost."""
         return abs(self.objective_us - self.total_us) / self.total_us if self.total_us else 0.0
 
     def __str__(self) -> str:
@@ -94,7 +94,7 @@ def audit_plan(plan: PlacementPlan, *, offered: OfferedOptions | None = None) ->
 
 
 def plan_problems(plan: PlacementPlan, *, offered: OfferedOptions | None = None) -> list[str]:
-    """All that an audit finds wrong; empty if nothing is."""
+    """A line for everything that an audit finds wrong; empty if nothing is."""
     return _examined(plan, offered)[0]
 
 

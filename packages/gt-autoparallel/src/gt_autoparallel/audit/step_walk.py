@@ -34,7 +34,7 @@ class _Holding:
     """What one rank has of the miniature."""
 
     cells: tuple[_Cells, ...]
-    """For each dim, indices in order; the rank has their product."""
+    """The indices that a rank has of each dim, in order; it has their product."""
 
     summands: frozenset[_Ranks]
     """Which of the parts of a sum are in its numbers already."""

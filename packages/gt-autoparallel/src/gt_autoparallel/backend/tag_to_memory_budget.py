@@ -45,8 +45,8 @@ class TagToMemoryBudget(GraphPass):
     preserves_numerics: ClassVar[bool] = True
 
     budget_bytes: int | None
-    """Of one rank: parameters, gradients, optimizer state and activations. None: no limit, hence no
-    tags."""
+    """Bytes that parameters, gradients, optimizer state and activations may take on one rank; None
+    for no limit, hence no tags."""
 
     optimizer_state_copies: float = 2.0
     """State that the optimizer keeps beside the graph, in units of the parameters' bytes."""
@@ -99,7 +99,7 @@ class TagToMemoryBudget(GraphPass):
 
 
 def _static_bytes(graph_module: GraphModule, context: PassContext) -> int:
-    """Of the parameters and buffers that the graph reads."""
+    """Bytes of the parameters and buffers that the graph reads."""
     placeholders = graph_module.graph.find_nodes(op="placeholder")
     values = [node.meta["val"] for node in placeholders[: len(context.static_input_names)]]
     return sum(int(value.numel()) * int(value.element_size()) for value in values)

@@ -208,7 +208,7 @@ class _JointStep:
         self.__signature__ = _signature(model)
         self.output_spec: pytree.TreeSpec | None = None
         self.outputs: list[CapturedOutput] = []
-        """Of each leaf that is returned."""
+        """What each leaf is that the model returns."""
 
         self.gradients: list[str] = []
         """Names of the parameters whose gradients follow the outputs."""
@@ -304,7 +304,7 @@ def _cast_parameters(model: nn.Module, casts: Mapping[str, torch.Tensor]) -> Any
 
 
 def _signature(model: nn.Module) -> inspect.Signature:
-    """Of the model's forward, which gives the inputs their names."""
+    """The signature of the model's forward, which gives the inputs their names."""
     forward: Callable[..., Any] = model.forward
     try:
         return inspect.signature(forward)

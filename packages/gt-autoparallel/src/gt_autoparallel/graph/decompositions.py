@@ -42,4 +42,4 @@ def _mean_nll_loss(
 DECOMPOSITIONS: Mapping[OpOverload, Callable[..., Any]] = MappingProxyType(
     {_NLL_LOSS: _mean_nll_loss}
 )
-"""In the form that ``make_fx`` takes: NotImplemented leaves the operator as it is."""
+"""Decompositions as ``make_fx`` takes them: NotImplemented leaves the operator as it is."""

@@ -46,7 +46,7 @@ class NumberedNodes:
 
     nodes: tuple[PlacementNode, ...]
     number_of: Mapping[int, int]
-    """From a draft's position to its node's; those that nothing needs are missing."""
+    """Index of each draft's node, by the draft's position; those that nothing needs are missing."""
 
 
 def number_nodes(drafts: Sequence[DraftNode]) -> NumberedNodes:

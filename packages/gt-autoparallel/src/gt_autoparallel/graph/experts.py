@@ -29,8 +29,8 @@ from gt_autoparallel.graph.options import NodeOption
 from gt_autoparallel.graph.placement_graph import PlacementNode
 
 FIRST_WEIGHT_OPERAND = 4
-"""Of a forward node: tokens, scores, expert ids and token counts come before the weights, and the
-gradient of the result before all of them in a backward node."""
+"""Position of the first weight among the operands of a forward node: tokens, scores, expert ids and
+token counts come before it, and in a backward node the gradient of the result before those."""
 
 
 class ExpertBlock(Protocol):

@@ -5,7 +5,7 @@ to what nobody else holds, as a normalization adds its epsilon, becomes its func
 place. Where more is written, the graph runs once more on its fake tensors under
 ``torch.func.functionalize``, which keeps the annotations of the nodes it replaces and takes as long
 as the first capture. So it does where an operator can be sharded only if it is taken apart
-(``rules/decompositions.py``).
+(``decompositions``).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from gt_trace import TracedStep
 
 _COPY = torch.ops.aten.copy_.default
 _UNSAFE_VIEW = torch.ops.aten._unsafe_view.default
-"""In its argument's storage, though its schema does not say so."""
+"""Its result lies in its argument's storage, though its schema does not say so."""
 
 
 def make_functional(traced: TracedStep) -> GraphModule:

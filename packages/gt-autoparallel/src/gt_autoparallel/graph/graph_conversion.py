@@ -99,13 +99,13 @@ class CapturedStep:
 
     graph: Graph
     inputs: Sequence[GraphInput]
-    """Of each placeholder."""
+    """What each placeholder stands for."""
 
     arguments: Sequence[ArgumentSignature]
     input_spec: pytree.TreeSpec
     output_spec: pytree.TreeSpec
     outputs: Sequence[CapturedOutput]
-    """Of each leaf that the model returns."""
+    """What each leaf is that the model returns."""
 
     gradients: Sequence[str]
     """Names of the parameters whose gradients follow the outputs."""

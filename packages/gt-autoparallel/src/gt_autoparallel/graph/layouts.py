@@ -26,10 +26,10 @@ class MeshShape:
     """Names and sizes of a mesh's axes: all of a mesh that a plan depends on."""
 
     names: tuple[str, ...]
-    """All different."""
+    """Names of the axes, all different."""
 
     sizes: tuple[int, ...]
-    """At least 1."""
+    """Number of ranks along each axis, at least 1."""
 
     def __post_init__(self) -> None:
         problems = []

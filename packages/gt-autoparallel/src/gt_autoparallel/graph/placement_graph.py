@@ -131,7 +131,7 @@ class ModelInterface:
     """How the model is called, and what it returns: trees over nodes of the graph."""
 
     input_spec: pytree.TreeSpec
-    """Of ``(args, kwargs)``."""
+    """Structure of ``(args, kwargs)`` of the forward."""
 
     inputs: tuple[InputLeaf, ...]
     output_spec: pytree.TreeSpec
@@ -147,7 +147,8 @@ class PlacementGraph:
     """Other names of tied parameters, to the name of the node that stands for all of them."""
 
     interface: ModelInterface | None = field(default=None, compare=False, repr=False)
-    """Of a graph that was captured in this process; a graph out of a plan file has none."""
+    """How the model is called, if the graph was captured in this process; one out of a plan file
+    does not know."""
 
     def spec(self, value: Value) -> TensorSpec:
         """The tensor that ``value`` names."""

@@ -48,7 +48,7 @@ class RedistributionStep:
 
     @property
     def num_elements(self) -> int:
-        """On one rank, the larger of what goes in and what comes out."""
+        """Elements on one rank: the larger of what goes in and what comes out."""
         return max(math.prod(self.input_shape), math.prod(self.output_shape))
 
 

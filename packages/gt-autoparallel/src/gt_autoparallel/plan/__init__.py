@@ -7,8 +7,8 @@
     model_signature     what a plan was made for, and in what another model differs
     plan_encoding       a plan as JSON
     prediction          which collectives will run
-    report, report_page, comparison
-                        plans for people
+    report, report_page, comparison, layer_ranges
+                        plans for people; rows of repeated layers as one
 """
 
 from gt_autoparallel.plan.comparison import compare

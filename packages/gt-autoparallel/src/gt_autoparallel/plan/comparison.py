@@ -54,7 +54,7 @@ class PlanComparison:
     first_memory: MemoryBreakdown
     second_memory: MemoryBreakdown
     parameters: tuple[ChangedLayout, ...]
-    """In the order of the graph."""
+    """Parameters that are placed differently, in the order of the graph."""
 
     nodes: tuple[ChangedLayout, ...]
     """Outputs of operators, inputs and share nodes."""

@@ -16,7 +16,7 @@ class RangedRows(Generic[Content]):
     """Rows that differ in the number of their layer only."""
 
     name: str
-    """With the numbers as ranges."""
+    """The name that the rows share, with ranges in place of the numbers of layers."""
 
     count: int
     content: Content

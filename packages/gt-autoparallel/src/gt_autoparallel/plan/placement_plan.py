@@ -33,7 +33,7 @@ class PlannedRedistribution:
 
     use: Use
     steps: tuple[RedistributionStep, ...]
-    """At least one."""
+    """The steps in order, at least one."""
 
     time_us: float
     """Sum of its steps' prices, once (not times any multiplicity)."""
@@ -125,13 +125,14 @@ class PlacementPlan:
     have no operands, and sinks (outputs, gradients) no outputs."""
 
     redistributions: tuple[PlannedRedistribution, ...]
-    """Of each use whose layout differs from what is there, by consumer and position."""
+    """One for each use whose layout differs from what is there, in the order of consumers and
+    positions."""
 
     compute_us: tuple[float, ...]
     """Price of each node, in the order of ``graph.nodes``."""
 
     windows: tuple[PlannedWindow, ...]
-    """In the order of their first node."""
+    """The windows, in the order of their first node."""
 
     memory: MemoryBreakdown
     request: ResolvedRequest

@@ -37,7 +37,7 @@ class PlannedCollective:
     """Name of the mesh axis."""
 
     num_bytes: int
-    """On each rank: the larger of what goes in and what comes out."""
+    """Bytes on each rank: the larger of what goes in and what comes out."""
 
     dtype: torch.dtype
     purpose: CollectivePurpose

@@ -39,8 +39,8 @@ class SavedStorages:
     """Read by the backward, and made by a node that is no view: their bytes count."""
 
     statuses: Mapping[int, tuple[Status, ...]]
-    """Of each view-like node on the way to something saved. One that is only ever "moved" counts
-    its bytes whatever it does; there is no need to tell."""
+    """The statuses that each view-like node on the way to something saved may take. One whose only
+    status is "moved" counts its bytes whatever it does."""
 
     def description(self, node: PlacementNode) -> tuple[object, ...]:
         """What two nodes must have in common to share a choice."""

@@ -152,7 +152,7 @@ class _Pins:
         yield from self._data_parallel()
 
     def _data_parallel(self) -> Iterator[_Pin]:
-        """Of what reads parameters the results, and what becomes gradients."""
+        """Results of what reads parameters, and values that become gradients."""
         if not any(style in _DATA_PARALLEL for style in self._styles):
             return
         of_parameters: set[int] = set()

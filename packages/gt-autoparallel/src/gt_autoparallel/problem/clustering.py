@@ -29,7 +29,7 @@ class Clustering:
 
     window_of_class: tuple[int, ...]
     window_names: tuple[str, ...]
-    """Of the first layer in each."""
+    """Name of each window, after the first layer in it."""
 
     window_sizes: tuple[int, ...]
     """How many windows of the model each stands for."""

@@ -35,8 +35,7 @@ _Side = Literal["operand", "output"]
 class LayoutConstraint:
     """One operand or output of one node, and the placements that it must have.
 
-    What a user says about inputs, outputs, parameters and nodes (``constraints.py``) is resolved to
-    these before solving.
+    ``Constraints`` are resolved to these before solving.
     """
 
     node: str
@@ -67,23 +66,24 @@ class Constraints:
     """Demands on a placement. Names may be patterns with ``*``, ``?`` and ``[...]``."""
 
     inputs: Mapping[str, WantedLayout] = field(default_factory=dict)
-    """By the argument's name: layouts in which inputs are given."""
+    """Layouts in which inputs are given, by the names of the arguments."""
 
     outputs: Mapping[str, WantedLayout] = field(default_factory=dict)
-    """By name, ``output`` or ``output['logits']``: layouts in which outputs are returned, and
-    their gradients given."""
+    """Layouts in which outputs are returned and their gradients given, by name: ``output`` or
+    ``output['logits']``."""
 
     parameters: Mapping[str, WantedLayout] = field(default_factory=dict)
-    """By fully qualified name: layouts in which parameters are stored, and gradients given."""
+    """Layouts in which parameters are stored and gradients given, by fully qualified name."""
 
     nodes: Mapping[str, WantedLayout | ModuleOutput] = field(default_factory=dict)
-    """By the name of a node: the layout of its (first) output; or by the fully qualified name of
-    a module: the layout of what it gives to others, in the forward phase if nothing is said."""
+    """Layouts of the (first) outputs of nodes, by their names; or, by the fully qualified name of a
+    module, of what it gives to others, in the forward phase if nothing is said."""
 
     experts: Mapping[str, WantedLayout] = field(default_factory=dict)
-    """By the fully qualified name of the module of routed experts: layouts in which their weights
-    are computed with, in both phases. ``Shard(0)`` along an axis is expert parallelism over it,
-    tokens travel to their experts; ``Replicate()`` lets each rank compute with what is gathered."""
+    """Layouts in which the weights of routed experts are computed with, in both phases, by the
+    fully qualified name of the experts' module. ``Shard(0)`` along an axis is expert parallelism
+    over it, tokens travel to their experts; ``Replicate()`` lets each rank compute with what is
+    gathered."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

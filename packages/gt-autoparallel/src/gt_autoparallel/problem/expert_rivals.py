@@ -1,6 +1,6 @@
 """What experts do, as rivals that the solver must not lose to whatever gap it is allowed.
 
-An expert's plan (``pinned_plans``) is a part of the problem: of each variable those options that
+An expert's plan (``axis_styles``) is a part of the problem: of each variable those options that
 lie where the expert pins its first node. The solver proves that nothing in that part is cheaper
 than its own choice, or takes what is (``solver.rivals``).
 """
@@ -20,7 +20,7 @@ from gt_autoparallel.problem.problem_of_graph import Demand, PlacementProblem, i
 from gt_autoparallel.solver import Rival
 
 ExpertPins = tuple[tuple[LayoutConstraint, ...], ...]
-"""For each expert what is pinned."""
+"""What each expert pins."""
 
 
 def expert_pins(

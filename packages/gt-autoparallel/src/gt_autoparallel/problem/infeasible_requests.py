@@ -95,7 +95,7 @@ def _table(memory: MemoryBreakdown) -> str:
 
 
 def _size(num_bytes: float) -> str:
-    """In GiB; what is too small to be seen so, in bytes."""
+    """Bytes as text: in GiB, or in bytes where they are too few for that."""
     if num_bytes < _GIB / 10:
         return f"{math.ceil(num_bytes):,} bytes"
     return f"{num_bytes / _GIB:.3f} GiB"

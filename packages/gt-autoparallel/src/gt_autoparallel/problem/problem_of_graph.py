@@ -245,7 +245,7 @@ def _origin(graph: PlacementGraph, node: PlacementNode, producer: int) -> str | 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Labels:
-    """Of each option of a variable, one of a few things that matter to others."""
+    """What of each option of a variable matters to others: one of a few layouts and statuses."""
 
     of_option: IntArray
     distinct: tuple[tuple[Layout, Status | None], ...]

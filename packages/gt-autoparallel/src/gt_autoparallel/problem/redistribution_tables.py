@@ -36,7 +36,7 @@ class _Ways:
 
     dims: Divisors
     sizes: tuple[int, ...]
-    """Of the mesh's axes."""
+    """Number of ranks along each axis of the mesh."""
 
     layouts: dict[CodedLayout, int] = field(default_factory=dict)
     """Number of each layout that was seen."""

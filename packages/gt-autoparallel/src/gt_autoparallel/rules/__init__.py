@@ -10,7 +10,10 @@
     mesh_options     from options of one axis to those of a mesh
     experts          options of the routed experts of one layer
     node_options     options of every kind of node; errors for operators without a rule
-    local_call(s)    the operator on shards: sizes adapted, or another function
+    local_call, local_calls
+                     the operator on shards: sizes adapted, or another function
+    operator_call, operator_rule
+                     what a rule sees of a call, and what a rule is
 
 A rule speaks of one mesh axis at a time. What makes that enough: an option's placements must cut
 every operand and output evenly, also along dims that another axis has cut before.

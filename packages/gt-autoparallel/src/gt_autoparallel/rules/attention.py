@@ -45,7 +45,7 @@ def _attention(call: OperatorCall) -> Iterator[AxisOption]:
 
 
 def _labels(call: OperatorCall) -> tuple[Labels, Labels]:
-    """Of (batch, heads, rows, width): queries, then keys and values."""
+    """Labels of (batch, heads, rows, width): those of queries, then those of keys and values."""
     name = str(call.target).split(".")[1]
     rows = "rows" if name.startswith(_SEPARATE_ROWS) and not call.arguments["is_causal"] else None
     return ("batch", "heads", rows, None), ("batch", "heads", None, None)

@@ -36,10 +36,10 @@ class DimLabels:
     """What a rule says of one call."""
 
     operands: tuple[Labels, ...]
-    """For each operand."""
+    """Labels of the dims of each operand."""
 
     outputs: tuple[Labels | None, ...]
-    """For each output; None where it is no tensor."""
+    """Labels of the dims of each output; None where it is no tensor."""
 
     summed: frozenset[Hashable] = frozenset()
     """Labels over which the operator sums: an output without one of them is then partial."""

@@ -32,7 +32,7 @@ class ShardedCall:
     option: NodeOption
     mesh: MeshShape
     coordinate: tuple[int, ...]
-    """Of the rank, one number for each mesh axis."""
+    """Place of the rank in the mesh, one number for each axis."""
 
     def operand_shape(self, index: int) -> tuple[int, ...]:
         """Shape of this rank's shard of an operand."""

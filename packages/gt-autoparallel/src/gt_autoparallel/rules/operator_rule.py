@@ -25,7 +25,8 @@ class OperatorRule:
 
 
 Rules = dict[str, OperatorRule]
-"""By name: ``namespace.name.overload``, or ``namespace.name`` for all overloads."""
+"""Rules by the operators' names: ``namespace.name.overload``, or ``namespace.name`` for all
+overloads."""
 
 
 def labelled(labels: Callable[[OperatorCall], DimLabels]) -> Rule:

@@ -1,6 +1,22 @@
 """The exact solver of placement problems: numbers in, a proven choice out.
 
-Needs numpy and highspy only. ``solve`` is the entry; the other names are what it takes and gives.
+Its files import numpy and highspy only. ``solve`` is the entry; the other names are what it takes
+and gives.
+
+::
+
+    problem, solution, evaluation, validation
+                       what is solved, what comes out, what a choice costs, what is refused
+    solve, search, bounding, branching, incumbent
+                       the search: bounds from below, choices from above
+    reduced_problem, arc_consistency, dominance
+                       what is left of the problem, and what shrinks it
+    message_passing, elimination, price_model
+                       lower bounds and prices without a linear program
+    highs_model, restricted_programs
+                       linear and mixed-integer programs
+    rivals, ties, infeasibility
+                       what must not be cheaper; fewer bytes at equal cost; why there is no choice
 """
 
 from __future__ import annotations

@@ -52,19 +52,19 @@ class SearchSettings:
     """Turns of LP and dual ascent on the whole problem, at most; on its parts half of that."""
 
     memory_sweeps: int = 4
-    """Of dual ascent on the bytes of a memory row."""
+    """Sweeps of dual ascent on the bytes of a memory row."""
 
     most_entries: int = 200_000
-    """Of a factor in elimination before it is split."""
+    """Entries that a factor may have in elimination before it is split."""
 
     most_work: int = 5_000_000
     """Table entries up to which elimination is tried."""
 
     rounds: int = 16
-    """Of dual ascent on the whole problem before the first LP, at most; on its parts half."""
+    """Rounds of dual ascent before the first LP, at most; on parts of the problem half as many."""
 
     most_tied_pairs: int = 30_000
-    """Up to which fewer bytes are looked for among options that cost the same."""
+    """Pairs of options of equal cost up to which fewer bytes are looked for."""
 
 
 @dataclass(slots=True)

@@ -28,10 +28,10 @@ class ChoiceEvaluation:
     """Communication of one instance of each window."""
 
     memory_bytes: tuple[float, ...]
-    """For each memory row: bytes with the fixed ones."""
+    """Bytes that each memory row takes, with the fixed ones."""
 
     def excess_bytes(self, problem: Problem) -> tuple[float, ...]:
-        """By how much each row exceeds its budget; zeros where it does not."""
+        """Bytes that each memory row takes beyond its budget; zeros where it does not."""
         return tuple(
             max(0.0, used - row.budget_bytes)
             for used, row in zip(self.memory_bytes, problem.memory, strict=True)

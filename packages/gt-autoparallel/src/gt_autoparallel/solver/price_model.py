@@ -45,7 +45,7 @@ class PriceStep:
     """No prices give a larger bound than this, as far as prices below the largest tried go."""
 
     weights: tuple[float, ...]
-    """Of each cut in the mix that solves the relaxation."""
+    """Weight of each cut in the mix that solves the relaxation."""
 
 
 @dataclass(slots=True)

@@ -83,16 +83,16 @@ class MemoryRow:
     name: str
     budget_bytes: float
     fixed_bytes: float
-    """Taken whatever is chosen."""
+    """Bytes that are taken whatever is chosen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """All of it. A variable that stands for several nodes holds the sums of their costs."""
+    """The whole problem. A variable that stands for several nodes holds the sums of their costs."""
 
     variables: tuple[Variable, ...]
     edges: tuple[Edge, ...]
     windows: tuple[Window, ...]
     memory: tuple[MemoryRow, ...]
     fixed_us: float = 0.0
-    """Cost whatever is chosen."""
+    """Cost in us, whatever is chosen."""

@@ -38,7 +38,7 @@ class RestrictedPrograms:
     incumbent: Incumbent
     settings: SearchSettings
     time_left: Callable[[], float]
-    """Seconds."""
+    """Gives the seconds that are left."""
 
     seen: list[set[int]]
     """For each variable: options that relaxations and choices took."""

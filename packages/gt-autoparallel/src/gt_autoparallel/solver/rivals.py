@@ -27,7 +27,7 @@ Rival = Sequence[BoolArray]
 """For each variable [num_options]: which options the rival's choices may take."""
 
 _SWEEPS = 6
-"""Of dual ascent before a rival's part is searched, at most."""
+"""Sweeps of dual ascent before a rival's part is searched, at most."""
 
 
 def beat_rivals(

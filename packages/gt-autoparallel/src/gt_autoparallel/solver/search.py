@@ -39,18 +39,18 @@ _MOST_CANDIDATES = 40
 """Choices that a warm start hands on, besides the best one."""
 
 _SWEEPS = 12
-"""Of dual ascent after each LP on the whole problem; on its parts half of that."""
+"""Sweeps of dual ascent after each LP on the whole problem; on its parts half of that."""
 
 
 @dataclass(slots=True)
 class Search:
-    """One solve."""
+    """The state of one search, from the first bound to the last choice."""
 
     problem: Problem
     reduced: ReducedProblem
     gap: float
     deadline: float
-    """By ``time.perf_counter``."""
+    """When the search must end, on the clock of ``time.perf_counter``."""
     progress: ProgressCallback | None
     settings: SearchSettings
     start: float
@@ -97,7 +97,7 @@ class Search:
 
     @property
     def relative_gap(self) -> float:
-        """Of the best choice and the bound."""
+        """Gap between the best choice and the bound, relative to the choice."""
         return relative_gap(self.incumbent.objective_us, self.lower_bound_us)
 
     def _report(self, stage: str, part: SearchPart) -> None:

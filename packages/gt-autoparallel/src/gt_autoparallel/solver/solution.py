@@ -117,11 +117,11 @@ class MemoryShortage:
     infeasible only together: what the choice with the smallest excess in all takes."""
 
     choices: tuple[int, ...]
-    """That choice."""
+    """The choice that takes ``minimum_bytes``."""
 
     @property
     def excess_bytes(self) -> float:
-        """By how much the budget is too small."""
+        """Bytes that the budget lacks."""
         return self.minimum_bytes - self.budget_bytes
 
 

@@ -1,4 +1,4 @@
-"""Of choices that cost the same, takes one with fewer bytes.
+"""Takes a choice with fewer bytes among those that cost the same.
 
 Where the bytes of a plan do not matter for its cost, a search ends at any of many choices of equal
 cost. So afterwards bytes get a price, so small that all of them together would cost a millionth of
