@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import inspect
+import pkgutil
 import re
 
 import pytest
@@ -20,6 +21,13 @@ def test_what_is_exported_explains_itself_and_is_in_the_readme(name: str) -> Non
     assert exported.__module__.startswith("gt_autoparallel.")
     assert inspect.getdoc(exported), "it has no docstring"
     assert re.search(rf"\b{name}\b", text()), "the README does not mention it"
+
+
+def test_what_folders_export_is_there() -> None:
+    for info in pkgutil.iter_modules(gt_autoparallel.__path__, "gt_autoparallel."):
+        module = importlib.import_module(info.name)
+        for name in getattr(module, "__all__", []):
+            assert hasattr(module, name), f"{info.name} has no {name}"
 
 
 def test_installed_metadata_agrees() -> None:

@@ -19,7 +19,7 @@ from plan_doubles import (
     plan_by_hand,
 )
 
-from gt_autoparallel.audit import audit_plan, plan_problems
+from gt_autoparallel.audit.plan_audit import audit_plan, plan_problems
 from gt_autoparallel.errors import AuditError
 from gt_autoparallel.plan.placement_plan import PlacementPlan
 from gt_autoparallel.problem.constraints import LayoutConstraint, ResolvedRequest

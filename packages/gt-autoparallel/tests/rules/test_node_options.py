@@ -19,11 +19,11 @@ from gt_autoparallel.rules import (
     OperatorCall,
     check_operators,
     labelled,
-    layouts_of,
     node_options,
     register_rule,
     replicated_operators,
 )
+from gt_autoparallel.rules.mesh_options import layouts_of
 from gt_autoparallel.rules.registry import FAMILIES, forget_rule
 
 ONE = MeshShape(names=("tp",), sizes=(2,))

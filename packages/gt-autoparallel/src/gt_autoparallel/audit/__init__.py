@@ -10,6 +10,6 @@
     shards         shapes of shards
 """
 
-from gt_autoparallel.audit.plan_audit import AuditReport, audit_plan, plan_problems
+from gt_autoparallel.audit.plan_audit import AuditReport, audit_plan
 
-__all__ = ["AuditReport", "audit_plan", "plan_problems"]
+__all__ = ["AuditReport", "audit_plan"]

@@ -27,7 +27,7 @@ class OfferedOptions(Protocol):
         *,
         replicate_unknown: tuple[str, ...] = (),
     ) -> tuple[NodeOption, ...]:
-        """As ``NodeOptions``, with the operators that may run replicated without a rule."""
+        """Every option of ``node`` on a mesh, in a fixed order."""
         ...
 
 

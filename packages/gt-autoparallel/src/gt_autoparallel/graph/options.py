@@ -9,12 +9,10 @@ are the combinations of one axis option for each axis that cut every tensor even
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch.distributed.tensor import Placement
 
-from gt_autoparallel.graph.layouts import Layout, MeshShape
-from gt_autoparallel.graph.placement_graph import PlacementNode, TensorSpec
+from gt_autoparallel.graph.layouts import Layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,22 +34,3 @@ class NodeOption:
     outputs: tuple[Layout | None, ...]
     axis_options: tuple[AxisOption, ...] = ()
     """The option of each axis from which it was made; empty for kinds that no rule makes."""
-
-
-class NodeOptions(Protocol):
-    """From a node to its options; ``gt_autoparallel.rules.node_options`` is the one in use."""
-
-    def __call__(
-        self, node: PlacementNode, operands: tuple[TensorSpec, ...], mesh: MeshShape
-    ) -> tuple[NodeOption, ...]:
-        """Every option of ``node``, without duplicates, in a fixed order.
-
-        Args:
-            node: an operator.
-            operands: the global tensors of its operands, in their order.
-            mesh: sizes of the axes.
-
-        Raises:
-            UnsupportedOperatorError: no rule knows the operator.
-        """
-        ...

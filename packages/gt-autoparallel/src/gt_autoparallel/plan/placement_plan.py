@@ -162,10 +162,6 @@ class PlacementPlan:
         assert layout is not None, "a value is a tensor"
         return layout
 
-    def wanted_layout(self, use: Use) -> Layout:
-        """The layout in which ``use`` takes its value."""
-        return self.options[use.consumer].operands[use.position]
-
     def steps_of_uses(self) -> dict[tuple[int, int], tuple[RedistributionStep, ...]]:
         """From consumer and position of a use to its steps; uses without steps are absent."""
         return {(r.use.consumer, r.use.position): r.steps for r in self.redistributions}

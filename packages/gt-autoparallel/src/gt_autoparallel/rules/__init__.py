@@ -24,7 +24,6 @@ from __future__ import annotations
 from gt_autoparallel.rules.dim_labels import DimLabels
 from gt_autoparallel.rules.local_call import LocalCall, Localize, ShardedCall
 from gt_autoparallel.rules.local_calls import local_call
-from gt_autoparallel.rules.mesh_options import layouts_of
 from gt_autoparallel.rules.node_options import (
     check_operators,
     node_options,
@@ -44,7 +43,6 @@ __all__ = [
     "ShardedCall",
     "check_operators",
     "labelled",
-    "layouts_of",
     "local_call",
     "node_options",
     "register_rule",

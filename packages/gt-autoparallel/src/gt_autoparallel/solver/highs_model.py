@@ -33,9 +33,6 @@ class HighsResult:
     """Solutions as positions among each node's options, best first. The most probable options
     where the relaxation is fractional."""
 
-    integral: bool
-    """Whether the first one is the model's solution rather than rounded."""
-
     weights: tuple[FloatArray, ...]
     """For each node [K]: the first solution as it is. Empty without one."""
 
@@ -234,13 +231,11 @@ class HighsModel:
             or info.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
         )
         positions: tuple[IntArray, ...] = ()
-        integral = False
         weights: tuple[FloatArray, ...] = ()
         if has_point:
             values = np.asarray(solution.col_value)
             weights = tuple(values[columns] for columns in self._choice_columns)
             positions = (np.array([int(w.argmax()) for w in weights], dtype=np.int64),)
-            integral = all(w.max() > 1.0 - 1e-6 for w in weights)
         bound = -math.inf
         if integer and math.isfinite(info.mip_dual_bound):
             bound = info.mip_dual_bound / scale + self._offset
@@ -252,7 +247,6 @@ class HighsModel:
             optimal=status == statuses.kOptimal,
             lower_bound_us=bound,
             positions=positions,
-            integral=integral,
             weights=weights,
             window_prices=windows,
             memory_prices=memory,

@@ -112,16 +112,6 @@ class DualAscent:
         """The bound after a whole sweep: then the tables' part of it is 0."""
         return self._constant + math.fsum(self._node_bounds)
 
-    def bound(self) -> float:
-        """The bound of the messages as they stand, computed from scratch."""
-        terms = [self._constant]
-        for node, ends in enumerate(self._ends):
-            terms.append(float(self._with_messages(node, ends).min()))
-        for index, link in self._reduced.live_links():
-            left, right = link.messages
-            terms.append(float((self._tables[index] - left[:, None] - right).min()))
-        return math.fsum(terms)
-
     def potentials(self) -> tuple[float, list[FloatArray], dict[int, FloatArray]]:
         """The problem at these prices with the messages moved: a constant, costs and tables.
 
