@@ -11,8 +11,6 @@ from torch.utils import _pytree as pytree
 
 from gt_autoparallel.graph.placement_graph import PlacementGraph, PlacementNode, Value
 
-__all__ = ["GlobalResult", "RunExperts", "run_globally"]
-
 RunExperts = Callable[[PlacementNode, Sequence[Any]], Sequence[torch.Tensor | None]]
 """From a node of kind ``experts`` and its arguments to its outputs."""
 

@@ -10,7 +10,7 @@
     mesh_options     from options of one axis to those of a mesh
     experts          options of the routed experts of one layer
     node_options     options of every kind of node; errors for operators without a rule
-    local_call, local_calls
+    sharded_call, local_call
                      the operator on shards: sizes adapted, or another function
     operator_call, operator_rule
                      what a rule sees of a call, and what a rule is
@@ -22,8 +22,7 @@ every operand and output evenly, also along dims that another axis has cut befor
 from __future__ import annotations
 
 from gt_autoparallel.rules.dim_labels import DimLabels
-from gt_autoparallel.rules.local_call import LocalCall, Localize, ShardedCall
-from gt_autoparallel.rules.local_calls import local_call
+from gt_autoparallel.rules.local_call import local_call
 from gt_autoparallel.rules.node_options import (
     check_operators,
     node_options,
@@ -32,6 +31,7 @@ from gt_autoparallel.rules.node_options import (
 from gt_autoparallel.rules.operator_call import CallOperand, OperatorCall
 from gt_autoparallel.rules.operator_rule import Rule, labelled
 from gt_autoparallel.rules.registry import register_rule
+from gt_autoparallel.rules.sharded_call import LocalCall, Localize, ShardedCall
 
 __all__ = [
     "CallOperand",

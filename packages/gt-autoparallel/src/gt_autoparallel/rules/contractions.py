@@ -9,10 +9,10 @@ from __future__ import annotations
 from torch.distributed.tensor import Partial
 
 from gt_autoparallel.rules.dim_labels import DimLabels
-from gt_autoparallel.rules.local_call import LocalCall, ShardedCall
 from gt_autoparallel.rules.operator_call import OperatorCall
 from gt_autoparallel.rules.operator_rule import Rule, Rules, labelled, rules_of
 from gt_autoparallel.rules.pointwise import broadcast_labels
+from gt_autoparallel.rules.sharded_call import LocalCall, ShardedCall
 
 
 def einsum_labels(equation: str) -> DimLabels:

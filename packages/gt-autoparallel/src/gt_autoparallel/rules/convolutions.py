@@ -7,9 +7,9 @@ samples for weight and bias, output channels for the input.
 from __future__ import annotations
 
 from gt_autoparallel.rules.dim_labels import DimLabels, Labels
-from gt_autoparallel.rules.local_call import LocalCall, ShardedCall
 from gt_autoparallel.rules.operator_call import OperatorCall
 from gt_autoparallel.rules.operator_rule import Rules, labelled, rules_of
+from gt_autoparallel.rules.sharded_call import LocalCall, ShardedCall
 
 
 def _labels(call: OperatorCall) -> dict[str, Labels]:

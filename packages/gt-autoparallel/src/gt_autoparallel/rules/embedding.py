@@ -13,9 +13,9 @@ import torch
 
 from gt_autoparallel.graph.options import AxisOption
 from gt_autoparallel.rules.dim_labels import PARTIAL, REPLICATE, DimLabels, axis_options, shard
-from gt_autoparallel.rules.local_call import LocalCall, ShardedCall
 from gt_autoparallel.rules.operator_call import CallOperand, OperatorCall
 from gt_autoparallel.rules.operator_rule import Rules, rules_of
+from gt_autoparallel.rules.sharded_call import LocalCall, ShardedCall
 
 
 def _embedding(call: OperatorCall) -> Iterator[AxisOption]:

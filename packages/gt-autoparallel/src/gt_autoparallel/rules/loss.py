@@ -9,10 +9,10 @@ import torch
 
 from gt_autoparallel.graph.options import AxisOption
 from gt_autoparallel.rules.dim_labels import PARTIAL, REPLICATE, DimLabels, shard
-from gt_autoparallel.rules.local_call import LocalCall, ShardedCall
 from gt_autoparallel.rules.operator_call import OperatorCall
 from gt_autoparallel.rules.operator_rule import Rules, labelled, rules_of
 from gt_autoparallel.rules.pointwise import broadcast_labels, broadcast_shape, pointwise
+from gt_autoparallel.rules.sharded_call import LocalCall, ShardedCall
 
 _NONE, _MEAN, _SUM = 0, 1, 2
 """Values of the argument ``reduction``."""

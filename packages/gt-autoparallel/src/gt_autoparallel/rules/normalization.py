@@ -11,9 +11,9 @@ import torch
 
 from gt_autoparallel.graph.placement_graph import TensorSpec
 from gt_autoparallel.rules.dim_labels import DimLabels, Labels
-from gt_autoparallel.rules.local_call import LocalCall, ShardedCall
 from gt_autoparallel.rules.operator_call import OperatorCall
 from gt_autoparallel.rules.operator_rule import Rules, labelled, rules_of
+from gt_autoparallel.rules.sharded_call import LocalCall, ShardedCall
 
 _STATISTICS = ("mean", "rstd")
 

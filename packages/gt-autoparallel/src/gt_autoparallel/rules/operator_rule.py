@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from gt_autoparallel.graph.options import AxisOption
 from gt_autoparallel.rules.dim_labels import DimLabels, axis_options
-from gt_autoparallel.rules.local_call import Localize
 from gt_autoparallel.rules.operator_call import OperatorCall
+from gt_autoparallel.rules.sharded_call import Localize
 
 Rule = Callable[[OperatorCall], Iterable[AxisOption]]
 """The options of one mesh axis. They may ignore sizes: options whose placements do not cut every

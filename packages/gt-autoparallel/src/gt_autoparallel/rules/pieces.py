@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from gt_autoparallel.rules.dim_labels import DimLabels, Labels
-from gt_autoparallel.rules.local_call import LocalCall, ShardedCall
 from gt_autoparallel.rules.operator_call import OperatorCall
 from gt_autoparallel.rules.operator_rule import Rules, labelled, rules_of
+from gt_autoparallel.rules.sharded_call import LocalCall, ShardedCall
 from gt_autoparallel.rules.views import linear_in_all
 
 

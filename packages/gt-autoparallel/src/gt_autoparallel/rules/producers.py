@@ -12,10 +12,10 @@ from torch.distributed.tensor import Placement
 
 from gt_autoparallel.graph.options import AxisOption
 from gt_autoparallel.rules.dim_labels import PARTIAL, REPLICATE, shard
-from gt_autoparallel.rules.local_call import LocalCall, ShardedCall
 from gt_autoparallel.rules.operator_call import OperatorCall
 from gt_autoparallel.rules.operator_rule import Rules, rules_of
 from gt_autoparallel.rules.pointwise import can_be_partial
+from gt_autoparallel.rules.sharded_call import LocalCall, ShardedCall
 
 
 def _constant(call: OperatorCall) -> Iterator[AxisOption]:

@@ -7,10 +7,10 @@ import math
 import torch
 
 from gt_autoparallel.rules.dim_labels import DimLabels, Labels
-from gt_autoparallel.rules.local_call import LocalCall, ShardedCall
 from gt_autoparallel.rules.operator_call import OperatorCall
 from gt_autoparallel.rules.operator_rule import Rules, labelled, rules_of
 from gt_autoparallel.rules.pointwise import can_be_partial
+from gt_autoparallel.rules.sharded_call import LocalCall, ShardedCall
 
 
 def reduced_dims(call: OperatorCall) -> tuple[int, ...]:

@@ -23,8 +23,8 @@ from gt_autoparallel.rules import (
     reductions,
     views,
 )
-from gt_autoparallel.rules.local_call import Localize
 from gt_autoparallel.rules.operator_rule import OperatorRule, Rule, Rules
+from gt_autoparallel.rules.sharded_call import Localize
 
 FAMILIES = (
     along_dim,

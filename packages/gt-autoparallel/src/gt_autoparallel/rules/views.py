@@ -12,10 +12,10 @@ from collections.abc import Sequence
 import torch
 
 from gt_autoparallel.rules.dim_labels import DimLabels, Labels
-from gt_autoparallel.rules.local_call import LocalCall, ShardedCall
 from gt_autoparallel.rules.operator_call import CallOperand, OperatorCall
 from gt_autoparallel.rules.operator_rule import Rules, labelled, rules_of
 from gt_autoparallel.rules.pointwise import broadcast_labels, can_be_partial
+from gt_autoparallel.rules.sharded_call import LocalCall, ShardedCall
 
 
 def linear_in_all(
