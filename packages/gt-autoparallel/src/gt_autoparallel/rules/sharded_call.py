@@ -1,4 +1,4 @@
-"""An operator on one rank's shards: what a rule is told (``ShardedCall``), what runs (``LocalCall``)."""
+"""An operator on one rank's shards: what is known of it (``ShardedCall``), and what runs for it."""
 
 from __future__ import annotations
 
