@@ -23,8 +23,8 @@ from gt_autoparallel import (
     predicted_collectives,
 )
 from gt_autoparallel.planner import Planner
-from gt_trainer.decoder.attention import attention_mask_for
 from gt_autoparallel.problem.axis_styles import expert_styles
+from gt_trainer.decoder.attention import attention_mask_for
 from gt_trainer.models import deepseek_v3, llama3, qwen3
 from gt_trainer.placement.expert_blocks import expert_blocks, uncounted_routing
 
