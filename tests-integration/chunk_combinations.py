@@ -161,7 +161,7 @@ def _compare(whole: list[Pass], chunked: RecordingTrainer) -> ChunkedTraining:
     regions = [region for graph in graphs for region in ChunkRegions.of(graph).regions]
     exposed = [str(exchange) for graph in graphs for exchange in exposed_exchanges(graph)]
     exposed += [str(pair) for graph in graphs for pair in interrupted_exchanges(graph)]
-    pipelines = [pipeline for report in chunked.captures for pipeline in report.pipelines]
+    pass_reports = [each for report in chunked.captures for each in report.pass_reports]
     return ChunkedTraining(
         largest_difference=relative[largest_of],
         largest_of=largest_of,
@@ -169,9 +169,9 @@ def _compare(whole: list[Pass], chunked: RecordingTrainer) -> ChunkedTraining:
         is_bitwise=bitwise,
         regions=tuple((r.root, r.direction, r.num_chunks) for r in regions),
         exposed=tuple(exposed),
-        changed=frozenset(r.name for p in pipelines for r in p.records if r.report.changed),
+        changed=frozenset(r.name for p in pass_reports for r in p.records if r.report.changed),
         num_captures=len(chunked.captures),
-        verified=all(pipeline.verified for pipeline in pipelines),
+        verified=all(each.verified for each in pass_reports),
     )
 
 

@@ -270,7 +270,7 @@ def compare_modes(
         num_tied_parameters=num_names - len(names),
         matmul_dtypes=matmul_dtypes(captured),
         num_captures=len(captured.captures),
-        verified=all(p.verified for report in captured.captures for p in report.pipelines),
+        verified=all(p.verified for report in captured.captures for p in report.pass_reports),
     )
     close(eager, captured)
     return found

@@ -107,8 +107,8 @@ def _compare(eager: _History, run: _History) -> VariantResult:
     records: tuple[PassRecord, ...] = tuple(
         record
         for report in run.trainer.captures
-        for pipeline in report.pipelines
-        for record in pipeline.records
+        for passes in report.pass_reports
+        for record in passes.records
     )
     return VariantResult(
         differences=tuple(differences),
@@ -117,7 +117,7 @@ def _compare(eager: _History, run: _History) -> VariantResult:
         largest_first_difference=largest[0],
         passes=tuple(record.name for record in records),
         changed=frozenset(record.name for record in records if record.report.changed),
-        verified=all(p.verified for report in run.trainer.captures for p in report.pipelines),
+        verified=all(p.verified for report in run.trainer.captures for p in report.pass_reports),
         stamped=all(_is_stamped(report) for report in run.trainer.captures),
         expert_regions=expert_regions(run.trainer),
     )

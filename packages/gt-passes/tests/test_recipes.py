@@ -16,7 +16,7 @@ from gt_passes import (
     GraphPass,
     InductorCompiler,
     PassContext,
-    PassPipeline,
+    PassManager,
     PassReport,
     RecipeError,
     UnknownPassError,
@@ -31,7 +31,7 @@ def context() -> PassContext:
     return PassContext.from_graph(capture(lambda x: x.cos(), torch.ones(2)))
 
 
-def recipe(context: PassContext, **options: object) -> PassPipeline:
+def recipe(context: PassContext, **options: object) -> PassManager:
     return default_recipe(CompileConfig(**options), context=context)
 
 
@@ -163,10 +163,10 @@ def test_options_choose_passes(context: PassContext, options: dict, expected: li
 def test_parameters_are_gathered_again_unless_everything_is_saved(
     context: PassContext, memory_policy: str, asked: bool | None, resharded: bool
 ):
-    pipeline = default_recipe(
+    manager = default_recipe(
         CompileConfig(memory_policy=memory_policy), context=context, reshard_after_forward=asked
     )
-    assert ("reshard-after-forward" in [each.name for each in pipeline.passes]) == resharded
+    assert ("reshard-after-forward" in [each.name for each in manager.passes]) == resharded
 
 
 def test_options_of_options_reach_their_passes(context: PassContext):
@@ -232,19 +232,19 @@ the recipe cannot be built:
   - 'cap-buckets' is disabled, and the recipe has only remove-dead-code, merge-waits, canonicalize-views, share-all-gathers, bucket-all-gathers, bucket-reduce-scatters, bucket-all-reduces, delay-waits, prefetch-all-gathers
   - 'cap-buckets' is both added and disabled
   - 'remove-dead-code' is both added and disabled
-  - 'cap-buckets' cannot be added by name, for want of cap_bytes: give PassPipeline an instance""",
+  - 'cap-buckets' cannot be added by name, for want of cap_bytes: give PassManager an instance""",
     )
 
 
-def test_options_reach_the_pipeline(context: PassContext, tmp_path):
+def test_options_reach_the_pass_manager(context: PassContext, tmp_path):
     graph_module = capture(lambda x: x.cos(), torch.ones(2))
-    pipeline = default_recipe(
+    manager = default_recipe(
         CompileConfig(verify_passes=False),
         context=context,
         dump_directory=tmp_path,
         estimate_peak_bytes=lambda gm: 5,
     )
-    report = pipeline.run(graph_module)
+    report = manager.run(graph_module)
     assert not report.verified
     assert report.records[0].before.peak_memory_bytes == 5
-    assert len(list(tmp_path.glob("*-after.txt"))) == len(pipeline.passes)
+    assert len(list(tmp_path.glob("*-after.txt"))) == len(manager.passes)

@@ -36,8 +36,8 @@ from gt_passes.facts import (
 )
 from gt_passes.graph_problem import GraphProblem
 from gt_passes.memory_policy.residency_table import residency_table
-from gt_passes.pipeline import PassPipeline
-from gt_passes.pipeline_report import GraphSize, PassRecord, PipelineReport
+from gt_passes.pass_manager import PassManager
+from gt_passes.pass_manager_report import GraphSize, PassManagerReport, PassRecord
 from gt_passes.recipes import default_recipe
 from gt_passes.registered_passes import (
     AsyncTensorParallel,
@@ -111,11 +111,11 @@ __all__ = [
     "OffloadTagged",
     "PassContext",
     "PassDeclarationError",
+    "PassManager",
+    "PassManagerReport",
     "PassOrderError",
-    "PassPipeline",
     "PassRecord",
     "PassReport",
-    "PipelineReport",
     "PrefetchAllGathers",
     "RecipeError",
     "RecomputeTagged",

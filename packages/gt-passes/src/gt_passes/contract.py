@@ -1,7 +1,7 @@
 """The pass contract: what a pass declares, what it is given, and what it returns.
 
 A pass is a frozen dataclass whose fields are its options. It edits the graph module in place and
-returns what it did as data; the pipeline orders, verifies, recompiles, times and dumps, so that no
+returns what it did as data; the manager orders, verifies, recompiles, times and dumps, so that no
 pass repeats that. The shape is that of xDSL's ``ModulePass`` (``xdsl/passes.py``), with declared
 facts and bounds that a verifier can hold a pass to.
 """
@@ -152,7 +152,7 @@ class GraphPass(ABC):
     def run(self, graph_module: GraphModule, context: PassContext) -> PassReport:
         """Edit ``graph_module.graph`` in place and return what was done.
 
-        The pass does not log, lint, recompile or verify: the pipeline does.
+        The pass does not log, lint, recompile or verify: the manager does.
         """
 
 

@@ -17,7 +17,7 @@ from gt_config import CompileConfig, EpOverlapConfig, SavedOpSelector
 from gt_passes.compilation.inductor_compiler import InductorCompiler, SubgraphCompiler
 from gt_passes.contract import GraphPass, PassContext
 from gt_passes.errors import RecipeError
-from gt_passes.pipeline import PassPipeline
+from gt_passes.pass_manager import PassManager
 from gt_passes.registered_passes import (
     AsyncTensorParallel,
     BucketAllGathers,
@@ -59,8 +59,8 @@ def default_recipe(
     flex_attention_options: Mapping[str, object] | None = None,
     dump_directory: Path | None = None,
     estimate_peak_bytes: Callable[[GraphModule], int] | None = None,
-) -> PassPipeline:
-    """The pipeline for a captured graph: a whole step, or one part of a joint graph.
+) -> PassManager:
+    """The passes of a captured graph: a whole step, or one part of a joint graph.
 
     In this order: remove dead code, merge waits, canonicalize views, one all-gather chain per
     parameter, chunks (if overlap of token exchanges is asked for), the memory policy, FSDP
@@ -79,8 +79,8 @@ def default_recipe(
         compiler: compiles regions or the whole graph, if ``options`` ask for it; None for Inductor.
         flex_attention_options: of Inductor, with which the model compiles its FlexAttention when it
             runs eagerly; None if it does not. Not asked for a graph that is compiled as a whole.
-        dump_directory: as for ``PassPipeline``.
-        estimate_peak_bytes: as for ``PassPipeline``.
+        dump_directory: as for ``PassManager``.
+        estimate_peak_bytes: as for ``PassManager``.
 
     Raises:
         UnknownPassError: a name that no registered pass has.
@@ -107,7 +107,7 @@ def default_recipe(
         if graph_pass.name not in options.disable_passes
         and (only is None or graph_pass.name in only)
     ]
-    return PassPipeline(
+    return PassManager(
         kept,
         context=context,
         verify=options.verify_passes,
@@ -228,7 +228,7 @@ def _added_passes(options: CompileConfig, *, in_recipe: Sequence[str]) -> list[G
         if needed:
             problems.append(
                 f"{pass_class.name!r} cannot be added by name, for want of {', '.join(needed)}: "
-                "give PassPipeline an instance"
+                "give PassManager an instance"
             )
     if problems:
         raise RecipeError(problems)

@@ -25,7 +25,7 @@ from torchtitan.trainer import Trainer
 from gt_passes import (
     GroupPurpose,
     MemoryProfile,
-    PipelineReport,
+    PassManagerReport,
     estimate_memory,
     release_cuda_graphs,
     residency_table,
@@ -259,7 +259,7 @@ class GraphTrainer(Trainer):
         traced = report.traced
         return estimate_memory(traced.graph_module, num_static_inputs=traced.num_static_inputs)
 
-    def _report_passes(self, report: PipelineReport) -> None:
+    def _report_passes(self, report: PassManagerReport) -> None:
         """What the user asked for and did not get, with the reasons; all of it when debugging."""
         if dist.get_rank() != 0:
             return

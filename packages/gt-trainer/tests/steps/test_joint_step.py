@@ -7,15 +7,15 @@ import torch
 from torch import nn
 
 from gt_config import ShapeChangePolicy
-from gt_passes import PassContext, PassPipeline
+from gt_passes import PassContext, PassManager
 from gt_passes.registered_passes import RemoveDeadCode
 from gt_trace import InputMismatchError
 from gt_trainer.metrics.startup import StartupClock
 from gt_trainer.steps.joint_step import JointCaptureReport, JointForward
 
 
-def recipe(context: PassContext) -> PassPipeline:
-    return PassPipeline([RemoveDeadCode()], context=context)
+def recipe(context: PassContext) -> PassManager:
+    return PassManager([RemoveDeadCode()], context=context)
 
 
 def joint_forward(
@@ -62,10 +62,10 @@ def test_passes_run_on_both_graphs_and_the_report_tells_of_both() -> None:
     forward, reports, _ = joint_forward(Scaled())
     forward(torch.rand(2, 4), scale=torch.rand(4))
     (report,) = reports
-    assert [p.records[0].name for p in report.pipelines] == ["remove-dead-code"] * 2
-    assert all(p.verified for p in report.pipelines)
+    assert [p.records[0].name for p in report.pass_reports] == ["remove-dead-code"] * 2
+    assert all(p.verified for p in report.pass_reports)
     assert report.graph_modules == (report.parts.forward, report.parts.backward)
-    sizes = [record.after.num_ops for p in report.pipelines for record in p.records]
+    sizes = [record.after.num_ops for p in report.pass_reports for record in p.records]
     assert sizes == [report.num_nodes_forward, report.num_nodes_backward]
 
 

@@ -22,7 +22,7 @@ from gt_passes import (
     InductorCompiler,
     MergeWaits,
     PassContext,
-    PassPipeline,
+    PassManager,
     PrefetchAllGathers,
     RecomputeTagged,
     RemoveDeadCode,
@@ -39,15 +39,15 @@ def backend_recipe(
     compiler: SubgraphCompiler | None = None,
     verify: bool = True,
     dump_directory: Path | None = None,
-) -> PassPipeline:
+) -> PassManager:
     """The pipeline for the captured step of a placed model.
 
     Args:
         context: of the graph to run on.
         memory_budget_bytes: of one rank, as for the plan; None for no limit: nothing is recomputed.
         compiler: compiles the whole graph; None for Inductor.
-        verify: as for ``PassPipeline``.
-        dump_directory: as for ``PassPipeline``.
+        verify: as for ``PassManager``.
+        dump_directory: as for ``PassManager``.
     """
     tagging = (
         [
@@ -58,7 +58,7 @@ def backend_recipe(
         if memory_budget_bytes is not None
         else []
     )
-    return PassPipeline(
+    return PassManager(
         [
             RemoveDeadCode(),
             MergeWaits(),

@@ -18,7 +18,7 @@ from gt_passes.analysis.graph_scan import GraphScan
 from gt_passes.analysis.process_groups import group_identity, group_name_of
 from gt_passes.contract import GraphPass
 from gt_passes.graph_problem import GraphProblem
-from gt_passes.pipeline_report import GraphSize
+from gt_passes.pass_manager_report import GraphSize
 from gt_passes.verifier.barrier_order import common_barriers, segments
 
 

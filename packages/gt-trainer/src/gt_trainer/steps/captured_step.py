@@ -11,7 +11,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from gt_config import CaptureLayers, EpOverlapConfig, ShapeChangePolicy
-from gt_passes import PassContext, PassPipeline, PipelineReport
+from gt_passes import PassContext, PassManager, PassManagerReport
 from gt_passes.ep_overlap import settle_chunk_annotations
 from gt_passes.verifier.collective_exchange import exchange_collective_digest
 from gt_trace import BoundStep, TracedStep, phase, trace_step
@@ -33,7 +33,7 @@ _INITIALIZERS = frozenset({"_param_init"})
 _MIN_LAYERS = 12
 """From how many layers on stamping pays: below, the proofs take most of what it saves."""
 
-Recipe = Callable[[PassContext], PassPipeline]
+Recipe = Callable[[PassContext], PassManager]
 """Builds the passes for one captured graph."""
 
 
@@ -42,12 +42,12 @@ class CaptureReport:
     """What a capture produced, for the log."""
 
     traced: TracedStep
-    passes: PipelineReport
+    passes: PassManagerReport
     stamping: StampReport | None = None
     """How layers were stamped, or why not; None if that was not asked for."""
 
     @property
-    def pipelines(self) -> tuple[PipelineReport, ...]:
+    def pass_reports(self) -> tuple[PassManagerReport, ...]:
         """What passes did, for each graph."""
         return (self.passes,)
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from gt_config import JointPartitioner, ShapeChangePolicy
-from gt_passes import PassContext, PipelineReport
+from gt_passes import PassContext, PassManagerReport
 from gt_passes.verifier.collective_exchange import exchange_collective_digest
 from gt_trace import ForwardBackward, export_joint_graph, partition
 from gt_trace.joint.bound_joint import BoundJoint
@@ -31,11 +31,11 @@ class JointCaptureReport:
     """What a capture produced, for the log."""
 
     parts: ForwardBackward
-    forward_passes: PipelineReport
-    backward_passes: PipelineReport
+    forward_passes: PassManagerReport
+    backward_passes: PassManagerReport
 
     @property
-    def pipelines(self) -> tuple[PipelineReport, ...]:
+    def pass_reports(self) -> tuple[PassManagerReport, ...]:
         """What passes did, for each graph."""
         return (self.forward_passes, self.backward_passes)
 

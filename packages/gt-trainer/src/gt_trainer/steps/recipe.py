@@ -13,7 +13,7 @@ from typing import Literal
 from gt_config import CompileConfig
 from gt_passes import (
     PassContext,
-    PassPipeline,
+    PassManager,
     SubgraphCompiler,
     declare_pure_operator,
     default_recipe,
@@ -58,7 +58,7 @@ def recipe_of(
     """
     numbers = itertools.count()
 
-    def build(context: PassContext) -> PassPipeline:
+    def build(context: PassContext) -> PassManager:
         dump_directory = None
         if options.debug_graph_passes and debug_folder is not None:
             dump_directory = debug_folder / f"graph_{next(numbers)}"

@@ -16,7 +16,7 @@ from torch.fx import GraphModule
 
 from gt_config import CompileConfig
 from gt_config.node_keys import PipelineAction
-from gt_passes import PassContext, PipelineReport
+from gt_passes import PassContext, PassManagerReport
 from gt_pipeline.graph import StageCapture
 from gt_trainer.steps.recipe import recipe_of
 
@@ -58,7 +58,7 @@ class StagePasses:
     def __init__(self, options: CompileConfig, *, debug_folder: Path | None = None) -> None:
         self._options = options
         self._debug_folder = debug_folder
-        self.reports: list[PipelineReport] = []
+        self.reports: list[PassManagerReport] = []
         """Of the joint graph, and of those of the actions, in the order in which they were made."""
 
     def on_capture(self, capture: StageCapture) -> None:

@@ -1,4 +1,4 @@
-"""The pipeline runs passes in order, verifies after each, and reports what they did."""
+"""The pass manager runs passes in order, verifies after each, and reports what they did."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from gt_passes import (
     GraphPass,
     PassContext,
     PassDeclarationError,
-    PassPipeline,
+    PassManager,
+    PassManagerReport,
     PassReport,
-    PipelineReport,
     RemoveDeadCode,
     ShareAllGathers,
     VerificationError,
@@ -57,9 +57,9 @@ class EditGraph(GraphPass):
         return "EditGraph()"
 
 
-def run(graph_module: GraphModule, *passes: GraphPass, **options: object) -> PipelineReport:
+def run(graph_module: GraphModule, *passes: GraphPass, **options: object) -> PassManagerReport:
     context = PassContext.from_graph(graph_module)
-    return PassPipeline(list(passes), context=context, **options).run(graph_module)
+    return PassManager(list(passes), context=context, **options).run(graph_module)
 
 
 def small_step() -> GraphModule:
@@ -153,7 +153,7 @@ after the pass edit-graph, the graph has 1 problem:
      expected shape [4, 6], stride [6, 1], dtype torch.bool, device cpu
      got      shape [4, 6], stride [6, 1], dtype torch.float32, device cpu
 to reproduce: run EditGraph() on the captured graph after remove-dead-code
-  PassPipeline(dump_directory=...) writes the graph before and after it""",
+  PassManager(dump_directory=...) writes the graph before and after it""",
     )
     assert error.value.after == "the pass edit-graph"
     assert error.value.problems[0].node_name == "cos"

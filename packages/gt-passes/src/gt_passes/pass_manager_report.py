@@ -1,4 +1,4 @@
-"""What a run of the pipeline did, pass by pass: as data, and as a table."""
+"""What a run of passes did, pass by pass: as data, and as a table."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class GraphSize:
     """Bytes given to collectives on this rank; see ``gt_passes.analysis.collectives.collective_bytes``."""
 
     peak_memory_bytes: int | None
-    """Estimated; None where nobody asked: see ``PassPipeline``."""
+    """Estimated; None where nobody asked: see ``PassManager``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,7 @@ class PassRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PipelineReport:
+class PassManagerReport:
     """A whole run. ``str(report)`` is a table with one line a pass."""
 
     records: tuple[PassRecord, ...]
