@@ -7,6 +7,7 @@ import torch.distributed as dist
 from training_cases import Case
 
 from gt_config import AutoParallelConfig
+from gt_config.graph_kinds import GraphKind
 from gt_passes import DescribeOnly, PassContext, PassManager, PassManagerReport
 from gt_trace import graph_text
 from gt_trainer.dry_run.fake_step import fake_step
@@ -40,8 +41,8 @@ def _captured(config: GraphTrainer.Config) -> str:
     texts: list[str] = []
     recipe = recipe_of(config.compile, compiler=DescribeOnly())
 
-    def recorded(context: PassContext) -> PassManager:
-        manager = recipe(context)
+    def recorded(context: PassContext, graph: GraphKind) -> PassManager:
+        manager = recipe(context, graph)
         run = manager.run
 
         def record_and_run(graph_module: torch.fx.GraphModule) -> PassManagerReport:

@@ -65,7 +65,7 @@ def captured_model(num_layers: int) -> Iterator[CapturedModel]:
             step.model,
             step.loss_fn,
             *step.inputs,
-            recipe=lambda context: PassManager([], context=context, verify=False),
+            recipe=lambda context, graph: PassManager([], context=context, verify=False),
             clock=StartupClock(),
             meta_device=step.meta_device,
         )

@@ -77,6 +77,7 @@ def test_the_public_names_are_exactly_these():
         "VerificationReport",
         "Verifier",
         "declare_pure_operator",
+        "default_passes",
         "default_recipe",
         "estimate_memory",
         "estimate_peak_bytes",

@@ -16,6 +16,7 @@ from expecttest import assert_expected_inline
 from pass_graphs import capture, capture_dead, collectives, node_of, program, unshard
 from torch.fx import GraphModule
 
+from gt_config.graph_kinds import EVERY_GRAPH, GraphKind
 from gt_passes import (
     CanonicalizeViews,
     ChangeBounds,
@@ -41,6 +42,7 @@ class EditGraph(GraphPass):
 
     name: ClassVar[str] = "edit-graph"
     preserves_numerics: ClassVar[bool] = False
+    runs_on: ClassVar[frozenset[GraphKind]] = EVERY_GRAPH
 
     edit: Callable[[GraphModule], None]
     allowed: ChangeBounds = field(default_factory=ChangeBounds)

@@ -38,7 +38,7 @@ from gt_passes.graph_problem import GraphProblem
 from gt_passes.memory_policy.residency_table import residency_table
 from gt_passes.pass_manager import PassManager
 from gt_passes.pass_manager_report import GraphSize, PassManagerReport, PassRecord
-from gt_passes.recipes import default_recipe
+from gt_passes.recipes import default_passes, default_recipe
 from gt_passes.registered_passes import (
     AsyncTensorParallel,
     BucketAllGathers,
@@ -137,6 +137,7 @@ __all__ = [
     "VerificationReport",
     "Verifier",
     "declare_pure_operator",
+    "default_passes",
     "default_recipe",
     "estimate_memory",
     "estimate_peak_bytes",

@@ -214,6 +214,7 @@ class _Run:
                     )
             yield PassRecord(
                 name=graph_pass.name,
+                only_cleans_up=graph_pass.only_cleans_up,
                 report=report,
                 before=before,
                 after=after,

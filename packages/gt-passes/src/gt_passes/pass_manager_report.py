@@ -29,6 +29,9 @@ class PassRecord:
     """One pass in one run."""
 
     name: str
+    only_cleans_up: bool
+    """As the pass declares."""
+
     report: PassReport
     before: GraphSize
     after: GraphSize

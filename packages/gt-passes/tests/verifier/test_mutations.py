@@ -23,6 +23,7 @@ from mutation_graphs import STEP_NAMES, StepGraph, apply_passes, capture_step
 from mutation_kinds import KINDS, Bug, find_bugs
 from torch.fx import GraphModule
 
+from gt_config.graph_kinds import EVERY_GRAPH, GraphKind
 from gt_passes import (
     GraphPass,
     PassContext,
@@ -67,6 +68,7 @@ class Mutate(GraphPass):
 
     name: ClassVar[str] = "mutate"
     preserves_numerics: ClassVar[bool] = True
+    runs_on: ClassVar[frozenset[GraphKind]] = EVERY_GRAPH
 
     bug: Bug
 

@@ -12,6 +12,7 @@ from expecttest import assert_expected_inline
 from pass_graphs import capture, collectives, node_of, run_pass
 from torch.fx import GraphModule, Node
 
+from gt_config.graph_kinds import EVERY_GRAPH, GraphKind
 from gt_passes import (
     ChangeBounds,
     GraphPass,
@@ -34,6 +35,7 @@ class ReplaceOperators(GraphPass):
 
     name: ClassVar[str] = "replace-operators"
     preserves_numerics: ClassVar[bool] = False
+    runs_on: ClassVar[frozenset[GraphKind]] = EVERY_GRAPH
     keeps_dataflow: ClassVar[bool] = False
 
     edit: Edit

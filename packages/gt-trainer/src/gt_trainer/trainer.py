@@ -237,7 +237,7 @@ class GraphTrainer(Trainer):
         logger.info(
             f"Captured the model: {report.num_nodes_forward:,} operators forward and "
             f"{report.num_nodes_backward:,} backward after "
-            f"{len(report.forward_passes.records)} passes on each"
+            f"{len(report.forward_passes.records)} and {len(report.backward_passes.records)} passes"
         )
         self._report_passes(report.forward_passes)
         self._report_passes(report.backward_passes)

@@ -1,7 +1,7 @@
 """What is done to the captured step of a placed model in mode ``autoparallel_backend``."""
 
 from gt_autoparallel.backend.overlap_collectives import OverlapCollectives
-from gt_autoparallel.backend.recipe import backend_recipe
+from gt_autoparallel.backend.recipe import backend_passes
 from gt_autoparallel.backend.tag_to_memory_budget import TagToMemoryBudget
 
-__all__ = ["OverlapCollectives", "TagToMemoryBudget", "backend_recipe"]
+__all__ = ["OverlapCollectives", "TagToMemoryBudget", "backend_passes"]

@@ -11,6 +11,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from gt_config import CaptureLayers, EpOverlapConfig, ShapeChangePolicy
+from gt_config.graph_kinds import GraphKind
 from gt_passes import PassContext, PassManager, PassManagerReport
 from gt_passes.ep_overlap import settle_chunk_annotations
 from gt_passes.verifier.collective_exchange import exchange_collective_digest
@@ -33,8 +34,8 @@ _INITIALIZERS = frozenset({"_param_init"})
 _MIN_LAYERS = 12
 """From how many layers on stamping pays: below, the proofs take most of what it saves."""
 
-Recipe = Callable[[PassContext], PassManager]
-"""Builds the passes for one captured graph."""
+Recipe = Callable[[PassContext, GraphKind], PassManager]
+"""Builds the passes for one captured graph, of the kind given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +138,7 @@ def capture_training_step(
             fake_mode=traced.fake_mode,
             static_input_names=tuple(graph_input.name for graph_input in static_inputs),
         )
-        report = recipe(context).run(traced.graph_module)
+        report = recipe(context, "STEP").run(traced.graph_module)
     return CaptureReport(traced=traced, passes=report, stamping=stamping)
 
 

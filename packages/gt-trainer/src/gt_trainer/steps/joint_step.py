@@ -84,8 +84,8 @@ def capture_joint(
         backward = PassContext(fake_mode=joint.fake_mode)
         return JointCaptureReport(
             parts=parts,
-            forward_passes=recipe(forward).run(parts.forward),
-            backward_passes=recipe(backward).run(parts.backward),
+            forward_passes=recipe(forward, "JOINT_FORWARD").run(parts.forward),
+            backward_passes=recipe(backward, "JOINT_BACKWARD").run(parts.backward),
         )
 
 
