@@ -18,6 +18,7 @@ from gt_config import (
     CompileConfig,
     ConfigError,
     EpOverlapConfig,
+    FsdpBucketing,
     Topology,
     Violation,
     find_violations,
@@ -253,6 +254,17 @@ def test_an_option_that_nothing_reads_is_refused_from_the_day_it_is_declared():
         allowed="its default False, since nothing in this run reads it and it would do nothing",
         fix="drop the option",
     )
+
+
+def test_defaults_are_those_of_the_class_of_the_configuration():
+    @dataclass(frozen=True, slots=True, kw_only=True)
+    class Bucketing(CompileConfig):
+        fsdp_bucketing: FsdpBucketing = "off"
+
+    assert not [*idle_option_violations(Bucketing(mode="none"), MESH)]
+    asked = Bucketing(mode="none", fsdp_bucketing="transformer_block")
+    (violation,) = idle_option_violations(asked, MESH)
+    assert violation.flag == "--compile.fsdp_bucketing"
 
 
 def test_an_option_without_values_to_walk_fails():
