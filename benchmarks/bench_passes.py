@@ -24,7 +24,7 @@ from graph_passes.peer import PEER_NAME, annotate_for_peer, run_peer_passes
 from report import Report, Row, Sample
 
 from gt_config import CompileConfig
-from gt_passes import PipelineReport, default_recipe
+from gt_passes import PassManagerReport, default_recipe
 
 _RATIO_GOAL = 0.3
 _GROWTH_GOAL = 1.1
@@ -104,7 +104,7 @@ def _measure(model: CapturedModel, report: Report, *, num_samples: int) -> float
     return median
 
 
-def _run_ours(model: CapturedModel, *, verify: bool) -> PipelineReport:
+def _run_ours(model: CapturedModel, *, verify: bool) -> PassManagerReport:
     graph_module = model.graph()
     options = CompileConfig(memory_policy="save_all", verify_passes=verify)
     gc.collect()

@@ -13,6 +13,7 @@ from typing import ClassVar
 from torch.fx import GraphModule
 from torchtitan.experiments.graph_trainer.ep_overlap_pass import ep_overlap_schedule_pass
 
+from gt_config.graph_kinds import EVERY_GRAPH, GraphKind
 from gt_config.node_keys import ChunkAnnotation, EpExchangeAnnotation, EpRegionAnnotation
 from gt_passes import ChangeBounds, GraphPass, PassContext, PassReport, register_pass
 from gt_passes.ep_overlap.exchange_operators import is_exchange_launch, is_exchange_wait
@@ -31,6 +32,7 @@ class PeerEpOverlapSchedule(GraphPass):
 
     name: ClassVar[str] = PEER_SCHEDULE
     preserves_numerics: ClassVar[bool] = True
+    runs_on: ClassVar[frozenset[GraphKind]] = EVERY_GRAPH
 
     @property
     def bounds(self) -> ChangeBounds:

@@ -7,7 +7,8 @@ import torch.distributed as dist
 from training_cases import Case
 
 from gt_config import AutoParallelConfig
-from gt_passes import DescribeOnly, PassContext, PassPipeline, PipelineReport
+from gt_config.graph_kinds import GraphKind
+from gt_passes import DescribeOnly, PassContext, PassManager, PassManagerReport
 from gt_trace import graph_text
 from gt_trainer.dry_run.fake_step import fake_step
 from gt_trainer.startup import StartupClock
@@ -40,16 +41,16 @@ def _captured(config: GraphTrainer.Config) -> str:
     texts: list[str] = []
     recipe = recipe_of(config.compile, compiler=DescribeOnly())
 
-    def recorded(context: PassContext) -> PassPipeline:
-        pipeline = recipe(context)
-        run = pipeline.run
+    def recorded(context: PassContext, graph: GraphKind) -> PassManager:
+        manager = recipe(context, graph)
+        run = manager.run
 
-        def record_and_run(graph_module: torch.fx.GraphModule) -> PipelineReport:
+        def record_and_run(graph_module: torch.fx.GraphModule) -> PassManagerReport:
             texts.append(graph_text(graph_module))
             return run(graph_module)
 
-        pipeline.run = record_and_run  # type: ignore[method-assign]  # what it gets is recorded
-        return pipeline
+        manager.run = record_and_run  # type: ignore[method-assign]  # what it gets is recorded
+        return manager
 
     with fake_step(config, WORLD_SIZE) as step:
         capture_training_step(

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.fx import GraphModule
 
+from gt_config.graph_kinds import EVERY_GRAPH, GraphKind
 from gt_passes import GraphPass, PassContext, PassReport
 from gt_passes.registry import register_pass
 
@@ -26,6 +27,7 @@ class PlantedDropMore(GraphPass):
 
     name: ClassVar[str] = "planted-drop-more"
     preserves_numerics: ClassVar[bool] = True
+    runs_on: ClassVar[frozenset[GraphKind]] = EVERY_GRAPH
     keeps_dataflow: ClassVar[bool] = False  # so that the verifier does not look
 
     def run(self, graph_module: GraphModule, context: PassContext) -> PassReport:
@@ -46,6 +48,7 @@ class PlantedForgetWait(GraphPass):
 
     name: ClassVar[str] = "planted-forget-wait"
     preserves_numerics: ClassVar[bool] = True
+    runs_on: ClassVar[frozenset[GraphKind]] = EVERY_GRAPH
 
     def run(self, graph_module: GraphModule, context: PassContext) -> PassReport:
         graph = graph_module.graph
@@ -64,6 +67,7 @@ class PlantedRaise(GraphPass):
 
     name: ClassVar[str] = "planted-raise"
     preserves_numerics: ClassVar[bool] = True
+    runs_on: ClassVar[frozenset[GraphKind]] = EVERY_GRAPH
 
     def run(self, graph_module: GraphModule, context: PassContext) -> PassReport:
         raise LookupError("planted")
@@ -76,6 +80,7 @@ class PlantedEndProcess(GraphPass):
 
     name: ClassVar[str] = "planted-end-process"
     preserves_numerics: ClassVar[bool] = True
+    runs_on: ClassVar[frozenset[GraphKind]] = EVERY_GRAPH
 
     def run(self, graph_module: GraphModule, context: PassContext) -> PassReport:
         if dist.get_rank() == 1:
@@ -90,6 +95,7 @@ class PlantedReorderOneRank(GraphPass):
 
     name: ClassVar[str] = "planted-reorder-one-rank"
     preserves_numerics: ClassVar[bool] = True
+    runs_on: ClassVar[frozenset[GraphKind]] = EVERY_GRAPH
 
     def run(self, graph_module: GraphModule, context: PassContext) -> PassReport:
         if dist.get_rank() != 1:

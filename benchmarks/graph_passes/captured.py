@@ -15,7 +15,7 @@ device.install("cpu")  # before the imports below, whose modules copy their devi
 
 from torch.fx import GraphModule  # noqa: E402
 
-from gt_passes import PassContext, PassPipeline  # noqa: E402
+from gt_passes import PassContext, PassManager  # noqa: E402
 from gt_trace import TracedStep  # noqa: E402
 from gt_trainer.dry_run.fake_step import fake_step  # noqa: E402
 from gt_trainer.models.llama3 import llama3_8b  # noqa: E402
@@ -65,7 +65,7 @@ def captured_model(num_layers: int) -> Iterator[CapturedModel]:
             step.model,
             step.loss_fn,
             *step.inputs,
-            recipe=lambda context: PassPipeline([], context=context, verify=False),
+            recipe=lambda context, graph: PassManager([], context=context, verify=False),
             clock=StartupClock(),
             meta_device=step.meta_device,
         )

@@ -69,7 +69,7 @@ def draw_passes(source: random.Random) -> tuple[PassSpec, ...]:
 
 
 def build_passes(specs: tuple[PassSpec, ...]) -> tuple[GraphPass, ...]:
-    """The passes that ``specs`` describe, in the order in which a pipeline runs them.
+    """The passes that ``specs`` describe, in the order in which they run.
 
     Raises:
         PassOrderError: no order meets what the passes require.

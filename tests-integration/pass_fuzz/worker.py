@@ -25,7 +25,7 @@ from torch.fx import GraphModule
 # Names the outputs of a step as its author did; the public torch.utils.pytree has no paths yet.
 from torch.utils import _pytree as pytree
 
-from gt_passes import PassContext, PassPipeline
+from gt_passes import PassContext, PassManager
 from gt_passes.analysis.collectives import is_collective
 from gt_passes.errors import VerificationError
 from gt_trace.errors import CaptureError
@@ -115,8 +115,8 @@ def transform(specs: Sequence[PassSpec], verify: bool) -> Transformed:
     )
     current.passed = None
     try:
-        pipeline = PassPipeline(build_passes(tuple(specs)), context=context, verify=verify)
-        report = pipeline.run(graph_module)
+        manager = PassManager(build_passes(tuple(specs)), context=context, verify=verify)
+        report = manager.run(graph_module)
     except VerificationError as error:
         return Transformed(outcome="refused by the verifier", text=str(error), collectives=())
     except Exception:  # noqa: BLE001  # whatever a pass raises is what we are after

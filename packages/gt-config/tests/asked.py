@@ -1,7 +1,4 @@
-"""What the tests of the rules ask, and of which configurations.
-
-Rules about options that have not landed are tested with ``unlanded=()``, as they will stand.
-"""
+"""What the tests of the rules ask, and of which configurations."""
 
 import dataclasses
 
@@ -13,9 +10,7 @@ KNOWN = ("canonicalize-views", "remove-dead-code", "one-all-gather-chain")
 
 
 def found(config=None, topology=TOPOLOGY, known_passes=KNOWN):
-    return find_violations(
-        config or CompileConfig(), topology, known_passes=known_passes, unlanded=()
-    )
+    return find_violations(config or CompileConfig(), topology, known_passes=known_passes)
 
 
 def only(config=None, topology=TOPOLOGY, known_passes=KNOWN):

@@ -13,6 +13,7 @@ from gt_config import (
     EpOverlapConfig,
     Topology,
     Violation,
+    malformed_options,
     validate,
 )
 from gt_config._field_types import field_hints
@@ -25,6 +26,43 @@ from gt_config._subject import leaf_paths
 
 def test_accepts_the_defaults():
     validate(CompileConfig(), TOPOLOGY, known_passes=())
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"mode": "none"},
+        {"mode": "aot_joint"},
+        {"verify_passes": False},
+        {"on_shape_change": "recapture"},
+        {"capture_layers": "stamped"},
+        {"inductor_compilation": "regional"},
+        {"memory_policy": "offload"},
+        {"fsdp_bucketing": "off"},
+        {"prefetch_layers": 0},
+        {"cuda_graphs": True},
+        {"autoparallel": True, "inductor_compilation": "autoparallel_backend"},
+    ],
+)
+def test_accepts_what_can_be_combined(settings):
+    validate(CompileConfig(**settings), TOPOLOGY, known_passes=())
+
+
+def test_names_the_options_that_are_wrong_by_themselves():
+    config = CompileConfig(
+        mode="aot_fx_tracer",
+        passes=("canonicalise-views",),
+        prefetch_layers=-1,
+        inductor_compilation="autoparallel_backend",  # wrong with the others only
+        ep_overlap=EpOverlapConfig(enabled=True, num_chunks=1),
+    )
+    assert malformed_options(config, known_passes=KNOWN) == (
+        "mode",
+        "prefetch_layers",
+        "ep_overlap.num_chunks",
+        "passes",
+        "disable_passes",
+    )
 
 
 def test_lists_every_violation_at_once_with_its_exact_text():

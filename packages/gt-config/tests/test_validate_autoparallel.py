@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import pytest
 from asked import EP_TOPOLOGY, found, mesh, only, overlap
 
 from gt_config import AutoParallelConfig, CompileConfig, Violation
@@ -101,39 +100,6 @@ def test_autoparallel_refuses_ep_overlap():
     )
 
 
-@pytest.mark.parametrize(
-    ("settings", "default"),
-    [
-        ({"memory_policy": "selective"}, "'save_all'"),
-        ({"fsdp_bucketing": "off"}, "'transformer_block'"),
-        ({"prefetch_layers": 2}, "1"),
-        ({"cuda_graphs": True}, "False"),
-    ],
-)
-def test_autoparallel_backend_decides_what_the_native_recipe_is_asked_for(settings, default):
-    config = CompileConfig(
-        autoparallel=True, inductor_compilation="autoparallel_backend", **settings
-    )
-    ((name, value),) = settings.items()
-    assert only(config) == Violation(
-        flag=f"--compile.{name}",
-        value=value,
-        allowed=f"its default {default}, since --compile.inductor_compilation "
-        "autoparallel_backend decides that itself and it would do nothing",
-        fix="drop the option, or use another inductor_compilation",
-    )
-
-
 def test_accepts_the_autoparallel_backend_with_both():
     config = CompileConfig(inductor_compilation="autoparallel_backend", autoparallel=True)
     assert found(config) == ()
-
-
-def test_solver_limits_need_autoparallel():
-    config = CompileConfig(autoparallel_solver=AutoParallelConfig(memory_budget_gib=64.0))
-    assert only(config) == Violation(
-        flag="--compile.autoparallel_solver.memory_budget_gib",
-        value=64.0,
-        allowed="its default None, since autoparallel is off and it would do nothing",
-        fix="drop the option, or use --compile.autoparallel",
-    )

@@ -1,72 +1,9 @@
-"""Options that need another one, or would silently do nothing, with the exact text."""
-
-import dataclasses
+"""Options that would do nothing for want of something in the mesh, and names, with the exact text."""
 
 import pytest
 from asked import EP_TOPOLOGY, found, mesh, only
 
 from gt_config import CompileConfig, Violation
-
-
-@pytest.mark.parametrize(
-    ("settings", "default"),
-    [
-        ({"inductor_compilation": "full"}, "'none'"),
-        ({"memory_policy": "selective"}, "'save_all'"),
-        ({"passes": ("remove-dead-code",)}, "()"),
-        ({"disable_passes": ("remove-dead-code",)}, "()"),
-        ({"verify_passes": False}, "True"),
-        ({"debug_graph_passes": True}, "False"),
-        ({"fsdp_bucketing": "off"}, "'transformer_block'"),
-        ({"fsdp_bucket_cap_mib": 5}, "None"),
-        ({"prefetch_layers": 2}, "1"),
-        ({"numerics_changing": True}, "False"),
-        ({"cuda_graphs": True}, "False"),
-        ({"capture_layers": "stamped"}, "'auto'"),
-        ({"on_shape_change": "recapture"}, "'error'"),
-    ],
-)
-def test_eager_mode_refuses_graph_options_and_a_trace_takes_them(settings, default):
-    [(name, value)] = settings.items()
-    assert found(CompileConfig(**settings)) == ()
-    assert only(CompileConfig(mode="none", **settings)) == Violation(
-        flag=f"--compile.{name}",
-        value=value,
-        allowed=f"its default {default}, since --compile.mode none captures no graph and it would "
-        "do nothing",
-        fix="drop the option, or use another mode",
-    )
-
-
-def test_eager_mode_measures_against_the_defaults_of_a_subclass():
-    @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-    class Bucketing(CompileConfig):
-        fsdp_bucketing: str = "transformer_block"
-
-    assert found(Bucketing(mode="none")) == ()
-    assert only(Bucketing(mode="none", fsdp_bucketing="off")).flag == "--compile.fsdp_bucketing"
-
-
-def test_a_bucket_cap_needs_bucketing():
-    assert only(CompileConfig(fsdp_bucketing="off", fsdp_bucket_cap_mib=25)) == Violation(
-        flag="--compile.fsdp_bucket_cap_mib",
-        value=25,
-        allowed="its default None, since FSDP bucketing is off and it would do nothing",
-        fix="drop the option, or use --compile.fsdp_bucketing transformer_block",
-    )
-    with_bucketing = CompileConfig(fsdp_bucket_cap_mib=25)
-    assert found(with_bucketing) == ()
-
-
-@pytest.mark.parametrize("mode", ["none", "aot_fx_trace"])
-def test_a_joint_partitioner_needs_a_joint_graph(mode):
-    assert only(CompileConfig(mode=mode, joint_partitioner="save_all")) == Violation(
-        flag="--compile.joint_partitioner",
-        value="save_all",
-        allowed=f"its default 'min_cut', since --compile.mode is {mode} and it would do nothing",
-        fix="drop the option, or use --compile.mode aot_joint",
-    )
-    assert found(CompileConfig(mode="aot_joint", joint_partitioner="save_all")) == ()
 
 
 def test_a_memory_policy_needs_a_whole_step():
@@ -77,51 +14,6 @@ def test_a_memory_policy_needs_a_whole_step():
         "--compile.joint_partitioner says what is kept and it would do nothing",
         fix="drop the option, or use --compile.mode aot_fx_trace",
     )
-
-
-def test_saved_ops_need_full_recompute():
-    selectors = ("layers.*::aten.mm",)
-    assert only(
-        CompileConfig(memory_policy="selective", full_recompute_saved_ops=selectors)
-    ) == Violation(
-        flag="--compile.full_recompute_saved_ops",
-        value=selectors,
-        allowed="its default (), since memory_policy is selective and it would do nothing",
-        fix="drop the option, or use --compile.memory_policy full_recompute",
-    )
-    recompute = CompileConfig(memory_policy="full_recompute", full_recompute_saved_ops=selectors)
-    assert found(recompute) == ()
-
-
-@pytest.mark.parametrize(
-    ("settings", "default"),
-    [
-        ({"offload_host_gib": 4.0}, "None"),
-        ({"offload_prefetch_layers": 2}, "1"),
-        ({"offload_defer_layers": 0}, "1"),
-    ],
-)
-def test_offload_settings_need_the_offload_policy(settings, default):
-    [(name, value)] = settings.items()
-    assert only(CompileConfig(memory_policy="selective", **settings)) == Violation(
-        flag=f"--compile.{name}",
-        value=value,
-        allowed=f"its default {default}, since memory_policy is selective and it would do nothing",
-        fix="drop the option, or use --compile.memory_policy offload",
-    )
-    assert found(CompileConfig(memory_policy="offload", **settings)) == ()
-
-
-def test_regional_modules_need_regional_compilation():
-    modules = ("layers.*.feed_forward",)
-    assert only(CompileConfig(regional_modules=modules)) == Violation(
-        flag="--compile.regional_modules",
-        value=modules,
-        allowed="its default (), since inductor_compilation is none and it would do nothing",
-        fix="drop the option, or use --compile.inductor_compilation regional",
-    )
-    regional = CompileConfig(inductor_compilation="regional", regional_modules=modules)
-    assert found(regional) == ()
 
 
 def test_regional_modules_are_patterns():

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from asked import EP_TOPOLOGY, NUM_CHUNKS, found, only, overlap
 
-from gt_config import CompileConfig, EpOverlapConfig, Topology, Violation
+from gt_config import Topology, Violation
 
 
 @pytest.mark.parametrize(
@@ -161,24 +161,4 @@ def test_ep_overlap_is_refused_with_what_only_a_gpu_can_prove():
             fix="leave the flag out, or turn EP overlap off",
         )
         for name in ("cuda_graphs", "async_tensor_parallel")
-    )
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "default"),
-    [
-        ("num_chunks", 4, "2"),
-        ("chunk_dim", "seq", "'batch'"),
-        ("strategy", "eager", "'graph'"),
-        ("module_fqn", "layers.*.moe", "'layers.*'"),
-        ("disable_early_grad_accumulation", True, "False"),
-    ],
-)
-def test_ep_overlap_settings_need_it_enabled(name, value, default):
-    config = CompileConfig(ep_overlap=EpOverlapConfig(**{name: value}))
-    assert only(config, EP_TOPOLOGY) == Violation(
-        flag=f"--compile.ep_overlap.{name}",
-        value=value,
-        allowed=f"its default {default}, since EP overlap is off and it would do nothing",
-        fix="drop the option, or use --compile.ep_overlap.enabled",
     )

@@ -96,13 +96,3 @@ def test_a_pipeline_has_no_tensor_parallelism_yet():
         "parallelism do not travel between stages yet",
         fix="use 1, or --parallelism.pipeline_parallel_degree 1",
     )
-
-
-def test_joint_graphs_are_not_stamped():
-    assert only(CompileConfig(mode="aot_joint", capture_layers="stamped")) == Violation(
-        flag="--compile.capture_layers",
-        value="stamped",
-        allowed="its default 'auto', since --compile.mode aot_joint exports every layer "
-        "and it would do nothing",
-        fix="drop the option, or use --compile.mode aot_fx_trace",
-    )

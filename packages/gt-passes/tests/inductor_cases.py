@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import create_block_mask
 
-from gt_passes import GraphPass, InductorCompiler, PassContext, PassPipeline, PassReport
+from gt_passes import GraphPass, InductorCompiler, PassContext, PassManager, PassReport
 from gt_passes.analysis.outlined_region import Runner
 from gt_trace.capture.trace import trace_step
 from gt_trace.capture.traced_step import TracedStep
@@ -148,7 +148,7 @@ def run_on(graph_pass: GraphPass, step: TracedStep) -> tuple[PassReport, GraphMo
     before = copy.deepcopy(step.graph_module)
     names = tuple(entry.name for entry in step.inputs[: step.num_static_inputs])
     context = PassContext(fake_mode=step.fake_mode, static_input_names=names)
-    (record,) = PassPipeline([graph_pass], context=context).run(step.graph_module).records
+    (record,) = PassManager([graph_pass], context=context).run(step.graph_module).records
     return record.report, before
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.fx import GraphModule
 from torch.nn import functional as F
 
-from gt_passes import GraphPass, PassContext, PassPipeline, PipelineReport
+from gt_passes import GraphPass, PassContext, PassManager, PassManagerReport
 from gt_passes.analysis.liveness import estimate_peak_bytes
 from gt_trace.capture.bound_inputs import BoundInputs
 from gt_trace.capture.trace import trace_step
@@ -160,9 +160,7 @@ def _capture_decoder(num_layers: int, dropout: float) -> Captured:
     return Captured(step=trace_step(step, module=model)(*args), model=model, args=args)
 
 
-def run(captured: Captured, *passes: GraphPass) -> PipelineReport:
-    """Run passes as the pipeline does: verified, and held to their bounds."""
-    pipeline = PassPipeline(
-        passes, context=captured.context, estimate_peak_bytes=estimate_peak_bytes
-    )
-    return pipeline.run(captured.graph_module)
+def run(captured: Captured, *passes: GraphPass) -> PassManagerReport:
+    """Run passes as the pass manager does: verified, and held to their bounds."""
+    manager = PassManager(passes, context=captured.context, estimate_peak_bytes=estimate_peak_bytes)
+    return manager.run(captured.graph_module)

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import (
 from torch.fx import GraphModule
 from torch.nn import functional as F
 
-from gt_passes import CanonicalizeViews, GraphPass, PassPipeline, RemoveDeadCode
+from gt_passes import CanonicalizeViews, GraphPass, PassManager, RemoveDeadCode
 from gt_passes.analysis.liveness import estimate_peak_bytes
 from gt_passes.registered_passes import (
     MemoryPolicyName,
@@ -102,7 +102,7 @@ def _outcome(
         RecomputeTagged(recompute_collectives=again),
         OffloadTagged(),
     ]
-    PassPipeline(passes, context=captured.context, estimate_peak_bytes=estimate_peak_bytes).run(
+    PassManager(passes, context=captured.context, estimate_peak_bytes=estimate_peak_bytes).run(
         graph_module
     )
     results = captured.outputs(graph_module)

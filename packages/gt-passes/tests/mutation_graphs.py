@@ -201,7 +201,7 @@ def capture_step(name: str, *, rank: int = 0) -> StepGraph:
 def apply_passes(
     graph_module: GraphModule, context: PassContext, passes: Sequence[GraphPass]
 ) -> None:
-    """Run passes without a pipeline, and so without verification."""
+    """Run passes without a pass manager, and so without verification."""
     for graph_pass in passes:
         graph_pass.run(graph_module, context)
     graph_module.recompile()

@@ -10,7 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import preserve_node_meta
 
 from gt_config.node_keys import FsdpCollectiveAnnotation
-from gt_passes import GraphPass, PassContext, PassPipeline, PassReport
+from gt_passes import GraphPass, PassContext, PassManager, PassReport
 from gt_trace.annotate import annotate
 
 collectives = torch.ops._c10d_functional
@@ -50,9 +50,9 @@ def unshard(
 
 
 def run_pass(graph_pass: GraphPass, graph_module: GraphModule) -> PassReport:
-    """Run one pass as the pipeline does, verified."""
+    """Run one pass as the pass manager does, verified."""
     context = PassContext.from_graph(graph_module)
-    (record,) = PassPipeline([graph_pass], context=context).run(graph_module).records
+    (record,) = PassManager([graph_pass], context=context).run(graph_module).records
     return record.report
 
 

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
 from gt_config import CompileConfig
-from gt_passes import PassContext, PipelineReport, default_recipe
+from gt_passes import PassContext, PassManagerReport, default_recipe
 from gt_trace.capture.trace import trace_step
 from gt_trace.capture.traced_step import TracedStep
 from gt_trace.fsdp import MixedPrecision, shard
@@ -52,7 +52,7 @@ def capture_two_microbatches(
     return trace_step(step, module=model)(tokens), model, tokens
 
 
-def run_recipe(step: TracedStep) -> PipelineReport:
+def run_recipe(step: TracedStep) -> PassManagerReport:
     """Run the default recipe on a captured step, in place, without what moves FSDP collectives."""
     names = tuple(entry.name for entry in step.inputs[: step.num_static_inputs])
     context = PassContext(fake_mode=step.fake_mode, static_input_names=names)

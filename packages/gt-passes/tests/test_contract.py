@@ -11,6 +11,7 @@ from expecttest import assert_expected_inline
 from pass_graphs import capture
 from torch.fx import GraphModule
 
+from gt_config.graph_kinds import EVERY_GRAPH, GraphKind
 from gt_passes import (
     CanonicalizeViews,
     ChangeBounds,
@@ -30,6 +31,7 @@ OURS = (RemoveDeadCode, CanonicalizeViews, ShareAllGathers)
 def test_every_violation_of_the_contract_is_listed():
     class Sloppy(GraphPass):
         name: ClassVar[str] = "sloppy-pass"
+        runs_on = frozenset({"stage 0"})
         requires = frozenset({"no-dead-code"})
 
         def run(self, graph_module: GraphModule, context: PassContext) -> PassReport:
@@ -44,8 +46,22 @@ Sloppy does not declare a pass as the contract asks:
   - it is not a frozen dataclass: write @dataclass(frozen=True, ...)
   - its name is 'sloppy-pass', and its class name asks for 'sloppy'
   - preserves_numerics is None, not True or False
+  - runs_on is frozenset({'stage 0'}), not a frozenset of kinds of graph: some of STEP, STAGE, UNSHARD, FORWARD, FULL_BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, REDUCE_GRAD, OVERLAP_F_B, JOINT_FORWARD, JOINT_BACKWARD
   - requires is frozenset({'no-dead-code'}), not a frozenset of Fact""",
     )
+
+
+def test_a_pass_must_say_on_which_graphs_it_runs():
+    @dataclass(frozen=True)
+    class Nowhere(GraphPass):
+        name: ClassVar[str] = "nowhere"
+        preserves_numerics: ClassVar[bool] = True
+
+        def run(self, graph_module: GraphModule, context: PassContext) -> PassReport:
+            return PassReport(changed=False)
+
+    with pytest.raises(PassDeclarationError, match="runs_on is None, not a frozenset of kinds"):
+        check_declaration(Nowhere)
 
 
 def test_the_subclass_of_a_frozen_dataclass_must_be_one_itself():
@@ -76,6 +92,7 @@ def test_a_pass_promises_no_more_bytes_and_no_more_memory_unless_it_says_so():
     class Quiet(GraphPass):
         name: ClassVar[str] = "quiet"
         preserves_numerics: ClassVar[bool] = True
+        runs_on: ClassVar[frozenset[GraphKind]] = EVERY_GRAPH
 
         def run(self, graph_module: GraphModule, context: PassContext) -> PassReport:
             return PassReport(changed=False)

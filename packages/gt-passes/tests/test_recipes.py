@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import pytest
@@ -12,14 +12,16 @@ from pass_graphs import capture
 from torch.fx import GraphModule
 
 from gt_config import CompileConfig, EpOverlapConfig, InductorCompilation
+from gt_config.graph_kinds import EVERY_GRAPH, GraphKind
 from gt_passes import (
     GraphPass,
     InductorCompiler,
     PassContext,
-    PassPipeline,
+    PassManager,
     PassReport,
     RecipeError,
     UnknownPassError,
+    default_passes,
     default_recipe,
     register_pass,
     registry,
@@ -31,7 +33,7 @@ def context() -> PassContext:
     return PassContext.from_graph(capture(lambda x: x.cos(), torch.ones(2)))
 
 
-def recipe(context: PassContext, **options: object) -> PassPipeline:
+def recipe(context: PassContext, **options: object) -> PassManager:
     return default_recipe(CompileConfig(**options), context=context)
 
 
@@ -152,6 +154,56 @@ def test_options_choose_passes(context: PassContext, options: dict, expected: li
 
 
 @pytest.mark.parametrize(
+    ("graph", "expected"),
+    [
+        ("STAGE", [*CLEAN_UP, "tag-saved-tensors", "recompute-tagged"]),
+        ("UNSHARD", [*CLEAN_UP[:3], "bucket-all-gathers", "delay-waits"]),
+        ("FORWARD", [*CLEAN_UP[:3], "fuse-parallel-matmuls", "compile-regions"]),
+        ("OVERLAP_F_B", [*CLEAN_UP[:3], "fuse-parallel-matmuls", "compile-regions"]),
+        (
+            "REDUCE_GRAD",
+            [*CLEAN_UP[:3], "bucket-reduce-scatters", "bucket-all-reduces", "delay-waits"],
+        ),
+        (
+            "JOINT_FORWARD",
+            [
+                *CLEAN_UP,
+                "bucket-all-gathers",
+                *OVERLAP,
+                "fuse-parallel-matmuls",
+                "compile-regions",
+            ],
+        ),
+        (
+            "JOINT_BACKWARD",
+            [*CLEAN_UP, *BUCKETS, *OVERLAP, "fuse-parallel-matmuls", "compile-regions"],
+        ),
+    ],
+)
+def test_a_graph_gets_the_passes_that_run_on_its_kind(graph: GraphKind, expected: list[str]):
+    options = CompileConfig(
+        memory_policy="selective", numerics_changing=True, inductor_compilation="regional"
+    )
+    assert [each.name for each in default_passes(options, graph=graph)] == expected
+
+
+def test_an_added_pass_runs_where_it_declares_to():
+    options = CompileConfig(passes=("prefetch-all-gathers", "remove-dead-code"), prefetch_layers=0)
+    step = [each.name for each in default_passes(options, graph="STEP")]
+    assert step[-2:] == ["prefetch-all-gathers", "remove-dead-code"]
+    unshard = [each.name for each in default_passes(options, graph="UNSHARD")]
+    assert unshard == [*CLEAN_UP[:3], "bucket-all-gathers", "remove-dead-code"]
+
+
+def test_the_options_of_another_memory_policy_change_no_pass():
+    selective = CompileConfig(memory_policy="selective")
+    changed = replace(
+        selective, offload_host_gib=1.0, full_recompute_saved_ops=("layers.*::aten.mm",)
+    )
+    assert default_passes(changed, graph="STEP") == default_passes(selective, graph="STEP")
+
+
+@pytest.mark.parametrize(
     ("memory_policy", "asked", "resharded"),
     [
         ("save_all", None, False),
@@ -163,10 +215,10 @@ def test_options_choose_passes(context: PassContext, options: dict, expected: li
 def test_parameters_are_gathered_again_unless_everything_is_saved(
     context: PassContext, memory_policy: str, asked: bool | None, resharded: bool
 ):
-    pipeline = default_recipe(
+    manager = default_recipe(
         CompileConfig(memory_policy=memory_policy), context=context, reshard_after_forward=asked
     )
-    assert ("reshard-after-forward" in [each.name for each in pipeline.passes]) == resharded
+    assert ("reshard-after-forward" in [each.name for each in manager.passes]) == resharded
 
 
 def test_options_of_options_reach_their_passes(context: PassContext):
@@ -216,6 +268,7 @@ def test_contradictions_are_one_error(context: PassContext, monkeypatch: pytest.
     class CapBuckets(GraphPass):
         name: ClassVar[str] = "cap-buckets"
         preserves_numerics: ClassVar[bool] = True
+        runs_on: ClassVar[frozenset[GraphKind]] = EVERY_GRAPH
 
         cap_bytes: int
 
@@ -232,19 +285,19 @@ the recipe cannot be built:
   - 'cap-buckets' is disabled, and the recipe has only remove-dead-code, merge-waits, canonicalize-views, share-all-gathers, bucket-all-gathers, bucket-reduce-scatters, bucket-all-reduces, delay-waits, prefetch-all-gathers
   - 'cap-buckets' is both added and disabled
   - 'remove-dead-code' is both added and disabled
-  - 'cap-buckets' cannot be added by name, for want of cap_bytes: give PassPipeline an instance""",
+  - 'cap-buckets' cannot be added by name, for want of cap_bytes: give PassManager an instance""",
     )
 
 
-def test_options_reach_the_pipeline(context: PassContext, tmp_path):
+def test_options_reach_the_pass_manager(context: PassContext, tmp_path):
     graph_module = capture(lambda x: x.cos(), torch.ones(2))
-    pipeline = default_recipe(
+    manager = default_recipe(
         CompileConfig(verify_passes=False),
         context=context,
         dump_directory=tmp_path,
         estimate_peak_bytes=lambda gm: 5,
     )
-    report = pipeline.run(graph_module)
+    report = manager.run(graph_module)
     assert not report.verified
     assert report.records[0].before.peak_memory_bytes == 5
-    assert len(list(tmp_path.glob("*-after.txt"))) == len(pipeline.passes)
+    assert len(list(tmp_path.glob("*-after.txt"))) == len(manager.passes)

@@ -11,6 +11,7 @@ from expecttest import assert_expected_inline
 from torch.fx import GraphModule
 
 import gt_passes
+from gt_config.graph_kinds import EVERY_GRAPH, GraphKind
 from gt_passes import (
     GraphPass,
     PassContext,
@@ -75,6 +76,7 @@ def test_a_registered_pass_is_known():
     class CountOps(GraphPass):
         name: ClassVar[str] = "count-ops"
         preserves_numerics: ClassVar[bool] = True
+        runs_on: ClassVar[frozenset[GraphKind]] = EVERY_GRAPH
 
         def run(self, graph_module: GraphModule, context: PassContext) -> PassReport:
             return PassReport(changed=False)
@@ -90,6 +92,7 @@ def test_a_name_is_given_once():
     class RemoveDeadCode(GraphPass):
         name: ClassVar[str] = "remove-dead-code"
         preserves_numerics: ClassVar[bool] = True
+        runs_on: ClassVar[frozenset[GraphKind]] = EVERY_GRAPH
 
         def run(self, graph_module: GraphModule, context: PassContext) -> PassReport:
             return PassReport(changed=False)

@@ -13,11 +13,11 @@ from pathlib import Path
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from gt_passes import PassContext, PassPipeline
+from gt_passes import PassContext, PassManager
 from gt_passes.registered_passes import CanonicalizeViews, RemoveDeadCode
 
 graph_module = make_fx(lambda x: x.view(2).sin(), tracing_mode="fake")(torch.ones(2))
-PassPipeline(
+PassManager(
     [RemoveDeadCode(), CanonicalizeViews()],
     context=PassContext.from_graph(graph_module),
     dump_directory=Path(sys.argv[1]) if len(sys.argv) > 1 else None,

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.fx import GraphModule
 
-from gt_autoparallel.backend import OverlapCollectives, TagToMemoryBudget, backend_recipe
+from gt_autoparallel.backend import OverlapCollectives, TagToMemoryBudget, backend_passes
 from gt_config.node_keys import ResidencyAnnotation
-from gt_passes import DescribeOnly, PassContext, estimate_peak_bytes
+from gt_passes import DescribeOnly, PassContext, PassManager, estimate_peak_bytes
 from gt_passes.analysis.collectives import is_collective, is_wait
 from gt_trace import TracedStep, read_annotation, trace_step
 from gt_trace.testing import fake_world
@@ -101,16 +101,28 @@ def test_says_what_no_recomputation_can_free(traced: TracedStep) -> None:
     assert report.counts["bytes_over_budget"] > 0
 
 
+def test_the_caps_and_choices_of_a_user_reach_the_passes() -> None:
+    without = {each.name: each for each in backend_passes()}
+    assert "reshard-after-forward" not in without
+    passes = {
+        each.name: each for each in backend_passes(bucket_cap_mib=25, reshard_after_forward=True)
+    }
+    assert [*passes.keys() - without.keys()] == ["reshard-after-forward"]
+    for name in ("bucket-all-gathers", "bucket-reduce-scatters", "bucket-all-reduces"):
+        assert passes[name].cap_mib == 25
+    kept = [
+        each.name for each in backend_passes(memory_budget_bytes=1, reshard_after_forward=False)
+    ]
+    assert "recompute-tagged" in kept
+    assert "reshard-after-forward" not in kept
+
+
 def test_the_recipe_keeps_a_budget_and_compiles_one_graph(traced: TracedStep) -> None:
     context = context_of(traced)
     peak = estimate_peak_bytes(traced.graph_module)
     static = sum(p.numel() * 4 for p in Blocks().parameters())
-    recipe = backend_recipe(
-        context=context,
-        memory_budget_bytes=peak - 40_000 + 2 * static,
-        compiler=DescribeOnly(),
-    )
-    report = recipe.run(traced.graph_module)
+    passes = backend_passes(memory_budget_bytes=peak - 40_000 + 2 * static, compiler=DescribeOnly())
+    report = PassManager(passes, context=context).run(traced.graph_module)
     assert [record.name for record in report.records][-1] == "compile-whole-graph"
     calls = [n for n in traced.graph_module.graph.nodes if n.op == "call_function"]
     regions = [n for n in calls if "region" in str(n.target)]

@@ -41,7 +41,6 @@ from gt_config.fingerprint import (
     refuse_stale,
 )
 from gt_config.graph_neutral import graph_neutral, is_graph_neutral
-from gt_config.landed import UNLANDED, UnlandedOption
 from gt_config.selectors import (
     MODULE_PATTERN_SYNTAX,
     SELECTOR_SYNTAX,
@@ -49,14 +48,13 @@ from gt_config.selectors import (
     is_module_pattern,
 )
 from gt_config.topology import TOPOLOGY_FLAGS, Topology
-from gt_config.validate import find_violations, validate
+from gt_config.validate import find_violations, malformed_options, validate
 
 __all__ = [
     "FINGERPRINT_FORMAT",
     "MODULE_PATTERN_SYNTAX",
     "SELECTOR_SYNTAX",
     "TOPOLOGY_FLAGS",
-    "UNLANDED",
     "AutoParallelConfig",
     "CaptureLayers",
     "CompileConfig",
@@ -83,7 +81,6 @@ __all__ = [
     "ShapeChangePolicy",
     "StaleFingerprintError",
     "Topology",
-    "UnlandedOption",
     "Violation",
     "explain_difference",
     "find_violations",
@@ -91,6 +88,7 @@ __all__ = [
     "graph_neutral",
     "is_graph_neutral",
     "is_module_pattern",
+    "malformed_options",
     "refuse_stale",
     "validate",
 ]

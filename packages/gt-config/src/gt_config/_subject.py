@@ -1,13 +1,13 @@
 """What the rules look at: a configuration and a topology, addressed by dotted paths.
 
-``config.ep_overlap.num_chunks`` and ``topology.tp`` name values in rules, in the list of unlanded
-options and in the record of what is already known to be wrong, and map to the user's flags.
+``config.ep_overlap.num_chunks`` and ``topology.tp`` name values in rules and in the record of what
+is already known to be wrong, and map to the user's flags.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 from gt_config._field_types import field_hints
@@ -37,18 +37,6 @@ def value_at(subject: Subject, path: str) -> Any:
     value: Any = subject
     for name in path.split("."):
         value = getattr(value, name)
-    return value
-
-
-def default_at(subject: Subject, path: str) -> object:
-    """The default of the configuration field at ``path``, as the configuration's class has it."""
-    _, name, *inner = path.split(".")
-    field = next(field for field in fields(subject.config) if field.name == name)
-    value: Any = field.default
-    if field.default_factory is not MISSING:
-        value = field.default_factory()
-    for part in inner:
-        value = getattr(value, part)
     return value
 
 

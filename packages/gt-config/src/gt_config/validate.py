@@ -11,10 +11,10 @@ from collections.abc import Collection
 
 from gt_config._field_values import check_field_values
 from gt_config._rules import RULES
-from gt_config._subject import Subject, flag_of, value_at
+from gt_config._rules.names import NAME_RULES
+from gt_config._subject import Subject
 from gt_config.compile_config import CompileConfig
 from gt_config.errors import ConfigError, Violation
-from gt_config.landed import UNLANDED, UnlandedOption
 from gt_config.topology import Topology
 
 
@@ -23,7 +23,6 @@ def validate(
     topology: Topology,
     *,
     known_passes: Collection[str],
-    unlanded: Collection[UnlandedOption] = UNLANDED,
 ) -> None:
     """Refuse a configuration that breaks any rule.
 
@@ -31,13 +30,12 @@ def validate(
         config: the flags under ``--compile.``.
         topology: the mesh degrees and batch extents of the run, in ranks, samples and tokens.
         known_passes: every registered pass name.
-        unlanded: options to refuse because they have not been built yet.
 
     Raises:
         ConfigError: lists every violation with its flag, value, what is allowed and the fix.
         TypeError: an argument is not of its type at all.
     """
-    violations = find_violations(config, topology, known_passes=known_passes, unlanded=unlanded)
+    violations = find_violations(config, topology, known_passes=known_passes)
     if violations:
         raise ConfigError(violations)
 
@@ -47,11 +45,10 @@ def find_violations(
     topology: Topology,
     *,
     known_passes: Collection[str],
-    unlanded: Collection[UnlandedOption] = UNLANDED,
 ) -> tuple[Violation, ...]:
     """What ``validate`` would raise, as data: for a caller that has rules of its own to add.
 
-    The order is fixed: single fields as declared, then rules between fields, then unlanded options.
+    The order is fixed: single fields as declared, then rules between fields.
 
     Raises:
         TypeError: an argument is not of its type at all.
@@ -72,17 +69,21 @@ def find_violations(
     for rule in RULES:
         if _sound(rule.reads, unsound):
             violations.extend(rule.check(subject))
-    violations.extend(
-        Violation(
-            flag=flag_of(option.path),
-            value=value_at(subject, option.path),
-            allowed=f"{option.landed} in this version",
-            fix=f"use {option.landed}: {option.reason}",
-        )
-        for option in unlanded
-        if _sound((option.path,), unsound) and option.refused(value_at(subject, option.path))
-    )
     return tuple(violations)
+
+
+def malformed_options(config: CompileConfig, *, known_passes: Collection[str]) -> tuple[str, ...]:
+    """Paths of the options whose values are wrong by themselves, whatever the others are."""
+    topology = Topology(world=1, batch_size=1, seq_len=1)
+    subject = Subject(config=config, topology=topology, known_passes=tuple(known_passes))
+    malformed = [path for path, _ in check_field_values(subject)]
+    malformed += [
+        path
+        for rule in NAME_RULES
+        if _sound(rule.reads, malformed) and any(rule.check(subject))
+        for path in rule.reads
+    ]
+    return tuple(path.removeprefix("config.") for path in malformed)
 
 
 def _sound(paths: Collection[str], unsound: Collection[str]) -> bool:

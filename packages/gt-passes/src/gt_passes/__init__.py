@@ -36,9 +36,9 @@ from gt_passes.facts import (
 )
 from gt_passes.graph_problem import GraphProblem
 from gt_passes.memory_policy.residency_table import residency_table
-from gt_passes.pipeline import PassPipeline
-from gt_passes.pipeline_report import PassRecord, PipelineReport
-from gt_passes.recipes import default_recipe
+from gt_passes.pass_manager import PassManager
+from gt_passes.pass_manager_report import PassManagerReport, PassRecord
+from gt_passes.recipes import default_passes, default_recipe
 from gt_passes.registered_passes import (
     AsyncTensorParallel,
     BucketAllGathers,
@@ -112,11 +112,11 @@ __all__ = [
     "OffloadTagged",
     "PassContext",
     "PassDeclarationError",
+    "PassManager",
+    "PassManagerReport",
     "PassOrderError",
-    "PassPipeline",
     "PassRecord",
     "PassReport",
-    "PipelineReport",
     "PrefetchAllGathers",
     "RecipeError",
     "RecomputeTagged",
@@ -138,6 +138,7 @@ __all__ = [
     "VerificationReport",
     "Verifier",
     "declare_pure_operator",
+    "default_passes",
     "default_recipe",
     "estimate_memory",
     "estimate_peak_bytes",

@@ -1,7 +1,7 @@
 """The pass contract: what a pass declares, what it is given, and what it returns.
 
 A pass is a frozen dataclass whose fields are its options. It edits the graph module in place and
-returns what it did as data; the pipeline orders, verifies, recompiles, times and dumps, so that no
+returns what it did as data; the manager orders, verifies, recompiles, times and dumps, so that no
 pass repeats that. The shape is that of xDSL's ``ModulePass`` (``xdsl/passes.py``), with declared
 facts and bounds that a verifier can hold a pass to.
 """
@@ -18,6 +18,7 @@ from typing import ClassVar, Self
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 
+from gt_config.graph_kinds import EVERY_GRAPH, GRAPH_KINDS, GraphKind
 from gt_passes._torch_internals import fake_mode_of
 from gt_passes.errors import GraphInputError, PassDeclarationError
 from gt_passes.facts import Fact
@@ -132,6 +133,14 @@ class GraphPass(ABC):
     preserves_numerics: ClassVar[bool]
     """Whether every output keeps every bit, on every input."""
 
+    runs_on: ClassVar[frozenset[GraphKind]]
+    """The kinds of graph that have what the pass works on. The recipes of all others leave it out,
+    and an option that acts through such passes alone is refused there."""
+
+    only_cleans_up: ClassVar[bool] = False
+    """Whether the pass tidies what a capture leaves, rather than carrying out an option. Nobody
+    asked for a certain place of it, so what it refuses is not reported to users."""
+
     keeps_dataflow: ClassVar[bool] = True
     """Whether every output is still computed by the same operators from the same inputs, up to
     layout (views, buckets), copies, order and recomputation. False: the dataflow check of the
@@ -152,7 +161,7 @@ class GraphPass(ABC):
     def run(self, graph_module: GraphModule, context: PassContext) -> PassReport:
         """Edit ``graph_module.graph`` in place and return what was done.
 
-        The pass does not log, lint, recompile or verify: the pipeline does.
+        The pass does not log, lint, recompile or verify: the manager does.
         """
 
 
@@ -173,6 +182,12 @@ def check_declaration(pass_class: type[GraphPass]) -> None:
     numerics = getattr(pass_class, "preserves_numerics", None)
     if not isinstance(numerics, bool):
         problems.append(f"preserves_numerics is {numerics!r}, not True or False")
+    runs_on = getattr(pass_class, "runs_on", None)
+    if not isinstance(runs_on, frozenset) or not runs_on or not runs_on <= EVERY_GRAPH:
+        problems.append(
+            f"runs_on is {runs_on!r}, not a frozenset of kinds of graph: some of "
+            f"{', '.join(GRAPH_KINDS)}"
+        )
     for attribute in ("requires", "provides"):
         facts = getattr(pass_class, attribute)
         if not isinstance(facts, frozenset) or not all(isinstance(fact, Fact) for fact in facts):

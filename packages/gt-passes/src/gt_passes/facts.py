@@ -1,7 +1,7 @@
 """Facts about a graph: what one pass establishes and another relies on.
 
 Passes name facts, never each other, so that a pass can be replaced by another that establishes the
-same, and so that a fact may also hold from the start (``PassPipeline(given_facts=...)``): chunks
+same, and so that a fact may also hold from the start (``PassManager(given_facts=...)``): chunks
 made eagerly before tracing and chunks made by a pass are one fact.
 
 A fact that holds stays true: every later pass keeps what was established before it, and cleans up

@@ -7,17 +7,19 @@ as arguments from whoever placed the model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
 
 from torch.fx import GraphModule
 
 from gt_config import CompileConfig, EpOverlapConfig, SavedOpSelector
+from gt_config.graph_kinds import GraphKind
 from gt_passes.compilation.inductor_compiler import InductorCompiler, SubgraphCompiler
 from gt_passes.contract import GraphPass, PassContext
 from gt_passes.errors import RecipeError
-from gt_passes.pipeline import PassPipeline
+from gt_passes.pass_manager import PassManager
+from gt_passes.pass_order import order_passes
 from gt_passes.registered_passes import (
     AsyncTensorParallel,
     BucketAllGathers,
@@ -53,42 +55,81 @@ def default_recipe(
     options: CompileConfig | None = None,
     *,
     context: PassContext,
+    graph: GraphKind = "STEP",
     reshard_after_forward: bool | None = None,
-    only: Collection[str] | None = None,
     compiler: SubgraphCompiler | None = None,
     flex_attention_options: Mapping[str, object] | None = None,
     dump_directory: Path | None = None,
     estimate_peak_bytes: Callable[[GraphModule], int] | None = None,
-) -> PassPipeline:
-    """The pipeline for a captured graph: a whole step, or one part of a joint graph.
+) -> PassManager:
+    """``default_passes``, bound to a captured graph.
+
+    Args:
+        options: what the user asks for; None for the defaults.
+        context: of the graph to run on.
+        graph: the kind of that graph.
+        reshard_after_forward: as for ``default_passes``.
+        compiler: as for ``default_passes``.
+        flex_attention_options: as for ``default_passes``.
+        dump_directory: as for ``PassManager``.
+        estimate_peak_bytes: as for ``PassManager``.
+
+    Raises:
+        UnknownPassError: as ``default_passes``.
+        RecipeError: as ``default_passes``.
+        PassOrderError: as ``default_passes``.
+    """
+    options = options if options is not None else CompileConfig()
+    return PassManager(
+        default_passes(
+            options,
+            graph=graph,
+            reshard_after_forward=reshard_after_forward,
+            compiler=compiler,
+            flex_attention_options=flex_attention_options,
+        ),
+        context=context,
+        verify=options.verify_passes,
+        dump_directory=dump_directory,
+        estimate_peak_bytes=estimate_peak_bytes,
+    )
+
+
+def default_passes(
+    options: CompileConfig,
+    *,
+    graph: GraphKind,
+    reshard_after_forward: bool | None = None,
+    compiler: SubgraphCompiler | None = None,
+    flex_attention_options: Mapping[str, object] | None = None,
+) -> tuple[GraphPass, ...]:
+    """Which passes run on a kind of graph, with which options, in which order.
 
     In this order: remove dead code, merge waits, canonicalize views, one all-gather chain per
     parameter, chunks (if overlap of token exchanges is asked for), the memory policy, FSDP
     communication, the overlap itself and its communicator, what rounds differently (if asked for),
-    the passes that the user added, compilation.
+    the passes that the user added, compilation. Of these, those that declare to run on ``graph``.
+
+    The result holds nothing of a certain graph, and is equal for requests that mean the same.
 
     Args:
-        options: what the user asks for; None for the defaults. Passes named in ``options.passes``
-            run with their default options, after those that rewrite the graph and before
-            compilation; a pass of the recipe then runs a second time. Already validated
-            (``gt_config.validate``): nothing is judged here but what depends on the passes.
-        context: of the graph to run on.
+        options: what the user asks for. Passes named in ``options.passes`` run with their default
+            options, after those that rewrite the graph and before compilation; a pass of the recipe
+            then runs a second time. Already validated (``gt_config.validate``): nothing is judged
+            here but what depends on the passes.
+        graph: the kind of graph.
         reshard_after_forward: whether FSDP parameters are gathered again for the backward; None:
             unless the memory policy is save_all.
-        only: names of the passes to run, for a graph that is a piece of a step; None for all.
         compiler: compiles regions or the whole graph, if ``options`` ask for it; None for Inductor.
         flex_attention_options: of Inductor, with which the model compiles its FlexAttention when it
             runs eagerly; None if it does not. Not asked for a graph that is compiled as a whole.
-        dump_directory: as for ``PassPipeline``.
-        estimate_peak_bytes: as for ``PassPipeline``.
 
     Raises:
         UnknownPassError: a name that no registered pass has.
-        RecipeError: a pass left out is not part of the recipe, or is added as well; or a pass added
-            by name has an option without a default. All of them at once.
+        RecipeError: a pass left out is part of the recipe of no kind of graph, or is added as well;
+            or a pass added by name has an option without a default. All of them at once.
         PassOrderError: what was left out provides what another pass requires.
     """
-    options = options if options is not None else CompileConfig()
     rewriting = [
         *_clean_up(),
         *_chunking(options.ep_overlap),
@@ -101,18 +142,12 @@ def default_recipe(
         *_compilation(options, compiler or InductorCompiler()),
     ]
     added = _added_passes(options, in_recipe=[each.name for each in (*rewriting, *compiling)])
-    kept = [
-        graph_pass
-        for graph_pass in (*rewriting, *added, *compiling)
-        if graph_pass.name not in options.disable_passes
-        and (only is None or graph_pass.name in only)
-    ]
-    return PassPipeline(
-        kept,
-        context=context,
-        verify=options.verify_passes,
-        dump_directory=dump_directory,
-        estimate_peak_bytes=estimate_peak_bytes,
+    return order_passes(
+        [
+            graph_pass
+            for graph_pass in (*rewriting, *added, *compiling)
+            if graph in graph_pass.runs_on and graph_pass.name not in options.disable_passes
+        ]
     )
 
 
@@ -138,17 +173,19 @@ def _chunking(options: EpOverlapConfig) -> Iterator[GraphPass]:
 def _memory_policy(options: CompileConfig) -> Iterator[GraphPass]:
     if options.memory_policy == "save_all":
         return
-    host_gib = options.offload_host_gib
+    policy = options.memory_policy
+    host_gib = options.offload_host_gib if policy == "offload" else None
+    saved_ops = options.full_recompute_saved_ops if policy == "full_recompute" else ()
     # Else what tensor and expert parallelism gather and exchange in a layer would stay.
-    recompute_collectives = options.memory_policy == "full_recompute"
+    recompute_collectives = policy == "full_recompute"
     yield TagSavedTensors(
-        policy=options.memory_policy,
+        policy=policy,
         recompute_collectives=recompute_collectives,
-        saved_ops=tuple(map(SavedOpSelector.parse, options.full_recompute_saved_ops)),
+        saved_ops=tuple(map(SavedOpSelector.parse, saved_ops)),
         host_budget_bytes=None if host_gib is None else int(host_gib * _GIB),
     )
     yield RecomputeTagged(recompute_collectives=recompute_collectives)
-    if options.memory_policy == "offload":
+    if policy == "offload":
         yield OffloadTagged(
             prefetch_layers=options.offload_prefetch_layers,
             defer_layers=options.offload_defer_layers,
@@ -228,7 +265,7 @@ def _added_passes(options: CompileConfig, *, in_recipe: Sequence[str]) -> list[G
         if needed:
             problems.append(
                 f"{pass_class.name!r} cannot be added by name, for want of {', '.join(needed)}: "
-                "give PassPipeline an instance"
+                "give PassManager an instance"
             )
     if problems:
         raise RecipeError(problems)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from gt_passes._torch_internals import trace_structured
-from gt_passes.pipeline_report import PipelineReport
+from gt_passes.pass_manager_report import PassManagerReport
 
 Moment = Literal["before", "after"]
 
@@ -20,7 +20,7 @@ def trace_graph(position: int, pass_name: str, moment: Moment, text: Callable[[]
     """Put the graph before or after a pass into the trace, if there is one.
 
     Args:
-        position: of the pass in its pipeline, from 0.
+        position: of the pass among those of its manager, from 0.
         pass_name: registered name.
         moment: of the two.
         text: makes the graph's text; not called without a trace.
@@ -28,7 +28,7 @@ def trace_graph(position: int, pass_name: str, moment: Moment, text: Callable[[]
     _artifact(f"graph_pass_{position:02d}_{pass_name}_{moment}", text)
 
 
-def trace_report(report: PipelineReport) -> None:
+def trace_report(report: PassManagerReport) -> None:
     """Put what the passes did, as a table and by operator, into the trace, if there is one."""
     _artifact("graph_passes_summary", lambda: f"{report}\n\n{report.differences()}")
 

@@ -12,7 +12,7 @@ from pass_graphs import capture, node_of, program, run_pass, same_bits
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from gt_config.node_keys import ChunkAnnotation
-from gt_passes import CanonicalizeViews, PassContext, PassPipeline
+from gt_passes import CanonicalizeViews, PassContext, PassManager
 from gt_trace.node_metadata import write_annotation
 
 aten = torch.ops.aten
@@ -257,7 +257,7 @@ def test_folds_views_to_symbolic_sizes_and_drops_the_sizes():
 
     graph_module = make_fx(step, tracing_mode="symbolic")(torch.ones(5, 7))
     context = PassContext.from_graph(graph_module)
-    PassPipeline([CanonicalizeViews()], context=context).run(graph_module)
+    PassManager([CanonicalizeViews()], context=context).run(graph_module)
     assert program(graph_module) == NOTHING_LEFT
     x = torch.rand(3, 2)
     assert same_bits(graph_module(x), x.cos())

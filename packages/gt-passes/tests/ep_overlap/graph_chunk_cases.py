@@ -11,7 +11,7 @@ from moe_steps import StepCase, capture, make_inputs, make_model
 from torch.fx import GraphModule
 
 from gt_config.node_keys import ChunkAnnotation
-from gt_passes import ChunkModules, MergeWaits, PassContext, PassPipeline
+from gt_passes import ChunkModules, MergeWaits, PassContext, PassManager
 from gt_passes.ep_overlap import (
     ChunkRegions,
     Join,
@@ -55,15 +55,15 @@ def chunk(
     *,
     preserve_eager_order: bool = False,
 ) -> Any:
-    """Chunk a captured step through a verifying pipeline; the report of the pass."""
+    """Chunk a captured step through a verifying pass manager; the report of the pass."""
     chunk_modules = ChunkModules(
         module_patterns=(modules,),
         chunk_dim=chunk_dim,
         num_chunks=num_chunks,
         preserve_eager_order=preserve_eager_order,
     )
-    pipeline = PassPipeline([MergeWaits(), chunk_modules], context=context_of(step))
-    return pipeline.run(step.graph_module).records[-1].report
+    manager = PassManager([MergeWaits(), chunk_modules], context=context_of(step))
+    return manager.run(step.graph_module).records[-1].report
 
 
 def places(graph_module: GraphModule) -> frozenset[Place]:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from gt_config import CompileConfig, EpOverlapConfig
 from gt_passes import (
     PassContext,
-    PassPipeline,
+    PassManager,
     ScheduleEpOverlap,
     SeparateExchangeGroup,
     default_recipe,
@@ -60,9 +60,9 @@ def outputs_before_and_after(
     before = step.bind(model, executable=copy.deepcopy(step.graph_module))(*inputs)
     num_exposed = len(exposed_exchanges(step.graph_module))
     passes = (ScheduleEpOverlap(), SeparateExchangeGroup())
-    report = PassPipeline(passes, context=context).run(step.graph_module)
+    report = PassManager(passes, context=context).run(step.graph_module)
     after = step.bind(model)(*inputs)
-    again = PassPipeline([ScheduleEpOverlap()], context=context).run(step.graph_module)
+    again = PassManager([ScheduleEpOverlap()], context=context).run(step.graph_module)
     return {
         "before": _flat(before),
         "after": _flat(after),

@@ -1,7 +1,7 @@
 """Mutation testing of the verifier: does it catch what wrong passes do, and only that?
 
 Bugs of every kind in ``mutations_of_*`` are put into captured steps, and into what the passes made
-of them, by a pass with the default declarations. The pipeline must refuse the result.
+of them, by a pass with the default declarations. The pass manager must refuse the result.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from mutation_graphs import STEP_NAMES, StepGraph, apply_passes, capture_step
 from mutation_kinds import KINDS, Bug, find_bugs
 from torch.fx import GraphModule
 
+from gt_config.graph_kinds import EVERY_GRAPH, GraphKind
 from gt_passes import (
     GraphPass,
     PassContext,
-    PassPipeline,
+    PassManager,
     PassReport,
     VerificationError,
     find_passes,
@@ -67,6 +68,7 @@ class Mutate(GraphPass):
 
     name: ClassVar[str] = "mutate"
     preserves_numerics: ClassVar[bool] = True
+    runs_on: ClassVar[frozenset[GraphKind]] = EVERY_GRAPH
 
     bug: Bug
 
@@ -130,7 +132,7 @@ def catching_check(step: StepGraph, bug: Bug) -> str | None:
     """
     graph_module = copy.deepcopy(step.graph_module)
     try:
-        PassPipeline([Mutate(bug=bug)], context=step.context).run(graph_module)
+        PassManager([Mutate(bug=bug)], context=step.context).run(graph_module)
     except VerificationError as error:
         return error.problems[0].check
     sequences = {0: CollectiveSequence.of(graph_module), 1: step.peer_sequence}
@@ -180,7 +182,7 @@ def test_legal_passes_are_not_refused(captured: dict[str, StepGraph]) -> None:
     for step in captured.values():
         passes = legal_passes()
         graph_module = copy.deepcopy(step.graph_module)
-        report = PassPipeline(passes, context=step.context).run(graph_module)
+        report = PassManager(passes, context=step.context).run(graph_module)
         assert report.verified
         print(f"\n{step.name}\n{report}")
 
@@ -193,4 +195,4 @@ def test_each_legal_pass_alone_is_not_refused(
         pytest.skip("needs another pass before it")
     for step in captured.values():
         graph_module = copy.deepcopy(step.graph_module)
-        PassPipeline([make_pass], context=step.context).run(graph_module)
+        PassManager([make_pass], context=step.context).run(graph_module)

@@ -12,11 +12,12 @@ from expecttest import assert_expected_inline
 from pass_graphs import capture, collectives, node_of, run_pass
 from torch.fx import GraphModule, Node
 
+from gt_config.graph_kinds import EVERY_GRAPH, GraphKind
 from gt_passes import (
     ChangeBounds,
     GraphPass,
     PassContext,
-    PassPipeline,
+    PassManager,
     PassReport,
     VerificationError,
 )
@@ -34,6 +35,7 @@ class ReplaceOperators(GraphPass):
 
     name: ClassVar[str] = "replace-operators"
     preserves_numerics: ClassVar[bool] = False
+    runs_on: ClassVar[frozenset[GraphKind]] = EVERY_GRAPH
     keeps_dataflow: ClassVar[bool] = False
 
     edit: Edit
@@ -429,7 +431,7 @@ def test_a_group_of_the_same_ranks_may_be_used_instead():
     def regroup(edited: GraphModule) -> None:
         node_of(edited, "all_reduce").update_arg(2, "dp 2")
 
-    PassPipeline([ReplaceOperators(edit=regroup)], context=context).run(graph_module)
+    PassManager([ReplaceOperators(edit=regroup)], context=context).run(graph_module)
 
 
 ONLY_REMOVES = ChangeBounds(only_removes=True, collective_bytes_may_shrink=True)
@@ -466,6 +468,6 @@ def test_a_pass_that_only_removes_may_do_nothing_else():
 def test_peak_memory_of_a_pass_that_only_removes_is_not_estimated():
     graph_module = capture(lambda x: x.cos(), X)
     edit = ReplaceOperators(edit=lambda graph_module: None, allowed=ONLY_REMOVES)
-    pipeline = PassPipeline([edit], context=PassContext.from_graph(graph_module))
-    (record,) = pipeline.run(graph_module).records
+    manager = PassManager([edit], context=PassContext.from_graph(graph_module))
+    (record,) = manager.run(graph_module).records
     assert record.before.peak_memory_bytes is None

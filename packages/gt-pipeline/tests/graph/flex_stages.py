@@ -22,7 +22,7 @@ from torch.fx import GraphModule
 from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block_mask
 
 from gt_config.node_keys import PipelineAction
-from gt_passes import DescribeOnly, PassContext, PassPipeline
+from gt_passes import DescribeOnly, PassContext, PassManager
 from gt_passes.registered_passes import CompileFlexAttention
 from gt_pipeline.graph import GraphPipelineStage
 from gt_pipeline.runner import GraphPPRunner, MicrobatchInputs, StepResult
@@ -159,7 +159,7 @@ def outline_attention(
 ) -> None:
     """The regions that Inductor would compile on a GPU, without compiling them."""
     attention = CompileFlexAttention(compiler=DescribeOnly())
-    PassPipeline([attention], context=context).run(graph_module)
+    PassManager([attention], context=context).run(graph_module)
 
 
 def step(

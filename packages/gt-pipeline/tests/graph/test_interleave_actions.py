@@ -15,7 +15,7 @@ from exchange_stages import ExchangeStage, Kind, overlap_like_one_after_the_othe
 from expecttest import assert_expected_inline
 from stage_models import ACTIVATION, Block, CountingBlock
 
-from gt_passes import PassContext, PassPipeline, Verifier
+from gt_passes import PassContext, PassManager, Verifier
 from gt_pipeline.errors import StageCutError
 from gt_pipeline.graph import (
     GraphPipelineStage,
@@ -133,7 +133,7 @@ def test_a_second_run_exposes_nothing_either() -> None:
     pair = overlapped(2, 1, "full_backward", by_data=True)
     graph_module = concatenate_actions(pair.forward, pair.backward).action.graph_module
     context = PassContext.from_graph(graph_module)
-    PassPipeline([InterleaveActions(), InterleaveActions()], context=context).run(graph_module)
+    PassManager([InterleaveActions(), InterleaveActions()], context=context).run(graph_module)
     assert exposed_collectives(graph_module) == ()
 
 

@@ -10,7 +10,7 @@ from stage_models import ACTIVATION, Block, CountingBlock
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from gt_passes import PassContext, PassPipeline, RecomputeTagged, TagSavedTensors, Verifier
+from gt_passes import PassContext, PassManager, RecomputeTagged, TagSavedTensors, Verifier
 from gt_pipeline.errors import StageCutError
 from gt_pipeline.graph import (
     GraphPipelineStage,
@@ -156,7 +156,7 @@ def test_what_a_memory_policy_computes_again_is_not_saved() -> None:
             graph_module, static_input_names=tuple(each.name for each in static)
         )
         passes = [TagSavedTensors(policy="full_recompute"), RecomputeTagged()]
-        PassPipeline(passes, context=context).run(graph_module)
+        PassManager(passes, context=context).run(graph_module)
 
     module = Layers()
     # Activations must outweigh gradients, or computing again would not pay.

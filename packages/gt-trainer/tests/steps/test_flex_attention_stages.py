@@ -19,7 +19,8 @@ from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.llama3 import model_registry
 
 from gt_config import CompileConfig
-from gt_passes import PassContext, PassPipeline
+from gt_config.graph_kinds import GraphKind
+from gt_passes import PassContext, PassManager
 from gt_passes.registered_passes import RemoveDeadCode
 from gt_pipeline.runner import TensorSignature
 from gt_pipeline.schedules import schedule_of
@@ -147,5 +148,5 @@ def test_joint_graphs_compute_what_the_model_does(model: Decoder) -> None:
         assert_same(gradients, taken_gradients(model))
 
 
-def _clean_up(context: PassContext) -> PassPipeline:
-    return PassPipeline([RemoveDeadCode()], context=context)
+def _clean_up(context: PassContext, graph: GraphKind) -> PassManager:
+    return PassManager([RemoveDeadCode()], context=context)

@@ -7,15 +7,16 @@ import torch
 from torch import nn
 
 from gt_config import ShapeChangePolicy
-from gt_passes import PassContext, PassPipeline
+from gt_config.graph_kinds import GraphKind
+from gt_passes import PassContext, PassManager
 from gt_passes.registered_passes import RemoveDeadCode
 from gt_trace import InputMismatchError
 from gt_trainer.startup import StartupClock
 from gt_trainer.steps.joint_step import JointCaptureReport, JointForward
 
 
-def recipe(context: PassContext) -> PassPipeline:
-    return PassPipeline([RemoveDeadCode()], context=context)
+def recipe(context: PassContext, graph: GraphKind) -> PassManager:
+    return PassManager([RemoveDeadCode()], context=context)
 
 
 def joint_forward(

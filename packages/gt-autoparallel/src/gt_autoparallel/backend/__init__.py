@@ -8,7 +8,7 @@
 """
 
 from gt_autoparallel.backend.overlap_collectives import OverlapCollectives
-from gt_autoparallel.backend.recipe import backend_recipe
+from gt_autoparallel.backend.recipe import backend_passes
 from gt_autoparallel.backend.tag_to_memory_budget import TagToMemoryBudget
 
-__all__ = ["OverlapCollectives", "TagToMemoryBudget", "backend_recipe"]
+__all__ = ["OverlapCollectives", "TagToMemoryBudget", "backend_passes"]

@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from gt_config.graph_kinds import GraphKind
 from gt_config.node_keys import FsdpCollectiveAnnotation
 from gt_passes.analysis.aliasing import AliasClasses
 from gt_passes.analysis.collectives import is_collective
@@ -65,6 +66,7 @@ class OverlapCollectives(GraphPass):
 
     name: ClassVar[str] = "overlap-collectives"
     preserves_numerics: ClassVar[bool] = True
+    runs_on: ClassVar[frozenset[GraphKind]] = frozenset({"STEP"})
 
     @property
     def bounds(self) -> ChangeBounds:

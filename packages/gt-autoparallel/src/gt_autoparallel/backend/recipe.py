@@ -8,8 +8,6 @@ mode does (torchtitan's ``autoparallel`` experiment), with verified passes.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from gt_autoparallel.backend.overlap_collectives import OverlapCollectives
 from gt_autoparallel.backend.tag_to_memory_budget import TagToMemoryBudget
 from gt_passes import (
@@ -19,10 +17,9 @@ from gt_passes import (
     CanonicalizeViews,
     CompileWholeGraph,
     DelayWaits,
+    GraphPass,
     InductorCompiler,
     MergeWaits,
-    PassContext,
-    PassPipeline,
     PrefetchAllGathers,
     RecomputeTagged,
     RemoveDeadCode,
@@ -32,48 +29,37 @@ from gt_passes import (
 )
 
 
-def backend_recipe(
+def backend_passes(
     *,
-    context: PassContext,
     memory_budget_bytes: int | None = None,
+    bucket_cap_mib: int | None = None,
+    reshard_after_forward: bool | None = None,
     compiler: SubgraphCompiler | None = None,
-    verify: bool = True,
-    dump_directory: Path | None = None,
-) -> PassPipeline:
-    """The pipeline for the captured step of a placed model.
+) -> tuple[GraphPass, ...]:
+    """The passes for the captured step of a placed model, in their order.
 
     Args:
-        context: of the graph to run on.
         memory_budget_bytes: of one rank, as for the plan; None for no limit: nothing is recomputed.
+        bucket_cap_mib: the largest bucket in MiB; None for no limit.
+        reshard_after_forward: whether FSDP parameters are gathered again for the backward; None:
+            where memory has a limit.
         compiler: compiles the whole graph; None for Inductor.
-        verify: as for ``PassPipeline``.
-        dump_directory: as for ``PassPipeline``.
     """
-    tagging = (
-        [
-            TagToMemoryBudget(budget_bytes=memory_budget_bytes),
-            RecomputeTagged(),
-            ReshardAfterForward(),
-        ]
-        if memory_budget_bytes is not None
-        else []
-    )
-    return PassPipeline(
-        [
-            RemoveDeadCode(),
-            MergeWaits(),
-            CanonicalizeViews(),
-            ShareAllGathers(),
-            *tagging,
-            BucketAllGathers(),
-            BucketReduceScatters(),
-            BucketAllReduces(),
-            DelayWaits(),
-            PrefetchAllGathers(),
-            OverlapCollectives(),
-            CompileWholeGraph(compiler=compiler or InductorCompiler()),
-        ],
-        context=context,
-        verify=verify,
-        dump_directory=dump_directory,
+    has_budget = memory_budget_bytes is not None
+    tagging = [TagToMemoryBudget(budget_bytes=memory_budget_bytes), RecomputeTagged()]
+    reshards = has_budget if reshard_after_forward is None else reshard_after_forward
+    return (
+        RemoveDeadCode(),
+        MergeWaits(),
+        CanonicalizeViews(),
+        ShareAllGathers(),
+        *(tagging if has_budget else []),
+        *([ReshardAfterForward()] if reshards else []),
+        BucketAllGathers(cap_mib=bucket_cap_mib),
+        BucketReduceScatters(cap_mib=bucket_cap_mib),
+        BucketAllReduces(cap_mib=bucket_cap_mib),
+        DelayWaits(),
+        PrefetchAllGathers(),
+        OverlapCollectives(),
+        CompileWholeGraph(compiler=compiler or InductorCompiler()),
     )

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from torch.fx import GraphModule, Node
 
+from gt_config.graph_kinds import GraphKind
 from gt_config.node_keys import Residency, ResidencyAnnotation
 from gt_passes import estimate_peak_bytes
 from gt_passes.analysis.layer_names import LayerNames
@@ -43,6 +44,7 @@ class TagToMemoryBudget(GraphPass):
 
     name: ClassVar[str] = "tag-to-memory-budget"
     preserves_numerics: ClassVar[bool] = True
+    runs_on: ClassVar[frozenset[GraphKind]] = frozenset({"STEP"})
 
     budget_bytes: int | None
     """Bytes that parameters, gradients, optimizer state and activations may take on one rank; None

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from gt_config._rules.rule import must_be_default, rule, violation
-from gt_config._subject import Subject, flag_of, leaf_paths
-from gt_config.compile_config import AutoParallelConfig
+from gt_config._rules.rule import rule, violation
+from gt_config._subject import Subject, flag_of
 from gt_config.errors import Violation
-
-_SOLVER = tuple(leaf_paths(AutoParallelConfig, "config.autoparallel_solver"))
 
 
 @rule("config.inductor_compilation", "config.autoparallel", "config.mode")
@@ -114,42 +111,4 @@ def _autoparallel_does_without(subject: Subject) -> Iterator[Violation]:
             allowed="'auto' or 'full' with --compile.autoparallel: a placed model runs its plan "
             "and calls no layers, of which some could stand for others",
             fix="drop the option, or drop --compile.autoparallel",
-        )
-
-
-_BACKEND_DECIDES = (
-    "config.memory_policy",
-    "config.passes",
-    "config.disable_passes",
-    "config.fsdp_bucketing",
-    "config.prefetch_layers",
-    "config.fsdp_second_group",
-    "config.fsdp_into_dense_regions",
-    "config.async_tensor_parallel",
-    "config.numerics_changing",
-    "config.cuda_graphs",
-)
-"""Options of the native recipe: the other backend has a policy of its own."""
-
-
-@rule("config.inductor_compilation", *_BACKEND_DECIDES)
-def _autoparallel_backend_has_its_own_policy(subject: Subject) -> Iterator[Violation]:
-    if subject.config.inductor_compilation != "autoparallel_backend":
-        return
-    for path in _BACKEND_DECIDES:
-        yield from must_be_default(
-            subject,
-            path,
-            because="--compile.inductor_compilation autoparallel_backend decides that itself",
-            switch="another inductor_compilation",
-        )
-
-
-@rule("config.autoparallel", *_SOLVER)
-def _solver_limits_need_autoparallel(subject: Subject) -> Iterator[Violation]:
-    if subject.config.autoparallel:
-        return
-    for path in _SOLVER:
-        yield from must_be_default(
-            subject, path, because="autoparallel is off", switch="--compile.autoparallel"
         )

@@ -4,25 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from gt_config._rules.rule import must_be_default, round_up, rule, violation
+from gt_config._rules.rule import round_up, rule, violation
 from gt_config._subject import Subject, flag_of, leaf_paths, value_at
 from gt_config.compile_config import EpOverlapConfig
 from gt_config.errors import Violation
 
 _EP_OVERLAP = tuple(leaf_paths(EpOverlapConfig, "config.ep_overlap"))
-
-
-_EP_SETTINGS = tuple(path for path in _EP_OVERLAP if path != "config.ep_overlap.enabled")
-
-
-@rule(*_EP_OVERLAP)
-def _ep_overlap_settings_need_it_enabled(subject: Subject) -> Iterator[Violation]:
-    if subject.config.ep_overlap.enabled:
-        return
-    for path in _EP_SETTINGS:
-        yield from must_be_default(
-            subject, path, because="EP overlap is off", switch="--compile.ep_overlap.enabled"
-        )
 
 
 @rule("config.ep_overlap.enabled", "config.mode", "topology.ep")

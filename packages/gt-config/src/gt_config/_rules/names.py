@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from difflib import get_close_matches
 
-from gt_config._rules.rule import rule
+from gt_config._rules.rule import RULES, Rule, rule
 from gt_config._subject import Subject, flag_of, value_at
 from gt_config.errors import SelectorSyntaxError, Violation
 from gt_config.selectors import (
@@ -75,3 +75,7 @@ def _unknown_pass(subject: Subject, path: str, name: str) -> Violation:
         allowed=f"the registered passes: {', '.join(known)}" if known else "no pass is registered",
         fix=f"did you mean {' or '.join(map(repr, near))}?" if near else "drop it",
     )
+
+
+NAME_RULES: tuple[Rule, ...] = tuple(each for each in RULES if each.check.__module__ == __name__)
+"""The rules above: each judges values that hold names by themselves."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from gt_config._subject import Subject, default_at, flag_of, value_at
+from gt_config._subject import Subject, flag_of, value_at
 from gt_config.errors import Violation
+from gt_config.option_paths import default_option
 
 Check = Callable[[Subject], Iterator[Violation]]
 
@@ -42,7 +43,7 @@ def must_be_default(
     subject: Subject, path: str, *, because: str, switch: str
 ) -> Iterator[Violation]:
     """A violation if the value at ``path`` is not its default, where it would do nothing."""
-    default = default_at(subject, path)
+    default = default_option(type(subject.config), path.removeprefix("config."))
     if value_at(subject, path) == default:
         return
     yield violation(

@@ -14,6 +14,7 @@ from typing import ClassVar
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from gt_config.graph_kinds import EVERY_GRAPH, GraphKind
 from gt_config.node_keys import ChunkAnnotation
 from gt_passes._torch_internals import OpOverload, value_of
 from gt_passes.analysis.aliasing import AliasClasses
@@ -64,6 +65,8 @@ class CanonicalizeViews(GraphPass):
 
     name: ClassVar[str] = "canonicalize-views"
     preserves_numerics: ClassVar[bool] = True
+    runs_on: ClassVar[frozenset[GraphKind]] = EVERY_GRAPH
+    only_cleans_up: ClassVar[bool] = True
     provides: ClassVar[frozenset[Fact]] = frozenset({CANONICAL_VIEWS})
 
     def run(self, graph_module: GraphModule, context: PassContext) -> PassReport:

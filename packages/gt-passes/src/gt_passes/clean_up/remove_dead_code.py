@@ -12,6 +12,7 @@ from typing import ClassVar, Literal
 
 from torch.fx import GraphModule, Node
 
+from gt_config.graph_kinds import EVERY_GRAPH, GraphKind
 from gt_config.node_keys import FsdpCollectiveAnnotation
 from gt_passes._torch_internals import OpOverload, has_declared_effect
 from gt_passes.analysis.aliasing import has_unknown_effects
@@ -55,6 +56,8 @@ class RemoveDeadCode(GraphPass):
 
     name: ClassVar[str] = "remove-dead-code"
     preserves_numerics: ClassVar[bool] = True
+    runs_on: ClassVar[frozenset[GraphKind]] = EVERY_GRAPH
+    only_cleans_up: ClassVar[bool] = True
     provides: ClassVar[frozenset[Fact]] = frozenset({NO_DEAD_CODE})
 
     dead_collectives: DeadCollectives = "remove_unshards"

@@ -10,6 +10,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
+from gt_config.graph_kinds import JOINT_GRAPHS, GraphKind
 from gt_passes._torch_internals import quiet_fake_execution, value_of
 from gt_passes.analysis.aliasing import AliasClasses
 from gt_passes.analysis.outlined_region import Outline, OutlinedRegion, RegionOutliner, region_of
@@ -55,6 +56,7 @@ class CudaGraphs(GraphPass):
 
     name: ClassVar[str] = "cuda-graphs"
     preserves_numerics: ClassVar[bool] = True
+    runs_on: ClassVar[frozenset[GraphKind]] = frozenset({"STEP", *JOINT_GRAPHS})
     keeps_dataflow: ClassVar[bool] = False
 
     target: CaptureTarget = field(default_factory=CaptureTarget)

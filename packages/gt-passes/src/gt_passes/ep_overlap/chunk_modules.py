@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 
 from torch.fx import GraphModule
 
+from gt_config.graph_kinds import GraphKind
 from gt_config.node_keys import ChunkAnnotation
 from gt_passes.contract import ChangeBounds, GraphPass, PassContext, PassReport, Refusal
 from gt_passes.ep_overlap.graph_chunks import chunk_graph
@@ -47,6 +48,7 @@ class ChunkModules(GraphPass):
 
     name: ClassVar[str] = "chunk-modules"
     preserves_numerics: ClassVar[bool] = False
+    runs_on: ClassVar[frozenset[GraphKind]] = frozenset({"STEP", "STAGE"})
     keeps_dataflow: ClassVar[bool] = False
 
     module_patterns: tuple[str, ...] = ("layers.*.moe",)

@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 from torch.fx import GraphModule, Node
 
+from gt_config.graph_kinds import JOINT_GRAPHS, GraphKind
 from gt_passes.analysis.code_motion import CodeMotion
 from gt_passes.analysis.layer_names import LayerNames
 from gt_passes.contract import ChangeBounds, GraphPass, PassContext, PassReport, Refusal
@@ -52,6 +53,7 @@ class BucketAllGathers(GraphPass):
 
     name: ClassVar[str] = "bucket-all-gathers"
     preserves_numerics: ClassVar[bool] = True
+    runs_on: ClassVar[frozenset[GraphKind]] = frozenset({"STEP", "UNSHARD", *JOINT_GRAPHS})
 
     cap_mib: int | None = None
     """Most MiB of whole parameters in a bucket; a larger block gets several. None: no limit."""

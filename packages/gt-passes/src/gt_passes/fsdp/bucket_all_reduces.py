@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 from torch.fx import GraphModule, Node
 
+from gt_config.graph_kinds import GraphKind
 from gt_passes.contract import ChangeBounds, GraphPass, PassContext, PassReport
 from gt_passes.fsdp.fsdp_buckets import BucketNodes
 from gt_passes.fsdp.fsdp_launches import FsdpLaunch
@@ -43,6 +44,7 @@ class BucketAllReduces(GraphPass):
 
     name: ClassVar[str] = "bucket-all-reduces"
     preserves_numerics: ClassVar[bool] = True
+    runs_on: ClassVar[frozenset[GraphKind]] = frozenset({"STEP", "REDUCE_GRAD", "JOINT_BACKWARD"})
 
     cap_mib: int | None = None
     """Most MiB in a bucket; a larger block gets several. None: no limit."""

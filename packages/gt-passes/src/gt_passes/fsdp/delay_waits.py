@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from gt_config.graph_kinds import JOINT_GRAPHS, GraphKind
 from gt_config.node_keys import FsdpCollectiveAnnotation
 from gt_passes.analysis.code_motion import CodeMotion
 from gt_passes.analysis.collectives import is_collective, is_wait
@@ -59,6 +60,9 @@ class DelayWaits(GraphPass):
 
     name: ClassVar[str] = "delay-waits"
     preserves_numerics: ClassVar[bool] = True
+    runs_on: ClassVar[frozenset[GraphKind]] = frozenset(
+        {"STEP", "UNSHARD", "REDUCE_GRAD", *JOINT_GRAPHS}
+    )
 
     blocks_behind: int = 1
     """How many further blocks' reductions are launched before one is waited for."""

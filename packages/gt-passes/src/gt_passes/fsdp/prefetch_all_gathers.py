@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 from torch.fx import GraphModule, Node
 
+from gt_config.graph_kinds import JOINT_GRAPHS, GraphKind
 from gt_passes.analysis.code_motion import CodeMotion
 from gt_passes.analysis.layer_names import LayerNames
 from gt_passes.contract import ChangeBounds, GraphPass, PassContext, PassReport, Refusal
@@ -49,6 +50,7 @@ class PrefetchAllGathers(GraphPass):
 
     name: ClassVar[str] = "prefetch-all-gathers"
     preserves_numerics: ClassVar[bool] = True
+    runs_on: ClassVar[frozenset[GraphKind]] = frozenset({"STEP", *JOINT_GRAPHS})
 
     blocks_ahead: int = 1
     """How many blocks early; 0 leaves everything in place. Each holds one more block's parameters.

@@ -10,6 +10,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
+from gt_config.graph_kinds import GraphKind
 from gt_config.node_keys import FsdpCollectiveAnnotation, PhaseAnnotation
 from gt_passes.analysis.code_motion import CodeMotion
 from gt_passes.analysis.layer_names import LayerNames
@@ -55,6 +56,7 @@ class ReshardAfterForward(GraphPass):
 
     name: ClassVar[str] = "reshard-after-forward"
     preserves_numerics: ClassVar[bool] = True
+    runs_on: ClassVar[frozenset[GraphKind]] = frozenset({"STEP"})
 
     keep_last: bool = True
     """Keep what the forward gathers last (after the last block, or else the last block): the

@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from gt_config.graph_kinds import JOINT_GRAPHS, GraphKind
 from gt_config.node_keys import EpRegionAnnotation, FsdpCollectiveAnnotation
 from gt_passes.analysis.code_motion import CodeMotion
 from gt_passes.analysis.layer_names import LayerNames
@@ -57,6 +58,7 @@ class ScheduleFsdpIntoDenseRegions(GraphPass):
 
     name: ClassVar[str] = "schedule-fsdp-into-dense-regions"
     preserves_numerics: ClassVar[bool] = True
+    runs_on: ClassVar[frozenset[GraphKind]] = frozenset({"STEP", *JOINT_GRAPHS})
 
     layers: str = "layers.*"
     """Pattern of the names of the modules that are blocks."""

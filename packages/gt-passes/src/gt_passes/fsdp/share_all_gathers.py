@@ -13,6 +13,7 @@ from typing import ClassVar, Literal
 
 from torch.fx import Graph, GraphModule, Node
 
+from gt_config.graph_kinds import JOINT_GRAPHS, GraphKind
 from gt_config.node_keys import FsdpCollectiveAnnotation
 from gt_passes._torch_internals import OpOverload, has_declared_effect
 from gt_passes.analysis.aliasing import AliasClasses, written_nodes
@@ -58,6 +59,8 @@ class ShareAllGathers(GraphPass):
 
     name: ClassVar[str] = "share-all-gathers"
     preserves_numerics: ClassVar[bool] = True
+    runs_on: ClassVar[frozenset[GraphKind]] = frozenset({"STEP", "STAGE", *JOINT_GRAPHS})
+    only_cleans_up: ClassVar[bool] = True
     provides: ClassVar[frozenset[Fact]] = frozenset({ONE_ALL_GATHER_PER_PARAMETER})
 
     scope: SharingScope = "step"

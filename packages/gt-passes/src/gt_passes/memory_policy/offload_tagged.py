@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch.fx import GraphModule, Node
 
+from gt_config.graph_kinds import GraphKind
 from gt_config.node_keys import ChunkAnnotation, PhaseAnnotation, ResidencyAnnotation
 from gt_passes._torch_internals import OpOverload, quiet_fake_execution
 from gt_passes.analysis.collectives import is_collective, is_wait
@@ -65,6 +66,7 @@ class OffloadTagged(GraphPass):
 
     name: ClassVar[str] = "offload-tagged"
     preserves_numerics: ClassVar[bool] = True
+    runs_on: ClassVar[frozenset[GraphKind]] = frozenset({"STEP"})
 
     prefetch_layers: int = 1
     """A tensor starts to come back this many layers, in the order of the backward, before the

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import Argument, map_arg
 
+from gt_config.graph_kinds import GraphKind
 from gt_config.node_keys import ChunkAnnotation, PhaseAnnotation, ResidencyAnnotation
 from gt_passes.analysis.collectives import is_wait
 from gt_passes.analysis.liveness import estimate_peak_bytes, peak_bytes_of
@@ -57,6 +58,7 @@ class RecomputeTagged(GraphPass):
 
     name: ClassVar[str] = "recompute-tagged"
     preserves_numerics: ClassVar[bool] = True
+    runs_on: ClassVar[frozenset[GraphKind]] = frozenset({"STEP", "STAGE"})
 
     recompute_collectives: bool = False
     """Whether tagged collectives, other than FSDP's, may run a second time."""

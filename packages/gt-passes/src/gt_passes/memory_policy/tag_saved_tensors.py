@@ -14,6 +14,7 @@ from typing import ClassVar, Literal
 from torch.fx import GraphModule, Node
 
 from gt_config import SavedOpSelector
+from gt_config.graph_kinds import GraphKind
 from gt_config.node_keys import Residency, ResidencyAnnotation
 from gt_passes.analysis.layer_names import LayerNames
 from gt_passes.analysis.storages import Storages
@@ -56,6 +57,7 @@ class TagSavedTensors(GraphPass):
 
     name: ClassVar[str] = "tag-saved-tensors"
     preserves_numerics: ClassVar[bool] = True
+    runs_on: ClassVar[frozenset[GraphKind]] = frozenset({"STEP", "STAGE"})
 
     policy: MemoryPolicyName = "save_all"
     """save_all: tag nothing, which means to save everything.

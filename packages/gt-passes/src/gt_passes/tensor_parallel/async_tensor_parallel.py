@@ -15,6 +15,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate
 
+from gt_config.graph_kinds import JOINT_GRAPHS, GraphKind
 from gt_passes._torch_compilation_internals import load_symmetric_memory_operators
 from gt_passes._torch_internals import FakeTensorMode, quiet_fake_execution, value_of
 from gt_passes.analysis.aliasing import AliasClasses
@@ -68,6 +69,7 @@ class AsyncTensorParallel(GraphPass):
 
     name: ClassVar[str] = "async-tensor-parallel"
     preserves_numerics: ClassVar[bool] = False
+    runs_on: ClassVar[frozenset[GraphKind]] = frozenset({"STEP", *JOINT_GRAPHS})
     keeps_dataflow: ClassVar[bool] = False
 
     symmetric_memory: SymmetricMemory = field(default_factory=SymmetricMemoryHere)

@@ -14,6 +14,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate
 
+from gt_config.graph_kinds import COMPUTING_ACTIONS, JOINT_GRAPHS, GraphKind
 from gt_passes._torch_internals import FakeTensorMode, quiet_fake_execution, value_of
 from gt_passes.analysis.aliasing import AliasClasses
 from gt_passes.analysis.operator_effects import is_barrier, is_only_a_view
@@ -51,6 +52,7 @@ class FuseParallelMatmuls(GraphPass):
 
     name: ClassVar[str] = "fuse-parallel-matmuls"
     preserves_numerics: ClassVar[bool] = False
+    runs_on: ClassVar[frozenset[GraphKind]] = frozenset({"STEP", *JOINT_GRAPHS, *COMPUTING_ACTIONS})
     keeps_dataflow: ClassVar[bool] = False
 
     max_columns: int = 4096

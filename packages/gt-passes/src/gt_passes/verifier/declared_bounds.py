@@ -33,7 +33,7 @@ class GraphSize:
     ``gt_passes.analysis.collectives.collective_bytes``."""
 
     peak_memory_bytes: int | None
-    """Estimated; None where nobody asked: see ``PassPipeline``."""
+    """Estimated; None where nobody asked: see ``PassManager``."""
 
 
 def find_bound_problems(

@@ -19,6 +19,7 @@ from typing import ClassVar, NamedTuple
 
 from torch.fx import GraphModule, Node
 
+from gt_config.graph_kinds import GraphKind
 from gt_config.node_keys import PipelineAnnotation
 from gt_passes import ChangeBounds, GraphPass, PassContext, PassReport
 from gt_passes.analysis.collectives import is_collective, is_wait
@@ -58,6 +59,7 @@ class InterleaveActions(GraphPass):
 
     name: ClassVar[str] = "interleave-actions"
     preserves_numerics: ClassVar[bool] = True
+    runs_on: ClassVar[frozenset[GraphKind]] = frozenset({"OVERLAP_F_B"})
 
     durations: NodeDurations = estimated_durations
     """How long nodes are taken to run."""

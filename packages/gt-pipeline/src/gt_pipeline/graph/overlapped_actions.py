@@ -23,7 +23,7 @@ from torch import nn
 from torch.fx import Graph, GraphModule, Node
 
 from gt_config.node_keys import PipelineAnnotation
-from gt_passes import PassContext, PassPipeline
+from gt_passes import PassContext, PassManager
 from gt_pipeline.errors import StageCutError
 from gt_pipeline.graph.action_graph import ActionGraph, append_graph
 from gt_pipeline.graph.interleave_actions import InterleaveActions
@@ -68,7 +68,7 @@ def overlap_actions(
     graph_module = actions.action.graph_module
     static = tuple(slot.name for slot in actions.action.inputs if slot.is_static)
     context = PassContext.from_graph(graph_module, static_input_names=static)
-    PassPipeline([InterleaveActions()], context=context, verify=verify).run(graph_module)
+    PassManager([InterleaveActions()], context=context, verify=verify).run(graph_module)
     return actions
 
 

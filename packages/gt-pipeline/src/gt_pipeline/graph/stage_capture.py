@@ -21,7 +21,7 @@ from gt_passes import (
     CanonicalizeViews,
     MergeWaits,
     PassContext,
-    PassPipeline,
+    PassManager,
     RemoveDeadCode,
     ShareAllGathers,
 )
@@ -280,7 +280,7 @@ def _clean_up(traced: TracedStep, *, verify: bool) -> None:
         fake_mode=traced.fake_mode, static_input_names=tuple(each.name for each in static_inputs)
     )
     passes = [RemoveDeadCode(), MergeWaits(), CanonicalizeViews(), ShareAllGathers()]
-    PassPipeline(passes, context=context, verify=verify).run(traced.graph_module)
+    PassManager(passes, context=context, verify=verify).run(traced.graph_module)
 
 
 def _layout_problems(

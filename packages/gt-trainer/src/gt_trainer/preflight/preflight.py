@@ -30,6 +30,7 @@ from gt_trainer.device import installed_device_type
 from gt_trainer.pipelines.pipeline_plan import pipeline_violations
 from gt_trainer.placement.parallelize import refuse_unsupported_parallelism
 from gt_trainer.preflight.checkpoint_folder import check_checkpoints
+from gt_trainer.preflight.idle_options import idle_option_violations
 from gt_trainer.preflight.placement_violations import autoparallel_violations
 from gt_trainer.trainer import GraphTrainer
 
@@ -57,8 +58,14 @@ def check_configuration(
     topology = topology_of(config, world_size)
     violations = list(find_violations(config.compile, topology, known_passes=known_passes()))
     told = {violation.flag for violation in violations}
-    # Our placement refuses some values that gt-config refuses too, with the same fix.
-    violations += [each for each in _unsupported_parallelism(config) if each.flag not in told]
+    idle = idle_option_violations(
+        config.compile,
+        topology,
+        reshard_after_forward=config.parallelism.fsdp_reshard_after_forward,
+    )
+    # gt-config refuses some of these too, and knows better why.
+    violations += [each for each in idle if each.flag not in told]
+    violations += _unsupported_parallelism(config)
     violations += _unsupported_options(config)
     violations += _unsound_counts(config, topology)
     violations += _model_does_not_divide(config, topology)
@@ -139,7 +146,6 @@ def _unsupported_options(config: GraphTrainer.Config) -> Iterator[Violation]:
             allowed="True: torchtitan's own CUDA graphs do not know the captured step",
             fix=f"{_LEAVE_OUT}; --compile.cuda_graphs records the captured step",
         )
-    yield from _options_for_another_mode(config)
     if config.comm.mode != "default":
         yield Violation(
             flag="--comm.mode",
@@ -177,18 +183,6 @@ def _not_dry_run(config: GraphTrainer.Config) -> Iterator[Violation]:
             value="aot_joint",
             allowed="'aot_fx_trace' in a dry run, which captures and simulates whole steps",
             fix="leave the flag out of the dry run",
-        )
-
-
-def _options_for_another_mode(config: GraphTrainer.Config) -> Iterator[Violation]:
-    reshard = config.parallelism.fsdp_reshard_after_forward
-    if reshard != "default" and config.compile.mode != "aot_fx_trace":
-        yield Violation(
-            flag="--parallelism.fsdp_reshard_after_forward",
-            value=reshard,
-            allowed=f"'default', since --compile.mode is {config.compile.mode}: "
-            "only a graph of the whole step gathers again",
-            fix=f"{_LEAVE_OUT}, or use --compile.mode aot_fx_trace",
         )
 
 

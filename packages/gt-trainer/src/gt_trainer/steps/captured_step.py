@@ -11,10 +11,11 @@ from torch import nn
 from torch.fx import GraphModule
 
 from gt_config import CaptureLayers, EpOverlapConfig, ShapeChangePolicy
+from gt_config.graph_kinds import GraphKind
 from gt_passes import (
     PassContext,
-    PassPipeline,
-    PipelineReport,
+    PassManager,
+    PassManagerReport,
     estimate_memory,
     release_cuda_graphs,
     residency_table,
@@ -45,8 +46,8 @@ _INITIALIZERS = frozenset({"_param_init"})
 _MIN_LAYERS = 12
 """From how many layers on stamping pays: below, the proofs take most of what it saves."""
 
-Recipe = Callable[[PassContext], PassPipeline]
-"""Builds the passes for one captured graph."""
+Recipe = Callable[[PassContext, GraphKind], PassManager]
+"""Builds the passes for one captured graph, of the kind given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +55,7 @@ class CaptureReport:
     """What a capture produced, for the log."""
 
     traced: TracedStep
-    passes: tuple[PipelineReport]
+    passes: tuple[PassManagerReport]
     """Of the one graph."""
 
     stamping: StampReport | None = None
@@ -157,7 +158,7 @@ def capture_training_step(
             fake_mode=traced.fake_mode,
             static_input_names=tuple(graph_input.name for graph_input in static_inputs),
         )
-        report = recipe(context).run(traced.graph_module)
+        report = recipe(context, "STEP").run(traced.graph_module)
     return CaptureReport(traced=traced, passes=(report,), stamping=stamping)
 
 

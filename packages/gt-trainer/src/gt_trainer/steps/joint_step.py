@@ -16,7 +16,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from gt_config import JointPartitioner, ShapeChangePolicy
-from gt_passes import PassContext, PipelineReport, release_cuda_graphs
+from gt_passes import PassContext, PassManagerReport, release_cuda_graphs
 from gt_passes.verifier.collective_exchange import exchange_collective_digest
 from gt_trace import ForwardBackward, export_joint_graph, partition
 from gt_trace.joint.bound_joint import BoundJoint
@@ -38,15 +38,15 @@ class JointCaptureReport:
     """What a capture produced, for the log."""
 
     parts: ForwardBackward
-    passes: tuple[PipelineReport, PipelineReport]
+    passes: tuple[PassManagerReport, PassManagerReport]
     """Of the forward graph and of the backward graph."""
 
     def __str__(self) -> str:
         """One line: the operators that run, and the passes that made them."""
         return (
             f"Captured the model: {self.num_nodes_forward:,} operators forward and "
-            f"{self.num_nodes_backward:,} backward after {len(self.passes[0].records)} passes on "
-            "each"
+            f"{self.num_nodes_backward:,} backward after {len(self.passes[0].records)} and "
+            f"{len(self.passes[1].records)} passes"
         )
 
     def memory_text(self) -> None:
@@ -97,7 +97,10 @@ def capture_joint(
         backward = PassContext(fake_mode=joint.fake_mode)
         return JointCaptureReport(
             parts=parts,
-            passes=(recipe(forward).run(parts.forward), recipe(backward).run(parts.backward)),
+            passes=(
+                recipe(forward, "JOINT_FORWARD").run(parts.forward),
+                recipe(backward, "JOINT_BACKWARD").run(parts.backward),
+            ),
         )
 
 

@@ -8,17 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from gt_passes import PipelineReport
-
-_CLEANS_UP = frozenset(
-    {"remove-dead-code", "merge-waits", "canonicalize-views", "share-all-gathers"}
-)
+from gt_passes import PassManagerReport
 
 
-def explain_refusals(report: PipelineReport) -> Iterator[str]:
+def explain_refusals(report: PassManagerReport) -> Iterator[str]:
     """One line for each pass and reason: how many places, and the first of them."""
     for record in report.records:
-        if record.name in _CLEANS_UP:
+        if record.only_cleans_up:
             continue
         places: dict[str, list[str]] = {}
         for refusal in record.report.refusals:

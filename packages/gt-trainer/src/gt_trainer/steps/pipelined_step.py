@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.fx import GraphModule
 
-from gt_passes import PipelineReport
+from gt_passes import PassManagerReport
 from gt_pipeline.graph import GraphPipelineStage, StageGraphs, StageLoss
 from gt_pipeline.runner import GraphPPRunner, MicrobatchInputs, TensorSignature
 from gt_pipeline.schedules import Schedule
@@ -31,7 +31,7 @@ class StageCaptureReport:
     """What the capture of a stage produced, for the log."""
 
     graphs: StageGraphs
-    passes: tuple[PipelineReport, ...]
+    passes: tuple[PassManagerReport, ...]
     """What they did on the joint graph, and on those of the actions."""
 
     @property

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch.fx import GraphModule
 
-from gt_passes import PipelineReport
+from gt_passes import PassManagerReport
 
 LossFunction = Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]]
 """torchtitan's: (prediction, labels, global_valid_tokens, **inputs) -> (loss, metrics)."""
@@ -30,7 +30,7 @@ class StepReport(Protocol):
     """What one capture produced. ``str(report)`` is a line for the log."""
 
     @property
-    def passes(self) -> tuple[PipelineReport, ...]:
+    def passes(self) -> tuple[PassManagerReport, ...]:
         """What passes did, one report for each graph that they ran on."""
 
     @property

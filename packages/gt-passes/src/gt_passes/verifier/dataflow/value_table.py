@@ -86,7 +86,7 @@ class _SymbolicTensor:
 
 @dataclass(slots=True)
 class ValueTable:
-    """The numbers of all values seen so far. Grows only; use one for one run of a pipeline."""
+    """The numbers of all values seen so far. Grows only; use one for one run of passes."""
 
     definitions: list[Definition] = field(default_factory=list)
     """By number."""

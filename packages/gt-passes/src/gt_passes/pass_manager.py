@@ -1,4 +1,4 @@
-"""The pipeline: orders passes, runs them, verifies after each, recompiles once, and reports.
+"""The pass manager: orders passes, runs them, verifies after each, recompiles once, and reports.
 
 Everything that surrounds a pass is here, so that a pass is only its idea.
 """
@@ -22,15 +22,15 @@ from gt_passes.contract import GraphPass, PassContext, PassReport, check_declara
 from gt_passes.errors import VerificationError
 from gt_passes.facts import Fact
 from gt_passes.graph_problem import GraphProblem
+from gt_passes.pass_manager_report import PassManagerReport, PassRecord
 from gt_passes.pass_order import order_passes
-from gt_passes.pipeline_report import PassRecord, PipelineReport
 from gt_passes.structured_trace import Moment, trace_graph, trace_report
 from gt_passes.verifier.declared_bounds import GraphSize, find_bound_problems
 from gt_passes.verifier.verification_session import VerificationSession
 from gt_trace.graph_text import graph_text
 
 
-class PassPipeline:
+class PassManager:
     """Runs passes on a graph, and holds each to what it declares.
 
     Args:
@@ -69,7 +69,7 @@ class PassPipeline:
         self._estimate_peak_bytes = estimate_peak_bytes or liveness.estimate_peak_bytes
         self._always_estimate = estimate_peak_bytes is not None or dump_directory is not None
 
-    def run(self, graph_module: GraphModule) -> PipelineReport:
+    def run(self, graph_module: GraphModule) -> PassManagerReport:
         """Run all passes on ``graph_module``, in place, and recompile it.
 
         Raises:
@@ -123,7 +123,7 @@ class _Stopwatch:
 
 
 class _Run:
-    """One run of the pipeline on one graph."""
+    """One run of the passes on one graph."""
 
     def __init__(
         self,
@@ -148,7 +148,7 @@ class _Run:
         self._always_estimate = always_estimate
         self._estimate_peak_bytes = estimate_peak_bytes
 
-    def run(self) -> PipelineReport:
+    def run(self) -> PassManagerReport:
         session = self._session
         with _Stopwatch() as capture_verification:
             if session is not None:
@@ -168,7 +168,7 @@ class _Run:
                 )
         with _Stopwatch() as recompilation:
             self._graph_module.recompile()
-        report = PipelineReport(
+        report = PassManagerReport(
             records=records,
             verified=session is not None,
             unverified=() if session is None else session.unverified,
@@ -214,6 +214,7 @@ class _Run:
                     )
             yield PassRecord(
                 name=graph_pass.name,
+                only_cleans_up=graph_pass.only_cleans_up,
                 report=report,
                 before=before,
                 after=after,
@@ -248,9 +249,7 @@ class _Run:
         if earlier:
             text += f" after {earlier}"
         if dump_before is None:
-            return (
-                f"{text}\n  PassPipeline(dump_directory=...) writes the graph before and after it"
-            )
+            return f"{text}\n  PassManager(dump_directory=...) writes the graph before and after it"
         return f"{text}\n  and compare {dump_before} with {dump_after}"
 
     def _size(self, ops: Counter[str]) -> GraphSize:

@@ -1,4 +1,4 @@
-"""What a run of the pipeline did, pass by pass: as data, and as a table."""
+"""What a run of passes did, pass by pass: as data, and as a table."""
 
 from __future__ import annotations
 
@@ -16,6 +16,9 @@ class PassRecord:
     """One pass in one run."""
 
     name: str
+    only_cleans_up: bool
+    """As the pass declares."""
+
     report: PassReport
     before: GraphSize
     after: GraphSize
@@ -39,7 +42,7 @@ class PassRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PipelineReport:
+class PassManagerReport:
     """A whole run. ``str(report)`` is a table with one line a pass."""
 
     records: tuple[PassRecord, ...]

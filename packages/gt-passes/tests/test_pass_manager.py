@@ -1,4 +1,4 @@
-"""The pipeline runs passes in order, verifies after each, and reports what they did."""
+"""The pass manager runs passes in order, verifies after each, and reports what they did."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from expecttest import assert_expected_inline
 from pass_graphs import capture, capture_dead, collectives, node_of, program, unshard
 from torch.fx import GraphModule
 
+from gt_config.graph_kinds import EVERY_GRAPH, GraphKind
 from gt_passes import (
     CanonicalizeViews,
     ChangeBounds,
@@ -23,9 +24,9 @@ from gt_passes import (
     GraphPass,
     PassContext,
     PassDeclarationError,
-    PassPipeline,
+    PassManager,
+    PassManagerReport,
     PassReport,
-    PipelineReport,
     RemoveDeadCode,
     ShareAllGathers,
     VerificationError,
@@ -41,6 +42,7 @@ class EditGraph(GraphPass):
 
     name: ClassVar[str] = "edit-graph"
     preserves_numerics: ClassVar[bool] = False
+    runs_on: ClassVar[frozenset[GraphKind]] = EVERY_GRAPH
 
     edit: Callable[[GraphModule], None]
     allowed: ChangeBounds = field(default_factory=ChangeBounds)
@@ -57,9 +59,9 @@ class EditGraph(GraphPass):
         return "EditGraph()"
 
 
-def run(graph_module: GraphModule, *passes: GraphPass, **options: object) -> PipelineReport:
+def run(graph_module: GraphModule, *passes: GraphPass, **options: object) -> PassManagerReport:
     context = PassContext.from_graph(graph_module)
-    return PassPipeline(list(passes), context=context, **options).run(graph_module)
+    return PassManager(list(passes), context=context, **options).run(graph_module)
 
 
 def small_step() -> GraphModule:
@@ -153,7 +155,7 @@ after the pass edit-graph, the graph has 1 problem:
      expected shape [4, 6], stride [6, 1], dtype torch.bool, device cpu
      got      shape [4, 6], stride [6, 1], dtype torch.float32, device cpu
 to reproduce: run EditGraph() on the captured graph after remove-dead-code
-  PassPipeline(dump_directory=...) writes the graph before and after it""",
+  PassManager(dump_directory=...) writes the graph before and after it""",
     )
     assert error.value.after == "the pass edit-graph"
     assert error.value.problems[0].node_name == "cos"
