@@ -27,7 +27,8 @@ from gt_config.graph_kinds import EVERY_GRAPH, PIPELINE_ACTIONS, GraphKind
 from gt_config.option_paths import default_option, option_choices, option_paths, with_option
 from gt_passes import PassContext, known_passes
 from gt_trainer import trainer
-from gt_trainer.models import eager_chunks, llama3
+from gt_trainer.decoder import eager_chunks
+from gt_trainer.models import llama3
 from gt_trainer.placement import place_decoder, planned_capture
 from gt_trainer.preflight.idle_options import RunOptions, idle_option_violations, read_elsewhere
 from gt_trainer.preflight.preflight import check_configuration
