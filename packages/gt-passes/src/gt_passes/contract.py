@@ -38,7 +38,8 @@ class ChangeBounds:
     """Whether the pass may remove collectives. False: a lost collective is an error."""
 
     peak_memory_growth: float | None = 0.0
-    """Estimated peak memory, as a fraction on top. None: the pass declares no bound."""
+    """Estimated peak memory, as a fraction on top. Less than an allocator's block of 512 bytes is
+    no growth. None: the pass declares no bound."""
 
     only_removes: bool = False
     """Whether all that the pass does is to erase nodes: none is new, changed or moved. Nothing is

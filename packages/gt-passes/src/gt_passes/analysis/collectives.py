@@ -111,7 +111,12 @@ def collective_bytes(graph_module: GraphModule) -> int:
 def launch_bytes(launch: Node) -> int:
     """Bytes that this rank gives to or takes from one collective; see ``collective_bytes``."""
     taken = _num_bytes(value_of(launch))
-    given = sum(_num_bytes(value_of(argument)) for argument in launch.all_input_nodes)
+    room = launch.kwargs.get("out")  # for what is taken
+    given = sum(
+        _num_bytes(value_of(argument))
+        for argument in launch.all_input_nodes
+        if argument is not room
+    )
     return max(taken, given)
 
 

@@ -18,7 +18,12 @@ from torch.fx.node import map_aggregate
 from gt_passes._torch_internals import OpOverload, has_declared_effect
 from gt_passes.analysis.aliasing import has_unknown_effects
 from gt_passes.analysis.collectives import is_collective, is_declared_launch, is_wait
-from gt_passes.analysis.operator_effects import draws_random_numbers, is_barrier
+from gt_passes.analysis.operator_effects import (
+    draws_random_numbers,
+    is_barrier,
+    reads_memory_layout,
+)
+from gt_passes.graph_constants import FrozenAttribute, freeze_attribute
 
 
 class NodeCall(NamedTuple):
@@ -55,6 +60,9 @@ class GraphScan:
     calls: dict[Node, NodeCall]
     """Every node, in execution order, with what it called and what was recorded for it."""
 
+    attributes: dict[Node, FrozenAttribute]
+    """What every ``get_attr`` node stood for."""
+
     writers: tuple[Node, ...]
     """Nodes that write, or may write, to an argument; see
     ``gt_passes.analysis.aliasing.written_nodes``."""
@@ -78,6 +86,9 @@ class GraphScan:
     """Nodes that are there for something besides their result, and are none of the above: asserts,
     operators with a registered effect."""
 
+    layout_readers: tuple[Node, ...]
+    """Nodes whose result depends on how their arguments lie in memory."""
+
     @property
     def num_placeholders(self) -> int:
         """Number of inputs, which stand first in a well-formed graph."""
@@ -87,26 +98,38 @@ class GraphScan:
         )
 
     def still_holds(self) -> bool:
-        """Whether nothing in the graph changed since, the order included."""
+        """Whether nothing in the graph changed since, the order and its constants included."""
         nodes = self.graph_module.graph.nodes
-        return len(nodes) == len(self.calls) and all(
-            node is old
-            and node.args is call.args
-            and node.target is call.target
-            and node.kwargs is call.kwargs
-            and node.meta.get("val") is call.value
-            for node, (old, call) in zip(nodes, self.calls.items(), strict=True)
+        return (
+            len(nodes) == len(self.calls)
+            and all(
+                node is old
+                and node.args is call.args
+                and node.target is call.target
+                and node.kwargs is call.kwargs
+                and node.meta.get("val") is call.value
+                for node, (old, call) in zip(nodes, self.calls.items(), strict=True)
+            )
+            and all(
+                freeze_attribute(self.graph_module, node) == frozen
+                for node, frozen in self.attributes.items()
+            )
         )
 
     def changed_nodes(self, before: GraphScan) -> Iterator[Node]:
         """The nodes that are new since ``before``, call something else, or have another value.
 
-        Values and arguments are told apart as objects: what changed inside one is not seen.
+        Values and arguments are told apart as objects: what changed inside one is not seen. What
+        ``get_attr`` nodes stand for is compared by content.
         """
         old_calls = before.calls
         for node, call in self.calls.items():
             old = old_calls.get(node)
-            if old is None or not all(map(operator.is_, old, call)):
+            if (
+                old is None
+                or not all(map(operator.is_, old, call))
+                or (node.op == "get_attr" and self.attributes[node] != before.attributes[node])
+            ):
                 yield node
 
 
@@ -120,9 +143,10 @@ class _Kind(NamedTuple):
     is_wait: bool
     has_effect: bool
     is_declared_launch: bool
+    reads_layout: bool
 
 
-_ORDINARY = _Kind(False, False, False, False, False, False, False)
+_ORDINARY = _Kind(False, False, False, False, False, False, False, False)
 
 
 @dataclass(slots=True)
@@ -136,6 +160,7 @@ class GraphScanner:
         """Look at every node once."""
         position: dict[Node, int] = {}
         calls: dict[Node, NodeCall] = {}
+        attributes: dict[Node, FrozenAttribute] = {}
         special: list[tuple[Node, _Kind]] = []
         kinds = self._kinds
         for index, node in enumerate(graph_module.graph.nodes):
@@ -143,6 +168,8 @@ class GraphScanner:
             target = node.target
             calls[node] = NodeCall(target, node.args, node.kwargs, node.meta.get("val"))
             if node.op in ("placeholder", "get_attr", "output"):
+                if node.op == "get_attr":
+                    attributes[node] = freeze_attribute(graph_module, node)
                 continue
             known = kinds.get(id(target))
             if known is None:
@@ -154,6 +181,7 @@ class GraphScanner:
             graph_module=graph_module,
             position=position,
             calls=calls,
+            attributes=attributes,
             writers=tuple(node for node, kind in special if kind.writes),
             random=tuple(
                 node for node, kind in special if kind.may_be_random and draws_random_numbers(node)
@@ -163,6 +191,7 @@ class GraphScanner:
             declared_launches=tuple(node for node, kind in special if kind.is_declared_launch),
             waits=tuple(node for node, kind in special if kind.is_wait),
             effects=tuple(node for node, kind in special if kind.has_effect),
+            layout_readers=tuple(node for node, kind in special if kind.reads_layout),
         )
 
 
@@ -178,13 +207,14 @@ def _kind_of(node: Node) -> _Kind:
         is_wait=is_wait(node),
         has_effect=False,
         is_declared_launch=False,
+        reads_layout=reads_memory_layout(node),
     )
     if isinstance(target, OpOverload):
         kind = kind._replace(
             writes=target._schema.is_mutable,
             may_be_random=torch.Tag.nondeterministic_seeded in target.tags,
         )
-        if not any(kind):
+        if not any(kind) or kind == _ORDINARY._replace(reads_layout=True):
             has_effect = not target._schema.returns or has_declared_effect(node)
             kind = kind._replace(has_effect=has_effect)
         kind = kind._replace(is_declared_launch=is_declared_launch(node))

@@ -47,6 +47,18 @@ _METADATA_READERS = frozenset(
     }
 )
 
+_LAYOUT_READERS = frozenset(
+    {
+        "aten::as_strided",
+        "aten::as_strided_",
+        "aten::as_strided_copy",
+        "aten::as_strided_scatter",
+        "aten::_reshape_alias",
+        "aten::sym_storage_offset",
+        "aten::sym_stride",
+    }
+)
+
 # Their schemas say that they alias, and sometimes they copy instead, which reads.
 _MAY_COPY = frozenset({"aten::reshape", "aten::contiguous", "aten::to", "aten::reshape_as"})
 
@@ -124,6 +136,14 @@ def is_only_a_view(node: Node) -> bool:
 def reads_only_metadata(node: Node) -> bool:
     """Whether a node asks for a size or stride, which does not depend on data."""
     return node.target in _METADATA_READERS
+
+
+def reads_memory_layout(node: Node) -> bool:
+    """Whether a node's result depends on how its arguments lie in memory, besides their elements.
+
+    ``as_strided`` addresses the whole storage of its argument, as it was laid out.
+    """
+    return isinstance(node.target, OpOverload) and node.target._schema.name in _LAYOUT_READERS
 
 
 @functools.cache

@@ -6,8 +6,8 @@ so that comparing signatures adds no guards.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from typing import NamedTuple
+from collections.abc import Hashable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 
@@ -83,6 +83,48 @@ def is_symbolic(signed: Hashable) -> bool:
     if isinstance(signed, _Symbolic):
         return True
     return isinstance(signed, tuple) and any(map(is_symbolic, signed))
+
+
+def symbols_of(signed: Hashable) -> Iterator[str]:
+    """The names of the symbols in a signature, in a fixed order; some may come twice."""
+    if isinstance(signed, _Symbolic):
+        expression: Any = signed.expression
+        yield from sorted(map(str, expression.free_symbols))
+    elif isinstance(signed, tuple):
+        for part in signed:
+            yield from symbols_of(part)
+
+
+def is_row_major(signed: TensorSignature) -> bool:
+    """Whether the elements surely lie in memory one after the other, the last dim fastest.
+
+    Told by the expressions of sizes and strides alone, which adds no guards.
+    """
+    if signed.stride is None:
+        return False
+    expected: Any = 1
+    for size, stride in reversed(list(zip(signed.shape, signed.stride, strict=True))):
+        if size == 1:
+            continue
+        if _without_lower_bounds(stride) != expected:
+            return False
+        expected = expected * _without_lower_bounds(size)
+    return True
+
+
+def _without_lower_bounds(size: Hashable) -> Any:
+    """A size or stride as an expression, with n for Max(1, n): they differ in empty tensors only."""
+    if not isinstance(size, _Symbolic):
+        return size
+    expression: Any = size.expression
+
+    def is_lower_bound(part: Any) -> bool:
+        return type(part).__name__ == "Max" and len(part.args) == 2 and 1 in part.args
+
+    def bounded(part: Any) -> Any:
+        return next(argument for argument in part.args if argument != 1)
+
+    return expression.replace(is_lower_bound, bounded)
 
 
 def describe(signed: Hashable) -> str:

@@ -15,6 +15,7 @@ from gt_passes._torch_internals import value_of
 from gt_passes.analysis.outlined_region import Outline
 from gt_passes.analysis.tensor_signature import TensorSignature, signature
 from gt_passes.compilation.inductor_regions import is_flex_attention
+from gt_passes.graph_constants import freeze_argument, freeze_call
 
 _ALIGNMENT_BYTES = 16
 """Of the widest load of a GPU."""
@@ -32,10 +33,10 @@ def region_identity(
     inputs = tuple(sign(value_of(node)) for node in outline.inputs)
     calls = []
     for node in outline.nodes:
-        calls.append(_call(graph_module, node, numbers))
+        calls.append(freeze_call(graph_module, node, numbers))
         numbers[node] = len(numbers)
     outputs = tuple(numbers[node] for node in outline.outputs)
-    return (inputs, tuple(calls), outputs, _key(graph_module, dict(options), numbers))
+    return (inputs, tuple(calls), outputs, freeze_argument(graph_module, dict(options), numbers))
 
 
 def _reads_elements_only(outline: Outline) -> bool:
@@ -55,58 +56,3 @@ def _sign_elements(value: object) -> Hashable:
     return signed._replace(
         storage_offset=signed.storage_offset * signed.dtype.itemsize % _ALIGNMENT_BYTES
     )
-
-
-def _call(
-    graph_module: GraphModule, node: Node, numbers: Mapping[Node, Hashable]
-) -> tuple[Hashable, ...]:
-    return (
-        node.op,
-        node.target,
-        _key(graph_module, node.args, numbers),
-        _key(graph_module, node.kwargs, numbers),
-    )
-
-
-def _key(graph_module: GraphModule, argument: object, numbers: Mapping[Node, Hashable]) -> Hashable:
-    if isinstance(argument, Node):
-        if argument in numbers:
-            return (Node, numbers[argument])
-        return _subgraph_key(graph_module, argument)
-    if isinstance(argument, (tuple, list)):
-        return tuple(_key(graph_module, item, numbers) for item in argument)
-    if isinstance(argument, Mapping):
-        return tuple((name, _key(graph_module, argument[name], numbers)) for name in argument)
-    if isinstance(argument, slice):
-        return (slice, _key(graph_module, (argument.start, argument.stop, argument.step), numbers))
-    try:
-        hash(argument)
-    except TypeError:
-        return (type(argument), id(argument))
-    # 1, 1.0 and True are equal and hash alike, but operators tell them apart.
-    return (type(argument), argument)
-
-
-def _subgraph_key(graph_module: GraphModule, attribute: Node) -> Hashable:
-    """The identity of a higher-order operator's subgraph: its calls, whatever it is named."""
-    subgraph = graph_module.get_submodule(str(attribute.target))
-    if not isinstance(subgraph, GraphModule):
-        return (type(subgraph), id(subgraph))
-    numbers: dict[Node, Hashable] = {}
-    calls: list[Hashable] = []
-    for node in subgraph.graph.nodes:
-        if node.op == "get_attr":  # a constant or a deeper subgraph: the same as itself only
-            calls.append((node.op, id(_attribute(subgraph, str(node.target)))))
-        elif node.op == "placeholder":
-            calls.append((node.op, signature(value_of(node))))
-        else:
-            calls.append(_call(subgraph, node, numbers))
-        numbers[node] = len(numbers)
-    return (GraphModule, tuple(calls))
-
-
-def _attribute(graph_module: GraphModule, target: str) -> object:
-    value: object = graph_module
-    for part in target.split("."):
-        value = getattr(value, part)
-    return value

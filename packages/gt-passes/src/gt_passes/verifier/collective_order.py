@@ -21,8 +21,12 @@ from torch.fx import GraphModule, Node
 
 from gt_config.node_keys import FsdpCollectiveAnnotation
 from gt_passes._torch_internals import OpOverload, value_of
+from gt_passes.analysis.outlined_region import nodes_with_bodies
 from gt_passes.analysis.process_groups import GroupIdentity, group_identity, group_name_of
 from gt_trace.node_metadata import module_fqn, phase_of, read_annotation
+
+_EXCHANGES_KEY = "gt_passes.exchanges"
+"""In ``node.meta`` of launches; of no meaning outside this module."""
 
 _SPLIT_SIZES = frozenset({"output_split_sizes", "input_split_sizes"})
 
@@ -35,8 +39,8 @@ class CollectiveCall:
     group_name: str
 
     text: str
-    """Operator, group, sizes, dtypes, reduction, and which parameters or module it is for: all that
-    must be the same on every rank."""
+    """Operator, group, sizes, dtypes, reduction, which parameters or module it is for, and which
+    exchanges of the captured graph it stands for: all that must be the same on every rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +127,19 @@ def compare_collective_sequences(
     return tuple(differences)
 
 
+def note_exchanges(exchanges: Mapping[Node, tuple[int, ...]]) -> None:
+    """Let the sequence say which exchanges each launch stands for, and not only how large it is.
+
+    A bucket in which two equal-shaped values changed places is a right graph for itself, as long as
+    its parts are read accordingly. It is wrong if other ranks have theirs in another order.
+
+    Args:
+        exchanges: by launch; see ``gt_passes.verifier.dataflow.check_dataflow.Dataflow.exchanges``.
+    """
+    for launch, numbers in exchanges.items():
+        launch.meta[_EXCHANGES_KEY] = numbers
+
+
 def _first_difference(
     ranks: tuple[int, int],
     sequences: tuple[Sequence[CollectiveCall], Sequence[CollectiveCall]],
@@ -136,7 +153,7 @@ def _first_difference(
 def _calls(graph_module: GraphModule) -> Iterator[CollectiveCall]:
     symbols: dict[str, str] = {}  # data-dependent sizes, in order of appearance
     groups: dict[str, GroupIdentity] = {}
-    for node in graph_module.graph.nodes:
+    for node in nodes_with_bodies(graph_module):
         name = group_name_of(node)
         if name is None:
             continue
@@ -146,8 +163,13 @@ def _calls(graph_module: GraphModule) -> Iterator[CollectiveCall]:
             node_name=node.name,
             group_name=name,
             text=f"{_operator_name(node)} over {groups[name]}: "
-            f"{_arguments(node, symbols)}{_purpose(node)}",
+            f"{_arguments(node, symbols)}{_purpose(node)}{_exchanges(node)}",
         )
+
+
+def _exchanges(node: Node) -> str:
+    numbers = node.meta.get(_EXCHANGES_KEY)
+    return "" if numbers is None else f", exchange {' and '.join(map(str, numbers))}"
 
 
 def _purpose(node: Node) -> str:

@@ -31,6 +31,7 @@ from gt_passes._torch_internals import (
 )
 from gt_passes.analysis.graph_scan import GraphScan
 from gt_passes.analysis.tensor_signature import describe, is_symbolic, signature
+from gt_passes.graph_constants import attribute_of
 from gt_passes.graph_problem import GraphProblem
 from gt_passes.verifier.symbol_renaming import equal_up_to_fresh_symbols
 
@@ -178,16 +179,19 @@ class _RecordedValues:
 
     def of(self, node: Node) -> _Signed:
         value = self.value_of(node)
+        if node.op == "get_attr" and not isinstance(value, torch.Tensor):
+            # A subgraph may be edited in place: what it was is no matter of its identity.
+            return self._numbered(value, self._scan.attributes[node])
         known = self._signed.get(id(value))
-        return self._sign(value) if known is None else known
+        if known is None:
+            known = self._signed[id(value)] = self._numbered(value, signature(value))
+        return known
 
-    def _sign(self, value: object) -> _Signed:
-        signed = signature(value)
+    def _numbered(self, value: object, signed: Hashable) -> _Signed:
         number = self._numbers.get(signed)  # of those without symbols only
         if number is None and not is_symbolic(signed):
             number = self._numbers[signed] = len(self._numbers)
-        known = self._signed[id(value)] = _Signed(value, signed, number)
-        return known
+        return _Signed(value, signed, number)
 
     def numbers_around(self, node: Node) -> list[int | None] | None:
         """Of a node and its inputs; None where an input is not made before it."""
@@ -266,9 +270,7 @@ def _frozen(argument: object, signatures: _RecordedValues) -> Hashable | None:
 
 def _attribute(graph_module: GraphModule, node: Node, fake_mode: FakeTensorMode) -> object:
     """What a get_attr node stands for: a constant, faked, or a subgraph."""
-    value: object = graph_module
-    for part in str(node.target).split("."):
-        value = getattr(value, part, None)
+    value = attribute_of(graph_module, node)
     if isinstance(value, torch.Tensor) and not is_fake_tensor(value):
         return fake_mode.from_tensor(value, static_shapes=True)
     return value

@@ -19,6 +19,7 @@ from gt_passes.analysis.graph_scan import GraphScan
 from gt_passes.contract import GraphPass
 from gt_passes.graph_problem import GraphProblem
 from gt_passes.verifier.barrier_order import find_barrier_problems
+from gt_passes.verifier.collective_order import note_exchanges
 from gt_passes.verifier.collective_races import find_race_problems
 from gt_passes.verifier.collective_waits import find_repeated_waits
 from gt_passes.verifier.dataflow.check_dataflow import Dataflow
@@ -160,6 +161,7 @@ class VerificationSession:
                 same_groups=self._same_groups,
                 before=old_dataflow,
             )
+            note_exchanges(self._dataflow.exchanges)
 
 
 def _computes_the_same(before: MemoryOrder, after: MemoryOrder) -> bool:

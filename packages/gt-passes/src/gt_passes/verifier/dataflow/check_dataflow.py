@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Self
 
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from gt_passes.analysis.graph_scan import GraphScan, GraphScanner
 from gt_passes.graph_problem import GraphProblem
@@ -56,6 +56,9 @@ class Dataflow:
 
     checks: frozenset[int]
     """What the graph asserts."""
+
+    exchanges: Mapping[Node, tuple[int, ...]]
+    """By launch of a collective: ``ValueTable.exchanges_of`` its result."""
 
     execution: SymbolicExecution
     """Which node has which value."""
@@ -97,6 +100,7 @@ class Dataflow:
             unknown_calls=walk.unknown_calls,
             messages=walk.messages,
             checks=frozenset(walk.checks),
+            exchanges=walk.exchanges,
             execution=walk,
         )
 

@@ -1,13 +1,17 @@
 """Rules of collectives: what a rank holds afterwards, by what all ranks held before.
 
-All ranks run the same graph, so that what rank r holds where this rank holds a value is that value
-*of rank r*. Rows and buckets of such values are told apart exactly, whichever way a bucket was put
-together and cut up again.
+What one collective is given is a *unit*: what it makes of it is known by the unit as a whole, so
+that nothing is said about what other ranks hold at any one of its elements. They may cut what they
+give from another place, or pad it. A bucket is the units that it is put together of, and its result
+is theirs, whichever way it was cut up again. That the units stand on all ranks in the order in which
+they stand on this one, no single graph shows: the numbers of ``ValueTable.exchanges_of`` are
+compared between ranks (``gt_passes.verifier.collective_order``).
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,11 +19,22 @@ from gt_passes.verifier.dataflow.flat_contents import (
     Column,
     Contents,
     Piece,
+    atoms_of,
+    columns_between,
     concatenate,
     num_elements,
     rows_of,
+    slice_contents,
+    whole,
 )
-from gt_passes.verifier.dataflow.value_table import Arguments, Rule, TensorValue, Value, ValueTable
+from gt_passes.verifier.dataflow.value_table import (
+    Arguments,
+    Definition,
+    Rule,
+    TensorValue,
+    Value,
+    ValueTable,
+)
 
 
 def all_reduce(table: ValueTable, arguments: Arguments, recorded: Any) -> Value | None:
@@ -29,43 +44,34 @@ def all_reduce(table: ValueTable, arguments: Arguments, recorded: Any) -> Value 
         return _each(table, all_reduce, arguments, recorded)
     if not isinstance(source, TensorValue):
         return None
-
-    def reduced(atom: int) -> int:
-        definition = ("all_reduce", reduction, group, atom)
-        return table.atom(
-            definition, numel=table.numel_of(atom), dtype=_dtype(table, source, recorded)
-        )
-
-    return table.tensor(source.shape, table.map_atoms(source.contents, reduced))
+    kind = ("all_reduce", reduction, group)
+    dtype = _dtype(table, source, recorded)
+    reduced = []
+    for unit, length in _units_of(table, kind, *_as_one_row(source.contents)):
+        atom = table.atom((*kind, unit), numel=length, dtype=dtype)
+        reduced.append(whole(atom, length))
+    return table.tensor(source.shape, concatenate(reduced))
 
 
 def all_gather(table: ValueTable, arguments: Arguments, recorded: Any) -> Value | None:
-    """Row r of the result is what rank r gave: the same pieces of *its* values."""
+    """Row r of the result is what rank r gave: row r of every unit."""
     source, num_ranks, group = arguments[:3]
     if isinstance(source, (list, tuple)):
         return _each(table, all_gather, arguments, recorded)
     if not isinstance(source, TensorValue) or not source.shape or type(num_ranks) is not int:
         return None
+    kind = ("all_gather", (int, num_ranks), group)
+    dtype = _dtype(table, source, recorded)
     columns = []
-    for item in source.contents:
-        if isinstance(item, Piece):
-            atom, offset, dims = item
-        else:
-            atom, offset = table.joined_atom((item,)), 0
-            dims = ((num_elements((item,)), 1),)
-        numel = table.numel_of(atom)
-        gathered = table.atom(
-            ("all_gather", (int, num_ranks), group, atom),
-            numel=num_ranks * numel,
-            dtype=_dtype(table, source, recorded),
-        )
-        columns.append(Column(Piece(gathered, offset, dims), numel))
+    for unit, length in _units_of(table, kind, *_as_one_row(source.contents)):
+        atom = table.atom((*kind, unit), numel=num_ranks * length, dtype=dtype)
+        columns.append(Column(Piece(atom, 0, ((length, 1),) if length > 1 else ()), length))
     shape = (num_ranks * source.shape[0], *source.shape[1:])
     return table.tensor(shape, rows_of(num_ranks, columns))
 
 
 def reduce_scatter(table: ValueTable, arguments: Arguments, recorded: Any) -> Value | None:
-    """The result is a reduced row; its pieces are those of the rows of the argument."""
+    """The result is a reduced row, that of every unit."""
     source, reduction, num_ranks, group = arguments[:4]
     if isinstance(source, (list, tuple)):
         return _each(table, reduce_scatter, arguments, recorded)
@@ -73,20 +79,71 @@ def reduce_scatter(table: ValueTable, arguments: Arguments, recorded: Any) -> Va
         return None
     if source.shape[0] % num_ranks:
         return None
-    pieces: list[Contents] = []
-    for first, row_stride in table.columns(source.contents, num_ranks):
-        numel = table.numel_of(first.atom)
-        length = row_stride if num_ranks > 1 else numel
-        ranks = ((int, num_ranks), group)
-        row_of_rank = table.atom(
-            ("reduce_scatter", reduction, *ranks, (int, length), first.atom),
-            numel=length if length * num_ranks == numel else numel,
-            dtype=_dtype(table, source, recorded),
-        )
+    rows = table.columns(source.contents, num_ranks)
+
+    def part(start: int, stop: int) -> Contents:
+        return rows_of(num_ranks, columns_between(rows, start, stop))
+
+    kind = ("reduce_scatter", reduction, (int, num_ranks), group)
+    dtype = _dtype(table, source, recorded)
+    pieces = []
+    for unit, length in _units_of(table, kind, part, num_elements(source.contents) // num_ranks):
         # Which row it is that this rank gets is the same for all of them.
-        pieces.append((first._replace(atom=row_of_rank),))
+        pieces.append(whole(table.atom((*kind, unit), numel=length, dtype=dtype), length))
     shape = (source.shape[0] // num_ranks, *source.shape[1:])
     return table.tensor(shape, concatenate(pieces))
+
+
+class _Unit(NamedTuple):
+    """What one collective was given, all of it."""
+
+    number: int
+    row_length: int
+
+
+_Part = Callable[[int, int], Contents]
+"""The elements of every row from one index to before another."""
+
+
+def _as_one_row(contents: Contents) -> tuple[_Part, int]:
+    def part(start: int, stop: int) -> Contents:
+        return slice_contents(contents, start, stop)
+
+    return part, num_elements(contents)
+
+
+def _units_of(table: ValueTable, kind: Definition, part: _Part, row_length: int) -> list[_Unit]:
+    """What a collective is given, as what others of its kind were given; else as a new unit.
+
+    Args:
+        table: remembers units.
+        kind: operator, reduction and group.
+        part: of what is given.
+        row_length: number of elements in each row.
+    """
+    known = table.units.setdefault(kind, {})
+    found: list[_Unit] = []
+    position = 0
+    while position < row_length:
+        first_atom = next(atoms_of(part(position, position + 1)))
+        unit = max(
+            (
+                _Unit(number, length)
+                for number, length, contents in known.get(first_atom, ())
+                if position + length <= row_length and part(position, position + length) == contents
+            ),
+            key=lambda unit: unit.row_length,
+            default=None,
+        )
+        if unit is None:
+            everything = part(0, row_length)
+            unit = _Unit(table.joined_atom(everything), row_length)
+            first_atom = next(atoms_of(everything))
+            known.setdefault(first_atom, []).append((*unit, everything))
+            return [unit]
+        found.append(unit)
+        position += unit.row_length
+    return found
 
 
 def _each(table: ValueTable, rule: Rule, arguments: Arguments, recorded: Any) -> Value | None:

@@ -27,11 +27,18 @@ from gt_passes.verifier.dataflow.value_table import (
 )
 
 
+def view(table: ValueTable, arguments: Arguments, recorded: Any) -> Value | None:
+    """The same elements in another shape, in place."""
+    if not isinstance(arguments[0], TensorValue):
+        return _symbolic_view(table, arguments, recorded)
+    return reshape(table, arguments, recorded)
+
+
 def reshape(table: ValueTable, arguments: Arguments, recorded: Any) -> Value | None:
-    """The same elements in another shape."""
+    """The same elements in another shape, copied if they do not lie in order."""
     source = arguments[0]
     if not isinstance(source, TensorValue):
-        return _symbolic_view(table, arguments, recorded)
+        return table.symbolic_reshape(source, recorded) if isinstance(source, OtherValue) else None
     shape = known_shape(recorded)
     if shape is None or math.prod(shape) != math.prod(source.shape):
         return None

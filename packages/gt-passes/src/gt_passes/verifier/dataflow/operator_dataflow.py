@@ -172,12 +172,10 @@ def _build_rules() -> dict[str, Rule]:
             "gt_passes::reload",
         ),
         _cast: ("aten::_to_copy", "prims::convert_element_type", "aten::to"),
-        layout_dataflow.reshape: (
+        layout_dataflow.reshape: ("aten::reshape", "aten::flatten"),
+        layout_dataflow.view: (
             "aten::view",
             "aten::_unsafe_view",
-            "aten::reshape",
-            "aten::_reshape_alias",
-            "aten::flatten",
             "aten::unflatten",
             "aten::squeeze",
             "aten::unsqueeze",

@@ -8,8 +8,7 @@ is known by all draws before it, each unknown operator by all before it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from gt_passes._torch_internals import OpOverload, value_of
 from gt_passes.analysis.aliasing import shared_nodes, written_nodes
 from gt_passes.analysis.collectives import is_pure_collective
 from gt_passes.analysis.graph_scan import GraphScan, NodeCall
-from gt_passes.analysis.operator_effects import reads_only_metadata
+from gt_passes.analysis.operator_effects import is_only_a_view, reads_only_metadata
 from gt_passes.analysis.written_memory import memories_written
 from gt_passes.verifier.dataflow.flat_contents import Piece
 from gt_passes.verifier.dataflow.memory_contents import MemoryContents
@@ -32,22 +31,6 @@ from gt_passes.verifier.dataflow.value_table import (
     ValueTable,
     frozen_literal,
 )
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _SameObject:
-    """A constant of the graph: equal only to itself. Keeps it alive, and its identity with it."""
-
-    value: object
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _SameObject) and self.value is other.value
-
-    def __hash__(self) -> int:
-        return id(self.value)
-
-    def __repr__(self) -> str:
-        return f"a constant of type {type(self.value).__name__}"
 
 
 class SymbolicExecution:
@@ -76,6 +59,7 @@ class SymbolicExecution:
         self.left_in_inputs: dict[str, int] = {}
         self.draws = self.unknown_calls = self.messages = table.number(("start",))
         self.checks: set[int] = set()
+        self.exchanges: dict[Node, tuple[int, ...]] = {}
         self._before = before
         self._names: dict[int, str] = {}  # of what is not in self._values
         self._scan = scan
@@ -87,19 +71,26 @@ class SymbolicExecution:
         self._random = frozenset(scan.random)
         self._effects = frozenset(scan.effects)
         self._writers = frozenset(scan.writers)
+        self._layout_readers = frozenset(scan.layout_readers)
         class_of = {
             member: index
             for index, memory in enumerate(memories_written(scan))
             for member in memory.members
         }
         self._memory = MemoryContents(table=table, class_of=class_of, view_of=self._value_of_call)
+        self._in_written_memory: dict[Node, Value] = {}  # what launches gave that write to it
         self._written_inputs = [
             node
             for node in self._graph_module.graph.find_nodes(op="placeholder")
             if node in class_of
         ]
         self._unusual = (
-            self._barriers | self._random | self._effects | self._writers | class_of.keys()
+            self._barriers
+            | self._random
+            | self._effects
+            | self._writers
+            | self._layout_readers
+            | class_of.keys()
         )
         if same_groups:
             self._unusual |= self._launches
@@ -132,6 +123,8 @@ class SymbolicExecution:
             if node.op == "call_function":
                 if node in self._unusual:
                     self._visit_unusual(node)
+                    if node in self._launches and node in self._memory.class_of:
+                        self._in_written_memory[node] = self._memory.read(node)
                     continue
                 value = old_values.get(node)
                 if (
@@ -147,17 +140,19 @@ class SymbolicExecution:
                     continue
                 definition = self._definition(node, self._load)
                 value = results.get(definition)
-                if value is None or type(value) is OtherValue:
+                if type(value) is not TensorValue:  # others may bind symbols of this graph
                     value = results[definition] = self._compute(node, definition, self._load)
                 values[node] = value
             elif node.op == "placeholder":
                 self._define(node, ("input", (int, position), str(node.target)))
                 position += 1
             elif node.op == "get_attr":
-                constant = _attribute(self._graph_module, node)
-                self._define(node, ("constant", _SameObject(constant)))
+                self._define(node, ("constant", self._scan.attributes[node]))
             elif node.op == "output":
                 self._visit_output(node)
+        for launch in self._scan.launches:
+            result = self._in_written_memory.get(launch) or values[launch]
+            self.exchanges[launch] = self.table.exchanges_of(result)
 
     def _define(self, node: Node, definition: Definition) -> None:
         value = self.table.result(definition, value_of(node))
@@ -202,6 +197,12 @@ class SymbolicExecution:
         if node in self._launches and self._same_groups:
             arguments = tuple(
                 self._group_of(item) if isinstance(item, str) else item for item in arguments
+            )
+        if node in self._layout_readers:
+            arguments += tuple(
+                ("laid out", load(source).number, self.table.layout(recorded))
+                for source in _storage_makers(node)
+                if isinstance(recorded := value_of(source), torch.Tensor)
             )
         return ("call", node.target, *arguments)
 
@@ -303,6 +304,22 @@ class SymbolicExecution:
             self.left_in_inputs[str(placeholder.target)] = self._load(placeholder).number
 
 
+def _storage_makers(node: Node) -> Iterator[Node]:
+    """The arguments of a node, and what they are views of: all that decides where elements lie."""
+    pending = list(node.all_input_nodes)
+    seen: set[Node] = set()
+    while pending:
+        source = pending.pop()
+        if source in seen:
+            continue
+        seen.add(source)
+        viewed = list(shared_nodes(source))
+        # A view in the middle changes nothing; what may copy instead may have made the storage.
+        if source in node.all_input_nodes or not (viewed and is_only_a_view(source)):
+            yield source
+        pending += viewed
+
+
 def _is_same_call(call: NodeCall, old: NodeCall) -> bool:
     return (
         call.args is old.args
@@ -327,10 +344,3 @@ def _returns_argument(node: Node) -> bool:
     returns = node.target._schema.returns
     alias = returns[0].alias_info if len(returns) == 1 else None
     return alias is not None and alias.is_write
-
-
-def _attribute(graph_module: GraphModule, node: Node) -> object:
-    value: object = graph_module
-    for part in str(node.target).split("."):
-        value = getattr(value, part, None)
-    return value

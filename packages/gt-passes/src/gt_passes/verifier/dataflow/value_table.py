@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from gt_passes.analysis.tensor_signature import TensorSignature, signature
+from gt_passes.analysis.tensor_signature import TensorSignature, is_row_major, signature, symbols_of
 from gt_passes.verifier.dataflow.flat_contents import (
     Column,
     Contents,
@@ -80,8 +80,9 @@ class _SymbolicTensor:
     """A tensor with symbolic sizes: a view of what some operator computed."""
 
     base: int
-    base_signature: Hashable
-    signature: Hashable
+    base_layout: Hashable
+    layout: Hashable
+    is_row_major: bool
 
 
 @dataclass(slots=True)
@@ -93,6 +94,13 @@ class ValueTable:
 
     results: dict[Hashable, Value] = field(default_factory=dict)
     """What a call of an operator on numbered values gave, so that it is worked out once."""
+
+    units: dict[Definition, dict[int, list[tuple[int, int, Contents]]]] = field(
+        default_factory=dict
+    )
+    """What collectives were given, by kind and first atom: number, length of a row, contents."""
+
+    _exchanges: dict[int, int] = field(default_factory=dict)
 
     _numbers: dict[Definition, int] = field(default_factory=dict)
     _tensors: dict[int, TensorValue] = field(default_factory=dict)
@@ -248,6 +256,19 @@ class ValueTable:
         """From now on symbols are those of another graph."""
         self._symbols.clear()
 
+    def exchanges_of(self, value: Value) -> tuple[int, ...]:
+        """Of which exchanges between ranks the result of a launch consists.
+
+        Exchanges are numbered as they are first asked for. Ranks whose graphs launch the same
+        collectives, and whose passes did the same, give the same numbers.
+        """
+        if isinstance(value, TupleValue):
+            return tuple(number for item in value.items for number in self.exchanges_of(item))
+        made = [value.number]
+        if isinstance(value, TensorValue):
+            made = list(dict.fromkeys(atoms_of(value.contents)))
+        return tuple(self._exchanges.setdefault(each, len(self._exchanges)) for each in made)
+
     def tuple_of(self, items: tuple[Value, ...]) -> TupleValue:
         """Several values together."""
         return TupleValue(self.number(("tuple", *(item.number for item in items))), items)
@@ -255,28 +276,48 @@ class ValueTable:
     def symbolic_view(self, source: OtherValue, recorded: object) -> Value | None:
         """A view of a tensor with symbolic sizes, told apart by its sizes, strides and offset.
 
-        A chain of views that ends where it began is the tensor that it began with.
+        A chain of views that ends where it began is the tensor that it began with. None for a view
+        with a size or an offset of its own, as of a slice between bounds that only data know.
         """
         known = self._symbolic.get(source.number)
         if known is None or not isinstance(recorded, torch.Tensor):
             return None
-        signed = self._canonical(recorded)
-        if signed == known.base_signature:
+        if any(name not in self._symbols for name in symbols_of(signature(recorded))):
+            return None
+        layout = self.layout(recorded)
+        if layout == known.base_layout:
             return OtherValue(known.base)
-        value = self.result(("view", known.base, signed), recorded)
+        value = self.result(("view", known.base, layout), recorded)
         if isinstance(value, OtherValue):
-            self._symbolic[value.number] = _SymbolicTensor(known.base, known.base_signature, signed)
+            self._note_symbolic(value.number, recorded, base=known)
         return value
+
+    def symbolic_reshape(self, source: OtherValue, recorded: object) -> Value | None:
+        """The elements of a tensor with symbolic sizes in another shape: viewed, or copied.
+
+        Where the elements do not lie in order, ``reshape`` copies them: sizes and strides of the
+        copy say nothing about which elements of the source it has.
+        """
+        known = self._symbolic.get(source.number)
+        if known is None or not known.is_row_major:
+            return None
+        return self.symbolic_view(source, recorded)
 
     def symbolic_copy(self, source: OtherValue, recorded: object) -> Value | None:
         """A copy of a tensor with symbolic sizes: the same, unless its strides or dtype differ."""
         known = self._symbolic.get(source.number)
         if known is None or not isinstance(recorded, torch.Tensor):
             return None
-        signed = self._canonical(recorded)
-        if signed == known.signature:
+        layout = self.layout(recorded)
+        if layout == known.layout:
             return source
-        return self.result(("copy", source.number, signed), recorded)
+        return self.result(("copy", source.number, layout), recorded)
+
+    def layout(self, recorded: torch.Tensor) -> str:
+        """Sizes, strides, offset and dtype, with symbols by the values that made them."""
+        signed = signature(recorded)
+        assert isinstance(signed, TensorSignature)  # what a tensor has
+        return self._canonical_text(str(signed._replace(device=None)))  # type: ignore[arg-type]  # text only
 
     def _opaque_tensor(self, definition: Definition, recorded: torch.Tensor) -> Value:
         shape = tuple(recorded.shape)
@@ -285,16 +326,26 @@ class ValueTable:
             atom = self.atom(definition, numel=numel, dtype=recorded.dtype)
             return self.tensor(shape, whole(atom, numel))
         number = self.number(definition)
+        # How many rows ``nonzero`` finds is as much a result of it as the rows are.
+        for index, name in enumerate(dict.fromkeys(symbols_of(signature(recorded)))):
+            if name not in self._symbols:
+                self._symbols[name] = self.number(("size of", number, (int, index)))
         if number not in self._symbolic:
-            signed = self._canonical(recorded)
-            self._symbolic[number] = _SymbolicTensor(number, signed, signed)
+            self._note_symbolic(number, recorded)
         return OtherValue(number)
 
-    def _canonical(self, recorded: torch.Tensor) -> Hashable:
-        """A signature without its device, and with symbols by the values that made them."""
+    def _note_symbolic(
+        self, number: int, recorded: torch.Tensor, *, base: _SymbolicTensor | None = None
+    ) -> None:
         signed = signature(recorded)
         assert isinstance(signed, TensorSignature)  # what a tensor has
-        return self._canonical_text(str(signed._replace(device=None)))  # type: ignore[arg-type]  # text only
+        layout = self.layout(recorded)
+        self._symbolic[number] = _SymbolicTensor(
+            base=number if base is None else base.base,
+            base_layout=layout if base is None else base.base_layout,
+            layout=layout,
+            is_row_major=is_row_major(signed),
+        )
 
     def _canonical_text(self, text: str) -> str:
         return _SYMBOL.sub(self._canonical_symbol, text)
