@@ -87,6 +87,13 @@ def test_finds_a_faulty_pass(name: str, outcome: str, detail: str, judge: Judge)
     assert detail in verdict.details
 
 
+def test_finds_a_bucket_in_another_order_on_one_rank(judge: Judge) -> None:
+    norms = (PartSpec(kind="norm", options={"rms": True}),) * 2
+    verdict = judge.judge(planted("swap-in-one-bucket", replace(STEP, blocks=(norms,))))
+    assert verdict.outcome == "ranks disagree", verdict.details
+    assert "transformed" in verdict.details
+
+
 def test_cases_survive_json() -> None:
     for case in islice(draw_cases(7, lists_per_step=2), 40):
         assert Case.from_json(case.to_json()) == case

@@ -145,7 +145,12 @@ class Judge:
 
 
 def _launch_alike(made: Sequence[Transformed]) -> bool:
-    """Whether all ranks launch the same operators in one order, and each among the same ranks."""
+    """Whether all ranks launch the same operators in one order, and each among the same ranks.
+
+    And whether they are agreed on what they exchange, as ranks ask before the first step.
+    """
+    if len({one.digest for one in made}) > 1:
+        return False
     if len({tuple(name for name, _ in one.collectives) for one in made}) > 1:
         return False
     return all(

@@ -28,6 +28,7 @@ from torch.utils import _pytree as pytree
 from gt_passes import PassContext, PassManager
 from gt_passes.analysis.collectives import is_collective
 from gt_passes.errors import VerificationError
+from gt_passes.verifier.collective_order import collective_digest
 from gt_trace.errors import CaptureError
 from pass_fuzz import custom_ops
 from pass_fuzz.case import PassSpec, StepSpec
@@ -59,6 +60,9 @@ class Transformed:
 
     collectives: tuple[tuple[str, tuple[int, ...]], ...]
     """The order in which this rank would launch them: operator, and the ranks of its group."""
+
+    digest: str = ""
+    """Of the sequence of collectives, as ranks compare it before the first step."""
 
     changed: tuple[str, ...] = ()
     """The passes that changed the graph."""
@@ -130,6 +134,7 @@ def transform(specs: Sequence[PassSpec], verify: bool) -> Transformed:
             for node in graph_module.graph.nodes
             if is_collective(node)
         ),
+        digest=collective_digest(graph_module),
         changed=tuple(record.name for record in report.records if record.report.changed),
     )
 

@@ -1,17 +1,21 @@
 """Captured training steps into which ``mutation_kinds`` seeds bugs: what real steps are made of.
 
 Each stands for a family: FSDP with mixed precision; HSDP with tensor parallelism; microbatches with
-buffers, dropout and an unknown operator; expert parallelism with sizes that data decide.
+buffers, dropout and an unknown operator; expert parallelism with sizes that data decide; attention
+whose mask is a graph inside the graph, with constants and overlapping windows.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from pass_graphs import capture
 from torch import nn
+from torch._higher_order_ops.flex_attention import flex_attention
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import (
@@ -22,7 +26,7 @@ from torch.distributed.tensor.parallel import (
 from torch.fx import GraphModule
 from torch.nn import functional as F
 
-from gt_passes import GraphPass, PassContext, RemoveDeadCode
+from gt_passes import GraphPass, PassContext, PassPipeline, RemoveDeadCode
 from gt_passes.verifier.collective_order import CollectiveSequence
 from gt_trace.capture.trace import trace_step
 from gt_trace.fsdp import MixedPrecision, shard
@@ -42,7 +46,7 @@ class StepGraph:
     context: PassContext
 
     peer_sequence: CollectiveSequence
-    """The collectives of another rank, with the same passes."""
+    """The collectives of another rank, with the same passes, and verified like this one's."""
 
 
 class Norm(nn.Module):
@@ -190,12 +194,42 @@ def capture_step(name: str, *, rank: int = 0) -> StepGraph:
     names = tuple(entry.name for entry in traced.inputs[: traced.num_static_inputs])
     context = PassContext(fake_mode=traced.fake_mode, static_input_names=names)
     apply_passes(traced.graph_module, context, (RemoveDeadCode(),))
+    return step_graph(name, traced.graph_module, context)
+
+
+def capture_attention() -> StepGraph:
+    """FlexAttention, whose mask is a graph that the step holds, as it holds tensor literals."""
+
+    def step(x: torch.Tensor, blocks: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        scale = torch.tensor([0.5, 1.5])
+        mask = (128, 128, *[blocks, blocks[..., None]] * 4, 128, 128, _is_causal)
+        out, _, _ = flex_attention(x, x, x, _score, mask, 0.25, {})
+        heads = out * scale[:, None, None] + torch.tensor([0.25, 0.75])[:, None, None]
+        windows = heads.contiguous().as_strided((127, 2 * DIM), (DIM, 1))
+        return heads.exp(), windows.square().sum()
+
+    graph_module = capture(step, torch.ones(1, 2, 128, DIM), torch.ones(1, 1, 1, dtype=torch.int32))
+    return step_graph("attention", graph_module, PassContext.from_graph(graph_module))
+
+
+def step_graph(name: str, graph_module: GraphModule, context: PassContext) -> StepGraph:
+    """A step, with what another rank would launch."""
+    peer = copy.deepcopy(graph_module)
+    PassPipeline([RemoveDeadCode()], context=context).run(peer)
     return StepGraph(
         name=name,
-        graph_module=traced.graph_module,
+        graph_module=graph_module,
         context=context,
-        peer_sequence=CollectiveSequence.of(traced.graph_module),
+        peer_sequence=CollectiveSequence.of(peer),
     )
+
+
+def _score(score, batch, head, query, key):
+    return score + 0.5
+
+
+def _is_causal(batch, head, query, key):
+    return query >= key
 
 
 def apply_passes(

@@ -267,6 +267,41 @@ def swapped_parts_of_a_bucket(graph: Graph) -> Iterator[tuple[str, Edit]]:
 
 
 @kind
+def members_of_a_bucket_in_another_order(graph: Graph) -> Iterator[tuple[str, Edit]]:
+    """Two equal-shaped parameters change places in the bucket of this rank, and where it is read."""
+    for cat in live_nodes(graph):
+        if cat.target is not aten.cat.default:
+            continue
+        parts, read = cat.args[0], _items_of_the_bucket(cat)
+        for index in range(len(parts) - 1):
+            first, second = parts[index : index + 2]
+            if not same_kind(first, second) or computes_the_same(first, second):
+                continue
+            if {index, index + 1} <= read.keys():
+                names = (read[index], read[index + 1])
+
+                def edit(graph, nodes, name=cat.name, index=index, names=names):
+                    parts = list(nodes[name].args[0])
+                    parts[index], parts[index + 1] = parts[index + 1], parts[index]
+                    nodes[name].update_arg(0, parts)
+                    nodes[names[0]].update_arg(1, index + 1)
+                    nodes[names[1]].update_arg(1, index)
+
+                yield f"{cat.name} members {index} and {index + 1}", edit
+                break
+
+
+def _items_of_the_bucket(cat: Node) -> dict[int, str]:
+    """The nodes that take members out of what became of a bucket, by position."""
+    node = cat
+    while len(node.users) == 1 and node.target is not aten.split_with_sizes_copy.default:
+        (node,) = node.users
+    if node.target is not aten.split_with_sizes_copy.default:
+        return {}
+    return {item.args[1]: item.name for item in node.users}
+
+
+@kind
 def wrong_split_sizes(graph: Graph) -> Iterator[tuple[str, Edit]]:
     for split in live_nodes(graph):
         if split.target is aten.split_with_sizes.default:

@@ -232,6 +232,55 @@ def dropped_accumulation(graph: Graph) -> Iterator[tuple[str, Edit]]:
                     )
 
 
+@kind
+def reshaped_back_from_a_transpose(graph: Graph) -> Iterator[tuple[str, Edit]]:
+    """Rows of tokens, as many as data decide, transposed and reshaped as they were: a copy."""
+    for node in live_nodes(graph):
+        if not is_float(node) or has_known_sizes(node) or value(node).dim() != 2:
+            continue
+        if is_collective(node) or type(value(node).shape[1]) is not int:
+            continue
+
+        def edit(graph, nodes, name=node.name):
+            node = nodes[name]
+            with graph.inserting_after(node):
+                rows = add_call(graph, aten.sym_size.int, (node, 0))
+            with graph.inserting_after(rows):
+                turned = add_call(graph, aten.t.default, (node,))
+            with graph.inserting_after(turned):
+                back = graph.call_function(
+                    aten.reshape.default, (turned, [rows, value(node).shape[1]])
+                )
+            with value(node).fake_mode:
+                back.meta["val"] = torch.empty_like(value(node).contiguous())
+            added = (rows, turned, back)
+            node.replace_all_uses_with(back, delete_user_cb=lambda user: user not in added)
+
+        yield node.name, edit
+
+
+@kind
+def laid_out_otherwise_under_as_strided(graph: Graph) -> Iterator[tuple[str, Edit]]:
+    """The same elements in other places, of which ``as_strided`` reads by place."""
+    for node in live_nodes(graph):
+        if node.target is not aten.as_strided.default:
+            continue
+
+        def edit(graph, nodes, name=node.name):
+            node = nodes[name]
+            source = node.args[0]
+            last = value(source).dim() - 1
+            with graph.inserting_before(node):
+                turned = add_call(graph, aten.transpose.int, (source, last - 1, last))
+                copied = add_call(
+                    graph, aten.clone.default, (turned,), memory_format=torch.contiguous_format
+                )
+                back = add_call(graph, aten.transpose.int, (copied, last - 1, last))
+            node.update_arg(0, back)
+
+        yield node.name, edit
+
+
 # Outputs.
 
 

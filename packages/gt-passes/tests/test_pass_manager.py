@@ -289,9 +289,26 @@ def test_a_pass_is_held_to_its_bound_by_the_lifetimes_of_storages():
     def step(x):
         return x.sin().sum(), x.exp().sum(), x.tanh().sum()
 
-    graph_module = capture(step, X)
+    graph_module = capture(step, torch.ones(64, 64))
     with pytest.raises(VerificationError, match="raised the estimated peak memory"):
         run(graph_module, EditGraph(edit=keep_for_long))
+
+
+def test_less_than_a_block_of_the_allocator_is_no_growth_of_memory():
+    def estimate(graph_module: GraphModule) -> int:
+        return 1000 + num_more * ("neg" in program(graph_module))
+
+    def negate(graph_module: GraphModule) -> None:
+        cos = node_of(graph_module, "cos")
+        with graph_module.graph.inserting_after(cos):
+            more = graph_module.graph.call_function(torch.ops.aten.neg.default, (cos,))
+        more.meta["val"] = cos.meta["val"]
+
+    num_more = 64
+    run(small_step(), EditGraph(edit=negate), estimate_peak_bytes=estimate)
+    num_more = 512
+    with pytest.raises(VerificationError, match="raised the estimated peak memory"):
+        run(small_step(), EditGraph(edit=negate), estimate_peak_bytes=estimate)
 
 
 def test_writes_the_graph_before_and_after_each_pass(tmp_path: Path):

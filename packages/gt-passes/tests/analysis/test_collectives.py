@@ -63,6 +63,17 @@ def test_counts_the_larger_of_input_and_output():
     assert collective_bytes(capture(lambda x: x.cos(), X)) == 0
 
 
+def test_the_room_for_a_result_is_not_given_to_a_collective():
+    def step(x):
+        gathered, scattered = x.new_empty(8 * 4, 6), x.new_empty(4, 6)
+        collectives.wait_tensor(collectives.all_gather_into_tensor_out(x, 8, "fsdp", out=gathered))
+        return collectives.wait_tensor(
+            collectives.reduce_scatter_tensor_out(gathered, "sum", 8, "fsdp", out=scattered)
+        )
+
+    assert collective_bytes(capture(step, X)) == 2 * 8 * 4 * 6 * 4
+
+
 def test_data_dependent_sizes_count_as_nothing():
     def step(x, splits):
         sizes = splits.tolist()

@@ -10,11 +10,13 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from expecttest import assert_expected_inline
-from pass_graphs import capture, collectives, node_of
+from pass_graphs import capture, collectives, node_of, run_pass
 from sharded_step_cases import capture_two_microbatches, run_recipe
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.fx import GraphModule
 
+from gt_passes import RemoveDeadCode
+from gt_passes.analysis.outlined_region import OutlinedRegion, RegionOutliner
 from gt_passes.verifier.collective_order import (
     CollectiveSequence,
     collective_digest,
@@ -113,6 +115,47 @@ def test_the_second_group_of_the_same_ranks_is_another_group():
     assert difference.ranks == (0, 3)
     assert "8 ranks, 1 apart, group 2 of these" in str(difference)
     assert "8 ranks, 1 apart, group 3 of these" in str(difference)
+
+
+def test_a_rank_on_which_two_exchanges_happen_to_be_of_one_value_is_found():
+    """There a pass may share them, and read one for the other; elsewhere that would be wrong."""
+
+    def step(mesh: DeviceMesh) -> GraphModule:
+        name = mesh.get_group("tp").group_name
+        is_odd = dist.get_rank() == 5
+
+        def gathered(x):
+            values = (x.sin(), x.sin() if is_odd else x.cos())
+            return [
+                collectives.wait_tensor(collectives.all_gather_into_tensor(value, 4, name))
+                for value in values
+            ]
+
+        graph_module = capture(gathered, X)
+        run_pass(RemoveDeadCode(), graph_module)
+        return graph_module
+
+    (difference,) = compare_collective_sequences(on_ranks(step))
+    assert (difference.position, difference.ranks) == (1, (0, 5))
+    assert difference.calls[0].text.endswith(", exchange 1")
+    assert difference.calls[1].text.endswith(", exchange 0")
+
+
+def test_collectives_in_compiled_regions_count():
+    graph_module = capture(lambda x: reduced(x).cos(), X)
+    before = CollectiveSequence.of(graph_module)
+    outliner = RegionOutliner(graph_module)
+    calls = [node for node in graph_module.graph.nodes if node.op == "call_function"]
+    outline = outliner.outline(calls)
+    body = outliner.body(outline)
+    outliner.replace(outline, OutlinedRegion(body, body), stem="region")
+    outliner.finish()
+    assert len(before.calls) == 1
+    assert CollectiveSequence.of(graph_module) == before
+
+
+def reduced(x):
+    return collectives.wait_tensor(collectives.all_reduce(x, "sum", "dp"))
 
 
 def test_a_rank_that_launches_less_is_found():

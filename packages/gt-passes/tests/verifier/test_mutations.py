@@ -15,11 +15,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+import mutations_of_attributes
 import mutations_of_communication
 import mutations_of_effects
 import mutations_of_values
 import pytest
-from mutation_graphs import STEP_NAMES, StepGraph, apply_passes, capture_step
+from mutation_graphs import (
+    STEP_NAMES,
+    StepGraph,
+    apply_passes,
+    capture_attention,
+    capture_step,
+    step_graph,
+)
 from mutation_kinds import KINDS, Bug, find_bugs
 from torch.fx import GraphModule
 
@@ -35,7 +43,12 @@ from gt_passes import (
 )
 from gt_passes.verifier.collective_order import CollectiveSequence, compare_collective_sequences
 
-KIND_MODULES = (mutations_of_communication, mutations_of_values, mutations_of_effects)
+KIND_MODULES = (
+    mutations_of_attributes,
+    mutations_of_communication,
+    mutations_of_values,
+    mutations_of_effects,
+)
 """Importing them registers their kinds."""
 
 BUGS_OF_A_KIND = 7
@@ -91,7 +104,8 @@ def legal_passes() -> list[GraphPass]:
 
 @pytest.fixture(scope="module")
 def captured() -> dict[str, StepGraph]:
-    return {name: capture_step(name) for name in STEP_NAMES}
+    steps = {name: capture_step(name) for name in STEP_NAMES}
+    return {**steps, "attention": capture_attention()}
 
 
 @pytest.fixture(scope="module")
@@ -104,12 +118,8 @@ def transformed(captured: dict[str, StepGraph]) -> dict[str, StepGraph]:
         passes = [graph_pass for graph_pass in legal_passes() if graph_pass.name in TRANSFORMING]
         assert len(passes) == len(TRANSFORMING)
         apply_passes(graph_module, step.context, passes)
-        found[f"{name}, transformed"] = StepGraph(
-            name=f"{name}, transformed",
-            graph_module=graph_module,
-            context=step.context,
-            peer_sequence=CollectiveSequence.of(graph_module),
-        )
+        named = f"{name}, transformed"
+        found[named] = step_graph(named, graph_module, step.context)
     return found
 
 
@@ -176,6 +186,30 @@ def test_seeded_bugs_are_caught(
     assert len(seeded) >= 12
     assert set(seeded) == set(KINDS), "a kind of bug has no site in any graph"
     assert rate >= LEAST_RATE, missed
+
+
+def test_members_swapped_in_the_bucket_of_one_rank_are_found_before_the_first_step(
+    captured: dict[str, StepGraph],
+) -> None:
+    """For itself the graph of that rank is right: what it puts in elsewhere, it takes elsewhere."""
+    step = captured["fsdp"]
+    buckets = [pass_class() for pass_class in find_passes(["bucket-all-gathers"])]
+
+    def bucketed(*more: GraphPass) -> GraphModule:
+        graph_module = copy.deepcopy(step.graph_module)
+        PassPipeline([*buckets, *more], context=step.context).run(graph_module)
+        return graph_module
+
+    peer = bucketed()
+    bugs = find_bugs(peer.graph, "members-of-a-bucket-in-another-order")
+    assert bugs
+    for bug in bugs:
+        sequences = (peer, bucketed(Mutate(bug=bug)))
+        (difference,) = compare_collective_sequences(
+            {rank: CollectiveSequence.of(each) for rank, each in enumerate(sequences)}
+        )
+        mine, theirs = difference.calls
+        assert mine.text.split(", exchange ")[0] == theirs.text.split(", exchange ")[0]
 
 
 def test_legal_passes_are_not_refused(captured: dict[str, StepGraph]) -> None:

@@ -113,7 +113,7 @@ def is_row_major(signed: TensorSignature) -> bool:
 
 
 def _without_lower_bounds(size: Hashable) -> Any:
-    """A size or stride as an expression, with n for Max(1, n): they differ in empty tensors only."""
+    """A size or stride with n for Max(1, n): they differ in empty tensors only."""
     if not isinstance(size, _Symbolic):
         return size
     expression: Any = size.expression

@@ -270,6 +270,32 @@ def test_can_bucket_all_reduces():
     assert same(before, after, X, Y)
 
 
+@pytest.mark.parametrize("exchange", [gather, reduce])
+def test_cannot_exchange_the_whole_for_a_part_that_other_ranks_may_cut_elsewhere(exchange):
+    """As where rank r gathers ``x[2 * r : 2 * r + 2]``: no graph says what the other ranks cut."""
+
+    def before(x):
+        return exchange(x[2:4])
+
+    def after(x):
+        whole = exchange(x)
+        return whole.view(-1, 8, 4)[:, 2:4].reshape(-1, 4)
+
+    assert not same(before, after, X)
+
+
+def test_can_bucket_parts_of_one_value_that_were_exchanged_part_by_part():
+    def before(x):
+        left, right = x[:4], x[4:]
+        return gather(left), gather(right), scatter(left), scatter(right)
+
+    def after(x):
+        parts = [x[:4], x[4:]]
+        return *bucketed_gather(parts), *bucketed_scatter(parts)
+
+    assert same(before, after, X)
+
+
 def test_cannot_take_the_wrong_part_of_a_bucket():
     def after(x, y):
         return tuple(bucketed_gather([y, x]))

@@ -1,11 +1,10 @@
 """Rules of collectives: what a rank holds afterwards, by what all ranks held before.
 
-What one collective is given is a *unit*: what it makes of it is known by the unit as a whole, so
-that nothing is said about what other ranks hold at any one of its elements. They may cut what they
-give from another place, or pad it. A bucket is the units that it is put together of, and its result
-is theirs, whichever way it was cut up again. That the units stand on all ranks in the order in which
-they stand on this one, no single graph shows: the numbers of ``ValueTable.exchanges_of`` are
-compared between ranks (``gt_passes.verifier.collective_order``).
+What one collective is given is a *unit*. Its result is known by the unit as a whole: other ranks
+may have cut or padded what they give in another place, so that nothing is said of single elements.
+A bucket consists of units, and its result of theirs, whichever way it was cut up again. That a
+bucket holds the same units in the same order on every rank, no single graph shows: ranks compare
+the numbers that ``ValueTable.exchanges_of`` gives (``gt_passes.verifier.collective_order``).
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
 from gt_passes._torch_internals import OpOverload, value_of
 from gt_passes.analysis.aliasing import shared_nodes, written_nodes
@@ -25,7 +25,6 @@ from gt_passes.verifier.dataflow.memory_contents import MemoryContents
 from gt_passes.verifier.dataflow.operator_dataflow import apply_rule
 from gt_passes.verifier.dataflow.value_table import (
     Definition,
-    OtherValue,
     TensorValue,
     Value,
     ValueTable,
