@@ -8,18 +8,16 @@ from __future__ import annotations
 import itertools
 import os
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
-from torch.fx import GraphModule, Node
-from torch.fx.node import map_arg
+from torch.fx import GraphModule
 
 from gt_config.graph_kinds import EVERY_GRAPH, GraphKind
 from gt_passes import GraphPass, PassContext, PassReport
 from gt_passes.registry import register_pass
 
-_aten = torch.ops.aten
 _CHANGED = PassReport(changed=True)
 
 
@@ -94,50 +92,31 @@ class PlantedEndProcess(GraphPass):
 @register_pass
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlantedSwapInOneBucket(GraphPass):
-    """Rank 1 puts two equal-shaped gathers into a bucket in the other order than rank 0."""
+    """On rank 1, two equal-shaped parameters of a bucket change places, and where they are read."""
 
     name: ClassVar[str] = "planted-swap-in-one-bucket"
     preserves_numerics: ClassVar[bool] = True
 
     def run(self, graph_module: GraphModule, context: PassContext) -> PassReport:
+        if dist.get_rank() != 1:
+            return PassReport(changed=False)
         graph = graph_module.graph
-        gather = torch.ops._c10d_functional.all_gather_into_tensor.default
-        pairs = itertools.pairwise(graph.find_nodes(op="call_function", target=gather))
-        first, second = next(
-            (one, other)
-            for one, other in pairs
-            if one.meta["val"].shape == other.meta["val"].shape
-            and one.args[1:] == other.args[1:]
-            and one.meta["val"].dtype is other.meta["val"].dtype
-            and other.args[0] < one
+        split = graph.find_nodes(
+            op="call_function", target=torch.ops.aten.split_with_sizes_copy.default
+        )[0]
+        first = next(
+            index
+            for index, pair in enumerate(itertools.pairwise(split.args[1]))
+            if len({*pair}) == 1
         )
-        members = [first, second]
-        if dist.get_rank() == 1:
-            members.reverse()
-        num_ranks, group = first.args[1:]
-
-        def call(target: Any, *args: Any) -> Node:
-            node = graph.call_function(target, args)
-            node.meta = {key: value for key, value in first.meta.items() if key != "val"}
-            with context.fake_mode:
-                node.meta["val"] = target(*map_arg(args, lambda each: each.meta["val"]))
-            return node
-
-        with graph.inserting_before(first):
-            parts = [call(_aten.reshape.default, each.args[0], [-1]) for each in members]
-            bucket = call(gather, call(_aten.cat.default, parts), num_ranks, group)
-            whole = call(torch.ops._c10d_functional.wait_tensor.default, bucket)
-            rows = call(_aten.view.default, whole, [num_ranks, 2, -1])
-            for index, each in enumerate(members):
-                part = call(_aten.select.int, rows, 1, index)
-                shape = list(each.meta["val"].shape)
-                part = call(_aten.clone.default, call(_aten.reshape.default, part, shape))
-                (wait,) = each.users
-                wait.replace_all_uses_with(part)
-        for each in members:
-            (wait,) = each.users
-            graph.erase_node(wait)
-            graph.erase_node(each)
+        places = {first: first + 1, first + 1: first}
+        for item in tuple(split.users):
+            item.update_arg(1, places.get(item.args[1], item.args[1]))
+        bucket = split
+        while bucket.target is not torch.ops.aten.cat.default:
+            bucket = bucket.args[0]
+        parts = bucket.args[0]
+        bucket.update_arg(0, [parts[places.get(index, index)] for index in range(len(parts))])
         return _CHANGED
 
 
