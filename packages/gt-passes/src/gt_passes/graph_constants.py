@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import GraphModule, Node
 
-from gt_passes._torch_internals import is_fake_tensor, value_of
+from gt_passes._torch_internals import is_fake_tensor
 from gt_passes.analysis.outlined_region import OutlinedRegion
 from gt_passes.analysis.tensor_signature import signature
 from gt_passes.verifier.dataflow.value_table import frozen_literal
@@ -97,14 +97,14 @@ def freeze_argument(
 
 
 def _frozen_graph(graph_module: GraphModule) -> Hashable:
-    """The calls of a graph, whatever its nodes are named."""
+    """The calls of a graph, whatever its nodes are named. What comes in is the caller's affair."""
     numbers: dict[Node, Hashable] = {}
     calls: list[Hashable] = []
     for node in graph_module.graph.nodes:
         if node.op == "get_attr":
             calls.append(freeze_attribute(graph_module, node))
         elif node.op == "placeholder":
-            calls.append((node.op, signature(value_of(node))))
+            calls.append(node.op)
         else:
             calls.append(freeze_call(graph_module, node, numbers))
         numbers[node] = len(numbers)
