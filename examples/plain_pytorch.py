@@ -94,8 +94,21 @@ def eager_pipeline(
     modules: Mapping[int, nn.Module], *, num_stages: int, schedule_name: str
 ) -> Step:
     """PyTorch's own pipeline runtime: every action calls the module, or autograd."""
-    device = torch.device("cpu")
-    stages = [PipelineStage(module, index, num_stages, device) for index, module in modules.items()]
+    # Stages that are not told their shapes send them to one another, for which PyTorch needs NumPy.
+    tokens = batch(0)[0][:MICROBATCH]
+    hidden = torch.empty(MICROBATCH, LENGTH, WIDTH, requires_grad=True)
+    logits = torch.empty(MICROBATCH, LENGTH, VOCABULARY, requires_grad=True)
+    stages = [
+        PipelineStage(
+            module,
+            index,
+            num_stages,
+            torch.device("cpu"),
+            input_args=hidden if index else tokens,
+            output_args=logits if index == num_stages - 1 else hidden,
+        )
+        for index, module in modules.items()
+    ]
     schedule = build_pipeline_schedule(
         stages,
         name=schedule_name,
@@ -177,17 +190,16 @@ def train_pipelined(
     step = PIPELINES[runtime](modules, num_stages=numbers.num_stages, schedule_name=schedule_name)
     parameters = [each for module in modules.values() for each in module.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE)
-    history = []
+    history = torch.zeros(num_steps)
     for index in range(num_steps):
         optimizer.zero_grad()
         losses = step(*batch(index))
         optimizer.step()
         if losses:
-            history.append(torch.stack(losses).mean().item())
-    # Only the rank with the last stage has losses.
-    histories: list[list[float]] = [[] for _ in range(num_ranks)]
-    dist.all_gather_object(histories, history)
-    return max(histories, key=len)
+            history[index] = torch.stack(losses).mean()
+    # Only the rank with the last stage has losses, the others zeros.
+    dist.all_reduce(history)
+    return history.tolist()
 
 
 def train_alone(model: nn.Module, num_steps: int) -> list[float]:
