@@ -110,4 +110,4 @@ def test_constants_in_the_graph_of_an_operator_are_refused() -> None:
     with graph.inserting_before(graph.output_node()):
         graph.call_function(torch.ops.aten.neg.default, (graph.get_attr("documents"),))
     with pytest.raises(ConstantCapturedError, match=r"torch\.float32 \[2, 32\], in sdpa_mask0"):
-        refuse_constants(step.graph_module)
+        refuse_constants(step.graph_module, ())

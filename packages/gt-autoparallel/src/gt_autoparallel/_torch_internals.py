@@ -10,22 +10,14 @@ from typing import Any
 import torch
 from torch._ops import HigherOrderOperator, OpOverload
 
-# What fake tensors raise where a model asks for data: only their types tell the reason.
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-)
+# Arguments that belong to another trace are of this type.
+from torch._subclasses.fake_tensor import FakeTensor
 
 # make_fx is the tracer itself; it has no public name.
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 __all__ = [
-    "DataDependentOutputException",
-    "DynamicOutputShapeException",
     "FakeTensor",
-    "GuardOnDataDependentSymNode",
     "HigherOrderOperator",
     "OpOverload",
     "argument_defaults",

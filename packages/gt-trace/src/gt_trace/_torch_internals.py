@@ -32,7 +32,12 @@ from torch._guards import TracingContext, tracing
 
 # The classes of operators: plain ones, and those that take functions, as FlexAttention.
 from torch._ops import HigherOrderOperator, OpOverload
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 
 # The engine patch gives backward nodes the sequence number of their forward node; the context
 # is the permission that the patch asks for.
@@ -55,6 +60,7 @@ from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_modu
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.fx.experimental.symbolic_shapes import (
     DimDynamic,
+    GuardOnDataDependentSymNode,
     ShapeEnv,
     StatelessSymbolicContext,
 )
@@ -80,6 +86,7 @@ if TYPE_CHECKING:
     from torch.fx import Graph, GraphModule, Node
 
 __all__ = [
+    "DATA_DEPENDENT",
     "DTensor",
     "DTensorSpec",
     "DimDynamic",
@@ -129,6 +136,13 @@ __all__ = [
     "tensor_indices",
     "tracing",
 ]
+
+DATA_DEPENDENT = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    GuardOnDataDependentSymNode,
+)
+"""What PyTorch raises where Python asks for a value that a tensor without data does not have."""
 
 
 def concatenate_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:

@@ -18,10 +18,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from gt_autoparallel._torch_internals import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
     FakeTensor,
-    GuardOnDataDependentSymNode,
 )
 from gt_autoparallel.errors import UnsupportedModelError
 from gt_autoparallel.graph.functional_graph import make_functional
@@ -80,11 +77,6 @@ def capture_placement_graph(
         raise UnsupportedModelError(
             f"{type(model).__name__} cannot be captured: {error}"
         ) from error
-    except _DATA_DEPENDENT as error:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} cannot be captured: its control flow or its shapes depend on "
-            f"the data of tensors, which a plan cannot know: {_first_line(error)}"
-        ) from error
     except Exception as error:
         raise UnsupportedModelError(
             f"{type(model).__name__} cannot be captured: its forward or backward failed on tensors "
@@ -105,13 +97,6 @@ def capture_placement_graph(
         ),
         allowed_random_operators=frozenset(allowed_random_operators),
     )
-
-
-_DATA_DEPENDENT = (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    GuardOnDataDependentSymNode,
-)
 
 
 def _check_autocast(device: torch.device | str) -> None:

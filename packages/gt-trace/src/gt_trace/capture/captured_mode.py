@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from gt_trace.errors import CaptureError, StateMismatchError
+from gt_trace.failing_node import note_failing_node
 
 GRADIENT_HOOKS = "_backward_hooks"
 """Where a parameter keeps those of ``register_hook``; there is no public way to ask."""
@@ -185,17 +186,24 @@ def refuse_gradient_hooks(module: nn.Module | None) -> None:
         raise CaptureError("a capture loses hooks of parameters:\n  " + "\n  ".join(problems))
 
 
+class _Replay(torch.no_grad):
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        super().__exit__(kind, error, trace)
+        if error is not None:
+            note_failing_node(error)
+
+
 def as_captured() -> AbstractContextManager[object]:
     """Where a captured graph runs: without autograd, and without ambient autocast.
 
     The graph holds its own backward, and its casts are operators of it; autocast would cast again
-    what the backward computed in another dtype.
+    what the backward computed in another dtype. An error gets a note of the node that failed.
     """
     autocast = _autocast_now()
     if not autocast:
-        return torch.no_grad()
+        return _Replay()
     stack = ExitStack()
-    stack.enter_context(torch.no_grad())
+    stack.enter_context(_Replay())
     for device in autocast:
         stack.enter_context(torch.autocast(device, enabled=False))
     return stack

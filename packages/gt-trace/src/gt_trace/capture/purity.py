@@ -1,18 +1,48 @@
 """What would make a captured graph impure: refused, with every case listed.
 
 A replay runs operators and nothing else. A buffer that Python replaced, a ``.grad`` that was
-written, a tensor that is neither state nor argument: all of these would be lost or frozen.
+written, a tensor that is neither state nor argument: all of these would be lost or frozen. Nor has
+a capture the values of tensors, so that Python cannot decide by them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch.fx import GraphModule
 
+from gt_trace._torch_internals import DATA_DEPENDENT, storage_key
 from gt_trace.capture.module_state import StateSlot
+from gt_trace.capture.stack_traces import is_of_user
+from gt_trace.capture.subclass_layout import flatten_tensor
 from gt_trace.errors import CaptureError, ConstantCapturedError
+
+
+@contextmanager
+def refuse_data_dependence() -> Iterator[None]:
+    """Refuse Python, run inside, that needs the value of a tensor, or a size that depends on one.
+
+    Raises:
+        CaptureError: names the line.
+    """
+    try:
+        yield
+    except DATA_DEPENDENT as error:
+        lines = [
+            frame for frame in traceback.walk_tb(error.__traceback__) if is_of_user(frame[0].f_code)
+        ]
+        where = "".join(traceback.StackSummary.extract(iter(lines[-1:])).format()).rstrip()
+        what = str(error).strip().partition("\n")[0].partition(" (unhinted")[0]
+        raise CaptureError(
+            "the step needs the value of a tensor while it is captured, when tensors have none "
+            f"({what}):\n{where}\nPython runs once, and what it decides is the same in every "
+            "replay. Compute with tensors instead of branching, looping or indexing by their "
+            "values (torch.where instead of if, a mask instead of a selection), return what is to "
+            "be printed or logged, and decide outside of the step"
+        ) from error
 
 
 def refuse_side_effects(
@@ -53,15 +83,24 @@ def _has_grad(tensor: torch.Tensor) -> bool:
     return tensor.is_leaf and tensor.grad is not None
 
 
-def refuse_constants(graph_module: GraphModule) -> None:
+def refuse_constants(graph_module: GraphModule, slots: Sequence[StateSlot]) -> None:
     """Refuse tensors that the graph holds itself.
 
     A tensor literal is copied fresh at every replay; any other constant is a frozen input.
 
+    Args:
+        graph_module: the captured graph.
+        slots: where the state lives. A view of it that was made before the trace is named.
+
     Raises:
         ConstantCapturedError: lists every such tensor.
     """
-    problems = _constants(graph_module)
+    state = {
+        storage_key(leaf): f"{slot.entry.kind} {slot.entry.name}"
+        for slot in slots
+        for leaf in flatten_tensor(slot.tensor)[0]
+    }
+    problems = _constants(graph_module, state)
     if problems:
         raise ConstantCapturedError(
             "tensors that are neither state nor argument of the step would be frozen into the "
@@ -70,13 +109,18 @@ def refuse_constants(graph_module: GraphModule) -> None:
         )
 
 
-def _constants(graph_module: GraphModule) -> list[str]:
-    """Those of a graph, and of the graphs that its operators take, as FlexAttention's masks."""
+def _constants(graph_module: GraphModule, state: Mapping[int, str]) -> list[str]:
+    """Describe those of a graph, and of graphs that its operators take, as FlexAttention's masks.
+
+    Args:
+        graph_module: the graph.
+        state: what lies in a storage, by its key.
+    """
     problems: list[str] = []
     for node in graph_module.graph.find_nodes(op="get_attr"):
         value = getattr(graph_module, str(node.target), None)
         if isinstance(value, GraphModule):
-            problems += [f"{each}, in {node.target}" for each in _constants(value)]
+            problems += [f"{each}, in {node.target}" for each in _constants(value, state)]
         if not isinstance(value, torch.Tensor):
             continue
         if all(user.target is torch.ops.aten.lift_fresh_copy.default for user in node.users):
@@ -84,5 +128,7 @@ def _constants(graph_module: GraphModule) -> list[str]:
         user = next(iter(node.users))
         where = (user.meta.get("stack_trace") or "").strip().splitlines()
         at = f", first read at {where[-1].strip()!r}" if where else ""
-        problems.append(f"{value.dtype} {list(value.shape)}{at}")
+        owner = state.get(storage_key(value))
+        of = f", the memory of {owner}, which the step must read from the module" if owner else ""
+        problems.append(f"{value.dtype} {list(value.shape)}{of}{at}")
     return problems

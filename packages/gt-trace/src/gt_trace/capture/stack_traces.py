@@ -4,12 +4,15 @@
 time of a capture. Nearly all of a stack is the machinery of PyTorch, and few of the parts that are
 kept are distinct: here the kept frames of a stack are found by their code objects, and texts are
 looked up by them. The texts are those of ``make_fx``, character by character, but for frames of
-code that a nested ``torch.compile`` generated (FlexAttention): their names are numbers that count
-up in the process, so that equal layers would have unequal traces.
+this package, and of code that a nested ``torch.compile`` generated (FlexAttention): their names are
+numbers that count up in the process, so that equal layers would have unequal traces. What
+``make_fx`` leaves without a trace, since no module's forward is on the stack, as a loss that the
+step computes itself, gets the innermost line that is neither PyTorch's nor this package's.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -17,22 +20,29 @@ from contextlib import contextmanager
 from types import CodeType, FrameType
 from typing import Any
 
+import torch
 from torch.fx import Node
 
 from gt_trace._torch_internals import get_proxy_mode
 
-_GENERATED = "<eval_with_key>"
+_DROPPED = ("<eval_with_key>", os.path.dirname(__file__) + os.sep)
+_MACHINERY = (*_DROPPED, os.path.dirname(torch.__file__) + os.sep, "<frozen ")
+
+
+def is_of_user(code: CodeType) -> bool:
+    """Whether code is neither PyTorch's nor this package's, and nobody generated it."""
+    return not code.co_filename.startswith(_MACHINERY)
 
 
 @contextmanager
 def memoised_stack_traces() -> Iterator[None]:
-    """Inside a function that ``make_fx`` traces with stack traces: write them the cheap way."""
+    """Inside a function that ``make_fx`` traces: write stack traces, the cheap way."""
     mode = get_proxy_mode()
-    assert mode is not None
-    tracer: Any = mode.tracer
-    if not tracer.record_stack_traces:
+    if mode is None:
         yield
         return
+    tracer: Any = mode.tracer
+    is_recording = tracer.record_stack_traces
     texts = _Texts(tracer._filter_traceback_frames)
     create_node = tracer.create_node
 
@@ -50,7 +60,7 @@ def memoised_stack_traces() -> Iterator[None]:
         yield
     finally:
         del tracer.create_node
-        tracer.record_stack_traces = True
+        tracer.record_stack_traces = is_recording
 
 
 class _Texts:
@@ -66,20 +76,23 @@ class _Texts:
         self._texts: dict[tuple[tuple[CodeType, int], ...], str] = {}
 
     def of(self, frame: FrameType | None) -> str:
-        """The stack from the outermost kept frame to the innermost; empty if none is kept."""
+        """The stack from the outermost kept frame to the innermost, or one line of the user's."""
         kept: list[tuple[CodeType, int]] = []
+        innermost: list[tuple[CodeType, int]] = []
         known = self._kept
         while frame is not None:
             code = frame.f_code
             is_kept = known.get(code)
             if is_kept is None:
-                is_kept = known[code] = not code.co_filename.startswith(_GENERATED) and bool(
+                is_kept = known[code] = not code.co_filename.startswith(_DROPPED) and bool(
                     self._keep(_summary([(code, frame.f_lineno)]))
                 )
             if is_kept:
                 kept.append((code, frame.f_lineno))
+            elif not (kept or innermost) and is_of_user(code):
+                innermost.append((code, frame.f_lineno))
             frame = frame.f_back
-        key = tuple(reversed(kept))
+        key = tuple(reversed(kept or innermost))
         text = self._texts.get(key)
         if text is None:
             text = self._texts[key] = "".join(_summary(key).format()).strip()

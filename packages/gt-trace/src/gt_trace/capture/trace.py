@@ -37,11 +37,12 @@ from gt_trace.capture.graph_inputs import name_placeholders
 from gt_trace.capture.inherit import inherit_annotations
 from gt_trace.capture.input_preparers import InputPreparer, TraceInputs
 from gt_trace.capture.module_state import collect_state, swapped_optimizer
-from gt_trace.capture.purity import refuse_constants, refuse_side_effects
+from gt_trace.capture.purity import refuse_constants, refuse_data_dependence, refuse_side_effects
 from gt_trace.capture.random_draws import refuse_repeated_draws
 from gt_trace.capture.stack_traces import memoised_stack_traces
 from gt_trace.capture.subclass_layout import TensorLayout, flatten_tensor
 from gt_trace.capture.traced_step import TracedStep
+from gt_trace.live_state import LiveState
 
 ConstantPolicy = Literal["error", "allow"]
 
@@ -139,7 +140,7 @@ def trace_without_code(
         names = flat.graph_inputs()
         name_placeholders(graph_module.graph, names)
         if constants == "error":
-            refuse_constants(graph_module)
+            refuse_constants(graph_module, flat.slots)
         assert step.output_spec is not None
         return TracedStep(
             graph_module=graph_module,
@@ -203,7 +204,8 @@ class _TracedFunction:
                 for slot, tensor in zip(slots, state, strict=True):
                     slot.put(tensor)
                 before = [slot.contents() for slot in slots]
-                result = self._fn(*inputs.args, **inputs.kwargs)
+                with LiveState(slots, state), refuse_data_dependence():
+                    result = self._fn(*inputs.args, **inputs.kwargs)
                 refuse_side_effects(slots, before, writes_grad=self._optimizer is not None)
             finally:
                 for slot in slots:

@@ -77,7 +77,9 @@ class TracedStep:
             StateMismatchError: names, shapes, dtypes, placements, modes (training or evaluation),
                 hooks, or which parameters require a gradient, differ from the captured ones.
         """
-        return BoundStep(self, module, optimizer, executable or self.graph_module)
+        # Not the module itself, which prints an error and drops where it arose.
+        run = executable or (lambda *plain: self.graph_module.forward(*plain))
+        return BoundStep(self, module, optimizer, run)
 
 
 class BoundStep:

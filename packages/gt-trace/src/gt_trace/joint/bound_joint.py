@@ -310,10 +310,13 @@ class _Graphs(torch.autograd.Function):
 
 
 def boxed(graph_module: GraphModule) -> BoxedFunction:
-    """The graph as a function of a list, which it empties, so that inputs can be freed early."""
+    """The graph as a function of a list, which it empties, so that inputs can be freed early.
+
+    Its code, without the module around it, which prints an error and drops where it arose.
+    """
     graph = copy.deepcopy(graph_module.graph)
     graph.set_codegen(BoxedCodeGen())
-    return cast("BoxedFunction", GraphModule(graph_module, graph))
+    return cast("BoxedFunction", GraphModule(graph_module, graph).forward)
 
 
 def _places_of_inputs(parts: ForwardBackward) -> dict[tuple[InputKind, str], int]:

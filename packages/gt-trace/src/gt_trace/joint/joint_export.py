@@ -41,7 +41,8 @@ from gt_trace.capture.graph_inputs import InputKind, name_placeholders
 from gt_trace.capture.inherit import inherit_annotations
 from gt_trace.capture.input_preparers import TraceInputs
 from gt_trace.capture.module_state import collect_state
-from gt_trace.capture.purity import refuse_constants, refuse_side_effects
+from gt_trace.capture.purity import refuse_constants, refuse_data_dependence, refuse_side_effects
+from gt_trace.capture.stack_traces import memoised_stack_traces
 from gt_trace.capture.subclass_layout import PLAIN, TensorLayout, flatten_tensor
 from gt_trace.errors import CaptureError
 from gt_trace.joint.joint_descriptors import (
@@ -53,6 +54,7 @@ from gt_trace.joint.joint_descriptors import (
     state_names,
 )
 from gt_trace.joint.joint_graph import JointGraph, OutputSignature
+from gt_trace.live_state import LiveState
 
 
 def export_joint_graph(
@@ -106,7 +108,7 @@ def export_joint_graph(
     results = _keep_plain(graph_module.graph, described, found)
     inputs_kept = tuple(each.meaning for each in described if each.meaning is not None)
     name_placeholders(graph_module.graph, inputs_kept)
-    refuse_constants(graph_module)
+    refuse_constants(graph_module, flat.slots)
     graph_module.recompile()
     assert shell.output_spec is not None
     return JointGraph(
@@ -189,10 +191,17 @@ class _Shell(nn.Module):
         args, kwargs = pytree.tree_unflatten(leaves, self.flat.argument_spec)
         slots = self.flat.slots
         try:
-            for name, slot in zip(state_names(self.flat), slots, strict=True):
-                slot.put(getattr(self, name))
+            state = [getattr(self, name) for name in state_names(self.flat)]
+            for slot, tensor in zip(slots, state, strict=True):
+                slot.put(tensor)
             before = [slot.contents() for slot in slots]
-            result = self._inner[0](*args, **kwargs)
+            with (
+                memoised_stack_traces(),
+                refuse_data_dependence(),
+                LiveState(slots, state) as live,
+            ):
+                result = self._inner[0](*args, **kwargs)
+            live.refuse_live_leaves(pytree.tree_leaves(result))
             refuse_side_effects(slots, before, writes_grad=False)
         finally:
             for slot in slots:

@@ -28,6 +28,7 @@ from gt_trace.capture.module_state import StateSlot, collect_state
 from gt_trace.capture.trace import ConstantPolicy, trace_step, trace_without_code, tracing_contexts
 from gt_trace.capture.traced_step import TracedStep
 from gt_trace.errors import CaptureError
+from gt_trace.live_state import LiveState
 from gt_trace.stamping.compare_steps import step_differences
 from gt_trace.stamping.layer_difference import layer_difference
 from gt_trace.stamping.layer_list import (
@@ -185,6 +186,7 @@ class _Stamper:
         self._ignored_attributes = ignored_attributes
         self._known_functions = known_functions
         self._min_layers = min_layers
+        self._slots: list[StateSlot] = []
         self.num_layers = 0
 
     def capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StampedCapture:
@@ -199,7 +201,7 @@ class _Stamper:
         self.num_layers = len(layers)
         if len(layers) < self._min_layers:
             raise NotStampable(f"{len(layers)} layers are fewer than {self._min_layers}")
-        slots = collect_state(self._module)
+        self._slots = slots = collect_state(self._module)
         refuse_shared_weights(layers, slots)
         refuse_backward_hooks(layers)
         kinds, difference = self._kinds(layers)
@@ -343,8 +345,12 @@ class _Stamper:
             arguments = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
             named |= {f"argument {index}": leaf for index, leaf in enumerate(arguments)}
 
+            kept = {id(slot.tensor) for slot in flat.slots}
+            absent = [slot for slot in self._slots if id(slot.tensor) not in kept]
+
             def run() -> Any:
-                with _swapped(flat.slots, state), _unchanged(self._module):
+                live = LiveState(flat.slots, state, absent=absent)
+                with _swapped(flat.slots, state), _unchanged(self._module), live:
                     return self._fn(*inputs.args, **inputs.kwargs)
 
             try:

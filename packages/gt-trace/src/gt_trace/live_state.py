@@ -1,0 +1,112 @@
+"""Live tensors of a module that a step read before it was traced, as in a list of its parameters.
+
+While a step is traced the module holds stand-ins of its parameters and buffers. A step that holds
+the live ones too, by closure, would have them differentiated apart: its gradients would silently be
+None. Every torch function that is given a live tensor takes its stand-in instead. Where one cannot
+be found, as that of a view that was made before the trace, the step is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from gt_trace._torch_internals import DisableTorchFunction
+from gt_trace.capture.module_state import StateSlot
+from gt_trace.errors import CaptureError
+
+_DIFFERENTIATING = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
+
+
+class LiveState(TorchFunctionMode):
+    """Inside, torch functions take the stand-ins of live tensors.
+
+    Args:
+        slots: where the state lives.
+        stand_ins: one for each slot.
+        absent: parts of the module's state for which there is none, since the module is shortened.
+    """
+
+    def __init__(
+        self,
+        slots: Sequence[StateSlot],
+        stand_ins: Sequence[torch.Tensor],
+        *,
+        absent: Iterable[StateSlot] = (),
+    ) -> None:
+        super().__init__()
+        self._stand_ins = {
+            id(slot.tensor): tensor for slot, tensor in zip(slots, stand_ins, strict=True)
+        }
+        self._names = {id(slot.tensor): f"{slot.entry.kind} {slot.entry.name}" for slot in slots}
+        self._absent = {id(slot.tensor): slot.entry.name for slot in absent}
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        args = self._replaced(args)
+        if func in _DIFFERENTIATING:
+            self.refuse_live_leaves(args[0])
+        return func(*args, **self._replaced(dict(kwargs or {})))
+
+    def refuse_live_leaves(self, differentiated: Any) -> None:
+        """Refuse tensors whose gradients would go to live tensors, past the trace.
+
+        Args:
+            differentiated: a tensor or a sequence of them.
+
+        Raises:
+            CaptureError: lists every such live tensor.
+        """
+        several = isinstance(differentiated, list | tuple)
+        outputs = differentiated if several else [differentiated]
+        with DisableTorchFunction():
+            reached = [
+                self._names[id(leaf)] for leaf in _leaves(outputs) if id(leaf) in self._names
+            ]
+        if reached:
+            raise CaptureError(
+                "gradients would be lost: the step differentiates with respect to tensors of the "
+                "module that it does not read from the module while it runs, but holds a view of "
+                "from before, or passes to an autograd.Function from outside; read them from the "
+                "module inside the step:\n  " + "\n  ".join(sorted(reached))
+            )
+
+    def _replaced(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            if id(value) in self._absent:
+                raise CaptureError(
+                    f"{self._absent[id(value)]} is read from outside of the module; read "
+                    "parameters from the module inside the step"
+                )
+            return self._stand_ins.get(id(value), value)
+        # No subclasses: sizes and named tuples hold no live tensors.
+        if type(value) is list or type(value) is tuple:
+            return type(value)(map(self._replaced, value))
+        if type(value) is dict:
+            return {key: self._replaced(each) for key, each in value.items()}
+        return value
+
+
+def _leaves(outputs: Iterable[Any]) -> list[torch.Tensor]:
+    """The tensors that gradients of ``outputs`` would be added to, each once."""
+    pending = [each.grad_fn for each in outputs if isinstance(each, torch.Tensor)]
+    seen: set[Any] = set()
+    leaves: list[torch.Tensor] = []
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, torch.Tensor):
+            leaves.append(leaf)
+        pending.extend(child for child, _ in node.next_functions)
+    return leaves
