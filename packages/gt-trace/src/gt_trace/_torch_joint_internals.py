@@ -78,7 +78,7 @@ __all__ = [
 _COPY = "copy_fwd_metadata_to_bw_nodes"
 
 _TRACES = "_is_fx_tracing_flag"
-"""Of torch 2.13 only."""
+"""A module global by which torch 2.13 knows that FX traces; later versions lack it."""
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from gt_trace._torch_internals import context_differences, pytree
 from gt_trace.capture.graph_inputs import ArgumentSignature
 
 _MAPPINGS = (dict, OrderedDict)
-"""Trees of which the context is the list of keys."""
+"""Types of trees whose context is the list of their keys."""
 
 
 def structure_differences(

@@ -29,7 +29,7 @@ class CapturedInputs(Protocol):
 
     @property
     def arguments(self) -> tuple[ArgumentSignature, ...]:
-        """One for each leaf of the argument tree."""
+        """What a call must pass: one signature for each leaf of the argument tree."""
 
     @property
     def argument_spec(self) -> pytree.TreeSpec:
@@ -76,7 +76,7 @@ class BoundInputs:
         self._accepted: set[tuple[object, ...]] = set()
         self._submodules: list[tuple[Mapping[str, nn.Module | None], tuple[nn.Module | None, ...]]]
         self.version = 0
-        """How often the state was sampled."""
+        """A number that grows each time that the state is sampled."""
 
         self._sample()
 

@@ -20,10 +20,10 @@ from gt_trace.errors import CaptureError, StateMismatchError
 from gt_trace.failing_node import note_failing_node
 
 GRADIENT_HOOKS = "_backward_hooks"
-"""Where a parameter keeps those of ``register_hook``; there is no public way to ask."""
+"""Attribute in which a parameter keeps the hooks of ``register_hook``; none is public."""
 
 ACCUMULATION_HOOKS = "_post_accumulate_grad_hooks"
-"""Likewise those of ``register_post_accumulate_grad_hook``."""
+"""Attribute in which a parameter keeps the hooks of ``register_post_accumulate_grad_hook``."""
 
 _REGISTERED_BY = {
     GRADIENT_HOOKS: "register_hook",
@@ -41,7 +41,7 @@ class CapturedMode:
     """The modes in which a step was captured."""
 
     training: Mapping[str, bool] = field(default_factory=dict)
-    """``training`` of the module, under the name "", and of every submodule."""
+    """Whether each module was in training mode, by its name; the captured module's own is ""."""
 
     num_hooks: Mapping[str, int] = field(default_factory=dict)
     """How many forward and backward hooks a module had, by its name; those without are missing.
@@ -51,11 +51,11 @@ class CapturedMode:
     """Names of the parameters that required a gradient."""
 
     autocast: Mapping[str, torch.dtype] = field(default_factory=dict)
-    """The dtype, by type of device where autocast was on."""
+    """Dtype to which autocast cast, by type of device; devices where it was off are missing."""
 
     @classmethod
     def now(cls, module: nn.Module | None) -> CapturedMode:
-        """As it is at this moment."""
+        """The modes of ``module``, and of autocast, at this moment."""
         named = {} if module is None else dict(module.named_modules())
         counts = {name: sum(map(len, _hooks_of(each))) for name, each in named.items()}
         return cls(

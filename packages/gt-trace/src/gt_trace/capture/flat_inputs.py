@@ -30,7 +30,7 @@ class FlatArgument:
     name: str
     leaf: Any
     layout: TensorLayout | None
-    """None for a leaf that is no tensor."""
+    """How a tensor is made of plain ones; None for a leaf that is no tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

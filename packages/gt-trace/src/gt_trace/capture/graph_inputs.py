@@ -13,8 +13,8 @@ from torch.fx import Graph
 from gt_trace.capture.subclass_layout import TensorLayout
 
 InputKind = Literal["parameter", "buffer", "optimizer_state", "argument", "tangent", "saved"]
-"""The last two only where forward and backward are apart: the gradient that arrives at an output,
-and what the forward keeps for the backward."""
+"""What an input is. A tangent is the gradient that arrives at an output and saved is what a forward
+keeps for its backward: both occur only where the two are graphs of their own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +29,7 @@ class GraphInput:
     """Further names of a tied parameter."""
 
     leaf: int = 0
-    """Which plain tensor of a tensor subclass; 0 for plain tensors."""
+    """Position among the plain tensors of which a tensor subclass is made; 0 for a plain tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class ArgumentSignature:
     """The value of a leaf that is no tensor; it is part of the graph."""
 
     shape: tuple[int | None, ...] = ()
-    """None where the dimension is dynamic."""
+    """Sizes of a tensor, with None for dimensions that are dynamic."""
 
     dtype: torch.dtype | None = None
     layout: TensorLayout | None = None

@@ -1,7 +1,8 @@
 """Hooks that change the inputs of a trace, without the tracer knowing why.
 
-The overlap of expert-parallel communication is one user: it marks the token dimension before
-inputs are faked, and splits inputs inside the trace.
+For callers of ``trace_step``, and of gt-pipeline's stages, which hand them on: to mark a dimension
+dynamic before inputs are faked, or to change inputs as a part of the graph. No package of this
+project brings one of its own.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ class TracedStep:
 
     graph_module: GraphModule
     inputs: tuple[GraphInput, ...]
-    """One for each placeholder, in order."""
+    """What each placeholder stands for, in order."""
 
     example_inputs: tuple[Any, ...]
     """The fake tensors with which the graph was traced, one for each placeholder."""
@@ -37,16 +37,17 @@ class TracedStep:
     fake_mode: FakeTensorMode
     state: tuple[StateEntry, ...]
     state_layouts: tuple[TensorLayout, ...]
-    """Layout of each entry of ``state``."""
+    """How each entry of ``state`` is made of plain tensors."""
 
     arguments: tuple[ArgumentSignature, ...]
     argument_spec: pytree.TreeSpec
     output_spec: pytree.TreeSpec
     output_layouts: tuple[TensorLayout | None, ...]
-    """Layout of each leaf of the output tree; None for a leaf that is no tensor."""
+    """How each leaf of the output tree is made of plain tensors; None for a leaf that is no
+    tensor."""
 
     mode: CapturedMode
-    """In which it was captured; it runs in no other."""
+    """The modes in which the step was captured; it runs in no others."""
 
     @property
     def training(self) -> Mapping[str, bool]:

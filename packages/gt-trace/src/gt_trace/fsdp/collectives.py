@@ -45,13 +45,13 @@ class UnshardPlan:
     """Tensor dimension that is split."""
 
     size: int
-    """Extent of that dimension when whole, on this rank's tensor-parallel part."""
+    """Extent of the sharded dimension when whole, on this rank's tensor-parallel part."""
 
     param_dtype: torch.dtype | None
-    """Computed in; None: as stored."""
+    """Dtype in which the gathered parameter is computed with; None: as stored."""
 
     reduce_dtype: torch.dtype | None
-    """Gradients are reduced in; None: as stored."""
+    """Dtype in which gradients are reduced; None: as stored."""
 
     reduction: GradientReduction
 
@@ -131,7 +131,7 @@ class _Unshard(torch.autograd.Function):
 
 
 def _divisors(plan: UnshardPlan, dtype: torch.dtype) -> tuple[float, float]:
-    """By what to divide before and after the reduction.
+    """The numbers by which a gradient is divided before and after its reduction.
 
     float16 overflows easily, so about the square root of the number of ranks goes first. That
     float64 is treated as float16 is FSDP2's choice too.

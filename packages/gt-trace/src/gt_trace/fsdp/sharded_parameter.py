@@ -36,11 +36,11 @@ class ShardedParameter:
     """How one stored parameter becomes the one that the forward computes with."""
 
     name: str
-    """Under which its module holds it, in the whole model."""
+    """Fully qualified name of the parameter in the whole model."""
 
     plan: UnshardPlan
     placements: tuple[Placement, ...]
-    """Of the stored DTensor."""
+    """How the stored DTensor is placed on its mesh."""
 
     inner_mesh: DeviceMesh | None
     """The tensor- or expert-parallel mesh on which the gathered parameter is a DTensor."""

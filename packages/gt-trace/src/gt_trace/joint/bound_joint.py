@@ -33,21 +33,22 @@ class ForwardBackward:
     """
 
     joint: JointGraph
-    """What was cut; its own graph is as it was."""
+    """The joint graph that was cut, as it was."""
 
     forward: GraphModule
     forward_inputs: tuple[GraphInput, ...]
-    """One for each placeholder: parameters, buffers, arguments."""
+    """What each placeholder of the forward stands for: parameters, buffers, arguments."""
 
     forward_results: tuple[GraphResult, ...]
-    """Mutations and outputs, then what is saved for the backward."""
+    """What the forward returns: mutations and outputs, then what is saved for the backward."""
 
     backward: GraphModule
     backward_inputs: tuple[GraphInput, ...]
-    """One for each placeholder: tangents, and what was saved, named as in ``forward_results``."""
+    """What each placeholder of the backward stands for: tangents, and what was saved, named as in
+    ``forward_results``."""
 
     backward_results: tuple[GraphResult, ...]
-    """Gradients."""
+    """What the backward returns: gradients."""
 
     @property
     def static_input_names(self) -> tuple[str, ...]:
@@ -214,7 +215,8 @@ class _Plan:
             places[each.kind, each.name] + each.leaf for each in parts.forward_inputs
         ]
         self.mutations: list[tuple[int, int]] = []
-        """Position of the new content among results, and of the input among plain tensors."""
+        """For each input that the module updates: the position of its new content among the
+        results, and its own among the plain tensors."""
 
         of_output: dict[str, list[int]] = {}
         self.saved: list[int] = []
@@ -234,7 +236,8 @@ class _Plan:
         ]
         output_at = {output.name: position for position, output in enumerate(tensors)}
         self.backward_inputs: list[tuple[str, int]] = []
-        """For each, whether it was saved or is a tangent, and its position there."""
+        """For each placeholder of the backward: whether it was saved or is a tangent, and its
+        position among those."""
 
         self._examples: dict[int, torch.Tensor] = {}
         placeholders = parts.backward.graph.find_nodes(op="placeholder")
@@ -245,7 +248,8 @@ class _Plan:
                 self.backward_inputs.append(("tangent", output_at[each.name]))
                 self._examples[output_at[each.name]] = node.meta["val"]
         self.gradients: dict[tuple[InputKind, str], list[int]] = {}
-        """Positions of the plain parts of each gradient."""
+        """For each input that gets a gradient: positions of the gradient's plain parts among the
+        results of the backward."""
 
         for position, result in enumerate(parts.backward_results):
             assert result.of is not None

@@ -37,10 +37,10 @@ class DescribedInput:
 
     node: Node
     meaning: GraphInput | None
-    """None for a part that is no tensor, as the mesh of a DTensor."""
+    """The input that a plain tensor stands for; None for other parts, as a DTensor's mesh."""
 
     constant: Any = None
-    """That part."""
+    """The part that is no tensor, where ``meaning`` is None."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,17 +48,17 @@ class DescribedResult:
     """One value that the joint graph returns."""
 
     value: Node | None
-    """None for a gradient that nothing computes."""
+    """The node that computes it; None for a gradient that nothing computes."""
 
     meaning: GraphResult | None
-    """None for a part that is no tensor."""
+    """The result that a plain tensor stands for; None for a part that is no tensor."""
 
     position: int
-    """Among everything that the graph returned."""
+    """Its place among everything that the graph returned."""
 
 
 def state_names(flat: FlatInputs) -> list[str]:
-    """Under which names an exported module must register the state, one for each tensor."""
+    """Names under which an exported module must register the state, one for each tensor."""
     return [f"state_{index}" for index in range(len(flat.slots))]
 
 

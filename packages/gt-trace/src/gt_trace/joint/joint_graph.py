@@ -30,17 +30,18 @@ class GraphResult:
 
     kind: ResultKind
     """mutation: the new content of a buffer or argument that the module updated in place.
-    output: what the module returned. gradient: of a parameter, buffer or argument.
+    output: what the module returned. gradient: that of a parameter, buffer or argument.
     saved: what a forward graph keeps for the backward one."""
 
     name: str
-    """Of the output (as ``output['logits']``), of the input that is meant, or of the node."""
+    """Name of the output (as ``output['logits']``), of the input that was updated or gets the
+    gradient, or of the node that is saved."""
 
     of: InputKind | None = None
-    """For mutation and gradient, the kind of that input."""
+    """Kind of the input that was updated or gets the gradient; None for others."""
 
     leaf: int = 0
-    """Which plain tensor of a tensor subclass; 0 for plain tensors."""
+    """Position among the plain tensors of which a tensor subclass is made; 0 for a plain tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,11 +55,11 @@ class OutputSignature:
 
     requires_grad: bool = False
     layout: TensorLayout | None = None
-    """None for a leaf that is no tensor."""
+    """How a tensor is made of plain ones; None for a leaf that is no tensor."""
 
     gradient_placements: tuple[Placement, ...] | None = None
-    """Of a DTensor: how the backward expects the gradient; one that arrives otherwise is
-    redistributed."""
+    """How the backward expects the gradient of a DTensor to be placed; one that arrives otherwise
+    is redistributed. None for a plain tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,10 +73,10 @@ class JointGraph:
 
     graph_module: GraphModule
     inputs: tuple[GraphInput, ...]
-    """One for each placeholder, in order."""
+    """What each placeholder stands for, in order."""
 
     results: tuple[GraphResult, ...]
-    """One for each value that the graph returns, in order."""
+    """What each value that the graph returns stands for, in order."""
 
     state: tuple[StateEntry, ...]
     state_layouts: tuple[TensorLayout, ...]
@@ -93,7 +94,7 @@ class JointGraph:
     """Every parameter, buffer and argument that required a gradient, reached by one or not."""
 
     gradient_layouts: Mapping[tuple[InputKind, str], TensorLayout]
-    """Of those that a gradient reaches."""
+    """How the gradients are made of plain tensors, by the inputs that get one."""
 
     mode: CapturedMode
     """Training or evaluation of every module, hooks and autocast at the capture."""

@@ -176,7 +176,7 @@ def _described(
 
 
 def _saved_name(node: Node, inputs: dict[str, GraphInput]) -> str:
-    """Of the node that computed it, or of the input if it is one; the same in both graphs."""
+    """The name of a saved value in both graphs: that of its node, or of the input that it is."""
     name = str(node.target) if node.op == "placeholder" else node.name
     meaning = inputs.get(name)
     if meaning is None:

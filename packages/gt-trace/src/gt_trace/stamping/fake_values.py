@@ -33,7 +33,7 @@ class StoragePlan:
 
     owner: Reference
     index: int
-    """Which tensor of the owner's value."""
+    """Position of the tensor that owns the memory among the tensors of the owner's value."""
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:

@@ -43,16 +43,16 @@ class _Result:
     device: torch.device
     num_bytes: int
     operand: int | None
-    """Of which operand it is a view; None for memory of its own."""
+    """Position of the operand of which the tensor is a view; None for memory of its own."""
 
     spec: Any
-    """Of a DTensor; None for a fake tensor."""
+    """Mesh and placements of a DTensor; None for a fake tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
     kind: type
-    """Tensor for a single one, else the class of the sequence."""
+    """``torch.Tensor`` where the operator returned a single one, else the class of the sequence."""
 
     results: tuple[_Result, ...]
 
@@ -62,7 +62,7 @@ class Answers:
 
     def __init__(self) -> None:
         self.known: dict[Any, _Answer | None] = {}
-        """None for a question whose answer cannot be made."""
+        """What an operator gave, by question; None where an answer cannot be made."""
 
 
 class KnownOperators:
@@ -92,7 +92,7 @@ class KnownOperators:
         return (token, torch.get_default_dtype(), torch.is_inference_mode_enabled())
 
     def answer(self, question: Any, operands: Sequence[torch.Tensor]) -> Any:
-        """The result, as if the operator had run; None if it must run."""
+        """The result of a question, as if the operator had run; None if it must run."""
         known = self._answers.get(question)
         if known is None:
             return None

@@ -26,7 +26,7 @@ from gt_trace.capture.subclass_layout import flatten_tensor
 from gt_trace.stamping.layer_list import LayerList
 
 _HEAP_TYPE = 1 << 9
-"""Py_TPFLAGS_HEAPTYPE: classes that Python statements made have it."""
+"""The flag Py_TPFLAGS_HEAPTYPE of a class: classes that Python statements made have it."""
 
 _HOOKS = (
     "_forward_pre_hooks",

@@ -26,14 +26,14 @@ class LayerPlan:
 
     num_layers: int
     start: int
-    """First layer of the run."""
+    """The first layer of the run of units."""
 
     period: int
-    """Layers of one unit."""
+    """How many layers make one unit."""
 
     num_units: int
     num_warm_up: int
-    """Units traced at each end of the run beside the two of the interior."""
+    """How many units are traced at each end of the run, beside the two of the interior."""
 
     @property
     def first(self) -> int:

@@ -26,18 +26,20 @@ class NodeTemplate:
     """What two nodes at the same place of two interior units agree on."""
 
     ours: Node
-    """In the first interior unit."""
+    """The node in the first interior unit."""
 
     theirs: Node
-    """In the last one."""
+    """The node at the same place in the last interior unit."""
 
     args: Template
     kwargs: Template
     annotations: tuple[tuple[str, Template], ...]
-    """By key. Equal annotations of several nodes have the same template."""
+    """What is annotated, with its key. Equal annotations of several nodes have the same
+    template."""
 
     values: tuple[tuple[str, tuple[StoragePlan, ...]], ...]
-    """Metadata keys that hold fake tensors, with whose memory each lies in."""
+    """Keys of the node's metadata that hold fake tensors, and for each tensor whose memory it lies
+    in."""
 
 
 class NodeTemplates:

@@ -20,7 +20,8 @@ class NameBase(NamedTuple):
 
     text: str
     is_attribute: bool = False
-    """Subgraphs are named ``sdpa_mask0``, ``sdpa_mask1``; results ``view``, ``view_1``."""
+    """Whether the index follows at once, as subgraphs are named (``sdpa_mask0``); results have
+    ``view_1``."""
 
     def at(self, index: int) -> str:
         """The name with that index."""

@@ -51,7 +51,7 @@ class Recorder:
         self.stand_ins: dict[int, str | None] = {}
         self.paused = False
         self.operands: list[torch.Tensor] = []
-        """Of the last operator."""
+        """The tensors that the last operator read."""
 
         self.saved_tensor_hooks = saved_tensor_hooks()
 

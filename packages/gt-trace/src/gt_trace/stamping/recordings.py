@@ -10,7 +10,7 @@ from gt_trace._torch_internals import pytree
 from gt_trace.stamping.known_operators import Answers
 
 BEFORE = -1
-"""The segment of what runs before the first layer."""
+"""The number of the segment that runs before the first layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class Origin:
     """The layer in whose segment it was made, or whose state it is; None for all else."""
 
     place: Any
-    """Which operator and output of the segment, or the name of the state or argument."""
+    """The operator and its output, counted in the segment; or the name of the state or argument."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -32,13 +32,13 @@ class Segment:
     """Operators and autograd nodes with their constants, as numbers of ``Recording.vocabulary``."""
 
     origins: list[Origin] = field(default_factory=list)
-    """Of every tensor that the tokens read."""
+    """Where every tensor came from that the tokens read, in order."""
 
     contexts: list[tuple[type | None, Mapping[str, Any]]] = field(default_factory=list)
-    """Autograd functions that keep something, and what."""
+    """Autograd functions that keep something for their backward, and what they keep."""
 
     functions: set[type] = field(default_factory=set)
-    """Custom autograd functions."""
+    """Custom autograd functions that ran."""
 
     num_results: int = 0
     num_foreign: int = 0
@@ -50,7 +50,7 @@ class OutputLeaf:
     """One leaf of what the step returned."""
 
     gradient_of: str | None = None
-    """Name of the state of which it is the gradient."""
+    """Name of the state whose gradient the leaf is; None for other leaves."""
 
     is_tensor: bool = True
     constant: Any = None

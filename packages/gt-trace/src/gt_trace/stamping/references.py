@@ -26,11 +26,11 @@ class Reference:
 
     kind: ReferenceKind
     offset: int
-    """From the beginning of the unit's own forward or backward, or of the part; the distance in
-    layers for ``layer_input``; the leaf for ``input``."""
+    """Where the node stands: counted from the beginning of its unit's forward or backward, or of
+    its part. For ``layer_input`` the distance in layers, for ``input`` which plain tensor of it."""
 
     name: str = ""
-    """Of an input: its name, for ``layer_input`` within its layer."""
+    """Name of an input; for ``layer_input`` within its layer. Empty for nodes that compute."""
 
     leaf: int = 0
 

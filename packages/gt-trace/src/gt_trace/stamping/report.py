@@ -12,20 +12,20 @@ class StampReport:
     """Whether layers were stamped, and why not."""
 
     num_layers: int
-    """Of the model's list of layers; 0 if it has none."""
+    """How many layers the model's list of layers has; 0 if there is no list."""
 
     num_layers_traced: int
     refusal: str | None = None
     """Why the capture was made in full; None if layers were stamped."""
 
     period: int = 1
-    """After how many layers the stamped ones repeat."""
+    """How many layers make one unit that was stamped."""
 
     compared: bool = False
     """Whether the full trace was made too, and found equal."""
 
     gate_seconds: float = 0.0
-    """Processor time of proving the layers alike."""
+    """Processor time in which the layers were proven alike."""
 
     trace_seconds: float = 0.0
     """Processor time of the trace of the shortened model, or of the full one."""

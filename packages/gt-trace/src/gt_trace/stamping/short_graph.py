@@ -34,12 +34,12 @@ class ShortGraph:
     """All nodes that compute, in order."""
 
     positions: dict[Node, int]
-    """Place of each in ``body``."""
+    """The place of each node in ``body``."""
 
     inputs: dict[Node, GraphInput]
     output: Node
     root: GraphModule
-    """Holds what ``get_attr`` nodes read."""
+    """The module that holds what ``get_attr`` nodes read."""
 
     first_forward: int
     last_forward: int
@@ -48,12 +48,12 @@ class ShortGraph:
     first_backward: int
     tail: int
     first_number: int
-    """Autograd's counter where the forward of ``first`` began."""
+    """Autograd's counter where the forward of the first interior unit began."""
 
     last_number: int
     centre_number: int
     final_number: int
-    """The largest number of the forward."""
+    """The largest autograd number of a forward node."""
 
     @property
     def forward_length(self) -> int:
@@ -136,7 +136,7 @@ def _belongs_before(node: Node, number: int) -> bool:
 
 
 def _final_number(body: tuple[Node, ...]) -> int:
-    """Of what ran before the backward."""
+    """The largest autograd number of what ran before the backward."""
     numbers = [sequence_number(node) for node in body if not is_backward(node)]
     return max((number for number in numbers if number is not None), default=0)
 

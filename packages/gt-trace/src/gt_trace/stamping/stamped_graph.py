@@ -34,7 +34,8 @@ from gt_trace.stamping.templates import Template
 from gt_trace.stamping.unit_symbols import UnitSymbols, symbols_bound_by
 
 InputKey = tuple[str, int]
-"""Name of the state or argument, and which plain tensor of it."""
+"""Name of a state or argument, and the position of one plain tensor among those that it is made
+of."""
 
 
 class StampedGraph:
@@ -86,7 +87,7 @@ class StampedGraph:
         self._placeholders: dict[InputKey, Node] = {}
         self.graph = Graph()
         self.attributes: dict[str, Any] = {}
-        """What its ``get_attr`` nodes read, by target."""
+        """What ``get_attr`` nodes of the graph read, by target."""
 
     def build(self, outputs: Sequence[Any]) -> Graph:
         """Make the graph.

@@ -50,7 +50,8 @@ _logger = logging.getLogger(__name__)
 _MOST_WARM_UP = 2
 _KNOWN_FUNCTIONS = frozenset({"torch", "gt_trace"})
 _MOST_KINDS = 8
-"""With how many kinds of layers, the latest, a layer is compared: like layers are near."""
+"""A layer is compared with the latest kinds of layers, and no more than this many: like layers are
+near."""
 
 
 class StampingError(CaptureError):

@@ -21,10 +21,10 @@ class TraceMark:
 
     layer: int
     node: Node
-    """The last node of the trace until then."""
+    """The last node that was traced before the forward began."""
 
     sequence_number: int
-    """Of the next autograd node."""
+    """The number that autograd gives to its next node."""
 
     def position(self, positions: dict[Node, int]) -> int:
         """The place of the first node after the mark, among those that the trace kept."""
