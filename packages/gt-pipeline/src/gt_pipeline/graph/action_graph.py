@@ -30,7 +30,7 @@ class ActionGraph:
     stage_index: int
     graph_module: GraphModule
     inputs: tuple[Slot, ...]
-    """One for each placeholder; what is the same for every microbatch comes first."""
+    """What each placeholder is; those that are the same for every microbatch come first."""
 
     outputs: tuple[Slot, ...]
 

@@ -24,7 +24,7 @@ class ActivationPlacement:
     mesh_axes: tuple[str, ...]
     placements: tuple[Placement, ...]
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor, over all ranks."""
 
     def example(self, signature: TensorSignature, mesh: DeviceMesh) -> DTensor:
         """An activation on the meta device, for ``capture_stage`` of the stage after.
@@ -82,7 +82,7 @@ def travelling(tensor: Tensor) -> Tensor:
 
 
 def _gradient_placements(tensor: DTensor) -> list[Any]:
-    """Of the gradient that travels: as the tensor, and whole where that is partial."""
+    """How the gradient that travels is placed: as the tensor, and whole where that is partial."""
     return [Replicate() if each.is_partial() else each for each in tensor.placements]
 
 

@@ -21,7 +21,7 @@ class Executable:
         self.action = action
         self.run: BoxedFunction = boxed(action.graph_module)
         self.static: tuple[Tensor, ...] | None = None
-        """What it reads of the state; None until it is asked for."""
+        """The tensors that the graph reads of the state; None until they are asked for."""
 
         is_reduction = action.kind == "REDUCE_GRAD"
         kind: SlotKind = "gradient" if is_reduction else "unsharded_gradient"
@@ -51,7 +51,7 @@ class Overlap:
         self.run: BoxedFunction = boxed(transformed.graph_module)
         self.graph_module = transformed.graph_module
         self.owned_gradients = owned_results(transformed, "unsharded_gradient")
-        """Of this graph, not of the backward's own: here other values may share their memory."""
+        """For each gradient, whether no other value of this graph shares its memory."""
 
         self._of_backward: tuple[Tensor, ...] | None = None
         self._of_forward: tuple[Tensor, ...] | None = None
@@ -60,7 +60,7 @@ class Overlap:
     def static_inputs(
         self, of_backward: tuple[Tensor, ...], of_forward: tuple[Tensor, ...]
     ) -> tuple[Tensor, ...]:
-        """Those of the backward, then those of the forward that it does not share."""
+        """The tensors of the backward, then those of the forward that it does not share."""
         if of_backward is not self._of_backward or of_forward is not self._of_forward:
             own = tuple(of_forward[i] for i in self.actions.forward_static)
             self._static = (*of_backward, *own)

@@ -91,7 +91,8 @@ class _Groups(NamedTuple):
     """How many turns each group has."""
 
     begins_at_once: bool
-    """Whether nothing need be computed for the first, so that it may stand before everything."""
+    """Whether the first group needs nothing computed before, so that it may stand before
+    everything."""
 
 
 class _Interleaving:

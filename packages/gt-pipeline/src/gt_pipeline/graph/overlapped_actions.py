@@ -41,13 +41,13 @@ class OverlappedActions:
     """
 
     action: ActionGraph
-    """Its slots are those of two stages, so that one may occur twice."""
+    """The graph of both actions. Its slots are those of two stages, so that one may occur twice."""
 
     forward: ActionGraph
     backward: ActionGraph
 
     forward_static: tuple[int, ...]
-    """Which of the forward's static inputs the graph takes; the others it shares."""
+    """Positions of those static inputs of the forward that the backward does not read too."""
 
 
 def overlap_actions(

@@ -127,12 +127,12 @@ class GraphPipelineStage:
         self._num_leaving = sum(each.requires_grad for each in capture.input_signature)
         self._evaluations: list[Evaluation] = []
         self._evaluation: Evaluation | None = None
-        """The one for the module's present mode; None until it is asked for."""
+        """The evaluation in the module's present mode; None until it is asked for."""
 
         self._overlaps: dict[tuple[int, BackwardKind], Overlap] = {}
 
         self._pairs: list[Overlap] = []
-        """Those of which one action is this stage's."""
+        """The overlapped pairs in which this stage runs one action."""
 
         self._values: dict[Slot, Tensor] | None = None
         self._saved: dict[int, list[Tensor]] = {}
@@ -147,7 +147,7 @@ class GraphPipelineStage:
 
     @property
     def fake_mode(self) -> FakeTensorMode:
-        """For the other stages of this rank."""
+        """The fake mode of the capture; other stages of this rank are to be captured with it."""
         return self.capture.traced.fake_mode
 
     @property

@@ -63,5 +63,5 @@ def find_recomposition_problems(graphs: StageGraphs) -> Iterator[GraphProblem]:
 
 
 def _unreduced(slot: Slot) -> Slot:
-    """Of a gradient that nothing reduces: the accumulated one is the gradient."""
+    """The slot of a gradient that nothing reduces: the accumulated one is the gradient."""
     return Slot(kind="unsharded_gradient", name=slot.name, leaf=slot.leaf)

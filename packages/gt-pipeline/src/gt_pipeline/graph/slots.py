@@ -35,7 +35,7 @@ unsharded_gradient: of one microbatch, before reduction; accumulated over microb
 gradient: what REDUCE_GRAD makes of the accumulated ones, as the parameter is stored."""
 
 STATIC_KINDS: frozenset[SlotKind] = frozenset({"parameter", "buffer", "unsharded"})
-"""The same tensors for every microbatch between an UNSHARD and the next."""
+"""Kinds that hold the same tensors for every microbatch between an UNSHARD and the next."""
 
 _PREFIX: dict[SlotKind, str] = {
     "parameter": "p",
@@ -55,10 +55,10 @@ class Slot:
 
     kind: SlotKind
     name: str
-    """Of the state or argument that it is or belongs to; else of the node that computes it."""
+    """Name of the state or argument that it is or belongs to; else of the node that computes it."""
 
     leaf: int = 0
-    """Which plain tensor, where a name stands for several."""
+    """Position among the plain tensors that have this name; 0 where there is one."""
 
     @property
     def is_static(self) -> bool:

@@ -41,11 +41,13 @@ from gt_trace import GraphInput, InputPreparer, TensorLayout, TracedStep, phase,
 from gt_trace.capture.captured_mode import ACCUMULATION_HOOKS, GRADIENT_HOOKS, hook_problems
 
 LOST_HOOKS = (GRADIENT_HOOKS, ACCUMULATION_HOOKS)
-"""Of parameters. No graph runs them, and a runner adds gradients to parameters without autograd."""
+"""Kinds of hooks of parameters that do not run: no graph runs them, and a runner adds gradients to
+parameters without autograd."""
 
 StageLoss = Callable[[Any, Any], Any]
-"""(what the module returns, target) -> the loss of one microbatch, of shape (), alone or first in
-a tuple of tensors. The others are returned to the caller beside the loss, without gradient."""
+"""A function of what the module returns and the target. It returns the loss of one microbatch, of
+shape (), alone or first in a tuple of tensors; the others are returned to the caller beside the
+loss, without gradient."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,30 +55,30 @@ class StageCapture:
     """A stage's joint graph, and what goes in and out."""
 
     traced: TracedStep
-    """Passes that need forward and backward together (memory policies, chunks for EP overlap) edit
-    its graph before it is cut."""
+    """The joint graph. Passes that need forward and backward together (memory policies, chunks for
+    EP overlap) edit it before it is cut."""
 
     stage_index: int
     num_stages: int
     input_signature: tuple[TensorSignature, ...]
     output_signature: tuple[TensorSignature, ...]
     output_placements: tuple[ActivationPlacement | None, ...]
-    """Of outputs that are DTensors; None for plain ones."""
+    """How outputs that are DTensors are placed; None for plain ones."""
 
     inputs: tuple[Slot, ...]
-    """One for each placeholder of the graph."""
+    """What each placeholder of the graph is."""
 
     results: tuple[Slot | None, ...]
-    """One for each output of the graph; None where there is no gradient."""
+    """What each output of the graph is; None where there is no gradient."""
 
     kwarg_names: tuple[str, ...]
-    """Keyword arguments of the module, from the same."""
+    """Keyword arguments of the module's forward that the microbatch brought."""
 
     left_out: Mapping[str, Any]
-    """What else its forward could take by name, and its defaults for it."""
+    """Further keyword arguments that the module's forward could take, and its defaults for them."""
 
     takes_any_kwargs: bool
-    """Whether its forward takes keyword arguments by any name."""
+    """Whether the module's forward takes keyword arguments by any name."""
 
     has_target: bool
     """Whether the loss is inside, and the graph takes the microbatch's target."""
@@ -85,8 +87,8 @@ class StageCapture:
     """Whether there is a backward."""
 
     gradient_layouts: Mapping[str, TensorLayout] = field(default_factory=dict)
-    """By parameter: how its gradient's plain tensors make the gradient. Those without gradient are
-    missing."""
+    """How each parameter's gradient is made of plain tensors, by the parameter's name; those
+    without gradient are missing."""
 
     @property
     def known_kwargs(self) -> frozenset[str] | None:
@@ -205,7 +207,7 @@ class _Stage:
         self.output_placements: tuple[ActivationPlacement | None, ...] = ()
         self.num_input_gradients = 0
         self.parameter_names: tuple[str, ...] = ()
-        """Of those that gradients are asked for."""
+        """Names of the parameters that gradients are asked for."""
 
     def forward(
         self,

@@ -38,7 +38,7 @@ class StageState:
         self._slots = capture.inputs[: capture.traced.num_static_inputs]
 
     def sample(self) -> dict[Slot, Tensor]:
-        """By slot, as it is now; a parameter that was replaced is read anew."""
+        """The state as it is now; a parameter that was replaced is read anew."""
         return dict(zip(self._slots, self._inputs.static_tensors(), strict=True))
 
     def check_mode(self) -> None:

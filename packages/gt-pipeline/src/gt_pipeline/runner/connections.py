@@ -29,7 +29,7 @@ class Connections:
         self.transfers: Transfers | None = None
         self.shared: tuple[SharedParameter, ...] = ()
         self.device = torch.device("cpu")
-        """Of the tensors that travel."""
+        """The device of the tensors that travel."""
         self._collective_groups = tuple(collective_groups)
         self._agreement: StepAgreement | None = None
         self._watch: FailureWatch | None = None

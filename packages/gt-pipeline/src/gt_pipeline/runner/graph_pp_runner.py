@@ -61,7 +61,7 @@ class StepResult:
     """What a step computed, apart from gradients. Empty on ranks without the last stage."""
 
     losses: Tensors = ()
-    """One of each microbatch, in their order, as the last stage returned it."""
+    """The loss of each microbatch, in their order, as the last stage returned it."""
 
     outputs: tuple[Tensors, ...] = ()
     """What the last stage returned beside the loss, by microbatch."""
@@ -193,7 +193,7 @@ class GraphPPRunner:
         self._step = 0
         self._position = 0
         self._failure = ""
-        """What ended it. The text alone: an error's traceback holds what was computed last."""
+        """What ended the runner, as text: an error's traceback holds what was computed last."""
 
     @property
     def schedule(self) -> Schedule:

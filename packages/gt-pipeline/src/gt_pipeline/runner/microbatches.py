@@ -36,10 +36,11 @@ class MicrobatchDims:
     """
 
     args: tuple[int | None, ...] | None = None
-    """One for each positional argument; not given: every one along dimension 0."""
+    """The dimension along which each positional argument is split; not given: 0 for all."""
 
     kwargs: Mapping[str, int | None] = field(default_factory=dict)
-    """By name; a name that is missing here is split along dimension 0."""
+    """The dimension along which each keyword argument is split; one that is missing is split along
+    0."""
 
     target: int | None = 0
 

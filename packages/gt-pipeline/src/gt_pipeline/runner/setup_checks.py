@@ -29,10 +29,10 @@ class StageFacts:
     outputs: tuple[TensorSignature, ...]
     parameters: tuple[str, ...]
     known_kwargs: frozenset[str] | None
-    """Names of keyword arguments that it may take; None: it may take any."""
+    """Names of keyword arguments that the stage may take; None: it may take any."""
 
     collectives: Mapping[str, str]
-    """Digest of the sequence of collectives, by what is run; empty if the stage does not know."""
+    """A digest of the collectives of each action or pair of actions, in order; empty if unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,14 +41,14 @@ class RankFacts:
 
     rank: int
     pipeline: tuple[int, ...]
-    """Global ranks of its pipeline, in order."""
+    """Global ranks of the pipeline that the rank is in, in order."""
 
     stages: Mapping[int, StageFacts]
     same_everywhere: Mapping[str, str]
     """What must be alike on all ranks of the pipeline, with what it is called."""
 
     problems: tuple[str, ...] = field(default=())
-    """Found without the others."""
+    """What the rank found wrong without the others."""
 
 
 def facts_of_rank(

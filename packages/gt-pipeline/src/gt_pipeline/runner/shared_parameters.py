@@ -172,7 +172,7 @@ class SharedParameter:
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
-        """Of the ranks that hold copies; None if this rank alone does."""
+        """The group of the ranks that hold copies; None if this rank alone does."""
         return self._group
 
     def _gradient(self, member: SharedMember, gradients: Mapping[int, _Gradients]) -> Tensor:

@@ -135,7 +135,7 @@ def _collectives_of(stage: PipelineStageGraphs) -> Mapping[str, Sequence[str]]:
 
 
 def _explain(index: int, by_rank: Mapping[int, Mapping[int, Mapping[str, Sequence[str]]]]) -> str:
-    """Of the first two ranks that differ, the first collective that does."""
+    """The first collective that differs, between the first two ranks that differ."""
     (one, mine), *others = [(rank, of[index]) for rank, of in by_rank.items() if index in of]
     rank, theirs = next((rank, of) for rank, of in others if of != mine)
     for name in dict.fromkeys((*mine, *theirs)):

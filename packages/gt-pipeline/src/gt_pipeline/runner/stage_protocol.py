@@ -89,8 +89,8 @@ class PipelineStageGraphs(Protocol):
     def output_signature(self) -> tuple[TensorSignature, ...]:
         """Activations for the stage after.
 
-        Of the last stage: the loss, of shape (), then whatever else is returned to the caller (and
-        receives no gradient).
+        Those of the last stage: the loss, of shape (), then whatever else is returned to the caller
+        (and receives no gradient).
         """
 
     @property
@@ -207,6 +207,6 @@ class CapturedStageGraphs(PipelineStageGraphs, Protocol):
         """The collectives of all that is ready, in the order in which they are launched.
 
         Returns:
-            By what is run (an action, a pair of them): a line for each collective, the same on
-            every rank that meets there.
+            A line for each collective, the same on every rank that meets there, by the action, or
+            pair of actions, that launches it.
         """

@@ -73,7 +73,7 @@ class StepProgram:
 
     actions: tuple[Action, ...]
     runs: tuple[_Run, ...]
-    """One for each action."""
+    """What runs each action, in order."""
 
     results: list[Tensors]
     """What the last stage's forwards returned, by microbatch; empty on other ranks."""
@@ -88,7 +88,7 @@ class StepProgram:
     """Whether tensors travel by gloo."""
 
     waiting: tuple[list[Tensors], ...]
-    """What was made and not used yet, by microbatch."""
+    """Tensors that were made and not used yet, by microbatch."""
 
     def let_go(self) -> None:
         """Wait until nothing reads or writes tensors of this step any more.

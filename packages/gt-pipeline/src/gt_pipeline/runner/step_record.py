@@ -20,14 +20,12 @@ class StepRecord:
     """One rank's part of one step."""
 
     rank: int
-    """In the pipeline."""
+    """The rank's place in the pipeline."""
 
     spans: tuple[Span, ...]
-    """Of every action, in order, in microseconds since the rank's first action started.
-
-    On a CPU: from the start of the action's call to its end, waiting included. On a GPU: by events
-    on the current stream, so of transfers only what that stream waits for.
-    """
+    """When every action ran, in order, in microseconds since the rank's first action started. On a
+    CPU: from the start of the action's call to its end, waiting included. On a GPU: by events on
+    the current stream, so of transfers only what that stream waits for."""
 
     peak_live: int
     """The most chunks that were held at once; the counterpart of `schedules.peak_live`."""

@@ -16,10 +16,11 @@ class ComputeTimes:
     """When actions end, up to where ranks get stuck, if they do."""
 
     ends: tuple[tuple[float, ...], ...]
-    """By rank, of as many actions as can run."""
+    """For each rank, when its actions end, as many as can run."""
 
     depths: tuple[tuple[int, ...], ...]
-    """By rank: how many actions the longest chain has that must run up to each, itself included."""
+    """For each rank, how many actions the longest chain has that must run up to each of its
+    actions, that one included."""
 
     stuck: tuple[tuple[int, Action, Product], ...]
     """Each rank that cannot go on, the action that cannot run, and a product that it lacks."""

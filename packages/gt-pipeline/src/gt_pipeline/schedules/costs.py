@@ -29,16 +29,17 @@ class ActionCosts:
     backward_input: float = 1.0
     backward_weight: float = 1.0
     full_backward: float | None = None
-    """None: dI + dW."""
+    """Time of a whole backward. None: that of dI and dW together."""
 
     overlap_f_b: float | None = None
-    """Of a forward with a whole backward. None: their sum, as if nothing were gained."""
+    """Time of a forward overlapped with a whole backward. None: their sum, so that nothing is
+    gained."""
 
     overlap_f_i: float | None = None
-    """Of a forward with a dI. None: their sum."""
+    """Time of a forward overlapped with a dI. None: their sum."""
 
     transfer: float = 0.0
-    """From the moment at which both ranks are ready to send and receive."""
+    """Time of a transfer, from the moment at which both ranks are ready to send and receive."""
 
     unshard: float = 0.0
     reduce_grad: float = 0.0
@@ -90,4 +91,4 @@ class ActionCosts:
 
 
 UNIT_COSTS = ActionCosts()
-"""One unit for F, dI and dW; communication for nothing."""
+"""Costs of one unit for each of F, dI and dW, and of nothing for communication."""

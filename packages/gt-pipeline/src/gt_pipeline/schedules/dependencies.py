@@ -18,7 +18,7 @@ class Product(NamedTuple):
     """The output of a stage's forward, or of its backward, for one microbatch."""
 
     stage: int
-    """That makes it."""
+    """The stage that makes it."""
 
     direction: Direction
     microbatch: int

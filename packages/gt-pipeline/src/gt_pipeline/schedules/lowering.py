@@ -120,7 +120,7 @@ def _by_end(schedule: Schedule, costs: CostModel) -> list[tuple[int, int]]:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Unshards:
     before: Sequence[Sequence[Action]]
-    """RESHARD and UNSHARD actions before each compute action."""
+    """The RESHARD and UNSHARD actions that run before each compute action."""
 
     after_all: Sequence[Action]
 

@@ -34,7 +34,7 @@ class Span:
     lane: Lane
     action: Action
     start: float
-    """In the unit of the costs; of a measurement, in microseconds."""
+    """When the action starts, in the unit of the costs; where it was measured, in microseconds."""
 
     end: float
 
@@ -92,7 +92,7 @@ class RankLists:
         )
 
     def spans_by_rank(self) -> list[list[Span]]:
-        """Of what has run, in the order of the lists."""
+        """When each action that has run did, in the order of the lists."""
         return [[spans[index] for index in sorted(spans)] for spans in self.spans]
 
     def _advance(self, rank: int) -> bool:

@@ -23,14 +23,15 @@ class Schedule:
     """
 
     name: str
-    """Of the schedule as PyTorch spells it, or the name of the file that it was read from."""
+    """How PyTorch spells the schedule, or the name of the file that it was read from."""
 
     num_microbatches: int
     stage_to_rank: tuple[int, ...]
     """The rank that holds each virtual stage; its length is the number of stages."""
 
     compute: tuple[tuple[Action, ...], ...]
-    """By rank. Bubbles are not actions: a rank waits for what an action needs, and no longer."""
+    """The actions of each rank, in order. Bubbles are not actions: a rank waits for what an action
+    needs, and no longer."""
 
     @property
     def num_ranks(self) -> int:
@@ -71,10 +72,10 @@ class LoweredSchedule:
     """Everything that each rank does, in the order in which it does it."""
 
     schedule: Schedule
-    """What is computed: without the other actions, ``actions`` is ``schedule.compute``."""
+    """The schedule that was lowered: ``actions`` without what lowering added is its ``compute``."""
 
     actions: tuple[tuple[Action, ...], ...]
-    """By rank."""
+    """The actions of each rank, in order."""
 
     @property
     def num_ranks(self) -> int:

@@ -23,13 +23,13 @@ class ScheduleRules:
     name: str
     style: Literal["loop", "v"]
     stages_per_rank: int | None
-    """Exactly so many; None for any number, the same on each rank."""
+    """How many stages each rank must have; None for any number, the same on each rank."""
 
     needs_microbatch_per_stage: bool = False
-    """At least as many microbatches as stages."""
+    """Whether there must be at least as many microbatches as stages."""
 
     needs_even_rounds: bool = False
-    """Microbatches run in rounds of about one per rank, and each round must have equally many."""
+    """Whether microbatches, which run in rounds of about one per rank, must fill equal rounds."""
 
 
 _RULES = {

@@ -30,13 +30,14 @@ class Timeline:
     """How long each rank does not compute while any rank does something: ``makespan - compute``."""
 
     idle_within_span: tuple[float, ...]
-    """As ``idle``, but from each rank's own first computation to its own last."""
+    """How long each rank does not compute between the start of its first computation and the end of
+    its last."""
 
     peak_live: tuple[int, ...]
     """The most chunks that each rank holds at once; see ``peak_live``."""
 
     spans: tuple[Span, ...]
-    """Of every action, rank by rank in the order of its list. A RESHARD takes no time."""
+    """When every action runs, rank by rank in the order of its list. A RESHARD takes no time."""
 
     @property
     def bubble(self) -> float:
