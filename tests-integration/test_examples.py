@@ -18,14 +18,14 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 ALLOWED = {"torch", "transformers", "gt_pipeline", *sys.stdlib_module_names}
 
 
-def run_example(name: str, *options: str) -> str:
+def run_example(name: str, *options: str, search_path: Path | None = None) -> str:
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
     finished = subprocess.run(
         [sys.executable, *launch, str(EXAMPLES / name), *options],
         capture_output=True,
         text=True,
         timeout=500,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(search_path or "")},
     )
     assert finished.returncode == 0, finished.stderr
     return finished.stdout
@@ -36,8 +36,11 @@ RUNTIMES = [("graph",), pytest.param(("eager", "graph"), marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize("runtimes", RUNTIMES)
-def test_plain_pytorch_trains_to_the_bits_of_one_process(runtimes: tuple[str, ...]):
-    printed = run_example("plain_pytorch.py", "--runtimes", *runtimes, "--schedule", "DualPipeV")
+def test_plain_pytorch_trains_to_the_bits_of_one_process(runtimes: tuple[str, ...], tmp_path: Path):
+    # What its first lines install brings torch, and torch no NumPy.
+    (tmp_path / "numpy.py").write_text("raise ImportError('NumPy is not installed')\n")
+    options = ("--runtimes", *runtimes, "--schedule", "DualPipeV")
+    printed = run_example("plain_pytorch.py", *options, search_path=tmp_path)
     for runtime in runtimes:
         losses = re.findall(rf"{runtime}: step \d+: loss (\S+)", printed)
         assert len(losses) == 10

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,10 @@ def test_examples_print_what_the_readme_says() -> None:
     examples = re.findall(
         r"```python\n(.*?)```\n\nprints\n\n```text\n(.*?)```", _README.read_text(), re.DOTALL
     )
-    assert len(examples) == 3
+    assert len(examples) == 4
     for code, printed in examples:
+        if "gt_passes" in code and not find_spec("gt_passes"):
+            continue  # the wheel is tested without it
         out = subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, check=True
         )
