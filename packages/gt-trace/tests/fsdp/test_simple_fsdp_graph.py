@@ -16,7 +16,14 @@ from torch.fx import Node
 from torch.utils.checkpoint import checkpoint
 
 from gt_config.node_keys import FsdpCollectiveAnnotation
-from gt_trace import TracedStep, collective_counts, graph_text, read_annotation, trace_step
+from gt_trace import (
+    CaptureError,
+    TracedStep,
+    collective_counts,
+    graph_text,
+    read_annotation,
+    trace_step,
+)
 from gt_trace.fsdp import MixedPrecision, Mode, gathered, shard
 from gt_trace.testing import fake_world
 
@@ -75,6 +82,27 @@ def _is_communication(node: Node) -> bool:
 
 def linear() -> nn.Module:
     return nn.Sequential(nn.Linear(2, 5, bias=False))
+
+
+def test_parameters_listed_outside_of_the_step_get_the_same_graph_or_are_refused() -> None:
+    model = nn.Linear(8, 8)
+    shard(model, mesh_for("shard"), mode="shard")
+    parameters, x = list(model.parameters()), torch.rand(2, 8)
+
+    def step(x: torch.Tensor) -> Any:
+        return torch.autograd.grad(model(x).sum(), parameters, allow_unused=True)
+
+    inside = trace_step(gradient_step(model), module=model)(x)
+    outside = trace_step(step, module=model)(x)
+    assert graph_text(outside.graph_module) == graph_text(inside.graph_module)
+
+    def local_step(x: torch.Tensor) -> Any:
+        stored: Any = parameters[0]
+        loss = model(x).sum() + stored.to_local().sum()
+        return torch.autograd.grad(loss, parameters, allow_unused=True)
+
+    with pytest.raises(CaptureError, match=r"gradients would be lost.*\n  parameter weight$"):
+        trace_step(local_step, module=model)(x)
 
 
 def test_golden_of_shard() -> None:
