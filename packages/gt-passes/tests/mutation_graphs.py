@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import (
 from torch.fx import GraphModule
 from torch.nn import functional as F
 
-from gt_passes import GraphPass, PassContext, PassPipeline, RemoveDeadCode
+from gt_passes import GraphPass, PassContext, PassManager, RemoveDeadCode
 from gt_passes.verifier.collective_order import CollectiveSequence
 from gt_trace.capture.trace import trace_step
 from gt_trace.fsdp import MixedPrecision, shard
@@ -215,7 +215,7 @@ def capture_attention() -> StepGraph:
 def step_graph(name: str, graph_module: GraphModule, context: PassContext) -> StepGraph:
     """A step, with what another rank would launch."""
     peer = copy.deepcopy(graph_module)
-    PassPipeline([RemoveDeadCode()], context=context).run(peer)
+    PassManager([RemoveDeadCode()], context=context).run(peer)
     return StepGraph(
         name=name,
         graph_module=graph_module,

@@ -197,7 +197,7 @@ def test_members_swapped_in_the_bucket_of_one_rank_are_found_before_the_first_st
 
     def bucketed(*more: GraphPass) -> GraphModule:
         graph_module = copy.deepcopy(step.graph_module)
-        PassPipeline([*buckets, *more], context=step.context).run(graph_module)
+        PassManager([*buckets, *more], context=step.context).run(graph_module)
         return graph_module
 
     peer = bucketed()

@@ -18,12 +18,12 @@ from torch.fx.node import map_aggregate
 from gt_passes._torch_internals import OpOverload, has_declared_effect
 from gt_passes.analysis.aliasing import has_unknown_effects
 from gt_passes.analysis.collectives import is_collective, is_declared_launch, is_wait
+from gt_passes.analysis.graph_constants import FrozenAttribute, freeze_attribute
 from gt_passes.analysis.operator_effects import (
     draws_random_numbers,
     is_barrier,
     reads_memory_layout,
 )
-from gt_passes.graph_constants import FrozenAttribute, freeze_attribute
 
 
 class NodeCall(NamedTuple):

@@ -12,10 +12,10 @@ from collections.abc import Hashable, Mapping
 from torch.fx import GraphModule, Node
 
 from gt_passes._torch_internals import value_of
+from gt_passes.analysis.graph_constants import freeze_argument, freeze_call
 from gt_passes.analysis.outlined_region import Outline
 from gt_passes.analysis.tensor_signature import TensorSignature, signature
 from gt_passes.compilation.inductor_regions import is_flex_attention
-from gt_passes.graph_constants import freeze_argument, freeze_call
 
 _ALIGNMENT_BYTES = 16
 """Of the widest load of a GPU."""

@@ -29,9 +29,9 @@ from gt_passes._torch_internals import (
     quiet_fake_execution,
     value_of,
 )
+from gt_passes.analysis.graph_constants import attribute_of
 from gt_passes.analysis.graph_scan import GraphScan
 from gt_passes.analysis.tensor_signature import describe, is_symbolic, signature
-from gt_passes.graph_constants import attribute_of
 from gt_passes.graph_problem import GraphProblem
 from gt_passes.verifier.symbol_renaming import equal_up_to_fresh_symbols
 

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from gt_trace.capture.failing_node import note_failing_node
 from gt_trace.errors import CaptureError, StateMismatchError
-from gt_trace.failing_node import note_failing_node
 
 GRADIENT_HOOKS = "_backward_hooks"
 """Attribute in which a parameter keeps the hooks of ``register_hook``; none is public."""

@@ -36,13 +36,13 @@ from gt_trace.capture.garbage_collection import held_garbage_collection
 from gt_trace.capture.graph_inputs import name_placeholders
 from gt_trace.capture.inherit import inherit_annotations
 from gt_trace.capture.input_preparers import InputPreparer, TraceInputs
+from gt_trace.capture.live_state import LiveState
 from gt_trace.capture.module_state import collect_state, swapped_optimizer
 from gt_trace.capture.purity import refuse_constants, refuse_data_dependence, refuse_side_effects
 from gt_trace.capture.random_draws import refuse_repeated_draws
 from gt_trace.capture.stack_traces import memoised_stack_traces
 from gt_trace.capture.subclass_layout import TensorLayout, flatten_tensor
 from gt_trace.capture.traced_step import TracedStep
-from gt_trace.live_state import LiveState
 
 ConstantPolicy = Literal["error", "allow"]
 

@@ -40,6 +40,7 @@ from gt_trace.capture.flat_inputs import FlatInputs
 from gt_trace.capture.graph_inputs import InputKind, name_placeholders
 from gt_trace.capture.inherit import inherit_annotations
 from gt_trace.capture.input_preparers import TraceInputs
+from gt_trace.capture.live_state import LiveState
 from gt_trace.capture.module_state import collect_state
 from gt_trace.capture.purity import refuse_constants, refuse_data_dependence, refuse_side_effects
 from gt_trace.capture.stack_traces import memoised_stack_traces
@@ -54,7 +55,6 @@ from gt_trace.joint.joint_descriptors import (
     state_names,
 )
 from gt_trace.joint.joint_graph import JointGraph, OutputSignature
-from gt_trace.live_state import LiveState
 
 
 def export_joint_graph(

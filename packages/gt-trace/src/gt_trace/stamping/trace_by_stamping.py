@@ -24,11 +24,11 @@ from gt_trace.capture.captured_mode import CapturedMode, refuse_gradient_hooks
 from gt_trace.capture.flat_inputs import FlatInputs
 from gt_trace.capture.garbage_collection import held_garbage_collection
 from gt_trace.capture.input_preparers import InputPreparer, TraceInputs
+from gt_trace.capture.live_state import LiveState
 from gt_trace.capture.module_state import StateSlot, collect_state
 from gt_trace.capture.trace import ConstantPolicy, trace_step, trace_without_code, tracing_contexts
 from gt_trace.capture.traced_step import TracedStep
 from gt_trace.errors import CaptureError
-from gt_trace.live_state import LiveState
 from gt_trace.stamping.compare_steps import step_differences
 from gt_trace.stamping.layer_difference import layer_difference
 from gt_trace.stamping.layer_list import (

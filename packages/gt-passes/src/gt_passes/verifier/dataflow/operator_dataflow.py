@@ -15,6 +15,7 @@ from torch.fx import Node
 from torch.fx.node import map_aggregate
 
 from gt_passes._torch_internals import OpOverload, value_of
+from gt_passes.analysis.graph_constants import frozen_literal
 from gt_passes.verifier.dataflow import collective_dataflow, layout_dataflow
 from gt_passes.verifier.dataflow.value_table import (
     Arguments,
@@ -24,7 +25,6 @@ from gt_passes.verifier.dataflow.value_table import (
     TupleValue,
     Value,
     ValueTable,
-    frozen_literal,
 )
 
 _aten = torch.ops.aten

@@ -17,6 +17,7 @@ from torch.fx import Node
 from gt_passes._torch_internals import OpOverload, value_of
 from gt_passes.analysis.aliasing import shared_nodes, written_nodes
 from gt_passes.analysis.collectives import is_pure_collective
+from gt_passes.analysis.graph_constants import frozen_literal
 from gt_passes.analysis.graph_scan import GraphScan, NodeCall
 from gt_passes.analysis.operator_effects import is_only_a_view, reads_only_metadata
 from gt_passes.analysis.written_memory import memories_written
@@ -28,7 +29,6 @@ from gt_passes.verifier.dataflow.value_table import (
     TensorValue,
     Value,
     ValueTable,
-    frozen_literal,
 )
 
 

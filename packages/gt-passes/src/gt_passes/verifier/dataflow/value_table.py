@@ -355,21 +355,6 @@ class ValueTable:
         return match[0] if maker is None else f"value{maker}"
 
 
-def frozen_literal(argument: object) -> Hashable:
-    """A constant argument as part of a definition, never confused with the number of a value."""
-    if isinstance(argument, float):
-        return (float, argument.hex())  # NaN is itself, and -0.0 is not 0.0
-    if isinstance(argument, (str, torch.dtype, torch.device)) or argument is None:
-        return argument
-    if isinstance(argument, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-        return (type(argument), str(argument.node.expr))
-    try:
-        hash(argument)
-    except TypeError:
-        return (type(argument), repr(argument))
-    return (type(argument), argument)
-
-
 Rule = Callable[[ValueTable, Arguments, Any], Value | None]
 """What an operator does: from its arguments, and what was recorded for the call, to its value. None
 where the rule does not apply."""

@@ -18,7 +18,6 @@ from torch.fx import GraphModule, Node
 from gt_passes._torch_internals import is_fake_tensor
 from gt_passes.analysis.outlined_region import OutlinedRegion
 from gt_passes.analysis.tensor_signature import signature
-from gt_passes.verifier.dataflow.value_table import frozen_literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,3 +124,18 @@ class _SameTensor:
     """A tensor without contents to compare: equal only to itself."""
 
     tensor: torch.Tensor
+
+
+def frozen_literal(argument: object) -> Hashable:
+    """A constant argument as part of a definition, never confused with the number of a value."""
+    if isinstance(argument, float):
+        return (float, argument.hex())  # NaN is itself, and -0.0 is not 0.0
+    if isinstance(argument, (str, torch.dtype, torch.device)) or argument is None:
+        return argument
+    if isinstance(argument, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return (type(argument), str(argument.node.expr))
+    try:
+        hash(argument)
+    except TypeError:
+        return (type(argument), repr(argument))
+    return (type(argument), argument)
