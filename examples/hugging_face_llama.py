@@ -2,7 +2,7 @@
 
 ::
 
-    pip install ./packages/gt-pipeline transformers
+    pip install ./packages/gt-config ./packages/gt-pipeline transformers
     torchrun --standalone --nproc-per-node 4 examples/hugging_face_llama.py --schedule 1F1B
 
 The model is transformers' own, small and with random weights, so that nothing is downloaded. Its

@@ -2,11 +2,11 @@
 
 ::
 
-    pip install ./packages/gt-pipeline
+    pip install ./packages/gt-config ./packages/gt-pipeline
     torchrun --standalone --nproc-per-node 4 examples/plain_pytorch.py --schedule ZBVZeroBubble
 
 The model is any nn.Module; here a small decoder that learns to count. Splitting it and building a
-schedule need nothing but torch. With gt-pipeline[graph], ``--runtimes graph`` runs the same
+schedule need no other package of ours but gt-config, which is names. With gt-pipeline[graph], ``--runtimes graph`` runs the same
 stages as captured graphs; the losses are the same.
 """
 

@@ -247,7 +247,7 @@ def _not_as_alone(
     """The first stage's second forward overlaps with the last one's backward, and both with I."""
     losses, expected = _step(stages, microbatches)
     found = []
-    for kind in ("full_backward", "backward_input"):
+    for kind in ("FULL_BACKWARD", "BACKWARD_INPUT"):
         first, last = stages
         for stage in stages:
             stage.unshard()
@@ -271,7 +271,7 @@ def _not_as_alone(
             backward_microbatch=0,
             output_gradients=gradients,
         )
-        if kind == "backward_input":
+        if kind == "BACKWARD_INPUT":
             for stage in stages:
                 stage.backward_weight(0)
         (gradient,) = last.full_backward(1, (torch.ones(()),))
@@ -293,9 +293,9 @@ def _not_as_alone(
 def _pairs(stages: list[GraphPipelineStage]) -> list[Any]:
     first, last = stages
     return [
-        first.prepare_overlap(last, "full_backward"),
-        first.prepare_overlap(last, "backward_input"),
-        last.prepare_overlap(first, "full_backward"),
+        first.prepare_overlap(last, "FULL_BACKWARD"),
+        first.prepare_overlap(last, "BACKWARD_INPUT"),
+        last.prepare_overlap(first, "FULL_BACKWARD"),
     ]
 
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from gt_config.node_keys import OverlappedBackward
 from gt_pipeline.runner import (
-    BackwardKind,
     GraphPPRunner,
     MicrobatchInputs,
     PipelineStageGraphs,
@@ -64,7 +64,7 @@ class _NoOpStage:
         inputs: MicrobatchInputs,
         *,
         backward_stage: PipelineStageGraphs,
-        backward_kind: BackwardKind,
+        backward_kind: OverlappedBackward,
         backward_microbatch: int,
         output_gradients: Tensors,
     ) -> tuple[Tensors, Tensors]:

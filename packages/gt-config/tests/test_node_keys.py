@@ -83,7 +83,7 @@ def test_the_module_docstring_lists_every_key_and_class():
         ("EpRegionKind", ("dispatch", "compute", "combine")),
         ("EpExchangeKind", ("token_count_exchange", "token_exchange")),
         ("ChunkRole", ("split_boundary", "body", "materialization")),
-        ("ChunkDirection", ("forward", "backward")),
+        ("Direction", ("forward", "backward")),
         ("ChunkProducer", ("eager", "graph")),
         (
             "PipelineAction",

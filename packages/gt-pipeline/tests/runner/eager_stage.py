@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
+from gt_config.node_keys import OverlappedBackward
 from gt_pipeline.runner import (
-    BackwardKind,
     MicrobatchInputs,
     PipelineStageGraphs,
     Tensors,
@@ -104,12 +104,12 @@ class EagerStage:
         inputs: MicrobatchInputs,
         *,
         backward_stage: PipelineStageGraphs,
-        backward_kind: BackwardKind,
+        backward_kind: OverlappedBackward,
         backward_microbatch: int,
         output_gradients: Tensors,
     ) -> tuple[Tensors, Tensors]:
         outputs = self.forward(microbatch, activations, inputs)
-        if backward_kind == "full_backward":
+        if backward_kind == "FULL_BACKWARD":
             return outputs, backward_stage.full_backward(backward_microbatch, output_gradients)
         return outputs, backward_stage.backward_input(backward_microbatch, output_gradients)
 

@@ -154,8 +154,8 @@ def test_a_pair_that_cannot_be_made_ready_is_refused_when_the_runner_is_made() -
     with pytest.raises(RunnerSetupError) as caught:
         GraphPPRunner(stages, planned)
     assert caught.value.problems[0] == (
-        "rank 0: forward of stage 0 and full_backward of stage 1 cannot overlap: ValueError: no "
-        "full_backward"
+        "rank 0: forward of stage 0 and FULL_BACKWARD of stage 1 cannot overlap: ValueError: no "
+        "FULL_BACKWARD"
     )
 
 

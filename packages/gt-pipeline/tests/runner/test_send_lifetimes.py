@@ -79,9 +79,9 @@ def test_waiting_for_each_send_leaves_no_circular_wait(name: str, evaluates: boo
                     for each in taken
                 ):
                     break
-                if action.kind.is_send:
+                if action.is_send:
                     sent.add(transferred_by(action))
-                if action.kind.is_receive:
+                if action.is_receive:
                     received.add(transferred_by(action))
                 if any(
                     transferred_by(each) not in received for each in waits[rank].get(at[rank], ())
@@ -110,7 +110,7 @@ def _most_pending(planned: Schedule) -> list[int]:
         done = sends_done_after(lowered, rank)
         pending, counts = 0, [0]
         for position, action in enumerate(actions):
-            pending += action.kind.is_send
+            pending += action.is_send
             counts.append(pending)
             pending -= len(done.get(position, ()))
         most.append(max(counts))

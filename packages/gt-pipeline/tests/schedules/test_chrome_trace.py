@@ -56,7 +56,7 @@ def test_every_transfer_has_an_arrow_and_the_counter_ends_at_zero(schedule: Sche
     lowered = lower(schedule, unshards=True, reduces=True)
     trace = chrome_trace(simulate(lowered, _COSTS).spans)
     events = trace["traceEvents"]
-    num_sends = sum(each.kind.is_send for row in lowered.actions for each in row)
+    num_sends = sum(each.is_send for row in lowered.actions for each in row)
     starts = {each["id"]: each for each in events if each["ph"] == "s"}
     ends = {each["id"]: each for each in events if each["ph"] == "f"}
     assert len(starts) == num_sends

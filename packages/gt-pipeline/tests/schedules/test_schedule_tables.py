@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 from unittest.mock import MagicMock, patch
 
 import pytest
@@ -15,12 +15,12 @@ from schedule_cases import SLOW_MACHINES, named_schedules, natural_schedule, tex
 
 from gt_pipeline._torch_internals import torch_schedule
 from gt_pipeline.schedules import (
-    ActionKind,
     Schedule,
     forward_only,
     schedule_of,
     schedule_problems,
 )
+from gt_pipeline.schedules.actions import ActionKind
 
 
 @SLOW_MACHINES
@@ -35,10 +35,10 @@ def test_each_stage_runs_each_microbatch_forward_and_backward_once(schedule: Sch
     assert set(parts.values()) == {1}
     for stage in range(schedule.num_stages):
         for microbatch in range(schedule.num_microbatches):
-            kinds = {kind for kind in ActionKind if (stage, microbatch, kind) in parts}
+            kinds = {kind for kind in get_args(ActionKind) if (stage, microbatch, kind) in parts}
             assert kinds in (
-                {ActionKind.FORWARD, ActionKind.FULL_BACKWARD},
-                {ActionKind.FORWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT},
+                {"FORWARD", "FULL_BACKWARD"},
+                {"FORWARD", "BACKWARD_INPUT", "BACKWARD_WEIGHT"},
             )
     assert len(parts) == sum(
         len(action.compute_parts) for actions in schedule.compute for action in actions

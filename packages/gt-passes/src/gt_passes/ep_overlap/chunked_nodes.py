@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 from torch.fx import GraphModule, Node
 
-from gt_config.node_keys import ChunkDirection, FsdpCollectiveAnnotation, ModuleAnnotation
+from gt_config.node_keys import Direction, FsdpCollectiveAnnotation, ModuleAnnotation
 from gt_passes._torch_internals import value_of
 from gt_passes.analysis.aliasing import AliasClasses, written_nodes
 from gt_passes.analysis.layer_names import LayerNames
@@ -33,7 +33,7 @@ class Region:
     root: str
     """Fully qualified name of the module."""
 
-    direction: ChunkDirection
+    direction: Direction
 
     def __str__(self) -> str:
         return f"the {self.direction} of {self.root}"

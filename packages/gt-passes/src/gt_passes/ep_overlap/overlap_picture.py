@@ -20,7 +20,7 @@ from torch.fx import Node
 
 from gt_config.node_keys import (
     ChunkAnnotation,
-    ChunkDirection,
+    Direction,
     EpExchangeAnnotation,
     FsdpCollectiveAnnotation,
 )
@@ -53,7 +53,7 @@ class LayerTimeline:
     """One module in one direction, with whatever else ran at that time."""
 
     module: str
-    direction: ChunkDirection
+    direction: Direction
     hardware: str
     start_us: float
     end_us: float
@@ -121,9 +121,7 @@ class LayerTimeline:
             yield max(covered, key=lambda sign: covered[sign]) if filled else " "
 
 
-def layer_timeline(
-    simulation: StepSimulation, module: str, direction: ChunkDirection
-) -> LayerTimeline:
+def layer_timeline(simulation: StepSimulation, module: str, direction: Direction) -> LayerTimeline:
     """The part of a simulated step in which a module runs forward or backward.
 
     Args:
@@ -192,7 +190,7 @@ def _records(simulation: StepSimulation) -> Iterator[tuple[tuple[float, float], 
         yield (record.duration_us, record.exposed_us), nodes[record.node_name]
 
 
-def _belongs(node: Node, module: str, direction: ChunkDirection) -> bool:
+def _belongs(node: Node, module: str, direction: Direction) -> bool:
     name = module_fqn(node)
     inside = name == module or name.startswith(f"{module}.")
     return inside and (phase_of(node) == "backward") == (direction == "backward")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, TypeAlias
+from typing import get_args
 
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
+from gt_config.node_keys import OverlappedBackward, PipelineAction
 from gt_passes.verifier.collective_order import CollectiveSequence
 from gt_pipeline.errors import StageGraphError, StageInputError, StageOrderError
 from gt_pipeline.graph._torch_internals import FakeTensorMode
@@ -23,7 +24,6 @@ from gt_pipeline.graph.stage_capture import StageCapture, StageLoss, capture_sta
 from gt_pipeline.graph.stage_cut import cut_stage
 from gt_pipeline.graph.stage_inputs import MicrobatchReader, StageState
 from gt_pipeline.runner.stage_protocol import (
-    BackwardKind,
     MicrobatchInputs,
     PipelineStageGraphs,
     Tensors,
@@ -34,9 +34,6 @@ from gt_trace.capture.captured_mode import CapturedMode, as_captured
 
 JointTransform = Callable[[StageCapture], object]
 """Edits a stage's joint graph in place, before it is cut: memory policies, chunks."""
-
-
-_BackwardAction: TypeAlias = Literal["FULL_BACKWARD", "BACKWARD_INPUT", "BACKWARD_WEIGHT"]
 
 
 class GraphPipelineStage:
@@ -117,7 +114,7 @@ class GraphPipelineStage:
         self._reader = MicrobatchReader(capture)
         self._unshard = Executable(self._transformed(self.graphs.unshard))
         self._forward = Executable(self._transformed(self.graphs.forward))
-        self._backward: dict[_BackwardAction, Executable] = {
+        self._backward: dict[PipelineAction, Executable] = {
             kind: Executable(self._transformed(self.graphs.of(kind)))
             for kind in ("FULL_BACKWARD", "BACKWARD_INPUT", "BACKWARD_WEIGHT")
         }
@@ -129,7 +126,7 @@ class GraphPipelineStage:
         self._evaluation: Evaluation | None = None
         """The one for the module's present mode; None until it is asked for."""
 
-        self._overlaps: dict[tuple[int, BackwardKind], Overlap] = {}
+        self._overlaps: dict[tuple[int, OverlappedBackward], Overlap] = {}
 
         self._pairs: list[Overlap] = []
         """Those of which one action is this stage's."""
@@ -181,7 +178,7 @@ class GraphPipelineStage:
         for each in executables:
             named[each.action.kind] = each.action.graph_module
         for (backward_stage, kind), pair in self._overlaps.items():
-            named[f"FORWARD with {_KIND[kind]} of stage {backward_stage}"] = pair.graph_module
+            named[f"FORWARD with {kind} of stage {backward_stage}"] = pair.graph_module
         for number, evaluation in enumerate(self._evaluations):
             named[f"FORWARD of evaluation {number}"] = evaluation.forward.action.graph_module
         lines = {
@@ -306,7 +303,7 @@ class GraphPipelineStage:
         inputs: MicrobatchInputs,
         *,
         backward_stage: PipelineStageGraphs,
-        backward_kind: BackwardKind,
+        backward_kind: OverlappedBackward,
         backward_microbatch: int,
         output_gradients: Tensors,
     ) -> tuple[Tensors, Tensors]:
@@ -319,14 +316,14 @@ class GraphPipelineStage:
         other = _of_graphs(backward_stage)
         pair = self._overlap(other, backward_kind)
         arguments = self._arguments(microbatch, activations, inputs)
-        executable = other._backward[_KIND[backward_kind]]
+        executable = other._backward[backward_kind]
         static = pair.static_inputs(other._static(executable), self._static_of_forward())
         saved = other._take_saved(backward_microbatch, output_gradients, executable)
         with as_captured():
             results = pair.run([*static, *output_gradients, *saved, *arguments])
             num_backward = len(executable.action.outputs)
             backward_results = results[:num_backward]
-            if backward_kind == "full_backward":
+            if backward_kind == "FULL_BACKWARD":
                 leaving = other._accumulate(
                     executable, backward_results, owned=pair.owned_gradients
                 )
@@ -335,7 +332,7 @@ class GraphPipelineStage:
         return self._keep_saved(microbatch, results[num_backward:]), leaving
 
     def prepare_overlap(
-        self, backward_stage: GraphPipelineStage, backward_kind: BackwardKind
+        self, backward_stage: GraphPipelineStage, backward_kind: OverlappedBackward
     ) -> OverlappedActions:
         """Make the graph of ``overlap`` now, instead of at its first use.
 
@@ -454,13 +451,14 @@ class GraphPipelineStage:
         )
         return tuple(results[:num_leading])
 
-    def _overlap(self, other: GraphPipelineStage, kind: BackwardKind) -> Overlap:
-        if kind not in _KIND:
-            allowed = " or ".join(map(repr, _KIND))
-            raise ValueError(f"backward_kind is {kind!r}; allowed: {allowed}")
+    def _overlap(self, other: GraphPipelineStage, kind: OverlappedBackward) -> Overlap:
+        if kind not in (allowed := get_args(OverlappedBackward)):
+            raise ValueError(
+                f"backward_kind is {kind!r}; allowed: {' or '.join(map(repr, allowed))}"
+            )
         key = (other.stage_index, kind)
         if key not in self._overlaps:
-            backward = other.graphs.of(_KIND[kind])
+            backward = other.graphs.of(kind)
             actions = overlap_actions(self.graphs.forward, backward, verify=self._verify)
             pair = self._overlaps[key] = Overlap(actions, self._transformed(actions.action))
             self._pairs.append(pair)
@@ -495,12 +493,6 @@ class GraphPipelineStage:
         if self._transform is None or action.is_empty:
             return action
         return transformed(action, self._transform, fake_mode=self.fake_mode, verify=self._verify)
-
-
-_KIND: Mapping[BackwardKind, _BackwardAction] = {
-    "full_backward": "FULL_BACKWARD",
-    "backward_input": "BACKWARD_INPUT",
-}
 
 
 def _of_graphs(stage: PipelineStageGraphs) -> GraphPipelineStage:

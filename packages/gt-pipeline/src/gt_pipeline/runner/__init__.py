@@ -1,9 +1,8 @@
-"""Running a pipeline schedule: `GraphPPRunner` and what it asks of a stage. Imports torch alone."""
+"""Running a pipeline schedule: `GraphPPRunner` and what it asks of a stage; captures nothing."""
 
 from gt_pipeline.runner.graph_pp_runner import GraphPPRunner, LossReduction, StepResult
 from gt_pipeline.runner.microbatches import MicrobatchDims
 from gt_pipeline.runner.stage_protocol import (
-    BackwardKind,
     CapturedStageGraphs,
     MicrobatchInputs,
     NamesKwargs,
@@ -14,7 +13,6 @@ from gt_pipeline.runner.stage_protocol import (
 from gt_pipeline.runner.step_record import StepRecord
 
 __all__ = [
-    "BackwardKind",
     "CapturedStageGraphs",
     "GraphPPRunner",
     "LossReduction",

@@ -80,9 +80,9 @@ def record_actions(
 
 
 def _lane(action: Action) -> Lane:
-    if action.kind.is_compute:
+    if action.is_compute:
         return "compute"
-    return "transfer" if action.kind.is_point_to_point else "collective"
+    return "transfer" if action.is_point_to_point else "collective"
 
 
 class _HostClock:

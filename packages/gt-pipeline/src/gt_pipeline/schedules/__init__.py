@@ -1,4 +1,4 @@
-"""Pipeline schedules as data: build, check, lower, simulate and draw them. Imports torch alone.
+"""Pipeline schedules as data: build, check, lower, simulate and draw them. Needs neither gt-trace nor gt-passes.
 
 ::
 
@@ -8,7 +8,7 @@
     print(draw(timeline))
 """
 
-from gt_pipeline.schedules.actions import Action, ActionKind, Direction, parse_action
+from gt_pipeline.schedules.actions import Action, ActionKind, parse_action
 from gt_pipeline.schedules.build_schedule import (
     build_pipeline_schedule,
     register_action_functions,
@@ -35,7 +35,6 @@ __all__ = [
     "ActionCosts",
     "ActionKind",
     "CostModel",
-    "Direction",
     "Lane",
     "LoweredSchedule",
     "Schedule",

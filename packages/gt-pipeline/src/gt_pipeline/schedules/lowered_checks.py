@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
 from gt_pipeline.errors import ScheduleError
-from gt_pipeline.schedules.actions import Action, ActionKind
+from gt_pipeline.schedules.actions import Action
 from gt_pipeline.schedules.costs import UNIT_COSTS
 from gt_pipeline.schedules.dependencies import Product, consumed_by, produced_by, transferred_by
 from gt_pipeline.schedules.rank_lists import RankLists
@@ -47,7 +47,7 @@ def list_problems(lowered: LoweredSchedule) -> tuple[str, ...]:
         return (f"there are lists of {lowered.num_ranks} ranks, not of {schedule.num_ranks}",)
     problems: list[str] = []
     for rank, actions in enumerate(lowered.actions):
-        if tuple(each for each in actions if each.kind.is_compute) != schedule.compute[rank]:
+        if tuple(each for each in actions if each.is_compute) != schedule.compute[rank]:
             problems.append(f"rank {rank} does not compute what the schedule says")
         problems += [f"rank {rank}: {problem}" for problem in _in_one_list(schedule, rank, actions)]
     if not problems:
@@ -59,12 +59,12 @@ def list_problems(lowered: LoweredSchedule) -> tuple[str, ...]:
 
 def _in_one_list(schedule: Schedule, rank: int, actions: Sequence[Action]) -> Iterator[str]:
     for action, count in Counter(actions).items():
-        if count > 1 and action.kind not in (ActionKind.UNSHARD, ActionKind.RESHARD):
+        if count > 1 and action.kind not in ("UNSHARD", "RESHARD"):
             yield f"{action} stands {count} times in the list"
     yield from _transfers_of(schedule, rank, actions)
-    if any(each.kind in (ActionKind.UNSHARD, ActionKind.RESHARD) for each in actions):
+    if any(each.kind in ("UNSHARD", "RESHARD") for each in actions):
         yield from _unshards_of(actions)
-    if any(each.kind is ActionKind.REDUCE_GRAD for each in actions):
+    if any(each.kind == "REDUCE_GRAD" for each in actions):
         yield from _reductions_of(schedule, rank, actions)
 
 
@@ -72,8 +72,8 @@ def _transfers_of(schedule: Schedule, rank: int, actions: Sequence[Action]) -> I
     sent: dict[Product, int] = {}
     received: dict[Product, int] = {}
     for index, action in enumerate(actions):
-        if action.kind.is_point_to_point:
-            (sent if action.kind.is_send else received)[transferred_by(action)] = index
+        if action.is_point_to_point:
+            (sent if action.is_send else received)[transferred_by(action)] = index
     for index, action in enumerate(actions):
         for part in action.compute_parts:
             made = produced_by(part, schedule.num_stages)
@@ -92,11 +92,11 @@ def _unshards_of(actions: Sequence[Action]) -> Iterator[str]:
     gathered: set[int] = set()
     for action in actions:
         match action.kind:
-            case ActionKind.UNSHARD:
+            case "UNSHARD":
                 if action.stage in gathered:
                     yield f"{action} gathers what is already there"
                 gathered.add(action.stage)
-            case ActionKind.RESHARD:
+            case "RESHARD":
                 if action.stage not in gathered:
                     yield f"{action} drops what is not there"
                 gathered.discard(action.stage)
@@ -116,11 +116,11 @@ def _reductions_of(schedule: Schedule, rank: int, actions: Sequence[Action]) -> 
                 index
                 for index, action in enumerate(actions)
                 for part in action.compute_parts
-                if part.stage == stage and part.kind is not ActionKind.FORWARD
+                if part.stage == stage and part.kind != "FORWARD"
             ),
             default=-1,
         )
-        reduction = Action(stage, ActionKind.REDUCE_GRAD)
+        reduction = Action(stage, "REDUCE_GRAD")
         if place.get(reduction, -1) < last:
             yield f"{reduction} is missing after {actions[last]}, the stage's last backward"
 
@@ -130,7 +130,7 @@ def _transfer_orders(lowered: LoweredSchedule) -> Iterator[str]:
     orders: dict[tuple[int, int], list[Product]] = defaultdict(list)
     for rank, actions in enumerate(lowered.actions):
         for action in actions:
-            if action.kind.is_point_to_point:
+            if action.is_point_to_point:
                 moved = transferred_by(action)
                 sender, receiver = stage_to_rank[moved.stage], stage_to_rank[moved.consumer_stage]
                 orders[rank, receiver if rank == sender else sender].append(moved)

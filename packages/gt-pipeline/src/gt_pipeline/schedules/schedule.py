@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from gt_pipeline.schedules.actions import Action, ActionKind
+from gt_pipeline.schedules.actions import Action
 
 StageStyle = Literal["loop", "v", "explicit"]
 
@@ -55,7 +55,7 @@ class Schedule:
     def is_forward_only(self) -> bool:
         """Whether it has no backward at all, as for evaluation."""
         return all(
-            part.kind is ActionKind.FORWARD
+            part.kind == "FORWARD"
             for actions in self.compute
             for action in actions
             for part in action.compute_parts
@@ -94,7 +94,7 @@ def forward_only(schedule: Schedule) -> Schedule:
                 part
                 for action in actions
                 for part in action.compute_parts
-                if part.kind is ActionKind.FORWARD
+                if part.kind == "FORWARD"
             )
             for actions in schedule.compute
         ),

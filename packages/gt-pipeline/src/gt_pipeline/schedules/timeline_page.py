@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from html import escape
 
-from gt_pipeline.schedules.actions import Action
+from gt_pipeline.schedules.actions import TEXT_OF_KIND, Action
 from gt_pipeline.schedules.rank_lists import LANES, Lane, Span
 from gt_pipeline.schedules.simulation import Timeline
 from gt_pipeline.schedules.timeline_text import short_name, table_of, title_of
@@ -117,7 +117,7 @@ def _bar(
 
 
 def _class(timeline: Timeline, span: Span, part: Action) -> str:
-    name = part.kind.value if span.lane == "compute" else span.lane
+    name = TEXT_OF_KIND[part.kind] if span.lane == "compute" else span.lane
     is_first = timeline.schedule.stages_of_rank(span.rank)[0] == part.stage
     return name if is_first else f"{name} later"
 

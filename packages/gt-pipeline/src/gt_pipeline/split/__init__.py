@@ -1,4 +1,4 @@
-"""Splitting a model into pipeline stages; imports torch alone, so that any trainer can take it.
+"""Splitting a model into pipeline stages; imports torch, so that any trainer can take it.
 
 ::
 
