@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from gt_config.node_keys import OverlappedBackward
 from gt_pipeline.runner import (
+    ActivationSignature,
     MicrobatchInputs,
     PipelineStageGraphs,
     Tensors,
-    TensorSignature,
 )
 
 
@@ -35,7 +35,7 @@ class EagerStage:
         *,
         stage_index: int,
         num_stages: int,
-        activation: TensorSignature,
+        activation: ActivationSignature,
         loss_fn: Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> None:
         self.module = module
@@ -45,7 +45,7 @@ class EagerStage:
         self.output_signature = (activation,)
         self._loss_fn = loss_fn
         if stage_index == num_stages - 1:
-            loss = TensorSignature(shape=(), dtype=torch.float32, requires_grad=True)
+            loss = ActivationSignature(shape=(), dtype=torch.float32, requires_grad=True)
             self.output_signature = (loss,)
         self._saved: dict[int, tuple[Tensors, Tensor]] = {}
         self._gradients: dict[str, Tensor] = {}

@@ -28,7 +28,7 @@ from gt_pipeline.errors import (
     RunnerSetupError,
     StageOutputError,
 )
-from gt_pipeline.runner import GraphPPRunner, MicrobatchInputs, Tensors, TensorSignature
+from gt_pipeline.runner import ActivationSignature, GraphPPRunner, MicrobatchInputs, Tensors
 from gt_pipeline.schedules import Schedule, schedule_of, write_chrome_trace
 
 
@@ -211,7 +211,9 @@ def test_evaluation_leaves_gradients_alone() -> None:
 def test_outputs_beside_the_loss_are_returned_by_microbatch() -> None:
     planned = schedule_of("GPipe", num_ranks=1, num_stages=1, num_microbatches=2)
     (stage,) = eager_stages(planned, 0)
-    stage.output_signature += (TensorSignature(shape=(), dtype=torch.int64, requires_grad=False),)
+    stage.output_signature += (
+        ActivationSignature(shape=(), dtype=torch.int64, requires_grad=False),
+    )
     forward = stage.forward
 
     def forward_and_count(number: int, activations: Tensors, inputs: MicrobatchInputs) -> Tensors:

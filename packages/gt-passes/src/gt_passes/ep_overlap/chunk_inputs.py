@@ -39,7 +39,7 @@ class _Leaf:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class ChunkCall:
     """Arguments of one chunk's call."""
 
     args: tuple[Any, ...]
@@ -79,7 +79,7 @@ class ForwardChunks:
         self._num_chunks = num_chunks
         self._refuse_drift()
 
-    def split(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Call, ...]:
+    def split(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[ChunkCall, ...]:
         """The arguments of each chunk's call.
 
         Raises:
@@ -101,10 +101,10 @@ class ForwardChunks:
                 for leaf, value, dim in zip(leaves, values, plan.dims, strict=True)
                 if dim is not None and isinstance(value, torch.Tensor)
             )
-            calls.append(Call(args=tuple(chunk_args), kwargs=chunk_kwargs, cut=cut))
+            calls.append(ChunkCall(args=tuple(chunk_args), kwargs=chunk_kwargs, cut=cut))
         return tuple(calls)
 
-    def run(self, forward: Callable[..., Any], call: Call) -> Any:
+    def run(self, forward: Callable[..., Any], call: ChunkCall) -> Any:
         """Call the forward for one chunk.
 
         Raises:
@@ -128,7 +128,7 @@ class ForwardChunks:
             raise self._written(" and ".join(written))
         return output
 
-    def join(self, calls: Sequence[Call], outputs: Sequence[Any]) -> Any:
+    def join(self, calls: Sequence[ChunkCall], outputs: Sequence[Any]) -> Any:
         """One output of the chunks' outputs: tensors concatenated, everything else the same.
 
         Args:

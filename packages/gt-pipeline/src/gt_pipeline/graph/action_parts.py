@@ -28,7 +28,7 @@ from gt_trace import phase_of, read_annotation
 _MOST_PROBLEMS = 8
 
 
-class Part(IntEnum):
+class ActionPart(IntEnum):
     """The parts of a joint graph, in the order in which a microbatch meets them."""
 
     UNSHARD = 0
@@ -44,7 +44,7 @@ def assign_parts(
     output_gradients: Iterable[Node],
     input_gradients: Sequence[Node],
     subject: str,
-) -> dict[Node, Part]:
+) -> dict[Node, ActionPart]:
     """The part of every node that computes something.
 
     Args:
@@ -58,18 +58,18 @@ def assign_parts(
     """
     constraints = OrderConstraints(graph_module)
     nodes = [n for n in graph_module.graph.nodes if n.op not in ("placeholder", "output")]
-    parts: dict[Node, Part] = {}
+    parts: dict[Node, ActionPart] = {}
     reduced: set[Node] = set()
     for node in nodes:
         parts[node] = _part(node, parts, reduced)
-        if parts[node] is Part.REDUCE_GRAD:
+        if parts[node] is ActionPart.REDUCE_GRAD:
             reduced.add(node)
     for node in _differentiated_in_forward(nodes, parts, output_gradients):
-        parts[node] = Part.FORWARD
+        parts[node] = ActionPart.FORWARD
     for node in _needed_for(input_gradients, nodes, parts, constraints):
-        parts[node] = Part.BACKWARD_INPUT
+        parts[node] = ActionPart.BACKWARD_INPUT
     for node in nodes:
-        if node.target is getitem and parts[node] is Part.BACKWARD_WEIGHT:
+        if node.target is getitem and parts[node] is ActionPart.BACKWARD_WEIGHT:
             parts[node] = parts[node.all_input_nodes[0]]  # a tuple does not cross
     problems = [*_broken_bonds(nodes, parts, constraints)]
     if problems:
@@ -80,18 +80,18 @@ def assign_parts(
     return parts
 
 
-def _part(node: Node, parts: Mapping[Node, Part], reduced: set[Node]) -> Part:
+def _part(node: Node, parts: Mapping[Node, ActionPart], reduced: set[Node]) -> ActionPart:
     sources = [source for source in node.all_input_nodes if source in parts]
     if node.target is getitem and sources:
         return parts[sources[0]]  # a tuple does not cross
     if any(source in reduced for source in sources):
-        return Part.REDUCE_GRAD  # as the sum of two reduced gradients of one parameter
+        return ActionPart.REDUCE_GRAD  # as the sum of two reduced gradients of one parameter
     collective = read_annotation(node, FsdpCollectiveAnnotation)
     if collective is not None and collective.kind == "unshard":
-        return Part.UNSHARD
+        return ActionPart.UNSHARD
     if collective is not None and not _is_leading_cast(node):
-        return Part.REDUCE_GRAD
-    return Part.BACKWARD_WEIGHT if phase_of(node) == "backward" else Part.FORWARD
+        return ActionPart.REDUCE_GRAD
+    return ActionPart.BACKWARD_WEIGHT if phase_of(node) == "backward" else ActionPart.FORWARD
 
 
 def _is_leading_cast(node: Node) -> bool:
@@ -103,7 +103,7 @@ def _is_leading_cast(node: Node) -> bool:
 
 
 def _differentiated_in_forward(
-    nodes: Sequence[Node], parts: Mapping[Node, Part], output_gradients: Iterable[Node]
+    nodes: Sequence[Node], parts: Mapping[Node, ActionPart], output_gradients: Iterable[Node]
 ) -> set[Node]:
     """The backward nodes that the forward needs and that no arriving gradient reaches."""
     reached = set(output_gradients)
@@ -112,12 +112,12 @@ def _differentiated_in_forward(
             reached.add(node)
     found: set[Node] = set()
     for node in reversed(nodes):
-        if parts[node] is not Part.FORWARD and node not in found:
+        if parts[node] is not ActionPart.FORWARD and node not in found:
             continue
         found.update(
             source
             for source in node.all_input_nodes
-            if parts.get(source) is Part.BACKWARD_WEIGHT and source not in reached
+            if parts.get(source) is ActionPart.BACKWARD_WEIGHT and source not in reached
         )
     return found
 
@@ -125,7 +125,7 @@ def _differentiated_in_forward(
 def _needed_for(
     results: Iterable[Node],
     nodes: Sequence[Node],
-    parts: Mapping[Node, Part],
+    parts: Mapping[Node, ActionPart],
     constraints: OrderConstraints,
 ) -> set[Node]:
     """The backward nodes that ``results`` cannot do without, whatever binds them."""
@@ -135,7 +135,7 @@ def _needed_for(
     pending = [index[node] for node in results if node in index]
     while pending:
         i = pending.pop()
-        if i in found or parts[nodes[i]] is not Part.BACKWARD_WEIGHT:
+        if i in found or parts[nodes[i]] is not ActionPart.BACKWARD_WEIGHT:
             continue
         found.add(i)
         pending.extend(predecessors[i])
@@ -143,7 +143,7 @@ def _needed_for(
 
 
 def _broken_bonds(
-    nodes: Sequence[Node], parts: Mapping[Node, Part], constraints: OrderConstraints
+    nodes: Sequence[Node], parts: Mapping[Node, ActionPart], constraints: OrderConstraints
 ) -> Iterator[str]:
     # Not across barriers: FSDP's own collectives go where the schedule says, on all ranks alike,
     # and the order of the others is that of the joint graph within each part.

@@ -30,7 +30,7 @@ class Executable:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluation:
+class EvaluationForward:
     """A stage's forward in one mode of its module, with nothing kept."""
 
     mode: CapturedMode

@@ -16,7 +16,7 @@ from gt_pipeline.errors import StageGraphError, StageInputError, StageOrderError
 from gt_pipeline.graph._torch_internals import FakeTensorMode
 from gt_pipeline.graph.action_graph import ActionGraph
 from gt_pipeline.graph.action_transform import GraphTransform, transformed
-from gt_pipeline.graph.executables import Evaluation, Executable, Overlap
+from gt_pipeline.graph.executables import EvaluationForward, Executable, Overlap
 from gt_pipeline.graph.gradient_accumulators import GradientAccumulators
 from gt_pipeline.graph.overlapped_actions import OverlappedActions, overlap_actions
 from gt_pipeline.graph.slots import Slot
@@ -24,10 +24,10 @@ from gt_pipeline.graph.stage_capture import StageCapture, StageLoss, capture_sta
 from gt_pipeline.graph.stage_cut import cut_stage
 from gt_pipeline.graph.stage_inputs import MicrobatchReader, StageState
 from gt_pipeline.runner.stage_protocol import (
+    ActivationSignature,
     MicrobatchInputs,
     PipelineStageGraphs,
     Tensors,
-    TensorSignature,
 )
 from gt_trace import unflatten_tensor
 from gt_trace.capture.captured_mode import CapturedMode, as_captured
@@ -78,7 +78,7 @@ class GraphPipelineStage:
         *,
         stage_index: int,
         num_stages: int,
-        activations: Sequence[Tensor | TensorSignature] = (),
+        activations: Sequence[Tensor | ActivationSignature] = (),
         inputs: MicrobatchInputs | None = None,
         loss_fn: StageLoss | None = None,
         device: torch.device | str = "cpu",
@@ -122,8 +122,8 @@ class GraphPipelineStage:
         self._num_outputs = len(capture.output_signature)
         self._num_arriving = sum(each.requires_grad for each in capture.output_signature)
         self._num_leaving = sum(each.requires_grad for each in capture.input_signature)
-        self._evaluations: list[Evaluation] = []
-        self._evaluation: Evaluation | None = None
+        self._evaluations: list[EvaluationForward] = []
+        self._evaluation: EvaluationForward | None = None
         """The one for the module's present mode; None until it is asked for."""
 
         self._overlaps: dict[tuple[int, OverlappedBackward], Overlap] = {}
@@ -148,12 +148,12 @@ class GraphPipelineStage:
         return self.capture.traced.fake_mode
 
     @property
-    def input_signature(self) -> tuple[TensorSignature, ...]:
+    def input_signature(self) -> tuple[ActivationSignature, ...]:
         """Activations from the stage before; empty for the first stage."""
         return self.capture.input_signature
 
     @property
-    def output_signature(self) -> tuple[TensorSignature, ...]:
+    def output_signature(self) -> tuple[ActivationSignature, ...]:
         """What ``forward`` returns."""
         return self.capture.output_signature
 
@@ -466,7 +466,7 @@ class GraphPipelineStage:
                 other._pairs.append(pair)
         return self._overlaps[key]
 
-    def _evaluation_now(self) -> Evaluation:
+    def _evaluation_now(self) -> EvaluationForward:
         mode = CapturedMode.now(self._module)
         for each in self._evaluations:
             if each.mode == mode:
@@ -474,7 +474,7 @@ class GraphPipelineStage:
         self._evaluations.append(self._captured_evaluation())
         return self._evaluations[-1]
 
-    def _captured_evaluation(self) -> Evaluation:
+    def _captured_evaluation(self) -> EvaluationForward:
         capture = self._capture(fake_mode=self.fake_mode, differentiate=False)
         graphs = cut_stage(capture, verify=self._verify)
         known = {*self.capture.inputs, *self.graphs.unshard.outputs}
@@ -485,7 +485,7 @@ class GraphPipelineStage:
                 problems=missing,
             )
         forward = Executable(self._transformed(graphs.forward))
-        return Evaluation(
+        return EvaluationForward(
             mode=capture.traced.mode, forward=forward, reader=MicrobatchReader(capture)
         )
 

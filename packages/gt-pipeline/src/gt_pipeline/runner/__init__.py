@@ -3,16 +3,17 @@
 from gt_pipeline.runner.graph_pp_runner import GraphPPRunner, LossReduction, StepResult
 from gt_pipeline.runner.microbatches import MicrobatchDims
 from gt_pipeline.runner.stage_protocol import (
+    ActivationSignature,
     CapturedStageGraphs,
     MicrobatchInputs,
     NamesKwargs,
     PipelineStageGraphs,
     Tensors,
-    TensorSignature,
 )
 from gt_pipeline.runner.step_record import StepRecord
 
 __all__ = [
+    "ActivationSignature",
     "CapturedStageGraphs",
     "GraphPPRunner",
     "LossReduction",
@@ -22,6 +23,5 @@ __all__ = [
     "PipelineStageGraphs",
     "StepRecord",
     "StepResult",
-    "TensorSignature",
     "Tensors",
 ]

@@ -24,7 +24,7 @@ Tensors: TypeAlias = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TensorSignature:
+class ActivationSignature:
     """One tensor that enters or leaves a stage, for one microbatch."""
 
     shape: tuple[int, ...]
@@ -81,11 +81,11 @@ class PipelineStageGraphs(Protocol):
         """Where activations are received."""
 
     @property
-    def input_signature(self) -> tuple[TensorSignature, ...]:
+    def input_signature(self) -> tuple[ActivationSignature, ...]:
         """Activations from the stage before; empty for the first stage."""
 
     @property
-    def output_signature(self) -> tuple[TensorSignature, ...]:
+    def output_signature(self) -> tuple[ActivationSignature, ...]:
         """Activations for the stage after.
 
         Of the last stage: the loss, of shape (), then whatever else is returned to the caller (and

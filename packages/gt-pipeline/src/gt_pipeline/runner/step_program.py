@@ -20,10 +20,10 @@ from torch import Tensor
 from gt_pipeline.errors import StageOutputError
 from gt_pipeline.runner.send_lifetimes import sends_done_after
 from gt_pipeline.runner.stage_protocol import (
+    ActivationSignature,
     MicrobatchInputs,
     PipelineStageGraphs,
     Tensors,
-    TensorSignature,
 )
 from gt_pipeline.runner.transfers import MAX_TENSORS, TransferChannel, Transfers
 from gt_pipeline.schedules import Action, LoweredSchedule
@@ -353,7 +353,7 @@ class _Binder:
         stage = self._stages[action.stage]
         sent_forward = product.direction == "forward"
         # Neighbours agree on signatures, so this stage's own say what travels.
-        signatures: Sequence[TensorSignature]
+        signatures: Sequence[ActivationSignature]
         if sent_forward == action.is_send:
             signatures = stage.output_signature
         else:
@@ -384,7 +384,7 @@ def _take(
 
 
 def _give(
-    into: list[Tensors], microbatch: int, signatures: Sequence[TensorSignature], what: str
+    into: list[Tensors], microbatch: int, signatures: Sequence[ActivationSignature], what: str
 ) -> Callable[[Tensors], None]:
     """Hand tensors over, contiguous, after a look at their sizes: a wrong one would not arrive."""
     layouts = [(each.shape, each.dtype) for each in signatures]
@@ -404,7 +404,7 @@ def _give(
 
 
 def _wrong_outputs(
-    tensors: Sequence[Tensor], signatures: Sequence[TensorSignature], what: str
+    tensors: Sequence[Tensor], signatures: Sequence[ActivationSignature], what: str
 ) -> StageOutputError:
     returned = [f"{str(each.dtype).removeprefix('torch.')}{list(each.shape)}" for each in tensors]
     return StageOutputError(
@@ -416,7 +416,7 @@ def _wrong_outputs(
     )
 
 
-def _with_gradient(signatures: Sequence[TensorSignature]) -> tuple[TensorSignature, ...]:
+def _with_gradient(signatures: Sequence[ActivationSignature]) -> tuple[ActivationSignature, ...]:
     return tuple(each for each in signatures if each.requires_grad)
 
 

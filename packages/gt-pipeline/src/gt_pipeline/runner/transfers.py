@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from gt_pipeline.runner.process_groups import close_group, make_group, release_group
-from gt_pipeline.runner.stage_protocol import Tensors, TensorSignature
+from gt_pipeline.runner.stage_protocol import ActivationSignature, Tensors
 
 _Direction: TypeAlias = Literal["higher", "lower"]
 
@@ -49,7 +49,7 @@ class TransferChannel:
         self,
         group: dist.ProcessGroup,
         peer: int,
-        signatures: Sequence[TensorSignature],
+        signatures: Sequence[ActivationSignature],
         device: torch.device,
     ) -> None:
         self._group = group
@@ -98,14 +98,14 @@ class Transfers:
         self._closed = False
 
     def channel_to(
-        self, peer: int, signatures: Sequence[TensorSignature], device: torch.device
+        self, peer: int, signatures: Sequence[ActivationSignature], device: torch.device
     ) -> TransferChannel:
         """The way by which this rank sends to another of the pipeline."""
         group = self._groups["higher" if peer > self.rank else "lower"]
         return TransferChannel(group, self._rank_in_group[peer], signatures, device)
 
     def channel_from(
-        self, peer: int, signatures: Sequence[TensorSignature], device: torch.device
+        self, peer: int, signatures: Sequence[ActivationSignature], device: torch.device
     ) -> TransferChannel:
         """The way by which this rank receives from another of the pipeline."""
         group = self._groups["higher" if self.rank > peer else "lower"]

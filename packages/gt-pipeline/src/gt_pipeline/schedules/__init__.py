@@ -1,4 +1,4 @@
-"""Pipeline schedules as data: build, check, lower, simulate and draw them. Needs neither gt-trace nor gt-passes.
+"""Pipeline schedules as data: build, check, lower, simulate and draw them.
 
 ::
 
@@ -25,7 +25,7 @@ from gt_pipeline.schedules.schedule_checks import check_schedule, schedule_probl
 from gt_pipeline.schedules.schedule_csv import schedule_from_csv, schedule_to_csv
 from gt_pipeline.schedules.schedule_rules import SCHEDULE_NAMES, check_sizes
 from gt_pipeline.schedules.schedule_tables import schedule_of
-from gt_pipeline.schedules.simulation import Timeline, simulate
+from gt_pipeline.schedules.simulation import ScheduleTimeline, simulate
 
 __all__ = [
     "LANES",
@@ -38,9 +38,9 @@ __all__ = [
     "Lane",
     "LoweredSchedule",
     "Schedule",
+    "ScheduleTimeline",
     "Span",
     "StageStyle",
-    "Timeline",
     "build_pipeline_schedule",
     "check_lowered",
     "check_schedule",

@@ -24,8 +24,8 @@ def chrome_trace(spans: Iterable[Span], *, unit_us: float = 1.0) -> dict[str, An
     """A trace of spans, as data that ``json`` can write.
 
     Args:
-        spans: of any ranks, such as ``Timeline.spans`` or what ``GraphPPRunner`` measured. Those of
-            one rank and lane stand in the order in which they ran.
+        spans: of any ranks, such as ``ScheduleTimeline.spans`` or what ``GraphPPRunner`` measured.
+            Those of one rank and lane stand in the order in which they ran.
         unit_us: microseconds for which one unit of the spans' times stands.
     """
     by_rank: dict[int, list[Span]] = defaultdict(list)
