@@ -13,8 +13,8 @@ from gt_pipeline.runner import (
     GraphPPRunner,
     MicrobatchInputs,
     PipelineStageGraphs,
-    Tensors,
 )
+from gt_pipeline.runner.stage_protocol import Tensors
 from gt_pipeline.schedules import Schedule
 
 __all__ = ["our_runner"]

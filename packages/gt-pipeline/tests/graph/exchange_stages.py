@@ -11,14 +11,8 @@ from stage_models import ACTIVATION, WIDTH
 from torch import Tensor, nn
 
 from gt_config.node_keys import OverlappedBackward
-from gt_pipeline.graph import (
-    GraphPipelineStage,
-    OverlappedActions,
-    StageGraphs,
-    capture_stage,
-    cut_stage,
-    overlap_actions,
-)
+from gt_pipeline.graph import GraphPipelineStage, StageGraphs, capture_stage, cut_stage
+from gt_pipeline.graph.overlapped_actions import OverlappedActions, overlap_actions
 from gt_pipeline.runner import MicrobatchInputs
 
 

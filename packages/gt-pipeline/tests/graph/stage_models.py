@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from gt_pipeline.graph import StageCapture, StageGraphs, recompose
+from gt_pipeline.graph import StageCapture, StageGraphs
+from gt_pipeline.graph.recomposition import recompose
 from gt_pipeline.runner import ActivationSignature
 
 WIDTH = 8

@@ -24,10 +24,9 @@ from gt_pipeline.graph import (
     cut_stage,
     draw_lanes,
     exposed_collectives,
-    overlap_actions,
 )
 from gt_pipeline.graph.interleave_actions import InterleaveActions
-from gt_pipeline.graph.overlapped_actions import concatenate_actions
+from gt_pipeline.graph.overlapped_actions import concatenate_actions, overlap_actions
 from gt_trace.testing import GlooWorkers, fake_world
 
 

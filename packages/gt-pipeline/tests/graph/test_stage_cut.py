@@ -18,8 +18,8 @@ from gt_pipeline.graph import (
     StageGraphs,
     capture_stage,
     cut_stage,
-    find_recomposition_problems,
 )
+from gt_pipeline.graph.recomposition import find_recomposition_problems
 from gt_pipeline.runner import ActivationSignature, MicrobatchInputs
 from gt_trace import collective_counts
 from gt_trace.fsdp import MixedPrecision, shard

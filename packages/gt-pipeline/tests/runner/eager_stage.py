@@ -8,12 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from gt_config.node_keys import OverlappedBackward
-from gt_pipeline.runner import (
-    ActivationSignature,
-    MicrobatchInputs,
-    PipelineStageGraphs,
-    Tensors,
-)
+from gt_pipeline.runner import ActivationSignature, MicrobatchInputs, PipelineStageGraphs
+from gt_pipeline.runner.stage_protocol import Tensors
 
 
 class EagerStage:

@@ -28,7 +28,8 @@ from gt_pipeline.errors import (
     RunnerSetupError,
     StageOutputError,
 )
-from gt_pipeline.runner import ActivationSignature, GraphPPRunner, MicrobatchInputs, Tensors
+from gt_pipeline.runner import ActivationSignature, GraphPPRunner, MicrobatchInputs
+from gt_pipeline.runner.stage_protocol import Tensors
 from gt_pipeline.schedules import Schedule, schedule_of, write_chrome_trace
 
 

@@ -14,15 +14,9 @@ import pytest
 from runner_cases import schedule
 
 from gt_pipeline.runner.send_lifetimes import sends_done_after
-from gt_pipeline.schedules import (
-    SCHEDULE_NAMES,
-    LoweredSchedule,
-    Schedule,
-    forward_only,
-    lower,
-    schedule_of,
-)
+from gt_pipeline.schedules import SCHEDULE_NAMES, Schedule, lower, schedule_of
 from gt_pipeline.schedules.dependencies import Product, consumed_by, transferred_by
+from gt_pipeline.schedules.schedule import LoweredSchedule, forward_only
 
 
 def _lowered(name: str) -> LoweredSchedule:

@@ -8,14 +8,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from gt_pipeline.errors import ActionError
-from gt_pipeline.schedules import (
-    SCHEDULE_NAMES,
-    Action,
-    Schedule,
-    parse_action,
-    schedule_of,
-    schedule_problems,
-)
+from gt_pipeline.schedules import SCHEDULE_NAMES, Action, Schedule, schedule_of
+from gt_pipeline.schedules.actions import parse_action
+from gt_pipeline.schedules.schedule_checks import schedule_problems
 
 SLOW_MACHINES = settings(deadline=None, max_examples=30)
 """For tests that draw whole schedules: how long one takes says nothing."""

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gt_pipeline.errors import ActionError
-from gt_pipeline.schedules import Action, parse_action
-from gt_pipeline.schedules.actions import WITH_MICROBATCH, ActionKind
+from gt_pipeline.schedules import Action
+from gt_pipeline.schedules.actions import WITH_MICROBATCH, ActionKind, parse_action
 
 _indices = st.integers(min_value=0, max_value=10_000)
 

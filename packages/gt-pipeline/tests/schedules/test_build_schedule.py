@@ -28,12 +28,11 @@ from gt_pipeline.schedules import (
     SCHEDULE_NAMES,
     Action,
     build_pipeline_schedule,
-    parse_action,
     register_action_functions,
     schedule_of,
     schedule_to_csv,
 )
-from gt_pipeline.schedules.actions import ActionKind, PointToPoint
+from gt_pipeline.schedules.actions import ActionKind, PointToPoint, parse_action
 
 _CLASSES = {
     "GPipe": ScheduleGPipe,

@@ -11,14 +11,14 @@ from schedule_cases import SLOW_MACHINES, any_schedules, schedule_of_text
 from gt_pipeline.schedules import (
     ActionCosts,
     Schedule,
-    Span,
-    chrome_trace,
     lower,
-    parse_action,
     peak_live,
     simulate,
     write_chrome_trace,
 )
+from gt_pipeline.schedules.actions import parse_action
+from gt_pipeline.schedules.chrome_trace import chrome_trace
+from gt_pipeline.schedules.rank_lists import Span
 
 _COSTS = ActionCosts(forward=2.0, transfer=0.5)
 

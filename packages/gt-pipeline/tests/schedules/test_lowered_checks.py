@@ -7,7 +7,9 @@ from expecttest import assert_expected_inline
 from schedule_cases import schedule_of_text
 
 from gt_pipeline.errors import ScheduleError
-from gt_pipeline.schedules import LoweredSchedule, check_lowered, lowered_problems, parse_action
+from gt_pipeline.schedules.actions import parse_action
+from gt_pipeline.schedules.lowered_checks import check_lowered, lowered_problems
+from gt_pipeline.schedules.schedule import LoweredSchedule
 
 _SCHEDULE = schedule_of_text("0F0 0B0", "1F0 1B0", stage_to_rank=(0, 1))
 _RIGHT = ("0F0 0SEND_F0 0RECV_B0 0B0", "1RECV_F0 1F0 1B0 1SEND_B0")

@@ -14,13 +14,10 @@ from hypothesis import given
 from schedule_cases import SLOW_MACHINES, named_schedules, natural_schedule, text_of
 
 from gt_pipeline._torch_internals import torch_schedule
-from gt_pipeline.schedules import (
-    Schedule,
-    forward_only,
-    schedule_of,
-    schedule_problems,
-)
+from gt_pipeline.schedules import Schedule, schedule_of
 from gt_pipeline.schedules.actions import ActionKind
+from gt_pipeline.schedules.schedule import forward_only
+from gt_pipeline.schedules.schedule_checks import schedule_problems
 
 
 @SLOW_MACHINES

@@ -9,16 +9,17 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
-from gt_config.node_keys import ChunkAnnotation
+from gt_config import EpChunkDim
+from gt_config.node_keys import ChunkAnnotation, ChunkRole, Direction
 from gt_passes._torch_internals import pytree
 from gt_passes.ep_overlap.chunk_tensors import join_tensors, split_tensor, wrote_to_a_part
-from gt_passes.ep_overlap.input_layout import ChunkDim, InputLayout, TokenDims
+from gt_passes.ep_overlap.input_layout import InputLayout, TokenDims
 from gt_passes.errors import ForwardChunkingError
 from gt_trace.annotate import annotate
 
@@ -69,7 +70,7 @@ class ForwardChunks:
         region_root: str,
         signature: inspect.Signature,
         layout: InputLayout | None,
-        chunk_dim: ChunkDim,
+        chunk_dim: EpChunkDim,
         num_chunks: int,
     ) -> None:
         self._root = region_root
@@ -396,8 +397,8 @@ class ForwardChunks:
 
     def _boundary(
         self,
-        role: Literal["split_boundary", "materialization"],
-        direction: Literal["forward", "backward"],
+        role: ChunkRole,
+        direction: Direction,
     ) -> ChunkAnnotation:
         return ChunkAnnotation(
             region_root=self._root, role=role, direction=direction, producer="eager"

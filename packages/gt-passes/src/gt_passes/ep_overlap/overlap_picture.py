@@ -28,9 +28,9 @@ from gt_passes.analysis.collectives import is_collective
 from gt_passes.simulation import COMPUTE_STREAM, StepSimulation
 from gt_trace.node_metadata import module_fqn, phase_of, read_annotation
 
-Lane = Literal["compute", "token exchange", "other communication", "exposed"]
+PictureLane = Literal["compute", "token exchange", "other communication", "exposed"]
 
-LANES: tuple[Lane, ...] = ("compute", "token exchange", "exposed", "other communication")
+LANES: tuple[PictureLane, ...] = ("compute", "token exchange", "exposed", "other communication")
 """From the top."""
 
 
@@ -38,7 +38,7 @@ LANES: tuple[Lane, ...] = ("compute", "token exchange", "exposed", "other commun
 class Bar:
     """One task of a simulated step, or one time in which computation waits for an exchange."""
 
-    lane: Lane
+    lane: PictureLane
     start_us: float
     end_us: float
     name: str
@@ -101,7 +101,7 @@ class LayerTimeline:
                 lines.append(f"  {lane:<20}{cells}")
         return "\n".join(lines) + "\n"
 
-    def _cells(self, lane: Lane, scale: float, columns: int) -> Iterator[str]:
+    def _cells(self, lane: PictureLane, scale: float, columns: int) -> Iterator[str]:
         bars = [bar for bar in self.bars if bar.lane == lane]
         begin = 0
         for column in range(columns):
@@ -201,7 +201,7 @@ def _is_token_exchange(node: Node) -> bool:
     return is_collective(node) and exchange is not None and exchange.kind == "token_exchange"
 
 
-def _bar(node: Node, start_us: float, end_us: float, *, lane: Lane | None = None) -> Bar:
+def _bar(node: Node, start_us: float, end_us: float, *, lane: PictureLane | None = None) -> Bar:
     if lane is None:
         if _is_token_exchange(node):
             lane = "token exchange"

@@ -19,8 +19,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gt_pipeline.schedules import Action, LoweredSchedule
+from gt_pipeline.schedules import Action
 from gt_pipeline.schedules.dependencies import Product, consumed_by, transferred_by
+from gt_pipeline.schedules.schedule import LoweredSchedule
 
 _MESSAGES_AHEAD = 2
 

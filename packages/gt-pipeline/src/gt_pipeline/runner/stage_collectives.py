@@ -18,7 +18,7 @@ import torch.distributed as dist
 from gt_pipeline.errors import RunnerSetupError
 from gt_pipeline.runner.object_exchange import gather_objects
 from gt_pipeline.runner.stage_protocol import CapturedStageGraphs, PipelineStageGraphs
-from gt_pipeline.schedules import LoweredSchedule
+from gt_pipeline.schedules.schedule import LoweredSchedule
 
 
 def prepare_pairs(lowered: LoweredSchedule, stages: Mapping[int, PipelineStageGraphs]) -> list[str]:

@@ -26,8 +26,9 @@ from gt_pipeline.runner.stage_protocol import (
     Tensors,
 )
 from gt_pipeline.runner.transfers import MAX_TENSORS, TransferChannel, Transfers
-from gt_pipeline.schedules import Action, LoweredSchedule
+from gt_pipeline.schedules import Action
 from gt_pipeline.schedules.dependencies import transferred_by
+from gt_pipeline.schedules.schedule import LoweredSchedule
 
 _Run: TypeAlias = Callable[[], None]
 _Works: TypeAlias = list[dist.Work]

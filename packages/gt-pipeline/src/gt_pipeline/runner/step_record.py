@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from gt_pipeline.runner.stage_protocol import PipelineStageGraphs
-from gt_pipeline.schedules import Action, Lane, Span
+from gt_pipeline.schedules import Action
+from gt_pipeline.schedules.rank_lists import Lane, Span
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

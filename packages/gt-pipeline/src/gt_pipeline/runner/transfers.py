@@ -25,9 +25,9 @@ import torch.distributed as dist
 from gt_pipeline.runner.process_groups import close_group, make_group, release_group
 from gt_pipeline.runner.stage_protocol import ActivationSignature, Tensors
 
-_Direction: TypeAlias = Literal["higher", "lower"]
+_Peer: TypeAlias = Literal["higher", "lower"]
 
-_DIRECTIONS: tuple[_Direction, ...] = ("higher", "lower")
+_PEERS: tuple[_Peer, ...] = ("higher", "lower")
 
 MAX_TENSORS = 64
 """The most tensors that go from one stage to the next; each takes a tag, and tags are 31 bits."""
@@ -87,9 +87,7 @@ class Transfers:
         groups: of them, for transfers towards higher and towards lower ranks of the pipeline.
     """
 
-    def __init__(
-        self, pipeline: Sequence[int], groups: Mapping[_Direction, dist.ProcessGroup]
-    ) -> None:
+    def __init__(self, pipeline: Sequence[int], groups: Mapping[_Peer, dist.ProcessGroup]) -> None:
         self.rank = list(pipeline).index(dist.get_rank())
         self._groups = dict(groups)
         # PyTorch sorts the ranks of a group.
@@ -147,7 +145,7 @@ def make_transfers(
         if len(pipeline) == 1:
             continue
         groups = {}
-        for direction in _DIRECTIONS:
+        for direction in _PEERS:
             purpose = f"pipeline transfers towards {direction} ranks"
             if (group := make_group(pipeline, purpose=purpose, timeout=timeout)) is not None:
                 groups[direction] = group

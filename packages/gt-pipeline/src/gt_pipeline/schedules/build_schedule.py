@@ -35,7 +35,7 @@ from gt_pipeline.schedules.actions import (
 )
 from gt_pipeline.schedules.schedule import Schedule
 from gt_pipeline.schedules.schedule_csv import schedule_from_csv
-from gt_pipeline.schedules.schedule_rules import schedule_rules
+from gt_pipeline.schedules.schedule_rules import find_schedule_rules
 from gt_pipeline.schedules.schedule_tables import schedule_of
 
 _ONLY_IN_TRAINING = (
@@ -181,7 +181,7 @@ def _check_arguments(
     if (name is None) == (csv_path is None):
         problems.append(f"give a name or a csv_path, not {'both' if name else 'neither'}")
     if name is not None:
-        schedule_rules(name)
+        find_schedule_rules(name)
     if not backward_requires_autograd and loss_fn is not None:
         problems.append(
             "loss_fn is for autograd: explicit backward graphs have the loss in the last stage's "

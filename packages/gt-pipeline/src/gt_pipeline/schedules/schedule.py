@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from gt_pipeline.schedules.actions import Action
+from gt_pipeline.schedules.schedule_rules import ScheduleStyle
 
-StageStyle = Literal["loop", "v", "explicit"]
+StageStyle = Literal[ScheduleStyle, "explicit"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
