@@ -4,14 +4,8 @@ import dataclasses
 
 import pytest
 
-from gt_config import (
-    UNLANDED,
-    CompileConfig,
-    Topology,
-    UnlandedOption,
-    Violation,
-    find_violations,
-)
+from gt_config import CompileConfig, Topology, Violation, find_violations
+from gt_config.landed import UNLANDED, UnlandedOption
 
 TOPOLOGY = Topology(world=1, batch_size=2, seq_len=8)
 
