@@ -21,10 +21,10 @@ from gt_passes import (
 from gt_trainer.decoder.attention import flex_attention_options
 from gt_trainer.steps.captured_step import Recipe
 
-ReshardAfterForward = Literal["default", "always", "never"]
+ReshardChoice = Literal["default", "always", "never"]
 """torchtitan's ``--parallelism.fsdp_reshard_after_forward``."""
 
-_RESHARD: dict[ReshardAfterForward, bool | None] = {
+_RESHARD: dict[ReshardChoice, bool | None] = {
     "default": None,  # as the memory policy says
     "always": True,
     "never": False,
@@ -37,7 +37,7 @@ declare_pure_operator("torchtitan::deterministic_scatter_add")
 def recipe_of(
     options: CompileConfig,
     *,
-    reshard_after_forward: ReshardAfterForward = "default",
+    reshard_after_forward: ReshardChoice = "default",
     only: Collection[str] | None = None,
     debug_folder: Path | None = None,
     compiler: SubgraphCompiler | None = None,
