@@ -15,8 +15,13 @@ from gt_passes.verifier.collective_order import CollectiveSequence
 from gt_pipeline.errors import StageGraphError, StageInputError, StageOrderError
 from gt_pipeline.graph._torch_internals import FakeTensorMode
 from gt_pipeline.graph.action_graph import ActionGraph
-from gt_pipeline.graph.action_transform import GraphTransform, transformed
-from gt_pipeline.graph.executables import EvaluationForward, Executable, Overlap
+from gt_pipeline.graph.executables import (
+    EvaluationForward,
+    Executable,
+    GraphTransform,
+    Overlap,
+    transformed,
+)
 from gt_pipeline.graph.gradient_accumulators import GradientAccumulators
 from gt_pipeline.graph.overlapped_actions import OverlappedActions, overlap_actions
 from gt_pipeline.graph.slots import Slot
