@@ -18,6 +18,8 @@ from gt_pipeline.schedules import Schedule, schedule_of
 from gt_pipeline.schedules.actions import ActionKind
 from gt_pipeline.schedules.schedule import forward_only
 from gt_pipeline.schedules.schedule_checks import schedule_problems
+from gt_pipeline.schedules.schedule_rules import ScheduleStyle
+from gt_pipeline.split import stage_indices_of_rank
 
 
 @SLOW_MACHINES
@@ -58,11 +60,13 @@ def test_no_schedule_by_name_breaks_a_rule_nor_does_its_forward_part(schedule: S
     [("1F1B", "loop", (0,)), ("Interleaved1F1B", "loop", (0, 4)), ("ZBVZeroBubble", "v", (0, 7))],
 )
 def test_stages_lie_on_ranks_in_a_loop_or_a_v(
-    name: str, style: str, stages_of_rank_0: tuple[int, ...]
+    name: str, style: ScheduleStyle, stages_of_rank_0: tuple[int, ...]
 ) -> None:
     schedule = natural_schedule(name, 4, 8)
-    assert schedule.style == style
     assert schedule.stages_of_rank(0) == stages_of_rank_0
+    for rank in range(4):
+        indices = stage_indices_of_rank(rank, 4, schedule.num_stages, style=style)
+        assert schedule.stages_of_rank(rank) == indices
 
 
 def test_1f1b_runs_what_pytorch_runs_and_not_what_its_table_says() -> None:

@@ -5,43 +5,23 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
-from gt_pipeline.errors import ScheduleError
 from gt_pipeline.schedules.actions import Action
 from gt_pipeline.schedules.costs import UNIT_COSTS
 from gt_pipeline.schedules.dependencies import Product, consumed_by, produced_by, transferred_by
 from gt_pipeline.schedules.rank_lists import RankLists
 from gt_pipeline.schedules.schedule import LoweredSchedule, Schedule
-from gt_pipeline.schedules.schedule_checks import schedule_problems
-
-
-def check_lowered(lowered: LoweredSchedule) -> None:
-    """Refuse a lowered schedule whose ranks would deadlock, or use what is not there.
-
-    Raises:
-        ScheduleError: lists every violation.
-    """
-    problems = lowered_problems(lowered)
-    if problems:
-        raise ScheduleError(
-            what=f"the lowered schedule {lowered.schedule.name} cannot run", problems=problems
-        )
 
 
 def lowered_problems(lowered: LoweredSchedule) -> tuple[str, ...]:
-    """Everything that is wrong with a lowered schedule; nothing if it can run.
+    """Everything that is wrong with the lists of a lowered schedule; nothing if it can run.
 
-    Checked: what ``schedule_problems`` checks; the lists compute what the schedule computes; each
-    product that changes ranks is sent once after it was made and received once before it is used,
-    and nothing else is; two ranks agree on the order of all transfers between them; if a rank
-    gathers parameters, each stage has them wherever it computes, and drops them; if it reduces
-    gradients, each stage does so once after its last backward; and ranks never wait for each other
-    in a circle, even if every send and receive blocks.
+    The schedule itself is known to be right. Checked: the lists compute what the schedule
+    computes; each product that changes ranks is sent once after it was made and received once
+    before it is used, and nothing else is; two ranks agree on the order of all transfers between
+    them; if a rank gathers parameters, each stage has them wherever it computes, and drops them;
+    if it reduces gradients, each stage does so once after its last backward; and ranks never wait
+    for each other in a circle, even if every send and receive blocks.
     """
-    return schedule_problems(lowered.schedule) or list_problems(lowered)
-
-
-def list_problems(lowered: LoweredSchedule) -> tuple[str, ...]:
-    """What ``lowered_problems`` finds, of a schedule that is known to be right."""
     schedule = lowered.schedule
     if lowered.num_ranks != schedule.num_ranks:
         return (f"there are lists of {lowered.num_ranks} ranks, not of {schedule.num_ranks}",)

@@ -25,7 +25,7 @@ from gt_pipeline.schedules.actions import Action
 from gt_pipeline.schedules.compute_order import compute_times
 from gt_pipeline.schedules.costs import UNIT_COSTS, CostModel
 from gt_pipeline.schedules.dependencies import produced_by
-from gt_pipeline.schedules.lowered_checks import list_problems
+from gt_pipeline.schedules.lowered_checks import lowered_problems
 from gt_pipeline.schedules.schedule import LoweredSchedule, Schedule
 from gt_pipeline.schedules.schedule_checks import check_schedule
 
@@ -84,7 +84,7 @@ def lower(
         schedule=schedule,
         actions=tuple((*actions, *gather[rank].after_all) for rank, actions in enumerate(lists)),
     )
-    problems = list_problems(lowered)
+    problems = lowered_problems(lowered)
     assert not problems, "\n".join(problems)
     return lowered
 

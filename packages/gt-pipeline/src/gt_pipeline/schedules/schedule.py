@@ -7,12 +7,8 @@ checked, simulated and drawn on any machine. What moves data between ranks is ad
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from gt_pipeline.schedules.actions import Action
-from gt_pipeline.schedules.schedule_rules import ScheduleStyle
-
-StageStyle = Literal[ScheduleStyle, "explicit"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,15 +38,6 @@ class Schedule:
     def num_stages(self) -> int:
         """How many virtual stages all ranks hold together."""
         return len(self.stage_to_rank)
-
-    @property
-    def style(self) -> StageStyle:
-        """How stages lie on ranks: in a loop (0 1 2 3 0 1 2 3), a V (0 1 2 3 3 2 1 0) or else."""
-        if self.stage_to_rank == _loop(self.num_ranks, self.num_stages):
-            return "loop"
-        if self.stage_to_rank == _v(self.num_ranks, self.num_stages):
-            return "v"
-        return "explicit"
 
     @property
     def is_forward_only(self) -> bool:
@@ -100,12 +87,3 @@ def forward_only(schedule: Schedule) -> Schedule:
             for actions in schedule.compute
         ),
     )
-
-
-def _loop(num_ranks: int, num_stages: int) -> tuple[int, ...]:
-    return tuple(stage % num_ranks for stage in range(num_stages))
-
-
-def _v(num_ranks: int, num_stages: int) -> tuple[int, ...]:
-    there_and_back = [*range(num_ranks), *reversed(range(num_ranks))]
-    return tuple(there_and_back[stage % (2 * num_ranks)] for stage in range(num_stages))
