@@ -24,7 +24,7 @@ from gt_pipeline.schedules import (
     SCHEDULE_NAMES,
     ActionCosts,
     Schedule,
-    Timeline,
+    ScheduleTimeline,
     lower,
     schedule_of,
     simulate,
@@ -102,7 +102,7 @@ def _measure(name: str, report: Report, *, num_samples: int) -> float:
     return Sample.of(simulated).median
 
 
-def _simulated_rows(workload: str, name: str, timeline: Timeline) -> list[Row]:
+def _simulated_rows(workload: str, name: str, timeline: ScheduleTimeline) -> list[Row]:
     def row(metric: str, unit: str, ours: float, published: float | None) -> Row:
         return Row(
             workload=workload,

@@ -2,7 +2,7 @@
 
 ::
 
-    pip install ./packages/gt-pipeline transformers
+    pip install ./packages/gt-config ./packages/gt-pipeline transformers
     torchrun --standalone --nproc-per-node 4 examples/hugging_face_llama.py --schedule 1F1B
 
 The model is transformers' own, small and with random weights, so that nothing is downloaded. Its
@@ -118,11 +118,11 @@ def graph_pipeline(
     """Graphs captured before the first step, one for each action; no autograd while they run."""
     # Needs gt-pipeline[graph].
     from gt_pipeline.graph import GraphPipelineStage
-    from gt_pipeline.runner import GraphPPRunner, MicrobatchInputs, TensorSignature
+    from gt_pipeline.runner import ActivationSignature, GraphPPRunner, MicrobatchInputs
 
     tokens, targets = batch(0)
     example = MicrobatchInputs(args=(tokens[:MICROBATCH],), target=targets[:MICROBATCH])
-    hidden = TensorSignature(
+    hidden = ActivationSignature(
         shape=(MICROBATCH, LENGTH, CONFIG.hidden_size), dtype=torch.float32, requires_grad=True
     )
     stages: list[GraphPipelineStage] = []

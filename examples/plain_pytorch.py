@@ -2,11 +2,11 @@
 
 ::
 
-    pip install ./packages/gt-pipeline
+    pip install ./packages/gt-config ./packages/gt-pipeline
     torchrun --standalone --nproc-per-node 4 examples/plain_pytorch.py --schedule ZBVZeroBubble
 
 The model is any nn.Module; here a small decoder that learns to count. Splitting it and building a
-schedule need nothing but torch. With gt-pipeline[graph], ``--runtimes graph`` runs the same
+schedule need nothing else but torch. With gt-pipeline[graph], ``--runtimes graph`` runs the same
 stages as captured graphs; the losses are the same.
 """
 
@@ -135,11 +135,11 @@ def graph_pipeline(
     """Graphs captured before the first step, one for each action; no autograd while they run."""
     # Needs gt-pipeline[graph].
     from gt_pipeline.graph import GraphPipelineStage
-    from gt_pipeline.runner import GraphPPRunner, MicrobatchInputs, TensorSignature
+    from gt_pipeline.runner import ActivationSignature, GraphPPRunner, MicrobatchInputs
 
     tokens, targets = batch(0)
     example = MicrobatchInputs(args=(tokens[:MICROBATCH],), target=targets[:MICROBATCH])
-    hidden = TensorSignature(
+    hidden = ActivationSignature(
         shape=(MICROBATCH, LENGTH, WIDTH), dtype=torch.float32, requires_grad=True
     )
     stages: list[GraphPipelineStage] = []

@@ -17,8 +17,9 @@ from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools import utils as titan_utils
 from training_cases import Case
 
-from gt_pipeline.graph import GraphPipelineStage, exposed_collectives, recompose
+from gt_pipeline.graph import GraphPipelineStage, exposed_collectives
 from gt_pipeline.graph.overlapped_actions import concatenate_actions
+from gt_pipeline.graph.recomposition import recompose
 from gt_pipeline.graph.stage_inputs import StageState
 from gt_pipeline.runner import MicrobatchInputs
 from gt_pipeline.split import split_module
@@ -247,7 +248,7 @@ def _not_as_alone(
     """The first stage's second forward overlaps with the last one's backward, and both with I."""
     losses, expected = _step(stages, microbatches)
     found = []
-    for kind in ("full_backward", "backward_input"):
+    for kind in ("FULL_BACKWARD", "BACKWARD_INPUT"):
         first, last = stages
         for stage in stages:
             stage.unshard()
@@ -271,7 +272,7 @@ def _not_as_alone(
             backward_microbatch=0,
             output_gradients=gradients,
         )
-        if kind == "backward_input":
+        if kind == "BACKWARD_INPUT":
             for stage in stages:
                 stage.backward_weight(0)
         (gradient,) = last.full_backward(1, (torch.ones(()),))
@@ -293,9 +294,9 @@ def _not_as_alone(
 def _pairs(stages: list[GraphPipelineStage]) -> list[Any]:
     first, last = stages
     return [
-        first.prepare_overlap(last, "full_backward"),
-        first.prepare_overlap(last, "backward_input"),
-        last.prepare_overlap(first, "full_backward"),
+        first.prepare_overlap(last, "FULL_BACKWARD"),
+        first.prepare_overlap(last, "BACKWARD_INPUT"),
+        last.prepare_overlap(first, "FULL_BACKWARD"),
     ]
 
 

@@ -18,7 +18,6 @@ from torchtitan.distributed import pipeline_parallel as peer
 from torchtitan.distributed.utils import set_spmd_backend
 
 from gt_pipeline.split import (
-    SCHEDULE_LAYOUTS,
     TORCHTITAN_NAMING,
     check_cover,
     find_naming,
@@ -28,6 +27,7 @@ from gt_pipeline.split import (
     split_module,
     stage_indices_of_rank,
 )
+from gt_pipeline.split.schedule_layout import SCHEDULE_LAYOUTS
 
 WEIGHTS = st.integers(0, 4)
 SCHEDULES = st.sampled_from(sorted(SCHEDULE_LAYOUTS))

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torchtitan.components.loss import CrossEntropyLoss
 
-from gt_config import FsdpBucketing, ShapeChangePolicy
+from gt_config import ShapeChangePolicy
+from gt_config.compile_config import FsdpBucketing
 from gt_config.node_keys import EpExchangeAnnotation, EpRegionAnnotation
 from gt_trace import phase_of, read_annotation
 from gt_trainer.decoder.chunked_loss import GraphChunkedLoss

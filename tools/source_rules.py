@@ -1,4 +1,4 @@
-"""Rules on the tracked files: nothing of one machine in them, no forbidden import, no vague name.
+"""Rules on the tracked files: nothing of one machine in them, no forbidden import, no unclear name.
 
 import-linter sees imports of other distributions only by their first name, so the ban on
 `torchtitan.experiments` (gt_trainer may import the rest of torchtitan) is checked here.
@@ -6,6 +6,7 @@ import-linter sees imports of other distributions only by their first name, so t
 
 import ast
 import re
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import PurePosixPath
 
@@ -58,7 +59,28 @@ def no_vague_name(workspace: Workspace) -> Iterator[str]:
             yield f"{path}: name the file for its one idea (STYLE.md, Names)"
 
 
-SOURCE_RULES = (no_lock_file, no_machine_in_text, no_forbidden_import, no_vague_name)
+def no_name_with_two_meanings(workspace: Workspace) -> Iterator[str]:
+    """A public class, or a public set of words, has a name that no other of any package has."""
+    places: defaultdict[str, list[str]] = defaultdict(list)
+    for path, text in _tracked_text(workspace):
+        if not re.fullmatch(r"packages/[^/]+/src/.+\.py", path):
+            continue
+        for node in ast.parse(text, filename=path).body:
+            name = _defined_type(node)
+            if name is not None and not name.startswith("_"):
+                places[name].append(f"{path}:{node.lineno}")
+    for name, found in sorted(places.items()):
+        if len(found) > 1:
+            yield f"{' and '.join(found)} each define {name}: name each for what it is"
+
+
+SOURCE_RULES = (
+    no_lock_file,
+    no_machine_in_text,
+    no_forbidden_import,
+    no_vague_name,
+    no_name_with_two_meanings,
+)
 
 
 def _tracked_text(workspace: Workspace) -> Iterator[tuple[str, str]]:
@@ -66,6 +88,20 @@ def _tracked_text(workspace: Workspace) -> Iterator[tuple[str, str]]:
         content = (workspace.root / path).read_bytes()
         if b"\0" not in content:
             yield path, content.decode("utf-8", errors="replace")
+
+
+def _defined_type(node: ast.stmt) -> str | None:
+    """The name of a class or of a Literal that a statement defines."""
+    if isinstance(node, ast.ClassDef):
+        return node.name
+    if isinstance(node, ast.Assign):
+        target, value = node.targets[0], node.value
+    elif isinstance(node, ast.AnnAssign) and node.value is not None:
+        target, value = node.target, node.value
+    else:
+        return None
+    is_literal = isinstance(value, ast.Subscript) and ast.unparse(value.value) == "Literal"
+    return target.id if is_literal and isinstance(target, ast.Name) else None
 
 
 def _imported_modules(node: ast.AST) -> Iterator[str]:

@@ -7,19 +7,19 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from gt_config.node_keys import OverlappedBackward
 from gt_pipeline.runner import (
-    BackwardKind,
+    ActivationSignature,
     GraphPPRunner,
     MicrobatchInputs,
     PipelineStageGraphs,
-    Tensors,
-    TensorSignature,
 )
+from gt_pipeline.runner.stage_protocol import Tensors
 from gt_pipeline.schedules import Schedule
 
 __all__ = ["our_runner"]
 
-_LOSS = TensorSignature(shape=(), dtype=torch.float32, requires_grad=True)
+_LOSS = ActivationSignature(shape=(), dtype=torch.float32, requires_grad=True)
 
 
 class _NoOpStage:
@@ -31,7 +31,7 @@ class _NoOpStage:
     def __init__(self, stage_index: int, num_stages: int, shape: tuple[int, ...]) -> None:
         self.stage_index = stage_index
         self.num_stages = num_stages
-        activation = TensorSignature(shape=shape, dtype=torch.float32, requires_grad=True)
+        activation = ActivationSignature(shape=shape, dtype=torch.float32, requires_grad=True)
         is_first, is_last = stage_index == 0, stage_index == num_stages - 1
         self.input_signature = () if is_first else (activation,)
         self.output_signature = (_LOSS,) if is_last else (activation,)
@@ -64,7 +64,7 @@ class _NoOpStage:
         inputs: MicrobatchInputs,
         *,
         backward_stage: PipelineStageGraphs,
-        backward_kind: BackwardKind,
+        backward_kind: OverlappedBackward,
         backward_microbatch: int,
         output_gradients: Tensors,
     ) -> tuple[Tensors, Tensors]:

@@ -86,3 +86,32 @@ def test_reports_a_vague_file_name(root: Path, load: Load) -> None:
             "name the file for its one idea (STYLE.md, Names)"
         )
     ]
+
+
+@pytest.mark.parametrize(
+    "definition", ["class Timeline: ...", "Timeline = Literal['a']", "Timeline: T = Literal['a']"]
+)
+def test_reports_a_public_name_of_two_packages(root: Path, load: Load, definition: str) -> None:
+    (root / "packages/gt-high/src/gt_high/simulation.py").write_text(f"\n{definition}\n")
+    (root / "packages/gt-low/src/gt_low/costs").mkdir()
+    (root / "packages/gt-low/src/gt_low/costs/streams.py").write_text("class Timeline: ...\n")
+    assert list(violations(load())) == [
+        (
+            "no_name_with_two_meanings: packages/gt-high/src/gt_high/simulation.py:2 and "
+            "packages/gt-low/src/gt_low/costs/streams.py:1 each define Timeline: "
+            "name each for what it is"
+        )
+    ]
+
+
+@pytest.mark.parametrize(
+    "definition", ["class _Run: ...", "class A:\n    class Config: ...", "Names = list[str]"]
+)
+def test_accepts_private_nested_and_other_names_twice(
+    root: Path, load: Load, definition: str
+) -> None:
+    (root / "packages/gt-high/src/gt_high/one.py").write_text(definition)
+    (root / "packages/gt-low/src/gt_low/two.py").write_text(
+        definition.replace("class A", "class B")
+    )
+    assert list(violations(load())) == []

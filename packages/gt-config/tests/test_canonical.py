@@ -8,8 +8,9 @@ from types import MappingProxyType
 
 import pytest
 
-from gt_config import FingerprintTypeError, graph_neutral
+from gt_config import graph_neutral
 from gt_config._canonical import flatten
+from gt_config.errors import FingerprintTypeError
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,18 +14,20 @@ from hypothesis import strategies as st
 
 from gt_config import (
     CompileConfig,
-    FieldDifference,
     Fingerprint,
-    FingerprintDocumentError,
-    FingerprintTypeError,
-    StaleFingerprintError,
     Topology,
     explain_difference,
     fingerprint,
-    is_graph_neutral,
     refuse_stale,
 )
 from gt_config._field_types import field_hints
+from gt_config.errors import (
+    FieldDifference,
+    FingerprintDocumentError,
+    FingerprintTypeError,
+    StaleFingerprintError,
+)
+from gt_config.graph_neutral import is_graph_neutral
 
 TOPOLOGY = Topology(world=8, dp_shard=4, tp=2, batch_size=2, seq_len=128)
 MODEL = {

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gt_config import NodeMetadataError, NodeMetadataVersionError, node_keys
+from gt_config import node_keys
+from gt_config.errors import NodeMetadataError, NodeMetadataVersionError
 from gt_config.node_keys import (
     ANNOTATION_TYPES,
     NODE_METADATA_KEYS,
@@ -79,7 +80,7 @@ def test_the_module_docstring_lists_every_key_and_class():
         ("EpRegionKind", ("dispatch", "compute", "combine")),
         ("EpExchangeKind", ("token_count_exchange", "token_exchange")),
         ("ChunkRole", ("split_boundary", "body", "materialization")),
-        ("ChunkDirection", ("forward", "backward")),
+        ("Direction", ("forward", "backward")),
         ("ChunkProducer", ("eager", "graph")),
         (
             "PipelineAction",

@@ -2,7 +2,8 @@
 
 import pytest
 
-from gt_config import SavedOpSelector, SelectorSyntaxError
+from gt_config import SavedOpSelector
+from gt_config.errors import SelectorSyntaxError
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,8 @@
 
 import dataclasses
 
-from gt_config import TOPOLOGY_FLAGS, Topology
+from gt_config import Topology
+from gt_config.topology import TOPOLOGY_FLAGS
 
 
 def test_every_field_has_the_name_by_which_a_user_sets_it():

@@ -18,10 +18,10 @@ from torch.distributed.tensor.parallel import (
 from torch.fx import GraphModule
 from torch.nn import functional as F
 
+from gt_config import MemoryPolicy
 from gt_passes import CanonicalizeViews, GraphPass, PassManager, RemoveDeadCode
 from gt_passes.analysis.liveness import estimate_peak_bytes
 from gt_passes.registered_passes import (
-    MemoryPolicyName,
     OffloadTagged,
     RecomputeTagged,
     ShareAllGathers,
@@ -76,7 +76,7 @@ def capture_sharded() -> Captured:
     return Captured(step=trace_step(step, module=model)(*args), model=model, args=args)
 
 
-def outcomes(policies: tuple[MemoryPolicyName, ...]) -> dict[str, Outcome]:
+def outcomes(policies: tuple[MemoryPolicy, ...]) -> dict[str, Outcome]:
     """The outcome of each policy, on copies of one captured step."""
     captured = capture_sharded()
     unpassed = captured.graph_module
@@ -90,7 +90,7 @@ def outcomes(policies: tuple[MemoryPolicyName, ...]) -> dict[str, Outcome]:
 def _outcome(
     captured: Captured,
     graph_module: GraphModule,
-    policy: MemoryPolicyName,
+    policy: MemoryPolicy,
     reference: list[torch.Tensor],
 ) -> Outcome:
     again = policy == "full_recompute"

@@ -11,7 +11,8 @@ from expecttest import assert_expected_inline
 from pass_graphs import capture
 from torch.fx import GraphModule
 
-from gt_config import CompileConfig, EpOverlapConfig, InductorCompilation
+from gt_config import CompileConfig, EpOverlapConfig
+from gt_config.compile_config import InductorCompilation
 from gt_config.graph_kinds import EVERY_GRAPH, GraphKind
 from gt_passes import (
     GraphPass,

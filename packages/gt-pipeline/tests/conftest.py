@@ -1,6 +1,6 @@
 """Leaves out the tests that need the extra [graph] where its packages are not installed.
 
-Splitting and schedules are tested with torch alone. What is left out is said at the end of the
+Splitting and schedules are tested with torch and gt-config alone. What is left out is said at the end of the
 report; test_left_out.py and tools/smoke.py see to it that nothing is where the packages are there.
 """
 
@@ -14,7 +14,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-_EXTRA = ("gt_config", "gt_trace", "gt_passes")
+_EXTRA = ("gt_trace", "gt_passes")
 _NEED_THE_EXTRA = ["graph", "runner"]
 
 _missing = [name for name in _EXTRA if importlib.util.find_spec(name) is None]

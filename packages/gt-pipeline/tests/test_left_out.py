@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-_EXTRA = ("gt_config", "gt_trace", "gt_passes")
+_EXTRA = ("gt_trace", "gt_passes")
 
 _COLLECT = """
 import importlib.machinery, importlib.util, sys
@@ -50,8 +50,8 @@ def test_without_the_extra_split_and_schedules_are_collected_and_the_report_says
     assert "runner/test_runner.py" not in report
     assert "2 tests collected" in report
     assert (
-        "gt-pipeline: tests/graph and tests/runner left out, since gt_config, gt_trace, gt_passes "
-        "of gt-pipeline[graph] cannot be imported"
+        "gt-pipeline: tests/graph and tests/runner left out, since gt_trace, gt_passes of "
+        "gt-pipeline[graph] cannot be imported"
     ) in report
 
 

@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from gt_trace.fsdp import MixedPrecision, Mode, ShardedModel, shard
+from gt_trace.fsdp import MixedPrecision, ShardedModel, ShardingMode, shard
 from gt_trace.fsdp.collectives import GradientReduction
 
 VOCAB = 13
@@ -100,7 +100,7 @@ class Mixture(nn.Module):
 class Cell:
     """One comparison. Data parallelism over ``extents``, then tensor parallelism over ``tp``."""
 
-    mode: Mode
+    mode: ShardingMode
     extents: tuple[int, ...]
     model: Literal["tied", "untied", "experts_dim_1"] = "tied"
     reduction: GradientReduction = "avg"
@@ -131,7 +131,7 @@ def mesh_of(extents: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
     return init_device_mesh("cpu", extents, mesh_dim_names=names)
 
 
-def data_parallel_names(mode: Mode) -> tuple[str, ...]:
+def data_parallel_names(mode: ShardingMode) -> tuple[str, ...]:
     """Names of the data-parallel mesh axes of a mode."""
     if mode == "hybrid_shard":
         return ("replicate", "shard")

@@ -10,84 +10,38 @@ from gt_config.compile_config import (
     CaptureLayers,
     CompileConfig,
     EpChunkDim,
-    EpChunkStrategy,
-    EpModuleFqn,
     EpOverlapConfig,
     ExpertPlacement,
-    FsdpBucketing,
-    InductorCompilation,
     JointPartitioner,
     MemoryPolicy,
-    Mode,
     ShapeChangePolicy,
 )
-from gt_config.errors import (
-    ConfigError,
-    FieldDifference,
-    FingerprintDocumentError,
-    FingerprintTypeError,
-    GtConfigError,
-    NodeMetadataError,
-    NodeMetadataVersionError,
-    SelectorSyntaxError,
-    StaleFingerprintError,
-    Violation,
-)
-from gt_config.fingerprint import (
-    FINGERPRINT_FORMAT,
-    Fingerprint,
-    explain_difference,
-    fingerprint,
-    refuse_stale,
-)
-from gt_config.graph_neutral import graph_neutral, is_graph_neutral
-from gt_config.selectors import (
-    MODULE_PATTERN_SYNTAX,
-    SELECTOR_SYNTAX,
-    SavedOpSelector,
-    is_module_pattern,
-)
-from gt_config.topology import TOPOLOGY_FLAGS, Topology
+from gt_config.errors import ConfigError, Violation
+from gt_config.fingerprint import Fingerprint, explain_difference, fingerprint, refuse_stale
+from gt_config.graph_neutral import graph_neutral
+from gt_config.selectors import SavedOpSelector
+from gt_config.topology import Topology
 from gt_config.validate import find_violations, malformed_options, validate
 
 __all__ = [
-    "FINGERPRINT_FORMAT",
-    "MODULE_PATTERN_SYNTAX",
-    "SELECTOR_SYNTAX",
-    "TOPOLOGY_FLAGS",
     "AutoParallelConfig",
     "CaptureLayers",
     "CompileConfig",
     "ConfigError",
     "EpChunkDim",
-    "EpChunkStrategy",
-    "EpModuleFqn",
     "EpOverlapConfig",
     "ExpertPlacement",
-    "FieldDifference",
     "Fingerprint",
-    "FingerprintDocumentError",
-    "FingerprintTypeError",
-    "FsdpBucketing",
-    "GtConfigError",
-    "InductorCompilation",
     "JointPartitioner",
     "MemoryPolicy",
-    "Mode",
-    "NodeMetadataError",
-    "NodeMetadataVersionError",
     "SavedOpSelector",
-    "SelectorSyntaxError",
     "ShapeChangePolicy",
-    "StaleFingerprintError",
     "Topology",
     "Violation",
     "explain_difference",
     "find_violations",
     "fingerprint",
     "graph_neutral",
-    "is_graph_neutral",
-    "is_module_pattern",
     "malformed_options",
     "refuse_stale",
     "validate",

@@ -20,29 +20,29 @@ from gt_config.topology import Topology
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bound:
+class FieldBound:
     """Which numbers of the right type a field accepts."""
 
     holds: Callable[[Any], bool]
     words: str
 
 
-def _at_least(limit: int) -> Bound:
-    return Bound(holds=lambda value: value >= limit, words=f"{limit} or more")
+def _at_least(limit: int) -> FieldBound:
+    return FieldBound(holds=lambda value: value >= limit, words=f"{limit} or more")
 
 
-_POSITIVE = Bound(
+_POSITIVE = FieldBound(
     holds=lambda value: value > 0 and math.isfinite(value), words="a finite number above 0"
 )
-_POSITIVE_OR_NONE = Bound(
+_POSITIVE_OR_NONE = FieldBound(
     holds=lambda value: value is None or _POSITIVE.holds(value),
     words=f"None, or {_POSITIVE.words}",
 )
 
-BOUNDS: dict[str, Bound] = {
+BOUNDS: dict[str, FieldBound] = {
     "config.autoparallel_solver.memory_budget_gib": _POSITIVE_OR_NONE,
     "config.autoparallel_solver.time_limit_seconds": _POSITIVE,
-    "config.autoparallel_solver.relative_gap": Bound(
+    "config.autoparallel_solver.relative_gap": FieldBound(
         holds=lambda value: 0 <= value < 1, words="from 0 up to, but not including, 1"
     ),
     "config.fsdp_bucket_cap_mib": _POSITIVE_OR_NONE,

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from gt_config.graph_neutral import graph_neutral
+from gt_config.node_keys import ChunkProducer
 
 Mode = Literal["none", "aot_fx_trace", "aot_joint"]
 CaptureLayers = Literal["auto", "full", "stamped", "compared"]
@@ -24,7 +25,6 @@ JointPartitioner = Literal["min_cut", "save_all"]
 ShapeChangePolicy = Literal["error", "recapture"]
 ExpertPlacement = Literal["any", "expert_parallel", "own_tokens"]
 EpChunkDim = Literal["batch", "seq"]
-EpChunkStrategy = Literal["eager", "graph"]
 EpModuleFqn = Literal["layers.*", "layers.*.moe"]
 
 
@@ -66,7 +66,7 @@ class EpOverlapConfig:
     """Input dimension to split.
     seq needs module_fqn layers.*.moe: attention needs the whole sequence."""
 
-    strategy: EpChunkStrategy = "graph"
+    strategy: ChunkProducer = "graph"
     """eager: wrap the modules' forwards before tracing.
     graph: chunk the traced graph."""
 

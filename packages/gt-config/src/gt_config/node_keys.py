@@ -46,17 +46,19 @@ PIPELINE_KEY = "gt.pipeline"
 RESIDENCY_KEY = "gt.residency"
 
 Phase = Literal["forward", "loss", "backward", "optimizer"]
+Direction = Literal["forward", "backward"]
 FsdpCollectiveKind = Literal["unshard", "reduce_grad"]
 EpRegionKind = Literal["dispatch", "compute", "combine"]
 EpExchangeKind = Literal["token_count_exchange", "token_exchange"]
 ChunkRole = Literal["split_boundary", "body", "materialization"]
-ChunkDirection = Literal["forward", "backward"]
 ChunkProducer = Literal["eager", "graph"]
+OverlappedBackward = Literal["FULL_BACKWARD", "BACKWARD_INPUT"]
+"""The backwards that can be one graph with a forward. dW waits for nothing: it would gain nothing.
+"""
 PipelineAction = Literal[
     "UNSHARD",
     "FORWARD",
-    "FULL_BACKWARD",
-    "BACKWARD_INPUT",
+    OverlappedBackward,
     "BACKWARD_WEIGHT",
     "REDUCE_GRAD",
     "OVERLAP_F_B",
@@ -205,7 +207,7 @@ class ChunkAnnotation(NodeAnnotation):
     chunk_id: int | None = None
     """Index of the chunk from 0; given for the role body, and only there."""
 
-    direction: ChunkDirection
+    direction: Direction
     producer: ChunkProducer
 
     def _problems(self) -> list[str]:

@@ -21,7 +21,7 @@ from gt_passes.fsdp.separate_reduction_group import SeparateReductionGroup
 from gt_passes.fsdp.share_all_gathers import ShareAllGathers, SharingScope
 from gt_passes.memory_policy.offload_tagged import OffloadTagged
 from gt_passes.memory_policy.recompute_tagged import RecomputeTagged
-from gt_passes.memory_policy.tag_saved_tensors import MemoryPolicyName, TagSavedTensors
+from gt_passes.memory_policy.tag_saved_tensors import TagSavedTensors
 from gt_passes.tensor_parallel.async_tensor_parallel import AsyncTensorParallel
 from gt_passes.tensor_parallel.fuse_parallel_matmuls import FuseParallelMatmuls
 
@@ -39,7 +39,6 @@ __all__ = [
     "DeadCollectives",
     "DelayWaits",
     "FuseParallelMatmuls",
-    "MemoryPolicyName",
     "MergeWaits",
     "OffloadTagged",
     "PrefetchAllGathers",

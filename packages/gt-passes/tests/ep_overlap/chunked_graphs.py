@@ -11,8 +11,8 @@ from torch.fx import GraphModule
 
 from gt_config.node_keys import (
     ChunkAnnotation,
-    ChunkDirection,
     ChunkRole,
+    Direction,
     EpExchangeAnnotation,
     EpExchangeKind,
 )
@@ -25,7 +25,7 @@ ROOT = "layers.1.moe"
 @contextmanager
 def chunk(
     chunk_id: int | None,
-    direction: ChunkDirection = "forward",
+    direction: Direction = "forward",
     *,
     root: str = ROOT,
     role: ChunkRole = "body",

@@ -8,7 +8,8 @@ from chunked_models import SmallModel, batch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 
-from gt_passes.ep_overlap import ChunkDim, InputLayout, TokenDims, chunk_forwards
+from gt_config import EpChunkDim
+from gt_passes.ep_overlap import InputLayout, TokenDims, chunk_forwards
 from gt_trace import TracedStep, trace_step
 from gt_trace.fsdp import shard
 
@@ -47,7 +48,7 @@ def step_of(model: SmallModel):
     return step
 
 
-def capture(model: SmallModel, modules: str | None, chunk_dim: ChunkDim = "batch") -> TracedStep:
+def capture(model: SmallModel, modules: str | None, chunk_dim: EpChunkDim = "batch") -> TracedStep:
     """The training step as captured, with some modules in two chunks."""
     example = batch()
     if modules is None:
@@ -69,7 +70,7 @@ def flat(model: SmallModel, outputs: tuple[torch.Tensor, tuple[torch.Tensor, ...
     return results | {name: buffer.clone() for name, buffer in model.named_buffers()}
 
 
-def chunked_and_whole(modules: str, chunk_dim: ChunkDim, fsdp: bool) -> tuple[Results, Results]:
+def chunked_and_whole(modules: str, chunk_dim: EpChunkDim, fsdp: bool) -> tuple[Results, Results]:
     """Loss, gradients and buffers of one captured step, in chunks and without."""
     found = []
     for patterns in (modules, None):

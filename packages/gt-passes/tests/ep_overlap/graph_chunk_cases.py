@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from moe_steps import StepCase, capture, make_inputs, make_model
 from torch.fx import GraphModule
 
+from gt_config import EpChunkDim
 from gt_config.node_keys import ChunkAnnotation
 from gt_passes import ChunkModules, MergeWaits, PassContext, PassManager
 from gt_passes.ep_overlap import (
@@ -50,7 +51,7 @@ def context_of(step: TracedStep) -> PassContext:
 def chunk(
     step: TracedStep,
     modules: str,
-    chunk_dim: Literal["batch", "seq"],
+    chunk_dim: EpChunkDim,
     num_chunks: int,
     *,
     preserve_eager_order: bool = False,
@@ -76,7 +77,7 @@ def places(graph_module: GraphModule) -> frozenset[Place]:
 
 
 def compare_with_whole(
-    case: StepCase, modules: str, chunk_dim: Literal["batch", "seq"], num_chunks: int
+    case: StepCase, modules: str, chunk_dim: EpChunkDim, num_chunks: int
 ) -> Comparison:
     """Chunked against unchunked, in one run."""
     inputs = make_inputs(case)
@@ -110,7 +111,7 @@ def relative_difference(expected: torch.Tensor, found: torch.Tensor) -> float:
 
 
 def compare_with_eager(
-    modules: str, chunk_dim: Literal["batch", "seq"]
+    modules: str, chunk_dim: EpChunkDim
 ) -> tuple[list[bool], frozenset[Place], frozenset[Place]]:
     """Which of loss and gradients are bitwise those of the eager producer; the metadata of both."""
     case = StepCase()

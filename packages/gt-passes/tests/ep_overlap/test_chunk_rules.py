@@ -14,7 +14,7 @@ from torch.fx.node import map_aggregate
 
 from gt_passes.ep_overlap.chunk_rules import find_rule
 from gt_passes.ep_overlap.chunk_states import Layout, Local, Partial, Sharded, State, Whole
-from gt_passes.ep_overlap.rule_calls import Call, NotProvenError, Outcome, Scaled
+from gt_passes.ep_overlap.rule_calls import NotProvenError, RuleCall, RuleOutcome, Scaled
 
 aten = torch.ops.aten
 
@@ -41,15 +41,16 @@ class Operation:
         self.node = graph.call_function(target, map_aggregate(args, place))
         self.node.meta["val"] = target(*args)
 
-    def judge(self, states: list[State]) -> Outcome:
+    def judge(self, states: list[State]) -> RuleOutcome:
         """What its rule answers."""
         outcomes = {
-            node: Outcome(state=state) for node, state in zip(self.operands, states, strict=True)
+            node: RuleOutcome(state=state)
+            for node, state in zip(self.operands, states, strict=True)
         }
         found = find_rule(self.node)
         assert found is not None
-        answer = found(Call(node=self.node, outcomes=outcomes, extent=EXTENT))
-        return answer if isinstance(answer, Outcome) else Outcome(state=answer)
+        answer = found(RuleCall(node=self.node, outcomes=outcomes, extent=EXTENT))
+        return answer if isinstance(answer, RuleOutcome) else RuleOutcome(state=answer)
 
     def wrong_results(self, states: list[State], sizes: tuple[int, ...]) -> list[int]:
         """Which results, run chunk by chunk as the rule says and joined, are not the whole ones.

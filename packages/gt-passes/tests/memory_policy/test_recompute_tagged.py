@@ -12,10 +12,11 @@ from pass_graphs import node_of, program, same_bits
 from torch import nn
 from torch.fx import GraphModule
 
+from gt_config import MemoryPolicy
 from gt_config.node_keys import ModuleAnnotation, PhaseAnnotation, ResidencyAnnotation
 from gt_passes import CanonicalizeViews, RemoveDeadCode
 from gt_passes.analysis.liveness import estimate_peak_bytes
-from gt_passes.registered_passes import MemoryPolicyName, RecomputeTagged, TagSavedTensors
+from gt_passes.registered_passes import RecomputeTagged, TagSavedTensors
 from gt_passes.testing import measure_peak_bytes
 from gt_trace.node_metadata import read_annotation, write_annotation
 
@@ -24,7 +25,7 @@ RECOMPUTE = ResidencyAnnotation(residency="recompute")
 
 
 def recomputed(
-    captured: Captured, policy: MemoryPolicyName = "full_recompute"
+    captured: Captured, policy: MemoryPolicy = "full_recompute"
 ) -> tuple[GraphModule, GraphModule]:
     """The graph before and after the pass, in a verified run."""
     run(captured, *TIDY)
@@ -98,7 +99,7 @@ def test_without_tags_nothing_changes():
 
 
 @pytest.mark.parametrize("policy", ["selective", "full_recompute"])
-def test_recomputing_again_changes_nothing(policy: MemoryPolicyName):
+def test_recomputing_again_changes_nothing(policy: MemoryPolicy):
     captured = capture_decoder(dropout=0.1)
     recomputed(captured, policy)
     before = program(captured.graph_module)
@@ -109,7 +110,7 @@ def test_recomputing_again_changes_nothing(policy: MemoryPolicyName):
 
 @pytest.mark.parametrize("policy", ["selective", "full_recompute"])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_loss_and_gradients_keep_every_bit(policy: MemoryPolicyName, dropout: float):
+def test_loss_and_gradients_keep_every_bit(policy: MemoryPolicy, dropout: float):
     captured = capture_decoder(dropout=dropout)
     before, after = recomputed(captured, policy)
     assert program(before) != program(after)
@@ -117,7 +118,7 @@ def test_loss_and_gradients_keep_every_bit(policy: MemoryPolicyName, dropout: fl
 
 
 @pytest.mark.parametrize(("policy", "at_most"), [("selective", 0.85), ("full_recompute", 0.7)])
-def test_the_peak_falls_as_estimated_and_as_measured(policy: MemoryPolicyName, at_most: float):
+def test_the_peak_falls_as_estimated_and_as_measured(policy: MemoryPolicy, at_most: float):
     captured = capture_decoder(num_layers=4, dropout=0.1)
     before, after = recomputed(captured, policy)
     inputs = captured.plain_inputs()

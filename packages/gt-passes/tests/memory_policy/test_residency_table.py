@@ -6,17 +6,17 @@ from expecttest import assert_expected_inline
 from memory_models import Captured, Mlp, capture_stack, run
 from torch import nn
 
+from gt_config import MemoryPolicy
 from gt_passes import CanonicalizeViews, RemoveDeadCode
 from gt_passes.memory_policy.residency_table import residency_by_layer, residency_table
 from gt_passes.registered_passes import (
-    MemoryPolicyName,
     OffloadTagged,
     RecomputeTagged,
     TagSavedTensors,
 )
 
 
-def after(policy: MemoryPolicyName, *layers: nn.Module) -> Captured:
+def after(policy: MemoryPolicy, *layers: nn.Module) -> Captured:
     captured = capture_stack(list(layers), dim=128)
     tag = TagSavedTensors(policy=policy, offload_min_bytes=1)
     run(captured, RemoveDeadCode(), CanonicalizeViews(), tag, RecomputeTagged(), OffloadTagged())

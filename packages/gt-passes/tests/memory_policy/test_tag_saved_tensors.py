@@ -10,10 +10,10 @@ from pass_graphs import program
 from torch import nn
 from torch.nn import functional as F
 
-from gt_config import SavedOpSelector
+from gt_config import MemoryPolicy, SavedOpSelector
 from gt_config.node_keys import ResidencyAnnotation
 from gt_passes import CanonicalizeViews, RemoveDeadCode
-from gt_passes.registered_passes import MemoryPolicyName, TagSavedTensors
+from gt_passes.registered_passes import TagSavedTensors
 from gt_trace.node_metadata import read_annotation
 
 TIDY = (RemoveDeadCode(), CanonicalizeViews())
@@ -28,7 +28,7 @@ def tags(captured: Captured) -> str:
     return "\n".join(f"{node.name} {tag.residency}" for node, tag in found if tag is not None)
 
 
-def tagged(captured: Captured, policy: MemoryPolicyName, **options: object) -> str:
+def tagged(captured: Captured, policy: MemoryPolicy, **options: object) -> str:
     run(captured, *TIDY, TagSavedTensors(policy=policy, **options))
     return tags(captured)
 
@@ -191,7 +191,7 @@ def test_a_step_without_a_backward_gets_no_tags():
 
 
 @pytest.mark.parametrize("policy", ["selective", "full_recompute", "offload"])
-def test_tagging_again_changes_nothing(policy: MemoryPolicyName):
+def test_tagging_again_changes_nothing(policy: MemoryPolicy):
     captured = capture_decoder(dropout=0.1)
     first = tagged(captured, policy)
     report = run(captured, TagSavedTensors(policy=policy))

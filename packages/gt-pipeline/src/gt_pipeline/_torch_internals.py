@@ -1,4 +1,4 @@
-"""Every private PyTorch symbol that gt-pipeline's torch-only parts rely on, each with its reason.
+"""Every private PyTorch symbol of the parts that capture nothing, each with its reason.
 
 A new PyTorch needs edits here and nowhere else. Checked against torch 2.13, 2.14 and 2.15, which
 differ in this:

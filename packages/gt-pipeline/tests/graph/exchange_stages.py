@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from stage_models import ACTIVATION, WIDTH
 from torch import Tensor, nn
 
-from gt_pipeline.graph import (
-    GraphPipelineStage,
-    OverlappedActions,
-    StageGraphs,
-    capture_stage,
-    cut_stage,
-    overlap_actions,
-)
+from gt_config.node_keys import OverlappedBackward
+from gt_pipeline.graph import GraphPipelineStage, StageGraphs, capture_stage, cut_stage
+from gt_pipeline.graph.overlapped_actions import OverlappedActions, overlap_actions
 from gt_pipeline.runner import MicrobatchInputs
 
 
@@ -96,9 +91,6 @@ class ExchangeStage(nn.Module):
         return Exchange.apply(x, sizes, sizes, dist.group.WORLD.group_name)
 
 
-Kind = Literal["full_backward", "backward_input"]
-
-
 def stage_graphs(
     num_layers: int, *, by_data: bool = False, ends_in_exchange: bool = False, **options: Any
 ) -> StageGraphs:
@@ -111,7 +103,7 @@ def stage_graphs(
 def overlapped(
     forward_layers: int,
     backward_layers: int,
-    kind: Kind,
+    kind: OverlappedBackward,
     *,
     by_data: bool = False,
     ends_in_exchange: bool = False,
@@ -125,7 +117,7 @@ def overlapped(
         stage_index=2,
         fake_mode=forward.capture.traced.fake_mode,
     )
-    backward = other.full_backward if kind == "full_backward" else other.backward_input
+    backward = other.full_backward if kind == "FULL_BACKWARD" else other.backward_input
     assert backward is not None
     return overlap_actions(forward.forward, backward)
 
@@ -159,7 +151,7 @@ def _run(stage: GraphPipelineStage, other: GraphPipelineStage, *, overlaps: bool
     torch.manual_seed(dist.get_rank() + 10)
     nothing = MicrobatchInputs()
     results: list[Tensor] = []
-    for number, kind in enumerate(("full_backward", "backward_input")):
+    for number, kind in enumerate(("FULL_BACKWARD", "BACKWARD_INPUT")):
         activation = torch.randn(ACTIVATION.shape)
         gradient = torch.randn(ACTIVATION.shape)
         other.forward(10 + number, (torch.randn(ACTIVATION.shape),), nothing)
@@ -174,7 +166,7 @@ def _run(stage: GraphPipelineStage, other: GraphPipelineStage, *, overlaps: bool
                 output_gradients=(gradient,),
             )
         else:
-            gradients = getattr(other, kind)(10 + number, (gradient,))
+            gradients = getattr(other, kind.lower())(10 + number, (gradient,))
             outputs = stage.forward(number, (activation,), nothing)
         results += [*outputs, *gradients]
     other.backward_weight(11)

@@ -25,7 +25,8 @@ from gt_config.node_keys import PipelineAction
 from gt_passes import DescribeOnly, PassContext, PassManager
 from gt_passes.registered_passes import CompileFlexAttention
 from gt_pipeline.graph import GraphPipelineStage
-from gt_pipeline.runner import GraphPPRunner, MicrobatchInputs, StepResult
+from gt_pipeline.runner import GraphPPRunner, MicrobatchInputs
+from gt_pipeline.runner.graph_pp_runner import StepResult
 from gt_pipeline.runner.microbatches import MicrobatchDims, split_microbatches
 from gt_pipeline.schedules import Schedule, schedule_of
 from gt_trace.fsdp import gathered, shard

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from gt_pipeline.graph import StageCapture, StageGraphs, recompose
-from gt_pipeline.runner import TensorSignature
+from gt_pipeline.graph import StageCapture, StageGraphs
+from gt_pipeline.graph.recomposition import recompose
+from gt_pipeline.runner import ActivationSignature
 
 WIDTH = 8
 ROWS = 4
-ACTIVATION = TensorSignature(shape=(ROWS, WIDTH), dtype=torch.float32, requires_grad=True)
+ACTIVATION = ActivationSignature(shape=(ROWS, WIDTH), dtype=torch.float32, requires_grad=True)
 
 
 class Block(nn.Module):

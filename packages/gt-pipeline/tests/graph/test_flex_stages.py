@@ -34,7 +34,8 @@ from torch.distributed.pipelining.microbatch import split_args_kwargs_into_chunk
 from torch.nn.attention.flex_attention import create_block_mask
 
 from gt_pipeline.errors import StageInputError
-from gt_pipeline.graph import ActionGraph, GraphPipelineStage
+from gt_pipeline.graph import GraphPipelineStage
+from gt_pipeline.graph.action_graph import ActionGraph
 from gt_pipeline.runner import MicrobatchInputs
 from gt_pipeline.schedules import schedule_of
 from gt_trace.testing import GlooWorkers, flex_attention_on_cpu

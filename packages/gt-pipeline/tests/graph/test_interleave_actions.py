@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from exchange_stages import ExchangeStage, Kind, overlap_like_one_after_the_other, overlapped
+from exchange_stages import ExchangeStage, overlap_like_one_after_the_other, overlapped
 from expecttest import assert_expected_inline
 from stage_models import ACTIVATION, Block, CountingBlock
 
+from gt_config.node_keys import OverlappedBackward
 from gt_passes import PassContext, PassManager, Verifier
 from gt_pipeline.errors import StageCutError
 from gt_pipeline.graph import (
@@ -23,10 +24,9 @@ from gt_pipeline.graph import (
     cut_stage,
     draw_lanes,
     exposed_collectives,
-    overlap_actions,
 )
 from gt_pipeline.graph.interleave_actions import InterleaveActions
-from gt_pipeline.graph.overlapped_actions import concatenate_actions
+from gt_pipeline.graph.overlapped_actions import concatenate_actions, overlap_actions
 from gt_trace.testing import GlooWorkers, fake_world
 
 
@@ -37,7 +37,7 @@ def one_of_two_ranks() -> Iterator[None]:
 
 
 def test_golden_of_a_forward_and_a_whole_backward() -> None:
-    pair = overlapped(1, 1, "full_backward")
+    pair = overlapped(1, 1, "FULL_BACKWARD")
     assert_expected_inline(
         draw_lanes(pair.action.graph_module),
         """\
@@ -48,7 +48,7 @@ forward   .     .             .     2 ops all_to_all 2> .  .     .             .
 
 
 def test_golden_of_a_forward_and_the_backward_of_inputs() -> None:
-    pair = overlapped(1, 1, "backward_input")
+    pair = overlapped(1, 1, "BACKWARD_INPUT")
     assert_expected_inline(
         draw_lanes(pair.action.graph_module),
         """\
@@ -59,7 +59,7 @@ forward   .     .             .    2 ops all_to_all 2> .  .     .             <2
 
 
 def test_golden_of_sizes_that_depend_on_data() -> None:
-    pair = overlapped(1, 1, "full_backward", by_data=True)
+    pair = overlapped(1, 1, "FULL_BACKWARD", by_data=True)
     assert_expected_inline(
         draw_lanes(pair.action.graph_module),
         """\
@@ -72,17 +72,17 @@ forward   .     .             .     7 ops all_to_all 2> .  .     <2 all_to_all 3
 @pytest.mark.parametrize(
     ("forward_layers", "backward_layers", "kind", "by_data"),
     [
-        (2, 2, "full_backward", False),
-        (2, 2, "backward_input", False),
-        (1, 3, "full_backward", False),
-        (3, 1, "backward_input", False),
-        (2, 2, "full_backward", True),
-        (0, 2, "full_backward", False),
-        (2, 0, "full_backward", False),
+        (2, 2, "FULL_BACKWARD", False),
+        (2, 2, "BACKWARD_INPUT", False),
+        (1, 3, "FULL_BACKWARD", False),
+        (3, 1, "BACKWARD_INPUT", False),
+        (2, 2, "FULL_BACKWARD", True),
+        (0, 2, "FULL_BACKWARD", False),
+        (2, 0, "FULL_BACKWARD", False),
     ],
 )
 def test_no_collective_is_exposed_while_the_other_action_has_work(
-    forward_layers: int, backward_layers: int, kind: Kind, by_data: bool
+    forward_layers: int, backward_layers: int, kind: OverlappedBackward, by_data: bool
 ) -> None:
     pair = overlapped(forward_layers, backward_layers, kind, by_data=by_data)
     one_after_the_other = concatenate_actions(pair.forward, pair.backward)
@@ -93,7 +93,7 @@ def test_no_collective_is_exposed_while_the_other_action_has_work(
 
 
 def test_a_backward_that_begins_with_an_exchange_launches_it_before_anything_else() -> None:
-    pair = overlapped(1, 1, "full_backward", ends_in_exchange=True)
+    pair = overlapped(1, 1, "FULL_BACKWARD", ends_in_exchange=True)
     graph_module = pair.action.graph_module
     assert_expected_inline(
         draw_lanes(graph_module),
@@ -106,7 +106,7 @@ forward   .             1 op .  .     .             .     1 op all_to_all 3> .  
 
 
 def test_an_exposed_collective_says_which() -> None:
-    pair = overlapped(1, 1, "full_backward")
+    pair = overlapped(1, 1, "FULL_BACKWARD")
     one_after_the_other = concatenate_actions(pair.forward, pair.backward)
     first, *_ = exposed_collectives(one_after_the_other.action.graph_module)
     assert str(first) == (
@@ -116,7 +116,7 @@ def test_an_exposed_collective_says_which() -> None:
 
 
 def test_collectives_run_in_the_same_order_whatever_the_durations() -> None:
-    pair = overlapped(1, 2, "full_backward")
+    pair = overlapped(1, 2, "FULL_BACKWARD")
     orders = []
     for duration_us in (lambda _: 1.0, lambda node: float(len(node.name) % 5)):
         graph_module = concatenate_actions(pair.forward, pair.backward).action.graph_module
@@ -130,7 +130,7 @@ def test_collectives_run_in_the_same_order_whatever_the_durations() -> None:
 
 
 def test_a_second_run_exposes_nothing_either() -> None:
-    pair = overlapped(2, 1, "full_backward", by_data=True)
+    pair = overlapped(2, 1, "FULL_BACKWARD", by_data=True)
     graph_module = concatenate_actions(pair.forward, pair.backward).action.graph_module
     context = PassContext.from_graph(graph_module)
     PassManager([InterleaveActions(), InterleaveActions()], context=context).run(graph_module)
@@ -194,7 +194,7 @@ def test_a_stage_names_the_collectives_of_its_actions_and_pairs() -> None:
         "FULL_BACKWARD": 2,
         "BACKWARD_INPUT": 2,
     }
-    stage.prepare_overlap(stage, "full_backward")
+    stage.prepare_overlap(stage, "FULL_BACKWARD")
     pair = stage.collectives()["FORWARD with FULL_BACKWARD of stage 1"]
     # Exchanges are numbered in each graph that was verified.
     one_after_the_other = (*alone["FORWARD"], *alone["FULL_BACKWARD"])

@@ -243,7 +243,7 @@ def test_a_transform_edits_every_graph_that_computes() -> None:
 
     stage = middle(Block(), transform=note)
     assert kinds == ["FORWARD", "FULL_BACKWARD", "BACKWARD_INPUT", "BACKWARD_WEIGHT"]
-    stage.prepare_overlap(stage, "full_backward")
+    stage.prepare_overlap(stage, "FULL_BACKWARD")
     assert kinds[-1] == "OVERLAP_F_B"
 
 
@@ -324,7 +324,7 @@ def test_refuses_to_overlap_with_a_stage_of_another_kind(block: GraphPipelineSta
             (rows(),),
             NOTHING,
             backward_stage=__import__("types").SimpleNamespace(),
-            backward_kind="full_backward",
+            backward_kind="FULL_BACKWARD",
             backward_microbatch=0,
             output_gradients=(),
         )

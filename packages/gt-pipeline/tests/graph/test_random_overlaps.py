@@ -14,14 +14,9 @@ from stage_models import ACTIVATION, RandomStage
 from torch import Tensor
 
 from gt_passes import Verifier
-from gt_pipeline.graph import (
-    ActionGraph,
-    capture_stage,
-    cut_stage,
-    exposed_collectives,
-    overlap_actions,
-)
-from gt_pipeline.graph.overlapped_actions import concatenate_actions
+from gt_pipeline.graph import capture_stage, cut_stage, exposed_collectives
+from gt_pipeline.graph.action_graph import ActionGraph
+from gt_pipeline.graph.overlapped_actions import concatenate_actions, overlap_actions
 
 
 class ExchangingStage(RandomStage):

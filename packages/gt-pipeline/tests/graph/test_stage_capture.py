@@ -13,8 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from gt_pipeline.errors import StageCaptureError
-from gt_pipeline.graph import ActivationPlacement, capture_stage, cut_stage
-from gt_pipeline.runner import MicrobatchInputs, TensorSignature
+from gt_pipeline.graph import capture_stage, cut_stage
+from gt_pipeline.graph.activations import ActivationPlacement
+from gt_pipeline.runner import ActivationSignature, MicrobatchInputs
 from gt_trace.testing import fake_world
 
 
@@ -56,7 +57,7 @@ def test_what_goes_in_and_out_has_names() -> None:
         "input_gradient input_gradients[0]",
         "gradient up.weight",
     ]
-    loss = TensorSignature(shape=(), dtype=torch.float32, requires_grad=True)
+    loss = ActivationSignature(shape=(), dtype=torch.float32, requires_grad=True)
     assert capture.output_signature == (loss,)
 
 

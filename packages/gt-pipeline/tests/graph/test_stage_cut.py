@@ -18,9 +18,9 @@ from gt_pipeline.graph import (
     StageGraphs,
     capture_stage,
     cut_stage,
-    find_recomposition_problems,
 )
-from gt_pipeline.runner import MicrobatchInputs, TensorSignature
+from gt_pipeline.graph.recomposition import find_recomposition_problems
+from gt_pipeline.runner import ActivationSignature, MicrobatchInputs
 from gt_trace import collective_counts
 from gt_trace.fsdp import MixedPrecision, shard
 from gt_trace.testing import fake_world
@@ -160,7 +160,7 @@ def test_what_a_memory_policy_computes_again_is_not_saved() -> None:
 
     module = Layers()
     # Activations must outweigh gradients, or computing again would not pay.
-    many_rows = TensorSignature(shape=(512, 8), dtype=torch.float32, requires_grad=True)
+    many_rows = ActivationSignature(shape=(512, 8), dtype=torch.float32, requires_grad=True)
     stages = [
         GraphPipelineStage(
             module,

@@ -123,7 +123,7 @@ def test_gradients_that_share_memory_in_a_pair_only_are_accumulated_apart() -> N
             (rows(),),
             NOTHING,
             backward_stage=stage,
-            backward_kind="full_backward",
+            backward_kind="FULL_BACKWARD",
             backward_microbatch=number,
             output_gradients=(gradients[number],),
         )
@@ -136,9 +136,9 @@ def test_gradients_that_share_memory_in_a_pair_only_are_accumulated_apart() -> N
 
 def test_a_mistyped_kind_of_backward_is_refused() -> None:
     stage = middle(TwoShifts())
-    message = "backward_kind is 'FULL_BACKWARD'; allowed: 'full_backward' or 'backward_input'"
+    message = "backward_kind is 'full_backward'; allowed: 'FULL_BACKWARD' or 'BACKWARD_INPUT'"
     with pytest.raises(ValueError, match=message):
-        stage.prepare_overlap(stage, "FULL_BACKWARD")  # type: ignore[arg-type]
+        stage.prepare_overlap(stage, "full_backward")  # type: ignore[arg-type]
 
 
 def share_reduced(graph_module: GraphModule, kind: str, context: Any) -> None:

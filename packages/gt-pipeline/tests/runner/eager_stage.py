@@ -7,13 +7,9 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-from gt_pipeline.runner import (
-    BackwardKind,
-    MicrobatchInputs,
-    PipelineStageGraphs,
-    Tensors,
-    TensorSignature,
-)
+from gt_config.node_keys import OverlappedBackward
+from gt_pipeline.runner import ActivationSignature, MicrobatchInputs, PipelineStageGraphs
+from gt_pipeline.runner.stage_protocol import Tensors
 
 
 class EagerStage:
@@ -35,7 +31,7 @@ class EagerStage:
         *,
         stage_index: int,
         num_stages: int,
-        activation: TensorSignature,
+        activation: ActivationSignature,
         loss_fn: Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> None:
         self.module = module
@@ -45,7 +41,7 @@ class EagerStage:
         self.output_signature = (activation,)
         self._loss_fn = loss_fn
         if stage_index == num_stages - 1:
-            loss = TensorSignature(shape=(), dtype=torch.float32, requires_grad=True)
+            loss = ActivationSignature(shape=(), dtype=torch.float32, requires_grad=True)
             self.output_signature = (loss,)
         self._saved: dict[int, tuple[Tensors, Tensor]] = {}
         self._gradients: dict[str, Tensor] = {}
@@ -104,12 +100,12 @@ class EagerStage:
         inputs: MicrobatchInputs,
         *,
         backward_stage: PipelineStageGraphs,
-        backward_kind: BackwardKind,
+        backward_kind: OverlappedBackward,
         backward_microbatch: int,
         output_gradients: Tensors,
     ) -> tuple[Tensors, Tensors]:
         outputs = self.forward(microbatch, activations, inputs)
-        if backward_kind == "full_backward":
+        if backward_kind == "FULL_BACKWARD":
             return outputs, backward_stage.full_backward(backward_microbatch, output_gradients)
         return outputs, backward_stage.backward_input(backward_microbatch, output_gradients)
 

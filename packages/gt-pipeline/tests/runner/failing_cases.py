@@ -19,8 +19,9 @@ from runner_cases import schedule
 from toy_pipeline import NUM_MICROBATCHES, batch, eager_stages, gradients_of
 
 from gt_pipeline.errors import PipelineStepError, RunnerClosedError
-from gt_pipeline.runner import GraphPPRunner, Tensors
+from gt_pipeline.runner import GraphPPRunner
 from gt_pipeline.runner.failure import FailureReport, FailureWatch, StepAgreement
+from gt_pipeline.runner.stage_protocol import Tensors
 from gt_pipeline.runner.transfers import TransferChannel
 
 

@@ -28,7 +28,8 @@ from gt_pipeline.errors import (
     RunnerSetupError,
     StageOutputError,
 )
-from gt_pipeline.runner import GraphPPRunner, MicrobatchInputs, Tensors, TensorSignature
+from gt_pipeline.runner import ActivationSignature, GraphPPRunner, MicrobatchInputs
+from gt_pipeline.runner.stage_protocol import Tensors
 from gt_pipeline.schedules import Schedule, schedule_of, write_chrome_trace
 
 
@@ -154,8 +155,8 @@ def test_a_pair_that_cannot_be_made_ready_is_refused_when_the_runner_is_made() -
     with pytest.raises(RunnerSetupError) as caught:
         GraphPPRunner(stages, planned)
     assert caught.value.problems[0] == (
-        "rank 0: forward of stage 0 and full_backward of stage 1 cannot overlap: ValueError: no "
-        "full_backward"
+        "rank 0: forward of stage 0 and FULL_BACKWARD of stage 1 cannot overlap: ValueError: no "
+        "FULL_BACKWARD"
     )
 
 
@@ -211,7 +212,9 @@ def test_evaluation_leaves_gradients_alone() -> None:
 def test_outputs_beside_the_loss_are_returned_by_microbatch() -> None:
     planned = schedule_of("GPipe", num_ranks=1, num_stages=1, num_microbatches=2)
     (stage,) = eager_stages(planned, 0)
-    stage.output_signature += (TensorSignature(shape=(), dtype=torch.int64, requires_grad=False),)
+    stage.output_signature += (
+        ActivationSignature(shape=(), dtype=torch.int64, requires_grad=False),
+    )
     forward = stage.forward
 
     def forward_and_count(number: int, activations: Tensors, inputs: MicrobatchInputs) -> Tensors:

@@ -14,15 +14,9 @@ import pytest
 from runner_cases import schedule
 
 from gt_pipeline.runner.send_lifetimes import sends_done_after
-from gt_pipeline.schedules import (
-    SCHEDULE_NAMES,
-    LoweredSchedule,
-    Schedule,
-    forward_only,
-    lower,
-    schedule_of,
-)
+from gt_pipeline.schedules import SCHEDULE_NAMES, Schedule, lower, schedule_of
 from gt_pipeline.schedules.dependencies import Product, consumed_by, transferred_by
+from gt_pipeline.schedules.schedule import LoweredSchedule, forward_only
 
 
 def _lowered(name: str) -> LoweredSchedule:
@@ -79,9 +73,9 @@ def test_waiting_for_each_send_leaves_no_circular_wait(name: str, evaluates: boo
                     for each in taken
                 ):
                     break
-                if action.kind.is_send:
+                if action.is_send:
                     sent.add(transferred_by(action))
-                if action.kind.is_receive:
+                if action.is_receive:
                     received.add(transferred_by(action))
                 if any(
                     transferred_by(each) not in received for each in waits[rank].get(at[rank], ())
@@ -110,7 +104,7 @@ def _most_pending(planned: Schedule) -> list[int]:
         done = sends_done_after(lowered, rank)
         pending, counts = 0, [0]
         for position, action in enumerate(actions):
-            pending += action.kind.is_send
+            pending += action.is_send
             counts.append(pending)
             pending -= len(done.get(position, ()))
         most.append(max(counts))

@@ -15,7 +15,7 @@ from setup_cases import (
 from toy_pipeline import ACTIVATION, eager_stages
 
 from gt_pipeline.errors import RunnerSetupError
-from gt_pipeline.runner import GraphPPRunner, TensorSignature
+from gt_pipeline.runner import ActivationSignature, GraphPPRunner
 from gt_pipeline.schedules import schedule_of
 from gt_trace.testing import GlooWorkers
 
@@ -60,7 +60,7 @@ def test_refuses_everything_that_is_wrong_with_stages_at_once() -> None:
     stage.num_stages = 2
     stage.input_signature = (ACTIVATION,)
     stage.output_signature = (
-        TensorSignature(shape=(1,), dtype=torch.float32, requires_grad=False),
+        ActivationSignature(shape=(1,), dtype=torch.float32, requires_grad=False),
         ACTIVATION,
     )
     with pytest.raises(RunnerSetupError) as caught:

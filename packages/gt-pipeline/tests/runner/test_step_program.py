@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from gt_pipeline.runner import Tensors
+from gt_pipeline.runner.stage_protocol import Tensors
 from gt_pipeline.runner.step_program import StepProgram
-from gt_pipeline.schedules import parse_action
+from gt_pipeline.schedules.actions import parse_action
 
 
 class _ForgottenWork:

@@ -10,7 +10,7 @@ from eager_stage import EagerStage
 from torch import Tensor, nn
 from torch.nn import functional
 
-from gt_pipeline.runner import TensorSignature
+from gt_pipeline.runner import ActivationSignature
 from gt_pipeline.schedules import Schedule
 
 VOCABULARY, HIDDEN, SEQUENCE = 11, 16, 5
@@ -70,7 +70,7 @@ def stage_module(whole: Toy, index: int, num_stages: int) -> Toy:
     return stage
 
 
-ACTIVATION = TensorSignature(
+ACTIVATION = ActivationSignature(
     shape=(MICROBATCH_SIZE, SEQUENCE, HIDDEN), dtype=torch.float32, requires_grad=True
 )
 

@@ -8,15 +8,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from gt_pipeline.errors import ActionError
-from gt_pipeline.schedules import (
-    SCHEDULE_NAMES,
-    Action,
-    ActionKind,
-    Schedule,
-    parse_action,
-    schedule_of,
-    schedule_problems,
-)
+from gt_pipeline.schedules import SCHEDULE_NAMES, Action, Schedule, schedule_of
+from gt_pipeline.schedules.actions import parse_action
+from gt_pipeline.schedules.schedule_checks import schedule_problems
 
 SLOW_MACHINES = settings(deadline=None, max_examples=30)
 """For tests that draw whole schedules: how long one takes says nothing."""
@@ -100,22 +94,21 @@ def any_schedules(max_ranks: int = 5) -> st.SearchStrategy[Schedule]:
 
 
 _WAYS_TO_RUN = (
-    (ActionKind.FORWARD, ActionKind.FULL_BACKWARD),
-    (ActionKind.FORWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT),
+    ("FORWARD", "FULL_BACKWARD"),
+    ("FORWARD", "BACKWARD_INPUT", "BACKWARD_WEIGHT"),
 )
 
 
 def _can_run(action: Action, done: set[Action], num_stages: int) -> bool:
     stage, microbatch = action.stage, action.microbatch
-    if action.kind is ActionKind.FORWARD:
-        return stage == 0 or Action(stage - 1, ActionKind.FORWARD, microbatch) in done
-    if action.kind is ActionKind.BACKWARD_WEIGHT:
-        return Action(stage, ActionKind.BACKWARD_INPUT, microbatch) in done
+    if action.kind == "FORWARD":
+        return stage == 0 or Action(stage - 1, "FORWARD", microbatch) in done
+    if action.kind == "BACKWARD_WEIGHT":
+        return Action(stage, "BACKWARD_INPUT", microbatch) in done
     is_there = stage == num_stages - 1 or any(
-        Action(stage + 1, kind, microbatch) in done
-        for kind in (ActionKind.FULL_BACKWARD, ActionKind.BACKWARD_INPUT)
+        Action(stage + 1, kind, microbatch) in done for kind in ("FULL_BACKWARD", "BACKWARD_INPUT")
     )
-    return is_there and Action(stage, ActionKind.FORWARD, microbatch) in done
+    return is_there and Action(stage, "FORWARD", microbatch) in done
 
 
 def _with_overlaps(schedule: Schedule) -> Schedule:

@@ -11,14 +11,14 @@ from schedule_cases import SLOW_MACHINES, any_schedules, schedule_of_text
 from gt_pipeline.schedules import (
     ActionCosts,
     Schedule,
-    Span,
-    chrome_trace,
     lower,
-    parse_action,
     peak_live,
     simulate,
     write_chrome_trace,
 )
+from gt_pipeline.schedules.actions import parse_action
+from gt_pipeline.schedules.chrome_trace import chrome_trace
+from gt_pipeline.schedules.rank_lists import Span
 
 _COSTS = ActionCosts(forward=2.0, transfer=0.5)
 
@@ -56,7 +56,7 @@ def test_every_transfer_has_an_arrow_and_the_counter_ends_at_zero(schedule: Sche
     lowered = lower(schedule, unshards=True, reduces=True)
     trace = chrome_trace(simulate(lowered, _COSTS).spans)
     events = trace["traceEvents"]
-    num_sends = sum(each.kind.is_send for row in lowered.actions for each in row)
+    num_sends = sum(each.is_send for row in lowered.actions for each in row)
     starts = {each["id"]: each for each in events if each["ph"] == "s"}
     ends = {each["id"]: each for each in events if each["ph"] == "f"}
     assert len(starts) == num_sends

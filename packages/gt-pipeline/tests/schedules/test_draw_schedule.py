@@ -165,7 +165,7 @@ def test_the_page_draws_every_action_and_needs_no_network() -> None:
         max(1, len(each.compute_parts))
         for row in lowered.actions
         for each in row
-        if each.kind.name != "RESHARD"
+        if each.kind != "RESHARD"
     )
     assert page.count["rect"] == bars + 16 + 8 * 2 * 2 // 2
     assert page.links == []

@@ -11,7 +11,8 @@ from schedule_cases import (
     schedule_of_text,
 )
 
-from gt_pipeline.schedules import Schedule, forward_only, peak_live, simulate
+from gt_pipeline.schedules import Schedule, peak_live, simulate
+from gt_pipeline.schedules.schedule import forward_only
 
 
 @pytest.mark.parametrize(("num_ranks", "column"), [(4, 0), (8, 1)])

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
 from expecttest import assert_expected_inline
 from schedule_cases import schedule_of_text
 
-from gt_pipeline.errors import ScheduleError
-from gt_pipeline.schedules import LoweredSchedule, check_lowered, lowered_problems, parse_action
+from gt_pipeline.schedules.actions import parse_action
+from gt_pipeline.schedules.lowered_checks import lowered_problems
+from gt_pipeline.schedules.schedule import LoweredSchedule
 
 _SCHEDULE = schedule_of_text("0F0 0B0", "1F0 1B0", stage_to_rank=(0, 1))
 _RIGHT = ("0F0 0SEND_F0 0RECV_B0 0B0", "1RECV_F0 1F0 1B0 1SEND_B0")
@@ -112,15 +112,4 @@ def test_ranks_that_wait_in_a_circle_of_three_are_reported() -> None:
 rank 0 stands at 3RECV_F0 (place 1 of its list) and waits for 2SEND_F0, its counterpart
 rank 1 stands at 1RECV_F0 (place 0 of its list) and waits for 0SEND_F0, its counterpart
 rank 2 stands at 2RECV_F0 (place 0 of its list) and waits for 1SEND_F0, its counterpart""",
-    )
-
-
-def test_check_lowered_raises_all_of_it() -> None:
-    with pytest.raises(ScheduleError) as caught:
-        check_lowered(_lowered("0F0 0RECV_B0 0B0", _RIGHT[1]))
-    assert_expected_inline(
-        str(caught.value),
-        """\
-the lowered schedule by hand cannot run:
-  - rank 0: 0SEND_F0 is missing after 0F0""",
     )

@@ -15,17 +15,10 @@ from schedule_cases import (
 )
 
 from gt_pipeline.errors import ScheduleError
-from gt_pipeline.schedules import (
-    Action,
-    ActionCosts,
-    ActionKind,
-    Schedule,
-    forward_only,
-    lower,
-    lowered_problems,
-    parse_action,
-    simulate,
-)
+from gt_pipeline.schedules import Action, ActionCosts, Schedule, lower, simulate
+from gt_pipeline.schedules.actions import parse_action
+from gt_pipeline.schedules.lowered_checks import lowered_problems
+from gt_pipeline.schedules.schedule import forward_only
 
 _costs = st.builds(
     ActionCosts,
@@ -67,12 +60,12 @@ def test_at_any_costs_it_breaks_no_rule_and_ends_even_if_communication_blocks(
 @given(any_schedules())
 def test_every_send_has_its_receive_and_nothing_moves_within_a_rank(schedule: Schedule) -> None:
     lowered = lower(schedule, unshards=False, reduces=False)
-    sends = {each for actions in lowered.actions for each in actions if each.kind.is_send}
-    receives = {each for actions in lowered.actions for each in actions if each.kind.is_receive}
+    sends = {each for actions in lowered.actions for each in actions if each.is_send}
+    receives = {each for actions in lowered.actions for each in actions if each.is_receive}
     assert {
         Action(
-            send.stage + (1 if send.kind is ActionKind.SEND_F else -1),
-            ActionKind.RECV_F if send.kind is ActionKind.SEND_F else ActionKind.RECV_B,
+            send.stage + (1 if send.kind == "SEND_F" else -1),
+            "RECV_F" if send.kind == "SEND_F" else "RECV_B",
             send.microbatch,
         )
         for send in sends
@@ -95,9 +88,9 @@ def test_a_rank_never_holds_more_gathered_stages_than_it_may(
     for actions in lowered.actions:
         held: set[int] = set()
         for action in actions:
-            if action.kind is ActionKind.UNSHARD:
+            if action.kind == "UNSHARD":
                 held.add(action.stage)
-            if action.kind is ActionKind.RESHARD:
+            if action.kind == "RESHARD":
                 held.remove(action.stage)
             assert len(held) <= max_unsharded_stages
         assert not held
@@ -108,16 +101,13 @@ def test_a_rank_never_holds_more_gathered_stages_than_it_may(
 def test_each_stage_reduces_its_gradients_once_and_evaluation_never(schedule: Schedule) -> None:
     lowered = lower(schedule, unshards=False, reduces=True)
     reductions = [
-        each.stage
-        for actions in lowered.actions
-        for each in actions
-        if each.kind is ActionKind.REDUCE_GRAD
+        each.stage for actions in lowered.actions for each in actions if each.kind == "REDUCE_GRAD"
     ]
     assert sorted(reductions) == list(range(schedule.num_stages))
     evaluation = lower(forward_only(schedule), unshards=True, reduces=True)
     kinds = {each.kind for actions in evaluation.actions for each in actions}
-    assert ActionKind.REDUCE_GRAD not in kinds
-    assert ActionKind.SEND_B not in kinds
+    assert "REDUCE_GRAD" not in kinds
+    assert "SEND_B" not in kinds
 
 
 def test_overlaps_of_a_v_schedule_stay_whole_and_hand_over_locally_at_its_turn() -> None:

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from schedule_cases import SLOW_MACHINES, any_schedules, schedule_of_text
 
 from gt_pipeline.errors import ScheduleError
-from gt_pipeline.schedules import Schedule, check_schedule, schedule_problems
+from gt_pipeline.schedules import Schedule, check_schedule
+from gt_pipeline.schedules.schedule_checks import schedule_problems
 
 
 def _problems(*ranks: str, stage_to_rank: tuple[int, ...], num_microbatches: int = 1) -> str:

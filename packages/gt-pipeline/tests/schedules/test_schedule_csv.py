@@ -34,7 +34,6 @@ def test_stages_lie_where_the_file_says(tmp_path: Path) -> None:
     path.write_text("1F0,1B0\n0F0,0B0\n")
     schedule = schedule_from_csv(path)
     assert schedule.stage_to_rank == (1, 0)
-    assert schedule.style == "explicit"
 
 
 def test_every_bad_cell_is_reported_by_row_and_column(

@@ -10,7 +10,8 @@ from schedule_cases import SLOW_MACHINES
 
 from gt_pipeline._torch_internals import torch_table
 from gt_pipeline.errors import ScheduleError
-from gt_pipeline.schedules import SCHEDULE_NAMES, check_sizes, schedule_of
+from gt_pipeline.schedules import SCHEDULE_NAMES, schedule_of
+from gt_pipeline.schedules.schedule_rules import check_sizes
 
 
 @pytest.mark.parametrize("name", SCHEDULE_NAMES)

@@ -16,14 +16,9 @@ from schedule_cases import (
 )
 
 from gt_pipeline.errors import ScheduleError
-from gt_pipeline.schedules import (
-    ActionCosts,
-    LoweredSchedule,
-    Schedule,
-    lower,
-    parse_action,
-    simulate,
-)
+from gt_pipeline.schedules import ActionCosts, Schedule, lower, simulate
+from gt_pipeline.schedules.actions import parse_action
+from gt_pipeline.schedules.schedule import LoweredSchedule
 
 _COSTS = ActionCosts(overlap_f_b=3.0)
 F, DI, W, B, F_AND_B = 1.0, 1.0, 1.0, 2.0, 3.0

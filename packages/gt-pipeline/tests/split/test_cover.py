@@ -10,13 +10,8 @@ from split_models import DECODER_NAMING, Decoder, Nested
 from torch import nn
 
 from gt_pipeline.errors import StageLayoutError, StageNamesError, TiedParametersError
-from gt_pipeline.split import (
-    SharedGroup,
-    check_cover,
-    module_names_per_stage,
-    stage_modules,
-    tied_parameters,
-)
+from gt_pipeline.split import SharedGroup, check_cover, module_names_per_stage, stage_modules
+from gt_pipeline.split.shared_groups import tied_parameters
 
 TIED = SharedGroup(("embed.weight", "head.weight"))
 

@@ -8,13 +8,9 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules
 
 from gt_pipeline.errors import StageLayoutError
-from gt_pipeline.split import (
-    SCHEDULE_LAYOUTS,
-    PipelineMetadata,
-    ScheduleLayout,
-    find_schedule_layout,
-    pipeline_metadata,
-)
+from gt_pipeline.split import ScheduleLayout, find_schedule_layout, pipeline_metadata
+from gt_pipeline.split.metadata import PipelineMetadata
+from gt_pipeline.split.schedule_layout import SCHEDULE_LAYOUTS
 
 
 def test_a_schedule_with_one_stage_a_rank_has_as_many_stages_as_ranks():
@@ -153,8 +149,8 @@ def test_what_is_accepted_fits_and_what_is_refused_says_what_would(
             {"schedule": "ZBV", "pp_degree": 2},
             (
                 "schedule 'ZBV':\n"
-                "  - it is none of GPipe, 1F1B, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble, "
-                "ZBVZeroBubble, DualPipeV; describe another one by a ScheduleLayout"
+                "  - it is none of GPipe, 1F1B, Interleaved1F1B, InterleavedZeroBubble, "
+                "ZBVZeroBubble, DualPipeV, LoopedBFS; describe another one by a ScheduleLayout"
             ),
         ),
     ],

@@ -13,13 +13,8 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from gt_pipeline.errors import StageNamesError, TiedParametersError
-from gt_pipeline.split import (
-    PassThrough,
-    RemovalPolicy,
-    SharedGroup,
-    split_module,
-    stage_modules,
-)
+from gt_pipeline.split import RemovalPolicy, SharedGroup, split_module, stage_modules
+from gt_pipeline.split.removal import PassThrough
 
 IDENTITY = RemovalPolicy(attribute="identity", entry="identity")
 

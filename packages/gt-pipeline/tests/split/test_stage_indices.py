@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gt_pipeline.errors import StageLayoutError
-from gt_pipeline.split import stage_indices_of_rank, stages_by_rank
+from gt_pipeline.split import stage_indices_of_rank
+from gt_pipeline.split.stage_indices import stages_by_rank
 
 
 def test_a_loop_goes_around_the_ranks():

@@ -24,7 +24,7 @@ from gt_trace import (
     read_annotation,
     trace_step,
 )
-from gt_trace.fsdp import MixedPrecision, Mode, gathered, shard
+from gt_trace.fsdp import MixedPrecision, ShardingMode, gathered, shard
 from gt_trace.testing import fake_world
 
 
@@ -34,7 +34,7 @@ def _world_of_four() -> Iterator[None]:
         yield
 
 
-def mesh_for(mode: Mode) -> DeviceMesh:
+def mesh_for(mode: ShardingMode) -> DeviceMesh:
     extents = (2, 2) if mode == "hybrid_shard" else (4,)
     return init_device_mesh("cpu", extents, mesh_dim_names=data_parallel_names(mode))
 
@@ -232,7 +232,7 @@ EXPECTED_COUNTS = {
 
 
 @pytest.mark.parametrize("mode", ["shard", "replicate", "hybrid_shard"])
-def test_each_parameter_is_gathered_and_reduced_once(mode: Mode) -> None:
+def test_each_parameter_is_gathered_and_reduced_once(mode: ShardingMode) -> None:
     # Seven parameters in each of two blocks, and one tied weight.
     model = Language(tied=True)
     shard(model, mesh_for(mode), mode=mode)
@@ -240,7 +240,7 @@ def test_each_parameter_is_gathered_and_reduced_once(mode: Mode) -> None:
 
 
 @pytest.mark.parametrize("mode", ["shard", "replicate", "hybrid_shard"])
-def test_every_collective_says_what_it_is_for(mode: Mode) -> None:
+def test_every_collective_says_what_it_is_for(mode: ShardingMode) -> None:
     model = Language(tied=True)
     shard(model, mesh_for(mode), mode=mode)
     traced = language_step(model)

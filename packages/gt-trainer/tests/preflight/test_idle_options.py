@@ -18,11 +18,11 @@ from gt_config import (
     CompileConfig,
     ConfigError,
     EpOverlapConfig,
-    FsdpBucketing,
     Topology,
     Violation,
     find_violations,
 )
+from gt_config.compile_config import FsdpBucketing
 from gt_config.graph_kinds import EVERY_GRAPH, PIPELINE_ACTIONS, GraphKind
 from gt_config.option_paths import default_option, option_choices, option_paths, with_option
 from gt_passes import PassContext, known_passes

@@ -22,7 +22,7 @@ from gt_config import CompileConfig
 from gt_config.graph_kinds import GraphKind
 from gt_passes import PassContext, PassManager
 from gt_passes.registered_passes import RemoveDeadCode
-from gt_pipeline.runner import TensorSignature
+from gt_pipeline.runner import ActivationSignature
 from gt_pipeline.schedules import schedule_of
 from gt_pipeline.split import stage_modules
 from gt_trace.testing import flex_attention_on_cpu
@@ -102,7 +102,7 @@ def test_stages_compute_what_the_whole_model_does(model: Decoder, samples: int) 
         parts,
         schedule_of("ZBVZeroBubble", num_ranks=1, num_stages=2, num_microbatches=NUM_MICROBATCHES),
         loss_fn=loss_fn,
-        activation=TensorSignature(
+        activation=ActivationSignature(
             shape=(samples, LENGTH, model.config.dim), dtype=torch.float32, requires_grad=True
         ),
         pipeline_group=None,  # type: ignore[arg-type]  # a pipeline of one rank needs none

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from gt_config import CompileConfig
 from gt_pipeline.graph import GraphPipelineStage
-from gt_pipeline.runner import TensorSignature
+from gt_pipeline.runner import ActivationSignature
 from gt_pipeline.schedules import schedule_of
 from gt_trainer.steps import pipelined_step
 from gt_trainer.steps.pipelined_step import PipelinedStep
@@ -39,7 +39,7 @@ def pipelined(module: nn.Module, **options: Any) -> PipelinedStep:
         {0: module},
         schedule_of("GPipe", num_ranks=1, num_stages=1, num_microbatches=2),
         loss_fn=loss_fn,
-        activation=TensorSignature(shape=(2, 4), dtype=torch.float32, requires_grad=True),
+        activation=ActivationSignature(shape=(2, 4), dtype=torch.float32, requires_grad=True),
         pipeline_group=None,  # type: ignore[arg-type]  # a pipeline of one rank needs none
         collective_groups=[],
         new_passes=lambda index: StagePasses(CompileConfig()),

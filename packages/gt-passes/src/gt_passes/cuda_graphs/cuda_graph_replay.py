@@ -27,7 +27,7 @@ import torch
 
 from gt_passes.errors import CudaGraphAddressError
 
-_Mode = Literal["run", "record", "replay"]
+_CallMode = Literal["run", "record", "replay"]
 
 
 class Recording(Protocol):
@@ -83,7 +83,7 @@ class ReplaySession:
     num_recordings: int = 0
     """How often the pieces have been recorded so far."""
 
-    mode: _Mode = "run"
+    mode: _CallMode = "run"
     """What the pieces do in the current step."""
 
     _num_steps: int = 0

@@ -18,12 +18,11 @@ from gt_passes.ep_overlap.exposed_exchanges import (
     interrupted_exchanges,
 )
 from gt_passes.ep_overlap.graph_chunks import GraphChunks, Join, chunk_graph
-from gt_passes.ep_overlap.input_layout import ChunkDim, InputLayout, Slicer, TokenDims
+from gt_passes.ep_overlap.input_layout import InputLayout, Slicer, TokenDims
 from gt_passes.ep_overlap.rule_calls import rule
 from gt_passes.errors import GraphChunkingError
 
 __all__ = [
-    "ChunkDim",
     "ChunkRegion",
     "ChunkRegions",
     "ChunkedForwards",

@@ -9,16 +9,17 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
-from gt_config.node_keys import ChunkAnnotation
+from gt_config import EpChunkDim
+from gt_config.node_keys import ChunkAnnotation, ChunkRole, Direction
 from gt_passes._torch_internals import pytree
 from gt_passes.ep_overlap.chunk_tensors import join_tensors, split_tensor, wrote_to_a_part
-from gt_passes.ep_overlap.input_layout import ChunkDim, InputLayout, TokenDims
+from gt_passes.ep_overlap.input_layout import InputLayout, TokenDims
 from gt_passes.errors import ForwardChunkingError
 from gt_trace.annotate import annotate
 
@@ -39,7 +40,7 @@ class _Leaf:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class ChunkCall:
     """Arguments of one chunk's call."""
 
     args: tuple[Any, ...]
@@ -69,7 +70,7 @@ class ForwardChunks:
         region_root: str,
         signature: inspect.Signature,
         layout: InputLayout | None,
-        chunk_dim: ChunkDim,
+        chunk_dim: EpChunkDim,
         num_chunks: int,
     ) -> None:
         self._root = region_root
@@ -79,7 +80,7 @@ class ForwardChunks:
         self._num_chunks = num_chunks
         self._refuse_drift()
 
-    def split(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Call, ...]:
+    def split(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[ChunkCall, ...]:
         """The arguments of each chunk's call.
 
         Raises:
@@ -101,10 +102,10 @@ class ForwardChunks:
                 for leaf, value, dim in zip(leaves, values, plan.dims, strict=True)
                 if dim is not None and isinstance(value, torch.Tensor)
             )
-            calls.append(Call(args=tuple(chunk_args), kwargs=chunk_kwargs, cut=cut))
+            calls.append(ChunkCall(args=tuple(chunk_args), kwargs=chunk_kwargs, cut=cut))
         return tuple(calls)
 
-    def run(self, forward: Callable[..., Any], call: Call) -> Any:
+    def run(self, forward: Callable[..., Any], call: ChunkCall) -> Any:
         """Call the forward for one chunk.
 
         Raises:
@@ -128,7 +129,7 @@ class ForwardChunks:
             raise self._written(" and ".join(written))
         return output
 
-    def join(self, calls: Sequence[Call], outputs: Sequence[Any]) -> Any:
+    def join(self, calls: Sequence[ChunkCall], outputs: Sequence[Any]) -> Any:
         """One output of the chunks' outputs: tensors concatenated, everything else the same.
 
         Args:
@@ -396,8 +397,8 @@ class ForwardChunks:
 
     def _boundary(
         self,
-        role: Literal["split_boundary", "materialization"],
-        direction: Literal["forward", "backward"],
+        role: ChunkRole,
+        direction: Direction,
     ) -> ChunkAnnotation:
         return ChunkAnnotation(
             region_root=self._root, role=role, direction=direction, producer="eager"

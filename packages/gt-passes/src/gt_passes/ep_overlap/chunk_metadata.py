@@ -16,9 +16,9 @@ from torch.fx import GraphModule, Node
 
 from gt_config.node_keys import (
     ChunkAnnotation,
-    ChunkDirection,
     ChunkProducer,
     ChunkRole,
+    Direction,
     EpExchangeAnnotation,
     FsdpCollectiveAnnotation,
 )
@@ -136,7 +136,7 @@ class ChunkRegion:
     root: str
     """Fully qualified name of the module."""
 
-    direction: ChunkDirection
+    direction: Direction
     producer: ChunkProducer
     splits: tuple[Node, ...]
     """What makes chunks of whole values."""
@@ -177,7 +177,7 @@ class ChunkRegions:
                 what belongs to another; a collective that is not waited for once, in its own
                 chunk; chunks that do not launch the same collectives.
         """
-        found: dict[tuple[str, ChunkDirection], _Collected] = defaultdict(_Collected)
+        found: dict[tuple[str, Direction], _Collected] = defaultdict(_Collected)
         problems: list[str] = []
         for node in graph_module.graph.nodes:
             annotation = read_annotation(node, ChunkAnnotation)
@@ -198,7 +198,7 @@ class ChunkRegions:
             raise ChunkMetadataError(problems)
         return regions
 
-    def find(self, root: str, direction: ChunkDirection) -> ChunkRegion | None:
+    def find(self, root: str, direction: Direction) -> ChunkRegion | None:
         """The region of a module in one direction, or None."""
         for region in self.regions:
             if (region.root, region.direction) == (root, direction):
@@ -239,7 +239,7 @@ class _Collected:
             nodes = ", ".join(f"{p} made {n.name}" for p, n in sorted(self.producers.items()))
             yield f"{where}: it has two producers ({nodes}); a region has one"
 
-    def region(self, root: str, direction: ChunkDirection) -> ChunkRegion:
+    def region(self, root: str, direction: Direction) -> ChunkRegion:
         return ChunkRegion(
             root=root,
             direction=direction,
@@ -275,7 +275,7 @@ def _node_problems(node: Node, annotation: ChunkAnnotation) -> Iterator[str]:
 
 
 def _direction_problems(
-    found: dict[tuple[str, ChunkDirection], _Collected],
+    found: dict[tuple[str, Direction], _Collected],
 ) -> Iterator[str]:
     for (root, direction), collected in found.items():
         forward = found.get((root, "forward"))

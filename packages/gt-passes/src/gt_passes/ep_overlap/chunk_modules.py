@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from torch.fx import GraphModule
 
+from gt_config import EpChunkDim
 from gt_config.graph_kinds import GraphKind
 from gt_config.node_keys import ChunkAnnotation
 from gt_passes.contract import ChangeBounds, GraphPass, PassContext, PassReport, Refusal
@@ -54,7 +55,7 @@ class ChunkModules(GraphPass):
     module_patterns: tuple[str, ...] = ("layers.*.moe",)
     """Names of the modules to chunk; an asterisk stands for any characters in one component."""
 
-    chunk_dim: Literal["batch", "seq"] = "batch"
+    chunk_dim: EpChunkDim = "batch"
     """Dimension 0 or 1 of the (batch, sequence, model) inputs of the modules."""
 
     num_chunks: int = 2

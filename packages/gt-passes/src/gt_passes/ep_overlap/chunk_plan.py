@@ -25,7 +25,7 @@ from gt_passes.ep_overlap import flex_attention_rules as _flex_attention_rules  
 from gt_passes.ep_overlap.chunk_rules import find_rule, outcome_by_contract
 from gt_passes.ep_overlap.chunk_states import Layout, Local, Partial, Sharded, Whole, describe
 from gt_passes.ep_overlap.chunked_nodes import ChunkedNodes, Region
-from gt_passes.ep_overlap.rule_calls import Call, NotProvenError, Outcome
+from gt_passes.ep_overlap.rule_calls import NotProvenError, RuleCall, RuleOutcome
 from gt_passes.errors import GraphChunkingError
 from gt_trace.node_metadata import is_backward, read_annotation, sequence_number
 
@@ -40,7 +40,7 @@ class ChunkPlan:
     regions: Mapping[Region, Sequence[Node]]
     """What runs once for each chunk, in execution order."""
 
-    outcomes: Mapping[Node, Outcome]
+    outcomes: Mapping[Node, RuleOutcome]
     """By node that runs in chunks."""
 
     entries: Mapping[Node, Layout]
@@ -82,7 +82,7 @@ class _States:
         self._chunked = chunked
         self._preserve_eager_order = preserve_eager_order
         self.outcomes = {
-            node: Outcome(state=Sharded(layout)) for node, layout in chunked.entries.items()
+            node: RuleOutcome(state=Sharded(layout)) for node, layout in chunked.entries.items()
         }
         self._unproven: dict[Node, str] = {}
         self._expert_part = {
@@ -103,7 +103,7 @@ class _States:
             except NotProvenError as error:
                 self._unproven[node] = str(error)
                 # Should sums alone feed it, it is taken out.
-                self.outcomes[node] = Outcome(state=Partial())
+                self.outcomes[node] = RuleOutcome(state=Partial())
         kept = self._without_sums()
         problems = [
             f"{node.name} ({node.target}) in {region}: {self._unproven[node]}"
@@ -115,7 +115,7 @@ class _States:
             raise GraphChunkingError(problems)
         return kept
 
-    def _outcome(self, node: Node) -> Outcome:
+    def _outcome(self, node: Node) -> RuleOutcome:
         if self._reads_unproven(node):
             raise NotProvenError("an operand is not known")
         in_experts = node in self._expert_part
@@ -123,18 +123,18 @@ class _States:
             source, index = node.all_input_nodes[0], node.args[1]
             states = self.outcomes[source].state if source in self.outcomes else Whole()
             item = states[index] if isinstance(states, tuple) and isinstance(index, int) else states
-            outcome = Outcome(state=item)
+            outcome = RuleOutcome(state=item)
         elif in_experts and not isinstance(value_of(node), (torch.Tensor, tuple, list)):
-            outcome = Outcome(state=Local())  # sizes that data decide
+            outcome = RuleOutcome(state=Local())  # sizes that data decide
         else:
             outcome = self._judge(node)
             self._check_writes(node, outcome)
         return self._leaving(node, outcome)
 
-    def _judge(self, node: Node) -> Outcome:
+    def _judge(self, node: Node) -> RuleOutcome:
         """What the rule of a node's operator says; if it has none that holds, the contract."""
         number = sequence_number(node) if is_backward(node) else None
-        call = Call(
+        call = RuleCall(
             node=node,
             outcomes=self.outcomes,
             extent=self._chunked.extent,
@@ -153,12 +153,12 @@ class _States:
             if node not in self._expert_part:
                 raise
             answer = outcome_by_contract(call, permuted=rule is not None)
-        return answer if isinstance(answer, Outcome) else Outcome(state=answer)
+        return answer if isinstance(answer, RuleOutcome) else RuleOutcome(state=answer)
 
     def _reads_unproven(self, node: Node) -> bool:
         return any(source in self._unproven for source in node.all_input_nodes)
 
-    def _leaving(self, node: Node, outcome: Outcome) -> Outcome:
+    def _leaving(self, node: Node, outcome: RuleOutcome) -> RuleOutcome:
         """What a value of an expert-parallel part is for those outside of it, by contract."""
         state, value, part = outcome.state, value_of(node), self._expert_part.get(node)
         leaves = part is not None and any(user not in self._expert_part for user in node.users)
@@ -171,7 +171,7 @@ class _States:
             return replace(outcome, state=Partial())
         return outcome
 
-    def _check_writes(self, node: Node, outcome: Outcome) -> None:
+    def _check_writes(self, node: Node, outcome: RuleOutcome) -> None:
         for target in written_nodes(node):
             if target not in self._chunked.region_of:
                 raise NotProvenError(f"each chunk would write to {target.name}, of which one is")

@@ -31,10 +31,10 @@ from gt_passes.ep_overlap.chunk_states import (
 )
 from gt_passes.ep_overlap.rule_calls import (
     RULES,
-    Call,
     NotProvenError,
-    Outcome,
     Rule,
+    RuleCall,
+    RuleOutcome,
     evaluate,
     rule,
 )
@@ -58,7 +58,7 @@ def find_rule(node: Node) -> Rule | None:
     return _pointwise if torch.Tag.pointwise in node.target.tags else None
 
 
-def _refuse_random(call: Call) -> Outcome:
+def _refuse_random(call: RuleCall) -> RuleOutcome:
     raise NotProvenError("it draws random numbers, which chunks would draw differently")
 
 
@@ -69,12 +69,12 @@ Dims = Sequence[object]
 
 
 def follow(
-    call: Call,
+    call: RuleCall,
     operands: Iterable[tuple[Node, Dims]],
     results: Sequence[Dims],
     *,
     sums: Collection[object] = (),
-) -> Outcome:
+) -> RuleOutcome:
     """Follow the chunked extent from operands to results, by the names of dimensions.
 
     Args:
@@ -143,7 +143,7 @@ _MULTILINEAR: dict[object, tuple[str, ...]] = {
 """In each of these operands while all others stay as they are."""
 
 
-def _check_linear(call: Call) -> None:
+def _check_linear(call: RuleCall) -> None:
     """Sums of terms stay such under linear operators only."""
     target, arguments = call.node.target, call.arguments
     states = [call.state(node) for node in call.operands]
@@ -167,7 +167,7 @@ def _check_linear(call: Call) -> None:
     raise NotProvenError("it is not linear, and one of its operands is only a term of a sum")
 
 
-def _aligned(call: Call, rank: int) -> list[tuple[Node, Dims]]:
+def _aligned(call: RuleCall, rank: int) -> list[tuple[Node, Dims]]:
     """Operands that broadcast: dimensions count from the last of ``rank``."""
     return [(node, range(rank - call.rank(node), rank)) for node in call.operands]
 
@@ -177,7 +177,7 @@ def _aligned(call: Call, rank: int) -> list[tuple[Node, Dims]]:
 
 @rule(*_operators("_to_copy.default clone.default lift_fresh_copy.default"))
 @rule(*_operators("floor_divide.default fill.Scalar"))
-def _pointwise(call: Call) -> Outcome:
+def _pointwise(call: RuleCall) -> RuleOutcome:
     rank = max(call.ranks)
     return follow(call, _aligned(call, rank), [range(rank)] * len(call.results))
 
@@ -190,7 +190,7 @@ def _pointwise(call: Call) -> Outcome:
         "split.Tensor split_with_sizes.default unbind.int"
     )
 )
-def _view(call: Call) -> Outcome:
+def _view(call: RuleCall) -> RuleOutcome:
     """Where the extent went is seen in the view that the operator makes of a contiguous value."""
     source = call.operands[0]
     state, layout, shape = call.state(source), call.layout(source), call.shape(source)
@@ -231,7 +231,7 @@ def _view(call: Call) -> Outcome:
         "native_layer_norm.default _fused_rms_norm.default"
     ),
 )
-def _along(call: Call) -> Outcome:
+def _along(call: RuleCall) -> RuleOutcome:
     """Operands are aligned; named dimensions stay, go, or are new, as the rank of a result says."""
     rank = max(call.rank(node) for node in call.operands)
     dims = _mixed_dims(call, rank)
@@ -248,7 +248,7 @@ def _along(call: Call) -> Outcome:
     return follow(call, _aligned(call, rank), results, sums=sums)
 
 
-def _mixed_dims(call: Call, rank: int) -> set[int]:
+def _mixed_dims(call: RuleCall, rank: int) -> set[int]:
     """The dimensions that an argument names, or all."""
     if (pads := call.get("pad")) is not None:
         return {rank - 1 - index // 2 for index, pad in enumerate(pads) if pad}
@@ -260,7 +260,7 @@ def _mixed_dims(call: Call, rank: int) -> set[int]:
 
 
 @rule(*_operators("native_layer_norm_backward.default _fused_rms_norm_backward.default"))
-def _norm_backward(call: Call) -> Outcome:
+def _norm_backward(call: RuleCall) -> RuleOutcome:
     rank = call.rank(call.get("input"))
     outer = range(rank - len(call.get("normalized_shape")))
     of_input = [*outer, *[None] * len(call.get("normalized_shape"))]
@@ -278,7 +278,7 @@ _PRODUCTS = {
 
 
 @rule(*_PRODUCTS)
-def _product(call: Call) -> Outcome:
+def _product(call: RuleCall) -> RuleOutcome:
     given, result = _PRODUCTS[call.node.target].split("->")
     operands = [
         (node, names[len(names) - call.rank(node) :])
@@ -289,7 +289,7 @@ def _product(call: Call) -> Outcome:
 
 
 @rule(aten._grouped_mm.default)
-def _grouped_mm(call: Call) -> State:
+def _grouped_mm(call: RuleCall) -> State:
     operands = [call.get("self"), call.get("mat2")]
     if all(
         call.rank(node) == 2 and isinstance(call.state(node), (Sharded, Local)) for node in operands
@@ -309,7 +309,7 @@ _ATTENTIONS = "flash_attention flash_attention_for_cpu efficient_attention cudnn
         for end in ("", "_backward")
     )
 )
-def _attention(call: Call) -> Outcome:
+def _attention(call: RuleCall) -> RuleOutcome:
     """Samples do not see each other. What has no batch is the state of random numbers."""
     if draws_random_numbers(call.node):
         _refuse_random(call)
@@ -330,14 +330,14 @@ def _attention(call: Call) -> Outcome:
 
 
 @rule(aten.embedding.default)
-def _embedding(call: Call) -> Outcome:
+def _embedding(call: RuleCall) -> RuleOutcome:
     indices, table = call.get("indices"), call.get("weight")
     names = range(call.rank(indices))
     return follow(call, [(table, ("row", "column")), (indices, names)], [[*names, "column"]])
 
 
 @rule(aten.embedding_dense_backward.default)
-def _embedding_backward(call: Call) -> Outcome:
+def _embedding_backward(call: RuleCall) -> RuleOutcome:
     gradient, indices = call.get("grad_output"), call.get("indices")
     names = range(call.rank(indices))
     sums = () if call.get("scale_grad_by_freq") else names
@@ -346,7 +346,7 @@ def _embedding_backward(call: Call) -> Outcome:
 
 
 @rule(aten.index.Tensor)
-def _index(call: Call) -> Outcome:
+def _index(call: RuleCall) -> RuleOutcome:
     source, indices = call.get("self"), call.get("indices")
     leading = next((at for at, index in enumerate(indices) if index is not None), 0)
     given = indices[leading:]
@@ -363,13 +363,13 @@ def _index(call: Call) -> Outcome:
 
 
 @rule(*_operators("zeros_like.default ones_like.default full_like.default empty_like.default"))
-def _constant_like(call: Call) -> State:
+def _constant_like(call: RuleCall) -> State:
     state = call.state(call.get("self"))
     return Whole() if isinstance(state, Partial) else state
 
 
 @rule(*_operators("new_zeros.default new_ones.default new_empty.default new_full.default"))
-def _constant(call: Call) -> Outcome | State:
+def _constant(call: RuleCall) -> RuleOutcome | State:
     """A constant does not depend on the chunk, but the buffer of a gradient is shaped like it.
 
     The backward of an operator that reads some elements begins with zeros in the shape of what the
@@ -383,12 +383,12 @@ def _constant(call: Call) -> Outcome | State:
     layout = None if source is None else call.layout(source)
     if source is None or layout is None:
         return Whole()
-    return Outcome(state=call.state(source), args=call.scaled_arguments(layout))
+    return RuleOutcome(state=call.state(source), args=call.scaled_arguments(layout))
 
 
 @rule(*_operators("all.default any.default"))
 @rule(*_operators("_assert_async.msg _assert_async.default _assert_scalar.default"))
-def _judge(call: Call) -> State:
+def _judge(call: RuleCall) -> State:
     return Local()  # good for an assertion, which every chunk makes, and for nothing else
 
 
@@ -400,7 +400,7 @@ _SCATTERS = _operators(
 )
 
 
-def outcome_by_contract(call: Call, *, permuted: bool) -> Outcome:
+def outcome_by_contract(call: RuleCall, *, permuted: bool) -> RuleOutcome:
     """The states in an expert-parallel part, where tokens are independent by contract.
 
     Rows are scattered to a buffer in token order at the places of the chunk's own tokens, and
@@ -416,7 +416,7 @@ def outcome_by_contract(call: Call, *, permuted: bool) -> Outcome:
     if call.node.target in _SCATTERS and isinstance(destination, Node):
         state = call.state(destination)
         if isinstance(state, (Sharded, Local)):
-            return Outcome(state=state)
+            return RuleOutcome(state=state)
     known = [layout for node in call.operands if (layout := call.layout(node)) is not None]
     states: list[State] = []
     for shape in call.shapes:

@@ -12,12 +12,12 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch.fx import GraphModule, Node
 
-from gt_config.node_keys import ChunkDirection, FsdpCollectiveAnnotation, ModuleAnnotation
+from gt_config import EpChunkDim
+from gt_config.node_keys import Direction, FsdpCollectiveAnnotation, ModuleAnnotation
 from gt_passes._torch_internals import value_of
 from gt_passes.analysis.aliasing import AliasClasses, written_nodes
 from gt_passes.analysis.layer_names import LayerNames
@@ -33,7 +33,7 @@ class Region:
     root: str
     """Fully qualified name of the module."""
 
-    direction: ChunkDirection
+    direction: Direction
 
     def __str__(self) -> str:
         return f"the {self.direction} of {self.root}"
@@ -59,7 +59,7 @@ def find_chunked_nodes(
     graph_module: GraphModule,
     *,
     patterns: Sequence[str],
-    chunk_dim: Literal["batch", "seq"],
+    chunk_dim: EpChunkDim,
     num_static_inputs: int,
 ) -> ChunkedNodes:
     """Find what runs in chunks.
@@ -194,7 +194,7 @@ def _extents(entering: Mapping[Node, Node], region_of: Mapping[Node, Region]) ->
 
 
 def _entry_layouts(
-    entering: Mapping[Node, Node], *, batch: int, sequence: int, chunk_dim: Literal["batch", "seq"]
+    entering: Mapping[Node, Node], *, batch: int, sequence: int, chunk_dim: EpChunkDim
 ) -> dict[Node, Layout]:
     """Where the extent stands in what enters, unless that is the same for all chunks."""
     known: dict[tuple[int, ...], Layout] = {}  # by what the shape begins with

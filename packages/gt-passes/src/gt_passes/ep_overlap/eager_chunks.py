@@ -32,9 +32,10 @@ from typing import Any
 
 from torch import nn
 
+from gt_config import EpChunkDim
 from gt_config.node_keys import ChunkAnnotation
 from gt_passes.ep_overlap.chunk_inputs import ForwardChunks
-from gt_passes.ep_overlap.input_layout import ChunkDim, InputLayout
+from gt_passes.ep_overlap.input_layout import InputLayout
 from gt_passes.errors import ForwardChunkingError
 from gt_trace.annotate import AnnotationHandle, annotate
 from gt_trace.fsdp import gathered
@@ -56,7 +57,7 @@ def chunk_forwards(
     model: nn.Module,
     *,
     modules: str | Sequence[str],
-    chunk_dim: ChunkDim,
+    chunk_dim: EpChunkDim,
     num_chunks: int = _NUM_CHUNKS,
     layout: InputLayout | None = None,
 ) -> ChunkedForwards:
@@ -115,7 +116,7 @@ def chunk_forwards(
 
 
 def _find_roots(
-    model: nn.Module, patterns: tuple[str, ...], chunk_dim: ChunkDim
+    model: nn.Module, patterns: tuple[str, ...], chunk_dim: EpChunkDim
 ) -> list[tuple[str, nn.Module]]:
     names = [name for name, _ in model.named_modules() if name]
     problems = []

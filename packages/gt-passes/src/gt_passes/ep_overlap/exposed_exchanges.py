@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import GraphModule, Node
 
-from gt_config.node_keys import ChunkAnnotation, ChunkDirection, FsdpCollectiveAnnotation
+from gt_config.node_keys import ChunkAnnotation, Direction, FsdpCollectiveAnnotation
 from gt_passes._torch_internals import HigherOrderOperator, OpOverload, value_of
 from gt_passes.analysis.collectives import is_collective, is_wait
 from gt_passes.analysis.operator_effects import is_only_a_view, reads_only_metadata
@@ -37,7 +37,7 @@ class ExposedExchange:
     """A token exchange behind whose launch no other chunk computes before its wait."""
 
     region_root: str
-    direction: ChunkDirection
+    direction: Direction
     chunk_id: int
     launch_name: str
     wait_name: str

@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Node
 
 from gt_passes.ep_overlap.chunk_rules import Dims, follow
 from gt_passes.ep_overlap.chunk_states import Local, Sharded
-from gt_passes.ep_overlap.rule_calls import Call, NotProvenError, Outcome, rule, subgraph_of
+from gt_passes.ep_overlap.rule_calls import NotProvenError, RuleCall, RuleOutcome, rule, subgraph_of
 
 __all__: list[str] = []
 
@@ -42,7 +42,7 @@ _BATCH = "batch"
 
 
 @rule(torch.ops.higher_order.flex_attention)
-def _forward(call: Call) -> Outcome:
+def _forward(call: RuleCall) -> RuleOutcome:
     q, k, v, score, block_mask, _, _, score_tensors, mask_tensors = call.node.args
     _check_scores(call, [score], score_tensors)
     operands = [*_of_samples([q, k, v]), *_mask_operands(call, block_mask, mask_tensors)]
@@ -50,7 +50,7 @@ def _forward(call: Call) -> Outcome:
 
 
 @rule(torch.ops.higher_order.flex_attention_backward)
-def _backward(call: Call) -> Outcome:
+def _backward(call: RuleCall) -> RuleOutcome:
     *tensors, score, joint, block_mask, _, _, score_tensors, mask_tensors = call.node.args
     _check_scores(call, [score, joint], score_tensors)
     *gradients, of_score_tensors = call.results
@@ -59,7 +59,7 @@ def _backward(call: Call) -> Outcome:
     operands = [*_of_samples(tensors), *_mask_operands(call, block_mask, mask_tensors)]
     outcome = follow(call, operands, [[_BATCH]] * len(gradients))
     assert isinstance(outcome.state, tuple)
-    return Outcome(state=(*outcome.state, Local()), cuts=outcome.cuts)
+    return RuleOutcome(state=(*outcome.state, Local()), cuts=outcome.cuts)
 
 
 def _of_samples(values: Any) -> list[tuple[Node, Dims]]:
@@ -71,7 +71,7 @@ def _of_samples(values: Any) -> list[tuple[Node, Dims]]:
     ]
 
 
-def _mask_operands(call: Call, block_mask: Any, tensors: Any) -> list[tuple[Node, Dims]]:
+def _mask_operands(call: RuleCall, block_mask: Any, tensors: Any) -> list[tuple[Node, Dims]]:
     """The tensors of a mask that belong to samples: of blocks, and what its function looks up."""
     *blocks, mask_function = block_mask
     graph_module = subgraph_of(mask_function)
@@ -110,7 +110,7 @@ def _looks_up_a_sample(user: Node, sample: Node) -> bool:
     return indices[0] is sample and all(index is not sample for index in indices[1:])
 
 
-def _check_scores(call: Call, functions: list[Any], tensors: Any) -> None:
+def _check_scores(call: RuleCall, functions: list[Any], tensors: Any) -> None:
     """Refuse scores that depend on which sample they are of."""
     for function in functions:
         graph_module = subgraph_of(function)
@@ -126,6 +126,6 @@ def _check_scores(call: Call, functions: list[Any], tensors: Any) -> None:
             _check_same_for_all(call, tensor, "its score function")
 
 
-def _check_same_for_all(call: Call, tensor: Node, reader: str) -> None:
+def _check_same_for_all(call: RuleCall, tensor: Node, reader: str) -> None:
     if isinstance(call.state(tensor), (Sharded, Local)):
         raise NotProvenError(f"{reader} reads {tensor.name}, of which each chunk has a part")

@@ -37,6 +37,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate
 
+from gt_config import EpChunkDim
 from gt_config.node_keys import ChunkAnnotation, ChunkRole, ModuleAnnotation, PhaseAnnotation
 from gt_passes._torch_internals import FakeTensorMode, quiet_fake_execution, value_of
 from gt_passes.analysis.tensor_signature import signature
@@ -83,7 +84,7 @@ def chunk_graph(
     patterns: Sequence[str],
     fake_mode: FakeTensorMode,
     num_static_inputs: int,
-    chunk_dim: Literal["batch", "seq"] = "batch",
+    chunk_dim: EpChunkDim = "batch",
     num_chunks: int = 2,
     preserve_eager_order: bool = False,
 ) -> GraphChunks:

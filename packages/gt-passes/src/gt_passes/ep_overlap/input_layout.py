@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
-ChunkDim = Literal["batch", "seq"]
+from gt_config import EpChunkDim
 
 Slicer = Callable[[Any, int, int], Any]
 """(value, start, length) -> the part of a value that is no tensor, along the batch."""
@@ -25,7 +25,7 @@ class TokenDims:
     seq: int | None = None
     """Tensor dimension of the tokens of a sample; None: likewise."""
 
-    def of(self, chunk_dim: ChunkDim) -> int | None:
+    def of(self, chunk_dim: EpChunkDim) -> int | None:
         """The tensor dimension that is cut."""
         return self.batch if chunk_dim == "batch" else self.seq
 

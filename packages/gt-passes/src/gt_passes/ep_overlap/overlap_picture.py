@@ -20,7 +20,7 @@ from torch.fx import Node
 
 from gt_config.node_keys import (
     ChunkAnnotation,
-    ChunkDirection,
+    Direction,
     EpExchangeAnnotation,
     FsdpCollectiveAnnotation,
 )
@@ -28,9 +28,9 @@ from gt_passes.analysis.collectives import is_collective
 from gt_passes.simulation import COMPUTE_STREAM, StepSimulation
 from gt_trace.node_metadata import module_fqn, phase_of, read_annotation
 
-Lane = Literal["compute", "token exchange", "other communication", "exposed"]
+PictureLane = Literal["compute", "token exchange", "other communication", "exposed"]
 
-LANES: tuple[Lane, ...] = ("compute", "token exchange", "exposed", "other communication")
+LANES: tuple[PictureLane, ...] = ("compute", "token exchange", "exposed", "other communication")
 """From the top."""
 
 
@@ -38,7 +38,7 @@ LANES: tuple[Lane, ...] = ("compute", "token exchange", "exposed", "other commun
 class Bar:
     """One task of a simulated step, or one time in which computation waits for an exchange."""
 
-    lane: Lane
+    lane: PictureLane
     start_us: float
     end_us: float
     name: str
@@ -53,7 +53,7 @@ class LayerTimeline:
     """One module in one direction, with whatever else ran at that time."""
 
     module: str
-    direction: ChunkDirection
+    direction: Direction
     hardware: str
     start_us: float
     end_us: float
@@ -101,7 +101,7 @@ class LayerTimeline:
                 lines.append(f"  {lane:<20}{cells}")
         return "\n".join(lines) + "\n"
 
-    def _cells(self, lane: Lane, scale: float, columns: int) -> Iterator[str]:
+    def _cells(self, lane: PictureLane, scale: float, columns: int) -> Iterator[str]:
         bars = [bar for bar in self.bars if bar.lane == lane]
         begin = 0
         for column in range(columns):
@@ -121,9 +121,7 @@ class LayerTimeline:
             yield max(covered, key=lambda sign: covered[sign]) if filled else " "
 
 
-def layer_timeline(
-    simulation: StepSimulation, module: str, direction: ChunkDirection
-) -> LayerTimeline:
+def layer_timeline(simulation: StepSimulation, module: str, direction: Direction) -> LayerTimeline:
     """The part of a simulated step in which a module runs forward or backward.
 
     Args:
@@ -192,7 +190,7 @@ def _records(simulation: StepSimulation) -> Iterator[tuple[tuple[float, float], 
         yield (record.duration_us, record.exposed_us), nodes[record.node_name]
 
 
-def _belongs(node: Node, module: str, direction: ChunkDirection) -> bool:
+def _belongs(node: Node, module: str, direction: Direction) -> bool:
     name = module_fqn(node)
     inside = name == module or name.startswith(f"{module}.")
     return inside and (phase_of(node) == "backward") == (direction == "backward")
@@ -203,7 +201,7 @@ def _is_token_exchange(node: Node) -> bool:
     return is_collective(node) and exchange is not None and exchange.kind == "token_exchange"
 
 
-def _bar(node: Node, start_us: float, end_us: float, *, lane: Lane | None = None) -> Bar:
+def _bar(node: Node, start_us: float, end_us: float, *, lane: PictureLane | None = None) -> Bar:
     if lane is None:
         if _is_token_exchange(node):
             lane = "token exchange"

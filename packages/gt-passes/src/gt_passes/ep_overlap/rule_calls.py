@@ -32,7 +32,7 @@ class Scaled:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class RuleOutcome:
     """The answer of a rule."""
 
     state: State | tuple[State, ...]
@@ -46,13 +46,13 @@ class Outcome:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Call:
+class RuleCall:
     """One node that runs in every chunk, with what is known of its operands."""
 
     node: Node
     """Of the unchunked graph. It calls an operator."""
 
-    outcomes: Mapping[Node, Outcome]
+    outcomes: Mapping[Node, RuleOutcome]
     """Of every node that runs in chunks, and of those that enter the region sharded; every other
     operand is whole."""
 
@@ -154,10 +154,10 @@ class Call:
                 sizes[layout.dim] = Scaled(layout.factor)
         return tuple(arguments)
 
-    def outcome(self, states: list[State], **changes: Any) -> Outcome:
+    def outcome(self, states: list[State], **changes: Any) -> RuleOutcome:
         """An answer with one state for each result."""
         is_many = isinstance(value_of(self.node), (tuple, list))
-        return Outcome(state=tuple(states) if is_many else states[0], **changes)
+        return RuleOutcome(state=tuple(states) if is_many else states[0], **changes)
 
 
 def evaluate(node: Node, values: Callable[[Node], object] = value_of) -> Any:
@@ -184,7 +184,7 @@ def subgraph_of(node: Node) -> GraphModule | None:
     return value if isinstance(value, GraphModule) else None
 
 
-Rule = Callable[[Call], Outcome | State]
+Rule = Callable[[RuleCall], RuleOutcome | State]
 
 RULES: dict[object, Rule] = {}
 """By operator."""

@@ -8,19 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch.fx import Graph, Node
 
-from gt_config.node_keys import FsdpCollectiveAnnotation, FsdpCollectiveKind
+from gt_config.node_keys import Direction, FsdpCollectiveAnnotation, FsdpCollectiveKind
 from gt_passes._torch_internals import OpOverload, value_of
 from gt_passes.analysis.collectives import is_collective, is_wait
 from gt_passes.analysis.layer_names import LayerNames
 from gt_passes.contract import Refusal
 from gt_trace.node_metadata import phase_of, read_annotation
-
-Direction = Literal["forward", "backward"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

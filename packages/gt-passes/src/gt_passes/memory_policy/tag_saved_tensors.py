@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from torch.fx import GraphModule, Node
 
-from gt_config import SavedOpSelector
+from gt_config import MemoryPolicy, SavedOpSelector
 from gt_config.graph_kinds import GraphKind
 from gt_config.node_keys import Residency, ResidencyAnnotation
 from gt_passes.analysis.layer_names import LayerNames
@@ -28,8 +28,6 @@ from gt_passes.memory_policy.saved_tensor_policy import (
 )
 from gt_passes.registry import register_pass
 from gt_trace.node_metadata import read_annotation, write_annotation
-
-MemoryPolicyName = Literal["save_all", "selective", "full_recompute", "offload"]
 
 
 @register_pass
@@ -59,7 +57,7 @@ class TagSavedTensors(GraphPass):
     preserves_numerics: ClassVar[bool] = True
     runs_on: ClassVar[frozenset[GraphKind]] = frozenset({"STEP", "STAGE"})
 
-    policy: MemoryPolicyName = "save_all"
+    policy: MemoryPolicy = "save_all"
     """save_all: tag nothing, which means to save everything.
     selective: save what is expensive to compute again, where it is needed.
     full_recompute: save the inputs of each layer.

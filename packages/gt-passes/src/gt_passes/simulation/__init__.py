@@ -34,7 +34,7 @@ from gt_passes.simulation.hardware import (
     h100_sxm,
     load_hardware,
 )
-from gt_passes.simulation.operands import Operand
+from gt_passes.simulation.operands import PricedOperand
 from gt_passes.simulation.perfetto import trace_events, write_perfetto_trace
 from gt_passes.simulation.sensitivity import (
     Sensitivity,
@@ -77,7 +77,7 @@ __all__ = [
     "OpCost",
     "OpKind",
     "OpWork",
-    "Operand",
+    "PricedOperand",
     "PurposeTotal",
     "RanksOfGroup",
     "Sensitivity",

@@ -13,7 +13,7 @@ from gt_passes._torch_internals import value_of
 from gt_passes.analysis.symbol_sizes import SymbolSizes
 
 
-class Operand(NamedTuple):
+class PricedOperand(NamedTuple):
     """One tensor, with numbers for all sizes."""
 
     shape: tuple[int, ...]
@@ -42,15 +42,15 @@ class OperandReader:
 
     def __init__(self, sizes: SymbolSizes) -> None:
         self._sizes = sizes
-        self._read: dict[Node, tuple[Operand, ...]] = {}
+        self._read: dict[Node, tuple[PricedOperand, ...]] = {}
 
-    def inputs(self, node: Node) -> tuple[Operand, ...]:
+    def inputs(self, node: Node) -> tuple[PricedOperand, ...]:
         """As ``input_operands``."""
         return tuple(
             operand for argument in node.all_input_nodes for operand in self.outputs(argument)
         )
 
-    def outputs(self, node: Node) -> tuple[Operand, ...]:
+    def outputs(self, node: Node) -> tuple[PricedOperand, ...]:
         """As ``output_operands``."""
         read = self._read.get(node)
         if read is None:
@@ -58,7 +58,7 @@ class OperandReader:
         return read
 
 
-def input_operands(node: Node, sizes: SymbolSizes) -> tuple[Operand, ...]:
+def input_operands(node: Node, sizes: SymbolSizes) -> tuple[PricedOperand, ...]:
     """The distinct tensors among a node's arguments, in order."""
     return tuple(
         operand
@@ -67,12 +67,12 @@ def input_operands(node: Node, sizes: SymbolSizes) -> tuple[Operand, ...]:
     )
 
 
-def output_operands(node: Node, sizes: SymbolSizes) -> tuple[Operand, ...]:
+def output_operands(node: Node, sizes: SymbolSizes) -> tuple[PricedOperand, ...]:
     """The tensors that a node returns, in order."""
     return tuple(operands_of(value_of(node), sizes))
 
 
-def operands_of(value: object, sizes: SymbolSizes) -> Iterator[Operand]:
+def operands_of(value: object, sizes: SymbolSizes) -> Iterator[PricedOperand]:
     """The tensors in a recorded value: a tensor, or a tree of them."""
     if isinstance(value, torch.Tensor):
         yield _operand(value, sizes)
@@ -81,7 +81,7 @@ def operands_of(value: object, sizes: SymbolSizes) -> Iterator[Operand]:
             yield from operands_of(item, sizes)
 
 
-def _operand(tensor: torch.Tensor, sizes: SymbolSizes) -> Operand:
+def _operand(tensor: torch.Tensor, sizes: SymbolSizes) -> PricedOperand:
     shape = tuple(map(sizes.number, tensor.shape))
     distinct = math.prod(shape)
     if tensor.layout is torch.strided:
@@ -89,4 +89,4 @@ def _operand(tensor: torch.Tensor, sizes: SymbolSizes) -> Operand:
             # A symbolic stride is a product of sizes, hence not 0; comparing it would add a guard.
             if type(stride) is int and stride == 0 and size > 1:
                 distinct //= size
-    return Operand(shape, distinct, tensor.dtype, tensor.device.type)
+    return PricedOperand(shape, distinct, tensor.dtype, tensor.device.type)

@@ -23,7 +23,12 @@ from gt_passes.analysis.aliasing import written_nodes
 from gt_passes.analysis.collectives import is_collective, is_wait
 from gt_passes.analysis.host_copies import WAIT_COPY, is_host_copy
 from gt_passes.analysis.symbol_sizes import SymbolSizes
-from gt_passes.simulation.operands import Operand, input_operands, operands_of, output_operands
+from gt_passes.simulation.operands import (
+    PricedOperand,
+    input_operands,
+    operands_of,
+    output_operands,
+)
 
 OpKind = Literal[
     "none",  # no operator at all: getitem, symbolic sizes, inputs, outputs
@@ -354,7 +359,9 @@ def _memory_work(node: Node, name: str, sizes: SymbolSizes, *, is_aten: bool) ->
     )
 
 
-def _scatter_bytes(node: Node, inputs: Sequence[Operand], outputs: Sequence[Operand]) -> int:
+def _scatter_bytes(
+    node: Node, inputs: Sequence[PricedOperand], outputs: Sequence[PricedOperand]
+) -> int:
     """What is added is read, the rows that it goes to are read and written.
 
     A fresh result is first filled from the old one.
@@ -391,11 +398,11 @@ def _all_bytes(node: Node, sizes: SymbolSizes) -> int:
     return moved
 
 
-def _num_bytes(operands: Sequence[Operand]) -> int:
+def _num_bytes(operands: Sequence[PricedOperand]) -> int:
     return sum(operand.num_bytes for operand in operands)
 
 
-def _argument(node: Node, position: int, sizes: SymbolSizes) -> Operand:
+def _argument(node: Node, position: int, sizes: SymbolSizes) -> PricedOperand:
     argument = node.args[position]
     assert isinstance(argument, Node)  # tensors of a captured graph are nodes
     (operand,) = operands_of(value_of(argument), sizes)

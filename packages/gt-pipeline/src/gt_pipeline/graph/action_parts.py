@@ -14,13 +14,12 @@ bonds of the joint graph are checked, and each that a cut would break is an erro
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from enum import IntEnum
 from operator import getitem
 
 import torch
 from torch.fx import GraphModule, Node
 
-from gt_config.node_keys import FsdpCollectiveAnnotation
+from gt_config.node_keys import FsdpCollectiveAnnotation, PipelineAction
 from gt_passes.analysis.order_constraints import OrderConstraints
 from gt_pipeline.errors import StageCutError
 from gt_trace import phase_of, read_annotation
@@ -28,14 +27,14 @@ from gt_trace import phase_of, read_annotation
 _MOST_PROBLEMS = 8
 
 
-class Part(IntEnum):
-    """The parts of a joint graph, in the order in which a microbatch meets them."""
-
-    UNSHARD = 0
-    FORWARD = 1
-    BACKWARD_INPUT = 2
-    BACKWARD_WEIGHT = 3
-    REDUCE_GRAD = 4
+PARTS: tuple[PipelineAction, ...] = (
+    "UNSHARD",
+    "FORWARD",
+    "BACKWARD_INPUT",
+    "BACKWARD_WEIGHT",
+    "REDUCE_GRAD",
+)
+"""The parts of a joint graph, in the order in which a microbatch meets them."""
 
 
 def assign_parts(
@@ -44,7 +43,7 @@ def assign_parts(
     output_gradients: Iterable[Node],
     input_gradients: Sequence[Node],
     subject: str,
-) -> dict[Node, Part]:
+) -> dict[Node, PipelineAction]:
     """The part of every node that computes something.
 
     Args:
@@ -58,18 +57,18 @@ def assign_parts(
     """
     constraints = OrderConstraints(graph_module)
     nodes = [n for n in graph_module.graph.nodes if n.op not in ("placeholder", "output")]
-    parts: dict[Node, Part] = {}
+    parts: dict[Node, PipelineAction] = {}
     reduced: set[Node] = set()
     for node in nodes:
         parts[node] = _part(node, parts, reduced)
-        if parts[node] is Part.REDUCE_GRAD:
+        if parts[node] == "REDUCE_GRAD":
             reduced.add(node)
     for node in _differentiated_in_forward(nodes, parts, output_gradients):
-        parts[node] = Part.FORWARD
+        parts[node] = "FORWARD"
     for node in _needed_for(input_gradients, nodes, parts, constraints):
-        parts[node] = Part.BACKWARD_INPUT
+        parts[node] = "BACKWARD_INPUT"
     for node in nodes:
-        if node.target is getitem and parts[node] is Part.BACKWARD_WEIGHT:
+        if node.target is getitem and parts[node] == "BACKWARD_WEIGHT":
             parts[node] = parts[node.all_input_nodes[0]]  # a tuple does not cross
     problems = [*_broken_bonds(nodes, parts, constraints)]
     if problems:
@@ -80,18 +79,18 @@ def assign_parts(
     return parts
 
 
-def _part(node: Node, parts: Mapping[Node, Part], reduced: set[Node]) -> Part:
+def _part(node: Node, parts: Mapping[Node, PipelineAction], reduced: set[Node]) -> PipelineAction:
     sources = [source for source in node.all_input_nodes if source in parts]
     if node.target is getitem and sources:
         return parts[sources[0]]  # a tuple does not cross
     if any(source in reduced for source in sources):
-        return Part.REDUCE_GRAD  # as the sum of two reduced gradients of one parameter
+        return "REDUCE_GRAD"  # as the sum of two reduced gradients of one parameter
     collective = read_annotation(node, FsdpCollectiveAnnotation)
     if collective is not None and collective.kind == "unshard":
-        return Part.UNSHARD
+        return "UNSHARD"
     if collective is not None and not _is_leading_cast(node):
-        return Part.REDUCE_GRAD
-    return Part.BACKWARD_WEIGHT if phase_of(node) == "backward" else Part.FORWARD
+        return "REDUCE_GRAD"
+    return "BACKWARD_WEIGHT" if phase_of(node) == "backward" else "FORWARD"
 
 
 def _is_leading_cast(node: Node) -> bool:
@@ -103,7 +102,7 @@ def _is_leading_cast(node: Node) -> bool:
 
 
 def _differentiated_in_forward(
-    nodes: Sequence[Node], parts: Mapping[Node, Part], output_gradients: Iterable[Node]
+    nodes: Sequence[Node], parts: Mapping[Node, PipelineAction], output_gradients: Iterable[Node]
 ) -> set[Node]:
     """The backward nodes that the forward needs and that no arriving gradient reaches."""
     reached = set(output_gradients)
@@ -112,12 +111,12 @@ def _differentiated_in_forward(
             reached.add(node)
     found: set[Node] = set()
     for node in reversed(nodes):
-        if parts[node] is not Part.FORWARD and node not in found:
+        if parts[node] != "FORWARD" and node not in found:
             continue
         found.update(
             source
             for source in node.all_input_nodes
-            if parts.get(source) is Part.BACKWARD_WEIGHT and source not in reached
+            if parts.get(source) == "BACKWARD_WEIGHT" and source not in reached
         )
     return found
 
@@ -125,7 +124,7 @@ def _differentiated_in_forward(
 def _needed_for(
     results: Iterable[Node],
     nodes: Sequence[Node],
-    parts: Mapping[Node, Part],
+    parts: Mapping[Node, PipelineAction],
     constraints: OrderConstraints,
 ) -> set[Node]:
     """The backward nodes that ``results`` cannot do without, whatever binds them."""
@@ -135,7 +134,7 @@ def _needed_for(
     pending = [index[node] for node in results if node in index]
     while pending:
         i = pending.pop()
-        if i in found or parts[nodes[i]] is not Part.BACKWARD_WEIGHT:
+        if i in found or parts[nodes[i]] != "BACKWARD_WEIGHT":
             continue
         found.add(i)
         pending.extend(predecessors[i])
@@ -143,17 +142,18 @@ def _needed_for(
 
 
 def _broken_bonds(
-    nodes: Sequence[Node], parts: Mapping[Node, Part], constraints: OrderConstraints
+    nodes: Sequence[Node], parts: Mapping[Node, PipelineAction], constraints: OrderConstraints
 ) -> Iterator[str]:
     # Not across barriers: FSDP's own collectives go where the schedule says, on all ranks alike,
     # and the order of the others is that of the joint graph within each part.
+    position = {node: PARTS.index(part) for node, part in parts.items()}
     for node in nodes:
         for earlier in constraints.earlier(node):
-            if earlier in parts and parts[earlier] > parts[node]:
+            if earlier in parts and position[earlier] > position[node]:
                 yield (
-                    f"{node.name} ({node.target}) is part of {parts[node].name}, and must run "
+                    f"{node.name} ({node.target}) is part of {parts[node]}, and must run "
                     f"after {earlier.name} ({earlier.target}), which is part of "
-                    f"{parts[earlier].name}"
+                    f"{parts[earlier]}"
                 )
 
 

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from gt_pipeline.runner.stage_protocol import TensorSignature
+from gt_pipeline.runner.stage_protocol import ActivationSignature
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +26,7 @@ class ActivationPlacement:
     shape: tuple[int, ...]
     """Shape of the whole tensor, over all ranks."""
 
-    def example(self, signature: TensorSignature, mesh: DeviceMesh) -> DTensor:
+    def example(self, signature: ActivationSignature, mesh: DeviceMesh) -> DTensor:
         """An activation on the meta device, for ``capture_stage`` of the stage after.
 
         Args:
@@ -46,7 +46,7 @@ class ActivationPlacement:
         return whole
 
 
-def example_of(activation: Tensor | TensorSignature) -> Tensor:
+def example_of(activation: Tensor | ActivationSignature) -> Tensor:
     """What stands for an activation in a capture: on meta if only its signature is known."""
     if isinstance(activation, Tensor):
         example = activation.detach()
@@ -55,10 +55,10 @@ def example_of(activation: Tensor | TensorSignature) -> Tensor:
     return example.requires_grad_(activation.requires_grad)
 
 
-def signature_of(tensor: Tensor) -> TensorSignature:
+def signature_of(tensor: Tensor) -> ActivationSignature:
     """The signature of what travels."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return TensorSignature(
+    return ActivationSignature(
         shape=tuple(local.shape), dtype=local.dtype, requires_grad=tensor.requires_grad
     )
 

@@ -1,17 +1,59 @@
-"""A stage's graphs ready to run, with what they read of its state."""
+"""A stage's graphs ready to run, transformed, with what they read of its state."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
+from torch.fx import GraphModule
 
-from gt_pipeline.graph.action_graph import ActionGraph, BoxedFunction, boxed
+from gt_config.node_keys import PipelineAction
+from gt_passes import PassContext, Verifier
+from gt_passes.verifier.verifier import GraphInterface
+from gt_pipeline.errors import StageGraphError
+from gt_pipeline.graph._torch_internals import FakeTensorMode
+from gt_pipeline.graph.action_graph import ActionGraph, BoxedFunction, boxed, copied
 from gt_pipeline.graph.gradient_accumulators import owned_results
 from gt_pipeline.graph.overlapped_actions import OverlappedActions
 from gt_pipeline.graph.slots import SlotKind
 from gt_pipeline.graph.stage_inputs import MicrobatchReader
 from gt_trace.capture.captured_mode import CapturedMode
+
+GraphTransform = Callable[[GraphModule, PipelineAction, PassContext], object]
+"""Edits the graph of one kind of action in place: a recipe of passes, a compiler. It keeps what the
+graph takes and gives."""
+
+
+def transformed(
+    action: ActionGraph, transform: GraphTransform, *, fake_mode: FakeTensorMode, verify: bool
+) -> ActionGraph:
+    """A copy of an action whose graph the transform has edited.
+
+    Args:
+        action: stays as it is.
+        transform: what edits the copy.
+        fake_mode: of the graph's fake values.
+        verify: whether to verify the result.
+
+    Raises:
+        StageGraphError: it takes or gives something else now, or is broken.
+    """
+    result = copied(action)
+    interface = GraphInterface.of(result.graph_module)
+    context = PassContext(
+        fake_mode=fake_mode, static_input_names=tuple(slot.name for slot in action.static_inputs)
+    )
+    transform(result.graph_module, action.kind, context)
+    if not verify:
+        return result
+    problems = Verifier().verify(result.graph_module, interface=interface).problems
+    if problems:
+        raise StageGraphError(
+            what=f"the transform broke {action.kind} of stage {action.stage_index}",
+            problems=map(str, problems),
+        )
+    return result
 
 
 class Executable:
@@ -30,7 +72,7 @@ class Executable:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluation:
+class EvaluationForward:
     """A stage's forward in one mode of its module, with nothing kept."""
 
     mode: CapturedMode

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, TypeAlias
+from typing import get_args
 
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
+from gt_config.node_keys import OverlappedBackward, PipelineAction
 from gt_passes.verifier.collective_order import CollectiveSequence
 from gt_pipeline.errors import StageGraphError, StageInputError, StageOrderError
 from gt_pipeline.graph._torch_internals import FakeTensorMode
 from gt_pipeline.graph.action_graph import ActionGraph
-from gt_pipeline.graph.action_transform import GraphTransform, transformed
-from gt_pipeline.graph.executables import Evaluation, Executable, Overlap
+from gt_pipeline.graph.executables import (
+    EvaluationForward,
+    Executable,
+    GraphTransform,
+    Overlap,
+    transformed,
+)
 from gt_pipeline.graph.gradient_accumulators import GradientAccumulators
 from gt_pipeline.graph.overlapped_actions import OverlappedActions, overlap_actions
 from gt_pipeline.graph.slots import Slot
@@ -23,20 +29,16 @@ from gt_pipeline.graph.stage_capture import StageCapture, StageLoss, capture_sta
 from gt_pipeline.graph.stage_cut import cut_stage
 from gt_pipeline.graph.stage_inputs import MicrobatchReader, StageState
 from gt_pipeline.runner.stage_protocol import (
-    BackwardKind,
+    ActivationSignature,
     MicrobatchInputs,
     PipelineStageGraphs,
     Tensors,
-    TensorSignature,
 )
 from gt_trace import unflatten_tensor
 from gt_trace.capture.captured_mode import CapturedMode, as_captured
 
 JointTransform = Callable[[StageCapture], object]
 """Edits a stage's joint graph in place, before it is cut: memory policies, chunks."""
-
-
-_BackwardAction: TypeAlias = Literal["FULL_BACKWARD", "BACKWARD_INPUT", "BACKWARD_WEIGHT"]
 
 
 class GraphPipelineStage:
@@ -81,7 +83,7 @@ class GraphPipelineStage:
         *,
         stage_index: int,
         num_stages: int,
-        activations: Sequence[Tensor | TensorSignature] = (),
+        activations: Sequence[Tensor | ActivationSignature] = (),
         inputs: MicrobatchInputs | None = None,
         loss_fn: StageLoss | None = None,
         device: torch.device | str = "cpu",
@@ -117,7 +119,7 @@ class GraphPipelineStage:
         self._reader = MicrobatchReader(capture)
         self._unshard = Executable(self._transformed(self.graphs.unshard))
         self._forward = Executable(self._transformed(self.graphs.forward))
-        self._backward: dict[_BackwardAction, Executable] = {
+        self._backward: dict[PipelineAction, Executable] = {
             kind: Executable(self._transformed(self.graphs.of(kind)))
             for kind in ("FULL_BACKWARD", "BACKWARD_INPUT", "BACKWARD_WEIGHT")
         }
@@ -125,11 +127,11 @@ class GraphPipelineStage:
         self._num_outputs = len(capture.output_signature)
         self._num_arriving = sum(each.requires_grad for each in capture.output_signature)
         self._num_leaving = sum(each.requires_grad for each in capture.input_signature)
-        self._evaluations: list[Evaluation] = []
-        self._evaluation: Evaluation | None = None
+        self._evaluations: list[EvaluationForward] = []
+        self._evaluation: EvaluationForward | None = None
         """The evaluation in the module's present mode; None until it is asked for."""
 
-        self._overlaps: dict[tuple[int, BackwardKind], Overlap] = {}
+        self._overlaps: dict[tuple[int, OverlappedBackward], Overlap] = {}
 
         self._pairs: list[Overlap] = []
         """The overlapped pairs in which this stage runs one action."""
@@ -151,12 +153,12 @@ class GraphPipelineStage:
         return self.capture.traced.fake_mode
 
     @property
-    def input_signature(self) -> tuple[TensorSignature, ...]:
+    def input_signature(self) -> tuple[ActivationSignature, ...]:
         """Activations from the stage before; empty for the first stage."""
         return self.capture.input_signature
 
     @property
-    def output_signature(self) -> tuple[TensorSignature, ...]:
+    def output_signature(self) -> tuple[ActivationSignature, ...]:
         """What ``forward`` returns."""
         return self.capture.output_signature
 
@@ -181,7 +183,7 @@ class GraphPipelineStage:
         for each in executables:
             named[each.action.kind] = each.action.graph_module
         for (backward_stage, kind), pair in self._overlaps.items():
-            named[f"FORWARD with {_KIND[kind]} of stage {backward_stage}"] = pair.graph_module
+            named[f"FORWARD with {kind} of stage {backward_stage}"] = pair.graph_module
         for number, evaluation in enumerate(self._evaluations):
             named[f"FORWARD of evaluation {number}"] = evaluation.forward.action.graph_module
         lines = {
@@ -306,7 +308,7 @@ class GraphPipelineStage:
         inputs: MicrobatchInputs,
         *,
         backward_stage: PipelineStageGraphs,
-        backward_kind: BackwardKind,
+        backward_kind: OverlappedBackward,
         backward_microbatch: int,
         output_gradients: Tensors,
     ) -> tuple[Tensors, Tensors]:
@@ -319,14 +321,14 @@ class GraphPipelineStage:
         other = _of_graphs(backward_stage)
         pair = self._overlap(other, backward_kind)
         arguments = self._arguments(microbatch, activations, inputs)
-        executable = other._backward[_KIND[backward_kind]]
+        executable = other._backward[backward_kind]
         static = pair.static_inputs(other._static(executable), self._static_of_forward())
         saved = other._take_saved(backward_microbatch, output_gradients, executable)
         with as_captured():
             results = pair.run([*static, *output_gradients, *saved, *arguments])
             num_backward = len(executable.action.outputs)
             backward_results = results[:num_backward]
-            if backward_kind == "full_backward":
+            if backward_kind == "FULL_BACKWARD":
                 leaving = other._accumulate(
                     executable, backward_results, owned=pair.owned_gradients
                 )
@@ -335,7 +337,7 @@ class GraphPipelineStage:
         return self._keep_saved(microbatch, results[num_backward:]), leaving
 
     def prepare_overlap(
-        self, backward_stage: GraphPipelineStage, backward_kind: BackwardKind
+        self, backward_stage: GraphPipelineStage, backward_kind: OverlappedBackward
     ) -> OverlappedActions:
         """Make the graph of ``overlap`` now, instead of at its first use.
 
@@ -454,13 +456,14 @@ class GraphPipelineStage:
         )
         return tuple(results[:num_leading])
 
-    def _overlap(self, other: GraphPipelineStage, kind: BackwardKind) -> Overlap:
-        if kind not in _KIND:
-            allowed = " or ".join(map(repr, _KIND))
-            raise ValueError(f"backward_kind is {kind!r}; allowed: {allowed}")
+    def _overlap(self, other: GraphPipelineStage, kind: OverlappedBackward) -> Overlap:
+        if kind not in (allowed := get_args(OverlappedBackward)):
+            raise ValueError(
+                f"backward_kind is {kind!r}; allowed: {' or '.join(map(repr, allowed))}"
+            )
         key = (other.stage_index, kind)
         if key not in self._overlaps:
-            backward = other.graphs.of(_KIND[kind])
+            backward = other.graphs.of(kind)
             actions = overlap_actions(self.graphs.forward, backward, verify=self._verify)
             pair = self._overlaps[key] = Overlap(actions, self._transformed(actions.action))
             self._pairs.append(pair)
@@ -468,7 +471,7 @@ class GraphPipelineStage:
                 other._pairs.append(pair)
         return self._overlaps[key]
 
-    def _evaluation_now(self) -> Evaluation:
+    def _evaluation_now(self) -> EvaluationForward:
         mode = CapturedMode.now(self._module)
         for each in self._evaluations:
             if each.mode == mode:
@@ -476,7 +479,7 @@ class GraphPipelineStage:
         self._evaluations.append(self._captured_evaluation())
         return self._evaluations[-1]
 
-    def _captured_evaluation(self) -> Evaluation:
+    def _captured_evaluation(self) -> EvaluationForward:
         capture = self._capture(fake_mode=self.fake_mode, differentiate=False)
         graphs = cut_stage(capture, verify=self._verify)
         known = {*self.capture.inputs, *self.graphs.unshard.outputs}
@@ -487,7 +490,7 @@ class GraphPipelineStage:
                 problems=missing,
             )
         forward = Executable(self._transformed(graphs.forward))
-        return Evaluation(
+        return EvaluationForward(
             mode=capture.traced.mode, forward=forward, reader=MicrobatchReader(capture)
         )
 
@@ -495,12 +498,6 @@ class GraphPipelineStage:
         if self._transform is None or action.is_empty:
             return action
         return transformed(action, self._transform, fake_mode=self.fake_mode, verify=self._verify)
-
-
-_KIND: Mapping[BackwardKind, _BackwardAction] = {
-    "full_backward": "FULL_BACKWARD",
-    "backward_input": "BACKWARD_INPUT",
-}
 
 
 def _of_graphs(stage: PipelineStageGraphs) -> GraphPipelineStage:

@@ -36,7 +36,7 @@ from gt_pipeline.graph.activations import (
     travelling_gradient,
 )
 from gt_pipeline.graph.slots import Slot
-from gt_pipeline.runner.stage_protocol import MicrobatchInputs, TensorSignature
+from gt_pipeline.runner.stage_protocol import ActivationSignature, MicrobatchInputs
 from gt_trace import GraphInput, InputPreparer, TensorLayout, TracedStep, phase, trace_step
 from gt_trace.capture.captured_mode import ACCUMULATION_HOOKS, GRADIENT_HOOKS, hook_problems
 
@@ -60,8 +60,8 @@ class StageCapture:
 
     stage_index: int
     num_stages: int
-    input_signature: tuple[TensorSignature, ...]
-    output_signature: tuple[TensorSignature, ...]
+    input_signature: tuple[ActivationSignature, ...]
+    output_signature: tuple[ActivationSignature, ...]
     output_placements: tuple[ActivationPlacement | None, ...]
     """How outputs that are DTensors are placed; None for plain ones."""
 
@@ -103,7 +103,7 @@ def capture_stage(
     *,
     stage_index: int,
     num_stages: int,
-    activations: Sequence[Tensor | TensorSignature] = (),
+    activations: Sequence[Tensor | ActivationSignature] = (),
     inputs: MicrobatchInputs | None = None,
     loss_fn: StageLoss | None = None,
     device: torch.device | str = "cpu",
@@ -203,7 +203,7 @@ class _Stage:
         self._module = module
         self._loss_fn = loss_fn
         self._stage_index = stage_index
-        self.output_signature: tuple[TensorSignature, ...] = ()
+        self.output_signature: tuple[ActivationSignature, ...] = ()
         self.output_placements: tuple[ActivationPlacement | None, ...] = ()
         self.num_input_gradients = 0
         self.parameter_names: tuple[str, ...] = ()
@@ -288,7 +288,7 @@ def _clean_up(traced: TracedStep, *, verify: bool) -> None:
 def _layout_problems(
     stage_index: int,
     num_stages: int,
-    activations: Sequence[Tensor | TensorSignature],
+    activations: Sequence[Tensor | ActivationSignature],
     loss_fn: StageLoss | None,
 ) -> list[str]:
     problems: list[str] = []

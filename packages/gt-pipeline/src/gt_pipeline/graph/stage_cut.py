@@ -28,7 +28,7 @@ from gt_passes.analysis.aliasing import AliasClasses
 from gt_passes.analysis.operator_effects import is_only_a_view
 from gt_pipeline.errors import StageCutError, StageGraphError
 from gt_pipeline.graph.action_graph import ActionGraph, extract
-from gt_pipeline.graph.action_parts import Part, assign_parts
+from gt_pipeline.graph.action_parts import assign_parts
 from gt_pipeline.graph.recomposition import find_recomposition_problems
 from gt_pipeline.graph.slots import STATIC_KINDS, Slot, SlotKind
 from gt_pipeline.graph.stage_capture import StageCapture
@@ -107,14 +107,12 @@ class _Cut:
         arriving = {n: s for n, s in self._slot_of_input.items() if s.kind == "output_gradient"}
         saved = {
             node: Slot(kind="saved", name=node.name)
-            for node in self._kept_for(Part.BACKWARD_INPUT, Part.BACKWARD_WEIGHT)
+            for node in self._kept_for("BACKWARD_INPUT", "BACKWARD_WEIGHT")
             if node not in arriving
         }
-        unshard = self._graph(
-            "UNSHARD", [Part.UNSHARD], {}, [(s, n) for n, s in self._unsharded.items()]
-        )
+        unshard = self._graph("UNSHARD", {}, [(s, n) for n, s in self._unsharded.items()])
         forward_outputs = [*self._results_of("output"), *((s, n) for n, s in saved.items())]
-        forward = self._graph("FORWARD", [Part.FORWARD], {}, forward_outputs)
+        forward = self._graph("FORWARD", {}, forward_outputs)
         self._copy_state(forward, [node for _, node in self._results_of("output")])
         if not self._capture.differentiates:
             return StageGraphs(
@@ -127,8 +125,7 @@ class _Cut:
                 reduce_grad=None,
             )
         between = {
-            node: Slot(kind="between", name=node.name)
-            for node in self._kept_for(Part.BACKWARD_WEIGHT)
+            node: Slot(kind="between", name=node.name) for node in self._kept_for("BACKWARD_WEIGHT")
         }
         leaving = self._results_of("input_gradient")
         entering = {**arriving, **saved}
@@ -138,22 +135,17 @@ class _Cut:
             forward=forward,
             full_backward=self._graph(
                 "FULL_BACKWARD",
-                [Part.BACKWARD_INPUT, Part.BACKWARD_WEIGHT],
                 entering,
                 [*leaving, *self._gradients],
             ),
             backward_input=self._graph(
                 "BACKWARD_INPUT",
-                [Part.BACKWARD_INPUT],
                 entering,
                 [*leaving, *((slot, node) for node, slot in between.items())],
             ),
-            backward_weight=self._graph(
-                "BACKWARD_WEIGHT", [Part.BACKWARD_WEIGHT], between, self._gradients
-            ),
+            backward_weight=self._graph("BACKWARD_WEIGHT", between, self._gradients),
             reduce_grad=self._graph(
                 "REDUCE_GRAD",
-                [Part.REDUCE_GRAD],
                 {node: slot for slot, node in self._gradients if self._is_reduced(node)},
                 [r for r in self._results_of("gradient") if self._is_reduction(r[1])],
             ),
@@ -165,7 +157,7 @@ class _Cut:
         return [(slot, node) for slot, node in self._results if slot.kind == kind]
 
     def _is_reduction(self, node: Node) -> bool:
-        return self._parts.get(node) is Part.REDUCE_GRAD
+        return self._parts.get(node) == "REDUCE_GRAD"
 
     def _is_reduced(self, node: Node) -> bool:
         return any(self._is_reduction(user) for user in node.users)
@@ -180,10 +172,10 @@ class _Cut:
         num_of: dict[str, int] = {}
         results = {node for _, node in self._results}
         for node, part in self._parts.items():
-            if part is not Part.UNSHARD:
+            if part != "UNSHARD":
                 continue
             users = [self._parts.get(user) for user in node.users]
-            if not any(user not in (None, Part.UNSHARD) for user in users) and node not in results:
+            if not any(user not in (None, "UNSHARD") for user in users) and node not in results:
                 continue
             collective = read_annotation(node, FsdpCollectiveAnnotation)
             name = node.name if collective is None else collective.parameter_names[0]
@@ -204,7 +196,7 @@ class _Cut:
 
         known: set[Node] = set()
         for node, part in self._parts.items():
-            if part is not Part.REDUCE_GRAD:
+            if part != "REDUCE_GRAD":
                 continue
             collective = read_annotation(node, FsdpCollectiveAnnotation)
             for source in node.all_input_nodes:
@@ -231,7 +223,7 @@ class _Cut:
         (source,) = node.all_input_nodes
         return self._static_slot(source) is not None or self._is_static_view(source)
 
-    def _kept_for(self, *parts: Part) -> list[Node]:
+    def _kept_for(self, *parts: PipelineAction) -> list[Node]:
         """What these parts read of earlier ones and of a microbatch's inputs, in order."""
         read: set[Node] = {
             source
@@ -239,7 +231,7 @@ class _Cut:
             if part in parts
             for source in node.all_input_nodes
         }
-        if Part.BACKWARD_WEIGHT in parts:
+        if "BACKWARD_WEIGHT" in parts:
             read.update(node for _, node in self._gradients)
             read.update(node for _, node in self._results_of("input_gradient") if len(parts) > 1)
         return [
@@ -257,7 +249,6 @@ class _Cut:
     def _graph(
         self,
         kind: PipelineAction,
-        parts: Sequence[Part],
         entering: Mapping[Node, Slot],
         outputs: Iterable[tuple[Slot, Node]],
     ) -> ActionGraph:
@@ -265,10 +256,10 @@ class _Cut:
 
         Args:
             kind: of action.
-            parts: those that it runs.
             entering: the values of a microbatch that it takes, besides arguments.
             outputs: what it gives.
         """
+        parts = ("BACKWARD_INPUT", "BACKWARD_WEIGHT") if kind == "FULL_BACKWARD" else (kind,)
         slots_and_nodes = list(outputs)
         results = [node for _, node in slots_and_nodes]
         own = [n for n in self._joint.graph.nodes if self._parts.get(n) in parts]

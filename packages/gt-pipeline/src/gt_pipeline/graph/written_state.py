@@ -11,11 +11,12 @@ from collections.abc import Collection, Iterator, Mapping
 
 from torch.fx import GraphModule, Node
 
+from gt_config.node_keys import PipelineAction
 from gt_passes.analysis.collectives import is_wait
 from gt_passes.analysis.graph_scan import GraphScanner
 from gt_passes.analysis.operator_effects import is_only_a_view
 from gt_passes.analysis.written_memory import Memory, memories_written
-from gt_pipeline.graph.action_parts import Part
+from gt_pipeline.graph.action_parts import PARTS
 from gt_pipeline.graph.slots import Slot
 
 
@@ -23,7 +24,7 @@ def find_state_problems(
     graph_module: GraphModule,
     *,
     slots: Mapping[Node, Slot],
-    parts: Mapping[Node, Part],
+    parts: Mapping[Node, PipelineAction],
     outputs: Collection[Node],
 ) -> Iterator[str]:
     """Yield a sentence for each write of a joint graph that a pipeline cannot keep in order.
@@ -42,7 +43,7 @@ def find_state_problems(
 def _problems(
     memory: Memory,
     slots: Mapping[Node, Slot],
-    parts: Mapping[Node, Part],
+    parts: Mapping[Node, PipelineAction],
     outputs: Collection[Node],
 ) -> Iterator[str]:
     writers = [writer for writer in memory.writers if not is_wait(writer)]
@@ -55,10 +56,10 @@ def _problems(
             yield f"{where} writes to {slot}, which belongs to another stage: write to a copy"
         elif slot.kind == "parameter":
             yield f"{where} writes to {slot}, which all microbatches read: write to a copy"
-    unsharded = any(parts.get(member) is Part.UNSHARD for member in memory.members)
-    if unsharded and any(parts[writer] is not Part.UNSHARD for writer in writers):
+    unsharded = any(parts.get(member) == "UNSHARD" for member in memory.members)
+    if unsharded and any(parts[writer] != "UNSHARD" for writer in writers):
         yield f"{where} writes to a gathered parameter, which all microbatches read"
-    backward = [writer for writer in writers if parts[writer] > Part.FORWARD]
+    backward = [writer for writer in writers if parts[writer] not in ("UNSHARD", "FORWARD")]
     if not backward:
         return
     where = f"{backward[0].name} ({backward[0].target})"
@@ -79,5 +80,5 @@ def _problems(
         )
 
 
-def _named(parts: Collection[Part]) -> str:
-    return ", ".join(part.name for part in sorted(parts))
+def _named(parts: Collection[PipelineAction]) -> str:
+    return ", ".join(sorted(parts, key=PARTS.index))

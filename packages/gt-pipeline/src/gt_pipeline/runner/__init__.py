@@ -1,29 +1,21 @@
-"""Running a pipeline schedule: `GraphPPRunner` and what it asks of a stage. Imports torch alone."""
+"""Running a pipeline schedule: `GraphPPRunner` and what it asks of a stage; captures nothing."""
 
-from gt_pipeline.runner.graph_pp_runner import GraphPPRunner, LossReduction, StepResult
+from gt_pipeline.runner.graph_pp_runner import GraphPPRunner
 from gt_pipeline.runner.microbatches import MicrobatchDims
 from gt_pipeline.runner.stage_protocol import (
-    BackwardKind,
-    CapturedStageGraphs,
+    ActivationSignature,
     MicrobatchInputs,
     NamesKwargs,
     PipelineStageGraphs,
-    Tensors,
-    TensorSignature,
 )
 from gt_pipeline.runner.step_record import StepRecord
 
 __all__ = [
-    "BackwardKind",
-    "CapturedStageGraphs",
+    "ActivationSignature",
     "GraphPPRunner",
-    "LossReduction",
     "MicrobatchDims",
     "MicrobatchInputs",
     "NamesKwargs",
     "PipelineStageGraphs",
     "StepRecord",
-    "StepResult",
-    "TensorSignature",
-    "Tensors",
 ]

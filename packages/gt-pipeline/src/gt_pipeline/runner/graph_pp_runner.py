@@ -46,11 +46,12 @@ from gt_pipeline.runner.stage_protocol import MicrobatchInputs, PipelineStageGra
 from gt_pipeline.runner.step_program import StepProgram, bind_program
 from gt_pipeline.runner.step_record import StepRecord, record_actions
 from gt_pipeline.runner.transfers import make_transfers
-from gt_pipeline.schedules import Action, LoweredSchedule, Schedule, forward_only, lower
+from gt_pipeline.schedules import Action, Schedule, lower
+from gt_pipeline.schedules.schedule import LoweredSchedule, forward_only
 from gt_pipeline.split import SharedGroup
 
 LossReduction: TypeAlias = Literal["sum", "mean"]
-_Mode: TypeAlias = Literal["train", "eval"]
+_StepKind: TypeAlias = Literal["train", "eval"]
 
 _BEFORE_ACTIONS = -1
 _BEFORE_INPUTS = -2
@@ -118,7 +119,7 @@ class GraphPPRunner:
         max_unsharded_stages: int = 3,
         timeout: timedelta | None = None,
     ) -> None:
-        lowered: dict[_Mode, LoweredSchedule] = {
+        lowered: dict[_StepKind, LoweredSchedule] = {
             "train": lower(
                 schedule,
                 unshards=True,
@@ -256,7 +257,7 @@ class GraphPPRunner:
         self.close()
 
     def _split_and_run(
-        self, mode: _Mode, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any
+        self, mode: _StepKind, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any
     ) -> StepResult:
         return self._run(
             mode,
@@ -269,7 +270,7 @@ class GraphPPRunner:
             ),
         )
 
-    def _run(self, mode: _Mode, inputs: Callable[[], Sequence[MicrobatchInputs]]) -> StepResult:
+    def _run(self, mode: _StepKind, inputs: Callable[[], Sequence[MicrobatchInputs]]) -> StepResult:
         self._check_open()
         program = self._programs[mode]
         self._step += 1

@@ -19,8 +19,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gt_pipeline.schedules import Action, LoweredSchedule
+from gt_pipeline.schedules import Action
 from gt_pipeline.schedules.dependencies import Product, consumed_by, transferred_by
+from gt_pipeline.schedules.schedule import LoweredSchedule
 
 _MESSAGES_AHEAD = 2
 
@@ -34,7 +35,7 @@ def sends_done_after(lowered: LoweredSchedule, rank: int) -> dict[int, list[Acti
     used_at = [_positions_of_use(actions, schedule.num_stages) for actions in lowered.actions]
     done: dict[int, list[Action]] = {}
     for position, action in enumerate(lowered.actions[rank]):
-        if not action.kind.is_send:
+        if not action.is_send:
             continue
         product = transferred_by(action)
         peer = schedule.stage_to_rank[product.consumer_stage]
@@ -66,7 +67,7 @@ def _sends_to(lowered: LoweredSchedule, rank: int, peer: int) -> list[tuple[Prod
     return [
         (product, position)
         for position, action in enumerate(lowered.actions[rank])
-        if action.kind.is_send
+        if action.is_send
         and lowered.schedule.stage_to_rank[(product := transferred_by(action)).consumer_stage]
         == peer
     ]

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from gt_pipeline.errors import RunnerSetupError
 from gt_pipeline.runner.object_exchange import gather_objects
 from gt_pipeline.runner.stage_collectives import digests_of, explain_differences
-from gt_pipeline.runner.stage_protocol import NamesKwargs, PipelineStageGraphs, TensorSignature
+from gt_pipeline.runner.stage_protocol import ActivationSignature, NamesKwargs, PipelineStageGraphs
 from gt_pipeline.runner.transfers import MAX_TENSORS
 from gt_pipeline.schedules import Schedule
 
@@ -25,8 +25,8 @@ from gt_pipeline.schedules import Schedule
 class StageFacts:
     """What other ranks must know of a stage."""
 
-    inputs: tuple[TensorSignature, ...]
-    outputs: tuple[TensorSignature, ...]
+    inputs: tuple[ActivationSignature, ...]
+    outputs: tuple[ActivationSignature, ...]
     parameters: tuple[str, ...]
     known_kwargs: frozenset[str] | None
     """Names of keyword arguments that the stage may take; None: it may take any."""
@@ -216,5 +216,5 @@ def _misfits(members: Sequence[RankFacts]) -> list[str]:
     ]
 
 
-def _shown(signatures: Sequence[TensorSignature]) -> str:
+def _shown(signatures: Sequence[ActivationSignature]) -> str:
     return f"({', '.join(map(str, signatures))})"

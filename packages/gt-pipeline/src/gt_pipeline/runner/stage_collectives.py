@@ -18,8 +18,7 @@ import torch.distributed as dist
 from gt_pipeline.errors import RunnerSetupError
 from gt_pipeline.runner.object_exchange import gather_objects
 from gt_pipeline.runner.stage_protocol import CapturedStageGraphs, PipelineStageGraphs
-from gt_pipeline.runner.step_program import BACKWARD_NAMES
-from gt_pipeline.schedules import LoweredSchedule
+from gt_pipeline.schedules.schedule import LoweredSchedule
 
 
 def prepare_pairs(lowered: LoweredSchedule, stages: Mapping[int, PipelineStageGraphs]) -> list[str]:
@@ -34,13 +33,14 @@ def prepare_pairs(lowered: LoweredSchedule, stages: Mapping[int, PipelineStageGr
     """
     problems = []
     pairs = {
-        (forward.stage, backward.stage, BACKWARD_NAMES[backward.kind])
+        (forward.stage, backward.stage, backward.kind)
         for actions in lowered.actions
         for action in actions
         if action.parts is not None
         for forward, backward in [action.parts]
     }
     for forward, backward, kind in sorted(pairs):
+        assert kind in ("FULL_BACKWARD", "BACKWARD_INPUT")
         if forward not in stages or backward not in stages:
             continue
         stage = stages[forward]

@@ -13,19 +13,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor
 
-Tensors: TypeAlias = tuple[Tensor, ...]
+from gt_config.node_keys import OverlappedBackward
 
-BackwardKind: TypeAlias = Literal["full_backward", "backward_input"]
-"""Which of a stage's backward methods takes part in an overlapped pair."""
+Tensors: TypeAlias = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TensorSignature:
+class ActivationSignature:
     """One tensor that enters or leaves a stage, for one microbatch."""
 
     shape: tuple[int, ...]
@@ -82,11 +81,11 @@ class PipelineStageGraphs(Protocol):
         """Where activations are received."""
 
     @property
-    def input_signature(self) -> tuple[TensorSignature, ...]:
+    def input_signature(self) -> tuple[ActivationSignature, ...]:
         """Activations from the stage before; empty for the first stage."""
 
     @property
-    def output_signature(self) -> tuple[TensorSignature, ...]:
+    def output_signature(self) -> tuple[ActivationSignature, ...]:
         """Activations for the stage after.
 
         Those of the last stage: the loss, of shape (), then whatever else is returned to the caller
@@ -140,7 +139,7 @@ class PipelineStageGraphs(Protocol):
         inputs: MicrobatchInputs,
         *,
         backward_stage: PipelineStageGraphs,
-        backward_kind: BackwardKind,
+        backward_kind: OverlappedBackward,
         backward_microbatch: int,
         output_gradients: Tensors,
     ) -> tuple[Tensors, Tensors]:
@@ -197,7 +196,7 @@ class CapturedStageGraphs(PipelineStageGraphs, Protocol):
     sequence of collectives, all would hang.
     """
 
-    def prepare_overlap(self, backward_stage: Any, backward_kind: BackwardKind) -> object:
+    def prepare_overlap(self, backward_stage: Any, backward_kind: OverlappedBackward) -> object:
         """Make ready what `overlap` with that stage will run."""
 
     def prepare_evaluation(self) -> None:

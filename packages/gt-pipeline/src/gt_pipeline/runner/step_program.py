@@ -20,26 +20,20 @@ from torch import Tensor
 from gt_pipeline.errors import StageOutputError
 from gt_pipeline.runner.send_lifetimes import sends_done_after
 from gt_pipeline.runner.stage_protocol import (
-    BackwardKind,
+    ActivationSignature,
     MicrobatchInputs,
     PipelineStageGraphs,
     Tensors,
-    TensorSignature,
 )
 from gt_pipeline.runner.transfers import MAX_TENSORS, TransferChannel, Transfers
-from gt_pipeline.schedules import Action, ActionKind, LoweredSchedule
+from gt_pipeline.schedules import Action
 from gt_pipeline.schedules.dependencies import transferred_by
+from gt_pipeline.schedules.schedule import LoweredSchedule
 
 _Run: TypeAlias = Callable[[], None]
 _Works: TypeAlias = list[dist.Work]
 _Forward: TypeAlias = Callable[[int, Tensors, MicrobatchInputs], Tensors]
 _Backward: TypeAlias = Callable[[int, Tensors], Tensors]
-
-BACKWARD_NAMES: Mapping[ActionKind, BackwardKind] = {
-    ActionKind.FULL_BACKWARD: "full_backward",
-    ActionKind.BACKWARD_INPUT: "backward_input",
-}
-
 
 _FORGOTTEN = timedelta(seconds=1)
 
@@ -200,25 +194,25 @@ class _Binder:
         """The callable that runs an action."""
         stage = self._stages[action.stage]
         match action.kind:
-            case ActionKind.FORWARD:
+            case "FORWARD":
                 return self._bind_forward(action)
-            case ActionKind.FULL_BACKWARD:
+            case "FULL_BACKWARD":
                 return self._bind_backward(action, stage.full_backward)
-            case ActionKind.BACKWARD_INPUT:
+            case "BACKWARD_INPUT":
                 return self._bind_backward(action, stage.backward_input)
-            case ActionKind.BACKWARD_WEIGHT:
+            case "BACKWARD_WEIGHT":
                 return self._bind_backward_weight(action)
-            case ActionKind.OVERLAP_F_B:
+            case "OVERLAP_F_B":
                 return self._bind_overlap(action)
-            case ActionKind.SEND_F | ActionKind.SEND_B:
+            case "SEND_F" | "SEND_B":
                 return self._bind_send(action)
-            case ActionKind.RECV_F | ActionKind.RECV_B:
+            case "RECV_F" | "RECV_B":
                 return self._bind_receive(action)
-            case ActionKind.UNSHARD:
+            case "UNSHARD":
                 return stage.unshard
-            case ActionKind.RESHARD:
+            case "RESHARD":
                 return stage.reshard
-            case ActionKind.REDUCE_GRAD:
+            case "REDUCE_GRAD":
                 return stage.reduce_gradients
 
     def then_retire(self, run: _Run, sends: Sequence[Action]) -> _Run:
@@ -270,8 +264,8 @@ class _Binder:
         assert action.parts is not None
         forward, backward = action.parts
         compute = self._stages[forward.stage].overlap
-        backward_stage = self._stages[backward.stage]
-        backward_kind = BACKWARD_NAMES[backward.kind]
+        backward_stage, backward_kind = self._stages[backward.stage], backward.kind
+        assert backward_kind in ("FULL_BACKWARD", "BACKWARD_INPUT")
         forward_microbatch, backward_microbatch = _microbatch(forward), _microbatch(backward)
         inputs = self._inputs
         take_activations = self._take_activations(forward)
@@ -327,7 +321,7 @@ class _Binder:
 
     def _bind_send(self, action: Action) -> _Run:
         box = self.boxes[action.stage]
-        waiting = box.outputs if action.kind is ActionKind.SEND_F else box.input_gradients
+        waiting = box.outputs if action.kind == "SEND_F" else box.input_gradients
         microbatch = _microbatch(action)
         channel, tag = self._channel(action)
         pending = self.pending
@@ -341,7 +335,7 @@ class _Binder:
 
     def _bind_receive(self, action: Action) -> _Run:
         box = self.boxes[action.stage]
-        if action.kind is ActionKind.RECV_F:
+        if action.kind == "RECV_F":
             into, all_works = box.activations, box.activation_works
         else:
             into, all_works = box.output_gradients, box.output_gradient_works
@@ -360,16 +354,16 @@ class _Binder:
         stage = self._stages[action.stage]
         sent_forward = product.direction == "forward"
         # Neighbours agree on signatures, so this stage's own say what travels.
-        signatures: Sequence[TensorSignature]
-        if sent_forward == action.kind.is_send:
+        signatures: Sequence[ActivationSignature]
+        if sent_forward == action.is_send:
             signatures = stage.output_signature
         else:
             signatures = stage.input_signature
         if not sent_forward:
             signatures = _with_gradient(signatures)
-        other = product.consumer_stage if action.kind.is_send else product.stage
+        other = product.consumer_stage if action.is_send else product.stage
         peer = self._schedule.stage_to_rank[other]
-        make = self._transfers.channel_to if action.kind.is_send else self._transfers.channel_from
+        make = self._transfers.channel_to if action.is_send else self._transfers.channel_from
         channel = make(peer, signatures, stage.device)
         # Unique among the products of a step, on every rank alike.
         place = product.stage * self._schedule.num_microbatches + product.microbatch
@@ -391,7 +385,7 @@ def _take(
 
 
 def _give(
-    into: list[Tensors], microbatch: int, signatures: Sequence[TensorSignature], what: str
+    into: list[Tensors], microbatch: int, signatures: Sequence[ActivationSignature], what: str
 ) -> Callable[[Tensors], None]:
     """Hand tensors over, contiguous, after a look at their sizes: a wrong one would not arrive."""
     layouts = [(each.shape, each.dtype) for each in signatures]
@@ -411,7 +405,7 @@ def _give(
 
 
 def _wrong_outputs(
-    tensors: Sequence[Tensor], signatures: Sequence[TensorSignature], what: str
+    tensors: Sequence[Tensor], signatures: Sequence[ActivationSignature], what: str
 ) -> StageOutputError:
     returned = [f"{str(each.dtype).removeprefix('torch.')}{list(each.shape)}" for each in tensors]
     return StageOutputError(
@@ -423,7 +417,7 @@ def _wrong_outputs(
     )
 
 
-def _with_gradient(signatures: Sequence[TensorSignature]) -> tuple[TensorSignature, ...]:
+def _with_gradient(signatures: Sequence[ActivationSignature]) -> tuple[ActivationSignature, ...]:
     return tuple(each for each in signatures if each.requires_grad)
 
 

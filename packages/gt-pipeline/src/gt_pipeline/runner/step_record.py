@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from gt_pipeline.runner.stage_protocol import PipelineStageGraphs
-from gt_pipeline.schedules import Action, Lane, Span
+from gt_pipeline.schedules import Action
+from gt_pipeline.schedules.rank_lists import Lane, Span
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,9 +79,9 @@ def record_actions(
 
 
 def _lane(action: Action) -> Lane:
-    if action.kind.is_compute:
+    if action.is_compute:
         return "compute"
-    return "transfer" if action.kind.is_point_to_point else "collective"
+    return "transfer" if action.is_point_to_point else "collective"
 
 
 class _HostClock:

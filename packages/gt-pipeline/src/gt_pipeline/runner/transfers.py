@@ -23,11 +23,11 @@ import torch
 import torch.distributed as dist
 
 from gt_pipeline.runner.process_groups import close_group, make_group, release_group
-from gt_pipeline.runner.stage_protocol import Tensors, TensorSignature
+from gt_pipeline.runner.stage_protocol import ActivationSignature, Tensors
 
-_Direction: TypeAlias = Literal["higher", "lower"]
+_Peer: TypeAlias = Literal["higher", "lower"]
 
-_DIRECTIONS: tuple[_Direction, ...] = ("higher", "lower")
+_PEERS: tuple[_Peer, ...] = ("higher", "lower")
 
 MAX_TENSORS = 64
 """The most tensors that go from one stage to the next; each takes a tag, and tags are 31 bits."""
@@ -49,7 +49,7 @@ class TransferChannel:
         self,
         group: dist.ProcessGroup,
         peer: int,
-        signatures: Sequence[TensorSignature],
+        signatures: Sequence[ActivationSignature],
         device: torch.device,
     ) -> None:
         self._group = group
@@ -87,9 +87,7 @@ class Transfers:
         groups: of them, for transfers towards higher and towards lower ranks of the pipeline.
     """
 
-    def __init__(
-        self, pipeline: Sequence[int], groups: Mapping[_Direction, dist.ProcessGroup]
-    ) -> None:
+    def __init__(self, pipeline: Sequence[int], groups: Mapping[_Peer, dist.ProcessGroup]) -> None:
         self.rank = list(pipeline).index(dist.get_rank())
         self._groups = dict(groups)
         # PyTorch sorts the ranks of a group.
@@ -98,14 +96,14 @@ class Transfers:
         self._closed = False
 
     def channel_to(
-        self, peer: int, signatures: Sequence[TensorSignature], device: torch.device
+        self, peer: int, signatures: Sequence[ActivationSignature], device: torch.device
     ) -> TransferChannel:
         """The way by which this rank sends to another of the pipeline."""
         group = self._groups["higher" if peer > self.rank else "lower"]
         return TransferChannel(group, self._rank_in_group[peer], signatures, device)
 
     def channel_from(
-        self, peer: int, signatures: Sequence[TensorSignature], device: torch.device
+        self, peer: int, signatures: Sequence[ActivationSignature], device: torch.device
     ) -> TransferChannel:
         """The way by which this rank receives from another of the pipeline."""
         group = self._groups["higher" if self.rank > peer else "lower"]
@@ -147,7 +145,7 @@ def make_transfers(
         if len(pipeline) == 1:
             continue
         groups = {}
-        for direction in _DIRECTIONS:
+        for direction in _PEERS:
             purpose = f"pipeline transfers towards {direction} ranks"
             if (group := make_group(pipeline, purpose=purpose, timeout=timeout)) is not None:
                 groups[direction] = group

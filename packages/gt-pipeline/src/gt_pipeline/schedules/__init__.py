@@ -1,4 +1,4 @@
-"""Pipeline schedules as data: build, check, lower, simulate and draw them. Imports torch alone.
+"""Pipeline schedules as data: build, check, lower, simulate and draw them.
 
 ::
 
@@ -8,55 +8,34 @@
     print(draw(timeline))
 """
 
-from gt_pipeline.schedules.actions import Action, ActionKind, Direction, parse_action
-from gt_pipeline.schedules.build_schedule import (
-    build_pipeline_schedule,
-    register_action_functions,
-)
-from gt_pipeline.schedules.chrome_trace import chrome_trace, write_chrome_trace
-from gt_pipeline.schedules.costs import UNIT_COSTS, ActionCosts, CostModel
+from gt_pipeline.schedules.actions import Action
+from gt_pipeline.schedules.build_schedule import build_pipeline_schedule, register_action_functions
+from gt_pipeline.schedules.chrome_trace import write_chrome_trace
+from gt_pipeline.schedules.costs import ActionCosts
 from gt_pipeline.schedules.draw_schedule import draw
 from gt_pipeline.schedules.liveness import peak_live
-from gt_pipeline.schedules.lowered_checks import check_lowered, lowered_problems
 from gt_pipeline.schedules.lowering import lower
-from gt_pipeline.schedules.rank_lists import LANES, Lane, Span
-from gt_pipeline.schedules.schedule import LoweredSchedule, Schedule, StageStyle, forward_only
-from gt_pipeline.schedules.schedule_checks import check_schedule, schedule_problems
+from gt_pipeline.schedules.schedule import Schedule
+from gt_pipeline.schedules.schedule_checks import check_schedule
 from gt_pipeline.schedules.schedule_csv import schedule_from_csv, schedule_to_csv
-from gt_pipeline.schedules.schedule_rules import SCHEDULE_NAMES, check_sizes
+from gt_pipeline.schedules.schedule_rules import SCHEDULE_NAMES
 from gt_pipeline.schedules.schedule_tables import schedule_of
-from gt_pipeline.schedules.simulation import Timeline, simulate
+from gt_pipeline.schedules.simulation import ScheduleTimeline, simulate
 
 __all__ = [
-    "LANES",
     "SCHEDULE_NAMES",
-    "UNIT_COSTS",
     "Action",
     "ActionCosts",
-    "ActionKind",
-    "CostModel",
-    "Direction",
-    "Lane",
-    "LoweredSchedule",
     "Schedule",
-    "Span",
-    "StageStyle",
-    "Timeline",
+    "ScheduleTimeline",
     "build_pipeline_schedule",
-    "check_lowered",
     "check_schedule",
-    "check_sizes",
-    "chrome_trace",
     "draw",
-    "forward_only",
     "lower",
-    "lowered_problems",
-    "parse_action",
     "peak_live",
     "register_action_functions",
     "schedule_from_csv",
     "schedule_of",
-    "schedule_problems",
     "schedule_to_csv",
     "simulate",
     "write_chrome_trace",

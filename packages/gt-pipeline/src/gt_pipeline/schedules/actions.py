@@ -19,81 +19,34 @@ whatever PyTorch prints or writes to CSV can be parsed here, and the other way r
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import StrEnum
-from typing import Literal
+from typing import Literal, get_args
 
+from gt_config.node_keys import OverlappedBackward, PipelineAction
 from gt_pipeline.errors import ActionError
 
-Direction = Literal["forward", "backward"]
+PointToPoint = Literal["SEND_F", "RECV_F", "SEND_B", "RECV_B"]
+ActionKind = Literal[PipelineAction, PointToPoint, "RESHARD"]
+"""What an action does: one of those that run a graph of a stage, or move or drop what it holds."""
 
-
-class ActionKind(StrEnum):
-    """What an action does; the value is its text form."""
-
-    FORWARD = "F"
-    FULL_BACKWARD = "B"
-    BACKWARD_INPUT = "I"
-    BACKWARD_WEIGHT = "W"
-    OVERLAP_F_B = "OVERLAP_F_B"
-    SEND_F = "SEND_F"
-    RECV_F = "RECV_F"
-    SEND_B = "SEND_B"
-    RECV_B = "RECV_B"
-    UNSHARD = "UNSHARD"
-    RESHARD = "RESHARD"
-    REDUCE_GRAD = "REDUCE_GRAD"
-
-    # That of its text, to which it is equal. Enum's own is written in Python, and schedules are
-    # studied through dictionaries of thousands of actions.
-    __hash__ = str.__hash__
-
-    @property
-    def is_compute(self) -> bool:
-        """Whether it runs a stage's graph; the others move or drop data."""
-        return self in _COMPUTE
-
-    @property
-    def is_send(self) -> bool:
-        """Whether it hands a tensor to another rank."""
-        return self in (ActionKind.SEND_F, ActionKind.SEND_B)
-
-    @property
-    def is_receive(self) -> bool:
-        """Whether it takes a tensor from another rank."""
-        return self in (ActionKind.RECV_F, ActionKind.RECV_B)
-
-    @property
-    def is_point_to_point(self) -> bool:
-        """Whether it is a send or a receive."""
-        return self.is_send or self.is_receive
-
-    @property
-    def has_microbatch(self) -> bool:
-        """Whether it concerns one microbatch; parameters and their gradients concern them all."""
-        return self not in _WITHOUT_MICROBATCH
-
-
-_COMPUTE = frozenset(
-    {
-        ActionKind.FORWARD,
-        ActionKind.FULL_BACKWARD,
-        ActionKind.BACKWARD_INPUT,
-        ActionKind.BACKWARD_WEIGHT,
-        ActionKind.OVERLAP_F_B,
-    }
+_COMPUTE: frozenset[ActionKind] = frozenset(
+    {"FORWARD", "FULL_BACKWARD", "BACKWARD_INPUT", "BACKWARD_WEIGHT", "OVERLAP_F_B"}
 )
-_WITHOUT_MICROBATCH = frozenset(
-    {ActionKind.UNSHARD, ActionKind.RESHARD, ActionKind.REDUCE_GRAD, ActionKind.OVERLAP_F_B}
-)
-# What can be the second part of OVERLAP_F_B. dW alone waits for nothing, so nothing is gained.
-_OVERLAPPED_BACKWARDS = (ActionKind.FULL_BACKWARD, ActionKind.BACKWARD_INPUT)
+WITH_MICROBATCH: frozenset[ActionKind] = (_COMPUTE - {"OVERLAP_F_B"}) | {*get_args(PointToPoint)}
+_LETTERS: Mapping[ActionKind, str] = {
+    "FORWARD": "F",
+    "FULL_BACKWARD": "B",
+    "BACKWARD_INPUT": "I",
+    "BACKWARD_WEIGHT": "W",
+}
+TEXT_OF_KIND: Mapping[ActionKind, str] = {
+    kind: _LETTERS.get(kind, kind) for kind in get_args(ActionKind)
+}
+"""How PyTorch's tables write each kind."""
 
-_SIMPLE = re.compile(
-    r"(\d+)("
-    + "|".join(sorted((kind.value for kind in ActionKind), key=len, reverse=True))
-    + r")(\d*)"
-)
+_KIND_OF_TEXT: Mapping[str, ActionKind] = {text: kind for kind, text in TEXT_OF_KIND.items()}
+_SIMPLE = re.compile(rf"(\d+)({'|'.join(sorted(_KIND_OF_TEXT, key=len, reverse=True))})(\d*)")
 _COMPOUND = re.compile(r"\(([^;()]*);([^;()]*)\)OVERLAP_F_B")
 
 
@@ -126,24 +79,44 @@ class Action:
     @classmethod
     def overlap(cls, forward: Action, backward: Action) -> Action:
         """The OVERLAP_F_B of a forward and a backward."""
-        return cls(forward.stage, ActionKind.OVERLAP_F_B, None, (forward, backward))
+        return cls(forward.stage, "OVERLAP_F_B", None, (forward, backward))
+
+    @property
+    def is_compute(self) -> bool:
+        """Whether it runs a stage's graph of one microbatch, or of two."""
+        return self.kind in _COMPUTE
+
+    @property
+    def is_send(self) -> bool:
+        """Whether it hands a tensor to another rank."""
+        return self.kind in ("SEND_F", "SEND_B")
+
+    @property
+    def is_receive(self) -> bool:
+        """Whether it takes a tensor from another rank."""
+        return self.kind in ("RECV_F", "RECV_B")
+
+    @property
+    def is_point_to_point(self) -> bool:
+        """Whether it is a send or a receive."""
+        return self.is_send or self.is_receive
 
     @property
     def compute_parts(self) -> tuple[Action, ...]:
         """The compute actions in it, in order: two of an OVERLAP_F_B, else itself or nothing."""
         if self.parts is not None:
             return self.parts
-        return (self,) if self.kind.is_compute else ()
+        return (self,) if self.is_compute else ()
 
     def __str__(self) -> str:
         if self.parts is not None:
-            return f"({self.parts[0]};{self.parts[1]}){self.kind.value}"
+            return f"({self.parts[0]};{self.parts[1]}){self.kind}"
         microbatch = "" if self.microbatch is None else str(self.microbatch)
-        return f"{self.stage}{self.kind.value}{microbatch}"
+        return f"{self.stage}{TEXT_OF_KIND[self.kind]}{microbatch}"
 
     def _describe(self) -> str:
         return (
-            f"Action(stage={self.stage!r}, kind={self.kind.name}, microbatch={self.microbatch!r}, "
+            f"Action(stage={self.stage!r}, kind={self.kind}, microbatch={self.microbatch!r}, "
             f"parts={None if self.parts is None else [str(part) for part in self.parts]})"
         )
 
@@ -151,16 +124,17 @@ class Action:
         problems: list[str] = []
         if self.stage < 0:
             problems.append(f"stage {self.stage} is negative")
-        if self.kind.has_microbatch and self.microbatch is None:
-            problems.append(f"{self.kind.name} needs a microbatch")
-        if not self.kind.has_microbatch and self.microbatch is not None:
-            problems.append(f"{self.kind.name} takes no microbatch")
+        has_microbatch = self.kind in WITH_MICROBATCH
+        if has_microbatch and self.microbatch is None:
+            problems.append(f"{self.kind} needs a microbatch")
+        if not has_microbatch and self.microbatch is not None:
+            problems.append(f"{self.kind} takes no microbatch")
         if self.microbatch is not None and self.microbatch < 0:
             problems.append(f"microbatch {self.microbatch} is negative")
-        if self.kind is ActionKind.OVERLAP_F_B:
+        if self.kind == "OVERLAP_F_B":
             return problems + self._problems_of_parts()
         if self.parts is not None:
-            problems.append(f"{self.kind.name} has no parts; only OVERLAP_F_B has")
+            problems.append(f"{self.kind} has no parts; only OVERLAP_F_B has")
         return problems
 
     def _problems_of_parts(self) -> list[str]:
@@ -168,9 +142,9 @@ class Action:
             return ["OVERLAP_F_B needs two parts, a forward and a backward"]
         problems: list[str] = []
         forward, backward = self.parts
-        if forward.kind is not ActionKind.FORWARD:
+        if forward.kind != "FORWARD":
             problems.append(f"its first part must be a forward (F), not {forward}")
-        if backward.kind not in _OVERLAPPED_BACKWARDS:
+        if backward.kind not in get_args(OverlappedBackward):
             problems.append(
                 f"its second part must be a backward (B) or a dI (I), not {backward}: "
                 "run any other action by itself"
@@ -198,7 +172,7 @@ def parse_action(text: str) -> Action:
         return Action.overlap(parse_action(first), parse_action(second))
     if match := _SIMPLE.fullmatch(stripped):
         stage, kind, microbatch = match.groups()
-        return Action(int(stage), ActionKind(kind), int(microbatch) if microbatch else None)
+        return Action(int(stage), _KIND_OF_TEXT[kind], int(microbatch) if microbatch else None)
     raise ActionError(
         what=repr(text),
         problems=[
@@ -206,6 +180,6 @@ def parse_action(text: str) -> Action:
                 "it is not <stage><kind>[microbatch], such as 2F0 or 1UNSHARD, "
                 "nor (<forward>;<backward>)OVERLAP_F_B"
             ),
-            f"kinds: {', '.join(kind.value for kind in ActionKind)}",
+            f"kinds: {', '.join(_KIND_OF_TEXT)}",
         ],
     )

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from gt_pipeline._torch_internals import (
     PipelineContext,
@@ -26,17 +26,23 @@ from gt_pipeline._torch_internals import (
     torch_schedule,
 )
 from gt_pipeline.errors import ScheduleError
-from gt_pipeline.schedules.actions import Action, ActionKind, parse_action
+from gt_pipeline.schedules.actions import (
+    TEXT_OF_KIND,
+    Action,
+    ActionKind,
+    PointToPoint,
+    parse_action,
+)
 from gt_pipeline.schedules.schedule import Schedule
 from gt_pipeline.schedules.schedule_csv import schedule_from_csv
-from gt_pipeline.schedules.schedule_rules import schedule_rules
+from gt_pipeline.schedules.schedule_rules import find_schedule_rules
 from gt_pipeline.schedules.schedule_tables import schedule_of
 
 _ONLY_IN_TRAINING = (
-    ActionKind.FULL_BACKWARD,
-    ActionKind.BACKWARD_INPUT,
-    ActionKind.BACKWARD_WEIGHT,
-    ActionKind.REDUCE_GRAD,
+    "FULL_BACKWARD",
+    "BACKWARD_INPUT",
+    "BACKWARD_WEIGHT",
+    "REDUCE_GRAD",
 )
 
 
@@ -128,18 +134,20 @@ def register_action_functions(
         ScheduleError: the schedule runs no actions, a kind is a send or a receive, or there is a
             function for OVERLAP_F_B and none for FORWARD; lists every violation.
     """
-    problems = [f"{kind} is PyTorch's to run" for kind in functions if kind.is_point_to_point]
+    problems = [
+        f"{kind} is PyTorch's to run" for kind in functions if kind in get_args(PointToPoint)
+    ]
     if not runs_actions(schedule):
         problems.append(
             f"{type(schedule).__name__} runs no actions: build it with "
             "backward_requires_autograd=False"
         )
-    if ActionKind.OVERLAP_F_B in functions and ActionKind.FORWARD not in functions:
+    if "OVERLAP_F_B" in functions and "FORWARD" not in functions:
         problems.append("OVERLAP_F_B needs FORWARD too: evaluation runs its forward alone")
     if problems:
         raise ScheduleError(what="functions cannot run these actions", problems=problems)
     for kind in functions:
-        register_function(schedule, kind.value, _dispatch(schedule, functions))
+        register_function(schedule, TEXT_OF_KIND[kind], _dispatch(schedule, functions))
 
 
 def _dispatch(
@@ -173,7 +181,7 @@ def _check_arguments(
     if (name is None) == (csv_path is None):
         problems.append(f"give a name or a csv_path, not {'both' if name else 'neither'}")
     if name is not None:
-        schedule_rules(name)
+        find_schedule_rules(name)
     if not backward_requires_autograd and loss_fn is not None:
         problems.append(
             "loss_fn is for autograd: explicit backward graphs have the loss in the last stage's "

@@ -24,8 +24,8 @@ def chrome_trace(spans: Iterable[Span], *, unit_us: float = 1.0) -> dict[str, An
     """A trace of spans, as data that ``json`` can write.
 
     Args:
-        spans: of any ranks, such as ``Timeline.spans`` or what ``GraphPPRunner`` measured. Those of
-            one rank and lane stand in the order in which they ran.
+        spans: of any ranks, such as ``ScheduleTimeline.spans`` or what ``GraphPPRunner`` measured.
+            Those of one rank and lane stand in the order in which they ran.
         unit_us: microseconds for which one unit of the spans' times stands.
     """
     by_rank: dict[int, list[Span]] = defaultdict(list)
@@ -61,7 +61,7 @@ def _complete(span: Span, unit_us: float) -> dict[str, Any]:
     return {
         "ph": "X",
         "name": str(action),
-        "cat": action.kind.name.lower(),
+        "cat": action.kind.lower(),
         "pid": span.rank,
         "tid": LANES.index(span.lane),
         "ts": span.start * unit_us,
@@ -83,9 +83,9 @@ def _live_chunks(rank: int, spans: list[Span], unit_us: float) -> Iterator[dict[
 
 
 def _arrows(spans: list[Span], unit_us: float) -> Iterator[dict[str, Any]]:
-    sends: dict[Action, Span] = {span.action: span for span in spans if span.action.kind.is_send}
+    sends: dict[Action, Span] = {span.action: span for span in spans if span.action.is_send}
     for number, span in enumerate(spans):
-        if not span.action.kind.is_receive:
+        if not span.action.is_receive:
             continue
         send = sends.get(transferred_by(span.action).send)
         if send is None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import TypeAlias
 
 from gt_pipeline.errors import ScheduleError
-from gt_pipeline.schedules.actions import Action, ActionKind
+from gt_pipeline.schedules.actions import Action
 
 CostModel: TypeAlias = Callable[[Action], float]
 """The time that an action takes, in any one unit. ``ActionCosts`` is one; a function that looks at
@@ -56,21 +56,21 @@ class ActionCosts:
     def __call__(self, action: Action) -> float:
         """The time that an action takes."""
         match action.kind:
-            case ActionKind.FORWARD:
+            case "FORWARD":
                 return self.forward
-            case ActionKind.BACKWARD_INPUT:
+            case "BACKWARD_INPUT":
                 return self.backward_input
-            case ActionKind.BACKWARD_WEIGHT:
+            case "BACKWARD_WEIGHT":
                 return self.backward_weight
-            case ActionKind.FULL_BACKWARD:
+            case "FULL_BACKWARD":
                 return self._full_backward
-            case ActionKind.OVERLAP_F_B:
+            case "OVERLAP_F_B":
                 return self._overlap(action)
-            case ActionKind.UNSHARD:
+            case "UNSHARD":
                 return self.unshard
-            case ActionKind.REDUCE_GRAD:
+            case "REDUCE_GRAD":
                 return self.reduce_grad
-            case ActionKind.RESHARD:
+            case "RESHARD":
                 return 0.0  # it drops memory and waits for nothing
             case _:
                 return self.transfer
@@ -83,7 +83,7 @@ class ActionCosts:
 
     def _overlap(self, action: Action) -> float:
         assert action.parts is not None
-        is_full = action.parts[1].kind is ActionKind.FULL_BACKWARD
+        is_full = action.parts[1].kind == "FULL_BACKWARD"
         together = self.overlap_f_b if is_full else self.overlap_f_i
         if together is not None:
             return together

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from gt_pipeline.schedules.actions import Action, ActionKind, Direction
+from gt_config.node_keys import Direction
+from gt_pipeline.schedules.actions import Action, ActionKind
 
-_BACKWARDS = (ActionKind.FULL_BACKWARD, ActionKind.BACKWARD_INPUT)
+_BACKWARDS = ("FULL_BACKWARD", "BACKWARD_INPUT")
 
 
 class Product(NamedTuple):
@@ -31,20 +32,20 @@ class Product(NamedTuple):
     @property
     def send(self) -> Action:
         """The action by which the rank of the stage that makes it hands it over."""
-        kind = ActionKind.SEND_F if self.direction == "forward" else ActionKind.SEND_B
+        kind: ActionKind = "SEND_F" if self.direction == "forward" else "SEND_B"
         return Action(self.stage, kind, self.microbatch)
 
     @property
     def receive(self) -> Action:
         """The action by which the rank of the stage that takes it gets it."""
-        kind = ActionKind.RECV_F if self.direction == "forward" else ActionKind.RECV_B
+        kind: ActionKind = "RECV_F" if self.direction == "forward" else "RECV_B"
         return Action(self.consumer_stage, kind, self.microbatch)
 
 
 def produced_by(part: Action, num_stages: int) -> Product | None:
     """What a compute action, other than OVERLAP_F_B, makes for a neighbouring stage."""
     assert part.microbatch is not None
-    if part.kind is ActionKind.FORWARD and part.stage < num_stages - 1:
+    if part.kind == "FORWARD" and part.stage < num_stages - 1:
         return Product(part.stage, "forward", part.microbatch)
     if part.kind in _BACKWARDS and part.stage > 0:
         return Product(part.stage, "backward", part.microbatch)
@@ -54,7 +55,7 @@ def produced_by(part: Action, num_stages: int) -> Product | None:
 def consumed_by(part: Action, num_stages: int) -> Product | None:
     """What a compute action, other than OVERLAP_F_B, takes from a neighbouring stage."""
     assert part.microbatch is not None
-    if part.kind is ActionKind.FORWARD and part.stage > 0:
+    if part.kind == "FORWARD" and part.stage > 0:
         return Product(part.stage - 1, "forward", part.microbatch)
     if part.kind in _BACKWARDS and part.stage < num_stages - 1:
         return Product(part.stage + 1, "backward", part.microbatch)
@@ -65,12 +66,12 @@ def transferred_by(action: Action) -> Product:
     """What a send or a receive moves."""
     assert action.microbatch is not None
     match action.kind:
-        case ActionKind.SEND_F:
+        case "SEND_F":
             return Product(action.stage, "forward", action.microbatch)
-        case ActionKind.RECV_F:
+        case "RECV_F":
             return Product(action.stage - 1, "forward", action.microbatch)
-        case ActionKind.SEND_B:
+        case "SEND_B":
             return Product(action.stage, "backward", action.microbatch)
-        case ActionKind.RECV_B:
+        case "RECV_B":
             return Product(action.stage + 1, "backward", action.microbatch)
     raise AssertionError(f"{action} is not a transfer")

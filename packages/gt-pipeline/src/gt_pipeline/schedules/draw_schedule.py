@@ -6,7 +6,7 @@ from typing import Literal, get_args
 
 from gt_pipeline.schedules.costs import UNIT_COSTS, CostModel
 from gt_pipeline.schedules.schedule import LoweredSchedule, Schedule
-from gt_pipeline.schedules.simulation import Timeline, simulate
+from gt_pipeline.schedules.simulation import ScheduleTimeline, simulate
 from gt_pipeline.schedules.timeline_page import timelines_page
 from gt_pipeline.schedules.timeline_text import timeline_text
 
@@ -14,7 +14,7 @@ DrawingForm = Literal["text", "html"]
 
 
 def draw(
-    *schedules: Schedule | LoweredSchedule | Timeline,
+    *schedules: Schedule | LoweredSchedule | ScheduleTimeline,
     form: DrawingForm = "text",
     costs: CostModel = UNIT_COSTS,
     width: int = 120,
@@ -39,7 +39,7 @@ def draw(
     if form not in (forms := get_args(DrawingForm)):
         raise ValueError(f"form is {form!r}; allowed: {' or '.join(map(repr, forms))}")
     timelines = [
-        each if isinstance(each, Timeline) else simulate(each, costs) for each in schedules
+        each if isinstance(each, ScheduleTimeline) else simulate(each, costs) for each in schedules
     ]
     if form == "html":
         return timelines_page(timelines)

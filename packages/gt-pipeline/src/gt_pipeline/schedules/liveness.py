@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from gt_pipeline.schedules.actions import Action, ActionKind
+from gt_pipeline.schedules.actions import Action
 from gt_pipeline.schedules.schedule import Schedule
 
-_RELEASES = (ActionKind.FULL_BACKWARD, ActionKind.BACKWARD_WEIGHT)
+_RELEASES = ("FULL_BACKWARD", "BACKWARD_WEIGHT")
 
 
 def peak_live(schedule: Schedule) -> tuple[int, ...]:
@@ -42,7 +42,7 @@ def _peak(actions: Iterable[Action]) -> int:
 
 
 def _num_saved(action: Action) -> int:
-    return sum(part.kind is ActionKind.FORWARD for part in action.compute_parts)
+    return sum(part.kind == "FORWARD" for part in action.compute_parts)
 
 
 def _num_released(action: Action) -> int:

@@ -5,49 +5,29 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
-from gt_pipeline.errors import ScheduleError
-from gt_pipeline.schedules.actions import Action, ActionKind
+from gt_pipeline.schedules.actions import Action
 from gt_pipeline.schedules.costs import UNIT_COSTS
 from gt_pipeline.schedules.dependencies import Product, consumed_by, produced_by, transferred_by
 from gt_pipeline.schedules.rank_lists import RankLists
 from gt_pipeline.schedules.schedule import LoweredSchedule, Schedule
-from gt_pipeline.schedules.schedule_checks import schedule_problems
-
-
-def check_lowered(lowered: LoweredSchedule) -> None:
-    """Refuse a lowered schedule whose ranks would deadlock, or use what is not there.
-
-    Raises:
-        ScheduleError: lists every violation.
-    """
-    problems = lowered_problems(lowered)
-    if problems:
-        raise ScheduleError(
-            what=f"the lowered schedule {lowered.schedule.name} cannot run", problems=problems
-        )
 
 
 def lowered_problems(lowered: LoweredSchedule) -> tuple[str, ...]:
-    """Everything that is wrong with a lowered schedule; nothing if it can run.
+    """Everything that is wrong with the lists of a lowered schedule; nothing if it can run.
 
-    Checked: what ``schedule_problems`` checks; the lists compute what the schedule computes; each
-    product that changes ranks is sent once after it was made and received once before it is used,
-    and nothing else is; two ranks agree on the order of all transfers between them; if a rank
-    gathers parameters, each stage has them wherever it computes, and drops them; if it reduces
-    gradients, each stage does so once after its last backward; and ranks never wait for each other
-    in a circle, even if every send and receive blocks.
+    The schedule itself is known to be right. Checked: the lists compute what the schedule
+    computes; each product that changes ranks is sent once after it was made and received once
+    before it is used, and nothing else is; two ranks agree on the order of all transfers between
+    them; if a rank gathers parameters, each stage has them wherever it computes, and drops them;
+    if it reduces gradients, each stage does so once after its last backward; and ranks never wait
+    for each other in a circle, even if every send and receive blocks.
     """
-    return schedule_problems(lowered.schedule) or list_problems(lowered)
-
-
-def list_problems(lowered: LoweredSchedule) -> tuple[str, ...]:
-    """What ``lowered_problems`` finds, of a schedule that is known to be right."""
     schedule = lowered.schedule
     if lowered.num_ranks != schedule.num_ranks:
         return (f"there are lists of {lowered.num_ranks} ranks, not of {schedule.num_ranks}",)
     problems: list[str] = []
     for rank, actions in enumerate(lowered.actions):
-        if tuple(each for each in actions if each.kind.is_compute) != schedule.compute[rank]:
+        if tuple(each for each in actions if each.is_compute) != schedule.compute[rank]:
             problems.append(f"rank {rank} does not compute what the schedule says")
         problems += [f"rank {rank}: {problem}" for problem in _in_one_list(schedule, rank, actions)]
     if not problems:
@@ -59,12 +39,12 @@ def list_problems(lowered: LoweredSchedule) -> tuple[str, ...]:
 
 def _in_one_list(schedule: Schedule, rank: int, actions: Sequence[Action]) -> Iterator[str]:
     for action, count in Counter(actions).items():
-        if count > 1 and action.kind not in (ActionKind.UNSHARD, ActionKind.RESHARD):
+        if count > 1 and action.kind not in ("UNSHARD", "RESHARD"):
             yield f"{action} stands {count} times in the list"
     yield from _transfers_of(schedule, rank, actions)
-    if any(each.kind in (ActionKind.UNSHARD, ActionKind.RESHARD) for each in actions):
+    if any(each.kind in ("UNSHARD", "RESHARD") for each in actions):
         yield from _unshards_of(actions)
-    if any(each.kind is ActionKind.REDUCE_GRAD for each in actions):
+    if any(each.kind == "REDUCE_GRAD" for each in actions):
         yield from _reductions_of(schedule, rank, actions)
 
 
@@ -72,8 +52,8 @@ def _transfers_of(schedule: Schedule, rank: int, actions: Sequence[Action]) -> I
     sent: dict[Product, int] = {}
     received: dict[Product, int] = {}
     for index, action in enumerate(actions):
-        if action.kind.is_point_to_point:
-            (sent if action.kind.is_send else received)[transferred_by(action)] = index
+        if action.is_point_to_point:
+            (sent if action.is_send else received)[transferred_by(action)] = index
     for index, action in enumerate(actions):
         for part in action.compute_parts:
             made = produced_by(part, schedule.num_stages)
@@ -92,11 +72,11 @@ def _unshards_of(actions: Sequence[Action]) -> Iterator[str]:
     gathered: set[int] = set()
     for action in actions:
         match action.kind:
-            case ActionKind.UNSHARD:
+            case "UNSHARD":
                 if action.stage in gathered:
                     yield f"{action} gathers what is already there"
                 gathered.add(action.stage)
-            case ActionKind.RESHARD:
+            case "RESHARD":
                 if action.stage not in gathered:
                     yield f"{action} drops what is not there"
                 gathered.discard(action.stage)
@@ -116,11 +96,11 @@ def _reductions_of(schedule: Schedule, rank: int, actions: Sequence[Action]) -> 
                 index
                 for index, action in enumerate(actions)
                 for part in action.compute_parts
-                if part.stage == stage and part.kind is not ActionKind.FORWARD
+                if part.stage == stage and part.kind != "FORWARD"
             ),
             default=-1,
         )
-        reduction = Action(stage, ActionKind.REDUCE_GRAD)
+        reduction = Action(stage, "REDUCE_GRAD")
         if place.get(reduction, -1) < last:
             yield f"{reduction} is missing after {actions[last]}, the stage's last backward"
 
@@ -130,7 +110,7 @@ def _transfer_orders(lowered: LoweredSchedule) -> Iterator[str]:
     orders: dict[tuple[int, int], list[Product]] = defaultdict(list)
     for rank, actions in enumerate(lowered.actions):
         for action in actions:
-            if action.kind.is_point_to_point:
+            if action.is_point_to_point:
                 moved = transferred_by(action)
                 sender, receiver = stage_to_rank[moved.stage], stage_to_rank[moved.consumer_stage]
                 orders[rank, receiver if rank == sender else sender].append(moved)

@@ -21,11 +21,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from gt_pipeline.errors import ScheduleError
-from gt_pipeline.schedules.actions import Action, ActionKind
+from gt_pipeline.schedules.actions import Action
 from gt_pipeline.schedules.compute_order import compute_times
 from gt_pipeline.schedules.costs import UNIT_COSTS, CostModel
 from gt_pipeline.schedules.dependencies import produced_by
-from gt_pipeline.schedules.lowered_checks import list_problems
+from gt_pipeline.schedules.lowered_checks import lowered_problems
 from gt_pipeline.schedules.schedule import LoweredSchedule, Schedule
 from gt_pipeline.schedules.schedule_checks import check_schedule
 
@@ -84,7 +84,7 @@ def lower(
         schedule=schedule,
         actions=tuple((*actions, *gather[rank].after_all) for rank, actions in enumerate(lists)),
     )
-    problems = list_problems(lowered)
+    problems = lowered_problems(lowered)
     assert not problems, "\n".join(problems)
     return lowered
 
@@ -139,11 +139,11 @@ def _unshards_of(actions: Sequence[Action], max_stages: int) -> _Unshards:
         held = [stage for stage in held if stage not in dropped] + fetched
         before.append(
             [
-                *(Action(stage, ActionKind.RESHARD) for stage in dropped),
-                *(Action(stage, ActionKind.UNSHARD) for stage in fetched),
+                *(Action(stage, "RESHARD") for stage in dropped),
+                *(Action(stage, "UNSHARD") for stage in fetched),
             ]
         )
-    return _Unshards(before=before, after_all=[Action(stage, ActionKind.RESHARD) for stage in held])
+    return _Unshards(before=before, after_all=[Action(stage, "RESHARD") for stage in held])
 
 
 def _orders_of_next_use(actions: Sequence[Action]) -> list[list[int]]:
@@ -164,12 +164,12 @@ def _last_backwards(actions: Sequence[Action]) -> dict[int, tuple[Action, ...]]:
         last[part.stage] = index
     after: dict[int, tuple[Action, ...]] = {}
     for stage, index in last.items():
-        after[index] = (*after.get(index, ()), Action(stage, ActionKind.REDUCE_GRAD))
+        after[index] = (*after.get(index, ()), Action(stage, "REDUCE_GRAD"))
     return after
 
 
 def _backwards(actions: Sequence[Action]) -> Iterator[tuple[int, Action]]:
     for index, action in enumerate(actions):
         for part in action.compute_parts:
-            if part.kind in (ActionKind.FULL_BACKWARD, ActionKind.BACKWARD_WEIGHT):
+            if part.kind in ("FULL_BACKWARD", "BACKWARD_WEIGHT"):
                 yield index, part

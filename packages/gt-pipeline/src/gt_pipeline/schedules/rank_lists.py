@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from gt_pipeline.schedules.actions import Action, ActionKind
+from gt_pipeline.schedules.actions import Action
 from gt_pipeline.schedules.costs import CostModel
 from gt_pipeline.schedules.dependencies import Product, consumed_by, transferred_by
 
@@ -101,9 +101,9 @@ class RankLists:
         first = index = self.next_index[rank]
         while index < len(actions):
             action = actions[index]
-            if action.kind.is_compute:
+            if action.is_compute:
                 done = self._compute(rank, index, action)
-            elif action.kind.is_point_to_point:
+            elif action.is_point_to_point:
                 done = self._transfer(rank, index, action)
             else:
                 done = self._collective(rank, index, action)
@@ -151,14 +151,14 @@ class RankLists:
 
     def _collective(self, rank: int, index: int, action: Action) -> bool:
         start = max(self.computed_at[rank], self.collective_free_at[rank])
-        if action.kind is ActionKind.RESHARD:
+        if action.kind == "RESHARD":
             start = self.computed_at[rank]
         end = start + self.costs(action)
         self._record(rank, index, "collective", action, start, end)
-        if action.kind is ActionKind.RESHARD:
+        if action.kind == "RESHARD":
             return True
         self.collective_free_at[rank] = end
-        if action.kind is ActionKind.UNSHARD:
+        if action.kind == "UNSHARD":
             self.gathered_at[action.stage] = end
         if self.blocking:
             self.computed_at[rank] = end
@@ -167,12 +167,10 @@ class RankLists:
     def _describe_stuck(self, rank: int) -> str:
         place = self.next_index[rank]
         action, product = self.actions[rank][place], self.lacking[rank]
-        if action.kind.is_compute:
+        if action.is_compute:
             needs = f"{product.send} of rank {self.stage_to_rank[product.stage]} to arrive"
         else:
-            needs = (
-                f"{product.send if action.kind.is_receive else product.receive}, its counterpart"
-            )
+            needs = f"{product.send if action.is_receive else product.receive}, its counterpart"
         return f"rank {rank} stands at {action} (place {place} of its list) and waits for {needs}"
 
     def _record(

@@ -7,11 +7,8 @@ checked, simulated and drawn on any machine. What moves data between ranks is ad
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
 
-from gt_pipeline.schedules.actions import Action, ActionKind
-
-StageStyle = Literal["loop", "v", "explicit"]
+from gt_pipeline.schedules.actions import Action
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,19 +41,10 @@ class Schedule:
         return len(self.stage_to_rank)
 
     @property
-    def style(self) -> StageStyle:
-        """How stages lie on ranks: in a loop (0 1 2 3 0 1 2 3), a V (0 1 2 3 3 2 1 0) or else."""
-        if self.stage_to_rank == _loop(self.num_ranks, self.num_stages):
-            return "loop"
-        if self.stage_to_rank == _v(self.num_ranks, self.num_stages):
-            return "v"
-        return "explicit"
-
-    @property
     def is_forward_only(self) -> bool:
         """Whether it has no backward at all, as for evaluation."""
         return all(
-            part.kind is ActionKind.FORWARD
+            part.kind == "FORWARD"
             for actions in self.compute
             for action in actions
             for part in action.compute_parts
@@ -95,17 +83,8 @@ def forward_only(schedule: Schedule) -> Schedule:
                 part
                 for action in actions
                 for part in action.compute_parts
-                if part.kind is ActionKind.FORWARD
+                if part.kind == "FORWARD"
             )
             for actions in schedule.compute
         ),
     )
-
-
-def _loop(num_ranks: int, num_stages: int) -> tuple[int, ...]:
-    return tuple(stage % num_ranks for stage in range(num_stages))
-
-
-def _v(num_ranks: int, num_stages: int) -> tuple[int, ...]:
-    there_and_back = [*range(num_ranks), *reversed(range(num_ranks))]
-    return tuple(there_and_back[stage % (2 * num_ranks)] for stage in range(num_stages))

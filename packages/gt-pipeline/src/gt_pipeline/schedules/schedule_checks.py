@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Final
 
 from gt_pipeline.errors import ScheduleError
 from gt_pipeline.schedules.actions import Action, ActionKind
@@ -11,10 +12,11 @@ from gt_pipeline.schedules.compute_order import compute_times
 from gt_pipeline.schedules.costs import UNIT_COSTS
 from gt_pipeline.schedules.schedule import Schedule
 
-_F = ActionKind.FORWARD
-_B = ActionKind.FULL_BACKWARD
-_I = ActionKind.BACKWARD_INPUT
-_W = ActionKind.BACKWARD_WEIGHT
+_F: Final = "FORWARD"
+_B: Final = "FULL_BACKWARD"
+_I: Final = "BACKWARD_INPUT"
+_W: Final = "BACKWARD_WEIGHT"
+_BEFORE: Mapping[ActionKind, ActionKind] = {_B: _F, _I: _F, _W: _I}
 
 
 def check_schedule(schedule: Schedule) -> None:
@@ -59,7 +61,7 @@ def _misplaced(schedule: Schedule) -> Iterator[str]:
         if rank not in schedule.stage_to_rank:
             yield f"rank {rank} has no stage"
         for action in actions:
-            if not action.kind.is_compute:
+            if not action.is_compute:
                 yield f"rank {rank} has {action}: a schedule computes only; lower adds the rest"
             for part in action.compute_parts:
                 yield from _misplaced_part(schedule, rank, part)
@@ -90,7 +92,7 @@ def _miscounted(schedule: Schedule) -> Iterator[str]:
             counts = Counter(kinds[stage, microbatch])
             for kind, count in counts.items():
                 if count > 1:
-                    yield f"{stage}{kind}{microbatch} runs {count} times"
+                    yield f"{Action(stage, kind, microbatch)} runs {count} times"
             if _F not in counts:
                 yield f"{stage}F{microbatch} is missing"
             if needs_backward:
@@ -101,7 +103,7 @@ def _wrong_backward(stage: int, microbatch: int, kinds: set[ActionKind]) -> Iter
     if not kinds:
         yield f"{stage}B{microbatch} is missing, or {stage}I{microbatch} and {stage}W{microbatch}"
     elif _B in kinds and len(kinds) > 1:
-        others = " and ".join(f"{stage}{kind.value}{microbatch}" for kind in sorted(kinds - {_B}))
+        others = " and ".join(str(Action(stage, kind, microbatch)) for kind in sorted(kinds - {_B}))
         yield f"{stage}B{microbatch} is the whole backward, so {others} must not run too"
     elif kinds == {_I}:
         yield f"{stage}W{microbatch} is missing, although {stage}I{microbatch} runs"
@@ -115,7 +117,7 @@ def _misordered(schedule: Schedule) -> Iterator[str]:
             part: index for index, action in enumerate(actions) for part in action.compute_parts
         }
         for part, index in position.items():
-            before = {_B: _F, _I: _F, _W: _I}.get(part.kind)
+            before = _BEFORE.get(part.kind)
             if before is None:
                 continue
             earlier = Action(part.stage, before, part.microbatch)

@@ -75,7 +75,7 @@ def _actions_of(row: Sequence[str], rank: int, problems: list[str]) -> list[Acti
         except ActionError as error:
             problems.append(f"{where}: {error.what}: {error.problems[0]}")
             continue
-        if not action.kind.is_compute:
+        if not action.is_compute:
             problems.append(f"{where}: {action} does not compute; leave it to lower")
             continue
         actions.append(action)

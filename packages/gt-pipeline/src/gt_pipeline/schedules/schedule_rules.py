@@ -15,13 +15,15 @@ from typing import Literal
 
 from gt_pipeline.errors import ScheduleError
 
+ScheduleStyle = Literal["loop", "v"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleRules:
     """What a schedule of one name demands of its sizes."""
 
     name: str
-    style: Literal["loop", "v"]
+    style: ScheduleStyle
     stages_per_rank: int | None
     """How many stages each rank must have; None for any number, the same on each rank."""
 
@@ -32,40 +34,34 @@ class ScheduleRules:
     """Whether microbatches, which run in rounds of about one per rank, must fill equal rounds."""
 
 
-_RULES = {
-    rules.name.lower(): rules
-    for rules in (
-        ScheduleRules(name="GPipe", style="loop", stages_per_rank=1),
-        ScheduleRules(
-            name="1F1B", style="loop", stages_per_rank=1, needs_microbatch_per_stage=True
-        ),
-        ScheduleRules(
-            name="Interleaved1F1B", style="loop", stages_per_rank=None, needs_even_rounds=True
-        ),
-        ScheduleRules(
-            name="InterleavedZeroBubble",
-            style="loop",
-            stages_per_rank=None,
-            needs_even_rounds=True,
-        ),
-        ScheduleRules(name="ZBVZeroBubble", style="v", stages_per_rank=2),
-        ScheduleRules(
-            name="DualPipeV", style="v", stages_per_rank=2, needs_microbatch_per_stage=True
-        ),
-    )
-}
+SCHEDULE_RULES = (
+    ScheduleRules(name="GPipe", style="loop", stages_per_rank=1),
+    ScheduleRules(name="1F1B", style="loop", stages_per_rank=1, needs_microbatch_per_stage=True),
+    ScheduleRules(
+        name="Interleaved1F1B", style="loop", stages_per_rank=None, needs_even_rounds=True
+    ),
+    ScheduleRules(
+        name="InterleavedZeroBubble",
+        style="loop",
+        stages_per_rank=None,
+        needs_even_rounds=True,
+    ),
+    ScheduleRules(name="ZBVZeroBubble", style="v", stages_per_rank=2),
+    ScheduleRules(name="DualPipeV", style="v", stages_per_rank=2, needs_microbatch_per_stage=True),
+)
+"""Every schedule that is built here."""
 
-SCHEDULE_NAMES: tuple[str, ...] = tuple(rules.name for rules in _RULES.values())
+SCHEDULE_NAMES: tuple[str, ...] = tuple(rules.name for rules in SCHEDULE_RULES)
 """Every name that ``schedule_of`` and ``build_pipeline_schedule`` take, in any case."""
 
 
-def schedule_rules(name: str) -> ScheduleRules:
+def find_schedule_rules(name: str) -> ScheduleRules:
     """The rules of a schedule, by its name in any case.
 
     Raises:
         ScheduleError: no schedule has this name.
     """
-    rules = _RULES.get(name.lower())
+    rules = next((each for each in SCHEDULE_RULES if each.name.lower() == name.lower()), None)
     if rules is None:
         raise ScheduleError(
             what=f"no schedule is called {name!r}",
@@ -88,7 +84,7 @@ def check_sizes(
     Raises:
         ScheduleError: unknown name, or sizes that the schedule cannot have; lists each of them.
     """
-    rules = schedule_rules(name)
+    rules = find_schedule_rules(name)
     problems = [
         f"num_{what} must be at least 1, not {size}"
         for what, size in (

@@ -9,7 +9,7 @@ name one that does not exist).
 from __future__ import annotations
 
 from gt_pipeline._torch_internals import torch_table
-from gt_pipeline.schedules.actions import Action, ActionKind, parse_action
+from gt_pipeline.schedules.actions import Action, parse_action
 from gt_pipeline.schedules.schedule import Schedule
 from gt_pipeline.schedules.schedule_checks import check_schedule
 from gt_pipeline.schedules.schedule_rules import check_sizes
@@ -60,9 +60,9 @@ def schedule_of(name: str, *, num_ranks: int, num_stages: int, num_microbatches:
 
 def _forwards_then_pairs(stage: int, num_microbatches: int, num_warmup: int) -> tuple[Action, ...]:
     """``num_warmup`` forwards, then a backward and a forward in turn, then the other backwards."""
-    forwards = [Action(stage, ActionKind.FORWARD, each) for each in range(num_microbatches)]
+    forwards = [Action(stage, "FORWARD", each) for each in range(num_microbatches)]
     actions = forwards[:num_warmup]
     for microbatch in range(num_microbatches):
-        actions.append(Action(stage, ActionKind.FULL_BACKWARD, microbatch))
+        actions.append(Action(stage, "FULL_BACKWARD", microbatch))
         actions.extend(forwards[num_warmup + microbatch : num_warmup + microbatch + 1])
     return tuple(actions)

@@ -16,7 +16,7 @@ from gt_pipeline.schedules.schedule import LoweredSchedule, Schedule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Timeline:
+class ScheduleTimeline:
     """A simulated run of a schedule; times in the unit of the costs."""
 
     schedule: Schedule
@@ -51,7 +51,7 @@ def simulate(
     costs: CostModel = UNIT_COSTS,
     *,
     overlap_communication: bool = True,
-) -> Timeline:
+) -> ScheduleTimeline:
     """Run a schedule on paper.
 
     Args:
@@ -81,7 +81,7 @@ def simulate(
     makespan = max((span.end for span in spans), default=0.0)
     by_rank = [[span for span in each if span.lane == "compute"] for each in spans_of_ranks]
     compute = tuple(sum(span.duration for span in each) for each in by_rank)
-    return Timeline(
+    return ScheduleTimeline(
         schedule=schedule.schedule,
         makespan=makespan,
         compute=compute,

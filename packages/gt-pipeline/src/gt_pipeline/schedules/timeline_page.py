@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from html import escape
 
-from gt_pipeline.schedules.actions import Action
+from gt_pipeline.schedules.actions import TEXT_OF_KIND, Action
 from gt_pipeline.schedules.rank_lists import LANES, Lane, Span
-from gt_pipeline.schedules.simulation import Timeline
+from gt_pipeline.schedules.simulation import ScheduleTimeline
 from gt_pipeline.schedules.timeline_text import short_name, table_of, title_of
 
 _WIDTH = 1400
@@ -42,7 +42,7 @@ _KEY = (
 )
 
 
-def timelines_page(timelines: Sequence[Timeline]) -> str:
+def timelines_page(timelines: Sequence[ScheduleTimeline]) -> str:
     """An HTML document that draws timelines below each other, at one scale.
 
     A rank's second and later stages are paler, and the two halves of a bar overlap.
@@ -63,7 +63,7 @@ def timelines_page(timelines: Sequence[Timeline]) -> str:
     )
 
 
-def _figure(timeline: Timeline, scale: float) -> str:
+def _figure(timeline: ScheduleTimeline, scale: float) -> str:
     lanes = tuple(
         lane
         for lane in LANES
@@ -85,7 +85,7 @@ def _figure(timeline: Timeline, scale: float) -> str:
     )
 
 
-def _rank_lines(timeline: Timeline, rank_height: int) -> Iterator[str]:
+def _rank_lines(timeline: ScheduleTimeline, rank_height: int) -> Iterator[str]:
     for rank in range(timeline.schedule.num_ranks):
         top = rank * rank_height
         yield f'<text x="0" y="{top + 20}">rank {rank}</text>'
@@ -96,7 +96,7 @@ def _rank_lines(timeline: Timeline, rank_height: int) -> Iterator[str]:
 
 
 def _bar(
-    timeline: Timeline, span: Span, lanes: Sequence[Lane], rank_height: int, scale: float
+    timeline: ScheduleTimeline, span: Span, lanes: Sequence[Lane], rank_height: int, scale: float
 ) -> str:
     top = span.rank * rank_height + sum(_height(lane) for lane in lanes[: lanes.index(span.lane)])
     left = _LEFT + span.start * scale
@@ -116,8 +116,8 @@ def _bar(
     return f'{drawn}<text class="bar" x="{left + 2:.2f}" y="{top + 19}">{escape(name)}</text>'
 
 
-def _class(timeline: Timeline, span: Span, part: Action) -> str:
-    name = part.kind.value if span.lane == "compute" else span.lane
+def _class(timeline: ScheduleTimeline, span: Span, part: Action) -> str:
+    name = TEXT_OF_KIND[part.kind] if span.lane == "compute" else span.lane
     is_first = timeline.schedule.stages_of_rank(span.rank)[0] == part.stage
     return name if is_first else f"{name} later"
 
@@ -126,7 +126,7 @@ def _height(lane: Lane) -> int:
     return _COMPUTE_HEIGHT if lane == "compute" else _OTHER_HEIGHT
 
 
-def _table(timeline: Timeline) -> str:
+def _table(timeline: ScheduleTimeline) -> str:
     header, *rows = table_of(timeline)
     lines = [
         "<tr>" + "".join(f"<{tag}>{cell}</{tag}>" for cell in row) + "</tr>"

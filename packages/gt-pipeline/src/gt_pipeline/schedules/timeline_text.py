@@ -16,13 +16,13 @@ import math
 from gt_pipeline.errors import ScheduleError
 from gt_pipeline.schedules.actions import Action
 from gt_pipeline.schedules.rank_lists import Span
-from gt_pipeline.schedules.simulation import Timeline
+from gt_pipeline.schedules.simulation import ScheduleTimeline
 
 # More columns of time than this are more than anybody reads.
 _MAX_COLUMNS = 400
 
 
-def timeline_text(timeline: Timeline, *, width: int = 120) -> str:
+def timeline_text(timeline: ScheduleTimeline, *, width: int = 120) -> str:
     """Draw what each rank computes and when; its idle time and live chunks stand below.
 
     Args:
@@ -59,7 +59,7 @@ def timeline_text(timeline: Timeline, *, width: int = 120) -> str:
     return "\n".join([*lines, *_aligned(table_of(timeline)), ""])
 
 
-def title_of(timeline: Timeline) -> str:
+def title_of(timeline: ScheduleTimeline) -> str:
     """The schedule's name, its sizes and what was simulated of it, in one line."""
     schedule = timeline.schedule
     return (
@@ -76,7 +76,7 @@ def short_name(action: Action) -> str:
     return f"{action.parts[0]}&{action.parts[1]}"
 
 
-def _unit(timeline: Timeline) -> float:
+def _unit(timeline: ScheduleTimeline) -> float:
     """The time that one column stands for: the shortest computation, if that is not too short."""
     shortest = min(
         (each.duration for each in timeline.spans if each.lane == "compute" and each.duration > 0),
@@ -100,7 +100,7 @@ def _row(spans: list[Span], unit: float, cell: int) -> str:
     return row
 
 
-def table_of(timeline: Timeline) -> list[list[str]]:
+def table_of(timeline: ScheduleTimeline) -> list[list[str]]:
     """What every rank adds up to, as cells: a header, and a row for each rank."""
     columns = (timeline.compute, timeline.idle, timeline.idle_within_span, timeline.peak_live)
     return [

@@ -1,4 +1,4 @@
-"""Splitting a model into pipeline stages; imports torch alone, so that any trainer can take it.
+"""Splitting a model into pipeline stages; imports torch, so that any trainer can take it.
 
 ::
 
@@ -13,37 +13,26 @@ from gt_pipeline.split.balanced_stages import module_names_by_cost
 from gt_pipeline.split.cover import check_cover
 from gt_pipeline.split.layer_naming import (
     HUGGING_FACE_NAMING,
-    KNOWN_NAMINGS,
     TORCHTITAN_NAMING,
     LayerNaming,
     find_naming,
 )
-from gt_pipeline.split.metadata import PipelineMetadata, pipeline_metadata
+from gt_pipeline.split.metadata import pipeline_metadata
 from gt_pipeline.split.module_costs import measure_module_costs, parameter_bytes
 from gt_pipeline.split.module_names import module_names_per_stage
-from gt_pipeline.split.removal import PassThrough, RemovalPolicy
-from gt_pipeline.split.schedule_layout import (
-    SCHEDULE_LAYOUTS,
-    ScheduleLayout,
-    ScheduleStyle,
-    find_schedule_layout,
-)
-from gt_pipeline.split.shared_groups import SharedGroup, tied_parameters
+from gt_pipeline.split.removal import RemovalPolicy
+from gt_pipeline.split.schedule_layout import ScheduleLayout, find_schedule_layout
+from gt_pipeline.split.shared_groups import SharedGroup
 from gt_pipeline.split.split_module import split_module, stage_modules
 from gt_pipeline.split.splittable import check_splittable
-from gt_pipeline.split.stage_indices import stage_indices_of_rank, stages_by_rank
+from gt_pipeline.split.stage_indices import stage_indices_of_rank
 
 __all__ = [
     "HUGGING_FACE_NAMING",
-    "KNOWN_NAMINGS",
-    "SCHEDULE_LAYOUTS",
     "TORCHTITAN_NAMING",
     "LayerNaming",
-    "PassThrough",
-    "PipelineMetadata",
     "RemovalPolicy",
     "ScheduleLayout",
-    "ScheduleStyle",
     "SharedGroup",
     "check_cover",
     "check_splittable",
@@ -57,6 +46,4 @@ __all__ = [
     "split_module",
     "stage_indices_of_rank",
     "stage_modules",
-    "stages_by_rank",
-    "tied_parameters",
 ]

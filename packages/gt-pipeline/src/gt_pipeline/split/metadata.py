@@ -9,11 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gt_pipeline.errors import StageLayoutError
-from gt_pipeline.split.schedule_layout import (
-    ScheduleLayout,
-    ScheduleStyle,
-    find_schedule_layout,
-)
+from gt_pipeline.schedules.schedule_rules import ScheduleStyle
+from gt_pipeline.split.schedule_layout import ScheduleLayout, find_schedule_layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,11 +10,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal
 
 from gt_pipeline.errors import StageLayoutError
-
-ScheduleStyle = Literal["loop", "v"]
+from gt_pipeline.schedules.schedule_rules import (
+    SCHEDULE_RULES,
+    ScheduleRules,
+    ScheduleStyle,
+    find_schedule_rules,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,21 +35,19 @@ class ScheduleLayout:
     max_stages_per_rank: int | None
 
 
-_ONE_STAGE = ScheduleLayout(style="loop", min_stages_per_rank=1, max_stages_per_rank=1)
-_SEVERAL_STAGES = ScheduleLayout(style="loop", min_stages_per_rank=2, max_stages_per_rank=None)
-_V = ScheduleLayout(style="v", min_stages_per_rank=2, max_stages_per_rank=2)
+def _layout(rules: ScheduleRules) -> ScheduleLayout:
+    return ScheduleLayout(
+        style=rules.style,
+        min_stages_per_rank=rules.stages_per_rank or 2,
+        max_stages_per_rank=rules.stages_per_rank,
+    )
+
 
 SCHEDULE_LAYOUTS: Mapping[str, ScheduleLayout] = MappingProxyType(
-    {
-        "GPipe": _ONE_STAGE,
-        "1F1B": _ONE_STAGE,
-        "Interleaved1F1B": _SEVERAL_STAGES,
-        "LoopedBFS": _SEVERAL_STAGES,
-        "InterleavedZeroBubble": _SEVERAL_STAGES,
-        "ZBVZeroBubble": _V,
-        "DualPipeV": _V,
-    }
+    {rules.name: _layout(rules) for rules in SCHEDULE_RULES}
+    | {"LoopedBFS": _layout(find_schedule_rules("Interleaved1F1B"))}
 )
+"""The layouts of the schedules that are built here, and of PyTorch's LoopedBFS."""
 
 
 def find_schedule_layout(name: str) -> ScheduleLayout:

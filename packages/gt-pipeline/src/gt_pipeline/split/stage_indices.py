@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gt_pipeline.errors import StageLayoutError
-from gt_pipeline.split.schedule_layout import ScheduleStyle
+from gt_pipeline.schedules.schedule_rules import ScheduleStyle
 
 
 def stage_indices_of_rank(

@@ -2,11 +2,11 @@
 
 from gt_trace.fsdp.simple_fsdp import (
     MixedPrecision,
-    Mode,
     ShardedModel,
     ShardingError,
+    ShardingMode,
     gathered,
     shard,
 )
 
-__all__ = ["MixedPrecision", "Mode", "ShardedModel", "ShardingError", "gathered", "shard"]
+__all__ = ["MixedPrecision", "ShardedModel", "ShardingError", "ShardingMode", "gathered", "shard"]

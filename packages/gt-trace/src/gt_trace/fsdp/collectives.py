@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from gt_config.node_keys import FsdpCollectiveAnnotation
+from gt_config.node_keys import FsdpCollectiveAnnotation, FsdpCollectiveKind
 from gt_trace.annotate import annotate
 
 GradientReduction = Literal["avg", "sum"]
@@ -146,7 +146,7 @@ def _divisors(plan: UnshardPlan, dtype: torch.dtype) -> tuple[float, float]:
 
 
 def _annotation(
-    plan: UnshardPlan, kind: Literal["unshard", "reduce_grad"], axis: ShardAxis | None
+    plan: UnshardPlan, kind: FsdpCollectiveKind, axis: ShardAxis | None
 ) -> FsdpCollectiveAnnotation:
     return FsdpCollectiveAnnotation(
         kind=kind,

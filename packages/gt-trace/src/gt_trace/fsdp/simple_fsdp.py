@@ -47,9 +47,9 @@ from gt_trace.fsdp.sharded_parameter import (
     sharded_parameters,
 )
 
-__all__ = ["MixedPrecision", "Mode", "ShardedModel", "ShardingError", "gathered", "shard"]
+__all__ = ["MixedPrecision", "ShardedModel", "ShardingError", "ShardingMode", "gathered", "shard"]
 
-Mode = Literal["replicate", "shard", "hybrid_shard"]
+ShardingMode = Literal["replicate", "shard", "hybrid_shard"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +86,7 @@ def shard(
     model: nn.Module,
     mesh: DeviceMesh,
     *,
-    mode: Mode,
+    mode: ShardingMode,
     mixed_precision: MixedPrecision | None = None,
     shard_dim: int = 0,
     reduction: GradientReduction = "avg",
@@ -211,7 +211,7 @@ def _slots(model: nn.Module, prefix: str) -> list[_Slot]:
     ]
 
 
-def _mesh_problems(mesh: DeviceMesh, mode: Mode) -> list[str]:
+def _mesh_problems(mesh: DeviceMesh, mode: ShardingMode) -> list[str]:
     problems: list[str] = []
     if mode not in ("replicate", "shard", "hybrid_shard"):
         return [f"mode is {mode!r}; allowed: 'replicate', 'shard', 'hybrid_shard'"]
@@ -226,7 +226,7 @@ def _mesh_problems(mesh: DeviceMesh, mode: Mode) -> list[str]:
 
 
 def _parameter_problems(
-    slots: list[_Slot], mesh: DeviceMesh, mode: Mode, shard_dim: int
+    slots: list[_Slot], mesh: DeviceMesh, mode: ShardingMode, shard_dim: int
 ) -> list[str]:
     if not slots:
         return ["no parameter is left to shard: the model has none, or all are sharded already"]
@@ -323,7 +323,7 @@ def _local(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _store(
-    parameter: nn.Parameter, mesh: DeviceMesh, mode: Mode, plan: UnshardPlan
+    parameter: nn.Parameter, mesh: DeviceMesh, mode: ShardingMode, plan: UnshardPlan
 ) -> nn.Parameter:
     """This rank's shard as a DTensor over the data-parallel mesh and the parameter's own."""
     local = _local(parameter)

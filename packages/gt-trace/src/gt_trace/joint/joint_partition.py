@@ -16,6 +16,7 @@ from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
+from gt_config import JointPartitioner
 from gt_config.node_keys import FsdpCollectiveAnnotation, PhaseAnnotation
 from gt_trace._torch_joint_internals import (
     default_partition,
@@ -27,14 +28,13 @@ from gt_trace.joint.bound_joint import ForwardBackward
 from gt_trace.joint.joint_graph import GraphResult, JointGraph
 from gt_trace.node_metadata import is_backward, read_annotation, write_annotation
 
-Partitioner = Literal["min_cut", "save_all"]
 GatheredParameters = Literal["save", "gather_again"]
 
 
 def partition(
     joint: JointGraph,
     *,
-    partitioner: Partitioner = "min_cut",
+    partitioner: JointPartitioner = "min_cut",
     gathered_parameters: GatheredParameters | None = None,
 ) -> ForwardBackward:
     """Cut ``joint`` in a forward and a backward graph; the joint graph stays as it is.

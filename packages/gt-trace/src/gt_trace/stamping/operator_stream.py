@@ -27,8 +27,8 @@ from gt_trace._torch_internals import (
 )
 from gt_trace.stamping.known_operators import KnownOperators
 from gt_trace.stamping.layer_list import LayerList
-from gt_trace.stamping.recorder import Recorder, tensor_leaves
-from gt_trace.stamping.recordings import Origin, Recording, Vocabulary
+from gt_trace.stamping.recorder import StreamRecorder, tensor_leaves
+from gt_trace.stamping.recordings import Origin, StreamRecording, Vocabulary
 from gt_trace.stamping.refusal import NotStampable
 
 
@@ -40,7 +40,7 @@ def record_step(
     named_tensors: Mapping[str, torch.Tensor],
     vocabulary: Vocabulary,
     fake_mode: FakeTensorMode,
-) -> Recording:
+) -> StreamRecording:
     """Run a step and record what each layer computes.
 
     Args:
@@ -55,7 +55,7 @@ def record_step(
         NotStampable: a layer ran twice, never, or out of order; or the step does what no stream
             tells.
     """
-    recorder = Recorder(layers, vocabulary)
+    recorder = StreamRecorder(layers, vocabulary)
     known = KnownOperators(vocabulary.answers, fake_mode)
     for name, tensor in named_tensors.items():
         recorder.register(tensor, Origin(*_owner(layers, name)))
@@ -75,7 +75,7 @@ def record_step(
         raise NotStampable(
             f"the layers ran in the order {_few(recorder.order)}, not {_few(list(keep))}"
         )
-    return Recording(
+    return StreamRecording(
         order=tuple(recorder.order),
         segments=recorder.segments,
         outputs=tuple(recorder.output(leaf) for leaf in leaves),
@@ -93,7 +93,7 @@ class _OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
 
     supports_higher_order_operators = True  # to refuse them with a reason
 
-    def __init__(self, recorder: Recorder, known: KnownOperators) -> None:
+    def __init__(self, recorder: StreamRecorder, known: KnownOperators) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self._recorder = recorder
         self._known = known
@@ -126,7 +126,7 @@ class _OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
 class _GradientStandIns(TorchFunctionMode):
     """Answers ``torch.autograd.grad`` without running a backward."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: StreamRecorder) -> None:
         super().__init__()
         self._recorder = recorder
 

@@ -23,7 +23,7 @@ from gt_trace._torch_internals import (
 )
 from gt_trace.stamping.fake_values import tensors_in
 from gt_trace.stamping.layer_list import LayerList
-from gt_trace.stamping.recordings import BEFORE, Origin, OutputLeaf, Segment, Vocabulary
+from gt_trace.stamping.recordings import BEFORE, LayerSegment, Origin, ReturnedLeaf, Vocabulary
 from gt_trace.stamping.refusal import NotStampable
 
 _PLAIN = (
@@ -38,7 +38,7 @@ _PLAIN = (
 _SYMBOL = re.compile(r"\b[usz]\d+\b")
 
 
-class Recorder:
+class StreamRecorder:
     """What the modes and hooks write into."""
 
     def __init__(self, layers: LayerList, vocabulary: Vocabulary) -> None:
@@ -46,7 +46,7 @@ class Recorder:
         self.vocabulary = vocabulary
         self.order: list[int] = []
         self.current = BEFORE
-        self.segments: dict[int, Segment] = {BEFORE: Segment()}
+        self.segments: dict[int, LayerSegment] = {BEFORE: LayerSegment()}
         self.names: dict[int, str] = {}
         self.stand_ins: dict[int, str | None] = {}
         self.paused = False
@@ -135,7 +135,7 @@ class Recorder:
             self.close(tensor_leaves((args, kwargs)))
             self.order.append(index)
             self.current = index
-            self.segments[index] = Segment()
+            self.segments[index] = LayerSegment()
 
         return enter
 
@@ -146,11 +146,11 @@ class Recorder:
                 if tensor.grad_fn is not None:
                     self._walk(tensor.grad_fn)
 
-    def output(self, leaf: Any) -> OutputLeaf:
+    def output(self, leaf: Any) -> ReturnedLeaf:
         """What one leaf of the step's result is."""
         if not isinstance(leaf, torch.Tensor):
-            return OutputLeaf(is_tensor=False, constant=leaf)
-        return OutputLeaf(gradient_of=self.stand_ins.get(id(leaf)))
+            return ReturnedLeaf(is_tensor=False, constant=leaf)
+        return ReturnedLeaf(gradient_of=self.stand_ins.get(id(leaf)))
 
     def stand_in(self, wanted: torch.Tensor) -> torch.Tensor:
         """A tensor that stands for the gradient of ``wanted``."""
@@ -192,7 +192,7 @@ class Recorder:
             self._nodes[id(node)] = (node, Origin(self.current, ("node", segment.num_results)))
             segment.num_results += 1
 
-    def _settled(self, value: Any, segment: Segment) -> Any:
+    def _settled(self, value: Any, segment: LayerSegment) -> Any:
         """What a custom function keeps, with tensors and symbolic sizes as the segment has them."""
         if isinstance(value, torch.Tensor):
             segment.origins.append(self.origin(value))
@@ -211,7 +211,7 @@ class Recorder:
             origin = self.origin(variable)
             self._nodes[id(node)] = (node, Origin(origin.layer, ("leaf", origin.place)))
 
-    def _code(self, value: Any, segment: Segment) -> Any:
+    def _code(self, value: Any, segment: LayerSegment) -> Any:
         """An operand as something hashable; its tensors go to the segment's origins."""
         if isinstance(value, torch.Tensor):
             self.operands.append(value)
@@ -229,7 +229,7 @@ class Recorder:
             return tuple((key, self._code(each, segment)) for key, each in value.items())
         return ("object", self.vocabulary.identity(value))
 
-    def _signature(self, tensor: torch.Tensor, segment: Segment) -> Any:
+    def _signature(self, tensor: torch.Tensor, segment: LayerSegment) -> Any:
         """All that an operator can see of a tensor, but for values."""
         sizes = tuple(
             size if type(size) is int else self._expression(size, segment) for size in tensor.shape
@@ -262,7 +262,7 @@ class Recorder:
         held = tuple(self._signature(inner, segment) for _, inner in _inner_tensors(tensor))
         return (*facts, spec.placements, spec.mesh, order, held)
 
-    def _expression(self, size: Any, segment: Segment) -> str:
+    def _expression(self, size: Any, segment: LayerSegment) -> str:
         """A symbolic size, with symbols numbered as they occur in the segment."""
         known = segment.symbols
         return _SYMBOL.sub(

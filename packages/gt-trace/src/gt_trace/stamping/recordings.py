@@ -25,11 +25,11 @@ class Origin:
 
 
 @dataclass(slots=True, kw_only=True)
-class Segment:
+class LayerSegment:
     """What ran from the start of one layer to the start of the next."""
 
     tokens: list[int] = field(default_factory=list)
-    """Operators and autograd nodes with their constants, as numbers of ``Recording.vocabulary``."""
+    """Operators and autograd nodes with their constants, as numbers of a ``Vocabulary``."""
 
     origins: list[Origin] = field(default_factory=list)
     """Where every tensor came from that the tokens read, in order."""
@@ -46,7 +46,7 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OutputLeaf:
+class ReturnedLeaf:
     """One leaf of what the step returned."""
 
     gradient_of: str | None = None
@@ -58,14 +58,14 @@ class OutputLeaf:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recording:
+class StreamRecording:
     """The streams of one run."""
 
     order: tuple[int, ...]
     """Layers in the order in which they ran."""
 
-    segments: Mapping[int, Segment]
-    outputs: tuple[OutputLeaf, ...]
+    segments: Mapping[int, LayerSegment]
+    outputs: tuple[ReturnedLeaf, ...]
     output_spec: pytree.TreeSpec
 
 

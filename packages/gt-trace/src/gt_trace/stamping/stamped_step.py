@@ -17,7 +17,7 @@ from gt_trace.capture.traced_step import TracedStep
 from gt_trace.stamping.fake_values import fake_over
 from gt_trace.stamping.layer_list import LayerList
 from gt_trace.stamping.layer_plan import LayerPlan
-from gt_trace.stamping.recordings import OutputLeaf, Recording
+from gt_trace.stamping.recordings import ReturnedLeaf, StreamRecording
 from gt_trace.stamping.refusal import NotStampable
 from gt_trace.stamping.short_graph import cut_graph
 from gt_trace.stamping.stamped_graph import StampedGraph
@@ -31,8 +31,8 @@ def stamped_step(
     layers: LayerList,
     plan: LayerPlan,
     flat: FlatInputs,
-    full_recording: Recording,
-    short_recording: Recording,
+    full_recording: StreamRecording,
+    short_recording: StreamRecording,
     meta_device: torch.device,
     mode: CapturedMode,
 ) -> TracedStep:
@@ -91,7 +91,9 @@ def stamped_step(
     )
 
 
-def _num_unused(short: TracedStep, recording: Recording, layers: LayerList, plan: LayerPlan) -> int:
+def _num_unused(
+    short: TracedStep, recording: StreamRecording, layers: LayerList, plan: LayerPlan
+) -> int:
     """How many gradients of the first interior unit came out as None."""
     returned = zip(recording.outputs, short.output_layouts, strict=True)
     owners = [
@@ -162,7 +164,7 @@ class _Outputs:
         layers: LayerList,
         plan: LayerPlan,
         short: TracedStep,
-        recording: Recording,
+        recording: StreamRecording,
     ) -> None:
         self._builder = builder
         self._layers = layers
@@ -172,7 +174,7 @@ class _Outputs:
         returned: Any = short.graph_module.graph.output_node().args[0]
         values = list(returned)
         self._by_gradient: dict[str, tuple[TensorLayout | None, list[Any]]] = {}
-        self._others: list[tuple[OutputLeaf, TensorLayout | None, list[Any]]] = []
+        self._others: list[tuple[ReturnedLeaf, TensorLayout | None, list[Any]]] = []
         begin = 0
         for leaf, layout in zip(recording.outputs, short.output_layouts, strict=True):
             num = 1 if layout is None else layout.num_leaves
@@ -183,7 +185,7 @@ class _Outputs:
             else:
                 self._others.append((leaf, layout, plain))
 
-    def plain(self, index: int, leaf: OutputLeaf) -> list[Made]:
+    def plain(self, index: int, leaf: ReturnedLeaf) -> list[Made]:
         """The plain outputs of one leaf of the whole model, and its layout into ``layouts``."""
         if leaf.gradient_of is None:
             return self._other(index, leaf)
@@ -214,7 +216,7 @@ class _Outputs:
         self.layouts.append(layout)
         return [self._builder.kept_output(value, layer) for value in plain]
 
-    def _other(self, index: int, leaf: OutputLeaf) -> list[Made]:
+    def _other(self, index: int, leaf: ReturnedLeaf) -> list[Made]:
         if self._next_other >= len(self._others):
             raise NotStampable(f"output {index} is not among those of the shortened model")
         found, layout, plain = self._others[self._next_other]

@@ -8,14 +8,14 @@ from dataclasses import replace
 from gt_trace.stamping.layer_difference import LayerComparison
 from gt_trace.stamping.layer_list import LayerList
 from gt_trace.stamping.layer_plan import LayerPlan
-from gt_trace.stamping.recordings import BEFORE, Origin, Recording, Segment, Vocabulary
+from gt_trace.stamping.recordings import BEFORE, LayerSegment, Origin, StreamRecording, Vocabulary
 from gt_trace.stamping.refusal import NotStampable, ReachesTooFar
 
 _SameOrigin = Callable[[Origin, Origin], bool]
 
 
 def require_equal_streams(
-    recording: Recording,
+    recording: StreamRecording,
     *,
     layers: LayerList,
     plan: LayerPlan,
@@ -72,7 +72,7 @@ def require_equal_streams(
         )
 
 
-def _wanted_gradients(recording: Recording, layers: LayerList) -> dict[int, set[str]]:
+def _wanted_gradients(recording: StreamRecording, layers: LayerList) -> dict[int, set[str]]:
     """For each layer: names in it of what the step returns gradients of."""
     wanted: dict[int, set[str]] = {}
     for name in (leaf.gradient_of for leaf in recording.outputs):
@@ -83,7 +83,12 @@ def _wanted_gradients(recording: Recording, layers: LayerList) -> dict[int, set[
 
 
 def require_same_when_short(
-    full: Recording, short: Recording, *, layers: LayerList, plan: LayerPlan, vocabulary: Vocabulary
+    full: StreamRecording,
+    short: StreamRecording,
+    *,
+    layers: LayerList,
+    plan: LayerPlan,
+    vocabulary: Vocabulary,
 ) -> None:
     """What the shortened model computes is what the whole one does in the same layers.
 
@@ -123,8 +128,8 @@ def require_same_when_short(
 
 
 def _compare(
-    ours: Segment,
-    theirs: Segment,
+    ours: LayerSegment,
+    theirs: LayerSegment,
     *,
     what: str,
     same: _SameOrigin,

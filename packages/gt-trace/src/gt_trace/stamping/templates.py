@@ -18,7 +18,7 @@ from gt_trace.stamping.refusal import NotStampable
 
 
 @dataclass(frozen=True, slots=True)
-class Constant:
+class ConstantTemplate:
     """The same in every unit."""
 
     value: Any
@@ -53,7 +53,7 @@ class Slice:
     parts: tuple[Template, Template, Template]
 
 
-Template = Constant | Reference | LayerText | Items | Entries | Slice
+Template = ConstantTemplate | Reference | LayerText | Items | Entries | Slice
 
 
 def shifted_text(text: str, layers: LayerList, distance: int) -> str:
@@ -103,8 +103,8 @@ class TemplateMaker:
             raise NotStampable(f"{where}: {ours!r} and {theirs!r} are of other kinds")
         if isinstance(ours, list | tuple) and len(ours) == len(theirs):
             items = tuple(self.make(a, b, where) for a, b in zip(ours, theirs, strict=True))
-            if all(isinstance(item, Constant) for item in items):
-                return Constant(ours)
+            if all(isinstance(item, ConstantTemplate) for item in items):
+                return ConstantTemplate(ours)
             return Items(isinstance(ours, list), items)
         if isinstance(ours, Mapping) and list(ours) == list(theirs):
             return Entries(tuple((key, self.make(ours[key], theirs[key], where)) for key in ours))
@@ -115,9 +115,9 @@ class TemplateMaker:
             )
             return Slice((one, two, three))
         if isinstance(ours, str) and shifted_text(ours, self.layers, self._distance) == theirs:
-            return Constant(ours) if ours == theirs else LayerText(ours)
+            return ConstantTemplate(ours) if ours == theirs else LayerText(ours)
         if _same_constant(ours, theirs):
-            return Constant(ours)
+            return ConstantTemplate(ours)
         raise NotStampable(f"{where}: {ours!r} in one layer is {theirs!r} in another")
 
     def value(self, template: Template, unit: int, resolve: Callable[[Reference], Node]) -> Any:
@@ -128,7 +128,7 @@ class TemplateMaker:
             unit: of the run.
             resolve: the node that a reference means in that unit.
         """
-        if isinstance(template, Constant):
+        if isinstance(template, ConstantTemplate):
             return template.value
         if isinstance(template, Reference):
             return resolve(template)

@@ -39,7 +39,7 @@ from gt_trace.stamping.layer_list import (
 )
 from gt_trace.stamping.layer_plan import LayerPlan, plan_layers
 from gt_trace.stamping.operator_stream import record_step
-from gt_trace.stamping.recordings import Recording, Vocabulary
+from gt_trace.stamping.recordings import StreamRecording, Vocabulary
 from gt_trace.stamping.refusal import NotStampable, ReachesTooFar
 from gt_trace.stamping.report import StampedCapture, StampReport
 from gt_trace.stamping.stamped_step import stamped_step
@@ -263,7 +263,7 @@ class _Stamper:
         layers: LayerList,
         plan: LayerPlan,
         flat: FlatInputs,
-        whole: Recording,
+        whole: StreamRecording,
         vocabulary: Vocabulary,
         mode: CapturedMode,
     ) -> StampedCapture:
@@ -325,7 +325,7 @@ class _Stamper:
         layers: LayerList,
         keep: Sequence[int],
         vocabulary: Vocabulary,
-    ) -> Recording:
+    ) -> StreamRecording:
         """Run the step without making a graph."""
         shape_env = ShapeEnv()
         mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=shape_env)

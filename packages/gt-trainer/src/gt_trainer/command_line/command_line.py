@@ -19,10 +19,10 @@ from gt_trainer.command_line.near_matches import did_you_mean
 from gt_trainer.launcher.rendezvous import Rendezvous
 from gt_trainer.models.catalog import CATALOG, CatalogEntry
 
-Action = Literal["train", "dry-run", "help", "help-all", "list", "version"]
+CommandAction = Literal["train", "dry-run", "help", "help-all", "list", "version"]
 
 _DEFAULT_MODULE = "llama3"
-_FLAGS: Mapping[str, Action] = {
+_FLAGS: Mapping[str, CommandAction] = {
     "--dry-run": "dry-run",
     "--help": "help",
     "-h": "help",
@@ -54,7 +54,7 @@ class UsageError(ValueError):
 class CommandLine:
     """What was asked for, names checked."""
 
-    action: Action = "train"
+    action: CommandAction = "train"
     module: str = _DEFAULT_MODULE
     """A name of the catalog, or a dotted path of a Python module with configurations."""
     config: str = ""
@@ -73,7 +73,7 @@ class CommandLine:
 class _Reading:
     """What has been read so far."""
 
-    actions: list[Action] = field(default_factory=list)
+    actions: list[CommandAction] = field(default_factory=list)
     values: dict[str, str] = field(default_factory=dict)
     overrides: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -200,7 +200,7 @@ def _check_overrides(reading: _Reading) -> None:
         reading.problems += explain_unknown_flags(rest)
 
 
-def _choose_action(reading: _Reading) -> Action:
+def _choose_action(reading: _Reading) -> CommandAction:
     asked = list(dict.fromkeys(reading.actions))
     for action in ("help", "help-all", "list", "version"):
         if action in asked:

@@ -7,13 +7,14 @@ split). torchtitan's own text loader needs `datasets`, which nothing here import
 
 import warnings
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from torchtitan.components.dataloader import ParallelAwareDataloader
 
 from gt_trainer.data.packed_text import DataResumeError, DocumentTokenizer, PackedText
 from gt_trainer.data.text_source import (
     DEFAULT_VALIDATION_FRACTION,
+    Split,
     TextSource,
     python_stdlib,
     text_directory,
@@ -49,7 +50,7 @@ class StdlibTextDataLoader(ParallelAwareDataloader):
         dataset_path: str | None = None
         """Folder of .txt, .md and .py files to read instead, one document a file."""
 
-        split: Literal["train", "validation"] = "train"
+        split: Split = "train"
         """Which side of the split to read; a hash of a file's relative path decides its side."""
 
         validation_fraction: float = DEFAULT_VALIDATION_FRACTION

@@ -24,7 +24,7 @@ from rich.text import Text
 
 from gt_trainer.metrics.metrics_history import StepMetrics
 
-Phase = Literal["setting up", "capturing", "training", "validating", "saving", "done"]
+RunPhase = Literal["setting up", "capturing", "training", "validating", "saving", "done"]
 """What a run is busy with."""
 
 DisplayMode = Literal["auto", "live", "plain", "off"]
@@ -37,7 +37,7 @@ _SPARKLINE_STEPS = 32
 class ProgressDisplay(Protocol):
     """Tells a person how a run is getting on. Calls after `close` do nothing."""
 
-    def phase(self, name: Phase) -> None:
+    def phase(self, name: RunPhase) -> None:
         """Say what the run is busy with from now on."""
         ...
 
@@ -81,7 +81,7 @@ def open_progress_display(
 class SilentDisplay:
     """Shows nothing: the ranks that another rank speaks for."""
 
-    def phase(self, name: Phase) -> None:
+    def phase(self, name: RunPhase) -> None:
         """Do nothing."""
 
     def step(self, metrics: StepMetrics) -> None:
@@ -110,7 +110,7 @@ class PlainDisplay:
         self._seconds = _RecentSeconds()
         self._closed = False
 
-    def phase(self, name: Phase) -> None:
+    def phase(self, name: RunPhase) -> None:
         """Write `phase=NAME`."""
         self._line(f"phase={name.replace(' ', '_')}")
 
@@ -161,7 +161,7 @@ class LiveDisplay:
     def __init__(self, console: Console, *, total_steps: int | None, refresh: bool = True) -> None:
         self._console = console
         self._total_steps = total_steps
-        self._phase: Phase = "setting up"
+        self._phase: RunPhase = "setting up"
         self._phase_since = time.monotonic()
         self._metrics: StepMetrics | None = None
         self._losses: deque[float] = deque(maxlen=_SPARKLINE_STEPS)
@@ -178,7 +178,7 @@ class LiveDisplay:
         self._handlers.follow_redirection()
         atexit.register(self.close)  # or the cursor stays hidden when set-up raises
 
-    def phase(self, name: Phase) -> None:
+    def phase(self, name: RunPhase) -> None:
         """Change the panel's first line."""
         self._set_phase(name)
         self._refresh()
@@ -209,7 +209,7 @@ class LiveDisplay:
     def _unicode(self) -> bool:
         return self._console.encoding.lower().startswith("utf")
 
-    def _set_phase(self, name: Phase) -> None:
+    def _set_phase(self, name: RunPhase) -> None:
         self._phase, self._phase_since = name, time.monotonic()
 
     def _refresh(self) -> None:

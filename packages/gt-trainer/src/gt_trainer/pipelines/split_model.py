@@ -20,7 +20,7 @@ from torchtitan.config import TORCH_DTYPE_MAP, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.common.decoder import Decoder
 
-from gt_pipeline.runner import TensorSignature
+from gt_pipeline.runner import ActivationSignature
 from gt_pipeline.schedules import build_pipeline_schedule
 from gt_pipeline.split import stage_modules
 from gt_trainer.compile_options import TrainerCompileConfig
@@ -138,9 +138,9 @@ def _new_passes(options: TrainerCompileConfig, dump_folder: Path) -> Callable[[i
 
 def _activation(
     model_config: Decoder.Config, training: TrainingConfig, parallelism: ParallelismConfig
-) -> TensorSignature:
+) -> ActivationSignature:
     """What a decoder's layers pass on: (b, L, D), in the dtype that parameters are computed in."""
-    return TensorSignature(
+    return ActivationSignature(
         shape=(parallelism.pipeline_parallel_microbatch_size, training.seq_len, model_config.dim),
         dtype=TORCH_DTYPE_MAP[training.mixed_precision_param],
         requires_grad=True,

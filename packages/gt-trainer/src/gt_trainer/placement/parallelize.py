@@ -22,7 +22,7 @@ from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.moe import RoutedExperts
 
 from gt_config import CompileConfig, ConfigError, Violation
-from gt_trace.fsdp import MixedPrecision, Mode, shard
+from gt_trace.fsdp import MixedPrecision, ShardingMode, shard
 from gt_trainer.decoder.initialization import draw_whole_weights
 
 
@@ -31,7 +31,7 @@ class _DataParallel:
     """How one group of parameters is kept: the mesh of its data-parallel axes, and the mode."""
 
     mesh: DeviceMesh
-    mode: Mode
+    mode: ShardingMode
 
 
 def parallelize(

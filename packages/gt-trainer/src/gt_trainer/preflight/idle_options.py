@@ -31,7 +31,7 @@ from gt_config.option_paths import (
     with_option,
 )
 from gt_passes import GraphPass, PassOrderError, RecipeError, known_passes
-from gt_trainer.steps.recipe import ReshardAfterForward, graphs_of, passes_of
+from gt_trainer.steps.recipe import ReshardChoice, graphs_of, passes_of
 
 _COMPILE = "--compile."
 _RESHARD = "--parallelism.fsdp_reshard_after_forward"
@@ -45,7 +45,7 @@ class RunOptions:
 
     options: CompileConfig
     topology: Topology
-    reshard_after_forward: ReshardAfterForward = "default"
+    reshard_after_forward: ReshardChoice = "default"
 
     @property
     def flags(self) -> tuple[str, ...]:
@@ -74,7 +74,7 @@ class RunOptions:
     def choices(self, flag: str) -> tuple[object, ...]:
         """All values that the option may have; empty where they cannot be listed."""
         if flag == _RESHARD:
-            return get_args(ReshardAfterForward)
+            return get_args(ReshardChoice)
         return option_choices(type(self.options), flag.removeprefix(_COMPILE))
 
     def changed(self, flag: str, value: object) -> RunOptions:
@@ -84,7 +84,7 @@ class RunOptions:
             world = self.topology.world // self.topology.pp * value
             return replace(self, topology=replace(self.topology, pp=value, world=world))
         if flag == _RESHARD:
-            return replace(self, reshard_after_forward=cast(ReshardAfterForward, value))
+            return replace(self, reshard_after_forward=cast(ReshardChoice, value))
         return replace(self, options=with_option(self.options, flag.removeprefix(_COMPILE), value))
 
     def passes(self) -> dict[GraphKind, tuple[GraphPass, ...]]:
@@ -123,7 +123,7 @@ def idle_option_violations(
     options: CompileConfig,
     topology: Topology,
     *,
-    reshard_after_forward: ReshardAfterForward = "default",
+    reshard_after_forward: ReshardChoice = "default",
 ) -> Iterator[Violation]:
     """Every option that was set and does nothing; what is malformed is left to ``gt_config``.
 

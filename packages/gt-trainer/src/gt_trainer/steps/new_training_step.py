@@ -18,7 +18,7 @@ from gt_trainer.startup import StartupClock
 from gt_trainer.steps.captured_step import CapturedStep, Recipe
 from gt_trainer.steps.joint_step import JointForward, JointStep
 from gt_trainer.steps.pipelined_step import PipelinedStep
-from gt_trainer.steps.recipe import ReshardAfterForward, recipe_of
+from gt_trainer.steps.recipe import ReshardChoice, recipe_of
 from gt_trainer.steps.training_step import (
     BatchPreparation,
     EagerStep,
@@ -44,7 +44,7 @@ class StepParts:
 
     preparation: BatchPreparation
     parallel_dims: ParallelDims
-    reshard_after_forward: ReshardAfterForward
+    reshard_after_forward: ReshardChoice
     dump_folder: Path
     clock: StartupClock
     on_capture: Callable[[StepReport], None]

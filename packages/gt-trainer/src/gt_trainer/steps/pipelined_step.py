@@ -18,7 +18,7 @@ from torch.fx import GraphModule
 
 from gt_passes import PassManagerReport
 from gt_pipeline.graph import GraphPipelineStage, StageGraphs, StageLoss
-from gt_pipeline.runner import GraphPPRunner, MicrobatchInputs, TensorSignature
+from gt_pipeline.runner import ActivationSignature, GraphPPRunner, MicrobatchInputs
 from gt_pipeline.schedules import Schedule
 from gt_trainer.decoder.expert_regions import annotate_expert_regions
 from gt_trainer.startup import StartupClock
@@ -75,7 +75,7 @@ class PipelinedStep:
         schedule: Schedule,
         *,
         loss_fn: LossFunction,
-        activation: TensorSignature,
+        activation: ActivationSignature,
         pipeline_group: dist.ProcessGroup,
         collective_groups: Sequence[dist.ProcessGroup],
         new_passes: Callable[[int], StagePasses],

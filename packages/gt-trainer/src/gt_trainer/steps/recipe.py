@@ -24,10 +24,10 @@ from gt_passes import (
 from gt_trainer.decoder.attention import flex_attention_options
 from gt_trainer.steps.captured_step import Recipe
 
-ReshardAfterForward = Literal["default", "always", "never"]
+ReshardChoice = Literal["default", "always", "never"]
 """torchtitan's ``--parallelism.fsdp_reshard_after_forward``."""
 
-_RESHARD: dict[ReshardAfterForward, bool | None] = {
+_RESHARD: dict[ReshardChoice, bool | None] = {
     "default": None,  # as the memory policy says
     "always": True,
     "never": False,
@@ -57,7 +57,7 @@ def passes_of(
     options: CompileConfig,
     graph: GraphKind,
     *,
-    reshard_after_forward: ReshardAfterForward = "default",
+    reshard_after_forward: ReshardChoice = "default",
     compiler: SubgraphCompiler | None = None,
 ) -> tuple[GraphPass, ...]:
     """The passes that ``options`` ask for on a kind of graph; equal where they mean the same.
@@ -94,7 +94,7 @@ def passes_of(
 def recipe_of(
     options: CompileConfig,
     *,
-    reshard_after_forward: ReshardAfterForward = "default",
+    reshard_after_forward: ReshardChoice = "default",
     debug_folder: Path | None = None,
     compiler: SubgraphCompiler | None = None,
 ) -> Recipe:
