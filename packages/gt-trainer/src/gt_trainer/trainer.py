@@ -19,6 +19,7 @@ from torch import distributed as dist
 from torch import nn
 from torchtitan.components.validate import Validator
 from torchtitan.models.common.decoder import Decoder
+from torchtitan.tools import filesystem
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
@@ -34,6 +35,7 @@ from gt_passes import (
 from gt_trainer.compile_options import TrainerCompileConfig
 from gt_trainer.metrics.metrics_jsonl import GraphMetricsProcessor
 from gt_trainer.metrics.startup import StartupClock
+from gt_trainer.model_identity import identity_of, write_identity
 from gt_trainer.models.attention import attention_mask_for
 from gt_trainer.placement.planned_capture import capture_layers_of
 from gt_trainer.placement.planned_loss import loss_of
@@ -71,6 +73,8 @@ class GraphTrainer(Trainer):
             os.environ.setdefault("LOG_RANK", ",".join(map(str, ranks)))
         if config.compile.autoparallel:
             config = replace(config, loss=loss_of(config))
+        assert config.model_spec is not None
+        self._model_identity = identity_of(config.model_spec)
         self.startup = StartupClock()
         with self.startup.part("setup"):
             super().__init__(config)
@@ -155,6 +159,8 @@ class GraphTrainer(Trainer):
             self.metrics_processor.training_starts(after_step=self.step - 1)
             if self.config.compile.mode != "none":
                 self.metrics_processor.display.phase("capturing")
+        if not self._has_stepped:
+            self._say_whose_checkpoints()
         self._has_stepped = True
         super().train_step(data_iterator)
         is_first_rank = dist.get_rank() == 0
@@ -169,6 +175,14 @@ class GraphTrainer(Trainer):
             for graph_module in report.graph_modules:
                 release_cuda_graphs(graph_module)
         super().close()
+
+    def _say_whose_checkpoints(self) -> None:
+        """Not before what is resumed has been loaded: only then it is known to be of this model."""
+        checkpoint = self.config.checkpoint
+        folder = filesystem.join(self.config.dump_folder, checkpoint.folder)
+        is_saved = checkpoint.enable and not checkpoint.load_only
+        if is_saved and dist.get_rank() == 0 and not filesystem.is_remote(folder):
+            write_identity(Path(folder), self._model_identity)
 
     def _allow_validation(self) -> None:
         # Imported here: no other run pays for the planner.
