@@ -5,6 +5,7 @@ A dry run asks none of this.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import torch
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.tools import filesystem
+from torchtitan.tools.logging import logger
 
 from gt_config import Topology, Violation
 from gt_trainer.data.text_dataloader import StdlibTextDataLoader
@@ -39,9 +41,9 @@ def machine_violations(
     yield from _missing_devices(num_local_ranks)
     yield from _options_for_another_device(config)
     yield from _masks_exceed_memory(config, num_local_ranks or 1)
-    yield from _unusable_folders(config)
-    yield from _unusable_tokenizer(config)
     num_readers = topology.dp_replicate * topology.dp_shard
+    yield from _unusable_folders(config, num_readers)
+    yield from _unusable_tokenizer(config)
     yield from _unusable_text("--dataloader", config.dataloader, num_readers)
     validator = config.validator
     if validator.enable:
@@ -106,7 +108,7 @@ def _masks_exceed_memory(config: GraphTrainer.Config, num_ranks: int) -> Iterato
     )
 
 
-def _unusable_folders(config: GraphTrainer.Config) -> Iterator[Violation]:
+def _unusable_folders(config: GraphTrainer.Config, num_readers: int) -> Iterator[Violation]:
     unwritable = _why_unwritable(config.dump_folder)
     if unwritable is not None:
         yield Violation(
@@ -131,6 +133,7 @@ def _unusable_folders(config: GraphTrainer.Config) -> Iterator[Violation]:
             Path(config.dump_folder),
             spec=config.model_spec,
             num_steps=config.training.steps,
+            num_readers=num_readers,
         )
 
 
@@ -152,10 +155,9 @@ def _tokenizer_problem(config: GraphTrainer.Config) -> str | None:
     if not Path(config.hf_assets_path).is_dir():
         return download
     try:
-        tokenizer = config.tokenizer.build(tokenizer_path=config.hf_assets_path)
+        num_tokens = _num_tokens(config)
     except Exception as error:  # noqa: BLE001  # the tokenizers library raises Exception itself
         return f"{error}: {download}"
-    num_tokens = tokenizer.get_vocab_size()
     vocab_size = getattr(config.model_spec and config.model_spec.model, "vocab_size", None)
     if vocab_size is None or num_tokens <= vocab_size:
         return None
@@ -163,6 +165,19 @@ def _tokenizer_problem(config: GraphTrainer.Config) -> str | None:
         f"it has {num_tokens} tokens and the model has {vocab_size} embeddings: give the tokenizer "
         "that the model is meant for, or choose a --config with more"
     )
+
+
+def _num_tokens(config: GraphTrainer.Config) -> int:
+    """Build the tokenizer as the run will, and leave it to the run to say so in the log."""
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        num_tokens: int = config.tokenizer.build(
+            tokenizer_path=config.hf_assets_path
+        ).get_vocab_size()
+    finally:
+        logger.setLevel(level)
+    return num_tokens
 
 
 def _unusable_text(

@@ -51,7 +51,8 @@ from gt_trainer.validator import GraphValidator
 class GraphTrainer(Trainer):
     """Trains with captured steps (``compile.mode`` aot_fx_trace, aot_joint) or eagerly (none).
 
-    All modes run the same model, placed the same way; losses and gradients agree bit for bit.
+    All modes run the same model, placed the same way; losses and gradients agree bit for bit, but
+    for the order in which gloo adds bucketed gradients of three ranks or more.
     """
 
     @dataclass(kw_only=True, slots=True)

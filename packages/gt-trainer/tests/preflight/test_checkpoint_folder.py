@@ -18,6 +18,7 @@ def saved(tmp_path_factory):
     """One small checkpoint, to be copied."""
     folder = tmp_path_factory.mktemp("saved") / "step-1"
     states = {"weight": torch.zeros(8, 8), "optimizer": {"lr": 1.0}, "train_state": {"step": 1}}
+    states["dataloader"] = {"dp_rank_0": b"", "world_size": 1}
     dcp.save(states, checkpoint_id=folder, no_dist=True)
     return folder
 
@@ -54,9 +55,13 @@ def run_folder(tmp_path, saved):
     return tmp_path
 
 
-def problems(run_folder, *, model=None, num_steps=20, **flags) -> list[str]:
+def problems(run_folder, *, model=None, num_steps=20, num_readers=1, **flags) -> list[str]:
     config = CheckpointManager.Config(enable=True, **flags)
-    found = list(check_checkpoints(config, run_folder, spec=model or spec(), num_steps=num_steps))
+    found = list(
+        check_checkpoints(
+            config, run_folder, spec=model or spec(), num_steps=num_steps, num_readers=num_readers
+        )
+    )
     return [str(violation).replace(str(run_folder), "RUN") for violation in found]
 
 
@@ -238,3 +243,16 @@ def test_a_run_starts_from_weights_that_fit_its_model(tmp_path, saved_weights):
     )
     (problem,) = problems(tmp_path, initial_load_path=str(saved_weights.parent))
     assert "no .metadata in it; give a folder step-N of a full checkpoint, or" in problem
+
+
+def test_another_number_of_readers_cannot_read_on(run_folder):
+    assert problems(run_folder, num_readers=2, num_steps=10) == []
+    assert problems(run_folder, num_readers=2, exclude_from_loading=["dataloader"]) == []
+    assert problems(run_folder, num_readers=2) == [
+        (
+            "--checkpoint.folder is 'RUN/checkpoint/step-10'\n"
+            "allowed: a checkpoint of 2 data-parallel rank(s), to read on from there\n"
+            "fix: 1 read when it was saved: use as many, or begin the text anew with "
+            "--checkpoint.exclude_from_loading dataloader"
+        )
+    ]

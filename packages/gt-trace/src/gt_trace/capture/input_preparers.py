@@ -1,7 +1,6 @@
 """Hooks that change the inputs of a trace, without the tracer knowing why.
 
-The overlap of expert-parallel communication is one user: it marks the token dimension before
-inputs are faked, and splits inputs inside the trace.
+A caller may mark dimensions as dynamic before inputs are faked, or split inputs inside the trace.
 """
 
 from __future__ import annotations

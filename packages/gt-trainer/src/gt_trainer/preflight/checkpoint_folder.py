@@ -30,6 +30,7 @@ from gt_trainer.model_identity import (
     read_identity,
 )
 
+_READER = "dataloader.dp_rank_"
 _STATES_OF_A_RUN = ("train_state", "optimizer")
 _STEP_FOLDER = re.compile(r"step-(\d+)")
 _METADATA = ".metadata"
@@ -60,6 +61,7 @@ def check_checkpoints(
     *,
     spec: ModelSpec | None,
     num_steps: int,
+    num_readers: int,
 ) -> Iterator[Violation]:
     """Yield what is wrong with the checkpoint that the run would load; remote ones are not read.
 
@@ -68,6 +70,7 @@ def check_checkpoints(
         dump_folder: The run's folder, in which the checkpoint folder is.
         spec: The model to train.
         num_steps: The last step of the run. A checkpoint of it leaves nothing to resume.
+        num_readers: Data-parallel ranks, each of which reads its own part of the data.
     """
     if filesystem.is_remote(str(dump_folder)) or filesystem.is_remote(checkpoint.folder):
         return
@@ -109,7 +112,12 @@ def check_checkpoints(
         yield from _check_initial(checkpoint, spec)
         return
     has_steps_left = checkpoint.load_step != -1 or step_of(chosen) < num_steps
-    yield from _check_resumed(chosen, checkpoint, spec=spec, needs_state=has_steps_left)
+    yield from _check_resumed(
+        chosen,
+        checkpoint,
+        spec=spec,
+        num_readers=num_readers if has_steps_left and step_of(chosen) > 0 else None,
+    )
 
 
 def _check_initial(
@@ -154,9 +162,12 @@ def _check_resumed(
     checkpoint: BaseCheckpointManager.Config,
     *,
     spec: ModelSpec | None,
-    needs_state: bool,
+    num_readers: int | None,
 ) -> Iterator[Violation]:
-    """Yield at most one violation: why a folder that looks complete cannot be resumed from."""
+    """Yield at most one violation: why a folder that looks complete cannot be resumed from.
+
+    Without readers, weights are enough: there is nothing to do, or step 0 is loaded.
+    """
     another = "choose another --dump_folder"
     try:
         metadata = _intact_metadata(path)
@@ -183,8 +194,9 @@ def _check_resumed(
                 fix=f"it is of {name}, with {differences}: {another}, or train that model",
             )
             return
-    # Of step 0, torchtitan loads the weights alone.
-    if needs_state and step_of(path) > 0 and not _has_state(metadata, checkpoint):
+    if num_readers is None:
+        return
+    if metadata is None or not _has_state(metadata, checkpoint):
         saved, load = "model_only", ""
         if metadata is None:
             saved, load = "in_hf", " --checkpoint.initial_load_in_hf"
@@ -196,6 +208,21 @@ def _check_resumed(
                 f"it has weights alone, by --checkpoint.last_save_{saved}: to start from them, "
                 f"{another} and give --checkpoint.initial_load_path {path.absolute()}{load}; to "
                 "resume from an older step, give --checkpoint.load_step"
+            ),
+        )
+        return
+    saved_readers = sum(name.startswith(_READER) for name in metadata.state_dict_metadata)
+    if (
+        saved_readers not in (0, num_readers)
+        and "dataloader" not in checkpoint.exclude_from_loading
+    ):
+        yield Violation(
+            flag="--checkpoint.folder",
+            value=str(path),
+            allowed=f"a checkpoint of {num_readers} data-parallel rank(s), to read on from there",
+            fix=(
+                f"{saved_readers} read when it was saved: use as many, or begin the text anew with "
+                "--checkpoint.exclude_from_loading dataloader"
             ),
         )
 
@@ -229,10 +256,8 @@ def _intact_metadata(path: Path) -> Metadata | None:
     return metadata
 
 
-def _has_state(metadata: Metadata | None, checkpoint: BaseCheckpointManager.Config) -> bool:
+def _has_state(metadata: Metadata, checkpoint: BaseCheckpointManager.Config) -> bool:
     """Whether a checkpoint has more than weights, as far as the run would load it."""
-    if metadata is None:
-        return False
     wanted = [state for state in _STATES_OF_A_RUN if state not in checkpoint.exclude_from_loading]
     return all(
         any(name.startswith(f"{state}.") for name in metadata.state_dict_metadata)
