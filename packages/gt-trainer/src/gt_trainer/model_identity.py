@@ -78,7 +78,10 @@ def read_identity(folder: Path) -> ModelIdentity | None:
         document = json.loads(path.read_text())
         return ModelIdentity(name=document["model"], fields=dict(document["fields"]))
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{MODEL_FILE} cannot be read ({type(error).__name__})") from error
+        raise ValueError(
+            f"{MODEL_FILE} cannot be read ({type(error).__name__}): delete that file, and the model "
+            "is told by the names and shapes of its tensors"
+        ) from error
 
 
 def explain_difference(stored: ModelIdentity, current: ModelIdentity) -> str | None:

@@ -194,7 +194,10 @@ def test_without_a_record_of_the_model_its_tensors_are_compared(run_folder):
 def test_a_damaged_record_of_the_model_is_refused(run_folder):
     (run_folder / "checkpoint" / "model.json").write_text("{}")
     (problem,) = problems(run_folder)
-    assert "model.json cannot be read (KeyError): delete" in problem
+    assert (
+        "fix: model.json cannot be read (KeyError): delete that file, and the model is told"
+        in problem
+    )
 
 
 def test_weights_alone_cannot_be_resumed_from_but_may_be_the_end(run_folder, saved_weights):

@@ -169,15 +169,20 @@ def _check_resumed(
     Without readers, weights are enough: there is nothing to do, or step 0 is loaded.
     """
     another = "choose another --dump_folder"
+    damage: str | None = None
     try:
         metadata = _intact_metadata(path)
         stored = read_identity(path.parent)
+    except _UnusableError as error:
+        damage = f"{error}: delete this folder to resume from an older one"
     except ValueError as error:
+        damage = str(error)
+    if damage is not None:
         yield Violation(
             flag="--checkpoint.folder",
             value=str(path),
             allowed="an intact checkpoint",
-            fix=f"{error}: delete this folder to resume from an older one, or {another}",
+            fix=f"{damage}, or {another}",
         )
         return
     if spec is not None:
