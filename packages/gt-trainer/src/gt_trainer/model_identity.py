@@ -79,8 +79,8 @@ def read_identity(folder: Path) -> ModelIdentity | None:
         return ModelIdentity(name=document["model"], fields=dict(document["fields"]))
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"{MODEL_FILE} cannot be read ({type(error).__name__}): delete that file, and the model "
-            "is told by the names and shapes of its tensors"
+            f"{MODEL_FILE} cannot be read ({type(error).__name__}): delete that file, and the "
+            "model is told by the names and shapes of its tensors"
         ) from error
 
 
