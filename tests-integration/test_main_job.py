@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+DUMP_FOLDER = "outputs/llama3_debugmodel"
+
 
 def gt_train(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
@@ -23,7 +25,7 @@ def gt_train(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def read_metrics(folder: Path) -> list[dict[str, float]]:
-    lines = (folder / "outputs" / "metrics.jsonl").read_text().splitlines()
+    lines = (folder / DUMP_FOLDER / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
 
 
@@ -36,16 +38,16 @@ def test_main_job_captures_trains_and_resumes(tmp_path: Path) -> None:
     # Single batches differ; the mean of the last five says where the loss is.
     final = statistics.mean(m["loss"] for m in metrics[-5:])
     assert final < 0.8 * metrics[0]["loss"]
-    assert (tmp_path / "outputs/checkpoint/step-20/.metadata").exists()
-    parts = json.loads((tmp_path / "outputs/startup.json").read_text())
+    assert (tmp_path / DUMP_FOLDER / "checkpoint/step-20/.metadata").exists()
+    parts = json.loads((tmp_path / DUMP_FOLDER / "startup.json").read_text())
     assert set(parts) == {"imports", "setup", "capture", "passes", "execution", "total"}
     assert abs(sum(v for k, v in parts.items() if k != "total") - parts["total"]) < 1e-3
 
     again = gt_train(tmp_path)
     assert again.returncode == 0
     assert again.stderr.endswith(
-        "gt-train: nothing to do: outputs/checkpoint/step-20 is of step 20, and --training.steps "
-        "is 20.\n"
+        f"gt-train: nothing to do: {DUMP_FOLDER}/checkpoint/step-20 is of step 20, and "
+        "--training.steps is 20.\n"
         "  To train on:    --training.steps 40\n"
         "  To start anew:  --dump_folder with a folder that holds no checkpoint\n"
     )

@@ -1,6 +1,8 @@
 """Every test of this package runs on the CPU, whatever the machine has."""
 
 import signal
+import sys
+from pathlib import Path
 
 from hypothesis import settings
 
@@ -11,6 +13,8 @@ settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
 device.install("cpu")
+
+sys.path.insert(0, str(Path(__file__).parent))  # tests import what they share
 
 # A shell that runs pytest in the background lets it ignore Ctrl-C, and so would every program that a
 # test starts and interrupts. A handler here becomes the default disposition there.

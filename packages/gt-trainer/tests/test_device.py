@@ -13,6 +13,7 @@ from gt_trainer.device import (
     CpuDevice,
     DeviceInstallError,
     DeviceUnavailableError,
+    available_memory_bytes,
     install,
     installed_device_type,
     select_device_type,
@@ -134,3 +135,14 @@ def test_torchtitan_never_calls_torch_compile_whatever_the_compile_mode():
     assert not options.enable
     assert options.components == []
     assert not options.enable_async_tensor_parallel
+
+
+def test_available_memory_is_within_a_containers_limit(monkeypatch, tmp_path):
+    (tmp_path / "none").write_text("max\n")
+    (tmp_path / "low").write_text("4096\n")
+    limits = [str(tmp_path / name) for name in ("missing", "none")]
+    monkeypatch.setattr("gt_trainer.device._CONTAINER_LIMITS", limits)
+    physical = CpuDevice().get_device_properties().total_memory
+    assert 4096 < available_memory_bytes() <= physical
+    monkeypatch.setattr("gt_trainer.device._CONTAINER_LIMITS", [*limits, str(tmp_path / "low")])
+    assert available_memory_bytes() == 4096

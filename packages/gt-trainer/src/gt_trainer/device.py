@@ -37,6 +37,11 @@ DeviceChoice = Literal["auto", "cpu", "cuda"]
 _CHOICES: tuple[DeviceChoice, ...] = ("auto", "cpu", "cuda")
 _ENVIRONMENT_VARIABLE = "GT_DEVICE"
 _SUPPLIED = ("device_type", "device_module")
+_CONTAINER_LIMITS = (
+    "/sys/fs/cgroup/memory.max",
+    "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+)
+"""Files of control groups, versions 2 and 1, as a container sees its own."""
 _TITAN = "torchtitan"
 _TITAN_VALUES = "torchtitan.tools.utils"
 
@@ -213,6 +218,29 @@ def installed_device_type() -> str:
     """Return the device type that torchtitan's modules read now."""
     device_type: str = _titan_values().device_type
     return device_type
+
+
+def available_memory_bytes() -> int:
+    """Return what Linux gives programs without swapping, within a container's limit.
+
+    Elsewhere the physical memory: what of it is free, only Linux tells plainly.
+    """
+    physical = _CPU_DEVICE.get_device_properties().total_memory
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return physical
+    fields = dict(line.split(":", 1) for line in lines if ":" in line)
+    available = int(fields["MemAvailable"].split()[0]) * 1024
+    return min([available, *filter(None, map(_limit_bytes, _CONTAINER_LIMITS))])
+
+
+def _limit_bytes(path: str) -> int | None:
+    try:
+        text = Path(path).read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdecimal() else None  # "max": none
 
 
 def _titan_values() -> ModuleType:

@@ -16,11 +16,13 @@ import torch
 from torch import distributed as dist
 from torchtitan.components.validate import Validator
 from torchtitan.models.common.decoder import Decoder
+from torchtitan.tools import filesystem
 from torchtitan.trainer import Trainer
 
 from gt_trainer.compile_options import TrainerCompileConfig
 from gt_trainer.decoder.attention import attention_mask_for
 from gt_trainer.metrics.metrics_jsonl import GraphMetricsProcessor
+from gt_trainer.model_identity import identity_of, write_identity
 from gt_trainer.placement.planned_loss import loss_of
 from gt_trainer.startup import StartupClock
 from gt_trainer.steps.capture_log import CaptureLog
@@ -32,7 +34,8 @@ from gt_trainer.validator import GraphValidator
 class GraphTrainer(Trainer):
     """Trains with captured steps (``compile.mode`` aot_fx_trace, aot_joint) or eagerly (none).
 
-    All modes run the same model, placed the same way; losses and gradients agree bit for bit.
+    All modes run the same model, placed the same way; losses and gradients agree bit for bit, but
+    for the order in which gloo adds bucketed gradients of three ranks or more.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -54,6 +57,8 @@ class GraphTrainer(Trainer):
             os.environ.setdefault("LOG_RANK", ",".join(map(str, ranks)))
         if config.compile.autoparallel:
             config = replace(config, loss=loss_of(config))
+        assert config.model_spec is not None
+        self._model_identity = identity_of(config.model_spec)
         self.startup = StartupClock()
         with self.startup.part("setup"):
             super().__init__(config)
@@ -106,6 +111,8 @@ class GraphTrainer(Trainer):
             self.metrics_processor.training_starts(after_step=self.step - 1)
             if self.training_step.is_captured:
                 self.metrics_processor.display.phase("capturing")
+        if not self._has_stepped:
+            self._say_whose_checkpoints()
         self._has_stepped = True
         super().train_step(data_iterator)
         is_first_rank = dist.get_rank() == 0
@@ -116,6 +123,14 @@ class GraphTrainer(Trainer):
         """As torchtitan's; first what holds on to process groups: pipelines, CUDA graphs."""
         self.training_step.close()
         super().close()
+
+    def _say_whose_checkpoints(self) -> None:
+        """Not before what is resumed has been loaded: only then it is known to be of this model."""
+        checkpoint = self.config.checkpoint
+        folder = filesystem.join(self.config.dump_folder, checkpoint.folder)
+        is_saved = checkpoint.enable and not checkpoint.load_only
+        if is_saved and dist.get_rank() == 0 and not filesystem.is_remote(folder):
+            write_identity(Path(folder), self._model_identity)
 
     def _allow_validation(self) -> None:
         # Imported here: no other run pays for the planner.

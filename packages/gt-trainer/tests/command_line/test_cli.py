@@ -12,6 +12,7 @@ from torchtitan.config import ParallelismConfig
 from gt_config import ConfigError, Violation
 from gt_trainer.command_line import cli
 from gt_trainer.command_line.command_line import usage
+from gt_trainer.trainer import GraphTrainer
 
 JOB = {
     "RANK": "1",
@@ -126,6 +127,15 @@ def test_imports_are_done_without_collecting_garbage_and_stay_exempt_from_it():
         made = [[] for _ in range(10)]
     assert gc.isenabled()
     assert gc.get_freeze_count() >= frozen + len(made)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "own"),
+    [("./outputs", "outputs/tiny"), ("runs", "runs")],
+)
+def test_a_configuration_has_a_dump_folder_of_its_own_unless_it_chose_one(chosen, own):
+    config = cli._with_own_folder(GraphTrainer.Config(dump_folder=chosen), "tiny")
+    assert config.dump_folder == own
 
 
 @pytest.fixture

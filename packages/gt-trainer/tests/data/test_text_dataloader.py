@@ -133,10 +133,14 @@ def test_refuses_options_that_cannot_work_all_at_once(tokenizer: HuggingFaceToke
     with pytest.raises(ValueError, match="dataset") as error:
         build(config, tokenizer)
     assert str(error.value) == (
-        "--dataloader.dataset is 'c4'; 'stdlib' is the only named text: for a folder of your own "
-        "leave it and give --dataloader.dataset_path\n"
-        "--dataloader.num_workers is 2; 0 (in the training process) or 1 is possible: one stream "
-        "of text is not dealt to several workers"
+        "the configuration has 2 problems:\n"
+        "  1. --dataloader.dataset is 'c4'\n"
+        "     allowed: 'stdlib', the only text with a name\n"
+        "     fix: leave the flag out; --dataloader.dataset_path names a folder of your own\n"
+        "  2. --dataloader.num_workers is 2\n"
+        "     allowed: 0, to read in the training process, or 1: one stream of text is not dealt to "
+        "several workers\n"
+        "     fix: use 0 or 1"
     )
 
 

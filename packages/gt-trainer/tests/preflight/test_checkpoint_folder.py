@@ -1,10 +1,15 @@
 """Judging the checkpoints that a run would resume from."""
 
+import shutil
+from dataclasses import dataclass
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torchtitan.components.checkpoint import CheckpointManager
 
+from gt_trainer.model_identity import identity_of, write_identity
 from gt_trainer.preflight.checkpoint_folder import check_checkpoints, newest_checkpoint, step_of
 
 
@@ -12,8 +17,33 @@ from gt_trainer.preflight.checkpoint_folder import check_checkpoints, newest_che
 def saved(tmp_path_factory):
     """One small checkpoint, to be copied."""
     folder = tmp_path_factory.mktemp("saved") / "step-1"
-    dcp.save({"weight": torch.arange(64.0), "step": 1}, checkpoint_id=folder, no_dist=True)
+    states = {"weight": torch.zeros(8, 8), "optimizer": {"lr": 1.0}, "train_state": {"step": 1}}
+    states["dataloader"] = {"dp_rank_0": b"", "world_size": 1}
+    dcp.save(states, checkpoint_id=folder, no_dist=True)
     return folder
+
+
+@pytest.fixture(scope="module")
+def saved_weights(tmp_path_factory):
+    """The same without the state of the run."""
+    folder = tmp_path_factory.mktemp("saved") / "step-1"
+    dcp.save({"weight": torch.zeros(8, 8)}, checkpoint_id=folder, no_dist=True)
+    return folder
+
+
+@dataclass
+class Tiny:
+    """What stands for a model's configuration: a weight of ``width`` x ``width``."""
+
+    width: int = 8
+    theta: float = 1e4
+
+    def build(self) -> torch.nn.Module:
+        return torch.nn.Linear(self.width, self.width, bias=False)
+
+
+def spec(**fields):
+    return SimpleNamespace(name="tiny", flavor="debug", model=Tiny(**fields))
 
 
 @pytest.fixture
@@ -21,15 +51,17 @@ def run_folder(tmp_path, saved):
     """A run with complete checkpoints of steps 5 and 10."""
     for step in (5, 10):
         target = tmp_path / "checkpoint" / f"step-{step}"
-        target.mkdir(parents=True)
-        for file in saved.iterdir():
-            (target / file.name).write_bytes(file.read_bytes())
+        shutil.copytree(saved, target)
     return tmp_path
 
 
-def problems(run_folder, **flags) -> list[str]:
+def problems(run_folder, *, model=None, num_steps=20, num_readers=1, **flags) -> list[str]:
     config = CheckpointManager.Config(enable=True, **flags)
-    found = list(check_checkpoints(config, run_folder))
+    found = list(
+        check_checkpoints(
+            config, run_folder, spec=model or spec(), num_steps=num_steps, num_readers=num_readers
+        )
+    )
     return [str(violation).replace(str(run_folder), "RUN") for violation in found]
 
 
@@ -132,3 +164,98 @@ def test_step_of_a_checkpoint_is_in_its_folders_name(tmp_path):
     assert step_of(tmp_path / "step-120") == 120
     with pytest.raises(ValueError, match="last is not named step-N"):
         step_of(tmp_path / "last")
+
+
+ANOTHER_MODEL = """\
+--checkpoint.folder is 'RUN/checkpoint/step-10'
+allowed: a checkpoint of tiny debug
+fix: it is of {}: choose another --dump_folder, or train that model"""
+
+
+def test_a_checkpoint_of_another_model_is_refused_with_the_fields_that_differ(run_folder):
+    write_identity(run_folder / "checkpoint", identity_of(spec()))
+    assert problems(run_folder) == []
+    assert problems(run_folder, model=spec(theta=5e5)) == [
+        ANOTHER_MODEL.format("tiny debug, with theta 10000.0 (here 500000.0)")
+    ]
+    # Also where there would be nothing to do.
+    assert problems(run_folder, model=spec(width=9), num_steps=10) == [
+        ANOTHER_MODEL.format("tiny debug, with width 8 (here 9)")
+    ]
+
+
+def test_without_a_record_of_the_model_its_tensors_are_compared(run_folder):
+    assert problems(run_folder) == []
+    assert problems(run_folder, model=spec(width=9)) == [
+        ANOTHER_MODEL.format("another model, with weight (8, 8) (here (9, 9))")
+    ]
+
+
+def test_a_damaged_record_of_the_model_is_refused(run_folder):
+    (run_folder / "checkpoint" / "model.json").write_text("{}")
+    (problem,) = problems(run_folder)
+    assert (
+        "fix: model.json cannot be read (KeyError): delete that file, and the model is told"
+        in problem
+    )
+
+
+def test_weights_alone_cannot_be_resumed_from_but_may_be_the_end(run_folder, saved_weights):
+    newest = run_folder / "checkpoint" / "step-10"
+    shutil.rmtree(newest)
+    shutil.copytree(saved_weights, newest)
+    assert problems(run_folder, num_steps=10) == []
+    assert problems(run_folder, load_step=5) == []
+    assert problems(run_folder, exclude_from_loading=["optimizer", "train_state"]) == []
+    assert problems(run_folder) == [
+        (
+            "--checkpoint.folder is 'RUN/checkpoint/step-10'\n"
+            "allowed: a checkpoint with the optimizer's state, to resume from\n"
+            "fix: it has weights alone, by --checkpoint.last_save_model_only: to start from them, choose "
+            "another --dump_folder and give --checkpoint.initial_load_path RUN/checkpoint/step-10; to "
+            "resume from an older step, give --checkpoint.load_step"
+        )
+    ]
+
+
+def test_a_save_in_hugging_faces_form_cannot_be_resumed_from(run_folder):
+    newest = run_folder / "checkpoint" / "step-15"
+    newest.mkdir()
+    (newest / "model.safetensors.index.json").touch()
+    assert problems(run_folder, num_steps=15) == []
+    assert problems(run_folder) == [
+        (
+            "--checkpoint.folder is 'RUN/checkpoint/step-15'\n"
+            "allowed: a checkpoint with the optimizer's state, to resume from\n"
+            "fix: it has weights alone, by --checkpoint.last_save_in_hf: to start from them, choose "
+            "another --dump_folder and give --checkpoint.initial_load_path RUN/checkpoint/step-15 "
+            "--checkpoint.initial_load_in_hf; to resume from an older step, give --checkpoint.load_step"
+        )
+    ]
+
+
+def test_a_run_starts_from_weights_that_fit_its_model(tmp_path, saved_weights):
+    flags = {"initial_load_path": str(saved_weights)}
+    assert problems(tmp_path, **flags) == []
+    (problem,) = problems(tmp_path, model=spec(width=9), **flags)
+    assert problem.replace(str(saved_weights), "WEIGHTS") == (
+        "--checkpoint.initial_load_path is 'WEIGHTS'\n"
+        "allowed: an intact checkpoint of tiny debug\n"
+        "fix: it has weight (8, 8) (here (9, 9)); give a checkpoint of this model, or "
+        "--checkpoint.initial_load_in_hf for one in Hugging Face's form"
+    )
+    (problem,) = problems(tmp_path, initial_load_path=str(saved_weights.parent))
+    assert "no .metadata in it; give a folder step-N of a full checkpoint, or" in problem
+
+
+def test_another_number_of_readers_cannot_read_on(run_folder):
+    assert problems(run_folder, num_readers=2, num_steps=10) == []
+    assert problems(run_folder, num_readers=2, exclude_from_loading=["dataloader"]) == []
+    assert problems(run_folder, num_readers=2) == [
+        (
+            "--checkpoint.folder is 'RUN/checkpoint/step-10'\n"
+            "allowed: a checkpoint of 2 data-parallel rank(s), to read on from there\n"
+            "fix: 1 read when it was saved: use as many, or begin the text anew with "
+            "--checkpoint.exclude_from_loading dataloader"
+        )
+    ]

@@ -4,6 +4,7 @@ import dataclasses
 import importlib
 
 import pytest
+from refused_configurations import changed, refusal
 from torchtitan.config import CommConfig
 from torchtitan.distributed.activation_checkpoint import FullAC
 from torchtitan.models.common.config_utils import make_token_dispatcher_config
@@ -16,7 +17,7 @@ from gt_trainer.models.catalog import CATALOG, INTENDED_WORLD_SIZE
 from gt_trainer.preflight.preflight import check_configuration, topology_of
 
 EVERYTHING_WRONG = """\
-the configuration has 13 problems:
+the configuration has 14 problems:
   1. world size is 4
      allowed: dp_replicate 1 * dp_shard 2 * cp 1 * tp 3 * pp 2 = 12
      fix: start 12 processes, or change a degree
@@ -50,29 +51,15 @@ the configuration has 13 problems:
   11. --parallelism.expert_parallel_degree is 5
       allowed: 1: the model has no experts
       fix: leave the flag out
-  12. --dump_folder is 'RUN'
+  12. --training.seq_len is 250
+      allowed: a multiple of 8, for the loss's equal chunks (--loss.num_chunks)
+      fix: use 256, or --loss.num_chunks 5
+  13. --dump_folder is 'RUN'
       allowed: a folder that can be made and written
       fix: TMP/file is a file: choose another folder
-  13. --hf_assets_path is '/no/such/folder'
+  14. --hf_assets_path is '/no/such/folder'
       allowed: the folder of the model's tokenizer (tokenizer.json)
       fix: download the tokenizer from the model's page, and give its folder"""
-
-
-def changed(config, folder, **sections):
-    """Change fields of sections: ``changed(config, folder, training={"steps": 0})``."""
-    values = {
-        name: dataclasses.replace(getattr(config, name), **fields)
-        if isinstance(fields, dict)
-        else fields
-        for name, fields in sections.items()
-    }
-    return dataclasses.replace(config, **{"dump_folder": str(folder), **values})
-
-
-def refusal(config, world_size, **options) -> str:
-    with pytest.raises(ConfigError) as refused:
-        check_configuration(config, world_size, **options)
-    return str(refused.value).replace(config.dump_folder, "RUN")
 
 
 def test_the_debug_models_pass_in_the_layouts_they_are_for(tmp_path):
@@ -174,19 +161,6 @@ def test_a_dry_run_is_of_whole_steps(tmp_path):
     )
 
 
-def test_more_processes_than_gpus_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("gt_trainer.preflight.preflight.installed_device_type", lambda: "cuda")
-    monkeypatch.setattr("torch.accelerator.device_count", lambda: 2)
-    config = changed(llama3.llama3_debugmodel(), tmp_path)
-    check_configuration(config, 4, num_local_ranks=2)
-    assert refusal(config, 4, num_local_ranks=4) == (
-        "the configuration has 1 problem:\n"
-        "  1. --nproc is 4\n"
-        "     allowed: at most 2, one process for each cuda device\n"
-        "     fix: use fewer processes, or GT_DEVICE=cpu"
-    )
-
-
 def test_counts_of_what_is_switched_off_do_not_matter(tmp_path):
     config = changed(llama3.llama3_debugmodel(), tmp_path, validator={"freq": 0})
     check_configuration(config, 1)
@@ -231,6 +205,38 @@ def test_what_torchtitan_would_do_for_its_own_trainer_is_refused_by_name(tmp_pat
     )
 
 
+def test_a_sequence_that_the_losss_chunks_do_not_divide_is_refused(tmp_path):
+    config = changed(llama3.llama3_debugmodel(), tmp_path, training={"seq_len": 100})
+    expected = (
+        "the configuration has 1 problem:\n"
+        "  1. --training.seq_len is 100\n"
+        "     allowed: a multiple of 8, for the loss's equal chunks (--loss.num_chunks)\n"
+        "     fix: use 104, or --loss.num_chunks 5"
+    )
+    assert refusal(config, 1) == expected
+    assert refusal(config, 1, will_train=False) == expected
+    check_configuration(changed(config, tmp_path, loss={"num_chunks": 5}), 1)
+    # A planned step applies the loss to whole logits.
+    parallel = {"parallelism": {"data_parallel_shard_degree": 2}}
+    check_configuration(changed(config, tmp_path, compile={"autoparallel": True}, **parallel), 2)
+
+
+def test_profiler_settings_that_would_fail_when_training_starts_are_refused(tmp_path):
+    profiler = Profiler.Config(enable_profiling=True, profile_freq=3, profiler_repeat=-1)
+    config = changed(llama3.llama3_debugmodel(), tmp_path, profiler=profiler)
+    assert refusal(config, 1) == (
+        "the configuration has 2 problems:\n"
+        "  1. --profiler.profile_freq is 3\n"
+        "     allowed: at least profiler_warmup 3 + profiler_active 1 = 4\n"
+        "     fix: use 4, or smaller ones\n"
+        "  2. --profiler.profiler_repeat is -1\n"
+        "     allowed: 0 or more\n"
+        "     fix: give 0 or more"
+    )
+    switched_off = dataclasses.replace(profiler, enable_profiling=False)
+    check_configuration(changed(config, tmp_path, profiler=switched_off), 1)
+
+
 def test_experts_and_positions_bound_the_degree_and_the_length(tmp_path):
     model = deepseek_v3.deepseek_v3_debugmodel()
     longest = model.model_spec.model.max_seq_len
@@ -239,13 +245,13 @@ def test_experts_and_positions_bound_the_degree_and_the_length(tmp_path):
             model,
             tmp_path,
             parallelism={"data_parallel_shard_degree": 16, "expert_parallel_degree": 16},
-            training={"seq_len": longest + 1},
+            training={"seq_len": longest + 8},
         ),
         16,
     )
     assert text == (
         "the configuration has 2 problems:\n"
-        f"  1. --training.seq_len is {longest + 1}\n"
+        f"  1. --training.seq_len is {longest + 8}\n"
         f"     allowed: at most {longest}, the longest that the model's positions reach\n"
         f"     fix: use {longest} or less\n"
         "  2. --parallelism.expert_parallel_degree is 16\n"
@@ -355,10 +361,13 @@ def test_tokens_that_do_not_divide_into_chunks_are_refused(tmp_path):
         chunk_dim="seq",
     )
     assert refusal(config, 4) == (
-        "the configuration has 1 problem:\n"
+        "the configuration has 2 problems:\n"
         "  1. --training.seq_len is 63\n"
         "     allowed: a multiple of 2, for 2 equal chunks\n"
-        "     fix: use 64"
+        "     fix: use 64\n"
+        "  2. --training.seq_len is 63\n"
+        "     allowed: a multiple of 8, for the loss's equal chunks (--loss.num_chunks)\n"
+        "     fix: use 64, or --loss.num_chunks 7"
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
 import gc
 import importlib
 import importlib.metadata
@@ -215,7 +216,18 @@ def _load_configuration(command: CommandLine) -> GraphTrainer.Config:
         raise UsageError(
             f"{name}.{command.config} returned {config!r}, which is no GraphTrainer.Config"
         )
-    return config
+    return _with_own_folder(config, command.config if is_ours else f"{name}.{command.config}")
+
+
+def _with_own_folder(config: GraphTrainer.Config, name: str) -> GraphTrainer.Config:
+    """Let a configuration that leaves torchtitan's dump folder as it is write into one of its own.
+
+    Else each would find the checkpoints of the one before it.
+    """
+    default = next(f.default for f in dataclasses.fields(config) if f.name == "dump_folder")
+    if config.dump_folder != default:
+        return config
+    return dataclasses.replace(config, dump_folder=str(Path(config.dump_folder, name)))
 
 
 def _rank_with_loss(config: GraphTrainer.Config, world_size: int) -> int:

@@ -272,15 +272,15 @@ usage: gt-train [--module NAME] [--config NAME] [OPTION ...] [--GROUP.FLAG VALUE
 
 Train one of torchtitan's models with its training step captured as one graph.
 Without arguments: a small Llama 3, on the sources of Python's standard library, in
-one process. Everything is written below --dump_folder (./outputs): metrics.jsonl, one
-object a step; checkpoints, from which the next run with the same folder goes on.
+one process. Everything is written below --dump_folder (outputs/CONFIG): metrics.jsonl,
+one object a step; checkpoints, from which the next run with that folder goes on.
 
 examples:
   gt-train
   gt-train --training.steps 100 --dump_folder runs/first
-  gt-train --compile.mode none                 (eagerly: the same losses, bit for bit)
+  gt-train --compile.mode none --dump_folder runs/eager    (the same losses, bit for bit)
   gt-train --nproc 4 --parallelism.data_parallel_shard_degree 2 \\
-           --parallelism.tensor_parallel_degree 2
+           --parallelism.tensor_parallel_degree 2 --dump_folder runs/fsdp_tp
   gt-train --module deepseek_v3 --config deepseek_v3_16b --dry-run --world-size 32
   torchrun --nproc-per-node 8 -m gt_trainer --config llama3_8b
   srun gt-train --config llama3_70b

@@ -6,11 +6,13 @@ split). torchtitan's own text loader needs `datasets`, which nothing here import
 """
 
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from torchtitan.components.dataloader import ParallelAwareDataloader
 
+from gt_config import ConfigError, Violation
 from gt_trainer.data.packed_text import DataResumeError, DocumentTokenizer, PackedText
 from gt_trainer.data.text_source import (
     DEFAULT_VALIDATION_FRACTION,
@@ -62,6 +64,24 @@ class StdlibTextDataLoader(ParallelAwareDataloader):
         seed: int = 0
         """Chooses the order of the files."""
 
+        def wrong_options(self, section: str = "--dataloader") -> Iterator[Violation]:
+            """Yield the options that are out of range, by flags that begin with `section`."""
+            if self.dataset != "stdlib":
+                yield Violation(
+                    flag=f"{section}.dataset",
+                    value=self.dataset,
+                    allowed="'stdlib', the only text with a name",
+                    fix=f"leave the flag out; {section}.dataset_path names a folder of your own",
+                )
+            if self.num_workers not in (0, 1):
+                yield Violation(
+                    flag=f"{section}.num_workers",
+                    value=self.num_workers,
+                    allowed="0, to read in the training process, or 1: one stream of text is not "
+                    "dealt to several workers",
+                    fix="use 0 or 1",
+                )
+
         def open_text(self) -> TextSource:
             """Return the documents that this configuration names.
 
@@ -69,22 +89,12 @@ class StdlibTextDataLoader(ParallelAwareDataloader):
             input before any process group exists.
 
             Raises:
-                ValueError: An option is out of range (all are named).
+                ConfigError: Options are out of range.
                 TextSourceError: There is no such text.
             """
-            problems = []
-            if self.dataset != "stdlib":
-                problems.append(
-                    f"--dataloader.dataset is {self.dataset!r}; 'stdlib' is the only named text: "
-                    "for a folder of your own leave it and give --dataloader.dataset_path"
-                )
-            if self.num_workers not in (0, 1):
-                problems.append(
-                    f"--dataloader.num_workers is {self.num_workers}; 0 (in the training process) "
-                    "or 1 is possible: one stream of text is not dealt to several workers"
-                )
-            if problems:
-                raise ValueError("\n".join(problems))
+            wrong = tuple(self.wrong_options())
+            if wrong:
+                raise ConfigError(wrong)
             everything = (
                 python_stdlib() if self.dataset_path is None else text_directory(self.dataset_path)
             )

@@ -146,6 +146,12 @@ def replace_inner_attention(model_config: BaseModel.Config) -> tuple[str, ...]:
     return tuple(sorted({type(config).__qualname__.split(".")[0] for _, config, _, _ in found}))
 
 
+def has_document_mask(model_config: object) -> bool:
+    """Whether a model attends by ``DocumentCausalSDPA``: with a mask of all pairs of tokens."""
+    attention = getattr(model_config, "first_attention", None)
+    return isinstance(getattr(attention, "inner_attention", None), DocumentCausalSDPA.Config)
+
+
 def attention_mask_for(model_config: object, positions: torch.Tensor | None) -> torch.Tensor | None:
     """Build the mask of one batch for a model whose inner attention is ours, else return None.
 
@@ -156,8 +162,7 @@ def attention_mask_for(model_config: object, positions: torch.Tensor | None) -> 
     Raises:
         AttentionMaskError: The model needs a mask and the batch has no positions.
     """
-    attention = getattr(model_config, "first_attention", None)
-    if not isinstance(getattr(attention, "inner_attention", None), DocumentCausalSDPA.Config):
+    if not has_document_mask(model_config):
         return None
     if positions is None:
         raise AttentionMaskError(

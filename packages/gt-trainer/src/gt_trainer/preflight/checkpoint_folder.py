@@ -5,7 +5,8 @@ others without a word (``torchtitan/components/checkpointer/dcp.py``, ``_find_lo
 without that file is a save that was cut off. If an older complete one exists, resuming from it is
 right, and worth a warning; if none does, training would silently start over in the same folder, and
 that is refused. A complete checkpoint whose files are missing or short would fail on some rank,
-deep in the load; it is refused here.
+deep in the load; it is refused here, and so is one that holds another model, or weights alone where
+a run would resume from it.
 """
 
 from __future__ import annotations
@@ -16,11 +17,21 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
 from torchtitan.components.checkpointer import BaseCheckpointManager
+from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools import filesystem
 
 from gt_config import Violation
+from gt_trainer.model_identity import (
+    explain_difference,
+    explain_tensors,
+    identity_of,
+    read_identity,
+)
 
+_READER = "dataloader.dp_rank_"
+_STATES_OF_A_RUN = ("train_state", "optimizer")
 _STEP_FOLDER = re.compile(r"step-(\d+)")
 _METADATA = ".metadata"
 _HF_INDEX = "model.safetensors.index.json"
@@ -45,105 +56,226 @@ def step_of(checkpoint: Path) -> int:
 
 
 def check_checkpoints(
-    checkpoint: BaseCheckpointManager.Config, dump_folder: Path
+    checkpoint: BaseCheckpointManager.Config,
+    dump_folder: Path,
+    *,
+    spec: ModelSpec | None,
+    num_steps: int,
+    num_readers: int,
 ) -> Iterator[Violation]:
     """Yield what is wrong with the checkpoint that the run would load; remote ones are not read.
 
     Args:
         checkpoint: The ``--checkpoint.`` flags.
         dump_folder: The run's folder, in which the checkpoint folder is.
+        spec: The model to train.
+        num_steps: The last step of the run. A checkpoint of it leaves nothing to resume.
+        num_readers: Data-parallel ranks, each of which reads its own part of the data.
     """
-    initial = checkpoint.initial_load_path
     if filesystem.is_remote(str(dump_folder)) or filesystem.is_remote(checkpoint.folder):
         return
     folder = dump_folder / checkpoint.folder
     steps = _step_folders(folder)
+    complete = [path for path in steps if _is_complete(path)]
+    incomplete = ", ".join(path.name for path in steps if not _is_complete(path))
     if checkpoint.load_step != -1:
-        yield from _check_asked_for(folder / f"step-{checkpoint.load_step}", checkpoint, steps)
-        return
-    if not steps:
-        if initial is not None and not filesystem.is_remote(initial) and not Path(initial).is_dir():
+        chosen = folder / f"step-{checkpoint.load_step}"
+        if chosen not in complete:
+            known = ", ".join(str(step_of(path)) for path in complete)
             yield Violation(
-                flag="--checkpoint.initial_load_path",
-                value=initial,
-                allowed="the folder of a checkpoint",
-                fix="give an existing folder",
+                flag="--checkpoint.load_step",
+                value=checkpoint.load_step,
+                allowed=f"a step saved in {folder}: {known or 'there is none'}",
+                fix="choose one of these, or leave the flag out for the newest",
             )
-        return
-    newest = newest_checkpoint(folder)
-    incomplete = [path.name for path in steps if not _is_complete(path)]
-    if newest is None:
+            return
+    elif complete:
+        chosen = complete[-1]
+        if incomplete:
+            warnings.warn(
+                f"{incomplete} in {folder} cut off while being saved (no {_METADATA}); "
+                f"resuming from {chosen.name}",
+                stacklevel=2,
+            )
+    elif steps:
         yield Violation(
             flag="--checkpoint.folder",
             value=str(folder),
             allowed="complete checkpoints, or none",
             fix=(
-                f"{', '.join(incomplete)} cut off while being saved (no {_METADATA}): delete "
+                f"{incomplete} cut off while being saved (no {_METADATA}): delete "
                 "to start over, or choose another --dump_folder"
             ),
         )
         return
-    if incomplete:
-        warnings.warn(
-            f"{', '.join(incomplete)} in {folder} cut off while being saved (no {_METADATA}); "
-            f"resuming from {newest.name}",
-            stacklevel=2,
-        )
-    yield from _check_complete(newest)
-
-
-def _check_asked_for(
-    path: Path, checkpoint: BaseCheckpointManager.Config, steps: list[Path]
-) -> Iterator[Violation]:
-    if path.is_dir() and _is_complete(path):
-        yield from _check_complete(path)
+    else:
+        yield from _check_initial(checkpoint, spec)
         return
-    known = [str(_step_of(step)) for step in steps if _is_complete(step)]
-    yield Violation(
-        flag="--checkpoint.load_step",
-        value=checkpoint.load_step,
-        allowed=f"a step saved in {path.parent}: {', '.join(known) or 'there is none'}",
-        fix="choose one of these, or leave the flag out for the newest",
+    has_steps_left = checkpoint.load_step != -1 or step_of(chosen) < num_steps
+    yield from _check_resumed(
+        chosen,
+        checkpoint,
+        spec=spec,
+        num_readers=num_readers if has_steps_left and step_of(chosen) > 0 else None,
     )
 
 
-def _check_complete(path: Path) -> Iterator[Violation]:
-    """Yield at most one violation: what is damaged in a folder that looks complete."""
-    damage = _damage(path)
+def _check_initial(
+    checkpoint: BaseCheckpointManager.Config, spec: ModelSpec | None
+) -> Iterator[Violation]:
+    """Judge what a run without checkpoints of its own starts from."""
+    initial = checkpoint.initial_load_path
+    if initial is None or filesystem.is_remote(initial):
+        return
+    path = Path(initial)
+    if not path.is_dir():
+        yield Violation(
+            flag="--checkpoint.initial_load_path",
+            value=initial,
+            allowed="the folder of a checkpoint",
+            fix="give an existing folder",
+        )
+        return
+    if checkpoint.initial_load_in_hf or spec is None:
+        return
+    try:
+        metadata = _intact_metadata(path)
+        if metadata is None:
+            raise _UnusableError(f"no {_METADATA} in it; give a folder step-N of a full checkpoint")
+        differences = explain_tensors(metadata, spec)
+    except _UnusableError as error:
+        problem = str(error)
+    else:
+        if differences is None:
+            return
+        problem = f"it has {differences}; give a checkpoint of this model"
+    yield Violation(
+        flag="--checkpoint.initial_load_path",
+        value=initial,
+        allowed=f"an intact checkpoint of {spec.name} {spec.flavor}",
+        fix=f"{problem}, or --checkpoint.initial_load_in_hf for one in Hugging Face's form",
+    )
+
+
+def _check_resumed(
+    path: Path,
+    checkpoint: BaseCheckpointManager.Config,
+    *,
+    spec: ModelSpec | None,
+    num_readers: int | None,
+) -> Iterator[Violation]:
+    """Yield at most one violation: why a folder that looks complete cannot be resumed from.
+
+    Without readers, weights are enough: there is nothing to do, or step 0 is loaded.
+    """
+    another = "choose another --dump_folder"
+    damage: str | None = None
+    try:
+        metadata = _intact_metadata(path)
+        stored = read_identity(path.parent)
+    except _UnusableError as error:
+        damage = f"{error}: delete this folder to resume from an older one"
+    except ValueError as error:
+        damage = str(error)
     if damage is not None:
         yield Violation(
             flag="--checkpoint.folder",
             value=str(path),
             allowed="an intact checkpoint",
+            fix=f"{damage}, or {another}",
+        )
+        return
+    if spec is not None:
+        name, differences = "another model", None
+        if stored is not None:
+            name, differences = stored.name, explain_difference(stored, identity_of(spec))
+        elif metadata is not None:
+            differences = explain_tensors(metadata, spec)
+        if differences is not None:
+            yield Violation(
+                flag="--checkpoint.folder",
+                value=str(path),
+                allowed=f"a checkpoint of {spec.name} {spec.flavor}",
+                fix=f"it is of {name}, with {differences}: {another}, or train that model",
+            )
+            return
+    if num_readers is None:
+        return
+    if metadata is None or not _has_state(metadata, checkpoint):
+        saved, load = "model_only", ""
+        if metadata is None:
+            saved, load = "in_hf", " --checkpoint.initial_load_in_hf"
+        yield Violation(
+            flag="--checkpoint.folder",
+            value=str(path),
+            allowed="a checkpoint with the optimizer's state, to resume from",
             fix=(
-                f"{damage}: delete this folder to resume from an older one, or choose another "
-                "--dump_folder"
+                f"it has weights alone, by --checkpoint.last_save_{saved}: to start from them, "
+                f"{another} and give --checkpoint.initial_load_path {path.absolute()}{load}; to "
+                "resume from an older step, give --checkpoint.load_step"
+            ),
+        )
+        return
+    saved_readers = sum(name.startswith(_READER) for name in metadata.state_dict_metadata)
+    if (
+        saved_readers not in (0, num_readers)
+        and "dataloader" not in checkpoint.exclude_from_loading
+    ):
+        yield Violation(
+            flag="--checkpoint.folder",
+            value=str(path),
+            allowed=f"a checkpoint of {num_readers} data-parallel rank(s), to read on from there",
+            fix=(
+                f"{saved_readers} read when it was saved: use as many, or begin the text anew with "
+                "--checkpoint.exclude_from_loading dataloader"
             ),
         )
 
 
-def _damage(path: Path) -> str | None:
-    if not (path / _METADATA).is_file():
-        return None  # Hugging Face's format, which its own reader checks
+class _UnusableError(ValueError):
+    """Why a checkpoint cannot be loaded, in words."""
+
+
+def _intact_metadata(path: Path) -> Metadata | None:
+    """Read what a checkpoint holds, and see that it is there; None in Hugging Face's form.
+
+    Raises:
+        _UnusableError: Something is damaged.
+    """
+    if not _has_metadata(path):
+        return None
     try:
-        storage = FileSystemReader(path).read_metadata().storage_data
-    except Exception as error:  # noqa: BLE001  # unpickling damaged bytes can raise anything
-        return f"{_METADATA} cannot be read ({type(error).__name__})"
+        metadata = FileSystemReader(path).read_metadata()
+    except Exception as error:  # unpickling damaged bytes can raise anything
+        raise _UnusableError(f"{_METADATA} cannot be read ({type(error).__name__})") from error
     needed: dict[str, int] = {}
-    for item in (storage or {}).values():
+    for item in (metadata.storage_data or {}).values():
         end = item.offset + item.length
         needed[item.relative_path] = max(end, needed.get(item.relative_path, 0))
     for name, size_bytes in sorted(needed.items()):
         if not (path / name).is_file():
-            return f"{name} is missing"
+            raise _UnusableError(f"{name} is missing")
         found = (path / name).stat().st_size
         if found < size_bytes:
-            return f"{name} has {found} bytes of at least {size_bytes}"
-    return None
+            raise _UnusableError(f"{name} has {found} bytes of at least {size_bytes}")
+    return metadata
+
+
+def _has_state(metadata: Metadata, checkpoint: BaseCheckpointManager.Config) -> bool:
+    """Whether a checkpoint has more than weights, as far as the run would load it."""
+    wanted = [state for state in _STATES_OF_A_RUN if state not in checkpoint.exclude_from_loading]
+    return all(
+        any(name.startswith(f"{state}.") for name in metadata.state_dict_metadata)
+        for state in wanted
+    )
 
 
 def _is_complete(path: Path) -> bool:
-    return (path / _METADATA).is_file() or (path / _HF_INDEX).is_file()
+    return _has_metadata(path) or (path / _HF_INDEX).is_file()
+
+
+def _has_metadata(path: Path) -> bool:
+    return (path / _METADATA).is_file()
 
 
 def _step_folders(folder: Path) -> list[Path]:
@@ -152,8 +284,4 @@ def _step_folders(folder: Path) -> list[Path]:
     steps = [
         path for path in folder.iterdir() if path.is_dir() and _STEP_FOLDER.fullmatch(path.name)
     ]
-    return sorted(steps, key=_step_of)
-
-
-def _step_of(path: Path) -> int:
-    return int(path.name.removeprefix("step-"))
+    return sorted(steps, key=step_of)

@@ -2,19 +2,17 @@
 
 torchtitan finds most of it too, one thing at a time, after every rank has started and imported, and
 partly by ``assert``. Here the rules of gt-config (degrees, extents, compile options), of our
-placement, and those about this machine (folders, checkpoints, tokenizer, GPUs) are judged together,
-in the launching process, before any process group exists.
+placement, and those about this machine (``machine_violations``) are judged together, in the
+launching process, before any process group exists.
 
 A rank may trust a configuration that has passed.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from pathlib import Path
 
-import torch
+from torchtitan.components.loss import ChunkedLossWrapper
 from torchtitan.config import ParallelismConfig
 from torchtitan.models.common.attention import VarlenAttention
 from torchtitan.models.common.decoder import Decoder
@@ -22,15 +20,14 @@ from torchtitan.models.common.token_dispatcher import (
     AllToAllTokenDispatcher,
     BaseEPTokenDispatcher,
 )
-from torchtitan.tools import filesystem
 
 from gt_config import ConfigError, Topology, Violation, find_violations
 from gt_passes import known_passes
 from gt_trainer.device import installed_device_type
 from gt_trainer.pipelines.pipeline_plan import pipeline_violations
 from gt_trainer.placement.parallelize import refuse_unsupported_parallelism
-from gt_trainer.preflight.checkpoint_folder import check_checkpoints
 from gt_trainer.preflight.idle_options import idle_option_violations
+from gt_trainer.preflight.machine_violations import machine_violations
 from gt_trainer.preflight.placement_violations import autoparallel_violations
 from gt_trainer.trainer import GraphTrainer
 
@@ -69,14 +66,14 @@ def check_configuration(
     violations += _unsupported_options(config)
     violations += _unsound_counts(config, topology)
     violations += _model_does_not_divide(config, topology)
+    violations += _uneven_loss_chunks(config)
+    violations += _unsound_profiler(config)
     violations += _exchanges_of_unknown_operators(config)
     violations += _shapes_of_documents(config)
     violations += _unsound_pipeline(config)
     violations += autoparallel_violations(config, topology)
     if will_train:
-        violations += _missing_devices(num_local_ranks)
-        violations += _options_for_another_device(config)
-        violations += _unusable_files(config)
+        violations += machine_violations(config, topology, num_local_ranks=num_local_ranks)
     else:
         violations += _not_dry_run(config)
     if violations:
@@ -184,22 +181,6 @@ def _not_dry_run(config: GraphTrainer.Config) -> Iterator[Violation]:
             allowed="'aot_fx_trace' in a dry run, which captures and simulates whole steps",
             fix="leave the flag out of the dry run",
         )
-
-
-def _options_for_another_device(config: GraphTrainer.Config) -> Iterator[Violation]:
-    if installed_device_type() != "cpu":
-        return
-    for name, needs in (
-        ("cuda_graphs", "CUDA graphs record the work of a CUDA device"),
-        ("async_tensor_parallel", "it needs symmetric memory between CUDA devices"),
-    ):
-        if getattr(config.compile, name) is True:
-            yield Violation(
-                flag=f"--compile.{name}",
-                value=True,
-                allowed=f"False on cpu: {needs}",
-                fix=_LEAVE_OUT,
-            )
 
 
 def _unsound_counts(config: GraphTrainer.Config, topology: Topology) -> Iterator[Violation]:
@@ -336,55 +317,60 @@ def _shapes_of_documents(config: GraphTrainer.Config) -> Iterator[Violation]:
         )
 
 
+def _uneven_loss_chunks(config: GraphTrainer.Config) -> Iterator[Violation]:
+    loss = config.loss
+    # A planned step applies the loss to whole logits.
+    if not isinstance(loss, ChunkedLossWrapper.Config) or config.compile.autoparallel:
+        return
+    length, chunks = config.training.seq_len, loss.num_chunks
+    if length < 1 or (chunks > 0 and length % chunks == 0):
+        return
+    if chunks < 1:
+        yield Violation(
+            flag="--loss.num_chunks", value=chunks, allowed="1 or more", fix="give 1 or more"
+        )
+        return
+    fits = max(divisor for divisor in _divisors(length) if divisor <= chunks)
+    yield Violation(
+        flag="--training.seq_len",
+        value=length,
+        allowed=f"a multiple of {chunks}, for the loss's equal chunks (--loss.num_chunks)",
+        fix=f"use {-(-length // chunks) * chunks}, or --loss.num_chunks {fits}",
+    )
+
+
+def _unsound_profiler(config: GraphTrainer.Config) -> Iterator[Violation]:
+    """When training starts, torchtitan and torch.profiler refuse these by ``assert``."""
+    profiler = config.profiler
+    least: list[tuple[str, int | None, int]] = []
+    if profiler.enable_profiling:
+        least += [
+            ("profiler_warmup", profiler.profiler_warmup, 0),
+            ("profiler_active", profiler.profiler_active, 1),
+            ("profiler_repeat", profiler.profiler_repeat, 0),
+            ("profiler_skip_first", profiler.profiler_skip_first, 0),
+        ]
+        cycle = profiler.profiler_warmup + profiler.profiler_active
+        if profiler.profile_freq < cycle:
+            yield Violation(
+                flag="--profiler.profile_freq",
+                value=profiler.profile_freq,
+                allowed=f"at least profiler_warmup {profiler.profiler_warmup} + profiler_active "
+                f"{profiler.profiler_active} = {cycle}",
+                fix=f"use {cycle}, or smaller ones",
+            )
+    if profiler.enable_memory_snapshot:
+        least.append(("memory_snapshot_freq", profiler.memory_snapshot_freq, 1))
+        least.append(("profile_freq", profiler.profile_freq, 1))
+    for name, value, minimum in least:
+        if value is not None and value < minimum:
+            yield Violation(
+                flag=f"--profiler.{name}",
+                value=value,
+                allowed=f"{minimum} or more",
+                fix=f"give {minimum} or more",
+            )
+
+
 def _divisors(number: int) -> list[int]:
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
-
-
-def _missing_devices(num_local_ranks: int | None) -> Iterator[Violation]:
-    if num_local_ranks is None or installed_device_type() == "cpu":
-        return
-    num_devices = torch.accelerator.device_count()
-    if num_local_ranks > num_devices:
-        yield Violation(
-            flag="--nproc",
-            value=num_local_ranks,
-            allowed=f"at most {num_devices}, one process for each {installed_device_type()} device",
-            fix="use fewer processes, or GT_DEVICE=cpu",
-        )
-
-
-def _unusable_files(config: GraphTrainer.Config) -> Iterator[Violation]:
-    unwritable = _why_unwritable(config.dump_folder)
-    if unwritable is not None:
-        yield Violation(
-            flag="--dump_folder",
-            value=config.dump_folder,
-            allowed="a folder that can be made and written",
-            fix=f"{unwritable}: choose another folder",
-        )
-    if not filesystem.is_remote(config.hf_assets_path) and not Path(config.hf_assets_path).is_dir():
-        yield Violation(
-            flag="--hf_assets_path",
-            value=config.hf_assets_path,
-            allowed="the folder of the model's tokenizer (tokenizer.json)",
-            fix="download the tokenizer from the model's page, and give its folder",
-        )
-    if config.checkpoint.enable and unwritable is None:
-        yield from check_checkpoints(config.checkpoint, Path(config.dump_folder))
-
-
-def _why_unwritable(folder: str) -> str | None:
-    """Say why nothing can be written there, None if something can. Changes nothing."""
-    if filesystem.is_remote(folder):
-        return None
-    path = Path(folder).absolute()
-    # The nearest ancestor that exists is where making the folder would begin.
-    for existing in (path, *path.parents):
-        if not existing.exists():
-            continue
-        if not existing.is_dir():
-            return f"{existing} is a file"
-        if not os.access(existing, os.W_OK | os.X_OK):
-            return f"{existing} is not writable"
-        return None
-    return f"{path.anchor} does not exist"

@@ -1,0 +1,234 @@
+"""What this machine cannot give a run: devices, memory, text, a tokenizer, folders, checkpoints.
+
+A dry run asks none of this.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torchtitan.components.dataloader import BaseDataLoader
+from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.tools import filesystem
+from torchtitan.tools.logging import logger
+
+from gt_config import Topology, Violation
+from gt_trainer.data.text_dataloader import StdlibTextDataLoader
+from gt_trainer.data.text_source import TextSource, TextSourceError
+from gt_trainer.decoder.attention import has_document_mask
+from gt_trainer.device import available_memory_bytes, installed_device_type
+from gt_trainer.preflight.checkpoint_folder import check_checkpoints
+from gt_trainer.trainer import GraphTrainer
+
+_LEAVE_OUT = "leave the flag out"
+
+
+def machine_violations(
+    config: GraphTrainer.Config, topology: Topology, *, num_local_ranks: int | None
+) -> Iterator[Violation]:
+    """Yield what would stop the run on this machine. Changes nothing.
+
+    Args:
+        config: The finished configuration.
+        topology: Its extents.
+        num_local_ranks: Ranks that will share this machine's devices; None if unknown.
+    """
+    yield from _missing_devices(num_local_ranks)
+    yield from _options_for_another_device(config)
+    yield from _masks_exceed_memory(config, num_local_ranks or 1)
+    num_readers = topology.dp_replicate * topology.dp_shard
+    yield from _unusable_folders(config, num_readers)
+    yield from _unusable_tokenizer(config)
+    yield from _unusable_text("--dataloader", config.dataloader, num_readers)
+    validator = config.validator
+    if validator.enable:
+        yield from _unusable_text("--validator.dataloader", validator.dataloader, num_readers)
+
+
+def _missing_devices(num_local_ranks: int | None) -> Iterator[Violation]:
+    if num_local_ranks is None or installed_device_type() == "cpu":
+        return
+    num_devices = torch.accelerator.device_count()
+    if num_local_ranks > num_devices:
+        yield Violation(
+            flag="--nproc",
+            value=num_local_ranks,
+            allowed=f"at most {num_devices}, one process for each {installed_device_type()} device",
+            fix="use fewer processes, or GT_DEVICE=cpu",
+        )
+
+
+def _options_for_another_device(config: GraphTrainer.Config) -> Iterator[Violation]:
+    if installed_device_type() != "cpu":
+        return
+    for name, needs in (
+        ("cuda_graphs", "CUDA graphs record the work of a CUDA device"),
+        ("async_tensor_parallel", "it needs symmetric memory between CUDA devices"),
+    ):
+        if getattr(config.compile, name) is True:
+            yield Violation(
+                flag=f"--compile.{name}",
+                value=True,
+                allowed=f"False on cpu: {needs}",
+                fix=_LEAVE_OUT,
+            )
+
+
+def _masks_exceed_memory(config: GraphTrainer.Config, num_ranks: int) -> Iterator[Violation]:
+    """A mask of all pairs of tokens can be more than there is, and the system ends such a run.
+
+    Counted is the mask and the copy of it, in the dtype of the scores, that the kernel reads.
+    Weights and other activations come on top.
+    """
+    training = config.training
+    model = config.model_spec.model if config.model_spec is not None else None
+    if not has_document_mask(model):
+        return
+    bytes_per_pair = 1 + TORCH_DTYPE_MAP[training.mixed_precision_param].itemsize
+    num_samples = num_ranks * training.local_batch_size
+    needed = num_samples * training.seq_len**2 * bytes_per_pair
+    available = available_memory_bytes()
+    if needed <= available:
+        return
+    fits = math.isqrt(available // (num_samples * bytes_per_pair))
+    yield Violation(
+        flag="--training.seq_len",
+        value=training.seq_len,
+        allowed=(
+            f"attention masks that fit into memory: they take {needed / 2**30:.1f} GiB "
+            f"({num_ranks} rank(s) x local_batch_size {training.local_batch_size} x seq_len^2 x "
+            f"{bytes_per_pair} bytes), and {available / 2**30:.1f} GiB are available"
+        ),
+        fix=f"use at most {2 ** (fits.bit_length() - 1)}, or fewer samples or ranks",
+    )
+
+
+def _unusable_folders(config: GraphTrainer.Config, num_readers: int) -> Iterator[Violation]:
+    unwritable = _why_unwritable(config.dump_folder)
+    if unwritable is not None:
+        yield Violation(
+            flag="--dump_folder",
+            value=config.dump_folder,
+            allowed="a folder that can be made and written",
+            fix=f"{unwritable}: choose another folder",
+        )
+        return
+    profiler = config.profiler
+    traces = filesystem.join(config.dump_folder, profiler.save_traces_folder)
+    if profiler.enable_profiling and (unwritable := _why_unwritable(traces)) is not None:
+        yield Violation(
+            flag="--profiler.save_traces_folder",
+            value=profiler.save_traces_folder,
+            allowed="a folder that can be made and written, in the dump folder or absolute",
+            fix=f"{unwritable}: choose another folder",
+        )
+    if config.checkpoint.enable:
+        yield from check_checkpoints(
+            config.checkpoint,
+            Path(config.dump_folder),
+            spec=config.model_spec,
+            num_steps=config.training.steps,
+            num_readers=num_readers,
+        )
+
+
+def _unusable_tokenizer(config: GraphTrainer.Config) -> Iterator[Violation]:
+    if filesystem.is_remote(config.hf_assets_path):
+        return
+    problem = _tokenizer_problem(config)
+    if problem is not None:
+        yield Violation(
+            flag="--hf_assets_path",
+            value=config.hf_assets_path,
+            allowed="the folder of the model's tokenizer (tokenizer.json)",
+            fix=problem,
+        )
+
+
+def _tokenizer_problem(config: GraphTrainer.Config) -> str | None:
+    download = "download the tokenizer from the model's page, and give its folder"
+    if not Path(config.hf_assets_path).is_dir():
+        return download
+    try:
+        num_tokens = _num_tokens(config)
+    except Exception as error:  # noqa: BLE001  # the tokenizers library raises Exception itself
+        return f"{error}: {download}"
+    vocab_size = getattr(config.model_spec and config.model_spec.model, "vocab_size", None)
+    if vocab_size is None or num_tokens <= vocab_size:
+        return None
+    return (
+        f"it has {num_tokens} tokens and the model has {vocab_size} embeddings: give the tokenizer "
+        "that the model is meant for, or choose a --config with more"
+    )
+
+
+def _num_tokens(config: GraphTrainer.Config) -> int:
+    """Build the tokenizer as the run will, and leave it to the run to say so in the log."""
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        num_tokens: int = config.tokenizer.build(
+            tokenizer_path=config.hf_assets_path
+        ).get_vocab_size()
+    finally:
+        logger.setLevel(level)
+    return num_tokens
+
+
+def _unusable_text(
+    section: str, dataloader: BaseDataLoader.Config, num_readers: int
+) -> Iterator[Violation]:
+    if not isinstance(dataloader, StdlibTextDataLoader.Config):
+        return
+    wrong = tuple(dataloader.wrong_options(section))
+    yield from wrong
+    if wrong:
+        return
+    try:
+        text = dataloader.open_text()
+    except (TextSourceError, OSError) as error:
+        problem: str | None = str(error)
+    else:
+        problem = _why_unreadable(text, num_readers if dataloader.infinite else 1)
+    if problem is not None:
+        yield Violation(
+            flag=f"{section}.dataset_path",
+            value=dataloader.dataset_path,
+            allowed="a folder of text, or None for the standard library's sources",
+            fix=problem,
+        )
+
+
+def _why_unreadable(text: TextSource, num_readers: int) -> str | None:
+    """Say why ranks would find nothing to read. Reads up to the first file that is text."""
+    num_documents = len(text.documents)
+    if num_documents < num_readers:
+        return (
+            f"{text.name} has {num_documents} document(s), fewer than the {num_readers} "
+            "data-parallel ranks; give more files, or use fewer ranks"
+        )
+    if not any(text.read(document) for document in text.documents):
+        return f"none of the {num_documents} document(s) of {text.name} has UTF-8 text in it"
+    return None
+
+
+def _why_unwritable(folder: str) -> str | None:
+    """Say why nothing can be written there, None if something can. Changes nothing."""
+    if filesystem.is_remote(folder):
+        return None
+    path = Path(folder).absolute()
+    # The nearest ancestor that exists is where making the folder would begin.
+    for existing in (path, *path.parents):
+        if not existing.exists():
+            continue
+        if not existing.is_dir():
+            return f"{existing} is a file"
+        if not os.access(existing, os.W_OK | os.X_OK):
+            return f"{existing} is not writable"
+        return None
+    return f"{path.anchor} does not exist"
