@@ -38,7 +38,7 @@ from gt_trainer.models.attention import attention_mask_for
 from gt_trainer.placement.planned_capture import capture_layers_of
 from gt_trainer.placement.planned_loss import loss_of
 from gt_trainer.steps.captured_step import CapturedTrainingStep, CaptureReport, Recipe
-from gt_trainer.steps.gradients import accumulate_gradients
+from gt_trainer.steps.gradients import accumulate_gradients, refuse_non_finite_gradients
 from gt_trainer.steps.joint_step import JointCaptureReport, JointForward
 from gt_trainer.steps.pass_refusals import explain_refusals
 from gt_trainer.steps.pipelined_step import PipelinedStep, StageCaptureReport
@@ -76,6 +76,7 @@ class GraphTrainer(Trainer):
             super().__init__(config)
             if config.compile.autoparallel and config.validator.enable:
                 self._allow_validation()
+        self.optimizers.register_step_pre_hook(self._check_gradients)
         self.captures: list[CaptureReport | JointCaptureReport] = []
         """One report for each capture so far, oldest first."""
         self._captured: CapturedTrainingStep | None = None
@@ -169,6 +170,10 @@ class GraphTrainer(Trainer):
             for graph_module in report.graph_modules:
                 release_cuda_graphs(graph_module)
         super().close()
+
+    def _check_gradients(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        parameters = (p for part in self.model_parts for p in part.parameters())
+        refuse_non_finite_gradients(parameters, step=self.step, device=self.device)
 
     def _allow_validation(self) -> None:
         # Imported here: no other run pays for the planner.
