@@ -8,16 +8,16 @@ from gt_trainer.log_lines import start_logging
 
 
 @pytest.fixture
-def titans_logger(capsys):
+def titans_logger():
     logger = logging.getLogger()
     handlers, level = logger.handlers[:], logger.level
-    start_logging()
     yield logger
     logger.handlers[:] = handlers
     logger.setLevel(level)
 
 
 def test_lines_that_say_nothing_are_below_the_default_level(titans_logger, capsys):
+    start_logging()
     titans_logger.info("Sleeping 2 seconds for other ranks to complete")
     titans_logger.info("Peak FLOPS used for computing MFU: inf")
     titans_logger.warning(
@@ -33,6 +33,7 @@ def test_lines_that_say_nothing_are_below_the_default_level(titans_logger, capsy
 
 
 def test_a_debugging_logger_shows_them(titans_logger, capsys):
+    start_logging()
     titans_logger.setLevel(logging.DEBUG)
     titans_logger.handlers[0].setLevel(logging.DEBUG)
     titans_logger.info("Training completed")

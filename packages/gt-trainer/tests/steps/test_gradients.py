@@ -1,6 +1,9 @@
 """Gradients that a captured step returned become ``param.grad`` as autograd would leave it."""
 
 import math
+import subprocess
+import sys
+import textwrap
 
 import pytest
 import torch
@@ -108,3 +111,28 @@ def test_one_element_that_is_not_finite_is_refused_with_the_step(one_rank, value
         "--compile.mode none --debug.detect_anomaly\n"
         "  names the operator that a NaN comes from"
     )
+
+
+def test_all_ranks_stop_when_one_has_such_a_gradient(tmp_path):
+    program = """
+        import os, sys
+        from pathlib import Path
+        from gt_trainer.launcher import launch, prepare_environment
+        prepare_environment(os.environ, num_ranks=3)
+        import torch
+        from gt_trainer.steps.gradients import NonFiniteGradientsError, refuse_non_finite_gradients
+
+        def run():
+            torch.distributed.init_process_group("gloo")
+            parameter = torch.zeros(2, requires_grad=True)
+            parameter.grad = torch.tensor([1.0, float("nan" if os.environ["RANK"] == "1" else "2")])
+            try:
+                refuse_non_finite_gradients([parameter], step=3, device=torch.device("cpu"))
+            except NonFiniteGradientsError as error:
+                Path(sys.argv[1], os.environ["RANK"]).write_text(str(error))
+
+        sys.exit(launch(run, num_ranks=3, log_folder=Path(sys.argv[1])))
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program), str(tmp_path)]
+    subprocess.run(command, check=True, timeout=300)
+    assert len({(tmp_path / rank).read_text() for rank in "012"}) == 1

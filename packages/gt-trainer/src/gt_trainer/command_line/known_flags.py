@@ -2,9 +2,9 @@
 
 The flags are the fields of dataclasses that take twelve seconds to import. ``known_flags.json``
 holds what tyro's help says of each, for every configuration of the catalog, and the versions that
-it was made with. With another torchtitan installed the table is not consulted:
-misspelled flags and values are found after the import, and --help-all waits for it. What the table
-passes, tyro still judges (``gt_trainer.command_line.overrides``).
+it was made with. With another torchtitan installed the table is not consulted: misspelled flags and
+values are found after the import, and --help-all waits for it. What the table passes, tyro still
+judges (``gt_trainer.command_line.overrides``).
 
 ``python -m gt_trainer.command_line.known_flags`` writes the table anew; a test fails when it is out of date.
 """
@@ -26,7 +26,7 @@ from gt_trainer.command_line.near_matches import did_you_mean
 from gt_trainer.models.catalog import CATALOG
 
 TABLE = Path(__file__).with_suffix(".json")
-"""File with the help on every flag, and the version of torchtitan that has them."""
+"""File with the help on every flag, and the versions that it was made with."""
 
 HELP_COLUMNS = 100
 """Width of the help's text."""
