@@ -1,8 +1,17 @@
-"""``python -m gt_trainer`` is ``gt-train``."""
+"""The program ``gt-train``, which ``python -m gt_trainer`` is too."""
 
 import sys
 
-from gt_trainer.command_line.cli import main
+from gt_trainer.command_line.interruption import ending_at_once
+
+
+def main() -> int:
+    """Run ``gt-train`` on the arguments of this process, and return the exit status."""
+    with ending_at_once():
+        from gt_trainer.command_line import cli
+
+        return cli.main()
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -2,9 +2,27 @@
 
 from __future__ import annotations
 
-import torch
+import errno
+import shutil
+from pathlib import Path
 
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+
+from gt_trainer.launcher import RunStoppedError
+from gt_trainer.preflight.checkpoint_folder import newest_checkpoint
 from gt_trainer.trainer import GraphTrainer
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_NEXT_TO_NOTHING_BYTES = 16 * 2**20
+
+
+class CheckpointFailedError(RuntimeError):
+    """A checkpoint could not be saved or loaded; the text has each rank's traceback."""
+
+
+class DiskFullError(RunStoppedError):
+    """There was no room for what the run had to write."""
 
 
 def train(config: GraphTrainer.Config) -> None:
@@ -12,7 +30,23 @@ def train(config: GraphTrainer.Config) -> None:
 
     Every rank of a run calls this, with the rendezvous in the environment (RANK, WORLD_SIZE,
     LOCAL_RANK, MASTER_ADDR, MASTER_PORT).
+
+    Raises:
+        DiskFullError: A file or a checkpoint had no room.
+        CheckpointFailedError: A checkpoint could not be saved or loaded for another reason.
+        Exception: Whatever building or training raises.
     """
+    try:
+        _train(config)
+    except CheckpointException as error:
+        raise _what_ended(error, config) from None
+    except OSError as error:
+        if not _says_full(error):
+            raise
+        raise _disk_full(config) from None
+
+
+def _train(config: GraphTrainer.Config) -> None:
     trainer: GraphTrainer | None = None
     try:
         trainer = config.build()  # type: ignore[no-untyped-call]  # torchtitan leaves it unannotated
@@ -22,3 +56,47 @@ def train(config: GraphTrainer.Config) -> None:
             trainer.close()
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
+
+
+def _what_ended(error: CheckpointException, config: GraphTrainer.Config) -> BaseException:
+    """What to raise instead: PyTorch's exception is no ``Exception``, and hides signals in it."""
+    causes = [cause for cause, _ in error.failures.values()]
+    for cause in causes:
+        if not isinstance(cause, Exception):  # Ctrl-C or SIGTERM
+            return cause
+    was_writing = error.args[0] == "write"
+    # torch.save hides what the system said: all that it reports is a file that is too short.
+    if any(_says_full(cause) for cause in causes) or (was_writing and _is_full(_folder(config))):
+        return _disk_full(config)
+    return CheckpointFailedError(str(error))
+
+
+def _says_full(error: BaseException | None) -> bool:
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in _FULL:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _is_full(folder: Path) -> bool:
+    return folder.exists() and shutil.disk_usage(folder).free < _NEXT_TO_NOTHING_BYTES
+
+
+def _disk_full(config: GraphTrainer.Config) -> DiskFullError:
+    folder = _folder(config)
+    lines = [
+        f"the disk is full: nothing more can be written to {Path(config.dump_folder).absolute()}",
+        "  Free some space, or choose a --dump_folder on another disk.",
+    ]
+    cut_off = sorted(path for path in folder.glob("step-*") if not (path / ".metadata").exists())
+    if cut_off:
+        lines.append(f"  Cut off while being saved, delete: {', '.join(map(str, cut_off))}")
+    newest = newest_checkpoint(folder)
+    if newest is not None:
+        lines.append(f"  The same command then goes on from {newest}")
+    return DiskFullError("\n".join(lines))
+
+
+def _folder(config: GraphTrainer.Config) -> Path:
+    return Path(config.dump_folder) / config.checkpoint.folder

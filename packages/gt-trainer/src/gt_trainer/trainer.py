@@ -26,6 +26,7 @@ from gt_trainer.model_identity import identity_of, write_identity
 from gt_trainer.placement.planned_loss import loss_of
 from gt_trainer.startup import StartupClock
 from gt_trainer.steps.capture_log import CaptureLog
+from gt_trainer.steps.gradients import refuse_non_finite_gradients
 from gt_trainer.steps.new_training_step import StepParts, new_training_step
 from gt_trainer.steps.training_step import Batch, BatchPreparation, TrainingStep
 from gt_trainer.validator import GraphValidator
@@ -64,6 +65,7 @@ class GraphTrainer(Trainer):
             super().__init__(config)
             if config.compile.autoparallel and config.validator.enable:
                 self._allow_validation()
+        self.optimizers.register_step_pre_hook(self._check_gradients)
         self._has_stepped = False
         self.training_step: TrainingStep = new_training_step(self._step_parts(config))
         """Forward, loss and backward of one batch."""
@@ -131,6 +133,10 @@ class GraphTrainer(Trainer):
         is_saved = checkpoint.enable and not checkpoint.load_only
         if is_saved and dist.get_rank() == 0 and not filesystem.is_remote(folder):
             write_identity(Path(folder), self._model_identity)
+
+    def _check_gradients(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        parameters = (p for part in self.model_parts for p in part.parameters())
+        refuse_non_finite_gradients(parameters, step=self.step, device=self.device)
 
     def _allow_validation(self) -> None:
         # Imported here: no other run pays for the planner.

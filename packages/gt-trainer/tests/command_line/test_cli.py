@@ -1,8 +1,11 @@
 """The program ``gt-train`` as its user meets it, as far as no model is needed."""
 
 import gc
+import os
+import signal
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +15,7 @@ from torchtitan.config import ParallelismConfig
 from gt_config import ConfigError, Violation
 from gt_trainer.command_line import cli
 from gt_trainer.command_line.command_line import usage
+from gt_trainer.command_line.interruption import ending_at_once
 from gt_trainer.trainer import GraphTrainer
 
 JOB = {
@@ -39,10 +43,12 @@ def outside_any_job(monkeypatch):
         ["--config", "llama3_9b"],
         ["--nproc", "0"],
         ["--training.stps", "3"],
+        ["--training.steps", "many"],
+        ["--help-all", "--config", "qwen3_14b"],
     ],
     ids=" ".join,
 )
-def test_information_and_misspelled_names_cost_no_import_of_torch(arguments):
+def test_information_and_misspellings_cost_no_import_of_torch(arguments):
     program = (
         "import sys\n"
         "from gt_trainer.command_line.cli import main\n"
@@ -110,13 +116,46 @@ def test_a_reader_that_stops_reading_is_no_error():
     assert (finished.stdout, finished.stderr) == ("", "")
 
 
-def test_ctrl_c_before_training_is_one_message(capsys, monkeypatch):
-    def interrupt(*arguments):
-        raise KeyboardInterrupt
+@pytest.mark.parametrize("where", ["gt_trainer.command_line.cli", "torch"])
+def test_ctrl_c_before_training_ends_at_once_whatever_is_being_imported(where):
+    program = f"""
+        import os, signal, sys
 
-    monkeypatch.setattr(cli, "_load_configuration", interrupt)
-    assert cli.main([]) == 130
-    assert capsys.readouterr() == ("", "gt-train: interrupted before training started\n")
+        class Importing:
+            def find_spec(self, name, path=None, target=None):
+                if name != {where!r}:
+                    return None
+                try:  # as callbacks and foreign modules do
+                    os.kill(os.getpid(), signal.SIGINT)
+                except BaseException:
+                    print("swallowed")
+
+        sys.meta_path.insert(0, Importing())
+        from gt_trainer.__main__ import main
+        sys.argv = ["gt-train", "--dry-run"]
+        sys.exit(main())
+    """
+    finished = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "GT_DEVICE": "cpu"},
+    )
+    assert (finished.returncode, finished.stdout, finished.stderr) == (
+        130,
+        "",
+        "gt-train: interrupted before training started\n",
+    )
+
+
+def test_ctrl_c_is_left_alone_where_it_is_ignored():
+    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with ending_at_once():
+            os.kill(os.getpid(), signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, previous)
 
 
 def test_imports_are_done_without_collecting_garbage_and_stay_exempt_from_it():
@@ -196,11 +235,15 @@ def test_a_dry_run_prints_its_report_for_the_world_size_asked_for_or_intended(
     capsys, monkeypatch, no_models
 ):
     monkeypatch.setattr(
-        "gt_trainer.dry_run.dry_run.dry_run", lambda config, world_size: world_size * 100
+        "gt_trainer.dry_run.dry_run.dry_run",
+        lambda config, world_size, *, trace_path: (
+            world_size * 100,
+            trace_path and str(trace_path),
+        ),
     )
     assert cli.main(["--dry-run", "--world-size", "6"]) == 0
-    assert cli.main(["--dry-run", "--config", "llama3_70b"]) == 0
-    assert capsys.readouterr() == ("600\n25600\n", "")
+    assert cli.main(["--dry-run", "--config", "llama3_70b", "--trace", "step.json"]) == 0
+    assert capsys.readouterr() == ("(600, None)\n(25600, 'step.json')\n", "")
     assert no_models == [(6, {"will_train": False}), (256, {"will_train": False})]
 
 
@@ -220,7 +263,7 @@ def test_what_the_configuration_breaks_is_bad_input(capsys, monkeypatch, no_mode
 
 def test_a_module_of_the_users_is_imported_and_judged(capsys, monkeypatch, tmp_path):
     # It would take the root logger from pytest.
-    monkeypatch.setattr("torchtitan.tools.logging.init_logger", lambda: None)
+    monkeypatch.setattr("gt_trainer.metrics.log_lines.init_logger", lambda: None)
     (tmp_path / "my_models").mkdir()
     (tmp_path / "my_models" / "tiny.py").write_text("def tiny():\n    return 3\n")
     monkeypatch.syspath_prepend(tmp_path)

@@ -13,7 +13,10 @@ from gt_trainer.command_line.near_matches import did_you_mean
 from gt_trainer.launcher import Rendezvous
 from gt_trainer.models.catalog import CATALOG
 
-MISSPELLED_SWITCH = "no flag '--debug.no-determinstic'. Did you mean '--debug.deterministic'?"
+MISSPELLED_SWITCH = (
+    "no flag '--debug.no-determinstic'. "
+    "Did you mean '--debug.no_deterministic' or '--debug.deterministic'?"
+)
 
 
 def refusal(*arguments: str) -> str:
@@ -50,10 +53,10 @@ def test_what_is_not_ours_is_left_for_the_configuration_in_order():
 @pytest.mark.parametrize(
     "flag",
     [
-        "--training.seq-len",
+        "--training.seq-len=8",
         "--debug.no-deterministic",
         "--debug.no_deterministic",
-        "--dump_folder",
+        "--dump_folder=here",
         "--activation_checkpoint.debug",  # exists once a kind of it is chosen; tyro will tell
     ],
 )
@@ -67,7 +70,7 @@ def test_the_flags_of_a_module_of_the_users_are_left_for_tyro():
 
 
 def test_flags_are_left_for_tyro_when_the_table_is_of_another_torchtitan(monkeypatch):
-    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.3.1")
+    monkeypatch.setattr("gt_trainer.command_line.known_flags._entries", lambda config: None)
     assert parse_command_line(["--training.new", "3"]).overrides == ("--training.new", "3")
 
 
@@ -171,6 +174,20 @@ def test_all_mistakes_are_reported_at_once():
         (
             ["--nproc", "4", "--dry-run"],
             "--dry-run starts no processes, so --nproc means nothing: say --world-size",
+        ),
+        (
+            ["--trace", "step.json"],
+            (
+                "--trace writes the step that a --dry-run simulates. To trace a run, use "
+                "--profiler.enable_profiling"
+            ),
+        ),
+        (
+            ["--dry-run", "--trace", "no/such/step.json"],
+            (
+                "--trace is 'no/such/step.json', and must be a file in a folder that exists and can "
+                "be written"
+            ),
         ),
         (["--training.step", "5"], "no flag '--training.step'. Did you mean '--training.steps'?"),
         (["--debug.no-determinstic"], MISSPELLED_SWITCH),

@@ -3,12 +3,13 @@
 import subprocess
 import sys
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 
 from gt_trainer.command_line.command_line import UsageError
-from gt_trainer.command_line.overrides import apply_overrides, flag_names, show_full_help
+from gt_trainer.command_line.known_flags import help_text, names_in
+from gt_trainer.command_line.overrides import apply_overrides, help_entries
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +26,12 @@ class Training:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Optimizer:
+    name: str
+    arguments: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Compile:
     passes: tuple[str, ...] = ()
     verify: bool = True
@@ -34,8 +41,12 @@ class Compile:
 class Config:
     """A small configuration."""
 
+    # A comment is for nobody who asks for help.
     dump_folder: str = "out"
     training: Training = field(default_factory=Training)
+    optimizers: list[Optimizer] = field(
+        default_factory=lambda: [Optimizer(name="AdamW", arguments={"lr": 1e-3})]
+    )
     compile: Compile = field(default_factory=Compile)
 
 
@@ -106,24 +117,33 @@ def test_what_a_configuration_asserts_is_bad_input_too():
     assert "a sequence has tokens" in refusal("--training.seq_len", "0")
 
 
-def test_flag_names_are_the_leaves():
-    assert flag_names(Config()) == [
+def test_the_full_help_shows_every_flag_with_its_default_and_no_comment():
+    entries = help_entries(Config(training=Training(steps=7)))
+    assert names_in(entries) == [
+        "--help",
         "--dump_folder",
         "--training.steps",
         "--training.seq_len",
         "--training.dtype",
+        "--optimizers.0.name",
+        "--optimizers.0.arguments.lr",
         "--compile.passes",
         "--compile.verify",
+        "--compile.no_verify",
     ]
-
-
-def test_the_full_help_shows_every_flag_with_its_default(capsys):
-    show_full_help(Config(training=Training(steps=7)))
-    text = capsys.readouterr().out
+    text = help_text(entries)
     assert text.startswith("usage: gt-train")
     assert "How many steps. (default: 7)" in text
-    for flag in flag_names(Config()):
-        assert flag in text
+    assert "nobody" not in text
+
+
+def test_items_of_lists_are_set_by_their_number():
+    changed = apply_overrides(Config(), ["--optimizers.0.arguments.lr", "1e-4"])
+    assert changed.optimizers == [Optimizer(name="AdamW", arguments={"lr": 1e-4})]
+    assert refusal("--optimizers.0.arguments.lrs", "1") == (
+        "no flag '--optimizers.0.arguments.lrs'. Did you mean '--optimizers.0.arguments.lr'?\n"
+        "gt-train --help-all lists every flag"
+    )
 
 
 def test_torchtitans_experiments_are_not_imported():

@@ -184,6 +184,53 @@ def test_a_signal_ends_a_run_in_this_process_with_one_message(tmp_path, name, st
     assert (finished.returncode, finished.stdout, finished.stderr) == (status, "closed\n", message)
 
 
+def test_a_second_ctrl_c_ends_a_run_that_swallowed_the_first(tmp_path):
+    finished = run_program(
+        """
+        import os, signal, sys, time
+        from pathlib import Path
+        from gt_trainer.launcher import launch
+
+        def run():
+            try:
+                os.kill(os.getpid(), signal.SIGINT)
+            except BaseException:
+                print("swallowed", flush=True)
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(600)
+
+        sys.exit(launch(run, num_ranks=1, log_folder=Path(sys.argv[1])))
+        """,
+        tmp_path,
+    )
+    assert (finished.returncode, finished.stdout, finished.stderr) == (
+        130,
+        "swallowed\n",
+        "gt-train: interrupted\n",
+    )
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_what_stops_a_run_with_a_reason_is_shown_without_a_traceback(tmp_path, num_ranks):
+    finished = run_program(
+        """
+        import sys
+        from pathlib import Path
+        from gt_trainer.launcher import RunStoppedError, launch
+
+        def run():
+            raise RunStoppedError("the disk is full\\n  free some")
+
+        sys.exit(launch(run, num_ranks=int(sys.argv[2]), log_folder=Path(sys.argv[1])))
+        """,
+        tmp_path,
+        num_ranks,
+    )
+    assert finished.returncode == 1
+    assert "Traceback" not in finished.stderr
+    assert "the disk is full\n  free some\n" in finished.stderr
+
+
 def test_a_rank_of_a_given_job_runs_in_this_process(tmp_path, clean_environment, capsys):
     rendezvous = Rendezvous(
         rank=3,

@@ -66,6 +66,17 @@ def test_each_step_is_a_record_with_exact_values(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize("on_terminal", [True, False])
+def test_titans_lines_have_colors_on_a_terminal_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_terminal: bool
+) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: on_terminal, raising=False)
+    assert bool(build(tmp_path, display="off").color.red) == on_terminal
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert not build(tmp_path, display="off").color.red
+
+
 def test_throughput_counts_the_tokens_of_all_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

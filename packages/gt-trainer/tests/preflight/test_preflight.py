@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import math
 
 import pytest
 from refused_configurations import changed, refusal
@@ -182,6 +183,36 @@ def test_counts_of_what_is_switched_off_do_not_matter(tmp_path):
         "     allowed: 1 or more\n"
         "     fix: give 1 or more"
     )
+
+
+@pytest.mark.parametrize("value", [-1e-3, math.nan, math.inf])
+def test_learning_rates_are_finite_and_not_negative(tmp_path, value):
+    config = llama3.llama3_debugmodel()
+    config.optimizer.param_groups[0].optimizer_kwargs["lr"] = value
+    assert refusal(changed(config, tmp_path), 1) == (
+        "the configuration has 1 problem:\n"
+        f"  1. --optimizer.param_groups.0.optimizer_kwargs.lr is {value}\n"
+        "     allowed: a finite number, 0 or more\n"
+        "     fix: give one"
+    )
+
+
+def test_everything_that_would_turn_an_update_around_is_refused_and_its_absence_is_not(tmp_path):
+    config = changed(
+        llama3.llama3_debugmodel(),
+        tmp_path,
+        training={"max_norm": -1.0},
+        lr_scheduler={"min_lr_factor": math.nan},
+    )
+    config.optimizer.param_groups[0].optimizer_kwargs["weight_decay"] = -0.1
+    assert [line for line in refusal(config, 1).splitlines() if ". --" in line] == [
+        "  1. --optimizer.param_groups.0.optimizer_kwargs.weight_decay is -0.1",
+        "  2. --lr_scheduler.min_lr_factor is nan",
+        "  3. --training.max_norm is -1.0",
+    ]
+    config = changed(llama3.llama3_debugmodel(), tmp_path, training={"max_norm": math.inf})
+    config.optimizer.param_groups[0].optimizer_kwargs = {"lr": 0.0}
+    check_configuration(config, 1)
 
 
 def test_what_torchtitan_would_do_for_its_own_trainer_is_refused_by_name(tmp_path):

@@ -12,7 +12,6 @@ import dataclasses
 import gc
 import importlib
 import importlib.metadata
-import logging
 import os
 import sys
 import time
@@ -30,6 +29,7 @@ from gt_trainer.command_line.command_line import (
     parse_command_line,
     usage,
 )
+from gt_trainer.command_line.known_flags import full_help, help_text
 from gt_trainer.command_line.near_matches import did_you_mean
 from gt_trainer.launcher import (
     ForkUnsafeError,
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from gt_trainer.trainer import GraphTrainer
 
 _BAD_INPUT = 2
-_INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -73,9 +72,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ForkUnsafeError as error:
         _tell(f"gt-train: {error}")
         return 1
-    except KeyboardInterrupt:
-        _tell("gt-train: interrupted before training started")
-        return _INTERRUPTED
     except BrokenPipeError:  # the reader of our output, `head` say, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
@@ -87,7 +83,11 @@ def _show(command: CommandLine) -> int:
         "list": lambda: listing() + "\n",
         "version": _versions,
     }
-    sys.stdout.write(texts[command.action]())
+    return _print(texts[command.action]())
+
+
+def _print(text: str) -> int:
+    sys.stdout.write(text)
     sys.stdout.flush()
     return 0
 
@@ -105,6 +105,10 @@ def _version(name: str) -> str:
 
 
 def _run(command: CommandLine, rendezvous: Rendezvous | None, started: float) -> int:
+    if command.action == "help-all" and "." not in command.module:
+        known_help = full_help(command.config)
+        if known_help is not None:
+            return _print(known_help)
     num_ranks = command.num_processes or 1
     num_threads = None
     if num_ranks > 1:
@@ -112,18 +116,17 @@ def _run(command: CommandLine, rendezvous: Rendezvous | None, started: float) ->
         os.environ.setdefault(PROCESS_START_VARIABLE, str(started))
         num_threads = prepare_environment(os.environ, num_ranks=num_ranks)
 
-    with _without_garbage_collection(), _without_warnings_about_defaults():
+    with _without_garbage_collection():
         config = _load_configuration(command)
         from gt_trainer import run
         from gt_trainer.command_line import overrides
         from gt_trainer.preflight import preflight
     if command.action == "help-all":
-        overrides.show_full_help(config)
-        return 0
-    with _without_warnings_about_defaults():
-        config = overrides.apply_overrides(config, command.overrides)
+        return _print(help_text(overrides.help_entries(config)))
+    config = overrides.apply_overrides(config, command.overrides)
     if command.action == "dry-run":
-        return _dry_run(config, command.world_size or INTENDED_WORLD_SIZE.get(command.config, 1))
+        world_size = command.world_size or INTENDED_WORLD_SIZE.get(command.config, 1)
+        return _dry_run(config, world_size, trace=command.trace)
     preflight.check_configuration(
         config,
         num_ranks if rendezvous is None else rendezvous.world_size,
@@ -164,21 +167,6 @@ def _without_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-@contextlib.contextmanager
-def _without_warnings_about_defaults() -> Iterator[None]:
-    """Hold back what torchtitan says about its own default each time a configuration is built."""
-
-    def is_about_the_user(record: logging.LogRecord) -> bool:
-        return not record.getMessage().startswith("initial_load_model_only=True has no effect")
-
-    logger = logging.getLogger()  # torchtitan logs on the root
-    logger.addFilter(is_about_the_user)
-    try:
-        yield
-    finally:
-        logger.removeFilter(is_about_the_user)
-
-
 def _load_configuration(command: CommandLine) -> GraphTrainer.Config:
     """Import the module and call the function; this is where the heavy imports happen."""
     from gt_trainer.device import DeviceUnavailableError, install
@@ -187,11 +175,10 @@ def _load_configuration(command: CommandLine) -> GraphTrainer.Config:
         install()
     except DeviceUnavailableError as error:
         raise UsageError(str(error)) from None
-    from torchtitan.tools.logging import init_logger
-
+    from gt_trainer.metrics.log_lines import start_logging
     from gt_trainer.trainer import GraphTrainer
 
-    init_logger()
+    start_logging()
     is_ours = "." not in command.module
     name = f"gt_trainer.models.{command.module}" if is_ours else command.module
     try:
@@ -243,15 +230,14 @@ def _rank_with_loss(config: GraphTrainer.Config, world_size: int) -> int:
     )
 
 
-def _dry_run(config: GraphTrainer.Config, world_size: int) -> int:
+def _dry_run(config: GraphTrainer.Config, world_size: int, *, trace: Path | None) -> int:
     from gt_trainer.preflight.preflight import check_configuration
 
     check_configuration(config, world_size, will_train=False)
     from gt_trainer.dry_run.dry_run import dry_run
 
     def report() -> None:
-        sys.stdout.write(f"{dry_run(config, world_size)}\n")
-        sys.stdout.flush()
+        _print(f"{dry_run(config, world_size, trace_path=trace)}\n")
 
     return launch(report, num_ranks=1, log_folder=Path(config.dump_folder) / "logs")
 
@@ -285,8 +271,7 @@ def _tell_results(config: GraphTrainer.Config) -> None:
         newest := newest_checkpoint(folder / config.checkpoint.folder)
     ):
         lines.append(f"  checkpoint: {newest}")
-    sys.stdout.write("\n".join(lines) + "\n")
-    sys.stdout.flush()
+    _print("\n".join(lines) + "\n")
 
 
 def _tell_once_a_machine(message: str) -> None:

@@ -10,11 +10,13 @@ Everything wrong is reported at once.
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
-from gt_trainer.command_line.known_flags import explain_unknown_flags
+from gt_trainer.command_line.known_flags import explain_flags
 from gt_trainer.command_line.near_matches import did_you_mean
 from gt_trainer.launcher.rendezvous import Rendezvous
 from gt_trainer.models.catalog import CATALOG, CatalogEntry
@@ -30,7 +32,7 @@ _FLAGS: Mapping[str, CommandAction] = {
     "--list": "list",
     "--version": "version",
 }
-_VALUED = ("--module", "--config", "--nproc", "--world-size", "--log-rank")
+_VALUED = ("--module", "--config", "--nproc", "--world-size", "--log-rank", "--trace")
 
 
 class UsageError(ValueError):
@@ -63,6 +65,8 @@ class CommandLine:
     """--nproc; None if it was not given."""
     world_size: int | None = None
     """--world-size; None if it was not given."""
+    trace: Path | None = None
+    """File for the dry run's trace; None writes none."""
     shown_ranks: frozenset[int] = frozenset({0})
     """Ranks whose output is shown; the local ranks of --nproc."""
     overrides: tuple[str, ...] = ()
@@ -101,6 +105,7 @@ def parse_command_line(arguments: Sequence[str]) -> CommandLine:
             "--world-size says how many ranks a --dry-run pretends to have. To start processes, "
             "use --nproc"
         )
+    trace = _trace(reading, action)
     if num_processes is not None and action == "dry-run":
         reading.problems.append(
             "--dry-run starts no processes, so --nproc means nothing: say --world-size"
@@ -113,6 +118,7 @@ def parse_command_line(arguments: Sequence[str]) -> CommandLine:
         config=config,
         num_processes=num_processes,
         world_size=world_size,
+        trace=trace,
         shown_ranks=shown,
         overrides=tuple(reading.overrides),
     )
@@ -197,7 +203,7 @@ def _check_overrides(reading: _Reading) -> None:
         else:
             rest.append(argument)
     if "." not in reading.values.get("--module", ""):  # a module of the user's may have more flags
-        reading.problems += explain_unknown_flags(rest)
+        reading.problems += explain_flags(rest)
 
 
 def _choose_action(reading: _Reading) -> CommandAction:
@@ -216,6 +222,23 @@ def _count(reading: _Reading, option: str) -> int | None:
         reading.problems.append(f"{option} is {text!r}, and must be a positive integer")
         return None
     return int(text)
+
+
+def _trace(reading: _Reading, action: CommandAction) -> Path | None:
+    text = reading.values.get("--trace")
+    if text is None:
+        return None
+    path = Path(text)
+    if action != "dry-run":
+        reading.problems.append(
+            "--trace writes the step that a --dry-run simulates. To trace a run, use "
+            "--profiler.enable_profiling"
+        )
+    elif path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        reading.problems.append(
+            f"--trace is {text!r}, and must be a file in a folder that exists and can be written"
+        )
+    return path
 
 
 def _ranks(reading: _Reading, num_processes: int) -> frozenset[int]:
@@ -296,6 +319,7 @@ options:
                      it, print its size and collectives, and stop
   --world-size N     with --dry-run: number of ranks to pretend (default: what the
                      configuration is meant for)
+  --trace FILE       with --dry-run: write the simulated step to FILE, for ui.perfetto.dev
   --list             list modules and configurations
   --help, -h         show this text
   --help-all         show every flag of the chosen configuration
@@ -305,9 +329,13 @@ flags of the configuration (all of them: --help-all):
   --training.*       steps, seq_len, local_batch_size, global_batch_size, ...
   --parallelism.*    data_parallel_shard_degree, data_parallel_replicate_degree,
                      tensor_parallel_degree, expert_parallel_degree, ...
-  --compile.*        mode (none, aot_fx_trace), passes, disable_passes, ...
+  --compile.*        mode (none, aot_fx_trace, aot_joint), passes, disable_passes, ...
+  --optimizer.param_groups.0.optimizer_kwargs.lr LR
+                     learning rate (weight_decay, betas, eps: likewise), after
+                     --lr_scheduler.warmup_steps
   --optimizer.*  --lr_scheduler.*  --checkpoint.*  --validator.*  --metrics.*
   --dataloader.*  --debug.*  --profiler.*  --comm.*  --dump_folder  --hf_assets_path
+  An item of a list is named by its number, as in param_groups.0.
   A switch is set by --debug.deterministic and unset by --debug.no-deterministic.
 
 environment:

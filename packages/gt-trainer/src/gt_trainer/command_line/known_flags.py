@@ -1,76 +1,143 @@
-"""Find misspelled flags of the configuration before torch is imported.
+"""The flags of the configuration, judged and listed before torch is imported.
 
 The flags are the fields of dataclasses that take twelve seconds to import. ``known_flags.json``
-holds their names, over all configurations of the catalog, together with the torchtitan version that
-they were read from. With another version installed the table is not consulted, and a misspelled
-flag is found after the import. What the table passes, tyro still judges (``overrides``).
+holds what tyro's help says of each, for every configuration of the catalog, and the versions that
+it was made with. With another torchtitan installed the table is not consulted: misspelled flags and
+values are found after the import, and --help-all waits for it. What the table passes, tyro still
+judges (``overrides``).
 
-``python -m gt_trainer.command_line.known_flags`` writes the table anew; a test fails when it is out
-of date.
+``write_known_flags`` writes the table anew; a test fails when it is out of date.
 """
 
 from __future__ import annotations
 
-import importlib
+import contextlib
+import functools
 import importlib.metadata
 import json
-from collections.abc import Iterable
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import pairwise
 from pathlib import Path
 
 from gt_trainer.command_line.near_matches import did_you_mean
-from gt_trainer.models.catalog import CATALOG
 
 TABLE = Path(__file__).with_suffix(".json")
-"""File with the flags' names and the version of torchtitan that has them."""
+"""File with the help on every flag, and the versions that it was made with."""
+
+HELP_COLUMNS = 100
+"""Width of the help's text."""
+
+PACKAGE = str(Path(__file__).parents[1])
+"""Folder of the package, which stands as GT_TRAINER in the table."""
+
+_FLAG_NAME = re.compile(r"--[\w.]+")
+_CHOICE = re.compile(r"• (\w+):")
+_KINDS: Mapping[str, tuple[Callable[[str], object], str]] = {
+    "INT": (int, "an integer"),
+    "FLOAT": (float, "a number"),
+    "STR": (str, "text"),
+}
 
 
-def explain_unknown_flags(arguments: Iterable[str]) -> list[str]:
-    """Return a message for each argument that is a flag of no configuration in the catalog.
+def explain_flags(arguments: Iterable[str]) -> list[str]:
+    """Return a message for each flag that no configuration has, and each value that does not fit.
 
     Args:
         arguments: Flags and values as typed, without our own options.
     """
-    table = json.loads(TABLE.read_text())
-    if importlib.metadata.version("torchtitan") != table["torchtitan"]:
+    entries = _entries(None)
+    if entries is None:
         return []
-    known: list[str] = table["flags"]
-    names = [argument.partition("=")[0] for argument in arguments if argument.startswith("--")]
-    return [
-        f"no flag {name!r}.{did_you_mean(_with_underscores(name), known)}"
-        for name in dict.fromkeys(names)
-        if not _may_exist(_with_underscores(name), frozenset(known))
-    ]
+    kinds = {name: kind for entry in entries.values() for name, kind in _named(entry)}
+    own_flags = {f"--{choice}" for entry in entries.values() for choice in _CHOICE.findall(entry)}
+    problems: list[str] = []
+    for typed, value in _pairs(list(arguments)):
+        name = with_underscores(typed)
+        if name in kinds:
+            problems += _explain_value(name, value, kinds[name])
+        elif not name.startswith("--tyro_") and name.rpartition(".")[0] not in own_flags:
+            problems.append(f"no flag {typed!r}.{did_you_mean(name, kinds)}")
+    return list(dict.fromkeys(problems))
 
 
-def make_table() -> str:
-    """Return the table's text for the torchtitan that is installed. Imports all models."""
-    from gt_trainer.command_line.overrides import flag_names
-    from gt_trainer.device import install
+def full_help(config: str) -> str | None:
+    """Return the help on every flag of a configuration of the catalog, None if it is not known.
 
-    install()
-    flags: set[str] = set()
-    for module, configs in CATALOG.items():
-        functions = importlib.import_module(f"gt_trainer.models.{module}")
-        for name in configs:
-            flags.update(flag_names(getattr(functions, name)()))
-    table = {"torchtitan": importlib.metadata.version("torchtitan"), "flags": sorted(flags)}
-    return json.dumps(table, indent=1) + "\n"
+    Args:
+        config: The configuration's name.
+    """
+    entries = _entries(config)
+    return None if entries is None else help_text(entries)
 
 
-def _may_exist(flag: str, known: frozenset[str]) -> bool:
-    if flag in known or flag.startswith("--tyro_"):
-        return True
-    # A choice, such as activation_checkpoint:full, brings flags of its own.
-    group, dot, name = flag.rpartition(".")
-    if dot and group in known:
-        return True
-    positive = f"{group}{dot}{name.removeprefix('no_')}" if dot else flag.replace("--no_", "--", 1)
-    return positive in known
+def help_text(entries: Mapping[str, str]) -> str:
+    """Return the text of --help-all; the entries are those of ``overrides.help_entries``."""
+    return "\n".join(entries.values()).replace("GT_TRAINER", PACKAGE) + "\n"
 
 
-def _with_underscores(flag: str) -> str:
+def names_in(entries: Mapping[str, str]) -> list[str]:
+    """Return the flags that have an entry, negative forms of switches included."""
+    return [name for entry in entries.values() for name, _ in _named(entry)]
+
+
+def with_underscores(flag: str) -> str:
+    """Return the flag as the help spells it."""
     return "--" + flag.removeprefix("--").replace("-", "_")
 
 
-if __name__ == "__main__":
-    TABLE.write_text(make_table())
+@functools.cache
+def _entries(config: str | None) -> dict[str, str] | None:
+    """The help by flag, in order; None if the table does not know. Without a config, all flags."""
+    table = json.loads(TABLE.read_text())
+    if importlib.metadata.version("torchtitan") != table["torchtitan"]:
+        return None
+    entries: dict[str, str] = table["entries"]
+    differences: dict[str, str | None] = {} if config is None else table["differences"][config]
+    changed = {key: differences.get(key, entry) for key, entry in entries.items()}
+    return {key: entry for key, entry in changed.items() if entry is not None}
+
+
+def _named(entry: str) -> Iterator[tuple[str, str]]:
+    """The flags that an entry is about, each with what it takes: INT, {a,b}, nothing."""
+    head = entry.partition("\n")[0].strip()
+    if head.startswith("-"):
+        names = _FLAG_NAME.findall(head.partition(" {")[0])
+        kind = head.partition(names[-1])[2].strip(", ")
+        yield from ((name, kind) for name in names)
+
+
+def _pairs(arguments: list[str]) -> Iterator[tuple[str, str | None]]:
+    """Each flag as typed, with its first value."""
+    for argument, following in pairwise([*arguments, "--"]):
+        name, has_value, value = argument.partition("=")
+        if name.startswith("--"):
+            yield name, value if has_value else None if following.startswith("--") else following
+
+
+def _explain_value(name: str, value: str | None, kind: str) -> list[str]:
+    if not kind:
+        if value is None or ":" in value:  # a choice may follow, such as activation_checkpoint:full
+            return []
+        return [f"{name} takes no value, and was given {value!r}: --GROUP.FLAG or --GROUP.no_FLAG"]
+    if value is None:
+        return [f"{name} needs a value"]
+    choices: list[str] = []
+    allowed: list[str] = []
+    for part in kind.split("|"):
+        if part.startswith("{") and part.endswith("}"):
+            choices += part[1:-1].split(",")
+        elif part in _KINDS:
+            convert, meaning = _KINDS[part]
+            with contextlib.suppress(ValueError):
+                convert(value)
+                return []
+            allowed.append(meaning)
+        else:
+            return []  # a list, which tyro judges
+    if value in choices:
+        return []
+    *others, last = [*map(repr, choices), *allowed]
+    listed = f"{', '.join(others)} or {last}" if others else last
+    near = did_you_mean(value, choices)
+    return [f"{name} is {value!r}, and must be {listed}{near and f'.{near}'}"]

@@ -9,9 +9,10 @@ all named, each with near matches, in plain text.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import io
+import os
+import re
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
@@ -19,11 +20,13 @@ import tyro
 from torchtitan.config.manager import ConfigManager, custom_registry
 
 from gt_trainer.command_line.command_line import UsageError
+from gt_trainer.command_line.known_flags import HELP_COLUMNS, names_in, with_underscores
 from gt_trainer.command_line.near_matches import did_you_mean
 
 ConfigT = TypeVar("ConfigT")
 
 _BOX = "╭╮╰╯│─- "
+_STYLE = (tyro.conf.HelptextFromCommentsOff,)
 _HINT = "\ngt-train --help-all lists every flag"
 
 
@@ -57,22 +60,32 @@ def apply_overrides(config: ConfigT, arguments: Sequence[str]) -> ConfigT:
     return result
 
 
-def show_full_help(config: object) -> None:
-    """Print tyro's text on every flag of the configuration, with its defaults."""
-    with contextlib.suppress(SystemExit):
+def help_entries(config: object) -> dict[str, str]:
+    """Return tyro's help on the configuration, by flag: headings are entries too.
+
+    Args:
+        config: A dataclass instance; its values are the defaults that the help names.
+    """
+    drawn = io.StringIO()
+    with (
+        _columns(HELP_COLUMNS),
+        contextlib.redirect_stdout(drawn),
+        contextlib.suppress(SystemExit),
+    ):
         tyro.cli(
             type(config),
             args=["--help"],
             default=config,
             prog="gt-train",
             registry=_registry(),
+            config=_STYLE,
             use_underscores=True,
         )
-
-
-def flag_names(config: object) -> list[str]:
-    """Return the flags that set the fields of ``config`` and of the configurations within it."""
-    return [f"--{name}" for name in _field_names(config)]
+    text = "\n".join(line.rstrip() for line in drawn.getvalue().splitlines())
+    text = re.sub(r"\n{3,}", "\n\n", text)
+    # tyro indents headings by one column, flags by two, and what it says of them by more.
+    entries = re.split(r"\n(?= \w| {2}-{1,2}\w)", text)
+    return {re.split(r"[, ]", entry.strip())[0]: entry for entry in entries}
 
 
 @functools.cache
@@ -99,26 +112,10 @@ def _registry() -> tyro.constructors.ConstructorRegistry:
     return custom_registry
 
 
-def _field_names(config: object, prefix: str = "") -> Iterator[str]:
-    if not dataclasses.is_dataclass(config):
-        return
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        name = f"{prefix}{field.name}"
-        if field.name.startswith("_") or name == "model_spec":
-            continue
-        if dataclasses.is_dataclass(value):
-            yield from _field_names(value, f"{name}.")
-        else:
-            yield name
-
-
 def _explain_unknown(unknown: Sequence[str], config: object) -> list[str]:
-    known = flag_names(config)
+    known = names_in(help_entries(config))
     names = [argument.partition("=")[0] for argument in unknown if argument.startswith("-")]
-    problems = [
-        f"no flag {name!r}.{did_you_mean(_with_underscores(name), known)}" for name in names
-    ]
+    problems = [f"no flag {name!r}.{did_you_mean(with_underscores(name), known)}" for name in names]
     if not names:  # else these are the values of the unknown flags
         strays = ", ".join(map(repr, unknown))
         is_switch_value = any(stray.lower() in ("true", "false") for stray in unknown)
@@ -129,8 +126,17 @@ def _explain_unknown(unknown: Sequence[str], config: object) -> list[str]:
     return [*problems[:-1], problems[-1] + _HINT]
 
 
-def _with_underscores(flag: str) -> str:
-    return "--" + flag.lstrip("-").replace("-", "_")
+@contextlib.contextmanager
+def _columns(number: int) -> Iterator[None]:
+    """Tell those who ask that the terminal has that width."""
+    before = os.environ.get("COLUMNS")
+    os.environ["COLUMNS"] = str(number)
+    try:
+        yield
+    finally:
+        del os.environ["COLUMNS"]
+        if before is not None:
+            os.environ["COLUMNS"] = before
 
 
 def _plain(drawn: str) -> str:

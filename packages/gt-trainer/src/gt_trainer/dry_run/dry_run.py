@@ -80,22 +80,25 @@ class DryRunReport:
         return "\n".join(lines)
 
 
-def dry_run(config: GraphTrainer.Config, world_size: int) -> DryRunReport:
+def dry_run(
+    config: GraphTrainer.Config, world_size: int, *, trace_path: Path | None = None
+) -> DryRunReport:
     """Check that ``config`` can be built, placed and captured on ``world_size`` ranks.
 
     Args:
         config: a finished configuration that ``preflight`` accepts.
         world_size: number of ranks; none of them is started.
+        trace_path: where to write the simulated step as a Perfetto trace; None writes none.
 
     Raises:
         RuntimeError: a process group exists already.
         Exception: whatever building, placing or capturing raises, as in a real run.
     """
     with fake_step(config, world_size) as step:
-        return _report(config, step)
+        return _report(config, step, trace_path)
 
 
-def _report(config: GraphTrainer.Config, step: FakeStep) -> DryRunReport:
+def _report(config: GraphTrainer.Config, step: FakeStep, trace_path: Path | None) -> DryRunReport:
     stored = [p.to_local() if isinstance(p, DTensor) else p for p in step.model.parameters()]
     begin = time.perf_counter()
     clock = StartupClock()
@@ -124,7 +127,7 @@ def _report(config: GraphTrainer.Config, step: FakeStep) -> DryRunReport:
         parallel_dims=step.parallel_dims,
         host="cuda_graph" if config.compile.cuda_graphs else "eager",
         attention_note=_attention_note(step.model),
-        trace_path=_trace_path(config),
+        trace_path=trace_path,
     )
     return DryRunReport(
         model=f"{spec.name} {spec.flavor}",
@@ -174,13 +177,6 @@ def _attention_note(model: nn.Module) -> str | None:
         "captured as scaled dot product with a mask, since this machine has no GPU; priced as "
         "FlexAttention over a causal mask without document boundaries"
     )
-
-
-def _trace_path(config: GraphTrainer.Config) -> Path | None:
-    """Where the simulated step goes as a Perfetto trace, with the other dumps of debugging."""
-    if not config.compile.debug_graph_passes:
-        return None
-    return Path(config.dump_folder) / "graph_passes" / "simulated_step.json"
 
 
 def _degrees(parallel_dims: ParallelDims) -> tuple[tuple[str, int], ...]:

@@ -17,6 +17,7 @@ from gt_trainer.launcher.rendezvous import (
     find_rendezvous,
     first_host,
 )
+from gt_trainer.launcher.stop import RunStoppedError
 from gt_trainer.launcher.supervise import Outcome, RankPlan, run_ranks
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "RankPlan",
     "Rendezvous",
     "RendezvousError",
+    "RunStoppedError",
     "check_can_fork",
     "find_rendezvous",
     "first_host",

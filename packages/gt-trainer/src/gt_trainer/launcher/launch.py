@@ -14,12 +14,14 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
 from gt_trainer.launcher.rendezvous import Rendezvous
+from gt_trainer.launcher.stop import RunStoppedError
 from gt_trainer.launcher.supervise import RankPlan, run_ranks
 
 _LOOPBACK = "127.0.0.1"
@@ -68,7 +70,7 @@ def launch(
     if num_ranks == 1:
         # Port 0: the store of a job of one may listen anywhere.
         alone = _local_rendezvous(0, world_size=1, port=0)
-        with _loopback_for_gloo(), _raising_on_termination():
+        with _loopback_for_gloo(), _handling(signal.SIGTERM, _raise_terminated):
             return _run_here(run, alone)
     return _fork_and_wait(
         run,
@@ -160,16 +162,35 @@ class _TerminatedError(BaseException):
 
 
 @contextlib.contextmanager
-def _raising_on_termination() -> Iterator[None]:
-    previous = signal.signal(signal.SIGTERM, _raise_terminated)
+def _handling(
+    number: signal.Signals, handler: Callable[[int, FrameType | None], None]
+) -> Iterator[None]:
+    previous = signal.getsignal(number)
+    if previous != signal.SIG_IGN:  # a shell that started us in the background knows why
+        signal.signal(number, handler)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        signal.signal(number, previous)
 
 
 def _raise_terminated(number: int, frame: FrameType | None) -> NoReturn:
     raise _TerminatedError
+
+
+@dataclass(slots=True)
+class _Interrupts:
+    """Ctrl-C once ends the run in order; again, at once, wherever it is."""
+
+    name: str
+    asked: bool = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> NoReturn:
+        if self.asked:
+            _tell(f"{self.name}: interrupted")
+            os._exit(128 + number)
+        self.asked = True
+        raise KeyboardInterrupt
 
 
 def _run_here(run: Callable[[], None], rendezvous: Rendezvous) -> int:
@@ -179,13 +200,17 @@ def _run_here(run: Callable[[], None], rendezvous: Rendezvous) -> int:
     if rendezvous.world_size > 1:
         name += f": rank {rendezvous.rank} of {rendezvous.world_size}"
     try:
-        run()
+        with _handling(signal.SIGINT, _Interrupts(name)):
+            run()
     except KeyboardInterrupt:
         _tell(f"{name}: interrupted")
         return 128 + signal.SIGINT
     except _TerminatedError:
         _tell(f"{name}: ended by SIGTERM")
         return 128 + signal.SIGTERM
+    except RunStoppedError as error:
+        _tell(f"{name}: {error}")
+        return 1
     except Exception as error:  # noqa: BLE001  # the top of the program
         # The outermost frame is this function, which tells a reader nothing.
         frames = error.__traceback__.tb_next if error.__traceback__ else None

@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, NoReturn
 
+from gt_trainer.launcher.stop import RunStoppedError
+
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _PARENT_POLL_SECONDS = 1.0
 _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP)
@@ -33,10 +35,10 @@ class RankReport:
     """The exception that ended a rank."""
 
     summary: str
-    """Its type and the first line of its text."""
+    """Its type and the first line of its text; the whole text of a ``RunStoppedError``."""
 
     traceback: str
-    """The whole traceback, as Python prints it."""
+    """The whole traceback, as Python prints it; empty for a ``RunStoppedError``."""
 
     moment: float
     """When it left the rank's work, in seconds of the system-wide monotonic clock."""
@@ -92,11 +94,9 @@ class RankProcess:
 
     def _fail(self, error: BaseException) -> NoReturn:
         moment = time.monotonic()
-        # The outermost frame is this method's caller, which tells a reader nothing.
-        frames = error.__traceback__.tb_next if error.__traceback__ else None
         report = {
             "summary": _summary(error),
-            "traceback": "".join(traceback.format_exception(type(error), error, frames)),
+            "traceback": _traceback(error),
             "moment": moment,
             "is_connection_error": _is_connection_error(error),
         }
@@ -120,7 +120,17 @@ def read_report(report_file: IO[bytes]) -> RankReport | None:
     return RankReport(**fields)
 
 
+def _traceback(error: BaseException) -> str:
+    if isinstance(error, RunStoppedError):
+        return ""
+    # The outermost frame is that of the rank's own work, which tells a reader nothing.
+    frames = error.__traceback__.tb_next if error.__traceback__ else None
+    return "".join(traceback.format_exception(type(error), error, frames))
+
+
 def _summary(error: BaseException) -> str:
+    if isinstance(error, RunStoppedError):
+        return str(error)
     lines = str(error).strip().splitlines()
     name = type(error).__name__
     return f"{name}: {lines[0]}" if lines else name

@@ -7,6 +7,8 @@ torchtitan has it. torchtitan's own line a step is left out of the log: the disp
 
 import contextlib
 import logging
+import os
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,6 +19,7 @@ import torch.distributed as dist
 from torchtitan.components import metrics as titan_metrics
 from torchtitan.components.metrics import BaseLogger, LoggerContainer, MetricsProcessor
 from torchtitan.tools.logging import logger as titan_logger
+from torchtitan.tools.utils import NoColor
 
 from gt_trainer.metrics.metrics_history import (
     METRICS_FILE,
@@ -61,6 +64,12 @@ class GraphMetricsProcessor(MetricsProcessor):
 
     display: ProgressDisplay
     """Where the trainer says what it is busy with."""
+
+    def __init__(self, config: Config, **options: Any) -> None:
+        """As torchtitan's; its log lines have colors on a terminal only."""
+        super().__init__(config, **options)
+        if not sys.stdout.isatty() or "NO_COLOR" in os.environ:
+            self.color = NoColor()
 
     def training_starts(self, *, after_step: int) -> None:
         """Say that the next step is `after_step` + 1: call it after a checkpoint was loaded.

@@ -10,6 +10,7 @@ A rank may trust a configuration that has passed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from torchtitan.components.loss import ChunkedLossWrapper
@@ -65,6 +66,7 @@ def check_configuration(
     violations += _unsupported_parallelism(config)
     violations += _unsupported_options(config)
     violations += _unsound_counts(config, topology)
+    violations += _unsound_rates(config)
     violations += _model_does_not_divide(config, topology)
     violations += _uneven_loss_chunks(config)
     violations += _unsound_profiler(config)
@@ -195,6 +197,26 @@ def _unsound_counts(config: GraphTrainer.Config, topology: Topology) -> Iterator
         if value < 1:
             yield Violation(flag=flag, value=value, allowed="1 or more", fix="give 1 or more")
     yield from _uneven_batch(config, topology)
+
+
+def _unsound_rates(config: GraphTrainer.Config) -> Iterator[Violation]:
+    rates = {
+        f"--optimizer.param_groups.{index}.optimizer_kwargs.{name}": group.optimizer_kwargs[name]
+        for index, group in enumerate(config.optimizer.param_groups)
+        for name in ("lr", "weight_decay")
+        if name in group.optimizer_kwargs
+    }
+    rates["--lr_scheduler.min_lr_factor"] = config.lr_scheduler.min_lr_factor
+    for flag, value in rates.items():
+        if not (math.isfinite(value) and value >= 0):
+            yield Violation(
+                flag=flag, value=value, allowed="a finite number, 0 or more", fix="give one"
+            )
+    max_norm = config.training.max_norm
+    if math.isnan(max_norm) or max_norm < 0:
+        yield Violation(
+            flag="--training.max_norm", value=max_norm, allowed="0 or more", fix="give 0 or more"
+        )
 
 
 def _unsound_pipeline(config: GraphTrainer.Config) -> Iterator[Violation]:

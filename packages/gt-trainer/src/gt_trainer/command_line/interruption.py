@@ -1,0 +1,34 @@
+"""Ctrl-C while nothing runs yet: one message, at once.
+
+Raising ``KeyboardInterrupt`` out of whatever is being imported is no way to end: callbacks and
+``except`` clauses in foreign modules swallow it, and the run goes on, or trip over it. Before ranks
+are started there is nothing to put in order, so the process simply ends.
+
+Loads nothing: it is in force before anything else of this package is imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+from types import FrameType
+from typing import NoReturn
+
+
+@contextlib.contextmanager
+def ending_at_once() -> Iterator[None]:
+    """Inside, Ctrl-C ends the process with status 130; unless the process ignores it."""
+    previous = signal.getsignal(signal.SIGINT)
+    if previous != signal.SIG_IGN:
+        signal.signal(signal.SIGINT, _end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+def _end(number: int, frame: FrameType | None) -> NoReturn:
+    os.write(2, b"gt-train: interrupted before training started\n")
+    os._exit(128 + number)

@@ -1,0 +1,95 @@
+"""How a run ends that cannot write, or is interrupted while it writes."""
+
+import errno
+import os
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from gt_trainer import run
+from gt_trainer.metrics.metrics_history import MetricsFileError
+
+
+class Interrupting(dcp.FileSystemWriter):
+    """A disk on which writing meets what the test says."""
+
+    def __init__(self, folder, error):
+        super().__init__(folder)
+        self.error = error
+
+    def write_data(self, plan, planner):
+        raise self.error
+
+
+def saving(folder, error):
+    """A configuration whose training is a save by PyTorch that meets ``error``."""
+
+    def train():
+        writer = Interrupting(folder / "checkpoint" / "step-2", error)
+        dcp.save({"weight": torch.ones(3)}, storage_writer=writer)
+
+    return running(folder, train)
+
+
+def running(folder, train):
+    trainer = SimpleNamespace(train=train, close=lambda: None)
+    return SimpleNamespace(
+        dump_folder=str(folder),
+        checkpoint=SimpleNamespace(folder="checkpoint"),
+        build=lambda: trainer,
+    )
+
+
+def complete_checkpoint(folder, step):
+    (folder / "checkpoint" / f"step-{step}").mkdir(parents=True)
+    (folder / "checkpoint" / f"step-{step}" / ".metadata").touch()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+class TestSaving:
+    def test_ctrl_c_while_saving_is_ctrl_c(self, tmp_path):
+        with pytest.raises(KeyboardInterrupt):
+            run.train(saving(tmp_path, KeyboardInterrupt()))
+
+    def test_a_full_disk_is_named_with_what_to_do(self, tmp_path):
+        complete_checkpoint(tmp_path, 1)
+        with pytest.raises(run.DiskFullError) as stopped:
+            run.train(saving(tmp_path, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
+        assert str(stopped.value) == (
+            f"the disk is full: nothing more can be written to {tmp_path}\n"
+            "  Free some space, or choose a --dump_folder on another disk.\n"
+            f"  Cut off while being saved, delete: {tmp_path / 'checkpoint' / 'step-2'}\n"
+            f"  The same command then goes on from {tmp_path / 'checkpoint' / 'step-1'}"
+        )
+
+    def test_a_full_disk_is_known_by_its_free_space_where_torch_hides_the_error(
+        self, tmp_path, monkeypatch
+    ):
+        config = saving(tmp_path, RuntimeError("unexpected pos 704 vs 598"))
+        monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=4096))
+        with pytest.raises(run.DiskFullError):
+            run.train(config)
+
+    def test_another_failure_keeps_the_traceback_of_its_rank(self, tmp_path):
+        with pytest.raises(run.CheckpointFailedError, match=r"(?s)RANK 0.*write_data.*no such"):
+            run.train(saving(tmp_path, ValueError("no such")))
+
+
+def test_a_full_disk_is_named_for_other_files_too(tmp_path):
+    def train():
+        full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        raise MetricsFileError("cannot write metrics.jsonl") from full
+
+    with pytest.raises(run.DiskFullError):
+        run.train(running(tmp_path, train))
+
+
+def test_other_errors_of_the_system_stay_what_they_are(tmp_path):
+    def train():
+        raise FileNotFoundError("no such file")
+
+    with pytest.raises(FileNotFoundError):
+        run.train(running(tmp_path, train))
