@@ -121,7 +121,7 @@ def test_both_producers_train_alike_and_as_the_whole_model(
     case, eager = {**CASES, **FEWER_LAYERS}[case_name], OVERLAPS[overlap_name]
     graph = on_graph(eager, disable_early_grad_accumulation=True)
     runs = {"eager": eager, "graph": graph}
-    check(four.run(train_in_chunks, case, str(tmp_path), runs, {}, True), case, runs, 1e-5)
+    check(four.run(train_in_chunks, case, str(tmp_path), runs, {}), case, runs, 1e-5)
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_chunks_on_the_graph_in_any_number_and_of_any_size_train_as_the_whole_mo
 ) -> None:
     """With gradients accumulated early, as by default."""
     case, runs = on(CASES[case_name], **extents), {"graph": overlap}
-    by_rank = four.run(train_in_chunks, case, str(tmp_path), runs, {}, True)
+    by_rank = four.run(train_in_chunks, case, str(tmp_path), runs, {})
     check(by_rank, case, runs, 1e-5)
     assert all(found.chunk_sizes == {"graph": chunk_sizes} for found in by_rank)
 
