@@ -2,7 +2,7 @@
 
 torchtitan 0.3.0's experts cast tokens and weights to bfloat16, whatever precision the model has
 (``torchtitan/models/common/moe.py``). A processor without instructions for such products makes them
-many times slower than those in float32 (docs/log.md has figures). On CPU we therefore replace the *configuration* of each
+many times slower than those in float32. On CPU we therefore replace the *configuration* of each
 mixture's experts, which then multiply what they are given; router, dispatch and combination stay
 torchtitan's.
 """
