@@ -5,14 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MethodType
 from typing import Any
 
 import torch
-from torch import nn
-from torch.distributed.tensor import DTensor
-from torch.nn import functional as F
-from torchtitan.models.common.moe import GroupedExperts
 from training_cases import (
     BATCH_SIZE,
     Case,
@@ -32,7 +27,6 @@ from gt_passes.ep_overlap import ChunkRegions, exposed_exchanges, interrupted_ex
 __all__ = [
     "ChunkedTraining",
     "compare_chunked",
-    "compute_experts_in_float32",
     "relative_difference",
 ]
 
@@ -113,36 +107,10 @@ def error_of_an_odd_batch(case: Case, folder: str, overlap: EpOverlapConfig) -> 
 def _train(
     case: Case, mode: str, folder: str, options: Mapping[str, Any], lengths: tuple[int, ...]
 ) -> RecordingTrainer:
-    """Experts compute in float32."""
     trainer = trainer_of(case, mode, folder, options=options)
-    compute_experts_in_float32(trainer.model_parts[0])
     for length in lengths:
         take_unseen(trainer, length=length)
     return trainer
-
-
-def compute_experts_in_float32(model: nn.Module) -> None:
-    """torchtitan's experts compute in bfloat16 whatever the model does.
-
-    Then the gradients of their weights are rounded to bfloat16 once for each chunk, and no longer
-    differ by the order of summation alone.
-    """
-
-    def forward(
-        self: GroupedExperts, x_RD: torch.Tensor, num_tokens_E: torch.Tensor
-    ) -> torch.Tensor:
-        w1, w2, w3 = (
-            (w.to_local() if isinstance(w, DTensor) else w).transpose(-2, -1)
-            for w in (self.w1_EFD, self.w2_EDF, self.w3_EFD)
-        )
-        ends_E = torch.cumsum(num_tokens_E, dim=0, dtype=torch.int32)
-        h_RF = F.silu(torch._grouped_mm(x_RD, w1, offs=ends_E))
-        h_RF = h_RF * torch._grouped_mm(x_RD, w3, offs=ends_E)
-        return torch._grouped_mm(h_RF, w2, offs=ends_E)
-
-    for module in model.modules():
-        if isinstance(module, GroupedExperts):
-            object.__setattr__(module, "forward", MethodType(forward, module))
 
 
 def _compare(whole: list[Pass], chunked: RecordingTrainer) -> ChunkedTraining:

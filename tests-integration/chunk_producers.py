@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from chunk_combinations import compute_experts_in_float32, relative_difference
+from chunk_combinations import relative_difference
 from recorded_routing import BUFFER, Load, follow_record, tokens_of, write_record
 from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule
@@ -80,7 +80,6 @@ def train_in_chunks(
     folder: str,
     runs: Mapping[str, EpOverlapConfig],
     options: Mapping[str, Any],
-    experts_in_float32: bool,
 ) -> SteppedTraining:
     """Take five optimizer steps in chunks, once for each run, and watch the whole model do them.
 
@@ -92,7 +91,6 @@ def train_in_chunks(
         folder: for dump folders.
         runs: how chunks are made, by name.
         options: others of ``--compile``, of the runs in chunks.
-        experts_in_float32: torchtitan's experts compute in bfloat16, and chunks round otherwise.
     """
     whole = trainer_of(case, "none", f"{folder}/whole")
     chunked = {
@@ -108,9 +106,6 @@ def train_in_chunks(
         num_chunks = runs[name].num_chunks if runs[name].strategy == "eager" else 1
         follow_record(trainer.model_parts[0], **shape, num_chunks=num_chunks)
         trainer.before_pass = _Replay(whole, trainer)
-    if experts_in_float32:
-        for trainer in (whole, *chunked.values()):
-            compute_experts_in_float32(trainer.model_parts[0])
 
     differences: list[str] = []
     miscounted: list[str] = []

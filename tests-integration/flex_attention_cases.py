@@ -85,7 +85,7 @@ def compare_stamped(case: Case, folder: str) -> VariantResult:
 def in_chunks(case: Case, folder: str, runs: Mapping[str, EpOverlapConfig]) -> SteppedTraining:
     """What ``train_in_chunks`` says, every layer traced."""
     with own_flex_attention():
-        return train_in_chunks(case, folder, runs, {"capture_layers": "full"}, True)
+        return train_in_chunks(case, folder, runs, {"capture_layers": "full"})
 
 
 def with_validation(case: Case, folder: str) -> tuple[tuple[str, str], tuple[str, str]]:

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from chunk_combinations import compute_experts_in_float32
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -48,9 +47,6 @@ class PlacedCase:
 
     experts: ExpertPlacement = "any"
     """How the plan may place routed experts."""
-
-    experts_in_float32: bool = False
-    """Else torchtitan's multiply in bfloat16, and what is routed where soon differs."""
 
     balanced_routing: bool = False
     """Whether routers are forced to send as many tokens to each expert."""
@@ -124,9 +120,6 @@ def compare_with_whole_model(case: PlacedCase, folder: str) -> Found:
     trainer = case.trainer(folder)
     placed = trainer.model_parts[0]
     whole = whole_model(trainer, placed)
-    if case.experts_in_float32:
-        compute_experts_in_float32(placed)
-        compute_experts_in_float32(whole)
     # Adam moves an element whose gradient is all rounding by a whole step; not with such an eps. With
     # 1e-8, 99.6 % of the worst parameter's squared error (1.1e-5 in norm) lay in the 0.6 % of its
     # elements whose gradients were below a thousandth of the tensor's; the others were at 6e-7.

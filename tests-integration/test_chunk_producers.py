@@ -121,7 +121,7 @@ def test_both_producers_train_alike_and_as_the_whole_model(
     case, eager = {**CASES, **FEWER_LAYERS}[case_name], OVERLAPS[overlap_name]
     graph = on_graph(eager, disable_early_grad_accumulation=True)
     runs = {"eager": eager, "graph": graph}
-    check(four.run(train_in_chunks, case, str(tmp_path), runs, {}, True), case, runs, 1e-5)
+    check(four.run(train_in_chunks, case, str(tmp_path), runs, {}), case, runs, 1e-5)
 
 
 @pytest.mark.parametrize(
@@ -175,18 +175,18 @@ def test_chunks_on_the_graph_in_any_number_and_of_any_size_train_as_the_whole_mo
 ) -> None:
     """With gradients accumulated early, as by default."""
     case, runs = on(CASES[case_name], **extents), {"graph": overlap}
-    by_rank = four.run(train_in_chunks, case, str(tmp_path), runs, {}, True)
+    by_rank = four.run(train_in_chunks, case, str(tmp_path), runs, {})
     check(by_rank, case, runs, 1e-5)
     assert all(found.chunk_sizes == {"graph": chunk_sizes} for found in by_rank)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("overlap_name", OVERLAPS)
-def test_both_producers_train_alike_with_experts_in_bfloat16(
+def test_both_producers_train_alike_in_bfloat16(
     overlap_name: str, four: GlooWorkers, tmp_path: Path
 ) -> None:
-    """As torchtitan has them: each chunk rounds the gradients of its experts to bfloat16."""
-    eager = OVERLAPS[overlap_name]
+    """As GPUs do: each chunk rounds its gradients to bfloat16."""
+    eager, case = OVERLAPS[overlap_name], on(QWEN3_EP4, param_dtype="bfloat16")
     runs = {"eager": eager, "graph": on_graph(eager, disable_early_grad_accumulation=True)}
-    by_rank = four.run(train_in_chunks, QWEN3_EP4, str(tmp_path), runs, {}, False)
-    check(by_rank, QWEN3_EP4, runs, 2.0**-6)
+    by_rank = four.run(train_in_chunks, case, str(tmp_path), runs, {})
+    check(by_rank, case, runs, 2.0**-6)

@@ -163,6 +163,18 @@ def test_replaced_attention_is_said_once_for_a_configuration(caplog):
     ]
 
 
+def test_replaced_experts_are_said_once_for_a_configuration(caplog):
+    with caplog.at_level("INFO"):
+        make_config(CATALOG["qwen3"]["qwen3_moe_debugmodel"])
+        make_config(CATALOG["deepseek_v3"]["deepseek_v3_16b"])  # published: torchtitan's experts
+        make_config(CATALOG["llama3"]["llama3_debugmodel"])  # has none
+    (said,) = [r.getMessage() for r in caplog.records if "experts" in r.getMessage()]
+    assert said == (
+        "qwen3 debugmodel_moe has experts that compute in the run's precision on cpu "
+        "(--training.mixed_precision_param); torchtitan's compute in bfloat16 whatever it is"
+    )
+
+
 def test_a_vocabulary_that_tp_and_fsdp_split_unevenly_is_sharded_along_the_width():
     entry = CATALOG["llama3"]["llama3_405b"]
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=entry.world_size)

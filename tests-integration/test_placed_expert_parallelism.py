@@ -48,7 +48,6 @@ def test_experts_on_the_ranks_of_one_axis_train_like_the_whole_model(
         mode="none",
         options={"autoparallel_solver": AutoParallelConfig(relative_gap=0.03)},
         experts="expert_parallel",
-        experts_in_float32=True,
         balanced_routing=True,
     )
     found = trained(case, four, tmp_path)
@@ -62,7 +61,7 @@ def test_a_budget_that_gathered_experts_exceed_makes_tokens_travel(
 ) -> None:
     # Nobody asks for expert parallelism: nothing else is as cheap in 0.06 GiB. Captured, and routed
     # by the router.
-    case = PlacedCase(model=DEEPSEEK_V3_EP4, memory_budget_gib=0.06, experts_in_float32=True)
+    case = PlacedCase(model=DEEPSEEK_V3_EP4, memory_budget_gib=0.06)
     found = trained(case, four, tmp_path)
     assert_tokens_travel(found)
     assert found[0].num_sharded > 10
@@ -79,9 +78,7 @@ def test_a_budget_that_gathered_experts_exceed_makes_tokens_travel(
 def test_distributed_experts_train_captured_like_the_whole_model(
     model: Case, four: GlooWorkers, tmp_path: Path
 ) -> None:
-    case = PlacedCase(
-        model=model, experts="expert_parallel", experts_in_float32=True, balanced_routing=True
-    )
+    case = PlacedCase(model=model, experts="expert_parallel", balanced_routing=True)
     found = trained(case, four, tmp_path)
     assert_tokens_travel(found)
     assert_moves_what_was_predicted(found)
@@ -96,7 +93,6 @@ def test_experts_whose_weights_are_gathered_train_like_the_whole_model(
         model=DEEPSEEK_V3_EP4,
         memory_budget_gib=0.08,
         experts="own_tokens",
-        experts_in_float32=True,
     )
     found = trained(case, four, tmp_path)
     assert found[0].expert_axes == set()

@@ -1,8 +1,7 @@
 """Models that a solver placed on four ranks compute what the whole model computes on one.
 
 Loss, every gradient and five optimizer steps, at float32 relative 1e-5 in norm; and the collectives
-of the captured step are exactly those that the plan predicted. Experts compute in float32 here, since
-with torchtitan's products in bfloat16 the router's gradient is mostly rounding.
+of the captured step are exactly those that the plan predicted.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ def test_a_planned_deepseek_v3_trains_like_the_whole_model(
     four: GlooWorkers, tmp_path: Path
 ) -> None:
     # The budget makes the plan shard experts, over ep or otherwise.
-    case = PlacedCase(model=DEEPSEEK_V3, memory_budget_gib=0.12, experts_in_float32=True)
+    case = PlacedCase(model=DEEPSEEK_V3, memory_budget_gib=0.12)
     found = four.run(compare_with_whole_model, case, str(tmp_path))
     assert_agrees(found, tolerance=1e-5)
     assert found[0].num_sharded > 3
@@ -85,7 +84,7 @@ def test_a_planned_deepseek_v3_trains_like_the_whole_model(
     [
         pytest.param(PlacedCase(model=LLAMA3, memory_budget_gib=0.025), id="llama3"),
         pytest.param(
-            PlacedCase(model=DEEPSEEK_V3, memory_budget_gib=0.12, experts_in_float32=True),
+            PlacedCase(model=DEEPSEEK_V3, memory_budget_gib=0.12),
             id="deepseek_v3",
         ),
     ],

@@ -289,12 +289,12 @@ def num_idle_experts(before: Pass, after: Pass) -> tuple[int, ...]:
 
 
 def matmul_dtypes(captured: RecordingTrainer) -> frozenset[str]:
-    """What the plain matrix products of the captured graphs compute in."""
+    """What the matrix products of the captured graphs compute in, those of experts among them."""
     found = (
         node.meta["val"].dtype
         for graph_module in captured.training_step.reports[0].graph_modules
         for node in graph_module.graph.nodes
-        if node.target is torch.ops.aten.mm.default
+        if node.target in (torch.ops.aten.mm.default, torch.ops.aten._grouped_mm.default)
     )
     return frozenset(str(dtype).removeprefix("torch.") for dtype in found)
 

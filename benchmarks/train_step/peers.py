@@ -6,15 +6,13 @@ to make the comparison fair, is this:
 
 - The device adapter is ours (``gt_trainer.device``), as is the inner attention, with its mask built
   in ``post_dataloading_process``: FlexAttention has no backward on CPU.
+- Routed experts are ours, which compute in float32 as all else does.
 - Initial weights are drawn whole on each rank (``gt_trainer.decoder.initialization``), as ours are,
   so that all contestants train the same model.
 - FSDP2 reduces by sum (``set_force_sum_reduction_for_comms``): gloo knows no other reduction that
   FSDP2 asks for.
 - graph_trainer's passes for CUDA graphs are off, there being none on a CPU, and so are those that
   recompute activations, since nobody recomputes here.
-- For deepseek_v3 its pass that merges equal parameter gathers is off too. In float32 it takes the
-  cast to bfloat16 of an expert weight (torchtitan's grouped experts compute in bfloat16) for a part
-  of the gather, and merges it with a gather that has no cast; torch then refuses the product.
 """
 
 from __future__ import annotations
@@ -35,6 +33,7 @@ from torchtitan.tools.logging import init_logger  # noqa: E402
 from torchtitan.trainer import Trainer  # noqa: E402
 
 from gt_trainer.decoder.attention import attention_mask_for, replace_inner_attention  # noqa: E402
+from gt_trainer.decoder.experts import replace_inner_experts  # noqa: E402
 from gt_trainer.decoder.initialization import draw_whole_weights  # noqa: E402
 from gt_trainer.startup import StartupClock  # noqa: E402
 from train_step.commands import CommandedTraining  # noqa: E402
@@ -100,7 +99,7 @@ def graph(workload: Workload) -> Trainer.Config:
     from torchtitan.experiments.graph_trainer.configs import GraphTrainerCompileConfig
 
     options = GraphTrainerCompileConfig(
-        enable=True, mode="aot_fx_trace", disable_passes=[*_PASSES_OFF, *workload.peer_passes_off]
+        enable=True, mode="aot_fx_trace", disable_passes=list(_PASSES_OFF)
     )
     return _graph_trainer(workload, options)
 
@@ -160,6 +159,7 @@ def _configured(
     spec: ModelSpec | None = published.model_spec
     assert spec is not None
     replace_inner_attention(spec.model)
+    replace_inner_experts(spec.model)
     place = spec.parallelize_fn
 
     def place_on_cpu(model: torch.nn.Module, **options: Any) -> torch.nn.Module:

@@ -35,8 +35,6 @@ class Workload:
     """Fields of torchtitan's ``ParallelismConfig``."""
     seq_len: int
     local_batch_size: int = 2
-    peer_passes_off: tuple[str, ...] = ()
-    """Passes of torchtitan's graph_trainer that this workload cannot run with; see ``peers``."""
 
 
 WORKLOADS: Mapping[str, Workload] = MappingProxyType(
@@ -54,7 +52,6 @@ WORKLOADS: Mapping[str, Workload] = MappingProxyType(
             config="deepseek_v3_debugmodel",
             degrees={"data_parallel_shard_degree": 4, "expert_parallel_degree": 2},
             seq_len=128,
-            peer_passes_off=("deduplicate_fsdp_unshard_chains_pass",),
         ),
     }
 )

@@ -26,6 +26,7 @@ from gt_trainer.data.shipped_tokenizer import shipped_tokenizer_path
 from gt_trainer.data.text_dataloader import StdlibTextDataLoader
 from gt_trainer.decoder.attention import replace_inner_attention
 from gt_trainer.decoder.chunked_loss import GraphChunkedLoss
+from gt_trainer.decoder.experts import replace_inner_experts
 from gt_trainer.device import installed_device_type
 from gt_trainer.metrics.metrics_jsonl import GraphMetricsProcessor
 from gt_trainer.pipelines.split_model import pipeline
@@ -75,12 +76,18 @@ def adapt_debug(
     stays constant after two steps of warm-up: torchtitan's schedules depend on the number of steps,
     and a run that is resumed for more steps should be the run that never stopped.
 
+    On CPU, routed experts compute in float32 too, which torchtitan's do not. Published sizes keep
+    torchtitan's: on CPU they are only captured, for GPUs.
+
     Args:
         published: What torchtitan's ``config_registry`` returns. Not changed.
         learning_rate: Of AdamW.
         batch_size: Sequences of a step on each rank.
     """
     adapted = adapt_published(published)
+    assert adapted.model_spec is not None
+    if installed_device_type() == "cpu":
+        _replace_experts(adapted.model_spec)
     return dataclasses.replace(
         adapted,
         hf_assets_path=str(shipped_tokenizer_path()),
@@ -126,6 +133,14 @@ def _adapt_model(published: ModelSpec) -> ModelSpec:
         parallelize_fn=parallelize,
         pipelining_fn=pipeline if published.pipelining_fn is not None else None,
     )
+
+
+def _replace_experts(spec: ModelSpec) -> None:
+    if replace_inner_experts(spec.model):
+        _say(
+            f"{spec.name} {spec.flavor} has experts that compute in the run's precision on cpu "
+            "(--training.mixed_precision_param); torchtitan's compute in bfloat16 whatever it is"
+        )
 
 
 def _adapt_loss(published: BaseLoss.Config) -> BaseLoss.Config:

@@ -69,7 +69,7 @@ _ENTRIES = (
     CatalogEntry(
         module="qwen3",
         config="qwen3_moe_debugmodel",
-        description="Qwen3 in miniature with 64 experts in each layer. Trains on a laptop.",
+        description="Qwen3 in miniature: 4 layers with 64 experts each. Trains on a laptop.",
         world_size=1,
     ),
     CatalogEntry(
