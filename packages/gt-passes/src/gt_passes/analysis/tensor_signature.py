@@ -95,12 +95,12 @@ def symbols_of(signed: Hashable) -> Iterator[str]:
             yield from symbols_of(part)
 
 
-def is_row_major(signed: TensorSignature) -> bool:
-    """Whether the elements surely lie in memory one after the other, the last dim fastest.
+def is_row_major(signed: Hashable) -> bool:
+    """Whether the elements of a tensor surely lie one after the other, in row-major order.
 
     Told by the expressions of sizes and strides alone, which adds no guards.
     """
-    if signed.stride is None:
+    if not isinstance(signed, TensorSignature) or signed.stride is None:
         return False
     expected: Any = 1
     for size, stride in reversed(list(zip(signed.shape, signed.stride, strict=True))):

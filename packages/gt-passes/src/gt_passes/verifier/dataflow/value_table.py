@@ -16,7 +16,7 @@ import math
 import re
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -75,8 +75,7 @@ Arguments = Sequence[Any]
 """Of a call, one for each argument of the schema: values, constants, and lists of them."""
 
 
-@dataclass(frozen=True, slots=True)
-class _SymbolicTensor:
+class _SymbolicTensor(NamedTuple):
     """A tensor with symbolic sizes: a view of what some operator computed."""
 
     base: int
@@ -282,15 +281,21 @@ class ValueTable:
         known = self._symbolic.get(source.number)
         if known is None or not isinstance(recorded, torch.Tensor):
             return None
-        if any(name not in self._symbols for name in symbols_of(signature(recorded))):
+        signed = signature(recorded)
+        if any(name not in self._symbols for name in symbols_of(signed)):
             return None
-        layout = self.layout(recorded)
+        layout = self._layout(signed)
         if layout == known.base_layout:
             return OtherValue(known.base)
-        value = self.result(("view", known.base, layout), recorded)
-        if isinstance(value, OtherValue):
-            self._note_symbolic(value.number, recorded, base=known)
-        return value
+        definition = ("view", known.base, layout)
+        if all(type(size) is int for size in recorded.shape):
+            return self.result(definition, recorded)
+        number = self.number(definition)
+        if number not in self._symbolic:
+            self._symbolic[number] = known._replace(
+                layout=layout, is_row_major=is_row_major(signed)
+            )
+        return OtherValue(number)
 
     def symbolic_reshape(self, source: OtherValue, recorded: object) -> Value | None:
         """The elements of a tensor with symbolic sizes in another shape: viewed, or copied.
@@ -315,9 +320,7 @@ class ValueTable:
 
     def layout(self, recorded: torch.Tensor) -> str:
         """Sizes, strides, offset and dtype, with symbols by the values that made them."""
-        signed = signature(recorded)
-        assert isinstance(signed, TensorSignature)  # what a tensor has
-        return self._canonical_text(str(signed._replace(device=None)))  # type: ignore[arg-type]  # text only
+        return self._layout(signature(recorded))
 
     def _opaque_tensor(self, definition: Definition, recorded: torch.Tensor) -> Value:
         shape = tuple(recorded.shape)
@@ -326,26 +329,19 @@ class ValueTable:
             atom = self.atom(definition, numel=numel, dtype=recorded.dtype)
             return self.tensor(shape, whole(atom, numel))
         number = self.number(definition)
+        signed = signature(recorded)
         # How many rows ``nonzero`` finds is as much a result of it as the rows are.
-        for index, name in enumerate(dict.fromkeys(symbols_of(signature(recorded)))):
+        for index, name in enumerate(dict.fromkeys(symbols_of(signed))):
             if name not in self._symbols:
                 self._symbols[name] = self.number(("size of", number, (int, index)))
         if number not in self._symbolic:
-            self._note_symbolic(number, recorded)
+            layout = self._layout(signed)
+            self._symbolic[number] = _SymbolicTensor(number, layout, layout, is_row_major(signed))
         return OtherValue(number)
 
-    def _note_symbolic(
-        self, number: int, recorded: torch.Tensor, *, base: _SymbolicTensor | None = None
-    ) -> None:
-        signed = signature(recorded)
+    def _layout(self, signed: Hashable) -> str:
         assert isinstance(signed, TensorSignature)  # what a tensor has
-        layout = self.layout(recorded)
-        self._symbolic[number] = _SymbolicTensor(
-            base=number if base is None else base.base,
-            base_layout=layout if base is None else base.base_layout,
-            layout=layout,
-            is_row_major=is_row_major(signed),
-        )
+        return self._canonical_text(str(signed._replace(device=None)))  # type: ignore[arg-type]  # text only
 
     def _canonical_text(self, text: str) -> str:
         return _SYMBOL.sub(self._canonical_symbol, text)
