@@ -38,7 +38,7 @@ RUNTIMES = [("graph",), pytest.param(("eager", "graph"), marks=pytest.mark.slow)
 @pytest.mark.parametrize("runtimes", RUNTIMES)
 def test_plain_pytorch_trains_to_the_bits_of_one_process(runtimes: tuple[str, ...], tmp_path: Path):
     # What its first lines install brings torch, and torch no NumPy.
-    (tmp_path / "numpy.py").write_text("raise ImportError('NumPy is not installed')\n")
+    (tmp_path / "numpy.py").write_text("raise ModuleNotFoundError('NumPy')\n")
     options = ("--runtimes", *runtimes, "--schedule", "DualPipeV")
     printed = run_example("plain_pytorch.py", *options, search_path=tmp_path)
     for runtime in runtimes:
