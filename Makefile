@@ -116,9 +116,9 @@ bench: $(STAMP)
 		$(BIN)/python benchmarks/bench_$$name.py --json outputs/bench/$$name.json $(ARGS) || exit 1; \
 	done
 
-# Cases that fail are made small and stored in tests-integration/fuzz_regressions.
+# Cases that fail are made small and stored in tests-integration/fuzz/regressions.
 fuzz: $(STAMP)
-	OMP_NUM_THREADS=1 PYTHONPATH=tests-integration $(BIN)/python -m pass_fuzz \
+	OMP_NUM_THREADS=1 PYTHONPATH=tests-integration $(BIN)/python -m fuzz \
 		--num-cases $(NUM_CASES) --seed $(SEED) $(ARGS)
 
 clean:

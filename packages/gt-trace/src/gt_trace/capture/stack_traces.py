@@ -25,7 +25,7 @@ from torch.fx import Node
 
 from gt_trace._torch_internals import get_proxy_mode
 
-_DROPPED = ("<eval_with_key>", os.path.dirname(__file__) + os.sep)
+_DROPPED = ("<eval_with_key>", os.path.dirname(os.path.dirname(__file__)) + os.sep)
 _MACHINERY = (*_DROPPED, os.path.dirname(torch.__file__) + os.sep, "<frozen ")
 
 
