@@ -21,9 +21,7 @@ REGRESSIONS = Path(__file__).resolve().parent / "regressions"
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="fuzz", description="Differential fuzzing of passes."
-    )
+    parser = argparse.ArgumentParser(prog="fuzz", description="Differential fuzzing of passes.")
     parser.add_argument("--num-cases", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds until a hang is one")

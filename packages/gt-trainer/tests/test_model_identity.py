@@ -44,7 +44,7 @@ def test_the_identity_of_the_main_model(tmp_path):
     ("function", "registry", "flavor"),
     [
         (llama3.llama3_debugmodel, llama_registry, "debugmodel"),
-        (qwen3.qwen3_moe_debugmodel, qwen_registry, "debugmodel_moe"),
+        (qwen3.qwen3_debugmodel, qwen_registry, "debugmodel"),
         (deepseek_v3.deepseek_v3_debugmodel, deepseek_registry, "debugmodel"),
     ],
 )

@@ -32,7 +32,7 @@ from gt_trainer.models import llama3
 from gt_trainer.placement import place_decoder, planned_capture
 from gt_trainer.preflight.idle_options import RunOptions, idle_option_violations, read_elsewhere
 from gt_trainer.preflight.preflight import check_configuration
-from gt_trainer.steps import recipe
+from gt_trainer.steps import new_training_step, recipe
 from gt_trainer.steps.recipe import recipe_of
 
 RESHARD = "--parallelism.fsdp_reshard_after_forward"
@@ -96,12 +96,12 @@ COMPANIONS: dict[str, dict[str, Any]] = {
 """Options without which another does nothing; each is walked with them, too."""
 
 READERS = {
-    "mode": trainer,
+    "mode": new_training_step,
     "autoparallel": trainer,
     "verify_passes": recipe,
     "debug_graph_passes": recipe,
-    "on_shape_change": trainer,
-    "joint_partitioner": trainer,
+    "on_shape_change": new_training_step,
+    "joint_partitioner": new_training_step,
     "capture_layers": planned_capture,
     "ep_overlap.num_chunks": eager_chunks,
     "ep_overlap.chunk_dim": eager_chunks,

@@ -12,7 +12,7 @@ from torchtitan.distributed import utils as distributed
 from gt_config import CompileConfig, EpOverlapConfig
 from gt_passes import SeparateExchangeGroup, SeparateReductionGroup
 from gt_trace.testing import fake_world
-from gt_trainer.trainer import GraphTrainer
+from gt_trainer.steps import new_training_step
 
 NUM_RANKS = 32
 
@@ -33,8 +33,8 @@ def test_reductions_and_exchanges_have_groups_of_their_own_where_ep_takes_all_ra
             spmd_backend="partial_dtensor",
         )
         dims.build_mesh()
-        trainer = SimpleNamespace(config=SimpleNamespace(compile=options), parallel_dims=dims)
-        GraphTrainer._create_second_groups(cast("Any", trainer))
+        parts = SimpleNamespace(options=options, parallel_dims=dims)
+        new_training_step._create_second_groups(cast("Any", parts))
         num_groups = len(dist.distributed_c10d._world.pg_map)
         fsdp, ep = (dims.get_mesh(axis).get_group().group_name for axis in ("fsdp", "ep"))
         reductions = SeparateReductionGroup().second_group(fsdp)
