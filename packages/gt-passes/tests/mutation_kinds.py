@@ -11,11 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 
+from gt_config.graph_kinds import EVERY_GRAPH, GraphKind
+from gt_passes import GraphPass, PassContext, PassReport
 from gt_passes.analysis.aliasing import written_nodes
 from gt_passes.analysis.collectives import is_wait
 from gt_passes.analysis.operator_effects import draws_random_numbers, is_barrier, is_only_a_view
@@ -34,6 +36,22 @@ class Bug:
     kind: str
     site: str
     edit: Edit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mutate(GraphPass):
+    """A wrong pass: it declares what most passes declare, and puts a bug into the graph."""
+
+    name: ClassVar[str] = "mutate"
+    preserves_numerics: ClassVar[bool] = True
+    runs_on: ClassVar[frozenset[GraphKind]] = EVERY_GRAPH
+
+    bug: Bug
+
+    def run(self, graph_module: GraphModule, context: PassContext) -> PassReport:
+        graph = graph_module.graph
+        self.bug.edit(graph, {node.name: node for node in graph.nodes})
+        return PassReport(changed=True)
 
 
 BugKind = Callable[[Graph], Iterator[tuple[str, Edit]]]

@@ -12,8 +12,6 @@ import logging
 import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import ClassVar
 
 import mutations_of_attributes
 import mutations_of_communication
@@ -28,15 +26,12 @@ from mutation_graphs import (
     capture_step,
     step_graph,
 )
-from mutation_kinds import KINDS, Bug, find_bugs
+from mutation_kinds import KINDS, Bug, Mutate, find_bugs
 from torch.fx import GraphModule
 
-from gt_config.graph_kinds import EVERY_GRAPH, GraphKind
 from gt_passes import (
     GraphPass,
-    PassContext,
     PassManager,
-    PassReport,
     VerificationError,
     find_passes,
     known_passes,
@@ -73,22 +68,6 @@ ORDER = (
 TRANSFORMING = ORDER[1:5] + ORDER[6:10]
 
 OPTIONS: dict[str, dict[str, object]] = {"tag-saved-tensors": {"policy": "full_recompute"}}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mutate(GraphPass):
-    """A wrong pass: it declares what most passes declare, and puts a bug into the graph."""
-
-    name: ClassVar[str] = "mutate"
-    preserves_numerics: ClassVar[bool] = True
-    runs_on: ClassVar[frozenset[GraphKind]] = EVERY_GRAPH
-
-    bug: Bug
-
-    def run(self, graph_module: GraphModule, context: PassContext) -> PassReport:
-        graph = graph_module.graph
-        self.bug.edit(graph, {node.name: node for node in graph.nodes})
-        return PassReport(changed=True)
 
 
 def legal_passes() -> list[GraphPass]:

@@ -169,7 +169,7 @@ def _calls(graph_module: GraphModule) -> Iterator[CollectiveCall]:
 
 def _exchanges(node: Node) -> str:
     numbers = node.meta.get(_EXCHANGES_KEY)
-    return "" if numbers is None else f", exchange {' and '.join(map(str, numbers))}"
+    return f", exchange {' and '.join(map(str, numbers))}" if numbers else ""
 
 
 def _purpose(node: Node) -> str:

@@ -50,8 +50,14 @@ def explain_difference(
         if deeper is None:
             break
         steps.append(deeper)
-    # Two different inputs say less than the operator that read one instead of the other.
-    computed = [pair for pair in steps if not any(_is_leaf(table, number) for number in pair)]
+    # Two different inputs say less than the operator that read one instead of the other; but where
+    # one node stands for something else now, that is the difference.
+    computed = [
+        (first, second)
+        for first, second in steps
+        if not (_is_leaf(table, first) or _is_leaf(table, second))
+        or names_before.get(first, first) == names_after.get(second, second)
+    ]
     expected, got = computed[-1] if computed else steps[-1]
     return ValueDifference(
         expected_number=expected,
@@ -150,6 +156,8 @@ def _describe_definition(table: ValueTable, number: int, names: Mapping[int, str
         text = "none"
     elif tag == "input":
         text = f"the input {definition[2]}"
+    elif tag == "constant":
+        text = f"the {definition[1]}"
     elif tag in ("after", "result", "item"):
         assert isinstance(definition[1], int)
         text = _describe_definition(table, definition[1], names)

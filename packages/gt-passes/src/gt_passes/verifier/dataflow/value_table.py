@@ -263,9 +263,7 @@ class ValueTable:
         """
         if isinstance(value, TupleValue):
             return tuple(number for item in value.items for number in self.exchanges_of(item))
-        made = [value.number]
-        if isinstance(value, TensorValue):
-            made = list(dict.fromkeys(atoms_of(value.contents)))
+        made = list(atoms_of(value.contents)) if isinstance(value, TensorValue) else [value.number]
         return tuple(self._exchanges.setdefault(each, len(self._exchanges)) for each in made)
 
     def tuple_of(self, items: tuple[Value, ...]) -> TupleValue:
