@@ -30,7 +30,7 @@ def judge() -> Iterator[Judge]:
 
 
 def planted(name: str, step: StepSpec = STEP) -> Case:
-    faulty = PassSpec(name=f"planted-{name}", module="planted_passes")
+    faulty = PassSpec(name=f"planted-{name}", module="fuzz.planted_passes")
     return Case(step=step, passes=(PassSpec(name="remove-dead-code"), faulty))
 
 
