@@ -25,6 +25,7 @@ from gt_trace import (
     trace_step,
 )
 from gt_trace.fsdp import MixedPrecision, ShardingMode, gathered, shard
+from gt_trace.testing import fake_world
 
 
 @pytest.fixture(autouse=True)

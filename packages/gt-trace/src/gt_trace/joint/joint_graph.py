@@ -67,7 +67,7 @@ class JointGraph:
     """Forward and backward of one module in one graph.
 
     ``graph_module`` is a function of plain tensors: parameters and buffers, arguments, tangents. It
-    returns mutated inputs, outputs and gradients, and has no side effect. ``gt_trace.partition``
+    returns mutated inputs, outputs and gradients, and has no side effect. ``partition``
     cuts it in a forward and a backward graph, which can be run.
     """
 

@@ -29,16 +29,8 @@ module                      what it is
 ==========================  ====================================================================
 """
 
-from __future__ import annotations
-
 from gt_trace.stamping.compare_steps import step_differences
-from gt_trace.stamping.report import StampedCapture, StampReport
-from gt_trace.stamping.trace_by_stamping import StampingError, trace_step_by_stamping
+from gt_trace.stamping.report import StampReport
+from gt_trace.stamping.trace_by_stamping import trace_step_by_stamping
 
-__all__ = [
-    "StampReport",
-    "StampedCapture",
-    "StampingError",
-    "step_differences",
-    "trace_step_by_stamping",
-]
+__all__ = ["StampReport", "step_differences", "trace_step_by_stamping"]
