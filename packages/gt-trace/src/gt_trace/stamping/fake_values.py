@@ -23,7 +23,7 @@ from gt_trace._torch_internals import (
     storage_key,
 )
 from gt_trace.stamping.references import Reference
-from gt_trace.stamping.refusal import NotStampable
+from gt_trace.stamping.report import NotStampable
 from gt_trace.stamping.unit_symbols import UnitSymbols
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gt_trace.stamping.refusal import NotStampable
+from gt_trace.stamping.report import NotStampable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +44,11 @@ class LayerPlan:
     def last(self) -> int:
         """The last unit of the interior."""
         return self.num_units - self.num_warm_up - 1
+
+    @property
+    def marked_units(self) -> tuple[int, int, int]:
+        """The units at whose beginnings the trace is cut: the interior's, and the one after."""
+        return self.first, self.last, self.last + 1
 
     @property
     def num_stamped(self) -> int:

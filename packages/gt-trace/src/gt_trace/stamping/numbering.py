@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch.fx import Node
 
 from gt_trace.node_metadata import is_backward, sequence_number
-from gt_trace.stamping.refusal import NotStampable
+from gt_trace.stamping.report import NotStampable
 from gt_trace.stamping.short_graph import ShortGraph, is_accumulation
 
 _NAME = re.compile(r"^(.*?)(?:_(\d+))?$")

@@ -29,7 +29,7 @@ from gt_trace.stamping.known_operators import KnownOperators
 from gt_trace.stamping.layer_list import LayerList
 from gt_trace.stamping.recorder import StreamRecorder, tensor_leaves
 from gt_trace.stamping.recordings import Origin, StreamRecording, Vocabulary
-from gt_trace.stamping.refusal import NotStampable
+from gt_trace.stamping.report import NotStampable
 
 
 def record_step(
@@ -58,7 +58,7 @@ def record_step(
     recorder = StreamRecorder(layers, vocabulary)
     known = KnownOperators(vocabulary.answers, fake_mode)
     for name, tensor in named_tensors.items():
-        recorder.register(tensor, Origin(*_owner(layers, name)))
+        recorder.register(tensor, Origin(*layers.split(name)))
         recorder.names[id(tensor)] = name
     with ExitStack() as stack:
         for index in keep:
@@ -80,12 +80,8 @@ def record_step(
         segments=recorder.segments,
         outputs=tuple(recorder.output(leaf) for leaf in leaves),
         output_spec=spec,
+        vocabulary=vocabulary,
     )
-
-
-def _owner(layers: LayerList, name: str) -> tuple[int | None, str]:
-    index = layers.index_of(name)
-    return (None, name) if index is None else (index, name[len(layers.name(index)) :])
 
 
 class _OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's hook is untyped

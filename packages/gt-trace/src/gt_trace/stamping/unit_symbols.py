@@ -15,7 +15,7 @@ import torch
 from torch.fx import Node
 
 from gt_trace._torch_internals import ShapeEnv, forget_conclusions
-from gt_trace.stamping.refusal import NotStampable
+from gt_trace.stamping.report import NotStampable
 
 
 def symbols_bound_by(nodes: Sequence[Node]) -> list[Any]:
