@@ -77,10 +77,6 @@ class LayerPlan:
 def plan_layers(kinds: Sequence[int], *, num_warm_up: int = 1) -> LayerPlan:
     """The plan that stamps most layers.
 
-    Args:
-        kinds: of each layer; equal numbers say that layers are alike.
-        num_warm_up: see ``LayerPlan``.
-
     Raises:
         NotStampable: no run is long enough to stamp a layer.
     """

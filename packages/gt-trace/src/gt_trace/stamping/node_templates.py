@@ -43,12 +43,7 @@ class NodeTemplate:
 
 
 class NodeTemplates:
-    """Makes templates of nodes.
-
-    Args:
-        short: the graph of the shortened model.
-        values: makes fake values.
-    """
+    """Makes templates of nodes."""
 
     def __init__(self, short: ShortGraph, values: ValueMaker) -> None:
         self._short = short

@@ -41,15 +41,7 @@ def record_step(
     vocabulary: Vocabulary,
     fake_mode: FakeTensorMode,
 ) -> StreamRecording:
-    """Run a step and record what each layer computes.
-
-    Args:
-        run: the step on fake tensors, inside of the contexts of a trace.
-        layers: the list of layers.
-        keep: those that run.
-        named_tensors: the fake state and arguments, by name.
-        vocabulary: shared by the recordings that will be compared.
-        fake_mode: of the tensors, in force.
+    """Run a step, in the contexts of a trace, and record what each of the layers ``keep`` computes.
 
     Raises:
         NotStampable: a layer ran twice, never, or out of order; or the step does what no stream

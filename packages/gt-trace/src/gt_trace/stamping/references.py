@@ -47,11 +47,7 @@ class ReferenceFinder:
     def meant(self, ours: Node, theirs: Node, where: str, *, is_output: bool = False) -> Reference:
         """What ``ours``, read by the first unit, and ``theirs``, read by the last, both mean.
 
-        Args:
-            ours: a node that the first interior unit reads.
-            theirs: the node that the last one reads in its stead.
-            where: for messages.
-            is_output: the reader is the output of the graph.
+        The reader is in a unit, or the output of the graph (``is_output``).
 
         Raises:
             NotStampable: they mean nothing in common, or more than one thing.

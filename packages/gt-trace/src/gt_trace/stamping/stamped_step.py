@@ -43,13 +43,6 @@ def stamped_step(
 ) -> TracedStep:
     """Make the step of the whole model.
 
-    Args:
-        short: the capture of the shortened model.
-        short_recording: what it returned, on tensors without data.
-        marks: where its layers began.
-        planned: which were traced.
-        whole: what the step is to be of.
-
     Raises:
         NotStampable: something is ambiguous.
     """

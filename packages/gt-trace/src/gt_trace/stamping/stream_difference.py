@@ -22,11 +22,6 @@ def require_equal_streams(
     An operand comes from the same place in all units, or from the same distance. No stream tells
     what the backward of a custom autograd function does, so that only known ones may be in a unit.
 
-    Args:
-        recording: of the whole model.
-        planned: which of its layers are stamped.
-        known_functions: names of packages, whose autograd functions are known.
-
     Raises:
         NotStampable: the first difference.
     """
