@@ -1,7 +1,7 @@
 """A stamped capture of torchtitan's models is the full one, on every mesh and at every depth.
 
 Stamped and full captures are compared in everything that a pass or a run can see
-(``gt_trace.step_differences``), then the passes run on the stamped graph with the verifier. Two
+(``step_differences``), then the passes run on the stamped graph with the verifier. Two
 cells stand for all in CI, and one of two trainings on four processes, which must be bitwise those
 of eager; the others are slow.
 """

@@ -10,7 +10,7 @@ from fsdp_cases import Cell, batch, build, local, mesh_of, shard_ours, train
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from gt_trace import export_joint_graph, partition
+from gt_trace.joint import export_joint_graph, partition
 
 
 class Captured:

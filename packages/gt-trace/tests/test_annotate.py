@@ -17,15 +17,14 @@ from gt_config.node_keys import (
 from gt_trace import (
     annotate,
     annotate_method,
-    annotate_modules,
-    is_backward,
     module_fqn,
     phase_of,
     read_annotation,
-    remove_annotation,
     trace_step,
     write_annotation,
 )
+from gt_trace.annotate import annotate_modules
+from gt_trace.node_metadata import is_backward, remove_annotation
 
 
 def test_every_module_is_found_in_forward_and_in_backward() -> None:

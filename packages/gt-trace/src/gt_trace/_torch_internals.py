@@ -85,58 +85,6 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
     from torch.fx import Graph, GraphModule, Node
 
-__all__ = [
-    "DATA_DEPENDENT",
-    "DTensor",
-    "DTensorSpec",
-    "DimDynamic",
-    "DisableTorchFunction",
-    "FakeTensor",
-    "FakeTensorMode",
-    "HigherOrderOperator",
-    "OpOverload",
-    "ShapeEnv",
-    "StatelessSymbolicContext",
-    "StridedShard",
-    "TensorMetadata",
-    "TorchDispatchMode",
-    "TracingContext",
-    "asked_device",
-    "concatenate_meshes",
-    "context_differences",
-    "custom_function",
-    "dtensor_over",
-    "fake_over_meta",
-    "forget_conclusions",
-    "get_proxy_mode",
-    "has_backward_hooks",
-    "inlined_compilation",
-    "is_erased",
-    "is_flex_attention",
-    "is_functional",
-    "is_in_backward",
-    "is_traceable_wrapper_subclass",
-    "kept_for_backward",
-    "lazily_generated_code",
-    "lazy_graph_module",
-    "make_fx",
-    "no_dispatch",
-    "non_strict_tracing_context",
-    "num_dispatch_modes",
-    "patch_engine_backward",
-    "pytree",
-    "register_block_masks",
-    "saved_tensor_hooks",
-    "sequence_counter",
-    "set_conj",
-    "set_neg",
-    "storage_key",
-    "strided_shard",
-    "tensor_hooks",
-    "tensor_indices",
-    "tracing",
-]
-
 DATA_DEPENDENT = (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -417,12 +365,6 @@ def lazily_generated_code() -> AbstractContextManager[None]:
 
 
 def lazy_graph_module(attributes: Mapping[str, Any], graph: Graph, name: str) -> GraphModule:
-    """Return a module for ``graph`` whose code is made when needed.
-
-    Args:
-        attributes: what the graph's ``get_attr`` nodes read, by target.
-        graph: the graph.
-        name: of the class.
-    """
+    """Return a module for ``graph`` whose code is made when needed."""
     with lazily_generated_code():
         return _make_graph_module(dict(attributes), graph, name)

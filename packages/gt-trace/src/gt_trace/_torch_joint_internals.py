@@ -51,30 +51,6 @@ from torch.fx.graph import _BoxedCodeGen as BoxedCodeGen
 
 from gt_trace._torch_internals import inlined_compilation
 
-__all__ = [
-    "AsyncCollectiveTensor",
-    "BoxedCodeGen",
-    "BufferAOTInput",
-    "FakeScriptObject",
-    "GradAOTOutput",
-    "InputMutationAOTOutput",
-    "JointWithDescriptors",
-    "OutputType",
-    "ParamAOTInput",
-    "PlainAOTInput",
-    "PlainAOTOutput",
-    "PlainTensorMeta",
-    "SubclassCreationMeta",
-    "SubclassGetAttrAOTInput",
-    "SubclassGetAttrAOTOutput",
-    "TangentAOTInput",
-    "aot_export_joint_with_descriptors",
-    "default_partition",
-    "inlined_joint_compilation",
-    "min_cut_rematerialization_partition",
-    "own_backward_annotations",
-]
-
 _COPY = "copy_fwd_metadata_to_bw_nodes"
 
 _TRACES = "_is_fx_tracing_flag"

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gt_trace import export_joint_graph, partition, trace_step
+from gt_trace import trace_step
 from gt_trace.capture.captured_mode import as_captured
+from gt_trace.joint import export_joint_graph, partition
 
 
 class Words(nn.Module):

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from trace_models import TiedModel, assert_same, batch
 
-from gt_trace import CaptureError, ConstantCapturedError, export_joint_graph, partition, trace_step
+from gt_trace import CaptureError, ConstantCapturedError, trace_step
+from gt_trace.joint import export_joint_graph, partition
 from gt_trace.stamping import trace_step_by_stamping
 
 

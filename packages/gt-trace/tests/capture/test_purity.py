@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gt_trace import CaptureError, export_joint_graph, trace_step
+from gt_trace import CaptureError, trace_step
+from gt_trace.joint import export_joint_graph
 
 
 def branches(x: Tensor) -> Tensor:

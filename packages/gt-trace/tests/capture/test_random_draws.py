@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from gt_trace import CaptureError, export_joint_graph, phase_of, trace_step
+from gt_trace import CaptureError, phase_of, trace_step
+from gt_trace.joint import export_joint_graph
 
 
 class Checkpointed(nn.Module):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gt_trace import trace_step
 from gt_trace.capture import trace
-from gt_trace.capture.garbage_collection import held_garbage_collection
+from gt_trace.capture.trace import held_garbage_collection
 
 
 class Twice(nn.Module):

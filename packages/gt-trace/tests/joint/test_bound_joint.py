@@ -13,13 +13,9 @@ from joint_models import Chosen, Dropping, Gelu, ManyNames, Tree
 from torch import nn
 from trace_models import TiedModel, batch
 
-from gt_trace import (
-    BoundJoint,
-    InputMismatchError,
-    StateMismatchError,
-    export_joint_graph,
-    partition,
-)
+from gt_trace import InputMismatchError, StateMismatchError
+from gt_trace.joint import export_joint_graph, partition
+from gt_trace.joint.bound_joint import BoundJoint
 
 PARTITIONERS = ("min_cut", "save_all")
 

@@ -16,12 +16,12 @@ from gt_config.node_keys import PhaseAnnotation
 from gt_trace import (
     CaptureError,
     ConstantCapturedError,
-    export_joint_graph,
     graph_text,
     module_fqn,
     phase_of,
     read_annotation,
 )
+from gt_trace.joint import export_joint_graph
 
 
 def test_forward_and_backward_are_one_graph_and_the_gradient_arrives_from_outside() -> None:

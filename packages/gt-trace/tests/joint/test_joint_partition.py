@@ -15,16 +15,9 @@ from torch.fx import GraphModule
 from trace_models import TiedModel, batch
 
 from gt_config.node_keys import FsdpCollectiveAnnotation
-from gt_trace import (
-    ForwardBackward,
-    collective_counts,
-    export_joint_graph,
-    graph_text,
-    partition,
-    phase_of,
-    read_annotation,
-)
+from gt_trace import collective_counts, graph_text, phase_of, read_annotation
 from gt_trace.fsdp import shard
+from gt_trace.joint import ForwardBackward, export_joint_graph, partition
 from gt_trace.testing import fake_world
 
 PARTITIONERS = ("min_cut", "save_all")

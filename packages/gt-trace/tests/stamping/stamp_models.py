@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from gt_trace import trace_step
-from gt_trace.stamping import StampedCapture, step_differences, trace_step_by_stamping
+from gt_trace.stamping import step_differences, trace_step_by_stamping
+from gt_trace.stamping.report import StampedCapture
 
 WIDTH = 4
 VOCABULARY = 7

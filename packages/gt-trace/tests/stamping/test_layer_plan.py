@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gt_trace.stamping.layer_plan import plan_layers
-from gt_trace.stamping.refusal import NotStampable
+from gt_trace.stamping.report import NotStampable
 
 
 @pytest.mark.parametrize(

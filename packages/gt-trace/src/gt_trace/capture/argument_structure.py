@@ -26,14 +26,7 @@ def structure_differences(
     now: pytree.TreeSpec,
     leaves: Sequence[Any],
 ) -> list[str]:
-    """A line for each place at which two trees of (args, kwargs) differ.
-
-    Args:
-        captured: the tree of the captured call.
-        arguments: its leaves, with their names.
-        now: another tree.
-        leaves: its leaves.
-    """
+    """A line for each place at which two trees of (args, kwargs) differ."""
     return list(_Comparison(arguments, leaves).arguments(captured, now))
 
 

@@ -3,45 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
 from gt_trace._torch_internals import FakeTensorMode, pytree
 from gt_trace.capture.argument_structure import structure_differences
-from gt_trace.capture.graph_inputs import ArgumentSignature
+from gt_trace.capture.captured_mode import CapturedMode
+from gt_trace.capture.graph_inputs import ArgumentSignature, GraphInput
 from gt_trace.capture.module_state import StateEntry, StateSlot, collect_state
 from gt_trace.capture.subclass_layout import TensorLayout, flatten_tensor
 from gt_trace.errors import InputMismatchError, StateMismatchError
 
 
-class CapturedInputs(Protocol):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CapturedInputs:
     """What a capture says of its inputs."""
 
-    @property
-    def state(self) -> tuple[StateEntry, ...]:
-        """Parameters, buffers and optimizer state, in the order of their plain tensors."""
+    inputs: tuple[GraphInput, ...]
+    """What each placeholder of the graph stands for, in order."""
 
-    @property
-    def state_layouts(self) -> tuple[TensorLayout, ...]:
-        """Layout of each entry of ``state``."""
+    state: tuple[StateEntry, ...]
+    """Parameters, buffers and optimizer state, in the order of their plain tensors."""
 
-    @property
-    def arguments(self) -> tuple[ArgumentSignature, ...]:
-        """What a call must pass: one signature for each leaf of the argument tree."""
+    state_layouts: tuple[TensorLayout, ...]
+    """How each entry of ``state`` is made of plain tensors."""
 
-    @property
-    def argument_spec(self) -> pytree.TreeSpec:
-        """The tree of (args, kwargs)."""
+    arguments: tuple[ArgumentSignature, ...]
+    """What a call must pass: one signature for each leaf of the argument tree."""
 
-    @property
-    def example_inputs(self) -> tuple[Any, ...]:
-        """The fake plain tensors of state and arguments with which the graph was traced."""
+    argument_spec: pytree.TreeSpec
+    example_inputs: tuple[Any, ...]
+    """The fake plain tensors of state and arguments with which the graph was traced."""
 
-    @property
-    def fake_mode(self) -> FakeTensorMode:
-        """The mode of ``example_inputs``."""
+    fake_mode: FakeTensorMode
+    mode: CapturedMode
+    """The modes in which the step was captured; it runs in no others."""
 
 
 class BoundInputs:

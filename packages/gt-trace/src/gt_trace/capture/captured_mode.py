@@ -69,12 +69,8 @@ class CapturedMode:
 class ModeGuard:
     """Refuses to run a capture in another mode than it was made in.
 
-    A check costs about as much as reading a few attributes of every module.
-
-    Args:
-        captured: of the capture.
-        module: that it runs on.
-        lost_hooks: kinds of hooks of parameters that would not run.
+    A check costs about as much as reading a few attributes of every module. ``lost_hooks`` are the
+    kinds of hooks of parameters that would not run.
 
     Raises:
         StateMismatchError: the module differs; every difference is listed.

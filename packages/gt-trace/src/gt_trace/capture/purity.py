@@ -51,12 +51,7 @@ def refuse_side_effects(
     *,
     writes_grad: bool,
 ) -> None:
-    """Refuse a step that replaced state, or wrote a ``.grad`` without an optimizer to use it.
-
-    Args:
-        slots: where the state lives.
-        before: ``contents()`` of each slot when the step began.
-        writes_grad: whether ``.grad`` is part of the step.
+    """Refuse a step that replaced state, or wrote a ``.grad`` although that is no part of it.
 
     Raises:
         CaptureError: lists every such tensor.
@@ -88,10 +83,6 @@ def refuse_constants(graph_module: GraphModule, slots: Sequence[StateSlot]) -> N
 
     A tensor literal is copied fresh at every replay; any other constant is a frozen input.
 
-    Args:
-        graph_module: the captured graph.
-        slots: where the state lives. A view of it that was made before the trace is named.
-
     Raises:
         ConstantCapturedError: lists every such tensor.
     """
@@ -110,12 +101,7 @@ def refuse_constants(graph_module: GraphModule, slots: Sequence[StateSlot]) -> N
 
 
 def _constants(graph_module: GraphModule, state: Mapping[int, str]) -> list[str]:
-    """Describe those of a graph, and of graphs that its operators take, as FlexAttention's masks.
-
-    Args:
-        graph_module: the graph.
-        state: what lies in a storage, by its key.
-    """
+    """Describe those of a graph and of its subgraphs; ``state`` tells what lies in a storage."""
     problems: list[str] = []
     for node in graph_module.graph.find_nodes(op="get_attr"):
         value = getattr(graph_module, str(node.target), None)

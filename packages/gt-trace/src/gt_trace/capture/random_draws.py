@@ -23,9 +23,6 @@ def refuse_repeated_draws(graph_module: GraphModule) -> None:
     graph does not say what was computed again. Other random numbers of a backward, as
     an ``autograd.Function`` may draw them, are fine.
 
-    Args:
-        graph_module: with phases.
-
     Raises:
         CaptureError: lists every such operator.
     """

@@ -9,7 +9,8 @@ tensor, a lost ``.grad``, a re-registered buffer) is an error, not a surprise at
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+import gc
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
@@ -32,7 +33,6 @@ from gt_trace._torch_internals import (
 from gt_trace.annotate import annotate_modules
 from gt_trace.capture.captured_mode import CapturedMode, refuse_gradient_hooks
 from gt_trace.capture.flat_inputs import FlatInputs
-from gt_trace.capture.garbage_collection import held_garbage_collection
 from gt_trace.capture.graph_inputs import name_placeholders
 from gt_trace.capture.inherit import inherit_annotations
 from gt_trace.capture.input_preparers import InputPreparer, TraceInputs
@@ -157,6 +157,18 @@ def trace_without_code(
         )
 
     return capture
+
+
+@contextlib.contextmanager
+def held_garbage_collection() -> Iterator[None]:
+    """Inside, the collector does not run by itself: what a trace makes lives until it ends."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @contextlib.contextmanager

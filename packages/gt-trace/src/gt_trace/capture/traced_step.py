@@ -10,16 +10,14 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from gt_trace._torch_internals import FakeTensorMode, pytree
-from gt_trace.capture.bound_inputs import BoundInputs
-from gt_trace.capture.captured_mode import CapturedMode, ModeGuard, as_captured
-from gt_trace.capture.graph_inputs import ArgumentSignature, GraphInput
-from gt_trace.capture.module_state import StateEntry
+from gt_trace._torch_internals import pytree
+from gt_trace.capture.bound_inputs import BoundInputs, CapturedInputs
+from gt_trace.capture.captured_mode import ModeGuard, as_captured
 from gt_trace.capture.subclass_layout import TensorLayout, unflatten_tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TracedStep:
+class TracedStep(CapturedInputs):
     """One captured training step.
 
     ``graph_module`` is a function of plain tensors: static inputs first (parameters, buffers,
@@ -28,26 +26,10 @@ class TracedStep:
     """
 
     graph_module: GraphModule
-    inputs: tuple[GraphInput, ...]
-    """What each placeholder stands for, in order."""
-
-    example_inputs: tuple[Any, ...]
-    """The fake tensors with which the graph was traced, one for each placeholder."""
-
-    fake_mode: FakeTensorMode
-    state: tuple[StateEntry, ...]
-    state_layouts: tuple[TensorLayout, ...]
-    """How each entry of ``state`` is made of plain tensors."""
-
-    arguments: tuple[ArgumentSignature, ...]
-    argument_spec: pytree.TreeSpec
     output_spec: pytree.TreeSpec
     output_layouts: tuple[TensorLayout | None, ...]
     """How each leaf of the output tree is made of plain tensors; None for a leaf that is no
     tensor."""
-
-    mode: CapturedMode
-    """The modes in which the step was captured; it runs in no others."""
 
     @property
     def training(self) -> Mapping[str, bool]:

@@ -175,10 +175,7 @@ class BoundJoint:
     ) -> list[torch.Tensor]:
         """Gradients in the order of the inputs that they belong to; empties ``saved``.
 
-        Args:
-            saved: what ``run_forward`` returned.
-            tangents: the gradient of each output; None where there is none.
-            shapes: of this rank's part of each output.
+        A tangent is None where none arrives; ``shapes`` are of this rank's parts of the outputs.
         """
         plan = self._plan
         arrived = [

@@ -63,11 +63,7 @@ def state_names(flat: FlatInputs) -> list[str]:
 
 
 class InputNames:
-    """Finds the parameter, buffer or argument that a descriptor means.
-
-    Args:
-        flat: state and arguments of the capture.
-    """
+    """Finds the parameter, buffer or argument that a descriptor means."""
 
     def __init__(self, flat: FlatInputs) -> None:
         self._state = {
@@ -108,11 +104,6 @@ def described_inputs(
     graph_module: GraphModule, names: InputNames, output_names: Sequence[str]
 ) -> list[DescribedInput]:
     """What each placeholder stands for.
-
-    Args:
-        graph_module: as AOTAutograd exported it.
-        names: of state and arguments.
-        output_names: of the plain outputs of the exported module.
 
     Raises:
         CaptureError: a placeholder is nothing that a call could provide; all are listed.

@@ -15,10 +15,9 @@ from typing import Any, Literal
 from torch.distributed.tensor.placement_types import Placement
 from torch.fx import GraphModule
 
-from gt_trace._torch_internals import FakeTensorMode, pytree
-from gt_trace.capture.captured_mode import CapturedMode
-from gt_trace.capture.graph_inputs import ArgumentSignature, GraphInput, InputKind
-from gt_trace.capture.module_state import StateEntry
+from gt_trace._torch_internals import pytree
+from gt_trace.capture.bound_inputs import CapturedInputs
+from gt_trace.capture.graph_inputs import InputKind
 from gt_trace.capture.subclass_layout import TensorLayout
 
 ResultKind = Literal["mutation", "output", "gradient", "saved"]
@@ -63,31 +62,18 @@ class OutputSignature:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JointGraph:
+class JointGraph(CapturedInputs):
     """Forward and backward of one module in one graph.
 
     ``graph_module`` is a function of plain tensors: parameters and buffers, arguments, tangents. It
-    returns mutated inputs, outputs and gradients, and has no side effect. ``gt_trace.partition``
+    returns mutated inputs, outputs and gradients, and has no side effect. ``partition``
     cuts it in a forward and a backward graph, which can be run.
     """
 
     graph_module: GraphModule
-    inputs: tuple[GraphInput, ...]
-    """What each placeholder stands for, in order."""
-
     results: tuple[GraphResult, ...]
     """What each value that the graph returns stands for, in order."""
 
-    state: tuple[StateEntry, ...]
-    state_layouts: tuple[TensorLayout, ...]
-    """Layout of each entry of ``state``."""
-
-    arguments: tuple[ArgumentSignature, ...]
-    argument_spec: pytree.TreeSpec
-    example_inputs: tuple[Any, ...]
-    """Fake plain tensors of state and arguments, in this order."""
-
-    fake_mode: FakeTensorMode
     outputs: tuple[OutputSignature, ...]
     output_spec: pytree.TreeSpec
     differentiable: frozenset[tuple[InputKind, str]]
@@ -95,9 +81,6 @@ class JointGraph:
 
     gradient_layouts: Mapping[tuple[InputKind, str], TensorLayout]
     """How the gradients are made of plain tensors, by the inputs that get one."""
-
-    mode: CapturedMode
-    """Training or evaluation of every module, hooks and autocast at the capture."""
 
     @property
     def num_forward_results(self) -> int:

@@ -94,9 +94,7 @@ def _refuse_repeated_effects(forward: GraphModule, backward: GraphModule) -> Non
             continue
         if not node.users:
             backward.graph.erase_node(node)
-        elif (
-            isinstance(node.target, OpOverload) and Tag.nondeterministic_seeded in node.target.tags
-        ):
+        elif _is_random(node):
             problems.append(f"{node.name} ({node.target})")
     if problems:
         raise CaptureError(

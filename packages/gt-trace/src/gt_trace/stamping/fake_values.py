@@ -23,7 +23,7 @@ from gt_trace._torch_internals import (
     storage_key,
 )
 from gt_trace.stamping.references import Reference
-from gt_trace.stamping.refusal import NotStampable
+from gt_trace.stamping.report import NotStampable
 from gt_trace.stamping.unit_symbols import UnitSymbols
 
 
@@ -76,12 +76,7 @@ class StorageOwners:
 
 
 class ValueMaker:
-    """Makes values of stamped nodes.
-
-    Args:
-        owners: of the shortened model's graph.
-        symbols: sizes that differ between units.
-    """
+    """Makes values of stamped nodes."""
 
     def __init__(self, owners: StorageOwners, symbols: UnitSymbols) -> None:
         self._owners = owners
@@ -91,12 +86,6 @@ class ValueMaker:
         self, ours: Any, theirs: Any, meant: Callable[[Node, Node], Reference], where: str
     ) -> tuple[StoragePlan, ...]:
         """Whose memory the tensors of a value lie in, in any unit.
-
-        Args:
-            ours: the value in the first interior unit.
-            theirs: that in the last one.
-            meant: see ``ReferenceFinder.meant``.
-            where: for messages.
 
         Raises:
             NotStampable: the values differ in more than symbols and memory.

@@ -76,12 +76,6 @@ def layer_difference(
 ) -> str | None:
     """What differs between two layers, or None.
 
-    Args:
-        layers: the list that both are in.
-        first: index of a layer.
-        second: index of another.
-        ignored_attributes: of modules, that no forward reads, such as initialisers.
-
     Returns:
         A phrase as ``layers.3.attention.scale is 0.5, and 0.25 in layers.2``.
     """

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
 from gt_trace._torch_internals import has_backward_hooks
 from gt_trace.capture.module_state import StateSlot
-from gt_trace.stamping.refusal import NotStampable
+from gt_trace.stamping.report import NotStampable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,11 +40,27 @@ class LayerList:
 
     def index_of(self, name: str) -> int | None:
         """Which layer a fully qualified name lies in; None for outside of the list."""
+        return self.split(name)[0]
+
+    def split(self, name: str) -> tuple[int | None, str]:
+        """A name as the layer that it lies in and the rest; outside of the list None and itself."""
         prefix = f"{self.fqn}."
-        if not name.startswith(prefix):
-            return None
-        digits = name[len(prefix) :].partition(".")[0]
-        return int(digits) if digits.isdigit() else None
+        digits = name[len(prefix) :].partition(".")[0] if name.startswith(prefix) else ""
+        if not digits.isdigit():
+            return None, name
+        return int(digits), name[len(prefix) + len(digits) :]
+
+    def shifted(self, value: Any, distance: int) -> Any:
+        """``value`` with every index of the list in its texts moved by ``distance`` layers."""
+        if isinstance(value, str):
+            if self.fqn not in value:
+                return value
+            return self.pattern().sub(lambda found: f"{self.fqn}.{int(found[1]) + distance}", value)
+        if isinstance(value, Mapping):
+            return {key: self.shifted(each, distance) for key, each in value.items()}
+        if type(value) in (list, tuple):
+            return type(value)(self.shifted(each, distance) for each in value)
+        return value
 
     @contextmanager
     def shortened(self, keep: Sequence[int]) -> Iterator[None]:
@@ -115,16 +132,13 @@ def refuse_shared_weights(layers: LayerList, slots: Sequence[StateSlot]) -> None
         NotStampable: names the tensor.
     """
     for slot in slots:
-        owners = [layers.index_of(name) for name in slot.entry.names]
-        if len(set(owners)) == 1:
-            continue
-        inside = [owner for owner in owners if owner is not None]
-        if not inside:
+        places = [layers.split(name) for name in slot.entry.names]
+        if len({owner for owner, _ in places}) == 1:
             continue
         per_layer: dict[int, set[str]] = {index: set() for index in range(len(layers))}
-        for owner, name in zip(owners, slot.entry.names, strict=True):
+        for owner, name in places:
             if owner is not None:
-                per_layer[owner].add(name[len(layers.name(owner)) :])
+                per_layer[owner].add(name)
         uniform = len({frozenset(names) for names in per_layer.values()}) == 1
         if slot.tensor.requires_grad or not uniform:
             raise NotStampable(

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gt_trace.stamping.refusal import NotStampable
+from gt_trace.stamping.report import NotStampable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +46,11 @@ class LayerPlan:
         return self.num_units - self.num_warm_up - 1
 
     @property
+    def marked_units(self) -> tuple[int, int, int]:
+        """The units at whose beginnings the trace is cut: the interior's, and the one after."""
+        return self.first, self.last, self.last + 1
+
+    @property
     def num_stamped(self) -> int:
         """Units that are not traced."""
         return self.last - self.first - 1
@@ -71,10 +76,6 @@ class LayerPlan:
 
 def plan_layers(kinds: Sequence[int], *, num_warm_up: int = 1) -> LayerPlan:
     """The plan that stamps most layers.
-
-    Args:
-        kinds: of each layer; equal numbers say that layers are alike.
-        num_warm_up: see ``LayerPlan``.
 
     Raises:
         NotStampable: no run is long enough to stamp a layer.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,9 +10,8 @@ from torch.fx import GraphModule, Node
 
 from gt_trace._torch_internals import HigherOrderOperator, OpOverload
 from gt_trace.stamping.fake_values import StoragePlan, ValueMaker
-from gt_trace.stamping.layer_list import LayerList
-from gt_trace.stamping.references import Reference, ReferenceFinder
-from gt_trace.stamping.refusal import NotStampable
+from gt_trace.stamping.references import ReferenceFinder
+from gt_trace.stamping.report import NotStampable
 from gt_trace.stamping.short_graph import ShortGraph
 from gt_trace.stamping.subgraphs import require_like_subgraphs
 from gt_trace.stamping.templates import Template, TemplateMaker
@@ -43,20 +43,14 @@ class NodeTemplate:
 
 
 class NodeTemplates:
-    """Makes templates of nodes.
+    """Makes templates of nodes."""
 
-    Args:
-        short: the graph of the shortened model.
-        layers: the list of layers.
-        values: makes fake values.
-    """
-
-    def __init__(self, short: ShortGraph, layers: LayerList, values: ValueMaker) -> None:
+    def __init__(self, short: ShortGraph, values: ValueMaker) -> None:
         self._short = short
-        self._finder = ReferenceFinder(short, layers)
+        self._finder = ReferenceFinder(short)
         self._values = values
         self._known_annotations: dict[tuple[str, str, str], Template] = {}
-        self.maker = TemplateMaker(layers, short.plan, self._meant)
+        self.maker = TemplateMaker(short.planned, self._finder.meant)
 
     def make(self, ours: Node, theirs: Node) -> NodeTemplate:
         """The template of two nodes.
@@ -85,7 +79,7 @@ class NodeTemplates:
                     self._values.plan(
                         ours.meta[key],
                         theirs.meta[key],
-                        lambda a, b: self._meant(a, b, f"{where}: memory"),
+                        lambda a, b: self._finder.meant(a, b, f"{where}: memory"),
                         where,
                     ),
                 )
@@ -96,8 +90,8 @@ class NodeTemplates:
 
     def output(self, ours: Any, theirs: Any, where: str) -> Template:
         """The template of something that the graph returns for each unit."""
-        maker = TemplateMaker(self.maker.layers, self.maker.plan, self._meant_by_output)
-        return maker.make(ours, theirs, where)
+        meant = functools.partial(self._finder.meant, is_output=True)
+        return TemplateMaker(self._short.planned, meant).make(ours, theirs, where)
 
     def _check_attributes(self, ours: Node, theirs: Node, where: str) -> None:
         short = self._short
@@ -106,13 +100,7 @@ class NodeTemplates:
             raise NotStampable(f"{where}: a tensor literal inside of a layer")
         if (ours.name, theirs.name) != (ours.target, theirs.target):
             raise NotStampable(f"{where}: named otherwise than {ours.target} and {theirs.target}")
-        require_like_subgraphs(
-            held,
-            other,
-            layers=self.maker.layers,
-            distance=(short.plan.last - short.plan.first) * short.plan.period,
-            where=where,
-        )
+        require_like_subgraphs(held, other, short.planned, where)
 
     def _annotations(
         self, ours: Node, theirs: Node, where: str
@@ -129,12 +117,6 @@ class NodeTemplates:
                 )
             found.append((key, self._known_annotations[known]))
         return tuple(found)
-
-    def _meant(self, ours: Node, theirs: Node, where: str) -> Reference:
-        return self._finder.meant(ours, theirs, where=where)
-
-    def _meant_by_output(self, ours: Node, theirs: Node, where: str) -> Reference:
-        return self._finder.meant(ours, theirs, where=where, is_output=True)
 
 
 def _require_constant(ours: Any, theirs: Any, where: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch.fx import Node
 
 from gt_trace.node_metadata import is_backward, sequence_number
-from gt_trace.stamping.refusal import NotStampable
+from gt_trace.stamping.report import NotStampable
 from gt_trace.stamping.short_graph import ShortGraph, is_accumulation
 
 _NAME = re.compile(r"^(.*?)(?:_(\d+))?$")
@@ -80,10 +80,8 @@ class Names:
 def _strides(short: ShortGraph, positions: range, distance: int) -> dict[NameBase, int]:
     """How much the index of each operator's names grows from one unit to the next.
 
-    Args:
-        short: the graph.
-        positions: of the first interior unit.
-        distance: to the same node of the last one; the backward runs the other way.
+    From ``positions``, of the first interior unit, it is ``distance`` to the same nodes of the last
+    one: less than 0 in the backward, which runs the other way.
     """
     strides: dict[NameBase, int] = {}
     for position in positions:

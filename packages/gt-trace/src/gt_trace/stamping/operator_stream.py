@@ -29,7 +29,7 @@ from gt_trace.stamping.known_operators import KnownOperators
 from gt_trace.stamping.layer_list import LayerList
 from gt_trace.stamping.recorder import StreamRecorder, tensor_leaves
 from gt_trace.stamping.recordings import Origin, StreamRecording, Vocabulary
-from gt_trace.stamping.refusal import NotStampable
+from gt_trace.stamping.report import NotStampable
 
 
 def record_step(
@@ -41,15 +41,7 @@ def record_step(
     vocabulary: Vocabulary,
     fake_mode: FakeTensorMode,
 ) -> StreamRecording:
-    """Run a step and record what each layer computes.
-
-    Args:
-        run: the step on fake tensors, inside of the contexts of a trace.
-        layers: the list of layers.
-        keep: those that run.
-        named_tensors: the fake state and arguments, by name.
-        vocabulary: shared by the recordings that will be compared.
-        fake_mode: of the tensors, in force.
+    """Run a step, in the contexts of a trace, and record what each of the layers ``keep`` computes.
 
     Raises:
         NotStampable: a layer ran twice, never, or out of order; or the step does what no stream
@@ -58,7 +50,7 @@ def record_step(
     recorder = StreamRecorder(layers, vocabulary)
     known = KnownOperators(vocabulary.answers, fake_mode)
     for name, tensor in named_tensors.items():
-        recorder.register(tensor, Origin(*_owner(layers, name)))
+        recorder.register(tensor, Origin(*layers.split(name)))
         recorder.names[id(tensor)] = name
     with ExitStack() as stack:
         for index in keep:
@@ -80,12 +72,8 @@ def record_step(
         segments=recorder.segments,
         outputs=tuple(recorder.output(leaf) for leaf in leaves),
         output_spec=spec,
+        vocabulary=vocabulary,
     )
-
-
-def _owner(layers: LayerList, name: str) -> tuple[int | None, str]:
-    index = layers.index_of(name)
-    return (None, name) if index is None else (index, name[len(layers.name(index)) :])
 
 
 class _OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's hook is untyped

@@ -24,7 +24,7 @@ from gt_trace._torch_internals import (
 from gt_trace.stamping.fake_values import tensors_in
 from gt_trace.stamping.layer_list import LayerList
 from gt_trace.stamping.recordings import BEFORE, LayerSegment, Origin, ReturnedLeaf, Vocabulary
-from gt_trace.stamping.refusal import NotStampable
+from gt_trace.stamping.report import NotStampable
 
 _PLAIN = (
     str,

@@ -67,6 +67,8 @@ class StreamRecording:
     segments: Mapping[int, LayerSegment]
     outputs: tuple[ReturnedLeaf, ...]
     output_spec: pytree.TreeSpec
+    vocabulary: Vocabulary
+    """Of the segments' tokens; recordings that are compared have the same."""
 
 
 class Vocabulary:

@@ -13,8 +13,7 @@ from typing import Literal
 
 from torch.fx import Node
 
-from gt_trace.stamping.layer_list import LayerList
-from gt_trace.stamping.refusal import NotStampable, ReachesTooFar
+from gt_trace.stamping.report import NotStampable, ReachesTooFar
 from gt_trace.stamping.short_graph import ShortGraph
 
 ReferenceKind = Literal["forward", "backward", "head", "centre", "tail", "input", "layer_input"]
@@ -38,22 +37,17 @@ class Reference:
 class ReferenceFinder:
     """Says what nodes of the two interior units mean."""
 
-    def __init__(self, short: ShortGraph, layers: LayerList) -> None:
+    def __init__(self, short: ShortGraph) -> None:
         self._short = short
-        self._layers = layers
         plan = short.plan
         self._forward = {plan.first: short.first_forward, plan.last: short.last_forward}
         self._backward = {plan.first: short.first_backward, plan.last: short.last_backward}
         self._warm_up = plan.num_warm_up
 
-    def meant(self, ours: Node, theirs: Node, *, where: str, is_output: bool = False) -> Reference:
+    def meant(self, ours: Node, theirs: Node, where: str, *, is_output: bool = False) -> Reference:
         """What ``ours``, read by the first unit, and ``theirs``, read by the last, both mean.
 
-        Args:
-            ours: a node that the first interior unit reads.
-            theirs: the node that the last one reads in its stead.
-            where: for messages.
-            is_output: the reader is the output of the graph.
+        The reader is in a unit, or the output of the graph (``is_output``).
 
         Raises:
             NotStampable: they mean nothing in common, or more than one thing.
@@ -88,9 +82,8 @@ class ReferenceFinder:
     def _ways_of_input(self, node: Node, unit: int) -> set[Reference]:
         found = self._short.inputs[node]
         ways = {Reference("input", 0, found.name, found.leaf)}
-        layer = self._layers.index_of(found.name)
+        layer, own = self._short.planned.layers.split(found.name)
         if layer is not None:
-            own = found.name[len(self._layers.name(layer)) :]
             distance = layer - self._short.plan.layer(unit)
             ways.add(Reference("layer_input", distance, own, found.leaf))
         return ways

@@ -1,4 +1,4 @@
-"""What became of one capture that was to be stamped."""
+"""What became of one capture that was to be stamped, and why it was not."""
 
 from __future__ import annotations
 
@@ -54,3 +54,11 @@ class StampedCapture:
 
     step: TracedStep
     report: StampReport
+
+
+class NotStampable(Exception):  # noqa: N818  # an outcome, which no caller sees as an error
+    """Stamping was given up; the text says why, and the capture is made in full."""
+
+
+class ReachesTooFar(NotStampable):
+    """A value is used further away than the traced layers show; one more of each side may do."""

@@ -21,7 +21,8 @@ from gt_trace.capture.graph_inputs import GraphInput
 from gt_trace.capture.traced_step import TracedStep
 from gt_trace.node_metadata import is_backward, sequence_number
 from gt_trace.stamping.layer_plan import LayerPlan
-from gt_trace.stamping.refusal import NotStampable, ReachesTooFar
+from gt_trace.stamping.planned_layers import PlannedLayers
+from gt_trace.stamping.report import NotStampable, ReachesTooFar
 from gt_trace.stamping.trace_marks import TraceMarks
 
 
@@ -29,7 +30,7 @@ from gt_trace.stamping.trace_marks import TraceMarks
 class ShortGraph:
     """Nodes of the shortened model's graph, and where its parts begin."""
 
-    plan: LayerPlan
+    planned: PlannedLayers
     body: tuple[Node, ...]
     """All nodes that compute, in order."""
 
@@ -56,6 +57,11 @@ class ShortGraph:
     """The largest autograd number of a forward node."""
 
     @property
+    def plan(self) -> LayerPlan:
+        """Which layers were traced."""
+        return self.planned.plan
+
+    @property
     def forward_length(self) -> int:
         """Nodes of one unit's forward."""
         return self.last_forward - self.first_forward
@@ -80,7 +86,7 @@ def is_accumulation(node: Node) -> bool:
     return bool(node.meta.get("is_gradient_acc", False))
 
 
-def cut_graph(step: TracedStep, plan: LayerPlan, marks: TraceMarks) -> ShortGraph:
+def cut_graph(step: TracedStep, planned: PlannedLayers, marks: TraceMarks) -> ShortGraph:
     """Cut the graph of the shortened model.
 
     Raises:
@@ -90,15 +96,13 @@ def cut_graph(step: TracedStep, plan: LayerPlan, marks: TraceMarks) -> ShortGrap
     placeholders = [node for node in nodes if node.op == "placeholder"]
     body = tuple(node for node in nodes if node.op not in ("placeholder", "output"))
     positions = {node: index for index, node in enumerate(body)}
-    first, last, after = (
-        marks.of(plan.layer(unit)) for unit in (plan.first, plan.last, plan.last + 1)
-    )
+    first, last, after = (marks.of(planned.plan.layer(unit)) for unit in planned.plan.marked_units)
     begins = [mark.position(positions) for mark in (first, last, after)]
     backward = _backward_starts(
         body, begins[2], [mark.sequence_number for mark in (after, last, first)]
     )
     short = ShortGraph(
-        plan=plan,
+        planned=planned,
         body=body,
         positions=positions,
         inputs=dict(zip(placeholders, step.inputs, strict=True)),

@@ -23,11 +23,10 @@ from torch.fx.node import map_arg
 
 from gt_trace.capture.graph_inputs import GraphInput
 from gt_trace.stamping.fake_values import StorageOwners, ValueMaker, tensors_in
-from gt_trace.stamping.layer_list import LayerList
 from gt_trace.stamping.node_templates import NodeTemplate, NodeTemplates
 from gt_trace.stamping.numbering import Names, Numbers
 from gt_trace.stamping.references import Reference
-from gt_trace.stamping.refusal import NotStampable, ReachesTooFar
+from gt_trace.stamping.report import NotStampable, ReachesTooFar
 from gt_trace.stamping.short_graph import ShortGraph
 from gt_trace.stamping.subgraphs import copy_subgraph
 from gt_trace.stamping.templates import Template
@@ -43,7 +42,6 @@ class StampedGraph:
 
     Args:
         short: the graph of the shortened model.
-        layers: the list of layers.
         inputs: of the whole model, in order, with the value of each: a fake tensor.
         shape_env: of the trace.
         num_unused: how many gradients of one unit's parameters there are not.
@@ -55,7 +53,6 @@ class StampedGraph:
     def __init__(
         self,
         short: ShortGraph,
-        layers: LayerList,
         *,
         inputs: Sequence[tuple[GraphInput, Any]],
         shape_env: Any,
@@ -63,7 +60,7 @@ class StampedGraph:
     ) -> None:
         self._short = short
         self._plan = short.plan
-        self._layers = layers
+        self._planned = short.planned
         self._inputs = inputs
         first = short.body[short.first_forward : short.last_forward]
         last = short.body[short.last_forward : short.centre]
@@ -71,7 +68,7 @@ class StampedGraph:
         owners = StorageOwners([*short.inputs, *short.body])
         self._owners = owners
         self._values = ValueMaker(owners, self._symbols)
-        self._templates = NodeTemplates(short, layers, self._values)
+        self._templates = NodeTemplates(short, self._values)
         self._names = Names(short)
         self._numbers = Numbers(short, num_unused=num_unused)
         self._forward = [self._templates.make(a, b) for a, b in zip(first, last, strict=True)]
@@ -144,14 +141,7 @@ class StampedGraph:
     def layer_output(
         self, ours: Any, theirs: Any, unit: int, where: str
     ) -> Callable[[StampedGraph], Any]:
-        """An output that is returned for every unit, here for ``unit``.
-
-        Args:
-            ours: what is returned for the first interior unit.
-            theirs: what is returned for the last one.
-            unit: of the run.
-            where: for messages.
-        """
+        """An output of ``unit``: ``ours`` in the first interior unit, ``theirs`` in the last."""
         template = self._templates.output(ours, theirs, where)
         return lambda stamped: stamped._value(template, unit)
 
@@ -170,7 +160,7 @@ class StampedGraph:
     def _check_read(self, node: Node, read: Node, *, is_centre: bool) -> None:
         short = self._short
         if read.op == "placeholder":
-            if self._plan.is_interior(self._layers.index_of(short.inputs[read].name)):
+            if self._planned.is_interior(short.inputs[read].name):
                 raise ReachesTooFar(f"{node.name} reads {read.name}, of a layer that is stamped")
             return
         position = short.positions[read]
@@ -187,15 +177,11 @@ class StampedGraph:
 
     def _make_placeholders(self) -> None:
         traced = {(given.name, given.leaf): node for node, given in self._short.inputs.items()}
-        plan = self._plan
         for index, (given, example) in enumerate(self._inputs):
             node = self.graph.create_node("placeholder", f"arg{index}_1", name=f"arg{index}_1")
             old = traced.get((given.name, given.leaf))
             if old is None:
-                layer = self._layers.index_of(given.name)
-                assert layer is not None
-                model = plan.layer(plan.first) + (layer - plan.start) % plan.period
-                name = self._layers.name(model) + given.name[len(self._layers.name(layer)) :]
+                name = self._planned.counterpart_name(given.name)
                 node.meta = {**traced[name, given.leaf].meta, "val": example}
             else:
                 node.meta = old.meta
@@ -304,8 +290,7 @@ class StampedGraph:
         held: GraphModule = short.attribute(traced)
         if unit in (plan.first, plan.last):
             return held
-        distance = (unit - plan.first) * plan.period
-        return copy_subgraph(held, layers=self._layers, distance=distance)
+        return copy_subgraph(held, self._planned, unit)
 
     def _number(self, template: NodeTemplate, unit: int, *, is_forward: bool) -> int:
         if is_forward:
@@ -352,7 +337,7 @@ class StampedGraph:
                 return body[begin + reference.offset]
             name = reference.name
             if reference.kind == "layer_input":
-                name = self._layers.name(plan.layer(unit) + reference.offset) + name
+                name = self._planned.layers.name(plan.layer(unit) + reference.offset) + name
             return self._placeholders[name, reference.leaf]
 
         return resolve

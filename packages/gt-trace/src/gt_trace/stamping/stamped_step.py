@@ -3,74 +3,64 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from gt_trace._torch_internals import FakeTensorMode, lazy_graph_module
+from gt_trace._torch_internals import lazy_graph_module
 from gt_trace.capture.captured_mode import CapturedMode
 from gt_trace.capture.flat_inputs import FlatInputs, fake_like
 from gt_trace.capture.graph_inputs import GraphInput, name_placeholders
 from gt_trace.capture.subclass_layout import TensorLayout, flatten_tensor
 from gt_trace.capture.traced_step import TracedStep
 from gt_trace.stamping.fake_values import fake_over
-from gt_trace.stamping.layer_list import LayerList
-from gt_trace.stamping.layer_plan import LayerPlan
+from gt_trace.stamping.planned_layers import PlannedLayers
 from gt_trace.stamping.recordings import ReturnedLeaf, StreamRecording
-from gt_trace.stamping.refusal import NotStampable
+from gt_trace.stamping.report import NotStampable
 from gt_trace.stamping.short_graph import cut_graph
 from gt_trace.stamping.stamped_graph import StampedGraph
 from gt_trace.stamping.trace_marks import TraceMarks
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeStep:
+    """What is known of the step of the whole model without a trace."""
+
+    flat: FlatInputs
+    recording: StreamRecording
+    mode: CapturedMode
+    meta_device: torch.device
+    """What tensors on meta stand for."""
+
+
 def stamped_step(
     short: TracedStep,
-    *,
-    marks: TraceMarks,
-    layers: LayerList,
-    plan: LayerPlan,
-    flat: FlatInputs,
-    full_recording: StreamRecording,
     short_recording: StreamRecording,
-    meta_device: torch.device,
-    mode: CapturedMode,
+    marks: TraceMarks,
+    planned: PlannedLayers,
+    whole: WholeStep,
 ) -> TracedStep:
     """Make the step of the whole model.
-
-    Args:
-        short: the capture of the shortened model.
-        marks: where its layers began.
-        layers: the list of layers.
-        plan: which were traced.
-        flat: state and arguments of the whole model.
-        full_recording: what the whole model returned, on tensors without data.
-        short_recording: what the shortened one did.
-        meta_device: what tensors on meta stand for.
-        mode: modes and hooks of the whole model.
 
     Raises:
         NotStampable: something is ambiguous.
     """
     if len(short_recording.outputs) != len(short.output_layouts):
         raise NotStampable("the step returned other outputs when it was traced")
-    graph_short = cut_graph(short, plan, marks)
-    inputs = flat.graph_inputs()
-    examples = _examples(short, flat, inputs, layers, plan, meta_device)
+    inputs = whole.flat.graph_inputs()
+    examples = _examples(short, inputs, planned, whole)
     placeholder_values = [fake_over(each, _view_of(each)) for each in examples]
     builder = StampedGraph(
-        graph_short,
-        layers,
+        cut_graph(short, planned, marks),
         inputs=list(zip(inputs, placeholder_values, strict=True)),
         shape_env=short.fake_mode.shape_env,
-        num_unused=_num_unused(short, short_recording, layers, plan),
+        num_unused=_num_unused(short, short_recording, planned),
     )
-    outputs = _Outputs(
-        builder=builder, layers=layers, plan=plan, short=short, recording=short_recording
-    )
+    outputs = _Outputs(builder, planned, short, short_recording)
     leaves = [
         made
-        for index, leaf in enumerate(full_recording.outputs)
+        for index, leaf in enumerate(whole.recording.outputs)
         for made in outputs.plain(index, leaf)
     ]
     graph = builder.build(leaves)
@@ -83,34 +73,28 @@ def stamped_step(
         ),
         inputs=inputs,
         example_inputs=tuple(examples),
-        state=tuple(slot.entry for slot in flat.slots),
-        state_layouts=flat.state_layouts,
-        output_spec=full_recording.output_spec,
+        state=tuple(slot.entry for slot in whole.flat.slots),
+        state_layouts=whole.flat.state_layouts,
+        output_spec=whole.recording.output_spec,
         output_layouts=tuple(outputs.layouts),
-        mode=mode,
+        mode=whole.mode,
     )
 
 
-def _num_unused(
-    short: TracedStep, recording: StreamRecording, layers: LayerList, plan: LayerPlan
-) -> int:
+def _num_unused(short: TracedStep, recording: StreamRecording, planned: PlannedLayers) -> int:
     """How many gradients of the first interior unit came out as None."""
     returned = zip(recording.outputs, short.output_layouts, strict=True)
     owners = [
-        layers.index_of(leaf.gradient_of)
+        planned.layers.index_of(leaf.gradient_of)
         for leaf, layout in returned
         if layout is None and leaf.gradient_of is not None
     ]
+    plan = planned.plan
     return sum(each is not None and plan.unit_of(each) == plan.first for each in owners)
 
 
 def _examples(
-    short: TracedStep,
-    flat: FlatInputs,
-    inputs: Sequence[GraphInput],
-    layers: LayerList,
-    plan: LayerPlan,
-    meta_device: torch.device,
+    short: TracedStep, inputs: Sequence[GraphInput], planned: PlannedLayers, whole: WholeStep
 ) -> list[torch.Tensor]:
     """A fake tensor for each input; those of the traced layers are the traced ones."""
     traced = {
@@ -119,7 +103,7 @@ def _examples(
     }
     real = {
         (slot.entry.name, index): leaf
-        for slot in flat.slots
+        for slot in whole.flat.slots
         for index, leaf in enumerate(flatten_tensor(slot.tensor)[0])
     }
     examples: list[torch.Tensor] = []
@@ -128,21 +112,12 @@ def _examples(
         if key in traced:
             examples.append(traced[key])
             continue
-        layer = layers.index_of(given.name)
-        assert layer is not None
-        model = plan.layer(plan.first) + (layer - plan.start) % plan.period
-        same = (layers.name(model) + given.name[len(layers.name(layer)) :], given.leaf)
+        same = (planned.counterpart_name(given.name), given.leaf)
         if same not in traced:
-            raise NotStampable(f"{given.name} has no counterpart in {layers.name(model)}")
-        made = _fake(real[key], short.fake_mode, meta_device)
+            raise NotStampable(f"{given.name} has no counterpart {same[0]} in the traced layers")
+        made = fake_like(real[key], short.fake_mode, meta_device=whole.meta_device)
         examples.append(made.requires_grad_(traced[same].requires_grad))
     return examples
-
-
-def _fake(
-    tensor: torch.Tensor, fake_mode: FakeTensorMode, meta_device: torch.device
-) -> torch.Tensor:
-    return fake_like(tensor, fake_mode, meta_device=meta_device)
 
 
 def _view_of(fake: torch.Tensor) -> torch.Tensor:
@@ -159,16 +134,13 @@ class _Outputs:
 
     def __init__(
         self,
-        *,
         builder: StampedGraph,
-        layers: LayerList,
-        plan: LayerPlan,
+        planned: PlannedLayers,
         short: TracedStep,
         recording: StreamRecording,
     ) -> None:
         self._builder = builder
-        self._layers = layers
-        self._plan = plan
+        self._planned = planned
         self.layouts: list[TensorLayout | None] = []
         self._next_other = 0
         returned: Any = short.graph_module.graph.output_node().args[0]
@@ -189,14 +161,12 @@ class _Outputs:
         """The plain outputs of one leaf of the whole model, and its layout into ``layouts``."""
         if leaf.gradient_of is None:
             return self._other(index, leaf)
-        layer = self._layers.index_of(leaf.gradient_of)
-        if layer is None or not self._plan.is_interior(layer):
+        planned, plan = self._planned, self._planned.plan
+        layer, own = planned.layers.split(leaf.gradient_of)
+        if layer is None or not plan.is_interior(layer):
             return self._kept(leaf.gradient_of, layer)
-        plan = self._plan
-        own = leaf.gradient_of[len(self._layers.name(layer)) :]
-        phase = (layer - plan.start) % plan.period
         names = [
-            self._layers.name(plan.layer(unit) + phase) + own for unit in (plan.first, plan.last)
+            planned.counterpart_name(leaf.gradient_of, unit) for unit in (plan.first, plan.last)
         ]
         if any(name not in self._by_gradient for name in names):
             raise NotStampable(f"output {index} has no counterpart in the traced layers")

@@ -7,36 +7,25 @@ from dataclasses import replace
 
 from gt_trace.stamping.layer_difference import LayerComparison
 from gt_trace.stamping.layer_list import LayerList
-from gt_trace.stamping.layer_plan import LayerPlan
+from gt_trace.stamping.planned_layers import PlannedLayers
 from gt_trace.stamping.recordings import BEFORE, LayerSegment, Origin, StreamRecording, Vocabulary
-from gt_trace.stamping.refusal import NotStampable, ReachesTooFar
+from gt_trace.stamping.report import NotStampable, ReachesTooFar
 
 _SameOrigin = Callable[[Origin, Origin], bool]
 
 
 def require_equal_streams(
-    recording: StreamRecording,
-    *,
-    layers: LayerList,
-    plan: LayerPlan,
-    vocabulary: Vocabulary,
-    known_functions: Collection[str],
+    recording: StreamRecording, planned: PlannedLayers, *, known_functions: Collection[str]
 ) -> None:
     """All units of the interior compute the same, seen from each.
 
     An operand comes from the same place in all units, or from the same distance. No stream tells
     what the backward of a custom autograd function does, so that only known ones may be in a unit.
 
-    Args:
-        recording: of the whole model.
-        layers: its layers.
-        plan: which of them are stamped.
-        vocabulary: of the recording.
-        known_functions: names of packages, whose autograd functions are known.
-
     Raises:
         NotStampable: the first difference.
     """
+    layers, plan = planned.layers, planned.plan
     for layer in range(plan.layer(plan.first), plan.layer(plan.last + 1)):
         for function in recording.segments[layer].functions:
             if function.__module__.partition(".")[0] not in known_functions:
@@ -46,7 +35,7 @@ def require_equal_streams(
                 )
     wanted = _wanted_gradients(recording, layers)
     for layer in range(plan.layer(plan.first + 1), plan.layer(plan.last + 1)):
-        model = plan.layer(plan.first) + (layer - plan.start) % plan.period
+        model = planned.counterpart(layer)
         if wanted.get(layer) != wanted.get(model):
             raise NotStampable(
                 f"the step asks for gradients of other parameters of {layers.name(layer)} than of "
@@ -68,27 +57,22 @@ def require_equal_streams(
             what=f"{layers.name(layer)} computes otherwise than {layers.name(model)}",
             same=same,
             comparison=LayerComparison(layers=layers, first=model, second=layer),
-            vocabulary=vocabulary,
+            vocabulary=recording.vocabulary,
         )
 
 
 def _wanted_gradients(recording: StreamRecording, layers: LayerList) -> dict[int, set[str]]:
     """For each layer: names in it of what the step returns gradients of."""
     wanted: dict[int, set[str]] = {}
-    for name in (leaf.gradient_of for leaf in recording.outputs):
-        index = None if name is None else layers.index_of(name)
-        if name is not None and index is not None:
-            wanted.setdefault(index, set()).add(name[len(layers.name(index)) :])
+    for leaf in recording.outputs:
+        index, name = layers.split(leaf.gradient_of or "")
+        if index is not None:
+            wanted.setdefault(index, set()).add(name)
     return wanted
 
 
 def require_same_when_short(
-    full: StreamRecording,
-    short: StreamRecording,
-    *,
-    layers: LayerList,
-    plan: LayerPlan,
-    vocabulary: Vocabulary,
+    full: StreamRecording, short: StreamRecording, planned: PlannedLayers
 ) -> None:
     """What the shortened model computes is what the whole one does in the same layers.
 
@@ -97,6 +81,7 @@ def require_same_when_short(
     Raises:
         NotStampable: the first difference.
     """
+    layers, plan = planned.layers, planned.plan
     for layer in (BEFORE, *plan.kept):
         is_last_unit = plan.unit_of(layer) == plan.last and layer != BEFORE
         removed = plan.num_stamped * plan.period
@@ -122,7 +107,7 @@ def require_same_when_short(
             what=f"{where} computes otherwise in a model of fewer layers",
             same=same,
             comparison=LayerComparison(layers=layers, first=layer, second=layer),
-            vocabulary=vocabulary,
+            vocabulary=full.vocabulary,
             too_far=layer >= plan.layer(plan.last + 1),
         )
 

@@ -14,9 +14,8 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from gt_trace._torch_internals import lazy_graph_module
-from gt_trace.stamping.layer_list import LayerList
-from gt_trace.stamping.refusal import NotStampable
-from gt_trace.stamping.templates import shifted_value
+from gt_trace.stamping.planned_layers import PlannedLayers
+from gt_trace.stamping.report import NotStampable
 
 
 def subgraph_difference(ours: GraphModule, theirs: GraphModule) -> str | None:
@@ -32,21 +31,9 @@ def subgraph_difference(ours: GraphModule, theirs: GraphModule) -> str | None:
 
 
 def require_like_subgraphs(
-    ours: GraphModule,
-    theirs: GraphModule,
-    *,
-    layers: LayerList,
-    distance: int,
-    where: str,
+    ours: GraphModule, theirs: GraphModule, planned: PlannedLayers, where: str
 ) -> None:
-    """The graphs of two layers differ in what belongs to their layer only.
-
-    Args:
-        ours: of one layer.
-        theirs: of another.
-        layers: the list of layers.
-        distance: from the first layer to the other.
-        where: for messages.
+    """The graphs of the two interior units differ in what belongs to their layer only.
 
     Raises:
         NotStampable: they do not.
@@ -56,18 +43,12 @@ def require_like_subgraphs(
         raise NotStampable(f"{where}: {difference}")
     for node, other in zip(ours.graph.nodes, theirs.graph.nodes, strict=True):
         held, others = node.meta.get("custom"), other.meta.get("custom")
-        if shifted_value(held, layers, distance) != others:
+        if planned.in_last(held) != others:
             raise NotStampable(f"{where}: {node.name} is annotated with {held} and {others}")
 
 
-def copy_subgraph(module: GraphModule, *, layers: LayerList, distance: int) -> GraphModule:
-    """The graph as another layer has it.
-
-    Args:
-        module: of one layer.
-        layers: the list of layers.
-        distance: to the other.
-    """
+def copy_subgraph(module: GraphModule, planned: PlannedLayers, unit: int) -> GraphModule:
+    """The graph of the first interior unit as another unit has it."""
     graph = Graph()
     made: dict[Node, Node] = {}
     for node in module.graph.nodes:
@@ -75,7 +56,7 @@ def copy_subgraph(module: GraphModule, *, layers: LayerList, distance: int) -> G
         # A new graph names its nodes alike, for they come in the same order; this makes sure.
         copied._rename(node.name)
         if "custom" in copied.meta:
-            copied.meta["custom"] = shifted_value(copied.meta["custom"], layers, distance)
+            copied.meta["custom"] = planned.in_unit(copied.meta["custom"], unit)
         made[node] = copied
     return lazy_graph_module({}, graph, type(module).__name__)
 

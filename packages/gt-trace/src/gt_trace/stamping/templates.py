@@ -11,10 +11,9 @@ from typing import Any
 
 from torch.fx import Node
 
-from gt_trace.stamping.layer_list import LayerList
-from gt_trace.stamping.layer_plan import LayerPlan
+from gt_trace.stamping.planned_layers import PlannedLayers
 from gt_trace.stamping.references import Reference
-from gt_trace.stamping.refusal import NotStampable
+from gt_trace.stamping.report import NotStampable
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,40 +55,19 @@ class Slice:
 Template = ConstantTemplate | Reference | LayerText | Items | Entries | Slice
 
 
-def shifted_text(text: str, layers: LayerList, distance: int) -> str:
-    """``text`` with every index of the layer list moved by ``distance`` layers."""
-    if layers.fqn not in text:
-        return text
-    return layers.pattern().sub(lambda found: f"{layers.fqn}.{int(found[1]) + distance}", text)
-
-
-def shifted_value(value: Any, layers: LayerList, distance: int) -> Any:
-    """As ``shifted_text``, of all texts in a container; anything else is taken over."""
-    if isinstance(value, str):
-        return shifted_text(value, layers, distance)
-    if isinstance(value, Mapping):
-        return {key: shifted_value(each, layers, distance) for key, each in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(shifted_value(each, layers, distance) for each in value)
-    return value
-
-
 class TemplateMaker:
     """Makes templates of what two units hold, and values of templates.
 
     Args:
-        layers: the list.
-        plan: which units there are.
+        planned: which units there are.
         meant: tells what two nodes mean, see ``ReferenceFinder.meant``.
     """
 
     def __init__(
-        self, layers: LayerList, plan: LayerPlan, meant: Callable[[Node, Node, str], Reference]
+        self, planned: PlannedLayers, meant: Callable[[Node, Node, str], Reference]
     ) -> None:
-        self.layers = layers
-        self.plan = plan
+        self._planned = planned
         self._meant = meant
-        self._distance = (plan.last - plan.first) * plan.period
 
     def make(self, ours: Any, theirs: Any, where: str) -> Template:
         """The template of which ``ours`` is the first unit's value and ``theirs`` the last's.
@@ -114,20 +92,14 @@ class TemplateMaker:
                 for part in ("start", "stop", "step")
             )
             return Slice((one, two, three))
-        if isinstance(ours, str) and shifted_text(ours, self.layers, self._distance) == theirs:
+        if isinstance(ours, str) and self._planned.in_last(ours) == theirs:
             return ConstantTemplate(ours) if ours == theirs else LayerText(ours)
         if _same_constant(ours, theirs):
             return ConstantTemplate(ours)
         raise NotStampable(f"{where}: {ours!r} in one layer is {theirs!r} in another")
 
     def value(self, template: Template, unit: int, resolve: Callable[[Reference], Node]) -> Any:
-        """What the template is in ``unit``; containers are new ones.
-
-        Args:
-            template: as ``make`` made it.
-            unit: of the run.
-            resolve: the node that a reference means in that unit.
-        """
+        """What the template is in ``unit``; containers are new ones, ``resolve`` finds nodes."""
         if isinstance(template, ConstantTemplate):
             return template.value
         if isinstance(template, Reference):
@@ -138,9 +110,7 @@ class TemplateMaker:
         if isinstance(template, Entries):
             return {key: self.value(each, unit, resolve) for key, each in template.entries}
         if isinstance(template, LayerText):
-            return shifted_text(
-                template.text, self.layers, (unit - self.plan.first) * self.plan.period
-            )
+            return self._planned.in_unit(template.text, unit)
         return slice(*(self.value(part, unit, resolve) for part in template.parts))
 
 

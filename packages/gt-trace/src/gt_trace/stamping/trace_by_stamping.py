@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,11 +22,16 @@ from torch import nn
 from gt_trace._torch_internals import FakeTensorMode, ShapeEnv, pytree
 from gt_trace.capture.captured_mode import CapturedMode, refuse_gradient_hooks
 from gt_trace.capture.flat_inputs import FlatInputs
-from gt_trace.capture.garbage_collection import held_garbage_collection
 from gt_trace.capture.input_preparers import InputPreparer, TraceInputs
 from gt_trace.capture.live_state import LiveState
 from gt_trace.capture.module_state import StateSlot, collect_state
-from gt_trace.capture.trace import ConstantPolicy, trace_step, trace_without_code, tracing_contexts
+from gt_trace.capture.trace import (
+    ConstantPolicy,
+    held_garbage_collection,
+    trace_step,
+    trace_without_code,
+    tracing_contexts,
+)
 from gt_trace.capture.traced_step import TracedStep
 from gt_trace.errors import CaptureError
 from gt_trace.stamping.compare_steps import step_differences
@@ -37,12 +42,12 @@ from gt_trace.stamping.layer_list import (
     refuse_backward_hooks,
     refuse_shared_weights,
 )
-from gt_trace.stamping.layer_plan import LayerPlan, plan_layers
+from gt_trace.stamping.layer_plan import plan_layers
 from gt_trace.stamping.operator_stream import record_step
+from gt_trace.stamping.planned_layers import PlannedLayers
 from gt_trace.stamping.recordings import StreamRecording, Vocabulary
-from gt_trace.stamping.refusal import NotStampable, ReachesTooFar
-from gt_trace.stamping.report import StampedCapture, StampReport
-from gt_trace.stamping.stamped_step import stamped_step
+from gt_trace.stamping.report import NotStampable, ReachesTooFar, StampedCapture, StampReport
+from gt_trace.stamping.stamped_step import WholeStep, stamped_step
 from gt_trace.stamping.stream_difference import require_equal_streams, require_same_when_short
 from gt_trace.stamping.trace_marks import marked_layers
 
@@ -114,12 +119,13 @@ def trace_step_by_stamping(
             )(*args, **kwargs)
 
         stamper = _Stamper(
-            fn,
-            module,
-            input_preparers,
+            fn=fn,
+            module=module,
+            preparers=input_preparers,
             constants=constants,
             meta_device=torch.device(meta_device),
             fake_mode=fake_mode,
+            inputs=TraceInputs(args=args, kwargs=kwargs),
             ignored_attributes=ignored_attributes,
             known_functions=_KNOWN_FUNCTIONS | known_functions,
             min_layers=min_layers,
@@ -127,7 +133,7 @@ def trace_step_by_stamping(
         started = time.process_time()
         try:
             with held_garbage_collection():
-                captured = stamper.capture(args, kwargs)
+                captured = stamper.capture()
         except NotStampable as refusal:
             level = logging.INFO if min_layers else logging.WARNING
             if stamper.num_layers < min_layers:
@@ -151,7 +157,7 @@ def trace_step_by_stamping(
         if step_differences(captured.step, traced):
             # DTensor computes some layouts by operators, once in a process, and remembers them: the
             # first of two traces has dead nodes that no later one has. Both are warm now.
-            captured = stamper.capture(args, kwargs)
+            captured = stamper.capture()
         differences = step_differences(captured.step, traced)
         if differences:
             raise StampingError(
@@ -162,47 +168,35 @@ def trace_step_by_stamping(
     return capture
 
 
+@dataclass(kw_only=True)
 class _Stamper:
     """One capture."""
 
-    def __init__(
-        self,
-        fn: Callable[..., Any],
-        module: nn.Module,
-        preparers: Sequence[InputPreparer],
-        *,
-        constants: ConstantPolicy,
-        meta_device: torch.device,
-        fake_mode: FakeTensorMode | None,
-        ignored_attributes: frozenset[str],
-        known_functions: frozenset[str],
-        min_layers: int,
-    ) -> None:
-        self._fn = fn
-        self._module = module
-        self._preparers = preparers
-        self._constants: ConstantPolicy = constants
-        self._meta_device = meta_device
-        self._fake_mode = fake_mode
-        self._ignored_attributes = ignored_attributes
-        self._known_functions = known_functions
-        self._min_layers = min_layers
-        self._slots: list[StateSlot] = []
-        self.num_layers = 0
+    fn: Callable[..., Any]
+    module: nn.Module
+    preparers: Sequence[InputPreparer]
+    constants: ConstantPolicy
+    meta_device: torch.device
+    fake_mode: FakeTensorMode | None
+    inputs: TraceInputs
+    ignored_attributes: frozenset[str]
+    known_functions: frozenset[str]
+    min_layers: int
+    num_layers: int = 0
 
-    def capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StampedCapture:
+    def capture(self) -> StampedCapture:
         """Stamp.
 
         Raises:
             NotStampable: the step must be captured in full.
         """
         begin = time.process_time()
-        mode = CapturedMode.now(self._module)
-        layers = find_layer_list(self._module)
+        mode = CapturedMode.now(self.module)
+        layers = find_layer_list(self.module)
         self.num_layers = len(layers)
-        if len(layers) < self._min_layers:
-            raise NotStampable(f"{len(layers)} layers are fewer than {self._min_layers}")
-        self._slots = slots = collect_state(self._module)
+        if len(layers) < self.min_layers:
+            raise NotStampable(f"{len(layers)} layers are fewer than {self.min_layers}")
+        slots = collect_state(self.module)
         refuse_shared_weights(layers, slots)
         refuse_backward_hooks(layers)
         kinds, difference = self._kinds(layers)
@@ -210,28 +204,24 @@ class _Stamper:
             plan = plan_layers(kinds)
         except NotStampable as refusal:
             raise NotStampable(f"{refusal}; {difference}" if difference else str(refusal)) from None
-        inputs = TraceInputs(args=args, kwargs=kwargs)
-        for preparer in self._preparers:
+        inputs = self.inputs
+        for preparer in self.preparers:
             inputs = preparer.before_faking(inputs)
-        flat = FlatInputs.of(self._fn, slots, inputs)
-        vocabulary = Vocabulary()
-        whole = self._record(flat, layers, range(len(layers)), vocabulary)
+        flat = FlatInputs.of(self.fn, slots, inputs)
+        whole = WholeStep(
+            flat=flat,
+            recording=self._record(flat, layers, range(len(layers)), Vocabulary()),
+            mode=mode,
+            meta_device=self.meta_device,
+        )
         require_equal_streams(
-            whole,
-            layers=layers,
-            plan=plan,
-            vocabulary=vocabulary,
-            known_functions=self._known_functions,
+            whole.recording, PlannedLayers(layers, plan), known_functions=self.known_functions
         )
         gate_seconds = time.process_time() - begin
         while True:
             try:
-                captured = self._stamp(args, kwargs, layers, plan, flat, whole, vocabulary, mode)
-                report = captured.report
-                return replace(
-                    captured,
-                    report=replace(report, gate_seconds=report.gate_seconds + gate_seconds),
-                )
+                begin = time.process_time() - gate_seconds
+                return self._stamp(PlannedLayers(layers, plan), whole, begin)
             except ReachesTooFar:
                 if plan.num_warm_up == _MOST_WARM_UP:
                     raise
@@ -245,7 +235,7 @@ class _Stamper:
         for index in range(len(layers)):
             for kind, model in reversed(list(enumerate(models))[-_MOST_KINDS:]):
                 difference = layer_difference(
-                    layers, model, index, ignored_attributes=self._ignored_attributes
+                    layers, model, index, ignored_attributes=self.ignored_attributes
                 )
                 if difference is None:
                     kinds.append(kind)
@@ -256,68 +246,38 @@ class _Stamper:
                 models.append(index)
         return kinds, first
 
-    def _stamp(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        layers: LayerList,
-        plan: LayerPlan,
-        flat: FlatInputs,
-        whole: StreamRecording,
-        vocabulary: Vocabulary,
-        mode: CapturedMode,
-    ) -> StampedCapture:
-        begin = time.process_time()
-        with layers.shortened(plan.kept):
-            short_flat = FlatInputs.of(
-                self._fn, collect_state(self._module), TraceInputs(args=args, kwargs=kwargs)
-            )
-            short = self._record(short_flat, layers, plan.kept, vocabulary)
-            require_same_when_short(whole, short, layers=layers, plan=plan, vocabulary=vocabulary)
+    def _stamp(self, planned: PlannedLayers, whole: WholeStep, begin: float) -> StampedCapture:
+        layers, kept = planned.layers, planned.plan.kept
+        with layers.shortened(kept):
+            flat = FlatInputs.of(self.fn, collect_state(self.module), self.inputs)
+            held = {id(slot.tensor) for slot in flat.slots}
+            absent = [slot for slot in whole.flat.slots if id(slot.tensor) not in held]
+            vocabulary = whole.recording.vocabulary
+            short = self._record(flat, layers, kept, vocabulary, absent=absent)
+            require_same_when_short(whole.recording, short, planned)
             traced_at = time.process_time()
-            marked = [plan.layer(unit) for unit in (plan.first, plan.last, plan.last + 1)]
-            with marked_layers(layers, marked) as marks:
-                step = self._trace(args, kwargs, layers, plan)
+            with marked_layers(planned) as marks, _told(layers, kept):
+                step = trace_without_code(
+                    self.fn,
+                    module=self.module,
+                    input_preparers=self.preparers,
+                    constants=self.constants,
+                    meta_device=self.meta_device,
+                    fake_mode=self.fake_mode,
+                )(*self.inputs.args, **self.inputs.kwargs)
         stamped_at = time.process_time()
-        made = stamped_step(
-            step,
-            marks=marks,
-            layers=layers,
-            plan=plan,
-            flat=flat,
-            full_recording=whole,
-            short_recording=short,
-            meta_device=self._meta_device,
-            mode=mode,
-        )
+        made = stamped_step(step, short, marks, planned, whole)
         return StampedCapture(
             step=made,
             report=StampReport(
                 num_layers=len(layers),
-                num_layers_traced=len(plan.kept),
-                period=plan.period,
+                num_layers_traced=len(kept),
+                period=planned.plan.period,
                 gate_seconds=traced_at - begin,
                 trace_seconds=stamped_at - traced_at,
                 stamp_seconds=time.process_time() - stamped_at,
             ),
         )
-
-    def _trace(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], layers: LayerList, plan: LayerPlan
-    ) -> TracedStep:
-        try:
-            return trace_without_code(
-                self._fn,
-                module=self._module,
-                input_preparers=self._preparers,
-                constants=self._constants,
-                meta_device=self._meta_device,
-                fake_mode=self._fake_mode,
-            )(*args, **kwargs)
-        except NotStampable:
-            raise
-        except Exception as error:
-            raise NotStampable(_told(error, layers, plan.kept)) from error
 
     def _record(
         self,
@@ -325,11 +285,13 @@ class _Stamper:
         layers: LayerList,
         keep: Sequence[int],
         vocabulary: Vocabulary,
+        *,
+        absent: Sequence[StateSlot] = (),
     ) -> StreamRecording:
         """Run the step without making a graph."""
         shape_env = ShapeEnv()
         mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=shape_env)
-        fakes = flat.fake(mode, self._meta_device)
+        fakes = flat.fake(mode, self.meta_device)
         with ExitStack() as stack:
             stack.enter_context(tracing_contexts(mode, None))
             # What compiles itself runs as written, as in the trace.
@@ -337,7 +299,7 @@ class _Stamper:
             # No graph is made that would have to say where sizes known at run time come from.
             stack.enter_context(shape_env.ignore_fresh_unbacked_symbols())
             state, inputs = flat.rebuild(fakes)
-            for preparer in self._preparers:
+            for preparer in self.preparers:
                 inputs = preparer.inside_trace(inputs)
             named = {
                 slot.entry.name: tensor for slot, tensor in zip(flat.slots, state, strict=True)
@@ -346,15 +308,12 @@ class _Stamper:
             arguments = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
             named |= {f"argument {index}": leaf for index, leaf in enumerate(arguments)}
 
-            kept = {id(slot.tensor) for slot in flat.slots}
-            absent = [slot for slot in self._slots if id(slot.tensor) not in kept]
-
             def run() -> Any:
                 live = LiveState(flat.slots, state, absent=absent)
-                with _swapped(flat.slots, state), _unchanged(self._module), live:
-                    return self._fn(*inputs.args, **inputs.kwargs)
+                with _swapped(flat.slots, state), _unchanged(self.module), live:
+                    return self.fn(*inputs.args, **inputs.kwargs)
 
-            try:
+            with _told(layers, keep):
                 return record_step(
                     run,
                     layers=layers,
@@ -363,11 +322,6 @@ class _Stamper:
                     vocabulary=vocabulary,
                     fake_mode=mode,
                 )
-            except NotStampable:
-                raise
-            except Exception as error:
-                # If the step itself is at fault, the full trace will say so.
-                raise NotStampable(_told(error, layers, keep)) from error
 
 
 @contextmanager
@@ -405,10 +359,17 @@ def _swapped(slots: Sequence[StateSlot], tensors: Sequence[torch.Tensor]) -> Ite
             slot.put(slot.tensor)
 
 
-def _told(error: Exception, layers: LayerList, keep: Sequence[int]) -> str:
-    first_line = str(error).strip().partition("\n")[0]
-    what = f"the step fails with {type(error).__name__}: {first_line}"
-    if len(keep) == len(layers):
-        return what
-    needs = f"the step needs all {len(layers)} layers, as a loop over their numbers does"
-    return f"{needs}: with {len(keep)}, {what}"
+@contextmanager
+def _told(layers: LayerList, keep: Sequence[int]) -> Iterator[None]:
+    """Whatever fails inside is a reason to trace all: a step that is at fault fails again."""
+    try:
+        yield
+    except NotStampable:
+        raise
+    except Exception as error:
+        first_line = str(error).strip().partition("\n")[0]
+        what = f"the step fails with {type(error).__name__}: {first_line}"
+        if len(keep) < len(layers):
+            needs = f"the step needs all {len(layers)} layers, as a loop over their numbers does"
+            what = f"{needs}: with {len(keep)}, {what}"
+        raise NotStampable(what) from error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
@@ -11,8 +11,8 @@ from torch import nn
 from torch.fx import Node
 
 from gt_trace._torch_internals import get_proxy_mode, is_erased, is_in_backward, sequence_counter
-from gt_trace.stamping.layer_list import LayerList
-from gt_trace.stamping.refusal import NotStampable
+from gt_trace.stamping.planned_layers import PlannedLayers
+from gt_trace.stamping.report import NotStampable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,8 +57,8 @@ class TraceMarks:
 
 
 @contextmanager
-def marked_layers(layers: LayerList, indices: Sequence[int]) -> Iterator[TraceMarks]:
-    """Mark where the forward of each of these layers begins, in the trace made inside.
+def marked_layers(planned: PlannedLayers) -> Iterator[TraceMarks]:
+    """Mark where the forwards of the units begin at which the trace made inside will be cut.
 
     A forward that a backward runs again, for activation checkpointing, is a part of that backward.
     """
@@ -79,13 +79,13 @@ def marked_layers(layers: LayerList, indices: Sequence[int]) -> Iterator[TraceMa
         )
 
     with ExitStack() as stack:
-        for index in indices:
+        for index in map(planned.plan.layer, planned.plan.marked_units):
 
             def hook(
                 _module: nn.Module, _args: tuple[torch.Tensor, ...], index: int = index
             ) -> None:
                 mark(index)
 
-            handle = layers.layers[index].register_forward_pre_hook(hook, prepend=True)
+            handle = planned.layers.layers[index].register_forward_pre_hook(hook, prepend=True)
             stack.callback(handle.remove)
         yield marks

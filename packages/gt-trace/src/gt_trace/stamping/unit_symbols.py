@@ -15,7 +15,7 @@ import torch
 from torch.fx import Node
 
 from gt_trace._torch_internals import ShapeEnv, forget_conclusions
-from gt_trace.stamping.refusal import NotStampable
+from gt_trace.stamping.report import NotStampable
 
 
 def symbols_bound_by(nodes: Sequence[Node]) -> list[Any]:
@@ -24,12 +24,7 @@ def symbols_bound_by(nodes: Sequence[Node]) -> list[Any]:
 
 
 class UnitSymbols:
-    """The symbols of the first interior unit, and their counterparts in others.
-
-    Args:
-        shape_env: of the trace; None if no size is symbolic.
-        ours: symbols that the first interior unit binds.
-        theirs: those that the last one binds.
+    """The symbols that the first interior unit binds, and their counterparts in others.
 
     Raises:
         NotStampable: the environment knows other things of ``theirs`` than of ``ours``.

@@ -18,7 +18,7 @@ from torch.fx import GraphModule
 from gt_config import JointPartitioner, ShapeChangePolicy
 from gt_passes import PassContext, PassManagerReport, release_cuda_graphs
 from gt_passes.verifier.collective_exchange import exchange_collective_digest
-from gt_trace import ForwardBackward, export_joint_graph, partition
+from gt_trace.joint import ForwardBackward, export_joint_graph, partition
 from gt_trace.joint.bound_joint import BoundJoint
 from gt_trainer.decoder.expert_regions import annotate_expert_regions
 from gt_trainer.startup import StartupClock
