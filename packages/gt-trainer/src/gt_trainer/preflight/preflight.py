@@ -53,8 +53,26 @@ def check_configuration(
     Raises:
         ConfigError: Lists everything that is wrong.
     """
+    violations = list(configuration_violations(config, world_size))
+    if will_train:
+        topology = topology_of(config, world_size)
+        violations += machine_violations(config, topology, num_local_ranks=num_local_ranks)
+    else:
+        violations += _not_dry_run(config)
+    if violations:
+        raise ConfigError(violations)
+
+
+def configuration_violations(config: GraphTrainer.Config, world_size: int) -> Iterator[Violation]:
+    """Everything that is wrong with a run on whatever machine.
+
+    Args:
+        config: The finished configuration. Not changed.
+        world_size: Ranks of the whole job.
+    """
     topology = topology_of(config, world_size)
-    violations = list(find_violations(config.compile, topology, known_passes=known_passes()))
+    violations = find_violations(config.compile, topology, known_passes=known_passes())
+    yield from violations
     told = {violation.flag for violation in violations}
     idle = idle_option_violations(
         config.compile,
@@ -62,24 +80,18 @@ def check_configuration(
         reshard_after_forward=config.parallelism.fsdp_reshard_after_forward,
     )
     # gt-config refuses some of these too, and knows better why.
-    violations += [each for each in idle if each.flag not in told]
-    violations += _unsupported_parallelism(config)
-    violations += _unsupported_options(config)
-    violations += _unsound_counts(config, topology)
-    violations += _unsound_rates(config)
-    violations += _model_does_not_divide(config, topology)
-    violations += _uneven_loss_chunks(config)
-    violations += _unsound_profiler(config)
-    violations += _exchanges_of_unknown_operators(config)
-    violations += _shapes_of_documents(config)
-    violations += _unsound_pipeline(config)
-    violations += autoparallel_violations(config, topology)
-    if will_train:
-        violations += machine_violations(config, topology, num_local_ranks=num_local_ranks)
-    else:
-        violations += _not_dry_run(config)
-    if violations:
-        raise ConfigError(violations)
+    yield from (each for each in idle if each.flag not in told)
+    yield from _unsupported_parallelism(config)
+    yield from _unsupported_options(config)
+    yield from _unsound_counts(config, topology)
+    yield from _unsound_rates(config)
+    yield from _model_does_not_divide(config, topology)
+    yield from _uneven_loss_chunks(config)
+    yield from _unsound_profiler(config)
+    yield from _exchanges_of_unknown_operators(config)
+    yield from _shapes_of_documents(config)
+    yield from _unsound_pipeline(config)
+    yield from autoparallel_violations(config, topology)
 
 
 def topology_of(config: GraphTrainer.Config, world_size: int) -> Topology:
