@@ -2,7 +2,8 @@
 
 Validation takes plain data, so that it runs in a launcher before any process, device or process
 group exists, and so that this package need not know the registry of passes, which lives downstream.
-What has been validated is trusted afterwards; no other package checks a flag again.
+It judges what needs no model, machine or pass; a trainer adds rules about those (``gt_trainer``'s
+are in its ``preflight``). What has been judged is trusted afterwards.
 """
 
 from __future__ import annotations

@@ -6,13 +6,10 @@ The meaning of the options is torchtitan's (torchtitan/distributed/pipeline_para
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torchtitan.config import ParallelismConfig
 
-from gt_config import Violation
-from gt_pipeline.errors import GtPipelineError
 from gt_pipeline.schedules import Schedule, schedule_from_csv, schedule_of
 from gt_pipeline.split import (
     TORCHTITAN_NAMING,
@@ -20,8 +17,6 @@ from gt_pipeline.split import (
     module_names_per_stage,
     pipeline_metadata,
 )
-
-_PREFIX = "--parallelism.pipeline_parallel"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,58 +101,3 @@ def rank_with_loss(
         is_v = find_schedule_layout(schedule).style == "v"
         pipeline_rank = 0 if is_v else pipeline_degree - 1
     return pipeline_rank * (world_size // pipeline_degree)
-
-
-def pipeline_violations(
-    parallelism: ParallelismConfig, *, num_layers: int, local_batch_size: int
-) -> Iterator[Violation]:
-    """What is wrong with the pipeline options, before there is a model."""
-    if parallelism.pipeline_parallel_degree < 2:
-        return
-    size = parallelism.pipeline_parallel_microbatch_size
-    if size < 1 or local_batch_size % size:
-        divisors = [each for each in range(1, local_batch_size + 1) if local_batch_size % each == 0]
-        yield Violation(
-            flag=f"{_PREFIX}_microbatch_size",
-            value=size,
-            allowed=f"a divisor of --training.local_batch_size {local_batch_size}",
-            fix=f"use one of {', '.join(map(str, divisors))}",
-        )
-        return
-    try:
-        plan = pipeline_plan(parallelism, num_layers=num_layers, local_batch_size=local_batch_size)
-    except FileNotFoundError:
-        yield Violation(
-            flag=f"{_PREFIX}_schedule_csv",
-            value=parallelism.pipeline_parallel_schedule_csv,
-            allowed="a file that exists",
-            fix="give the path of a schedule, or leave the flag out",
-        )
-        return
-    except GtPipelineError as error:
-        yield Violation(
-            flag=f"{_PREFIX}_schedule",
-            value=parallelism.pipeline_parallel_schedule,
-            allowed="a schedule that fits degree, layers and microbatches",
-            fix=str(error),
-        )
-        return
-    yield from _misfits(parallelism, plan, local_batch_size // size)
-
-
-def _misfits(
-    parallelism: ParallelismConfig, plan: PipelinePlan, num_microbatches: int
-) -> Iterator[Violation]:
-    """What a schedule from a file, or stages by name, may contradict."""
-    for name, has, wants in (
-        ("ranks", plan.schedule.num_ranks, parallelism.pipeline_parallel_degree),
-        ("microbatches", plan.schedule.num_microbatches, num_microbatches),
-        ("stages", plan.schedule.num_stages, len(plan.names_per_stage)),
-    ):
-        if has != wants:
-            yield Violation(
-                flag=f"{_PREFIX}_schedule_csv",
-                value=parallelism.pipeline_parallel_schedule_csv,
-                allowed=f"a schedule for {wants} {name}; it has {has}",
-                fix="write the schedule for these sizes, or change them",
-            )

@@ -21,7 +21,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.moe import RoutedExperts
 
-from gt_config import CompileConfig, ConfigError, Violation
+from gt_config import CompileConfig
 from gt_trace.fsdp import MixedPrecision, ShardingMode, shard
 from gt_trainer.decoder.initialization import draw_whole_weights
 
@@ -59,17 +59,13 @@ def parallelize(
         model: A torchtitan decoder, usually on the meta device; not placed yet.
         parallel_dims: torchtitan's meshes.
         training: Gives the mixed-precision dtypes.
-        parallelism: Checked for what this placement does not do.
+        parallelism: Not read: ``gt_trainer.preflight`` has refused what this placement does not do.
         compile_config: Says whether a solver places the model; nothing else of it is read, since
             capture and compilation come after placement.
-        ac_config: torchtitan's activation checkpointing; must be None, since recomputation is a
-            graph pass here.
+        ac_config: torchtitan's activation checkpointing; None, since recomputation is a graph pass
+            here, and refused likewise.
         dump_folder: Where a solver's plan is written.
-
-    Raises:
-        ConfigError: An option asks for something else; every such option is listed.
     """
-    refuse_unsupported_parallelism(parallelism, training, activation_checkpoint=ac_config)
     if isinstance(compile_config, CompileConfig) and compile_config.autoparallel:
         # Imported here: no other run pays for the solver.
         from gt_trainer.placement.place_decoder import place_decoder
@@ -115,58 +111,6 @@ def parallelize(
     shard(model, placement.mesh, mode=placement.mode, mixed_precision=precision, reduction="sum")
     draw_whole_weights(model)
     return model
-
-
-def refuse_unsupported_parallelism(
-    parallelism: ParallelismConfig, training: TrainingConfig, *, activation_checkpoint: object
-) -> None:
-    """Raise one ``ConfigError`` that lists every option which this placement does not honour."""
-    violations = [
-        Violation(flag=flag, value=value, allowed=allowed, fix=fix)
-        for flag, value, allowed, fix in _unsupported(parallelism, training, activation_checkpoint)
-    ]
-    if violations:
-        raise ConfigError(violations)
-
-
-def _unsupported(
-    parallelism: ParallelismConfig, training: TrainingConfig, activation_checkpoint: object
-) -> Iterator[tuple[str, object, str, str]]:
-    if parallelism.spmd_backend != "partial_dtensor":
-        yield (
-            "--parallelism.spmd_backend",
-            parallelism.spmd_backend,
-            "'partial_dtensor', whose collectives a capture records",
-            "leave the flag out",
-        )
-    if parallelism.context_parallel_degree != 1:
-        yield (
-            "--parallelism.context_parallel_degree",
-            parallelism.context_parallel_degree,
-            "1: context parallelism is not supported",
-            "leave the flag out, and use tensor parallelism for long sequences",
-        )
-    if parallelism.enable_fsdp_symm_mem:
-        yield (
-            "--parallelism.enable_fsdp_symm_mem",
-            True,
-            "False: it configures torch's FSDP2, which is not used here",
-            "leave the flag out",
-        )
-    if training.enable_cpu_offload:
-        yield (
-            "--training.enable_cpu_offload",
-            True,
-            "False: it configures torch's FSDP2, which is not used here",
-            "leave the flag out",
-        )
-    if activation_checkpoint is not None:
-        yield (
-            "activation-checkpoint",
-            type(activation_checkpoint).__qualname__,
-            "none: recomputation is decided on the captured graph",
-            "choose activation-checkpoint:none, and see --compile.memory_policy",
-        )
 
 
 def _unevenly_split(model: Decoder, num_shards: int) -> nn.Module | None:

@@ -1,16 +1,55 @@
-"""What a run whose model a solver places cannot be combined with, each by name."""
+"""What our placement of a model, and that by a solver, cannot be combined with, each by name."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
+from torchtitan.config import ParallelismConfig, TrainingConfig
 from torchtitan.models.common.attention import FlexAttention, VarlenAttention
 from torchtitan.models.common.decoder import Decoder
 
 from gt_config import Topology, Violation
 
 _LEAVE_OUT = "leave the flag out"
+
+
+def unsupported_placement(
+    parallelism: ParallelismConfig, training: TrainingConfig, *, activation_checkpoint: object
+) -> Iterator[Violation]:
+    """Every option that ``gt_trainer.placement.parallelize`` would not honour."""
+    if parallelism.spmd_backend != "partial_dtensor":
+        yield Violation(
+            flag="--parallelism.spmd_backend",
+            value=parallelism.spmd_backend,
+            allowed="'partial_dtensor', whose collectives a capture records",
+            fix=_LEAVE_OUT,
+        )
+    if parallelism.context_parallel_degree != 1:
+        yield Violation(
+            flag="--parallelism.context_parallel_degree",
+            value=parallelism.context_parallel_degree,
+            allowed="1: context parallelism is not supported",
+            fix=f"{_LEAVE_OUT}, and use tensor parallelism for long sequences",
+        )
+    for flag, is_set in (
+        ("--parallelism.enable_fsdp_symm_mem", parallelism.enable_fsdp_symm_mem),
+        ("--training.enable_cpu_offload", training.enable_cpu_offload),
+    ):
+        if is_set:
+            yield Violation(
+                flag=flag,
+                value=True,
+                allowed="False: it configures torch's FSDP2, which is not used here",
+                fix=_LEAVE_OUT,
+            )
+    if activation_checkpoint is not None:
+        yield Violation(
+            flag="activation-checkpoint",
+            value=type(activation_checkpoint).__qualname__,
+            allowed="none: recomputation is decided on the captured graph",
+            fix="choose activation-checkpoint:none, and see --compile.memory_policy",
+        )
 
 
 def autoparallel_violations(config: Any, topology: Topology) -> Iterator[Violation]:

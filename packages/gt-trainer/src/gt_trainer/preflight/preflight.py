@@ -25,11 +25,13 @@ from torchtitan.models.common.token_dispatcher import (
 from gt_config import ConfigError, Topology, Violation, find_violations
 from gt_passes import known_passes
 from gt_trainer.device import installed_device_type
-from gt_trainer.pipelines.pipeline_plan import pipeline_violations
-from gt_trainer.placement.parallelize import refuse_unsupported_parallelism
 from gt_trainer.preflight.idle_options import idle_option_violations
 from gt_trainer.preflight.machine_violations import machine_violations
-from gt_trainer.preflight.placement_violations import autoparallel_violations
+from gt_trainer.preflight.pipeline_violations import pipeline_violations
+from gt_trainer.preflight.placement_violations import (
+    autoparallel_violations,
+    unsupported_placement,
+)
 from gt_trainer.trainer import GraphTrainer
 
 _LEAVE_OUT = "leave the flag out"
@@ -53,8 +55,26 @@ def check_configuration(
     Raises:
         ConfigError: Lists everything that is wrong.
     """
+    violations = list(configuration_violations(config, world_size))
+    if will_train:
+        topology = topology_of(config, world_size)
+        violations += machine_violations(config, topology, num_local_ranks=num_local_ranks)
+    else:
+        violations += _not_dry_run(config)
+    if violations:
+        raise ConfigError(violations)
+
+
+def configuration_violations(config: GraphTrainer.Config, world_size: int) -> Iterator[Violation]:
+    """Everything that is wrong with a run on whatever machine.
+
+    Args:
+        config: The finished configuration. Not changed.
+        world_size: Ranks of the whole job.
+    """
     topology = topology_of(config, world_size)
-    violations = list(find_violations(config.compile, topology, known_passes=known_passes()))
+    violations = find_violations(config.compile, topology, known_passes=known_passes())
+    yield from violations
     told = {violation.flag for violation in violations}
     idle = idle_option_violations(
         config.compile,
@@ -62,24 +82,20 @@ def check_configuration(
         reshard_after_forward=config.parallelism.fsdp_reshard_after_forward,
     )
     # gt-config refuses some of these too, and knows better why.
-    violations += [each for each in idle if each.flag not in told]
-    violations += _unsupported_parallelism(config)
-    violations += _unsupported_options(config)
-    violations += _unsound_counts(config, topology)
-    violations += _unsound_rates(config)
-    violations += _model_does_not_divide(config, topology)
-    violations += _uneven_loss_chunks(config)
-    violations += _unsound_profiler(config)
-    violations += _exchanges_of_unknown_operators(config)
-    violations += _shapes_of_documents(config)
-    violations += _unsound_pipeline(config)
-    violations += autoparallel_violations(config, topology)
-    if will_train:
-        violations += machine_violations(config, topology, num_local_ranks=num_local_ranks)
-    else:
-        violations += _not_dry_run(config)
-    if violations:
-        raise ConfigError(violations)
+    yield from (each for each in idle if each.flag not in told)
+    yield from unsupported_placement(
+        config.parallelism, config.training, activation_checkpoint=config.activation_checkpoint
+    )
+    yield from _unsupported_options(config)
+    yield from _unsound_counts(config, topology)
+    yield from _unsound_rates(config)
+    yield from _model_does_not_divide(config, topology)
+    yield from _uneven_loss_chunks(config)
+    yield from _unsound_profiler(config)
+    yield from _exchanges_of_unknown_operators(config)
+    yield from _shapes_of_documents(config)
+    yield from pipeline_violations(config)
+    yield from autoparallel_violations(config, topology)
 
 
 def topology_of(config: GraphTrainer.Config, world_size: int) -> Topology:
@@ -123,18 +139,6 @@ def _other_degrees(parallelism: ParallelismConfig) -> int:
         * parallelism.tensor_parallel_degree
         * parallelism.pipeline_parallel_degree
     )
-
-
-def _unsupported_parallelism(config: GraphTrainer.Config) -> tuple[Violation, ...]:
-    try:
-        refuse_unsupported_parallelism(
-            config.parallelism,
-            config.training,
-            activation_checkpoint=config.activation_checkpoint,
-        )
-    except ConfigError as error:
-        return error.violations
-    return ()
 
 
 def _unsupported_options(config: GraphTrainer.Config) -> Iterator[Violation]:
@@ -217,25 +221,6 @@ def _unsound_rates(config: GraphTrainer.Config) -> Iterator[Violation]:
         yield Violation(
             flag="--training.max_norm", value=max_norm, allowed="0 or more", fix="give 0 or more"
         )
-
-
-def _unsound_pipeline(config: GraphTrainer.Config) -> Iterator[Violation]:
-    model = config.model_spec.model if config.model_spec is not None else None
-    if config.parallelism.pipeline_parallel_degree < 2 or not isinstance(model, Decoder.Config):
-        return
-    if getattr(model, "enable_weight_tying", False):
-        yield Violation(
-            flag="--parallelism.pipeline_parallel_degree",
-            value=config.parallelism.pipeline_parallel_degree,
-            allowed="1 for a model that ties its embedding to its output projection: gt_pipeline "
-            "sums such gradients, but torchtitan's checkpoints hold the weight once",
-            fix=f"{_LEAVE_OUT}, or train a model without tied weights",
-        )
-    yield from pipeline_violations(
-        config.parallelism,
-        num_layers=len(model.layers),
-        local_batch_size=config.training.local_batch_size,
-    )
 
 
 def _uneven_batch(config: GraphTrainer.Config, topology: Topology) -> Iterator[Violation]:

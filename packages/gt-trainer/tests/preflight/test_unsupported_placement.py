@@ -1,32 +1,24 @@
-"""What the placement refuses. Placement itself is tested with models, in tests-integration."""
+"""Options that our placement does not honour. It is tested with models, in tests-integration."""
 
-import pytest
 from torchtitan.config import ParallelismConfig, TrainingConfig
 from torchtitan.distributed.activation_checkpoint import FullAC
 
 from gt_config import ConfigError
-from gt_trainer.placement.parallelize import refuse_unsupported_parallelism
+from gt_trainer.preflight.placement_violations import unsupported_placement
 
 
 def test_options_that_the_placement_honours_pass():
-    refuse_unsupported_parallelism(
-        ParallelismConfig(spmd_backend="partial_dtensor", tensor_parallel_degree=2),
-        TrainingConfig(),
-        activation_checkpoint=None,
-    )
+    parallelism = ParallelismConfig(spmd_backend="partial_dtensor", tensor_parallel_degree=2)
+    assert not [*unsupported_placement(parallelism, TrainingConfig(), activation_checkpoint=None)]
 
 
 def test_every_option_that_it_does_not_honour_is_refused_at_once():
-    with pytest.raises(ConfigError) as refused:
-        refuse_unsupported_parallelism(
-            ParallelismConfig(
-                spmd_backend="full_dtensor",
-                context_parallel_degree=2,
-            ),
-            TrainingConfig(enable_cpu_offload=True),
-            activation_checkpoint=FullAC.Config(),
-        )
-    assert str(refused.value) == (
+    violations = unsupported_placement(
+        ParallelismConfig(spmd_backend="full_dtensor", context_parallel_degree=2),
+        TrainingConfig(enable_cpu_offload=True),
+        activation_checkpoint=FullAC.Config(),
+    )
+    assert str(ConfigError(violations)) == (
         "the configuration has 4 problems:\n"
         "  1. --parallelism.spmd_backend is 'full_dtensor'\n"
         "     allowed: 'partial_dtensor', whose collectives a capture records\n"

@@ -1,0 +1,89 @@
+"""What is wrong with the pipeline options, before there is a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torchtitan.config import ParallelismConfig
+from torchtitan.models.common.decoder import Decoder
+
+from gt_config import Violation
+from gt_pipeline.errors import GtPipelineError
+from gt_trainer.pipelines.pipeline_plan import PipelinePlan, pipeline_plan
+from gt_trainer.trainer import GraphTrainer
+
+_PREFIX = "--parallelism.pipeline_parallel"
+
+
+def pipeline_violations(config: GraphTrainer.Config) -> Iterator[Violation]:
+    """What a pipeline of this model cannot be; nothing if there is none."""
+    model = config.model_spec.model if config.model_spec is not None else None
+    degree = config.parallelism.pipeline_parallel_degree
+    if degree < 2 or not isinstance(model, Decoder.Config):
+        return
+    if getattr(model, "enable_weight_tying", False):
+        yield Violation(
+            flag=f"{_PREFIX}_degree",
+            value=degree,
+            allowed="1 for a model that ties its embedding to its output projection: gt_pipeline "
+            "sums such gradients, but torchtitan's checkpoints hold the weight once",
+            fix="leave the flag out, or train a model without tied weights",
+        )
+    yield from stage_violations(
+        config.parallelism,
+        num_layers=len(model.layers),
+        local_batch_size=config.training.local_batch_size,
+    )
+
+
+def stage_violations(
+    parallelism: ParallelismConfig, *, num_layers: int, local_batch_size: int
+) -> Iterator[Violation]:
+    """What is wrong with microbatches, schedule and stages; the degree is 2 or more."""
+    size = parallelism.pipeline_parallel_microbatch_size
+    if size < 1 or local_batch_size % size:
+        divisors = [each for each in range(1, local_batch_size + 1) if local_batch_size % each == 0]
+        yield Violation(
+            flag=f"{_PREFIX}_microbatch_size",
+            value=size,
+            allowed=f"a divisor of --training.local_batch_size {local_batch_size}",
+            fix=f"use one of {', '.join(map(str, divisors))}",
+        )
+        return
+    try:
+        plan = pipeline_plan(parallelism, num_layers=num_layers, local_batch_size=local_batch_size)
+    except FileNotFoundError:
+        yield Violation(
+            flag=f"{_PREFIX}_schedule_csv",
+            value=parallelism.pipeline_parallel_schedule_csv,
+            allowed="a file that exists",
+            fix="give the path of a schedule, or leave the flag out",
+        )
+        return
+    except GtPipelineError as error:
+        yield Violation(
+            flag=f"{_PREFIX}_schedule",
+            value=parallelism.pipeline_parallel_schedule,
+            allowed="a schedule that fits degree, layers and microbatches",
+            fix=str(error),
+        )
+        return
+    yield from _misfits(parallelism, plan, local_batch_size // size)
+
+
+def _misfits(
+    parallelism: ParallelismConfig, plan: PipelinePlan, num_microbatches: int
+) -> Iterator[Violation]:
+    """What a schedule from a file, or stages by name, may contradict."""
+    for name, has, wants in (
+        ("ranks", plan.schedule.num_ranks, parallelism.pipeline_parallel_degree),
+        ("microbatches", plan.schedule.num_microbatches, num_microbatches),
+        ("stages", plan.schedule.num_stages, len(plan.names_per_stage)),
+    ):
+        if has != wants:
+            yield Violation(
+                flag=f"{_PREFIX}_schedule_csv",
+                value=parallelism.pipeline_parallel_schedule_csv,
+                allowed=f"a schedule for {wants} {name}; it has {has}",
+                fix="write the schedule for these sizes, or change them",
+            )

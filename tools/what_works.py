@@ -1,0 +1,122 @@
+"""Writes docs/what-works-with-what.md: of each pair of features, whether a run may have both.
+
+Nothing is claimed here: a small configuration with both is judged by the rules that judge every run
+before it starts (``gt_trainer.preflight``), for any machine. Run it again when a rule changes:
+``.venv/bin/python tools/what_works.py``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from gt_trainer import device
+
+device.install("cpu")
+
+from gt_config import Violation  # noqa: E402  # below, what imports torchtitan
+from gt_config.option_paths import with_option  # noqa: E402
+from gt_trainer.models.deepseek_v3 import deepseek_v3_debugmodel  # noqa: E402
+from gt_trainer.models.llama3 import llama3_debugmodel  # noqa: E402
+from gt_trainer.preflight.preflight import configuration_violations  # noqa: E402
+
+PAGE = Path(__file__).parents[1] / "docs" / "what-works-with-what.md"
+
+_DENSE, _WITH_EXPERTS = llama3_debugmodel(), deepseek_v3_debugmodel()
+_SHARD = {"parallelism.data_parallel_shard_degree": 2}
+_EP = {**_SHARD, "parallelism.expert_parallel_degree": 2}
+_TP = {"parallelism.tensor_parallel_degree": 2}
+_OVERLAP = {
+    **_EP,
+    "compile.ep_overlap.enabled": True,
+    "compile.ep_overlap.module_fqn": "layers.*.moe",
+}
+_PLANNED = {**_SHARD, "compile.autoparallel": True}
+_INDUCTOR = "compile.inductor_compilation"
+_POLICY = "compile.memory_policy"
+
+FEATURES: Mapping[str, Mapping[str, object]] = {
+    "FSDP": _SHARD,
+    "HSDP": {**_SHARD, "parallelism.data_parallel_replicate_degree": 2},
+    "TP": _TP,
+    "EP": _EP,
+    "PP": {"parallelism.pipeline_parallel_degree": 2},
+    "CP": {"parallelism.context_parallel_degree": 2},
+    "aot_joint": {"compile.mode": "aot_joint"},
+    "selective": {_POLICY: "selective"},
+    "full_recompute": {_POLICY: "full_recompute"},
+    "offload": {_POLICY: "offload"},
+    "EP overlap, graph": {**_OVERLAP, "compile.ep_overlap.strategy": "graph"},
+    "EP overlap, eager": {**_OVERLAP, "compile.ep_overlap.strategy": "eager"},
+    "regional Inductor": {
+        _INDUCTOR: "regional",
+        "compile.regional_modules": ("layers.*.attention_norm",),
+    },
+    "full Inductor": {_INDUCTOR: "full"},
+    "CUDA graphs": {"compile.cuda_graphs": True},
+    "autoparallel": _PLANNED,
+    "autoparallel_backend": {**_PLANNED, _INDUCTOR: "autoparallel_backend"},
+    "second reduction group": {**_SHARD, "compile.fsdp_second_group": True},
+    "async TP": {**_TP, "compile.async_tensor_parallel": True},
+}
+"""What each asks for, with the least of what it cannot be without."""
+
+_HEAD = """\
+# What works with what
+
+Written by `tools/what_works.py` from the rules that refuse a run before it starts; edit those.
+**yes**: no rule refuses both together, of a small Llama 3, or with experts DeepSeek-V3. What only
+GPUs can run has not been run on one. A number is the first reason why not, below; **–**: two values
+of one option. Where a feature meets itself, it is alone. EP, EP overlap, the second reduction group
+and autoparallel are asked with FSDP over two ranks, async TP with TP; other models, and options
+that are not here, may have refusals of their own.
+"""
+
+
+def first_violation(settings: Mapping[str, object]) -> Violation | None:
+    """The first thing that is wrong with a debug model that is trained so."""
+    has_experts = "parallelism.expert_parallel_degree" in settings
+    config = _WITH_EXPERTS if has_experts else _DENSE
+    compile_options, degrees = config.compile, {}
+    for path, value in settings.items():
+        section, _, name = path.partition(".")
+        if section == "compile":
+            compile_options = with_option(compile_options, name, value)
+        else:
+            degrees[name] = value
+    config = replace(
+        config,
+        compile=compile_options,
+        parallelism=replace(config.parallelism, **degrees),
+        training=replace(config.training, local_batch_size=8),
+    )
+    ranks = [v for k, v in degrees.items() if k != "expert_parallel_degree" and isinstance(v, int)]
+    return next(configuration_violations(config, math.prod(ranks)), None)
+
+
+def page() -> str:
+    """The whole of docs/what-works-with-what.md."""
+    reasons: dict[str, int] = {}
+
+    def cell(one: Mapping[str, object], other: Mapping[str, object]) -> str:
+        if any(one[path] != other[path] for path in one.keys() & other.keys()):
+            return "–"
+        found = first_violation({**one, **other})
+        if found is None:
+            return "yes"
+        text = f"`{found.flag} {found.value}`; allowed: {found.allowed}"
+        return str(reasons.setdefault(text, len(reasons) + 1))
+
+    rows = []
+    for row, (name, one) in enumerate(FEATURES.items()):
+        cells = [cell(one, other) for other in [*FEATURES.values()][: row + 1]]
+        rows.append(f"| {' | '.join([f'**{name}**', *cells, *[''] * (len(FEATURES) - row - 1)])} |")
+    table = [f"| | {' | '.join(FEATURES)} |", "|---" * (len(FEATURES) + 1) + "|", *rows]
+    listed = [f"{number}. {text}" for text, number in reasons.items()]
+    return "\n".join([_HEAD, *table, "", *listed, ""])
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
