@@ -59,7 +59,7 @@ class PassContext:
     placeholders that hold them."""
 
     same_groups: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
-    """By name of a process group, the name of one with the same ranks in the same order, for which
+    """Maps a process group to another with the same ranks in the same order, both by name, for which
     passes may use it."""
 
     @classmethod

@@ -18,7 +18,7 @@ from gt_passes.analysis.tensor_signature import TensorSignature, signature
 from gt_passes.compilation.inductor_regions import is_flex_attention
 
 _ALIGNMENT_BYTES = 16
-"""Of the widest load of a GPU."""
+"""The width of a GPU's widest load."""
 
 
 def region_identity(

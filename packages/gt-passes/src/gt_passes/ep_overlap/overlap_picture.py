@@ -42,7 +42,7 @@ class Bar:
     start_us: float
     end_us: float
     name: str
-    """Of the node, or of the exchange that is waited for."""
+    """The node's name, or that of the exchange that is waited for."""
 
     module: str
     chunk_id: int | None
@@ -60,7 +60,7 @@ class LayerTimeline:
     """From the start of its first task on the compute stream to the end of its last."""
 
     bars: tuple[Bar, ...]
-    """By lane, then by time."""
+    """Sorted by lane, then by time."""
 
     exchange_us: float
     """All token exchanges of the module in this direction."""

@@ -99,7 +99,7 @@ class _Trip:
 
     node: Node
     readers: tuple[Node, ...]
-    """Of the backward, in execution order."""
+    """The nodes of the backward that read it, in execution order."""
 
     leaves_at: int
     """The wait for the copy to the host stands before this position."""
