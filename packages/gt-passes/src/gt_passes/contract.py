@@ -59,8 +59,8 @@ class PassContext:
     placeholders that hold them."""
 
     same_groups: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
-    """Maps a process group to another with the same ranks in the same order, both by name, for which
-    passes may use it."""
+    """Maps the name of a process group to that of one with the same ranks in the same order, for
+    which passes may use it."""
 
     @classmethod
     def from_graph(

@@ -25,7 +25,8 @@ from gt_config.node_keys import (
     FsdpCollectiveAnnotation,
 )
 from gt_passes.analysis.collectives import is_collective
-from gt_passes.simulation import COMPUTE_STREAM, StepSimulation
+from gt_passes.simulation import StepSimulation
+from gt_passes.simulation.graph_program import COMPUTE_STREAM
 from gt_trace.node_metadata import module_fqn, phase_of, read_annotation
 
 PictureLane = Literal["compute", "token exchange", "other communication", "exposed"]

@@ -21,7 +21,8 @@ from gt_passes.graph_problem import GraphProblem
 from gt_passes.verifier.barrier_order import common_barriers, segments
 
 _BLOCK_BYTES = 512
-"""The CUDA allocator rounds every tensor up to such blocks. Estimates do not: a scalar that is held for longer is no memory that anybody misses."""
+"""The CUDA allocator rounds every tensor up to such blocks. Estimates do not: a scalar
+that is held for longer is no memory that anybody misses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
