@@ -154,7 +154,7 @@ class _Offloading:
         counts = {"tensors_offloaded": len(trips), "bytes_offloaded": num_bytes}
         return PassReport(
             changed=bool(trips),
-            counts={name: count for name, count in counts.items() if count},
+            counts=counts,
             refusals=tuple(refusals),
         )
 
