@@ -1,4 +1,4 @@
-"""Rules on the tracked files: nothing of one machine in them, no forbidden import, no unclear name.
+"""Rules on the tracked files: nothing of one machine, no forbidden import, no unclear or idle name.
 
 import-linter sees imports of other distributions only by their first name, so the ban on
 `torchtitan.experiments` (gt_trainer may import the rest of torchtitan) is checked here.
@@ -14,6 +14,7 @@ from workspace import Workspace
 
 FORBIDDEN_MODULE = "torchtitan.experiments"
 LOCK_FILES = {"uv.lock", "poetry.lock", "pdm.lock", "Pipfile.lock", "pylock.toml"}
+EXPORTS_IN_WORK = {"gt_trace"}  # packages whose exports are still to be judged
 VAGUE_NAMES = {"utils.py", "helpers.py", "common.py", "misc.py"}
 
 # An absolute path below a folder that belongs to one machine or one person.
@@ -74,7 +75,42 @@ def no_name_with_two_meanings(workspace: Workspace) -> Iterator[str]:
             yield f"{' and '.join(found)} each define {name}: name each for what it is"
 
 
+def every_export_is_used(workspace: Workspace) -> Iterator[str]:
+    """What a package or one of its folders exports is used outside of it, or a README promises it.
+
+    Tests of a package may import from its modules, so they are no use. READMEs, and what stands
+    beside them, may also name a class by its kebab-case name, as they do passes.
+    """
+    readmes: set[str] = set()
+    exports: dict[str, tuple[str, list[str]]] = {}
+    uses: defaultdict[tuple[str, str], set[str]] = defaultdict(set)
+    for path, text in _tracked_text(workspace):
+        if path.endswith(".md") and "docs/" not in path and not path.endswith("CHANGELOG.md"):
+            readmes.update(re.findall(r"[\w-]+", text), re.findall(r"\w+", text))
+        if not path.endswith(".py") or re.match(r"packages/[^/]+/tests/", path):
+            continue
+        tree = ast.parse(text, filename=path)
+        init = re.fullmatch(r"packages/[^/]+/src/(.+)/__init__\.py", path)
+        if init and init[1].split("/")[0] not in EXPORTS_IN_WORK and "/_" not in init[1]:
+            exports[init[1].replace("/", ".")] = path, _exported_names(tree)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                for alias in node.names:
+                    uses[node.module, alias.name].add(path)
+    for module, (path, names) in exports.items():
+        folder = str(PurePosixPath(path).parent) + "/"
+        for name in names:
+            is_used = any(not user.startswith(folder) for user in uses[module, name])
+            kebab = re.sub(r"(?<!^)(?=[A-Z])", "-", name).lower()
+            if not (is_used or name.startswith("__") or {name, kebab} & readmes):
+                yield (
+                    f"{path} exports {name}, which nothing outside of it imports and no README "
+                    "names: take it out of `__all__`, and import it from its module"
+                )
+
+
 SOURCE_RULES = (
+    every_export_is_used,
     no_lock_file,
     no_machine_in_text,
     no_forbidden_import,
@@ -88,6 +124,14 @@ def _tracked_text(workspace: Workspace) -> Iterator[tuple[str, str]]:
         content = (workspace.root / path).read_bytes()
         if b"\0" not in content:
             yield path, content.decode("utf-8", errors="replace")
+
+
+def _exported_names(tree: ast.Module) -> list[str]:
+    """What a module's ``__all__`` lists."""
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return list(ast.literal_eval(node.value))
+    return []
 
 
 def _defined_type(node: ast.stmt) -> str | None:

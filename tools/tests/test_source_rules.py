@@ -115,3 +115,44 @@ def test_accepts_private_nested_and_other_names_twice(
         definition.replace("class A", "class B")
     )
     assert list(violations(load())) == []
+
+
+EXPORT = 'from gt_low.timeline import SomeLine\n\n__all__ = ["SomeLine", "__version__"]\n'
+
+
+def test_reports_an_export_that_only_its_own_package_imports(root: Path, load: Load) -> None:
+    (root / "packages/gt-low/src/gt_low/__init__.py").write_text(EXPORT)
+    (root / "packages/gt-low/src/gt_low/costs.py").write_text("from gt_low import SomeLine\n")
+    (root / "packages/gt-low/tests/test_it.py").write_text("from gt_low import SomeLine\n")
+    assert list(violations(load())) == [
+        (
+            "every_export_is_used: packages/gt-low/src/gt_low/__init__.py exports SomeLine, which "
+            "nothing outside of it imports and no README names: take it out of `__all__`, and "
+            "import it from its module"
+        )
+    ]
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("packages/gt-high/src/gt_high/it.py", "from gt_low import SomeLine"),
+        ("benchmarks/bench_it.py", "from gt_low import SomeLine"),
+        ("packages/gt-low/README.md", "`SomeLine` draws."),
+        ("packages/gt-low/README.md", "`some-line` draws."),
+    ],
+)
+def test_accepts_an_export_that_is_used_or_promised(
+    root: Path, load: Load, file: str, text: str
+) -> None:
+    (root / "packages/gt-low/src/gt_low/__init__.py").write_text(EXPORT)
+    (root / file).parent.mkdir(exist_ok=True)
+    (root / file).write_text(f"{text}\n")
+    assert list(violations(load())) == []
+
+
+def test_accepts_an_export_of_a_folder_that_its_package_imports(root: Path, load: Load) -> None:
+    (root / "packages/gt-low/src/gt_low/lines").mkdir()
+    (root / "packages/gt-low/src/gt_low/lines/__init__.py").write_text(EXPORT)
+    (root / "packages/gt-low/src/gt_low/costs.py").write_text("from gt_low.lines import SomeLine\n")
+    assert list(violations(load())) == []

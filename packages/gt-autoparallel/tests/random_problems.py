@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 
-from gt_autoparallel.solver import evaluate
+from gt_autoparallel.solver.evaluation import evaluate
 from gt_autoparallel.solver.problem import Edge, FloatArray, MemoryRow, Problem, Variable, Window
 
 

@@ -15,15 +15,14 @@ from gt_config.graph_kinds import EVERY_GRAPH, GraphKind
 from gt_passes import (
     CanonicalizeViews,
     ChangeBounds,
-    GraphInputError,
     GraphPass,
     PassContext,
-    PassDeclarationError,
     PassReport,
     RemoveDeadCode,
     ShareAllGathers,
 )
 from gt_passes.contract import check_declaration
+from gt_passes.errors import GraphInputError, PassDeclarationError
 
 OURS = (RemoveDeadCode, CanonicalizeViews, ShareAllGathers)
 

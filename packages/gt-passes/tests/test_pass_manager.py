@@ -20,10 +20,8 @@ from gt_config.graph_kinds import EVERY_GRAPH, GraphKind
 from gt_passes import (
     CanonicalizeViews,
     ChangeBounds,
-    Fact,
     GraphPass,
     PassContext,
-    PassDeclarationError,
     PassManager,
     PassManagerReport,
     PassReport,
@@ -32,6 +30,8 @@ from gt_passes import (
     VerificationError,
     default_recipe,
 )
+from gt_passes.errors import PassDeclarationError
+from gt_passes.facts import Fact
 
 X = torch.ones(4, 6)
 

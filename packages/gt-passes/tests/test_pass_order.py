@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.fx import GraphModule
 
-from gt_passes import Fact, GraphPass, PassContext, PassOrderError, PassReport
+from gt_passes import GraphPass, PassContext, PassOrderError, PassReport
+from gt_passes.facts import Fact
 from gt_passes.pass_order import order_passes
 
 FACTS = [Fact(name) for name in "abcdef"]

@@ -21,12 +21,12 @@ from gt_passes import (
     PassManager,
     PassReport,
     RecipeError,
-    UnknownPassError,
     default_passes,
     default_recipe,
     register_pass,
     registry,
 )
+from gt_passes.errors import UnknownPassError
 
 
 @pytest.fixture

@@ -15,16 +15,15 @@ from gt_config.graph_kinds import EVERY_GRAPH, GraphKind
 from gt_passes import (
     GraphPass,
     PassContext,
-    PassDeclarationError,
     PassReport,
     RemoveDeadCode,
     ShareAllGathers,
-    UnknownPassError,
-    find_passes,
     known_passes,
     register_pass,
     registry,
 )
+from gt_passes.errors import PassDeclarationError, UnknownPassError
+from gt_passes.registry import find_passes
 
 
 @pytest.fixture

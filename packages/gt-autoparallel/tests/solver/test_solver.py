@@ -14,16 +14,10 @@ from small_problems import edge, pair_problem, variable
 from transformer_problem import transformer_problem
 
 from gt_autoparallel.errors import PlacementInputError
-from gt_autoparallel.solver import (
-    ForbiddenPairsError,
-    MemoryBudgetError,
-    Progress,
-    Solution,
-    evaluate,
-    solve,
-)
+from gt_autoparallel.solver import ForbiddenPairsError, MemoryBudgetError, Progress, Solution, solve
 from gt_autoparallel.solver.arc_consistency import make_arc_consistent
 from gt_autoparallel.solver.bounding import SearchSettings
+from gt_autoparallel.solver.evaluation import evaluate
 from gt_autoparallel.solver.highs_model import HighsModel
 from gt_autoparallel.solver.problem import MemoryRow, Problem, Window
 from gt_autoparallel.solver.reduced_problem import reduce_problem

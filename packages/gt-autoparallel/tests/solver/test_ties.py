@@ -11,7 +11,8 @@ import pytest
 from random_problems import random_problem
 from small_problems import edge, variable
 
-from gt_autoparallel.solver import ForbiddenPairsError, evaluate, solve
+from gt_autoparallel.solver import ForbiddenPairsError, solve
+from gt_autoparallel.solver.evaluation import evaluate
 from gt_autoparallel.solver.problem import MemoryRow, Problem, Window
 
 UNLIMITED = MemoryRow(name="memory", budget_bytes=math.inf, fixed_bytes=0.0)

@@ -7,34 +7,11 @@
     print(report)
 """
 
-from gt_passes.analysis.liveness import MemoryProfile, estimate_memory, estimate_peak_bytes
+from gt_passes.analysis.liveness import estimate_memory, estimate_peak_bytes
 from gt_passes.analysis.operator_effects import declare_pure_operator
 from gt_passes.compilation.inductor_compiler import DescribeOnly, InductorCompiler, SubgraphCompiler
 from gt_passes.contract import ChangeBounds, GraphPass, PassContext, PassReport, Refusal
-from gt_passes.cuda_graphs.cuda_graph_replay import Recorder, Recording
-from gt_passes.cuda_graphs.cuda_graph_safety import CaptureTarget
-from gt_passes.errors import (
-    ChunkMetadataError,
-    CollectiveMismatchError,
-    CudaGraphAddressError,
-    ForwardChunkingError,
-    GraphChunkingError,
-    GraphInputError,
-    GtPassesError,
-    InductorOptionError,
-    PassDeclarationError,
-    PassOrderError,
-    RecipeError,
-    UnknownPassError,
-    VerificationError,
-)
-from gt_passes.facts import (
-    CANONICAL_VIEWS,
-    NO_DEAD_CODE,
-    ONE_ALL_GATHER_PER_PARAMETER,
-    Fact,
-)
-from gt_passes.graph_problem import GraphProblem
+from gt_passes.errors import GtPassesError, PassOrderError, RecipeError, VerificationError
 from gt_passes.memory_policy.residency_table import residency_table
 from gt_passes.pass_manager import PassManager
 from gt_passes.pass_manager_report import PassManagerReport, PassRecord
@@ -66,52 +43,33 @@ from gt_passes.registered_passes import (
     TagSavedTensors,
     release_cuda_graphs,
 )
-from gt_passes.registry import find_passes, known_passes, register_pass
+from gt_passes.registry import known_passes, register_pass
 from gt_passes.second_groups import GroupPurpose, second_group_of
 from gt_passes.verifier.collective_exchange import exchange_collective_digest
-from gt_passes.verifier.declared_bounds import GraphSize
-from gt_passes.verifier.repropagation import UnverifiedNode
-from gt_passes.verifier.verifier import GraphInterface, VerificationReport, Verifier
+from gt_passes.verifier.verifier import Verifier
 
 __all__ = [
-    "CANONICAL_VIEWS",
-    "NO_DEAD_CODE",
-    "ONE_ALL_GATHER_PER_PARAMETER",
     "AsyncTensorParallel",
     "BucketAllGathers",
     "BucketAllReduces",
     "BucketReduceScatters",
     "CanonicalizeViews",
-    "CaptureTarget",
     "ChangeBounds",
-    "ChunkMetadataError",
     "ChunkModules",
-    "CollectiveMismatchError",
     "CompileFlexAttention",
     "CompileRegions",
     "CompileWholeGraph",
-    "CudaGraphAddressError",
     "CudaGraphs",
     "DelayWaits",
     "DescribeOnly",
-    "Fact",
-    "ForwardChunkingError",
     "FuseParallelMatmuls",
-    "GraphChunkingError",
-    "GraphInputError",
-    "GraphInterface",
     "GraphPass",
-    "GraphProblem",
-    "GraphSize",
     "GroupPurpose",
     "GtPassesError",
     "InductorCompiler",
-    "InductorOptionError",
-    "MemoryProfile",
     "MergeWaits",
     "OffloadTagged",
     "PassContext",
-    "PassDeclarationError",
     "PassManager",
     "PassManagerReport",
     "PassOrderError",
@@ -120,8 +78,6 @@ __all__ = [
     "PrefetchAllGathers",
     "RecipeError",
     "RecomputeTagged",
-    "Recorder",
-    "Recording",
     "Refusal",
     "RemoveDeadCode",
     "ReshardAfterForward",
@@ -132,10 +88,7 @@ __all__ = [
     "ShareAllGathers",
     "SubgraphCompiler",
     "TagSavedTensors",
-    "UnknownPassError",
-    "UnverifiedNode",
     "VerificationError",
-    "VerificationReport",
     "Verifier",
     "declare_pure_operator",
     "default_passes",
@@ -143,7 +96,6 @@ __all__ = [
     "estimate_memory",
     "estimate_peak_bytes",
     "exchange_collective_digest",
-    "find_passes",
     "known_passes",
     "register_pass",
     "release_cuda_graphs",

@@ -59,8 +59,8 @@ class PassContext:
     placeholders that hold them."""
 
     same_groups: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
-    """By name of a process group, the name of one with the same ranks in the same order, for which
-    passes may use it."""
+    """Maps the name of a process group to that of one with the same ranks in the same order, for
+    which passes may use it."""
 
     @classmethod
     def from_graph(
@@ -111,10 +111,14 @@ class PassReport:
     """Whether the graph was edited."""
 
     counts: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
-    """What was done, by name and in a fixed order: ``{"removed": 12}``. Only what happened."""
+    """What was done, by name and in a fixed order: ``{"removed": 12}``. Zeros are left out."""
 
     refusals: tuple[Refusal, ...] = ()
     """What the pass would have changed and must not, in execution order."""
+
+    def __post_init__(self) -> None:
+        happened = {name: count for name, count in self.counts.items() if count}
+        object.__setattr__(self, "counts", happened)
 
 
 class GraphPass(ABC):

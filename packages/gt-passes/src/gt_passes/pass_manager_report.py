@@ -24,7 +24,7 @@ class PassRecord:
     after: GraphSize
 
     op_count_differences: Mapping[str, int]
-    """By operator, sorted by name: how many more calls of it (negative: fewer). Only changes."""
+    """How many more calls of each operator (negative: fewer), sorted by name. Only changes."""
 
     wall_ns: int
     """Time of the pass itself, in nanoseconds."""

@@ -11,14 +11,9 @@ from inductor_cases import CountingCompiler, flex_attention_graph, relative_diff
 from pass_graphs import capture, program, run_pass
 from torch.fx import GraphModule
 
-from gt_passes import (
-    CompileFlexAttention,
-    CompileRegions,
-    DescribeOnly,
-    InductorCompiler,
-    InductorOptionError,
-)
+from gt_passes import CompileFlexAttention, CompileRegions, DescribeOnly, InductorCompiler
 from gt_passes.analysis.outlined_region import nodes_with_bodies
+from gt_passes.errors import InductorOptionError
 
 OPTIONS = {"max_autotune": True, "coordinate_descent_tuning": True}
 

@@ -20,7 +20,8 @@ from pass_graphs import capture, collectives, program, run_pass, same_bits, unsh
 from torch.fx.traceback import annotate
 
 from gt_config.node_keys import ModuleAnnotation
-from gt_passes import CompileRegions, DescribeOnly, InductorOptionError
+from gt_passes import CompileRegions, DescribeOnly
+from gt_passes.errors import InductorOptionError
 from gt_trace.annotate import annotate as annotate_concept
 
 X = torch.linspace(-1, 1, 32).reshape(4, 8)

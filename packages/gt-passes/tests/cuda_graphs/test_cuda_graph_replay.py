@@ -7,8 +7,8 @@ import torch
 from expecttest import assert_expected_inline
 from recorder_cases import FakeRecorder
 
-from gt_passes import CudaGraphAddressError
 from gt_passes.cuda_graphs.cuda_graph_replay import ReplayedPiece, ReplaySession
+from gt_passes.errors import CudaGraphAddressError
 
 
 def two_pieces(**options):

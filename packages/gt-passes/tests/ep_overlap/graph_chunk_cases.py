@@ -15,12 +15,12 @@ from gt_config.node_keys import ChunkAnnotation
 from gt_passes import ChunkModules, MergeWaits, PassContext, PassManager
 from gt_passes.ep_overlap import (
     ChunkRegions,
-    Join,
     check_joins,
     chunk_forwards,
     chunk_graph,
     settle_chunk_annotations,
 )
+from gt_passes.ep_overlap.graph_chunks import Join
 from gt_trace import TracedStep, read_annotation
 
 Place = tuple[str, str, str, int | None]

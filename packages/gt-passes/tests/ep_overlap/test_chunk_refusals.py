@@ -11,7 +11,9 @@ from torch import nn
 
 from gt_config.node_keys import EpRegionAnnotation
 from gt_passes import ChunkModules, PassContext
-from gt_passes.ep_overlap import GraphChunkingError, GraphChunks, chunk_graph, rule
+from gt_passes.ep_overlap import chunk_graph, rule
+from gt_passes.ep_overlap.graph_chunks import GraphChunks
+from gt_passes.errors import GraphChunkingError
 from gt_trace import TracedStep, annotate, trace_step
 from gt_trace.testing import fake_world
 

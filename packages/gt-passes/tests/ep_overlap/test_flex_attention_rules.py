@@ -21,7 +21,8 @@ from torch.nn.attention.flex_attention import (
     flex_attention,
 )
 
-from gt_passes.ep_overlap import GraphChunkingError, chunk_graph
+from gt_passes.ep_overlap import chunk_graph
+from gt_passes.errors import GraphChunkingError
 from gt_trace import TracedStep, trace_step
 from gt_trace.testing import flex_attention_on_cpu
 

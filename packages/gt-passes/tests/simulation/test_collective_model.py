@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gt_passes.simulation import CollectiveModel, GroupLayout, h100_sxm
+from gt_passes.simulation import h100_sxm
+from gt_passes.simulation.collective_model import CollectiveModel, GroupLayout
 
 H100 = h100_sxm()
 MODEL = CollectiveModel(hardware=H100)

@@ -9,13 +9,8 @@ from pass_graphs import capture, collectives, run_pass
 
 from gt_passes.compilation.inductor_compiler import DescribeOnly
 from gt_passes.registered_passes import CompileWholeGraph
-from gt_passes.simulation import (
-    CostModel,
-    FusedKernel,
-    balanced_exchange_sizes,
-    compiled_kernels,
-    simulate_step,
-)
+from gt_passes.simulation import CostModel, balanced_exchange_sizes, simulate_step
+from gt_passes.simulation.compiled_region import FusedKernel, compiled_kernels
 from gt_passes.simulation.operands import OperandReader
 
 aten = torch.ops.aten

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gt_passes.simulation import MatmulShape, OpWork, device_time, h100_sxm, matmul_us
+from gt_passes.simulation import MatmulShape, OpWork, device_time, h100_sxm
+from gt_passes.simulation.compute_model import matmul_us
 
 H100 = h100_sxm()
 BF16 = torch.bfloat16

@@ -8,7 +8,8 @@ from importlib import resources
 
 import pytest
 
-from gt_passes.simulation import HardwareDataError, h100_sxm, load_hardware
+from gt_passes.simulation import h100_sxm
+from gt_passes.simulation.hardware import HardwareDataError, load_hardware
 
 TEXT = resources.files("gt_passes.simulation").joinpath("h100_sxm.json").read_text("utf-8")
 

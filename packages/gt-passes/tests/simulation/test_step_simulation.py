@@ -20,7 +20,6 @@ from torch.fx import GraphModule, Node
 from gt_passes.analysis.host_copies import OFFLOAD, RELOAD, WAIT_COPY
 from gt_passes.simulation import (
     CostModel,
-    OpCost,
     StepSimulation,
     SymbolSizes,
     balanced_exchange_sizes,
@@ -29,6 +28,7 @@ from gt_passes.simulation import (
     step_sensitivity,
     write_perfetto_trace,
 )
+from gt_passes.simulation.cost_model import OpCost
 
 RANKS = {"fsdp": range(8), "tp": range(2), "ep": range(4)}
 

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gt_passes.simulation import Task, TaskOrderError, Timeline, schedule
+from gt_passes.simulation import schedule
+from gt_passes.simulation.timeline import Task, TaskOrderError, Timeline
 
 
 def task(name: str, stream: str, duration: float, *waits_for: int, **options: object) -> Task:

@@ -10,8 +10,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from gt_passes.simulation import MatmulShape, OpWork, SymbolSizes, work_of
-from gt_passes.simulation.work import is_masked
+from gt_passes.simulation import MatmulShape, OpWork, SymbolSizes
+from gt_passes.simulation.work import is_masked, work_of
 
 aten = torch.ops.aten
 BF16 = torch.bfloat16

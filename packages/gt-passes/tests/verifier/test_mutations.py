@@ -33,9 +33,9 @@ from gt_passes import (
     GraphPass,
     PassManager,
     VerificationError,
-    find_passes,
     known_passes,
 )
+from gt_passes.registry import find_passes
 from gt_passes.verifier.collective_order import CollectiveSequence, compare_collective_sequences
 
 KIND_MODULES = (

@@ -11,7 +11,9 @@ from pass_graphs import capture, collectives, node_of
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from gt_passes import GraphInputError, GraphInterface, Verifier
+from gt_passes import Verifier
+from gt_passes.errors import GraphInputError
+from gt_passes.verifier.verifier import GraphInterface
 
 aten = torch.ops.aten
 X = torch.ones(4, 6)

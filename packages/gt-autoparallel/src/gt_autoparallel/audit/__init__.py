@@ -10,6 +10,6 @@
     shards         shapes of shards
 """
 
-from gt_autoparallel.audit.plan_audit import AuditReport, audit_plan
+from gt_autoparallel.audit.plan_audit import audit_plan
 
-__all__ = ["AuditReport", "audit_plan"]
+__all__ = ["audit_plan"]

@@ -7,8 +7,6 @@
     overlap_collectives   collectives start early and end late
 """
 
-from gt_autoparallel.backend.overlap_collectives import OverlapCollectives
 from gt_autoparallel.backend.recipe import backend_passes
-from gt_autoparallel.backend.tag_to_memory_budget import TagToMemoryBudget
 
-__all__ = ["OverlapCollectives", "TagToMemoryBudget", "backend_passes"]
+__all__ = ["backend_passes"]

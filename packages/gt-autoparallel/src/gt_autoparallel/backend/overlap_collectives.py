@@ -76,9 +76,7 @@ class OverlapCollectives(GraphPass):
     def run(self, graph_module: GraphModule, context: PassContext) -> PassReport:
         """Move launches up; see the class."""
         num_moved = _hoist_launches(graph_module.graph)
-        return PassReport(
-            changed=num_moved > 0, counts={"launches_moved": num_moved} if num_moved else {}
-        )
+        return PassReport(changed=num_moved > 0, counts={"launches_moved": num_moved})
 
 
 def _hoist_launches(graph: Graph) -> int:

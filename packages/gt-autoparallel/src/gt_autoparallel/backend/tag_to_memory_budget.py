@@ -95,9 +95,7 @@ class TagToMemoryBudget(GraphPass):
             "bytes_freed": freed,
             "bytes_over_budget": max(0, excess - freed),
         }
-        return PassReport(
-            changed=bool(tags), counts={name: count for name, count in counts.items() if count}
-        )
+        return PassReport(changed=bool(tags), counts=counts)
 
 
 def _static_bytes(graph_module: GraphModule, context: PassContext) -> int:

@@ -31,13 +31,12 @@ from gt_autoparallel.rules.node_options import (
 from gt_autoparallel.rules.operator_call import CallOperand, OperatorCall
 from gt_autoparallel.rules.operator_rule import Rule, labelled
 from gt_autoparallel.rules.registry import register_rule
-from gt_autoparallel.rules.sharded_call import LocalCall, Localize, ShardedCall
+from gt_autoparallel.rules.sharded_call import LocalCall, ShardedCall
 
 __all__ = [
     "CallOperand",
     "DimLabels",
     "LocalCall",
-    "Localize",
     "OperatorCall",
     "Rule",
     "ShardedCall",

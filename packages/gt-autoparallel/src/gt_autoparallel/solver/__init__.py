@@ -21,7 +21,6 @@ and gives.
 
 from __future__ import annotations
 
-from gt_autoparallel.solver.evaluation import evaluate
 from gt_autoparallel.solver.rivals import Rival
 from gt_autoparallel.solver.solution import (
     ForbiddenPairsError,
@@ -39,6 +38,5 @@ __all__ = [
     "Rival",
     "Solution",
     "WarmStart",
-    "evaluate",
     "solve",
 ]

@@ -26,7 +26,7 @@ class CodeMotion:
 
     def __init__(self, graph: Graph) -> None:
         self.position: dict[Node, int] = {}
-        """Of each node in the original order."""
+        """Where each node stands in the original order."""
 
         self._num_barriers: list[int] = []
         self._barriers: list[Node] = []

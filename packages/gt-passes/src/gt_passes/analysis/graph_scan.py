@@ -154,7 +154,7 @@ class GraphScanner:
     """Scans graphs, and remembers from one to the next what operators do."""
 
     _kinds: dict[int, tuple[object, _Kind]] = field(default_factory=dict)
-    """By identity of a target, which is kept: operators are slow to hash."""
+    """What each target does, by its identity, for which it is kept: operators are slow to hash."""
 
     def scan(self, graph_module: GraphModule) -> GraphScan:
         """Look at every node once."""

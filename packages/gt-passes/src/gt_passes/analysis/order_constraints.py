@@ -36,11 +36,11 @@ class OrderConstraints:
 
     @property
     def position(self) -> dict[Node, int]:
-        """Of each node in the original order."""
+        """Where each node stands in the original order."""
         return self._scan.position
 
     def predecessors(self, nodes: Sequence[Node]) -> list[tuple[int, ...]]:
-        """For each of ``nodes``, the indices of those among them that must come before it.
+        """The indices of those that must come before it among ``nodes``, for each of them.
 
         Args:
             nodes: a stretch of the graph without a gap, in the original order.

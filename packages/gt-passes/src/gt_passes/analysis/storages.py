@@ -56,16 +56,16 @@ class Storages:
         """In execution order."""
 
         self.num_bytes: list[int] = []
-        """Of each storage."""
+        """The size of each storage."""
 
         self.maker: list[Node] = []
-        """Of each storage: the node that makes it, or the placeholder that brings it."""
+        """The node that makes each storage, or the placeholder that brings it."""
 
         self.made_at: list[int] = []
-        """Of each storage: the position of its maker."""
+        """The position of each storage's maker."""
 
         self.device_type: list[str] = []
-        """Of each storage."""
+        """The kind of device on which each storage lies."""
 
         self.held: dict[Node, Held] = {}
         """What each node holds."""
@@ -174,7 +174,7 @@ def _behavior_of(target: OpOverload) -> tuple[tuple[_Argument | None, ...] | Non
 
 
 def _aliases_of(target: OpOverload) -> tuple[_Argument | None, ...] | None:
-    """For each result of an operator the argument whose memory it has; None if all are new."""
+    """The argument whose memory each result of an operator has; None if all are new."""
     if target is torch.ops.aten._unsafe_view.default:  # its schema promises new memory
         return (_Argument("self", 0),)
     if target is torch.ops.aten.native_dropout.default:

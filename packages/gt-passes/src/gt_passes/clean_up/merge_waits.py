@@ -63,4 +63,4 @@ class MergeWaits(GraphPass):
             else:
                 sweep.replace(node, by=first)
         merged = sweep.num_replaced
-        return PassReport(changed=merged > 0, counts={"waits_merged": merged} if merged else {})
+        return PassReport(changed=merged > 0, counts={"waits_merged": merged})

@@ -92,7 +92,7 @@ class RemoveDeadCode(GraphPass):
         counts = {"removed": num_removed, "collectives_removed": num_collectives}
         return PassReport(
             changed=num_removed > 0,
-            counts={name: count for name, count in counts.items() if count},
+            counts=counts,
             refusals=tuple(reversed(refusals)),
         )
 

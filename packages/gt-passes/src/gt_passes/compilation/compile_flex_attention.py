@@ -59,7 +59,7 @@ class CompileFlexAttention(GraphPass):
     keeps_dataflow: ClassVar[bool] = False
 
     options: Mapping[str, object] = field(default_factory=lambda: MappingProxyType({}))
-    """Of Inductor, as ``{"max_autotune": True}``: those with which the model compiles it."""
+    """Inductor's, as ``{"max_autotune": True}``: those with which the model compiles it."""
 
     compiler: SubgraphCompiler = field(default_factory=_as_eager_compiles)
     """``DescribeOnly()`` makes the regions and compiles nothing."""

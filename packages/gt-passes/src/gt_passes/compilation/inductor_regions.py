@@ -216,7 +216,7 @@ class _Planner:
 
 
 def _chosen_kind(node: Node, patterns: Sequence[Sequence[str]]) -> Kind:
-    """Of nodes that are tagged, of matched modules, or FlexAttention."""
+    """What chose a node: its tag, a matched module, or that it is FlexAttention."""
     if _TAG in node_annotations(node):
         tag: Any = node_annotations(node)[_TAG]
         tag = tag if isinstance(tag, Mapping) else {}

@@ -50,7 +50,7 @@ class CaptureTarget:
     """The device whose work is recorded. A test records on "cpu"."""
 
     compute_capability: tuple[int, int] | None = None
-    """Of the CUDA device, as (9, 0); None for that of this machine."""
+    """The CUDA device's, as (9, 0); None for that of this machine."""
 
     backend_of_group: Callable[[str], str | None] = process_group_backend
     """The backend of a process group by name, as "nccl"; None where it is not known."""

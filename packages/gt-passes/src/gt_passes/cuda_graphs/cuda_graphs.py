@@ -106,7 +106,7 @@ class CudaGraphs(GraphPass):
         }
         return PassReport(
             changed=bool(parts.pieces),
-            counts={name: count for name, count in counts.items() if count},
+            counts=counts,
             refusals=tuple(
                 Refusal(node_name=obstacle.node.name, reason=obstacle.reason)
                 for obstacle in parts.obstacles

@@ -434,7 +434,7 @@ class _Plan:
 
 
 def _local_shape(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Of what this rank holds: chunks are cut from that, so that nothing is communicated."""
+    """The shape of what this rank holds: chunks are cut from it, so nothing is communicated."""
     return tuple(tensor.to_local().shape if isinstance(tensor, DTensor) else tensor.shape)
 
 

@@ -40,16 +40,16 @@ class OverlapWindow:
     """All nodes of the stretch, without a gap, in the original order."""
 
     predecessors: tuple[tuple[int, ...], ...]
-    """Of each node, by index: what must come before it."""
+    """What must come before each node, both by index."""
 
     home: tuple[int, ...]
-    """Of each node: in the how many-th region of the window it stands."""
+    """In the how many-th region of the window each node stands."""
 
     chunk_order: tuple[int, ...]
     """The chunks, in the order of their turns."""
 
     bodies: dict[int, tuple[int, ...]]
-    """By chunk: its nodes, by index, in the original order."""
+    """The nodes of each chunk, by index, in the original order."""
 
 
 class _Turn(NamedTuple):

@@ -41,10 +41,10 @@ class ChunkPlan:
     """What runs once for each chunk, in execution order."""
 
     outcomes: Mapping[Node, RuleOutcome]
-    """By node that runs in chunks."""
+    """What the rules answered for each node that runs in chunks."""
 
     entries: Mapping[Node, Layout]
-    """By node that runs once and of which each chunk reads its part."""
+    """The layout of each node that runs once and of which each chunk reads its part."""
 
     order: tuple[Unit, ...]
 
@@ -244,7 +244,7 @@ def _order(
 
 
 def _memory_order(graph: Graph, aliases: AliasClasses) -> dict[Node, list[Node]]:
-    """By node: what must stay before it because one of the two writes what the other reads."""
+    """What must stay before each node because one of the two writes what the other reads."""
     before: dict[Node, list[Node]] = {}
     last: dict[Node, tuple[list[Node], list[Node]]] = {}  # writer of a memory, and readers since
     for node in graph.nodes:

@@ -44,13 +44,13 @@ class ChunkedNodes:
     """What runs in chunks, and what enters chunked."""
 
     region_of: dict[Node, Region]
-    """By node that runs once for each chunk, in execution order."""
+    """The region of each node that runs once for each chunk, in execution order."""
 
     entries: dict[Node, Layout]
-    """By node that runs once and of which each chunk reads its part."""
+    """The layout of each node that runs once and of which each chunk reads its part."""
 
     extent: int
-    """Of the dimension that is chunked."""
+    """The size of the dimension that is chunked."""
 
     aliases: AliasClasses
 
@@ -145,7 +145,7 @@ def _with_sums(
     def reached(
         order: Iterable[Node], neighbours: Callable[[Node], Iterable[Node]]
     ) -> dict[Node, int]:
-        """By node, a bit for each region that lies behind it."""
+        """The regions that lie behind each node, a bit for each."""
         behind: dict[Node, int] = {}
         for node in order:
             behind[node] = bit[named[node]] if node in named else 0

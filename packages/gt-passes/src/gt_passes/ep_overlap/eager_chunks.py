@@ -150,7 +150,7 @@ def _matches(pattern: str, name: str) -> bool:
 
 
 def _signature_of(module: nn.Module) -> inspect.Signature:
-    """Of the forward as its class declares it: wrappers of an instance often take anything."""
+    """The forward's, as its class declares it: wrappers of an instance often take anything."""
     signature = inspect.signature(type(module).forward)
     _, *parameters = signature.parameters.values()
     return signature.replace(parameters=parameters)

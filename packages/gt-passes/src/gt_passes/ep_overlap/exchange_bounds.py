@@ -16,7 +16,8 @@ from gt_passes.analysis.order_constraints import OrderConstraints
 from gt_passes.ep_overlap.chunk_metadata import ChunkRegions
 from gt_passes.ep_overlap.exchange_operators import is_exchange_launch, is_token_exchange
 from gt_passes.ep_overlap.overlap_windows import find_overlap_windows
-from gt_passes.simulation import COMPUTE_STREAM, StepSimulation
+from gt_passes.simulation import StepSimulation
+from gt_passes.simulation.graph_program import COMPUTE_STREAM
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,7 +25,8 @@ from gt_config.node_keys import (
     FsdpCollectiveAnnotation,
 )
 from gt_passes.analysis.collectives import is_collective
-from gt_passes.simulation import COMPUTE_STREAM, StepSimulation
+from gt_passes.simulation import StepSimulation
+from gt_passes.simulation.graph_program import COMPUTE_STREAM
 from gt_trace.node_metadata import module_fqn, phase_of, read_annotation
 
 PictureLane = Literal["compute", "token exchange", "other communication", "exposed"]
@@ -42,7 +43,7 @@ class Bar:
     start_us: float
     end_us: float
     name: str
-    """Of the node, or of the exchange that is waited for."""
+    """The node's name, or that of the exchange that is waited for."""
 
     module: str
     chunk_id: int | None
@@ -60,7 +61,7 @@ class LayerTimeline:
     """From the start of its first task on the compute stream to the end of its last."""
 
     bars: tuple[Bar, ...]
-    """By lane, then by time."""
+    """Sorted by lane, then by time."""
 
     exchange_us: float
     """All token exchanges of the module in this direction."""

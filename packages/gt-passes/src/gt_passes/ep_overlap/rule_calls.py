@@ -36,7 +36,7 @@ class RuleOutcome:
     """The answer of a rule."""
 
     state: State | tuple[State, ...]
-    """Of the result; a tuple for an operator with many."""
+    """The state of the result; a tuple for an operator with many."""
 
     cuts: Mapping[Node, Layout] = field(default_factory=dict)
     """Whole operands of which a chunk is given its part, and how they are cut."""
@@ -50,14 +50,14 @@ class RuleCall:
     """One node that runs in every chunk, with what is known of its operands."""
 
     node: Node
-    """Of the unchunked graph. It calls an operator."""
+    """A node of the unchunked graph that calls an operator."""
 
     outcomes: Mapping[Node, RuleOutcome]
-    """Of every node that runs in chunks, and of those that enter the region sharded; every other
-    operand is whole."""
+    """The outcome of every node that runs in chunks, and of those that enter the region sharded;
+    every other operand is whole."""
 
     extent: int
-    """Of the dimension that is chunked."""
+    """The size of the dimension that is chunked."""
 
     partner: Node | None = None
     """The forward node that the node differentiates."""
@@ -91,7 +91,7 @@ class RuleCall:
 
     @property
     def shapes(self) -> list[tuple[object, ...]]:
-        """Of the unchunked results, perhaps with symbolic sizes; numbers have no dimensions."""
+        """Shapes of the unchunked results, perhaps with symbolic sizes; numbers have none."""
         return [tuple(getattr(result, "shape", ())) for result in self.results]
 
     @property
@@ -111,7 +111,7 @@ class RuleCall:
         return layout_of(self.state(node))
 
     def shape(self, node: Node) -> tuple[int, ...]:
-        """Of an operand of the unchunked graph. Sizes that depend on data are symbolic."""
+        """An operand's shape in the unchunked graph. Sizes that depend on data are symbolic."""
         value = value_of(node)
         return tuple(value.shape) if isinstance(value, torch.Tensor) else ()
 
@@ -187,7 +187,7 @@ def subgraph_of(node: Node) -> GraphModule | None:
 Rule = Callable[[RuleCall], RuleOutcome | State]
 
 RULES: dict[object, Rule] = {}
-"""By operator."""
+"""The rule of each operator."""
 
 
 def rule(*targets: OpOverload | HigherOrderOperator) -> Callable[[Rule], Rule]:

@@ -94,7 +94,7 @@ class ScheduleEpOverlap(GraphPass):
                 num_moved += 1
         return PassReport(
             changed=num_moved > 0,
-            counts={"windows_interleaved": num_moved} if num_moved else {},
+            counts={"windows_interleaved": num_moved},
             refusals=tuple(refusals),
         )
 

@@ -85,7 +85,7 @@ class SeparateExchangeGroup(GraphPass):
             num_moved += 1
         return PassReport(
             changed=num_moved > 0,
-            counts={"exchanges_moved": num_moved} if num_moved else {},
+            counts={"exchanges_moved": num_moved},
             refusals=tuple(refusals),
         )
 

@@ -102,7 +102,7 @@ class BucketAllGathers(GraphPass):
         counts = {"buckets": num_buckets, "all_gathers_bucketed": num_members}
         return PassReport(
             changed=num_buckets > 0,
-            counts={name: count for name, count in counts.items() if count},
+            counts=counts,
             refusals=tuple(refusals),
         )
 

@@ -85,7 +85,7 @@ class DelayWaits(GraphPass):
         }
         return PassReport(
             changed=any(counts.values()),
-            counts={name: count for name, count in counts.items() if count},
+            counts=counts,
             refusals=found.refusals,
         )
 

@@ -85,6 +85,6 @@ def bucket_reductions(
     counts = {"buckets": num_buckets, "reductions_bucketed": num_members}
     return PassReport(
         changed=num_buckets > 0,
-        counts={name: count for name, count in counts.items() if count},
+        counts=counts,
         refusals=tuple(refusals),
     )

@@ -87,7 +87,7 @@ class PrefetchAllGathers(GraphPass):
                     num_prefetched += outcome
         return PassReport(
             changed=num_prefetched > 0,
-            counts={"prefetched": num_prefetched} if num_prefetched else {},
+            counts={"prefetched": num_prefetched},
             refusals=tuple(refusals),
         )
 

@@ -95,7 +95,7 @@ class ReshardAfterForward(GraphPass):
                 num_resharded += outcome
         return PassReport(
             changed=num_resharded > 0,
-            counts={"gathered_again": num_resharded} if num_resharded else {},
+            counts={"gathered_again": num_resharded},
             refusals=tuple(refusals),
         )
 

@@ -87,7 +87,7 @@ class ScheduleFsdpIntoDenseRegions(GraphPass):
                 num_moved += 1
         return PassReport(
             changed=num_moved > 0,
-            counts={"launches_moved": num_moved} if num_moved else {},
+            counts={"launches_moved": num_moved},
             refusals=tuple(refusals),
         )
 

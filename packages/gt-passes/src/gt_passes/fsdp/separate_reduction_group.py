@@ -81,6 +81,6 @@ class SeparateReductionGroup(GraphPass):
             num_moved += 1
         return PassReport(
             changed=num_moved > 0,
-            counts={"reductions_moved": num_moved} if num_moved else {},
+            counts={"reductions_moved": num_moved},
             refusals=tuple(refusals),
         )

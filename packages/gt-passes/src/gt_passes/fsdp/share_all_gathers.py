@@ -116,7 +116,7 @@ class _Sharing:
         counts = {"all_gathers_shared": num_collectives, "nodes_shared": self._sweep.num_replaced}
         return PassReport(
             changed=self._sweep.num_replaced > 0,
-            counts={name: count for name, count in counts.items() if count},
+            counts=counts,
             refusals=tuple(self._refusals),
         )
 

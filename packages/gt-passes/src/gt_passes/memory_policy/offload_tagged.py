@@ -99,7 +99,7 @@ class _Trip:
 
     node: Node
     readers: tuple[Node, ...]
-    """Of the backward, in execution order."""
+    """The nodes of the backward that read it, in execution order."""
 
     leaves_at: int
     """The wait for the copy to the host stands before this position."""
@@ -154,7 +154,7 @@ class _Offloading:
         counts = {"tensors_offloaded": len(trips), "bytes_offloaded": num_bytes}
         return PassReport(
             changed=bool(trips),
-            counts={name: count for name, count in counts.items() if count},
+            counts=counts,
             refusals=tuple(refusals),
         )
 

@@ -54,7 +54,7 @@ class Recomputability:
         self._storages = storages
         self._recompute_collectives = recompute_collectives
         self.position = {node: position for position, node in enumerate(storages.nodes)}
-        """Of every node, in execution order."""
+        """Where every node stands in execution order."""
 
         self.is_backward = {node for node in storages.nodes if phase_of(node) == "backward"}
         """The nodes of the phase backward."""

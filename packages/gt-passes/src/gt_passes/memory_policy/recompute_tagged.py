@@ -91,7 +91,7 @@ class RecomputeTagged(GraphPass):
         counts = {"recomputed": len(recomputation.copies) - num_moved, "moved": num_moved}
         return PassReport(
             changed=True,
-            counts={name: count for name, count in counts.items() if count},
+            counts=counts,
             refusals=recomputation.refusals,
         )
 

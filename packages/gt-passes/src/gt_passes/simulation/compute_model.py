@@ -21,7 +21,7 @@ class _Tile(NamedTuple):
     m: int
     n: int
     relative_speed: float
-    """Of the rate that the largest tiles reach: smaller ones read more for each product."""
+    """The part of the largest tiles' rate that is reached: smaller ones read more a product."""
 
 
 def _tiles(hardware: Hardware) -> tuple[_Tile, ...]:

@@ -30,7 +30,7 @@ COMPUTE_STREAM = "compute"
 COPY_STREAM = "copies to and from the host"
 
 _Launch = Literal["eager", "replay", "replayed"]
-"""By the host on its own; the start of a CUDA graph; as a part of one."""
+"""Launched by the host on its own; the start of a CUDA graph; a part of one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class GraphRun:
     """The node of each task."""
 
     costs: tuple[OpCost, ...]
-    """Of each task."""
+    """The cost of each task."""
 
 
 class GraphProgram:

@@ -81,7 +81,7 @@ class StepSimulation:
     """The compute stream stood still for the host."""
 
     flops: int
-    """Of matrix products and attention, recomputation and masked pairs included."""
+    """Those of matrix products and attention, recomputation and masked pairs included."""
 
     collectives: tuple[CollectiveRecord, ...]
     """In the order of their launches."""

@@ -70,7 +70,7 @@ class Timeline:
     """When the host had issued everything."""
 
     host_idle_us: Mapping[str, float]
-    """By stream: how long it had nothing to run because the host had not issued it yet."""
+    """How long each stream had nothing to run because the host had not issued it yet."""
 
     @property
     def makespan_us(self) -> float:

@@ -69,7 +69,7 @@ class OpWork:
     """Read and written in device memory; across the bus for the kind ``host_copy``."""
 
     flops: int = 0
-    """Of matrix products and attention; 0 where memory decides in any case."""
+    """Counted for matrix products and attention; 0 where memory decides in any case."""
 
     matmul: MatmulShape | None = None
     dtype: torch.dtype | None = None

@@ -125,7 +125,7 @@ class _Fusion:
         counts = {"all_gathers_fused": num_gathers, "reduce_scatters_fused": num_scatters}
         return PassReport(
             changed=num_gathers + num_scatters > 0,
-            counts={name: count for name, count in counts.items() if count},
+            counts=counts,
             refusals=tuple(self._refusals),
         )
 

@@ -88,7 +88,7 @@ class _Fusion:
         counts = {"products": sum(map(len, fused)), "fused_into": len(fused)}
         return PassReport(
             changed=bool(fused),
-            counts={name: count for name, count in counts.items() if count},
+            counts=counts,
             refusals=tuple(self._refusals),
         )
 

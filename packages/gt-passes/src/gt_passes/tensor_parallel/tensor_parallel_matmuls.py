@@ -63,13 +63,13 @@ class ScatteredProduct:
     """None where what is scattered is not a product."""
 
     num_readers: int
-    """Of the product, or of a view of it; 1 where it is only scattered."""
+    """How many read the product, or a view of it; 1 where it is only scattered."""
 
     scatter_dim: int
     reduce_op: str
     group_name: str
     shape: tuple[int, ...]
-    """Of what is scattered, before it is."""
+    """The shape of what is scattered, before it is."""
 
     result: Node
     """This rank's part."""

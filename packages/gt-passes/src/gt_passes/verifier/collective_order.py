@@ -81,7 +81,7 @@ class CollectiveDifference:
 
     ranks: tuple[int, int]
     calls: tuple[CollectiveCall | None, CollectiveCall | None]
-    """By rank as above; None where a rank launches no more."""
+    """What each of the ranks launches; None where it launches no more."""
 
     def __str__(self) -> str:
         lines = [f"collective {self.position} is not the same on every rank:"]
@@ -207,7 +207,7 @@ def _arguments(node: Node, symbols: dict[str, str]) -> str:
 
 
 def _split_sizes(sizes: Any) -> str:
-    """Of an exchange, in which ranks may give and take different numbers of rows."""
+    """An exchange's, in which ranks may give and take different numbers of rows."""
     if all(isinstance(size, int) for size in sizes) and len(set(sizes)) <= 1:
         return f"{len(sizes)} x {sizes[0] if sizes else 0}"
     return f"{len(sizes)} sizes, each rank its own"

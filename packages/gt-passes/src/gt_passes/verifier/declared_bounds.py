@@ -21,7 +21,7 @@ from gt_passes.graph_problem import GraphProblem
 from gt_passes.verifier.barrier_order import common_barriers, segments
 
 _BLOCK_BYTES = 512
-"""Of the CUDA allocator, which rounds every tensor up to whole blocks. Estimates do not: a scalar
+"""The CUDA allocator rounds every tensor up to such blocks. Estimates do not: a scalar
 that is held for longer is no memory that anybody misses."""
 
 

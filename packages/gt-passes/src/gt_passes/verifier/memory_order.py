@@ -35,18 +35,18 @@ _NOTHING: Mapping[Node, WriteInterval] = {}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryOrder:
-    """For each node, which of its arguments were written to since they were made, and by whom."""
+    """Which arguments of each node were written to since they were made, and by whom."""
 
     scan: GraphScan
 
     overwritten: Mapping[Node, Mapping[Node, WriteInterval]]
-    """By reader and argument. Most readers of a captured step have no such argument."""
+    """The writes, by reader and argument. Most readers of a captured step have none."""
 
     left_behind: Mapping[Node, WriteInterval]
-    """By placeholder: all writes to its memory, which the caller sees after the graph has run."""
+    """All writes to each placeholder's memory, which the caller sees after the graph has run."""
 
     memory_of: Mapping[Node, Memory]
-    """By node: the written memory that it may share."""
+    """The written memory that each node may share."""
 
     @classmethod
     def of(cls, scan: GraphScan) -> MemoryOrder:
@@ -122,7 +122,7 @@ class _Comparison:
                 )
 
     def _reader_problems(self, reader: Node) -> Iterator[GraphProblem]:
-        """Of a node that was there before the pass."""
+        """The problems of a node that was there before the pass."""
         old_writes = self._before.overwritten.get(reader, _NOTHING)
         writes = self._after.overwritten.get(reader, _NOTHING)
         old_inputs, inputs = self._old[reader].inputs, self._new[reader].inputs

@@ -59,15 +59,15 @@ class Repropagator:
     """
 
     unverified: list[UnverifiedNode] = field(default_factory=list)
-    """Of the latest graph: what could not be re-propagated."""
+    """What of the latest graph could not be re-propagated."""
 
     _answers: dict[Hashable, Hashable] = field(default_factory=dict)
 
     _numbers: dict[Hashable, int] = field(default_factory=dict)
-    """Of signatures, in which calls are remembered: nested tuples are slow to hash."""
+    """A number for each signature, to remember calls by: nested tuples are slow to hash."""
 
     _signed: dict[int, _Signed] = field(default_factory=dict)
-    """By identity of a recorded value, since the latest look at the whole graph."""
+    """Recorded values by identity, since the latest look at the whole graph."""
 
     _right: dict[Node, tuple[object, object, object, list[int | None]]] = field(
         default_factory=dict
@@ -150,7 +150,7 @@ class _Signed(NamedTuple):
     signature: Hashable
 
     number: int | None
-    """Of the signature; None where it has symbolic sizes."""
+    """The signature's number; None where it has symbolic sizes."""
 
 
 class _RecordedValues:
@@ -194,7 +194,7 @@ class _RecordedValues:
         return _Signed(value, signed, number)
 
     def numbers_around(self, node: Node) -> list[int | None] | None:
-        """Of a node and its inputs; None where an input is not made before it."""
+        """The numbers of a node and its inputs; None where an input is not made before it."""
         position = self._scan.position
         index = position[node]
         numbers = [self.of(node).number]

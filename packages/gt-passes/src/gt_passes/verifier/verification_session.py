@@ -63,7 +63,7 @@ class VerificationSession:
         self._traffic: Mapping[Node, Traffic] = {}
         self._dataflow: Dataflow | None = None  # of the graph as it is, where a pass must keep it
         self.unverified: tuple[UnverifiedNode, ...] = ()
-        """Of the latest complete verification: what could not be re-propagated."""
+        """What the latest complete verification could not re-propagate."""
 
         self.is_unchanged = False
         """Whether the latest pass that was verified left the graph as it was."""

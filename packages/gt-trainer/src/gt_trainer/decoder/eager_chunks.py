@@ -58,7 +58,7 @@ _LAYOUTS: Mapping[str, InputLayout] = MappingProxyType(
         ),
     }
 )
-"""By ``--compile.ep_overlap.module_fqn``."""
+"""The chunk roots by ``--compile.ep_overlap.module_fqn``."""
 
 
 def chunked_for_capture(

@@ -39,7 +39,7 @@ class DryRunReport:
     """Mesh axes above 1, by name."""
 
     num_parameters: int
-    """Of the whole model; tied parameters count once."""
+    """Those of the whole model; tied parameters count once."""
 
     num_parameters_per_rank: int
     """Stored on rank 0, after sharding."""

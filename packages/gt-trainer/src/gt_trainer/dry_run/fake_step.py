@@ -42,7 +42,7 @@ class FakeStep:
 
     parallel_dims: ParallelDims
     num_parameters: int
-    """Of the whole model, before sharding; tied parameters count once."""
+    """Those of the whole model, before sharding; tied parameters count once."""
 
     flops_per_token: int
     """torchtitan's count for the whole model."""

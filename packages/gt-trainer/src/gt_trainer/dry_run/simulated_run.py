@@ -93,11 +93,11 @@ class SimulatedRun:
     """Fraction of the bf16 peak, by torchtitan's count of FLOPs."""
 
     sensitivity: Sensitivity
-    """Of ``step_us``."""
+    """What ``step_us`` would be with other constants."""
 
     optimizer_state_bytes: int
     peak_bytes: int
-    """Of one rank: the graph's peak, the optimizer's state, and accumulated gradients."""
+    """What one rank needs: the graph's peak, the optimizer's state, accumulated gradients."""
 
     attention_note: str | None
     """What to know of how attention was captured; None if as it would run."""
@@ -234,7 +234,7 @@ def simulate_run(
 
 
 def _group_labels(parallel_dims: ParallelDims) -> dict[str, str]:
-    """By process group, what the mesh axes on it are for. Axes over the same ranks share one."""
+    """What the mesh axes on each process group are for. Axes over the same ranks share one."""
     labels: dict[str, str] = {}
     for axis, mesh in parallel_dims.get_all_one_dimensional_meshes().items():
         label = _AXIS_LABELS.get(axis)

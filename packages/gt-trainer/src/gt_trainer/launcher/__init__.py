@@ -9,28 +9,17 @@
     srun gt-train                        this process is the rank that Slurm says
 """
 
-from gt_trainer.launcher.fork_safety import ForkUnsafeError, check_can_fork, prepare_environment
+from gt_trainer.launcher.fork_safety import ForkUnsafeError, prepare_environment
 from gt_trainer.launcher.launch import launch
-from gt_trainer.launcher.rendezvous import (
-    Rendezvous,
-    RendezvousError,
-    find_rendezvous,
-    first_host,
-)
+from gt_trainer.launcher.rendezvous import Rendezvous, RendezvousError, find_rendezvous
 from gt_trainer.launcher.stop import RunStoppedError
-from gt_trainer.launcher.supervise import Outcome, RankPlan, run_ranks
 
 __all__ = [
     "ForkUnsafeError",
-    "Outcome",
-    "RankPlan",
     "Rendezvous",
     "RendezvousError",
     "RunStoppedError",
-    "check_can_fork",
     "find_rendezvous",
-    "first_host",
     "launch",
     "prepare_environment",
-    "run_ranks",
 ]

@@ -56,7 +56,7 @@ class CaptureReport:
 
     traced: TracedStep
     passes: tuple[PassManagerReport]
-    """Of the one graph."""
+    """What they did to the one graph."""
 
     stamping: StampReport | None = None
     """How layers were stamped, or why not; None if that was not asked for."""

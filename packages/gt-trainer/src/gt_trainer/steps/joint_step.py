@@ -39,7 +39,7 @@ class JointCaptureReport:
 
     parts: ForwardBackward
     passes: tuple[PassManagerReport, PassManagerReport]
-    """Of the forward graph and of the backward graph."""
+    """What they did to the forward graph and to the backward graph."""
 
     def __str__(self) -> str:
         """One line: the operators that run, and the passes that made them."""

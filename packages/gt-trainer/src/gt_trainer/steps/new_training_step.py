@@ -40,7 +40,7 @@ class StepParts:
     loss_fn: LossFunction
     run_eagerly: ForwardBackward
     schedule: Any | None
-    """Of the pipeline; None without one."""
+    """The pipeline's schedule; None without one."""
 
     preparation: BatchPreparation
     parallel_dims: ParallelDims

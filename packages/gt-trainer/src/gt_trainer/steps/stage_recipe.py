@@ -33,7 +33,7 @@ class StagePasses:
         self._options = options
         self._debug_folder = debug_folder
         self.reports: list[PassManagerReport] = []
-        """Of the joint graph, and of those of the actions, in the order in which they were made."""
+        """Reports on the joint graph and on the actions' graphs, in the order of their making."""
 
     def on_capture(self, capture: StageCapture) -> None:
         """Run those that need forward and backward together, before the graph is cut."""

@@ -43,7 +43,7 @@ class Dataflow:
     """The node of each output."""
 
     left_in_inputs: Mapping[str, int]
-    """By placeholder: what it holds after the graph has run."""
+    """What each placeholder holds after the graph has run."""
 
     draws: int
     """All random draws, in order."""
@@ -58,7 +58,7 @@ class Dataflow:
     """What the graph asserts."""
 
     exchanges: Mapping[Node, tuple[int, ...]]
-    """By launch of a collective: ``ValueTable.exchanges_of`` its result."""
+    """``ValueTable.exchanges_of`` the result of each launch of a collective."""
 
     execution: SymbolicExecution
     """Which node has which value."""

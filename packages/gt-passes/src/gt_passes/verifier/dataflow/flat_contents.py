@@ -35,7 +35,7 @@ class Column(NamedTuple):
     """What row 0 has."""
 
     row_stride: int
-    """By how much the offset grows from one row to the next."""
+    """How much the offset grows from one row to the next."""
 
 
 class Rows(NamedTuple):

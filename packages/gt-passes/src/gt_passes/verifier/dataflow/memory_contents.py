@@ -53,13 +53,13 @@ class MemoryContents:
     view_of: Callable[[Node, Callable[[Node], Value]], Value]
 
     _paths: dict[Node, Value | None] = field(default_factory=dict)
-    """Of every node so far: its value over numbers of memory; None where it cannot be followed."""
+    """Every node's value so far, over numbers of memory; None where it cannot be followed."""
 
     _held: dict[int, Value] = field(default_factory=dict)
-    """By number of memory: what it holds now, flat."""
+    """What each number of memory holds now, flat."""
 
     _memories: dict[int, list[int]] = field(default_factory=dict)
-    """By alias class."""
+    """The numbers of memory of each alias class."""
 
     def allocate(self, node: Node, value: Value) -> None:
         """A node made memory of its own, which now holds ``value``."""

@@ -153,7 +153,7 @@ def _copy_into(table: ValueTable, arguments: Arguments, recorded: Any) -> Value 
 
 
 def _build_rules() -> dict[str, Rule]:
-    """By the qualified name of the operator, for all of its overloads."""
+    """The rules by the qualified name of the operator, each for all of its overloads."""
     by_rule: Mapping[Rule, Sequence[str]] = {
         _same: (
             "aten::alias",

@@ -72,7 +72,7 @@ _SYMBOL = re.compile(r"\b[a-z]+\d+\b")
 
 
 Arguments = Sequence[Any]
-"""Of a call, one for each argument of the schema: values, constants, and lists of them."""
+"""What a call is given for each argument of its schema: values, constants, lists of them."""
 
 
 class _SymbolicTensor(NamedTuple):
@@ -89,7 +89,7 @@ class ValueTable:
     """The numbers of all values seen so far. Grows only; use one for one run of passes."""
 
     definitions: list[Definition] = field(default_factory=list)
-    """By number."""
+    """The definition of each number."""
 
     results: dict[Hashable, Value] = field(default_factory=dict)
     """What a call of an operator on numbered values gave, so that it is worked out once."""
@@ -107,7 +107,7 @@ class ValueTable:
     _dtypes: dict[int, torch.dtype] = field(default_factory=dict)
     _symbolic: dict[int, _SymbolicTensor] = field(default_factory=dict)
     _symbols: dict[str, int] = field(default_factory=dict)
-    """Of the graph at hand: which value made a symbolic size, by the name of the symbol."""
+    """Which value of the graph at hand made a symbolic size, by the name of the symbol."""
 
     _num_memories: int = 0
 
@@ -256,7 +256,7 @@ class ValueTable:
         self._symbols.clear()
 
     def exchanges_of(self, value: Value) -> tuple[int, ...]:
-        """Of which exchanges between ranks the result of a launch consists.
+        """The exchanges between ranks of which the result of a launch consists.
 
         Exchanges are numbered as they are first asked for. Ranks whose graphs launch the same
         collectives, and whose passes did the same, give the same numbers.
