@@ -198,7 +198,7 @@ def trace_training_step(
     return traced, stamping
 
 
-class CapturedStep:
+class CapturedTrainingStep:
     """A training step as one captured graph, optimized by passes and bound to the model.
 
     Before the first run, the ranks make sure that their graphs have the same collectives.

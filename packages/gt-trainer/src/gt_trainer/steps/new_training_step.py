@@ -15,7 +15,7 @@ from gt_passes import GroupPurpose, second_group_of
 from gt_trainer.compile_options import TrainerCompileConfig
 from gt_trainer.placement.planned_capture import capture_layers_of
 from gt_trainer.startup import StartupClock
-from gt_trainer.steps.captured_step import CapturedStep, Recipe
+from gt_trainer.steps.captured_step import CapturedTrainingStep, Recipe
 from gt_trainer.steps.joint_step import JointForward, JointStep
 from gt_trainer.steps.pipelined_step import PipelinedStep
 from gt_trainer.steps.recipe import ReshardChoice, recipe_of
@@ -69,7 +69,7 @@ def new_training_step(parts: StepParts) -> TrainingStep:
             on_capture=parts.on_capture,
         )
         return JointStep(forward, parts.loss_fn, preparation=parts.preparation)
-    return CapturedStep(
+    return CapturedTrainingStep(
         model,
         parts.loss_fn,
         preparation=parts.preparation,

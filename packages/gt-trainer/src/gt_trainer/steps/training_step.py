@@ -1,6 +1,6 @@
 """The protocol of a training step: what the trainer asks of each form of it, and nothing else.
 
-There are four forms: eager (``EagerStep``, torchtitan's own), captured (``CapturedStep``), joint
+There are four forms: eager (``EagerStep``, torchtitan's own), captured (``CapturedTrainingStep``), joint
 (``JointStep``) and pipelined (``PipelinedStep``). ``new_training_step`` chooses.
 """
 
