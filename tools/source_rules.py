@@ -14,7 +14,6 @@ from workspace import Workspace
 
 FORBIDDEN_MODULE = "torchtitan.experiments"
 LOCK_FILES = {"uv.lock", "poetry.lock", "pdm.lock", "Pipfile.lock", "pylock.toml"}
-EXPORTS_IN_WORK = {"gt_trace"}  # packages whose exports are still to be judged
 VAGUE_NAMES = {"utils.py", "helpers.py", "common.py", "misc.py"}
 
 # An absolute path below a folder that belongs to one machine or one person.
@@ -91,7 +90,7 @@ def every_export_is_used(workspace: Workspace) -> Iterator[str]:
             continue
         tree = ast.parse(text, filename=path)
         init = re.fullmatch(r"packages/[^/]+/src/(.+)/__init__\.py", path)
-        if init and init[1].split("/")[0] not in EXPORTS_IN_WORK and "/_" not in init[1]:
+        if init and "/_" not in init[1]:
             exports[init[1].replace("/", ".")] = path, _exported_names(tree)
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and node.module:

@@ -96,6 +96,7 @@ class PlantedSwapInOneBucket(GraphPass):
 
     name: ClassVar[str] = "planted-swap-in-one-bucket"
     preserves_numerics: ClassVar[bool] = True
+    runs_on: ClassVar[frozenset[GraphKind]] = EVERY_GRAPH
 
     def run(self, graph_module: GraphModule, context: PassContext) -> PassReport:
         if dist.get_rank() != 1:

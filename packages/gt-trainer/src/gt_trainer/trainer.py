@@ -23,7 +23,7 @@ from gt_trainer.compile_options import TrainerCompileConfig
 from gt_trainer.decoder.attention import attention_mask_for
 from gt_trainer.metrics.metrics_jsonl import GraphMetricsProcessor
 from gt_trainer.model_identity import identity_of, write_identity
-from gt_trainer.placement.planned_loss import loss_of
+from gt_trainer.placement.planned_step import loss_of
 from gt_trainer.startup import StartupClock
 from gt_trainer.steps.capture_log import CaptureLog
 from gt_trainer.steps.gradients import refuse_non_finite_gradients

@@ -29,7 +29,7 @@ from gt_passes import PassContext, known_passes
 from gt_trainer import trainer
 from gt_trainer.decoder import eager_chunks
 from gt_trainer.models import llama3
-from gt_trainer.placement import place_decoder, planned_capture
+from gt_trainer.placement import place_decoder, planned_step
 from gt_trainer.preflight.idle_options import RunOptions, idle_option_violations, read_elsewhere
 from gt_trainer.preflight.preflight import check_configuration
 from gt_trainer.steps import new_training_step, recipe
@@ -102,7 +102,7 @@ READERS = {
     "debug_graph_passes": recipe,
     "on_shape_change": new_training_step,
     "joint_partitioner": new_training_step,
-    "capture_layers": planned_capture,
+    "capture_layers": planned_step,
     "ep_overlap.num_chunks": eager_chunks,
     "ep_overlap.chunk_dim": eager_chunks,
     "ep_overlap.module_fqn": eager_chunks,

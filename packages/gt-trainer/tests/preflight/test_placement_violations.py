@@ -10,8 +10,7 @@ from torchtitan.components.loss import CrossEntropyLoss
 from gt_config import AutoParallelConfig, CompileConfig, Topology
 from gt_trainer.decoder.chunked_loss import GraphChunkedLoss
 from gt_trainer.models import deepseek_v3, llama3
-from gt_trainer.placement.planned_capture import capture_layers_of
-from gt_trainer.placement.planned_loss import loss_of
+from gt_trainer.placement.planned_step import capture_layers_of, loss_of
 from gt_trainer.preflight.placement_violations import autoparallel_violations
 
 TOPOLOGY = Topology(world=4, dp_shard=4, batch_size=2, seq_len=64)

@@ -22,7 +22,7 @@ from gt_trace.stamping import StampReport
 from gt_trainer.decoder.attention import DocumentCausalSDPA
 from gt_trainer.dry_run.fake_step import FakeStep, fake_step
 from gt_trainer.dry_run.simulated_run import SimulatedRun, StepFacts, simulate_run
-from gt_trainer.placement.planned_capture import capture_layers_of
+from gt_trainer.placement.planned_step import capture_layers_of
 from gt_trainer.startup import StartupClock
 from gt_trainer.steps.captured_step import capture_training_step
 from gt_trainer.steps.recipe import recipe_of

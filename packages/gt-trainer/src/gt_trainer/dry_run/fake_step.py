@@ -24,7 +24,7 @@ from torchtitan.models.common.attention import FlexAttention
 from torchtitan.tools import utils as titan_utils
 
 from gt_trainer.decoder.attention import attention_mask_for
-from gt_trainer.placement.planned_loss import loss_of
+from gt_trainer.placement.planned_step import loss_of
 from gt_trainer.steps.training_step import LossFunction
 from gt_trainer.trainer import GraphTrainer
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch.distributed as dist
 from torchtitan.tools.logging import logger
 
-from gt_trainer.steps.pass_refusals import explain_refusals
+from gt_passes import PassManagerReport
 from gt_trainer.steps.training_step import StepReport
 
 
@@ -32,3 +34,19 @@ class CaptureLog:
         memory = report.memory_text() if self._in_detail else None
         if memory is not None:
             logger.info(memory)
+
+
+def explain_refusals(report: PassManagerReport) -> Iterator[str]:
+    """One line for each pass and reason: how many places were left alone, and the first of them.
+
+    Not of passes that clean up: those refuse often, and nobody asked for a certain place of theirs.
+    """
+    for record in report.records:
+        if record.only_cleans_up:
+            continue
+        places: dict[str, list[str]] = {}
+        for refusal in record.report.refusals:
+            places.setdefault(refusal.reason, []).append(refusal.node_name)
+        for reason, names in places.items():
+            where = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+            yield f"{record.name} left {where} alone: {reason}"

@@ -13,7 +13,7 @@ from torchtitan.distributed import ParallelDims
 
 from gt_passes import GroupPurpose, second_group_of
 from gt_trainer.compile_options import TrainerCompileConfig
-from gt_trainer.placement.planned_capture import capture_layers_of
+from gt_trainer.placement.planned_step import capture_layers_of
 from gt_trainer.startup import StartupClock
 from gt_trainer.steps.captured_step import CapturedTrainingStep, Recipe
 from gt_trainer.steps.joint_step import JointForward, JointStep

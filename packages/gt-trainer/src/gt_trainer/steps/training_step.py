@@ -1,7 +1,7 @@
 """The protocol of a training step: what the trainer asks of each form of it, and nothing else.
 
-There are four forms: eager (``EagerStep``, torchtitan's own), captured (``CapturedTrainingStep``), joint
-(``JointStep``) and pipelined (``PipelinedStep``). ``new_training_step`` chooses.
+There are four forms: eager (``EagerStep``, torchtitan's own), captured (``CapturedTrainingStep``),
+joint (``JointStep``) and pipelined (``PipelinedStep``). ``new_training_step`` chooses.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from gt_config.graph_kinds import EVERY_GRAPH, GraphKind
 from gt_passes import GraphPass, PassContext, PassManager, PassReport, Refusal
-from gt_trainer.steps.pass_refusals import explain_refusals
+from gt_trainer.steps.capture_log import explain_refusals
 
 
 @dataclass(frozen=True)
