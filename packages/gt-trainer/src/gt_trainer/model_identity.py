@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -101,7 +102,9 @@ def explain_difference(stored: ModelIdentity, current: ModelIdentity) -> str | N
 
 
 def explain_tensors(stored: Metadata, spec: ModelSpec) -> str | None:
-    """Name the model's tensors that a checkpoint lacks, has otherwise or has beyond the model's.
+    """Name the model's tensors that a checkpoint lacks or has otherwise, and layers beyond its own.
+
+    What else a checkpoint has beyond the model, such as a buffer of old, is loaded by nobody.
 
     Args:
         stored: The checkpoint's metadata.
@@ -115,6 +118,7 @@ def explain_tensors(stored: Metadata, spec: ModelSpec) -> str | None:
         for name, entry in stored.state_dict_metadata.items()
         if isinstance(entry, TensorStorageMetadata)
         and not name.startswith(_NO_TENSORS_OF_THE_MODEL)
+        and (name in wanted or re.search(r"\.\d+\.", name))
     }
     return _listed(
         f"{name} {found.get(name, 'none')} (here {wanted.get(name, 'none')})"

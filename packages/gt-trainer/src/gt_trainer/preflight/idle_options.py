@@ -11,7 +11,7 @@ Design: docs/decisions/0020-where-passes-run.md.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import cast, get_args
 
@@ -108,8 +108,8 @@ def read_elsewhere(run: RunOptions) -> Iterator[str]:
         yield from (p for p in option_paths(type(options)) if p.startswith("autoparallel_solver."))
     if graphs:
         yield from ("verify_passes", "debug_graph_passes")  # what surrounds the passes
-    if "STEP" in graphs or "STAGE" in graphs:
-        yield "capture_layers"
+    if "STEP" in graphs and not options.autoparallel:
+        yield "capture_layers"  # a stage and a placed model are captured in full
     if "STEP" in graphs or "JOINT_FORWARD" in graphs:
         yield "on_shape_change"
     if "JOINT_FORWARD" in graphs:
@@ -157,6 +157,7 @@ def idle_option_violations(
 
 def _misfits(run: RunOptions, error: RecipeError | PassOrderError) -> Iterator[Violation]:
     """What passes say of the names of passes that were added and left out."""
+    told = False
     for path in _NAMES:
         names = option_at(run.options, path)
         problems = [
@@ -164,15 +165,22 @@ def _misfits(run: RunOptions, error: RecipeError | PassOrderError) -> Iterator[V
             for problem in error.problems
             if any(problem.startswith(repr(name)) for name in names)
             # What lacks a pass that was left out speaks of those that are left.
-            or (isinstance(error, PassOrderError) and path == "disable_passes")
+            or (isinstance(error, PassOrderError) and path == "disable_passes" and names)
         ]
         if problems:
-            yield Violation(
-                flag=_COMPILE + path,
-                value=names,
-                allowed="names that fit the recipe",
-                fix=f"drop a name: {'; '.join(problems)}",
-            )
+            yield _misfit(path, names, problems)
+            told = True
+    if not told:
+        yield _misfit("passes", option_at(run.options, "passes"), error.problems)
+
+
+def _misfit(path: str, names: object, problems: Sequence[str]) -> Violation:
+    return Violation(
+        flag=_COMPILE + path,
+        value=names,
+        allowed="names that fit the recipe",
+        fix=f"drop a name: {'; '.join(problems)}",
+    )
 
 
 def _does_something(run: RunOptions, flag: str) -> bool:
@@ -215,7 +223,11 @@ def _violation(run: RunOptions, flag: str, value: object, *, allowed: str, what:
 
 def _causes(run: RunOptions, flag: str, value: object) -> Iterator[tuple[str, list[object]]]:
     """Other options but for which this one would do something, with the values that would do."""
-    candidates = [(other, run.choices(other)) for other in run.flags if other != flag]
+    candidates: list[tuple[str, tuple[object, ...]]] = [
+        (other, run.choices(other) or ((),) * isinstance(run.value(other), tuple))
+        for other in run.flags
+        if other != flag
+    ]
     if run.topology.pp > 1:
         candidates.insert(0, (_PIPELINE, (1,)))
     for other, choices in candidates:
@@ -231,6 +243,10 @@ def _causes(run: RunOptions, flag: str, value: object) -> Iterator[tuple[str, li
 def _helps(changed: RunOptions, other: str, flag: str, value: object) -> bool:
     """Whether with ``other`` changed the value does something, and ``other`` may be changed so."""
     whole = changed.value(flag)
+    try:
+        changed.passes()
+    except (RecipeError, PassOrderError):
+        return False
     if not _does_something(changed, flag):
         return False
     if value != whole and isinstance(whole, tuple) and value in _idle_items(changed, flag, whole):
@@ -240,4 +256,6 @@ def _helps(changed: RunOptions, other: str, flag: str, value: object) -> bool:
 
 
 def _typed(flag: str, values: list[object]) -> str:
+    if values[0] == ():
+        return f"no {flag}"
     return flag if values[0] is True else f"{flag} {' or '.join(map(str, values))}"

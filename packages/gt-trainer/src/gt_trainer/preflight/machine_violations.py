@@ -77,6 +77,14 @@ def _options_for_another_device(config: GraphTrainer.Config) -> Iterator[Violati
                 allowed=f"False on cpu: {needs}",
                 fix=_LEAVE_OUT,
             )
+        added = name.replace("_", "-")
+        if added in config.compile.passes:
+            yield Violation(
+                flag="--compile.passes",
+                value=added,
+                allowed=f"not {added} on cpu: {needs}",
+                fix="drop the name",
+            )
 
 
 def _masks_exceed_memory(config: GraphTrainer.Config, num_ranks: int) -> Iterator[Violation]:

@@ -72,9 +72,7 @@ def refuse_non_finite_gradients(
             "and nothing of this step was saved.\n"
             "  Often the learning rate is too high "
             "(--optimizer.param_groups.0.optimizer_kwargs.lr),\n"
-            "  or its warm-up too short (--lr_scheduler.warmup_steps). "
-            "--compile.mode none --debug.detect_anomaly\n"
-            "  names the operator that a NaN comes from"
+            "  or its warm-up too short (--lr_scheduler.warmup_steps)"
         )
 
 
