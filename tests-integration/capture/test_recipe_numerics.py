@@ -111,7 +111,7 @@ def test_buckets_of_four_shards_round_otherwise_within_a_bound(
     four: GlooWorkers, tmp_path: Path
 ) -> None:
     """gloo's reduce-scatter sums the four addends of an element in an order that depends on where
-    in the message the element stands; ``gt-trace/tests/test_simple_fsdp_numerics.py`` shows it. Four
+    in the message the element stands; ``gt-trace/tests/fsdp/test_simple_fsdp_numerics.py`` shows it. Four
     addends are summed with at most three roundings, each of half an ulp of a partial sum."""
     case = on(FOUR_RANKS["deepseek_v3, FSDP 4 x EP 2"], fsdp_bucketing="transformer_block")
     assert case.parallelism == FSDP_EP

@@ -27,6 +27,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedOperatorException,
     maybe_get_fake_mode,
+    unset_fake_temporarily,
 )
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
@@ -37,6 +38,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+# Tensors as keys, by identity and without keeping them alive; no public dictionary does.
+from torch.utils.weak import WeakIdKeyDictionary
+
 __all__ = [
     "CANNOT_REPROPAGATE",
     "FakeTensorMode",
@@ -44,6 +48,7 @@ __all__ = [
     "OpOverload",
     "StorageWeakRef",
     "TorchDispatchMode",
+    "WeakIdKeyDictionary",
     "fake_mode_of",
     "has_declared_effect",
     "is_fake_tensor",
@@ -54,6 +59,7 @@ __all__ = [
     "torch_group_ranks",
     "trace_structured",
     "traced_symbol_values",
+    "unset_fake_temporarily",
     "value_of",
 ]
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, MutableMapping
 from dataclasses import dataclass
 
 import torch
 from torch.fx import GraphModule, Node
 
-from gt_passes._torch_internals import is_fake_tensor
+from gt_passes._torch_internals import WeakIdKeyDictionary, unset_fake_temporarily
 from gt_passes.analysis.outlined_region import OutlinedRegion
 from gt_passes.analysis.tensor_signature import signature
 
@@ -111,19 +111,43 @@ def _frozen_graph(graph_module: GraphModule) -> Hashable:
 
 
 def _frozen_tensor(tensor: torch.Tensor) -> Hashable:
-    if is_fake_tensor(tensor) or tensor.is_meta or tensor.layout is not torch.strided:
+    is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_meta
+    if not is_plain or tensor.layout is not torch.strided:
         return (signature(tensor), _SameTensor(tensor))
-    elements = tensor.detach().resolve_conj().resolve_neg().cpu().reshape(-1).contiguous()
-    num_bytes = elements.numel() * elements.element_size()
-    held = ctypes.string_at(elements.data_ptr(), num_bytes) if num_bytes else b""
-    return (signature(tensor), hashlib.sha256(held).digest())
+    # Bits of large constants are read again only where PyTorch has counted a write to them.
+    version = (tensor._version, tensor.data_ptr())
+    known = _large_digests.get(tensor)
+    if known is None or known[0] != version:
+        known = (version, _digest(tensor))
+        if tensor.numel() * tensor.element_size() > _LARGE_BYTES:
+            _large_digests[tensor] = known
+    return (signature(tensor), known[1])
+
+
+def _digest(tensor: torch.Tensor) -> bytes:
+    with unset_fake_temporarily():  # passes may run inside of a mode
+        elements = tensor.detach().resolve_conj().resolve_neg().cpu().reshape(-1).contiguous()
+        num_bytes = elements.numel() * elements.element_size()
+        held = ctypes.string_at(elements.data_ptr(), num_bytes) if num_bytes else b""
+    return hashlib.sha256(held).digest()
+
+
+_LARGE_BYTES = 2**20
+_large_digests: MutableMapping[torch.Tensor, tuple[tuple[int, int], bytes]] = WeakIdKeyDictionary()  # type: ignore[no-untyped-call]  # torch leaves it so
+"""Version and digest of each large constant that was frozen."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _SameTensor:
-    """A tensor without contents to compare: equal only to itself."""
+    """A tensor whose contents are not compared: equal only to itself."""
 
     tensor: torch.Tensor
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _SameTensor) and self.tensor is other.tensor
+
+    def __hash__(self) -> int:
+        return id(self.tensor)
 
 
 def frozen_literal(argument: object) -> Hashable:

@@ -3,7 +3,7 @@
 Deliberately small, since it is the one part of ``cuda-graphs`` that needs a GPU to run.
 
 TODO: it has been written against PyTorch's documentation and has not run on a GPU yet; take this
-note away when ``tests/test_cuda_recorder.py`` has passed on one.
+note away when ``tests/cuda_graphs/test_cuda_recorder.py`` has passed on one.
 
 Source: PyTorch, ``torch/cuda/graphs.py`` (``make_graphed_callables``).
 """

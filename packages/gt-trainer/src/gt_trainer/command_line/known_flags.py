@@ -2,9 +2,9 @@
 
 The flags are the fields of dataclasses that take twelve seconds to import. ``known_flags.json``
 holds what tyro's help says of each, for every configuration of the catalog, and the versions that
-it was made with. With another torchtitan installed the table is not consulted: misspelled flags and
-values are found after the import, and --help-all waits for it. What the table passes, tyro still
-judges (``overrides``).
+it was made with. With another torchtitan or tyro installed the table is not consulted: misspelled
+flags and values are found after the import, and --help-all waits for it. What the table passes,
+tyro still judges (``overrides``).
 
 ``write_known_flags`` writes the table anew; a test fails when it is out of date.
 """
@@ -90,7 +90,8 @@ def with_underscores(flag: str) -> str:
 def _entries(config: str | None) -> dict[str, str] | None:
     """The help by flag, in order; None if the table does not know. Without a config, all flags."""
     table = json.loads(TABLE.read_text())
-    if importlib.metadata.version("torchtitan") != table["torchtitan"]:
+    made_with = ("torchtitan", "tyro")
+    if any(importlib.metadata.version(name) != table[name] for name in made_with):
         return None
     entries: dict[str, str] = table["entries"]
     differences: dict[str, str | None] = {} if config is None else table["differences"][config]

@@ -118,6 +118,7 @@ class SymbolicExecution:
             old_calls, old_values = self._before._scan.calls, self._before._values
             self._before = None  # nor what it remembers itself
         position = 0
+        writes_constants = any(node.op == "get_attr" for node in self._memory.class_of)
         for node in self._graph_module.graph.nodes:
             if node.op == "call_function":
                 if node in self._unusual:
@@ -146,7 +147,9 @@ class SymbolicExecution:
                 self._define(node, ("input", (int, position), str(node.target)))
                 position += 1
             elif node.op == "get_attr":
-                self._define(node, ("constant", self._scan.attributes[node]))
+                # Equal bits are one value until somebody writes to one of them.
+                name = str(node.target) if writes_constants else None
+                self._define(node, ("constant", self._scan.attributes[node], name))
             elif node.op == "output":
                 self._visit_output(node)
         for launch in self._scan.launches:

@@ -263,7 +263,8 @@ class ValueTable:
         """
         if isinstance(value, TupleValue):
             return tuple(number for item in value.items for number in self.exchanges_of(item))
-        made = list(atoms_of(value.contents)) if isinstance(value, TensorValue) else [value.number]
+        made = list(atoms_of(value.contents)) if isinstance(value, TensorValue) else []
+        made = made or [value.number]  # where this rank has no elements, too
         return tuple(self._exchanges.setdefault(each, len(self._exchanges)) for each in made)
 
     def tuple_of(self, items: tuple[Value, ...]) -> TupleValue:
