@@ -133,7 +133,7 @@ def _digest(tensor: torch.Tensor) -> bytes:
 
 
 _LARGE_BYTES = 2**20
-_large_digests: MutableMapping[torch.Tensor, tuple[tuple[int, int], bytes]] = WeakIdKeyDictionary()  # type: ignore[no-untyped-call]  # torch leaves it so
+_large_digests: MutableMapping[torch.Tensor, tuple[tuple[int, int], bytes]] = WeakIdKeyDictionary()
 """Version and digest of each large constant that was frozen."""
 
 
