@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torchtitan.components.checkpoint import CheckpointManager
 
 from gt_trainer import run
 from gt_trainer.metrics.metrics_history import MetricsFileError
@@ -38,14 +39,14 @@ def running(folder, train):
     trainer = SimpleNamespace(train=train, close=lambda: None)
     return SimpleNamespace(
         dump_folder=str(folder),
-        checkpoint=SimpleNamespace(folder="checkpoint"),
+        checkpoint=CheckpointManager.Config(enable=True),
         build=lambda: trainer,
     )
 
 
 def complete_checkpoint(folder, step):
-    (folder / "checkpoint" / f"step-{step}").mkdir(parents=True)
-    (folder / "checkpoint" / f"step-{step}" / ".metadata").touch()
+    states = {"weight": torch.ones(3), "optimizer": {"lr": 1.0}, "train_state": {"step": step}}
+    dcp.save(states, checkpoint_id=folder / "checkpoint" / f"step-{step}", no_dist=True)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
@@ -64,6 +65,31 @@ class TestSaving:
             f"  Cut off while being saved, delete: {tmp_path / 'checkpoint' / 'step-2'}\n"
             f"  The same command then goes on from {tmp_path / 'checkpoint' / 'step-1'}"
         )
+
+    def test_only_what_is_cut_off_is_to_be_deleted_and_weights_alone_are_not_gone_on_from(
+        self, tmp_path
+    ):
+        complete_checkpoint(tmp_path, 1)
+        steps = tmp_path / "checkpoint"
+        for step in (10, 11):
+            (steps / f"step-{step}").mkdir()
+        (steps / "step-11" / "model.safetensors.index.json").touch()
+        with pytest.raises(run.DiskFullError) as stopped:
+            run.train(saving(tmp_path, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
+        assert str(stopped.value).splitlines()[2:] == [
+            f"  Cut off while being saved, delete: {steps / 'step-2'}, {steps / 'step-10'}"
+        ]
+
+    @pytest.mark.parametrize("flags", [{"enable": False}, {"enable": True, "load_step": 1}])
+    def test_the_newest_is_not_gone_on_from_where_the_command_does_not_resume_it(
+        self, tmp_path, flags
+    ):
+        complete_checkpoint(tmp_path, 1)
+        config = saving(tmp_path, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+        config.checkpoint = CheckpointManager.Config(**flags)
+        with pytest.raises(run.DiskFullError) as stopped:
+            run.train(config)
+        assert "goes on from" not in str(stopped.value)
 
     def test_a_full_disk_is_known_by_its_free_space_where_torch_hides_the_error(
         self, tmp_path, monkeypatch

@@ -10,7 +10,12 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from gt_trainer.launcher import RunStoppedError
-from gt_trainer.preflight.checkpoint_folder import newest_checkpoint
+from gt_trainer.preflight.checkpoint_folder import (
+    can_be_resumed,
+    is_complete,
+    newest_checkpoint,
+    step_folders,
+)
 from gt_trainer.trainer import GraphTrainer
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -89,11 +94,12 @@ def _disk_full(config: GraphTrainer.Config) -> DiskFullError:
         f"the disk is full: nothing more can be written to {Path(config.dump_folder).absolute()}",
         "  Free some space, or choose a --dump_folder on another disk.",
     ]
-    cut_off = sorted(path for path in folder.glob("step-*") if not (path / ".metadata").exists())
+    cut_off = [path for path in step_folders(folder) if not is_complete(path)]
     if cut_off:
         lines.append(f"  Cut off while being saved, delete: {', '.join(map(str, cut_off))}")
     newest = newest_checkpoint(folder)
-    if newest is not None:
+    resumes = config.checkpoint.enable and config.checkpoint.load_step == -1
+    if resumes and newest is not None and can_be_resumed(newest, config.checkpoint):
         lines.append(f"  The same command then goes on from {newest}")
     return DiskFullError("\n".join(lines))
 

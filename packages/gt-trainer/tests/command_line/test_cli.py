@@ -10,6 +10,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.config import ParallelismConfig
 
 from gt_config import ConfigError, Violation
@@ -145,8 +148,18 @@ def test_ctrl_c_before_training_ends_at_once_whatever_is_being_imported(where):
     assert (finished.returncode, finished.stdout, finished.stderr) == (
         130,
         "",
-        "gt-train: interrupted before training started\n",
+        "gt-train: interrupted\n",
     )
+
+
+def test_ctrl_c_is_left_alone_where_something_outside_python_handles_it(monkeypatch):
+    monkeypatch.setattr(signal, "getsignal", lambda number: None)
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with ending_at_once(), pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
 
 def test_ctrl_c_is_left_alone_where_it_is_ignored():
@@ -183,7 +196,7 @@ def no_models(monkeypatch):
     config = SimpleNamespace(
         dump_folder="out",
         training=SimpleNamespace(steps=2),
-        checkpoint=SimpleNamespace(enable=True, folder="checkpoint", load_step=-1),
+        checkpoint=CheckpointManager.Config(enable=True),
         parallelism=ParallelismConfig(),
     )
     checks = []
@@ -218,6 +231,33 @@ def test_a_finished_run_says_where_its_results_are(capsys, monkeypatch, tmp_path
         "  checkpoint: out/checkpoint/step-2\n"
     )
     assert no_models == [(1, {"num_local_ranks": 1})]
+
+
+@pytest.mark.parametrize("last_save", ["full", "model_only", "in_hf"])
+def test_a_run_without_steps_left_says_how_to_train_on_from_what_it_saved(
+    capsys, monkeypatch, tmp_path, no_models, last_save
+):
+    monkeypatch.chdir(tmp_path)
+    newest = tmp_path / "out" / "checkpoint" / "step-3"
+    if last_save == "in_hf":
+        newest.mkdir(parents=True)
+        (newest / "model.safetensors.index.json").touch()
+    else:
+        state = {"optimizer": {"lr": 1.0}, "train_state": {"step": 3}}
+        saved = {"weight": torch.ones(3), **(state if last_save == "full" else {})}
+        dcp.save(saved, checkpoint_id=newest, no_dist=True)
+    weights = f"--checkpoint.initial_load_path {newest}"
+    train_on = {
+        "full": "--training.steps 5",
+        "model_only": f"{weights}, and --dump_folder as below",
+        "in_hf": f"{weights} --checkpoint.initial_load_in_hf, and --dump_folder as below",
+    }
+    assert cli.main([]) == 0
+    assert capsys.readouterr().err == (
+        "gt-train: nothing to do: out/checkpoint/step-3 is of step 3, and --training.steps is 2.\n"
+        f"  To train on:    {train_on[last_save]}\n"
+        "  To start anew:  --dump_folder with a folder that holds no checkpoint\n"
+    )
 
 
 def test_a_failed_run_is_status_1(capsys, monkeypatch, no_models):

@@ -1,13 +1,14 @@
 """``launch`` with torch: the rendezvous of forked ranks, and one rank in this process."""
 
 import os
+import signal
 import subprocess
 import sys
 import textwrap
 
 import pytest
 
-from gt_trainer.launcher import Rendezvous, launch, prepare_environment
+from gt_trainer.launcher import Rendezvous, RunStoppedError, launch, prepare_environment
 from gt_trainer.launcher.fork_safety import thread_names
 
 RENDEZVOUS_VARIABLES = (
@@ -187,7 +188,7 @@ def test_a_signal_ends_a_run_in_this_process_with_one_message(tmp_path, name, st
 def test_a_second_ctrl_c_ends_a_run_that_swallowed_the_first(tmp_path):
     finished = run_program(
         """
-        import os, signal, sys, time
+        import io, os, signal, sys, time
         from pathlib import Path
         from gt_trainer.launcher import launch
 
@@ -196,8 +197,17 @@ def test_a_second_ctrl_c_ends_a_run_that_swallowed_the_first(tmp_path):
                 os.kill(os.getpid(), signal.SIGINT)
             except BaseException:
                 print("swallowed", flush=True)
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(600)
+
+            class Interrupted(io.RawIOBase):  # while a message is being written
+                def writable(self):
+                    return True
+
+                def write(self, text):
+                    os.kill(os.getpid(), signal.SIGINT)
+                    time.sleep(600)
+
+            sys.stderr = io.TextIOWrapper(io.BufferedWriter(Interrupted()), write_through=True)
+            print("x" * 100_000, file=sys.stderr, flush=True)
 
         sys.exit(launch(run, num_ranks=1, log_folder=Path(sys.argv[1])))
         """,
@@ -253,6 +263,34 @@ def test_a_rank_of_a_given_job_runs_in_this_process(tmp_path, clean_environment,
     )
     with pytest.raises(ValueError, match="already rank 3 of 8 of a job started by Slurm"):
         launch(run, num_ranks=2, log_folder=tmp_path, rendezvous=rendezvous)
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "told"), [(0, "the disk is full\n  free some\n"), (1, "the disk is full\n")]
+)
+def test_what_to_do_after_a_stop_is_told_once_a_machine(
+    tmp_path, clean_environment, capsys, local_rank, told
+):
+    rendezvous = Rendezvous(
+        rank=2 + local_rank,
+        world_size=4,
+        local_rank=local_rank,
+        local_world_size=2,
+        master_addr="node1",
+        master_port=29500,
+        source="torchrun",
+    )
+
+    def run():
+        raise RunStoppedError("the disk is full\n  free some")
+
+    assert launch(run, num_ranks=1, log_folder=tmp_path, rendezvous=rendezvous) == 1
+    assert capsys.readouterr().err == f"gt-train: rank {2 + local_rank} of 4: {told}"
+
+
+def test_a_handler_from_outside_python_stays(tmp_path, clean_environment, monkeypatch):
+    monkeypatch.setattr(signal, "getsignal", lambda number: None)
+    assert launch(lambda: None, num_ranks=1, log_folder=tmp_path) == 0
 
 
 def test_no_rank_at_all_is_refused(tmp_path):

@@ -244,17 +244,25 @@ def _dry_run(config: GraphTrainer.Config, world_size: int, *, trace: Path | None
 
 def _already_finished(config: GraphTrainer.Config) -> str | None:
     """What to say if the newest checkpoint leaves no step to take; None if one is left."""
-    from gt_trainer.preflight.checkpoint_folder import newest_checkpoint, step_of
+    from gt_trainer.preflight.checkpoint_folder import (
+        can_be_resumed,
+        flags_to_start_from,
+        newest_checkpoint,
+        step_of,
+    )
 
     if not config.checkpoint.enable or config.checkpoint.load_step != -1:
         return None
     newest = newest_checkpoint(Path(config.dump_folder) / config.checkpoint.folder)
     if newest is None or step_of(newest) < config.training.steps:
         return None
+    train_on = f"--training.steps {step_of(newest) + config.training.steps}"
+    if not can_be_resumed(newest, config.checkpoint):  # it has weights alone
+        train_on = f"{flags_to_start_from(newest)}, and --dump_folder as below"
     return (
         f"gt-train: nothing to do: {newest} is of step {step_of(newest)}, and --training.steps is "
         f"{config.training.steps}.\n"
-        f"  To train on:    --training.steps {step_of(newest) + config.training.steps}\n"
+        f"  To train on:    {train_on}\n"
         "  To start anew:  --dump_folder with a folder that holds no checkpoint"
     )
 

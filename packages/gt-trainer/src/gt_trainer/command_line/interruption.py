@@ -1,8 +1,8 @@
-"""Ctrl-C while nothing runs yet: one message, at once.
+"""Ctrl-C while nothing runs: one message, at once.
 
 Raising ``KeyboardInterrupt`` out of whatever is being imported is no way to end: callbacks and
 ``except`` clauses in foreign modules swallow it, and the run goes on, or trip over it. Before ranks
-are started there is nothing to put in order, so the process simply ends.
+are started and after they have ended there is nothing to put in order: the process simply ends.
 
 Loads nothing: it is in force before anything else of this package is imported.
 """
@@ -21,8 +21,10 @@ from typing import NoReturn
 def ending_at_once() -> Iterator[None]:
     """Inside, Ctrl-C ends the process with status 130; unless the process ignores it."""
     previous = signal.getsignal(signal.SIGINT)
-    if previous != signal.SIG_IGN:
-        signal.signal(signal.SIGINT, _end)
+    if previous in (signal.SIG_IGN, None):  # None: from outside Python, and could not be put back
+        yield
+        return
+    signal.signal(signal.SIGINT, _end)
     try:
         yield
     finally:
@@ -30,5 +32,7 @@ def ending_at_once() -> Iterator[None]:
 
 
 def _end(number: int, frame: FrameType | None) -> NoReturn:
-    os.write(2, b"gt-train: interrupted before training started\n")
-    os._exit(128 + number)
+    try:
+        os.write(2, b"gt-train: interrupted\n")
+    finally:
+        os._exit(128 + number)

@@ -166,8 +166,12 @@ def _handling(
     number: signal.Signals, handler: Callable[[int, FrameType | None], None]
 ) -> Iterator[None]:
     previous = signal.getsignal(number)
-    if previous != signal.SIG_IGN:  # a shell that started us in the background knows why
-        signal.signal(number, handler)
+    # Whoever ignores it knows why: a shell that started us in the background, say. None is a
+    # handler from outside Python, which could not be put back.
+    if previous in (signal.SIG_IGN, None):
+        yield
+        return
+    signal.signal(number, handler)
     try:
         yield
     finally:
@@ -187,8 +191,12 @@ class _Interrupts:
 
     def __call__(self, number: int, frame: FrameType | None) -> NoReturn:
         if self.asked:
-            _tell(f"{self.name}: interrupted")
-            os._exit(128 + number)
+            try:  # unbuffered: the signal may have come in the midst of a print
+                if os.isatty(1):
+                    os.write(1, f"{_SHOW_CURSOR}\n".encode())
+                os.write(2, f"{self.name}: interrupted\n".encode())
+            finally:
+                os._exit(128 + number)
         self.asked = True
         raise KeyboardInterrupt
 
@@ -209,7 +217,8 @@ def _run_here(run: Callable[[], None], rendezvous: Rendezvous) -> int:
         _tell(f"{name}: ended by SIGTERM")
         return 128 + signal.SIGTERM
     except RunStoppedError as error:
-        _tell(f"{name}: {error}")
+        text = str(error)  # which other ranks may have too: what to do is told once a machine
+        _tell(f"{name}: {text if rendezvous.local_rank == 0 else text.splitlines()[0]}")
         return 1
     except Exception as error:  # noqa: BLE001  # the top of the program
         # The outermost frame is this function, which tells a reader nothing.

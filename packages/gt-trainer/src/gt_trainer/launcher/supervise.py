@@ -157,15 +157,15 @@ def _noting_signals(ranks: list[_Rank]) -> Iterator[_Signals]:
     os.set_blocking(read_end, False)
     os.set_blocking(write_end, False)
     signals = _Signals(read_end, write_end, ranks)
-    previous = {number: signal.getsignal(number) for number in (*_ENDING, signal.SIGTSTP)}
-    for number, handler in previous.items():
-        if handler == signal.SIG_IGN:  # nohup ignores SIGHUP, for one; it knows why
-            continue
+    handlers = {number: signal.getsignal(number) for number in (*_ENDING, signal.SIGTSTP)}
+    # nohup ignores SIGHUP, for one; it knows why. None is a handler from outside Python.
+    ours = {n: handler for n, handler in handlers.items() if handler not in (signal.SIG_IGN, None)}
+    for number in ours:
         signal.signal(number, signals.pause if number == signal.SIGTSTP else signals.note)
     try:
         yield signals
     finally:
-        for number, handler in previous.items():
+        for number, handler in ours.items():
             signal.signal(number, handler)
         os.close(read_end)
         os.close(write_end)

@@ -37,9 +37,24 @@ _METADATA = ".metadata"
 _HF_INDEX = "model.safetensors.index.json"
 
 
+def step_folders(folder: Path) -> list[Path]:
+    """Return the folders step-N in ``folder`` by step, saves that were cut off included."""
+    if not folder.is_dir():
+        return []
+    steps = [
+        path for path in folder.iterdir() if path.is_dir() and _STEP_FOLDER.fullmatch(path.name)
+    ]
+    return sorted(steps, key=step_of)
+
+
+def is_complete(path: Path) -> bool:
+    """Whether a save of either form came to its end."""
+    return _has_metadata(path) or (path / _HF_INDEX).is_file()
+
+
 def newest_checkpoint(folder: Path) -> Path | None:
     """Return the complete checkpoint of the highest step in ``folder``, if there is one."""
-    complete = [path for path in _step_folders(folder) if _is_complete(path)]
+    complete = [path for path in step_folders(folder) if is_complete(path)]
     return complete[-1] if complete else None
 
 
@@ -53,6 +68,21 @@ def step_of(checkpoint: Path) -> int:
     if match is None:
         raise ValueError(f"{checkpoint} is not named step-N")
     return int(match.group(1))
+
+
+def can_be_resumed(path: Path, checkpoint: BaseCheckpointManager.Config) -> bool:
+    """Whether a complete checkpoint is intact and has the state that the run would load."""
+    try:
+        metadata = _intact_metadata(path)
+    except _UnusableError:
+        return False
+    return metadata is not None and _has_state(metadata, checkpoint)
+
+
+def flags_to_start_from(path: Path) -> str:
+    """Return the flags with which another run starts from the weights of a checkpoint."""
+    in_hf = "" if _has_metadata(path) else " --checkpoint.initial_load_in_hf"
+    return f"--checkpoint.initial_load_path {path.absolute()}{in_hf}"
 
 
 def check_checkpoints(
@@ -75,9 +105,9 @@ def check_checkpoints(
     if filesystem.is_remote(str(dump_folder)) or filesystem.is_remote(checkpoint.folder):
         return
     folder = dump_folder / checkpoint.folder
-    steps = _step_folders(folder)
-    complete = [path for path in steps if _is_complete(path)]
-    incomplete = ", ".join(path.name for path in steps if not _is_complete(path))
+    steps = step_folders(folder)
+    complete = [path for path in steps if is_complete(path)]
+    incomplete = ", ".join(path.name for path in steps if not is_complete(path))
     if checkpoint.load_step != -1:
         chosen = folder / f"step-{checkpoint.load_step}"
         if chosen not in complete:
@@ -202,17 +232,15 @@ def _check_resumed(
     if num_readers is None:
         return
     if metadata is None or not _has_state(metadata, checkpoint):
-        saved, load = "model_only", ""
-        if metadata is None:
-            saved, load = "in_hf", " --checkpoint.initial_load_in_hf"
+        saved = "in_hf" if metadata is None else "model_only"
         yield Violation(
             flag="--checkpoint.folder",
             value=str(path),
             allowed="a checkpoint with the optimizer's state, to resume from",
             fix=(
                 f"it has weights alone, by --checkpoint.last_save_{saved}: to start from them, "
-                f"{another} and give --checkpoint.initial_load_path {path.absolute()}{load}; to "
-                "resume from an older step, give --checkpoint.load_step"
+                f"{another} and give {flags_to_start_from(path)}; to resume from an older step, "
+                "give --checkpoint.load_step"
             ),
         )
         return
@@ -270,18 +298,5 @@ def _has_state(metadata: Metadata, checkpoint: BaseCheckpointManager.Config) -> 
     )
 
 
-def _is_complete(path: Path) -> bool:
-    return _has_metadata(path) or (path / _HF_INDEX).is_file()
-
-
 def _has_metadata(path: Path) -> bool:
     return (path / _METADATA).is_file()
-
-
-def _step_folders(folder: Path) -> list[Path]:
-    if not folder.is_dir():
-        return []
-    steps = [
-        path for path in folder.iterdir() if path.is_dir() and _STEP_FOLDER.fullmatch(path.name)
-    ]
-    return sorted(steps, key=step_of)
