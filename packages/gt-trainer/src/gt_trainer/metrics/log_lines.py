@@ -36,9 +36,12 @@ _SAYS_NOTHING = re.compile(
 
 def start_logging() -> None:
     """Log to standard output, as torchtitan does."""
+    logger = logging.getLogger()
+    others = logger.handlers[:]
     init_logger()
-    for handler in logging.getLogger().handlers:
-        handler.addFilter(_demote)
+    for handler in logger.handlers:
+        if handler not in others:
+            handler.addFilter(_demote)
 
 
 def _demote(record: logging.LogRecord) -> bool:
