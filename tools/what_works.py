@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from gt_trainer import device
 
@@ -79,7 +80,8 @@ def first_violation(settings: Mapping[str, object]) -> Violation | None:
     """The first thing that is wrong with a debug model that is trained so."""
     has_experts = "parallelism.expert_parallel_degree" in settings
     config = _WITH_EXPERTS if has_experts else _DENSE
-    compile_options, degrees = config.compile, {}
+    compile_options = config.compile
+    degrees: dict[str, Any] = {}
     for path, value in settings.items():
         section, _, name = path.partition(".")
         if section == "compile":
