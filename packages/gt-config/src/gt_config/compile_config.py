@@ -92,13 +92,13 @@ class CompileConfig:
 
     inductor_compilation: InductorCompilation = "none"
     """none: run the graph as captured, but for what the model compiles eagerly too: FlexAttention.
-    regional: compile tagged regions with Inductor.
+    regional: compile what memory bounds: norms, activation functions, rotary embeddings, sums.
     full: compile the whole graph with Inductor.
     autoparallel_backend: AutoParallel's own policy.
     The last needs --compile.autoparallel and mode aot_fx_trace."""
 
     regional_modules: tuple[str, ...] = ()
-    """Modules that regional compiles besides FlexAttention, as 'layers.*.feed_forward'.
+    """Modules that regional compiles instead of what memory bounds, as 'layers.*.feed_forward'.
     An asterisk stands for one component of a module's name."""
 
     autoparallel: bool = False
@@ -177,6 +177,10 @@ class CompileConfig:
 
     numerics_changing: bool = False
     """Also run passes that are faster but round differently."""
+
+    bitwise: bool = False
+    """Keep every bit of an eager run: a default of the device that rounds otherwise gives way.
+    What is asked for and rounds otherwise is refused."""
 
     cuda_graphs: bool = False
     """Record the compiled step as CUDA graphs and replay them."""

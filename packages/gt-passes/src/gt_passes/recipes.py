@@ -239,7 +239,11 @@ def _flex_attention(
 
 def _compilation(options: CompileConfig, compiler: SubgraphCompiler) -> Iterator[GraphPass]:
     if options.inductor_compilation == "regional":
-        yield CompileRegions(module_patterns=options.regional_modules, compiler=compiler)
+        yield CompileRegions(
+            module_patterns=options.regional_modules,
+            memory_bound=not options.regional_modules,
+            compiler=compiler,
+        )
     if options.inductor_compilation == "full":
         yield CompileWholeGraph(compiler=compiler)
     if options.cuda_graphs:

@@ -310,3 +310,72 @@ sin = aten.sin.default(mm)
 return [sin]
 """,
     )
+
+
+MEMORY_BOUND = {"module_patterns": (), "memory_bound": True}
+
+
+def test_can_make_regions_of_all_that_memory_bounds():
+    """A norm and an activation, forward and backward, in each of two equal layers; no product."""
+    step = captured_step(Model(), X)
+    compiler = CountingCompiler()
+    report, _ = run_on(CompileRegions(compiler=compiler, **MEMORY_BOUND), step)
+    inside = [
+        [str(node.target) for node in body.graph.nodes if node.op == "call_function"]
+        for body in compiler.bodies
+    ]
+    assert report.refusals == ()
+    assert any("aten.rsqrt.default" in each and "aten.mul.Tensor" in each for each in inside)
+    assert not any("mm" in target for each in inside for target in each)
+    left = {str(node.target) for node in step.graph_module.graph.nodes}
+    assert "aten.mm.default" in left
+    assert "aten.rsqrt.default" not in left
+    # Without it, as before, a graph that nobody tagged stays as it is.
+    assert not run_on(CompileRegions(compiler=compiler), captured_step(Model(), X))[0].changed
+
+
+def test_what_memory_bounds_stays_close_to_the_captured():
+    torch.manual_seed(0)
+    model = Model()
+    step = captured_step(model, X)
+    _, before = run_on(CompileRegions(compiler=COMPILER, **MEMORY_BOUND), step)
+    expected_loss, expected = step.bind(model, executable=before)(X)
+    loss, gradients = step.bind(model)(X)
+    assert relative_difference(expected_loss, loss) <= 1e-5
+    assert all(relative_difference(a, b) <= 1e-5 for a, b in zip(expected, gradients, strict=True))
+
+
+def test_what_memory_bounds_runs_behind_communication_that_does_not_depend_on_it():
+    """
+    sin ── all-gather ── cos ── wait ── mul   =>   all-gather ── wait ── [sin cos mul]
+
+    Neither views of what comes from outside, nor complex numbers, nor one operator alone.
+    """
+
+    def step(x, w):
+        y = x.sin()
+        gathered = collectives.all_gather_into_tensor(w, 2, "fsdp")
+        z = x.cos()
+        w = collectives.wait_tensor(gathered)
+        product = (y * z).mm(w.t())
+        return torch.view_as_real(torch.view_as_complex(product.view(4, 2, 2)) * 1j), x.exp()
+
+    graph_module = capture(step, torch.ones(4, 8), torch.ones(2, 8))
+    run_pass(CompileRegions(compiler=DescribeOnly(), **MEMORY_BOUND), graph_module)
+    assert_expected_inline(
+        program(graph_module),
+        """\
+all_gather_into_tensor = _c10d_functional.all_gather_into_tensor.default(w_1, 2, fsdp)
+wait_tensor = _c10d_functional.wait_tensor.default(all_gather_into_tensor)
+run_region = run_region(inductor_region_0, x_1)
+getitem = getitem(run_region, 0)
+t = aten.t.default(wait_tensor)
+mm = aten.mm.default(getitem, t)
+view = aten.view.default(mm, [4, 2, 2])
+view_as_complex = aten.view_as_complex.default(view)
+mul_1 = aten.mul.Tensor(view_as_complex, 1j)
+view_as_real = aten.view_as_real.default(mul_1)
+exp = aten.exp.default(x_1)
+return [view_as_real, exp]
+""",
+    )

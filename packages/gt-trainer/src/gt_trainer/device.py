@@ -22,7 +22,9 @@ import math
 import os
 import resource
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -42,6 +44,7 @@ _CONTAINER_LIMITS = (
     "/sys/fs/cgroup/memory/memory.limit_in_bytes",
 )
 """Files of control groups, versions 2 and 1, as a container sees its own."""
+_INTENDED: ContextVar[str | None] = ContextVar("intended device", default=None)
 _TITAN = "torchtitan"
 _TITAN_VALUES = "torchtitan.tools.utils"
 
@@ -218,6 +221,25 @@ def installed_device_type() -> str:
     """Return the device type that torchtitan's modules read now."""
     device_type: str = _titan_values().device_type
     return device_type
+
+
+@contextmanager
+def intended_for(device_type: str) -> Iterator[None]:
+    """Make configurations, inside, for a device that this machine may lack: dry runs do.
+
+    Args:
+        device_type: as "cuda".
+    """
+    token = _INTENDED.set(device_type)
+    try:
+        yield
+    finally:
+        _INTENDED.reset(token)
+
+
+def intended_device_type() -> str:
+    """Return what configurations are made for: the installed device, unless ``intended_for`` says."""
+    return _INTENDED.get() or installed_device_type()
 
 
 def available_memory_bytes() -> int:

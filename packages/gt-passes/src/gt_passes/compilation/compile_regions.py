@@ -22,7 +22,7 @@ from gt_passes.registry import register_pass
 @register_pass
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompileRegions(GraphPass):
-    """Compile FlexAttention, tagged nodes and chosen modules with Inductor.
+    """Compile FlexAttention, tagged nodes, chosen modules, or all that memory bounds with Inductor.
 
     Equal regions, such as those of equal layers, are compiled once. ``inductor_regions`` says how a
     caller tags nodes, and where a region ends.
@@ -56,6 +56,10 @@ class CompileRegions(GraphPass):
     module_patterns: tuple[str, ...] = ()
     """Modules to compile besides FlexAttention and tagged nodes, as ``layers.*.feed_forward``."""
 
+    memory_bound: bool = False
+    """Compile also norms, activation functions, rotary embeddings, sums and casts: every elementwise
+    operator, reduction and copy, those of one layer together. Complex arithmetic stays as it is."""
+
     compiler: SubgraphCompiler = field(default_factory=InductorCompiler)
     """``DescribeOnly()`` makes the regions and compiles nothing."""
 
@@ -70,5 +74,9 @@ class CompileRegions(GraphPass):
         Raises:
             InductorOptionError: a tag names an option that this PyTorch's Inductor does not have.
         """
-        choice = plan_regions(graph_module.graph, module_patterns=self.module_patterns)
+        choice = plan_regions(
+            graph_module.graph,
+            module_patterns=self.module_patterns,
+            memory_bound=self.memory_bound,
+        )
         return compile_regions(graph_module, choice, self.compiler)

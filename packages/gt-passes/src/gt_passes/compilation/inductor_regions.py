@@ -6,10 +6,12 @@ A node is chosen because it is FlexAttention, because a caller tagged it in the 
     with torch.fx.traceback.annotate({"compile_with_inductor": {"inductor_configs": {...}}}):
         ...
 
-or because its module matches a pattern. Chosen nodes of one kind become one region as long as
-nothing between them depends on the region: then all of them can run at the place of the last. A
-collective, a wait, or anything with an effect ends every region before it, so that communication
-keeps its place. What a compiler has had already stays as it is.
+because its module matches a pattern, or because memory is all that bounds it. Chosen nodes of one
+kind become one region as long as nothing between them depends on the region: then all of them can
+run at the place of the last. A collective, a wait, or anything with an effect ends every region
+before it, so that communication keeps its place; but what memory bounds may run behind
+communication that does not depend on it, which else would cut the norm that it stands in. What a
+compiler has had already stays as it is.
 
 The runs are ours and not ``CapabilityBasedPartitioner``'s, which regional_inductor uses: that one
 looks at data dependencies only, and so moves nodes across writes, waits and launches, and its cost
@@ -22,7 +24,7 @@ import operator
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Graph, Node
@@ -44,6 +46,15 @@ from gt_trace.node_metadata import module_fqn, node_annotations, phase_of, read_
 
 _TAG = "compile_with_inductor"
 _FLEX_ATTENTION = frozenset({"flex_attention", "flex_attention_backward"})
+_MEMORY_BOUND = frozenset(
+    {
+        *("_to_copy", "clone", "cat", "sum", "mean", "amax", "amin", "var", "var_mean"),
+        *("_softmax", "_softmax_backward_data", "_log_softmax", "_log_softmax_backward_data"),
+        *("native_layer_norm", "native_layer_norm_backward"),
+        *("_fused_rms_norm", "_fused_rms_norm_backward"),
+    }
+)
+"""Copies and reductions that Inductor fuses, besides the operators that torch tags pointwise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,16 +79,27 @@ class RegionChoice:
     refusals: tuple[Refusal, ...]
 
 
-def plan_regions(graph: Graph, *, module_patterns: Sequence[str] = ()) -> RegionChoice:
+def plan_regions(
+    graph: Graph, *, module_patterns: Sequence[str] = (), memory_bound: bool = False
+) -> RegionChoice:
     """Choose nodes and gather them into regions.
 
     Args:
         graph: with fake values, annotated as gt-trace does.
         module_patterns: fully qualified names, as ``layers.*.feed_forward``; an asterisk stands for
             any characters within one component, and modules inside a matched one match too.
+        memory_bound: whether elementwise operators, reductions and copies are chosen too, those of
+            one layer and phase together: norms, rotary embeddings, activation functions, sums.
     """
     patterns = [pattern.split(".") for pattern in module_patterns]
-    return _Planner(graph, lambda node: _chosen_kind(node, patterns)).plan()
+
+    def kind(node: Node) -> Kind:
+        chosen = _chosen_kind(node, patterns)
+        if chosen is _UNCHOSEN and memory_bound and _is_memory_bound(node):
+            return _MemoryBound(_layer_of(module_fqn(node)), phase_of(node)), {}
+        return chosen
+
+    return _Planner(graph, kind).plan()
 
 
 def plan_flex_attention(graph: Graph, *, options: Mapping[str, object]) -> RegionChoice:
@@ -99,6 +121,13 @@ Kind = tuple[Hashable | None, Mapping[str, object]]
 that nobody chose."""
 
 _UNCHOSEN: Kind = (None, {})
+
+
+class _MemoryBound(NamedTuple):
+    """The kind of the nodes of one layer and phase that memory bounds."""
+
+    layer: str
+    phase: str | None
 
 
 class _Planner:
@@ -125,7 +154,7 @@ class _Planner:
             RegionPlan(nodes=tuple(run), anchor=anchor, options=self._options[anchor])
             for run in runs
             for anchor in [next(node for node in reversed(run) if not _is_item(node))]
-            if any(not is_only_a_view(node) for node in run)
+            if self._is_worth_it(run)
         ]
         return RegionChoice(
             regions=tuple(sorted(regions, key=lambda region: positions[region.anchor])),
@@ -169,29 +198,46 @@ class _Planner:
         return None
 
     def _leave_out(self, node: Node, reason: str) -> None:
-        del self._kinds[node]
-        self._refusals[node] = reason
+        kind = self._kinds.pop(node)
+        if not isinstance(kind, _MemoryBound):  # nobody asked for a certain one of those
+            self._refusals[node] = reason
+
+    def _is_worth_it(self, run: Sequence[Node]) -> bool:
+        """Whether a run computes anything; and where memory bounds it, fuses anything."""
+        num_operators = sum(not is_only_a_view(node) for node in run)
+        return num_operators > isinstance(self._kinds[run[0]], _MemoryBound)
 
     def _runs(self) -> Iterator[list[Node]]:
         """Chosen nodes, gathered. Each list is in execution order."""
         open_runs: dict[Hashable, list[Node]] = {}
         kind_of: dict[Node, Hashable] = {}  # of the nodes in open runs
+
+        def close(kind: Hashable) -> list[Node]:
+            run = open_runs.pop(kind)
+            for member in run:
+                del kind_of[member]
+            return run
+
         for node in self._nodes:
             if node in kind_of:
                 continue  # an item, which went with its source
             kind = self._kinds.get(node)
+            if isinstance(kind, _MemoryBound) and is_only_a_view(node):
+                # Of a value outside the run it would only tie the run to the view's other users.
+                in_run = any(kind_of.get(argument) == kind for argument in node.all_input_nodes)
+                kind = kind if in_run else None
             if kind is None and (is_collective(node) or is_wait(node) or _has_effect(node)):
-                yield from open_runs.values()
-                open_runs.clear()
-                kind_of.clear()
+                ended = [
+                    other
+                    for other in open_runs
+                    if not (isinstance(other, _MemoryBound) and _only_reads(node))
+                ]
+                for other in ended:
+                    yield close(other)
             for argument in node.all_input_nodes:
                 other = kind_of.get(argument)
                 if other is not None and other != kind:
-                    # The region must have run before this node, and so ends here.
-                    run = open_runs.pop(other)
-                    yield run
-                    for member in run:
-                        del kind_of[member]
+                    yield close(other)  # the region must have run before this node
             if kind is not None:
                 for member in (node, *_items(node)):
                     open_runs.setdefault(kind, []).append(member)
@@ -231,6 +277,29 @@ def _chosen_kind(node: Node, patterns: Sequence[Sequence[str]]) -> Kind:
     return _UNCHOSEN
 
 
+def _is_memory_bound(node: Node) -> bool:
+    """Whether Inductor can fuse a node with others: elementwise, a reduction, a copy, a view.
+
+    Complex numbers it leaves to eager kernels, and numbers of one element are not worth a kernel.
+    """
+    target = node.target
+    if not isinstance(target, OpOverload) or target.namespace != "aten":
+        return False
+    values = [value_of(node), *map(value_of, node.all_input_nodes)]
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    if len({tensor.device for tensor in tensors}) != 1 or any(t.is_complex() for t in tensors):
+        return False
+    name = target._schema.name.partition("::")[2]
+    return torch.Tag.pointwise in target.tags or name in _MEMORY_BOUND or is_only_a_view(node)
+
+
+def _layer_of(fqn: str) -> str:
+    """The part of a module's name up to its first number, as ``layers.3``; else its first word."""
+    components = fqn.split(".")
+    number = next((at for at, each in enumerate(components) if each.isdecimal()), 0)
+    return ".".join(components[: number + 1])
+
+
 def _matched_module(fqn: str, patterns: Sequence[Sequence[str]]) -> tuple[str, ...] | None:
     components = fqn.split(".")
     for pattern in patterns:
@@ -244,6 +313,11 @@ def _has_effect(node: Node) -> bool:
     if node.op != "call_function":
         return False
     return is_barrier(node) or draws_random_numbers(node) or has_declared_effect(node)
+
+
+def _only_reads(node: Node) -> bool:
+    """Whether a node is communication that writes nothing but its result."""
+    return (is_collective(node) or is_wait(node)) and next(iter(written_nodes(node)), None) is None
 
 
 def _is_item(node: Node) -> bool:

@@ -15,7 +15,7 @@ import importlib.metadata
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,6 +25,7 @@ from gt_trainer.command_line.command_line import (
     CommandLine,
     UsageError,
     check_launch,
+    flags_given,
     listing,
     parse_command_line,
     usage,
@@ -117,25 +118,35 @@ def _run(command: CommandLine, rendezvous: Rendezvous | None, started: float) ->
         num_threads = prepare_environment(os.environ, num_ranks=num_ranks)
 
     with _without_garbage_collection():
-        config = _load_configuration(command)
+        from gt_trainer import device
+
+        # A dry run is of the GPUs that the job is meant for, on whatever machine.
+        dry = command.action == "dry-run"
+        with device.intended_for("cuda") if dry else contextlib.nullcontext():
+            config = _load_configuration(command)
         from gt_trainer import run
         from gt_trainer.command_line import overrides
-        from gt_trainer.preflight import preflight
+        from gt_trainer.preflight import preflight, settled_defaults
     if command.action == "help-all":
         return _print(help_text(overrides.help_entries(config)))
     config = overrides.apply_overrides(config, command.overrides)
+    asked = flags_given(command.overrides)
     if command.action == "dry-run":
         world_size = command.world_size or INTENDED_WORLD_SIZE.get(command.config, 1)
-        return _dry_run(config, world_size, trace=command.trace)
+        return _dry_run(config, world_size, asked=asked, trace=command.trace)
+    world_size = num_ranks if rendezvous is None else rendezvous.world_size
+    config, withdrawn = settled_defaults.settle_defaults(config, world_size, asked=asked)
     preflight.check_configuration(
         config,
-        num_ranks if rendezvous is None else rendezvous.world_size,
+        world_size,
         num_local_ranks=num_ranks if rendezvous is None else rendezvous.local_world_size,
     )
     finished = _already_finished(config)
     if finished is not None:
         _tell_once_a_machine(finished)
         return 0
+    if rendezvous is None or rendezvous.rank == 0:
+        _print(_lines(withdrawn, settled_defaults.describe_run(config, world_size)))
     status = launch(
         partial(run.train, config),
         num_ranks=num_ranks,
@@ -230,14 +241,28 @@ def _rank_with_loss(config: GraphTrainer.Config, world_size: int) -> int:
     )
 
 
-def _dry_run(config: GraphTrainer.Config, world_size: int, *, trace: Path | None) -> int:
-    from gt_trainer.preflight.preflight import check_configuration
+def _lines(withdrawn: Sequence[str], description: str) -> str:
+    """What a run says of its defaults before it starts."""
+    return "".join(f"gt-train: {line}\n" for line in (*withdrawn, description))
 
-    check_configuration(config, world_size, will_train=False)
+
+def _dry_run(
+    config: GraphTrainer.Config, world_size: int, *, asked: Collection[str], trace: Path | None
+) -> int:
+    from gt_trainer.device import intended_for
+    from gt_trainer.preflight.preflight import check_configuration
+    from gt_trainer.preflight.settled_defaults import describe_run, settle_defaults
+
+    with intended_for("cuda"):
+        config, withdrawn = settle_defaults(config, world_size, asked=asked)
+        check_configuration(config, world_size, will_train=False)
+        description = describe_run(config, world_size)
+    _print(_lines(withdrawn, description))
     from gt_trainer.dry_run.dry_run import dry_run
 
     def report() -> None:
-        _print(f"{dry_run(config, world_size, trace_path=trace)}\n")
+        with intended_for("cuda"):
+            _print(f"{dry_run(config, world_size, trace_path=trace)}\n")
 
     return launch(report, num_ranks=1, log_folder=Path(config.dump_folder) / "logs")
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from gt_trainer.command_line.known_flags import explain_flags
+from gt_trainer.command_line.known_flags import explain_flags, with_underscores
 from gt_trainer.command_line.near_matches import did_you_mean
 from gt_trainer.launcher.rendezvous import Rendezvous
 from gt_trainer.models.catalog import CATALOG, CatalogEntry
@@ -81,6 +81,18 @@ class _Reading:
     values: dict[str, str] = field(default_factory=dict)
     overrides: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+
+
+def flags_given(overrides: Sequence[str]) -> frozenset[str]:
+    """Return the flags among a configuration's overrides, as the help spells them.
+
+    Args:
+        overrides: As typed. The negative form of a switch counts as the switch.
+    """
+    names = {
+        with_underscores(each.partition("=")[0]) for each in overrides if each.startswith("--")
+    }
+    return frozenset(names | {name.replace(".no_", ".") for name in names})
 
 
 def parse_command_line(arguments: Sequence[str]) -> CommandLine:

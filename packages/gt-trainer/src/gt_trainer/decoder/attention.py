@@ -22,7 +22,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from torchtitan.models.common.attention import FlexAttention, VarlenAttention
 from torchtitan.protocols.module import Module
 
-from gt_trainer.device import installed_device_type
+from gt_trainer.device import intended_device_type
 
 if TYPE_CHECKING:
     from torchtitan.protocols.model import BaseModel
@@ -182,7 +182,7 @@ def flex_attention_options() -> dict[str, object] | None:
         Names and values of ``torch._inductor.config``; None where eager runs do not compile it: on
         CPUs, whose models attend otherwise, and on ROCm if the run is to be deterministic.
     """
-    if installed_device_type() == "cpu" or FlexAttention._compiled_flex_attn is flex_attention:
+    if intended_device_type() == "cpu" or FlexAttention._compiled_flex_attn is flex_attention:
         return None
     options = FlexAttention.inductor_configs.items()
     return {name: value for name, value in options if name not in _FOR_EAGER_ONLY}

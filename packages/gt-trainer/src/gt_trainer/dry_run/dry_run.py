@@ -19,6 +19,7 @@ from torchtitan.distributed import ParallelDims
 from gt_passes import DescribeOnly
 from gt_trace import collective_counts
 from gt_trace.stamping import StampReport
+from gt_trainer._torch_internals import flex_attention_on_any_device
 from gt_trainer.decoder.attention import DocumentCausalSDPA
 from gt_trainer.dry_run.fake_step import FakeStep, fake_step
 from gt_trainer.dry_run.simulated_run import SimulatedRun, StepFacts, simulate_run
@@ -94,7 +95,7 @@ def dry_run(
         RuntimeError: a process group exists already.
         Exception: whatever building, placing or capturing raises, as in a real run.
     """
-    with fake_step(config, world_size) as step:
+    with fake_step(config, world_size) as step, flex_attention_on_any_device():
         return _report(config, step, trace_path)
 
 

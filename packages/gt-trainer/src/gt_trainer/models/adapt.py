@@ -2,7 +2,8 @@
 
 The model, its sizes, the optimizer, the schedule and the data stay as published. What changes is
 what capture needs: placement by ``parallelize``, the loss whose gradients come back through
-autograd, no second way to recompute or compile. Whatever a user would notice is said in the log.
+autograd, and for recomputation and compilation the options of ``models.device_defaults``.
+Whatever a user would notice is said in the log.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ from gt_trainer.data.text_dataloader import StdlibTextDataLoader
 from gt_trainer.decoder.attention import replace_inner_attention
 from gt_trainer.decoder.chunked_loss import GraphChunkedLoss
 from gt_trainer.decoder.experts import replace_inner_experts
-from gt_trainer.device import installed_device_type
+from gt_trainer.device import intended_device_type
 from gt_trainer.metrics.metrics_jsonl import GraphMetricsProcessor
+from gt_trainer.models.device_defaults import default_options
 from gt_trainer.pipelines.split_model import pipeline
 from gt_trainer.placement.parallelize import parallelize
 from gt_trainer.trainer import GraphTrainer
@@ -49,7 +51,6 @@ def adapt_published(published: Trainer.Config, **parallelism: Any) -> GraphTrain
     if published.model_spec is None:
         raise ValueError("the published configuration has no model_spec, hence no model")
     fields = {field.name: getattr(published, field.name) for field in dataclasses.fields(published)}
-    del fields["compile"]  # ours has other options, and its own defaults
     return GraphTrainer.Config(
         **fields
         | {
@@ -62,6 +63,8 @@ def adapt_published(published: Trainer.Config, **parallelism: Any) -> GraphTrain
                 published.parallelism, spmd_backend="partial_dtensor", **parallelism
             ),
             "activation_checkpoint": None,
+            # torchtitan's are of torch.compile.
+            "compile": default_options(published.activation_checkpoint),
         }
     )
 
@@ -86,7 +89,7 @@ def adapt_debug(
     """
     adapted = adapt_published(published)
     assert adapted.model_spec is not None
-    if installed_device_type() == "cpu":
+    if intended_device_type() == "cpu":
         _replace_experts(adapted.model_spec)
     return dataclasses.replace(
         adapted,
@@ -121,7 +124,7 @@ def say_converters_dropped(config: str, converters: str) -> None:
 
 
 def _adapt_model(published: ModelSpec) -> ModelSpec:
-    if installed_device_type() == "cpu":
+    if intended_device_type() == "cpu":
         replaced = replace_inner_attention(published.model)
         if replaced:
             _say(
@@ -152,9 +155,11 @@ def _adapt_loss(published: BaseLoss.Config) -> BaseLoss.Config:
 
 
 def _adapt_metrics(published: MetricsProcessor.Config) -> GraphMetricsProcessor.Config:
-    """Keep TensorBoard and the like, but report every step: metrics.jsonl has one object a step."""
+    """Keep TensorBoard and the like. On CPUs, where nothing waits for it, report every step."""
     fields = {field.name: getattr(published, field.name) for field in dataclasses.fields(published)}
-    return GraphMetricsProcessor.Config(**fields | {"log_freq": 1})
+    if intended_device_type() == "cpu":
+        fields["log_freq"] = 1
+    return GraphMetricsProcessor.Config(**fields)
 
 
 def _adapt_validator(published: Validator.Config) -> GraphValidator.Config:

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
-
+from torchtitan.components.checkpoint import CheckpointManager
+from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
+from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
+from torchtitan.components.validate import Validator
+from torchtitan.config import TrainingConfig
+from torchtitan.distributed.activation_checkpoint import FullAC
+from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
+from torchtitan.models.common.config_utils import decoder_vocab_size
 from torchtitan.models.llama3 import config_registry, model_registry
+from torchtitan.tools.profiler import Profiler
+from torchtitan.trainer import Trainer
 
 from gt_trainer.models.adapt import adapt_debug, adapt_published, say_converters_dropped
 from gt_trainer.trainer import GraphTrainer
@@ -29,19 +37,27 @@ def llama3_70b() -> GraphTrainer.Config:
 def llama3_405b() -> GraphTrainer.Config:
     """405B parameters; 1024 ranks: FSDP 128 x TP 8.
 
-    torchtitan's own function builds Float8 converters, which need torchao. So this takes the 70B
-    configuration and puts in what the published 405B one has otherwise.
+    Its own, and not torchtitan's function of that name, which builds Float8 converters and so needs
+    torchao: batch, steps, schedule and recomputation are as published there.
     """
     say_converters_dropped("llama3_405b", "Float8LinearConverter")
-    published = config_registry.llama3_70b()
+    model_spec = model_registry("405B")
     return adapt_published(
-        dataclasses.replace(
-            published,
-            model_spec=model_registry("405B"),
+        Trainer.Config(
+            model_spec=model_spec,
             hf_assets_path="./assets/hf/Llama-3.1-405B",
+            loss=ChunkedLossWrapper.Config(
+                loss_fn=CrossEntropyLoss.Config(global_vocab_size=decoder_vocab_size(model_spec))
+            ),
             optimizer=default_adamw(lr=8e-5),
             lr_scheduler=LRSchedulersContainer.Config(warmup_steps=600),
-            training=dataclasses.replace(published.training, local_batch_size=2, steps=3000),
+            training=TrainingConfig(local_batch_size=2, seq_len=8192, steps=3000),
+            dataloader=HuggingFaceTextDataLoader.Config(dataset="c4"),
+            activation_checkpoint=FullAC.Config(),
+            checkpoint=CheckpointManager.Config(interval=500),
+            validator=Validator.Config(freq=500, steps=1200),
+            metrics=MetricsProcessor.Config(enable_tensorboard=True),
+            profiler=Profiler.Config(enable_profiling=True, profile_freq=100),
         ),
         tensor_parallel_degree=8,
     )

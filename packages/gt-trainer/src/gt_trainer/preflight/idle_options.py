@@ -104,6 +104,7 @@ def read_elsewhere(run: RunOptions) -> Iterator[str]:
     """The paths of the options that something else than passes reads in ``run``."""
     options, graphs = run.options, run.graphs
     yield from ("mode", "autoparallel")  # what is captured, and who places the model
+    yield "bitwise"  # what is refused
     if options.autoparallel:
         yield from (p for p in option_paths(type(options)) if p.startswith("autoparallel_solver."))
     if graphs:

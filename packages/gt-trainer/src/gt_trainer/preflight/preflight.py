@@ -25,6 +25,7 @@ from torchtitan.models.common.token_dispatcher import (
 from gt_config import ConfigError, Topology, Violation, find_violations
 from gt_passes import known_passes
 from gt_trainer.device import installed_device_type
+from gt_trainer.preflight.bitwise_violations import bitwise_violations
 from gt_trainer.preflight.idle_options import idle_option_violations
 from gt_trainer.preflight.machine_violations import machine_violations
 from gt_trainer.preflight.pipeline_violations import pipeline_violations
@@ -83,6 +84,7 @@ def configuration_violations(config: GraphTrainer.Config, world_size: int) -> It
     )
     # gt-config refuses some of these too, and knows better why.
     yield from (each for each in idle if each.flag not in told)
+    yield from bitwise_violations(config.compile, topology)
     yield from unsupported_placement(
         config.parallelism, config.training, activation_checkpoint=config.activation_checkpoint
     )

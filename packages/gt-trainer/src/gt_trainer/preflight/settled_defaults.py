@@ -1,0 +1,119 @@
+"""The defaults of a device, settled with what the user chose, and what then runs, in one line.
+
+A default gives way to whatever it does not go with, and the run says so at its start; the same
+option is refused if it was asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from gt_config import CompileConfig
+from gt_config.option_paths import default_option, option_at, with_option
+from gt_passes import PassOrderError, RecipeError
+from gt_trainer.device import intended_device_type
+from gt_trainer.preflight.bitwise_violations import rounding_passes
+from gt_trainer.preflight.idle_options import RunOptions
+from gt_trainer.preflight.preflight import configuration_violations, topology_of
+from gt_trainer.trainer import GraphTrainer
+
+_COMPILE = "--compile."
+_OF_DEVICE = ("memory_policy", "inductor_compilation", "cuda_graphs")
+"""What ``models.device_defaults`` sets."""
+
+_EXCHANGE = "how many tokens ranks exchange is known on the device alone"
+_ACTIVATIONS = {
+    "save_all": "activations kept",
+    "selective": "cheap activations recomputed",
+    "full_recompute": "layers recomputed",
+    "offload": "activations offloaded to the host",
+}
+
+
+def settle_defaults(
+    config: GraphTrainer.Config, world_size: int, *, asked: Collection[str] = ()
+) -> tuple[GraphTrainer.Config, tuple[str, ...]]:
+    """Take back the defaults of the intended device that do not go with the other options.
+
+    Args:
+        config: finished. Not changed.
+        world_size: ranks of the whole job.
+        asked: flags that the user gave, as ``--compile.cuda_graphs``: those stay as they are.
+
+    Returns:
+        The configuration, and for each default that gave way one line that says why.
+    """
+    open_options = [
+        option
+        for option in _OF_DEVICE
+        if intended_device_type() != "cpu"
+        and _COMPILE + option not in asked
+        and option_at(config.compile, option) != _neutral(option)
+    ]
+    lines: list[str] = []
+    while open_options and (reasons := _reasons(config, world_size, open_options)):
+        for option, reason in reasons.items():
+            value = option_at(config.compile, option)
+            lines.append(f"{_COMPILE}{option} {value} gives way: {reason}")
+            options = with_option(config.compile, option, _neutral(option))
+            config = replace(config, compile=options)
+            open_options.remove(option)
+    return config, tuple(lines)
+
+
+def describe_run(config: GraphTrainer.Config, world_size: int) -> str:
+    """One line: what of a step is compiled, recorded and recomputed, and how exact it is.
+
+    Args:
+        config: settled.
+        world_size: ranks of the whole job.
+    """
+    options = config.compile
+    device = intended_device_type()
+    if options.mode == "none":
+        return f"On {device}: eager"
+    compiled = {
+        "none": "nothing compiled",
+        "regional": "Inductor for " + (", ".join(options.regional_modules) or "what memory bounds"),
+        "full": "Inductor for the whole graph",
+        "autoparallel_backend": "Inductor as AutoParallel does",
+    }
+    parts = [
+        _ACTIVATIONS[options.memory_policy],
+        compiled[options.inductor_compilation],
+        "CUDA graphs" if options.cuda_graphs else "no CUDA graphs",
+        _numerics(config, world_size),
+    ]
+    return f"On {device}: {', '.join(parts)}"
+
+
+def _reasons(
+    config: GraphTrainer.Config, world_size: int, options: Collection[str]
+) -> dict[str, str]:
+    """Of the defaults that cannot stay, why."""
+    reasons = {}
+    if "cuda_graphs" in options and config.parallelism.expert_parallel_degree > 1:
+        reasons["cuda_graphs"] = _EXCHANGE
+    for violation in configuration_violations(config, world_size):
+        option = violation.flag.removeprefix(_COMPILE)
+        if option in options:
+            reasons.setdefault(option, f"allowed is {violation.allowed}")
+    return reasons
+
+
+def _neutral(option: str) -> object:
+    return default_option(CompileConfig, option)
+
+
+def _numerics(config: GraphTrainer.Config, world_size: int) -> str:
+    run = RunOptions(
+        options=config.compile,
+        topology=topology_of(config, world_size),
+        reshard_after_forward=config.parallelism.fsdp_reshard_after_forward,
+    )
+    try:
+        names = rounding_passes(run)
+    except (RecipeError, PassOrderError):
+        return "numerics unknown"
+    return f"rounds otherwise than eager ({', '.join(names)})" if names else "bitwise as eager"
