@@ -97,10 +97,7 @@ def _summary(plan: PlacementPlan) -> Iterator[tuple[str, str]]:
 def _parameters(plan: PlacementPlan) -> ReportTable:
     rows = []
     for node in plan.graph.of_kind("parameter"):
-        spec = node.outputs[0]
-        assert spec is not None, "a parameter is a tensor"
-        layout = plan.options[node.index].outputs[0]
-        assert layout is not None, "a parameter is a tensor"
+        spec, layout = node.output(), plan.options[node.index].output()
         num_bytes = num_local_elements(spec.shape, layout, plan.mesh) * spec.dtype.itemsize
         placements = tuple(short_text((placement,)) for placement in layout)
         rows.append((str(node.target), (spec_text(spec), placements, num_bytes)))
