@@ -64,14 +64,8 @@ def plan_report(plan: PlacementPlan) -> PlanReport:
         _memory(plan),
         *_replicated(plan),
     )
-    return PlanReport(
-        title=f"Placement on {_mesh(plan)}", summary=tuple(_summary(plan)), tables=tables
-    )
-
-
-def _mesh(plan: PlacementPlan) -> str:
-    axes = zip(plan.mesh.names, plan.mesh.sizes, strict=True)
-    return " x ".join(f"{name} {size}" for name, size in axes) + f" ({plan.mesh.num_ranks} ranks)"
+    title = f"Placement on {plan.mesh} ({plan.mesh.num_ranks} ranks)"
+    return PlanReport(title=title, summary=tuple(_summary(plan)), tables=tables)
 
 
 def _summary(plan: PlacementPlan) -> Iterator[tuple[str, str]]:

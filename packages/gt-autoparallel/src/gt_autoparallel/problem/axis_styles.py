@@ -71,14 +71,8 @@ def pinned_constraints(
 ) -> tuple[LayoutConstraint, ...]:
     """The constraints under which a plan does what experts do.
 
-    A parameter that a style cannot cut evenly is replicated along that axis.
-
-    Args:
-        graph: of the model; activations between layers are (batch, sequence, width).
-        mesh: names and sizes of the axes.
-        styles: what to do along each axis, by its name.
-        names: which parameters are cut by columns and by rows.
-        replicate_unknown: operators that may run whole on every rank without a rule.
+    A parameter that a style cannot cut evenly is replicated along that axis. Activations between
+    layers must be (batch, sequence, width).
 
     Raises:
         ValueError: ``styles`` are not those of the mesh's axes.

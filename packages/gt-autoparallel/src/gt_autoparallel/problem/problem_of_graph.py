@@ -119,17 +119,10 @@ def placement_problem(
 ) -> PlacementProblem:
     """The problem whose solution is the best placement of ``graph``.
 
-    Args:
-        graph: what is placed.
-        mesh: sizes of the axes.
-        options_of: the options of each node; of alike nodes the same ones.
-        prices: of nodes and steps.
-        memory_budget_bytes: on each rank; None for no limit.
-        optimizer_state_copies: in units of the parameters' bytes.
-        constraints: options that break one are forbidden; a node with constraints shares its
-            choice only with alike nodes that have the same ones.
-        tables: of redistribution times, to share between problems.
-        parts: of earlier problems of the same graph, mesh and prices; gets what is made anew.
+    ``options_of`` gives alike nodes the same options. Options that break a constraint are
+    forbidden, and a node with constraints shares its choice only with alike nodes that have the
+    same ones. ``tables`` and ``parts`` are of earlier problems of the same graph, mesh and prices;
+    they get what is made anew.
     """
     of_node: dict[str, tuple[Demand, ...]] = {}
     for each in constraints:
