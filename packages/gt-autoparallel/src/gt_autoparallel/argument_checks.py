@@ -8,14 +8,10 @@ from gt_autoparallel.errors import PlacementInputError
 
 
 def check_arguments(function: str, *problems: str | None) -> None:
-    """Refuse a call with everything that is wrong with it.
-
-    Args:
-        function: that was called.
-        problems: of each argument; None where it is as it must be.
+    """Refuse a call of ``function`` with everything that is wrong with its arguments.
 
     Raises:
-        PlacementInputError: there are problems; the message has all of them.
+        PlacementInputError: not all problems are None; the message has the others.
     """
     found = [problem for problem in problems if problem is not None]
     if found:
@@ -42,5 +38,4 @@ def prices_problem(value: object, name: str = "prices") -> str | None:
     """What is wrong with an argument that must be ``StepPrices``."""
     if all(hasattr(value, part) for part in ("digest", "compute_us", "step_us")):
         return None
-    allowed = "prices of nodes and steps, as PlacementPrices()"
-    return kind_problem(value, name, (), allowed)
+    return kind_problem(value, name, (), "prices of nodes and steps, as PlacementPrices()")

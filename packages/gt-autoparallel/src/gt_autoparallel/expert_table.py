@@ -75,8 +75,7 @@ def expert_table(plan: PlacementPlan, experts: Sequence[ExpertPlan]) -> str:
     ]
     rows.sort(key=lambda row: row[1])
     width = max(len(name) for name, _, _ in rows)
-    axes = zip(plan.mesh.names, plan.mesh.sizes, strict=True)
-    lines = [f"simulated, on {' x '.join(f'{name} {size}' for name, size in axes)}"]
+    lines = [f"simulated, on {plan.mesh}"]
     lines += [
         f"{name:<{width}}  {time_us:>14,.1f} us  {time_us / plan.objective_us:>7.3f}x  "
         f"{num_bytes / 2**20:>12,.1f} MiB"

@@ -103,7 +103,14 @@ def explain(
     name_problem = kind_problem(name, "name", str, "the name of a node or parameter")
     check_arguments("explain", plan_problem(plan), name_problem)
     node = _node(plan, name)
-    planner = planner or _planner(plan)
+    planner = planner or Planner(
+        plan.graph,
+        plan.mesh,
+        signature=plan.signature,
+        prices=plan.prices,
+        replicate_unknown=plan.request.replicate_unknown,
+        optimizer_state_copies=plan.request.optimizer_state_copies,
+    )
     placement = planner.problem(plan.request)
     number = placement.clustering.class_of_node[node.index]
     of_option = [_layout(node, choice.option) for choice in placement.choices[number]]
@@ -149,18 +156,6 @@ def _node(plan: PlacementPlan, name: str) -> PlacementNode:
             f"there is no node or parameter {name!r}; parameters are {list(parameters)[:5]!r}..."
         )
     return node
-
-
-def _planner(plan: PlacementPlan) -> Planner:
-    """One that would be asked for this plan."""
-    return Planner(
-        plan.graph,
-        plan.mesh,
-        signature=plan.signature,
-        prices=plan.prices,
-        replicate_unknown=plan.request.replicate_unknown,
-        optimizer_state_copies=plan.request.optimizer_state_copies,
-    )
 
 
 def _layout(node: PlacementNode, option: NodeOption) -> Layout:

@@ -200,7 +200,7 @@ def check_plan_fits(
     )
     problems = []
     if mesh != plan.mesh:
-        problems.append(f"mesh is {_mesh_text(mesh)}, planned for {_mesh_text(plan.mesh)}")
+        problems.append(f"mesh is {mesh}, planned for {plan.mesh}")
     problems += model_differences(plan, model)
     if graph_digest(graph) != plan.signature.graph_digest:
         problems += graph_differences(plan.graph, graph)
@@ -234,7 +234,3 @@ def _document(path: Path) -> dict[str, Any]:
 
 def _digest(content: object) -> str:
     return hashlib.sha256(canonical_json(content)).hexdigest()
-
-
-def _mesh_text(mesh: MeshShape) -> str:
-    return " x ".join(f"{name} {size}" for name, size in zip(mesh.names, mesh.sizes, strict=True))

@@ -8,6 +8,7 @@ again with another budget or other constraints costs little more than the solve.
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 
 from gt_autoparallel.audit import audit_plan
@@ -23,6 +24,7 @@ from gt_autoparallel.problem.constraints import (
     Constraints,
     LayoutConstraint,
     ResolvedRequest,
+    placements_text,
     resolve_constraints,
 )
 from gt_autoparallel.problem.expert_rivals import ExpertPins, expert_pins, expert_rivals
@@ -38,7 +40,6 @@ from gt_autoparallel.rules import check_operators, node_options
 from gt_autoparallel.solver import (
     ForbiddenPairsError,
     MemoryBudgetError,
-    Progress,
     Solution,
     WarmStart,
     solve,
@@ -156,8 +157,7 @@ class Planner:
             solver=_solver_report(placement, solution),
         )
         if audit:
-            report = audit_plan(plan)
-            self._say(str(report))
+            self._say(str(audit_plan(plan)))
         return plan
 
     def problem(self, request: ResolvedRequest) -> PlacementProblem:
@@ -177,29 +177,27 @@ class Planner:
         return found
 
     def _options_of(self, node: PlacementNode) -> tuple[NodeOption, ...]:
-        operands = tuple(self.graph.spec(value) for value in node.operands)
+        operands = self.graph.operand_specs(node)
         return node_options(node, operands, self.mesh, replicate_unknown=self.replicate_unknown)
 
     def _check_constraints(self, placement: PlacementProblem, request: ResolvedRequest) -> None:
+        constraints_of: dict[str, list[LayoutConstraint]] = defaultdict(list)
+        for each in request.constraints:
+            constraints_of[each.node].append(each)
         known = {node.name for node in self.graph.nodes}
         problems = [
             f"there is no node {each.node!r}"
             for each in request.constraints
             if each.node not in known
         ]
-        constrained = dict.fromkeys(each.node for each in request.constraints)
-        constraints_of = {
-            name: [each for each in request.constraints if each.node == name]
-            for name in constrained
-        }
         problems += [
             f"node {variable.name!r} has no option with "
             + " and ".join(
-                f"{each.side} {each.position} in {_text(each)}"
+                f"{each.side} {each.position} in {placements_text(each.placements)}"
                 for each in constraints_of[variable.name]
             )
             for variable in placement.problem.variables
-            if variable.name in constrained and not (variable.cost_us < float("inf")).any()
+            if variable.name in constraints_of and not (variable.cost_us < float("inf")).any()
         ]
         if problems:
             raise ConstraintError("constraints:\n  " + "\n  ".join(problems))
@@ -211,9 +209,6 @@ class Planner:
         relative_gap: float,
         time_limit_seconds: float,
     ) -> Solution:
-        def report(progress: Progress) -> None:
-            self._say(str(progress))
-
         shape = tuple(map(len, placement.choices))
         if self._expert_pins is None:
             self._expert_pins = expert_pins(
@@ -224,7 +219,7 @@ class Planner:
                 placement.problem,
                 relative_gap=relative_gap,
                 time_limit_seconds=time_limit_seconds,
-                progress=report,
+                progress=lambda progress: self._say(str(progress)),
                 warm_start=self._warm_starts.get(shape),
                 rivals=expert_rivals(placement, self._expert_pins),
             )
@@ -266,7 +261,3 @@ def _check_mesh(graph: PlacementGraph, mesh: MeshShape) -> None:
     ]
     if problems:
         raise PlacementInputError("mesh: " + "; ".join(problems))
-
-
-def _text(constraint: LayoutConstraint) -> str:
-    return "(" + ", ".join("any" if p is None else str(p) for p in constraint.placements) + ")"

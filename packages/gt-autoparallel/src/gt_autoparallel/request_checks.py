@@ -116,9 +116,7 @@ def check_request(
     relative_gap: object,
     time_limit_seconds: object,
 ) -> None:
-    """See that a request is one.
-
-    Args: those of ``Planner.find``.
+    """See that the arguments of ``Planner.find`` are what they must be.
 
     Raises:
         PlacementInputError: naming every argument that is not what it must be.

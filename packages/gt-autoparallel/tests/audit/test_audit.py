@@ -19,7 +19,7 @@ from plan_doubles import (
     plan_by_hand,
 )
 
-from gt_autoparallel.audit.plan_audit import audit_plan, plan_problems
+from gt_autoparallel.audit.plan_audit import audit_plan, examined
 from gt_autoparallel.errors import AuditError
 from gt_autoparallel.plan.placement_plan import PlacementPlan
 from gt_autoparallel.problem.constraints import LayoutConstraint, ResolvedRequest
@@ -39,7 +39,7 @@ def offered(node, operands, mesh, *, replicate_unknown=()):
 
 
 def problems(plan: PlacementPlan) -> list[str]:
-    return plan_problems(plan, offered=offered)
+    return examined(plan, offered)[0]
 
 
 @pytest.fixture(scope="module")

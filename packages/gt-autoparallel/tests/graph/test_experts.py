@@ -26,7 +26,7 @@ from gt_autoparallel.plan.prediction import predicted_collectives
 from gt_autoparallel.planner import Planner
 from gt_autoparallel.prices.experts import (
     experts_exchanged_bytes,
-    experts_flops,
+    experts_local_rows,
     experts_saved_bytes,
 )
 from gt_autoparallel.problem.axis_styles import expert_styles, pinned_constraints
@@ -158,9 +158,8 @@ def test_prices_are_those_of_balanced_routing(graph: PlacementGraph) -> None:
     forward, operands = node_of(graph, "forward")
     replicated, _, parallel, *_ = options_of(graph, "forward", LINE)
     rows = BATCH * LENGTH * TOP_K
-    per_row = 2 * WIDTH * HIDDEN
-    assert experts_flops(forward, operands, replicated, LINE) == 2 * rows * per_row
-    assert experts_flops(forward, operands, parallel, LINE) == rows * per_row
+    assert experts_local_rows(forward, operands, replicated, LINE) == rows
+    assert experts_local_rows(forward, operands, parallel, LINE) == rows // 2
     assert experts_exchanged_bytes(forward, operands, replicated, LINE) == ()
     exchanged = rows // 2 * WIDTH * 4
     assert experts_exchanged_bytes(forward, operands, parallel, LINE) == (
@@ -170,7 +169,7 @@ def test_prices_are_those_of_balanced_routing(graph: PlacementGraph) -> None:
     )
     backward, gradients = node_of(graph, "backward")
     _, _, parallel_backward, *_ = options_of(graph, "backward", LINE)
-    assert experts_flops(backward, gradients, parallel_backward, LINE) == 2 * rows * per_row
+    assert experts_local_rows(backward, gradients, parallel_backward, LINE) == rows // 2
     assert experts_exchanged_bytes(backward, gradients, parallel_backward, LINE) == (
         exchanged,
         exchanged,

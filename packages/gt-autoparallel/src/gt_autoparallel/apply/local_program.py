@@ -7,7 +7,7 @@ that its option wants, runs the rank's part of its node and puts the results int
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -82,7 +82,7 @@ class Instruction:
     """Slot of each output; None where nobody takes it."""
 
     annotations: tuple[NodeAnnotation, ...]
-    last_uses: tuple[int, ...]
+    last_uses: tuple[int, ...] = ()
     """Slots that no later instruction of the same phase reads, and that are not kept."""
 
     def execute(self, values: Values, state: dict[str, Any]) -> None:
@@ -140,14 +140,7 @@ def local_program(
     interface: ModelInterface,
     experts: Mapping[str, RunNode] | None = None,
 ) -> LocalProgram:
-    """Compile a plan for one rank.
-
-    Args:
-        plan: what to run.
-        mesh: this rank's place and process groups.
-        interface: how the model is called, and what it returns.
-        experts: from the name of each node of kind ``experts`` to how it runs.
-    """
+    """Compile a plan for one rank; ``experts`` says by its name how each experts node runs."""
     tangent_of_output = {
         leaf.node: leaf.tangent
         for leaf in interface.outputs
@@ -181,7 +174,7 @@ class _Compiler:
                 self._slots[Value(node.index, position)] = self._new_slot()
             if node.kind in ("output", "gradient"):
                 self._results[node.index] = self._new_slot()
-        drafts: dict[NodePhase, list[_Draft]] = {"forward": [], "backward": []}
+        drafts: dict[NodePhase, list[Instruction]] = {"forward": [], "backward": []}
         for index in execution_order(self._graph):
             node = self._graph.nodes[index]
             if node.kind == "buffer":
@@ -197,7 +190,8 @@ class _Compiler:
             forward=_with_last_uses(drafts["forward"], kept=kept),
             backward=_with_last_uses(drafts["backward"], kept=set(self._results.values())),
             parameters={
-                self._target(node): slot for node, slot in self._sources("parameter").items()
+                str(self._graph.nodes[node].target): slot
+                for node, slot in self._sources("parameter").items()
             },
             buffers=self._buffers,
             inputs=self._sources("input"),
@@ -211,12 +205,12 @@ class _Compiler:
             has_experts=bool(self._experts),
         )
 
-    def _draft(self, node: PlacementNode) -> _Draft:
+    def _draft(self, node: PlacementNode) -> Instruction:
         values = node.operands
         outputs = [self._slots[Value(node.index, i)] for i in range(len(node.outputs))]
         if node.index in self._results:
             outputs = [self._results[node.index]]
-        return _Draft(
+        return Instruction(
             name=node.name,
             operands=tuple(self._operand(node, i, value) for i, value in enumerate(values)),
             run=self._run_of(node),
@@ -224,7 +218,7 @@ class _Compiler:
             annotations=self._annotations(node),
         )
 
-    def _buffer_draft(self, node: PlacementNode) -> _Draft:
+    def _buffer_draft(self, node: PlacementNode) -> Instruction:
         """Every rank holds buffers whole, and takes its shard where it is planned to have one."""
         spec, layout = self._graph.spec(Value(node.index)), self._plan.layout(Value(node.index))
         shape = self._mesh.shape
@@ -232,7 +226,7 @@ class _Compiler:
         whole = self._new_slot()
         self._buffers[str(node.target)] = whole
         move = local_move(spec, steps, self._mesh) if steps else None
-        return _Draft(
+        return Instruction(
             name=node.name,
             operands=(LocalOperand(slot=whole, move=move),),
             run=None,
@@ -280,7 +274,7 @@ class _Compiler:
         call = local_call(
             node,
             self._plan.options[node.index],
-            tuple(self._graph.spec(value) for value in node.operands),
+            self._graph.operand_specs(node),
             self._mesh.shape,
             coordinate=self._mesh.coordinate,
         )
@@ -288,9 +282,6 @@ class _Compiler:
 
     def _sources(self, kind: Any) -> dict[int, int]:
         return {n.index: self._slots[Value(n.index)] for n in self._graph.of_kind(kind)}
-
-    def _target(self, node: int) -> str:
-        return str(self._graph.nodes[node].target)
 
     def _names_of_parameters(self) -> dict[str, tuple[str, ...]]:
         nodes = {n.name: str(n.target) for n in self._graph.of_kind("parameter")}
@@ -300,18 +291,7 @@ class _Compiler:
         return {name: tuple(all_names) for name, all_names in names.items()}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Draft:
-    """An instruction before it is known which slots it reads last."""
-
-    name: str
-    operands: tuple[LocalOperand, ...]
-    run: RunNode | None
-    outputs: tuple[int, ...]
-    annotations: tuple[NodeAnnotation, ...]
-
-
-def _with_last_uses(drafts: Sequence[_Draft], *, kept: set[int]) -> tuple[Instruction, ...]:
+def _with_last_uses(drafts: Sequence[Instruction], *, kept: set[int]) -> tuple[Instruction, ...]:
     made = {slot for draft in drafts for slot in draft.outputs}
     read_later: set[int] = set()
     instructions: list[Instruction] = []
@@ -319,17 +299,10 @@ def _with_last_uses(drafts: Sequence[_Draft], *, kept: set[int]) -> tuple[Instru
         reads = {operand.slot for operand in draft.operands}
         # What comes from outside stays: the caller holds it anyway.
         last = sorted((reads & made) - read_later - kept)
-        unread = {slot for slot in draft.outputs if slot not in read_later and slot not in kept}
-        instructions.append(
-            Instruction(
-                name=draft.name,
-                operands=draft.operands,
-                run=draft.run,
-                outputs=tuple(None if slot in unread else slot for slot in draft.outputs),
-                annotations=draft.annotations,
-                last_uses=tuple(last),
-            )
+        outputs = tuple(
+            slot if slot in read_later or slot in kept else None for slot in draft.outputs
         )
+        instructions.append(replace(draft, outputs=outputs, last_uses=tuple(last)))
         read_later |= reads
     return tuple(reversed(instructions))
 
@@ -337,7 +310,13 @@ def _with_last_uses(drafts: Sequence[_Draft], *, kept: set[int]) -> tuple[Instru
 def _caller(call: LocalCall, operands: Sequence[Value], device_type: str) -> RunNode:
     """A call whose arguments hold ``Value``s where this rank's tensors go."""
     leaves, spec = pytree.tree_flatten((call.args, call.kwargs))
-    leaves = [_on_this_device(leaf, device_type) for leaf in leaves]
+    # A device as the plan names it, for all ranks, becomes this rank's current one.
+    leaves = [
+        torch.device(device_type)
+        if isinstance(leaf, torch.device) and leaf.type == device_type
+        else leaf
+        for leaf in leaves
+    ]
     # A value that is given twice is two operands, each in a layout of its own.
     positions: dict[Value, list[int]] = {}
     for position, value in enumerate(operands):
@@ -357,10 +336,3 @@ def _caller(call: LocalCall, operands: Sequence[Value], device_type: str) -> Run
         return result if isinstance(result, (tuple, list)) else (result,)
 
     return run
-
-
-def _on_this_device(argument: Any, device_type: str) -> Any:
-    """A device as the plan names it, for all ranks, becomes this rank's current one."""
-    if isinstance(argument, torch.device) and argument.type == device_type:
-        return torch.device(device_type)
-    return argument

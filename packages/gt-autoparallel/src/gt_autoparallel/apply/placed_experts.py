@@ -37,7 +37,7 @@ class PlacedExperts:
         """
         nodes = [node for node in plan.graph.of_kind("experts") if node.target == name]
         ways = [
-            plan.options[node.index].operands[-FIRST_WEIGHT_OPERAND - _num_weights(block) :]
+            plan.options[node.index].operands[-FIRST_WEIGHT_OPERAND - len(block.weight_names) :]
             for node in nodes
         ]
         if any(way != ways[0] for way in ways):
@@ -73,7 +73,3 @@ class PlacedExperts:
         leaves, result = state[self.name]
         gradients: tuple[torch.Tensor, ...] = torch.autograd.grad(result, leaves, operands[0])
         return gradients
-
-
-def _num_weights(block: ExpertBlock) -> int:
-    return len(block.weight_names)

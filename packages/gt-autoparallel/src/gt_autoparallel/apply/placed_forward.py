@@ -26,15 +26,10 @@ from gt_autoparallel.plan.placement_plan import PlacementPlan
 
 
 class PlacedForward:
-    """Called in place of the forward of ``model``.
+    """Called in place of the forward of ``model``, which holds the placed parameters.
 
-    Args:
-        model: holds the placed parameters.
-        program: the plan on this rank.
-        interface: how the model is called, and what it returns.
-        inputs: turns arguments into this rank's tensors.
-        called_modules: names of the modules inside that are called, with all that they hold: only
-            these may have hooks. None: any may, and those of others do not run.
+    ``called_modules`` names the modules inside that are called, with all that they hold: only these
+    may have hooks. None: any may, and those of others do not run.
     """
 
     def __init__(
@@ -147,7 +142,7 @@ class PlacedForward:
         if changed and not evaluates:
             planned = "training" if self._training[changed[0]] else "evaluation"
             raise PlacementError(
-                f"{_or_model(changed[0])} is not in {planned} mode, in which it was planned: a "
+                f"{changed[0] or 'the model'} is not in {planned} mode, in which it was planned: a "
                 f"placed model runs the graph of that mode only; call "
                 + (
                     "train(), or allow_evaluation(), which sees whether eval() changes nothing"
@@ -196,10 +191,6 @@ def _check_autocast() -> None:
             )
 
 
-def _or_model(name: str) -> str:
-    return name or "the model"
-
-
 def _places(model: nn.Module, slots: Mapping[str, int], holder: str) -> list[tuple[nn.Module, str]]:
     """The module and the key that hold each named tensor, in order."""
     places = []
@@ -240,7 +231,8 @@ class _Placed(torch.autograd.Function):
         ctx.program, ctx.slots, ctx.outputs, ctx.state = program, slots, outputs, state
         ctx.save_for_backward(*(values[slot] for slot in program.saved))
         # A function must not return its input, nor one tensor twice; views of them are enough.
-        results = tuple(_as_new(values[program.outputs[node]]) for node in outputs)
+        tensors = tuple(values[program.outputs[node]] for node in outputs)
+        results = tuple(tensor.view_as(tensor) for tensor in tensors)
         ctx.mark_non_differentiable(*(r for r in results if not r.is_floating_point()))
         return results
 
@@ -273,17 +265,10 @@ class _Placed(torch.autograd.Function):
         )
 
 
-def _as_new(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view_as(tensor)
-
-
 def hooks_of_inner_modules(model: nn.Module, *, called: Collection[str]) -> Iterator[str]:
     """A line for each module inside ``model`` with hooks that the placed model does not run.
 
-    Args:
-        model: placed, or to be placed.
-        called: names of modules that the placed model calls, with all that they hold: the routed
-            experts.
+    It runs those of ``called`` modules, with all that they hold: the routed experts.
     """
     for name, module in model.named_modules():
         if name and not any(name == each or name.startswith(f"{each}.") for each in called):

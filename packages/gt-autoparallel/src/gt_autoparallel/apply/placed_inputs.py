@@ -16,13 +16,7 @@ from gt_autoparallel.plan.placement_plan import PlacementPlan
 
 
 class InputReader:
-    """Turns the arguments of a call into this rank's tensors, by slot.
-
-    Args:
-        plan: says how each input is laid out.
-        interface: how the model is called.
-        slots: of each input, by its node.
-    """
+    """Turns the arguments of a call into this rank's tensors, by slot."""
 
     def __init__(
         self, plan: PlacementPlan, interface: ModelInterface, slots: Mapping[int, int]

@@ -21,12 +21,7 @@ def place_parameters(
     A parameter with values keeps them: each rank cuts its own shard, so that ranks must hold equal
     values. One on the meta device stays there, for ``to_empty`` and the model's own initializer.
     A parameter that is reached by several names stays one; attributes that were set on it stay.
-
-    Args:
-        model: changed in place.
-        layouts: of each parameter by name; parameters that no plan knows are replicated.
-        mesh: with this rank in it.
-        rank: this rank's view of it.
+    Parameters that ``layouts`` does not name are replicated.
     """
     placed: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
     """Old and new parameter, by the identity of either: it may be reached by another name."""

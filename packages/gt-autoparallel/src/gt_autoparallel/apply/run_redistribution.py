@@ -91,12 +91,8 @@ def local_move(
 ) -> LocalMove:
     """The redistribution of a value by ``steps``, on this rank.
 
-    Args:
-        spec: the global value.
-        steps: in order.
-        mesh: this rank's.
-        fsdp: what the steps do for a parameter, whatever the axis; None if nothing. Where several
-            axes shard the parameter, there is a collective for each, and all are FSDP's.
+    ``fsdp`` is what the steps do for a parameter, whatever the axis. Where several axes shard the
+    parameter, there is a collective for each, and all are FSDP's.
     """
     is_fsdp = fsdp is not None and any(step.kind != "slice" for step in steps)
     return LocalMove(

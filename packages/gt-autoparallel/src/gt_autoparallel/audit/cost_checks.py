@@ -62,7 +62,7 @@ class CostWalk:
         for node, option, planned in zip(
             plan.graph.nodes, plan.options, plan.compute_us, strict=True
         ):
-            operands = tuple(plan.graph.spec(value) for value in node.operands)
+            operands = plan.graph.operand_specs(node)
             price = plan.prices.compute_us(node, operands, option, plan.mesh)
             if not _agree(price, planned):
                 self.problems.append(f"node {node.name!r} costs {price} us, planned as {planned}")
@@ -92,9 +92,8 @@ class CostWalk:
     ) -> None:
         plan = self._plan
         spec = plan.graph.spec(value)
-        source = plan.options[value.node].outputs[value.output]
+        source = plan.layout(value)
         target = plan.options[node.index].operands[position]
-        assert source is not None, "a value is a tensor"
         steps = () if planned is None else planned.steps
         where = f"operand {position} of node {node.name!r}"
         way = f"{short_text(source)} -> {short_text(target)}"

@@ -60,7 +60,7 @@ def _saved_bytes(plan: PlacementPlan) -> int:
                 bytes_of_storage.update(_storage(plan, value))
     kept_by_experts = sum(
         experts_saved_bytes(
-            node, tuple(map(plan.graph.spec, node.operands)), plan.options[node.index], plan.mesh
+            node, plan.graph.operand_specs(node), plan.options[node.index], plan.mesh
         )
         for node in plan.graph.of_kind("experts")
     )

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Protocol
+from collections.abc import Callable, Iterator
 
 from torch.distributed.tensor import Partial
 
@@ -15,30 +14,23 @@ from gt_autoparallel.plan.placement_plan import PlacementPlan
 from gt_autoparallel.rules import replicated_operators
 from gt_autoparallel.rules.experts import expert_options
 
-
-class OfferedOptions(Protocol):
-    """The options of an operator; ``rules.node_options`` is the one in use."""
-
-    def __call__(
-        self,
-        node: PlacementNode,
-        operands: tuple[TensorSpec, ...],
-        mesh: MeshShape,
-        *,
-        replicate_unknown: tuple[str, ...] = (),
-    ) -> tuple[NodeOption, ...]:
-        """Every option of ``node`` on a mesh, in a fixed order."""
-        ...
+OfferedOptions = Callable[..., tuple[NodeOption, ...]]
+"""Gives the options of an operator; ``rules.node_options`` is the one in use."""
 
 
 def node_problems(plan: PlacementPlan, offered: OfferedOptions) -> Iterator[str]:
     """Nodes whose option is not one of theirs, or whose layouts do not fit their tensors."""
+    unknown = plan.request.replicate_unknown
     sets: dict[int, tuple[tuple[NodeOption, ...], frozenset[NodeOption]]] = {}
     for node, option in zip(plan.graph.nodes, plan.options, strict=True):
-        operands = tuple(plan.graph.spec(value) for value in node.operands)
+        operands = plan.graph.operand_specs(node)
         problem = _shape_problem(node, operands, option, plan.mesh)
         if problem is None and node.kind in ("operator", "experts"):
-            options = _options(node, operands, plan, offered)
+            options = (
+                expert_options(node, operands, plan.mesh)
+                if node.kind == "experts"
+                else offered(node, operands, plan.mesh, replicate_unknown=unknown)
+            )
             # Repeated layers get the same tuple; its set is made once and the tuple kept alive.
             known = sets.setdefault(id(options), (options, frozenset(options)))
             if option not in known[1]:
@@ -108,18 +100,6 @@ def replicated_problems(plan: PlacementPlan) -> Iterator[str]:
         yield f"node {name!r} runs replicated without a rule and is not listed"
     for name in sorted(listed - found):
         yield f"node {name!r} is listed as replicated without a rule, which it is not"
-
-
-def _options(
-    node: PlacementNode,
-    operands: tuple[TensorSpec, ...],
-    plan: PlacementPlan,
-    offered: OfferedOptions,
-) -> tuple[NodeOption, ...]:
-    if node.kind == "experts":
-        return expert_options(node, operands, plan.mesh)
-    unknown = plan.request.replicate_unknown
-    return offered(node, operands, plan.mesh, replicate_unknown=unknown)
 
 
 def _shape_problem(

@@ -76,7 +76,7 @@ def audit_plan(plan: PlacementPlan, *, offered: OfferedOptions | None = None) ->
         PlacementInputError: what is given is no plan.
     """
     check_arguments("audit_plan", plan_problem(plan))
-    problems, walk = _examined(plan, offered)
+    problems, walk = examined(plan, offered)
     if walk is None or problems:
         lines = "".join(f"\n  - {problem}" for problem in problems[:_MAX_LISTED])
         more = len(problems) - _MAX_LISTED
@@ -93,14 +93,10 @@ def audit_plan(plan: PlacementPlan, *, offered: OfferedOptions | None = None) ->
     )
 
 
-def plan_problems(plan: PlacementPlan, *, offered: OfferedOptions | None = None) -> list[str]:
-    """A line for everything that an audit finds wrong; empty if nothing is."""
-    return _examined(plan, offered)[0]
-
-
-def _examined(
+def examined(
     plan: PlacementPlan, offered: OfferedOptions | None
 ) -> tuple[list[str], CostWalk | None]:
+    """A line for everything that is wrong, and the walk, if what is walked means anything."""
     problems = []
     if graph_digest(plan.graph) != plan.signature.graph_digest:
         problems.append("the graph is not the one that the plan was made for")

@@ -44,16 +44,6 @@ class _StepError(Exception):
     """A step cannot be taken, or does not do what its kind says."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Move:
-    """A step without its shapes."""
-
-    kind: str
-    axis: int
-    source_dim: int | None
-    target_dim: int | None
-
-
 def step_problems(
     shape: Sequence[int],
     source: Layout,
@@ -61,19 +51,8 @@ def step_problems(
     steps: Sequence[RedistributionStep],
     mesh: MeshShape,
 ) -> list[str]:
-    """What is wrong with the steps from ``source`` to ``target``; empty if nothing.
-
-    Args:
-        shape: of the global tensor.
-        source: the layout before.
-        target: the layout after.
-        steps: in order.
-        mesh: sizes of the axes.
-    """
-    moves = tuple(
-        _Move(kind=s.kind, axis=s.axis, source_dim=s.source_dim, target_dim=s.target_dim)
-        for s in steps
-    )
+    """What is wrong with the steps of a tensor of global ``shape``; empty if nothing."""
+    moves = tuple(replace(step, input_shape=(), output_shape=()) for step in steps)
     small = tuple(min(size, 2) for size in mesh.sizes)
     problems = list(_walk(len(shape), source, target, moves, small))
     return problems or list(_shape_problems(shape, source, target, steps, mesh.sizes))
@@ -81,9 +60,13 @@ def step_problems(
 
 @lru_cache(maxsize=4096)
 def _walk(
-    num_dims: int, source: Layout, target: Layout, moves: tuple[_Move, ...], sizes: tuple[int, ...]
+    num_dims: int,
+    source: Layout,
+    target: Layout,
+    moves: tuple[RedistributionStep, ...],
+    sizes: tuple[int, ...],
 ) -> tuple[str, ...]:
-    """Take the moves on the miniature."""
+    """Take the moves, which are steps without shapes, on the miniature."""
     try:
         holdings = _holdings(num_dims, source, sizes)
         for move in moves:
@@ -130,7 +113,10 @@ def _spread(
 
 
 def _after(
-    move: _Move, holdings: dict[_Ranks, _Holding], num_dims: int, sizes: Sequence[int]
+    move: RedistributionStep,
+    holdings: dict[_Ranks, _Holding],
+    num_dims: int,
+    sizes: Sequence[int],
 ) -> dict[_Ranks, _Holding]:
     """What each rank has after one move."""
     if not 0 <= move.axis < len(sizes):
@@ -148,7 +134,7 @@ def _after(
     return result
 
 
-def _of_one_rank(move: _Move, group: Sequence[_Holding], place: int) -> _Holding:
+def _of_one_rank(move: RedistributionStep, group: Sequence[_Holding], place: int) -> _Holding:
     """What the rank at ``place`` of its group has after the move."""
     given, taken = move.source_dim, move.target_dim
     dims = (given is not None, taken is not None)

@@ -17,9 +17,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from gt_autoparallel._torch_internals import (
-    FakeTensor,
-)
+from gt_autoparallel._torch_internals import FakeTensor
 from gt_autoparallel.errors import UnsupportedModelError
 from gt_autoparallel.graph.functional_graph import make_functional
 from gt_autoparallel.graph.graph_conversion import (

@@ -54,9 +54,6 @@ def number_nodes(drafts: Sequence[DraftNode]) -> NumberedNodes:
 
     *Before*: ``x = mm(a, w); relu(x); sum(x)``.
     *After*: ``x = mm(a, w/share); x/share; relu(x/share); sum(x/share)``.
-
-    Args:
-        drafts: in an order in which arguments come first; values in arguments are positions here.
     """
     alive = _alive(drafts)
     users: dict[Value, list[DraftNode]] = {}

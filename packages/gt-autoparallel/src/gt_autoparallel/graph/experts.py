@@ -7,7 +7,8 @@ stores them sharded), or expert-parallel, where tokens travel to the rank that h
 The placed model runs the model's own dispatcher and experts (``ExpertBlock.run``).
 
 While ``opaque_experts`` lasts, the blocks of a model call ``gt_autoparallel::experts``; captured in
-it, each call becomes a node of kind ``experts`` with the arguments of the operator.
+it, each call becomes a node of kind ``experts`` with the arguments of the operator. The operators
+have no kernels: they are planned, and run only when placed.
 """
 
 from __future__ import annotations
@@ -90,44 +91,22 @@ def expert_problems(experts: object) -> Iterator[str]:
             )
 
 
-@torch.library.custom_op("gt_autoparallel::experts", mutates_args=())
-def _experts(
-    tokens: torch.Tensor,
-    scores: torch.Tensor,
-    expert_ids: torch.Tensor,
-    token_counts: torch.Tensor,
-    weights: list[torch.Tensor],
-    module: str,
-) -> torch.Tensor:
-    raise NotImplementedError(f"the experts of {module} are planned, and run only when placed")
+_ARGUMENTS = (
+    "Tensor tokens, Tensor scores, Tensor expert_ids, Tensor token_counts, Tensor[] weights, "
+    "str module"
+)
+torch.library.define("gt_autoparallel::experts", f"({_ARGUMENTS}) -> Tensor")
+torch.library.define(
+    "gt_autoparallel::experts_backward", f"(Tensor gradient, {_ARGUMENTS}) -> Tensor[]"
+)
 
 
-@_experts.register_fake
-def _(
-    tokens: torch.Tensor,
-    scores: torch.Tensor,
-    expert_ids: torch.Tensor,
-    token_counts: torch.Tensor,
-    weights: list[torch.Tensor],
-    module: str,
-) -> torch.Tensor:
+@torch.library.register_fake("gt_autoparallel::experts")  # type: ignore[untyped-decorator]  # torch leaves it so
+def _(tokens: torch.Tensor, *others: object) -> torch.Tensor:
     return tokens.new_empty(tokens.shape)
 
 
-@torch.library.custom_op("gt_autoparallel::experts_backward", mutates_args=())
-def _experts_backward(
-    gradient: torch.Tensor,
-    tokens: torch.Tensor,
-    scores: torch.Tensor,
-    expert_ids: torch.Tensor,
-    token_counts: torch.Tensor,
-    weights: list[torch.Tensor],
-    module: str,
-) -> list[torch.Tensor]:
-    raise NotImplementedError(f"the experts of {module} are planned, and run only when placed")
-
-
-@_experts_backward.register_fake
+@torch.library.register_fake("gt_autoparallel::experts_backward")  # type: ignore[untyped-decorator]  # torch leaves it so
 def _(
     gradient: torch.Tensor,
     tokens: torch.Tensor,
@@ -166,21 +145,20 @@ def _differentiate(
     return of_tokens, of_scores, None, None, of_weights, None
 
 
-_experts.register_autograd(_differentiate, setup_context=_setup_context)
+torch.library.register_autograd(
+    "gt_autoparallel::experts", _differentiate, setup_context=_setup_context
+)
 
 
 @contextmanager
 def opaque_experts(model: nn.Module, blocks: Mapping[str, ExpertBlock]) -> Iterator[None]:
     """Inside, the expert blocks of ``model`` are one operator each, for a capture to plan.
 
-    Args:
-        model: what is going to be captured.
-        blocks: by the fully qualified name of their modules.
-
     Raises:
         PlacementInputError: a name is not that of its block's module.
     """
-    wrong = [name for name, block in blocks.items() if _find(model, name) is not block.module]
+    modules = dict(model.named_modules())
+    wrong = [name for name, block in blocks.items() if modules.get(name) is not block.module]
     if wrong:
         raise PlacementInputError(
             f"expert blocks {wrong!r} are not modules of the model under these names"
@@ -189,10 +167,6 @@ def opaque_experts(model: nn.Module, blocks: Mapping[str, ExpertBlock]) -> Itera
         for name, block in blocks.items():
             stack.enter_context(_opaque_forward(name, block))
         yield
-
-
-def _find(model: nn.Module, name: str) -> nn.Module | None:
-    return dict(model.named_modules()).get(name)
 
 
 @contextmanager

@@ -28,7 +28,6 @@ from gt_autoparallel.graph.placement_graph import (
     NodeKind,
     NodePhase,
     PlacementGraph,
-    PlacementNode,
     ResultLeaf,
     TensorSpec,
     Value,
@@ -155,7 +154,12 @@ class _Draft:
             elif node.op == "call_function":
                 self._add_operator(node)
         self._add_sinks()
-        return self._numbered()
+        numbered = number_nodes(self._nodes)
+        return PlacementGraph(
+            nodes=numbered.nodes,
+            parameter_aliases=self._aliases,
+            interface=self._interface(numbered.number_of),
+        )
 
     # ---- nodes of each kind ----------------------------------------------------------------
 
@@ -212,16 +216,16 @@ class _Draft:
             (source,) = node.all_input_nodes
             self._value_of[node] = self._value_of[source]
             return
-        args = pytree.tree_map(
-            self._mapped, tuple(node.args), is_leaf=lambda leaf: isinstance(leaf, Node)
-        )
-        kwargs = pytree.tree_map(
-            self._mapped, dict(node.kwargs), is_leaf=lambda leaf: isinstance(leaf, Node)
+        args, kwargs = pytree.tree_map(
+            self._mapped,
+            (tuple(node.args), dict(node.kwargs)),
+            is_leaf=lambda leaf: isinstance(leaf, Node),
         )
         self._value_of[node] = self._computed(node, args, kwargs)
 
     def _computed(self, node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        operands = _values((args, kwargs))
+        leaves = pytree.tree_leaves((args, kwargs))
+        operands = [leaf for leaf in leaves if isinstance(leaf, Value)]
         # What follows the backward, such as a gradient's cast, belongs to it.
         is_backward = phase_of(node) == "backward" or any(
             self._nodes[value.node].phase == "backward" for value in operands
@@ -234,14 +238,16 @@ class _Draft:
         target: Any = node.target
         if target is _aten._unsafe_view.default:  # a view of what nobody else holds
             target = _aten.view.default
+        word = operator_path(target)[1]
         if target in (EXPERTS, EXPERTS_BACKWARD):
-            kind, module = "experts", args[-1]
-            target = module
-        key = (target, _frozen((args, kwargs)), layer_of_module(module), phase)
+            kind = word = "experts"
+            target = module = args[-1]
+        # As text, in which 1, 1.0 and True differ.
+        key = (target, repr((args, sorted(kwargs.items()))), layer_of_module(module), phase)
         index = self._known.get(key)
         if index is None or draws_random_numbers(node):
             values = recorded if several else (recorded,)
-            words = (module, "grad" if phase == "backward" else "", _word(kind, target))
+            words = (module, "grad" if phase == "backward" else "", word)
             index = self._append(
                 DraftNode(
                     kind="share" if target is REDUCE_HERE else kind,
@@ -265,7 +271,7 @@ class _Draft:
         """A cast of a parameter is what is shared, if nothing else reads the parameter."""
         node = self._nodes[index]
         node.shared = len(node.operands) == 1 and (
-            self._nodes[node.operands[0].node].shared and _is_cast(node)
+            self._nodes[node.operands[0].node].shared and is_cast(node)
         )
 
     def _add_tangent(self, node: Node) -> None:
@@ -329,14 +335,6 @@ class _Draft:
 
     # ---- the finished graph ----------------------------------------------------------------
 
-    def _numbered(self) -> PlacementGraph:
-        numbered = number_nodes(self._nodes)
-        return PlacementGraph(
-            nodes=numbered.nodes,
-            parameter_aliases=self._aliases,
-            interface=self._interface(numbered.number_of),
-        )
-
     def _interface(self, number_of: Mapping[int, int]) -> ModelInterface:
         inputs = [
             InputLeaf(
@@ -375,40 +373,6 @@ def _spec(value: object) -> TensorSpec | None:
         shape=tuple(map(int, value.shape)),
         stride=tuple(map(int, value.stride())),
         dtype=value.dtype,
-    )
-
-
-def _values(tree: Any) -> list[Value]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Value)]
-
-
-def _frozen(argument: Any) -> Any:
-    """Arguments as a key: ``1``, ``1.0`` and ``True`` differ."""
-    if isinstance(argument, (tuple, list)):
-        return (type(argument), tuple(map(_frozen, argument)))
-    if isinstance(argument, dict):
-        return tuple((key, _frozen(value)) for key, value in sorted(argument.items()))
-    return (type(argument), argument)
-
-
-def _word(kind: NodeKind, target: object) -> str:
-    if kind == "experts":
-        return kind
-    assert isinstance(target, OpOverload)
-    return operator_path(target)[1]
-
-
-def _is_cast(node: DraftNode) -> bool:
-    return is_cast(
-        PlacementNode(
-            index=0,
-            name="",
-            kind=node.kind,
-            target=node.target,
-            args=node.args,
-            kwargs=node.kwargs,
-            outputs=(),
-        )
     )
 
 

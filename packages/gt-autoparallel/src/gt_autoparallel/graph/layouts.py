@@ -61,6 +61,11 @@ class MeshShape:
             )
         return cls(names=tuple(names), sizes=tuple(int(size) for size in mesh.shape))
 
+    def __str__(self) -> str:
+        return " x ".join(
+            f"{name} {size}" for name, size in zip(self.names, self.sizes, strict=True)
+        )
+
     @property
     def num_axes(self) -> int:
         """Number of axes."""

@@ -34,3 +34,9 @@ class NodeOption:
     outputs: tuple[Layout | None, ...]
     axis_options: tuple[AxisOption, ...] = ()
     """The option of each axis from which it was made; empty for kinds that no rule makes."""
+
+    def output(self, index: int = 0) -> Layout:
+        """The layout of the ``index``-th output, which is a tensor."""
+        layout = self.outputs[index]
+        assert layout is not None, "a tensor has a layout"
+        return layout

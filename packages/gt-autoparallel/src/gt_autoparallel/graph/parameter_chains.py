@@ -11,12 +11,13 @@ A redistribution along these arrows is what FSDP calls unshard and reduce-scatte
 from __future__ import annotations
 
 from gt_autoparallel._torch_internals import OpOverload, operator_path
+from gt_autoparallel.graph.draft_nodes import DraftNode
 from gt_autoparallel.graph.placement_graph import PlacementGraph, PlacementNode
 
 _CASTS = frozenset({("aten", "_to_copy"), ("prims", "convert_element_type")})
 
 
-def is_cast(node: PlacementNode) -> bool:
+def is_cast(node: PlacementNode | DraftNode) -> bool:
     """Whether a node only changes the dtype of one tensor."""
     if node.kind != "operator" or not isinstance(node.target, OpOverload):
         return False

@@ -9,6 +9,7 @@ parameter serves forward and backward, as in a hand-placed model. A share node c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -38,10 +39,7 @@ class TensorSpec:
     @property
     def num_bytes(self) -> int:
         """Bytes of the whole tensor, dense."""
-        elements = 1
-        for size in self.shape:
-            elements *= size
-        return elements * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,10 +89,22 @@ class PlacementNode:
     """The values in ``args`` and ``kwargs``, in the order of a flattened call. A value that stands
     there twice is two operands."""
 
+    constants: str = field(init=False, compare=False, repr=False)
+    """``args`` and ``kwargs`` as text, in which all values look the same: a key for what depends on
+    flags and numbers, and not on which values are meant."""
+
+    def output(self, index: int = 0) -> TensorSpec:
+        """The global tensor that the node gives as its ``index``-th output."""
+        spec = self.outputs[index]
+        assert spec is not None, "a value is a tensor"
+        return spec
+
     def __post_init__(self) -> None:
-        leaves = pytree.tree_leaves((self.args, self.kwargs))
+        leaves, spec = pytree.tree_flatten((self.args, self.kwargs))
         values = tuple(leaf for leaf in leaves if isinstance(leaf, Value))
+        anonymous = [Value if isinstance(leaf, Value) else leaf for leaf in leaves]
         object.__setattr__(self, "operands", values)
+        object.__setattr__(self, "constants", repr(pytree.tree_unflatten(anonymous, spec)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,9 +162,11 @@ class PlacementGraph:
 
     def spec(self, value: Value) -> TensorSpec:
         """The tensor that ``value`` names."""
-        spec = self.nodes[value.node].outputs[value.output]
-        assert spec is not None, "a value is a tensor"
-        return spec
+        return self.nodes[value.node].output(value.output)
+
+    def operand_specs(self, node: PlacementNode) -> tuple[TensorSpec, ...]:
+        """The global tensors of a node's operands, in their order."""
+        return tuple(map(self.spec, node.operands))
 
     def uses(self) -> Iterator[Use]:
         """Every use of every value, by consumer and position."""

@@ -68,12 +68,6 @@ def redistribution_steps(
     have the slower links; then the one with fewer steps. Axes of size 1 move nothing and have no
     step.
 
-    Args:
-        shape: of the global tensor.
-        source: layout before; fits the shape.
-        target: layout after; fits the shape.
-        mesh: sizes of the axes.
-
     Raises:
         ValueError: a layout does not fit the shape, or an axis would have to become partial.
     """

@@ -86,13 +86,8 @@ def way_between(
     """The layouts from ``source`` to ``target``, both included, that one step each connects.
 
     Each axis is only ever in its placement before, its placement after, or replicated, and every
-    layout on the way cuts the tensor evenly. Axes of one rank count as replicated.
-
-    Args:
-        dims: what ``divisors`` says of the shape.
-        source: layout before.
-        target: layout after; partial only where ``source`` is.
-        sizes: of the mesh's axes.
+    layout on the way cuts the tensor evenly. Axes of one rank count as replicated. ``target`` is
+    partial only where ``source`` is.
     """
     if 1 in sizes:
         source, target = (

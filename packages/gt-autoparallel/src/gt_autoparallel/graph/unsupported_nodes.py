@@ -25,11 +25,6 @@ def refuse_unsupported(
 ) -> None:
     """Refuse a traced step with nodes that have no placement.
 
-    Args:
-        graph: of the step.
-        literals: tensors that the graph holds itself, by the target of their nodes.
-        allowed_random_operators: names without overload, as ``aten.native_dropout``.
-
     Raises:
         UnsupportedModelError: names every operator that cannot be planned, why, and where it
             stands first.

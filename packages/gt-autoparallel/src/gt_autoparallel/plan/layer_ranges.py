@@ -25,9 +25,7 @@ class RangedRows(Generic[Content]):
 def ranged_rows(rows: Iterable[tuple[str, Content]]) -> tuple[RangedRows[Content], ...]:
     """Rows with equal content and names alike, as one row each, in the order of the first.
 
-    Args:
-        rows: names, such as ``layers.3.attention.wq.weight``, and whatever else a row says. The
-            first component of a name that is a number counts layers.
+    The first component of a name that is a number counts layers, as in ``layers.3.attention.wq``.
     """
     numbers: dict[tuple[str, str, Content], list[int]] = {}
     for name, content in rows:

@@ -32,10 +32,6 @@ def model_differences(plan: PlacementPlan, model: nn.Module) -> list[str]:
 
     A layer around an expert block may be in either mode: it is captured without counting its
     tokens, and counts them when it runs.
-
-    Args:
-        plan: knows for what model it was made.
-        model: that shall be placed.
     """
     planned, found = dict(plan.signature.modules), _modules(model)
     for node in plan.graph.of_kind("experts"):

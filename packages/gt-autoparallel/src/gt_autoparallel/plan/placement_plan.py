@@ -16,11 +16,7 @@ from dataclasses import dataclass
 from gt_autoparallel.argument_checks import kind_problem
 from gt_autoparallel.graph.layouts import Layout, MeshShape
 from gt_autoparallel.graph.options import NodeOption
-from gt_autoparallel.graph.placement_graph import (
-    PlacementGraph,
-    Use,
-    Value,
-)
+from gt_autoparallel.graph.placement_graph import PlacementGraph, Use, Value
 from gt_autoparallel.graph.redistribution import RedistributionStep
 from gt_autoparallel.prices.costs import StepPrices
 from gt_autoparallel.prices.memory import MemoryBreakdown
@@ -158,9 +154,7 @@ class PlacementPlan:
 
     def layout(self, value: Value) -> Layout:
         """The layout in which ``value`` leaves its node."""
-        layout = self.options[value.node].outputs[value.output]
-        assert layout is not None, "a value is a tensor"
-        return layout
+        return self.options[value.node].output(value.output)
 
     def steps_of_uses(self) -> dict[tuple[int, int], tuple[RedistributionStep, ...]]:
         """From consumer and position of a use to its steps; uses without steps are absent."""

@@ -35,30 +35,19 @@ def assemble_plan(
     signature: ModelSignature,
     solver: SolverReport,
 ) -> PlacementPlan:
-    """The plan in which each node runs with its option.
-
-    Args:
-        graph: what is placed.
-        mesh: names and sizes of the axes.
-        options: of each node.
-        prices: of nodes and steps.
-        request: what was asked for.
-        signature: of the model.
-        solver: how the options were found.
-    """
+    """The plan in which each node runs with its option."""
     compute: dict[str, list[float]] = defaultdict(list)
     communication: dict[str, list[float]] = defaultdict(list)
     compute_us = []
     for node in graph.nodes:
-        operands = tuple(graph.spec(value) for value in node.operands)
+        operands = graph.operand_specs(node)
         compute_us.append(prices.compute_us(node, operands, options[node.index], mesh))
         compute[window_name(node)].append(compute_us[-1])
     unshards, reduces = parameter_chains(graph), gradient_chains(graph)
     redistributions = []
     for use in graph.uses():
-        there = options[use.value.node].outputs[use.value.output]
+        there = options[use.value.node].output(use.value.output)
         wanted = options[use.consumer].operands[use.position]
-        assert there is not None, "a value is a tensor"
         if there == wanted:
             continue
         spec = graph.spec(use.value)

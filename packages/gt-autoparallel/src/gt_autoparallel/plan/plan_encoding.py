@@ -7,7 +7,7 @@ a cost model that has it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, get_args
 
@@ -125,18 +125,14 @@ def _decode_option(content: Mapping[str, Any]) -> NodeOption:
     axis_options: tuple[AxisOption, ...] = ()
     if content["by_rule"]:
         layouts = [layout for layout in (*operands, *outputs) if layout is not None]
-        axis_options = tuple(_axis_option(operands, outputs, i) for i in range(len(layouts[0])))
+        axis_options = tuple(
+            AxisOption(
+                operands=tuple(layout[axis] for layout in operands),
+                outputs=tuple(None if layout is None else layout[axis] for layout in outputs),
+            )
+            for axis in range(len(layouts[0]))
+        )
     return NodeOption(operands=operands, outputs=outputs, axis_options=axis_options)
-
-
-def _axis_option(
-    operands: Sequence[Layout], outputs: Sequence[Layout | None], axis: int
-) -> AxisOption:
-    """A node's option on one axis: the placements of its layouts there."""
-    return AxisOption(
-        operands=tuple(layout[axis] for layout in operands),
-        outputs=tuple(None if layout is None else layout[axis] for layout in outputs),
-    )
 
 
 def _encode_redistribution(redistribution: PlannedRedistribution) -> JsonObject:
@@ -171,41 +167,27 @@ def _decode_step(content: Mapping[str, Any]) -> RedistributionStep:
 
 
 def _encode_request(request: ResolvedRequest) -> JsonObject:
-    return {
-        "constraints": [
-            {
-                "node": constraint.node,
-                "side": constraint.side,
-                "position": constraint.position,
-                "placements": [
-                    None if placement is None else encode_layout((placement,))
-                    for placement in constraint.placements
-                ],
-            }
-            for constraint in request.constraints
-        ],
-        "memory_budget_bytes": request.memory_budget_bytes,
-        "optimizer_state_copies": request.optimizer_state_copies,
-        "replicate_unknown": list(request.replicate_unknown),
-    }
+    constraints = [
+        {
+            **asdict(constraint),
+            "placements": [
+                None if placement is None else encode_layout((placement,))
+                for placement in constraint.placements
+            ],
+        }
+        for constraint in request.constraints
+    ]
+    return {**asdict(request), "constraints": constraints}
 
 
 def _decode_request(content: Mapping[str, Any]) -> ResolvedRequest:
+    constraints = []
+    for each in content["constraints"]:
+        placements = (None if text is None else _layout(text)[0] for text in each["placements"])
+        constraints.append(LayoutConstraint(**{**each, "placements": tuple(placements)}))
+    unknown = tuple(content["replicate_unknown"])
     return ResolvedRequest(
-        constraints=tuple(
-            LayoutConstraint(
-                node=each["node"],
-                side=each["side"],
-                position=each["position"],
-                placements=tuple(
-                    None if text is None else _layout(text)[0] for text in each["placements"]
-                ),
-            )
-            for each in content["constraints"]
-        ),
-        memory_budget_bytes=content["memory_budget_bytes"],
-        optimizer_state_copies=content["optimizer_state_copies"],
-        replicate_unknown=tuple(content["replicate_unknown"]),
+        **{**content, "constraints": tuple(constraints), "replicate_unknown": unknown}
     )
 
 

@@ -125,7 +125,7 @@ def _of_redistribution(
 
 def _of_experts(plan: PlacementPlan, node: PlacementNode) -> list[PlannedCollective]:
     """The all-to-alls of routed experts; bytes at balanced routing."""
-    operands = tuple(plan.graph.spec(value) for value in node.operands)
+    operands = plan.graph.operand_specs(node)
     option = plan.options[node.index]
     axis = expert_parallel_axis(node, option)
     if axis is None:

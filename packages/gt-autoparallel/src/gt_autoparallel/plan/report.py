@@ -64,14 +64,8 @@ def plan_report(plan: PlacementPlan) -> PlanReport:
         _memory(plan),
         *_replicated(plan),
     )
-    return PlanReport(
-        title=f"Placement on {_mesh(plan)}", summary=tuple(_summary(plan)), tables=tables
-    )
-
-
-def _mesh(plan: PlacementPlan) -> str:
-    axes = zip(plan.mesh.names, plan.mesh.sizes, strict=True)
-    return " x ".join(f"{name} {size}" for name, size in axes) + f" ({plan.mesh.num_ranks} ranks)"
+    title = f"Placement on {plan.mesh} ({plan.mesh.num_ranks} ranks)"
+    return PlanReport(title=title, summary=tuple(_summary(plan)), tables=tables)
 
 
 def _summary(plan: PlacementPlan) -> Iterator[tuple[str, str]]:
@@ -97,10 +91,7 @@ def _summary(plan: PlacementPlan) -> Iterator[tuple[str, str]]:
 def _parameters(plan: PlacementPlan) -> ReportTable:
     rows = []
     for node in plan.graph.of_kind("parameter"):
-        spec = node.outputs[0]
-        assert spec is not None, "a parameter is a tensor"
-        layout = plan.options[node.index].outputs[0]
-        assert layout is not None, "a parameter is a tensor"
+        spec, layout = node.output(), plan.options[node.index].output()
         num_bytes = num_local_elements(spec.shape, layout, plan.mesh) * spec.dtype.itemsize
         placements = tuple(short_text((placement,)) for placement in layout)
         rows.append((str(node.target), (spec_text(spec), placements, num_bytes)))

@@ -14,20 +14,20 @@ import hashlib
 import json
 import math
 from collections.abc import Hashable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
-from gt_autoparallel.graph.experts import expert_parallel_axis
+from gt_autoparallel.graph.experts import FIRST_WEIGHT_OPERAND, expert_parallel_axis
 from gt_autoparallel.graph.layouts import Layout, MeshShape, local_shape
 from gt_autoparallel.graph.options import NodeOption
 from gt_autoparallel.graph.placement_graph import PlacementNode, TensorSpec, Value
 from gt_autoparallel.graph.redistribution import RedistributionStep
 from gt_autoparallel.prices.experts import (
     experts_exchanged_bytes,
-    experts_flops,
+    experts_local_rows,
     experts_saved_bytes,
 )
 from gt_passes.simulation import CostModel, MatmulShape, OpWork, device_time
@@ -51,13 +51,9 @@ class StepPrices(Protocol):
         option: NodeOption,
         mesh: MeshShape,
     ) -> float:
-        """Time of one node on one rank's shards; 0 for kinds that compute nothing.
+        """Time of one node on one rank's shards in us; 0 for kinds that compute nothing.
 
-        Args:
-            node: a node of the graph.
-            operands: the global tensors of its operands, in their order.
-            option: how it runs.
-            mesh: sizes of the axes.
+        ``operands`` are the global tensors of its operands, in their order.
         """
         ...
 
@@ -77,7 +73,6 @@ class PlacementPrices:
         self.cost_model = CostModel() if cost_model is None else cost_model
         self._compute: dict[Hashable, float] = {}
         self._steps: dict[Hashable, float] = {}
-        self._constants: dict[int, tuple[PlacementNode, Hashable]] = {}
 
     @property
     def digest(self) -> str:
@@ -101,14 +96,7 @@ class PlacementPrices:
         option: NodeOption,
         mesh: MeshShape,
     ) -> float:
-        """Time of one node on one rank's shards; 0 for kinds that compute nothing.
-
-        Args:
-            node: a node of the graph.
-            operands: the global tensors of its operands, in their order.
-            option: how it runs.
-            mesh: sizes of the axes.
-        """
+        """Time of one node on one rank's shards, as in ``StepPrices``."""
         if node.kind == "experts":
             return self._experts_us(node, operands, option, mesh)
         if node.kind != "operator":
@@ -121,19 +109,12 @@ class PlacementPrices:
             None if spec is None or layout is None else _shard(spec, layout, mesh)
             for spec, layout in zip(node.outputs, option.outputs, strict=True)
         )
-        key = (node.target, shards, results, self._constants_of(node))
+        key = (node.target, shards, results, node.constants)
         known = self._compute.get(key)
         if known is None:
             stand_in = _stand_in(node, shards, results)
             known = self._compute[key] = self.cost_model.cost(stand_in).duration_us
         return known
-
-    def _constants_of(self, node: PlacementNode) -> Hashable:
-        """As ``_constants``, once for each node, which is kept so that its id stays its own."""
-        known = self._constants.get(id(node))
-        if known is None:
-            known = self._constants[id(node)] = (node, _constants(node))
-        return known[1]
 
     def step_us(self, step: RedistributionStep, dtype: torch.dtype, mesh: MeshShape) -> float:
         """Time of one step of a redistribution of a tensor of ``dtype``."""
@@ -164,12 +145,11 @@ class PlacementPrices:
         known = self._compute.get(key)
         if known is not None:
             return known
-        flops = experts_flops(node, operands, option, mesh)
         backward = node.phase == "backward"
-        weights, layouts = operands[4 + backward :], option.operands[4 + backward :]
+        first = FIRST_WEIGHT_OPERAND + backward
+        weights, layouts = operands[first:], option.operands[first:]
         local = [local_shape(w.shape, at, mesh) for w, at in zip(weights, layouts, strict=True)]
-        per_row = sum(math.prod(weight.shape[1:]) for weight in weights)
-        rows = round(flops / per_row / (4 if backward else 2)) if per_row else 0
+        rows = experts_local_rows(node, operands, option, mesh)
         dtype = operands[0].dtype
         total = 0.0
         for experts, wide, narrow in local:
@@ -206,14 +186,6 @@ def _shard(spec: TensorSpec, layout: Layout, mesh: MeshShape) -> _Shard:
     return local_shape(spec.shape, layout, mesh), broadcast, spec.dtype
 
 
-def _constants(node: PlacementNode) -> Hashable:
-    """What a price depends on besides tensors: flags, numbers of a convolution, missing masks."""
-    return repr(
-        pytree.tree_map(lambda leaf: "tensor" if isinstance(leaf, Value) else leaf,
-                        (node.args, node.kwargs))
-    )  # fmt: skip
-
-
 def _stand_in(
     node: PlacementNode, operands: Sequence[_Shard], results: Sequence[_Shard | None]
 ) -> Node:
@@ -227,11 +199,9 @@ def _stand_in(
             seen[value].meta["val"] = _meta_tensor(shard)
         placeholders.append(seen[value])
     given = iter(placeholders)
-
-    def filled(tree: Any) -> Any:
-        return pytree.tree_map(lambda leaf: next(given) if isinstance(leaf, Value) else leaf, tree)
-
-    args, kwargs = filled((node.args, node.kwargs))
+    args, kwargs = pytree.tree_map(
+        lambda leaf: next(given) if isinstance(leaf, Value) else leaf, (node.args, node.kwargs)
+    )
     stand_in = graph.call_function(node.target, args, kwargs)
     tensors = [None if shard is None else _meta_tensor(shard) for shard in results]
     stand_in.meta["val"] = tensors[0] if len(tensors) == 1 else tuple(tensors)

@@ -10,11 +10,7 @@ from gt_autoparallel.graph.options import NodeOption
 from gt_autoparallel.graph.placement_graph import PlacementNode, TensorSpec
 
 
-def _routed(node: PlacementNode, operands: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
-    return operands[1:] if node.phase == "backward" else operands
-
-
-def _local_rows(
+def experts_local_rows(
     node: PlacementNode, operands: tuple[TensorSpec, ...], option: NodeOption, mesh: MeshShape
 ) -> int:
     """Rows that a rank sends to experts: its tokens, once for each of their experts.
@@ -23,20 +19,6 @@ def _local_rows(
     """
     at = 2 if node.phase == "backward" else 1
     return math.prod(local_shape(operands[at].shape, option.operands[at], mesh))
-
-
-def experts_flops(
-    node: PlacementNode, operands: tuple[TensorSpec, ...], option: NodeOption, mesh: MeshShape
-) -> float:
-    """Floating-point operations of one rank: each row through one expert's matrices.
-
-    forward   2 * rows * sum_w numel(w) / E
-    backward  twice that
-    """
-    weights = _routed(node, operands)[FIRST_WEIGHT_OPERAND:]
-    per_row = sum(math.prod(weight.shape[1:]) for weight in weights)
-    factor = 4.0 if node.phase == "backward" else 2.0
-    return factor * _local_rows(node, operands, option, mesh) * per_row
 
 
 def experts_exchanged_bytes(
@@ -49,8 +31,8 @@ def experts_exchanged_bytes(
     """
     if expert_parallel_axis(node, option) is None:
         return ()
-    tokens, _, _, counts, *_ = _routed(node, operands)
-    rows = _local_rows(node, operands, option, mesh)
+    tokens, _, _, counts, *_ = operands[node.phase == "backward" :]
+    rows = experts_local_rows(node, operands, option, mesh)
     exchanged = rows * tokens.shape[-1] * tokens.dtype.itemsize
     if node.phase == "backward":
         return (exchanged, exchanged)
@@ -68,7 +50,7 @@ def experts_saved_bytes(
         return 0
     tokens, *_ = operands
     weights = operands[FIRST_WEIGHT_OPERAND:]
-    rows = _local_rows(node, operands, option, mesh)
+    rows = experts_local_rows(node, operands, option, mesh)
     model_dim = tokens.shape[-1]
     widths = [math.prod(weight.shape[1:]) // model_dim for weight in weights]
     # A gated unit keeps each projection, its activation and their product.

@@ -53,14 +53,7 @@ def option_bytes(
 ) -> float:
     """Bytes that one node takes on each rank if it runs with ``option``.
 
-    Args:
-        graph: of the node.
-        node: any of it.
-        option: how it runs.
-        mesh: sizes of the axes.
-        saved: what the backward keeps alive.
-        status: of the node, if it is view-like and on the way to something saved.
-        optimizer_state_copies: in units of the parameters' bytes.
+    ``status`` is that of a view-like node on the way to something saved, else None.
     """
     total = sum(
         _bytes(spec, layout, mesh)
@@ -75,7 +68,7 @@ def option_bytes(
     if node.kind == "gradient":
         total += _bytes(graph.spec(node.operands[0]), option.operands[0], mesh)
     if node.kind == "experts":
-        operands = tuple(map(graph.spec, node.operands))
+        operands = graph.operand_specs(node)
         total += experts_saved_bytes(node, operands, option, mesh)
     return total
 
@@ -87,14 +80,7 @@ def plan_memory(
     *,
     optimizer_state_copies: float,
 ) -> MemoryBreakdown:
-    """The bytes of a whole plan.
-
-    Args:
-        graph: what is placed.
-        options: the chosen one of each node.
-        mesh: sizes of the axes.
-        optimizer_state_copies: in units of the parameters' bytes.
-    """
+    """The bytes of a whole plan: ``options`` are the chosen ones of all nodes."""
     saved = saved_storages(graph)
     parameters = gradients = activations = 0
     # From the last view down: is the storage that a value lies in needed?
@@ -106,7 +92,7 @@ def plan_memory(
         elif node.kind == "gradient":
             gradients += _bytes(graph.spec(node.operands[0]), option.operands[0], mesh)
         elif node.kind == "experts":
-            operands = tuple(map(graph.spec, node.operands))
+            operands = graph.operand_specs(node)
             activations += experts_saved_bytes(node, operands, option, mesh)
         for position, (spec, layout) in enumerate(zip(node.outputs, option.outputs, strict=True)):
             if Value(node.index, position) in saved.values:

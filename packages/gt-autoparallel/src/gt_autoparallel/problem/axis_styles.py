@@ -43,11 +43,7 @@ def expert_styles(
     """The experts' plans for a mesh: name, and what they do along each axis.
 
     Tensor parallelism, or expert parallelism, is along the innermost axis; the other axes all do
-    the same.
-
-    Args:
-        mesh: names of the axes.
-        routed_experts: whether the model has some that could be distributed.
+    the same. Expert parallelism is among them if the model has routed experts.
     """
     *outer, inner = mesh.names
     ddp: dict[str, AxisStyle] = dict.fromkeys(mesh.names, "ddp")
@@ -75,14 +71,8 @@ def pinned_constraints(
 ) -> tuple[LayoutConstraint, ...]:
     """The constraints under which a plan does what experts do.
 
-    A parameter that a style cannot cut evenly is replicated along that axis.
-
-    Args:
-        graph: of the model; activations between layers are (batch, sequence, width).
-        mesh: names and sizes of the axes.
-        styles: what to do along each axis, by its name.
-        names: which parameters are cut by columns and by rows.
-        replicate_unknown: operators that may run whole on every rank without a rule.
+    A parameter that a style cannot cut evenly is replicated along that axis. Activations between
+    layers must be (batch, sequence, width).
 
     Raises:
         ValueError: ``styles`` are not those of the mesh's axes.
@@ -142,11 +132,11 @@ class _Pins:
         """Layouts in which values leave their nodes."""
         yield from self._parameters()
         for node in self._graph.of_kind("input"):
-            spec = _spec(node.outputs[0])
+            spec = node.output()
             yield node, 0, self._fitting(spec, [self._batch(style, spec) for style in self._styles])
         for value in self._between_layers():
             node = self._graph.nodes[value.node]
-            spec = _spec(node.outputs[value.output])
+            spec = node.output(value.output)
             wanted = [self._residual(style) for style in self._styles]
             yield node, value.output, self._fitting(spec, wanted)
         yield from self._data_parallel()
@@ -175,7 +165,7 @@ class _Pins:
     def _if_offered(self, node: PlacementNode, placement: Placement) -> Iterator[_Pin]:
         """The first output of a node, along axes of data parallelism, if it has such an option."""
         wanted = tuple(placement if style in _DATA_PARALLEL else None for style in self._styles)
-        operands = tuple(self._graph.spec(value) for value in node.operands)
+        operands = self._graph.operand_specs(node)
         options = (
             expert_options(node, operands, self._mesh)
             if node.kind == "experts"
@@ -194,7 +184,7 @@ class _Pins:
         chains = parameter_chains(self._graph)
         stored: dict[str, tuple[Placement, ...]] = {}
         for node in self._graph.of_kind("parameter"):
-            name, spec = str(node.target), _spec(node.outputs[0])
+            name, spec = str(node.target), node.output()
             stored[name] = self._stored(name, spec)
             yield node, 0, stored[name]
         for node in self._graph.of_kind("share"):
@@ -261,9 +251,9 @@ class _Pins:
         """What one layer makes and another reads, of the shape of the residual stream."""
         nodes = self._graph.nodes
         batches = {
-            _spec(node.outputs[0]).shape[:2]
+            node.output().shape[:2]
             for node in self._graph.of_kind("input")
-            if len(_spec(node.outputs[0]).shape) >= 2
+            if len(node.output().shape) >= 2
         }
         seen = set()
         for use in self._graph.uses():
@@ -273,7 +263,7 @@ class _Pins:
             home = layer_of_module(maker.module)
             leaves = home is not None and home != layer_of_module(reader.module)
             shared = reader.kind == "share" and self._read_elsewhere(reader, home)
-            spec = _spec(maker.outputs[use.value.output])
+            spec = maker.output(use.value.output)
             is_stream = len(spec.shape) == 3 and spec.shape[:2] in batches
             if home is not None and (leaves or shared) and is_stream:
                 seen.add(use.value)
@@ -295,8 +285,3 @@ def _expert_weights(graph: PlacementGraph) -> frozenset[str]:
                 source = maker.operands[0].node if maker.kind == "share" else maker.index
                 found.add(chains[source])
     return frozenset(found)
-
-
-def _spec(spec: TensorSpec | None) -> TensorSpec:
-    assert spec is not None, "a value is a tensor"
-    return spec

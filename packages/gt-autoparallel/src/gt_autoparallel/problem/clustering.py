@@ -15,8 +15,10 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch.utils import _pytree as pytree
+
 from gt_autoparallel.graph.layer_names import layer_of_module, window_name
-from gt_autoparallel.graph.placement_graph import PlacementGraph, PlacementNode, TensorSpec, Value
+from gt_autoparallel.graph.placement_graph import PlacementGraph, PlacementNode, Value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,9 +42,7 @@ def cluster_layers(
 ) -> Clustering:
     """Find alike layers and let their nodes share classes.
 
-    Args:
-        graph: what is planned.
-        distinguished: more about single nodes that alike nodes must have in common.
+    ``distinguished`` is more about single nodes that alike nodes must have in common.
     """
     extra = distinguished or {}
     layers: dict[str, list[int]] = defaultdict(list)
@@ -90,10 +90,7 @@ def _description(
     """All that must be equal in alike layers."""
     place = {node: position for position, node in enumerate(nodes)}
     return tuple(
-        (
-            _node_description(graph, graph.nodes[index], layer, place),
-            extra.get(index),
-        )
+        (_node_description(graph, graph.nodes[index], layer, place), extra.get(index))
         for index in nodes
     )
 
@@ -101,18 +98,11 @@ def _description(
 def _node_description(
     graph: PlacementGraph, node: PlacementNode, layer: str, place: Mapping[int, int]
 ) -> Hashable:
-    def described(leaf: Any) -> Hashable:
+    def described(leaf: Any) -> Any:
         if isinstance(leaf, Value):
-            if leaf.node in place:
-                return ("inside", place[leaf.node], leaf.output)
-            return ("outside", _spec(graph.spec(leaf)))
-        if isinstance(leaf, (list, tuple)):
-            return (type(leaf).__name__, tuple(map(described, leaf)))
-        if isinstance(leaf, dict):
-            return tuple((key, described(value)) for key, value in leaf.items())
-        if isinstance(leaf, str):
-            return leaf.removeprefix(layer)
-        return (type(leaf), leaf)
+            inside = place.get(leaf.node)
+            return graph.spec(leaf) if inside is None else Value(inside, leaf.output)
+        return leaf.removeprefix(layer) if isinstance(leaf, str) else leaf
 
     target = node.target
     return (
@@ -120,11 +110,6 @@ def _node_description(
         target.removeprefix(layer) if isinstance(target, str) else target,
         node.module.removeprefix(layer),
         node.phase,
-        described(node.args),
-        described(node.kwargs),
-        tuple(None if spec is None else _spec(spec) for spec in node.outputs),
+        repr(pytree.tree_map(described, (node.args, node.kwargs))),
+        node.outputs,
     )
-
-
-def _spec(spec: TensorSpec) -> Hashable:
-    return (spec.shape, spec.stride, spec.dtype)

@@ -303,9 +303,14 @@ class _Resolver:
         layout = tuple(Replicate() if p is None else p for p in placements)
         if fits(spec.shape, layout, self._mesh):
             return None
-        text = ", ".join("any" if p is None else str(p) for p in placements)
         sizes = dict(zip(self._mesh.names, self._mesh.sizes, strict=True))
-        return f"({text}) does not cut shape {spec.shape!r} evenly on mesh {sizes!r}, the shape"
+        text = placements_text(placements)
+        return f"{text} does not cut shape {spec.shape!r} evenly on mesh {sizes!r}, the shape"
+
+
+def placements_text(placements: Sequence[Placement | None]) -> str:
+    """What was demanded, as errors show it."""
+    return "(" + ", ".join("any" if p is None else str(p) for p in placements) + ")"
 
 
 def _parents(module: str) -> Iterator[str]:

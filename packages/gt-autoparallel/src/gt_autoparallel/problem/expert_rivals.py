@@ -26,13 +26,7 @@ ExpertPins = tuple[tuple[LayoutConstraint, ...], ...]
 def expert_pins(
     graph: PlacementGraph, mesh: MeshShape, *, replicate_unknown: Collection[str] = ()
 ) -> ExpertPins:
-    """What the experts whose plans are known for ``mesh`` would pin in ``graph``.
-
-    Args:
-        graph: of the model.
-        mesh: names and sizes of the axes.
-        replicate_unknown: operators that may run whole on every rank without a rule.
-    """
+    """What the experts whose plans are known for ``mesh`` would pin in ``graph``."""
     has_experts = bool(graph.of_kind("experts"))
     return tuple(
         pinned_constraints(graph, mesh, styles, replicate_unknown=replicate_unknown)

@@ -7,7 +7,7 @@ import math
 from gt_autoparallel.errors import InfeasiblePlacementError
 from gt_autoparallel.graph.layouts import MeshShape
 from gt_autoparallel.prices.memory import MemoryBreakdown, plan_memory
-from gt_autoparallel.problem.constraints import ResolvedRequest
+from gt_autoparallel.problem.constraints import ResolvedRequest, placements_text
 from gt_autoparallel.problem.problem_of_graph import PlacementProblem
 from gt_autoparallel.solver import ForbiddenPairsError, MemoryBudgetError
 
@@ -20,14 +20,7 @@ def explained(
     request: ResolvedRequest,
     mesh: MeshShape,
 ) -> InfeasiblePlacementError:
-    """The solver's error in words of constraints and bytes.
-
-    Args:
-        error: what the solver raised.
-        placement: the problem that it was asked to solve.
-        request: what the problem was made for.
-        mesh: sizes of the axes.
-    """
+    """The solver's error about ``placement`` in words of constraints and bytes."""
     if isinstance(error, ForbiddenPairsError):
         return InfeasiblePlacementError(_conflict(error, placement, request))
     return InfeasiblePlacementError(_shortage(error, placement, request, mesh))
@@ -44,9 +37,7 @@ def _conflict(
     }
     involved = [each for each in request.constraints if each.node in names]
     lines = [
-        f"{each.side} {each.position} of {each.node!r} in ("
-        + ", ".join("any" if p is None else str(p) for p in each.placements)
-        + ")"
+        f"{each.side} {each.position} of {each.node!r} in {placements_text(each.placements)}"
         for each in involved
     ]
     if not lines:

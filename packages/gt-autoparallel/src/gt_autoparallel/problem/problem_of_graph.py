@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,7 +27,7 @@ from gt_autoparallel.graph.layer_names import layer_of_module
 from gt_autoparallel.graph.layouts import Layout, MeshShape
 from gt_autoparallel.graph.options import NodeOption
 from gt_autoparallel.graph.parameter_chains import gradient_chains, is_cast, parameter_chains
-from gt_autoparallel.graph.placement_graph import PlacementGraph, PlacementNode, TensorSpec, Use
+from gt_autoparallel.graph.placement_graph import PlacementGraph, PlacementNode, Use
 from gt_autoparallel.prices.costs import StepPrices
 from gt_autoparallel.prices.memory import option_bytes
 from gt_autoparallel.prices.saved_storages import SavedStorages, Status, saved_storages
@@ -116,29 +116,36 @@ def placement_problem(
     constraints: Sequence[LayoutConstraint] = (),
     tables: RedistributionTables | None = None,
     parts: dict[Clustering, ProblemParts] | None = None,
-    cluster: Callable[..., Clustering] = cluster_layers,
 ) -> PlacementProblem:
     """The problem whose solution is the best placement of ``graph``.
 
-    Args:
-        graph: what is placed.
-        mesh: sizes of the axes.
-        options_of: the options of each node; of alike nodes the same ones.
-        prices: of nodes and steps.
-        memory_budget_bytes: on each rank; None for no limit.
-        optimizer_state_copies: in units of the parameters' bytes.
-        constraints: options that break one are forbidden; a node with constraints shares its
-            choice only with alike nodes that have the same ones.
-        tables: of redistribution times, to share between problems.
-        parts: of earlier problems of the same graph, mesh and prices; gets what is made anew.
-        cluster: finds nodes that share a choice.
+    ``options_of`` gives alike nodes the same options. Options that break a constraint are
+    forbidden, and a node with constraints shares its choice only with alike nodes that have the
+    same ones. ``tables`` and ``parts`` are of earlier problems of the same graph, mesh and prices;
+    they get what is made anew.
     """
     of_node: dict[str, tuple[Demand, ...]] = {}
     for each in constraints:
         demand = (each.side, each.position, each.placements)
         of_node[each.node] = (*of_node.get(each.node, ()), demand)
-    saved, described = _described(graph, of_node)
-    clustering = cluster(graph, distinguished=described)
+    saved = saved_storages(graph)
+    unshards, reduces = parameter_chains(graph), gradient_chains(graph)
+    # What alike nodes must have in common besides themselves.
+    described: dict[int, Hashable] = {
+        node.index: (
+            of_node.get(node.name),
+            saved.description(node),
+            node.index in unshards,
+            node.index in reduces,
+            tuple(
+                _origin(graph, node, value.node)
+                for value in node.operands
+                if value.node in unshards or node.index in reduces
+            ),
+        )
+        for node in graph.nodes
+    }
+    clustering = cluster_layers(graph, distinguished=described)
     known = {} if parts is None else parts
     if clustering not in known:
         known[clustering] = _parts(
@@ -148,8 +155,8 @@ def placement_problem(
                 prices=prices,
                 clustering=clustering,
                 saved=saved,
-                unshards=frozenset(parameter_chains(graph)),
-                reduces=frozenset(gradient_chains(graph)),
+                unshards=frozenset(unshards),
+                reduces=frozenset(reduces),
                 tables=RedistributionTables(mesh, prices) if tables is None else tables,
             ),
             options_of,
@@ -184,29 +191,6 @@ def placement_problem(
     return PlacementProblem(
         problem=problem, graph=graph, clustering=clustering, choices=found.choices
     )
-
-
-def _described(
-    graph: PlacementGraph, of_node: Mapping[str, Hashable]
-) -> tuple[SavedStorages, dict[int, Hashable]]:
-    """What the backward saves, and what alike nodes must have in common besides themselves."""
-    saved = saved_storages(graph)
-    unshards, reduces = parameter_chains(graph), gradient_chains(graph)
-    described: dict[int, Hashable] = {
-        node.index: (
-            of_node.get(node.name),
-            saved.description(node),
-            node.index in unshards,
-            node.index in reduces,
-            tuple(
-                _origin(graph, node, value.node)
-                for value in node.operands
-                if value.node in unshards or node.index in reduces
-            ),
-        )
-        for node in graph.nodes
-    }
-    return saved, described
 
 
 def is_allowed(option: NodeOption, demands: Sequence[Demand]) -> bool:
@@ -268,7 +252,7 @@ class _Builder:
         for members in self.clustering.members:
             node = self.graph.nodes[members[0]]
             options = (
-                expert_options(node, self._specs(node), self.mesh)
+                expert_options(node, self.graph.operand_specs(node), self.mesh)
                 if node.kind == "experts"
                 else options_of(node)
             )
@@ -281,7 +265,7 @@ class _Builder:
     def compute_us(self, number: int, choices: Sequence[_Choice]) -> FloatArray:
         """[choices] Time of one node of a class."""
         node = self._first(number)
-        operands = self._specs(node)
+        operands = self.graph.operand_specs(node)
         times = [self.prices.compute_us(node, operands, c.option, self.mesh) for c in choices]
         return np.array(times, dtype=np.float64)
 
@@ -387,18 +371,10 @@ class _Builder:
 
     def _linked_nodes(self) -> list[tuple[int, int]]:
         """Parameter and gradient, output and tangent, experts forward and backward."""
-        partners = {
-            **{("parameter", str(n.target)): n.index for n in self.graph.of_kind("parameter")},
-            **{("output", str(n.target)): n.index for n in self.graph.of_kind("output")},
-        }
-        links = [
-            (partners["parameter", str(node.target)], node.index)
-            for node in self.graph.of_kind("gradient")
-        ]
-        links += [
-            (partners["output", str(node.target).removesuffix("/tangent")], node.index)
-            for node in self.graph.of_kind("tangent")
-        ]
+        parameters = {str(n.target): n.index for n in self.graph.of_kind("parameter")}
+        outputs = {f"{n.target}/tangent": n.index for n in self.graph.of_kind("output")}
+        links = [(parameters[str(n.target)], n.index) for n in self.graph.of_kind("gradient")]
+        links += [(outputs[str(n.target)], n.index) for n in self.graph.of_kind("tangent")]
         forward: dict[str, int] = {}
         for node in self.graph.of_kind("experts"):
             if node.phase == "forward":
@@ -425,9 +401,6 @@ class _Builder:
             window=None,
             window_communication_us=np.zeros(cost.shape),
         )
-
-    def _specs(self, node: PlacementNode) -> tuple[TensorSpec, ...]:
-        return tuple(self.graph.spec(value) for value in node.operands)
 
 
 def _linked_layouts(node: PlacementNode, option: NodeOption) -> Hashable:

@@ -103,13 +103,7 @@ class RedistributionTables:
     def table(
         self, spec: TensorSpec, sources: tuple[Layout, ...], targets: tuple[Layout, ...]
     ) -> FloatArray:
-        """[sources, targets] Time from each source to each target in us; inf if there is no way.
-
-        Args:
-            spec: the global tensor.
-            sources: layouts that fit it.
-            targets: likewise.
-        """
+        """[sources, targets] Time from each source to each target in us; inf if there is no way."""
         key = (spec.shape, spec.dtype, sources, targets)
         known = self._tables.get(key)
         if known is None:

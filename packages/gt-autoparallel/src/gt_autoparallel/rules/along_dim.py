@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from gt_autoparallel.rules.dim_labels import DimLabels
+from gt_autoparallel.rules.dim_labels import DimLabels, all_but
 from gt_autoparallel.rules.operator_call import OperatorCall
 from gt_autoparallel.rules.operator_rule import Rules, labelled, rules_of
 
 
 def _along_dim(call: OperatorCall) -> DimLabels:
-    whole = call.dim()
-    labels = tuple(None if dim == whole else dim for dim in range(len(call.operands[0].shape)))
+    labels = all_but(len(call.operands[0].shape), {call.dim()})
     return DimLabels(operands=(labels,) * len(call.operands), outputs=(labels,) * len(call.outputs))
 
 

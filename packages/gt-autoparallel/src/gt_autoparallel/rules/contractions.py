@@ -50,11 +50,9 @@ def _add_on_first_rank(sharded: ShardedCall) -> LocalCall:
 
 
 def _adds(sharded: ShardedCall) -> bool:
-    layout = sharded.option.outputs[0]
-    assert layout is not None, "a product is a tensor"
     return not any(
         isinstance(placement, Partial) and index > 0
-        for placement, index in zip(layout, sharded.coordinate, strict=True)
+        for placement, index in zip(sharded.option.output(), sharded.coordinate, strict=True)
     )
 
 

@@ -11,7 +11,7 @@ A dim without label is never sharded: that is how a rule says that an operator n
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Collection, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
@@ -48,6 +48,11 @@ class DimLabels:
     """Sets of operands in which, taken together, the operator is linear (and homogeneous), the
     others being replicated: they may all be partial, and every output is then partial. Only sets
     for which that saves communication are worth an option."""
+
+
+def all_but(num_dims: int, whole: Collection[int]) -> Labels:
+    """A label of its own for each dim but those of ``whole``."""
+    return tuple(None if dim in whole else dim for dim in range(num_dims))
 
 
 def axis_options(labels: DimLabels) -> Iterator[AxisOption]:

@@ -5,16 +5,13 @@ Routed experts are one node (``graph/experts.py``), and their options are few an
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
-from typing import Literal
-
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from gt_autoparallel.graph.experts import FIRST_WEIGHT_OPERAND
-from gt_autoparallel.graph.layouts import Layout, MeshShape, fits
+from gt_autoparallel.graph.layouts import MeshShape
 from gt_autoparallel.graph.options import AxisOption, NodeOption
 from gt_autoparallel.graph.placement_graph import PlacementNode, TensorSpec
+from gt_autoparallel.rules.mesh_options import combine
 
 
 def expert_options(
@@ -28,12 +25,6 @@ def expert_options(
 
     The backward node of a block must run with the option of its forward node; the planner links
     them, since what the forward keeps only its own backward can use.
-
-    Args:
-        node: forward (operands: tokens, scores, expert ids, token counts, weights), or backward
-            (the gradient of the result comes first).
-        operands: its global tensors.
-        mesh: sizes of the axes.
     """
     is_backward = node.phase == "backward"
     routed = operands[1:] if is_backward else operands
@@ -44,18 +35,8 @@ def expert_options(
         choices.append(_axis_option(dim, False, num_weights, is_backward))
         choices.append(_axis_option(dim, True, num_weights, is_backward))
     weights_at = FIRST_WEIGHT_OPERAND + is_backward
-    options: list[NodeOption] = []
-    for combination in itertools.product(choices, repeat=mesh.num_axes):
-        if sum(choice.operands[weights_at] == Shard(0) for choice in combination) > 1:
-            continue
-        option = _on_mesh(combination)
-        specs = zip((*operands, *node.outputs), (*option.operands, *option.outputs), strict=True)
-        if all(
-            spec is None or layout is None or fits(spec.shape, layout, mesh)
-            for spec, layout in specs
-        ):
-            options.append(option)
-    return tuple(options)
+    options = combine(choices, operands, node.outputs, mesh)
+    return tuple(o for o in options if o.operands[weights_at].count(Shard(0)) <= 1)
 
 
 def _axis_option(
@@ -71,13 +52,4 @@ def _axis_option(
         return AxisOption(operands=operands, outputs=(tokens,))
     return AxisOption(
         operands=(tokens, *operands), outputs=(tokens, tokens, *[of_weights] * num_weights)
-    )
-
-
-def _on_mesh(choices: Sequence[AxisOption]) -> NodeOption:
-    def layouts(side: Literal["operands", "outputs"]) -> tuple[Layout, ...]:
-        return tuple(zip(*(getattr(choice, side) for choice in choices), strict=True))
-
-    return NodeOption(
-        operands=layouts("operands"), outputs=layouts("outputs"), axis_options=tuple(choices)
     )

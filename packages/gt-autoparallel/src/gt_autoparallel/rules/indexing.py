@@ -13,7 +13,7 @@ from collections.abc import Hashable, Iterator, Sequence
 import torch
 
 from gt_autoparallel.graph.options import AxisOption
-from gt_autoparallel.rules.dim_labels import PARTIAL, DimLabels, Labels, axis_options
+from gt_autoparallel.rules.dim_labels import PARTIAL, DimLabels, Labels, all_but, axis_options
 from gt_autoparallel.rules.operator_call import CallOperand, OperatorCall
 from gt_autoparallel.rules.operator_rule import Rules, labelled, rules_of
 from gt_autoparallel.rules.pointwise import broadcast_labels, broadcast_shape, can_be_partial
@@ -110,14 +110,14 @@ def _scatter_add(call: OperatorCall) -> Iterator[AxisOption]:
 
 def _index_select(call: OperatorCall) -> DimLabels:
     dim = call.dim()
-    labels = _all_but(call, dim)
+    labels = all_but(len(call.operands[0].shape), {dim})
     index = (dim,) * len(call.spec("index").shape)
     return DimLabels(operands=(labels, index), outputs=(_with(labels, dim) if index else labels,))
 
 
 def _index_add(call: OperatorCall) -> Iterator[AxisOption]:
     dim = call.dim()
-    labels = _all_but(call, dim)
+    labels = all_but(len(call.operands[0].shape), {dim})
     index = (dim,) * len(call.spec("index").shape)
     return _added_to_partial(
         DimLabels(
@@ -146,10 +146,6 @@ def _equal_dims(call: OperatorCall, names: Sequence[str]) -> Labels:
         None if dim == whole or len({shape[dim] for shape in shapes}) > 1 else dim
         for dim in range(len(shapes[0]))
     )
-
-
-def _all_but(call: OperatorCall, whole: int) -> Labels:
-    return tuple(None if dim == whole else dim for dim in range(len(call.operands[0].shape)))
 
 
 def _with(labels: Labels, dim: int) -> Labels:

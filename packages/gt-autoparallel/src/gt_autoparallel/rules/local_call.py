@@ -24,17 +24,9 @@ def local_call(
 ) -> LocalCall:
     """What one rank runs in place of an operator node.
 
-    Args:
-        node: of kind operator.
-        option: one of its options.
-        operands: the global tensors of its operands, in their order.
-        mesh: the axes.
-        coordinate: of the rank, one number for each axis.
-
-    Returns:
-        A function with arguments in which ``Value``s stand for this rank's shards, laid out as
-        the option says. It gives this rank's shards of the outputs. The operators that it runs
-        and their shapes are the same on every rank.
+    It is a function with arguments in which ``Value``s stand for this rank's shards, laid out as
+    the option says. It gives this rank's shards of the outputs. The operators that it runs and
+    their shapes are the same on every rank. ``coordinate`` has one number for each axis.
     """
     call = operator_call(node, operands)
     rule = find_rule(call.target)

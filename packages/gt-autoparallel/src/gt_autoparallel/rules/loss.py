@@ -10,7 +10,7 @@ import torch
 from gt_autoparallel.graph.options import AxisOption
 from gt_autoparallel.rules.dim_labels import PARTIAL, REPLICATE, DimLabels, shard
 from gt_autoparallel.rules.operator_call import OperatorCall
-from gt_autoparallel.rules.operator_rule import Rules, labelled, rules_of
+from gt_autoparallel.rules.operator_rule import Rules, labelled, only_whole, rules_of
 from gt_autoparallel.rules.pointwise import broadcast_labels, broadcast_shape, pointwise
 from gt_autoparallel.rules.sharded_call import LocalCall, ShardedCall
 
@@ -24,7 +24,6 @@ def _nll_loss(call: OperatorCall) -> Iterator[AxisOption]:
     What the operator returns besides the loss is the weight that a mean divides by.
     """
     replicated = (REPLICATE,) * len(call.operands)
-    yield AxisOption(operands=replicated, outputs=(REPLICATE, REPLICATE))
     reduction = call.arguments["reduction"]
     has_samples = len(call.spec("self").shape) == 2
     if has_samples and reduction != _MEAN:
@@ -37,18 +36,13 @@ def _nll_loss(call: OperatorCall) -> Iterator[AxisOption]:
 def _nll_loss_backward(call: OperatorCall) -> Iterator[AxisOption]:
     """Each sample's gradient is its own; only a mean looks at the total weight."""
     replicated = (REPLICATE,) * len(call.operands)
-    yield AxisOption(operands=replicated, outputs=(REPLICATE,))
     if len(call.spec("self").shape) != 2:
         return
     reduction = call.arguments["reduction"]
     gradient = shard(0) if reduction == _NONE else REPLICATE
-    weight = replicated[4:]
-    yield AxisOption(
-        operands=(gradient, shard(0), shard(0), *weight, REPLICATE), outputs=(shard(0),)
-    )
-    if reduction == _SUM:
+    for total in (REPLICATE, PARTIAL) if reduction == _SUM else (REPLICATE,):
         yield AxisOption(
-            operands=(gradient, shard(0), shard(0), *weight, PARTIAL), outputs=(shard(0),)
+            operands=(gradient, shard(0), shard(0), *replicated[4:], total), outputs=(shard(0),)
         )
 
 
@@ -97,17 +91,10 @@ def _mean_of_global_backward(sharded: ShardedCall) -> LocalCall:
     return sharded.with_arguments(backward)
 
 
-def _replicated(call: OperatorCall) -> Iterator[AxisOption]:
-    yield AxisOption(
-        operands=(REPLICATE,) * len(call.operands),
-        outputs=tuple(None if spec is None else REPLICATE for spec in call.outputs),
-    )
-
-
 RULES: Rules = {
     **rules_of(("mse_loss",), labelled(_squared_error), localize=_mean_of_global),
     **rules_of(("mse_loss_backward",), labelled(pointwise), localize=_mean_of_global_backward),
     **rules_of(("nll_loss_forward",), _nll_loss),
     **rules_of(("nll_loss_backward",), _nll_loss_backward),
-    **rules_of(("_assert_async",), _replicated),
+    **rules_of(("_assert_async",), only_whole),
 }

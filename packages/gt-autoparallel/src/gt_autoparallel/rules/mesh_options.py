@@ -22,12 +22,6 @@ def combine(
     """Every choice of one option for each axis that cuts every tensor evenly.
 
     Two choices that agree in all layouts are one option: the first.
-
-    Args:
-        options: of one axis.
-        operands: the node's global operands.
-        outputs: its global outputs.
-        mesh: the axes.
     """
     sizes, offsets = _sizes_and_offsets((*operands, *outputs))
     cuts = [(option, _cut_places(option, offsets)) for option in dict.fromkeys(options)]
@@ -49,10 +43,7 @@ def layouts_of(
 ) -> tuple[Layout, ...]:
     """Every layout that cuts a tensor evenly, in a fixed order.
 
-    Args:
-        spec: the global tensor.
-        mesh: the axes.
-        allow_partial: whether the tensor may be a sum over ranks; truth values never are.
+    ``allow_partial``: whether the tensor may be a sum over ranks; truth values never are.
     """
     placements: list[Placement] = [REPLICATE, *(shard(dim) for dim in range(len(spec.shape)))]
     if allow_partial and can_be_partial(spec):

@@ -13,7 +13,7 @@ from gt_autoparallel._torch_internals import (
 from gt_autoparallel.errors import UnsupportedOperatorError
 from gt_autoparallel.graph.layouts import MeshShape
 from gt_autoparallel.graph.options import AxisOption, NodeOption
-from gt_autoparallel.graph.placement_graph import PlacementGraph, PlacementNode, TensorSpec, Value
+from gt_autoparallel.graph.placement_graph import PlacementGraph, PlacementNode, TensorSpec
 from gt_autoparallel.rules import registry
 from gt_autoparallel.rules.dim_labels import REPLICATE
 from gt_autoparallel.rules.mesh_options import combine, layouts_of
@@ -49,10 +49,10 @@ def node_options(
         ValueError: the node's options are not a matter of rules.
     """
     if node.kind in _SOURCES:
-        layouts = layouts_of(_only(node.outputs), mesh)
+        layouts = layouts_of(node.output(), mesh)
         return tuple(NodeOption(operands=(), outputs=(layout,)) for layout in layouts)
     if node.kind == "share":
-        layouts = layouts_of(_only(node.outputs), mesh, allow_partial=True)
+        layouts = layouts_of(node.output(), mesh, allow_partial=True)
         return tuple(NodeOption(operands=(layout,), outputs=(layout,)) for layout in layouts)
     if node.kind in ("output", "gradient"):
         layouts = layouts_of(operands[0], mesh)
@@ -76,16 +76,12 @@ def node_options(
 def check_operators(graph: PlacementGraph, *, replicate_unknown: Collection[str] = ()) -> None:
     """Refuse a graph with operators that cannot be placed, naming all of them at once.
 
-    Args:
-        graph: what is to be planned.
-        replicate_unknown: as for ``node_options``.
-
     Raises:
         UnsupportedOperatorError: some operators have no rule.
     """
     problems = []
     for node in graph.of_kind("operator"):
-        operands = tuple(graph.spec(value) for value in node.operands)
+        operands = graph.operand_specs(node)
         problem = _problem_of(node, operands, replicate_unknown)
         if problem is not None:
             problems.append(problem)
@@ -101,7 +97,7 @@ def replicated_operators(
         node
         for node in graph.of_kind("operator")
         if _is_opted_in(node.target, replicate_unknown)
-        and _reason(node, tuple(graph.spec(value) for value in node.operands)) is not None
+        and _reason(node, graph.operand_specs(node)) is not None
     )
 
 
@@ -185,12 +181,6 @@ def _message(problems: Sequence[str]) -> str:
     )
 
 
-def _only(outputs: Sequence[TensorSpec | None]) -> TensorSpec:
-    (spec,) = outputs
-    assert spec is not None, "a value is a tensor"
-    return spec
-
-
 def _cache_key(
     node: PlacementNode,
     operands: tuple[TensorSpec, ...],
@@ -199,21 +189,10 @@ def _cache_key(
 ) -> Hashable:
     return (
         str(node.target),
-        _frozen((node.args, node.kwargs)),
+        node.constants,
         tuple((spec.shape, spec.dtype) for spec in operands),
         tuple(None if spec is None else (spec.shape, spec.dtype) for spec in node.outputs),
         mesh.sizes,
         replicate_unknown,
         registry.version(),
     )
-
-
-def _frozen(argument: Any) -> Hashable:
-    """Arguments as a key; which values are meant does not matter."""
-    if isinstance(argument, Value):
-        return Value
-    if isinstance(argument, list | tuple):
-        return tuple(_frozen(part) for part in argument)
-    if isinstance(argument, dict):
-        return tuple((key, _frozen(part)) for key, part in argument.items())
-    return argument if isinstance(argument, Hashable) else repr(argument)

@@ -73,12 +73,7 @@ class OperatorCall:
 
 
 def operator_call(node: PlacementNode, operands: tuple[TensorSpec, ...]) -> OperatorCall:
-    """Bind the arguments of an operator node to the names of its schema.
-
-    Args:
-        node: of kind operator, whose target is an ``OpOverload``.
-        operands: the global tensors of its operands, in their order.
-    """
+    """Bind the arguments of an operator node to the names of its schema."""
     target: OpOverload = node.target
     count = 0
 

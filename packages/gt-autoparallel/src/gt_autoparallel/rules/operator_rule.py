@@ -38,6 +38,11 @@ def labelled(labels: Callable[[OperatorCall], DimLabels]) -> Rule:
     return rule
 
 
+def only_whole(call: OperatorCall) -> Iterable[AxisOption]:
+    """The rule of what runs whole on every rank: every operator has that option anyway."""
+    return ()
+
+
 def rules_of(names: Iterable[str], rule: Rule, *, localize: Localize | None = None) -> Rules:
     """One rule for several operators of aten, each with all overloads or (``view.dtype``) one."""
     known = OperatorRule(options=rule, localize=localize)

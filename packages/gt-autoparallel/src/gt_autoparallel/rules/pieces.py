@@ -5,22 +5,16 @@ All of them are linear, and so are the gradients among them.
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
-from gt_autoparallel.rules.dim_labels import DimLabels, Labels
+from gt_autoparallel.rules.dim_labels import DimLabels, all_but
 from gt_autoparallel.rules.operator_call import OperatorCall
 from gt_autoparallel.rules.operator_rule import Rules, labelled, rules_of
 from gt_autoparallel.rules.sharded_call import LocalCall, ShardedCall
 from gt_autoparallel.rules.views import linear_in_all
 
 
-def _all_but(num_dims: int, whole: Collection[int]) -> Labels:
-    return tuple(None if dim in whole else dim for dim in range(num_dims))
-
-
 def _along_dim(call: OperatorCall) -> DimLabels:
     """``cat``, ``split``, ...: every tensor has the dims of the first operand."""
-    labels = _all_but(len(call.operands[0].shape), {call.dim()})
+    labels = all_but(len(call.operands[0].shape), {call.dim()})
     return linear_in_all(call, (labels,) * len(call.operands), (labels,) * len(call.outputs))
 
 
@@ -28,14 +22,14 @@ def _slice(call: OperatorCall) -> DimLabels:
     """A slice of everything leaves its dim free: its bounds are cut to the piece's size."""
     dim = call.dim()
     whole = {dim} if call.operands[0].shape != call.output().shape else set()
-    labels = _all_but(len(call.output().shape), whole)
+    labels = all_but(len(call.output().shape), whole)
     return linear_in_all(call, (labels,), (labels,))
 
 
 def _removes_dim(call: OperatorCall) -> DimLabels:
     """``select`` and ``unbind``: outputs lack the dim."""
     dim = call.dim()
-    labels = _all_but(len(call.operands[0].shape), {dim})
+    labels = all_but(len(call.operands[0].shape), {dim})
     without = labels[:dim] + labels[dim + 1 :]
     return linear_in_all(call, (labels,), (without,) * len(call.outputs))
 
@@ -44,14 +38,14 @@ def _adds_dim(call: OperatorCall) -> DimLabels:
     """``stack`` and the gradient of ``select``: operands lack the dim."""
     num_dims = len(call.output().shape)
     dim = call.dim(num_dims=num_dims)
-    labels = _all_but(num_dims, {dim})
+    labels = all_but(num_dims, {dim})
     without = labels[:dim] + labels[dim + 1 :]
     return linear_in_all(call, (without,) * len(call.operands), (labels,))
 
 
 def _select_scatter(call: OperatorCall) -> DimLabels:
     dim = call.dim()
-    labels = _all_but(len(call.operands[0].shape), {dim})
+    labels = all_but(len(call.operands[0].shape), {dim})
     return linear_in_all(call, (labels, labels[:dim] + labels[dim + 1 :]), (labels,))
 
 
@@ -60,7 +54,7 @@ def _pad(call: OperatorCall) -> DimLabels:
     padded = call.arguments["pad"]
     num_dims = len(call.operands[0].shape)
     whole = {num_dims - 1 - index // 2 for index, amount in enumerate(padded) if amount != 0}
-    labels = _all_but(num_dims, whole)
+    labels = all_but(num_dims, whole)
     if call.arguments["value"]:
         return DimLabels(operands=(labels,), outputs=(labels,))
     return linear_in_all(call, (labels,), (labels,))
@@ -70,14 +64,14 @@ def _along_dims(call: OperatorCall) -> DimLabels:
     """``flip`` and ``roll``; rolled without dims, a tensor is rolled as if it were flat."""
     num_dims = len(call.operands[0].shape)
     chosen = call.arguments["dims"] or range(num_dims)
-    labels = _all_but(num_dims, {dim % num_dims for dim in chosen})
+    labels = all_but(num_dims, {dim % num_dims for dim in chosen})
     return linear_in_all(call, (labels,), (labels,))
 
 
 def _matrices(call: OperatorCall) -> DimLabels:
     """``tril`` and ``triu``: the last two dims are the matrix."""
     num_dims = len(call.operands[0].shape)
-    labels = _all_but(num_dims, {num_dims - 2, num_dims - 1})
+    labels = all_but(num_dims, {num_dims - 2, num_dims - 1})
     return linear_in_all(call, (labels,), (labels,))
 
 

@@ -13,14 +13,13 @@ from torch.distributed.tensor import Placement
 from gt_autoparallel.graph.options import AxisOption
 from gt_autoparallel.rules.dim_labels import PARTIAL, REPLICATE, shard
 from gt_autoparallel.rules.operator_call import OperatorCall
-from gt_autoparallel.rules.operator_rule import Rules, rules_of
+from gt_autoparallel.rules.operator_rule import Rules, only_whole, rules_of
 from gt_autoparallel.rules.pointwise import can_be_partial
 from gt_autoparallel.rules.sharded_call import LocalCall, ShardedCall
 
 
 def _constant(call: OperatorCall) -> Iterator[AxisOption]:
     shape = call.output().shape
-    yield _option(call, REPLICATE, REPLICATE)
     if call.operands and can_be_partial(call.operands[0]):
         yield _option(call, PARTIAL, REPLICATE)
     given = call.operands[0].shape if call.operands else ()
@@ -45,11 +44,6 @@ def _size_to_local(sharded: ShardedCall) -> LocalCall:
     return sharded.with_arguments(size=list(sharded.output_shape()))
 
 
-def _values_of_places(call: OperatorCall) -> Iterator[AxisOption]:
-    """Values that depend on their place are made whole: cutting off a part costs nothing."""
-    yield _option(call, REPLICATE, REPLICATE)
-
-
 RULES: Rules = {
     **rules_of(("zeros", "new_zeros"), _zeros, localize=_size_to_local),
     **rules_of(("zeros_like",), _zeros),
@@ -59,5 +53,6 @@ RULES: Rules = {
         localize=_size_to_local,
     ),
     **rules_of(("empty_like", "full_like", "ones_like"), _constant),
-    **rules_of(("arange", "eye", "linspace", "scalar_tensor"), _values_of_places),
+    # Values that depend on their place are made whole: cutting off a part costs nothing.
+    **rules_of(("arange", "eye", "linspace", "scalar_tensor"), only_whole),
 }

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from gt_autoparallel.rules.dim_labels import DimLabels, Labels
+from gt_autoparallel.rules.dim_labels import DimLabels, Labels, all_but
 from gt_autoparallel.rules.operator_call import OperatorCall
 from gt_autoparallel.rules.operator_rule import Rules, labelled, rules_of
 from gt_autoparallel.rules.pointwise import can_be_partial
@@ -25,9 +25,7 @@ def reduced_dims(call: OperatorCall) -> tuple[int, ...]:
 
 def _kept(call: OperatorCall) -> tuple[Labels, Labels]:
     """Labels of operand and outputs if reduced dims carry none."""
-    reduced = reduced_dims(call)
-    dims = range(len(call.operands[0].shape))
-    operand = tuple(None if dim in reduced else dim for dim in dims)
+    operand = all_but(len(call.operands[0].shape), reduced_dims(call))
     if call.arguments.get("keepdim"):
         return operand, operand
     return operand, tuple(label for label in operand if label is not None)

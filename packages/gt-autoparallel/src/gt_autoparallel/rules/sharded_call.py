@@ -41,9 +41,7 @@ class ShardedCall:
 
     def output_shape(self, index: int = 0) -> tuple[int, ...]:
         """Shape of this rank's shard of an output."""
-        layout = self.option.outputs[index]
-        assert layout is not None, "a tensor has a layout"
-        return local_shape(self.call.output(index).shape, layout, self.mesh)
+        return local_shape(self.call.output(index).shape, self.option.output(index), self.mesh)
 
     def operand_shard(self, index: int, dim: int) -> tuple[int, int]:
         """Which piece of ``dim`` of an operand this rank has, and how many pieces there are."""
@@ -51,9 +49,7 @@ class ShardedCall:
 
     def output_shard(self, index: int, dim: int) -> tuple[int, int]:
         """Which piece of ``dim`` of an output this rank has, and how many pieces there are."""
-        layout = self.option.outputs[index]
-        assert layout is not None, "a tensor has a layout"
-        return self._shard(layout, dim)
+        return self._shard(self.option.output(index), dim)
 
     def with_arguments(
         self, function: Callable[..., Any] | None = None, **changed: Any

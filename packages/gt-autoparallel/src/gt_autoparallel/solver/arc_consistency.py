@@ -10,22 +10,15 @@ from collections import deque
 from collections.abc import Iterable
 
 import numpy as np
-from numpy.typing import NDArray
 
+from gt_autoparallel.solver.problem import BoolArray
 from gt_autoparallel.solver.reduced_problem import ReducedProblem
-
-BoolArray = NDArray[np.bool_]
 
 
 def make_arc_consistent(reduced: ReducedProblem, start: Iterable[int] | None = None) -> int | None:
-    """Drops every option without support.
+    """Drops every option without support; gives a node without any option left, or None.
 
-    Args:
-        reduced: changed in place; what was dropped because of which link goes to its log.
-        start: the nodes of which options were dropped since the last time; None: all.
-
-    Returns:
-        The index of a node without any option left, or None.
+    ``start`` are the nodes of which options were dropped since the last time; None: all.
     """
     empty = [index for index, node in enumerate(reduced.nodes) if not len(node.options)]
     if empty:

@@ -13,17 +13,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gt_autoparallel.solver.arc_consistency import make_arc_consistent
 from gt_autoparallel.solver.elimination import Elimination
 from gt_autoparallel.solver.incumbent import Incumbent
 from gt_autoparallel.solver.message_passing import DualAscent, Prices
 from gt_autoparallel.solver.price_model import Cut, PriceStep
-from gt_autoparallel.solver.problem import IntArray, Problem
+from gt_autoparallel.solver.problem import BoolArray, FloatArray, IntArray, Problem
 from gt_autoparallel.solver.reduced_problem import ReducedProblem, bytes_as_costs
-
-BoolArray = NDArray[np.bool_]
 
 _MOVES = (0.5, 0.2, 0.05, 1.0)
 """Shares of the way to the prices of the cuts that are tried in turn, as long as none helps."""
@@ -91,6 +88,13 @@ class SearchPart:
         self.reduced.settle_windows()
         self.prices = with_settled_windows(self.reduced, self.prices)
         return True
+
+    def option_bounds(self) -> list[FloatArray]:
+        """For each node [K]: bounds of its options at the part's prices, messages settled."""
+        ascent = DualAscent(self.reduced, self.prices)
+        for forward in (True, False, True):
+            ascent.sweep(forward=forward)
+        return ascent.option_bounds()
 
     def restricted(self, masks: Sequence[BoolArray]) -> ReducedProblem | None:
         """The problem with the options of ``masks`` only; None if no combination of them is."""
@@ -166,13 +170,7 @@ class Bounding:
         return True
 
     def settle(self, part: SearchPart, prices: Prices, *, sweeps: int) -> bool:
-        """Dual ascent at given prices, until it stalls; False if nothing is left below the cutoff.
-
-        Args:
-            part: takes the prices, the bound, and loses options.
-            prices: for windows and budgets.
-            sweeps: there and back, at most.
-        """
+        """Dual ascent at given prices, until it stalls; False if nothing is left to look for."""
         part.prices = with_settled_windows(part.reduced, prices)
         ascent = DualAscent(part.reduced, part.prices)
         last = -math.inf
@@ -240,13 +238,7 @@ class Bounding:
         return elimination if elimination.work <= self.settings.most_work else None
 
     def _next_prices(self, part: SearchPart, best: Prices, move: float) -> PriceStep | None:
-        """The prices to try next, if there are any prices and cuts.
-
-        Args:
-            part: of which the cuts are taken.
-            best: the prices of the best bound yet.
-            move: share of the way from there to the prices where the cuts allow most.
-        """
+        """The prices to try next, if any: ``move`` of the way from ``best`` to where cuts point."""
         model = self.incumbent.price_model
         cuts = self._cuts_of(part)
         if not cuts or not model.is_needed:

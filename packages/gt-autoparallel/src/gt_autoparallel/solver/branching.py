@@ -10,13 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gt_autoparallel.solver.message_passing import Prices
-from gt_autoparallel.solver.problem import FloatArray
+from gt_autoparallel.solver.problem import BoolArray, FloatArray
 from gt_autoparallel.solver.reduced_problem import ReducedProblem
-
-BoolArray = NDArray[np.bool_]
 
 
 def branch(
@@ -24,10 +21,8 @@ def branch(
 ) -> list[list[BoolArray]]:
     """Two parts as masks of the options of each node; together they have all options.
 
-    Args:
-        reduced: a node of it has at least two options.
-        weights: of options in a fractional solution, for each node; or empty.
-        prices: of memory; without any, a row's spread weighs as much as the costs'.
+    ``weights`` are those of options in a fractional solution, or empty. Without prices of memory, a
+    row's spread weighs as much as the costs'.
     """
     node, mask = _by_demand(reduced, weights, prices) or _by_weight(reduced, weights)
     parts = []
@@ -122,11 +117,10 @@ def _by_size(reduced: ReducedProblem) -> tuple[int, BoolArray]:
     )
     node = reduced.nodes[index]
     labels = np.arange(len(node.options))
-    for position in node.links:
-        link = reduced.links[position]
+    if node.links:
+        link = reduced.links[node.links[0]]
         assert link is not None, "a node has only links that live"
         labels = link.labels[link.side(index)]
-        break
     order = np.unique(labels)
     if len(order) < 2:
         labels = np.arange(len(node.options))

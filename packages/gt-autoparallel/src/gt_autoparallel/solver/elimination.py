@@ -139,13 +139,7 @@ class Elimination:
     def minimum(
         self, constant: float, costs: list[FloatArray], tables: dict[int, FloatArray]
     ) -> Eliminated:
-        """Eliminates all nodes.
-
-        Args:
-            constant: us that every choice costs.
-            costs: [nodes][K] of each option.
-            tables: of each link.
-        """
+        """Eliminates all nodes, given ``DualAscent.potentials``."""
         for factor, link in zip(self._factors, self._links, strict=False):
             factor.table = tables[link]
         terms = [constant]

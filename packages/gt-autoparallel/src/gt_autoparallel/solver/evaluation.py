@@ -42,10 +42,6 @@ def evaluate(problem: Problem, choices: Sequence[int]) -> ChoiceEvaluation:
     """Evaluates the objective of ``problem`` for one option of each variable.
 
     The terms are added with ``math.fsum``: the result does not depend on their order.
-
-    Args:
-        problem: as it was given, not reduced.
-        choices: [variables] index of the option that each takes.
     """
     full = [problem.fixed_us]
     compute: list[list[float]] = [[] for _ in problem.windows]

@@ -158,13 +158,9 @@ class HighsModel:
     def solve(
         self, *, integer: bool, seconds: float, gap: float = 0.0, max_nodes: int | None = None
     ) -> HighsResult:
-        """Solves the model.
+        """Solves the MILP (``integer``) or its LP relaxation within so many seconds.
 
-        Args:
-            integer: whether choices must be whole: a MILP; else its LP relaxation.
-            seconds: time limit.
-            gap: relative gap at which a MILP may end.
-            max_nodes: of its branch and bound; None: as many as it takes.
+        A MILP may end at a relative ``gap``, or after ``max_nodes`` of branch and bound.
 
         Raises:
             SolverError: HiGHS failed.

@@ -27,12 +27,7 @@ _FILTER_SECONDS = 10.0
 def explain_infeasibility(
     problem: Problem, minimize: Callable[[Problem], Solution]
 ) -> InfeasiblePlacementError:
-    """The error that says why ``problem``, which has no solution, has none.
-
-    Args:
-        problem: known to be infeasible.
-        minimize: solves a problem without budgets.
-    """
+    """The error that says why ``problem`` has no solution; ``minimize`` solves without budgets."""
     reduced = reduce_problem(problem)
     empty = make_arc_consistent(reduced)
     if empty is not None:
@@ -161,50 +156,37 @@ def _forbidden(problem: Problem, edges: list[int]) -> ForbiddenPairsError:
 
 
 def _over_budget(problem: Problem, minimize: Callable[[Problem], Solution]) -> MemoryBudgetError:
-    shortages = []
-    for index, row in enumerate(problem.memory):
-        frugal = minimize(_memory_problem(problem, index))
-        minimum = _bytes_of(problem, index, frugal.choices)
-        if minimum > row.budget_bytes:
-            shortages.append(_shortage(problem, index, frugal.choices))
+    rows = range(len(problem.memory))
+    frugal = (
+        _shortage(problem, row, minimize(_memory_problem(problem, row)).choices) for row in rows
+    )
+    shortages = [each for each in frugal if each.excess_bytes > 0]
     jointly = not shortages
     if jointly:
         choices = minimize(_excess_problem(problem)).choices[: len(problem.variables)]
-        shortages = [
-            _shortage(problem, index, choices)
-            for index, row in enumerate(problem.memory)
-            if _bytes_of(problem, index, choices) > row.budget_bytes
-        ]
-    texts = [
-        f"{s.row!r} needs at least {s.minimum_bytes:,.0f} bytes, {s.excess_bytes:,.0f} over its "
-        f"budget of {s.budget_bytes:,.0f}"
+        together = (_shortage(problem, row, choices) for row in rows)
+        shortages = [each for each in together if each.excess_bytes > 0]
+    text = "; ".join(
+        f"{s.row!r} {'takes' if jointly else 'needs at least'} {s.minimum_bytes:,.0f} bytes, "
+        f"{s.excess_bytes:,.0f} over its budget of {s.budget_bytes:,.0f}"
         for s in shortages
-    ]
-    if jointly:
-        texts = [
-            "each memory budget alone can be kept, but not all together; with the smallest "
-            "excess in all "
-            + "; ".join(
-                f"{s.row!r} takes {s.minimum_bytes:,.0f} bytes, {s.excess_bytes:,.0f} over its "
-                f"budget of {s.budget_bytes:,.0f}"
-                for s in shortages
-            )
-        ]
-    return MemoryBudgetError("; ".join(texts), shortages=tuple(shortages), jointly=jointly)
-
-
-def _bytes_of(problem: Problem, row: int, choices: Sequence[int]) -> float:
-    values = (
-        float(v.memory_bytes[row][c]) for v, c in zip(problem.variables, choices, strict=True)
     )
-    return problem.memory[row].fixed_bytes + sum(values)
+    if jointly:
+        text = (
+            "each memory budget alone can be kept, but not all together; with the smallest excess "
+            f"in all {text}"
+        )
+    return MemoryBudgetError(text, shortages=tuple(shortages), jointly=jointly)
 
 
 def _shortage(problem: Problem, row: int, choices: tuple[int, ...]) -> MemoryShortage:
+    used = sum(
+        float(v.memory_bytes[row][c]) for v, c in zip(problem.variables, choices, strict=True)
+    )
     return MemoryShortage(
         row=problem.memory[row].name,
         budget_bytes=problem.memory[row].budget_bytes,
-        minimum_bytes=_bytes_of(problem, row, choices),
+        minimum_bytes=problem.memory[row].fixed_bytes + used,
         choices=choices,
     )
 

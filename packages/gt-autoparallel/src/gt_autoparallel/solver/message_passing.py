@@ -76,8 +76,6 @@ class DualAscent:
         self._later = [
             sum(end.other > node for end in ends) for node, ends in enumerate(self._ends)
         ]
-        self.beliefs: list[FloatArray] = []
-        """For each node [K]: cost with all messages, at its turn in the last sweep."""
         self._node_bounds = np.zeros(len(reduced.nodes))
         self._option_bounds: list[FloatArray] = []
         self._tables: dict[int, FloatArray] = {}
@@ -105,7 +103,6 @@ class DualAscent:
                 table = table + communication[window] * times
             self._tables[index] = table
         self._balanced = False
-        self.is_balanced = False
 
     @property
     def swept_bound(self) -> float:
@@ -134,13 +131,11 @@ class DualAscent:
     def sweep(self, *, forward: bool) -> IntArray:
         """Improves the messages once, in the order of the nodes or against it.
 
-        Returns:
-            [nodes] Positions of a choice decoded on the way: each node takes what costs least
-            given the nodes before it, and as the messages see the nodes after it.
+        Gives [nodes] positions of a choice decoded on the way: each node takes what costs least
+        given the nodes before it, and as the messages see the nodes after it.
         """
         count = len(self._ends)
         positions = np.zeros(count, dtype=np.int64)
-        self.beliefs = [np.zeros(0)] * count
         self._option_bounds = [np.zeros(0)] * count
         total = self._constant + math.fsum(self._node_bounds)
         links = self._reduced.links
@@ -162,7 +157,6 @@ class DualAscent:
                     chosen = link.labels[1 - end.side][positions[end.other]]
                     row = table[:, chosen] if end.side == 0 else table[chosen]
                     given += row[end.labels]
-            self.beliefs[node] = belief
             least = float(belief.min())
             total += least - self._node_bounds[node]
             self._node_bounds[node] = least
@@ -182,7 +176,7 @@ class DualAscent:
                 link.messages[1 - end.side] = rest.min(axis=end.side)
         # After a whole sweep the least entry of every table without its messages is 0, so that
         # the bounds of the nodes add up to the bound.
-        self.is_balanced, self._balanced = self._balanced, True
+        self._balanced = True
         return positions
 
     def option_bounds(self) -> list[FloatArray]:

@@ -85,11 +85,7 @@ class PriceModel:
     ) -> PriceStep | None:
         """The prices between ``lower`` and ``upper`` [windows + rows] where ``cuts`` allow most.
 
-        Args:
-            cuts: at least one.
-            lower: of each price.
-            upper: of each price.
-            scale_us: about the size of the objective, for the tolerances of HiGHS.
+        ``scale_us`` is about the size of the objective, for the tolerances of HiGHS.
         """
         count = len(lower)
         slopes = np.stack([cut.slope for cut in cuts]) / scale_us

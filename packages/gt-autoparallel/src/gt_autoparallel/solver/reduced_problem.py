@@ -12,9 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
-from gt_autoparallel.solver.problem import Edge, FloatArray, IntArray, Problem
+from gt_autoparallel.solver.problem import BoolArray, Edge, FloatArray, IntArray, Problem
 
 _MOST_PAIRS_OF_MERGED_LINK = 250_000
 
@@ -226,7 +225,7 @@ class ReducedProblem:
         self.linear_windows[window] = compute
 
 
-def _in_use(link: Link, side: int) -> NDArray[np.bool_]:
+def _in_use(link: Link, side: int) -> BoolArray:
     """[labels] Whether any option of the end has the label."""
     present = np.zeros(link.cost.shape[side], dtype=bool)
     present[link.labels[side]] = True
@@ -252,14 +251,7 @@ def _merge_labels(link: Link) -> None:
 
 
 def _take_labels(link: Link, side: int, *, kept: IntArray, new: IntArray) -> None:
-    """Leaves some labels of one end.
-
-    Args:
-        link: changed.
-        side: of the end.
-        kept: the labels that stay, in order.
-        new: [labels] what each that an option has is called from now on.
-    """
+    """Leaves the ``kept`` labels of one end; ``new`` [labels] is what each is called then."""
     link.cost = np.take(link.cost, kept, axis=side)
     link.communication = {w: np.take(t, kept, axis=side) for w, t in link.communication.items()}
     link.labels[side] = new[link.labels[side]]

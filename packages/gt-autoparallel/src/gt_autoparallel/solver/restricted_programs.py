@@ -10,19 +10,15 @@ MILP over the options that it mixes and the next best ones is small and gives go
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gt_autoparallel.solver.bounding import SearchPart, SearchSettings
 from gt_autoparallel.solver.highs_model import HighsModel, HighsResult
 from gt_autoparallel.solver.incumbent import Incumbent
-from gt_autoparallel.solver.message_passing import DualAscent
-from gt_autoparallel.solver.problem import FloatArray, IntArray
+from gt_autoparallel.solver.problem import BoolArray, FloatArray, IntArray
 from gt_autoparallel.solver.reduced_problem import ReducedProblem
-
-BoolArray = NDArray[np.bool_]
 
 _WEIGHT = 1e-7
 """Above which an option takes part in a fractional solution."""
@@ -43,9 +39,6 @@ class RestrictedPrograms:
     seen: list[set[int]]
     """For each variable: options that relaxations and choices took."""
 
-    largest: tuple[int, int] = field(default=(0, 0))
-    """Columns and rows of the largest model."""
-
     def see(self, choices: tuple[int, ...]) -> None:
         """Counts the options of a choice as promising."""
         for seen, choice in zip(self.seen, choices, strict=True):
@@ -54,17 +47,14 @@ class RestrictedPrograms:
     def relax(self, part: SearchPart) -> HighsResult | None:
         """The LP over the promising options; its solution becomes the part's weights.
 
-        Returns:
-            None if promising options alone have no solution. Its value is no bound of the part.
+        None if promising options alone have no solution. Its value is no bound of the part.
         """
         spread = self._spread(part)
         masks = self._promising(part, spread, self.settings.relaxed_pairs)
         rest = part.restricted(masks)
         if rest is None:
             return None
-        model = HighsModel(rest)
-        self.count(model)
-        result = model.solve(integer=False, seconds=self.time_left())
+        result = HighsModel(rest).solve(integer=False, seconds=self.time_left())
         if not result.optimal or not result.weights:
             return None
         part.weights = weights_of_options(rest, result)
@@ -85,9 +75,7 @@ class RestrictedPrograms:
         rest = part.restricted(masks)
         if rest is None:
             return
-        model = HighsModel(rest)
-        self.count(model)
-        result = model.solve(
+        result = HighsModel(rest).solve(
             integer=True,
             seconds=self.time_left(),
             gap=max(0.5 * self.incumbent.gap, 1e-6),
@@ -104,17 +92,10 @@ class RestrictedPrograms:
             self.see(choices)
         return kept
 
-    def count(self, model: HighsModel) -> None:
-        """Keeps the size of the largest model."""
-        self.largest = max(self.largest, (model.num_columns, model.num_rows))
-
     @staticmethod
     def _spread(part: SearchPart) -> list[FloatArray]:
         """For each node [K]: by how much an option's bound exceeds the least one's."""
-        ascent = DualAscent(part.reduced, part.prices)
-        for forward in (True, False, True):
-            ascent.sweep(forward=forward)
-        return [values - values.min() for values in ascent.option_bounds()]
+        return [values - values.min() for values in part.option_bounds()]
 
     def _promising(
         self,
@@ -126,11 +107,7 @@ class RestrictedPrograms:
     ) -> list[BoolArray]:
         """``base`` and the options of least spread such that about so many pairs are left.
 
-        Args:
-            part: whose options.
-            spread: of each node's options.
-            pairs: of which the first level may take more.
-            base: by default all options that were seen.
+        The first level may take more. ``base`` is by default all options that were seen.
         """
         if base is None:
             base = [

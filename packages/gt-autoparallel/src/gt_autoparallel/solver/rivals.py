@@ -13,15 +13,11 @@ import math
 import time
 from collections.abc import Sequence
 
-import numpy as np
-from numpy.typing import NDArray
-
 from gt_autoparallel.solver.bounding import Bounding, SearchPart
 from gt_autoparallel.solver.dominance import drop_dominated
+from gt_autoparallel.solver.problem import BoolArray
 from gt_autoparallel.solver.reduced_problem import ReducedProblem
 from gt_autoparallel.solver.search import Search
-
-BoolArray = NDArray[np.bool_]
 
 Rival = Sequence[BoolArray]
 """For each variable [num_options]: which options the rival's choices may take."""
@@ -33,13 +29,10 @@ _SWEEPS = 6
 def beat_rivals(
     search: Search, whole: ReducedProblem, rivals: Sequence[Rival], *, deadline: float
 ) -> None:
-    """Offers the search what is cheaper than its best choice in any rival's part.
+    """Offers a search that has ended what is cheaper than its best choice in any rival's part.
 
-    Args:
-        search: has ended.
-        whole: the problem before the search dropped anything from it.
-        rivals: those that leave no choice are passed over.
-        deadline: by ``time.perf_counter``; rivals that are left then are not looked at.
+    ``whole`` is the problem before the search dropped anything from it. Rivals that leave no choice
+    are passed over, and those that are left at the deadline (by ``time.perf_counter``).
     """
     for rival in rivals:
         if time.perf_counter() >= deadline:

@@ -263,7 +263,6 @@ class Search:
         self.method = "LP relaxation" if part.depth == 0 else "branch and bound"
         with self.timed("lp"):
             model = HighsModel(part.reduced)
-            self.programs.count(model)
             relaxation = model.solve(integer=False, seconds=self._time_left())
         if relaxation.feasible is False:
             return True

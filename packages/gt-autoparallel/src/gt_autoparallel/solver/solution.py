@@ -92,16 +92,6 @@ class Solution:
     memory_prices: tuple[float, ...]
     """Dual of each memory row, us per byte: what one more byte of budget would save."""
 
-    window_prices: tuple[float, ...]
-    """Dual of each window: the share of its price that compute bears. 1 where communication is
-    hidden wholly, 0 where compute is; in between where both are as long as the other."""
-
-    num_variables: int
-    """Columns of the largest model that went to HiGHS; 0 if none was needed."""
-
-    num_rows: int
-    """Rows of that model."""
-
     warm_start: WarmStart
     """Where the solve of a similar problem may begin."""
 

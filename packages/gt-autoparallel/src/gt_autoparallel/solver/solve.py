@@ -58,27 +58,6 @@ def solve(
         MemoryBudgetError: combinations exist, but each exceeds a budget.
         SolverError: the time limit passed before any choice was found.
     """
-    return _solve(
-        problem,
-        gap=relative_gap,
-        time_limit_seconds=time_limit_seconds,
-        progress=progress,
-        warm_start=warm_start,
-        rivals=rivals,
-        settings=SearchSettings(),
-    )
-
-
-def _solve(
-    problem: Problem,
-    *,
-    gap: float,
-    time_limit_seconds: float,
-    progress: ProgressCallback | None,
-    warm_start: WarmStart | None,
-    rivals: Sequence[Rival],
-    settings: SearchSettings,
-) -> Solution:
     check_problem(problem, rivals)
     start = time.perf_counter()
     deadline = start + time_limit_seconds
@@ -93,10 +72,10 @@ def _solve(
     search = Search(
         problem=problem,
         reduced=reduced,
-        gap=gap,
+        gap=relative_gap,
         deadline=start + (1.0 - _LAST) * time_limit_seconds,  # which may be endless
         progress=progress,
-        settings=settings,
+        settings=SearchSettings(),
         start=start,
     )
     search.seconds["reduce"] = time.perf_counter() - start
@@ -135,8 +114,5 @@ def _solution(search: Search, start: float) -> Solution:
         seconds={**search.seconds, "total": time.perf_counter() - start},
         memory_bytes=found.memory_bytes,
         memory_prices=tuple(search.prices.memory.tolist()),
-        window_prices=tuple(search.prices.windows.tolist()),
-        num_variables=search.programs.largest[0],
-        num_rows=search.programs.largest[1],
         warm_start=search.warm_start(),
     )

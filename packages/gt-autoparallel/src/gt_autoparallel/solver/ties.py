@@ -13,7 +13,6 @@ import math
 
 from gt_autoparallel.solver.bounding import SearchPart, with_settled_windows
 from gt_autoparallel.solver.highs_model import HighsModel
-from gt_autoparallel.solver.message_passing import DualAscent
 from gt_autoparallel.solver.reduced_problem import ReducedProblem
 from gt_autoparallel.solver.search import Search
 
@@ -25,12 +24,9 @@ _PRICES_OF_ALL_BYTES = (1e-6, 1e-9)
 
 
 def prefer_fewer_bytes(search: Search, whole: ReducedProblem, *, seconds: float) -> None:
-    """Offers the search a choice that costs the same and takes fewer bytes, if it finds one.
+    """Offers a search that has ended a choice that costs the same and takes fewer bytes.
 
-    Args:
-        search: has ended with a choice.
-        whole: the problem before the search dropped anything from it.
-        seconds: time limit.
+    ``whole`` is the problem before the search dropped anything from it.
     """
     best = search.incumbent.choices
     if not search.problem.memory or not best or seconds <= 0.0:
@@ -47,8 +43,7 @@ def prefer_fewer_bytes(search: Search, whole: ReducedProblem, *, seconds: float)
     for price in _PRICES_OF_ALL_BYTES:
         for node, cost in zip(tied.nodes, costs, strict=True):
             node.cost = cost + price * scale * node.memory.sum(axis=0)
-        model = HighsModel(tied)
-        result = model.solve(
+        result = HighsModel(tied).solve(
             integer=True, seconds=seconds, max_nodes=search.settings.restricted_nodes
         )
         for positions in result.positions:
@@ -62,14 +57,9 @@ def _tied_options(
 ) -> ReducedProblem | None:
     """The best choice's options and those whose min-marginals are the least of their node."""
     part = SearchPart(whole.copy(), with_settled_windows(whole, search.prices))
-    ascent = DualAscent(part.reduced, part.prices)
-    for forward in (True, False, True):
-        ascent.sweep(forward=forward)
     room = _EQUAL * abs(search.incumbent.objective_us)
     masks = [
         (bounds <= bounds.min() + room) | (node.options == choice)
-        for bounds, node, choice in zip(
-            ascent.option_bounds(), part.reduced.nodes, best, strict=True
-        )
+        for bounds, node, choice in zip(part.option_bounds(), part.reduced.nodes, best, strict=True)
     ]
     return part.restricted(masks)

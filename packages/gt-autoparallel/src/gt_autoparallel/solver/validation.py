@@ -6,18 +6,13 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gt_autoparallel.errors import PlacementInputError
-from gt_autoparallel.solver.problem import Edge, FloatArray, Problem, Variable
+from gt_autoparallel.solver.problem import BoolArray, Edge, FloatArray, Problem, Variable
 
 
-def check_problem(problem: Problem, rivals: Sequence[Sequence[NDArray[np.bool_]]] = ()) -> None:
-    """Raises if arrays and indices of ``problem`` do not fit each other.
-
-    Args:
-        problem: see ``Problem``.
-        rivals: for each variable which options a rival may take.
+def check_problem(problem: Problem, rivals: Sequence[Sequence[BoolArray]] = ()) -> None:
+    """Raises if arrays and indices of ``problem``, or masks of rivals, do not fit each other.
 
     Raises:
         PlacementInputError: lists every violation.
