@@ -364,7 +364,7 @@ class GraphPPRunner:
         failure = self._connections.fail(self._step, mine, votes=error is not None).error()
         self._failure = str(failure)
         program.let_go()
-        program.results[:] = [()] * len(program.results)
+        program.take_results()
         self._inputs.clear()
         for each in self._stages.values():
             each.discard()
@@ -437,8 +437,7 @@ def _add_gradient(parameter: Tensor, gradient: Tensor) -> None:
 
 
 def _result(program: StepProgram, record: StepRecord | None) -> StepResult:
-    returned = tuple(program.results)
-    program.results[:] = [()] * len(returned)
+    returned = program.take_results()
     return StepResult(
         losses=tuple(each[0] for each in returned),
         outputs=tuple(each[1:] for each in returned),
