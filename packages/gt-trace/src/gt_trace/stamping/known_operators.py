@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
@@ -57,12 +57,9 @@ class _Answer:
     results: tuple[_Result, ...]
 
 
-class Answers:
-    """What operators gave, by question; shared by recordings that are compared."""
-
-    def __init__(self) -> None:
-        self.known: dict[Any, _Answer | None] = {}
-        """What an operator gave, by question; None where an answer cannot be made."""
+Answers: TypeAlias = dict[Any, _Answer | None]
+"""What operators gave, by question; None where an answer cannot be made. Shared by recordings that
+are compared."""
 
 
 class KnownOperators:
@@ -74,7 +71,7 @@ class KnownOperators:
     """
 
     def __init__(self, answers: Answers, mode: FakeTensorMode) -> None:
-        self._answers = answers.known
+        self._answers = answers
         self._mode = mode
         # Another mode than that of the fake tensors would have to see the operators too.
         self._is_off = num_dispatch_modes() > 1
