@@ -49,7 +49,7 @@ class Connections:
         if self._watch is not None:
             self._watch.start(step)
 
-    def vote(self, step: int) -> bool:
+    def vote(self) -> bool:
         """Whether the step, which succeeded here, did so on all ranks."""
         if self._agreement is None or self._watch is None:
             return True

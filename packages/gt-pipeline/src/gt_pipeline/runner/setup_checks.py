@@ -170,12 +170,9 @@ def names_of_stages(pipeline: Sequence[RankFacts]) -> dict[int, tuple[str, ...]]
 
 def kwargs_of_stages(pipeline: Sequence[RankFacts]) -> frozenset[str] | None:
     """Keyword arguments that some stage of a pipeline may take; None: any."""
-    names: set[str] = set()
-    for each in (facts for rank in pipeline for facts in rank.stages.values()):
-        if each.known_kwargs is None:
-            return None
-        names |= each.known_kwargs
-    return frozenset(names)
+    known = [facts.known_kwargs for rank in pipeline for facts in rank.stages.values()]
+    names = [each for each in known if each is not None]
+    return frozenset().union(*names) if len(names) == len(known) else None
 
 
 def ranks_of_stages(pipeline: Sequence[RankFacts]) -> dict[int, int]:
