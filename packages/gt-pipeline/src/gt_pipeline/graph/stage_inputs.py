@@ -24,9 +24,7 @@ _NOTHING = object()
 class StageState:
     """The parameters and buffers of a stage's module, as plain tensors.
 
-    Args:
-        capture: of the module, or of one of the same structure and layouts.
-        module: whose state is read.
+    The capture is of the module, or of one of the same structure and layouts.
 
     Raises:
         gt_trace.StateMismatchError: they differ.

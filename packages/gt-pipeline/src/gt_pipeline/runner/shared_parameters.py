@@ -95,10 +95,8 @@ def shared_parameters(
 class SharedParameter:
     """One shared parameter, as a rank that holds copies of it sees it.
 
-    Args:
-        members: all its copies, in the order of summation.
-        stages: of this rank, by index.
-        process_group: of the ranks that hold copies; None if this rank alone does.
+    Its members are all copies, in the order of summation; its process group is of the ranks that
+    hold them, None if this rank alone does.
     """
 
     def __init__(

@@ -68,11 +68,9 @@ class TransferChannel:
 
 
 class Transfers:
-    """The process groups of one pipeline's transfers; made by `make_transfers`.
+    """The process groups of one pipeline's transfers, towards its higher and its lower ranks.
 
-    Args:
-        pipeline: global ranks of the pipeline, in order.
-        groups: of them, for transfers towards higher and towards lower ranks of the pipeline.
+    Made by `make_transfers` of the pipeline's global ranks, in order.
     """
 
     def __init__(self, pipeline: Sequence[int], groups: Mapping[_Peer, dist.ProcessGroup]) -> None:
