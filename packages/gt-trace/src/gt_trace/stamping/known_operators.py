@@ -63,12 +63,7 @@ are compared."""
 
 
 class KnownOperators:
-    """Answers operators of one recording.
-
-    Args:
-        answers: of earlier recordings too.
-        mode: the fake mode of the recording.
-    """
+    """Answers operators of one recording, of that fake mode, also by those of earlier ones."""
 
     def __init__(self, answers: Answers, mode: FakeTensorMode) -> None:
         self._answers = answers
@@ -79,10 +74,7 @@ class KnownOperators:
     def question(self, func: Any, token: int, operands: Sequence[torch.Tensor]) -> Any:
         """What the result is known by; None if it depends on more.
 
-        Args:
-            func: the operator.
-            token: a number that stands for it, its constants, and all facts of its operands.
-            operands: the tensors among its arguments.
+        ``token`` stands for the operator, its constants, and all facts of its operands.
         """
         if self._is_off or not operands or not is_functional(func):
             return None

@@ -38,13 +38,10 @@ of."""
 
 
 class StampedGraph:
-    """Stamps one graph.
+    """Stamps the graph of a shortened model.
 
-    Args:
-        short: the graph of the shortened model.
-        inputs: of the whole model, in order, with the value of each: a fake tensor.
-        shape_env: of the trace.
-        num_unused: how many gradients of one unit's parameters there are not.
+    Inputs are of the whole model, in order, each with its fake tensor; ``num_unused`` gradients of
+    one unit's parameters there are not.
 
     Raises:
         NotStampable: the interior units differ, or a reference is ambiguous.
@@ -87,11 +84,7 @@ class StampedGraph:
         """What ``get_attr`` nodes of the graph read, by target."""
 
     def build(self, outputs: Sequence[Any]) -> Graph:
-        """Make the graph.
-
-        Args:
-            outputs: for each plain output of the whole model, what ``kept_output`` or
-                ``layer_output`` gave for it.
+        """Make the graph, with what ``kept_output`` or ``layer_output`` gave for each output.
 
         Raises:
             NotStampable: a kept node reads what only a traced layer has.
