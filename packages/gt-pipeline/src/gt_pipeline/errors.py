@@ -28,6 +28,7 @@ pickled, so that they can cross processes.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 
 
 class GtPipelineError(Exception):
@@ -48,7 +49,7 @@ class _ProblemsError(GtPipelineError):
         super().__init__(what, self.problems)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_rebuild, (type(self), self.what, self.problems))
+        return (partial(type(self), what=self.what, problems=self.problems), ())
 
     def __str__(self) -> str:
         return "\n  - ".join([f"{self.what}:", *self.problems])
@@ -131,7 +132,8 @@ class PipelineStepError(GtPipelineError, RuntimeError):
         super().__init__(rank, stage, action, reason)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_rebuild_step_error, (self.rank, self.stage, self.action, self.reason))
+        where = partial(type(self), rank=self.rank, stage=self.stage)
+        return (partial(where, action=self.action, reason=self.reason), ())
 
     def __str__(self) -> str:
         where = "" if self.stage is None else f" of stage {self.stage}"
@@ -144,13 +146,3 @@ class PipelineStepError(GtPipelineError, RuntimeError):
 
 class RunnerClosedError(GtPipelineError, RuntimeError):
     """A runner was used after it was closed, or after a step of it failed."""
-
-
-def _rebuild_step_error(
-    rank: int, stage: int | None, action: str, reason: str
-) -> PipelineStepError:
-    return PipelineStepError(rank=rank, stage=stage, action=action, reason=reason)
-
-
-def _rebuild(kind: type[_ProblemsError], what: str, problems: tuple[str, ...]) -> _ProblemsError:
-    return kind(what=what, problems=problems)

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import pytest
 from exchange_stages import ExchangeStage, overlap_like_one_after_the_other, overlapped
 from expecttest import assert_expected_inline
+from lane_pictures import draw_lanes
 from stage_models import ACTIVATION, Block, CountingBlock
 
 from gt_config.node_keys import OverlappedBackward
@@ -22,7 +23,6 @@ from gt_pipeline.graph import (
     GraphPipelineStage,
     capture_stage,
     cut_stage,
-    draw_lanes,
     exposed_collectives,
 )
 from gt_pipeline.graph.interleave_actions import InterleaveActions

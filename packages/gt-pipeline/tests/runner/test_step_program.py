@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -31,10 +32,9 @@ def _program(works: list[Any], *, on_host: bool) -> StepProgram:
         actions=(send,),
         runs=(),
         results=[],
-        pending={send: (works, ())},
-        receiving=([[*works]],),
+        pending={send: ((), works)},
+        waiting=([((), [*works])],),
         on_host=on_host,
-        waiting=(),
     )
 
 
@@ -50,6 +50,6 @@ def test_a_send_that_never_ends_is_given_a_second_with_gloo(
 
 
 def test_what_waits_to_be_used_is_let_go_too() -> None:
-    waiting: list[Tensors] = [(torch.ones(1),), ()]
+    waiting: list[tuple[Tensors, Sequence[Any]]] = [((torch.ones(1),), ()), ((), ())]
     dataclasses.replace(_program([], on_host=True), waiting=(waiting,)).let_go()
-    assert waiting == [(), ()]
+    assert waiting == [((), ()), ((), ())]

@@ -1,6 +1,6 @@
 """Pipeline stages as captured graphs, one for each schedule action."""
 
-from gt_pipeline.graph.exposed_collectives import draw_lanes, exposed_collectives
+from gt_pipeline.graph.exposed_collectives import exposed_collectives
 from gt_pipeline.graph.pipeline_stage import GraphPipelineStage
 from gt_pipeline.graph.stage_capture import StageCapture, StageLoss, capture_stage
 from gt_pipeline.graph.stage_cut import cut_stage
@@ -13,6 +13,5 @@ __all__ = [
     "StageLoss",
     "capture_stage",
     "cut_stage",
-    "draw_lanes",
     "exposed_collectives",
 ]

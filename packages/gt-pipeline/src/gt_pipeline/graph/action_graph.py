@@ -78,13 +78,10 @@ def extract(
     inputs: Mapping[Slot, Node],
     outputs: Sequence[Node],
 ) -> GraphModule:
-    """A graph of some nodes of another one, in the same order.
+    """A graph of copies of some nodes of another one, which are in execution order.
 
-    Args:
-        source: the graph that they are from; keeps its nodes.
-        nodes: in execution order; neither placeholders nor the output.
-        inputs: by slot, in order: nodes of the source that the new graph takes as inputs.
-        outputs: what it gives; one node may stand there twice.
+    ``inputs`` are nodes of the source that it takes instead of computing them; of ``outputs``, one
+    node may stand there twice.
     """
     graph = Graph()
     copies: dict[Node, Node] = {}
@@ -102,21 +99,15 @@ def extract(
     for node in nodes:
         copies[node] = graph.node_copy(node, copy_of)
     graph.output(tuple(copy_of(node) for node in outputs))
-    module = GraphModule(_Attributes(source, graph), graph)
-    module.recompile()
-    return module
+    return GraphModule(source, graph)
 
 
 def append_graph(
     graph: Graph, attributes: torch.nn.Module, action: ActionGraph, made: dict[Slot, Node]
 ) -> None:
-    """Copy an action's graph to the end of another one.
+    """Copy an action's graph to the end of another one, and its attributes, under new names.
 
-    Args:
-        graph: the one to extend.
-        attributes: what ``graph`` reads by name; those of the action are added, under new names.
-        action: what to copy.
-        made: by slot: the nodes of ``graph`` that the action takes. What it gives is added.
+    ``made`` has the nodes of ``graph`` that the action takes, by slot; what it gives is added.
     """
     source = action.graph_module
     placeholders = source.graph.find_nodes(op="placeholder")
@@ -139,13 +130,3 @@ def _free_name(attributes: torch.nn.Module, name: str) -> str:
         number += 1
         free = f"{name}_{number}"
     return free
-
-
-class _Attributes(torch.nn.Module):
-    """The attributes of a graph module that a graph reads, shared with it."""
-
-    def __init__(self, source: GraphModule, graph: Graph) -> None:
-        super().__init__()
-        for node in graph.find_nodes(op="get_attr"):
-            name = str(node.target)
-            setattr(self, name, getattr(source, name))

@@ -42,15 +42,12 @@ def assign_parts(
     *,
     output_gradients: Iterable[Node],
     input_gradients: Sequence[Node],
-    subject: str,
+    what: str,
 ) -> dict[Node, PipelineAction]:
-    """The part of every node that computes something.
+    """The part of every node of a stage's joint graph that computes something.
 
-    Args:
-        graph_module: a stage's joint graph.
-        output_gradients: the placeholders of gradients that arrive.
-        input_gradients: those of its results that leave for the stage before.
-        subject: whose graph it is, for messages.
+    ``output_gradients`` are placeholders, ``input_gradients`` results of it; an error begins with
+    ``what``.
 
     Raises:
         StageCutError: an earlier part would need what a later one makes.
@@ -71,11 +68,10 @@ def assign_parts(
         if node.target is getitem and parts[node] == "BACKWARD_WEIGHT":
             parts[node] = parts[node.all_input_nodes[0]]  # a tuple does not cross
     problems = [*_broken_bonds(nodes, parts, constraints)]
+    if len(problems) > _MOST_PROBLEMS:
+        problems[_MOST_PROBLEMS:] = [f"and {len(problems) - _MOST_PROBLEMS} more"]
     if problems:
-        raise StageCutError(
-            what=f"the graph of {subject} cannot be cut into actions",
-            problems=_shortened(problems),
-        )
+        raise StageCutError(what=what, problems=problems)
     return parts
 
 
@@ -155,9 +151,3 @@ def _broken_bonds(
                     f"after {earlier.name} ({earlier.target}), which is part of "
                     f"{parts[earlier]}"
                 )
-
-
-def _shortened(problems: Sequence[str]) -> list[str]:
-    if len(problems) <= _MOST_PROBLEMS:
-        return list(problems)
-    return [*problems[:_MOST_PROBLEMS], f"and {len(problems) - _MOST_PROBLEMS} more"]

@@ -27,11 +27,9 @@ class ActivationPlacement:
     """Shape of the whole tensor, over all ranks."""
 
     def example(self, signature: ActivationSignature, mesh: DeviceMesh) -> DTensor:
-        """An activation on the meta device, for ``capture_stage`` of the stage after.
+        """An activation on meta, with a local tensor of that signature on a mesh with these axes.
 
-        Args:
-            signature: of the local tensor.
-            mesh: that has these axes.
+        It is for ``capture_stage`` of the stage after.
         """
         whole = DTensor.from_local(
             torch.empty(signature.shape, dtype=signature.dtype, device="meta"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -13,12 +13,11 @@ from gt_passes import PassContext, Verifier
 from gt_passes.verifier.verifier import GraphInterface
 from gt_pipeline.errors import StageGraphError
 from gt_pipeline.graph._torch_internals import FakeTensorMode
-from gt_pipeline.graph.action_graph import ActionGraph, BoxedFunction, boxed, copied
+from gt_pipeline.graph.action_graph import ActionGraph, boxed, copied
 from gt_pipeline.graph.gradient_accumulators import owned_results
-from gt_pipeline.graph.overlapped_actions import OverlappedActions
 from gt_pipeline.graph.slots import SlotKind
 from gt_pipeline.graph.stage_inputs import MicrobatchReader
-from gt_trace.capture.captured_mode import CapturedMode
+from gt_trace.capture.captured_mode import CapturedMode, as_captured
 
 GraphTransform = Callable[[GraphModule, PipelineAction, PassContext], object]
 """Edits the graph of one kind of action in place: a recipe of passes, a compiler. It keeps what the
@@ -28,13 +27,7 @@ graph takes and gives."""
 def transformed(
     action: ActionGraph, transform: GraphTransform, *, fake_mode: FakeTensorMode, verify: bool
 ) -> ActionGraph:
-    """A copy of an action whose graph the transform has edited.
-
-    Args:
-        action: stays as it is.
-        transform: what edits the copy.
-        fake_mode: of the graph's fake values.
-        verify: whether to verify the result.
+    """A copy of an action whose graph the transform has edited; the action stays as it is.
 
     Raises:
         StageGraphError: it takes or gives something else now, or is broken.
@@ -61,7 +54,6 @@ class Executable:
 
     def __init__(self, action: ActionGraph) -> None:
         self.action = action
-        self.run: BoxedFunction = boxed(action.graph_module)
         self.static: tuple[Tensor, ...] | None = None
         """The tensors that the graph reads of the state; None until they are asked for."""
 
@@ -69,6 +61,14 @@ class Executable:
         kind: SlotKind = "gradient" if is_reduction else "unsharded_gradient"
         self.gradient_slots = tuple(slot for slot in action.outputs if slot.kind == kind)
         self.owned_gradients = owned_results(action, kind)
+        """For each gradient, whether no other value of this graph shares its memory."""
+
+        self._run = boxed(action.graph_module)
+
+    def run(self, inputs: list[Tensor]) -> Sequence[Tensor]:
+        """Run it on tensors in the order of its slots; the list is emptied."""
+        with as_captured():
+            return self._run(inputs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,38 +78,3 @@ class EvaluationForward:
     mode: CapturedMode
     forward: Executable
     reader: MicrobatchReader
-
-
-class Overlap:
-    """The graph of a pair of actions, and what it reads of the state of both stages.
-
-    Args:
-        actions: the pair.
-        transformed: its graph, as it runs.
-    """
-
-    def __init__(self, actions: OverlappedActions, transformed: ActionGraph) -> None:
-        self.actions = actions
-        self.run: BoxedFunction = boxed(transformed.graph_module)
-        self.graph_module = transformed.graph_module
-        self.owned_gradients = owned_results(transformed, "unsharded_gradient")
-        """For each gradient, whether no other value of this graph shares its memory."""
-
-        self._of_backward: tuple[Tensor, ...] | None = None
-        self._of_forward: tuple[Tensor, ...] | None = None
-        self._static: tuple[Tensor, ...] = ()
-
-    def static_inputs(
-        self, of_backward: tuple[Tensor, ...], of_forward: tuple[Tensor, ...]
-    ) -> tuple[Tensor, ...]:
-        """The tensors of the backward, then those of the forward that it does not share."""
-        if of_backward is not self._of_backward or of_forward is not self._of_forward:
-            own = tuple(of_forward[i] for i in self.actions.forward_static)
-            self._static = (*of_backward, *own)
-            self._of_backward, self._of_forward = of_backward, of_forward
-        return self._static
-
-    def forget(self) -> None:
-        """Let go of the state."""
-        self._of_backward = self._of_forward = None
-        self._static = ()

@@ -1,6 +1,6 @@
 """Which collectives of an overlapped pair have nothing of the other action between launch and wait.
 
-The check of what ``InterleaveActions`` is for, and a picture of what it did.
+The check of what ``InterleaveActions`` is for.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from torch.fx import GraphModule, Node
 
 from gt_config.node_keys import PipelineAction, PipelineAnnotation
-from gt_passes.analysis.collectives import is_collective, is_wait
-from gt_passes.ep_overlap.exchange_operators import exchange_waits, is_exchange_launch
+from gt_passes.analysis.collectives import is_collective, is_declared_launch, waits_of
 from gt_passes.ep_overlap.exposed_exchanges import is_compute
 from gt_pipeline.graph.interleave_actions import lane_of
 from gt_trace import read_annotation
@@ -49,7 +48,7 @@ def exposed_collectives(graph_module: GraphModule) -> tuple[ExposedCollective, .
     position = {node: index for index, node in enumerate(nodes)}
     found = []
     for launch in nodes:
-        waits = sorted(_waits_of(launch), key=position.__getitem__)
+        waits = sorted(launched_waits(launch), key=position.__getitem__)
         own = read_annotation(launch, PipelineAnnotation)
         if not waits or own is None:
             continue
@@ -68,70 +67,11 @@ def exposed_collectives(graph_module: GraphModule) -> tuple[ExposedCollective, .
     return tuple(found)
 
 
-def draw_lanes(graph_module: GraphModule) -> str:
-    """The order of a pair's graph as two lines: collectives, waits, and how much is computed.
-
-    ::
-
-        backward  all_to_all 1>  .      <1 6 ops
-        forward   .              4 ops  .
-
-    Args:
-        graph_module: of an overlapped pair.
-    """
-    numbers: dict[Node, int] = {}
-    columns: list[tuple[int, str]] = []
-    num_ops = 0
-    latest: int | None = None
-
-    def flush() -> None:
-        nonlocal num_ops
-        if num_ops and latest is not None:
-            columns.append((latest, f"{num_ops} op" + "s" * (num_ops > 1)))
-        num_ops = 0
-
-    for node in graph_module.graph.nodes:
-        lane = lane_of(node)
-        if lane is None:
-            continue
-        text = _event(node, numbers)
-        if text is None:
-            if is_compute(node):
-                if lane != latest:
-                    flush()
-                latest = lane
-                num_ops += 1
-            continue
-        flush()
-        latest = lane
-        columns.append((lane, text))
-    flush()
-    return "".join(
-        f"{name:10}{' '.join(_cell(text, lane == own) for own, text in columns)}".rstrip() + "\n"
-        for lane, name in enumerate(("backward", "forward"))
-    )
-
-
-def _event(node: Node, numbers: dict[Node, int]) -> str | None:
-    waits = _waits_of(node)
-    if waits:
-        number = len(set(numbers.values())) + 1
-        numbers.update(dict.fromkeys(waits, number))
-        name = str(node.target).split(".")[1].removesuffix("_single").removesuffix("_tensor")
-        return f"{name} {number}>"
-    return f"<{numbers[node]}" if node in numbers else None
-
-
-def _cell(text: str, is_own: bool) -> str:
-    return text if is_own else ".".ljust(len(text))
-
-
-def _waits_of(node: Node) -> list[Node]:
-    if is_exchange_launch(node):
-        return list(exchange_waits(node))
-    if not is_collective(node):
+def launched_waits(node: Node) -> list[Node]:
+    """The waits for the collective that a node launches; empty if it launches none."""
+    if not is_collective(node) and not is_declared_launch(node):
         return []
-    return [user for user in node.users if is_wait(user)]
+    return list(waits_of(node))
 
 
 def _computes_elsewhere(node: Node, own: PipelineAnnotation) -> bool:

@@ -8,6 +8,7 @@ itself (an expanded scalar). Which do is read off the graph once, and those are 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from operator import getitem
 
@@ -29,17 +30,17 @@ class GradientAccumulators:
         self._is_empty = True
 
     def add(self, gradients: Sequence[Tensor], owned: Sequence[bool]) -> None:
-        """Add one microbatch's gradients.
+        """Add one microbatch's gradients, the same parameters' in the same order every time.
 
-        Args:
-            gradients: the same parameters' in the same order every time.
-            owned: for each whether its memory may be kept and written to; see ``owned_results``.
+        Memory of those that are ``owned`` may be kept and written to; see ``owned_results``.
         """
-        if self._is_empty:
-            self._sums = [g if own else g.clone() for g, own in zip(gradients, owned, strict=True)]
-            self._is_empty = False
-        elif self._sums:
-            add_in_place(self._sums, gradients)
+        with torch.no_grad():
+            if self._is_empty:
+                pairs = zip(gradients, owned, strict=True)
+                self._sums = [gradient if own else gradient.clone() for gradient, own in pairs]
+                self._is_empty = False
+            elif self._sums:
+                add_in_place(self._sums, gradients)
 
     def take(self) -> list[Tensor] | None:
         """The sums, which are then forgotten; None if nothing was added."""
@@ -57,10 +58,7 @@ def owned_results(action: ActionGraph, kind: SlotKind) -> tuple[bool, ...]:
     results = action.result_nodes()
     found: dict[Node, frozenset[_Origin]] = {}
     origins = [_origins(result, found) for result in results]
-    num_of: dict[_Origin, int] = {}
-    for each in origins:
-        for origin in each:
-            num_of[origin] = num_of.get(origin, 0) + 1
+    num_of = Counter(origin for each in origins for origin in each)
     return tuple(
         len(of) == 1
         and all(num_of[node, item] == 1 and node.op == "call_function" for node, item in of)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import ClassVar, NamedTuple
 
 from torch.fx import GraphModule, Node
@@ -121,7 +122,8 @@ class _Interleaving:
             following = merged[place + 1 :]
             if not following or following[0] == lane:
                 other = 1 - lane
-                self._fill(other, taken[other], num_gaps=_leading(following, lane) + 1)
+                own = list(takewhile(lane.__eq__, following))
+                self._fill(other, taken[other], num_gaps=len(own) + 1)
         last = merged[-1] if merged else 1
         for lane in (1 - last, last):
             self._emit_all(i for i, own in enumerate(self._lane) if own == lane)
@@ -259,13 +261,3 @@ def _merged(lanes: Sequence[_Groups]) -> list[int]:
         (-1, lane, groups.sizes[0]) for lane, groups in enumerate(lanes) if groups.begins_at_once
     ]
     return [lane for _, lane, size in sorted(places) for _ in range(size)]
-
-
-def _leading(lanes: Sequence[int], lane: int) -> int:
-    """How many of the first lanes are that one."""
-    count = 0
-    for each in lanes:
-        if each != lane:
-            break
-        count += 1
-    return count

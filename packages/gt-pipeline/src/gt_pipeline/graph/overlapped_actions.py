@@ -17,7 +17,8 @@ kept.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from torch import nn
 from torch.fx import Graph, GraphModule, Node
@@ -53,12 +54,7 @@ class OverlappedActions:
 def overlap_actions(
     forward: ActionGraph, backward: ActionGraph, *, verify: bool = True
 ) -> OverlappedActions:
-    """Join a forward and a backward to one graph, and interleave them.
-
-    Args:
-        forward: a FORWARD, not transformed.
-        backward: a FULL_BACKWARD or BACKWARD_INPUT of the same or another stage, likewise.
-        verify: whether to verify the graph before and after.
+    """Join a forward and a backward, neither of them transformed, to one graph; interleave them.
 
     Raises:
         StageCutError: the two were captured with different fake modes.
@@ -83,33 +79,22 @@ def concatenate_actions(forward: ActionGraph, backward: ActionGraph) -> Overlapp
     of_backward: dict[Slot, Node] = {}
     of_forward: dict[Slot, Node] = {}
 
-    def take(action: ActionGraph, slot: Slot, made: dict[Slot, Node]) -> None:
-        lane = "f" if action is forward else "b"
-        node = graph.placeholder(f"{lane}_{slot.placeholder_name}")
-        node.target = node.name
-        (original,) = [
-            each
-            for each, held in zip(
-                action.graph_module.graph.find_nodes(op="placeholder"), action.inputs, strict=True
-            )
-            if held == slot
-        ]
-        node.meta = dict(original.meta)
-        made[slot] = node
+    def take(lane: str, action: ActionGraph, slots: Sequence[Slot], made: dict[Slot, Node]) -> None:
+        placeholders = action.graph_module.graph.find_nodes(op="placeholder")
+        originals = dict(zip(action.inputs, placeholders, strict=True))
+        for slot in slots:
+            made[slot] = graph.placeholder(f"{lane}_{slot.placeholder_name}")
+            made[slot].target = made[slot].name
+            made[slot].meta = dict(originals[slot].meta)
 
-    for slot in backward.static_inputs:
-        take(backward, slot, of_backward)
-    own: list[int] = []
-    for index, slot in enumerate(forward.static_inputs):
-        if forward.stage_index == backward.stage_index and slot in of_backward:
-            of_forward[slot] = of_backward[slot]
-            continue
-        own.append(index)
-        take(forward, slot, of_forward)
-    for slot in backward.inputs[backward.num_static :]:
-        take(backward, slot, of_backward)
-    for slot in forward.inputs[forward.num_static :]:
-        take(forward, slot, of_forward)
+    take("b", backward, backward.static_inputs, of_backward)
+    if forward.stage_index == backward.stage_index:
+        of_forward.update(of_backward)
+    own = [i for i, slot in enumerate(forward.static_inputs) if slot not in of_forward]
+    forward_own = [forward.static_inputs[index] for index in own]
+    take("f", forward, forward_own, of_forward)
+    take("b", backward, backward.inputs[backward.num_static :], of_backward)
+    take("f", forward, forward.inputs[forward.num_static :], of_forward)
     attributes = nn.Module()
     append_graph(graph, attributes, backward, of_backward)
     append_graph(graph, attributes, forward, of_forward)
@@ -122,17 +107,11 @@ def concatenate_actions(forward: ActionGraph, backward: ActionGraph) -> Overlapp
     for node in graph.nodes:
         annotation = read_annotation(node, PipelineAnnotation)
         if annotation is not None and annotation.action == "FORWARD":
-            second = PipelineAnnotation(
-                stage_index=annotation.stage_index, action="FORWARD", slot=1
-            )
-            write_annotation(node, second)
-    graph_module = GraphModule(attributes, graph)
-    graph_module.recompile()
-    forward_own = [forward.static_inputs[index] for index in own]
+            write_annotation(node, replace(annotation, slot=1))
     action = ActionGraph(
         kind="OVERLAP_F_B",
         stage_index=forward.stage_index,
-        graph_module=graph_module,
+        graph_module=GraphModule(attributes, graph),
         inputs=(
             *backward.static_inputs,
             *forward_own,

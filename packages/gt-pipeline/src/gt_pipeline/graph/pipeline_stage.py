@@ -19,7 +19,6 @@ from gt_pipeline.graph.executables import (
     EvaluationForward,
     Executable,
     GraphTransform,
-    Overlap,
     transformed,
 )
 from gt_pipeline.graph.gradient_accumulators import GradientAccumulators
@@ -35,7 +34,7 @@ from gt_pipeline.runner.stage_protocol import (
     Tensors,
 )
 from gt_trace import unflatten_tensor
-from gt_trace.capture.captured_mode import CapturedMode, as_captured
+from gt_trace.capture.captured_mode import CapturedMode
 
 JointTransform = Callable[[StageCapture], object]
 """Edits a stage's joint graph in place, before it is cut: memory policies, chunks."""
@@ -117,13 +116,9 @@ class GraphPipelineStage:
         self.graphs = cut_stage(capture, verify=verify)
         self._state = StageState(capture, module)
         self._reader = MicrobatchReader(capture)
-        self._unshard = Executable(self._transformed(self.graphs.unshard))
-        self._forward = Executable(self._transformed(self.graphs.forward))
-        self._backward: dict[PipelineAction, Executable] = {
-            kind: Executable(self._transformed(self.graphs.of(kind)))
-            for kind in ("FULL_BACKWARD", "BACKWARD_INPUT", "BACKWARD_WEIGHT")
+        self._executables: dict[PipelineAction, Executable] = {
+            each.kind: Executable(self._transformed(each)) for each in self.graphs
         }
-        self._reduce = Executable(self._transformed(self.graphs.of("REDUCE_GRAD")))
         self._num_outputs = len(capture.output_signature)
         self._num_arriving = sum(each.requires_grad for each in capture.output_signature)
         self._num_leaving = sum(each.requires_grad for each in capture.input_signature)
@@ -131,11 +126,9 @@ class GraphPipelineStage:
         self._evaluation: EvaluationForward | None = None
         """The evaluation in the module's present mode; None until it is asked for."""
 
-        self._overlaps: dict[tuple[int, OverlappedBackward], Overlap] = {}
-
-        self._pairs: list[Overlap] = []
-        """The overlapped pairs in which this stage runs one action."""
-
+        self._overlaps: dict[
+            tuple[int, OverlappedBackward], tuple[OverlappedActions, Executable]
+        ] = {}
         self._values: dict[Slot, Tensor] | None = None
         self._saved: dict[int, list[Tensor]] = {}
         self._between: dict[int, list[Tensor]] = {}
@@ -178,12 +171,11 @@ class GraphPipelineStage:
         Returns:
             A line for each, by the action that launches it; actions without any are missing.
         """
-        executables = (self._unshard, self._forward, *self._backward.values(), self._reduce)
-        named: dict[str, GraphModule] = {}
-        for each in executables:
-            named[each.action.kind] = each.action.graph_module
-        for (backward_stage, kind), pair in self._overlaps.items():
-            named[f"FORWARD with {kind} of stage {backward_stage}"] = pair.graph_module
+        named: dict[str, GraphModule] = {
+            kind: each.action.graph_module for kind, each in self._executables.items()
+        }
+        for (backward_stage, kind), (_, pair) in self._overlaps.items():
+            named[f"FORWARD with {kind} of stage {backward_stage}"] = pair.action.graph_module
         for number, evaluation in enumerate(self._evaluations):
             named[f"FORWARD of evaluation {number}"] = evaluation.forward.action.graph_module
         lines = {
@@ -197,11 +189,10 @@ class GraphPipelineStage:
     def unshard(self) -> None:
         """Gather the parameters, and keep them until ``reshard``."""
         values = self._state.sample()
-        if not self._unshard.action.is_empty:
-            flat = [values[slot] for slot in self._unshard.action.inputs]
-            with as_captured():
-                gathered = self._unshard.run(flat)
-            values.update(zip(self._unshard.action.outputs, gathered, strict=True))
+        unshard = self._executables["UNSHARD"]
+        if not unshard.action.is_empty:
+            gathered = unshard.run([values[slot] for slot in unshard.action.inputs])
+            values.update(zip(unshard.action.outputs, gathered, strict=True))
         self._hold(values)
 
     def reshard(self) -> None:
@@ -215,12 +206,9 @@ class GraphPipelineStage:
     def _hold(self, values: dict[Slot, Tensor] | None) -> None:
         self._values = values
         self._evaluation = None
-        held = [self._forward, *self._backward.values()]
-        held += [each.forward for each in self._evaluations]
-        for executable in held:
+        evaluations = [each.forward for each in self._evaluations]
+        for executable in (*self._executables.values(), *evaluations):
             executable.static = None
-        for pair in self._pairs:
-            pair.forget()
 
     def _static(self, executable: Executable) -> tuple[Tensor, ...]:
         """What an action's graph reads of the state, in order."""
@@ -238,10 +226,11 @@ class GraphPipelineStage:
         return executable.static
 
     def _static_of_forward(self) -> tuple[Tensor, ...]:
-        if self._forward.static is None:
+        forward = self._executables["FORWARD"]
+        if forward.static is None:
             # Once for each time that parameters are gathered, not for each microbatch.
             self._state.check_mode()
-        return self._static(self._forward)
+        return self._static(forward)
 
     # ---- actions --------------------------------------------------------------------------------
 
@@ -256,8 +245,7 @@ class GraphPipelineStage:
         """
         arguments = self._arguments(microbatch, activations, inputs)
         static = self._static_of_forward()
-        with as_captured():
-            results = self._forward.run([*static, *arguments])
+        results = self._executables["FORWARD"].run([*static, *arguments])
         return self._keep_saved(microbatch, results)
 
     def full_backward(self, microbatch: int, output_gradients: Tensors) -> Tensors:
@@ -266,11 +254,10 @@ class GraphPipelineStage:
         Raises:
             StageOrderError: nothing is saved for it.
         """
-        executable = self._backward["FULL_BACKWARD"]
+        executable = self._executables["FULL_BACKWARD"]
         saved = self._take_saved(microbatch, output_gradients, executable)
-        with as_captured():
-            results = executable.run([*self._static(executable), *output_gradients, *saved])
-            return self._accumulate(executable, results)
+        results = executable.run([*self._static(executable), *output_gradients, *saved])
+        return self._accumulate(executable, results)
 
     def backward_input(self, microbatch: int, output_gradients: Tensors) -> Tensors:
         """The part of ``full_backward`` that the stage before waits for.
@@ -278,10 +265,9 @@ class GraphPipelineStage:
         Raises:
             StageOrderError: nothing is saved for it.
         """
-        executable = self._backward["BACKWARD_INPUT"]
+        executable = self._executables["BACKWARD_INPUT"]
         saved = self._take_saved(microbatch, output_gradients, executable)
-        with as_captured():
-            results = executable.run([*self._static(executable), *output_gradients, *saved])
+        results = executable.run([*self._static(executable), *output_gradients, *saved])
         return self._keep_between(microbatch, results)
 
     def backward_weight(self, microbatch: int) -> None:
@@ -290,16 +276,15 @@ class GraphPipelineStage:
         Raises:
             StageOrderError: its ``backward_input`` did not run.
         """
-        executable = self._backward["BACKWARD_WEIGHT"]
+        executable = self._executables["BACKWARD_WEIGHT"]
         if microbatch not in self._between:
             raise StageOrderError(
                 f"stage {self.stage_index} was asked for BACKWARD_WEIGHT of microbatch "
                 f"{microbatch} without its BACKWARD_INPUT; it holds {sorted(self._between)}"
             )
         static = self._static(executable)
-        with as_captured():
-            results = executable.run([*static, *self._between.pop(microbatch)])
-            self._accumulate(executable, results)
+        results = executable.run([*static, *self._between.pop(microbatch)])
+        self._accumulate(executable, results)
 
     def overlap(
         self,
@@ -318,22 +303,24 @@ class GraphPipelineStage:
             TypeError: the other stage is not one of graphs.
             ValueError: there is no such kind of backward.
         """
-        other = _of_graphs(backward_stage)
-        pair = self._overlap(other, backward_kind)
+        if not isinstance(other := backward_stage, GraphPipelineStage):
+            raise TypeError(
+                "a GraphPipelineStage overlaps with another, and this is a "
+                f"{type(backward_stage).__name__}"
+            )
+        actions, pair = self._overlap(other, backward_kind)
         arguments = self._arguments(microbatch, activations, inputs)
-        executable = other._backward[backward_kind]
-        static = pair.static_inputs(other._static(executable), self._static_of_forward())
+        executable = other._executables[backward_kind]
+        of_backward, of_forward = other._static(executable), self._static_of_forward()
+        static = (*of_backward, *(of_forward[i] for i in actions.forward_static))
         saved = other._take_saved(backward_microbatch, output_gradients, executable)
-        with as_captured():
-            results = pair.run([*static, *output_gradients, *saved, *arguments])
-            num_backward = len(executable.action.outputs)
-            backward_results = results[:num_backward]
-            if backward_kind == "FULL_BACKWARD":
-                leaving = other._accumulate(
-                    executable, backward_results, owned=pair.owned_gradients
-                )
-            else:
-                leaving = other._keep_between(backward_microbatch, backward_results)
+        results = pair.run([*static, *output_gradients, *saved, *arguments])
+        num_backward = len(executable.action.outputs)
+        backward_results = results[:num_backward]
+        if backward_kind == "FULL_BACKWARD":
+            leaving = other._accumulate(pair, backward_results)
+        else:
+            leaving = other._keep_between(backward_microbatch, backward_results)
         return self._keep_saved(microbatch, results[num_backward:]), leaving
 
     def prepare_overlap(
@@ -345,7 +332,7 @@ class GraphPipelineStage:
             StageCutError: the two stages were captured with different fake modes.
             ValueError: there is no such kind of backward.
         """
-        return self._overlap(backward_stage, backward_kind).actions
+        return self._overlap(backward_stage, backward_kind)[0]
 
     def evaluate(self, microbatch: int, activations: Tensors, inputs: MicrobatchInputs) -> Tensors:
         """As ``forward``, with nothing kept.
@@ -359,10 +346,7 @@ class GraphPipelineStage:
             self._evaluation = self._evaluation_now()
         evaluation = self._evaluation
         arguments = evaluation.reader.read(activations, inputs)
-        static = self._static(evaluation.forward)
-        with as_captured():
-            results = evaluation.forward.run([*static, *arguments])
-        return tuple(results)
+        return tuple(evaluation.forward.run([*self._static(evaluation.forward), *arguments]))
 
     def prepare_evaluation(self) -> None:
         """Capture what ``evaluate`` runs in the module's present mode now, not at its first use."""
@@ -373,18 +357,15 @@ class GraphPipelineStage:
         sums = self._accumulators.take()
         if sums is None:
             return
-        slots = self._backward["FULL_BACKWARD"].gradient_slots
+        slots = self._executables["FULL_BACKWARD"].gradient_slots
         found = dict(zip(slots, sums, strict=True))
         del sums
-        if not self._reduce.action.is_empty:
-            flat = [found.pop(slot) for slot in self._reduce.action.inputs]
-            with as_captured():
-                reduced = self._reduce.run(flat)
-                owned = self._reduce.owned_gradients
-                for slot, gradient, own in zip(
-                    self._reduce.action.outputs, reduced, owned, strict=True
-                ):
-                    found[slot] = gradient if own else gradient.clone()
+        reduce = self._executables["REDUCE_GRAD"]
+        if not reduce.action.is_empty:
+            reduced = reduce.run([found.pop(slot) for slot in reduce.action.inputs])
+            owned = reduce.owned_gradients
+            for slot, gradient, own in zip(reduce.action.outputs, reduced, owned, strict=True):
+                found[slot] = gradient if own else gradient.clone()
         leaves: dict[str, dict[int, Tensor]] = {}
         for slot, gradient in found.items():
             leaves.setdefault(slot.name, {})[slot.leaf] = gradient
@@ -442,21 +423,15 @@ class GraphPipelineStage:
         self._between[microbatch] = list(results[self._num_leaving :])
         return tuple(results[: self._num_leaving])
 
-    def _accumulate(
-        self,
-        executable: Executable,
-        results: Sequence[Tensor],
-        *,
-        owned: Sequence[bool] | None = None,
-    ) -> Tensors:
-        """Add a backward's gradients; ``owned`` where the graph that ran is not its own."""
-        num_leading = len(results) - len(executable.gradient_slots)
-        self._accumulators.add(
-            results[num_leading:], executable.owned_gradients if owned is None else owned
-        )
+    def _accumulate(self, ran: Executable, results: Sequence[Tensor]) -> Tensors:
+        """Add a backward's gradients, the last of its results, and return the others."""
+        num_leading = len(results) - len(ran.gradient_slots)
+        self._accumulators.add(results[num_leading:], ran.owned_gradients)
         return tuple(results[:num_leading])
 
-    def _overlap(self, other: GraphPipelineStage, kind: OverlappedBackward) -> Overlap:
+    def _overlap(
+        self, other: GraphPipelineStage, kind: OverlappedBackward
+    ) -> tuple[OverlappedActions, Executable]:
         if kind not in (allowed := get_args(OverlappedBackward)):
             raise ValueError(
                 f"backward_kind is {kind!r}; allowed: {' or '.join(map(repr, allowed))}"
@@ -465,10 +440,7 @@ class GraphPipelineStage:
         if key not in self._overlaps:
             backward = other.graphs.of(kind)
             actions = overlap_actions(self.graphs.forward, backward, verify=self._verify)
-            pair = self._overlaps[key] = Overlap(actions, self._transformed(actions.action))
-            self._pairs.append(pair)
-            if other is not self:
-                other._pairs.append(pair)
+            self._overlaps[key] = actions, Executable(self._transformed(actions.action))
         return self._overlaps[key]
 
     def _evaluation_now(self) -> EvaluationForward:
@@ -498,11 +470,3 @@ class GraphPipelineStage:
         if self._transform is None or action.is_empty:
             return action
         return transformed(action, self._transform, fake_mode=self.fake_mode, verify=self._verify)
-
-
-def _of_graphs(stage: PipelineStageGraphs) -> GraphPipelineStage:
-    if not isinstance(stage, GraphPipelineStage):
-        raise TypeError(
-            f"a GraphPipelineStage overlaps with another, and this is a {type(stage).__name__}"
-        )
-    return stage

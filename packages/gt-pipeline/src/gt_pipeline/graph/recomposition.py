@@ -22,9 +22,7 @@ from gt_pipeline.graph.stage_graphs import StageGraphs
 def recompose(graphs: StageGraphs, *, split_backward: bool = False) -> GraphModule:
     """The graphs of a stage put together again: a graph that takes and gives what the joint does.
 
-    Args:
-        graphs: of one stage.
-        split_backward: whether dI and dW stand for the backward, instead of the whole one.
+    With ``split_backward``, dI and dW stand for the backward, instead of the whole one.
     """
     backward = (
         (graphs.backward_input, graphs.backward_weight)
@@ -46,9 +44,7 @@ def recompose(graphs: StageGraphs, *, split_backward: bool = False) -> GraphModu
         for slot in graphs.capture.results
     ]
     graph.output(tuple(results))
-    graph_module = GraphModule(attributes, graph)
-    graph_module.recompile()
-    return graph_module
+    return GraphModule(attributes, graph)
 
 
 def find_recomposition_problems(graphs: StageGraphs) -> Iterator[GraphProblem]:

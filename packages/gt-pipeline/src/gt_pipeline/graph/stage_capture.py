@@ -35,7 +35,7 @@ from gt_pipeline.graph.activations import (
     travelling,
     travelling_gradient,
 )
-from gt_pipeline.graph.slots import Slot
+from gt_pipeline.graph.slots import Slot, SlotKind
 from gt_pipeline.runner.stage_protocol import ActivationSignature, MicrobatchInputs
 from gt_trace import GraphInput, InputPreparer, TensorLayout, TracedStep, phase, trace_step
 from gt_trace.capture.captured_mode import ACCUMULATION_HOOKS, GRADIENT_HOOKS, hook_problems
@@ -147,23 +147,21 @@ def capture_stage(
     fake_mode = fake_mode or new_fake_mode()
     entering = tuple(example_of(activation) for activation in activations)
     args = microbatch.args if stage_index == 0 else ()
-    kwargs = {n: microbatch.kwargs[n] for n in _accepted(module, microbatch.kwargs)}
+    defaults, takes_any_kwargs = _accepted_kwargs(module)
+    kwargs = {n: v for n, v in microbatch.kwargs.items() if takes_any_kwargs or n in defaults}
     target = microbatch.target if loss_fn is not None else None
     stage = _Stage(module, loss_fn, stage_index)
 
-    def trace(function: Callable[..., Any], gradients: tuple[Tensor, ...]) -> TracedStep:
-        capture = trace_step(
-            function,
-            module=module,
-            input_preparers=input_preparers,
-            meta_device=device,
-            fake_mode=fake_mode,
-        )
-        with torch.enable_grad():
-            return capture(entering, args, kwargs, target, gradients)
-
+    capture = trace_step(
+        stage.run,
+        module=module,
+        input_preparers=input_preparers,
+        meta_device=device,
+        fake_mode=fake_mode,
+    )
     # What leaves the stage is known after its forward, and the gradients of that enter the graph.
-    traced = trace(stage.forward, ())
+    with torch.enable_grad():
+        traced = capture(entering, args, kwargs, target, ())
     dynamic = [each.name for each in traced.arguments if None in each.shape]
     if dynamic:
         raise StageCaptureError(
@@ -176,7 +174,9 @@ def capture_stage(
             for each in stage.output_signature
             if each.requires_grad
         )
-        traced = trace(stage.forward_and_backward, arriving)
+        stage.differentiates = True
+        with torch.enable_grad():
+            traced = capture(entering, args, kwargs, target, arriving)
     _clean_up(traced, verify=verify)
     return StageCapture(
         traced=traced,
@@ -188,8 +188,8 @@ def capture_stage(
         inputs=tuple(map(_input_slot, traced.inputs)),
         results=tuple(_result_slots(traced, stage)),
         kwarg_names=tuple(kwargs),
-        left_out={n: p.default for n, p in _named_parameters(module) if n not in kwargs},
-        takes_any_kwargs=_takes_any_kwargs(module),
+        left_out={n: default for n, default in defaults.items() if n not in kwargs},
+        takes_any_kwargs=takes_any_kwargs,
         has_target=loss_fn is not None,
         differentiates=differentiate,
         gradient_layouts=_gradient_layouts(traced, stage),
@@ -205,17 +205,43 @@ class _Stage:
         self._stage_index = stage_index
         self.output_signature: tuple[ActivationSignature, ...] = ()
         self.output_placements: tuple[ActivationPlacement | None, ...] = ()
+        self.differentiates = False
         self.num_input_gradients = 0
         self.parameter_names: tuple[str, ...] = ()
         """Names of the parameters that gradients are asked for."""
 
-    def forward(
+    def run(
         self,
         activations: tuple[Tensor, ...],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         target: Any,
         output_gradients: tuple[Tensor, ...],
+    ) -> tuple[list[Tensor], list[Tensor], list[Tensor | None]]:
+        """What leaves, the gradients of what entered, and those of the parameters.
+
+        Without gradients if it does not differentiate.
+        """
+        outputs = self._forward(activations, args, kwargs, target)
+        if not self.differentiates:
+            return outputs, [], []
+        named = {n: p for n, p in self._module.named_parameters() if p.requires_grad}
+        entered = [each for each in activations if each.requires_grad]
+        differentiable = [each for each in outputs if each.requires_grad]
+        self.parameter_names = tuple(named)
+        self.num_input_gradients = len(entered)
+        wanted = [*entered, *named.values()]
+        if not differentiable or not wanted:
+            return outputs, [torch.zeros_like(travelling(e)) for e in entered], [None] * len(named)
+        gradients = torch.autograd.grad(differentiable, wanted, output_gradients, allow_unused=True)
+        leaving = [
+            travelling_gradient(activation, gradient)
+            for activation, gradient in zip(entered, gradients, strict=False)
+        ]
+        return outputs, leaving, list(gradients[len(entered) :])
+
+    def _forward(
+        self, activations: tuple[Tensor, ...], args: Any, kwargs: dict[str, Any], target: Any
     ) -> list[Tensor]:
         """What leaves the stage, as plain tensors."""
         result = self._module(*activations, *args, **kwargs)
@@ -234,31 +260,6 @@ class _Stage:
         self.output_signature = tuple(map(signature_of, outputs))
         self.output_placements = tuple(map(placement_of, leaves))
         return outputs
-
-    def forward_and_backward(
-        self,
-        activations: tuple[Tensor, ...],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        target: Any,
-        output_gradients: tuple[Tensor, ...],
-    ) -> tuple[list[Tensor], list[Tensor], list[Tensor | None]]:
-        """What leaves, the gradients of what entered, and those of the parameters."""
-        outputs = self.forward(activations, args, kwargs, target, output_gradients)
-        named = {n: p for n, p in self._module.named_parameters() if p.requires_grad}
-        entered = [each for each in activations if each.requires_grad]
-        differentiable = [each for each in outputs if each.requires_grad]
-        self.parameter_names = tuple(named)
-        self.num_input_gradients = len(entered)
-        wanted = [*entered, *named.values()]
-        if not differentiable or not wanted:
-            return outputs, [torch.zeros_like(travelling(e)) for e in entered], [None] * len(named)
-        gradients = torch.autograd.grad(differentiable, wanted, output_gradients, allow_unused=True)
-        leaving = [
-            travelling_gradient(activation, gradient)
-            for activation, gradient in zip(entered, gradients, strict=False)
-        ]
-        return outputs, leaving, list(gradients[len(entered) :])
 
     def _result_problems(self, leaves: list[Any]) -> list[str]:
         problems = [
@@ -306,37 +307,23 @@ def _layout_problems(
     return problems
 
 
-def _accepted(module: nn.Module, kwargs: Mapping[str, Any]) -> list[str]:
-    """Which keyword arguments the module's forward takes."""
-    if _takes_any_kwargs(module):
-        return list(kwargs)
-    names = {name for name, _ in _named_parameters(module)}
-    return [name for name in kwargs if name in names]
-
-
-def _takes_any_kwargs(module: nn.Module) -> bool:
-    parameters = inspect.signature(module.forward).parameters.values()
-    return any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)
-
-
-def _named_parameters(module: nn.Module) -> list[tuple[str, inspect.Parameter]]:
-    """Parameters of the forward that can be given by name."""
-    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+def _accepted_kwargs(module: nn.Module) -> tuple[dict[str, Any], bool]:
+    """The defaults of what the forward can be given by name, and whether it takes any name."""
     parameters = inspect.signature(module.forward).parameters
-    return [(name, each) for name, each in parameters.items() if each.kind in kinds]
-
-
-def _input_slot(graph_input: GraphInput) -> Slot:
-    if graph_input.kind == "parameter":
-        return Slot(kind="parameter", name=graph_input.name, leaf=graph_input.leaf)
-    if graph_input.kind == "buffer":
-        return Slot(kind="buffer", name=graph_input.name, leaf=graph_input.leaf)
-    arriving = graph_input.name.startswith("output_gradients[")
-    return Slot(
-        kind="output_gradient" if arriving else "argument",
-        name=graph_input.name,
-        leaf=graph_input.leaf,
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return (
+        {name: each.default for name, each in parameters.items() if each.kind in named},
+        any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()),
     )
+
+
+def _input_slot(given: GraphInput) -> Slot:
+    kind: SlotKind = "argument"
+    if given.kind == "parameter" or given.kind == "buffer":
+        kind = given.kind
+    elif given.name.startswith("output_gradients["):
+        kind = "output_gradient"
+    return Slot(kind=kind, name=given.name, leaf=given.leaf)
 
 
 def _result_slots(traced: TracedStep, stage: _Stage) -> list[Slot | None]:

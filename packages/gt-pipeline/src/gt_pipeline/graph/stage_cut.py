@@ -83,7 +83,7 @@ class _Cut:
                 node for node, slot in self._slot_of_input.items() if slot.kind == "output_gradient"
             ],
             input_gradients=[node for _, node in self._results_of("input_gradient")],
-            subject=_subject(capture),
+            what=_cannot_be_cut(capture),
         )
         problems = [
             *find_state_problems(
@@ -92,13 +92,14 @@ class _Cut:
                 parts=self._parts,
                 outputs=[node for _, node in self._results_of("output")],
             ),
-            *self._misplaced_results(),
+            *(
+                f"{slot} depends on gradients of parameters after their reduction"
+                for slot, node in self._results_of("input_gradient")
+                if self._is_reduction(node)
+            ),
         ]
         if problems:
-            raise StageCutError(
-                what=f"the graph of {_subject(capture)} cannot be cut into actions",
-                problems=problems,
-            )
+            raise StageCutError(what=_cannot_be_cut(capture), problems=problems)
         self._aliases = AliasClasses(graph)
         self._unsharded = dict(self._name_unsharded())
         self._gradients = self._gradient_boundary()
@@ -115,15 +116,7 @@ class _Cut:
         forward = self._graph("FORWARD", {}, forward_outputs)
         self._copy_state(forward, [node for _, node in self._results_of("output")])
         if not self._capture.differentiates:
-            return StageGraphs(
-                capture=self._capture,
-                unshard=unshard,
-                forward=forward,
-                full_backward=None,
-                backward_input=None,
-                backward_weight=None,
-                reduce_grad=None,
-            )
+            return StageGraphs(capture=self._capture, unshard=unshard, forward=forward)
         between = {
             node: Slot(kind="between", name=node.name) for node in self._kept_for("BACKWARD_WEIGHT")
         }
@@ -133,15 +126,9 @@ class _Cut:
             capture=self._capture,
             unshard=unshard,
             forward=forward,
-            full_backward=self._graph(
-                "FULL_BACKWARD",
-                entering,
-                [*leaving, *self._gradients],
-            ),
+            full_backward=self._graph("FULL_BACKWARD", entering, [*leaving, *self._gradients]),
             backward_input=self._graph(
-                "BACKWARD_INPUT",
-                entering,
-                [*leaving, *((slot, node) for node, slot in between.items())],
+                "BACKWARD_INPUT", entering, [*leaving, *((s, n) for n, s in between.items())]
             ),
             backward_weight=self._graph("BACKWARD_WEIGHT", between, self._gradients),
             reduce_grad=self._graph(
@@ -161,11 +148,6 @@ class _Cut:
 
     def _is_reduced(self, node: Node) -> bool:
         return any(self._is_reduction(user) for user in node.users)
-
-    def _misplaced_results(self) -> Iterator[str]:
-        for slot, node in self._results:
-            if slot.kind == "input_gradient" and self._is_reduction(node):
-                yield f"{slot} depends on gradients of parameters after their reduction"
 
     def _name_unsharded(self) -> Iterator[tuple[Node, Slot]]:
         """What parts behind UNSHARD read of it, named by parameter."""
@@ -252,13 +234,7 @@ class _Cut:
         entering: Mapping[Node, Slot],
         outputs: Iterable[tuple[Slot, Node]],
     ) -> ActionGraph:
-        """One action's graph.
-
-        Args:
-            kind: of action.
-            entering: the values of a microbatch that it takes, besides arguments.
-            outputs: what it gives.
-        """
+        """One action's graph; ``entering`` it are a microbatch's values, besides arguments."""
         parts = ("BACKWARD_INPUT", "BACKWARD_WEIGHT") if kind == "FULL_BACKWARD" else (kind,)
         slots_and_nodes = list(outputs)
         results = [node for _, node in slots_and_nodes]
@@ -277,7 +253,7 @@ class _Cut:
             slot = self._unsharded.get(source) or self._slot_of_input.get(source)
             if slot is None:
                 raise StageCutError(
-                    what=f"the graph of {_subject(self._capture)} cannot be cut into actions",
+                    what=_cannot_be_cut(self._capture),
                     problems=[f"{kind} needs {source.name} ({source.target}), of another part"],
                 )
             (static if slot.is_static else arguments)[slot] = source
@@ -347,6 +323,10 @@ class _Cut:
             results[index] = copied
         output.args = (tuple(results),)
         forward.graph_module.recompile()
+
+
+def _cannot_be_cut(capture: StageCapture) -> str:
+    return f"the graph of {_subject(capture)} cannot be cut into actions"
 
 
 def _subject(capture: StageCapture) -> str:

@@ -17,10 +17,10 @@ class StageGraphs:
     capture: StageCapture
     unshard: ActionGraph
     forward: ActionGraph
-    full_backward: ActionGraph | None
-    backward_input: ActionGraph | None
-    backward_weight: ActionGraph | None
-    reduce_grad: ActionGraph | None
+    full_backward: ActionGraph | None = None
+    backward_input: ActionGraph | None = None
+    backward_weight: ActionGraph | None = None
+    reduce_grad: ActionGraph | None = None
 
     def of(self, kind: PipelineAction) -> ActionGraph:
         """The graph of one kind of action.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NoReturn
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,9 +24,7 @@ _NOTHING = object()
 class StageState:
     """The parameters and buffers of a stage's module, as plain tensors.
 
-    Args:
-        capture: of the module, or of one of the same structure and layouts.
-        module: whose state is read.
+    The capture is of the module, or of one of the same structure and layouts.
 
     Raises:
         gt_trace.StateMismatchError: they differ.
@@ -58,7 +56,6 @@ class MicrobatchReader:
         self._stage_index = capture.stage_index
         self._takes_args = capture.stage_index == 0
         self._kwarg_names = capture.kwarg_names
-        self._known_kwargs = frozenset(capture.kwarg_names)
         self._left_out = capture.left_out
         self._takes_any_kwargs = capture.takes_any_kwargs
         self._takes_target = capture.has_target
@@ -69,18 +66,22 @@ class MicrobatchReader:
             (each.shape, each.dtype, f"activations[{i}]")
             for i, each in enumerate(capture.input_signature)
         ]
-        arguments = [
-            each
-            for each in capture.traced.arguments
-            if not each.name.startswith("output_gradients[")
-        ]
-        self._num_gradients = len(capture.traced.arguments) - len(arguments)
+        given = capture.traced.arguments
+        arguments = [each for each in given if not each.name.startswith("output_gradients[")]
+        self._num_gradients = len(given) - len(arguments)
         leaves = arguments[self._num_activations :]
         # A target that is not asked for was captured as None, the last leaf.
         self._leaves = leaves if self._takes_target else leaves[:-1]
-        strides = _strides_of(capture)
+        traced = capture.traced
+        # The graph may view plain arguments in no other strides than the captured ones.
+        strides = {
+            each.name: example.stride()
+            for each, example in zip(traced.inputs, traced.example_inputs, strict=True)
+            if each.kind == "argument"
+        }
         self._strides = [strides.get(each.name, ()) for each in self._leaves]
-        self._specs = _trees_of_others(capture)
+        _, args, kwargs, target, _ = traced.argument_spec.child(0).children()
+        self._specs = [args, kwargs, target] if self._takes_target else [args, kwargs]
         self._all_plain_tensors = all(
             each.is_tensor and each.layout is not None and each.layout.subclass is None
             for each in self._leaves
@@ -92,35 +93,26 @@ class MicrobatchReader:
         Raises:
             StageInputError: it is not as the captured one; every difference is listed.
         """
-        if inputs.kwargs.keys() - self._known_kwargs:
-            self._check_left_out(inputs.kwargs)
+        self._refuse_any(self._left_out_problems(inputs.kwargs))
+        self._refuse_any(self._activation_problems(activations))
         flat: list[Any] = list(activations)
-        fits = len(flat) == self._num_activations and all(
-            tensor.shape == shape and tensor.dtype == dtype
-            for tensor, (shape, dtype, _) in zip(flat, self._activations, strict=True)
-        )
-        if not fits:
-            self._refuse(self._activation_problems(activations))
         if self._takes_inputs:
             flat += self._read_others(activations, inputs)
         return flat
 
-    def _check_left_out(self, kwargs: Mapping[str, Any]) -> None:
-        """Refuse what the module would take and the graph does not; other stages may take it."""
-        problems = [
+    def _left_out_problems(self, kwargs: Mapping[str, Any]) -> list[str]:
+        """What the module would take and the graph does not; other stages may take it."""
+        return [
             f"kwargs[{name!r}] was not given when it was captured, and the graph would ignore it"
             for name, value in kwargs.items()
-            if name not in self._known_kwargs
+            if name not in self._kwarg_names
             and (self._takes_any_kwargs or name in self._left_out)
             and value is not self._left_out.get(name, _NOTHING)
         ]
-        if problems:
-            self._refuse(problems)
 
     def _read_others(self, activations: Tensors, inputs: MicrobatchInputs) -> list[Any]:
         missing = [name for name in self._kwarg_names if name not in inputs.kwargs]
-        if missing:
-            self._refuse([f"kwargs[{name!r}] is missing" for name in missing])
+        self._refuse_any([f"kwargs[{name!r}] is missing" for name in missing])
         kwargs = {name: inputs.kwargs[name] for name in self._kwarg_names}
         args = inputs.args if self._takes_args else ()
         target = inputs.target if self._takes_target else None
@@ -131,9 +123,12 @@ class MicrobatchReader:
                 leaves += spec.flatten_up_to(tree)
         except ValueError as error:
             entering = (tuple(activations), args, kwargs, target)
-            self._refuse(self._structure_problems(entering) or [str(error)])
-        if not all(map(_fits, leaves, self._leaves)):
-            self._refuse(self._other_problems(leaves))
+            self._refuse_any(self._structure_problems(entering) or [str(error)])
+        self._refuse_any(
+            f"{signature.name}: {_describe(leaf)}, {_describe_captured(leaf, signature)}"
+            for leaf, signature in zip(leaves, self._leaves, strict=True)
+            if not _fits(leaf, signature)
+        )
         if self._all_plain_tensors:
             return [
                 leaf if leaf.stride() == stride else _laid_out(leaf, stride)
@@ -161,36 +156,13 @@ class MicrobatchReader:
         captured = self._captured
         return structure_differences(captured.argument_spec, captured.arguments, spec, leaves)
 
-    def _other_problems(self, leaves: list[Any]) -> list[str]:
-        return [
-            f"{signature.name}: {_describe(leaf)}, {_describe_captured(leaf, signature)}"
-            for leaf, signature in zip(leaves, self._leaves, strict=True)
-            if not _fits(leaf, signature)
-        ]
-
-    def _refuse(self, problems: list[str]) -> NoReturn:
-        raise StageInputError(
-            what=f"this microbatch is not as the one that stage {self._stage_index} was captured "
-            "with",
-            problems=problems,
-        )
-
-
-def _trees_of_others(capture: StageCapture) -> list[pytree.TreeSpec]:
-    """The structures of arguments, keyword arguments and, if it is asked for, target."""
-    traced_args = capture.traced.argument_spec.child(0)
-    _, args, kwargs, target, _ = traced_args.children()
-    return [args, kwargs, target] if capture.has_target else [args, kwargs]
-
-
-def _strides_of(capture: StageCapture) -> dict[str, tuple[int, ...]]:
-    """Strides of plain arguments as captured, by name: the graph may view them in no other."""
-    traced = capture.traced
-    return {
-        each.name: example.stride()
-        for each, example in zip(traced.inputs, traced.example_inputs, strict=True)
-        if each.kind == "argument"
-    }
+    def _refuse_any(self, problems: Iterable[str]) -> None:
+        if found := list(problems):
+            raise StageInputError(
+                what=f"this microbatch is not as the one that stage {self._stage_index} was "
+                "captured with",
+                problems=found,
+            )
 
 
 def _laid_out(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:

@@ -29,14 +29,10 @@ def find_state_problems(
 ) -> Iterator[str]:
     """Yield a sentence for each write of a joint graph that a pipeline cannot keep in order.
 
-    Args:
-        graph_module: the joint graph.
-        slots: what each placeholder is.
-        parts: of every other node.
-        outputs: what leaves the stage in its forward.
+    ``slots`` are of its placeholders, ``parts`` of all other nodes; ``outputs`` leave the stage in
+    its forward.
     """
-    scan = GraphScanner().scan(graph_module)
-    for memory in memories_written(scan):
+    for memory in memories_written(GraphScanner().scan(graph_module)):
         yield from _problems(memory, slots, parts, outputs)
 
 

@@ -46,15 +46,9 @@ def find_block_mask_problem(mask: BlockMask, dim: int, count: int) -> str | None
 
 
 def split_block_mask(mask: BlockMask, count: int) -> list[BlockMask]:
-    """The masks of ``count`` equal parts of the samples.
+    """The masks of ``count`` equal parts of the samples; a mask of one sample serves all as it is.
 
-    Args:
-        mask: of one sample, which then serves all and is returned as it is, or of a multiple of
-            ``count``.
-        count: how many parts.
-
-    Returns:
-        Masks whose ``mask_mod`` is asked about samples by their index in the part.
+    Their ``mask_mod`` is asked about samples by their index in the part.
     """
     num_samples = mask.kv_num_blocks.shape[0]
     if num_samples == 1:

@@ -49,7 +49,7 @@ class Connections:
         if self._watch is not None:
             self._watch.start(step)
 
-    def vote(self, step: int) -> bool:
+    def vote(self) -> bool:
         """Whether the step, which succeeded here, did so on all ranks."""
         if self._agreement is None or self._watch is None:
             return True
@@ -63,13 +63,7 @@ class Connections:
     def fail(self, step: int, mine: FailureReport, *, votes: bool) -> FailureReport:
         """Tell all ranks that a step failed here, and end what they wait for.
 
-        Args:
-            step: which.
-            mine: what happened here.
-            votes: whether this rank has still to vote.
-
-        Returns:
-            What happened first, here or elsewhere.
+        A rank that has not voted yet ``votes``. Returned is what happened first, here or elsewhere.
         """
         first = mine if self._agreement is None else self._agreement.report(step, mine)
         self.close_waits()

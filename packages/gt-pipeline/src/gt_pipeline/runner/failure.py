@@ -44,9 +44,7 @@ class FailureReport:
 
     def error(self) -> PipelineStepError:
         """The exception that every rank raises for it."""
-        return PipelineStepError(
-            rank=self.rank, stage=self.stage, action=self.action, reason=self.reason
-        )
+        return PipelineStepError(**asdict(self))
 
     def to_json(self) -> str:
         """Its form in the store."""
@@ -73,14 +71,11 @@ class StepAgreement:
             world, purpose="pipeline step agreement", backend="gloo", timeout=timeout
         )
         assert group is not None
-        self._group = group
-        # Its keys have the group's name before them, so runners do not read each other's reports.
-        self._store = self._group.get_group_store()
-
-    @property
-    def group(self) -> dist.ProcessGroup:
+        self.group = group
         """A gloo group over all ranks."""
-        return self._group
+
+        # Its keys have the group's name before them, so runners do not read each other's reports.
+        self._store = group.get_group_store()
 
     def report(self, step: int, report: FailureReport) -> FailureReport:
         """Tell of a failure.
@@ -112,15 +107,15 @@ class StepAgreement:
         """
         ballot = torch.tensor([int(succeeded)])
         try:
-            self._group.allreduce([ballot], dist.ReduceOp.MIN).wait()
+            self.group.allreduce([ballot], dist.ReduceOp.MIN).wait()
         except RuntimeError:
-            close_group(self._group, torch.device("cpu"))  # whoever still waits for the vote ends
+            close_group(self.group, torch.device("cpu"))  # whoever still waits for the vote ends
             raise
         return bool(ballot)
 
     def release(self) -> None:
         """Give the group back to torch.distributed."""
-        release_group(self._group)
+        release_group(self.group)
 
 
 def _key(step: int) -> str:

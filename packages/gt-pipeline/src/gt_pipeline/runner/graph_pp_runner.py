@@ -47,7 +47,7 @@ from gt_pipeline.runner.step_program import StepProgram, bind_program
 from gt_pipeline.runner.step_record import StepRecord, record_actions
 from gt_pipeline.runner.transfers import make_transfers
 from gt_pipeline.schedules import Action, Schedule, lower
-from gt_pipeline.schedules.schedule import LoweredSchedule, forward_only
+from gt_pipeline.schedules.schedule import forward_only
 from gt_pipeline.split import SharedGroup
 
 LossReduction: TypeAlias = Literal["sum", "mean"]
@@ -119,19 +119,15 @@ class GraphPPRunner:
         max_unsharded_stages: int = 3,
         timeout: timedelta | None = None,
     ) -> None:
-        lowered: dict[_StepKind, LoweredSchedule] = {
-            "train": lower(
-                schedule,
+        planned: dict[_StepKind, Schedule] = {"train": schedule, "eval": forward_only(schedule)}
+        lowered = {
+            mode: lower(
+                each,
                 unshards=True,
-                reduces=True,
+                reduces=mode == "train",
                 max_unsharded_stages=max_unsharded_stages,
-            ),
-            "eval": lower(
-                forward_only(schedule),
-                unshards=True,
-                reduces=False,
-                max_unsharded_stages=max_unsharded_stages,
-            ),
+            )
+            for mode, each in planned.items()
         }
         self._schedule = schedule
         self._dims = MicrobatchDims() if dims is None else dims
@@ -215,14 +211,14 @@ class GraphPPRunner:
                 them.
             RunnerClosedError: the runner was closed, or a step of it failed.
         """
-        return self._split_and_run("train", args, kwargs, target)
+        return self._run("train", self._splitting(args, kwargs, target))
 
     def eval(self, *args: Any, target: Any = None, **kwargs: Any) -> StepResult:
         """Compute the losses of one batch; gradients and what training saved stay as they are.
 
         Arguments and errors are those of `step`. It needs no training step before.
         """
-        return self._split_and_run("eval", args, kwargs, target)
+        return self._run("eval", self._splitting(args, kwargs, target))
 
     def step_microbatches(self, microbatches: Sequence[MicrobatchInputs]) -> StepResult:
         """As `step`, of inputs that are split already, one for each microbatch."""
@@ -256,18 +252,12 @@ class GraphPPRunner:
     ) -> None:
         self.close()
 
-    def _split_and_run(
-        self, mode: _StepKind, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any
-    ) -> StepResult:
-        return self._run(
-            mode,
-            lambda: split_microbatches(
-                args,
-                kwargs,
-                target,
-                num_microbatches=self._schedule.num_microbatches,
-                dims=self._dims,
-            ),
+    def _splitting(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], target: Any
+    ) -> Callable[[], Sequence[MicrobatchInputs]]:
+        count = self._schedule.num_microbatches
+        return lambda: split_microbatches(
+            args, kwargs, target, num_microbatches=count, dims=self._dims
         )
 
     def _run(self, mode: _StepKind, inputs: Callable[[], Sequence[MicrobatchInputs]]) -> StepResult:
@@ -287,7 +277,7 @@ class GraphPPRunner:
                 gradients = self._gradients() if mode == "train" else []
         except BaseException as error:  # noqa: BLE001  # other ranks must hear of whatever it is
             self._fail(program, error)
-        if not self._connections.vote(self._step):
+        if not self._connections.vote():
             self._fail(program, None)
         # Every rank has used what was sent to it. Waiting for sends before would not be safe: one
         # that was forgotten when another rank closed its transfers never ends.
@@ -364,7 +354,7 @@ class GraphPPRunner:
         failure = self._connections.fail(self._step, mine, votes=error is not None).error()
         self._failure = str(failure)
         program.let_go()
-        program.results[:] = [()] * len(program.results)
+        program.take_results()
         self._inputs.clear()
         for each in self._stages.values():
             each.discard()
@@ -437,8 +427,7 @@ def _add_gradient(parameter: Tensor, gradient: Tensor) -> None:
 
 
 def _result(program: StepProgram, record: StepRecord | None) -> StepResult:
-    returned = tuple(program.results)
-    program.results[:] = [()] * len(returned)
+    returned = program.take_results()
     return StepResult(
         losses=tuple(each[0] for each in returned),
         outputs=tuple(each[1:] for each in returned),

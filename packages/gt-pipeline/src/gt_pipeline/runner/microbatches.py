@@ -53,14 +53,7 @@ def split_microbatches(
     num_microbatches: int,
     dims: MicrobatchDims,
 ) -> list[MicrobatchInputs]:
-    """The inputs of each microbatch; tensors are views of what was given.
-
-    Args:
-        args: positional arguments of the step.
-        kwargs: keyword arguments of the step.
-        target: what the last stage computes its loss from, or None.
-        num_microbatches: how many there are; divides every dimension that is split.
-        dims: how to split.
+    """The inputs of each microbatch of a step; tensors are views of what was given.
 
     Raises:
         MicrobatchError: an input cannot be split evenly, or nothing says how; all are listed.

@@ -13,11 +13,9 @@ import torch.distributed as dist
 
 
 def gather_objects(mine: Any, group: dist.ProcessGroup) -> list[Any]:
-    """What every rank of a group gave, by its rank in the group. Collective over the group.
+    """What every rank of a gloo group gave, by its rank in the group. Collective over the group.
 
-    Args:
-        mine: can be pickled, and is small: all ranks' stand on every rank.
-        group: of gloo.
+    It is pickled, and should be small: all ranks' stand on every rank.
     """
     data = bytearray(pickle.dumps(mine))
     sent = torch.frombuffer(data, dtype=torch.uint8)

@@ -27,14 +27,8 @@ def make_group(
     (2.15), or gives a name again whose addresses in the store are those of a group that is gone
     (2.13).
 
-    Args:
-        ranks: global.
-        purpose: what PyTorch's logs call it.
-        backend: None: as the world's.
-        timeout: of its operations; None: the backend's default.
-
     Returns:
-        The group; None on ranks that are not in it.
+        The group, which PyTorch's logs call by its purpose; None on ranks that are not in it.
     """
     group = dist.new_group(list(ranks), backend=backend, timeout=timeout, group_desc=purpose)
     return group if isinstance(group, dist.ProcessGroup) and dist.get_rank() in ranks else None

@@ -60,15 +60,9 @@ def facts_of_rank(
     options: Mapping[str, Any],
     problems: Sequence[str] = (),
 ) -> RankFacts:
-    """What this rank tells, and what it finds wrong by itself.
+    """What this rank tells, with what it finds wrong beside the ``problems`` found before.
 
-    Args:
-        stages: of the rank.
-        schedule: to run.
-        rank: global.
-        pipeline: global ranks of the pipeline.
-        options: others of the runner that must be alike, by name.
-        problems: that the runner has found already.
+    ``rank`` and those of ``pipeline`` are global; ``options`` must be alike on all of them.
     """
     problems = list(problems)
     if len(pipeline) != schedule.num_ranks:
@@ -136,12 +130,7 @@ def agree_on_setup(
     group: dist.ProcessGroup | None,
     stages: Sequence[PipelineStageGraphs] = (),
 ) -> dict[tuple[int, ...], tuple[RankFacts, ...]]:
-    """Tell all ranks, and hear from them.
-
-    Args:
-        mine: of this rank.
-        group: of all ranks, by gloo; None if there are no others.
-        stages: of this rank, asked for their collectives if those of ranks differ.
+    """Tell all ranks, and hear from them by a gloo group; None if there are no others.
 
     Returns:
         Facts of the ranks of every pipeline, in its order, by its ranks; alike on all ranks.
@@ -181,12 +170,9 @@ def names_of_stages(pipeline: Sequence[RankFacts]) -> dict[int, tuple[str, ...]]
 
 def kwargs_of_stages(pipeline: Sequence[RankFacts]) -> frozenset[str] | None:
     """Keyword arguments that some stage of a pipeline may take; None: any."""
-    names: set[str] = set()
-    for each in (facts for rank in pipeline for facts in rank.stages.values()):
-        if each.known_kwargs is None:
-            return None
-        names |= each.known_kwargs
-    return frozenset(names)
+    known = [facts.known_kwargs for rank in pipeline for facts in rank.stages.values()]
+    names = [each for each in known if each is not None]
+    return frozenset().union(*names) if len(names) == len(known) else None
 
 
 def ranks_of_stages(pipeline: Sequence[RankFacts]) -> dict[int, int]:

@@ -11,6 +11,7 @@ The sum is taken from an all-gather, not an all-reduce, whose order is the backe
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -45,11 +46,6 @@ def find_members(
 ) -> list[tuple[SharedMember, ...]]:
     """Where the copies of declared groups are, each group's in the order of summation.
 
-    Args:
-        groups: the declarations.
-        names_of_stage: names of parameters, of every stage of the pipeline.
-        rank_of_stage: global rank of every stage.
-
     Raises:
         RunnerSetupError: a group names what no stage holds.
     """
@@ -80,14 +76,9 @@ def shared_parameters(
     rank: int,
     timeout: timedelta | None = None,
 ) -> tuple[SharedParameter, ...]:
-    """The shared parameters that this rank holds copies of. Every rank of the world calls it.
+    """The shared parameters that this rank, of its global number, holds copies of.
 
-    Args:
-        members_of_groups: of every declared group of every pipeline of the world, alike on all
-            ranks.
-        stages: of this rank, by index.
-        rank: this one's, global.
-        timeout: of the sums; None: as for other groups.
+    Every rank of the world calls it, with the members of all pipelines' groups, alike on all ranks.
     """
     shared = []
     for members in members_of_groups:
@@ -104,10 +95,8 @@ def shared_parameters(
 class SharedParameter:
     """One shared parameter, as a rank that holds copies of it sees it.
 
-    Args:
-        members: all its copies, in the order of summation.
-        stages: of this rank, by index.
-        process_group: of the ranks that hold copies; None if this rank alone does.
+    Its members are all copies, in the order of summation; its process group is of the ranks that
+    hold them, None if this rank alone does.
     """
 
     def __init__(
@@ -117,8 +106,8 @@ class SharedParameter:
         process_group: dist.ProcessGroup | None,
     ) -> None:
         self.members = tuple(members)
+        self.process_group = process_group
         self._stages = stages
-        self._group = process_group
         self._ranks = [] if process_group is None else dist.get_process_group_ranks(process_group)
 
     def sum_gradients(self, gradients: Mapping[int, _Gradients]) -> None:
@@ -160,20 +149,15 @@ class SharedParameter:
                 if member.stage in self._stages
             ]
             value = mine[0].clone() if first.stage in self._stages else torch.empty_like(mine[0])
-            if self._group is not None:
-                dist.broadcast(value, first.rank, group=self._group)
+            if self.process_group is not None:
+                dist.broadcast(value, first.rank, group=self.process_group)
             for each in mine:
                 each.copy_(value)
 
     def release(self) -> None:
         """Give the process group back to torch.distributed."""
-        if self._group is not None:
-            release_group(self._group)
-
-    @property
-    def process_group(self) -> dist.ProcessGroup | None:
-        """The group of the ranks that hold copies; None if this rank alone does."""
-        return self._group
+        if self.process_group is not None:
+            release_group(self.process_group)
 
     def _gradient(self, member: SharedMember, gradients: Mapping[int, _Gradients]) -> Tensor:
         gradient = gradients[member.stage].get(member.name)
@@ -184,24 +168,19 @@ class SharedParameter:
 
     def _gathered(self, mine: Sequence[Tensor]) -> list[Tensor]:
         """Gradients of all members, in their order."""
-        if self._group is None:
+        if self.process_group is None:
             return list(mine)
         # Ranks hold different numbers of copies; each gathers as many as the largest number.
-        counts = dict.fromkeys(self._ranks, 0)
-        for member in self.members:
-            counts[member.rank] += 1
+        num_rounds = max(Counter(member.rank for member in self.members).values())
         rounds = []
-        for index in range(max(counts.values())):
+        for index in range(num_rounds):
             local = mine[index] if index < len(mine) else torch.zeros_like(mine[0])
             received = [torch.empty_like(local) for _ in self._ranks]
-            dist.all_gather(received, local.contiguous(), group=self._group)
-            rounds.append(dict(zip(self._ranks, received, strict=True)))
-        taken = dict.fromkeys(self._ranks, 0)
-        ordered = []
-        for member in self.members:
-            ordered.append(rounds[taken[member.rank]][member.rank])
-            taken[member.rank] += 1
-        return ordered
+            dist.all_gather(received, local.contiguous(), group=self.process_group)
+            rounds.append(received)
+        by_rank = zip(self._ranks, zip(*rounds, strict=True), strict=True)
+        of_rank = {rank: iter(copies) for rank, copies in by_rank}
+        return [next(of_rank[member.rank]) for member in self.members]
 
 
 def _plain(tensor: Tensor) -> Tensor:

@@ -22,11 +22,7 @@ from gt_pipeline.schedules.schedule import LoweredSchedule
 
 
 def prepare_pairs(lowered: LoweredSchedule, stages: Mapping[int, PipelineStageGraphs]) -> list[str]:
-    """Make ready what pairs of actions will run.
-
-    Args:
-        lowered: the schedule.
-        stages: of this rank, by index.
+    """Make ready what pairs of actions of this rank's stages will run.
 
     Returns:
         A sentence for each pair that cannot be; raised on all ranks, it is no error here.
@@ -60,10 +56,7 @@ def compare_evaluations(
 ) -> None:
     """Make ready what evaluation runs, and compare its collectives. Collective over all ranks.
 
-    Args:
-        stages: of this rank.
-        rank: this one's, global.
-        group: of all ranks, by gloo; None if there are no others.
+    ``group`` is of all of them, by gloo; None if there are no others.
 
     Raises:
         RunnerSetupError: on every rank alike, if it cannot be made ready on any, or differs.
@@ -107,10 +100,7 @@ def explain_differences(
 ) -> list[str]:
     """A sentence for each stage that ranks hold with different collectives. Collective over them.
 
-    Args:
-        digests: of every rank, by stage; alike on all ranks.
-        stages: of this rank.
-        group: of all ranks, by gloo.
+    ``digests`` are of every rank, by stage, alike on all ranks; ``stages`` are this rank's.
     """
     first: dict[int, Mapping[str, str]] = {}
     differing = {

@@ -7,10 +7,12 @@ in order. Each reads and writes the lists of `_Mailbox`, which has one place for
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import chain
 from typing import TypeAlias
 
 import torch
@@ -26,39 +28,30 @@ from gt_pipeline.runner.stage_protocol import (
     Tensors,
 )
 from gt_pipeline.runner.transfers import MAX_TENSORS, TransferChannel, Transfers
-from gt_pipeline.schedules import Action
+from gt_pipeline.schedules import Action, Schedule
 from gt_pipeline.schedules.dependencies import transferred_by
 from gt_pipeline.schedules.schedule import LoweredSchedule
 
 _Run: TypeAlias = Callable[[], None]
-_Works: TypeAlias = list[dist.Work]
+_Parcel: TypeAlias = tuple[Tensors, Sequence[dist.Work]]
+"""Tensors, and the transfers under way that read or fill them."""
+
 _Forward: TypeAlias = Callable[[int, Tensors, MicrobatchInputs], Tensors]
 _Backward: TypeAlias = Callable[[int, Tensors], Tensors]
 
 _FORGOTTEN = timedelta(seconds=1)
+_NOTHING: _Parcel = ((), ())
 
 
 class _Mailbox:
     """What waits to be used by one stage, or to be sent by it; one place for each microbatch."""
 
-    __slots__ = (
-        "activation_works",
-        "activations",
-        "input_gradients",
-        "output_gradient_works",
-        "output_gradients",
-        "outputs",
-    )
-
     def __init__(self, num_microbatches: int) -> None:
-        self.activations: list[Tensors] = [()] * num_microbatches
-        self.output_gradients: list[Tensors] = [()] * num_microbatches
-        # Of receives that fill the two above; empty where a product is handed over locally.
-        self.activation_works: list[_Works] = [[] for _ in range(num_microbatches)]
-        self.output_gradient_works: list[_Works] = [[] for _ in range(num_microbatches)]
+        self.activations = [_NOTHING] * num_microbatches
+        self.output_gradients = [_NOTHING] * num_microbatches
         # To be sent.
-        self.outputs: list[Tensors] = [()] * num_microbatches
-        self.input_gradients: list[Tensors] = [()] * num_microbatches
+        self.outputs = [_NOTHING] * num_microbatches
+        self.input_gradients = [_NOTHING] * num_microbatches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,20 +62,23 @@ class StepProgram:
     runs: tuple[_Run, ...]
     """What runs each action, in order."""
 
-    results: list[Tensors]
+    results: list[_Parcel]
     """What the last stage's forwards returned, by microbatch; empty on other ranks."""
 
-    pending: dict[Action, tuple[_Works, Tensors]]
-    """Sends that were started and not waited for, with what they send."""
+    pending: dict[Action, _Parcel]
+    """Sends that were started and not waited for."""
 
-    receiving: tuple[list[_Works], ...]
-    """Receives that were started and not waited for."""
+    waiting: tuple[list[_Parcel], ...]
+    """What was made or is being received, and was not used yet, by microbatch."""
 
     on_host: bool
     """Whether tensors travel by gloo."""
 
-    waiting: tuple[list[Tensors], ...]
-    """Tensors that were made and not used yet, by microbatch."""
+    def take_results(self) -> tuple[Tensors, ...]:
+        """``results``, which are then forgotten."""
+        taken = tuple(tensors for tensors, _ in self.results)
+        self.results[:] = [_NOTHING] * len(taken)
+        return taken
 
     def let_go(self) -> None:
         """Wait until nothing reads or writes tensors of this step any more.
@@ -92,9 +88,7 @@ class StepProgram:
         when its connection was closed is forgotten there, and never ends. It gets a second. (With
         NCCL, waiting orders streams; a limit would make the host wait too.)
         """
-        under_way = [works for works, _ in self.pending.values()]
-        under_way += [works for each in self.receiving for works in each]
-        for works in under_way:
+        for _, works in chain(self.pending.values(), *self.waiting):
             for work in works:
                 with suppress(RuntimeError):  # it was closed
                     if self.on_host:
@@ -102,8 +96,8 @@ class StepProgram:
                     else:
                         work.wait()
         self.pending.clear()
-        for tensors in self.waiting:
-            tensors[:] = [()] * len(tensors)
+        for parcels in self.waiting:
+            parcels[:] = [_NOTHING] * len(parcels)
 
 
 def bind_program(
@@ -118,16 +112,10 @@ def bind_program(
 ) -> StepProgram:
     """Bind a rank's actions.
 
-    Args:
-        lowered: the schedule; of evaluation, one without backwards.
-        rank: in the pipeline.
-        stages: of this rank, by index.
-        inputs: a list in which a step puts its microbatches before it runs.
-        transfers: None where all stages are on this rank.
-        loss_gradient: what every microbatch's backward starts with.
-        evaluates: whether forwards keep nothing for a backward.
+    ``inputs`` is a list in which a step puts its microbatches before it runs; every microbatch's
+    backward starts with ``loss_gradient``; where a program ``evaluates``, forwards keep nothing.
     """
-    binder = _Binder(lowered, rank, stages, inputs, transfers, loss_gradient, evaluates)
+    binder = _Binder(lowered.schedule, stages, inputs, transfers, loss_gradient, evaluates)
     done_after = sends_done_after(lowered, rank)
     actions = lowered.actions[rank]
     runs = []
@@ -141,52 +129,31 @@ def bind_program(
         runs=tuple(runs),
         results=binder.results,
         pending=binder.pending,
-        receiving=tuple(
-            works
-            for box in binder.boxes.values()
-            for works in (box.activation_works, box.output_gradient_works)
-        ),
+        waiting=tuple(places for box in binder.boxes.values() for places in vars(box).values()),
         on_host=next(iter(stages.values())).device.type == "cpu",
-        waiting=tuple(
-            tensors
-            for box in binder.boxes.values()
-            for tensors in (
-                box.activations,
-                box.output_gradients,
-                box.outputs,
-                box.input_gradients,
-            )
-        ),
     )
 
 
+@dataclass
 class _Binder:
     """Makes one callable of one action; what it knows is fixed by then."""
 
-    def __init__(
-        self,
-        lowered: LoweredSchedule,
-        rank: int,
-        stages: Mapping[int, PipelineStageGraphs],
-        inputs: list[MicrobatchInputs],
-        transfers: Transfers | None,
-        loss_gradient: float,
-        evaluates: bool,
-    ) -> None:
-        self._schedule = lowered.schedule
-        self._rank = rank
-        self._stages = stages
-        self._inputs = inputs
-        self._transfers = transfers
-        self._evaluates = evaluates
-        num_microbatches = lowered.schedule.num_microbatches
-        self.boxes = {index: _Mailbox(num_microbatches) for index in stages}
-        self.pending: dict[Action, tuple[_Works, Tensors]] = {}
-        self.results: list[Tensors] = []
-        if (last := stages.get(self._schedule.num_stages - 1)) is not None:
-            self.results += [()] * num_microbatches
+    _schedule: Schedule
+    _stages: Mapping[int, PipelineStageGraphs]
+    _inputs: list[MicrobatchInputs]
+    _transfers: Transfers | None
+    _loss_gradient: float
+    _evaluates: bool
+
+    def __post_init__(self) -> None:
+        num_microbatches = self._schedule.num_microbatches
+        self.boxes = {index: _Mailbox(num_microbatches) for index in self._stages}
+        self.pending: dict[Action, _Parcel] = {}
+        self.results: list[_Parcel] = []
+        if (last := self._stages.get(self._schedule.num_stages - 1)) is not None:
+            self.results += [_NOTHING] * num_microbatches
             loss = last.output_signature[0]
-            seed = torch.full((), loss_gradient, dtype=loss.dtype, device=last.device)
+            seed = torch.full((), self._loss_gradient, dtype=loss.dtype, device=last.device)
             # It waits in the place of what other stages receive, for every step anew.
             self._seed: Tensors = (seed,)
 
@@ -201,7 +168,7 @@ class _Binder:
             case "BACKWARD_INPUT":
                 return self._bind_backward(action, stage.backward_input)
             case "BACKWARD_WEIGHT":
-                return self._bind_backward_weight(action)
+                return functools.partial(stage.backward_weight, _microbatch(action))
             case "OVERLAP_F_B":
                 return self._bind_overlap(action)
             case "SEND_F" | "SEND_B":
@@ -222,7 +189,7 @@ class _Binder:
         def run_and_retire() -> None:
             run()
             for send in sends:
-                works, _ = pending.pop(send)
+                _, works = pending.pop(send)
                 for work in works:
                     work.wait()
 
@@ -250,15 +217,6 @@ class _Binder:
             give(compute(microbatch, take()))
 
         return backward
-
-    def _bind_backward_weight(self, action: Action) -> _Run:
-        compute = self._stages[action.stage].backward_weight
-        microbatch = _microbatch(action)
-
-        def backward_weight() -> None:
-            compute(microbatch)
-
-        return backward_weight
 
     def _bind_overlap(self, action: Action) -> _Run:
         assert action.parts is not None
@@ -291,15 +249,13 @@ class _Binder:
     def _take_activations(self, action: Action) -> Callable[[], Tensors]:
         if action.stage == 0:
             return tuple
-        box = self.boxes[action.stage]
-        return _take(box.activations, box.activation_works, _microbatch(action))
+        return _take(self.boxes[action.stage].activations, _microbatch(action))
 
     def _take_output_gradients(self, action: Action) -> Callable[[], Tensors]:
         if action.stage == self._schedule.num_stages - 1:
             seed = self._seed
             return lambda: seed
-        box = self.boxes[action.stage]
-        return _take(box.output_gradients, box.output_gradient_works, _microbatch(action))
+        return _take(self.boxes[action.stage].output_gradients, _microbatch(action))
 
     def _give_outputs(self, action: Action) -> Callable[[Tensors], None]:
         if action.stage == self._schedule.num_stages - 1:
@@ -327,23 +283,20 @@ class _Binder:
         pending = self.pending
 
         def send() -> None:
-            tensors = waiting[microbatch]
-            waiting[microbatch] = ()
-            pending[action] = (channel.send(tensors, tag), tensors)
+            tensors, _ = waiting[microbatch]
+            waiting[microbatch] = _NOTHING
+            pending[action] = (tensors, channel.send(tensors, tag))
 
         return send
 
     def _bind_receive(self, action: Action) -> _Run:
         box = self.boxes[action.stage]
-        if action.kind == "RECV_F":
-            into, all_works = box.activations, box.activation_works
-        else:
-            into, all_works = box.output_gradients, box.output_gradient_works
+        into = box.activations if action.kind == "RECV_F" else box.output_gradients
         microbatch = _microbatch(action)
         channel, tag = self._channel(action)
 
         def receive() -> None:
-            into[microbatch], all_works[microbatch] = channel.receive(tag)
+            into[microbatch] = channel.receive(tag)
 
         return receive
 
@@ -363,29 +316,25 @@ class _Binder:
             signatures = _with_gradient(signatures)
         other = product.consumer_stage if action.is_send else product.stage
         peer = self._schedule.stage_to_rank[other]
-        make = self._transfers.channel_to if action.is_send else self._transfers.channel_from
-        channel = make(peer, signatures, stage.device)
+        channel = self._transfers.channel(peer, signatures, stage.device, sends=action.is_send)
         # Unique among the products of a step, on every rank alike.
         place = product.stage * self._schedule.num_microbatches + product.microbatch
         return channel, (2 * place + sent_forward) * MAX_TENSORS
 
 
-def _take(
-    tensors: list[Tensors], all_works: list[_Works], microbatch: int
-) -> Callable[[], Tensors]:
+def _take(places: list[_Parcel], microbatch: int) -> Callable[[], Tensors]:
     def take() -> Tensors:
-        for work in all_works[microbatch]:
+        tensors, works = places[microbatch]
+        for work in works:
             work.wait()
-        all_works[microbatch] = []
-        taken = tensors[microbatch]
-        tensors[microbatch] = ()
-        return taken
+        places[microbatch] = _NOTHING
+        return tensors
 
     return take
 
 
 def _give(
-    into: list[Tensors], microbatch: int, signatures: Sequence[ActivationSignature], what: str
+    into: list[_Parcel], microbatch: int, signatures: Sequence[ActivationSignature], what: str
 ) -> Callable[[Tensors], None]:
     """Hand tensors over, contiguous, after a look at their sizes: a wrong one would not arrive."""
     layouts = [(each.shape, each.dtype) for each in signatures]
@@ -399,7 +348,7 @@ def _give(
             if tensor.shape != shape or tensor.dtype != dtype:
                 raise _wrong_outputs(tensors, signatures, what)
             handed.append(tensor if tensor.is_contiguous() else tensor.contiguous())
-        into[microbatch] = tuple(handed)
+        into[microbatch] = (tuple(handed), ())
 
     return give
 

@@ -40,15 +40,7 @@ def record_actions(
     stages: Mapping[int, PipelineStageGraphs],
     at: Callable[[int], None],
 ) -> StepRecord:
-    """Run a program's entries and measure them.
-
-    Args:
-        actions: of the rank, in order.
-        runs: what runs each of them.
-        rank: in the pipeline.
-        stages: of the rank, by index.
-        at: told the position of each action before it runs.
-    """
+    """Run a program's entries and measure them; ``at`` is told each position before it runs."""
     device = next(iter(stages.values())).device
     clock = _HostClock() if device.type == "cpu" else _DeviceClock(device)
     peak = 0

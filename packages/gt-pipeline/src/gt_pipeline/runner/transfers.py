@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal, TypeAlias
 
@@ -33,46 +34,33 @@ MAX_TENSORS = 64
 """The most tensors that go from one stage to the next; each takes a tag, and tags are 31 bits."""
 
 
+@dataclass(frozen=True, slots=True)
 class TransferChannel:
-    """One way between this rank and another, for the tensors of one signature.
+    """One way between this rank and another, for the tensors of one signature."""
 
-    Args:
-        group: process group of the direction.
-        peer: rank in it to send to or to receive from.
-        signatures: of the tensors that travel together.
-        device: where to receive.
-    """
+    group: dist.ProcessGroup
+    """Of the direction."""
 
-    __slots__ = ("_device", "_group", "_layouts", "_peer")
+    peer: int
+    """Rank in the group to send to or to receive from."""
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        peer: int,
-        signatures: Sequence[ActivationSignature],
-        device: torch.device,
-    ) -> None:
-        self._group = group
-        self._peer = peer
-        self._layouts = [(each.shape, each.dtype) for each in signatures]
-        self._device = device
+    signatures: Sequence[ActivationSignature]
+    """Of the tensors that travel together; each takes one tag."""
 
-    @property
-    def num_tensors(self) -> int:
-        """How many tensors travel together; each takes one tag."""
-        return len(self._layouts)
+    device: torch.device
+    """Where to receive."""
 
     def send(self, tensors: Tensors, tag: int) -> list[dist.Work]:
         """Start to send contiguous tensors; they must live until every work is waited for."""
         # Methods of the group: torch.distributed.isend looks up and checks ranks on each call.
-        send, peer = self._group.send, self._peer
+        send, peer = self.group.send, self.peer
         return [send([tensor], peer, tag + index) for index, tensor in enumerate(tensors)]
 
     def receive(self, tag: int) -> tuple[Tensors, list[dist.Work]]:
         """Start to receive into new buffers, which hold the values after every work's wait."""
-        receive, peer, device = self._group.recv, self._peer, self._device
+        receive, peer, device = self.group.recv, self.peer, self.device
         buffers = tuple(
-            [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self._layouts]
+            [torch.empty(each.shape, dtype=each.dtype, device=device) for each in self.signatures]
         )
         return buffers, [
             receive([buffer], peer, tag + index) for index, buffer in enumerate(buffers)
@@ -80,11 +68,9 @@ class TransferChannel:
 
 
 class Transfers:
-    """The process groups of one pipeline's transfers; made by `make_transfers`.
+    """The process groups of one pipeline's transfers, towards its higher and its lower ranks.
 
-    Args:
-        pipeline: global ranks of the pipeline, in order.
-        groups: of them, for transfers towards higher and towards lower ranks of the pipeline.
+    Made by `make_transfers` of the pipeline's global ranks, in order.
     """
 
     def __init__(self, pipeline: Sequence[int], groups: Mapping[_Peer, dist.ProcessGroup]) -> None:
@@ -95,18 +81,17 @@ class Transfers:
         self._lock = threading.Lock()
         self._closed = False
 
-    def channel_to(
-        self, peer: int, signatures: Sequence[ActivationSignature], device: torch.device
+    def channel(
+        self,
+        peer: int,
+        signatures: Sequence[ActivationSignature],
+        device: torch.device,
+        *,
+        sends: bool,
     ) -> TransferChannel:
-        """The way by which this rank sends to another of the pipeline."""
-        group = self._groups["higher" if peer > self.rank else "lower"]
-        return TransferChannel(group, self._rank_in_group[peer], signatures, device)
-
-    def channel_from(
-        self, peer: int, signatures: Sequence[ActivationSignature], device: torch.device
-    ) -> TransferChannel:
-        """The way by which this rank receives from another of the pipeline."""
-        group = self._groups["higher" if self.rank > peer else "lower"]
+        """The way by which this rank sends to another of the pipeline, or receives from it."""
+        towards_higher = (peer > self.rank) == sends
+        group = self._groups["higher" if towards_higher else "lower"]
         return TransferChannel(group, self._rank_in_group[peer], signatures, device)
 
     def close(self, device: torch.device) -> None:
@@ -131,14 +116,9 @@ class Transfers:
 def make_transfers(
     pipelines: Iterable[Sequence[int]], *, timeout: timedelta | None = None
 ) -> Transfers | None:
-    """The process groups of this rank's pipeline. Every rank of the world makes those of all.
+    """The process groups of this rank's pipeline; None if that is a pipeline of one rank.
 
-    Args:
-        pipelines: global ranks of every pipeline of the world, alike on all ranks.
-        timeout: after which a transfer fails; None: as for other groups.
-
-    Returns:
-        Those of the pipeline that this rank is in; None if that is a pipeline of one rank.
+    Every rank of the world makes those of all ``pipelines`` (their global ranks, alike on all).
     """
     mine = None
     for pipeline in pipelines:

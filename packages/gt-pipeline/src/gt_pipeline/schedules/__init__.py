@@ -15,11 +15,11 @@ from gt_pipeline.schedules.costs import ActionCosts
 from gt_pipeline.schedules.draw_schedule import draw
 from gt_pipeline.schedules.liveness import peak_live
 from gt_pipeline.schedules.lowering import lower
+from gt_pipeline.schedules.named_schedules import schedule_of
 from gt_pipeline.schedules.schedule import Schedule
 from gt_pipeline.schedules.schedule_checks import check_schedule
 from gt_pipeline.schedules.schedule_csv import schedule_from_csv, schedule_to_csv
 from gt_pipeline.schedules.schedule_rules import SCHEDULE_NAMES
-from gt_pipeline.schedules.schedule_tables import schedule_of
 from gt_pipeline.schedules.simulation import ScheduleTimeline, simulate
 
 __all__ = [

@@ -159,9 +159,7 @@ class Action:
 def parse_action(text: str) -> Action:
     """Read an action's text form, as ``str(action)`` and PyTorch's ``_Action`` print it.
 
-    Args:
-        text: such as ``2F0``, ``1UNSHARD`` or ``(2F1;3B0)OVERLAP_F_B``; spaces around it and its
-            parts do not count.
+    Spaces around it and its parts do not count.
 
     Raises:
         ActionError: not an action, or its fields contradict each other.

@@ -33,17 +33,12 @@ from gt_pipeline.schedules.actions import (
     PointToPoint,
     parse_action,
 )
+from gt_pipeline.schedules.named_schedules import schedule_of
 from gt_pipeline.schedules.schedule import Schedule
 from gt_pipeline.schedules.schedule_csv import schedule_from_csv
 from gt_pipeline.schedules.schedule_rules import find_schedule_rules
-from gt_pipeline.schedules.schedule_tables import schedule_of
 
-_ONLY_IN_TRAINING = (
-    "FULL_BACKWARD",
-    "BACKWARD_INPUT",
-    "BACKWARD_WEIGHT",
-    "REDUCE_GRAD",
-)
+_ONLY_IN_TRAINING = ("FULL_BACKWARD", "BACKWARD_INPUT", "BACKWARD_WEIGHT", "REDUCE_GRAD")
 
 
 def build_pipeline_schedule(

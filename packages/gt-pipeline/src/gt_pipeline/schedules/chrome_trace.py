@@ -55,9 +55,7 @@ def _names(rank: int) -> Iterator[dict[str, Any]]:
 
 def _complete(span: Span, unit_us: float) -> dict[str, Any]:
     action = span.action
-    args: dict[str, Any] = {"stage": action.stage}
-    if action.microbatch is not None:
-        args["microbatch"] = action.microbatch
+    args = {"stage": action.stage, "microbatch": action.microbatch}
     return {
         "ph": "X",
         "name": str(action),
@@ -66,7 +64,7 @@ def _complete(span: Span, unit_us: float) -> dict[str, Any]:
         "tid": LANES.index(span.lane),
         "ts": span.start * unit_us,
         "dur": span.duration * unit_us,
-        "args": args,
+        "args": {name: number for name, number in args.items() if number is not None},
     }
 
 

@@ -29,13 +29,7 @@ class ComputeTimes:
 def compute_times(
     compute: Sequence[Sequence[Action]], *, num_stages: int, costs: CostModel
 ) -> ComputeTimes:
-    """Run every rank's compute actions in order, as soon as what they take has been made.
-
-    Args:
-        compute: by rank.
-        num_stages: of all ranks.
-        costs: of compute actions.
-    """
+    """Run every rank's compute actions in order, as soon as what they take has been made."""
     made_at: dict[Product, tuple[float, int]] = {}
     ends: list[list[float]] = [[] for _ in compute]
     depths: list[list[int]] = [[] for _ in compute]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from operator import add
 
 from gt_pipeline.schedules.actions import Action
 from gt_pipeline.schedules.schedule import Schedule
@@ -19,7 +20,11 @@ def peak_live(schedule: Schedule) -> tuple[int, ...]:
     """
     if schedule.is_forward_only:
         return (0,) * schedule.num_ranks
-    return tuple(_peak(actions) for actions in schedule.compute)
+    return tuple(
+        # Before an action releases anything, what it saves is there too.
+        max(map(add, live_after_each(actions), map(_num_released, actions)), default=0)
+        for actions in schedule.compute
+    )
 
 
 def live_after_each(actions: Iterable[Action]) -> list[int]:
@@ -27,22 +32,10 @@ def live_after_each(actions: Iterable[Action]) -> list[int]:
     live = 0
     counts: list[int] = []
     for action in actions:
-        live += _num_saved(action) - _num_released(action)
+        live += sum(part.kind == "FORWARD" for part in action.compute_parts)
+        live -= _num_released(action)
         counts.append(live)
     return counts
-
-
-def _peak(actions: Iterable[Action]) -> int:
-    live = peak = 0
-    for action in actions:
-        live += _num_saved(action)
-        peak = max(peak, live)
-        live -= _num_released(action)
-    return peak
-
-
-def _num_saved(action: Action) -> int:
-    return sum(part.kind == "FORWARD" for part in action.compute_parts)
 
 
 def _num_released(action: Action) -> int:

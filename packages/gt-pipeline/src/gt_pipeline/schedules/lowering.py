@@ -17,7 +17,7 @@ can hide behind that action.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gt_pipeline.errors import ScheduleError
@@ -61,8 +61,9 @@ def lower(
     check_schedule(schedule)
     if unshards:
         _check_limit(schedule, max_unsharded_stages)
+    # Without any stage to gather, nothing is.
     gather = [
-        _unshards_of(actions, max_unsharded_stages) if unshards else _Unshards.none(actions)
+        _unshards_of(actions, max_unsharded_stages if unshards else 0)
         for actions in schedule.compute
     ]
     reduced_after = [_last_backwards(actions) if reduces else {} for actions in schedule.compute]
@@ -79,7 +80,8 @@ def lower(
             if receiver != rank:
                 lists[rank].append(product.send)
                 lists[receiver].append(product.receive)
-        lists[rank] += reduced_after[rank].get(index, ())
+        if index in reduced_after[rank]:
+            lists[rank].append(reduced_after[rank][index])
     lowered = LoweredSchedule(
         schedule=schedule,
         actions=tuple((*actions, *gather[rank].after_all) for rank, actions in enumerate(lists)),
@@ -124,25 +126,16 @@ class _Unshards:
 
     after_all: Sequence[Action]
 
-    @classmethod
-    def none(cls, actions: Sequence[Action]) -> _Unshards:
-        return cls(before=[()] * len(actions), after_all=())
-
 
 def _unshards_of(actions: Sequence[Action], max_stages: int) -> _Unshards:
     held: list[int] = []
     before: list[list[Action]] = []
     for order in _orders_of_next_use(actions):
         wanted = order[:max_stages]
-        dropped = [stage for stage in held if stage not in wanted]
+        dropped = [Action(stage, "RESHARD") for stage in held if stage not in wanted]
         fetched = [stage for stage in wanted if stage not in held]
-        held = [stage for stage in held if stage not in dropped] + fetched
-        before.append(
-            [
-                *(Action(stage, "RESHARD") for stage in dropped),
-                *(Action(stage, "UNSHARD") for stage in fetched),
-            ]
-        )
+        held = [stage for stage in held if stage in wanted] + fetched
+        before.append([*dropped, *(Action(stage, "UNSHARD") for stage in fetched)])
     return _Unshards(before=before, after_all=[Action(stage, "RESHARD") for stage in held])
 
 
@@ -157,19 +150,13 @@ def _orders_of_next_use(actions: Sequence[Action]) -> list[list[int]]:
     return orders[::-1]
 
 
-def _last_backwards(actions: Sequence[Action]) -> dict[int, tuple[Action, ...]]:
+def _last_backwards(actions: Sequence[Action]) -> dict[int, Action]:
     """REDUCE_GRAD actions by the index of the compute action that they follow."""
-    last: dict[int, int] = {}
-    for index, part in _backwards(actions):
-        last[part.stage] = index
-    after: dict[int, tuple[Action, ...]] = {}
-    for stage, index in last.items():
-        after[index] = (*after.get(index, ()), Action(stage, "REDUCE_GRAD"))
-    return after
-
-
-def _backwards(actions: Sequence[Action]) -> Iterator[tuple[int, Action]]:
-    for index, action in enumerate(actions):
-        for part in action.compute_parts:
-            if part.kind in ("FULL_BACKWARD", "BACKWARD_WEIGHT"):
-                yield index, part
+    last = {
+        part.stage: index
+        for index, action in enumerate(actions)
+        for part in action.compute_parts
+        if part.kind in ("FULL_BACKWARD", "BACKWARD_WEIGHT")
+    }
+    # An action has one backward at most.
+    return {index: Action(stage, "REDUCE_GRAD") for stage, index in last.items()}

@@ -45,13 +45,9 @@ class Span:
 
 
 class RankLists:
-    """The lists of all ranks and how far they have run.
+    """The lists of all ranks and how far they have run; communication may be ``blocking``.
 
-    Args:
-        stage_to_rank: the rank of each stage.
-        actions: by rank.
-        costs: how long each action takes. Of a transfer, the cost of its SEND counts.
-        blocking: whether communication blocks; see the module's docstring.
+    Of a transfer, the cost of its SEND counts.
     """
 
     def __init__(
@@ -150,9 +146,9 @@ class RankLists:
         return True
 
     def _collective(self, rank: int, index: int, action: Action) -> bool:
-        start = max(self.computed_at[rank], self.collective_free_at[rank])
-        if action.kind == "RESHARD":
-            start = self.computed_at[rank]
+        start = self.computed_at[rank]
+        if action.kind != "RESHARD":
+            start = max(start, self.collective_free_at[rank])
         end = start + self.costs(action)
         self._record(rank, index, "collective", action, start, end)
         if action.kind == "RESHARD":

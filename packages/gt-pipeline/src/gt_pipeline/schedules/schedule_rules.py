@@ -41,10 +41,7 @@ SCHEDULE_RULES = (
         name="Interleaved1F1B", style="loop", stages_per_rank=None, needs_even_rounds=True
     ),
     ScheduleRules(
-        name="InterleavedZeroBubble",
-        style="loop",
-        stages_per_rank=None,
-        needs_even_rounds=True,
+        name="InterleavedZeroBubble", style="loop", stages_per_rank=None, needs_even_rounds=True
     ),
     ScheduleRules(name="ZBVZeroBubble", style="v", stages_per_rank=2),
     ScheduleRules(name="DualPipeV", style="v", stages_per_rank=2, needs_microbatch_per_stage=True),
@@ -73,13 +70,7 @@ def find_schedule_rules(name: str) -> ScheduleRules:
 def check_sizes(
     name: str, *, num_ranks: int, num_stages: int, num_microbatches: int
 ) -> ScheduleRules:
-    """The rules of a schedule, once its sizes are known to obey them.
-
-    Args:
-        name: of the schedule, in any case.
-        num_ranks: of the pipeline, that is its degree.
-        num_stages: virtual stages of all ranks together.
-        num_microbatches: that one step runs.
+    """The rules of a schedule, by its name in any case, once its sizes are known to obey them.
 
     Raises:
         ScheduleError: unknown name, or sizes that the schedule cannot have; lists each of them.

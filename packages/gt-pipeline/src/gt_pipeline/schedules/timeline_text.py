@@ -25,9 +25,7 @@ _MAX_COLUMNS = 400
 def timeline_text(timeline: ScheduleTimeline, *, width: int = 120) -> str:
     """Draw what each rank computes and when; its idle time and live chunks stand below.
 
-    Args:
-        timeline: simulated.
-        width: of a line, in characters. A longer picture goes on below itself.
+    A picture of more than ``width`` characters goes on below itself.
 
     Raises:
         ScheduleError: ``width`` leaves no room for one action.

@@ -77,11 +77,7 @@ def _divide(
         value[1][n] = combine(cost(n, end of all), 0)
         value[k][n] = min over m of combine(cost(n, m), value[k - 1][m])
 
-    Args:
-        before: cost of all modules before each one, and of all.
-        num_stages: at most the number of modules.
-        combine: the value of a stage's cost and of what follows.
-        bound: what one stage may cost.
+    ``before`` is the cost of all modules before each one, and of all.
     """
     num_modules = len(before) - 1
     value = [[math.inf] * (num_modules + 1) for _ in range(num_stages + 1)]

@@ -14,7 +14,12 @@ from gt_pipeline.split.named_parts import (
     name_problems,
     owned_names,
 )
-from gt_pipeline.split.shared_groups import SharedGroup, group_problems, tied_parameters
+from gt_pipeline.split.shared_groups import (
+    SharedGroup,
+    group_problems,
+    share_a_group,
+    tied_parameters,
+)
 
 
 def check_cover(
@@ -55,7 +60,7 @@ def check_cover(
         for name, _ in model.named_parameters(remove_duplicate=False)
     }
     problems = _uncovered(model, names_per_stage)
-    shared = {name: group for group in shared_groups for name in group.names}
+    shared = {name for group in shared_groups for name in group.names}
     for name, stages in stages_of.items():
         if len(stages) > 1 and name not in shared:
             problems.append(
@@ -65,8 +70,7 @@ def check_cover(
     ties = []
     for names in tied_parameters(model):
         stages = tuple(sorted({stage for name in names for stage in stages_of[name]}))
-        groups = {shared.get(name) for name in names}
-        if len(stages) > 1 and (len(groups) > 1 or None in groups):
+        if len(stages) > 1 and not share_a_group(names, shared_groups):
             ties.append(_tie(names, stages_of))
     if problems:
         raise StageNamesError(what=what, problems=[*problems, *ties])

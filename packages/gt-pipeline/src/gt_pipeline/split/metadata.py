@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from gt_pipeline.errors import StageLayoutError
 from gt_pipeline.schedules.schedule_rules import ScheduleStyle
+from gt_pipeline.split.lower_bounds import too_small
 from gt_pipeline.split.schedule_layout import ScheduleLayout, find_schedule_layout
 
 
@@ -63,18 +64,10 @@ def pipeline_metadata(
     what = f"{num_layers} layers on {pp_degree} pipeline ranks"
     if isinstance(schedule, str):
         what += f" by {schedule}"
-    at_least = [
-        ("num_layers", num_layers, 1),
-        ("pp_degree", pp_degree, 1),
-        ("layers_per_stage", 1 if layers_per_stage is None else layers_per_stage, 1),
-        ("input_weight", input_weight, 0),
-        ("output_weight", output_weight, 0),
-    ]
-    problems = [
-        f"{name} is {value}, must be at least {bound}"
-        for name, value, bound in at_least
-        if value < bound
-    ]
+    problems = too_small(
+        1, num_layers=num_layers, pp_degree=pp_degree, layers_per_stage=layers_per_stage
+    )
+    problems += too_small(0, input_weight=input_weight, output_weight=output_weight)
     if problems:
         raise StageLayoutError(what=what, problems=problems)
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from gt_pipeline.errors import StageNamesError
-from gt_pipeline.split.named_parts import name_problems
+from gt_pipeline.split.named_parts import lies_in, name_problems
 
 
 def parameter_bytes(model: nn.Module, names: Sequence[str]) -> Mapping[str, int]:
@@ -22,14 +22,9 @@ def parameter_bytes(model: nn.Module, names: Sequence[str]) -> Mapping[str, int]
     problems = name_problems(model, names)
     if problems:
         raise StageNamesError(what=f"bytes of parts of {type(model).__name__}", problems=problems)
-    sizes = {
-        name: parameter.numel() * parameter.element_size()
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-    }
+    parameters = dict(model.named_parameters(remove_duplicate=False))
     return {
-        each: sum(
-            size for name, size in sizes.items() if name == each or name.startswith(f"{each}.")
-        )
+        each: sum(held.nbytes for name, held in parameters.items() if lies_in(name, [each]))
         for each in names
     }
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from gt_pipeline.errors import StageLayoutError
 from gt_pipeline.split.layer_naming import LayerNaming
+from gt_pipeline.split.lower_bounds import too_small
 
 
 def module_names_per_stage(
@@ -36,16 +37,8 @@ def module_names_per_stage(
     Raises:
         StageLayoutError: the numbers do not fit together. Every reason is listed.
     """
-    problems = [
-        f"{name} is {value}, must be at least {bound}"
-        for name, value, bound in (
-            ("num_layers", num_layers, 1),
-            ("num_stages", num_stages, 1),
-            ("input_weight", input_weight, 0),
-            ("output_weight", output_weight, 0),
-        )
-        if value < bound
-    ]
+    problems = too_small(1, num_layers=num_layers, num_stages=num_stages)
+    problems += too_small(0, input_weight=input_weight, output_weight=output_weight)
     num_counted = num_layers + input_weight + output_weight
     if not problems and num_stages > 1:
         counted = f"{num_counted} layers counted with input_weight and output_weight"

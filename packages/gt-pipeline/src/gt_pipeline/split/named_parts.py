@@ -9,6 +9,7 @@ import difflib
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from enum import Enum
+from itertools import accumulate
 
 from torch import nn
 
@@ -42,8 +43,7 @@ def is_bare_container(module: nn.Module) -> bool:
 def lies_in(name: str, names: Iterable[str]) -> bool:
     """Whether ``name`` is one of ``names`` or below one of them."""
     prefixes = set(names)
-    parts = name.split(".")
-    return any(".".join(parts[:length]) in prefixes for length in range(1, len(parts) + 1))
+    return any(prefix in prefixes for prefix in accumulate(name.split("."), "{}.{}".format))
 
 
 def name_problems(model: nn.Module, names: Sequence[str]) -> list[str]:
@@ -67,10 +67,7 @@ def module_fates(model: nn.Module, names: Sequence[str]) -> dict[str, Fate]:
     A module that stands under two names has two entries. The model itself, ``""``, is a shell.
     """
     listed = set(names)
-    shells = {""}
-    for name in names:
-        parts = name.split(".")
-        shells.update(".".join(parts[:length]) for length in range(1, len(parts)))
+    shells = {""}.union(*(accumulate(name.split(".")[:-1], "{}.{}".format) for name in names))
     fates: dict[str, Fate] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         parent = fates.get(name.rpartition(".")[0]) if name else None
@@ -91,12 +88,9 @@ def children_of(module: nn.Module) -> dict[str, nn.Module]:
 
 def owned_names(module: nn.Module) -> list[str]:
     """What can be named inside a module: its children, parameters and buffers."""
-    children = list(children_of(module))
-    parameters = [
-        name for name, _ in module.named_parameters(recurse=False, remove_duplicate=False)
-    ]
-    buffers = [name for name, _ in module.named_buffers(recurse=False, remove_duplicate=False)]
-    return [*children, *parameters, *buffers]
+    parameters = module.named_parameters(recurse=False, remove_duplicate=False)
+    buffers = module.named_buffers(recurse=False, remove_duplicate=False)
+    return [*children_of(module), *dict(parameters), *dict(buffers)]
 
 
 def _exists(model: nn.Module, name: str) -> bool:

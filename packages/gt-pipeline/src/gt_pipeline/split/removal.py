@@ -46,6 +46,9 @@ class RemovalPolicy:
             raise ValueError("RemovalPolicy: " + "; ".join(problems))
 
 
+DEFAULT_POLICY = RemovalPolicy()
+
+
 class PassThrough(nn.Module):
     """Returns its first argument, whatever else it is called with."""
 

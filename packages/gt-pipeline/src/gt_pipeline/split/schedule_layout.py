@@ -56,10 +56,10 @@ def find_schedule_layout(name: str) -> ScheduleLayout:
     Raises:
         StageLayoutError: there is none; the message lists those that exist.
     """
-    by_lower_case = {known.lower(): layout for known, layout in SCHEDULE_LAYOUTS.items()}
-    found = by_lower_case.get(name.lower())
-    if found is None:
-        known = ", ".join(SCHEDULE_LAYOUTS)
-        problem = f"it is none of {known}; describe another one by a ScheduleLayout"
-        raise StageLayoutError(what=f"schedule {name!r}", problems=[problem])
-    return found
+    for known, layout in SCHEDULE_LAYOUTS.items():
+        if known.lower() == name.lower():
+            return layout
+    problem = (
+        f"it is none of {', '.join(SCHEDULE_LAYOUTS)}; describe another one by a ScheduleLayout"
+    )
+    raise StageLayoutError(what=f"schedule {name!r}", problems=[problem])

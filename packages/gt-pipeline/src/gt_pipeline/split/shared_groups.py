@@ -35,6 +35,11 @@ def tied_parameters(model: nn.Module) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(names) for names in groups.values() if len(names) > 1)
 
 
+def share_a_group(names: Sequence[str], groups: Sequence[SharedGroup]) -> bool:
+    """Whether one group declares all these parameters."""
+    return any(set(names) <= set(group.names) for group in groups)
+
+
 def group_problems(model: nn.Module, groups: Sequence[SharedGroup]) -> list[str]:
     """What is wrong with declared groups, a sentence each."""
     parameters = dict(model.named_parameters(remove_duplicate=False))

@@ -25,17 +25,20 @@ from gt_pipeline.split.named_parts import (
     module_fates,
     name_problems,
 )
-from gt_pipeline.split.removal import PassThrough, RemovalPolicy, Replacement
-from gt_pipeline.split.shared_groups import SharedGroup, group_problems, tied_parameters
-
-_DEFAULT_POLICY = RemovalPolicy()
+from gt_pipeline.split.removal import DEFAULT_POLICY, PassThrough, RemovalPolicy, Replacement
+from gt_pipeline.split.shared_groups import (
+    SharedGroup,
+    group_problems,
+    share_a_group,
+    tied_parameters,
+)
 
 
 def split_module(
     model: nn.Module,
     names: Sequence[str],
     *,
-    policy: RemovalPolicy = _DEFAULT_POLICY,
+    policy: RemovalPolicy = DEFAULT_POLICY,
     shared_groups: Sequence[SharedGroup] = (),
 ) -> nn.Module:
     """The stage of ``model`` that keeps what ``names`` lists.
@@ -88,7 +91,7 @@ def stage_modules(
     names_per_stage: Sequence[Sequence[str]],
     stage_indices: Iterable[int],
     *,
-    policy: RemovalPolicy = _DEFAULT_POLICY,
+    policy: RemovalPolicy = DEFAULT_POLICY,
     shared_groups: Sequence[SharedGroup] = (),
 ) -> Mapping[int, nn.Module]:
     """The stages of one rank, by stage index, after a check that all stages cover the model.
@@ -134,11 +137,9 @@ class _Dropped(nn.Module):
 def _torn_ties(
     model: nn.Module, names: Sequence[str], shared_groups: Sequence[SharedGroup]
 ) -> Iterable[str]:
-    group_of = {name: group for group in shared_groups for name in group.names}
     for tied in tied_parameters(model):
         kept = [name for name in tied if lies_in(name, names)]
-        groups = {group_of.get(name) for name in tied}
-        if kept and len(kept) < len(tied) and (len(groups) > 1 or None in groups):
+        if kept and len(kept) < len(tied) and not share_a_group(tied, shared_groups):
             dropped = [name for name in tied if name not in kept]
             yield (
                 f"{', '.join(map(repr, kept))} would stay and {', '.join(map(repr, dropped))} go, "

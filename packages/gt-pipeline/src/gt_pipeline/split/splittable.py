@@ -14,11 +14,9 @@ from torch import nn
 
 from gt_pipeline.errors import NotSplittableError
 from gt_pipeline.split.cover import check_cover
-from gt_pipeline.split.removal import RemovalPolicy
+from gt_pipeline.split.removal import DEFAULT_POLICY, RemovalPolicy
 from gt_pipeline.split.shared_groups import SharedGroup
 from gt_pipeline.split.split_module import split_module
-
-_DEFAULT_POLICY = RemovalPolicy()
 
 
 def check_splittable(
@@ -27,7 +25,7 @@ def check_splittable(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any] | None = None,
     *,
-    policy: RemovalPolicy = _DEFAULT_POLICY,
+    policy: RemovalPolicy = DEFAULT_POLICY,
     shared_groups: Sequence[SharedGroup] = (),
 ) -> None:
     """Check that the stages, run one after the other, compute what the model computes.
@@ -72,7 +70,9 @@ def check_splittable(
                     f"what it lacks is replaced by {policy}: use another one, or skip in forward",
                 ]
                 raise _not_splittable(model, names_per_stage, problems) from error
-            if index < len(names_per_stage) - 1 and not _passes_between_stages(result):
+            values = result if isinstance(result, tuple | list) else [result]
+            passes = all(isinstance(value, torch.Tensor) for value in values)
+            if index < len(names_per_stage) - 1 and not passes:
                 problem = f"{label} returns {_describe(result)}: only tensors pass between stages"
                 raise _not_splittable(model, names_per_stage, [problem])
     problems = _differences(expected, result)
@@ -87,11 +87,6 @@ def _not_splittable(
     return NotSplittableError(what=what, problems=problems)
 
 
-def _passes_between_stages(result: object) -> bool:
-    values = result if isinstance(result, tuple | list) else [result]
-    return all(isinstance(value, torch.Tensor) for value in values)
-
-
 def _differences(expected: object, found: object) -> list[str]:
     wanted, seen = _leaves(expected), _leaves(found)
     if list(wanted) != list(seen):
@@ -101,14 +96,12 @@ def _differences(expected: object, found: object) -> list[str]:
         other = seen[path]
         where = f"result{path}"
         if isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor):
-            if _describe(value) != _describe(other):
-                problems.append(
-                    f"{where} of the last stage is {_describe(other)}, of the model "
-                    f"{_describe(value)}"
-                )
-            elif not value.is_meta and not _same_bits(value, other):
+            same_kind = _describe(value) == _describe(other)
+            if same_kind and not value.is_meta and not _same_bits(value, other):
                 problems.append(f"{where} of the last stage has other values than the model's")
-        elif type(value) is not type(other):
+        else:
+            same_kind = type(value) is type(other)
+        if not same_kind:
             problems.append(
                 f"{where} of the last stage is {_describe(other)}, of the model {_describe(value)}"
             )

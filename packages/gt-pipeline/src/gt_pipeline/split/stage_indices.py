@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from gt_pipeline.errors import StageLayoutError
 from gt_pipeline.schedules.schedule_rules import ScheduleStyle
+from gt_pipeline.split.lower_bounds import too_small
 
 
 def stage_indices_of_rank(
@@ -50,11 +51,7 @@ def stages_by_rank(
         StageLayoutError: the stages cannot lie on the ranks like this. Every reason is listed.
     """
     what = f"{num_stages} stages on {pp_degree} ranks"
-    problems = [
-        f"{name} is {value}, must be at least 1"
-        for name, value in (("pp_degree", pp_degree), ("num_stages", num_stages))
-        if value < 1
-    ]
+    problems = too_small(1, pp_degree=pp_degree, num_stages=num_stages)
     if problems:
         raise StageLayoutError(what=what, problems=problems)
     if not isinstance(style, str):

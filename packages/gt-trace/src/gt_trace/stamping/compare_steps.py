@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from operator import attrgetter
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch.fx import GraphModule, Node
 
 from gt_trace._torch_internals import HigherOrderOperator, OpOverload, storage_key
 from gt_trace.capture.traced_step import TracedStep
+from gt_trace.stamping.fake_values import items_alike
 from gt_trace.stamping.subgraphs import subgraph_difference
 
 _SEEN_APART = frozenset({"val", "eager_input_vals", "tensor_meta", "seq_nr", "unbacked_bindings"})
@@ -60,17 +60,15 @@ def step_differences(ours: TracedStep, theirs: TracedStep) -> list[str]:
 
 class _Differences:
     def __init__(self) -> None:
-        self._counts: Counter[str] = Counter()
-        self._first: dict[str, str] = {}
+        self._places: dict[str, list[str]] = {}
 
     def add(self, kind: str, where: str) -> None:
-        self._counts[kind] += 1
-        self._first.setdefault(kind, where)
+        self._places.setdefault(kind, []).append(where)
 
     def lines(self) -> list[str]:
         return [
-            f"{kind}{f' ({count} times)' if count > 1 else ''}: {self._first[kind]}"
-            for kind, count in self._counts.items()
+            f"{kind}{f' ({len(places)} times)' if len(places) > 1 else ''}: {places[0]}"
+            for kind, places in self._places.items()
         ]
 
 
@@ -115,7 +113,7 @@ class _GraphComparison:
         )
         for key in node.meta.keys() - _SEEN_APART:
             one, two = node.meta[key], other.meta.get(key)
-            check(key, _same_constant(one, two), f"{one!r} and {two!r}")
+            check(key, same_constant(one, two), f"{one!r} and {two!r}")
         if node.op == "get_attr" and other.op == "get_attr":
             roots = node.graph.owning_module, other.graph.owning_module
             held, others = (attrgetter(str(node.target))(root) for root in roots)
@@ -140,12 +138,8 @@ class _GraphComparison:
             return isinstance(theirs, Node) and self._same[ours] is theirs
         if type(ours) is not type(theirs):
             return False
-        if isinstance(ours, list | tuple):
-            return len(ours) == len(theirs) and all(map(self._operands, ours, theirs))
-        if isinstance(ours, dict):
-            return list(ours) == list(theirs) and all(
-                self._operands(value, theirs[key]) for key, value in ours.items()
-            )
+        if isinstance(ours, list | tuple | dict):
+            return items_alike(ours, theirs, self._operands)
         return repr(ours) == repr(theirs)
 
     def _bindings(self, ours: tuple[Any, ...], theirs: tuple[Any, ...]) -> bool:
@@ -169,12 +163,8 @@ class _GraphComparison:
             return _plain_facts(ours) == _plain_facts(theirs) and self._tensors(ours, theirs)
         if isinstance(ours, torch.SymInt | torch.SymBool | torch.SymFloat):
             return bool(ours.node.expr.xreplace(self._symbols) == theirs.node.expr)
-        if isinstance(ours, list | tuple):
-            return len(ours) == len(theirs) and all(map(self._values, ours, theirs))
-        if isinstance(ours, dict):
-            return list(ours) == list(theirs) and all(
-                map(self._values, ours.values(), theirs.values())
-            )
+        if isinstance(ours, list | tuple | dict):
+            return items_alike(ours, theirs, self._values)
         return bool(ours == theirs)
 
     def _tensors(self, ours: torch.Tensor, theirs: torch.Tensor) -> bool:
@@ -189,7 +179,8 @@ class _GraphComparison:
         return memory[0] == memory[1] and self._values(*sizes)
 
 
-def _same_constant(ours: Any, theirs: Any) -> bool:
+def same_constant(ours: Any, theirs: Any) -> bool:
+    """Whether two values in nodes' metadata, of which none is a tensor or size, are the same."""
     if isinstance(ours, OpOverload | HigherOrderOperator):
         # An operator is copied for each node, and a copy is not equal to it.
         return str(ours) == str(theirs)

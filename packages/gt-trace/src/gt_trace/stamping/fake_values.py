@@ -38,20 +38,20 @@ class StoragePlan:
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """The tensors of a node's value, in order."""
-    found: list[torch.Tensor] = []
-    _collect(value, found)
-    return found
-
-
-def _collect(value: Any, found: list[torch.Tensor]) -> None:
     if isinstance(value, torch.Tensor):
-        found.append(value)
-    elif isinstance(value, list | tuple):
-        for each in value:
-            _collect(each, found)
-    elif isinstance(value, dict):
-        for each in value.values():
-            _collect(each, found)
+        return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    if not isinstance(value, list | tuple):
+        return []
+    return [tensor for each in value for tensor in tensors_in(each)]
+
+
+def items_alike(ours: Any, theirs: Any, alike: Callable[[Any, Any], bool]) -> bool:
+    """Whether two lists, tuples or dictionaries, of one type, have alike items in one order."""
+    if isinstance(ours, dict):
+        return list(ours) == list(theirs) and all(map(alike, ours.values(), theirs.values()))
+    return len(ours) == len(theirs) and all(map(alike, ours, theirs))
 
 
 class StorageOwners:
@@ -109,14 +109,10 @@ class ValueMaker:
         node: Node,
         replaced: dict[Any, Any],
     ) -> Any:
-        """A new value like ``value``.
+        """A new value of ``node`` in another unit, like ``value`` of the first interior one.
 
-        Args:
-            value: of the first interior unit.
-            plans: one for each of its tensors.
-            owner: the node that a reference means in the unit at hand.
-            node: the node that the value is of; it owns memory that no earlier node does.
-            replaced: symbols of the first unit by those of the one at hand.
+        ``owner`` finds what a reference means in the unit, whose symbols are ``replaced`` by those
+        of the first; ``node`` owns memory that no earlier node does.
         """
         remaining = iter(plans)
         own: dict[int, torch.UntypedStorage] = {}
@@ -189,12 +185,8 @@ class ValueMaker:
             return isinstance(ours, int | torch.SymInt) and self._symbols.same(ours, theirs)
         if isinstance(ours, torch.Tensor):
             return self._alike_tensors(ours, theirs)
-        if isinstance(ours, list | tuple):
-            return len(ours) == len(theirs) and all(map(self._alike, ours, theirs))
-        if isinstance(ours, dict):
-            return list(ours) == list(theirs) and all(
-                map(self._alike, ours.values(), theirs.values())
-            )
+        if isinstance(ours, list | tuple | dict):
+            return items_alike(ours, theirs, self._alike)
         if isinstance(ours, int | torch.SymInt):
             return self._symbols.same(ours, theirs)
         if isinstance(ours, torch.SymBool | torch.SymFloat):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
@@ -57,24 +57,16 @@ class _Answer:
     results: tuple[_Result, ...]
 
 
-class Answers:
-    """What operators gave, by question; shared by recordings that are compared."""
-
-    def __init__(self) -> None:
-        self.known: dict[Any, _Answer | None] = {}
-        """What an operator gave, by question; None where an answer cannot be made."""
+Answers: TypeAlias = dict[Any, _Answer | None]
+"""What operators gave, by question; None where an answer cannot be made. Shared by recordings that
+are compared."""
 
 
 class KnownOperators:
-    """Answers operators of one recording.
-
-    Args:
-        answers: of earlier recordings too.
-        mode: the fake mode of the recording.
-    """
+    """Answers operators of one recording, of that fake mode, also by those of earlier ones."""
 
     def __init__(self, answers: Answers, mode: FakeTensorMode) -> None:
-        self._answers = answers.known
+        self._answers = answers
         self._mode = mode
         # Another mode than that of the fake tensors would have to see the operators too.
         self._is_off = num_dispatch_modes() > 1
@@ -82,10 +74,7 @@ class KnownOperators:
     def question(self, func: Any, token: int, operands: Sequence[torch.Tensor]) -> Any:
         """What the result is known by; None if it depends on more.
 
-        Args:
-            func: the operator.
-            token: a number that stands for it, its constants, and all facts of its operands.
-            operands: the tensors among its arguments.
+        ``token`` stands for the operator, its constants, and all facts of its operands.
         """
         if self._is_off or not operands or not is_functional(func):
             return None

@@ -13,7 +13,7 @@ import enum
 import functools
 import types
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,12 +28,7 @@ from gt_trace.stamping.layer_list import LayerList
 _HEAP_TYPE = 1 << 9
 """The flag Py_TPFLAGS_HEAPTYPE of a class: classes that Python statements made have it."""
 
-_HOOKS = (
-    "_forward_pre_hooks",
-    "_forward_hooks",
-    "_backward_pre_hooks",
-    "_backward_hooks",
-)
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _HOOK_FLAGS = (
     "_forward_pre_hooks_with_kwargs",
     "_forward_hooks_with_kwargs",
@@ -109,12 +104,10 @@ class LayerComparison:
             what = f"other submodules, as {only[0]}" if only else "its submodules in another order"
             names = self.layers.name(self.second), self.layers.name(self.first)
             return f"{names[0]} has {what}, than {names[1]}"
-        for name, module in ours.items():
-            path = f".{name}" if name else ""
-            found = self._module(path, module, theirs[name])
-            if found is not None:
-                return found
-        return None
+        return _first(
+            self._module(f".{name}" if name else "", module, theirs[name])
+            for name, module in ours.items()
+        )
 
     def value(self, path: str, ours: Any, theirs: Any) -> str | None:
         """The first difference between two values that the layers hold at ``path``."""
@@ -143,10 +136,12 @@ class LayerComparison:
 
     def _object(self, path: str, ours: Any, theirs: Any) -> str | None:
         if isinstance(ours, list | tuple):
-            return self._sequence(path, ours, theirs) or self._held(path, ours, theirs)
+            items = self._sequence(path, ours, theirs)
+            return items or self._mapping(path, _state(ours), _state(theirs))
         if isinstance(ours, Mapping):
-            return self._mapping(path, ours, theirs) or self._held(path, ours, theirs)
-        if isinstance(ours, set | frozenset):
+            items = self._mapping(path, ours, theirs)
+            return items or self._mapping(path, _state(ours), _state(theirs))
+        if isinstance(ours, set | frozenset | DeviceMesh):
             return None if ours == theirs else self._differ(path, ours, theirs)
         if isinstance(ours, nn.Module):
             places = self._module_places()
@@ -155,8 +150,6 @@ class LayerComparison:
             return self._unknown(path, ours)
         if isinstance(ours, torch.Tensor):
             return self._unknown(path, ours)
-        if isinstance(ours, DeviceMesh):
-            return None if ours == theirs else self._differ(path, ours, theirs)
         if isinstance(ours, weakref.ref):
             return self.value(path, ours(), theirs())
         if isinstance(ours, functools.partial):
@@ -177,28 +170,24 @@ class LayerComparison:
             return self._mapping(path, _state(ours), _state(theirs))
         return self._unknown(path, ours)
 
-    def _held(self, path: str, ours: Any, theirs: Any) -> str | None:
-        """The first difference between attributes of containers."""
-        return self._mapping(path, _state(ours), _state(theirs))
-
     def _module(self, path: str, ours: nn.Module, theirs: nn.Module) -> str | None:
         if ours is theirs:
             return None
         if type(ours) is not type(theirs):
             return self._differ(path, type(ours).__qualname__, type(theirs).__qualname__)
-        for kind in ("_parameters", "_buffers"):
-            found = self._tensors(path, getattr(ours, kind), getattr(theirs, kind))
-            if found is not None:
-                return found
-        for name in _HOOKS:
-            found = self.value(f"{path} {name}", _hooks(ours, name), _hooks(theirs, name))
-            if found is not None:
-                return found
         skipped = _NOT_READ_BY_A_FORWARD | self.ignored_attributes
-        return self._mapping(
-            path,
-            {name: held for name, held in vars(ours).items() if name not in skipped},
-            {name: held for name, held in vars(theirs).items() if name not in skipped},
+        attributes = [
+            {name: held for name, held in vars(each).items() if name not in skipped}
+            for each in (ours, theirs)
+        ]
+        return (
+            self._tensors(path, ours._parameters, theirs._parameters)
+            or self._tensors(path, ours._buffers, theirs._buffers)
+            or _first(
+                self.value(f"{path} {name}", _hooks(ours, name), _hooks(theirs, name))
+                for name in _HOOKS
+            )
+            or self._mapping(path, *attributes)
         )
 
     def _tensors(
@@ -209,59 +198,50 @@ class LayerComparison:
     ) -> str | None:
         if list(ours) != list(theirs):
             return self._differ(path, list(ours), list(theirs))
-        for name, one in ours.items():
-            other = theirs[name]
-            if one is other:
-                continue
-            if one is None or other is None:
-                return self._differ(f"{path}.{name}", type(one).__name__, type(other).__name__)
-            for what, get in _TENSOR_FACTS.items():
-                if get(one) != get(other):
-                    return self._differ(f"{path}.{name} {what}", get(one), get(other))
-            found = self.value(f"{path}.{name} hooks", tensor_hooks(one), tensor_hooks(other))
-            if found is None:
-                found = self._mapping(f"{path}.{name}", _tensor_state(one), _tensor_state(other))
-            if found is not None:
-                return found
-        return None
+        return _first(
+            self._tensor(f"{path}.{name}", one, theirs[name]) for name, one in ours.items()
+        )
+
+    def _tensor(
+        self, path: str, ours: torch.Tensor | None, theirs: torch.Tensor | None
+    ) -> str | None:
+        if ours is theirs:
+            return None
+        if ours is None or theirs is None:
+            return self._differ(path, type(ours).__name__, type(theirs).__name__)
+        for what, get in _TENSOR_FACTS.items():
+            if get(ours) != get(theirs):
+                return self._differ(f"{path} {what}", get(ours), get(theirs))
+        return self.value(
+            f"{path} hooks", tensor_hooks(ours), tensor_hooks(theirs)
+        ) or self._mapping(path, _tensor_state(ours), _tensor_state(theirs))
 
     def _sequence(self, path: str, ours: Any, theirs: Any) -> str | None:
         if len(ours) != len(theirs):
             return self._differ(f"{path} length", len(ours), len(theirs))
-        for index, (one, other) in enumerate(zip(ours, theirs, strict=True)):
-            found = self.value(f"{path}[{index}]", one, other)
-            if found is not None:
-                return found
-        return None
+        return _first(
+            self.value(f"{path}[{index}]", one, other)
+            for index, (one, other) in enumerate(zip(ours, theirs, strict=True))
+        )
 
     def _mapping(self, path: str, ours: Mapping[Any, Any], theirs: Mapping[Any, Any]) -> str | None:
         if len(ours) != len(theirs):
             more, less = (ours, theirs) if len(ours) > len(theirs) else (theirs, ours)
-            return (
-                self._differ(path, f"with {sorted(map(str, set(more) - set(less)))}", "without")
-                if more is ours
-                else self._differ(
-                    path, "without", f"with {sorted(map(str, set(more) - set(less)))}"
-                )
-            )
+            what = f"with {sorted(map(str, set(more) - set(less)))}", "without"
+            return self._differ(path, *(what if more is ours else reversed(what)))
         # In order: iterating over a dictionary is part of what a forward may do.
-        for (key, one), (other_key, other) in zip(ours.items(), theirs.items(), strict=True):
-            found = self.value(f"{path} key", key, other_key)
-            if found is None:
-                found = self.value(f"{path}.{key}", one, other)
-            if found is not None:
-                return found
-        return None
+        return _first(
+            self.value(f"{path} key", key, other_key) or self.value(f"{path}.{key}", one, other)
+            for (key, one), (other_key, other) in zip(ours.items(), theirs.items(), strict=True)
+        )
 
     def _function(self, path: str, ours: Any, theirs: Any) -> str | None:
         if ours.__code__ != theirs.__code__ or ours.__globals__ is not theirs.__globals__:
             return self._differ(path, ours.__qualname__, f"another {theirs.__qualname__}")
-        names = ("__closure__", "__defaults__", "__kwdefaults__", "__dict__")
-        for name in names:
-            found = self.value(f"{path}.{name}", getattr(ours, name), getattr(theirs, name))
-            if found is not None:
-                return found
-        return None
+        return _first(
+            self.value(f"{path}.{name}", getattr(ours, name), getattr(theirs, name))
+            for name in ("__closure__", "__defaults__", "__kwdefaults__", "__dict__")
+        )
 
     def _relative(self, text: str, own: int) -> str:
         """Indices of the list in ``text`` as distances to ``own``."""
@@ -291,6 +271,10 @@ class LayerComparison:
             f"{self.layers.name(self.second)}{path} is a {type(value).__name__} of its own, which "
             f"cannot be compared with the one of {self.layers.name(self.first)}"
         )
+
+
+def _first(differences: Iterator[str | None]) -> str | None:
+    return next(filter(None, differences), None)
 
 
 _TENSOR_FACTS: dict[str, Callable[[torch.Tensor], Any]] = {

@@ -9,6 +9,7 @@ from typing import Any
 from torch.fx import GraphModule, Node
 
 from gt_trace._torch_internals import HigherOrderOperator, OpOverload
+from gt_trace.stamping.compare_steps import same_constant
 from gt_trace.stamping.fake_values import StoragePlan, ValueMaker
 from gt_trace.stamping.references import ReferenceFinder
 from gt_trace.stamping.report import NotStampable
@@ -16,7 +17,6 @@ from gt_trace.stamping.short_graph import ShortGraph
 from gt_trace.stamping.subgraphs import require_like_subgraphs
 from gt_trace.stamping.templates import Template, TemplateMaker
 
-_OPERATORS = (OpOverload, HigherOrderOperator)
 _VALUES = ("val", "eager_input_vals")
 _MADE_ANEW = frozenset({*_VALUES, "custom", "seq_nr", "tensor_meta", "unbacked_bindings"})
 
@@ -120,11 +120,6 @@ class NodeTemplates:
 
 
 def _require_constant(ours: Any, theirs: Any, where: str) -> None:
-    same = ours is theirs or (
-        type(ours) is type(theirs)
-        # An operator is copied for each node, and a copy is not equal to it.
-        and (str(ours) == str(theirs) if isinstance(ours, _OPERATORS) else ours == theirs)
-        and isinstance(ours, (str, int, float, *_OPERATORS))
-    )
-    if not same:
+    is_known = isinstance(ours, str | int | float | OpOverload | HigherOrderOperator)
+    if ours is not theirs and not (is_known and same_constant(ours, theirs)):
         raise NotStampable(f"{where}: {ours!r} and {theirs!r}")

@@ -173,12 +173,12 @@ class Numbers:
     def _check_backward(self, ours: Node, theirs: Node) -> None:
         difference = _number(ours) - _number(theirs)
         if not self._is_counter(ours):
-            if -difference != self._short.number_stride:
-                raise NotStampable(f"{ours.name} and {theirs.name} are not numbered alike")
-            return
-        if self._counter_stride is None:
-            self._counter_stride = difference
-        if difference != self._counter_stride:
+            expected = -self._short.number_stride
+        elif self._counter_stride is None:
+            expected = self._counter_stride = difference
+        else:
+            expected = self._counter_stride
+        if difference != expected:
             raise NotStampable(f"{ours.name} and {theirs.name} are not numbered alike")
 
     def _is_counter(self, node: Node) -> bool:

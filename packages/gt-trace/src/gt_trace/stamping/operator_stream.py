@@ -68,7 +68,6 @@ def record_step(
             f"the layers ran in the order {_few(recorder.order)}, not {_few(list(keep))}"
         )
     return StreamRecording(
-        order=tuple(recorder.order),
         segments=recorder.segments,
         outputs=tuple(recorder.output(leaf) for leaf in leaves),
         output_spec=spec,

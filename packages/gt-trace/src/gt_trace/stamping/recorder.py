@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -118,11 +119,8 @@ class StreamRecorder:
         segment = self.segments[self.current]
         token = ("functions of attention", self._code(computed, segment))
         segment.tokens.append(self.vocabulary.number(token, "a function of attention"))
-        self.paused = True
-        try:
+        with self._pause():
             result = func(*args, **kwargs)
-        finally:
-            self.paused = False
         self.result(result)
         return result
 
@@ -155,14 +153,19 @@ class StreamRecorder:
     def stand_in(self, wanted: torch.Tensor) -> torch.Tensor:
         """A tensor that stands for the gradient of ``wanted``."""
         origin = self.origin(wanted)
-        self.paused = True
-        try:
+        with self._pause():
             gradient = wanted.detach()
-        finally:
-            self.paused = False
         self.register(gradient, Origin(origin.layer, ("gradient", origin.place)))
         self.stand_ins[id(gradient)] = self.names.get(id(wanted))
         return gradient
+
+    @contextmanager
+    def _pause(self) -> Iterator[None]:
+        self.paused = True
+        try:
+            yield
+        finally:
+            self.paused = False
 
     def _walk(self, root: Any) -> None:
         """Depth first, children before parents, without recursion: graphs are deep."""
@@ -231,21 +234,10 @@ class StreamRecorder:
 
     def _signature(self, tensor: torch.Tensor, segment: LayerSegment) -> Any:
         """All that an operator can see of a tensor, but for values."""
-        sizes = tuple(
-            size if type(size) is int else self._expression(size, segment) for size in tensor.shape
-        )
-        strides = tuple(
-            size if type(size) is int else self._expression(size, segment)
-            for size in tensor.stride()
-        )
-        offset: Any = tensor.storage_offset()
-        if type(offset) is not int:
-            offset = self._expression(offset, segment)
+        numbers = (*tensor.shape, *tensor.stride(), tensor.storage_offset())
         facts = (
             type(tensor),
-            sizes,
-            strides,
-            offset,
+            tuple(n if type(n) is int else self._expression(n, segment) for n in numbers),
             tensor.dtype,
             tensor.device,
             tensor.layout,

@@ -61,9 +61,6 @@ class ReturnedLeaf:
 class StreamRecording:
     """The streams of one run."""
 
-    order: tuple[int, ...]
-    """Layers in the order in which they ran."""
-
     segments: Mapping[int, LayerSegment]
     outputs: tuple[ReturnedLeaf, ...]
     output_spec: pytree.TreeSpec
@@ -78,7 +75,7 @@ class Vocabulary:
         self._numbers: dict[Any, int] = {}
         self._names: list[str] = []
         self._held: dict[int, Any] = {}
-        self.answers = Answers()
+        self.answers: Answers = {}
 
     def number(self, token: Any, name: object) -> int:
         """The number of ``token``; ``name``, as a text, tells it in messages."""

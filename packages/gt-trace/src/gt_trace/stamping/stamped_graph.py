@@ -38,13 +38,10 @@ of."""
 
 
 class StampedGraph:
-    """Stamps one graph.
+    """Stamps the graph of a shortened model.
 
-    Args:
-        short: the graph of the shortened model.
-        inputs: of the whole model, in order, with the value of each: a fake tensor.
-        shape_env: of the trace.
-        num_unused: how many gradients of one unit's parameters there are not.
+    Inputs are of the whole model, in order, each with its fake tensor; ``num_unused`` gradients of
+    one unit's parameters there are not.
 
     Raises:
         NotStampable: the interior units differ, or a reference is ambiguous.
@@ -87,11 +84,7 @@ class StampedGraph:
         """What ``get_attr`` nodes of the graph read, by target."""
 
     def build(self, outputs: Sequence[Any]) -> Graph:
-        """Make the graph.
-
-        Args:
-            outputs: for each plain output of the whole model, what ``kept_output`` or
-                ``layer_output`` gave for it.
+        """Make the graph, with what ``kept_output`` or ``layer_output`` gave for each output.
 
         Raises:
             NotStampable: a kept node reads what only a traced layer has.
@@ -143,7 +136,9 @@ class StampedGraph:
     ) -> Callable[[StampedGraph], Any]:
         """An output of ``unit``: ``ours`` in the first interior unit, ``theirs`` in the last."""
         template = self._templates.output(ours, theirs, where)
-        return lambda stamped: stamped._value(template, unit)
+        return lambda stamped: stamped._templates.maker.value(
+            template, unit, stamped._resolver(unit)
+        )
 
     def _check_kept(self) -> None:
         """Nodes that are taken over must not read what is replaced between them."""
@@ -285,10 +280,9 @@ class StampedGraph:
 
     def _subgraph(self, template: NodeTemplate, unit: int) -> GraphModule:
         """The traced one of a unit that was traced, or a copy."""
-        plan, short = self._plan, self._short
-        traced = template.theirs if unit == plan.last else template.ours
-        held: GraphModule = short.attribute(traced)
-        if unit in (plan.first, plan.last):
+        traced = template.theirs if unit == self._plan.last else template.ours
+        held: GraphModule = self._short.attribute(traced)
+        if unit in (self._plan.first, self._plan.last):
             return held
         return copy_subgraph(held, self._planned, unit)
 
@@ -296,9 +290,6 @@ class StampedGraph:
         if is_forward:
             return self._numbers.in_forward(template.ours, unit)
         return self._numbers.in_backward(template.ours, template.theirs, unit)
-
-    def _value(self, template: Template, unit: int) -> Any:
-        return self._templates.maker.value(template, unit, self._resolver(unit))
 
     def _annotation(self, templates: Sequence[tuple[str, Template]], unit: int) -> dict[str, Any]:
         """The annotations of a node; what they hold is shared within the unit, as in a trace."""
@@ -315,20 +306,13 @@ class StampedGraph:
     def _resolver(self, unit: int) -> Callable[[Reference], Node]:
         """The node that a reference means in ``unit``."""
         short, plan, body = self._short, self._plan, self._body
-        own_forward = short.first_forward + (unit - plan.first) * short.forward_length
-        centre = short.centre + plan.num_stamped * short.forward_length
-        own_backward = (
-            centre
-            + (short.last_backward - short.centre)
-            + (plan.last - unit) * short.backward_length
-        )
-        tail = short.tail + plan.num_stamped * (short.forward_length + short.backward_length)
+        added = plan.num_stamped * short.forward_length
         begins = {
-            "forward": own_forward,
-            "backward": own_backward,
+            "forward": short.first_forward + (unit - plan.first) * short.forward_length,
+            "backward": short.last_backward + added + (plan.last - unit) * short.backward_length,
             "head": 0,
-            "centre": centre,
-            "tail": tail,
+            "centre": short.centre + added,
+            "tail": short.tail + added + plan.num_stamped * short.backward_length,
         }
 
         def resolve(reference: Reference) -> Node:

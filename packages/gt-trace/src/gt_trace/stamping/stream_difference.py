@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import replace
 
 from gt_trace.stamping.layer_difference import LayerComparison
 from gt_trace.stamping.layer_list import LayerList
 from gt_trace.stamping.planned_layers import PlannedLayers
-from gt_trace.stamping.recordings import BEFORE, LayerSegment, Origin, StreamRecording, Vocabulary
+from gt_trace.stamping.recordings import BEFORE, LayerSegment, StreamRecording, Vocabulary
 from gt_trace.stamping.report import NotStampable, ReachesTooFar
-
-_SameOrigin = Callable[[Origin, Origin], bool]
 
 
 def require_equal_streams(
@@ -41,21 +39,11 @@ def require_equal_streams(
                 f"the step asks for gradients of other parameters of {layers.name(layer)} than of "
                 f"{layers.name(model)}"
             )
-
-        def same(ours: Origin, theirs: Origin, model: int = model, layer: int = layer) -> bool:
-            if ours.place != theirs.place:
-                return False
-            if ours.layer == theirs.layer:
-                return True
-            if ours.layer is None or theirs.layer is None:
-                return False
-            return model - ours.layer == layer - theirs.layer
-
         _compare(
             recording.segments[model],
             recording.segments[layer],
             what=f"{layers.name(layer)} computes otherwise than {layers.name(model)}",
-            same=same,
+            distance=layer - model,
             comparison=LayerComparison(layers=layers, first=model, second=layer),
             vocabulary=recording.vocabulary,
         )
@@ -84,20 +72,6 @@ def require_same_when_short(
     layers, plan = planned.layers, planned.plan
     for layer in (BEFORE, *plan.kept):
         is_last_unit = plan.unit_of(layer) == plan.last and layer != BEFORE
-        removed = plan.num_stamped * plan.period
-
-        def same(
-            ours: Origin, theirs: Origin, shifted: bool = is_last_unit, removed: int = removed
-        ) -> bool:
-            if ours.place != theirs.place:
-                return False
-            if ours.layer == theirs.layer:
-                return True
-            if not shifted or ours.layer is None or theirs.layer is None:
-                return False
-            # The unit before the last one of the interior is the first one in the short model.
-            return ours.layer == theirs.layer + removed
-
         where = "before the layers" if layer == BEFORE else layers.name(layer)
         if layer == plan.num_layers - 1:
             where = f"{where} and what follows"
@@ -105,7 +79,8 @@ def require_same_when_short(
             full.segments[layer],
             short.segments[layer],
             what=f"{where} computes otherwise in a model of fewer layers",
-            same=same,
+            # The unit before the last one of the interior is the first one in the short model.
+            distance=-plan.num_stamped * plan.period if is_last_unit else 0,
             comparison=LayerComparison(layers=layers, first=layer, second=layer),
             vocabulary=full.vocabulary,
             too_far=layer >= plan.layer(plan.last + 1),
@@ -117,11 +92,12 @@ def _compare(
     theirs: LayerSegment,
     *,
     what: str,
-    same: _SameOrigin,
+    distance: int,
     comparison: LayerComparison,
     vocabulary: Vocabulary,
     too_far: bool = False,
 ) -> None:
+    """Operands come from the same place in the same layer, or in one ``distance`` layers on."""
     if ours.tokens != theirs.tokens:
         for index, (one, other) in enumerate(zip(ours.tokens, theirs.tokens, strict=False)):
             if one != other:
@@ -133,7 +109,12 @@ def _compare(
                 )
         raise NotStampable(f"{what}: {len(theirs.tokens)} steps, not {len(ours.tokens)}")
     for origin, other_origin in zip(ours.origins, theirs.origins, strict=True):
-        if not same(origin, other_origin):
+        same_layer = origin.layer == other_origin.layer or (
+            origin.layer is not None
+            and other_origin.layer is not None
+            and other_origin.layer - origin.layer == distance
+        )
+        if origin.place != other_origin.place or not same_layer:
             error = ReachesTooFar if too_far else NotStampable
             raise error(f"{what}: an operand comes from elsewhere")
     for (function, held), (_, others) in zip(ours.contexts, theirs.contexts, strict=True):

@@ -58,9 +58,7 @@ Template = ConstantTemplate | Reference | LayerText | Items | Entries | Slice
 class TemplateMaker:
     """Makes templates of what two units hold, and values of templates.
 
-    Args:
-        planned: which units there are.
-        meant: tells what two nodes mean, see ``ReferenceFinder.meant``.
+    What two nodes mean is told by a function as ``ReferenceFinder.meant``.
     """
 
     def __init__(

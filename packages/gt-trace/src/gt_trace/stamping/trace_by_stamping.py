@@ -108,23 +108,20 @@ def trace_step_by_stamping(
     def capture(*args: Any, **kwargs: Any) -> StampedCapture:
         refuse_gradient_hooks(module)  # also those of layers that are not traced
 
-        def full() -> TracedStep:
-            return trace_step(
-                fn,
-                module=module,
-                input_preparers=input_preparers,
-                constants=constants,
-                meta_device=meta_device,
-                fake_mode=fake_mode,
-            )(*args, **kwargs)
-
+        options: dict[str, Any] = {
+            "module": module,
+            "input_preparers": input_preparers,
+            "constants": constants,
+            "meta_device": meta_device,
+            "fake_mode": fake_mode,
+        }
+        trace_in_full = trace_step(fn, **options)
         stamper = _Stamper(
             fn=fn,
             module=module,
             preparers=input_preparers,
-            constants=constants,
             meta_device=torch.device(meta_device),
-            fake_mode=fake_mode,
+            trace=trace_without_code(fn, **options),
             inputs=TraceInputs(args=args, kwargs=kwargs),
             ignored_attributes=ignored_attributes,
             known_functions=_KNOWN_FUNCTIONS | known_functions,
@@ -140,7 +137,7 @@ def trace_step_by_stamping(
                 level = logging.DEBUG
             _logger.log(level, "layers are not stamped, all are traced: %s", refusal)
             begin = time.process_time()
-            step = full()
+            step = trace_in_full(*args, **kwargs)
             return StampedCapture(
                 step=step,
                 report=StampReport(
@@ -153,7 +150,7 @@ def trace_step_by_stamping(
             )
         if not compare:
             return captured
-        traced = full()
+        traced = trace_in_full(*args, **kwargs)
         if step_differences(captured.step, traced):
             # DTensor computes some layouts by operators, once in a process, and remembers them: the
             # first of two traces has dead nodes that no later one has. Both are warm now.
@@ -175,9 +172,8 @@ class _Stamper:
     fn: Callable[..., Any]
     module: nn.Module
     preparers: Sequence[InputPreparer]
-    constants: ConstantPolicy
     meta_device: torch.device
-    fake_mode: FakeTensorMode | None
+    trace: Callable[..., TracedStep]
     inputs: TraceInputs
     ignored_attributes: frozenset[str]
     known_functions: frozenset[str]
@@ -185,11 +181,7 @@ class _Stamper:
     num_layers: int = 0
 
     def capture(self) -> StampedCapture:
-        """Stamp.
-
-        Raises:
-            NotStampable: the step must be captured in full.
-        """
+        """Stamp, or raise ``NotStampable`` where the step must be captured in full."""
         begin = time.process_time()
         mode = CapturedMode.now(self.module)
         layers = find_layer_list(self.module)
@@ -257,14 +249,7 @@ class _Stamper:
             require_same_when_short(whole.recording, short, planned)
             traced_at = time.process_time()
             with marked_layers(planned) as marks, _told(layers, kept):
-                step = trace_without_code(
-                    self.fn,
-                    module=self.module,
-                    input_preparers=self.preparers,
-                    constants=self.constants,
-                    meta_device=self.meta_device,
-                    fake_mode=self.fake_mode,
-                )(*self.inputs.args, **self.inputs.kwargs)
+                step = self.trace(*self.inputs.args, **self.inputs.kwargs)
         stamped_at = time.process_time()
         made = stamped_step(step, short, marks, planned, whole)
         return StampedCapture(

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
-import torch
-from torch import nn
 from torch.fx import Node
 
 from gt_trace._torch_internals import get_proxy_mode, is_erased, is_in_backward, sequence_counter
@@ -64,28 +63,17 @@ def marked_layers(planned: PlannedLayers) -> Iterator[TraceMarks]:
     """
     marks = TraceMarks()
 
-    def mark(index: int) -> None:
+    def mark(index: int, *_of_hook: object) -> None:
         if is_in_backward():
             return
         mode = get_proxy_mode()
         assert mode is not None
-        graph = mode.tracer.graph
-        marks.found.append(
-            TraceMark(
-                layer=index,
-                node=next(iter(reversed(graph.nodes))),
-                sequence_number=sequence_counter(),
-            )
-        )
+        node = next(iter(reversed(mode.tracer.graph.nodes)))
+        marks.found.append(TraceMark(layer=index, node=node, sequence_number=sequence_counter()))
 
     with ExitStack() as stack:
         for index in map(planned.plan.layer, planned.plan.marked_units):
-
-            def hook(
-                _module: nn.Module, _args: tuple[torch.Tensor, ...], index: int = index
-            ) -> None:
-                mark(index)
-
-            handle = planned.layers.layers[index].register_forward_pre_hook(hook, prepend=True)
+            layer = planned.layers.layers[index]
+            handle = layer.register_forward_pre_hook(functools.partial(mark, index), prepend=True)
             stack.callback(handle.remove)
         yield marks

@@ -45,10 +45,6 @@ class UnitSymbols:
             assert shape_env is not None
             self._require_equal_facts(shape_env)
 
-    def __bool__(self) -> bool:
-        """Whether there are any."""
-        return bool(self._ours)
-
     def same(self, ours: Any, theirs: Any) -> bool:
         """Whether a size of the first unit and one of the last are counterparts."""
         if isinstance(ours, int) and isinstance(theirs, int):
@@ -79,18 +75,18 @@ class UnitSymbols:
         return made
 
     def _require_equal_facts(self, shape_env: Any) -> None:
-        ours = _facts(shape_env, self._to_last, renamed=True)
-        theirs = _facts(shape_env, {each: each for each in self._to_last.values()}, renamed=False)
-        if ours != theirs:
+        theirs = _facts(shape_env, {each: each for each in self._to_last.values()})
+        if _facts(shape_env, self._to_last) != theirs:
             raise NotStampable("what is known of sizes at run time differs between the layers")
 
 
-def _facts(shape_env: Any, names: dict[Any, Any], *, renamed: bool) -> list[Any]:
+def _facts(shape_env: Any, names: dict[Any, Any]) -> list[Any]:
     """What the environment knows of the symbols ``names``, told of their counterparts."""
     own = frozenset(names)
-    facts: list[Any] = []
-    for symbol, counterpart in names.items():
-        facts.append((counterpart, shape_env.var_to_range[symbol], symbol in shape_env.size_like))
+    facts = [
+        (counterpart, shape_env.var_to_range[symbol], symbol in shape_env.size_like)
+        for symbol, counterpart in names.items()
+    ]
     asserted = {
         assertion.expr.xreplace(names)
         for assertions in shape_env.deferred_runtime_asserts.values()
