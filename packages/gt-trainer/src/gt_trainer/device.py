@@ -238,7 +238,7 @@ def intended_for(device_type: str) -> Iterator[None]:
 
 
 def intended_device_type() -> str:
-    """Return what configurations are made for: the installed device, unless ``intended_for`` says."""
+    """Return what configurations are made for: the installed device, or ``intended_for``'s."""
     return _INTENDED.get() or installed_device_type()
 
 

@@ -57,8 +57,8 @@ class CompileRegions(GraphPass):
     """Modules to compile besides FlexAttention and tagged nodes, as ``layers.*.feed_forward``."""
 
     memory_bound: bool = False
-    """Compile also norms, activation functions, rotary embeddings, sums and casts: every elementwise
-    operator, reduction and copy, those of one layer together. Complex arithmetic stays as it is."""
+    """Compile also every elementwise operator, reduction and copy, those of one layer together:
+    norms, activation functions, sums, casts. Complex arithmetic stays as it is."""
 
     compiler: SubgraphCompiler = field(default_factory=InductorCompiler)
     """``DescribeOnly()`` makes the regions and compiles nothing."""
