@@ -77,12 +77,12 @@ class DryRunReport:
         communication = ", ".join(f"{count} {name}" for name, count in self.collectives) or "none"
         stamping = "" if self.stamping is None else f" ({self.stamping})"
         gib = self.parameter_bytes_per_rank / 2**30
-        tokens = self.simulated.facts.tokens
+        batch = f"{self.local_batch_size} x {self.seq_len:,} tokens"
         lines = (
             f"Dry run of {self.model} on {self.world_size:,} ranks ({axes})",
             f"  parameters       {self.num_parameters:,}",
             f"  on each rank     {self.num_parameters_per_rank:,} ({gib:.2f} GiB as stored)",
-            f"  batch            {self.local_batch_size} x {self.seq_len:,} tokens, {tokens:,} a step",
+            f"  batch            {batch}, {self.simulated.facts.tokens:,} a step",
             f"  memory policy    {self.memory_policy}",
             f"  operators        {self.num_nodes_captured:,}, after passes {self.num_nodes:,}",
             f"  collectives      {communication}",
