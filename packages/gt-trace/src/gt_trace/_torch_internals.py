@@ -39,11 +39,6 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 
-# The engine patch gives backward nodes the sequence number of their forward node; the context
-# is the permission that the patch asks for.
-from torch.compiler import _non_strict_tracing_context as non_strict_tracing_context
-from torch.compiler import _patch_engine_backward as patch_engine_backward
-
 # DTensor is public, its constructor over a local tensor and the class of its layouts are not.
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
