@@ -8,43 +8,43 @@ on its version; 2.11 leaves in the function what that closes over.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from types import CellType, CodeType, FunctionType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from gt_trace._torch_internals import pytree
 
-_TENSORS = tuple(
-    f"{full}{side}_{what}"
-    for side in ("kv", "q")
-    for full in ("", "full_")
-    for what in ("num_blocks", "indices")
-)
+_FUNCTIONS = (FunctionType, partial)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Code:
-    """A function without what it closes over and its defaults; equal to others of its code."""
+    """A function, or a partial of one, without the values in it; equal to others of its code."""
 
-    code: CodeType
+    code: CodeType | None
+    """None of a partial."""
+
     values: pytree.TreeSpec
-    """Of the contents of its cells and of its defaults."""
+    """Of the contents of its cells and its defaults; of what a partial calls, and its arguments."""
 
     functions: tuple[Any, ...]
-    """For each leaf of those, a function likewise; None for what is none."""
+    """For each leaf of those, a function likewise; None for a value."""
 
-    made_from: FunctionType = field(compare=False)
+    made_from: Any = field(compare=False)
 
-    def with_values(self, values: list[Any]) -> FunctionType:
-        """The function with others, which are taken off the list's front."""
+    def with_values(self, values: Iterator[Any]) -> Callable[..., Any]:
+        """The function with others, of which it takes as many as it has."""
         leaves = [
-            values.pop(0) if each is None else _with_values(each, values) for each in self.functions
+            next(values) if each is None else _with_values(each, values) for each in self.functions
         ]
-        cells, defaults, named = pytree.tree_unflatten(leaves, self.values)
-        old = self.made_from
+        held, old = pytree.tree_unflatten(leaves, self.values), self.made_from
+        if self.code is None:
+            return partial(held[0], *held[1], **held[2])
+        cells, defaults, named = held
         made = FunctionType(
             self.code, old.__globals__, old.__name__, defaults, tuple(map(CellType, cells))
         )
@@ -54,19 +54,18 @@ class _Code:
 
     def text(self, *, with_lines: bool) -> str:
         """Its name and, in brackets, those of the functions that it calls."""
-        name = self.made_from.__qualname__
-        if with_lines:
+        name = "partial" if self.code is None else str(self.made_from.__qualname__)
+        if with_lines and self.code is not None:
             name += f" of {self.code.co_filename}:{self.code.co_firstlineno}"
         called = [_text(each, with_lines=with_lines) for each in self.functions if each is not None]
         return f"{name}({', '.join(called)})" if called else name
 
 
-class _Context(NamedTuple):
-    """What a mask is apart from values."""
+@dataclass(frozen=True, slots=True)
+class _Context:
+    """What a mask is apart from values, by attribute."""
 
-    seq_lengths: Any
-    BLOCK_SIZE: Any
-    mask_mod: Any
+    attributes: tuple[tuple[str, Any], ...]
 
 
 def register_block_masks() -> None:
@@ -79,10 +78,13 @@ def register_block_masks() -> None:
     if kind is None or kind in pytree.SUPPORTED_NODES:
         return
 
-    def unflatten(values: Any, context: Any) -> Any:
-        named = dict(zip(_TENSORS, values, strict=False))
-        mask_mod = _with_values(context.mask_mod, list(values)[len(_TENSORS) :])
-        return kind(**{**context._asdict(), **named, "mask_mod": mask_mod})
+    def unflatten(values: Iterable[Any], context: Any) -> Any:
+        remaining = iter(values)
+        named = {name: next(remaining) for name in kind._TENSOR_ATTRS}
+        rest = {name: _with_values(value, remaining) for name, value in context.attributes}
+        mask = object.__new__(kind)  # its constructor refuses what tree_map may put there
+        vars(mask).update(named | rest)
+        return mask
 
     pytree.register_pytree_node(kind, _flatten, unflatten, flatten_with_keys_fn=_flatten_with_keys)
 
@@ -97,7 +99,8 @@ def context_differences(
     if not isinstance(captured.context, _Context):
         return [("context", repr(captured.context)[:200], repr(now.context)[:200])]
     differences: list[tuple[str, str, str]] = []
-    for name, before, after in zip(_Context._fields, captured.context, now.context, strict=True):
+    pairs = zip(captured.context.attributes, now.context.attributes, strict=True)
+    for (name, before), (_, after) in pairs:
         if before == after:
             continue
         texts = [_text(value, with_lines=False) for value in (before, after)]
@@ -108,46 +111,45 @@ def context_differences(
 
 
 def _flatten(mask: Any) -> tuple[list[Any], _Context]:
-    values = [getattr(mask, name) for name in _TENSORS]
-    mask_mod = _without_values(mask.mask_mod, values, ())
-    return values, _Context(mask.seq_lengths, mask.BLOCK_SIZE, mask_mod)
+    values = [getattr(mask, name) for name in mask._TENSOR_ATTRS]
+    attributes = [
+        (name, _without_values(getattr(mask, name), values)) for name in mask._CONTEXT_ATTRS
+    ]
+    return values, _Context(tuple(attributes))
 
 
 def _flatten_with_keys(mask: Any) -> tuple[list[tuple[Any, Any]], _Context]:
     values, context = _flatten(mask)
-    closed_over = (f"_closure_{index}" for index in range(len(values) - len(_TENSORS)))
-    keys = map(pytree.GetAttrKey, (*_TENSORS, *closed_over))
-    return list(zip(keys, values, strict=True)), context
+    names = [*mask._TENSOR_ATTRS]
+    names += [f"_closure_{index}" for index in range(len(values) - len(names))]
+    return list(zip(map(pytree.GetAttrKey, names), values, strict=True)), context
 
 
-def _without_values(function: Any, values: list[Any], callers: Sequence[Any]) -> Any:
-    """The code of a function, whose values are added to the list.
+def _without_values(value: Any, values: list[Any], callers: tuple[Any, ...] = ()) -> Any:
+    """The code of a function, whose values are added to the list; whatever else as it is.
 
-    Objects that are called, what calls itself, and all of it while Dynamo reads a function, stay.
+    So is a function that calls itself, and each while Dynamo reads it, which finds cells by itself.
     """
-    if (
-        not isinstance(function, FunctionType)
-        or function in callers
-        or torch.compiler.is_compiling()
-    ):
-        return function
-    cells = [cell.cell_contents for cell in function.__closure__ or ()]
-    held = (cells, function.__defaults__ or (), function.__kwdefaults__ or {})
+    if not isinstance(value, _FUNCTIONS) or value in callers or torch.compiler.is_compiling():
+        return value
+    if isinstance(value, partial):
+        held: Any = (value.func, value.args, value.keywords)
+    else:
+        cells = [cell.cell_contents for cell in value.__closure__ or ()]
+        held = (cells, value.__defaults__ or (), value.__kwdefaults__ or {})
     leaves, spec = pytree.tree_flatten(held)
     functions: list[Any] = []
     for leaf in leaves:
-        is_function = isinstance(leaf, FunctionType)
+        is_function = isinstance(leaf, _FUNCTIONS)
+        functions.append(_without_values(leaf, values, (*callers, value)) if is_function else None)
         if not is_function:
             values.append(leaf)
-        inner = _without_values(leaf, values, (*callers, function)) if is_function else None
-        functions.append(inner)
-    return _Code(
-        code=function.__code__, values=spec, functions=tuple(functions), made_from=function
-    )
+    code = None if isinstance(value, partial) else value.__code__
+    return _Code(code=code, values=spec, functions=tuple(functions), made_from=value)
 
 
-def _with_values(function: Any, values: list[Any]) -> Any:
-    return function.with_values(values) if isinstance(function, _Code) else function
+def _with_values(value: Any, values: Iterator[Any]) -> Any:
+    return value.with_values(values) if isinstance(value, _Code) else value
 
 
 def _text(value: Any, *, with_lines: bool) -> str:
