@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch._guards import active_fake_mode
+from torch._guards import TracingContext, active_fake_mode, detect_fake_mode, tracing
 from torch.fx import GraphModule
 
 __all__ = [
@@ -42,22 +42,25 @@ def compile_with_inductor(
     """Compile a graph for the given fake inputs.
 
     ``standalone_compile`` is how Inductor offers to compile a graph without Dynamo. Its options are
-    global, and can only be patched around the call.
+    global, and can only be patched around the call. Sizes stay open as they are in the graph; how
+    it would find that out from the graph depends on its version, so it is told the fake mode.
     """
     import torch._functorch.config
     import torch._inductor
     import torch._inductor.config
 
+    mode = detect_fake_mode([each.meta.get("val") for each in body.graph.nodes])
     with (
         # Nothing is differentiated: the graph holds its own backward.
         torch.no_grad(),
+        tracing(TracingContext(mode)),
         torch._inductor.config.patch(dict(options)),
         # A memory policy has already decided what to compute again. torch's own would act on tags
         # left on the nodes, and refuse graphs whose backward is not in one piece.
         torch._functorch.config.patch(remat_using_tags_for_fwd_loss_bwd_graph=False),
     ):
         compiled: Callable[..., Sequence[Any]] = torch._inductor.standalone_compile(
-            body, list(inputs), dynamic_shapes="from_graph"
+            body, list(inputs), dynamic_shapes="from_tracing_context"
         )
     return compiled
 

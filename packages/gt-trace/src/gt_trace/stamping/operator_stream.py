@@ -9,6 +9,7 @@ stand-in, by which the outputs of the step are recognised as gradients.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -132,7 +133,9 @@ class _GradientStandIns(TorchFunctionMode):
             raise NotStampable("the step calls backward(), not torch.autograd.grad")
         if func is torch.Tensor.register_hook:
             raise NotStampable("the forward registers a hook on a tensor")
-        if getattr(func, "__self__", None) is torch.Tensor.grad_fn:
+        caller = sys._getframe(1).f_globals.get("__name__")  # 2.11's checkpoint takes no hooks
+        is_asked = getattr(func, "__self__", None) is torch.Tensor.grad_fn
+        if is_asked and caller != "torch.utils.checkpoint":
             raise NotStampable("the forward asks for a tensor's grad_fn, which takes hooks")
         return func(*args, **(kwargs or {}))
 
