@@ -70,7 +70,7 @@ def test_results_that_nobody_reads_any_more_give_their_memory_to_later_pieces():
     x, count = torch.randn(1 << 22, device="cuda"), torch.ones((), device="cuda")
     graph_module, counts = recorded(step, x, count)
     assert counts["pieces"] == 16
-    for number in range(2):
+    for _ in range(2):
         graph_module(x, count)
     torch.cuda.synchronize()
     before = torch.cuda.memory_reserved()
