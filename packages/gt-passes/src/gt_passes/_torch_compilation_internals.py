@@ -16,6 +16,7 @@ from torch._guards import active_fake_mode
 from torch.fx import GraphModule
 
 __all__ = [
+    "buffer_operator",
     "compile_with_inductor",
     "fake_mode_is_active",
     "known_inductor_options",
@@ -63,6 +64,18 @@ def compile_with_inductor(
             body, list(inputs), dynamic_shapes="from_graph"
         )
     return compiled
+
+
+def buffer_operator() -> Callable[..., torch.Tensor]:
+    """An operator of which Inductor makes a buffer, and that does nothing else.
+
+    ``inductor_force_stride_order(value, strides)``, with the strides that the value has. There is
+    no public way to say that a value is to be computed once.
+    """
+    import torch._inductor.inductor_prims
+
+    operator: Callable[..., torch.Tensor] = torch._inductor.inductor_prims.force_stride_order
+    return operator
 
 
 def load_symmetric_memory_operators() -> None:

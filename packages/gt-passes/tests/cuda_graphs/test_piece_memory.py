@@ -107,6 +107,19 @@ def test_an_input_of_which_a_result_is_a_view_keeps_a_place_of_its_own():
         assert same_bits(graph_module(X, X + number, count), step(X, X + number, count))
 
 
+def test_an_input_that_repeats_its_elements_is_copied_as_it_is_stored():
+    def step(x, count):
+        return (x.sin() * 2).cos() + count.item()
+
+    recorder, count = FakeRecorder(), torch.tensor(3)
+    rows = torch.linspace(-1, 1, 16).expand(16, 16)
+    graph_module = capture(step, rows, count)
+    run_pass(recording(recorder), graph_module)
+    for number in range(4):
+        repeated = (torch.linspace(-1, 1, 16) + number).expand(16, 16)
+        assert same_bits(graph_module(repeated, count), step(repeated, count))
+
+
 def offloaded_stack(num_layers: int = 4) -> Captured:
     """A training step that keeps the first product of two layers in host memory."""
     captured = capture_stack([Mlp(4) for _ in range(num_layers)])

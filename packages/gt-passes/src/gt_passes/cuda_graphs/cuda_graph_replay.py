@@ -29,7 +29,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from gt_passes.cuda_graphs.piece_memory import PieceMemory, Place
+from gt_passes.cuda_graphs.piece_memory import PieceMemory, Place, without_repeats
 from gt_passes.errors import CudaGraphAddressError
 
 _CallMode = Literal["run", "record", "replay"]
@@ -189,7 +189,7 @@ class ReplayedPiece:
         self._static_inputs = tuple(
             position for position in range(len(self._input_names)) if position not in copied
         )
-        self._copies: dict[int, torch.Tensor] = {}
+        self._copies: dict[int, torch.Tensor] = {}  # what of them is stored
         self._addresses: list[int] = []
         self._rooms: list[torch.Tensor] = []
         self._recording: Recording | None = None
@@ -208,8 +208,9 @@ class ReplayedPiece:
         if session.mode == "record":
             return self._record(args)
         for position, copy in self._copies.items():
-            assert copy.shape == args[position].shape  # or copy_ broadcasts
-            copy.copy_(args[position], non_blocking=True)
+            given = without_repeats(args[position])
+            assert copy.shape == given.shape  # or copy_ broadcasts
+            copy.copy_(given, non_blocking=True)
         assert self._recording is not None  # made in an earlier step
         self._recording.replay()
         return self._recording.outputs
@@ -246,8 +247,10 @@ class ReplayedPiece:
         inputs: list[torch.Tensor],
     ) -> None:
         for position, place in places:
-            self._copies[position] = place.view(memory).copy_(inputs[position])
-            inputs[position] = self._copies[position]
+            placed = place.view(memory)
+            self._copies[position] = without_repeats(placed)
+            self._copies[position].copy_(without_repeats(inputs[position]))
+            inputs[position] = placed
 
     def _given_rooms(self) -> Sequence[torch.Tensor]:
         """The rooms in host memory, made once: a copy of the step before may still be under way."""

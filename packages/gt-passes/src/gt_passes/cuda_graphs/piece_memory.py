@@ -67,6 +67,14 @@ class Place:
         return elements.as_strided(self.shape, self.strides)
 
 
+def without_repeats(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements of a tensor that are stored: what ``expand`` repeats is there once."""
+    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PieceMemory:
     """The memory of one piece beside its recording."""
