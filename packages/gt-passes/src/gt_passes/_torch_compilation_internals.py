@@ -7,19 +7,23 @@ should wait for it: everything here is imported on use. Checked against torch 2.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch._guards import TracingContext, active_fake_mode, detect_fake_mode, tracing
 from torch.fx import GraphModule
 
 __all__ = [
+    "buffer_operator",
     "compile_with_inductor",
     "fake_mode_is_active",
     "known_inductor_options",
     "load_symmetric_memory_operators",
     "process_group_backend",
-    "symmetric_memory_is_enabled",
+    "symmetric_memory_backend",
+    "symmetric_memory_workspaces",
 ]
 
 
@@ -65,19 +69,46 @@ def compile_with_inductor(
     return compiled
 
 
+def buffer_operator() -> Callable[..., torch.Tensor]:
+    """An operator of which Inductor makes a buffer, and that does nothing else.
+
+    ``inductor_force_stride_order(value, strides)``, with the strides that the value has. There is
+    no public way to say that a value is to be computed once.
+    """
+    import torch._inductor.inductor_prims
+
+    operator: Callable[..., torch.Tensor] = torch._inductor.inductor_prims.force_stride_order
+    return operator
+
+
 def load_symmetric_memory_operators() -> None:
     """Let torch register ``torch.ops.symm_mem.fused_*``, which it does on this import only."""
+    import torch.distributed._symmetric_memory  # noqa: F401
 
 
-def symmetric_memory_is_enabled(group_name: str) -> bool:
-    """Whether torch would use symmetric memory for a group; there is no public question."""
-    from torch.distributed._symmetric_memory import is_symm_mem_enabled_for_group
+def symmetric_memory_backend(device: torch.device) -> str | None:
+    """What allocates symmetric memory on a device; None where nothing does.
 
-    return bool(
-        is_symm_mem_enabled_for_group(
-            group_name  # type: ignore[arg-type]  # a NewType of str, which torch 2.13 lacks
-        )
-    )
+    ``is_symm_mem_enabled_for_group`` asks this since torch 2.15. Before, it asks whether
+    ``enable_symm_mem_for_group`` has been called, which is deprecated since 2.11: from then on the
+    fused operators find a group by its name, as they find any.
+    """
+    from torch._C._distributed_c10d import _SymmetricMemory
+
+    return _SymmetricMemory.get_backend(device)
+
+
+def symmetric_memory_workspaces() -> tuple[torch.Tensor, ...]:
+    """The memory that the fused operators have made so far, one tensor for each group at most.
+
+    An operator that needs more makes a larger one, and torch lets go of the one before. Who has
+    recorded its address must keep it, and there is no public way to.
+    """
+    module = sys.modules.get("torch.distributed._symmetric_memory")
+    if module is None:
+        return ()
+    of_group = module._group_name_to_workspace_tensor
+    return tuple(tensor for tensor in of_group.values() if tensor is not None)
 
 
 def process_group_backend(group_name: str) -> str | None:
