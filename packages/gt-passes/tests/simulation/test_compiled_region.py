@@ -7,8 +7,8 @@ import torch
 from exchange_graphs import capture_exchange
 from pass_graphs import capture, collectives, run_pass
 
+from gt_passes import CompileWholeGraph
 from gt_passes.compilation.inductor_compiler import DescribeOnly
-from gt_passes.registered_passes import CompileWholeGraph
 from gt_passes.simulation import CostModel, balanced_exchange_sizes, simulate_step
 from gt_passes.simulation.compiled_region import FusedKernel, compiled_kernels
 from gt_passes.simulation.operands import OperandReader
