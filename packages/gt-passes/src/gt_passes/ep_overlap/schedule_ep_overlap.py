@@ -78,7 +78,7 @@ class ScheduleEpOverlap(GraphPass):
         graph = graph_module.graph
         nodes = list(graph.nodes)
         if all(read_annotation(node, ChunkAnnotation) is None for node in nodes):
-            return PassReport(changed=False)
+            return PassReport.of({})
         regions = ChunkRegions.of(graph_module).regions
         problems = list(find_wait_problems(regions))
         if problems:
@@ -92,11 +92,7 @@ class ScheduleEpOverlap(GraphPass):
             if order != window.nodes:
                 _put_in_order(window.nodes, order)
                 num_moved += 1
-        return PassReport(
-            changed=num_moved > 0,
-            counts={"windows_interleaved": num_moved},
-            refusals=tuple(refusals),
-        )
+        return PassReport.of({"windows_interleaved": num_moved}, refusals)
 
 
 def _put_in_order(old: Sequence[Node], new: Sequence[Node]) -> None:

@@ -11,10 +11,10 @@ from torch.fx import GraphModule, Node
 
 from gt_config.graph_kinds import JOINT_GRAPHS, GraphKind
 from gt_passes.analysis.code_motion import CodeMotion
-from gt_passes.analysis.layer_names import LayerNames
-from gt_passes.contract import ChangeBounds, GraphPass, PassContext, PassReport, Refusal
+from gt_passes.contract import PassContext, PassReport, Refusal
 from gt_passes.fsdp.fsdp_buckets import BucketNodes, plan_buckets, replace_uses
-from gt_passes.fsdp.fsdp_launches import FsdpLaunch, find_fsdp_launches
+from gt_passes.fsdp.fsdp_launches import FsdpLaunch
+from gt_passes.fsdp.fsdp_pass import FsdpBucketPass
 from gt_passes.registry import register_pass
 
 _aten = torch.ops.aten
@@ -24,7 +24,7 @@ _ALL_GATHER = _functional.all_gather_into_tensor.default
 
 @register_pass
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BucketAllGathers(GraphPass):
+class BucketAllGathers(FsdpBucketPass):
     """Replace a block's FSDP all-gathers by one, at the place of the first.
 
     Shards are concatenated flat, so nothing is padded. What is gathered again for the backward has
@@ -52,26 +52,12 @@ class BucketAllGathers(GraphPass):
     """
 
     name: ClassVar[str] = "bucket-all-gathers"
-    preserves_numerics: ClassVar[bool] = True
     runs_on: ClassVar[frozenset[GraphKind]] = frozenset({"STEP", "UNSHARD", *JOINT_GRAPHS})
-
-    cap_mib: int | None = None
-    """Most MiB of whole parameters in a bucket; a larger block gets several. None: no limit."""
-
-    layers: str = "layers.*"
-    """Pattern of the names of the modules that are blocks."""
-
-    @property
-    def bounds(self) -> ChangeBounds:
-        """The same bytes; more memory, as a block's parameters are gathered before its first."""
-        return ChangeBounds(peak_memory_growth=None)
 
     def run(self, graph_module: GraphModule, context: PassContext) -> PassReport:
         """Bucket all-gathers; see the class."""
         graph = graph_module.graph
-        found = find_fsdp_launches(
-            graph, targets=frozenset({_ALL_GATHER}), layers=LayerNames(self.layers)
-        )
+        found = self.find_launches(graph, _ALL_GATHER)
         unshards = [each for each in found.launches if each.kind == "unshard"]
         motion = CodeMotion(graph)
         refusals = list(found.refusals)
@@ -100,11 +86,7 @@ class BucketAllGathers(GraphPass):
                 num_buckets += 1
                 num_members += len(bucket)
         counts = {"buckets": num_buckets, "all_gathers_bucketed": num_members}
-        return PassReport(
-            changed=num_buckets > 0,
-            counts=counts,
-            refusals=tuple(refusals),
-        )
+        return PassReport.of(counts, refusals)
 
 
 def _launch(member: FsdpLaunch) -> Node:

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
 from gt_config.graph_kinds import GraphKind
-from gt_passes.contract import ChangeBounds, GraphPass, PassContext, PassReport
+from gt_passes._torch_internals import OpOverload
 from gt_passes.fsdp.fsdp_buckets import BucketNodes
 from gt_passes.fsdp.fsdp_launches import FsdpLaunch
-from gt_passes.fsdp.fsdp_reductions import bucket_reductions
+from gt_passes.fsdp.fsdp_reductions import BucketReductions
 from gt_passes.registry import register_pass
 
 _aten = torch.ops.aten
@@ -21,7 +21,7 @@ _aten = torch.ops.aten
 
 @register_pass
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BucketAllReduces(GraphPass):
+class BucketAllReduces(BucketReductions):
     """Replace a block's all-reduces of gradients (hybrid sharding, DDP) by one, at the last.
 
     Runs after ``bucket-reduce-scatters``, which brings the shards of a block together.
@@ -43,32 +43,10 @@ class BucketAllReduces(GraphPass):
     """
 
     name: ClassVar[str] = "bucket-all-reduces"
-    preserves_numerics: ClassVar[bool] = True
     runs_on: ClassVar[frozenset[GraphKind]] = frozenset({"STEP", "REDUCE_GRAD", "JOINT_BACKWARD"})
+    target: ClassVar[OpOverload] = torch.ops._c10d_functional.all_reduce.default
 
-    cap_mib: int | None = None
-    """Most MiB in a bucket; a larger block gets several. None: no limit."""
-
-    layers: str = "layers.*"
-    """Pattern of the names of the modules that are blocks."""
-
-    @property
-    def bounds(self) -> ChangeBounds:
-        """The same bytes; more memory, as a block's gradients are held until the last is there."""
-        return ChangeBounds(peak_memory_growth=None)
-
-    def run(self, graph_module: GraphModule, context: PassContext) -> PassReport:
-        """Bucket all-reduces; see the class."""
-        return bucket_reductions(
-            graph_module,
-            context,
-            target=torch.ops._c10d_functional.all_reduce.default,
-            flat_input=_one_after_another,
-            cap_mib=self.cap_mib,
-            layers=self.layers,
-        )
-
-
-def _one_after_another(nodes: BucketNodes, bucket: Sequence[FsdpLaunch]) -> Node:
-    flat = [nodes.view(member.input, [member.input_value.numel()], member) for member in bucket]
-    return nodes.call(_aten.cat.default, flat)
+    def flat_input(self, nodes: BucketNodes, bucket: Sequence[FsdpLaunch]) -> Node:
+        """One after another."""
+        flat = [nodes.view(member.input, [member.input_value.numel()], member) for member in bucket]
+        return nodes.call(_aten.cat.default, flat)

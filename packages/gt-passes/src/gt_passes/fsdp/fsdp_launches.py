@@ -6,7 +6,7 @@ or laid out: a collective and its wait are replaced or moved, and what stands ar
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -77,7 +77,7 @@ class FsdpLaunches:
 
 
 def find_fsdp_launches(
-    graph: Graph, *, targets: frozenset[OpOverload], layers: LayerNames
+    graph: Graph, *, targets: Collection[OpOverload], layers: LayerNames
 ) -> FsdpLaunches:
     """Find the annotated collectives that call one of ``targets``.
 

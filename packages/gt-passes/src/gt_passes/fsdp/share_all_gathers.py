@@ -114,11 +114,7 @@ class _Sharing:
             elif latest is not None:
                 self._refuse(node, f"its input is written to after {latest.name}, which it equals")
         counts = {"all_gathers_shared": num_collectives, "nodes_shared": self._sweep.num_replaced}
-        return PassReport(
-            changed=self._sweep.num_replaced > 0,
-            counts=counts,
-            refusals=tuple(self._refusals),
-        )
+        return PassReport.of(counts, self._refusals)
 
     def _count_writes(self, node: Node) -> None:
         for written in written_nodes(node):

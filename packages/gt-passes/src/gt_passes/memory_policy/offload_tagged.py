@@ -152,11 +152,7 @@ class _Offloading:
         for i in order:
             self._return(trips[i], on_host[i])
         counts = {"tensors_offloaded": len(trips), "bytes_offloaded": num_bytes}
-        return PassReport(
-            changed=bool(trips),
-            counts=counts,
-            refusals=tuple(refusals),
-        )
+        return PassReport.of(counts, refusals)
 
     def _backward_readers(self, node: Node) -> tuple[Node, ...]:
         position = self._recomputability.position

@@ -123,11 +123,7 @@ class _Fusion:
             self._fuse_scatter(product)
             num_scatters += 1
         counts = {"all_gathers_fused": num_gathers, "reduce_scatters_fused": num_scatters}
-        return PassReport(
-            changed=num_gathers + num_scatters > 0,
-            counts=counts,
-            refusals=tuple(self._refusals),
-        )
+        return PassReport.of(counts, self._refusals)
 
     def _matmuls_to_fuse(self, operand: GatheredOperand) -> tuple[list[Node], str | None]:
         """The products to fuse, or why there are none."""

@@ -86,11 +86,7 @@ class _Fusion:
     def run(self) -> PassReport:
         fused = [group for group in self._groups() if self._fuse(group)]
         counts = {"products": sum(map(len, fused)), "fused_into": len(fused)}
-        return PassReport(
-            changed=bool(fused),
-            counts=counts,
-            refusals=tuple(self._refusals),
-        )
+        return PassReport.of(counts, self._refusals)
 
     def _groups(self) -> Iterator[list[Node]]:
         """Products that share their left operand and their phase, in execution order."""
