@@ -78,15 +78,7 @@ class PassManager:
             GraphInputError: the graph has no fake values.
         """
         with _without_garbage_collection():
-            return _Run(
-                graph_module,
-                passes=self.passes,
-                context=self._context,
-                verify=self._verify,
-                dump_directory=self._dump_directory,
-                estimate_peak_bytes=self._estimate_peak_bytes,
-                always_estimate=self._always_estimate,
-            ).run()
+            return _Run(graph_module, self).run()
 
 
 @contextmanager
@@ -125,28 +117,16 @@ class _Stopwatch:
 class _Run:
     """One run of the passes on one graph."""
 
-    def __init__(
-        self,
-        graph_module: GraphModule,
-        *,
-        passes: tuple[GraphPass, ...],
-        context: PassContext,
-        verify: bool,
-        dump_directory: Path | None,
-        estimate_peak_bytes: Callable[[GraphModule], int],
-        always_estimate: bool,
-    ) -> None:
+    def __init__(self, graph_module: GraphModule, manager: PassManager) -> None:
         self._graph_module = graph_module
-        self._passes = passes
-        self._context = context
+        self._manager = manager
         self._session = (
-            VerificationSession(graph_module, passes=passes, same_groups=context.same_groups)
-            if verify
+            VerificationSession(
+                graph_module, passes=manager.passes, same_groups=manager._context.same_groups
+            )
+            if manager._verify
             else None
         )
-        self._dump_directory = dump_directory
-        self._always_estimate = always_estimate
-        self._estimate_peak_bytes = estimate_peak_bytes
 
     def run(self) -> PassManagerReport:
         session = self._session
@@ -179,9 +159,9 @@ class _Run:
             recompile_wall_ns=recompilation.wall_ns,
             recompile_cpu_ns=recompilation.cpu_ns,
         )
-        if self._dump_directory is not None:
-            self._dump_directory.mkdir(parents=True, exist_ok=True)
-            summary = self._dump_directory / "summary.txt"
+        if self._manager._dump_directory is not None:
+            self._manager._dump_directory.mkdir(parents=True, exist_ok=True)
+            summary = self._manager._dump_directory / "summary.txt"
             summary.write_text(f"{report}\n\n{report.differences()}\n", encoding="utf-8")
             trace_report(report)
         return report
@@ -189,7 +169,7 @@ class _Run:
     def _records(self) -> Iterator[PassRecord]:
         before_ops = self._op_counts()
         before = self._size(before_ops)
-        for position, graph_pass in enumerate(self._passes):
+        for position, graph_pass in enumerate(self._manager.passes):
             needs_peak = self._needs_peak(graph_pass)
             with _Stopwatch() as estimation:
                 if needs_peak and before.peak_memory_bytes is None:
@@ -236,7 +216,7 @@ class _Run:
 
     def _run_pass(self, graph_pass: GraphPass) -> PassReport:
         try:
-            return graph_pass.run(self._graph_module, self._context)
+            return graph_pass.run(self._graph_module, self._manager._context)
         except Exception as error:
             error.add_note(f"raised by the graph pass {graph_pass.name}: {graph_pass!r}")
             raise
@@ -244,8 +224,8 @@ class _Run:
     def _reproduction(
         self, position: int, dump_before: Path | None, dump_after: Path | None
     ) -> str:
-        earlier = ", ".join(graph_pass.name for graph_pass in self._passes[:position])
-        text = f"run {self._passes[position]!r} on the captured graph"
+        earlier = ", ".join(graph_pass.name for graph_pass in self._manager.passes[:position])
+        text = f"run {self._manager.passes[position]!r} on the captured graph"
         if earlier:
             text += f" after {earlier}"
         if dump_before is None:
@@ -263,10 +243,12 @@ class _Run:
         """Whether anybody asks for peak memory around a pass: it costs as much as some do."""
         bounds = graph_pass.bounds
         is_bounded = bounds.peak_memory_growth is not None and not bounds.only_removes
-        return self._always_estimate or (self._session is not None and is_bounded)
+        return self._manager._always_estimate or (self._session is not None and is_bounded)
 
     def _with_peak(self, size: GraphSize) -> GraphSize:
-        return replace(size, peak_memory_bytes=self._estimate_peak_bytes(self._graph_module))
+        return replace(
+            size, peak_memory_bytes=self._manager._estimate_peak_bytes(self._graph_module)
+        )
 
     def _op_counts(self) -> Counter[str]:
         by_target = Counter(
@@ -280,10 +262,10 @@ class _Run:
         return by_name
 
     def _dump(self, position: int, graph_pass: GraphPass, moment: Moment) -> Path | None:
-        if self._dump_directory is None:
+        if self._manager._dump_directory is None:
             return None
-        self._dump_directory.mkdir(parents=True, exist_ok=True)
-        path = self._dump_directory / f"{position:02d}-{graph_pass.name}-{moment}.txt"
+        self._manager._dump_directory.mkdir(parents=True, exist_ok=True)
+        path = self._manager._dump_directory / f"{position:02d}-{graph_pass.name}-{moment}.txt"
         text = graph_text(self._graph_module)
         path.write_text(text, encoding="utf-8")
         trace_graph(position, graph_pass.name, moment, lambda: text)

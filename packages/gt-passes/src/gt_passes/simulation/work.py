@@ -22,6 +22,7 @@ from gt_passes._torch_internals import HigherOrderOperator, OpOverload, value_of
 from gt_passes.analysis.aliasing import written_nodes
 from gt_passes.analysis.collectives import is_collective, is_wait
 from gt_passes.analysis.host_copies import WAIT_COPY, is_host_copy
+from gt_passes.analysis.node_calls import arguments_of
 from gt_passes.analysis.symbol_sizes import SymbolSizes
 from gt_passes.simulation.operands import (
     PricedOperand,
@@ -283,14 +284,9 @@ def is_masked(node: Node) -> bool:
         return str(node.target).startswith("flex_attention")
     if not isinstance(node.target, OpOverload) or not _is_attention(node.target):
         return False
-    for position, declared in enumerate(node.target._schema.arguments):
-        in_args = position < len(node.args) and not declared.kwarg_only
-        value = node.args[position] if in_args else node.kwargs.get(declared.name)
-        if declared.name == "is_causal" and value:
-            return True
-        if declared.name in _MASK_ARGUMENTS and value is not None:
-            return True
-    return False
+    arguments = arguments_of(node)
+    masks = (arguments.get(name) for name in _MASK_ARGUMENTS)
+    return bool(arguments.get("is_causal")) or any(mask is not None for mask in masks)
 
 
 def _attention_work(node: Node, sizes: SymbolSizes, *, is_backward: bool) -> OpWork:

@@ -16,6 +16,7 @@ from torch.fx.node import map_aggregate
 
 from gt_passes._torch_internals import OpOverload, value_of
 from gt_passes.analysis.graph_constants import frozen_literal
+from gt_passes.analysis.node_calls import arguments_of
 from gt_passes.verifier.dataflow import collective_dataflow, layout_dataflow
 from gt_passes.verifier.dataflow.value_table import (
     Arguments,
@@ -50,7 +51,11 @@ def apply_rule(
     rule = _rule_of(target)
     if rule is None:
         return None
-    arguments = _arguments(target, node, load)
+
+    def loaded(leaf: Any) -> Any:
+        return load(leaf) if isinstance(leaf, Node) else leaf
+
+    arguments = list(map_aggregate(list(arguments_of(node).values()), loaded))
     if rule in _COLLECTIVE_RULES:
         arguments = [group_of(item) if isinstance(item, str) else item for item in arguments]
     return rule(table, arguments, value_of(node))
@@ -65,20 +70,6 @@ def _item(node: Node, load: Callable[[Node], Value]) -> Value | None:
         return None
     value = load(source)
     return value.items[index] if isinstance(value, TupleValue) else None
-
-
-def _arguments(target: OpOverload, node: Node, load: Callable[[Node], Value]) -> list[Any]:
-    found: list[Any] = []
-    for position, declared in enumerate(target._schema.arguments):
-        if position < len(node.args) and not declared.kwarg_only:
-            found.append(node.args[position])
-        else:
-            found.append(node.kwargs.get(declared.name, declared.default_value))
-
-    def loaded(leaf: Any) -> Any:
-        return load(leaf) if isinstance(leaf, Node) else leaf
-
-    return list(map_aggregate(found, loaded))
 
 
 def _same(table: ValueTable, arguments: Arguments, recorded: Any) -> Value | None:
