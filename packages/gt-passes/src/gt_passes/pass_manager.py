@@ -6,11 +6,10 @@ Everything that surrounds a pass is here, so that a pass is only its idea.
 from __future__ import annotations
 
 import gc
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from torch.fx import GraphModule
@@ -22,9 +21,9 @@ from gt_passes.contract import GraphPass, PassContext, PassReport, check_declara
 from gt_passes.errors import VerificationError
 from gt_passes.facts import Fact
 from gt_passes.graph_problem import GraphProblem
-from gt_passes.pass_manager_report import PassManagerReport, PassRecord
+from gt_passes.pass_manager_report import Elapsed, PassManagerReport, PassRecord
 from gt_passes.pass_order import order_passes
-from gt_passes.structured_trace import Moment, trace_graph, trace_report
+from gt_passes.structured_trace import trace_text
 from gt_passes.verifier.declared_bounds import GraphSize, find_bound_problems
 from gt_passes.verifier.verification_session import VerificationSession
 from gt_trace.graph_text import graph_text
@@ -97,23 +96,6 @@ def _without_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-@dataclass(slots=True)
-class _Stopwatch:
-    """Wall and processor time, in nanoseconds."""
-
-    wall_ns: int = 0
-    cpu_ns: int = 0
-
-    def __enter__(self) -> _Stopwatch:
-        self.wall_ns = -time.perf_counter_ns()
-        self.cpu_ns = -time.process_time_ns()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.cpu_ns += time.process_time_ns()
-        self.wall_ns += time.perf_counter_ns()
-
-
 class _Run:
     """One run of the passes on one graph."""
 
@@ -130,7 +112,7 @@ class _Run:
 
     def run(self) -> PassManagerReport:
         session = self._session
-        with _Stopwatch() as capture_verification:
+        with Elapsed() as capture_verification:
             if session is not None:
                 _raise_problems(
                     session.verify_capture(),
@@ -138,7 +120,7 @@ class _Run:
                     reproduce="gt_passes.Verifier().verify(graph_module)",
                 )
         records = tuple(self._records())
-        with _Stopwatch() as complete_verification:
+        with Elapsed() as complete_verification:
             if session is not None and records:
                 _raise_problems(
                     session.verify_completely(),
@@ -146,24 +128,22 @@ class _Run:
                     reproduce="run Verifier().verify(graph_module) after each pass: one of them "
                     'changed a value in node.meta["val"] in place',
                 )
-        with _Stopwatch() as recompilation:
+        with Elapsed() as recompilation:
             self._graph_module.recompile()
         report = PassManagerReport(
             records=records,
             verified=session is not None,
             unverified=() if session is None else session.unverified,
-            capture_verification_wall_ns=capture_verification.wall_ns,
-            capture_verification_cpu_ns=capture_verification.cpu_ns,
-            complete_verification_wall_ns=complete_verification.wall_ns,
-            complete_verification_cpu_ns=complete_verification.cpu_ns,
-            recompile_wall_ns=recompilation.wall_ns,
-            recompile_cpu_ns=recompilation.cpu_ns,
+            capture_verification=capture_verification,
+            complete_verification=complete_verification,
+            recompilation=recompilation,
         )
         if self._manager._dump_directory is not None:
             self._manager._dump_directory.mkdir(parents=True, exist_ok=True)
-            summary = self._manager._dump_directory / "summary.txt"
-            summary.write_text(f"{report}\n\n{report.differences()}\n", encoding="utf-8")
-            trace_report(report)
+            summary = f"{report}\n\n{report.differences()}"
+            path = self._manager._dump_directory / "summary.txt"
+            path.write_text(f"{summary}\n", encoding="utf-8")
+            trace_text("graph_passes_summary", lambda: summary)
         return report
 
     def _records(self) -> Iterator[PassRecord]:
@@ -171,16 +151,16 @@ class _Run:
         before = self._size(before_ops)
         for position, graph_pass in enumerate(self._manager.passes):
             needs_peak = self._needs_peak(graph_pass)
-            with _Stopwatch() as estimation:
+            with Elapsed() as estimation:
                 if needs_peak and before.peak_memory_bytes is None:
                     before = self._with_peak(before)
             dump_before = self._dump(position, graph_pass, "before")
-            with _Stopwatch() as pass_time:
+            with Elapsed() as pass_time:
                 report = self._run_pass(graph_pass)
             dump_after = self._dump(position, graph_pass, "after")
             after_ops = self._op_counts()
             after = self._size(after_ops)
-            with _Stopwatch() as verification:
+            with Elapsed() as verification:
                 problems = () if self._session is None else self._session.verify_pass(position)
                 if self._session is not None and self._session.is_unchanged:
                     after = before
@@ -203,12 +183,8 @@ class _Run:
                     for op in sorted(before_ops | after_ops)
                     if after_ops[op] != before_ops[op]
                 },
-                wall_ns=pass_time.wall_ns,
-                cpu_ns=pass_time.cpu_ns,
-                verification_wall_ns=(estimation.wall_ns + verification.wall_ns)
-                * (self._session is not None),
-                verification_cpu_ns=(estimation.cpu_ns + verification.cpu_ns)
-                * (self._session is not None),
+                elapsed=pass_time,
+                verification=estimation + verification if self._session else Elapsed(),
                 dump_before=dump_before,
                 dump_after=dump_after,
             )
@@ -261,14 +237,14 @@ class _Run:
             by_name[_op_name(target)] += count
         return by_name
 
-    def _dump(self, position: int, graph_pass: GraphPass, moment: Moment) -> Path | None:
+    def _dump(self, position: int, graph_pass: GraphPass, moment: str) -> Path | None:
         if self._manager._dump_directory is None:
             return None
         self._manager._dump_directory.mkdir(parents=True, exist_ok=True)
         path = self._manager._dump_directory / f"{position:02d}-{graph_pass.name}-{moment}.txt"
         text = graph_text(self._graph_module)
         path.write_text(text, encoding="utf-8")
-        trace_graph(position, graph_pass.name, moment, lambda: text)
+        trace_text(f"graph_pass_{position:02d}_{graph_pass.name}_{moment}", lambda: text)
         return path
 
 

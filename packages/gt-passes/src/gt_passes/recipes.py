@@ -72,10 +72,7 @@ def default_recipe(
         dump_directory: as for ``PassManager``.
         estimate_peak_bytes: as for ``PassManager``.
 
-    Raises:
-        UnknownPassError: as ``default_passes``.
-        RecipeError: as ``default_passes``.
-        PassOrderError: as ``default_passes``.
+    Raises what ``default_passes`` raises.
     """
     options = options if options is not None else CompileConfig()
     return PassManager(

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch.fx import Node
 
-from gt_config.graph_kinds import GraphKind
 from gt_passes._torch_internals import OpOverload
+from gt_passes.fsdp.bucket_reductions import BucketReductions
 from gt_passes.fsdp.fsdp_buckets import BucketNodes
 from gt_passes.fsdp.fsdp_launches import FsdpLaunch
-from gt_passes.fsdp.fsdp_reductions import BucketReductions
 from gt_passes.registry import register_pass
 
 _aten = torch.ops.aten
@@ -43,10 +41,9 @@ class BucketAllReduces(BucketReductions):
     """
 
     name: ClassVar[str] = "bucket-all-reduces"
-    runs_on: ClassVar[frozenset[GraphKind]] = frozenset({"STEP", "REDUCE_GRAD", "JOINT_BACKWARD"})
     target: ClassVar[OpOverload] = torch.ops._c10d_functional.all_reduce.default
 
-    def flat_input(self, nodes: BucketNodes, bucket: Sequence[FsdpLaunch]) -> Node:
+    def flat_input(self, nodes: BucketNodes, bucket: list[FsdpLaunch]) -> Node:
         """One after another."""
         flat = [nodes.view(member.input, [member.input_value.numel()], member) for member in bucket]
         return nodes.call(_aten.cat.default, flat)

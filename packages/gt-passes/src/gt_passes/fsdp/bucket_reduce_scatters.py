@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch.fx import Node
 
-from gt_config.graph_kinds import GraphKind
 from gt_passes._torch_internals import OpOverload
+from gt_passes.fsdp.bucket_reductions import BucketReductions
 from gt_passes.fsdp.fsdp_buckets import BucketNodes
 from gt_passes.fsdp.fsdp_launches import FsdpLaunch
-from gt_passes.fsdp.fsdp_reductions import BucketReductions
 from gt_passes.registry import register_pass
 
 _aten = torch.ops.aten
@@ -47,10 +45,9 @@ class BucketReduceScatters(BucketReductions):
     """
 
     name: ClassVar[str] = "bucket-reduce-scatters"
-    runs_on: ClassVar[frozenset[GraphKind]] = frozenset({"STEP", "REDUCE_GRAD", "JOINT_BACKWARD"})
     target: ClassVar[OpOverload] = torch.ops._c10d_functional.reduce_scatter_tensor.default
 
-    def flat_input(self, nodes: BucketNodes, bucket: Sequence[FsdpLaunch]) -> Node:
+    def flat_input(self, nodes: BucketNodes, bucket: list[FsdpLaunch]) -> Node:
         """Row r holds what rank r gets of each member."""
         num_ranks = bucket[0].options[1]
         assert isinstance(num_ranks, int)  # by the schema of the operator

@@ -19,6 +19,7 @@ from torch.fx.node import map_arg
 from gt_config.node_keys import FsdpCollectiveAnnotation
 from gt_passes._torch_internals import FakeTensorMode, quiet_fake_execution, value_of
 from gt_passes.analysis.code_motion import CodeMotion
+from gt_passes.analysis.node_calls import evaluate
 from gt_passes.fsdp.fsdp_launches import FsdpLaunch
 from gt_trace.node_metadata import read_annotation, write_annotation
 
@@ -118,10 +119,7 @@ class BucketNodes:
         node.meta = {key: value for key, value in like.meta.items() if key != "val"}
         if member is None:
             write_annotation(node, self._annotation)
-        if value is None:
-            loaded: Any = map_arg(args, _loaded)
-            value = target(*loaded)
-        node.meta["val"] = value
+        node.meta["val"] = evaluate(node) if value is None else value
         return node
 
     def view(self, source: Node, shape: list[int], member: FsdpLaunch) -> Node:
@@ -160,10 +158,6 @@ class BucketNodes:
                     torch.ops.aten.view.default, piece, shape, member=member, value=wanted[index]
                 )
         return results
-
-
-def _loaded(node: Node) -> Any:
-    return value_of(node)
 
 
 def replace_uses(graph: Graph, replacements: Mapping[Node, Node]) -> None:

@@ -30,12 +30,3 @@ class FsdpPass(GraphPass):
     def find_launches(self, graph: Graph, *targets: OpOverload) -> FsdpLaunches:
         """The FSDP collectives of a graph that call one of ``targets``, with their blocks."""
         return find_fsdp_launches(graph, targets=targets, layers=LayerNames(self.layers))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FsdpBucketPass(FsdpPass):
-    """A pass that puts one collective in place of several."""
-
-    cap_mib: int | None = None
-    """Most MiB of whole parameters, or gradients, in a bucket; a larger block gets several. None:
-    no limit."""

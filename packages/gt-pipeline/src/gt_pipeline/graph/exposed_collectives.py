@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from torch.fx import GraphModule, Node
 
 from gt_config.node_keys import PipelineAction, PipelineAnnotation
-from gt_passes.analysis.collectives import is_collective, is_wait
-from gt_passes.ep_overlap.exchange_operators import exchange_waits, is_exchange_launch
+from gt_passes.analysis.collectives import is_collective, is_wait, waits_of
+from gt_passes.ep_overlap.exchange_operators import is_exchange_launch
 from gt_passes.ep_overlap.exposed_exchanges import is_compute
 from gt_pipeline.graph.interleave_actions import lane_of
 from gt_trace import read_annotation
@@ -128,7 +128,7 @@ def _cell(text: str, is_own: bool) -> str:
 
 def _waits_of(node: Node) -> list[Node]:
     if is_exchange_launch(node):
-        return list(exchange_waits(node))
+        return list(waits_of(node))
     if not is_collective(node):
         return []
     return [user for user in node.users if is_wait(user)]

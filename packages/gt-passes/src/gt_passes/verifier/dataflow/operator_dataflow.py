@@ -143,62 +143,55 @@ def _copy_into(table: ValueTable, arguments: Arguments, recorded: Any) -> Value 
     return layout_dataflow.broadcast(table, cast, destination.shape)
 
 
-def _build_rules() -> dict[str, Rule]:
-    """The rules by the qualified name of the operator, each for all of its overloads."""
-    by_rule: Mapping[Rule, Sequence[str]] = {
-        _same: (
-            "aten::alias",
-            "aten::detach",
-            "aten::lift_fresh",
-            "prims::view_of",
-            "_c10d_functional::wait_tensor",
-            "gt_passes::wait_copy",
-        ),
-        _copy: (
-            "aten::clone",
-            "aten::contiguous",
-            "aten::lift_fresh_copy",
-            "prims::device_put",
-            "gt_passes::offload",
-            "gt_passes::reload",
-        ),
-        _cast: ("aten::_to_copy", "prims::convert_element_type", "aten::to"),
-        layout_dataflow.reshape: ("aten::reshape", "aten::flatten"),
-        layout_dataflow.view: (
-            "aten::view",
-            "aten::_unsafe_view",
-            "aten::unflatten",
-            "aten::squeeze",
-            "aten::unsqueeze",
-        ),
-        layout_dataflow.permute: ("aten::permute",),
-        layout_dataflow.transpose: ("aten::t", "aten::transpose"),
-        layout_dataflow.expand: ("aten::expand",),
-        layout_dataflow.slice_dim: ("aten::slice",),
-        layout_dataflow.narrow: ("aten::narrow",),
-        layout_dataflow.select: ("aten::select",),
-        layout_dataflow.split: (
-            "aten::split",
-            "aten::split_with_sizes",
-            "aten::split_with_sizes_copy",
-            "aten::chunk",
-            "aten::unsafe_split",
-            "aten::unsafe_chunk",
-            "aten::unsafe_split_with_sizes",
-        ),
-        layout_dataflow.unbind: ("aten::unbind",),
-        layout_dataflow.cat: ("aten::cat",),
-        layout_dataflow.stack: ("aten::stack",),
-        _copy_into: ("aten::copy_",),
-    }
-    return {name: rule for rule, names in by_rule.items() for name in names}
+_NAMES_BY_RULE: Mapping[Rule, Sequence[str]] = {
+    _same: (
+        "aten::alias",
+        "aten::detach",
+        "aten::lift_fresh",
+        "prims::view_of",
+        "_c10d_functional::wait_tensor",
+        "gt_passes::wait_copy",
+    ),
+    _copy: (
+        "aten::clone",
+        "aten::contiguous",
+        "aten::lift_fresh_copy",
+        "prims::device_put",
+        "gt_passes::offload",
+        "gt_passes::reload",
+    ),
+    _cast: ("aten::_to_copy", "prims::convert_element_type", "aten::to"),
+    layout_dataflow.reshape: ("aten::reshape", "aten::flatten"),
+    layout_dataflow.view: (
+        "aten::view",
+        "aten::_unsafe_view",
+        "aten::unflatten",
+        "aten::squeeze",
+        "aten::unsqueeze",
+    ),
+    layout_dataflow.permute: ("aten::permute",),
+    layout_dataflow.transpose: ("aten::t", "aten::transpose"),
+    layout_dataflow.expand: ("aten::expand",),
+    layout_dataflow.slice_dim: ("aten::slice",),
+    layout_dataflow.narrow: ("aten::narrow",),
+    layout_dataflow.select: ("aten::select",),
+    layout_dataflow.split: (
+        "aten::split",
+        "aten::split_with_sizes",
+        "aten::split_with_sizes_copy",
+        "aten::chunk",
+        "aten::unsafe_split",
+        "aten::unsafe_chunk",
+        "aten::unsafe_split_with_sizes",
+    ),
+    layout_dataflow.unbind: ("aten::unbind",),
+    layout_dataflow.cat: ("aten::cat",),
+    layout_dataflow.stack: ("aten::stack",),
+    _copy_into: ("aten::copy_",),
+}
+"""Qualified names of operators, each with all of its overloads."""
 
-
-_COLLECTIVE_RULES: tuple[Rule, ...] = (
-    collective_dataflow.all_reduce,
-    collective_dataflow.all_gather,
-    collective_dataflow.reduce_scatter,
-)
+_RULES = {name: rule for rule, names in _NAMES_BY_RULE.items() for name in names}
 
 _COLLECTIVES: dict[str, Rule] = {
     "all_reduce": collective_dataflow.all_reduce,
@@ -212,7 +205,7 @@ _COLLECTIVES: dict[str, Rule] = {
     "reduce_scatter_tensor_coalesced": collective_dataflow.reduce_scatter,
 }
 
-_RULES = _build_rules()
+_COLLECTIVE_RULES = frozenset(_COLLECTIVES.values())
 
 # An overload of a name above that does something else.
 _WITHOUT_RULE = frozenset({_aten.view.dtype})
