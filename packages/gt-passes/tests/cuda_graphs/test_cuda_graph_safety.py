@@ -10,6 +10,7 @@ from inductor_cases import flex_attention_graph
 from pass_graphs import capture, collectives, run_pass
 
 from gt_passes import CompileWholeGraph, DescribeOnly
+from gt_passes.analysis.bucket_copies import PACK_BUCKET, UNPACK_BUCKET
 from gt_passes.cuda_graphs.cuda_graph_safety import CaptureTarget, find_obstacles
 
 aten = torch.ops.aten
@@ -112,6 +113,14 @@ def test_operators_of_others():
 fused: gt_passes_test::fused is a custom operator that nobody has declared safe to record
 unsafe: gt_passes_test::unsafe is tagged cudagraph_unsafe""",
         )
+
+
+def test_copies_into_buckets_and_out_of_them_can_be_recorded():
+    def step(x):
+        half = x.numel() // 2
+        return UNPACK_BUCKET(PACK_BUCKET([x, x + 1], 2, torch.bfloat16), 2, [half, half])
+
+    assert reasons(capture_on(step, X)) == ""
 
 
 def test_collectives_by_the_backend_of_their_group():

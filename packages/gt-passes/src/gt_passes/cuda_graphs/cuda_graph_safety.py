@@ -21,6 +21,7 @@ from torch.fx import GraphModule, Node
 from gt_passes._torch_compilation_internals import process_group_backend
 from gt_passes._torch_internals import HigherOrderOperator, OpOverload, value_of
 from gt_passes.analysis.aliasing import AliasClasses
+from gt_passes.analysis.bucket_copies import BUCKET_COPIES
 from gt_passes.analysis.collectives import is_collective
 from gt_passes.analysis.outlined_region import region_of
 from gt_passes.analysis.tensor_signature import is_symbolic, signature
@@ -150,7 +151,8 @@ class _Judge:
         operator_name = _operator_name(node)
         if torch.Tag.cudagraph_unsafe in target.tags:
             return f"{name} is tagged cudagraph_unsafe"
-        if target.namespace not in _KNOWN_NAMESPACES and name not in self._target.safe_operators:
+        is_known = target.namespace in _KNOWN_NAMESPACES or target in BUCKET_COPIES
+        if not is_known and name not in self._target.safe_operators:
             return f"{name} is a custom operator that nobody has declared safe to record"
         if operator_name in _SYNCHRONIZES or torch.Tag.data_dependent_output in target.tags:
             return f"{name} brings a result of the device to the host"

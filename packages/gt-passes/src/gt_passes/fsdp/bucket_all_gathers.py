@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch.fx import Node
 
 from gt_config.graph_kinds import JOINT_GRAPHS, GraphKind
 from gt_config.node_keys import FsdpCollectiveKind
@@ -14,12 +13,8 @@ from gt_passes._torch_internals import OpOverload
 from gt_passes.analysis.code_motion import CodeMotion
 from gt_passes.contract import Refusal
 from gt_passes.fsdp.fsdp_bucket_pass import FsdpBucketPass
-from gt_passes.fsdp.fsdp_buckets import BucketNodes
 from gt_passes.fsdp.fsdp_launches import FsdpLaunch
 from gt_passes.registry import register_pass
-
-_aten = torch.ops.aten
-_functional = torch.ops._c10d_functional
 
 
 @register_pass
@@ -32,16 +27,18 @@ class BucketAllGathers(FsdpBucketPass):
 
     *Before*::
 
-        g1 = all_gather_into_tensor(a, 8, "fsdp");  w1 = wait_tensor(g1)    # a: [2, 4]
+        c1 = _to_copy(a, dtype=bfloat16)                                     # a: [2, 4]
+        g1 = all_gather_into_tensor(c1, 8, "fsdp");  w1 = wait_tensor(g1)
         y = mm(x, w1)
-        g2 = all_gather_into_tensor(b, 8, "fsdp");  w2 = wait_tensor(g2)    # b: [4]
+        c2 = _to_copy(b, dtype=bfloat16)                                     # b: [4]
+        g2 = all_gather_into_tensor(c2, 8, "fsdp");  w2 = wait_tensor(g2)
         z = mul(y, w2)
 
     *After*::
 
-        g = all_gather_into_tensor(cat([view(a, [8]), view(b, [4])]), 8, "fsdp")
-        p = split_with_sizes_copy(view(wait_tensor(g), [8, 12]), [8, 4], 1)
-        w1 = view(p[0], [16, 4]);  w2 = view(p[1], [32])
+        g = all_gather_into_tensor(pack_bucket([a, b], 1, bfloat16), 8, "fsdp")
+        p = unpack_bucket(wait_tensor(g), 8, [8, 4])
+        w1 = view(p[0], [16, 4]);  w2 = p[1]
         y = mm(x, w1)
         z = mul(y, w2)
 
@@ -53,7 +50,7 @@ class BucketAllGathers(FsdpBucketPass):
 
     name: ClassVar[str] = "bucket-all-gathers"
     runs_on: ClassVar[frozenset[GraphKind]] = frozenset({"STEP", "UNSHARD", *JOINT_GRAPHS})
-    target: ClassVar[OpOverload] = _functional.all_gather_into_tensor.default
+    target: ClassVar[OpOverload] = torch.ops._c10d_functional.all_gather_into_tensor.default
     kind: ClassVar[FsdpCollectiveKind] = "unshard"
     place: ClassVar[int] = 0
     count: ClassVar[str] = "all_gathers_bucketed"
@@ -81,16 +78,9 @@ class BucketAllGathers(FsdpBucketPass):
             bucket.append(member)
         return bucket
 
-    def make(self, nodes: BucketNodes, bucket: list[FsdpLaunch]) -> dict[Node, Node]:
-        """Gather the shards one after another, and cut the rows of the ranks up."""
-        num_ranks = bucket[0].options[0]
+    @staticmethod
+    def num_rows(launch: FsdpLaunch) -> tuple[int, int]:
+        """Shards stand one after another; row r of what is gathered holds those of rank r."""
+        num_ranks = launch.options[0]
         assert isinstance(num_ranks, int)  # by the schema of the operator
-        sizes = [member.input_value.numel() for member in bucket]
-        flat = [
-            nodes.view(member.input, [size], member)
-            for member, size in zip(bucket, sizes, strict=True)
-        ]
-        gathered = nodes.call(self.target, nodes.call(_aten.cat.default, flat), *bucket[0].options)
-        waited = nodes.call(_functional.wait_tensor.default, gathered)
-        rows = nodes.call(_aten.view.default, waited, [num_ranks, sum(sizes)])
-        return nodes.results(rows, [[num_ranks, size] for size in sizes], 1)
+        return 1, num_ranks

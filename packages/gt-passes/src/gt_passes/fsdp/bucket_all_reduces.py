@@ -6,15 +6,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch.fx import Node
 
 from gt_passes._torch_internals import OpOverload
 from gt_passes.fsdp.bucket_reductions import BucketReductions
-from gt_passes.fsdp.fsdp_buckets import BucketNodes
 from gt_passes.fsdp.fsdp_launches import FsdpLaunch
 from gt_passes.registry import register_pass
-
-_aten = torch.ops.aten
 
 
 @register_pass
@@ -33,9 +29,9 @@ class BucketAllReduces(BucketReductions):
     *After*::
 
         ...
-        r = all_reduce(cat([view(a, [8]), view(b, [4])]), "sum", "replicate")
-        p = split_with_sizes_copy(wait_tensor(r), [8, 4])
-        s1 = view(p[0], [2, 4]);  s2 = view(p[1], [4])
+        r = all_reduce(pack_bucket([a, b], 1, float32), "sum", "replicate")
+        p = unpack_bucket(wait_tensor(r), 1, [8, 4])
+        s1 = view(p[0], [2, 4]);  s2 = p[1]
 
     *Refuses* and *preserves numerics* as ``bucket-reduce-scatters``.
     """
@@ -43,7 +39,7 @@ class BucketAllReduces(BucketReductions):
     name: ClassVar[str] = "bucket-all-reduces"
     target: ClassVar[OpOverload] = torch.ops._c10d_functional.all_reduce.default
 
-    def flat_input(self, nodes: BucketNodes, bucket: list[FsdpLaunch]) -> Node:
-        """One after another."""
-        flat = [nodes.view(member.input, [member.input_value.numel()], member) for member in bucket]
-        return nodes.call(_aten.cat.default, flat)
+    @staticmethod
+    def num_rows(launch: FsdpLaunch) -> tuple[int, int]:
+        """Members stand one after another."""
+        return 1, 1

@@ -6,15 +6,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch.fx import Node
 
 from gt_passes._torch_internals import OpOverload
 from gt_passes.fsdp.bucket_reductions import BucketReductions
-from gt_passes.fsdp.fsdp_buckets import BucketNodes
 from gt_passes.fsdp.fsdp_launches import FsdpLaunch
 from gt_passes.registry import register_pass
-
-_aten = torch.ops.aten
 
 
 @register_pass
@@ -24,17 +20,18 @@ class BucketReduceScatters(BucketReductions):
 
     *Before*::
 
-        r1 = reduce_scatter_tensor(a, "sum", 8, "fsdp");  s1 = wait_tensor(r1)    # a: [16, 4]
+        c1 = _to_copy(a, dtype=float32)                                           # a: [16, 4]
+        r1 = reduce_scatter_tensor(c1, "sum", 8, "fsdp");  s1 = wait_tensor(r1)
         ...
-        r2 = reduce_scatter_tensor(b, "sum", 8, "fsdp");  s2 = wait_tensor(r2)    # b: [32]
+        c2 = _to_copy(b, dtype=float32)                                           # b: [32]
+        r2 = reduce_scatter_tensor(c2, "sum", 8, "fsdp");  s2 = wait_tensor(r2)
 
     *After*::
 
         ...
-        rows = cat([view(a, [8, 8]), view(b, [8, 4])], 1)
-        r = reduce_scatter_tensor(view(rows, [96]), "sum", 8, "fsdp")
-        p = split_with_sizes_copy(wait_tensor(r), [8, 4])
-        s1 = view(p[0], [2, 4]);  s2 = view(p[1], [4])
+        r = reduce_scatter_tensor(pack_bucket([a, b], 8, float32), "sum", 8, "fsdp")
+        p = unpack_bucket(wait_tensor(r), 1, [8, 4])
+        s1 = view(p[0], [2, 4]);  s2 = p[1]
 
     *Refuses*: collectives whose result is read by more than one wait, or whose sizes depend on
     data; to move a reduced gradient across a barrier, or past a write to its memory.
@@ -47,14 +44,9 @@ class BucketReduceScatters(BucketReductions):
     name: ClassVar[str] = "bucket-reduce-scatters"
     target: ClassVar[OpOverload] = torch.ops._c10d_functional.reduce_scatter_tensor.default
 
-    def flat_input(self, nodes: BucketNodes, bucket: list[FsdpLaunch]) -> Node:
-        """Row r holds what rank r gets of each member."""
-        num_ranks = bucket[0].options[1]
+    @staticmethod
+    def num_rows(launch: FsdpLaunch) -> tuple[int, int]:
+        """Row r of what is given holds what rank r gets of each member."""
+        num_ranks = launch.options[1]
         assert isinstance(num_ranks, int)  # by the schema of the operator
-        rows = [
-            nodes.view(member.input, [num_ranks, member.output_value.numel()], member)
-            for member in bucket
-        ]
-        together = nodes.call(_aten.cat.default, rows, 1)
-        numel = sum(member.input_value.numel() for member in bucket)
-        return nodes.call(_aten.view.default, together, [numel])
+        return num_ranks, 1

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
-
-import torch
-from torch.fx import Node
 
 from gt_config.graph_kinds import GraphKind
 from gt_config.node_keys import FsdpCollectiveKind
 from gt_passes.analysis.code_motion import CodeMotion
 from gt_passes.contract import Refusal
 from gt_passes.fsdp.fsdp_bucket_pass import FsdpBucketPass
-from gt_passes.fsdp.fsdp_buckets import BucketNodes
 from gt_passes.fsdp.fsdp_launches import FsdpLaunch
 
 
@@ -30,10 +25,6 @@ class BucketReductions(FsdpBucketPass):
     kind: ClassVar[FsdpCollectiveKind] = "reduce_grad"
     place: ClassVar[int] = -1
     count: ClassVar[str] = "reductions_bucketed"
-
-    @abstractmethod
-    def flat_input(self, nodes: BucketNodes, bucket: list[FsdpLaunch]) -> Node:
-        """Make the one flat tensor that is reduced in place of the members' inputs."""
 
     def bring_together(
         self, members: list[FsdpLaunch], motion: CodeMotion, refusals: list[Refusal]
@@ -55,10 +46,3 @@ class BucketReductions(FsdpBucketPass):
         for node in reversed(moved):
             last.launch.append(node)
         return members
-
-    def make(self, nodes: BucketNodes, bucket: list[FsdpLaunch]) -> dict[Node, Node]:
-        """Reduce a flat tensor, and cut the result up."""
-        flat = self.flat_input(nodes, bucket)
-        reduced = nodes.call(self.target, flat, *bucket[0].options)
-        waited = nodes.call(torch.ops._c10d_functional.wait_tensor.default, reduced)
-        return nodes.results(waited, [[each.output_value.numel()] for each in bucket], 0)

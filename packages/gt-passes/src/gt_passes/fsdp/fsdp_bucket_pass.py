@@ -6,7 +6,7 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from gt_config.node_keys import FsdpCollectiveKind
 from gt_passes._torch_internals import OpOverload
@@ -39,9 +39,10 @@ class FsdpBucketPass(FsdpPass):
     ) -> list[FsdpLaunch]:
         """Clear the way for a bucket; returns the members that can be in it."""
 
+    @staticmethod
     @abstractmethod
-    def make(self, nodes: BucketNodes, bucket: list[FsdpLaunch]) -> dict[Node, Node]:
-        """Make the nodes of a bucket; returns what stands for the wait of each member."""
+    def num_rows(launch: FsdpLaunch) -> tuple[int, int]:
+        """How many rows the bucket has that is given to such a collective, and the one it gives."""
 
     def run(self, graph_module: GraphModule, context: PassContext) -> PassReport:
         """Bucket collectives; see the class."""
@@ -62,13 +63,17 @@ class FsdpBucketPass(FsdpPass):
             bucket = self.bring_together(members, motion, refusals)
             if len(bucket) < 2:
                 continue
-            nodes = BucketNodes(graph, context.fake_mode, bucket)
+            nodes = BucketNodes(graph, context.fake_mode, bucket, motion)
+            given, taken = self.num_rows(bucket[0])
             with nodes.before(bucket[self.place].launch):
-                results = self.make(nodes, bucket)
+                results = nodes.exchange(self.target, num_rows=given, num_rows_back=taken)
             replace_uses(graph, results)
             for member in bucket:
+                source = member.input
                 graph.erase_node(member.wait)
                 graph.erase_node(member.launch)
+                if not source.users:  # a cast, which packing does
+                    graph.erase_node(source)
             num_buckets += 1
             num_members += len(bucket)
         return PassReport.of({"buckets": num_buckets, self.count: num_members}, refusals)

@@ -20,6 +20,7 @@ from torch.fx import Node
 
 from gt_passes._torch_internals import HigherOrderOperator, OpOverload, value_of
 from gt_passes.analysis.aliasing import written_nodes
+from gt_passes.analysis.bucket_copies import BUCKET_COPIES
 from gt_passes.analysis.collectives import is_collective, is_wait
 from gt_passes.analysis.host_copies import WAIT_COPY, is_host_copy
 from gt_passes.analysis.node_calls import arguments_of
@@ -137,6 +138,8 @@ def work_of(
         return OpWork(kind="host_copy", moved_bytes=copy.num_bytes)
     if is_collective(node):
         return OpWork(kind="collective")
+    if target in BUCKET_COPIES:
+        return OpWork(kind="streaming", moved_bytes=_all_bytes(node, sizes))
     if isinstance(target, HigherOrderOperator):
         return _higher_order_work(node, sizes)
     if not isinstance(target, OpOverload):

@@ -7,6 +7,7 @@ operator without a rule costs precision (a pass that rewrites it is doubted), ne
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -88,12 +89,13 @@ def _copy(table: ValueTable, arguments: Arguments, recorded: Any) -> Value | Non
 
 def _cast(table: ValueTable, arguments: Arguments, recorded: Any) -> Value | None:
     """A copy in another dtype, or in the same."""
-    source, dtype = arguments[0], recorded.dtype
+    source = arguments[0]
     if isinstance(source, OtherValue):
         return table.symbolic_copy(source, recorded)
-    if not isinstance(source, TensorValue):
-        return None
+    return _in_dtype(table, source, recorded.dtype) if isinstance(source, TensorValue) else None
 
+
+def _in_dtype(table: ValueTable, source: TensorValue, dtype: torch.dtype) -> TensorValue:
     def cast_atom(atom: int) -> int:
         definition = ("cast", dtype, atom)
         return table.atom(definition, numel=table.numel_of(atom), dtype=dtype)
@@ -132,14 +134,23 @@ def _elementwise(target: OpOverload) -> Rule | None:
     return rule
 
 
+def _pack(table: ValueTable, arguments: Arguments, recorded: Any) -> Value | None:
+    """``pack_bucket``: the parts of all members, row by row, cast."""
+    members, num_rows, dtype = arguments
+    if not all(isinstance(member, TensorValue) for member in members):
+        return None
+    if any(math.prod(member.shape) % num_rows for member in members):
+        return None
+    cast = [_in_dtype(table, member, dtype) for member in members]
+    return layout_dataflow.joined_rows(table, cast, num_rows)
+
+
 def _copy_into(table: ValueTable, arguments: Arguments, recorded: Any) -> Value | None:
     """``copy_``: what the written tensor holds afterwards."""
     destination, source = arguments[:2]
     if not isinstance(destination, TensorValue) or not isinstance(source, TensorValue):
         return None
-    cast = _cast(table, (source,), recorded)
-    if not isinstance(cast, TensorValue):
-        return None
+    cast = _in_dtype(table, source, recorded.dtype)
     return layout_dataflow.broadcast(table, cast, destination.shape)
 
 
@@ -188,6 +199,8 @@ _NAMES_BY_RULE: Mapping[Rule, Sequence[str]] = {
     layout_dataflow.cat: ("aten::cat",),
     layout_dataflow.stack: ("aten::stack",),
     _copy_into: ("aten::copy_",),
+    _pack: ("gt_passes::pack_bucket",),
+    layout_dataflow.cut_rows: ("gt_passes::unpack_bucket",),
 }
 """Qualified names of operators, each with all of its overloads."""
 
