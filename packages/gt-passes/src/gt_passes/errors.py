@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
@@ -36,6 +35,18 @@ _MAX_SHOWN_PROBLEMS = 10
 
 class GtPassesError(Exception):
     """Base of every error that gt-passes raises on purpose."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Pickled without its constructor, which may take keywords only.
+        return (_rebuild, (type(self), self.args, vars(self)))
+
+
+def _rebuild(
+    error_class: type[GtPassesError], args: tuple[object, ...], state: dict[str, object]
+) -> GtPassesError:
+    error = error_class.__new__(error_class, *args)
+    vars(error).update(state)
+    return error
 
 
 class _ProblemsError(GtPassesError):
@@ -84,17 +95,6 @@ class ForwardChunkingError(GtPassesError, ValueError):
         self.seen = seen
         super().__init__(region_root, what, self.problems, signature, seen)
 
-    def __reduce__(self) -> tuple[object, ...]:
-        rebuild = partial(
-            type(self),
-            region_root=self.region_root,
-            what=self.what,
-            problems=self.problems,
-            signature=self.signature,
-            seen=self.seen,
-        )
-        return (rebuild, ())
-
     def __str__(self) -> str:
         lines = [f"{self.region_root} cannot run in {self.what}:"]
         lines += [f"  - {problem}" for problem in self.problems]
@@ -134,9 +134,6 @@ class UnknownPassError(GtPassesError, ValueError):
         self.known: tuple[str, ...] = tuple(sorted(known))
         super().__init__(self.names, self.known)
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return (partial(type(self), known=self.known), (self.names,))
-
     def __str__(self) -> str:
         lines = []
         for name in self.names:
@@ -165,10 +162,6 @@ class CudaGraphAddressError(GtPassesError, RuntimeError):
         self.input_names: tuple[str, ...] = tuple(input_names)
         self.num_recordings = num_recordings
         super().__init__(self.input_names, num_recordings)
-
-    def __reduce__(self) -> tuple[object, ...]:
-        rebuild = partial(type(self), num_recordings=self.num_recordings)
-        return (rebuild, (self.input_names,))
 
     def __str__(self) -> str:
         return (
@@ -208,9 +201,6 @@ class CollectiveMismatchError(GtPassesError, RuntimeError):
         self.ranks: tuple[int, ...] = tuple(ranks)
         super().__init__(message)
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return (partial(type(self), ranks=self.ranks), (str(self),))
-
 
 class VerificationError(GtPassesError, RuntimeError):
     """A graph is broken.
@@ -227,10 +217,6 @@ class VerificationError(GtPassesError, RuntimeError):
         self.problems: tuple[GraphProblem, ...] = tuple(problems)
         self.reproduce = reproduce
         super().__init__(after, self.problems, reproduce)
-
-    def __reduce__(self) -> tuple[object, ...]:
-        told = partial(type(self), after=self.after, problems=self.problems)
-        return (partial(told, reproduce=self.reproduce), ())
 
     def __str__(self) -> str:
         count = len(self.problems)

@@ -228,7 +228,8 @@ class _Collected:
     def problems(self, where: str) -> Iterator[str]:
         ids = sorted(self.chunks)
         if len(ids) < 2:
-            yield f"{where}: it has {_count(len(ids), 'chunk')}; a region has two or more"
+            num = f"{len(ids)} chunk{'' if len(ids) == 1 else 's'}"
+            yield f"{where}: it has {num}; a region has two or more"
         if ids != list(range(len(ids))):
             first = self.chunks[ids[-1]][0].name
             yield (
@@ -330,10 +331,6 @@ def _launch_text(launch: Node) -> str:
 
 def _listed(texts: list[str]) -> str:
     return ", ".join(texts) or "none"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _writes_in_place(node: Node) -> bool:

@@ -77,10 +77,3 @@ class BucketAllGathers(FsdpBucketPass):
                 first.launch.prepend(node)
             bucket.append(member)
         return bucket
-
-    @staticmethod
-    def num_rows(launch: FsdpLaunch) -> tuple[int, int]:
-        """Shards stand one after another; row r of what is gathered holds those of rank r."""
-        num_ranks = launch.options[0]
-        assert isinstance(num_ranks, int)  # by the schema of the operator
-        return 1, num_ranks

@@ -9,7 +9,6 @@ import torch
 
 from gt_passes._torch_internals import OpOverload
 from gt_passes.fsdp.bucket_reductions import BucketReductions
-from gt_passes.fsdp.fsdp_launches import FsdpLaunch
 from gt_passes.registry import register_pass
 
 
@@ -38,8 +37,3 @@ class BucketAllReduces(BucketReductions):
 
     name: ClassVar[str] = "bucket-all-reduces"
     target: ClassVar[OpOverload] = torch.ops._c10d_functional.all_reduce.default
-
-    @staticmethod
-    def num_rows(launch: FsdpLaunch) -> tuple[int, int]:
-        """Members stand one after another."""
-        return 1, 1

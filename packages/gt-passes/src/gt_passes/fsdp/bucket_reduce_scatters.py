@@ -9,7 +9,6 @@ import torch
 
 from gt_passes._torch_internals import OpOverload
 from gt_passes.fsdp.bucket_reductions import BucketReductions
-from gt_passes.fsdp.fsdp_launches import FsdpLaunch
 from gt_passes.registry import register_pass
 
 
@@ -43,10 +42,3 @@ class BucketReduceScatters(BucketReductions):
 
     name: ClassVar[str] = "bucket-reduce-scatters"
     target: ClassVar[OpOverload] = torch.ops._c10d_functional.reduce_scatter_tensor.default
-
-    @staticmethod
-    def num_rows(launch: FsdpLaunch) -> tuple[int, int]:
-        """Row r of what is given holds what rank r gets of each member."""
-        num_ranks = launch.options[1]
-        assert isinstance(num_ranks, int)  # by the schema of the operator
-        return num_ranks, 1

@@ -39,11 +39,6 @@ class FsdpBucketPass(FsdpPass):
     ) -> list[FsdpLaunch]:
         """Clear the way for a bucket; returns the members that can be in it."""
 
-    @staticmethod
-    @abstractmethod
-    def num_rows(launch: FsdpLaunch) -> tuple[int, int]:
-        """How many rows the bucket has that is given to such a collective, and the one it gives."""
-
     def run(self, graph_module: GraphModule, context: PassContext) -> PassReport:
         """Bucket collectives; see the class."""
         graph = graph_module.graph
@@ -64,9 +59,8 @@ class FsdpBucketPass(FsdpPass):
             if len(bucket) < 2:
                 continue
             nodes = BucketNodes(graph, context.fake_mode, bucket, motion)
-            given, taken = self.num_rows(bucket[0])
             with nodes.before(bucket[self.place].launch):
-                results = nodes.exchange(self.target, num_rows=given, num_rows_back=taken)
+                results = nodes.exchange(self.target)
             replace_uses(graph, results)
             for member in bucket:
                 source = member.input

@@ -112,20 +112,22 @@ class BucketNodes:
         with self._graph.inserting_before(node), quiet_fake_execution(self._fake_mode):
             yield
 
-    def exchange(
-        self, target: OpOverload, *, num_rows: int, num_rows_back: int
-    ) -> dict[Node, Node]:
+    def exchange(self, target: OpOverload) -> dict[Node, Node]:
         """Pack the inputs, exchange them, and unpack the results.
+
+        What is reduced and scattered has a row for each rank, with its part of every member; so has
+        what is gathered.
 
         Args:
             target: the collective.
-            num_rows: of the bucket that is given to it.
-            num_rows_back: of the bucket that it gives.
 
         Returns:
             What stands for the wait of each member.
         """
         first, sources = self._members[0], [self._before_cast(each) for each in self._members]
+        given = sum(member.input_value.numel() for member in self._members)
+        taken = sum(member.output_value.numel() for member in self._members)
+        num_rows, num_rows_back = max(1, given // max(1, taken)), max(1, taken // max(1, given))
         packed = self._call(PACK_BUCKET, sources, num_rows, first.input_value.dtype)
         launched = self._call(target, packed, *first.options)
         bucket = self._call(torch.ops._c10d_functional.wait_tensor.default, launched)
