@@ -1,7 +1,7 @@
 """The private PyTorch symbols behind compilation, each with its reason.
 
 Apart from ``_torch_internals`` because Inductor takes seconds to import, and only those who compile
-should wait for it: everything here is imported on use. Checked against torch 2.13, 2.14 and 2.15.
+should wait for it: everything here is imported on use. Checked against torch 2.11 to 2.15.
 """
 
 from __future__ import annotations

@@ -140,21 +140,9 @@ def _start_copy(destination: torch.Tensor, source: torch.Tensor, *, device: torc
     _pending[destination.data_ptr()] = (event, device)
 
 
-def _fake_offload(value: torch.Tensor) -> torch.Tensor:
-    return _room_for(value, torch.device("cpu"))
-
-
-def _fake_reload(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return _room_for(host, device)
-
-
-def _fake_wait_copy(copy: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    return copy
-
-
 for _name, _fake in (
-    ("offload", _fake_offload),
-    ("reload", _fake_reload),
-    ("wait_copy", _fake_wait_copy),
+    ("offload", lambda value: _room_for(value, torch.device("cpu"))),
+    ("reload", _room_for),
+    ("wait_copy", lambda copy, source: copy),
 ):
     torch.library.register_fake(f"gt_passes::{_name}", _fake, lib=_library)

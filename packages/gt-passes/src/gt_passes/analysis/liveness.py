@@ -19,7 +19,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from torch.fx import GraphModule, Node
 
@@ -47,14 +47,7 @@ saved for backward: made by forward or loss and still read by the backward.
 temporaries: everything else.
 """
 
-MEMORY_KINDS: tuple[MemoryKind, ...] = (
-    "static inputs",
-    "arguments",
-    "outputs",
-    "gathered parameters",
-    "saved for backward",
-    "temporaries",
-)
+MEMORY_KINDS: tuple[MemoryKind, ...] = get_args(MemoryKind)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

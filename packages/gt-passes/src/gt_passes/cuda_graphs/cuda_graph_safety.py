@@ -22,6 +22,7 @@ from torch.fx import GraphModule, Node
 from gt_passes._torch_compilation_internals import process_group_backend
 from gt_passes._torch_internals import HigherOrderOperator, OpOverload, value_of
 from gt_passes.analysis.aliasing import AliasClasses
+from gt_passes.analysis.bucket_copies import BUCKET_COPIES
 from gt_passes.analysis.collectives import is_collective
 from gt_passes.analysis.host_copies import OFFLOAD, is_host_copy
 from gt_passes.analysis.outlined_region import region_of
@@ -165,8 +166,9 @@ class _Judge:
         operator_name = _operator_name(node)
         if torch.Tag.cudagraph_unsafe in target.tags:
             return f"{name} is tagged cudagraph_unsafe"
+        is_known = target.namespace in _KNOWN_NAMESPACES or target in BUCKET_COPIES
         is_safe = name in _CAPTURABLE_SYMMETRIC or name in self._target.safe_operators
-        if target.namespace not in _KNOWN_NAMESPACES and not is_safe:
+        if not is_known and not is_safe:
             return f"{name} is a custom operator that nobody has declared safe to record"
         if operator_name in _SYNCHRONIZES or torch.Tag.data_dependent_output in target.tags:
             return f"{name} brings a result of the device to the host"
