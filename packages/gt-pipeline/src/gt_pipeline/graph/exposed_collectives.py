@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from torch.fx import GraphModule, Node
 
 from gt_config.node_keys import PipelineAction, PipelineAnnotation
-from gt_passes.analysis.collectives import is_collective, waits_of
-from gt_passes.ep_overlap.exchange_operators import is_exchange_launch
+from gt_passes.analysis.collectives import is_collective, is_declared_launch, waits_of
 from gt_passes.ep_overlap.exposed_exchanges import is_compute
 from gt_pipeline.graph.interleave_actions import lane_of
 from gt_trace import read_annotation
@@ -70,7 +69,7 @@ def exposed_collectives(graph_module: GraphModule) -> tuple[ExposedCollective, .
 
 def launched_waits(node: Node) -> list[Node]:
     """The waits for the collective that a node launches; empty if it launches none."""
-    if not is_collective(node) and not is_exchange_launch(node):
+    if not is_collective(node) and not is_declared_launch(node):
         return []
     return list(waits_of(node))
 
