@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from importlib import resources
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -271,20 +272,36 @@ def test_a_failed_run_is_status_1(capsys, monkeypatch, no_models):
     assert shown.err.endswith("gt-train: failed: ValueError: no such thing\n")
 
 
-def test_a_dry_run_prints_its_report_for_the_world_size_asked_for_or_intended(
-    capsys, monkeypatch, no_models
+def test_a_dry_run_prints_its_report_for_the_world_size_and_machine_asked_for_or_intended(
+    capsys, monkeypatch, no_models, tmp_path
 ):
     monkeypatch.setattr(
         "gt_trainer.dry_run.dry_run.dry_run",
-        lambda config, world_size, *, trace_path: (
+        lambda config, world_size, *, hardware, trace_path: (
             world_size * 100,
             trace_path and str(trace_path),
+            *([] if hardware is None else [hardware.name]),
         ),
     )
     assert cli.main(["--dry-run", "--world-size", "6"]) == 0
     assert cli.main(["--dry-run", "--config", "llama3_70b", "--trace", "step.json"]) == 0
     assert capsys.readouterr() == ("(600, None)\n(25600, 'step.json')\n", "")
     assert no_models == [(6, {"will_train": False}), (256, {"will_train": False})]
+    mine = tmp_path / "mine.json"
+    published = resources.files("gt_passes.simulation").joinpath("h100_sxm.json").read_text("utf-8")
+    mine.write_text(published.replace('"H100 SXM"', '"mine"'))
+    assert cli.main(["--dry-run", "--world-size", "6", "--hardware", str(mine)]) == 0
+    assert capsys.readouterr().out == "(600, None, 'mine')\n"
+
+
+def test_a_dry_run_refuses_a_hardware_file_that_is_none(capsys, no_models, tmp_path):
+    path = tmp_path / "mine.json"
+    path.write_text("{}")
+    assert cli.main(["--dry-run", "--hardware", str(path)]) == 2
+    assert capsys.readouterr().err == (
+        f"gt-train: --hardware {path}: no hardware data: JSON with name, fixed_on and constants, "
+        "each an object, as h100_sxm.json has\n"
+    )
 
 
 def test_what_the_configuration_breaks_is_bad_input(capsys, monkeypatch, no_models):
