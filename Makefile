@@ -17,13 +17,14 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python;
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: help train test test-all check check-ruff check-types check-layers check-dependencies \
+.PHONY: help train test test-all test-gpu check check-ruff check-types check-layers check-dependencies \
 	check-workspace format build smoke bench fuzz test-torch clean
 
 help:
 	@echo 'make train       train the Llama 3 debug model as a captured graph (ARGS=... to gt-train)'
 	@echo 'make test        every test but the slow ones (ARGS=... to pytest)'
 	@echo 'make test-all    every test'
+	@echo 'make test-gpu    what only a GPU can prove (ARGS=... to pytest); skipped with a reason without one'
 	@echo 'make check       ruff, mypy --strict, import layers, dependencies, workspace metadata'
 	@echo 'make format      let ruff format and fix'
 	@echo 'make build       wheels and source distributions of all packages in dist/'
@@ -62,6 +63,10 @@ test-all: $(STAMP)
 	$(PACKAGES_PYTEST) packages tools $(ARGS) || status=1; \
 	$(PYTEST) tests-integration $(ARGS) || status=1; \
 	exit $$status
+
+# The folder has a pytest.ini of its own and needs only torch, pytest and our sources: tests-integration/README.md.
+test-gpu: $(STAMP)
+	$(BIN)/python -m pytest tests-integration/gpu $(ARGS)
 
 # `make --keep-going check` reports what every tool found.
 check: check-ruff check-types check-layers check-dependencies check-workspace

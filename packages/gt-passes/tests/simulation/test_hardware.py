@@ -72,7 +72,7 @@ def test_every_problem_of_a_data_file_is_told_at_once():
     document["constants"]["kernel_fixed_us"]["source"] = ""
     with pytest.raises(HardwareDataError) as caught:
         load_hardware(json.dumps(document))
-    kinds = "data sheet, published measurement, published source, assumption"
+    kinds = "data sheet, published measurement, published source, own measurement, assumption"
     assert str(caught.value).splitlines() == [
         "hardware data of 'H100 SXM':",
         "  num_sms is missing",
@@ -81,3 +81,9 @@ def test_every_problem_of_a_data_file_is_told_at_once():
         "  kernel_fixed_us has no source",
         "  gpus_per_node is 7.5, not a whole number",
     ]
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"name": "x", "fixed_on": "y", "constants": 1}'])
+def test_what_is_no_data_file_is_refused(text):
+    with pytest.raises(HardwareDataError, match="no hardware data: JSON with name, fixed_on and"):
+        load_hardware(text)

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from importlib import resources
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -208,6 +209,14 @@ def no_models(monkeypatch):
         "gt_trainer.preflight.preflight.check_configuration",
         lambda config, world_size, **options: checks.append((world_size, options)),
     )
+    monkeypatch.setattr(
+        "gt_trainer.preflight.settled_defaults.settle_defaults",
+        lambda config, world_size, *, asked: (config, ()),
+    )
+    monkeypatch.setattr(
+        "gt_trainer.preflight.settled_defaults.describe_run",
+        lambda config, world_size: f"a run of {world_size}",
+    )
     for name in (*JOB, "LOCAL_WORLD_SIZE"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
@@ -226,7 +235,7 @@ def test_a_finished_run_says_where_its_results_are(capsys, monkeypatch, tmp_path
     monkeypatch.setattr("gt_trainer.run.train", train)
     assert cli.main([]) == 0
     assert capsys.readouterr().out == (
-        "gt-train: finished 2 steps\n"
+        "gt-train: a run of 1\ngt-train: finished 2 steps\n"
         "  metrics:    out/metrics.jsonl\n"
         "  checkpoint: out/checkpoint/step-2\n"
     )
@@ -267,24 +276,43 @@ def test_a_failed_run_is_status_1(capsys, monkeypatch, no_models):
     monkeypatch.setattr("gt_trainer.run.train", train)
     assert cli.main([]) == 1
     shown = capsys.readouterr()
-    assert shown.out == ""
+    assert shown.out == "gt-train: a run of 1\n"
     assert shown.err.endswith("gt-train: failed: ValueError: no such thing\n")
 
 
-def test_a_dry_run_prints_its_report_for_the_world_size_asked_for_or_intended(
-    capsys, monkeypatch, no_models
+def test_a_dry_run_prints_its_report_for_the_world_size_and_machine_asked_for_or_intended(
+    capsys, monkeypatch, no_models, tmp_path
 ):
     monkeypatch.setattr(
         "gt_trainer.dry_run.dry_run.dry_run",
-        lambda config, world_size, *, trace_path: (
+        lambda config, world_size, *, hardware, trace_path: (
             world_size * 100,
             trace_path and str(trace_path),
+            *([] if hardware is None else [hardware.name]),
         ),
     )
     assert cli.main(["--dry-run", "--world-size", "6"]) == 0
     assert cli.main(["--dry-run", "--config", "llama3_70b", "--trace", "step.json"]) == 0
-    assert capsys.readouterr() == ("(600, None)\n(25600, 'step.json')\n", "")
+    assert capsys.readouterr() == (
+        "gt-train: a run of 6\n(600, None)\ngt-train: a run of 256\n(25600, 'step.json')\n",
+        "",
+    )
     assert no_models == [(6, {"will_train": False}), (256, {"will_train": False})]
+    mine = tmp_path / "mine.json"
+    published = resources.files("gt_passes.simulation").joinpath("h100_sxm.json").read_text("utf-8")
+    mine.write_text(published.replace('"H100 SXM"', '"mine"'))
+    assert cli.main(["--dry-run", "--world-size", "6", "--hardware", str(mine)]) == 0
+    assert capsys.readouterr().out.endswith("\n(600, None, 'mine')\n")
+
+
+def test_a_dry_run_refuses_a_hardware_file_that_is_none(capsys, no_models, tmp_path):
+    path = tmp_path / "mine.json"
+    path.write_text("{}")
+    assert cli.main(["--dry-run", "--hardware", str(path)]) == 2
+    assert capsys.readouterr().err == (
+        f"gt-train: --hardware {path}: no hardware data: JSON with name, fixed_on and constants, "
+        "each an object, as h100_sxm.json has\n"
+    )
 
 
 def test_what_the_configuration_breaks_is_bad_input(capsys, monkeypatch, no_models):

@@ -189,6 +189,14 @@ def test_all_mistakes_are_reported_at_once():
                 "be written"
             ),
         ),
+        (["--hardware", "mine.json"], "--hardware is the machine that a --dry-run simulates"),
+        (
+            ["--dry-run", "--hardware", "no/such/mine.json"],
+            (
+                "--hardware is 'no/such/mine.json', and must be a file, as "
+                "benchmarks/calibrate_simulation.py writes them"
+            ),
+        ),
         (["--training.step", "5"], "no flag '--training.step'. Did you mean '--training.steps'?"),
         (["--debug.no-determinstic"], MISSPELLED_SWITCH),
         (["--dryrun"], "no option '--dryrun'. Did you mean '--dry-run'?"),

@@ -2,7 +2,8 @@
 
 The numbers stand in one data file beside this module (``h100_sxm.json``), each with where it comes
 from and what kind of knowledge it is: a data-sheet value, a published measurement, a value from
-published source code, or an assumption of ours. Code has no constants of its own.
+published source code, or an assumption of ours. Code has no constants of its own. A file with
+measurements of one's own machine is made by ``benchmarks/calibrate_simulation.py``.
 """
 
 from __future__ import annotations
@@ -17,9 +18,14 @@ from typing import Any, Literal, get_args
 
 from gt_passes.errors import GtPassesError
 
-ConstantKind = Literal["data sheet", "published measurement", "published source", "assumption"]
+ConstantKind = Literal[
+    "data sheet", "published measurement", "published source", "own measurement", "assumption"
+]
 ScalesWith = Literal["compute", "memory", "network", "latency", "nothing"]
 """The group of constants that a sensitivity analysis moves together."""
+
+
+_FORM = "JSON with name, fixed_on and constants, each an object, as h100_sxm.json has"
 
 
 class HardwareDataError(GtPassesError, ValueError):
@@ -154,9 +160,10 @@ def load_hardware(text: str) -> Hardware:
             ``Hardware`` to an object with the fields of ``Constant``.
 
     Raises:
-        HardwareDataError: a constant is missing, unknown or malformed; all of them at once.
+        HardwareDataError: the text is no such JSON; or a constant is missing, unknown or malformed,
+            all of them at once.
     """
-    document = json.loads(text)
+    document = _document(text)
     stored = document["constants"]
     hints = {field.name: str(field.type) for field in fields(Hardware)}
     wanted = [name for name, hint in hints.items() if hint in ("float", "int")]
@@ -181,6 +188,20 @@ def load_hardware(text: str) -> Hardware:
         constants=MappingProxyType(constants),
         **values,
     )
+
+
+def _document(text: str) -> dict[str, Any]:
+    try:
+        document = json.loads(text)
+    except ValueError as error:
+        raise HardwareDataError(f"no hardware data: {_FORM}; {error}") from None
+    if isinstance(document, dict) and {"name", "fixed_on", "constants"} <= document.keys():
+        constants = document["constants"]
+        if isinstance(constants, dict) and all(
+            isinstance(each, dict) for each in constants.values()
+        ):
+            return document
+    raise HardwareDataError(f"no hardware data: {_FORM}")
 
 
 def _problems(name: str, stored: Mapping[str, object], hint: str) -> list[str]:

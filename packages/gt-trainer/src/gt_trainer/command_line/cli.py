@@ -133,7 +133,7 @@ def _run(command: CommandLine, rendezvous: Rendezvous | None, started: float) ->
     asked = flags_given(command.overrides)
     if command.action == "dry-run":
         world_size = command.world_size or INTENDED_WORLD_SIZE.get(command.config, 1)
-        return _dry_run(config, world_size, asked=asked, trace=command.trace)
+        return _dry_run(config, world_size, asked=asked, command=command)
     world_size = num_ranks if rendezvous is None else rendezvous.world_size
     config, withdrawn = settled_defaults.settle_defaults(config, world_size, asked=asked)
     preflight.check_configuration(
@@ -247,12 +247,19 @@ def _lines(withdrawn: Sequence[str], description: str) -> str:
 
 
 def _dry_run(
-    config: GraphTrainer.Config, world_size: int, *, asked: Collection[str], trace: Path | None
+    config: GraphTrainer.Config, world_size: int, *, asked: Collection[str], command: CommandLine
 ) -> int:
+    from gt_passes.simulation.hardware import HardwareDataError, load_hardware
     from gt_trainer.device import intended_for
     from gt_trainer.preflight.preflight import check_configuration
     from gt_trainer.preflight.settled_defaults import describe_run, settle_defaults
 
+    hardware = None
+    if command.hardware is not None:
+        try:
+            hardware = load_hardware(command.hardware.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, HardwareDataError) as error:
+            raise UsageError(f"--hardware {command.hardware}: {error}") from None
     with intended_for("cuda"):
         config, withdrawn = settle_defaults(config, world_size, asked=asked)
         check_configuration(config, world_size, will_train=False)
@@ -262,7 +269,8 @@ def _dry_run(
 
     def report() -> None:
         with intended_for("cuda"):
-            _print(f"{dry_run(config, world_size, trace_path=trace)}\n")
+            found = dry_run(config, world_size, hardware=hardware, trace_path=command.trace)
+            _print(f"{found}\n")
 
     return launch(report, num_ranks=1, log_folder=Path(config.dump_folder) / "logs")
 

@@ -32,7 +32,7 @@ _FLAGS: Mapping[str, CommandAction] = {
     "--list": "list",
     "--version": "version",
 }
-_VALUED = ("--module", "--config", "--nproc", "--world-size", "--log-rank", "--trace")
+_VALUED = ("--module", "--config", "--nproc", "--world-size", "--log-rank", "--trace", "--hardware")
 
 
 class UsageError(ValueError):
@@ -67,6 +67,8 @@ class CommandLine:
     """--world-size; None if it was not given."""
     trace: Path | None = None
     """File for the dry run's trace; None writes none."""
+    hardware: Path | None = None
+    """Hardware file that the dry run simulates on; None for H100 SXM."""
     shown_ranks: frozenset[int] = frozenset({0})
     """Ranks whose output is shown; the local ranks of --nproc."""
     overrides: tuple[str, ...] = ()
@@ -118,6 +120,7 @@ def parse_command_line(arguments: Sequence[str]) -> CommandLine:
             "use --nproc"
         )
     trace = _trace(reading, action)
+    hardware = _hardware(reading, action)
     if num_processes is not None and action == "dry-run":
         reading.problems.append(
             "--dry-run starts no processes, so --nproc means nothing: say --world-size"
@@ -131,6 +134,7 @@ def parse_command_line(arguments: Sequence[str]) -> CommandLine:
         num_processes=num_processes,
         world_size=world_size,
         trace=trace,
+        hardware=hardware,
         shown_ranks=shown,
         overrides=tuple(reading.overrides),
     )
@@ -253,6 +257,21 @@ def _trace(reading: _Reading, action: CommandAction) -> Path | None:
     return path
 
 
+def _hardware(reading: _Reading, action: CommandAction) -> Path | None:
+    text = reading.values.get("--hardware")
+    if text is None:
+        return None
+    path = Path(text)
+    if action != "dry-run":
+        reading.problems.append("--hardware is the machine that a --dry-run simulates")
+    elif not path.is_file():
+        reading.problems.append(
+            f"--hardware is {text!r}, and must be a file, as benchmarks/calibrate_simulation.py "
+            "writes them"
+        )
+    return path
+
+
 def _ranks(reading: _Reading, num_processes: int) -> frozenset[int]:
     text = reading.values.get("--log-rank", "0")
     if text == "all":
@@ -332,6 +351,8 @@ options:
   --world-size N     with --dry-run: number of ranks to pretend (default: what the
                      configuration is meant for)
   --trace FILE       with --dry-run: write the simulated step to FILE, for ui.perfetto.dev
+  --hardware FILE    with --dry-run: the machine to simulate, as
+                     benchmarks/calibrate_simulation.py writes it (default: H100 SXM)
   --list             list modules and configurations
   --help, -h         show this text
   --help-all         show every flag of the chosen configuration

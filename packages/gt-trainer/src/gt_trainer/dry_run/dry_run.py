@@ -18,6 +18,7 @@ from torchtitan.distributed import ParallelDims
 
 from gt_config.compile_config import MemoryPolicy
 from gt_passes import DescribeOnly
+from gt_passes.simulation import Hardware
 from gt_trace import collective_counts
 from gt_trace.stamping import StampReport
 from gt_trainer._torch_internals import flex_attention_on_any_device
@@ -95,13 +96,18 @@ class DryRunReport:
 
 
 def dry_run(
-    config: GraphTrainer.Config, world_size: int, *, trace_path: Path | None = None
+    config: GraphTrainer.Config,
+    world_size: int,
+    *,
+    hardware: Hardware | None = None,
+    trace_path: Path | None = None,
 ) -> DryRunReport:
     """Check that ``config`` can be built, placed and captured on ``world_size`` ranks.
 
     Args:
         config: a finished configuration that ``preflight`` accepts.
         world_size: number of ranks; none of them is started.
+        hardware: the machine to simulate; H100 SXM by default.
         trace_path: where to write the simulated step as a Perfetto trace; None writes none.
 
     Raises:
@@ -145,10 +151,15 @@ def _captured(
     config: GraphTrainer.Config, world_size: int, trace_path: Path | None
 ) -> DryRunReport:
     with fake_step(config, world_size) as step, flex_attention_on_any_device():
-        return _report(config, step, trace_path)
+        return _report(config, step, hardware, trace_path)
 
 
-def _report(config: GraphTrainer.Config, step: FakeStep, trace_path: Path | None) -> DryRunReport:
+def _report(
+    config: GraphTrainer.Config,
+    step: FakeStep,
+    hardware: Hardware | None,
+    trace_path: Path | None,
+) -> DryRunReport:
     stored = [p.to_local() if isinstance(p, DTensor) else p for p in step.model.parameters()]
     begin = time.perf_counter()
     clock = StartupClock()
@@ -175,6 +186,7 @@ def _report(config: GraphTrainer.Config, step: FakeStep, trace_path: Path | None
         report.traced,
         _step_facts(config, step.parallel_dims, stored, flops_per_token=step.flops_per_token),
         parallel_dims=step.parallel_dims,
+        hardware=hardware,
         host="cuda_graph" if config.compile.cuda_graphs else "eager",
         attention_note=_attention_note(step.model),
         trace_path=trace_path,

@@ -1,0 +1,1 @@
+"""Measuring the constants of the cost model that are assumptions in the published hardware file."""
