@@ -105,7 +105,7 @@ def sibling_ranges(workspace: Workspace) -> Iterator[str]:
 
 
 def torch_ranges(workspace: Workspace) -> Iterator[str]:
-    """One torch range where a matrix is tested, one elsewhere; each holds the default version and the tested matrix."""
+    """One torch range where a matrix is tested, one elsewhere; each holds what is tested."""
     default = _exact_pin(workspace, group="defaults", name="torch")
     if default is None:
         yield "pyproject.toml: dependency group 'defaults' must pin torch exactly"
