@@ -12,8 +12,8 @@ from torch.distributed import distributed_c10d
 
 from gt_passes import CompileWholeGraph, DescribeOnly
 from gt_passes._torch_compilation_internals import load_symmetric_memory_operators
-from gt_passes.analysis.host_copies import OFFLOAD
 from gt_passes.analysis.bucket_copies import PACK_BUCKET, UNPACK_BUCKET
+from gt_passes.analysis.host_copies import OFFLOAD
 from gt_passes.cuda_graphs.cuda_graph_safety import CaptureTarget, find_obstacles
 
 aten = torch.ops.aten
@@ -177,6 +177,8 @@ def test_copies_from_host_memory_that_moves():
         reasons(graph_module),
         """reload: it copies h_1, whose address changes""",
     )
+
+
 def test_copies_into_buckets_and_out_of_them_can_be_recorded():
     def step(x):
         half = x.numel() // 2

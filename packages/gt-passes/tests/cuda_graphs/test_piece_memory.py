@@ -7,6 +7,7 @@ import itertools
 
 import pytest
 import torch
+from gt_passes.registered_passes import OffloadTagged
 from memory_models import Captured, Mlp, capture_stack, run
 from pass_graphs import capture, node_of, run_pass, same_bits
 from recorded_step_cases import ON_CPU
@@ -17,7 +18,6 @@ from gt_passes import CanonicalizeViews, CudaGraphs, RemoveDeadCode
 from gt_passes.analysis.host_copies import OFFLOAD
 from gt_passes.analysis.outlined_region import nodes_with_bodies
 from gt_passes.cuda_graphs.piece_memory import PieceMemory, Place
-from gt_passes.registered_passes import OffloadTagged
 from gt_trace.node_metadata import write_annotation
 
 X = torch.linspace(-1, 1, 256).reshape(16, 16)

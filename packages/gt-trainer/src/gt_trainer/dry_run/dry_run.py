@@ -114,16 +114,16 @@ def dry_run(
         RuntimeError: a process group exists already.
         Exception: whatever building, placing or capturing raises, as in a real run.
     """
-    report = _captured(config, world_size, trace_path)
+    report = _captured(config, world_size, hardware, trace_path)
     if report.simulated.fits:
         return report
-    return replace(report, remedy=_remedy(config, world_size))
+    return replace(report, remedy=_remedy(config, world_size, hardware))
 
 
-def _remedy(config: GraphTrainer.Config, world_size: int) -> str:
+def _remedy(config: GraphTrainer.Config, world_size: int, hardware: Hardware | None) -> str:
     """The first change that makes the run fit, those that cost less speed first."""
     for flags, changed in _changes(config):
-        simulated = _captured(changed, world_size, None).simulated
+        simulated = _captured(changed, world_size, hardware, None).simulated
         if simulated.fits:
             gib = simulated.peak_bytes / 2**30
             speed = simulated.tokens_per_second_per_gpu
@@ -148,7 +148,10 @@ def _changes(config: GraphTrainer.Config) -> Iterator[tuple[str, GraphTrainer.Co
 
 
 def _captured(
-    config: GraphTrainer.Config, world_size: int, trace_path: Path | None
+    config: GraphTrainer.Config,
+    world_size: int,
+    hardware: Hardware | None,
+    trace_path: Path | None,
 ) -> DryRunReport:
     with fake_step(config, world_size) as step, flex_attention_on_any_device():
         return _report(config, step, hardware, trace_path)
