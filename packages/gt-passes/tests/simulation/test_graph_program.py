@@ -15,6 +15,7 @@ from gt_passes.simulation import CostModel, GraphProgram, h100_sxm, simulate_ste
 
 H100 = h100_sxm()
 X = torch.ones(2**10)
+LARGE = torch.ones(2**24)  # so much that the host's launches do not hide it
 
 
 def cost_model() -> CostModel:
@@ -55,15 +56,15 @@ def gathering_step(x: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_wait_outside_sees_what_was_launched_inside():
-    plain = capture(gathering_step, X)
+    plain = capture(gathering_step, LARGE)
     expected = simulate_step(plain, cost_model()).exposed_us
-    inside = outlined(capture(gathering_step, X), {"sin", "all_gather_into_tensor"})
+    inside = outlined(capture(gathering_step, LARGE), {"sin", "all_gather_into_tensor"})
     assert simulate_step(inside, cost_model()).exposed_us == pytest.approx(expected) != 0
 
 
 def test_a_wait_inside_sees_what_was_launched_outside():
-    inside = outlined(capture(gathering_step, X), {"wait_tensor", "mul"})
-    expected = simulate_step(capture(gathering_step, X), cost_model()).exposed_us
+    inside = outlined(capture(gathering_step, LARGE), {"wait_tensor", "mul"})
+    expected = simulate_step(capture(gathering_step, LARGE), cost_model()).exposed_us
     assert simulate_step(inside, cost_model()).exposed_us == pytest.approx(expected) != 0
 
 

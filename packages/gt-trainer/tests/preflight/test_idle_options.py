@@ -30,6 +30,7 @@ from gt_trainer import trainer
 from gt_trainer.decoder import eager_chunks
 from gt_trainer.models import llama3
 from gt_trainer.placement import place_decoder, planned_step
+from gt_trainer.preflight import bitwise_violations
 from gt_trainer.preflight.idle_options import RunOptions, idle_option_violations, read_elsewhere
 from gt_trainer.preflight.preflight import check_configuration
 from gt_trainer.steps import new_training_step, recipe
@@ -98,6 +99,7 @@ COMPANIONS: dict[str, dict[str, Any]] = {
 READERS = {
     "mode": new_training_step,
     "autoparallel": trainer,
+    "bitwise": bitwise_violations,
     "verify_passes": recipe,
     "debug_graph_passes": recipe,
     "on_shape_change": new_training_step,

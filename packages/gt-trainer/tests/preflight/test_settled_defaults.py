@@ -29,10 +29,10 @@ def settled(config: GraphTrainer.Config, world_size: int = 8, *asked: str, **opt
         (llama3.llama3_405b, "full_recompute"),
         (qwen3.qwen3_14b, "full_recompute"),
         (deepseek_v3.deepseek_v3_16b, "selective"),
-        (deepseek_v3.deepseek_v3_671b, "selective"),
+        (deepseek_v3.deepseek_v3_671b, "full_recompute"),  # what is published does not fit
     ],
 )
-def test_on_a_gpu_recomputation_is_as_published(function, policy):
+def test_on_a_gpu_recomputation_is_as_published_where_that_fits(function, policy):
     with intended_for("cuda"):
         options = function().compile
     assert options.memory_policy == policy

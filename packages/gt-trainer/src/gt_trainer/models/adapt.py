@@ -23,6 +23,7 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
+from gt_config.compile_config import MemoryPolicy
 from gt_trainer.data.shipped_tokenizer import shipped_tokenizer_path
 from gt_trainer.data.text_dataloader import StdlibTextDataLoader
 from gt_trainer.decoder.attention import replace_inner_attention
@@ -41,11 +42,14 @@ _DEBUG_STEPS = 20
 _DEBUG_SEED = 42
 
 
-def adapt_published(published: Trainer.Config, **parallelism: Any) -> GraphTrainer.Config:
+def adapt_published(
+    published: Trainer.Config, *, memory_policy: MemoryPolicy | None = None, **parallelism: Any
+) -> GraphTrainer.Config:
     """Make a published configuration capturable; everything else stays.
 
     Args:
         published: What torchtitan's ``config_registry`` returns. Not changed.
+        memory_policy: As for ``default_options``.
         **parallelism: Fields of ``ParallelismConfig`` to set, such as degrees.
     """
     if published.model_spec is None:
@@ -64,7 +68,9 @@ def adapt_published(published: Trainer.Config, **parallelism: Any) -> GraphTrain
             ),
             "activation_checkpoint": None,
             # torchtitan's are of torch.compile.
-            "compile": default_options(published.activation_checkpoint),
+            "compile": default_options(
+                published.activation_checkpoint, memory_policy=memory_policy
+            ),
         }
     )
 

@@ -7,20 +7,22 @@ CPUs everything runs as captured and keeps the bits of an eager run, so there is
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal
 
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 
+from gt_config.compile_config import MemoryPolicy
 from gt_trainer.compile_options import TrainerCompileConfig
 from gt_trainer.device import intended_device_type
 
-_POLICIES: dict[type, Literal["selective", "full_recompute"]] = {
+_POLICIES: dict[type, MemoryPolicy] = {
     SelectiveAC.Config: "selective",
     FullAC.Config: "full_recompute",
 }
 
 
-def default_options(activation_checkpoint: object) -> TrainerCompileConfig:
+def default_options(
+    activation_checkpoint: object, *, memory_policy: MemoryPolicy | None = None
+) -> TrainerCompileConfig:
     """The options of a run for which nobody sets any.
 
     On GPUs: the memory policy that computes again what the published checkpointing does, Inductor
@@ -29,12 +31,13 @@ def default_options(activation_checkpoint: object) -> TrainerCompileConfig:
 
     Args:
         activation_checkpoint: torchtitan's, as the configuration is published; None for none.
+        memory_policy: on GPUs, where what is published does not fit at the intended size.
     """
     if intended_device_type() == "cpu":
         return TrainerCompileConfig()
     return replace(
         TrainerCompileConfig(),
-        memory_policy=_POLICIES.get(type(activation_checkpoint), "save_all"),
+        memory_policy=memory_policy or _POLICIES.get(type(activation_checkpoint), "save_all"),
         inductor_compilation="regional",
         cuda_graphs=True,
     )
