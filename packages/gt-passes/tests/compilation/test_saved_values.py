@@ -63,6 +63,17 @@ def test_what_takes_no_less_memory_than_its_operands_is_left_to_inductor():
     assert keep_saved_values(graph_module) is graph_module
 
 
+def test_complex_numbers_are_buffers_already():
+    def step(x, w):
+        y = torch.view_as_complex(torch.mm(x, w).view(8, 4, 2)) * torch.view_as_complex(
+            torch.mm(w, x).view(8, 4, 2)
+        )
+        return torch.view_as_real(y).cos()
+
+    graph_module = with_phases(capture(step, X, X + 1), "cos")
+    assert keep_saved_values(graph_module) is graph_module
+
+
 def test_without_a_backward_nothing_is_kept():
     graph_module = with_phases(
         capture(lambda x, w: (torch.mm(x, w) * torch.mm(w, x)).sin(), X, X + 1)

@@ -126,6 +126,8 @@ class _Choice:
         value = value_of(node)
         if not isinstance(value, torch.Tensor) or is_symbolic(signature(value)):
             return False
+        if value.is_complex():
+            return False  # Inductor calls the operator
         return target in _CASTS or torch.Tag.pointwise in target.tags
 
 
