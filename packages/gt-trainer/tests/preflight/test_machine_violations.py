@@ -18,6 +18,9 @@ def test_more_processes_than_gpus_are_refused(tmp_path, monkeypatch):
         "gt_trainer.preflight.machine_violations.installed_device_type", lambda: "cuda"
     )
     monkeypatch.setattr("torch.accelerator.device_count", lambda: 2)
+    monkeypatch.setattr(
+        "gt_trainer.preflight.machine_violations.cuda_violations", lambda config: iter(())
+    )
     config = changed(llama3.llama3_debugmodel(), tmp_path)
     check_configuration(config, 4, num_local_ranks=2)
     assert refusal(config, 4, num_local_ranks=4) == (
