@@ -30,7 +30,7 @@ help:
 	@echo 'make format      let ruff format and fix'
 	@echo 'make build       wheels and source distributions of all packages in dist/'
 	@echo 'make smoke       each wheel passes its own tests in a fresh environment'
-	@echo 'make test-torch  torch-only packages against TORCH=2.13.0, 2.14.1 or 2.15.0'
+	@echo 'make test-torch  torch-only packages against TORCH=2.11.0, 2.12.1, ... 2.15.0'
 	@echo 'make fuzz        NUM_CASES=2000 random steps x random passes, from SEED=0, compared to the bit'
 	@echo 'make bench       benchmarks, results in outputs/bench/ (BENCH=name for one)'
 	@echo 'make clean       remove environments, caches and builds'

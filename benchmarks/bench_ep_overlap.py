@@ -26,19 +26,19 @@ from gt_trainer import device
 device.install("cpu")
 
 # torchtitan copies the device when it is imported, hence not above.
+from chunk_overlap.exchange_bounds import exchange_bounds  # noqa: E402
+from chunk_overlap.overlap_page import write_overlap_page  # noqa: E402
+from chunk_overlap.overlap_picture import (  # noqa: E402
+    LayerTimeline,
+    common_scale,
+    layer_timeline,
+)
 from peer_overlap_schedule import PEER_NAME, PEER_SCHEDULE  # noqa: E402
 from report import Report, Row, Sample  # noqa: E402
 from torch.fx import GraphModule  # noqa: E402
 
 from gt_config import ConfigError, EpOverlapConfig  # noqa: E402
 from gt_passes.ep_overlap import exposed_exchanges, interrupted_exchanges  # noqa: E402
-from gt_passes.ep_overlap.exchange_bounds import exchange_bounds  # noqa: E402
-from gt_passes.ep_overlap.overlap_page import write_overlap_page  # noqa: E402
-from gt_passes.ep_overlap.overlap_picture import (  # noqa: E402
-    LayerTimeline,
-    common_scale,
-    layer_timeline,
-)
 from gt_trainer.dry_run.dry_run import dry_run  # noqa: E402
 from gt_trainer.dry_run.simulated_run import SimulatedRun  # noqa: E402
 from gt_trainer.preflight.preflight import check_configuration  # noqa: E402

@@ -105,12 +105,12 @@ def sibling_ranges(workspace: Workspace) -> Iterator[str]:
 
 
 def torch_ranges(workspace: Workspace) -> Iterator[str]:
-    """One torch range everywhere, and it holds the default version and the tested matrix."""
+    """One torch range where a matrix is tested, one elsewhere; each holds what is tested."""
     default = _exact_pin(workspace, group="defaults", name="torch")
     if default is None:
         yield "pyproject.toml: dependency group 'defaults' must pin torch exactly"
         return
-    ranges: dict[str, str] = {}
+    ranges: dict[bool, dict[str, str]] = {True: {}, False: {}}
     matrices: dict[str, tuple[str, ...]] = {}
     for member in workspace.members.values():
         matrix = _torch_matrix(member)
@@ -119,15 +119,16 @@ def torch_ranges(workspace: Workspace) -> Iterator[str]:
         for requirement in member.requirements(extras=member.extras):
             if canonicalize_name(requirement.name) != "torch":
                 continue
-            ranges[member.name] = str(requirement.specifier)
+            ranges[bool(matrix)][member.name] = str(requirement.specifier)
             for version in sorted({default, *matrix}):
                 if not requirement.specifier.contains(version):
                     yield (
                         f"packages/{member.name}/pyproject.toml: {str(requirement)!r} excludes "
                         f"torch {version}, which we test"
                     )
-    if len(set(ranges.values())) > 1:
-        yield f"packages declare different torch ranges: {ranges}"
+    for alike in ranges.values():
+        if len(set(alike.values())) > 1:
+            yield f"packages declare different torch ranges: {alike}"
     if len(set(matrices.values())) > 1:
         yield f"packages declare different torch matrices: {matrices}"
     for name, matrix in matrices.items():

@@ -66,7 +66,7 @@ class PassSpec:
     """A pass by its registered name, with options that differ from their defaults or not."""
 
     name: str
-    module: str = "gt_passes.registered_passes"
+    module: str = "gt_passes"
     """Importing it registers the pass."""
 
     options: dict[str, Any] = field(default_factory=dict)

@@ -12,9 +12,8 @@ import types
 import typing
 from typing import Any, Literal
 
-import gt_passes.registered_passes  # noqa: F401  # registers every pass
 from fuzz.case import PassSpec
-from gt_passes import GraphPass
+from gt_passes import GraphPass  # importing the package registers every pass
 from gt_passes.errors import PassOrderError
 from gt_passes.pass_order import order_passes
 from gt_passes.registry import find_passes, known_passes

@@ -16,6 +16,7 @@ from torch.fx import GraphModule
 
 from gt_config.graph_kinds import EVERY_GRAPH, GraphKind
 from gt_passes import GraphPass, PassContext, PassReport
+from gt_passes.analysis.bucket_copies import PACK_BUCKET, UNPACK_BUCKET
 from gt_passes.registry import register_pass
 
 _CHANGED = PassReport(changed=True)
@@ -102,19 +103,17 @@ class PlantedSwapInOneBucket(GraphPass):
         if dist.get_rank() != 1:
             return PassReport(changed=False)
         graph = graph_module.graph
-        split = graph.find_nodes(
-            op="call_function", target=torch.ops.aten.split_with_sizes_copy.default
-        )[0]
+        split = graph.find_nodes(op="call_function", target=UNPACK_BUCKET)[0]
         first = next(
             index
-            for index, pair in enumerate(itertools.pairwise(split.args[1]))
+            for index, pair in enumerate(itertools.pairwise(split.args[2]))
             if len({*pair}) == 1
         )
         places = {first: first + 1, first + 1: first}
         for item in tuple(split.users):
             item.update_arg(1, places.get(item.args[1], item.args[1]))
         bucket = split
-        while bucket.target is not torch.ops.aten.cat.default:
+        while bucket.target is not PACK_BUCKET:
             bucket = bucket.args[0]
         parts = bucket.args[0]
         bucket.update_arg(0, [parts[places.get(index, index)] for index in range(len(parts))])

@@ -57,7 +57,7 @@ class Judge:
     """
 
     def __init__(self, *, timeout: float = 60.0) -> None:
-        preload = ["gt_passes.registered_passes", "fuzz.worker"]
+        preload = ["gt_passes", "fuzz.worker"]
         self._workers = {
             num_ranks: GlooWorkers(num_ranks, timeout=timeout, preload=preload)
             for num_ranks in (2, 4)

@@ -1,5 +1,7 @@
 """Options that would do nothing for want of something in the mesh, and names, with the exact text."""
 
+import dataclasses
+
 import pytest
 from asked import EP_TOPOLOGY, found, mesh, only
 
@@ -14,6 +16,46 @@ def test_a_memory_policy_needs_a_whole_step():
         "--compile.joint_partitioner says what is kept and it would do nothing",
         fix="drop the option, or use --compile.mode aot_fx_trace",
     )
+
+
+HOST_COPIES = (
+    "copies to the host that a compiler has taken into a program go to new memory in every step, "
+    "and a CUDA graph replays addresses"
+)
+
+
+def test_copies_to_the_host_cannot_be_recorded_in_a_compiled_step():
+    config = CompileConfig(memory_policy="offload", cuda_graphs=True, inductor_compilation="full")
+    assert only(config) == Violation(
+        flag="--compile.inductor_compilation",
+        value="full",
+        allowed=f"'none' or 'regional' with offload and CUDA graphs: {HOST_COPIES}",
+        fix="use regional, another --compile.memory_policy, or leave out --compile.cuda_graphs",
+    )
+    for changed in (
+        {"memory_policy": "selective"},
+        {"cuda_graphs": False},
+        {"inductor_compilation": "none"},
+        {"inductor_compilation": "regional"},
+    ):
+        assert found(dataclasses.replace(config, **changed)) == ()
+
+
+def test_copies_to_the_host_cannot_be_recorded_in_compiled_modules():
+    config = CompileConfig(
+        memory_policy="offload",
+        cuda_graphs=True,
+        inductor_compilation="regional",
+        regional_modules=("layers.*.feed_forward",),
+    )
+    assert only(config) == Violation(
+        flag="--compile.regional_modules",
+        value=("layers.*.feed_forward",),
+        allowed=f"FlexAttention alone with offload and CUDA graphs: {HOST_COPIES}",
+        fix="drop the option, use another --compile.memory_policy, or leave out "
+        "--compile.cuda_graphs",
+    )
+    assert found(dataclasses.replace(config, cuda_graphs=False)) == ()
 
 
 def test_regional_modules_are_patterns():

@@ -91,7 +91,13 @@ def flex_attention_graph(
     }
     block_sizes, block_tensors = mask[:2], [block for block in mask[2:] if block is not None]
 
-    def step(x: torch.Tensor, gradient: torch.Tensor, *blocks: torch.Tensor) -> object:
+    def step(
+        x: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        gradient: torch.Tensor,
+        *blocks: torch.Tensor,
+    ) -> object:
         remaining = iter(blocks)
         block_mask = (
             *block_sizes,
@@ -100,18 +106,18 @@ def flex_attention_graph(
         )
         results = []
         for _ in range(num_layers):
-            out, logsumexp, _ = flex_attention(x, x, x, _score, block_mask, 0.25, options)
+            out, logsumexp, _ = flex_attention(x, k, v, _score, block_mask, 0.25, options)
             if not backward:
                 return out
             gradients = flex_attention_backward(
-                x, x, x, out, logsumexp, gradient, torch.zeros_like(logsumexp),
+                x, k, v, out, logsumexp, gradient, torch.zeros_like(logsumexp),
                 _score, _score_and_gradient, block_mask, 0.25, options,
             )  # fmt: skip
             results += gradients[:3]
             x = out.relu()
         return results
 
-    inputs = (q, q.clone(), *block_tensors)
+    inputs = (q, q.clone(), q.clone(), q.clone(), *block_tensors)
     return capture(step, *inputs), inputs
 
 

@@ -19,14 +19,17 @@ from torch.fx import GraphModule
 from torch.nn import functional as F
 
 from gt_config import MemoryPolicy
-from gt_passes import CanonicalizeViews, GraphPass, PassManager, RemoveDeadCode
-from gt_passes.analysis.liveness import estimate_peak_bytes
-from gt_passes.registered_passes import (
+from gt_passes import (
+    CanonicalizeViews,
+    GraphPass,
     OffloadTagged,
+    PassManager,
     RecomputeTagged,
+    RemoveDeadCode,
     ShareAllGathers,
     TagSavedTensors,
 )
+from gt_passes.analysis.liveness import estimate_peak_bytes
 from gt_trace.capture.trace import trace_step
 from gt_trace.fsdp import shard
 from gt_trace.graph_text import collective_counts

@@ -25,6 +25,7 @@ from mutation_kinds import (
 from torch.fx import Graph, Node
 
 from gt_passes.analysis.aliasing import written_nodes
+from gt_passes.analysis.bucket_copies import PACK_BUCKET, UNPACK_BUCKET
 from gt_passes.analysis.collectives import is_collective, is_wait
 
 aten = torch.ops.aten
@@ -251,7 +252,7 @@ def wrong_part_of_a_bucket(graph: Graph) -> Iterator[tuple[str, Edit]]:
 def swapped_parts_of_a_bucket(graph: Graph) -> Iterator[tuple[str, Edit]]:
     """Two equal-shaped tensors change places in a bucket, and are read as before."""
     for cat in live_nodes(graph):
-        if cat.target is not aten.cat.default:
+        if cat.target not in (aten.cat.default, PACK_BUCKET):
             continue
         parts = cat.args[0]
         for index in range(len(parts) - 1):
@@ -270,7 +271,7 @@ def swapped_parts_of_a_bucket(graph: Graph) -> Iterator[tuple[str, Edit]]:
 def members_of_a_bucket_in_another_order(graph: Graph) -> Iterator[tuple[str, Edit]]:
     """Two equal-shaped parameters change places in the bucket of this rank, and where it is read."""
     for cat in live_nodes(graph):
-        if cat.target is not aten.cat.default:
+        if cat.target is not PACK_BUCKET:
             continue
         parts, read = cat.args[0], _items_of_the_bucket(cat)
         for index in range(len(parts) - 1):
@@ -293,12 +294,55 @@ def members_of_a_bucket_in_another_order(graph: Graph) -> Iterator[tuple[str, Ed
 
 def _items_of_the_bucket(cat: Node) -> dict[int, str]:
     """The nodes that take members out of what became of a bucket, by position."""
-    node = cat
-    while len(node.users) == 1 and node.target is not aten.split_with_sizes_copy.default:
-        (node,) = node.users
-    if node.target is not aten.split_with_sizes_copy.default:
-        return {}
-    return {item.args[1]: item.name for item in node.users}
+    (launch,) = cat.users
+    (unpacked,) = _wait_of(launch).users
+    return {item.args[1]: item.name for item in unpacked.users}
+
+
+@kind
+def packed_in_another_dtype(graph: Graph) -> Iterator[tuple[str, Edit]]:
+    """A bucket is exchanged in a dtype that loses bits, and what comes back is cast."""
+    for packed in live_nodes(graph):
+        if packed.target is not PACK_BUCKET:
+            continue
+        (launch,) = packed.users
+        wait, dtype = _wait_of(launch).name, value(packed).dtype
+        other = torch.float16 if dtype is torch.bfloat16 else torch.bfloat16
+
+        def edit(
+            graph,
+            nodes,
+            names=(packed.name, launch.name, wait),
+            wait=wait,
+            dtype=dtype,
+            other=other,
+        ):
+            nodes[names[0]].update_arg(2, other)
+            for name in names:
+                nodes[name].meta["val"] = value(nodes[name]).to(other)
+            with graph.inserting_after(nodes[wait]):
+                back = add_call(graph, aten._to_copy.default, (nodes[wait],), dtype=dtype)
+            nodes[wait].replace_all_uses_with(back, delete_user_cb=lambda user: user is not back)
+
+        yield packed.name, edit
+
+
+@kind
+def rows_of_a_bucket(graph: Graph) -> Iterator[tuple[str, Edit]]:
+    """Another number of rows: as many elements of each member, in other places."""
+    for node in live_nodes(graph):
+        if node.target is PACK_BUCKET and len(node.args[0]) > 1:
+            numels = [value(member).numel() for member in node.args[0]]
+            rows = 1 if node.args[1] > 1 else 2
+            if all(numel % rows == 0 for numel in numels):
+                yield node.name, set_argument(node.name, 1, rows)
+        elif node.target is UNPACK_BUCKET and len(node.args[2]) > 1 and node.args[1] > 1:
+
+            def edit(graph, nodes, name=node.name):
+                bucket, rows, sizes = nodes[name].args
+                nodes[name].args = (bucket, 1, [rows * size for size in sizes])
+
+            yield node.name, edit
 
 
 @kind
@@ -311,6 +355,8 @@ def wrong_split_sizes(graph: Graph) -> Iterator[tuple[str, Edit]]:
             if sizes[0] > 1 and len(sizes) > 1:
                 changed = [sizes[0] - 1, sizes[1] + 1, *sizes[2:]]
                 yield f"{split.name} by one", set_argument(split.name, 1, changed)
+        elif split.target is UNPACK_BUCKET and len(set(split.args[2])) > 1:
+            yield split.name, set_argument(split.name, 2, split.args[2][::-1])
         elif split.target is aten.split.Tensor and split.args[1] > 1:
             yield split.name, set_argument(split.name, 1, split.args[1] - 1)
 

@@ -73,6 +73,20 @@ def outputs_before_and_after() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     return flat(before), flat(after)
 
 
+def outputs_before_and_after_buckets() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The same in bfloat16 and reduced in float32, with the recipe that packs both into buckets."""
+    precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    step, model, tokens = capture_two_microbatches(precision)
+    before = step.bind(model, executable=copy.deepcopy(step.graph_module))(tokens)
+    names = tuple(entry.name for entry in step.inputs[: step.num_static_inputs])
+    context = PassContext(fake_mode=step.fake_mode, static_input_names=names)
+    report = default_recipe(CompileConfig(), context=context).run(step.graph_module)
+    buckets = {each.name: each.report.counts.get("buckets") for each in report.records}
+    assert buckets["bucket-all-gathers"]
+    assert buckets["bucket-reduce-scatters"]
+    return flat(before), flat(step.bind(model)(tokens))
+
+
 def flat(outputs: tuple[torch.Tensor, tuple[torch.Tensor, ...]]) -> list[torch.Tensor]:
     loss, gradients = outputs
     return [loss.detach(), *(gradient.to_local().detach() for gradient in gradients)]

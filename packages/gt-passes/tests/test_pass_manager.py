@@ -85,16 +85,16 @@ def test_reports_each_pass_as_data():
     assert [dead.before.num_ops, dead.after.num_ops, views.after.num_ops] == [3, 2, 1]
     assert dead.report.counts == {"removed": 1}
     for record in report.records:
-        assert record.wall_ns > 0
-        assert record.verification_wall_ns > 0
+        assert record.elapsed.wall_ns > 0
+        assert record.verification.wall_ns > 0
     # A pass that only removes needs no estimate.
     assert dead.before.peak_memory_bytes is None
     # Two of 96 bytes: x, and what is made of it.
     assert views.before.peak_memory_bytes == views.after.peak_memory_bytes == 192
     assert report.verified
     assert report.unverified == ()
-    assert report.total_wall_ns >= sum(record.wall_ns for record in report.records)
-    assert report.total_cpu_ns >= 0
+    assert report.total.wall_ns >= sum(record.elapsed.wall_ns for record in report.records)
+    assert report.total.cpu_ns >= 0
 
 
 def test_recompiles_once_at_the_end():
@@ -126,7 +126,7 @@ def test_the_table_says_when_the_verifier_was_off():
     report = run(small_step(), RemoveDeadCode(), verify=False)
     assert not report.verified
     assert "The verifier was off." in str(report)
-    assert report.records[0].verification_wall_ns == 0
+    assert report.records[0].verification.wall_ns == 0
 
 
 def test_the_table_names_operators_that_could_not_be_verified():

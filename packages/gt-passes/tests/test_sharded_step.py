@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import torch
-from sharded_step_cases import capture_two_microbatches, outputs_before_and_after, run_recipe
+from sharded_step_cases import (
+    capture_two_microbatches,
+    outputs_before_and_after,
+    outputs_before_and_after_buckets,
+    run_recipe,
+)
 
 from gt_passes import Verifier
 from gt_trace.fsdp import MixedPrecision
@@ -39,6 +44,7 @@ def test_every_rank_gets_the_same_program():
 
 def test_loss_and_gradients_keep_every_bit_on_two_ranks():
     with GlooWorkers(2) as workers:
-        for before, after in workers.run(outputs_before_and_after):
-            assert len(before) == len(after) == 4
-            assert all(map(torch.equal, before, after))
+        for case in (outputs_before_and_after, outputs_before_and_after_buckets):
+            for before, after in workers.run(case):
+                assert len(before) == len(after) == 4
+                assert all(map(torch.equal, before, after))

@@ -14,7 +14,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from gt_passes import PassContext, PassManager
-from gt_passes.registered_passes import CanonicalizeViews, RemoveDeadCode
+from gt_passes import CanonicalizeViews, RemoveDeadCode
 
 graph_module = make_fx(lambda x: x.view(2).sin(), tracing_mode="fake")(torch.ones(2))
 PassManager(

@@ -4,8 +4,10 @@
 # Never run on such a machine by its authors; see README.md.
 set -euo pipefail
 : "${HF_ASSETS_PATH:?folder with the tokenizer of DeepSeek V3 16B}"
+export PYTORCH_ALLOC_CONF="${PYTORCH_ALLOC_CONF:-expandable_segments:True}"
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-12}"
 
-torchrun --nnodes 4 --nproc-per-node 8 \
+torchrun --nnodes 4 --nproc-per-node 8 --numa-binding "${NUMA_BINDING:-node}" \
     --rdzv-backend c10d --rdzv-id "${RDZV_ID:-deepseek_v3_16b}" \
     --rdzv-endpoint "${RDZV_ENDPOINT:?host:port of one of the nodes}" \
     -m gt_trainer --module deepseek_v3 --config deepseek_v3_16b \

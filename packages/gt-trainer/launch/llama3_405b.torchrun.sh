@@ -4,8 +4,10 @@
 # Never run on such a machine by its authors; see README.md.
 set -euo pipefail
 : "${HF_ASSETS_PATH:?folder with the tokenizer of Llama 3.1 405B}"
+export PYTORCH_ALLOC_CONF="${PYTORCH_ALLOC_CONF:-expandable_segments:True}"
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-12}"
 
-torchrun --nnodes 128 --nproc-per-node 8 \
+torchrun --nnodes 128 --nproc-per-node 8 --numa-binding "${NUMA_BINDING:-node}" \
     --rdzv-backend c10d --rdzv-id "${RDZV_ID:-llama3_405b}" \
     --rdzv-endpoint "${RDZV_ENDPOINT:?host:port of one of the nodes}" \
     -m gt_trainer --module llama3 --config llama3_405b \

@@ -4,8 +4,10 @@
 # Never run on such a machine by its authors; see README.md.
 set -euo pipefail
 : "${HF_ASSETS_PATH:?folder with the tokenizer of Llama 3.1 8B}"
+export PYTORCH_ALLOC_CONF="${PYTORCH_ALLOC_CONF:-expandable_segments:True}"
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-12}"
 
-torchrun --nnodes 1 --nproc-per-node 8 \
+torchrun --nnodes 1 --nproc-per-node 8 --numa-binding "${NUMA_BINDING:-node}" \
     --rdzv-backend c10d --rdzv-id "${RDZV_ID:-llama3_8b}" \
     --rdzv-endpoint "${RDZV_ENDPOINT:-localhost:29400}" \
     -m gt_trainer --module llama3 --config llama3_8b \

@@ -1,25 +1,29 @@
 """The private PyTorch symbols behind compilation, each with its reason.
 
 Apart from ``_torch_internals`` because Inductor takes seconds to import, and only those who compile
-should wait for it: everything here is imported on use. Checked against torch 2.13, 2.14 and 2.15.
+should wait for it: everything here is imported on use. Checked against torch 2.11 to 2.15.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch._guards import active_fake_mode
+import torch
+from torch._guards import TracingContext, active_fake_mode, detect_fake_mode, tracing
 from torch.fx import GraphModule
 
 __all__ = [
+    "buffer_operator",
     "compile_with_inductor",
     "fake_mode_is_active",
     "known_inductor_options",
     "load_symmetric_memory_operators",
     "process_group_backend",
-    "symmetric_memory_is_enabled",
+    "symmetric_memory_backend",
+    "symmetric_memory_workspaces",
 ]
 
 
@@ -42,39 +46,69 @@ def compile_with_inductor(
     """Compile a graph for the given fake inputs.
 
     ``standalone_compile`` is how Inductor offers to compile a graph without Dynamo. Its options are
-    global, and can only be patched around the call.
+    global, and can only be patched around the call. Sizes stay open as they are in the graph; how
+    it would find that out from the graph depends on its version, so it is told the fake mode.
     """
     import torch._functorch.config
     import torch._inductor
     import torch._inductor.config
 
+    mode = detect_fake_mode([each.meta.get("val") for each in body.graph.nodes])
     with (
         # Nothing is differentiated: the graph holds its own backward.
         torch.no_grad(),
+        tracing(TracingContext(mode)),
         torch._inductor.config.patch(dict(options)),
         # A memory policy has already decided what to compute again. torch's own would act on tags
         # left on the nodes, and refuse graphs whose backward is not in one piece.
         torch._functorch.config.patch(remat_using_tags_for_fwd_loss_bwd_graph=False),
     ):
         compiled: Callable[..., Sequence[Any]] = torch._inductor.standalone_compile(
-            body, list(inputs), dynamic_shapes="from_graph"
+            body, list(inputs), dynamic_shapes="from_tracing_context"
         )
     return compiled
 
 
+def buffer_operator() -> Callable[..., torch.Tensor]:
+    """An operator of which Inductor makes a buffer, and that does nothing else.
+
+    ``inductor_force_stride_order(value, strides)``, with the strides that the value has. There is
+    no public way to say that a value is to be computed once.
+    """
+    import torch._inductor.inductor_prims
+
+    operator: Callable[..., torch.Tensor] = torch._inductor.inductor_prims.force_stride_order
+    return operator
+
+
 def load_symmetric_memory_operators() -> None:
     """Let torch register ``torch.ops.symm_mem.fused_*``, which it does on this import only."""
+    import torch.distributed._symmetric_memory  # noqa: F401
 
 
-def symmetric_memory_is_enabled(group_name: str) -> bool:
-    """Whether torch would use symmetric memory for a group; there is no public question."""
-    from torch.distributed._symmetric_memory import is_symm_mem_enabled_for_group
+def symmetric_memory_backend(device: torch.device) -> str | None:
+    """What allocates symmetric memory on a device; None where nothing does.
 
-    return bool(
-        is_symm_mem_enabled_for_group(
-            group_name  # type: ignore[arg-type]  # a NewType of str, which torch 2.13 lacks
-        )
-    )
+    ``is_symm_mem_enabled_for_group`` asks this since torch 2.15. Before, it asks whether
+    ``enable_symm_mem_for_group`` has been called, which is deprecated since 2.11: from then on the
+    fused operators find a group by its name, as they find any.
+    """
+    from torch._C._distributed_c10d import _SymmetricMemory
+
+    return _SymmetricMemory.get_backend(device)
+
+
+def symmetric_memory_workspaces() -> tuple[torch.Tensor, ...]:
+    """The memory that the fused operators have made so far, one tensor for each group at most.
+
+    An operator that needs more makes a larger one, and torch lets go of the one before. Who has
+    recorded its address must keep it, and there is no public way to.
+    """
+    module = sys.modules.get("torch.distributed._symmetric_memory")
+    if module is None:
+        return ()
+    of_group = module._group_name_to_workspace_tensor
+    return tuple(tensor for tensor in of_group.values() if tensor is not None)
 
 
 def process_group_backend(group_name: str) -> str | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import ClassVar, Self
@@ -115,6 +115,11 @@ class PassReport:
 
     refusals: tuple[Refusal, ...] = ()
     """What the pass would have changed and must not, in execution order."""
+
+    @classmethod
+    def of(cls, counts: Mapping[str, int], refusals: Sequence[Refusal] = ()) -> Self:
+        """The report of a pass that changed the graph if it counted anything."""
+        return cls(changed=any(counts.values()), counts=counts, refusals=tuple(refusals))
 
     def __post_init__(self) -> None:
         happened = {name: count for name, count in self.counts.items() if count}

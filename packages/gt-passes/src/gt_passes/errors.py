@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
     from gt_passes.graph_problem import GraphProblem
@@ -35,6 +35,31 @@ _MAX_SHOWN_PROBLEMS = 10
 
 class GtPassesError(Exception):
     """Base of every error that gt-passes raises on purpose."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Pickled without its constructor, which may take keywords only.
+        return (_rebuild, (type(self), self.args, vars(self)))
+
+
+def _rebuild(
+    error_class: type[GtPassesError], args: tuple[object, ...], state: dict[str, object]
+) -> GtPassesError:
+    error = error_class.__new__(error_class, *args)
+    vars(error).update(state)
+    return error
+
+
+class _ProblemsError(GtPassesError):
+    """Lists every problem, below a line that says what they prevent."""
+
+    _heading: ClassVar[str]
+
+    def __init__(self, problems: Iterable[str]) -> None:
+        self.problems: tuple[str, ...] = tuple(problems)
+        super().__init__(self.problems)
+
+    def __str__(self) -> str:
+        return "\n  - ".join([self._heading, *self.problems])
 
 
 class PassDeclarationError(GtPassesError, TypeError):
@@ -70,9 +95,6 @@ class ForwardChunkingError(GtPassesError, ValueError):
         self.seen = seen
         super().__init__(region_root, what, self.problems, signature, seen)
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return (_rebuild_forward_chunking_error, self.args)
-
     def __str__(self) -> str:
         lines = [f"{self.region_root} cannot run in {self.what}:"]
         lines += [f"  - {problem}" for problem in self.problems]
@@ -83,31 +105,16 @@ class ForwardChunkingError(GtPassesError, ValueError):
         return "\n".join(lines)
 
 
-def _rebuild_forward_chunking_error(
-    region_root: str, what: str, problems: tuple[str, ...], signature: str, seen: str
-) -> ForwardChunkingError:
-    return ForwardChunkingError(
-        region_root=region_root, what=what, problems=problems, signature=signature, seen=seen
-    )
-
-
-class ChunkMetadataError(GtPassesError, ValueError):
+class ChunkMetadataError(_ProblemsError, ValueError):
     """Chunk metadata contradict themselves; the message names each region and node."""
 
-    def __init__(self, problems: Iterable[str]) -> None:
-        self.problems: tuple[str, ...] = tuple(problems)
-        super().__init__(self.problems)
-
-    def __str__(self) -> str:
-        return "\n  - ".join(["the chunks of this graph cannot be scheduled:", *self.problems])
+    _heading = "the chunks of this graph cannot be scheduled:"
 
 
-class GraphChunkingError(GtPassesError, ValueError):
+class GraphChunkingError(_ProblemsError, ValueError):
     """A graph cannot be run in chunks; every reason found is listed."""
 
-    def __init__(self, problems: Iterable[str]) -> None:
-        self.problems: tuple[str, ...] = tuple(problems)
-        super().__init__(self.problems)
+    _heading = "the graph cannot be run in chunks:"
 
     def __str__(self) -> str:
         shown = list(self.problems[:_MAX_SHOWN_PROBLEMS])
@@ -116,7 +123,7 @@ class GraphChunkingError(GtPassesError, ValueError):
                 f"and {len(self.problems) - _MAX_SHOWN_PROBLEMS} more, in "
                 "GraphChunkingError.problems"
             )
-        return "\n  - ".join(["the graph cannot be run in chunks:", *shown])
+        return "\n  - ".join([self._heading, *shown])
 
 
 class UnknownPassError(GtPassesError, ValueError):
@@ -127,9 +134,6 @@ class UnknownPassError(GtPassesError, ValueError):
         self.known: tuple[str, ...] = tuple(sorted(known))
         super().__init__(self.names, self.known)
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return (_rebuild_unknown_pass_error, (self.names, self.known))
-
     def __str__(self) -> str:
         lines = []
         for name in self.names:
@@ -139,26 +143,16 @@ class UnknownPassError(GtPassesError, ValueError):
         return "\n".join([*lines, f"known passes: {', '.join(self.known) or 'none'}"])
 
 
-class RecipeError(GtPassesError, ValueError):
+class RecipeError(_ProblemsError, ValueError):
     """The passes to add and to leave out contradict the recipe or each other; all at once."""
 
-    def __init__(self, problems: Iterable[str]) -> None:
-        self.problems: tuple[str, ...] = tuple(problems)
-        super().__init__(self.problems)
-
-    def __str__(self) -> str:
-        return "\n  - ".join(["the recipe cannot be built:", *self.problems])
+    _heading = "the recipe cannot be built:"
 
 
-class PassOrderError(GtPassesError, ValueError):
+class PassOrderError(_ProblemsError, ValueError):
     """No order of the passes meets their requirements; every unmet requirement is named."""
 
-    def __init__(self, problems: Iterable[str]) -> None:
-        self.problems: tuple[str, ...] = tuple(problems)
-        super().__init__(self.problems)
-
-    def __str__(self) -> str:
-        return "\n  - ".join(["the passes cannot be ordered:", *self.problems])
+    _heading = "the passes cannot be ordered:"
 
 
 class CudaGraphAddressError(GtPassesError, RuntimeError):
@@ -168,9 +162,6 @@ class CudaGraphAddressError(GtPassesError, RuntimeError):
         self.input_names: tuple[str, ...] = tuple(input_names)
         self.num_recordings = num_recordings
         super().__init__(self.input_names, num_recordings)
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return (_rebuild_address_error, (self.input_names, self.num_recordings))
 
     def __str__(self) -> str:
         return (
@@ -210,9 +201,6 @@ class CollectiveMismatchError(GtPassesError, RuntimeError):
         self.ranks: tuple[int, ...] = tuple(ranks)
         super().__init__(message)
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return (_rebuild_collective_mismatch_error, (str(self), self.ranks))
-
 
 class VerificationError(GtPassesError, RuntimeError):
     """A graph is broken.
@@ -230,9 +218,6 @@ class VerificationError(GtPassesError, RuntimeError):
         self.reproduce = reproduce
         super().__init__(after, self.problems, reproduce)
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return (_rebuild_verification_error, (self.after, self.problems, self.reproduce))
-
     def __str__(self) -> str:
         count = len(self.problems)
         lines = [f"after {self.after}, the graph has {count} problem{'' if count == 1 else 's'}:"]
@@ -248,25 +233,3 @@ class VerificationError(GtPassesError, RuntimeError):
 
 def _join_quoted(names: Sequence[str]) -> str:
     return " or ".join(repr(name) for name in names)
-
-
-def _rebuild_unknown_pass_error(names: tuple[str, ...], known: tuple[str, ...]) -> UnknownPassError:
-    return UnknownPassError(names, known=known)
-
-
-def _rebuild_address_error(
-    input_names: tuple[str, ...], num_recordings: int
-) -> CudaGraphAddressError:
-    return CudaGraphAddressError(input_names, num_recordings=num_recordings)
-
-
-def _rebuild_verification_error(
-    after: str, problems: tuple[GraphProblem, ...], reproduce: str
-) -> VerificationError:
-    return VerificationError(after=after, problems=problems, reproduce=reproduce)
-
-
-def _rebuild_collective_mismatch_error(
-    message: str, ranks: tuple[int, ...]
-) -> CollectiveMismatchError:
-    return CollectiveMismatchError(message, ranks=ranks)

@@ -6,11 +6,10 @@ Everything that surrounds a pass is here, so that a pass is only its idea.
 from __future__ import annotations
 
 import gc
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from torch.fx import GraphModule
@@ -22,9 +21,9 @@ from gt_passes.contract import GraphPass, PassContext, PassReport, check_declara
 from gt_passes.errors import VerificationError
 from gt_passes.facts import Fact
 from gt_passes.graph_problem import GraphProblem
-from gt_passes.pass_manager_report import PassManagerReport, PassRecord
+from gt_passes.pass_manager_report import Elapsed, PassManagerReport, PassRecord
 from gt_passes.pass_order import order_passes
-from gt_passes.structured_trace import Moment, trace_graph, trace_report
+from gt_passes.structured_trace import trace_text
 from gt_passes.verifier.declared_bounds import GraphSize, find_bound_problems
 from gt_passes.verifier.verification_session import VerificationSession
 from gt_trace.graph_text import graph_text
@@ -78,15 +77,7 @@ class PassManager:
             GraphInputError: the graph has no fake values.
         """
         with _without_garbage_collection():
-            return _Run(
-                graph_module,
-                passes=self.passes,
-                context=self._context,
-                verify=self._verify,
-                dump_directory=self._dump_directory,
-                estimate_peak_bytes=self._estimate_peak_bytes,
-                always_estimate=self._always_estimate,
-            ).run()
+            return _Run(graph_module, self).run()
 
 
 @contextmanager
@@ -105,52 +96,23 @@ def _without_garbage_collection() -> Iterator[None]:
             gc.enable()
 
 
-@dataclass(slots=True)
-class _Stopwatch:
-    """Wall and processor time, in nanoseconds."""
-
-    wall_ns: int = 0
-    cpu_ns: int = 0
-
-    def __enter__(self) -> _Stopwatch:
-        self.wall_ns = -time.perf_counter_ns()
-        self.cpu_ns = -time.process_time_ns()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.cpu_ns += time.process_time_ns()
-        self.wall_ns += time.perf_counter_ns()
-
-
 class _Run:
     """One run of the passes on one graph."""
 
-    def __init__(
-        self,
-        graph_module: GraphModule,
-        *,
-        passes: tuple[GraphPass, ...],
-        context: PassContext,
-        verify: bool,
-        dump_directory: Path | None,
-        estimate_peak_bytes: Callable[[GraphModule], int],
-        always_estimate: bool,
-    ) -> None:
+    def __init__(self, graph_module: GraphModule, manager: PassManager) -> None:
         self._graph_module = graph_module
-        self._passes = passes
-        self._context = context
+        self._manager = manager
         self._session = (
-            VerificationSession(graph_module, passes=passes, same_groups=context.same_groups)
-            if verify
+            VerificationSession(
+                graph_module, passes=manager.passes, same_groups=manager._context.same_groups
+            )
+            if manager._verify
             else None
         )
-        self._dump_directory = dump_directory
-        self._always_estimate = always_estimate
-        self._estimate_peak_bytes = estimate_peak_bytes
 
     def run(self) -> PassManagerReport:
         session = self._session
-        with _Stopwatch() as capture_verification:
+        with Elapsed() as capture_verification:
             if session is not None:
                 _raise_problems(
                     session.verify_capture(),
@@ -158,7 +120,7 @@ class _Run:
                     reproduce="gt_passes.Verifier().verify(graph_module)",
                 )
         records = tuple(self._records())
-        with _Stopwatch() as complete_verification:
+        with Elapsed() as complete_verification:
             if session is not None and records:
                 _raise_problems(
                     session.verify_completely(),
@@ -166,41 +128,39 @@ class _Run:
                     reproduce="run Verifier().verify(graph_module) after each pass: one of them "
                     'changed a value in node.meta["val"] in place',
                 )
-        with _Stopwatch() as recompilation:
+        with Elapsed() as recompilation:
             self._graph_module.recompile()
         report = PassManagerReport(
             records=records,
             verified=session is not None,
             unverified=() if session is None else session.unverified,
-            capture_verification_wall_ns=capture_verification.wall_ns,
-            capture_verification_cpu_ns=capture_verification.cpu_ns,
-            complete_verification_wall_ns=complete_verification.wall_ns,
-            complete_verification_cpu_ns=complete_verification.cpu_ns,
-            recompile_wall_ns=recompilation.wall_ns,
-            recompile_cpu_ns=recompilation.cpu_ns,
+            capture_verification=capture_verification,
+            complete_verification=complete_verification,
+            recompilation=recompilation,
         )
-        if self._dump_directory is not None:
-            self._dump_directory.mkdir(parents=True, exist_ok=True)
-            summary = self._dump_directory / "summary.txt"
-            summary.write_text(f"{report}\n\n{report.differences()}\n", encoding="utf-8")
-            trace_report(report)
+        if self._manager._dump_directory is not None:
+            self._manager._dump_directory.mkdir(parents=True, exist_ok=True)
+            summary = f"{report}\n\n{report.differences()}"
+            path = self._manager._dump_directory / "summary.txt"
+            path.write_text(f"{summary}\n", encoding="utf-8")
+            trace_text("graph_passes_summary", lambda: summary)
         return report
 
     def _records(self) -> Iterator[PassRecord]:
         before_ops = self._op_counts()
         before = self._size(before_ops)
-        for position, graph_pass in enumerate(self._passes):
+        for position, graph_pass in enumerate(self._manager.passes):
             needs_peak = self._needs_peak(graph_pass)
-            with _Stopwatch() as estimation:
+            with Elapsed() as estimation:
                 if needs_peak and before.peak_memory_bytes is None:
                     before = self._with_peak(before)
             dump_before = self._dump(position, graph_pass, "before")
-            with _Stopwatch() as pass_time:
+            with Elapsed() as pass_time:
                 report = self._run_pass(graph_pass)
             dump_after = self._dump(position, graph_pass, "after")
             after_ops = self._op_counts()
             after = self._size(after_ops)
-            with _Stopwatch() as verification:
+            with Elapsed() as verification:
                 problems = () if self._session is None else self._session.verify_pass(position)
                 if self._session is not None and self._session.is_unchanged:
                     after = before
@@ -223,12 +183,8 @@ class _Run:
                     for op in sorted(before_ops | after_ops)
                     if after_ops[op] != before_ops[op]
                 },
-                wall_ns=pass_time.wall_ns,
-                cpu_ns=pass_time.cpu_ns,
-                verification_wall_ns=(estimation.wall_ns + verification.wall_ns)
-                * (self._session is not None),
-                verification_cpu_ns=(estimation.cpu_ns + verification.cpu_ns)
-                * (self._session is not None),
+                elapsed=pass_time,
+                verification=estimation + verification if self._session else Elapsed(),
                 dump_before=dump_before,
                 dump_after=dump_after,
             )
@@ -236,7 +192,7 @@ class _Run:
 
     def _run_pass(self, graph_pass: GraphPass) -> PassReport:
         try:
-            return graph_pass.run(self._graph_module, self._context)
+            return graph_pass.run(self._graph_module, self._manager._context)
         except Exception as error:
             error.add_note(f"raised by the graph pass {graph_pass.name}: {graph_pass!r}")
             raise
@@ -244,8 +200,8 @@ class _Run:
     def _reproduction(
         self, position: int, dump_before: Path | None, dump_after: Path | None
     ) -> str:
-        earlier = ", ".join(graph_pass.name for graph_pass in self._passes[:position])
-        text = f"run {self._passes[position]!r} on the captured graph"
+        earlier = ", ".join(graph_pass.name for graph_pass in self._manager.passes[:position])
+        text = f"run {self._manager.passes[position]!r} on the captured graph"
         if earlier:
             text += f" after {earlier}"
         if dump_before is None:
@@ -263,10 +219,12 @@ class _Run:
         """Whether anybody asks for peak memory around a pass: it costs as much as some do."""
         bounds = graph_pass.bounds
         is_bounded = bounds.peak_memory_growth is not None and not bounds.only_removes
-        return self._always_estimate or (self._session is not None and is_bounded)
+        return self._manager._always_estimate or (self._session is not None and is_bounded)
 
     def _with_peak(self, size: GraphSize) -> GraphSize:
-        return replace(size, peak_memory_bytes=self._estimate_peak_bytes(self._graph_module))
+        return replace(
+            size, peak_memory_bytes=self._manager._estimate_peak_bytes(self._graph_module)
+        )
 
     def _op_counts(self) -> Counter[str]:
         by_target = Counter(
@@ -279,14 +237,14 @@ class _Run:
             by_name[_op_name(target)] += count
         return by_name
 
-    def _dump(self, position: int, graph_pass: GraphPass, moment: Moment) -> Path | None:
-        if self._dump_directory is None:
+    def _dump(self, position: int, graph_pass: GraphPass, moment: str) -> Path | None:
+        if self._manager._dump_directory is None:
             return None
-        self._dump_directory.mkdir(parents=True, exist_ok=True)
-        path = self._dump_directory / f"{position:02d}-{graph_pass.name}-{moment}.txt"
+        self._manager._dump_directory.mkdir(parents=True, exist_ok=True)
+        path = self._manager._dump_directory / f"{position:02d}-{graph_pass.name}-{moment}.txt"
         text = graph_text(self._graph_module)
         path.write_text(text, encoding="utf-8")
-        trace_graph(position, graph_pass.name, moment, lambda: text)
+        trace_text(f"graph_pass_{position:02d}_{graph_pass.name}_{moment}", lambda: text)
         return path
 
 

@@ -2,13 +2,36 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 from gt_passes.contract import PassReport
 from gt_passes.verifier.declared_bounds import GraphSize
 from gt_passes.verifier.repropagation import UnverifiedNode
+
+
+@dataclass(slots=True)
+class Elapsed:
+    """Time that passed inside a ``with`` statement, in nanoseconds."""
+
+    wall_ns: int = 0
+    cpu_ns: int = 0
+    """Processor time, of all threads."""
+
+    def __enter__(self) -> Self:
+        self.wall_ns = -time.perf_counter_ns()
+        self.cpu_ns = -time.process_time_ns()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.cpu_ns += time.process_time_ns()
+        self.wall_ns += time.perf_counter_ns()
+
+    def __add__(self, other: Elapsed) -> Elapsed:
+        return Elapsed(self.wall_ns + other.wall_ns, self.cpu_ns + other.cpu_ns)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,14 +49,10 @@ class PassRecord:
     op_count_differences: Mapping[str, int]
     """How many more calls of each operator (negative: fewer), sorted by name. Only changes."""
 
-    wall_ns: int
-    """Time of the pass itself, in nanoseconds."""
+    elapsed: Elapsed
+    """Time of the pass itself."""
 
-    cpu_ns: int
-    """Processor time of the pass itself, all threads, in nanoseconds."""
-
-    verification_wall_ns: int
-    verification_cpu_ns: int
+    verification: Elapsed
     """Time of the verifier after the pass; 0 when it was off."""
 
     dump_before: Path | None = None
@@ -54,37 +73,20 @@ class PassManagerReport:
     unverified: tuple[UnverifiedNode, ...]
     """Nodes of the final graph on which fake re-propagation says nothing."""
 
-    capture_verification_wall_ns: int
-    capture_verification_cpu_ns: int
+    capture_verification: Elapsed
     """Time of the verifier on the graph as captured, before any pass; 0 when it was off."""
 
-    complete_verification_wall_ns: int
-    complete_verification_cpu_ns: int
+    complete_verification: Elapsed
     """Time of the one complete verification after all passes; 0 when it was off."""
 
-    recompile_wall_ns: int
-    recompile_cpu_ns: int
+    recompilation: Elapsed
     """Time of the one recompilation at the end."""
 
     @property
-    def total_wall_ns(self) -> int:
+    def total(self) -> Elapsed:
         """Everything: passes, verification, recompilation."""
-        return (
-            self.capture_verification_wall_ns
-            + self.complete_verification_wall_ns
-            + self.recompile_wall_ns
-            + sum(record.wall_ns + record.verification_wall_ns for record in self.records)
-        )
-
-    @property
-    def total_cpu_ns(self) -> int:
-        """As ``total_wall_ns``, in processor time."""
-        return (
-            self.capture_verification_cpu_ns
-            + self.complete_verification_cpu_ns
-            + self.recompile_cpu_ns
-            + sum(record.cpu_ns + record.verification_cpu_ns for record in self.records)
-        )
+        total = self.capture_verification + self.complete_verification + self.recompilation
+        return sum((each.elapsed + each.verification for each in self.records), start=total)
 
     def __str__(self) -> str:
         return "\n".join(self._lines())
@@ -100,16 +102,18 @@ class PassManagerReport:
         names = [record.name for record in self.records]
         width = max(map(len, (*names, "(recompilation)")))
         yield f"{'pass':<{width}}  {'ops':>15}  {'cpu ms':>8}  {'verify ms':>9}  done"
-        yield _line(width, "(capture)", "", 0, self.capture_verification_cpu_ns, "")
+        yield _line(width, "(capture)", "", 0, self.capture_verification.cpu_ns, "")
         for record in self.records:
             ops = f"{record.before.num_ops} -> {record.after.num_ops}"
             done = ", ".join(f"{name} {count}" for name, count in record.report.counts.items())
             refused = len(record.report.refusals)
             done = (done or "nothing") + (f"; refused {refused}" if refused else "")
-            yield _line(width, record.name, ops, record.cpu_ns, record.verification_cpu_ns, done)
+            yield _line(
+                width, record.name, ops, record.elapsed.cpu_ns, record.verification.cpu_ns, done
+            )
         if self.verified and self.records:
-            yield _line(width, "(all passes)", "", 0, self.complete_verification_cpu_ns, "")
-        yield _line(width, "(recompilation)", "", self.recompile_cpu_ns, 0, "")
+            yield _line(width, "(all passes)", "", 0, self.complete_verification.cpu_ns, "")
+        yield _line(width, "(recompilation)", "", self.recompilation.cpu_ns, 0, "")
         if not self.verified:
             yield "The verifier was off."
         if self.unverified:

@@ -15,38 +15,36 @@ from torch.fx import GraphModule
 
 from gt_config import CompileConfig, EpOverlapConfig, SavedOpSelector
 from gt_config.graph_kinds import GraphKind
+from gt_passes.clean_up.canonicalize_views import CanonicalizeViews
+from gt_passes.clean_up.merge_waits import MergeWaits
+from gt_passes.clean_up.remove_dead_code import RemoveDeadCode
+from gt_passes.compilation.compile_flex_attention import CompileFlexAttention
+from gt_passes.compilation.compile_regions import CompileRegions
+from gt_passes.compilation.compile_whole_graph import CompileWholeGraph
 from gt_passes.compilation.inductor_compiler import InductorCompiler, SubgraphCompiler
 from gt_passes.contract import GraphPass, PassContext
+from gt_passes.cuda_graphs.cuda_graphs import CudaGraphs
+from gt_passes.ep_overlap.chunk_modules import ChunkModules
+from gt_passes.ep_overlap.schedule_ep_overlap import ScheduleEpOverlap
+from gt_passes.ep_overlap.separate_exchange_group import SeparateExchangeGroup
 from gt_passes.errors import RecipeError
+from gt_passes.fsdp.bucket_all_gathers import BucketAllGathers
+from gt_passes.fsdp.bucket_all_reduces import BucketAllReduces
+from gt_passes.fsdp.bucket_reduce_scatters import BucketReduceScatters
+from gt_passes.fsdp.delay_waits import DelayWaits
+from gt_passes.fsdp.prefetch_all_gathers import PrefetchAllGathers
+from gt_passes.fsdp.reshard_after_forward import ReshardAfterForward
+from gt_passes.fsdp.schedule_fsdp_into_dense_regions import ScheduleFsdpIntoDenseRegions
+from gt_passes.fsdp.separate_reduction_group import SeparateReductionGroup
+from gt_passes.fsdp.share_all_gathers import ShareAllGathers
+from gt_passes.memory_policy.offload_tagged import OffloadTagged
+from gt_passes.memory_policy.recompute_tagged import RecomputeTagged
+from gt_passes.memory_policy.tag_saved_tensors import TagSavedTensors
 from gt_passes.pass_manager import PassManager
 from gt_passes.pass_order import order_passes
-from gt_passes.registered_passes import (
-    AsyncTensorParallel,
-    BucketAllGathers,
-    BucketAllReduces,
-    BucketReduceScatters,
-    CanonicalizeViews,
-    ChunkModules,
-    CompileFlexAttention,
-    CompileRegions,
-    CompileWholeGraph,
-    CudaGraphs,
-    DelayWaits,
-    FuseParallelMatmuls,
-    MergeWaits,
-    OffloadTagged,
-    PrefetchAllGathers,
-    RecomputeTagged,
-    RemoveDeadCode,
-    ReshardAfterForward,
-    ScheduleEpOverlap,
-    ScheduleFsdpIntoDenseRegions,
-    SeparateExchangeGroup,
-    SeparateReductionGroup,
-    ShareAllGathers,
-    TagSavedTensors,
-)
 from gt_passes.registry import find_passes
+from gt_passes.tensor_parallel.async_tensor_parallel import AsyncTensorParallel
+from gt_passes.tensor_parallel.fuse_parallel_matmuls import FuseParallelMatmuls
 
 _GIB = 2**30
 
@@ -74,10 +72,7 @@ def default_recipe(
         dump_directory: as for ``PassManager``.
         estimate_peak_bytes: as for ``PassManager``.
 
-    Raises:
-        UnknownPassError: as ``default_passes``.
-        RecipeError: as ``default_passes``.
-        PassOrderError: as ``default_passes``.
+    Raises what ``default_passes`` raises.
     """
     options = options if options is not None else CompileConfig()
     return PassManager(

@@ -8,32 +8,12 @@ it, nothing is made and nothing is written.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
 
 from gt_passes._torch_internals import trace_structured
-from gt_passes.pass_manager_report import PassManagerReport
-
-Moment = Literal["before", "after"]
 
 
-def trace_graph(position: int, pass_name: str, moment: Moment, text: Callable[[], str]) -> None:
-    """Put the graph before or after a pass into the trace, if there is one.
-
-    Args:
-        position: of the pass among those of its manager, from 0.
-        pass_name: registered name.
-        moment: of the two.
-        text: makes the graph's text; not called without a trace.
-    """
-    _artifact(f"graph_pass_{position:02d}_{pass_name}_{moment}", text)
-
-
-def trace_report(report: PassManagerReport) -> None:
-    """Put what the passes did, as a table and by operator, into the trace, if there is one."""
-    _artifact("graph_passes_summary", lambda: f"{report}\n\n{report.differences()}")
-
-
-def _artifact(name: str, text: Callable[[], str]) -> None:
+def trace_text(name: str, text: Callable[[], str]) -> None:
+    """Put a text into the trace, if there is one; ``text`` is not called without."""
     trace_structured(
         "artifact",
         metadata_fn=lambda: {"name": name, "encoding": "string"},

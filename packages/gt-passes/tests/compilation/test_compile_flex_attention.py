@@ -69,7 +69,7 @@ def test_parts_of_one_tensor_that_lie_alike_share_a_program():
 
 def _on_halves(offset: int) -> tuple[Any, tuple[torch.Tensor, ...]]:
     """FlexAttention on two halves of a tensor, the second after ``offset`` unused elements."""
-    graph_module, (q, _, *blocks) = flex_attention_graph(num_layers=1, backward=False)
+    graph_module, (q, _, _, _, *blocks) = flex_attention_graph(num_layers=1, backward=False)
 
     def step(whole: torch.Tensor, *blocks: torch.Tensor) -> list[torch.Tensor]:
         halves = whole[: q.numel()], whole[q.numel() + offset :]

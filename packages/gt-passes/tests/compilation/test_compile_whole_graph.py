@@ -9,6 +9,7 @@ import torch
 from compiled_step_cases import outputs_captured_and_compiled
 from device_graphs import capture_on
 from expecttest import assert_expected_inline
+from fsdp_graphs import gathered, reduce_scattered
 from inductor_cases import (
     COMPILER,
     CountingCompiler,
@@ -21,7 +22,14 @@ from inductor_cases import (
 from pass_graphs import capture, collectives, program, run_pass, unshard
 from torch._inductor.utils import run_and_get_code
 
-from gt_passes import CompileRegions, CompileWholeGraph, DescribeOnly, InductorCompiler
+from gt_passes import (
+    BucketAllGathers,
+    BucketReduceScatters,
+    CompileRegions,
+    CompileWholeGraph,
+    DescribeOnly,
+    InductorCompiler,
+)
 from gt_passes.analysis.outlined_region import nodes_with_bodies
 from gt_trace.testing import GlooWorkers
 
@@ -52,6 +60,26 @@ return [getitem, None, x_1, getitem_1]
     assert report.counts == {"nodes": 4}
     found = [node.name for node in nodes_with_bodies(graph_module)]
     assert found.index("run_region") < found.index("all_gather_into_tensor")
+
+
+def test_compiles_what_copies_into_buckets_and_out_of_them(one_rank_group):
+    bf16, f32 = torch.bfloat16, torch.float32
+
+    def step(a, b, x):
+        options = {"num_ranks": 1, "group": one_rank_group}
+        y = x @ gathered(a, "layers.0.a", dtype=bf16, **options).t()
+        y = y * gathered(b, "layers.0.b", dtype=bf16, **options)
+        first = reduce_scattered(y.t() @ x, "layers.0.a", dtype=f32, **options)
+        return y, first, reduce_scattered(y.sum(0), "layers.0.b", dtype=f32, **options)
+
+    inputs = (torch.randn(8, 8), torch.randn(8), X.bfloat16())
+    graph_module = capture(step, *inputs)
+    expected = graph_module(*inputs)
+    for bucketing in (BucketAllGathers(), BucketReduceScatters()):
+        assert run_pass(bucketing, graph_module).changed
+    assert all(map(torch.equal, graph_module(*inputs), expected))
+    run_pass(CompileWholeGraph(compiler=COMPILER), graph_module)
+    assert all(map(torch.equal, graph_module(*inputs), expected))
 
 
 def test_a_graph_without_operators_stays_as_it_is():

@@ -8,18 +8,19 @@ from expecttest import assert_expected_inline
 from recorder_cases import FakeRecorder
 
 from gt_passes.cuda_graphs.cuda_graph_replay import ReplayedPiece, ReplaySession
+from gt_passes.cuda_graphs.piece_memory import PieceMemory, Place
 from gt_passes.errors import CudaGraphAddressError
 
 
 def two_pieces(**options):
     """x -> x @ w -> (x @ w) @ w, in two pieces that share a static weight."""
     session = ReplaySession(recorder=FakeRecorder(), **options)
-    first = ReplayedPiece(
-        lambda x, w: (x @ w,), session, input_names=["x", "w"], static_inputs=frozenset({1})
+    copy_of_x = PieceMemory(
+        shared_inputs=((0, Place.of(torch.empty(2, 3))),), own_inputs=(), rooms=()
     )
-    second = ReplayedPiece(
-        lambda y, w: (y @ w,), session, input_names=["y", "w"], static_inputs=frozenset({0, 1})
-    )
+    nothing = PieceMemory(shared_inputs=(), own_inputs=(), rooms=())
+    first = ReplayedPiece(lambda x, w: (x @ w,), session, memory=copy_of_x, input_names=["x", "w"])
+    second = ReplayedPiece(lambda y, w: (y @ w,), session, memory=nothing, input_names=["y", "w"])
 
     def step(x, w):
         (y,) = first(x, w)
@@ -38,7 +39,7 @@ def test_runs_then_records_then_replays():
         modes.append(session.mode)
     assert modes == ["run", "run", "record", "replay", "replay"]
     assert session.recorder.num_recorded == 2
-    assert session.recorder.num_copies == 1  # of x; all else stays where it is
+    assert session.recorder.memory_bytes == 512  # for x; all else stays where it is
 
 
 def test_values_written_to_static_inputs_are_seen():

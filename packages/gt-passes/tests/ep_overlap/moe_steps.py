@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._functional_collectives import all_to_all_single, all_to_all_single_autograd
 from torch.nn import functional as F
 
@@ -15,6 +16,25 @@ from gt_config.node_keys import EpExchangeAnnotation, EpRegionAnnotation
 from gt_trace import TracedStep, annotate, phase, trace_step
 
 WIDTH, HIDDEN, VOCABULARY, NUM_EXPERTS, TOP_K, NUM_LAYERS = 16, 24, 40, 4, 2, 2
+
+
+def _let_experts_be_float32() -> None:
+    """Before 2.15, PyTorch refuses fakes of the experts' product in a dtype that it computes in."""
+
+    def fake(x: torch.Tensor, w: torch.Tensor, *, offs: torch.Tensor, **_: Any) -> torch.Tensor:
+        is_batched = w.dim() == 3
+        sizes = (x.shape[0], w.shape[2]) if is_batched else (offs.shape[0], x.shape[0], w.shape[1])
+        return x.new_empty(sizes)
+
+    with FakeTensorMode():
+        x, w = torch.empty(8, 8), torch.empty(1, 8, 8)
+        try:
+            torch._grouped_mm(x, w, offs=torch.empty(1, dtype=torch.int32))
+        except RuntimeError:
+            vars(torch._meta_registrations)["_meta_grouped_mm_common"] = fake
+
+
+_let_experts_be_float32()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

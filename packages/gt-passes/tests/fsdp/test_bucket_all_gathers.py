@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import torch
 from expecttest import assert_expected_inline
-from fsdp_graphs import gathered, of_unknown_effect
+from fsdp_graphs import copied_bytes, gathered, of_unknown_effect
 from pass_graphs import capture, program, run_pass
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from gt_config.node_keys import FsdpCollectiveAnnotation
 from gt_passes import BucketAllGathers, PassContext
+from gt_passes._torch_internals import value_of
+from gt_passes.analysis.bucket_copies import PACK_BUCKET
 from gt_trace import collective_counts
 from gt_trace.annotate import phase
 from gt_trace.node_metadata import read_annotation
@@ -28,6 +30,11 @@ def block(a, b, x):
     return numbered_block(a, b, x)
 
 
+def launches(graph_module: GraphModule) -> list[Node]:
+    target = torch.ops._c10d_functional.all_gather_into_tensor.default
+    return graph_module.graph.find_nodes(op="call_function", target=target)
+
+
 def num_all_gathers(graph_module: GraphModule) -> int:
     return collective_counts(graph_module)["all_gather_into_tensor"]
 
@@ -35,26 +42,23 @@ def num_all_gathers(graph_module: GraphModule) -> int:
 def test_can_gather_a_block_at_once():
     """
     a ── all-gather ── wait ── mm                a ─┐
-    b ── all-gather ── wait ─────── mul   =>     b ─┴ cat ── all-gather ── wait ── split ── mm, mul
+    b ── all-gather ── wait ─────── mul   =>     b ─┴ pack ── all-gather ── wait ── unpack ── mm, mul
     """
     graph_module = capture(block, A, B, X)
     report = run_pass(BucketAllGathers(), graph_module)
     assert_expected_inline(
         program(graph_module),
         """\
-view_default = aten.view.default(a_1, [8])
-cat_default = aten.cat.default([view_default, b_1])
-all_gather_into_tensor_default = _c10d_functional.all_gather_into_tensor.default(cat_default, 2, fsdp)
+pack_bucket_default = gt_passes.pack_bucket.default([a_1, b_1], 1, torch.float32)
+all_gather_into_tensor_default = _c10d_functional.all_gather_into_tensor.default(pack_bucket_default, 2, fsdp)
 wait_tensor_default = _c10d_functional.wait_tensor.default(all_gather_into_tensor_default)
-view_default_1 = aten.view.default(wait_tensor_default, [2, 12])
-split_with_sizes_copy_default = aten.split_with_sizes_copy.default(view_default_1, [8, 4], 1)
-getitem = getitem(split_with_sizes_copy_default, 0)
-view_default_2 = aten.view.default(getitem, [4, 4])
-getitem_1 = getitem(split_with_sizes_copy_default, 1)
-view_default_3 = aten.view.default(getitem_1, [8])
-t = aten.t.default(view_default_2)
+unpack_bucket_default = gt_passes.unpack_bucket.default(wait_tensor_default, 2, [8, 4])
+getitem = getitem(unpack_bucket_default, 0)
+view_default = aten.view.default(getitem, [4, 4])
+getitem_1 = getitem(unpack_bucket_default, 1)
+t = aten.t.default(view_default)
 mm = aten.mm.default(x_1, t)
-slice_1 = aten.slice.Tensor(view_default_3, 0, 0, 4)
+slice_1 = aten.slice.Tensor(getitem_1, 0, 0, 4)
 mul = aten.mul.Tensor(mm, slice_1)
 return mul
 """,
@@ -66,6 +70,53 @@ return mul
     assert read_annotation(launch, FsdpCollectiveAnnotation) == FsdpCollectiveAnnotation(
         kind="unshard", parameter_names=("layers.0.a", "layers.0.b"), mesh_axis="fsdp"
     )
+
+
+def test_what_is_gathered_is_cast_and_copied_once_on_the_way_in_and_once_on_the_way_out():
+    """
+    a ── to bf16 ── all-gather ── wait ── mm         a ─┐
+    b ── to bf16 ── all-gather ── wait ── mul   =>   b ─┴ pack ── all-gather ── wait ── unpack ── ...
+    """
+
+    def step(a, b, x):
+        y = x @ gathered(a, "layers.0.a", dtype=torch.bfloat16).t()
+        return y * gathered(b, "layers.0.b", dtype=torch.bfloat16)[:4]
+
+    graph_module = capture(step, A, B, X.bfloat16())
+    run_pass(BucketAllGathers(), graph_module)
+    assert not graph_module.graph.find_nodes(
+        op="call_function", target=torch.ops.aten._to_copy.default
+    )
+    shards, ranks = A.numel() + B.numel(), 2
+    assert copied_bytes(graph_module) == shards * (4 + 2) + ranks * shards * (2 + 2)
+    launch = launches(graph_module)[0]
+    assert value_of(launch).dtype == torch.bfloat16
+
+
+def test_a_cast_that_others_read_is_made_and_packed():
+    def step(a, b, x):
+        low = a.to(torch.bfloat16)
+        y = x @ gathered(low, "layers.0.a").t() + low.sum()
+        return y * gathered(b.bfloat16(), "layers.0.b")[:4]
+
+    graph_module = capture(step, A, B, X.bfloat16())
+    run_pass(BucketAllGathers(), graph_module)
+    (cast,) = graph_module.graph.find_nodes(
+        op="call_function", target=torch.ops.aten._to_copy.default
+    )
+    (packed,) = graph_module.graph.find_nodes(op="call_function", target=PACK_BUCKET)
+    assert [source.name for source in packed.args[0]] == [cast.name, "b_1"]
+
+
+def test_a_shard_that_does_not_lie_in_order_is_cast_before_it_is_packed():
+    def step(a, b, x):
+        y = x @ gathered(a.t().to(torch.bfloat16).contiguous(), "layers.0.a")
+        return y, gathered(b.to(torch.bfloat16), "layers.0.b")
+
+    graph_module = capture(step, torch.ones(2, 4), B, torch.ones(3, 8, dtype=torch.bfloat16))
+    run_pass(BucketAllGathers(), graph_module)
+    (packed,) = graph_module.graph.find_nodes(op="call_function", target=PACK_BUCKET)
+    assert [source.name for source in packed.args[0]] == ["clone", "b_1"]
 
 
 def test_running_again_changes_nothing():

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from fsdp_graphs import all_reduced, of_unknown_effect, reduce_scattered
+from fsdp_graphs import all_reduced, copied_bytes, of_unknown_effect, reduce_scattered
 from pass_graphs import capture, program, run_pass
 
 from gt_passes import BucketAllReduces, BucketReduceScatters, PassContext
+from gt_passes.analysis.bucket_copies import PACK_BUCKET, UNPACK_BUCKET
 from gt_trace import collective_counts
 
 A = torch.ones(4, 4)
@@ -25,7 +26,7 @@ def step(a, b, x):
 def test_can_reduce_and_scatter_a_block_at_once():
     """
     a ── reduce-scatter ── wait ── div        a ─┐
-    b ── reduce-scatter ── wait ── div   =>   b ─┴ cat ── reduce-scatter ── wait ── split ── div, div
+    b ── reduce-scatter ── wait ── div   =>   b ─┴ pack ── reduce-scatter ── wait ── split ── div, div
     """
     graph_module = capture(step, A, B, X)
     report = run_pass(BucketReduceScatters(), graph_module)
@@ -37,22 +38,61 @@ mm = aten.mm.default(t, x_1)
 mul = aten.mul.Tensor(mm, a_1)
 sum_1 = aten.sum.dim_IntList(x_1, [0])
 mul_1 = aten.mul.Tensor(b_1, sum_1)
-view_default = aten.view.default(mul, [2, 8])
-view_default_1 = aten.view.default(mul_1, [2, 2])
-cat_default = aten.cat.default([view_default, view_default_1], 1)
-view_default_2 = aten.view.default(cat_default, [20])
-reduce_scatter_tensor_default = _c10d_functional.reduce_scatter_tensor.default(view_default_2, sum, 2, fsdp)
+pack_bucket_default = gt_passes.pack_bucket.default([mul, mul_1], 2, torch.float32)
+reduce_scatter_tensor_default = _c10d_functional.reduce_scatter_tensor.default(pack_bucket_default, sum, 2, fsdp)
 wait_tensor_default = _c10d_functional.wait_tensor.default(reduce_scatter_tensor_default)
-split_with_sizes_copy_default = aten.split_with_sizes_copy.default(wait_tensor_default, [8, 2], 0)
-getitem = getitem(split_with_sizes_copy_default, 0)
-view_default_3 = aten.view.default(getitem, [2, 4])
-getitem_1 = getitem(split_with_sizes_copy_default, 1)
-div = aten.div.Tensor(view_default_3, 2)
+split_with_sizes_default = aten.split_with_sizes.default(wait_tensor_default, [8, 2])
+getitem = getitem(split_with_sizes_default, 0)
+view_default = aten.view.default(getitem, [2, 4])
+getitem_1 = getitem(split_with_sizes_default, 1)
+div = aten.div.Tensor(view_default, 2)
 div_1 = aten.div.Tensor(getitem_1, 2)
 return [div, div_1]
 """,
     )
     assert report.counts == {"buckets": 1, "reductions_bucketed": 2}
+
+
+def test_gradients_are_cast_and_copied_once():
+    """
+    a ── to f32 ── reduce-scatter ── wait ── div       a ─┐
+    b ── to f32 ── reduce-scatter ── wait ── div  =>   b ─┴ pack ── reduce-scatter ── wait ── split ── ...
+    """
+
+    def step(a, b, x):
+        first = reduce_scattered(x.t() @ x * a, "layers.0.a", dtype=torch.float32)
+        return first, reduce_scattered(b * x.sum(0), "layers.0.b", dtype=torch.float32)
+
+    graph_module = capture(step, A.bfloat16(), B.bfloat16(), X.bfloat16())
+    run_pass(BucketReduceScatters(), graph_module)
+    assert not graph_module.graph.find_nodes(
+        op="call_function", target=torch.ops.aten._to_copy.default
+    )
+    assert copied_bytes(graph_module) == (A.numel() + B.numel()) * (2 + 4)
+
+
+def test_gradients_that_leave_the_step_as_they_come_back_have_memory_of_their_own():
+    def step(a, b, x):
+        first = all_reduced(a * x[0], "layers.0.a")
+        return first, all_reduced(b * x[1], "layers.0.b")
+
+    graph_module = capture(step, A, B, X)
+    run_pass(BucketAllReduces(), graph_module)
+    (unpacked,) = graph_module.graph.find_nodes(op="call_function", target=UNPACK_BUCKET)
+    assert unpacked.args[1:] == (1, [16, 4])
+
+
+def test_a_gradient_that_is_overwritten_before_the_bucket_is_cast_where_it_was():
+    def step(a, b, x):
+        gradient = x.t() @ x * a
+        first = reduce_scattered(gradient, "layers.0.a", dtype=torch.float32)
+        gradient.mul_(2)
+        return first, reduce_scattered(b * x.sum(0), "layers.0.b", dtype=torch.float32), gradient
+
+    graph_module = capture(step, A.bfloat16(), B.bfloat16(), X.bfloat16())
+    assert run_pass(BucketReduceScatters(), graph_module).changed
+    (packed,) = graph_module.graph.find_nodes(op="call_function", target=PACK_BUCKET)
+    assert [source.name for source in packed.args[0]] == ["_to_copy", "mul_1"]
 
 
 def test_can_all_reduce_a_block_at_once():
@@ -68,15 +108,14 @@ select = aten.select.int(x_1, 0, 0)
 mul = aten.mul.Tensor(a_1, select)
 select_1 = aten.select.int(x_1, 0, 1)
 mul_1 = aten.mul.Tensor(b_1, select_1)
-view_default = aten.view.default(mul, [16])
-cat_default = aten.cat.default([view_default, mul_1])
-all_reduce_default = _c10d_functional.all_reduce.default(cat_default, sum, fsdp)
+pack_bucket_default = gt_passes.pack_bucket.default([mul, mul_1], 1, torch.float32)
+all_reduce_default = _c10d_functional.all_reduce.default(pack_bucket_default, sum, fsdp)
 wait_tensor_default = _c10d_functional.wait_tensor.default(all_reduce_default)
-split_with_sizes_copy_default = aten.split_with_sizes_copy.default(wait_tensor_default, [16, 4], 0)
-getitem = getitem(split_with_sizes_copy_default, 0)
-view_default_1 = aten.view.default(getitem, [4, 4])
-getitem_1 = getitem(split_with_sizes_copy_default, 1)
-return [view_default_1, getitem_1]
+unpack_bucket_default = gt_passes.unpack_bucket.default(wait_tensor_default, 1, [16, 4])
+getitem = getitem(unpack_bucket_default, 0)
+view_default = aten.view.default(getitem, [4, 4])
+getitem_1 = getitem(unpack_bucket_default, 1)
+return [view_default, getitem_1]
 """,
     )
 

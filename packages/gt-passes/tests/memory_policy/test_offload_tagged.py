@@ -12,9 +12,14 @@ from pass_graphs import node_of, program, same_bits
 from torch.fx import GraphModule
 
 from gt_config.node_keys import PhaseAnnotation, ResidencyAnnotation
-from gt_passes import CanonicalizeViews, RemoveDeadCode
+from gt_passes import (
+    CanonicalizeViews,
+    OffloadTagged,
+    RecomputeTagged,
+    RemoveDeadCode,
+    TagSavedTensors,
+)
 from gt_passes.analysis.liveness import estimate_memory, estimate_peak_bytes
-from gt_passes.registered_passes import OffloadTagged, RecomputeTagged, TagSavedTensors
 from gt_passes.testing import measure_peak_bytes
 from gt_trace.node_metadata import read_annotation, write_annotation
 

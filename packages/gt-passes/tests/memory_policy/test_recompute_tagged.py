@@ -14,9 +14,8 @@ from torch.fx import GraphModule
 
 from gt_config import MemoryPolicy
 from gt_config.node_keys import ModuleAnnotation, PhaseAnnotation, ResidencyAnnotation
-from gt_passes import CanonicalizeViews, RemoveDeadCode
+from gt_passes import CanonicalizeViews, RecomputeTagged, RemoveDeadCode, TagSavedTensors
 from gt_passes.analysis.liveness import estimate_peak_bytes
-from gt_passes.registered_passes import RecomputeTagged, TagSavedTensors
 from gt_passes.testing import measure_peak_bytes
 from gt_trace.node_metadata import read_annotation, write_annotation
 

@@ -7,13 +7,14 @@ from memory_models import Captured, Mlp, capture_stack, run
 from torch import nn
 
 from gt_config import MemoryPolicy
-from gt_passes import CanonicalizeViews, RemoveDeadCode
-from gt_passes.memory_policy.residency_table import residency_by_layer, residency_table
-from gt_passes.registered_passes import (
+from gt_passes import (
+    CanonicalizeViews,
     OffloadTagged,
     RecomputeTagged,
+    RemoveDeadCode,
     TagSavedTensors,
 )
+from gt_passes.memory_policy.residency_table import residency_by_layer, residency_table
 
 
 def after(policy: MemoryPolicy, *layers: nn.Module) -> Captured:

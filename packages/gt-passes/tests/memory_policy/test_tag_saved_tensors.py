@@ -12,8 +12,7 @@ from torch.nn import functional as F
 
 from gt_config import MemoryPolicy, SavedOpSelector
 from gt_config.node_keys import ResidencyAnnotation
-from gt_passes import CanonicalizeViews, RemoveDeadCode
-from gt_passes.registered_passes import TagSavedTensors
+from gt_passes import CanonicalizeViews, RemoveDeadCode, TagSavedTensors
 from gt_trace.node_metadata import read_annotation
 
 TIDY = (RemoveDeadCode(), CanonicalizeViews())

@@ -7,8 +7,9 @@ import torch
 from exchange_graphs import capture_exchange
 from pass_graphs import capture, collectives, run_pass
 
+from gt_passes import CompileWholeGraph
+from gt_passes.analysis.bucket_copies import PACK_BUCKET
 from gt_passes.compilation.inductor_compiler import DescribeOnly
-from gt_passes.registered_passes import CompileWholeGraph
 from gt_passes.simulation import CostModel, balanced_exchange_sizes, simulate_step
 from gt_passes.simulation.compiled_region import FusedKernel, compiled_kernels
 from gt_passes.simulation.operands import OperandReader
@@ -48,6 +49,13 @@ def test_a_matrix_product_ends_the_kernel():
         return ((x + 1) @ w).relu() * 2
 
     assert kernels(fn, W, W.clone()) == [8 * 2**20, aten.mm.default, 8 * 2**20]
+
+
+def test_a_copy_into_a_bucket_is_a_kernel_of_its_own():
+    def fn(x, y):
+        return PACK_BUCKET([x + 1, y], 1, torch.float32) * 2
+
+    assert kernels(fn, X, X.clone()) == [8 * 2**20, PACK_BUCKET, 16 * 2**20]
 
 
 def test_a_collective_ends_the_kernel():

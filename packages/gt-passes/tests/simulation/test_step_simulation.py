@@ -17,6 +17,7 @@ from expecttest import assert_expected_inline
 from pass_graphs import capture, collectives, unshard
 from torch.fx import GraphModule, Node
 
+from gt_config.node_keys import ChunkAnnotation
 from gt_passes.analysis.host_copies import OFFLOAD, RELOAD, WAIT_COPY
 from gt_passes.simulation import (
     CostModel,
@@ -29,6 +30,7 @@ from gt_passes.simulation import (
     write_perfetto_trace,
 )
 from gt_passes.simulation.cost_model import OpCost
+from gt_trace.node_metadata import write_annotation
 
 RANKS = {"fsdp": range(8), "tp": range(2), "ep": range(4)}
 
@@ -279,7 +281,14 @@ def test_refuses_a_fraction_that_leaves_no_machine(fraction):
 
 
 def test_the_trace_is_a_file_that_perfetto_opens(tmp_path):
-    simulation = simulate_step(sharded_step(), h100())
+    graph_module = sharded_step()
+    mm = torch.ops.aten.mm.default
+    for product in graph_module.graph.find_nodes(op="call_function", target=mm):
+        chunk = ChunkAnnotation(
+            region_root="moe", role="body", chunk_id=1, direction="forward", producer="graph"
+        )
+        write_annotation(product, chunk)
+    simulation = simulate_step(graph_module, h100())
     path = tmp_path / "traces" / "step.json"
     write_perfetto_trace(simulation, path)
     document = json.loads(path.read_text())
@@ -291,3 +300,4 @@ def test_the_trace_is_a_file_that_perfetto_opens(tmp_path):
     gathering, product = events
     assert gathering["ts"] + gathering["dur"] <= product["ts"]
     assert product["args"]["flops"] == 2 * 8192**3
+    assert (gathering["args"]["chunk"], product["args"]["chunk"]) == (None, 1)

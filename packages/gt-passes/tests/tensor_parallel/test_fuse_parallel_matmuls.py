@@ -9,7 +9,7 @@ from expecttest import assert_expected_inline
 from inductor_cases import relative_difference
 from pass_graphs import capture, program, run_pass
 
-from gt_passes.registered_passes import FuseParallelMatmuls
+from gt_passes import FuseParallelMatmuls
 from gt_trace.annotate import phase
 
 torch.manual_seed(0)

@@ -10,12 +10,21 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from expecttest import assert_expected_inline
+from inductor_cases import COMPILER
 from pass_graphs import capture, collectives, node_of, run_pass
+from recorded_step_cases import ON_CPU
+from recorder_cases import FakeRecorder
 from sharded_step_cases import capture_two_microbatches, run_recipe
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.fx import GraphModule
 
-from gt_passes import RemoveDeadCode
+from gt_passes import (
+    CompileWholeGraph,
+    CudaGraphs,
+    PassContext,
+    PassManager,
+    RemoveDeadCode,
+)
 from gt_passes.analysis.outlined_region import OutlinedRegion, RegionOutliner
 from gt_passes.verifier.collective_order import (
     CollectiveSequence,
@@ -152,6 +161,50 @@ def test_collectives_in_compiled_regions_count():
     outliner.finish()
     assert len(before.calls) == 1
     assert CollectiveSequence.of(graph_module) == before
+
+
+def gathered_in_turn(mesh: DeviceMesh, *, swapped: bool = False) -> GraphModule:
+    """Two all-gathers, compiled by Inductor as one program that a CUDA graph records."""
+    names = [mesh.get_group(axis).group_name for axis in ("dp", "tp")]
+    sizes = [2, 4]
+
+    def step(x):
+        order = (1, 0) if swapped else (0, 1)
+        gathered = {
+            axis: collectives.wait_tensor(
+                collectives.all_gather_into_tensor(x + axis, sizes[axis], names[axis])
+            )
+            for axis in order
+        }
+        return gathered[0].sin(), gathered[1].cos()
+
+    graph_module = capture(step, X)
+    PassManager([RemoveDeadCode()], context=PassContext.from_graph(graph_module)).run(graph_module)
+    return graph_module
+
+
+def compiled_and_recorded(graph_module: GraphModule) -> GraphModule:
+    run_pass(CompileWholeGraph(compiler=COMPILER), graph_module)
+    report = run_pass(CudaGraphs(target=ON_CPU, new_recorder=FakeRecorder), graph_module)
+    assert report.counts["pieces"] == 1
+    return graph_module
+
+
+def test_a_program_of_inductor_that_is_recorded_launches_what_the_graph_did():
+    plain = on_ranks(gathered_in_turn)
+    sequences = on_ranks(lambda mesh: compiled_and_recorded(gathered_in_turn(mesh)))
+    for rank in RANKS:
+        assert sequences[rank].text == plain[rank].text
+        assert sequences[rank].text.count(", exchange ") == 2
+    assert compare_collective_sequences(sequences) == ()
+
+
+def test_a_rank_that_launches_in_another_order_is_found_in_compiled_programs():
+    sequences = on_ranks(
+        lambda mesh: compiled_and_recorded(gathered_in_turn(mesh, swapped=dist.get_rank() == 3))
+    )
+    (difference,) = compare_collective_sequences(sequences)
+    assert (difference.position, difference.ranks) == (0, (0, 3))
 
 
 def reduced(x):

@@ -22,8 +22,7 @@ from torch.fx import GraphModule
 from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block_mask
 
 from gt_config.node_keys import PipelineAction
-from gt_passes import DescribeOnly, PassContext, PassManager
-from gt_passes.registered_passes import CompileFlexAttention
+from gt_passes import CompileFlexAttention, DescribeOnly, PassContext, PassManager
 from gt_pipeline.graph import GraphPipelineStage
 from gt_pipeline.runner import GraphPPRunner, MicrobatchInputs
 from gt_pipeline.runner.graph_pp_runner import StepResult

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 
 import pytest
@@ -15,9 +16,11 @@ from exchange_stages import ExchangeStage, overlap_like_one_after_the_other, ove
 from expecttest import assert_expected_inline
 from lane_pictures import draw_lanes
 from stage_models import ACTIVATION, Block, CountingBlock
+from torch.fx import GraphModule, Node
 
-from gt_config.node_keys import OverlappedBackward
-from gt_passes import PassContext, PassManager, Verifier
+from gt_config.node_keys import OverlappedBackward, PipelineAction
+from gt_passes import CompileWholeGraph, DescribeOnly, PassContext, PassManager, Verifier
+from gt_passes.analysis.outlined_region import region_of
 from gt_pipeline.errors import StageCutError
 from gt_pipeline.graph import (
     GraphPipelineStage,
@@ -25,6 +28,7 @@ from gt_pipeline.graph import (
     cut_stage,
     exposed_collectives,
 )
+from gt_pipeline.graph.executables import GraphTransform
 from gt_pipeline.graph.interleave_actions import InterleaveActions
 from gt_pipeline.graph.overlapped_actions import concatenate_actions, overlap_actions
 from gt_trace.testing import GlooWorkers, fake_world
@@ -202,3 +206,29 @@ def test_a_stage_names_the_collectives_of_its_actions_and_pairs() -> None:
     stage.prepare_evaluation()
     assert stage.collectives()["FORWARD of evaluation 0"] == alone["FORWARD"]
     assert pair[0].startswith("_c10d_functional.all_to_all_single over 2 ranks, 1 apart: ")
+
+
+def test_a_compiled_stage_names_the_collectives_that_it_was_made_of() -> None:
+    def compiled(graph_module: GraphModule, kind: PipelineAction, context: PassContext) -> None:
+        compile_all = CompileWholeGraph(compiler=DescribeOnly())
+        PassManager([compile_all], context=context).run(graph_module)
+        assert all(map(is_of_a_region, graph_module.graph.nodes))
+
+    def is_of_a_region(node: Node) -> bool:
+        is_a_region = region_of(node) is not None or node.target is operator.getitem
+        return node.op != "call_function" or is_a_region
+
+    def stage(transform: GraphTransform | None) -> GraphPipelineStage:
+        return GraphPipelineStage(
+            ExchangeStage(1, by_data=False),
+            stage_index=1,
+            num_stages=4,
+            activations=[ACTIVATION],
+            transform=transform,
+        )
+
+    plain, whole = stage(None).collectives(), stage(compiled).collectives()
+    assert {name: [*map(launched, lines)] for name, lines in whole.items()} == {
+        name: [*map(launched, lines)] for name, lines in plain.items()
+    }
+    assert whole["FORWARD"]

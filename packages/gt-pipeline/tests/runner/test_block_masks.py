@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -71,6 +72,10 @@ def test_each_part_is_the_mask_of_its_samples(documents: Tensor, count: int) -> 
         assert_same_mask(part, mask_of(of_part))
 
 
+@pytest.mark.skipif(
+    "compute_dq_write_order" not in inspect.signature(create_block_mask).parameters,
+    reason="masks of torch before 2.13 hold no such order",
+)
 def test_the_order_in_which_a_deterministic_backward_writes_is_split_too(
     documents: Tensor,
 ) -> None:

@@ -39,11 +39,6 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 
-# The engine patch gives backward nodes the sequence number of their forward node; the context
-# is the permission that the patch asks for.
-from torch.compiler import _non_strict_tracing_context as non_strict_tracing_context
-from torch.compiler import _patch_engine_backward as patch_engine_backward
-
 # DTensor is public, its constructor over a local tensor and the class of its layouts are not.
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
@@ -290,72 +285,6 @@ def _scores_differentiated_apart() -> Iterator[None]:
 
 def _itself(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
-
-
-def register_block_masks() -> None:
-    """Make FlexAttention's masks a kind of tree, so that their tensors are inputs of a graph.
-
-    PyTorch says how to take one apart, tensors that its ``mask_mod`` closes over included, and
-    leaves it to others to register that. Nothing is done where nothing has imported FlexAttention,
-    or where somebody else did so.
-    """
-    module = sys.modules.get("torch.nn.attention.flex_attention")
-    kind: Any = getattr(module, "BlockMask", None)
-    if kind is None or kind in pytree.SUPPORTED_NODES:
-        return
-    pytree.register_pytree_node(
-        kind,
-        kind._flatten,
-        kind._unflatten,
-        flatten_with_keys_fn=kind._flatten_with_keys,
-        serialized_type_name="torch.nn.attention.flex_attention.BlockMask",
-    )
-
-
-def context_differences(
-    captured: pytree.TreeSpec, now: pytree.TreeSpec
-) -> list[tuple[str, str, str]]:
-    """Return in what two trees of one type differ besides their children: (what, captured, now).
-
-    Of FlexAttention's masks, attribute by attribute, for the text of a whole one has megabytes.
-    """
-    kind: Any = captured.type
-    names: Sequence[str] = getattr(kind, "_CONTEXT_ATTRS", ())
-    if not names:
-        return [("context", repr(captured.context)[:200], repr(now.context)[:200])]
-    differences: list[tuple[str, str, str]] = []
-    for name, before, after in zip(
-        (*names, "no"), captured.context, now.context, strict=True
-    ):  # last come the names of what is None
-        if before == after:
-            continue
-        texts = [_mask_context_text(value, with_lines=False) for value in (before, after)]
-        if texts[0] == texts[1]:
-            texts = [_mask_context_text(value, with_lines=True) for value in (before, after)]
-        differences.append((name, texts[0], texts[1]))
-    return differences
-
-
-def _mask_context_text(value: Any, *, with_lines: bool) -> str:
-    """Return a mask function as its name and, in brackets, those of the ones that it calls.
-
-    PyTorch keeps of a function what it is made of, and has several classes for it.
-    """
-    function = getattr(value, "fn", value)  # a wrapper that compares, or a function without cells
-    function = getattr(function, "fn", function)
-    entries = getattr(function, "leaf_entries", None)
-    code = getattr(function, "code", None) or getattr(function, "__code__", None)
-    if entries is None and code is None:
-        return repr(function)[:200]
-    name = str(getattr(function, "qualname", getattr(function, "__qualname__", "partial")))
-    if with_lines and code is not None:
-        name += f" of {code.co_filename}:{code.co_firstlineno}"
-    called = [
-        _mask_context_text(entry.stripped, with_lines=with_lines)
-        for entry in entries or ()
-        if hasattr(entry, "stripped")
-    ]
-    return f"{name}({', '.join(called)})" if called else name
 
 
 def lazily_generated_code() -> AbstractContextManager[None]:

@@ -73,7 +73,7 @@ def own_backward_annotations() -> Iterator[None]:
     if original is None:
         raise RuntimeError(
             f"torch {torch.__version__} has no {module.__name__}.{_COPY}: which annotations its "
-            "joint graphs carry is not known; use torch 2.13 to 2.15"
+            "joint graphs carry is not known; use torch 2.11 to 2.15"
         )
     setattr(module, _COPY, lambda _graph: None)
     try:

@@ -67,8 +67,9 @@ class Attention(nn.Module):
         q, k, v = self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4).unbind(0)
         one = x.new_ones(1, 1, 1, dtype=torch.int32)
         first = x.new_zeros(1, 1, 1, 1, dtype=torch.int32)
-        blocks = (one, first, None, None, one, first, None, None, None, None, None, None)
-        mask = (128, 128, *blocks, 128, 128, every_key)
+        mask = BlockMask(
+            (128, 128), one, first, None, None, one, first, None, None, (128, 128), every_key
+        ).as_tuple()
         with (
             annotate(ModuleAnnotation(fqn="attention")),
             fx_traceback.annotate({"compile_with_inductor": "flex_attention"}),

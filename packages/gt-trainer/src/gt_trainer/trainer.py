@@ -1,12 +1,14 @@
 """torchtitan's trainer, with the forward and backward of a step as one captured graph.
 
-Only the forward/backward step is overridden. Model building, parallelization, optimizer,
-schedules, checkpoints, metrics, validation and the loop itself are torchtitan's
-(torchtitan/trainer.py, 0.3.0), configured and not copied.
+A step is ours: its forward and backward, and what stands around them, which waits for the device
+only where a step is reported. Model building, parallelization, optimizer, schedules, checkpoints,
+metrics, validation and the loop over steps are torchtitan's (torchtitan/trainer.py, 0.3.0),
+configured and not copied.
 """
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,22 +16,43 @@ from typing import Any, cast
 
 import torch
 from torch import distributed as dist
+from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.validate import Validator
+from torchtitan.distributed import utils as dist_utils
 from torchtitan.models.common.decoder import Decoder
+from torchtitan.observability import structured_logger as sl
 from torchtitan.tools import filesystem
 from torchtitan.trainer import Trainer
 
 from gt_trainer.compile_options import TrainerCompileConfig
 from gt_trainer.decoder.attention import attention_mask_for
+from gt_trainer.device_transfer import copy_to_host, local_part, send_to_device
+from gt_trainer.launcher import RunStoppedError
 from gt_trainer.metrics.metrics_jsonl import GraphMetricsProcessor
 from gt_trainer.model_identity import identity_of, write_identity
 from gt_trainer.placement.planned_step import loss_of
 from gt_trainer.startup import StartupClock
 from gt_trainer.steps.capture_log import CaptureLog
-from gt_trainer.steps.gradients import refuse_non_finite_gradients
+from gt_trainer.steps.gradient_check import GradientCheck
 from gt_trainer.steps.new_training_step import StepParts, new_training_step
 from gt_trainer.steps.training_step import Batch, BatchPreparation, TrainingStep
 from gt_trainer.validator import GraphValidator
+
+
+class NonFiniteLossError(RunStoppedError):
+    """The loss of a step is NaN or infinite, though its gradients are finite."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _StepBatches:
+    groups: list[list[tuple[Batch, torch.Tensor]]]
+    """One group for each forward/backward, of its microbatches: inputs and labels, on the host."""
+
+    local_valid_tokens: torch.Tensor
+    """Scalar on the host: labels of this rank that count."""
+
+    global_valid_tokens: torch.Tensor
+    """The same over all data-parallel ranks, on the device."""
 
 
 class GraphTrainer(Trainer):
@@ -65,7 +88,11 @@ class GraphTrainer(Trainer):
             super().__init__(config)
             if config.compile.autoparallel and config.validator.enable:
                 self._allow_validation()
+        self._gradient_check = GradientCheck(self.device)
         self.optimizers.register_step_pre_hook(self._check_gradients)
+        for part in self.model_parts:
+            # Whatever saves parameters asks a model for them.
+            part.register_state_dict_pre_hook(self._settle)  # type: ignore[no-untyped-call]  # PyTorch leaves it unannotated
         self._has_stepped = False
         self.training_step: TrainingStep = new_training_step(self._step_parts(config))
         """Forward, loss and backward of one batch."""
@@ -106,20 +133,59 @@ class GraphTrainer(Trainer):
             input_dict=input_dict, labels=labels, global_valid_tokens=global_valid_tokens
         )
 
+    def train(self) -> None:
+        """As torchtitan's; then what the device still owes is waited for, judged and written.
+
+        Raises:
+            NonFiniteGradientsError: Gradients of the last step were not finite.
+        """
+        super().train()
+        self._settle()
+
     def train_step(self, data_iterator: Any) -> None:
-        """As torchtitan's; the first one ends the start-up, whose parts it writes down."""
-        if not self._has_stepped and isinstance(self.metrics_processor, GraphMetricsProcessor):
-            # Not before: the checkpoint that is resumed has only now said where it left off.
-            self.metrics_processor.training_starts(after_step=self.step - 1)
-            if self.training_step.is_captured:
-                self.metrics_processor.display.phase("capturing")
-        if not self._has_stepped:
-            self._say_whose_checkpoints()
-        self._has_stepped = True
-        super().train_step(data_iterator)
-        is_first_rank = dist.get_rank() == 0
-        path = Path(self.config.dump_folder) / "startup.json" if is_first_rank else None
-        self.startup.finish(path)
+        """Make one update of the parameters, from as many batches as are accumulated.
+
+        The first one ends the start-up, whose parts it writes down. It and the steps that are
+        reported (``--metrics.log_freq``) wait for the device; of all others metrics.jsonl is told
+        later.
+
+        Args:
+            data_iterator: yields ({"input", "positions"}, labels), each (B, L) on the host.
+
+        Raises:
+            NonFiniteGradientsError: Gradients were not finite: this step's, or on a GPU maybe those
+                of the step before.
+            NonFiniteLossError: The step is reported, and its loss is not finite.
+        """
+        is_first = not self._has_stepped
+        if is_first:
+            self._first_step_begins()
+        self.optimizers.zero_grad(set_to_none=self.config.training.disable_cuda_graphs)
+        learning_rates = self.lr_schedulers.get_metrics()
+        batches = self._next_batches(data_iterator)
+        loss = self._accumulate(batches)
+        with sl.log_trace_span("optim"):
+            grad_norm = dist_utils.clip_grad_norm_(
+                [p for part in self.model_parts for p in part.parameters()],
+                self.config.training.max_norm,
+                foreach=True,
+                pp_mesh=self.parallel_dims.get_optional_mesh("pp"),
+                ep_enabled=self.parallel_dims.ep_enabled,
+            )
+            self.checkpointer.maybe_wait_for_staging()
+            self.optimizers.step()
+            self.lr_schedulers.step()
+        with sl.log_trace_span("collect_dist_metrics"):
+            numbers = copy_to_host({**self._over_ranks(loss, batches), "grad_norm": grad_norm})
+        if self.metrics_processor.should_log(self.step):
+            self._gradient_check.settle()
+            self._report(numbers.wait(), learning_rates)
+        elif isinstance(self.metrics_processor, GraphMetricsProcessor):
+            self.metrics_processor.log_later(self.step, numbers, learning_rates)
+        if is_first:
+            numbers.wait()
+            path = Path(self.config.dump_folder) / "startup.json" if dist.get_rank() == 0 else None
+            self.startup.finish(path)
 
     def close(self) -> None:
         """As torchtitan's; first what holds on to process groups: pipelines, CUDA graphs."""
@@ -134,9 +200,93 @@ class GraphTrainer(Trainer):
         if is_saved and dist.get_rank() == 0 and not filesystem.is_remote(folder):
             write_identity(Path(folder), self._model_identity)
 
+    def _first_step_begins(self) -> None:
+        self._has_stepped = True
+        if isinstance(self.metrics_processor, GraphMetricsProcessor):
+            # Not before: the checkpoint that is resumed has only now said where it left off.
+            self.metrics_processor.training_starts(after_step=self.step - 1)
+            if self.training_step.is_captured:
+                self.metrics_processor.display.phase("capturing")
+        self._say_whose_checkpoints()
+
+    def _next_batches(self, data_iterator: Any) -> _StepBatches:
+        groups: list[list[tuple[Batch, torch.Tensor]]] = []
+        valid_tokens = torch.zeros((), dtype=torch.int64)
+        for _ in range(self.gradient_accumulation_steps):
+            group = []
+            for _ in range(self.num_pipeline_parallel_microbatches):
+                with sl.log_trace_span("fetching_batch"):
+                    inputs, labels = next(data_iterator)
+                valid_tokens += (labels != IGNORE_INDEX).sum()
+                group.append((inputs, labels))
+            groups.append(group)
+        sl.log_trace_scalar({"local_valid_tokens": cast("int", valid_tokens.tolist())})
+        global_tokens = send_to_device(valid_tokens, self.device)
+        if self.parallel_dims.dp_enabled:
+            mesh = self.parallel_dims.get_mesh("batch")
+            global_tokens = dist_utils.dist_sum_tensor(global_tokens, mesh)
+        return _StepBatches(
+            groups=groups, local_valid_tokens=valid_tokens, global_valid_tokens=global_tokens
+        )
+
+    def _accumulate(self, batches: _StepBatches) -> torch.Tensor:
+        """Forward and backward of every group of microbatches; this rank's loss, a scalar."""
+        total: torch.Tensor | None = None
+        for group in batches.groups:
+            inputs = [
+                {name: send_to_device(value, self.device) for name, value in each.items()}
+                for each, _ in group
+            ]
+            labels = [send_to_device(each, self.device) for _, each in group]
+            is_pipelined = self.parallel_dims.pp_enabled
+            loss = self.forward_backward_step(
+                input_dict=inputs if is_pipelined else inputs[0],
+                labels=labels if is_pipelined else labels[0],
+                global_valid_tokens=batches.global_valid_tokens,
+            )
+            # Copied: the memory may be a CUDA graph's, and the next replay's.
+            total = loss.detach().clone() if total is None else total.add_(loss.detach())
+        assert total is not None
+        return local_part(total)
+
+    def _over_ranks(self, loss: torch.Tensor, batches: _StepBatches) -> dict[str, torch.Tensor]:
+        """The loss of a step, its largest over data-parallel ranks, and tokens seen so far."""
+        seen = torch.full((), self.ntokens_seen, dtype=torch.int64, device=self.device)
+        if not self.parallel_dims.dp_cp_enabled:
+            return {"loss": loss, "max_loss": loss, "n_tokens_seen": seen}
+        mesh = self.parallel_dims.get_mesh("loss")
+        # A rank's loss is its sum over the tokens of all ranks; its mean is over its own.
+        largest = loss * batches.global_valid_tokens / batches.local_valid_tokens
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=mesh.get_group())
+        return {
+            "loss": dist_utils.dist_sum_tensor(loss, mesh),
+            "max_loss": largest,
+            "n_tokens_seen": dist_utils.dist_sum_tensor(seen, mesh),
+        }
+
+    def _report(self, numbers: dict[str, float], learning_rates: dict[str, float]) -> None:
+        if not math.isfinite(numbers["loss"]):
+            raise NonFiniteLossError(
+                f"step {self.step}: the loss is {numbers['loss']}, though its gradients are "
+                "finite. Nothing of this step was saved."
+            )
+        self.metrics_processor.log(
+            self.step,
+            numbers["loss"],
+            numbers["max_loss"],
+            numbers["grad_norm"],
+            extra_metrics={"n_tokens_seen": numbers["n_tokens_seen"], **learning_rates},
+        )
+
     def _check_gradients(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         parameters = (p for part in self.model_parts for p in part.parameters())
-        refuse_non_finite_gradients(parameters, step=self.step, device=self.device)
+        self._gradient_check.check(parameters, step=self.step)
+
+    def _settle(self, *_: Any) -> None:
+        """Judge the last step's gradients and write its metrics, both waiting for the device."""
+        self._gradient_check.settle()
+        if isinstance(self.metrics_processor, GraphMetricsProcessor):
+            self.metrics_processor.write_due()
 
     def _allow_validation(self) -> None:
         # Imported here: no other run pays for the planner.

@@ -9,8 +9,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from gt_trainer.device_transfer import HostCopy
 from gt_trainer.metrics.metrics_history import MetricsFileError, read_metrics
 from gt_trainer.metrics.metrics_jsonl import GraphMetricsProcessor
 
@@ -159,9 +161,114 @@ def test_resumed_run_leaves_one_history(tmp_path: Path, announced: bool) -> None
         ]
 
 
+class Event:
+    """A device's event, reached when the test says so or when it is waited for."""
+
+    def __init__(self) -> None:
+        self.is_reached = False
+
+    def query(self) -> bool:
+        return self.is_reached
+
+    def synchronize(self) -> None:
+        self.is_reached = True
+
+
+def log_later(processor: GraphMetricsProcessor, step: int, event: Event) -> None:
+    """As our Trainer does at the end of a step that is not reported."""
+    values = {"loss": 0.5 * step, "max_loss": 1.0 * step, "grad_norm": 0.25, "n_tokens_seen": 64.0}
+    numbers = torch.tensor([*values.values()], dtype=torch.float64)
+    copy = HostCopy(names=tuple(values), numbers=numbers, copied=event)
+    processor.log_later(step, copy, {"lr/AdamW": 1e-3})
+
+
+def steps_in(folder: Path) -> list[int]:
+    return [record["step"] for record in read_metrics(folder / "metrics.jsonl")]
+
+
+def test_steps_between_reports_are_recorded_without_what_is_measured_between_reports(
+    tmp_path: Path,
+) -> None:
+    processor = build(tmp_path, log_freq=3)
+    log_step(processor, 1)
+    log_later(processor, 2, Event())
+    log_step(processor, 3)
+    processor.close()
+    _, later, _ = read_metrics(tmp_path / "metrics.jsonl")
+    assert later == {
+        "step": 2,
+        "loss": 1.0,
+        "grad_norm": 0.25,
+        "max_loss": 2.0,
+        "lr": 1e-3,
+        "n_tokens_seen": 64,
+    }
+    assert steps_in(tmp_path) == [1, 2, 3]
+
+
+def test_steps_between_reports_are_not_displayed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    processor = build(tmp_path, log_freq=3)
+    log_step(processor, 1)
+    log_later(processor, 2, Event())
+    log_step(processor, 3)
+    processor.close()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["step=1/5", "step=3/5"]
+
+
+def test_numbers_on_their_way_are_written_in_order_once_they_are_there(tmp_path: Path) -> None:
+    processor = build(tmp_path, log_freq=10)
+    log_step(processor, 1)
+    events = [Event(), Event(), Event()]
+    log_later(processor, 2, events[0])
+    log_later(processor, 3, events[1])
+    assert steps_in(tmp_path) == [1]
+    events[1].is_reached = True  # not before the second step, whose line comes first
+    assert steps_in(tmp_path) == [1]
+    events[0].is_reached = True
+    log_later(processor, 4, events[2])
+    assert steps_in(tmp_path) == [1, 2, 3]
+    assert not events[2].is_reached
+    processor.close()
+
+
+@pytest.mark.parametrize("flush", ["report", "validation", "saving"])
+def test_reports_validation_and_saving_wait_for_what_is_on_its_way(
+    flush: str, tmp_path: Path
+) -> None:
+    processor = build(tmp_path, log_freq=3)
+    log_step(processor, 1)
+    event = Event()
+    log_later(processor, 2, event)
+    if flush == "report":
+        log_step(processor, 3)
+    elif flush == "validation":
+        processor.log_validation(loss=3.5, step=2)
+    else:
+        processor.write_due()
+    assert event.is_reached
+    assert steps_in(tmp_path)[:2] == [1, 2]
+    processor.close()
+
+
+def test_closing_writes_what_is_there_and_waits_for_nothing(tmp_path: Path) -> None:
+    processor = build(tmp_path, log_freq=10)
+    log_step(processor, 1)
+    there, missing = Event(), Event()
+    log_later(processor, 2, there)
+    log_later(processor, 3, missing)
+    there.is_reached = True
+    processor.close()
+    assert steps_in(tmp_path) == [1, 2]
+    assert not missing.is_reached
+
+
 def test_jsonl_can_be_turned_off(tmp_path: Path) -> None:
     processor = build(tmp_path / "run", jsonl=False)
     log_step(processor, 1)
+    log_later(processor, 2, Event())
     processor.log_validation(loss=1.0, step=1)
     processor.close()
     assert not (tmp_path / "run").exists()

@@ -20,8 +20,7 @@ from torchtitan.models.llama3 import model_registry
 
 from gt_config import CompileConfig
 from gt_config.graph_kinds import GraphKind
-from gt_passes import PassContext, PassManager
-from gt_passes.registered_passes import RemoveDeadCode
+from gt_passes import PassContext, PassManager, RemoveDeadCode
 from gt_pipeline.runner import ActivationSignature
 from gt_pipeline.schedules import schedule_of
 from gt_pipeline.split import stage_modules

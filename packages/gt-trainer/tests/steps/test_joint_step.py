@@ -8,8 +8,7 @@ from torch import nn
 
 from gt_config import ShapeChangePolicy
 from gt_config.graph_kinds import GraphKind
-from gt_passes import PassContext, PassManager
-from gt_passes.registered_passes import RemoveDeadCode
+from gt_passes import PassContext, PassManager, RemoveDeadCode
 from gt_trace import InputMismatchError
 from gt_trainer.startup import StartupClock
 from gt_trainer.steps.joint_step import JointCaptureReport, JointForward

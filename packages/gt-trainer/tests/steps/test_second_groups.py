@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
 import torch.distributed as dist
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as distributed
@@ -17,22 +18,27 @@ from gt_trainer.steps import new_training_step
 NUM_RANKS = 32
 
 
+def dims_of(*, ep: int, world_size: int) -> ParallelDims:
+    distributed.set_spmd_backend("partial_dtensor")
+    dims = ParallelDims(
+        dp_replicate=1,
+        dp_shard=world_size,
+        cp=1,
+        tp=1,
+        pp=1,
+        ep=ep,
+        world_size=world_size,
+        spmd_backend="partial_dtensor",
+    )
+    dims.build_mesh()
+    return dims
+
+
 def test_reductions_and_exchanges_have_groups_of_their_own_where_ep_takes_all_ranks():
     """FSDP and experts then have one group, of which a communicator runs one thing at a time."""
     options = CompileConfig(fsdp_second_group=True, ep_overlap=EpOverlapConfig(enabled=True))
     with fake_world(rank=0, world_size=NUM_RANKS):
-        distributed.set_spmd_backend("partial_dtensor")
-        dims = ParallelDims(
-            dp_replicate=1,
-            dp_shard=NUM_RANKS,
-            cp=1,
-            tp=1,
-            pp=1,
-            ep=NUM_RANKS,
-            world_size=NUM_RANKS,
-            spmd_backend="partial_dtensor",
-        )
-        dims.build_mesh()
+        dims = dims_of(ep=NUM_RANKS, world_size=NUM_RANKS)
         parts = SimpleNamespace(options=options, parallel_dims=dims)
         new_training_step._create_second_groups(cast("Any", parts))
         num_groups = len(dist.distributed_c10d._world.pg_map)
@@ -42,3 +48,23 @@ def test_reductions_and_exchanges_have_groups_of_their_own_where_ep_takes_all_ra
         assert len(dist.distributed_c10d._world.pg_map) == num_groups  # none was missing
     assert fsdp == ep
     assert len({fsdp, reductions, exchanges}) == 3
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_all_ranks_make_the_groups_of_the_same_axes_in_the_same_order(rank: int) -> None:
+    options = CompileConfig(fsdp_second_group=True, ep_overlap=EpOverlapConfig(enabled=True))
+    with fake_world(rank=rank, world_size=4):
+        dims = dims_of(ep=2, world_size=4)
+        fsdp, efsdp, ep = (
+            dims.get_mesh(axis).get_group().group_name for axis in ("fsdp", "efsdp", "ep")
+        )
+        before = set(dist.distributed_c10d._world.pg_map)
+        parts = SimpleNamespace(options=options, parallel_dims=dims)
+        new_training_step._create_second_groups(cast("Any", parts))
+        made = [g for g in dist.distributed_c10d._world.pg_map if g not in before]
+        descriptions = [group.group_desc for group in made]
+    assert descriptions == [
+        f"gt_passes: reductions of {fsdp}",
+        f"gt_passes: reductions of {efsdp}",
+        f"gt_passes: exchanges of {ep}",
+    ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from gt_config._rules.rule import must_be_default, rule
+from gt_config._rules.rule import must_be_default, rule, violation
 from gt_config._subject import Subject
 from gt_config.errors import Violation
 
@@ -23,6 +23,39 @@ def _memory_policy_needs_a_whole_step(subject: Subject) -> Iterator[Violation]:
         because="in --compile.mode aot_joint --compile.joint_partitioner says what is kept",
         switch="--compile.mode aot_fx_trace",
     )
+
+
+_HOST_COPIES = (
+    "copies to the host that a compiler has taken into a program go to new memory in every step, "
+    "and a CUDA graph replays addresses"
+)
+
+
+@rule(
+    "config.memory_policy",
+    "config.cuda_graphs",
+    "config.inductor_compilation",
+    "config.regional_modules",
+)
+def _recorded_copies_to_the_host_are_not_compiled(subject: Subject) -> Iterator[Violation]:
+    config = subject.config
+    if config.memory_policy != "offload" or not config.cuda_graphs:
+        return
+    if config.inductor_compilation == "full":
+        yield violation(
+            subject,
+            "config.inductor_compilation",
+            allowed=f"'none' or 'regional' with offload and CUDA graphs: {_HOST_COPIES}",
+            fix="use regional, another --compile.memory_policy, or leave out --compile.cuda_graphs",
+        )
+    elif config.inductor_compilation == "regional" and config.regional_modules:
+        yield violation(
+            subject,
+            "config.regional_modules",
+            allowed=f"FlexAttention alone with offload and CUDA graphs: {_HOST_COPIES}",
+            fix="drop the option, use another --compile.memory_policy, or leave out "
+            "--compile.cuda_graphs",
+        )
 
 
 _FSDP_SCHEDULE = (

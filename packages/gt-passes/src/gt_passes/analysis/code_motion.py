@@ -46,6 +46,10 @@ class CodeMotion:
         index = self.section(node)
         return self._barriers[index] if index < len(self._barriers) else None
 
+    def stays_inside(self, node: Node) -> bool:
+        """Whether nobody writes to the memory of a node, and no output of the graph shares it."""
+        return not (self._aliases.is_written(node) or self._aliases.holds_output(node))
+
     def reason_not_to_move(self, node: Node) -> str | None:
         """Why a node must stay where it is; None if only its arguments and readers bind it."""
         if node.op in ("placeholder", "output"):

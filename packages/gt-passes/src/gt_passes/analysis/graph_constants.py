@@ -16,6 +16,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from gt_passes._torch_internals import WeakIdKeyDictionary, unset_fake_temporarily
+from gt_passes.analysis.node_calls import attribute_of
 from gt_passes.analysis.outlined_region import OutlinedRegion
 from gt_passes.analysis.tensor_signature import signature
 
@@ -30,14 +31,6 @@ class FrozenAttribute:
     def __repr__(self) -> str:
         digest = hashlib.sha256(repr(self.content).encode()).hexdigest()
         return f"{self.kind} {digest[:8]}"
-
-
-def attribute_of(graph_module: GraphModule, node: Node) -> object:
-    """What a ``get_attr`` node stands for; None where there is no such attribute."""
-    value: object = graph_module
-    for part in str(node.target).split("."):
-        value = getattr(value, part, None)
-    return value
 
 
 def freeze_attribute(graph_module: GraphModule, node: Node) -> FrozenAttribute:

@@ -15,6 +15,9 @@ current stream wait for it. That much is written after PyTorch's own operators o
 (``torch/_functorch/_activation_offloading/offload_ops.py``), which cannot run on a CPU, and which
 resize the storage of the source instead of letting go of it. On a CPU both copies are plain clones,
 so that the same graph runs, and takes and gives the same bits.
+
+Both can be recorded in a CUDA graph: the stream of the copy forks from the current one by an event,
+and the wait joins it again. Only new host memory cannot, hence ``offload_into``.
 """
 
 from __future__ import annotations
@@ -46,6 +49,11 @@ def is_host_copy(node: Node) -> bool:
     return node.target in (OFFLOAD, RELOAD, WAIT_COPY)
 
 
+def starts_host_copy(node: Node) -> bool:
+    """Whether a node starts a copy, in either direction."""
+    return node.target in (OFFLOAD, RELOAD)
+
+
 def is_copy_to_host(node: Node) -> bool:
     """Whether a node starts a copy to host memory."""
     return node.target is OFFLOAD
@@ -55,13 +63,28 @@ _streams: dict[torch.device, torch.Stream] = {}
 _pending: dict[int, tuple[torch.Event, torch.device]] = {}  # by address of the copy
 
 
+def offload_into(value: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
+    """``OFFLOAD``, into memory that is there already.
+
+    A CUDA graph copies to where the host memory was when it was recorded, so that memory must stay.
+
+    Args:
+        value: on any device.
+        room: host memory, of equal shape, strides and dtype; pinned if ``value`` is on a GPU.
+
+    Returns:
+        ``room``, to be waited for by ``WAIT_COPY``.
+    """
+    if value.device.type == "cpu":
+        return room.copy_(value)
+    _start_copy(room, value, device=value.device)
+    return room
+
+
 @torch.library.impl(_library, "offload", "CompositeExplicitAutograd")
 def _offload(value: torch.Tensor) -> torch.Tensor:
-    if value.device.type == "cpu":
-        return _room_for(value, torch.device("cpu")).copy_(value)
-    host = _room_for(value, torch.device("cpu"), pin_memory=True)
-    _start_copy(host, value, device=value.device)
-    return host
+    on_gpu = value.device.type != "cpu"
+    return offload_into(value, _room_for(value, torch.device("cpu"), pin_memory=on_gpu))
 
 
 @torch.library.impl(_library, "reload", "CompositeExplicitAutograd")
@@ -117,21 +140,9 @@ def _start_copy(destination: torch.Tensor, source: torch.Tensor, *, device: torc
     _pending[destination.data_ptr()] = (event, device)
 
 
-def _fake_offload(value: torch.Tensor) -> torch.Tensor:
-    return _room_for(value, torch.device("cpu"))
-
-
-def _fake_reload(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return _room_for(host, device)
-
-
-def _fake_wait_copy(copy: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    return copy
-
-
 for _name, _fake in (
-    ("offload", _fake_offload),
-    ("reload", _fake_reload),
-    ("wait_copy", _fake_wait_copy),
+    ("offload", lambda value: _room_for(value, torch.device("cpu"))),
+    ("reload", _room_for),
+    ("wait_copy", lambda copy, source: copy),
 ):
     torch.library.register_fake(f"gt_passes::{_name}", _fake, lib=_library)

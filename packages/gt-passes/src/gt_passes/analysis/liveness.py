@@ -17,11 +17,11 @@ loses between blocks; ``block_bytes`` rounds every storage up as the CUDA alloca
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from gt_config.node_keys import FsdpCollectiveAnnotation
 from gt_passes.analysis.collectives import is_collective
@@ -47,14 +47,7 @@ saved for backward: made by forward or loss and still read by the backward.
 temporaries: everything else.
 """
 
-MEMORY_KINDS: tuple[MemoryKind, ...] = (
-    "static inputs",
-    "arguments",
-    "outputs",
-    "gathered parameters",
-    "saved for backward",
-    "temporaries",
-)
+MEMORY_KINDS: tuple[MemoryKind, ...] = get_args(MemoryKind)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +106,16 @@ def peak_bytes_of(storages: Storages) -> int:
     return _Liveness(storages).peak_bytes()
 
 
+def peak_bytes_made_by(graph_module: GraphModule, makers: Collection[Node]) -> int:
+    """Most bytes held at once of what some nodes made; of the device where the graph computes.
+
+    Args:
+        graph_module: with fake values in ``node.meta["val"]``.
+        makers: of the graph's nodes.
+    """
+    return _Liveness(Storages(graph_module)).peak_bytes(frozenset(makers))
+
+
 def estimate_memory(
     graph_module: GraphModule,
     *,
@@ -150,8 +153,8 @@ class _Liveness:
         self._find_lifetimes()
         self._on_host = [self._is_on_host(storage) for storage in range(len(storages.num_bytes))]
 
-    def peak_bytes(self) -> int:
-        return max(self._live_curve(on_host=False), default=0)
+    def peak_bytes(self, makers: frozenset[Node] | None = None) -> int:
+        return max(self._live_curve(on_host=False, makers=makers), default=0)
 
     def profile(self) -> MemoryProfile:
         live = self._live_curve(on_host=False)
@@ -211,12 +214,17 @@ class _Liveness:
             return True
         return is_copy_to_host(self._storages.maker[storage])
 
-    def _live_curve(self, *, on_host: bool) -> list[int]:
+    def _live_curve(self, *, on_host: bool, makers: frozenset[Node] | None = None) -> list[int]:
         change = [0] * (len(self._storages.nodes) + 1)
-        for num_bytes, birth, death, host in zip(
-            self._storages.num_bytes, self._birth, self._death, self._on_host, strict=True
+        for num_bytes, birth, death, host, maker in zip(
+            self._storages.num_bytes,
+            self._birth,
+            self._death,
+            self._on_host,
+            self._storages.maker,
+            strict=True,
         ):
-            if host is on_host:
+            if host is on_host and (makers is None or maker in makers):
                 change[birth] += num_bytes
                 change[death + 1] -= num_bytes
         return list(itertools.accumulate(change[:-1]))

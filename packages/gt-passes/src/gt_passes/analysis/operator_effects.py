@@ -15,6 +15,7 @@ from torch.fx import Node
 
 from gt_passes._torch_internals import OpOverload
 from gt_passes.analysis.aliasing import has_unknown_effects
+from gt_passes.analysis.node_calls import arguments_of
 from gt_passes.analysis.outlined_region import region_of
 
 _aten = torch.ops.aten
@@ -120,7 +121,7 @@ def draws_random_numbers(node: Node) -> bool:
         return False
     effects = _effects_of(node.target)
     if effects.is_random_if_dropout:
-        return _dropout_probability(node) != 0
+        return bool(arguments_of(node)["dropout_p"])
     return effects.is_random
 
 
@@ -167,13 +168,3 @@ def _effects_of(target: OpOverload) -> _Effects:
             and schema.name not in _MAY_COPY
         ),
     )
-
-
-def _dropout_probability(node: Node) -> object:
-    assert isinstance(node.target, OpOverload)  # as draws_random_numbers has seen
-    for position, declared in enumerate(node.target._schema.arguments):
-        if declared.name == "dropout_p":
-            if position < len(node.args) and not declared.kwarg_only:
-                return node.args[position]
-            return node.kwargs.get("dropout_p", declared.default_value)
-    return None

@@ -28,6 +28,7 @@ from torch.fx.node import map_arg
 from gt_config.node_keys import ModuleAnnotation, PhaseAnnotation
 from gt_passes._torch_compilation_internals import fake_mode_is_active
 from gt_passes._torch_internals import fake_mode_of, is_fake_tensor, value_of
+from gt_passes.analysis.node_calls import attribute_of
 from gt_trace.node_metadata import copy_annotations, read_annotation, write_annotation
 
 Runner = Callable[..., Sequence[Any]]
@@ -175,7 +176,7 @@ class RegionOutliner:
             for argument in node.all_input_nodes:
                 if argument not in copies:  # a subgraph, as outline has seen
                     name = str(argument.target)
-                    subgraphs[name] = self._attribute(argument)
+                    subgraphs[name] = attribute_of(self._graph_module, argument)
                     copies[argument] = graph.node_copy(argument)
             copies[node] = graph.node_copy(node, copies.__getitem__)
         graph.output(tuple(copies[node] for node in outline.outputs))
@@ -250,18 +251,14 @@ class RegionOutliner:
         return self._replacements.get(node, node)
 
     def _is_subgraph(self, node: Node) -> bool:
-        return node.op == "get_attr" and isinstance(self._attribute(node), nn.Module)
-
-    def _attribute(self, node: Node) -> object:
-        value: object = self._graph_module
-        for part in str(node.target).split("."):
-            value = getattr(value, part)
-        return value
+        return node.op == "get_attr" and isinstance(
+            attribute_of(self._graph_module, node), nn.Module
+        )
 
     def _value(self, node: Node) -> object:
         value = value_of(node)
         if value is None and node.op == "get_attr":
-            value = self._attribute(node)  # a constant, which tracing leaves real
+            value = attribute_of(self._graph_module, node)  # a constant, which tracing leaves real
         if isinstance(value, torch.Tensor) and not is_fake_tensor(value):
             assert self._fake_mode is not None  # or there would be no fake value to outline
             return self._fake_mode.from_tensor(value, static_shapes=True)

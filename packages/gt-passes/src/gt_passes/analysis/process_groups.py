@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from torch.fx import Node
 
 from gt_passes._torch_internals import OpOverload, torch_group_ordinal, torch_group_ranks
+from gt_passes.analysis.node_calls import arguments_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,14 +51,9 @@ def group_identity(name: str) -> GroupIdentity:
 
 def group_name_of(node: Node) -> str | None:
     """The name of the process group that an operator is given; None for an operator without one."""
-    target = node.target
-    if node.op != "call_function" or not isinstance(target, OpOverload):
+    if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return None
-    for position, declared in enumerate(target._schema.arguments):
-        if declared.name == "group_name":
-            in_args = position < len(node.args) and not declared.kwarg_only
-            value: object = node.args[position] if in_args else node.kwargs.get("group_name")
-            # A string, or since torch 2.15 possibly the group itself.
-            name = value if isinstance(value, str) else getattr(value, "group_name", None)
-            return name if isinstance(name, str) else None
-    return None
+    value = arguments_of(node).get("group_name")
+    # A string, or since torch 2.15 possibly the group itself.
+    name = value if isinstance(value, str) else getattr(value, "group_name", None)
+    return name if isinstance(name, str) else None

@@ -68,12 +68,8 @@ class SymbolSizes:
 
     def _evaluate(self, size: torch.SymInt) -> int:
         expression: Any = size.node.expr
-        known = self._evaluated.get(expression)
-        if known is None:
-            known = self._evaluated[expression] = self._substitute(size, expression)
-        return known
-
-    def _substitute(self, size: torch.SymInt, expression: Any) -> int:
+        if expression in self._evaluated:
+            return self._evaluated[expression]
         traced, values = traced_symbol_values(size), {}
         for symbol in expression.free_symbols:
             name = str(symbol)
@@ -84,7 +80,7 @@ class SymbolSizes:
             else:
                 values[symbol] = self._assumed
                 self._assumed_symbols[name] = None
-        return int(expression.xreplace(values))
+        return self._evaluated.setdefault(expression, int(expression.xreplace(values)))
 
 
 def balanced_exchange_sizes(

@@ -100,7 +100,7 @@ class _Canonicalization:
                 self._visit_view(node)
         _erase_unused(self._graph, self._skipped)
         counts = {name: count for name, count in self._counts.items() if count}
-        return PassReport(changed=bool(counts), counts=counts, refusals=tuple(self._refusals))
+        return PassReport.of(counts, self._refusals)
 
     def _visit_view(self, node: Node) -> None:
         if self._aliases.is_reshaped(node):

@@ -62,5 +62,4 @@ class MergeWaits(GraphPass):
                 wait_of[node] = node
             else:
                 sweep.replace(node, by=first)
-        merged = sweep.num_replaced
-        return PassReport(changed=merged > 0, counts={"waits_merged": merged})
+        return PassReport.of({"waits_merged": sweep.num_replaced})

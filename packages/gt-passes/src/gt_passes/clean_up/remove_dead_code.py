@@ -90,11 +90,7 @@ class RemoveDeadCode(GraphPass):
             graph_module.graph.erase_node(node)
             num_removed += 1
         counts = {"removed": num_removed, "collectives_removed": num_collectives}
-        return PassReport(
-            changed=num_removed > 0,
-            counts=counts,
-            refusals=tuple(reversed(refusals)),
-        )
+        return PassReport.of(counts, refusals[::-1])
 
     def _refusal(self, wait: Node) -> Refusal | None:
         """Why a wait that nobody reads must stay, or None where it may go."""

@@ -19,6 +19,7 @@ from torch.fx import GraphModule
 from gt_passes._torch_compilation_internals import compile_with_inductor, known_inductor_options
 from gt_passes._torch_internals import value_of
 from gt_passes.analysis.outlined_region import Runner
+from gt_passes.compilation.saved_values import keep_saved_values
 from gt_passes.errors import InductorOptionError
 
 _KEEP_ORDER: Mapping[str, object] = MappingProxyType(
@@ -92,7 +93,8 @@ class InductorCompiler:
         """
         _check_options(options)
         inputs = [value_of(node) for node in body.graph.find_nodes(op="placeholder")]
-        compiled = compile_with_inductor(body, inputs, self.effective_options(options))
+        program = keep_saved_values(body)
+        compiled = compile_with_inductor(program, inputs, self.effective_options(options))
         outputs = [value_of(node) for node in body.graph.output_node().args[0]]  # type: ignore[union-attr, arg-type]  # a tuple of nodes, as Outliner makes it
         return _CheckedOnce(compiled, outputs)
 

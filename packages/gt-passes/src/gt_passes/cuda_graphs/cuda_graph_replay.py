@@ -6,9 +6,13 @@ from then on they are replayed. A recording reads and writes fixed addresses:
 
 - parameters, buffers, constants and results of earlier pieces are read where they are, and every
   call checks that they still are there;
-- other inputs are copied into memory that stays;
+- other inputs are copied into memory that stays (``piece_memory``);
 - results stay where the recording put them, so the next step overwrites them. The pass copies what
   leaves the step (``gt_passes.cuda_graphs.cuda_graphs``).
+
+The step that records gets results that own their memory. When their last reader is done they are
+gone, and pieces that are recorded later use that memory again: every step runs in the same order,
+so by then nobody reads it. Recordings only remember where it was.
 
 If an address has changed (a checkpoint replaced a parameter), the step goes on without recordings
 and the next one records all pieces anew, in fresh memory: pieces share memory in the order in which
@@ -25,6 +29,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
+from gt_passes.cuda_graphs.piece_memory import PieceMemory, Place, without_repeats
 from gt_passes.errors import CudaGraphAddressError
 
 _CallMode = Literal["run", "record", "replay"]
@@ -35,12 +40,23 @@ class Recording(Protocol):
 
     @property
     def outputs(self) -> Sequence[torch.Tensor]:
-        """Where each replay leaves its results."""
+        """Where each replay leaves its results. They do not own that memory."""
         ...
 
     def replay(self) -> None:
         """Do what was recorded, on what its inputs hold now."""
         ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recorded:
+    """What recording a piece gives."""
+
+    recording: Recording
+
+    outputs: Sequence[torch.Tensor]
+    """The results at their addresses, for the step that records. They own their memory: once they
+    are gone, recordings that are made later may use it."""
 
 
 class Recorder(Protocol):
@@ -52,13 +68,16 @@ class Recorder(Protocol):
         """Run a piece as it is, and return its results."""
         ...
 
-    def static_copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy of equal strides, in memory that stays."""
+    def memory(self, num_bytes: int, device: torch.device) -> torch.Tensor:
+        """Bytes, uint8 and one-dimensional, that no recording uses for anything else.
+
+        Host memory is such that a device copies to it on its own.
+        """
         ...
 
     def record(
         self, piece: Callable[..., Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor]
-    ) -> Recording:
+    ) -> Recorded:
         """Record a piece at the addresses of ``inputs``. Computes nothing yet."""
         ...
 
@@ -89,6 +108,7 @@ class ReplaySession:
     _num_steps: int = 0
     _is_recorded: bool = False
     _pieces: list[ReplayedPiece] = field(default_factory=list)
+    _shared_memory: torch.Tensor | None = None
 
     def add(self, piece: ReplayedPiece) -> bool:
         """Count a piece in; returns whether it is the first, with which a step begins."""
@@ -119,6 +139,14 @@ class ReplaySession:
         self._is_recorded = False
         self.mode = "run"
 
+    def shared_memory(self, device: torch.device) -> torch.Tensor:
+        """The bytes into which every piece copies inputs, each before it runs."""
+        if self._shared_memory is None:
+            num_bytes = max(piece.memory.shared_bytes for piece in self._pieces)
+            self._shared_memory = self.recorder.memory(num_bytes, device)
+        assert self._shared_memory.device == device  # recordings are of one device
+        return self._shared_memory
+
     def release(self) -> None:
         """Drop all recordings and their memory; the next step records anew.
 
@@ -127,6 +155,7 @@ class ReplaySession:
         """
         for piece in self._pieces:
             piece.forget()
+        self._shared_memory = None
         self.recorder.reset()
         self._is_recorded = False
         self.mode = "run"
@@ -138,8 +167,9 @@ class ReplayedPiece:
     Args:
         piece: what to record; a function of tensors that returns tensors.
         session: shared by the pieces of a graph, which are made in the order in which they run.
-        input_names: for errors.
-        static_inputs: positions of the inputs that keep their addresses.
+        memory: where the inputs go that do not keep their addresses. If it has rooms, ``piece``
+            takes them behind its other inputs.
+        input_names: for errors; without the rooms.
     """
 
     def __init__(
@@ -147,19 +177,21 @@ class ReplayedPiece:
         piece: Callable[..., Sequence[torch.Tensor]],
         session: ReplaySession,
         *,
+        memory: PieceMemory,
         input_names: Sequence[str],
-        static_inputs: frozenset[int],
     ) -> None:
         self.session = session
+        self.memory = memory
         self._piece = piece
         self._is_first = session.add(self)
         self._input_names = tuple(input_names)
-        self._static_inputs = tuple(sorted(static_inputs))
-        self._copied_inputs = tuple(
-            position for position in range(len(self._input_names)) if position not in static_inputs
+        copied = {position for position, _ in (*memory.shared_inputs, *memory.own_inputs)}
+        self._static_inputs = tuple(
+            position for position in range(len(self._input_names)) if position not in copied
         )
-        self._inputs: list[torch.Tensor] = []
+        self._copies: dict[int, torch.Tensor] = {}  # what of them is stored
         self._addresses: list[int] = []
+        self._rooms: list[torch.Tensor] = []
         self._recording: Recording | None = None
 
     def __call__(self, *args: Any) -> Sequence[torch.Tensor]:
@@ -172,14 +204,14 @@ class ReplayedPiece:
             if moved:
                 session.invalidate(moved)
         if session.mode == "run":
-            return session.recorder.warm_up(self._piece, args)
+            return session.recorder.warm_up(self._piece, [*args, *self._given_rooms()])
         if session.mode == "record":
-            self._record(args)
-        else:
-            for position in self._copied_inputs:
-                assert self._inputs[position].shape == args[position].shape  # or copy_ broadcasts
-                self._inputs[position].copy_(args[position], non_blocking=True)
-        assert self._recording is not None  # made now, or in an earlier step
+            return self._record(args)
+        for position, copy in self._copies.items():
+            given = without_repeats(args[position])
+            assert copy.shape == given.shape  # or copy_ broadcasts
+            copy.copy_(given, non_blocking=True)
+        assert self._recording is not None  # made in an earlier step
         self._recording.replay()
         return self._recording.outputs
 
@@ -190,16 +222,45 @@ class ReplayedPiece:
             if args[position].data_ptr() != address
         ]
 
-    def _record(self, args: Sequence[torch.Tensor]) -> None:
-        recorder = self.session.recorder
-        self._inputs = list(args)
-        for position in self._copied_inputs:
-            self._inputs[position] = recorder.static_copy(args[position])
+    def _record(self, args: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        session, memory = self.session, self.memory
+        inputs = list(args)
+        if memory.shared_inputs:
+            (position, _), *_ = memory.shared_inputs
+            shared = session.shared_memory(args[position].device)
+            self._place(memory.shared_inputs, shared, inputs)
+        if memory.own_inputs:
+            (position, _), *_ = memory.own_inputs
+            own = session.recorder.memory(memory.own_bytes, args[position].device)
+            self._place(memory.own_inputs, own, inputs)
+        # Addresses, not tensors: what nobody else holds is to be gone when its last reader is done.
         self._addresses = [args[position].data_ptr() for position in self._static_inputs]
-        self._recording = recorder.record(self._piece, self._inputs)
+        recorded = session.recorder.record(self._piece, [*inputs, *self._given_rooms()])
+        self._recording = recorded.recording
+        self._recording.replay()
+        return recorded.outputs
+
+    def _place(
+        self,
+        places: Sequence[tuple[int, Place]],
+        memory: torch.Tensor,
+        inputs: list[torch.Tensor],
+    ) -> None:
+        for position, place in places:
+            placed = place.view(memory)
+            self._copies[position] = without_repeats(placed)
+            self._copies[position].copy_(without_repeats(inputs[position]))
+            inputs[position] = placed
+
+    def _given_rooms(self) -> Sequence[torch.Tensor]:
+        """The rooms in host memory, made once: a copy of the step before may still be under way."""
+        if self.memory.rooms and not self._rooms:
+            host = self.session.recorder.memory(self.memory.room_bytes, torch.device("cpu"))
+            self._rooms = [room.view(host) for room in self.memory.rooms]
+        return self._rooms
 
     def forget(self) -> None:
-        """Drop the recording, and the memory that it keeps."""
+        """Drop the recording, and the memory that it keeps on the device."""
         self._recording = None
-        self._inputs.clear()
+        self._copies.clear()
         self._addresses.clear()

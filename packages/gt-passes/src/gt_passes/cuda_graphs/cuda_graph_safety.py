@@ -6,7 +6,8 @@ while recording, and never again: the replay is then silently wrong. Every rule 
 PyTorch says what makes yes safe.
 
 Sources: PyTorch, ``torch/cuda/graphs.py`` and the notes on CUDA graphs;
-``torch/_inductor/cudagraph_utils.py``.
+``torch/_inductor/cudagraph_utils.py``; ``torch/distributed/_symmetric_memory/__init__.py``, whose
+fused operators ask whether they are being recorded.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from torch.fx import GraphModule, Node
 from gt_passes._torch_compilation_internals import process_group_backend
 from gt_passes._torch_internals import HigherOrderOperator, OpOverload, value_of
 from gt_passes.analysis.aliasing import AliasClasses
+from gt_passes.analysis.bucket_copies import BUCKET_COPIES
 from gt_passes.analysis.collectives import is_collective
+from gt_passes.analysis.host_copies import OFFLOAD, is_host_copy
 from gt_passes.analysis.outlined_region import region_of
 from gt_passes.analysis.tensor_signature import is_symbolic, signature
 
@@ -29,6 +32,12 @@ _aten = torch.ops.aten
 
 _KNOWN_NAMESPACES = frozenset({"aten", "prims", "_c10d_functional", "_c10d_functional_autograd"})
 _CAPTURABLE_HIGHER_ORDER = frozenset({"flex_attention", "flex_attention_backward"})
+_CAPTURABLE_SYMMETRIC = frozenset(
+    {"symm_mem::fused_all_gather_matmul", "symm_mem::fused_matmul_reduce_scatter"}
+)
+"""They fork to a stream of their own and join it, wait for other ranks in kernels, and use one
+workspace for each group, which is as large as it has to be once every size has run."""
+
 _SYNCHRONIZES = frozenset({"_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero"})
 _COPIES = frozenset({"_to_copy", "copy_", "copy"})
 _TAKES_MASK = frozenset({"index", "index_put", "index_put_", "_unsafe_index_put"})
@@ -69,6 +78,7 @@ def find_obstacles(
     *,
     num_static_inputs: int,
     left_out: Mapping[Node, str] | None = None,
+    in_region: bool = False,
 ) -> tuple[Obstacle, ...]:
     """Every node that cannot be recorded, in execution order, with the first reason found.
 
@@ -77,8 +87,10 @@ def find_obstacles(
         target: what to record for.
         num_static_inputs: leading placeholders whose tensors keep their addresses.
         left_out: nodes that somebody has other reasons not to record, and these.
+        in_region: the graph is what a compiler was given, and runs as one program.
     """
-    return tuple(_Judge(graph_module, target, num_static_inputs, left_out or {}).obstacles())
+    judge = _Judge(graph_module, target, num_static_inputs, left_out or {}, in_region)
+    return tuple(judge.obstacles())
 
 
 class _Judge:
@@ -88,10 +100,12 @@ class _Judge:
         target: CaptureTarget,
         num_static_inputs: int,
         left_out: Mapping[Node, str],
+        in_region: bool,
     ) -> None:
         self._graph_module = graph_module
         self._target = target
         self._left_out = left_out
+        self._in_region = in_region
         placeholders = graph_module.graph.find_nodes(op="placeholder")
         self._moving: set[Node] = set(placeholders[num_static_inputs:])
         """Values at an address that differs from step to step: inputs, and what runs on its own."""
@@ -132,6 +146,8 @@ class _Judge:
             if inner is not None:
                 return f"inside it, {inner.node.name}: {inner.reason}"
             return self._reason_of_memory(node)
+        if is_host_copy(node):
+            return self._reason_of_host_copy(node) or self._reason_of_memory(node)
         return (
             self._reason_of_operator(node)
             or self._reason_of_host_memory(node)
@@ -150,7 +166,9 @@ class _Judge:
         operator_name = _operator_name(node)
         if torch.Tag.cudagraph_unsafe in target.tags:
             return f"{name} is tagged cudagraph_unsafe"
-        if target.namespace not in _KNOWN_NAMESPACES and name not in self._target.safe_operators:
+        is_known = target.namespace in _KNOWN_NAMESPACES or target in BUCKET_COPIES
+        is_safe = name in _CAPTURABLE_SYMMETRIC or name in self._target.safe_operators
+        if not is_known and not is_safe:
             return f"{name} is a custom operator that nobody has declared safe to record"
         if operator_name in _SYNCHRONIZES or torch.Tag.data_dependent_output in target.tags:
             return f"{name} brings a result of the device to the host"
@@ -167,6 +185,20 @@ class _Judge:
         values = [value_of(node), *(value_of(argument) for argument in node.all_input_nodes)]
         if any(is_symbolic(signature(value)) for value in values):
             return f"sizes that {name} reads or makes depend on data"
+        return None
+
+    def _reason_of_host_copy(self, node: Node) -> str | None:
+        """Whether a copy ends, or begins, in host memory that is not where it was."""
+        source = node.args[0]
+        assert isinstance(source, Node)  # by the schema
+        if any(is_symbolic(signature(value_of(each))) for each in (node, source)):
+            return f"the size of {source.name} depends on data"
+        if node.target is not OFFLOAD:
+            if source in self._moving:
+                return f"it copies {source.name}, whose address changes"
+            return None
+        if self._in_region:
+            return "a compiled program makes new host memory for what it copies there"
         return None
 
     def _reason_of_collective(self, node: Node) -> str | None:
@@ -229,7 +261,7 @@ def _compute_capability(target: CaptureTarget) -> tuple[int, int]:
 def _inner_obstacles(body: GraphModule, target: CaptureTarget) -> Iterator[Obstacle]:
     """Obstacles within a region, whose own inputs the region around it answers for."""
     num_inputs = len(body.graph.find_nodes(op="placeholder"))
-    return iter(find_obstacles(body, target, num_static_inputs=num_inputs))
+    return iter(find_obstacles(body, target, num_static_inputs=num_inputs, in_region=True))
 
 
 def _has_mask(node: Node) -> bool:

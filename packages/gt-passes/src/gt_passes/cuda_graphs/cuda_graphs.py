@@ -19,6 +19,7 @@ from gt_passes.cuda_graphs.cuda_graph_partition import partition
 from gt_passes.cuda_graphs.cuda_graph_replay import Recorder, ReplayedPiece, ReplaySession
 from gt_passes.cuda_graphs.cuda_graph_safety import CaptureTarget
 from gt_passes.cuda_graphs.cuda_recorder import CudaRecorder
+from gt_passes.cuda_graphs.piece_memory import PieceMemory, bytes_between_pieces, with_rooms
 from gt_passes.registry import register_pass
 from gt_trace.node_metadata import copy_annotations
 
@@ -48,8 +49,9 @@ class CudaGraphs(GraphPass):
         kept = clone(v)
         return kept, n
 
-    *Refuses*: what cannot be recorded, node by node with the reason; everything where there is no
-    CUDA. Run it last: a compiler cannot look into a piece.
+    *Refuses*: what cannot be recorded, node by node with the reason, such as regions that copy to
+    the host by themselves; everything where there is no CUDA. Run it last: a compiler cannot look
+    into a piece.
 
     *Preserves numerics*: yes. The same kernels run, on the same values.
     """
@@ -67,7 +69,7 @@ class CudaGraphs(GraphPass):
     """Makes the recorder of one graph. Another than the default is used without CUDA, too."""
 
     min_kernels: int = 4
-    """Leave smaller pieces alone."""
+    """Leave smaller pieces alone. A compiled region counts as the kernels it was made of."""
 
     num_warmup_steps: int = 1
     """Steps to run before recording."""
@@ -95,15 +97,11 @@ class CudaGraphs(GraphPass):
             num_static_inputs=context.num_static_inputs,
             min_kernels=self.min_kernels,
         )
-        num_copies = 0
+        counts = {"pieces": len(parts.pieces), "nodes": sum(map(len, parts.pieces))}
         if parts.pieces:
-            self._outline(graph_module, context, parts.pieces)
-            num_copies = _copy_outputs(graph_module.graph, context)
-        counts = {
-            "pieces": len(parts.pieces),
-            "nodes": sum(map(len, parts.pieces)),
-            "outputs_copied": num_copies,
-        }
+            memories = self._outline(graph_module, context, parts.pieces)
+            counts["outputs_copied"] = _copy_outputs(graph_module.graph, context)
+            counts |= _bytes_kept(graph_module, memories)
         return PassReport(
             changed=bool(parts.pieces),
             counts=counts,
@@ -115,7 +113,7 @@ class CudaGraphs(GraphPass):
 
     def _outline(
         self, graph_module: GraphModule, context: PassContext, pieces: Sequence[Sequence[Node]]
-    ) -> None:
+    ) -> list[PieceMemory]:
         session = ReplaySession(
             recorder=self.new_recorder(),
             num_warmup_steps=self.num_warmup_steps,
@@ -125,18 +123,22 @@ class CudaGraphs(GraphPass):
         stays = {*placeholders[: context.num_static_inputs]}
         stays.update(graph_module.graph.find_nodes(op="get_attr"))
         outliner = RegionOutliner(graph_module)
+        memories = []
         for nodes in pieces:
             outline = outliner.outline(nodes)
             body = outliner.body(outline)
+            memory = PieceMemory.of(body, static_inputs=_positions(outline, stays))
             runner = ReplayedPiece(
-                body,
+                with_rooms(body),
                 session,
+                memory=memory,
                 input_names=[node.name for node in outline.inputs],
-                static_inputs=_positions(outline, stays),
             )
             outliner.replace(outline, OutlinedRegion(body, runner), stem="cuda_graph")
             stays.update(outline.outputs)
+            memories.append(memory)
         outliner.finish()
+        return memories
 
 
 def release_cuda_graphs(graph_module: GraphModule) -> None:
@@ -145,6 +147,18 @@ def release_cuda_graphs(graph_module: GraphModule) -> None:
         runner = _runner(node)
         if runner is not None:
             runner.session.release()
+
+
+def _bytes_kept(graph_module: GraphModule, memories: Sequence[PieceMemory]) -> dict[str, int]:
+    """What recordings keep, beside what a step needs while it runs; see ``piece_memory``."""
+    shared = max(memory.shared_bytes for memory in memories)
+    return {
+        "bytes_between_pieces": bytes_between_pieces(
+            graph_module, list(_pieces(graph_module.graph))
+        ),
+        "bytes_of_copied_inputs": shared + sum(memory.own_bytes for memory in memories),
+        "host_bytes": sum(memory.room_bytes for memory in memories),
+    }
 
 
 def _positions(outline: Outline, nodes: set[Node]) -> frozenset[int]:

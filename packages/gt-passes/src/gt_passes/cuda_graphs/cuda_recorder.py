@@ -5,6 +5,10 @@ Deliberately small, since it is the one part of ``cuda-graphs`` that needs a GPU
 TODO: it has been written against PyTorch's documentation and has not run on a GPU yet; take this
 note away when ``tests/cuda_graphs/test_cuda_recorder.py`` has passed on one.
 
+Results are handed out once as the tensors that own their memory, and ever after as tensors over the
+same addresses that own nothing, as ``torch/_inductor/cudagraph_trees.py`` does. The allocator gives
+memory that was let go between two recordings of one pool to the later of them.
+
 Source: PyTorch, ``torch/cuda/graphs.py`` (``make_graphed_callables``).
 """
 
@@ -15,6 +19,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from gt_passes._torch_compilation_internals import symmetric_memory_workspaces
+from gt_passes.cuda_graphs.cuda_graph_replay import Recorded
 
 
 class CudaRecorder:
@@ -33,16 +40,15 @@ class CudaRecorder:
         """Run a piece as it is, on the caller's stream."""
         return piece(*inputs)
 
-    def static_copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy outside the pool, which no recording can use for its intermediates."""
-        kept = torch.empty_strided(
-            tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device
+    def memory(self, num_bytes: int, device: torch.device) -> torch.Tensor:
+        """Bytes outside the pool, which no recording can use for its intermediates."""
+        return torch.empty(
+            num_bytes, dtype=torch.uint8, device=device, pin_memory=device.type == "cpu"
         )
-        return kept.copy_(tensor)
 
     def record(
         self, piece: Callable[..., Sequence[torch.Tensor]], inputs: Sequence[torch.Tensor]
-    ) -> _CudaRecording:
+    ) -> Recorded:
         """Record a piece at the addresses of ``inputs``."""
         if self._stream is None:
             self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch leaves it so
@@ -52,8 +58,11 @@ class CudaRecorder:
         with torch.cuda.graph(
             graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
         ):
-            outputs = piece(*inputs)
-        return _CudaRecording(graph, tuple(outputs))
+            outputs = tuple(piece(*inputs))
+        recording = _CudaRecording(
+            graph, _without_ownership(outputs), symmetric_memory_workspaces()
+        )
+        return Recorded(recording=recording, outputs=outputs)
 
     def reset(self) -> None:
         """Use a new memory pool; the old one goes with the last recording in it."""
@@ -65,7 +74,39 @@ class CudaRecorder:
 class _CudaRecording:
     graph: torch.cuda.CUDAGraph
     outputs: Sequence[torch.Tensor]
+    workspaces: Sequence[torch.Tensor]
+    """A larger one may replace them for another graph, and this one goes on using them."""
 
     def replay(self) -> None:
         """Launch the recorded kernels on the current stream."""
         self.graph.replay()
+
+
+class _DeviceBytes:
+    """Memory of somebody else, offered to torch by the CUDA array interface."""
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (storage.nbytes(),),
+            "typestr": "|u1",
+            "data": (storage.data_ptr(), False),
+            "version": 3,
+        }
+
+
+def _without_ownership(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """The same tensors, without keeping their memory; what shares a storage goes on sharing it."""
+    of_storage: dict[int, torch.Tensor] = {}
+    results = []
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if tensor.device.type != "cuda" or storage.nbytes() == 0:
+            results.append(tensor)  # a room in host memory, which stays, or nothing at all
+            continue
+        address = storage.data_ptr()
+        if address not in of_storage:
+            of_storage[address] = torch.as_tensor(_DeviceBytes(storage), device=tensor.device)
+        num_bytes = storage.nbytes() // tensor.dtype.itemsize * tensor.dtype.itemsize
+        elements = of_storage[address][:num_bytes].view(tensor.dtype)
+        results.append(elements.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset()))
+    return tuple(results)

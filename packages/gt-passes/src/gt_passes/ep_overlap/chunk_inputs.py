@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
 from gt_config import EpChunkDim
-from gt_config.node_keys import ChunkAnnotation, ChunkRole, Direction
+from gt_config.node_keys import ChunkAnnotation, ChunkRole
 from gt_passes._torch_internals import pytree
 from gt_passes.ep_overlap.chunk_tensors import join_tensors, split_tensor, wrote_to_a_part
 from gt_passes.ep_overlap.input_layout import InputLayout, TokenDims
@@ -88,10 +88,10 @@ class ForwardChunks:
                 seen.
         """
         leaves, spec = self._flatten(args, kwargs)
-        plan = self._plan(leaves)
+        dims, length = self._plan(leaves)
         parts = [
-            self._split_leaf(leaf.value, dim, plan.length)
-            for leaf, dim in zip(leaves, plan.dims, strict=True)
+            self._split_leaf(leaf.value, dim, length)
+            for leaf, dim in zip(leaves, dims, strict=True)
         ]
         calls = []
         for chunk in range(self._num_chunks):
@@ -99,7 +99,7 @@ class ForwardChunks:
             chunk_args, chunk_kwargs = pytree.tree_unflatten(values, spec)
             cut = tuple(
                 replace(leaf, value=value)
-                for leaf, value, dim in zip(leaves, values, plan.dims, strict=True)
+                for leaf, value, dim in zip(leaves, values, dims, strict=True)
                 if dim is not None and isinstance(value, torch.Tensor)
             )
             calls.append(ChunkCall(args=tuple(chunk_args), kwargs=chunk_kwargs, cut=cut))
@@ -160,7 +160,7 @@ class ForwardChunks:
         ]
         if problems:
             raise self._error(problems, ())
-        boundary = self._boundary("materialization", "forward")
+        boundary = self._boundary("materialization")
         joined = [
             join_tensors(values, dim, boundary) if isinstance(dim, int) else values[0]
             for values, dim in zip(values_of, found, strict=True)
@@ -244,7 +244,8 @@ class ForwardChunks:
             raise self._error([f"the activation has no {missing[0]} dimension"], leaves)
         return found, dims
 
-    def _plan(self, leaves: Sequence[_Leaf]) -> _Plan:
+    def _plan(self, leaves: Sequence[_Leaf]) -> tuple[list[int | None], int]:
+        """The dimension in which each leaf is cut, or None, and this rank's extent of a chunk."""
         activation, dims = self._activation(leaves)
         dim = dims.of(self._dim)
         assert dim is not None
@@ -270,7 +271,7 @@ class ForwardChunks:
             planned.append(found)
         if problems:
             raise self._error(problems, leaves)
-        return _Plan(dims=tuple(planned), length=extent // self._num_chunks)
+        return planned, extent // self._num_chunks
 
     def _dim_of(self, leaf: _Leaf, cut_dim: int, activation: tuple[int, ...]) -> int | str | None:
         """The dimension to cut, None for none, or what is wrong."""
@@ -317,10 +318,11 @@ class ForwardChunks:
         flat = [dim for dim, size in enumerate(shape) if size and not size % max(num_tokens, 1)]
         if not matching and not flat:
             return None
+        dims = " and ".join(map(str, matching or flat))
         return (
-            f"{leaf.path} has the extent {shape[(matching or flat)[0]]} in dim "
-            f"{_words(matching or flat)}, so it is not certain whether and where it holds the "
-            f"{self._dim}; give an input layout with a rule for {leaf.argument!r}"
+            f"{leaf.path} has the extent {shape[(matching or flat)[0]]} in dim {dims}, so it is "
+            f"not certain whether and where it holds the {self._dim}; give an input layout with a "
+            f"rule for {leaf.argument!r}"
         )
 
     def _placement_problems(self, leaf: _Leaf, dim: int) -> Iterator[str]:
@@ -346,7 +348,7 @@ class ForwardChunks:
     def _split_leaf(self, value: Any, dim: int | None, length: int) -> Sequence[Any]:
         if dim is None:
             return [value] * self._num_chunks
-        boundary = self._boundary("split_boundary", "forward")
+        boundary = self._boundary("split_boundary")
         if isinstance(value, torch.Tensor):
             return split_tensor(value, dim, self._num_chunks, boundary)
         assert self._layout is not None
@@ -395,13 +397,9 @@ class ForwardChunks:
 
     # ---- words and annotations -----------------------------------------------------------------
 
-    def _boundary(
-        self,
-        role: ChunkRole,
-        direction: Direction,
-    ) -> ChunkAnnotation:
+    def _boundary(self, role: ChunkRole) -> ChunkAnnotation:
         return ChunkAnnotation(
-            region_root=self._root, role=role, direction=direction, producer="eager"
+            region_root=self._root, role=role, direction="forward", producer="eager"
         )
 
     def _written(self, names: str) -> ForwardChunkingError:
@@ -420,17 +418,6 @@ class ForwardChunks:
             signature=str(self._signature),
             seen=seen,
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Plan:
-    """What becomes of each leaf of the inputs."""
-
-    dims: tuple[int | None, ...]
-    """The dimension in which it is cut; None: each chunk takes it whole."""
-
-    length: int
-    """Extent of one chunk on this rank."""
 
 
 def _local_shape(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -454,10 +441,6 @@ def _is_laid_out_as(shape: Sequence[int], wanted: Sequence[int], dims: TokenDims
 def _version(tensor: torch.Tensor) -> int:
     """How often it was written to; tensors of inference mode do not count."""
     return 0 if tensor.is_inference() else tensor._version
-
-
-def _words(dims: Sequence[int]) -> str:
-    return " and ".join(map(str, dims))
 
 
 def _describe(value: Any) -> str:

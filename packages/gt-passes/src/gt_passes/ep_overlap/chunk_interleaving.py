@@ -21,14 +21,10 @@ from typing import NamedTuple
 from torch.fx import Node
 
 from gt_config.node_keys import FsdpCollectiveAnnotation
-from gt_passes.analysis.collectives import is_collective, is_wait
+from gt_passes.analysis.collectives import is_collective, is_wait, waits_of
 from gt_passes.analysis.order_constraints import is_host_read
 from gt_passes.analysis.process_groups import group_name_of
-from gt_passes.ep_overlap.exchange_operators import (
-    exchange_waits,
-    is_exchange_launch,
-    is_token_exchange,
-)
+from gt_passes.ep_overlap.exchange_operators import is_exchange_launch, is_token_exchange
 from gt_trace.node_metadata import read_annotation
 
 
@@ -84,7 +80,7 @@ class _Interleaving:
         index = {node: i for i, node in enumerate(window.nodes)}
         for i in range(size):
             if self._is_launch[i]:
-                for wait in exchange_waits(window.nodes[i]):
+                for wait in waits_of(window.nodes[i]):
                     if wait in index:
                         self._launch_of_wait[index[wait]] = i
         self._is_fsdp_launch = [_is_fsdp_launch(node) for node in window.nodes]

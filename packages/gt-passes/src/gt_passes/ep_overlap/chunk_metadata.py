@@ -23,7 +23,7 @@ from gt_config.node_keys import (
     FsdpCollectiveAnnotation,
 )
 from gt_passes._torch_internals import OpOverload
-from gt_passes.analysis.collectives import is_collective, is_wait, raw_results
+from gt_passes.analysis.collectives import is_collective, is_declared_launch, raw_results, waits_of
 from gt_passes.errors import ChunkMetadataError
 from gt_trace.node_metadata import phase_of, read_annotation, remove_annotation, write_annotation
 
@@ -153,8 +153,8 @@ class ChunkRegion:
         return len(self.chunks)
 
     def launches(self, chunk_id: int) -> tuple[Node, ...]:
-        """The collectives that a chunk launches."""
-        return tuple(node for node in self.chunks[chunk_id] if is_collective(node))
+        """The collectives, and exchanges of others, that a chunk launches."""
+        return tuple(filter(_is_launch, self.chunks[chunk_id]))
 
     def __str__(self) -> str:
         return f"{self.root} {self.direction}"
@@ -228,7 +228,8 @@ class _Collected:
     def problems(self, where: str) -> Iterator[str]:
         ids = sorted(self.chunks)
         if len(ids) < 2:
-            yield f"{where}: it has {_count(len(ids), 'chunk')}; a region has two or more"
+            num = f"{len(ids)} chunk{'' if len(ids) == 1 else 's'}"
+            yield f"{where}: it has {num}; a region has two or more"
         if ids != list(range(len(ids))):
             first = self.chunks[ids[-1]][0].name
             yield (
@@ -291,10 +292,13 @@ def _region_problems(region: ChunkRegion) -> Iterator[str]:
     for chunk_id, nodes in enumerate(region.chunks):
         own = set(nodes)
         for launch in nodes:
-            if not is_collective(launch):
+            if not _is_launch(launch):
                 continue
-            waits = [user for raw in raw_results(launch) for user in raw.users if is_wait(user)]
-            if len(waits) != len(list(raw_results(launch))):
+            waits = list(waits_of(launch))
+            waited_for = {wait.all_input_nodes[0] for wait in waits}
+            # Of the operators of others, one wait may be enough for several results.
+            num_needed = 1 if is_declared_launch(launch) else len(list(raw_results(launch)))
+            if not num_needed <= len(waited_for) == len(waits):
                 names = ", ".join(wait.name for wait in waits) or "none"
                 yield (
                     f"{region}: node {launch.name} of chunk {chunk_id} needs one wait, and has "
@@ -316,6 +320,10 @@ def _region_problems(region: ChunkRegion) -> Iterator[str]:
             )
 
 
+def _is_launch(node: Node) -> bool:
+    return is_collective(node) or is_declared_launch(node)
+
+
 def _launch_text(launch: Node) -> str:
     exchange = read_annotation(launch, EpExchangeAnnotation)
     return f"{launch.target}" + ("" if exchange is None else f" ({exchange.kind})")
@@ -323,10 +331,6 @@ def _launch_text(launch: Node) -> str:
 
 def _listed(texts: list[str]) -> str:
     return ", ".join(texts) or "none"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _writes_in_place(node: Node) -> bool:

@@ -78,9 +78,7 @@ class ChunkModules(GraphPass):
         for node in graph_module.graph.nodes:
             if read_annotation(node, ChunkAnnotation) is not None:
                 reason = "the graph has chunks already"
-                return PassReport(
-                    changed=False, refusals=(Refusal(node_name=node.name, reason=reason),)
-                )
+                return PassReport.of({}, [Refusal(node_name=node.name, reason=reason)])
         chunks = chunk_graph(
             graph_module,
             patterns=self.module_patterns,
@@ -91,12 +89,11 @@ class ChunkModules(GraphPass):
             preserve_eager_order=self.preserve_eager_order,
         )
         num_cats = sum(join.kind == "cat" for join in chunks.joins)
-        return PassReport(
-            changed=True,
-            counts={
+        return PassReport.of(
+            {
                 "regions": len(chunks.regions),
                 "splits": chunks.num_splits,
                 "concatenations": num_cats,
                 "sums": len(chunks.joins) - num_cats,
-            },
+            }
         )

@@ -19,6 +19,7 @@ import torch
 from torch.fx import Node
 
 from gt_passes._torch_internals import OpOverload, value_of
+from gt_passes.analysis.node_calls import evaluate
 from gt_passes.analysis.operator_effects import draws_random_numbers
 from gt_passes.ep_overlap.chunk_states import (
     Local,
@@ -35,7 +36,6 @@ from gt_passes.ep_overlap.rule_calls import (
     Rule,
     RuleCall,
     RuleOutcome,
-    evaluate,
     rule,
 )
 

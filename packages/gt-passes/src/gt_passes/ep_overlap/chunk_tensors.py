@@ -34,20 +34,8 @@ def split_tensor(
         return chunks
     with annotate(boundary):
         locals_ = _Split.apply(whole.to_local(), dim, num_chunks, boundary)
-        shape = list(whole.shape)
-        shape[dim] //= num_chunks
-        stride = _contiguous_stride(shape)
-        return [
-            DTensor.from_local(
-                local,
-                whole.device_mesh,
-                whole.placements,
-                run_check=False,
-                shape=torch.Size(shape),
-                stride=stride,
-            )
-            for local in locals_
-        ]
+        size = whole.shape[dim] // num_chunks
+        return [_placed_like(whole, local, dim, size) for local in locals_]
 
 
 def wrote_to_a_part(error: RuntimeError) -> bool:
@@ -67,16 +55,7 @@ def join_tensors(
     with annotate(boundary):
         locals_ = [chunk.to_local() for chunk in chunks if isinstance(chunk, DTensor)]
         local = _Join.apply(dim, boundary, *locals_)
-        shape = list(first.shape)
-        shape[dim] *= len(chunks)
-        return DTensor.from_local(
-            local,
-            first.device_mesh,
-            first.placements,
-            run_check=False,
-            shape=torch.Size(shape),
-            stride=_contiguous_stride(shape),
-        )
+        return _placed_like(first, local, dim, first.shape[dim] * len(chunks))
 
 
 def _cut(whole: torch.Tensor, dim: int, sizes: Sequence[int]) -> tuple[torch.Tensor, ...]:
@@ -86,9 +65,18 @@ def _cut(whole: torch.Tensor, dim: int, sizes: Sequence[int]) -> tuple[torch.Ten
     return tuple(part.contiguous() if whole.is_contiguous() else part for part in parts)
 
 
-def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+def _placed_like(like: DTensor, local: torch.Tensor, dim: int, size: int) -> DTensor:
+    """What ``local`` is this rank's part of: of the shape of ``like``, but for one dimension."""
+    shape = torch.Size((*like.shape[:dim], size, *like.shape[dim + 1 :]))
     strides = itertools.accumulate(reversed(shape[1:]), operator.mul, initial=1)
-    return tuple(reversed(list(strides)))
+    return DTensor.from_local(
+        local,
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=shape,
+        stride=tuple(strides)[::-1],
+    )
 
 
 class _Split(torch.autograd.Function):

@@ -85,15 +85,19 @@ def chunk_forwards(
             be cut or its outputs not be joined; the text says what was seen.
     """
     patterns = (modules,) if isinstance(modules, str) else tuple(modules)
-    if num_chunks != _NUM_CHUNKS:
+    if num_chunks == _NUM_CHUNKS:
+        roots, problems = _find_roots(model, patterns)
+    else:
+        roots, problems = (
+            [],
+            ["the eager producer makes 2 chunks; chunk the traced graph for others"],
+        )
+    if problems:
         raise ForwardChunkingError(
             region_root=" and ".join(patterns),
             what=f"{num_chunks} chunks along {chunk_dim}",
-            problems=[
-                f"the eager producer makes {_NUM_CHUNKS} chunks; chunk the traced graph for others"
-            ],
+            problems=problems,
         )
-    roots = _find_roots(model, patterns, chunk_dim)
     # All are judged before the first is wrapped, so that an error leaves the model as it was.
     chunked = [
         (
@@ -116,8 +120,9 @@ def chunk_forwards(
 
 
 def _find_roots(
-    model: nn.Module, patterns: tuple[str, ...], chunk_dim: EpChunkDim
-) -> list[tuple[str, nn.Module]]:
+    model: nn.Module, patterns: tuple[str, ...]
+) -> tuple[list[tuple[str, nn.Module]], list[str]]:
+    """The modules to wrap, by name, and what is wrong with the patterns."""
     names = [name for name, _ in model.named_modules() if name]
     problems = []
     for pattern in patterns:
@@ -135,13 +140,7 @@ def _find_roots(
         components = name.split(".")
         outer = {".".join(components[:length]) for length in range(1, len(components))}
         problems.extend(f"{name} lies within {each}" for each in sorted(outer & matched))
-    if problems:
-        raise ForwardChunkingError(
-            region_root=" and ".join(patterns),
-            what=f"{_NUM_CHUNKS} chunks along {chunk_dim}",
-            problems=problems,
-        )
-    return roots
+    return roots, problems
 
 
 def _matches(pattern: str, name: str) -> bool:

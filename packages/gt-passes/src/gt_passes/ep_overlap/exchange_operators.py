@@ -6,8 +6,6 @@ The scheduler knows nothing of an exchange but these two, so that another implem
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch.fx import Node
 
@@ -57,11 +55,6 @@ def is_exchange_wait(node: Node) -> bool:
         return False
     launches = filter(None, map(_launch_behind, node.all_input_nodes))
     return any(node in waits_of(launch) for launch in launches)
-
-
-def exchange_waits(launch: Node) -> Iterator[Node]:
-    """The nodes that wait for an exchange, one for each of its results if all is well."""
-    return waits_of(launch)
 
 
 def is_token_exchange(launch: Node) -> bool:

@@ -10,12 +10,11 @@ from torch.fx import GraphModule, Node
 
 from gt_config.node_keys import ChunkAnnotation, Direction, FsdpCollectiveAnnotation
 from gt_passes._torch_internals import HigherOrderOperator, OpOverload, value_of
-from gt_passes.analysis.collectives import is_collective, is_wait
+from gt_passes.analysis.collectives import is_collective, is_wait, waits_of
 from gt_passes.analysis.operator_effects import is_only_a_view, reads_only_metadata
 from gt_passes.analysis.order_constraints import is_host_read
 from gt_passes.analysis.outlined_region import region_of
 from gt_passes.ep_overlap.exchange_operators import (
-    exchange_waits,
     is_exchange_launch,
     is_exchange_wait,
     is_token_exchange,
@@ -100,7 +99,7 @@ def _flights(
         if not is_exchange_launch(launch) or not is_token_exchange(launch):
             continue
         own = read_annotation(launch, ChunkAnnotation)
-        waits = sorted(exchange_waits(launch), key=position.__getitem__)
+        waits = sorted(waits_of(launch), key=position.__getitem__)
         if own is None or not waits:
             continue
         between = nodes[position[launch] + 1 : position[waits[0]]]

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from gt_passes.analysis.node_calls import subgraph_of
 from gt_passes.ep_overlap.chunk_rules import Dims, follow
 from gt_passes.ep_overlap.chunk_states import Local, Sharded
-from gt_passes.ep_overlap.rule_calls import NotProvenError, RuleCall, RuleOutcome, rule, subgraph_of
+from gt_passes.ep_overlap.rule_calls import NotProvenError, RuleCall, RuleOutcome, rule
 
 __all__: list[str] = []
 

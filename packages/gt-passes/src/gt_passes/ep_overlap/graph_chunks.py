@@ -40,11 +40,12 @@ from torch.fx.node import map_aggregate
 from gt_config import EpChunkDim
 from gt_config.node_keys import ChunkAnnotation, ChunkRole, ModuleAnnotation, PhaseAnnotation
 from gt_passes._torch_internals import FakeTensorMode, quiet_fake_execution, value_of
+from gt_passes.analysis.node_calls import evaluate
 from gt_passes.analysis.tensor_signature import signature
 from gt_passes.ep_overlap.chunk_plan import ChunkPlan, plan_chunks
 from gt_passes.ep_overlap.chunk_states import Layout, Partial, Sharded, State, Whole, layout_of
 from gt_passes.ep_overlap.chunked_nodes import Region, find_chunked_nodes
-from gt_passes.ep_overlap.rule_calls import Scaled, evaluate
+from gt_passes.ep_overlap.rule_calls import Scaled
 from gt_passes.errors import GraphChunkingError
 from gt_trace.node_metadata import write_annotation
 

@@ -16,11 +16,7 @@ from gt_passes.analysis.order_constraints import OrderConstraints
 from gt_passes.contract import Refusal
 from gt_passes.ep_overlap.chunk_interleaving import OverlapWindow
 from gt_passes.ep_overlap.chunk_metadata import ChunkRegion
-from gt_passes.ep_overlap.exchange_operators import (
-    exchange_waits,
-    is_exchange_launch,
-    is_token_exchange,
-)
+from gt_passes.ep_overlap.exchange_operators import is_exchange_launch, is_token_exchange
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,31 +57,6 @@ def find_overlap_windows(
         )
         refusals.append(Refusal(node_name=regions[0].chunks[0][0].name, reason=reason))
     return windows, refusals
-
-
-def find_wait_problems(regions: Sequence[ChunkRegion]) -> Iterator[str]:
-    """What is wrong with the exchanges of the regions, of operators registered by others too."""
-    for region in regions:
-        for chunk, nodes in enumerate(region.chunks):
-            own = set(nodes)
-            for launch in filter(is_exchange_launch, nodes):
-                waits = list(exchange_waits(launch))
-                where = f"{region}: node {launch.name} of chunk {chunk}"
-                if not waits:
-                    yield f"{where} needs one wait, and has none"
-                for wait in waits:
-                    if wait not in own:
-                        yield f"{where} is waited for by {wait.name}, outside of the chunk"
-                if len(waits) != len({wait.all_input_nodes[0] for wait in waits}):
-                    names = ", ".join(wait.name for wait in waits)
-                    yield f"{where} needs one wait, and has {names}"
-        counts = [sum(map(_is_token_launch, nodes)) for nodes in region.chunks]
-        for chunk, count in enumerate(counts):
-            if count != counts[0]:
-                yield (
-                    f"{region}: chunks differ: chunk 0 has {counts[0]} token exchanges, and chunk "
-                    f"{chunk} has {count}"
-                )
 
 
 def _spans(regions: Sequence[ChunkRegion], position: dict[Node, int]) -> list[_Span]:

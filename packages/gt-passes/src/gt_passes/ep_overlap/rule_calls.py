@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
-from torch.fx.node import map_aggregate
+from torch.fx import Node
 
 from gt_passes._torch_internals import HigherOrderOperator, OpOverload, value_of
+from gt_passes.analysis.node_calls import arguments_of
 from gt_passes.ep_overlap.chunk_states import Layout, State, Whole, describe, layout_of
 
 
@@ -68,11 +68,7 @@ class RuleCall:
     @cached_property
     def arguments(self) -> dict[str, Any]:
         """All arguments by the names that the operator's schema gives them, in its order."""
-        assert isinstance(self.node.target, OpOverload)  # others have no schema
-        declared = self.node.target._schema.arguments
-        defaults = {each.name: each.default_value for each in declared}
-        names = [each.name for each in declared]
-        return defaults | dict(zip(names, self.node.args, strict=False)) | self.node.kwargs
+        return arguments_of(self.node)
 
     def get(self, name: str) -> Any:
         """An argument by its name; None if the operator has none such."""
@@ -158,30 +154,6 @@ class RuleCall:
         """An answer with one state for each result."""
         is_many = isinstance(value_of(self.node), (tuple, list))
         return RuleOutcome(state=tuple(states) if is_many else states[0], **changes)
-
-
-def evaluate(node: Node, values: Callable[[Node], object] = value_of) -> Any:
-    """What the operator of a node gives on values of its inputs, by default the fake ones."""
-
-    def load(leaf: Any) -> Any:
-        if not isinstance(leaf, Node):
-            return leaf
-        return subgraph_of(leaf) or values(leaf)
-
-    args, kwargs = cast("Any", (map_aggregate(node.args, load), map_aggregate(node.kwargs, load)))
-    assert callable(node.target)  # true of call_function nodes
-    return node.target(*args, **kwargs)
-
-
-def subgraph_of(node: Node) -> GraphModule | None:
-    """The graph that a node hands to an operator of operators; None of any other node."""
-    graph_module = node.graph.owning_module
-    if node.op != "get_attr" or graph_module is None:
-        return None
-    value: object = graph_module
-    for part in str(node.target).split("."):
-        value = getattr(value, part)
-    return value if isinstance(value, GraphModule) else None
 
 
 Rule = Callable[[RuleCall], RuleOutcome | State]

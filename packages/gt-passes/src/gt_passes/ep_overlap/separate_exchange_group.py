@@ -83,11 +83,7 @@ class SeparateExchangeGroup(GraphPass):
                 second[group] = self.second_group(group)
             _replace_group(node, second[group])
             num_moved += 1
-        return PassReport(
-            changed=num_moved > 0,
-            counts={"exchanges_moved": num_moved},
-            refusals=tuple(refusals),
-        )
+        return PassReport.of({"exchanges_moved": num_moved}, refusals)
 
 
 def _replace_group(node: Node, group: str) -> None:

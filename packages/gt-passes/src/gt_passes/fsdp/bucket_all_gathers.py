@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch.fx import GraphModule, Node
 
 from gt_config.graph_kinds import JOINT_GRAPHS, GraphKind
+from gt_config.node_keys import FsdpCollectiveKind
+from gt_passes._torch_internals import OpOverload
 from gt_passes.analysis.code_motion import CodeMotion
-from gt_passes.analysis.layer_names import LayerNames
-from gt_passes.contract import ChangeBounds, GraphPass, PassContext, PassReport, Refusal
-from gt_passes.fsdp.fsdp_buckets import BucketNodes, plan_buckets, replace_uses
-from gt_passes.fsdp.fsdp_launches import FsdpLaunch, find_fsdp_launches
+from gt_passes.contract import Refusal
+from gt_passes.fsdp.fsdp_bucket_pass import FsdpBucketPass
+from gt_passes.fsdp.fsdp_launches import FsdpLaunch
 from gt_passes.registry import register_pass
-
-_aten = torch.ops.aten
-_functional = torch.ops._c10d_functional
-_ALL_GATHER = _functional.all_gather_into_tensor.default
 
 
 @register_pass
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BucketAllGathers(GraphPass):
+class BucketAllGathers(FsdpBucketPass):
     """Replace a block's FSDP all-gathers by one, at the place of the first.
 
     Shards are concatenated flat, so nothing is padded. What is gathered again for the backward has
@@ -32,16 +27,18 @@ class BucketAllGathers(GraphPass):
 
     *Before*::
 
-        g1 = all_gather_into_tensor(a, 8, "fsdp");  w1 = wait_tensor(g1)    # a: [2, 4]
+        c1 = _to_copy(a, dtype=bfloat16)                                     # a: [2, 4]
+        g1 = all_gather_into_tensor(c1, 8, "fsdp");  w1 = wait_tensor(g1)
         y = mm(x, w1)
-        g2 = all_gather_into_tensor(b, 8, "fsdp");  w2 = wait_tensor(g2)    # b: [4]
+        c2 = _to_copy(b, dtype=bfloat16)                                     # b: [4]
+        g2 = all_gather_into_tensor(c2, 8, "fsdp");  w2 = wait_tensor(g2)
         z = mul(y, w2)
 
     *After*::
 
-        g = all_gather_into_tensor(cat([view(a, [8]), view(b, [4])]), 8, "fsdp")
-        p = split_with_sizes_copy(view(wait_tensor(g), [8, 12]), [8, 4], 1)
-        w1 = view(p[0], [16, 4]);  w2 = view(p[1], [32])
+        g = all_gather_into_tensor(pack_bucket([a, b], 1, bfloat16), 8, "fsdp")
+        p = unpack_bucket(wait_tensor(g), 8, [8, 4])
+        w1 = view(p[0], [16, 4]);  w2 = p[1]
         y = mm(x, w1)
         z = mul(y, w2)
 
@@ -52,86 +49,31 @@ class BucketAllGathers(GraphPass):
     """
 
     name: ClassVar[str] = "bucket-all-gathers"
-    preserves_numerics: ClassVar[bool] = True
     runs_on: ClassVar[frozenset[GraphKind]] = frozenset({"STEP", "UNSHARD", *JOINT_GRAPHS})
+    target: ClassVar[OpOverload] = torch.ops._c10d_functional.all_gather_into_tensor.default
+    kind: ClassVar[FsdpCollectiveKind] = "unshard"
+    place: ClassVar[int] = 0
+    count: ClassVar[str] = "all_gathers_bucketed"
 
-    cap_mib: int | None = None
-    """Most MiB of whole parameters in a bucket; a larger block gets several. None: no limit."""
-
-    layers: str = "layers.*"
-    """Pattern of the names of the modules that are blocks."""
-
-    @property
-    def bounds(self) -> ChangeBounds:
-        """The same bytes; more memory, as a block's parameters are gathered before its first."""
-        return ChangeBounds(peak_memory_growth=None)
-
-    def run(self, graph_module: GraphModule, context: PassContext) -> PassReport:
-        """Bucket all-gathers; see the class."""
-        graph = graph_module.graph
-        found = find_fsdp_launches(
-            graph, targets=frozenset({_ALL_GATHER}), layers=LayerNames(self.layers)
-        )
-        unshards = [each for each in found.launches if each.kind == "unshard"]
-        motion = CodeMotion(graph)
-        refusals = list(found.refusals)
-        num_buckets = num_members = 0
-        for planned in plan_buckets(unshards, cap_mib=self.cap_mib, motion=motion):
-            # A parameter that several axes shard has gatherings that read one another: one of
-            # this bucket may have been moved ahead of the others for an earlier bucket.
-            first, *others = sorted(planned, key=_launch)
-            bucket = [first]
-            launches = {member.launch for member in planned}
-            for member in others:
-                # The launch itself reads its input where it stands.
-                needed = motion.reason_not_to_move(member.launch) or motion.ancestors_after(
-                    [member.input], first.launch
-                )
-                if not isinstance(needed, str):
-                    needed = _needed_launch(needed, launches) or needed
-                if isinstance(needed, str):
-                    refusals.append(Refusal(node_name=member.launch.name, reason=needed))
-                    continue
-                for node in needed:
-                    first.launch.prepend(node)
-                bucket.append(member)
-            if len(bucket) > 1:
-                _fuse(BucketNodes(graph, context.fake_mode, bucket), bucket, graph_module)
-                num_buckets += 1
-                num_members += len(bucket)
-        counts = {"buckets": num_buckets, "all_gathers_bucketed": num_members}
-        return PassReport(
-            changed=num_buckets > 0,
-            counts=counts,
-            refusals=tuple(refusals),
-        )
-
-
-def _launch(member: FsdpLaunch) -> Node:
-    """Nodes compare by where they stand now."""
-    return member.launch
-
-
-def _needed_launch(needed: Iterable[Node], launches: Collection[Node]) -> str | None:
-    """That a member needs another one of its bucket, through the bucket of another axis."""
-    found = next((node for node in needed if node in launches), None)
-    return None if found is None else f"it needs {found.name}"
-
-
-def _fuse(nodes: BucketNodes, bucket: list[FsdpLaunch], graph_module: GraphModule) -> None:
-    num_ranks = bucket[0].options[0]
-    assert isinstance(num_ranks, int)  # by the schema of the operator
-    sizes = [member.input_value.numel() for member in bucket]
-    with nodes.before(bucket[0].launch):
-        flat = [
-            nodes.view(member.input, [size], member)
-            for member, size in zip(bucket, sizes, strict=True)
-        ]
-        gathered = nodes.call(_ALL_GATHER, nodes.call(_aten.cat.default, flat), *bucket[0].options)
-        waited = nodes.call(_functional.wait_tensor.default, gathered)
-        rows = nodes.call(_aten.view.default, waited, [num_ranks, sum(sizes)])
-        whole = nodes.results(rows, [[num_ranks, size] for size in sizes], 1)
-    replace_uses(graph_module.graph, whole)
-    for member in bucket:
-        graph_module.graph.erase_node(member.wait)
-        graph_module.graph.erase_node(member.launch)
+    def bring_together(
+        self, members: list[FsdpLaunch], motion: CodeMotion, refusals: list[Refusal]
+    ) -> list[FsdpLaunch]:
+        """Move what later launches gather in front of the first; without those that must stay."""
+        first, *others = members
+        bucket = [first]
+        launches = {member.launch for member in members}
+        for member in others:
+            # The launch itself reads its input where it stands.
+            needed = motion.reason_not_to_move(member.launch) or motion.ancestors_after(
+                [member.input], first.launch
+            )
+            if not isinstance(needed, str):  # nor another one, through the bucket of another axis
+                others_needed = (node for node in needed if node in launches)
+                needed = next((f"it needs {node.name}" for node in others_needed), needed)
+            if isinstance(needed, str):
+                refusals.append(Refusal(node_name=member.launch.name, reason=needed))
+                continue
+            for node in needed:
+                first.launch.prepend(node)
+            bucket.append(member)
+        return bucket

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch.fx import GraphModule, Node
 
-from gt_config.graph_kinds import GraphKind
-from gt_passes.contract import ChangeBounds, GraphPass, PassContext, PassReport
-from gt_passes.fsdp.fsdp_buckets import BucketNodes
-from gt_passes.fsdp.fsdp_launches import FsdpLaunch
-from gt_passes.fsdp.fsdp_reductions import bucket_reductions
+from gt_passes._torch_internals import OpOverload
+from gt_passes.fsdp.bucket_reductions import BucketReductions
 from gt_passes.registry import register_pass
-
-_aten = torch.ops.aten
 
 
 @register_pass
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BucketAllReduces(GraphPass):
+class BucketAllReduces(BucketReductions):
     """Replace a block's all-reduces of gradients (hybrid sharding, DDP) by one, at the last.
 
     Runs after ``bucket-reduce-scatters``, which brings the shards of a block together.
@@ -35,40 +28,12 @@ class BucketAllReduces(GraphPass):
     *After*::
 
         ...
-        r = all_reduce(cat([view(a, [8]), view(b, [4])]), "sum", "replicate")
-        p = split_with_sizes_copy(wait_tensor(r), [8, 4])
-        s1 = view(p[0], [2, 4]);  s2 = view(p[1], [4])
+        r = all_reduce(pack_bucket([a, b], 1, float32), "sum", "replicate")
+        p = unpack_bucket(wait_tensor(r), 1, [8, 4])
+        s1 = view(p[0], [2, 4]);  s2 = p[1]
 
     *Refuses* and *preserves numerics* as ``bucket-reduce-scatters``.
     """
 
     name: ClassVar[str] = "bucket-all-reduces"
-    preserves_numerics: ClassVar[bool] = True
-    runs_on: ClassVar[frozenset[GraphKind]] = frozenset({"STEP", "REDUCE_GRAD", "JOINT_BACKWARD"})
-
-    cap_mib: int | None = None
-    """Most MiB in a bucket; a larger block gets several. None: no limit."""
-
-    layers: str = "layers.*"
-    """Pattern of the names of the modules that are blocks."""
-
-    @property
-    def bounds(self) -> ChangeBounds:
-        """The same bytes; more memory, as a block's gradients are held until the last is there."""
-        return ChangeBounds(peak_memory_growth=None)
-
-    def run(self, graph_module: GraphModule, context: PassContext) -> PassReport:
-        """Bucket all-reduces; see the class."""
-        return bucket_reductions(
-            graph_module,
-            context,
-            target=torch.ops._c10d_functional.all_reduce.default,
-            flat_input=_one_after_another,
-            cap_mib=self.cap_mib,
-            layers=self.layers,
-        )
-
-
-def _one_after_another(nodes: BucketNodes, bucket: Sequence[FsdpLaunch]) -> Node:
-    flat = [nodes.view(member.input, [member.input_value.numel()], member) for member in bucket]
-    return nodes.call(_aten.cat.default, flat)
+    target: ClassVar[OpOverload] = torch.ops._c10d_functional.all_reduce.default

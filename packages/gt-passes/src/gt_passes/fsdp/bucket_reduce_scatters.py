@@ -2,41 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch.fx import GraphModule, Node
 
-from gt_config.graph_kinds import GraphKind
-from gt_passes.contract import ChangeBounds, GraphPass, PassContext, PassReport
-from gt_passes.fsdp.fsdp_buckets import BucketNodes
-from gt_passes.fsdp.fsdp_launches import FsdpLaunch
-from gt_passes.fsdp.fsdp_reductions import bucket_reductions
+from gt_passes._torch_internals import OpOverload
+from gt_passes.fsdp.bucket_reductions import BucketReductions
 from gt_passes.registry import register_pass
-
-_aten = torch.ops.aten
 
 
 @register_pass
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BucketReduceScatters(GraphPass):
+class BucketReduceScatters(BucketReductions):
     """Replace a block's FSDP reduce-scatters by one, at the place of the last.
 
     *Before*::
 
-        r1 = reduce_scatter_tensor(a, "sum", 8, "fsdp");  s1 = wait_tensor(r1)    # a: [16, 4]
+        c1 = _to_copy(a, dtype=float32)                                           # a: [16, 4]
+        r1 = reduce_scatter_tensor(c1, "sum", 8, "fsdp");  s1 = wait_tensor(r1)
         ...
-        r2 = reduce_scatter_tensor(b, "sum", 8, "fsdp");  s2 = wait_tensor(r2)    # b: [32]
+        c2 = _to_copy(b, dtype=float32)                                           # b: [32]
+        r2 = reduce_scatter_tensor(c2, "sum", 8, "fsdp");  s2 = wait_tensor(r2)
 
     *After*::
 
         ...
-        rows = cat([view(a, [8, 8]), view(b, [8, 4])], 1)
-        r = reduce_scatter_tensor(view(rows, [96]), "sum", 8, "fsdp")
-        p = split_with_sizes_copy(wait_tensor(r), [8, 4])
-        s1 = view(p[0], [2, 4]);  s2 = view(p[1], [4])
+        r = reduce_scatter_tensor(pack_bucket([a, b], 8, float32), "sum", 8, "fsdp")
+        p = unpack_bucket(wait_tensor(r), 1, [8, 4])
+        s1 = view(p[0], [2, 4]);  s2 = p[1]
 
     *Refuses*: collectives whose result is read by more than one wait, or whose sizes depend on
     data; to move a reduced gradient across a barrier, or past a write to its memory.
@@ -47,40 +41,4 @@ class BucketReduceScatters(GraphPass):
     """
 
     name: ClassVar[str] = "bucket-reduce-scatters"
-    preserves_numerics: ClassVar[bool] = True
-    runs_on: ClassVar[frozenset[GraphKind]] = frozenset({"STEP", "REDUCE_GRAD", "JOINT_BACKWARD"})
-
-    cap_mib: int | None = None
-    """Most MiB of whole gradients in a bucket; a larger block gets several. None: no limit."""
-
-    layers: str = "layers.*"
-    """Pattern of the names of the modules that are blocks."""
-
-    @property
-    def bounds(self) -> ChangeBounds:
-        """The same bytes; more memory, as a block's gradients are held until the last is there."""
-        return ChangeBounds(peak_memory_growth=None)
-
-    def run(self, graph_module: GraphModule, context: PassContext) -> PassReport:
-        """Bucket reduce-scatters; see the class."""
-        return bucket_reductions(
-            graph_module,
-            context,
-            target=torch.ops._c10d_functional.reduce_scatter_tensor.default,
-            flat_input=_rows_of_ranks,
-            cap_mib=self.cap_mib,
-            layers=self.layers,
-        )
-
-
-def _rows_of_ranks(nodes: BucketNodes, bucket: Sequence[FsdpLaunch]) -> Node:
-    """Row r holds what rank r gets of each member."""
-    num_ranks = bucket[0].options[1]
-    assert isinstance(num_ranks, int)  # by the schema of the operator
-    rows = [
-        nodes.view(member.input, [num_ranks, member.output_value.numel()], member)
-        for member in bucket
-    ]
-    together = nodes.call(_aten.cat.default, rows, 1)
-    numel = sum(member.input_value.numel() for member in bucket)
-    return nodes.call(_aten.view.default, together, [numel])
+    target: ClassVar[OpOverload] = torch.ops._c10d_functional.reduce_scatter_tensor.default

@@ -13,25 +13,23 @@ from gt_config.graph_kinds import JOINT_GRAPHS, GraphKind
 from gt_config.node_keys import FsdpCollectiveAnnotation
 from gt_passes.analysis.code_motion import CodeMotion
 from gt_passes.analysis.collectives import is_collective, is_wait
-from gt_passes.analysis.layer_names import LayerNames
-from gt_passes.contract import ChangeBounds, GraphPass, PassContext, PassReport
-from gt_passes.fsdp.fsdp_launches import FsdpLaunch, find_fsdp_launches
+from gt_passes.contract import PassContext, PassReport
+from gt_passes.fsdp.fsdp_launches import FsdpLaunch
+from gt_passes.fsdp.fsdp_pass import FsdpPass
 from gt_passes.registry import register_pass
 from gt_trace.node_metadata import read_annotation
 
 _functional = torch.ops._c10d_functional
-_FSDP_COLLECTIVES = frozenset(
-    {
-        _functional.all_gather_into_tensor.default,
-        _functional.reduce_scatter_tensor.default,
-        _functional.all_reduce.default,
-    }
+_FSDP_COLLECTIVES = (
+    _functional.all_gather_into_tensor.default,
+    _functional.reduce_scatter_tensor.default,
+    _functional.all_reduce.default,
 )
 
 
 @register_pass
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DelayWaits(GraphPass):
+class DelayWaits(FsdpPass):
     """Move each FSDP wait, and what unpacks its result, to where the result is first needed.
 
     A gathering is waited for right before the first operator that computes with the parameter. A
@@ -59,7 +57,6 @@ class DelayWaits(GraphPass):
     """
 
     name: ClassVar[str] = "delay-waits"
-    preserves_numerics: ClassVar[bool] = True
     runs_on: ClassVar[frozenset[GraphKind]] = frozenset(
         {"STEP", "UNSHARD", "REDUCE_GRAD", *JOINT_GRAPHS}
     )
@@ -67,27 +64,15 @@ class DelayWaits(GraphPass):
     blocks_behind: int = 1
     """How many further blocks' reductions are launched before one is waited for."""
 
-    layers: str = "layers.*"
-    """Pattern of the names of the modules that are blocks."""
-
-    @property
-    def bounds(self) -> ChangeBounds:
-        """What is in flight is held longer."""
-        return ChangeBounds(peak_memory_growth=None)
-
     def run(self, graph_module: GraphModule, context: PassContext) -> PassReport:
         """Delay waits; see the class."""
         graph = graph_module.graph
-        found = find_fsdp_launches(graph, targets=_FSDP_COLLECTIVES, layers=LayerNames(self.layers))
+        found = self.find_launches(graph, *_FSDP_COLLECTIVES)
         counts = {
             "unshard_waits_moved": _delay_unshards(graph, found.launches),
             "reduction_waits_moved": _delay_reductions(graph, found.launches, self.blocks_behind),
         }
-        return PassReport(
-            changed=any(counts.values()),
-            counts=counts,
-            refusals=found.refusals,
-        )
+        return PassReport.of(counts, found.refusals)
 
 
 def _delay_unshards(graph: Graph, launches: Iterable[FsdpLaunch]) -> int:

@@ -17,8 +17,16 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from gt_config.node_keys import FsdpCollectiveAnnotation
-from gt_passes._torch_internals import FakeTensorMode, quiet_fake_execution, value_of
+from gt_passes._torch_internals import (
+    FakeTensorMode,
+    OpOverload,
+    quiet_fake_execution,
+    value_of,
+)
+from gt_passes.analysis.bucket_copies import PACK_BUCKET, UNPACK_BUCKET
 from gt_passes.analysis.code_motion import CodeMotion
+from gt_passes.analysis.node_calls import evaluate
+from gt_passes.analysis.operator_effects import is_only_a_view
 from gt_passes.fsdp.fsdp_launches import FsdpLaunch
 from gt_trace.node_metadata import read_annotation, write_annotation
 
@@ -74,14 +82,20 @@ class BucketNodes:
         graph: where to make them, at its current insertion point.
         fake_mode: of the graph's values.
         members: what the bucket stands for.
+        motion: of the graph.
     """
 
     def __init__(
-        self, graph: Graph, fake_mode: FakeTensorMode, members: Sequence[FsdpLaunch]
+        self,
+        graph: Graph,
+        fake_mode: FakeTensorMode,
+        members: Sequence[FsdpLaunch],
+        motion: CodeMotion,
     ) -> None:
         self._graph = graph
         self._fake_mode = fake_mode
         self._members = members
+        self._motion = motion
         annotation = read_annotation(members[0].launch, FsdpCollectiveAnnotation)
         assert annotation is not None  # find_fsdp_launches has read it
         self._annotation = FsdpCollectiveAnnotation(
@@ -98,72 +112,78 @@ class BucketNodes:
         with self._graph.inserting_before(node), quiet_fake_execution(self._fake_mode):
             yield
 
-    def call(
+    def exchange(self, target: OpOverload) -> dict[Node, Node]:
+        """Pack the inputs, exchange them, and unpack the results.
+
+        What is reduced and scattered has a row for each rank, with its part of every member; so has
+        what is gathered.
+
+        Args:
+            target: the collective.
+
+        Returns:
+            What stands for the wait of each member.
+        """
+        first, sources = self._members[0], [self._before_cast(each) for each in self._members]
+        given = sum(member.input_value.numel() for member in self._members)
+        taken = sum(member.output_value.numel() for member in self._members)
+        num_rows, num_rows_back = max(1, given // max(1, taken)), max(1, taken // max(1, given))
+        packed = self._call(PACK_BUCKET, sources, num_rows, first.input_value.dtype)
+        launched = self._call(target, packed, *first.options)
+        bucket = self._call(torch.ops._c10d_functional.wait_tensor.default, launched)
+        values = [member.output_value.view(-1) for member in self._members]
+        sizes = [value.numel() // num_rows_back for value in values]
+        is_view = num_rows_back == 1 and all(map(self._may_share, self._members))
+        if is_view:
+            split = self._call(torch.ops.aten.split_with_sizes.default, bucket, sizes)
+        else:
+            # The pieces are what the members' values are views of: computing them would cost more
+            # than all else that a bucket takes.
+            split = self._call(UNPACK_BUCKET, bucket, num_rows_back, sizes, value=values)
+        results: dict[Node, Node] = {}
+        for index, member in enumerate(self._members):
+            whole, flat = member.output_value, None if is_view else values[index]
+            piece = self._call(operator.getitem, split, index, member=member, value=flat)
+            if whole.dim() != 1:
+                view, shape = torch.ops.aten.view.default, list(whole.shape)
+                value = None if is_view else whole
+                piece = self._call(view, piece, shape, member=member, value=value)
+            results[member.wait] = piece
+        return results
+
+    def _may_share(self, member: FsdpLaunch) -> bool:
+        """Whether nobody can tell that a result shares memory with those of other members."""
+        views = any(map(is_only_a_view, member.wait.users))
+        return self._motion.stays_inside(member.wait) and not views
+
+    def _before_cast(self, member: FsdpLaunch) -> Node:
+        """What is cast for a member alone, since packing casts too; else its input."""
+        cast, options = member.input, member.input.kwargs
+        if cast.target is not torch.ops.aten._to_copy.default or len(cast.users) > 1:
+            return cast
+        (source,) = cast.all_input_nodes
+        value = value_of(source)
+        assert isinstance(value, torch.Tensor)  # by the schema of the operator
+        same_device = value.device == member.input_value.device
+        only_casts = options.keys() == {"dtype"} and same_device and value.is_contiguous()
+        may_move = self._motion.reason_not_to_move(cast) is None
+        return source if only_casts and may_move else cast
+
+    def _call(
         self,
         target: Callable[..., Any],
         *args: Any,
         member: FsdpLaunch | None = None,
         value: object = None,
     ) -> Node:
-        """A node that calls ``target``; of one member, or of the bucket as a whole.
-
-        Args:
-            target: an operator.
-            args: its arguments.
-            member: that the node belongs to; None for all of them.
-            value: its fake value where that is known; None to compute it.
-        """
+        """A node of one member, or of the bucket as a whole; its value is computed if not given."""
         node = self._graph.call_function(target, args)
         like = self._members[0].launch if member is None else member.launch
         node.meta = {key: value for key, value in like.meta.items() if key != "val"}
         if member is None:
             write_annotation(node, self._annotation)
-        if value is None:
-            loaded: Any = map_arg(args, _loaded)
-            value = target(*loaded)
-        node.meta["val"] = value
+        node.meta["val"] = evaluate(node) if value is None else value
         return node
-
-    def view(self, source: Node, shape: list[int], member: FsdpLaunch) -> Node:
-        """``source`` in another shape; itself if it has that shape."""
-        value = value_of(source)
-        assert isinstance(value, torch.Tensor)  # find_fsdp_launches has refused the others
-        if list(value.shape) == shape:
-            return source
-        return self.call(torch.ops.aten.view.default, source, shape, member=member)
-
-    def results(self, whole: Node, shapes: Sequence[Sequence[int]], dim: int) -> dict[Node, Node]:
-        """What stands for the wait of each member: ``whole`` cut, in memory of its own, in shape.
-
-        Args:
-            whole: what the bucket's wait gave.
-            shapes: of each member's piece of ``whole``.
-            dim: along which it is cut.
-        """
-        waits = [member.wait for member in self._members]
-        wanted = [member.output_value for member in self._members]
-        # The pieces are what the members' values are views of: computing them would cost more than
-        # all else that a bucket takes.
-        values = [value.view(shape) for value, shape in zip(wanted, shapes, strict=True)]
-        sizes = [shape[dim] for shape in shapes]
-        split = self.call(
-            torch.ops.aten.split_with_sizes_copy.default, whole, sizes, dim, value=values
-        )
-        results: dict[Node, Node] = {}
-        for index, (wait, member) in enumerate(zip(waits, self._members, strict=True)):
-            piece = self.call(operator.getitem, split, index, member=member, value=values[index])
-            shape = list(wanted[index].shape)
-            if list(values[index].shape) == shape:
-                results[wait] = piece
-            else:
-                results[wait] = self.call(
-                    torch.ops.aten.view.default, piece, shape, member=member, value=wanted[index]
-                )
-        return results
-
-
-def _loaded(node: Node) -> Any:
-    return value_of(node)
 
 
 def replace_uses(graph: Graph, replacements: Mapping[Node, Node]) -> None:

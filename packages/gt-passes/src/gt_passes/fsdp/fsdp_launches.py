@@ -6,7 +6,7 @@ or laid out: a collective and its wait are replaced or moved, and what stands ar
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -77,7 +77,7 @@ class FsdpLaunches:
 
 
 def find_fsdp_launches(
-    graph: Graph, *, targets: frozenset[OpOverload], layers: LayerNames
+    graph: Graph, *, targets: Collection[OpOverload], layers: LayerNames
 ) -> FsdpLaunches:
     """Find the annotated collectives that call one of ``targets``.
 
@@ -126,7 +126,7 @@ def _reason_against(node: Node) -> str | None:
     users = list(node.users)
     if len(users) != 1 or not is_wait(users[0]):
         return "its result is not read by one wait alone"
-    for value in (value_of(argument) for argument in _tensors(node)):
+    for value in map(value_of, (*node.all_input_nodes, node)):
         if not isinstance(value, torch.Tensor):
             return "it has no fake value"
         if any(isinstance(size, torch.SymInt) for size in value.shape):
@@ -134,11 +134,6 @@ def _reason_against(node: Node) -> str | None:
         if not value.is_contiguous():
             return "its input is not contiguous"
     return None
-
-
-def _tensors(node: Node) -> Iterator[Node]:
-    yield from node.all_input_nodes
-    yield node
 
 
 def _tensor(node: Node) -> torch.Tensor:

@@ -11,9 +11,9 @@ from torch.fx import GraphModule, Node
 
 from gt_config.graph_kinds import JOINT_GRAPHS, GraphKind
 from gt_passes.analysis.code_motion import CodeMotion
-from gt_passes.analysis.layer_names import LayerNames
-from gt_passes.contract import ChangeBounds, GraphPass, PassContext, PassReport, Refusal
-from gt_passes.fsdp.fsdp_launches import FsdpLaunch, find_fsdp_launches
+from gt_passes.contract import PassContext, PassReport, Refusal
+from gt_passes.fsdp.fsdp_launches import FsdpLaunch
+from gt_passes.fsdp.fsdp_pass import FsdpPass
 from gt_passes.registry import register_pass
 
 _ALL_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
@@ -21,7 +21,7 @@ _ALL_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
 
 @register_pass
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PrefetchAllGathers(GraphPass):
+class PrefetchAllGathers(FsdpPass):
     """Move each block's FSDP gathering to before the wait of an earlier block's.
 
     Gatherings stay in their order, forward and backward being one sequence. After
@@ -49,27 +49,16 @@ class PrefetchAllGathers(GraphPass):
     """
 
     name: ClassVar[str] = "prefetch-all-gathers"
-    preserves_numerics: ClassVar[bool] = True
     runs_on: ClassVar[frozenset[GraphKind]] = frozenset({"STEP", *JOINT_GRAPHS})
 
     blocks_ahead: int = 1
     """How many blocks early; 0 leaves everything in place. Each holds one more block's parameters.
     """
 
-    layers: str = "layers.*"
-    """Pattern of the names of the modules that are blocks."""
-
-    @property
-    def bounds(self) -> ChangeBounds:
-        """What is gathered early is held longer."""
-        return ChangeBounds(peak_memory_growth=None)
-
     def run(self, graph_module: GraphModule, context: PassContext) -> PassReport:
         """Prefetch; see the class."""
         graph = graph_module.graph
-        found = find_fsdp_launches(
-            graph, targets=frozenset({_ALL_GATHER}), layers=LayerNames(self.layers)
-        )
+        found = self.find_launches(graph, _ALL_GATHER)
         motion = CodeMotion(graph)
         blocks = _blocks(each for each in found.launches if each.kind == "unshard")
         refusals = list(found.refusals)
@@ -85,11 +74,7 @@ class PrefetchAllGathers(GraphPass):
                     refusals.append(Refusal(node_name=launch.launch.name, reason=outcome))
                 else:
                     num_prefetched += outcome
-        return PassReport(
-            changed=num_prefetched > 0,
-            counts={"prefetched": num_prefetched},
-            refusals=tuple(refusals),
-        )
+        return PassReport.of({"prefetched": num_prefetched}, refusals)
 
 
 def _blocks(launches: Iterable[FsdpLaunch]) -> list[list[FsdpLaunch]]:

@@ -13,10 +13,10 @@ from torch.fx.node import map_arg
 from gt_config.graph_kinds import GraphKind
 from gt_config.node_keys import FsdpCollectiveAnnotation, PhaseAnnotation
 from gt_passes.analysis.code_motion import CodeMotion
-from gt_passes.analysis.layer_names import LayerNames
 from gt_passes.analysis.operator_effects import is_only_a_view
-from gt_passes.contract import ChangeBounds, GraphPass, PassContext, PassReport, Refusal
-from gt_passes.fsdp.fsdp_launches import FsdpLaunch, find_fsdp_launches
+from gt_passes.contract import ChangeBounds, PassContext, PassReport, Refusal
+from gt_passes.fsdp.fsdp_launches import FsdpLaunch
+from gt_passes.fsdp.fsdp_pass import FsdpPass
 from gt_passes.registry import register_pass
 from gt_trace.node_metadata import phase_of, read_annotation, write_annotation
 
@@ -25,7 +25,7 @@ _ALL_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
 
 @register_pass
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReshardAfterForward(GraphPass):
+class ReshardAfterForward(FsdpPass):
     """Give the backward its own gathering of each FSDP parameter, before its first reader.
 
     ZeRO stage 3, as ``reshard_after_forward`` of torch's ``fully_shard``. What hangs on a gathered
@@ -55,15 +55,11 @@ class ReshardAfterForward(GraphPass):
     """
 
     name: ClassVar[str] = "reshard-after-forward"
-    preserves_numerics: ClassVar[bool] = True
     runs_on: ClassVar[frozenset[GraphKind]] = frozenset({"STEP"})
 
     keep_last: bool = True
     """Keep what the forward gathers last (after the last block, or else the last block): the
     backward would gather it again at once."""
-
-    layers: str = "layers.*"
-    """Pattern of the names of the modules that are blocks."""
 
     @property
     def bounds(self) -> ChangeBounds:
@@ -73,9 +69,7 @@ class ReshardAfterForward(GraphPass):
     def run(self, graph_module: GraphModule, context: PassContext) -> PassReport:
         """Gather again for the backward; see the class."""
         graph = graph_module.graph
-        found = find_fsdp_launches(
-            graph, targets=frozenset({_ALL_GATHER}), layers=LayerNames(self.layers)
-        )
+        found = self.find_launches(graph, _ALL_GATHER)
         forward = [
             each
             for each in found.launches
@@ -93,11 +87,7 @@ class ReshardAfterForward(GraphPass):
                 refusals.append(Refusal(node_name=launch.launch.name, reason=outcome))
             else:
                 num_resharded += outcome
-        return PassReport(
-            changed=num_resharded > 0,
-            counts={"gathered_again": num_resharded},
-            refusals=tuple(refusals),
-        )
+        return PassReport.of({"gathered_again": num_resharded}, refusals)
 
 
 class _Resharding:

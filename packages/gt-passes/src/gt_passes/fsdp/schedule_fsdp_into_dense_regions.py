@@ -11,24 +11,22 @@ from torch.fx import Graph, GraphModule, Node
 from gt_config.graph_kinds import JOINT_GRAPHS, GraphKind
 from gt_config.node_keys import EpRegionAnnotation, FsdpCollectiveAnnotation
 from gt_passes.analysis.code_motion import CodeMotion
-from gt_passes.analysis.layer_names import LayerNames
-from gt_passes.contract import ChangeBounds, GraphPass, PassContext, PassReport, Refusal
-from gt_passes.fsdp.fsdp_launches import FsdpLaunch, find_fsdp_launches
+from gt_passes.contract import PassContext, PassReport, Refusal
+from gt_passes.fsdp.fsdp_launches import FsdpLaunch
+from gt_passes.fsdp.fsdp_pass import FsdpPass
 from gt_passes.registry import register_pass
 from gt_trace.node_metadata import module_fqn, phase_of, read_annotation
 
 _functional = torch.ops._c10d_functional
-_FSDP_COLLECTIVES = frozenset(
-    {
-        _functional.all_gather_into_tensor.default,
-        _functional.reduce_scatter_tensor.default,
-    }
+_FSDP_COLLECTIVES = (
+    _functional.all_gather_into_tensor.default,
+    _functional.reduce_scatter_tensor.default,
 )
 
 
 @register_pass
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScheduleFsdpIntoDenseRegions(GraphPass):
+class ScheduleFsdpIntoDenseRegions(FsdpPass):
     """Launch FSDP collectives before or behind a routed-expert region, not inside of it.
 
     A region reaches from the first dispatch node of a module to its last combine node, in one
@@ -57,21 +55,12 @@ class ScheduleFsdpIntoDenseRegions(GraphPass):
     """
 
     name: ClassVar[str] = "schedule-fsdp-into-dense-regions"
-    preserves_numerics: ClassVar[bool] = True
     runs_on: ClassVar[frozenset[GraphKind]] = frozenset({"STEP", *JOINT_GRAPHS})
-
-    layers: str = "layers.*"
-    """Pattern of the names of the modules that are blocks."""
-
-    @property
-    def bounds(self) -> ChangeBounds:
-        """What is gathered earlier or reduced later is held longer."""
-        return ChangeBounds(peak_memory_growth=None)
 
     def run(self, graph_module: GraphModule, context: PassContext) -> PassReport:
         """Move launches out of routed-expert regions; see the class."""
         graph = graph_module.graph
-        found = find_fsdp_launches(graph, targets=_FSDP_COLLECTIVES, layers=LayerNames(self.layers))
+        found = self.find_launches(graph, *_FSDP_COLLECTIVES)
         motion = CodeMotion(graph)
         regions = _regions(graph, motion)
         refusals = list(found.refusals)
@@ -85,11 +74,7 @@ class ScheduleFsdpIntoDenseRegions(GraphPass):
                 refusals.append(Refusal(node_name=launch.launch.name, reason=reason))
             else:
                 num_moved += 1
-        return PassReport(
-            changed=num_moved > 0,
-            counts={"launches_moved": num_moved},
-            refusals=tuple(refusals),
-        )
+        return PassReport.of({"launches_moved": num_moved}, refusals)
 
 
 def _regions(graph: Graph, motion: CodeMotion) -> list[tuple[Node, Node]]:

@@ -59,7 +59,7 @@ class SeparateReductionGroup(GraphPass):
         """Move reductions to the second group; see the class."""
         found = find_fsdp_launches(
             graph_module.graph,
-            targets=frozenset({_ALL_GATHER, _REDUCE_SCATTER}),
+            targets=(_ALL_GATHER, _REDUCE_SCATTER),
             layers=LayerNames(),
         )
         gathering = {each.options[-1] for each in found.launches if each.kind == "unshard"}
@@ -79,8 +79,4 @@ class SeparateReductionGroup(GraphPass):
                 second[group] = self.second_group(group)
             each.launch.args = (*each.launch.args[:-1], second[group])
             num_moved += 1
-        return PassReport(
-            changed=num_moved > 0,
-            counts={"reductions_moved": num_moved},
-            refusals=tuple(refusals),
-        )
+        return PassReport.of({"reductions_moved": num_moved}, refusals)

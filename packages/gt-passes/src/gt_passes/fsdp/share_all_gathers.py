@@ -11,7 +11,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 
 from gt_config.graph_kinds import JOINT_GRAPHS, GraphKind
 from gt_config.node_keys import FsdpCollectiveAnnotation
@@ -19,6 +19,7 @@ from gt_passes._torch_internals import OpOverload, has_declared_effect
 from gt_passes.analysis.aliasing import AliasClasses, written_nodes
 from gt_passes.analysis.collectives import is_pure_collective, is_wait
 from gt_passes.analysis.forward_sweep import ForwardSweep
+from gt_passes.analysis.graph_constants import freeze_call
 from gt_passes.contract import ChangeBounds, GraphPass, PassContext, PassReport, Refusal
 from gt_passes.facts import ONE_ALL_GATHER_PER_PARAMETER, Fact
 from gt_passes.registry import register_pass
@@ -74,15 +75,16 @@ class ShareAllGathers(GraphPass):
 
     def run(self, graph_module: GraphModule, context: PassContext) -> PassReport:
         """Share all-gathers; see the class."""
-        return _Sharing(graph_module.graph, scope=self.scope).run()
+        return _Sharing(graph_module, scope=self.scope).run()
 
 
 class _Sharing:
     """One run of the pass: value numbering, of annotated nodes that hang on placeholders only."""
 
-    def __init__(self, graph: Graph, *, scope: SharingScope) -> None:
-        self._sweep = ForwardSweep(graph)
-        self._aliases = AliasClasses(graph)
+    def __init__(self, graph_module: GraphModule, *, scope: SharingScope) -> None:
+        self._graph_module = graph_module
+        self._sweep = ForwardSweep(graph_module.graph)
+        self._aliases = AliasClasses(graph_module.graph)
         self._scope = scope
         self._steps: set[Node] = set()  # of all chains
         self._first_of: dict[Hashable, Node] = {}  # by call and by state of the memory it reads
@@ -97,7 +99,11 @@ class _Sharing:
             if not self._is_step(node):
                 continue
             self._steps.add(node)
-            call = (phase_of(node) if self._scope == "phase" else None, _call(node))
+            sources = {source: source for source in node.all_input_nodes}
+            call = (
+                phase_of(node) if self._scope == "phase" else None,
+                freeze_call(self._graph_module, node, sources),
+            )
             state = (call, self._memory_state(node))
             first = self._first_of.setdefault(state, node)
             latest = self._latest_of.get(call)
@@ -114,11 +120,7 @@ class _Sharing:
             elif latest is not None:
                 self._refuse(node, f"its input is written to after {latest.name}, which it equals")
         counts = {"all_gathers_shared": num_collectives, "nodes_shared": self._sweep.num_replaced}
-        return PassReport(
-            changed=self._sweep.num_replaced > 0,
-            counts=counts,
-            refusals=tuple(self._refusals),
-        )
+        return PassReport.of(counts, self._refusals)
 
     def _count_writes(self, node: Node) -> None:
         for written in written_nodes(node):
@@ -157,21 +159,3 @@ class _Sharing:
 
     def _refuse(self, node: Node, reason: str) -> None:
         self._refusals.append(Refusal(node_name=node.name, reason=reason))
-
-
-def _call(node: Node) -> Hashable:
-    """What a node calls and on what, as a key: arguments are nodes, numbers and texts."""
-    return (node.target, _key(node.args), _key(tuple(sorted(node.kwargs.items()))))
-
-
-def _key(argument: object) -> Hashable:
-    if isinstance(argument, (tuple, list)):
-        return tuple(map(_key, argument))
-    if isinstance(argument, slice):
-        return (slice, _key((argument.start, argument.stop, argument.step)))
-    try:
-        hash(argument)
-    except TypeError:  # only the same as itself
-        return (type(argument), id(argument))
-    # 1, 1.0 and True are equal and hash alike, but operators tell them apart.
-    return (type(argument), argument)

@@ -8,7 +8,6 @@ the host memory is full. In nodes and not in microseconds, so that no cost model
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import torch
 from torch.fx import Node
@@ -18,15 +17,6 @@ from gt_passes.analysis.storages import Storages
 from gt_passes.memory_policy.recomputability import Recomputability
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OffloadChoice:
-    """One tensor that goes to host memory."""
-
-    storage: int
-    node: Node
-    """Holds all of the storage, in the order of memory; what else the backward reads are views."""
-
-
 def choose_offloaded(
     saved: Iterable[int],
     storages: Storages,
@@ -34,8 +24,11 @@ def choose_offloaded(
     *,
     host_budget_bytes: int | None,
     min_bytes: int,
-) -> list[OffloadChoice]:
-    """The tensors to offload, in execution order.
+) -> dict[int, Node]:
+    """The tensors to offload, by storage, in execution order.
+
+    Each is a node that holds all of its storage, in the order of memory; what else the backward
+    reads of it are views.
 
     Args:
         saved: storages that are saved for the backward.
@@ -44,23 +37,21 @@ def choose_offloaded(
         host_budget_bytes: what all together may take; None for no limit.
         min_bytes: smaller ones stay, since a copy costs its launch.
     """
-    gains: list[tuple[int, OffloadChoice]] = []
+    gains: list[tuple[int, int, Node]] = []
     for storage in saved:
         node = _whole(storage, storages, recomputability)
         idle = _idle_nodes(storage, recomputability)
         if node is not None and idle > 0 and storages.num_bytes[storage] >= max(min_bytes, 1):
-            choice = OffloadChoice(storage=storage, node=node)
-            gains.append((storages.num_bytes[storage] * idle, choice))
-    gains.sort(key=lambda gain: (-gain[0], gain[1].storage))
+            gains.append((-storages.num_bytes[storage] * idle, storage, node))
     free = host_budget_bytes
-    chosen = []
-    for _, choice in gains:
-        num_bytes = storages.num_bytes[choice.storage]
+    chosen = {}
+    for _, storage, node in sorted(gains, key=lambda gain: gain[:2]):
+        num_bytes = storages.num_bytes[storage]
         if free is not None and num_bytes > free:
             continue
         free = None if free is None else free - num_bytes
-        chosen.append(choice)
-    return sorted(chosen, key=lambda choice: recomputability.position[choice.node])
+        chosen[storage] = node
+    return dict(sorted(chosen.items(), key=lambda choice: recomputability.position[choice[1]]))
 
 
 def _whole(storage: int, storages: Storages, recomputability: Recomputability) -> Node | None:

@@ -137,7 +137,9 @@ class _Offloading:
             if not readers:
                 continue
             trip = self._trip(node, readers)
-            reason = self._reason_against(node) or self._reason_against_trip(trip)
+            reason = self._reason_against(node)
+            if reason is None and trip.leaves_at >= trip.returns_at:
+                reason = "it would come back no later than it has left"
             if reason is not None:
                 write_annotation(node, _SAVE)
                 refusals.append(Refusal(node_name=node.name, reason=reason))
@@ -152,11 +154,7 @@ class _Offloading:
         for i in order:
             self._return(trips[i], on_host[i])
         counts = {"tensors_offloaded": len(trips), "bytes_offloaded": num_bytes}
-        return PassReport(
-            changed=bool(trips),
-            counts=counts,
-            refusals=tuple(refusals),
-        )
+        return PassReport.of(counts, refusals)
 
     def _backward_readers(self, node: Node) -> tuple[Node, ...]:
         position = self._recomputability.position
@@ -192,11 +190,6 @@ class _Offloading:
             return "its memory is written to later"
         if value.numel() * value.element_size() != self._storages.num_bytes[storage]:
             return "it does not fill its memory"
-        return None
-
-    def _reason_against_trip(self, trip: _Trip) -> str | None:
-        if trip.leaves_at >= trip.returns_at:
-            return "it would come back no later than it has left"
         return None
 
     def _leave(self, trip: _Trip) -> Node:

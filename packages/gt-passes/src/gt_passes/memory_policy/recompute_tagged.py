@@ -72,12 +72,12 @@ class RecomputeTagged(GraphPass):
     def run(self, graph_module: GraphModule, context: PassContext) -> PassReport:
         """Recompute what is tagged; see the class."""
         if not any(map(_is_tagged, graph_module.graph.nodes)):
-            return PassReport(changed=False)
+            return PassReport.of({})
         recomputation = _Recomputation(
             graph_module, recompute_collectives=self.recompute_collectives
         )
         if not recomputation.late_reads:
-            return PassReport(changed=False, refusals=recomputation.refusals)
+            return PassReport.of({}, recomputation.refusals)
         before = peak_bytes_of(recomputation.storages)
         recomputation.apply()
         after = estimate_peak_bytes(graph_module)
@@ -86,14 +86,10 @@ class RecomputeTagged(GraphPass):
             (first, *_) = recomputation.late_reads
             reason = f"recomputing would raise the estimated peak from {before} to {after} bytes"
             refusal = Refusal(node_name=first.name, reason=reason)
-            return PassReport(changed=False, refusals=(*recomputation.refusals, refusal))
+            return PassReport.of({}, (*recomputation.refusals, refusal))
         num_moved = recomputation.erase_unused()
         counts = {"recomputed": len(recomputation.copies) - num_moved, "moved": num_moved}
-        return PassReport(
-            changed=True,
-            counts=counts,
-            refusals=recomputation.refusals,
-        )
+        return PassReport.of(counts, recomputation.refusals)
 
 
 class _Recomputation:

@@ -105,20 +105,21 @@ class TagSavedTensors(GraphPass):
                 for storage, residency in decisions.items()
                 if residency == "save" and layers.layer_of(storages.maker[storage]) is not None
             ]
-            for choice in choose_offloaded(
+            offloaded = choose_offloaded(
                 saved_in_layers,
                 storages,
                 recomputability,
                 host_budget_bytes=self.host_budget_bytes,
                 min_bytes=self.offload_min_bytes,
-            ):
-                decisions[choice.storage] = "offload"
+            )
+            for storage, node in offloaded.items():
+                decisions[storage] = "offload"
                 # The backward makes the views that it reads anew, from what comes back.
-                holders = recomputability.holders(choice.storage)
-                for view in holders[holders.index(choice.node) + 1 :]:
+                holders = recomputability.holders(storage)
+                for view in holders[holders.index(node) + 1 :]:
                     if view not in recomputability.is_backward:
                         tags[view] = "recompute"
-                tags[choice.node] = "offload"
+                tags[node] = "offload"
         changed = _write(tags)
         counts = Counter(decisions.values())
         return PassReport(

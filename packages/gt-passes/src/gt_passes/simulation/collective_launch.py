@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch.fx import Node
 
 from gt_passes._torch_internals import OpOverload, torch_group_ranks
+from gt_passes.analysis.process_groups import group_name_of
 from gt_passes.analysis.symbol_sizes import SymbolSizes
 from gt_passes.errors import GtPassesError
 from gt_passes.simulation.collective_model import CollectiveKind
@@ -61,7 +62,7 @@ def collective_launch(node: Node, sizes: SymbolSizes) -> CollectiveLaunch:
     assert isinstance(node.target, OpOverload)  # is_collective has looked
     name = node.target._schema.name.partition("::")[2]
     kinds = [kind for part, kind in _KINDS if part in name]
-    group_name = _group_name(node)
+    group_name = group_name_of(node)
     if not kinds or group_name is None:
         raise UnknownCollectiveError(
             f"node {node.name} ({node.target}) is a collective of an unknown kind; known: "
@@ -87,15 +88,3 @@ def ranks_of_torch_group(group_name: str) -> tuple[int, ...]:
             "simulate where the graph was captured, or say CostModel(ranks_of_group=...)"
         )
     return ranks
-
-
-def _group_name(node: Node) -> str | None:
-    assert isinstance(node.target, OpOverload)
-    for position, declared in enumerate(node.target._schema.arguments):
-        if declared.name == "group_name":
-            in_args = position < len(node.args) and not declared.kwarg_only
-            value = node.args[position] if in_args else node.kwargs.get(declared.name)
-            # A string, or since torch 2.15 possibly the group itself.
-            name = value if isinstance(value, str) else getattr(value, "group_name", None)
-            return name if isinstance(name, str) else None
-    return None

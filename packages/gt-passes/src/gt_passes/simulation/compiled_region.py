@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from torch.fx import GraphModule, Node
 
+from gt_passes.analysis.bucket_copies import BUCKET_COPIES
 from gt_passes.simulation.cost_model import CostModel
 from gt_passes.simulation.operands import OperandReader
 from gt_passes.simulation.work import OpKind, is_view_node
@@ -46,7 +47,9 @@ def compiled_kernels(
         if node.op != "call_function":
             continue
         cost = cost_model.cost_of_key(cost_model.key(node, reader), node)
-        fuses = cost.kind == "streaming" and not cost.is_guess
+        # Inductor calls our own operators, which it does not see into.
+        is_call = cost.is_guess or node.target in BUCKET_COPIES
+        fuses = cost.kind == "streaming" and not is_call
         if fuses or (run and cost.kind in _TRANSPARENT):
             run.append(node)
             if cost.kind == "none":  # free, and perhaps an item of a collective's results

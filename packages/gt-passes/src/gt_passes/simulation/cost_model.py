@@ -46,15 +46,15 @@ class OpCost:
     bound: Bound
     """What decides the duration."""
 
-    flops: int
-    moved_bytes: int
-    is_guess: bool
+    flops: int = 0
+    moved_bytes: int = 0
+    is_guess: bool = False
     """Whether only bytes were known of the operator."""
 
-    blocks_host: bool
+    blocks_host: bool = False
     """Whether the host waits for it."""
 
-    collective: CollectiveLaunch | None
+    collective: CollectiveLaunch | None = None
     """For the kind ``collective``."""
 
 
@@ -151,11 +151,6 @@ class CostModel:
             duration_us=0.0,
             host_us=self.hardware.host_kernel_us,
             bound="nothing",
-            flops=0,
-            moved_bytes=0,
-            is_guess=False,
-            blocks_host=False,
-            collective=None,
         )
 
     def collective_us(self, kind: CollectiveKind, num_bytes: int, ranks: Sequence[int]) -> float:
@@ -185,7 +180,6 @@ class CostModel:
             moved_bytes=work.moved_bytes,
             is_guess=work.is_guess,
             blocks_host=work.blocks_host,
-            collective=None,
         )
         return self.replayed(cost) if self.host == "cuda_graph" else cost
 
@@ -197,10 +191,7 @@ class CostModel:
             duration_us=self._collectives.time_us(launch.kind, launch.num_bytes, ranks),
             host_us=self.hardware.host_collective_us,
             bound="network",
-            flops=0,
             moved_bytes=launch.num_bytes,
-            is_guess=False,
-            blocks_host=False,
             collective=launch,
         )
         return self.replayed(cost) if self.host == "cuda_graph" else cost

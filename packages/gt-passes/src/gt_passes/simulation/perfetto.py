@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from gt_config.node_keys import ChunkAnnotation
 from gt_passes.simulation.step_simulation import StepSimulation
 from gt_passes.simulation.timeline import Timeline
-from gt_trace.node_metadata import module_fqn, phase_of
+from gt_trace.node_metadata import module_fqn, phase_of, read_annotation
 
 
 def trace_events(
@@ -59,18 +60,20 @@ def trace_events(
 def write_perfetto_trace(simulation: StepSimulation, path: Path) -> None:
     """Write a simulated step; the folder is made if missing.
 
-    Each event carries operator, module, phase, bytes and FLOPs.
+    Each event carries operator, module, phase, chunk, bytes and FLOPs.
     """
     arguments = [
         {
             "operator": str(node.target),
             "module": module_fqn(node),
             "phase": phase_of(node),
+            "chunk": None if chunk is None else chunk.chunk_id,
             "bytes": cost.moved_bytes,
             "flops": cost.flops,
             "bound": cost.bound,
         }
         for node, cost in zip(simulation.run.nodes, simulation.run.costs, strict=True)
+        for chunk in [read_annotation(node, ChunkAnnotation)]
     ]
     document = {
         "displayTimeUnit": "ms",

@@ -20,8 +20,10 @@ from torch.fx import Node
 
 from gt_passes._torch_internals import HigherOrderOperator, OpOverload, value_of
 from gt_passes.analysis.aliasing import written_nodes
+from gt_passes.analysis.bucket_copies import BUCKET_COPIES
 from gt_passes.analysis.collectives import is_collective, is_wait
 from gt_passes.analysis.host_copies import WAIT_COPY, is_host_copy
+from gt_passes.analysis.node_calls import arguments_of
 from gt_passes.analysis.symbol_sizes import SymbolSizes
 from gt_passes.simulation.operands import (
     PricedOperand,
@@ -136,6 +138,8 @@ def work_of(
         return OpWork(kind="host_copy", moved_bytes=copy.num_bytes)
     if is_collective(node):
         return OpWork(kind="collective")
+    if target in BUCKET_COPIES:
+        return OpWork(kind="streaming", moved_bytes=_all_bytes(node, sizes))
     if isinstance(target, HigherOrderOperator):
         return _higher_order_work(node, sizes)
     if not isinstance(target, OpOverload):
@@ -151,7 +155,8 @@ def work_of(
         if name in _MATMULS:
             return _MATMULS[name](node, sizes)
         if _is_attention(target):
-            return _attention_work(node, sizes, is_backward=name.endswith("_backward"))
+            is_backward = name.endswith("_backward")  # whose gradient comes first
+            return _attention_work(node, sizes, int(is_backward), is_backward=is_backward)
     copied = _host_copy_work(node, sizes)
     return copied or _memory_work(node, name, sizes, is_aten=target.namespace in ("aten", "prims"))
 
@@ -211,11 +216,10 @@ def _convolution(node: Node, sizes: SymbolSizes) -> OpWork:
     (result,) = output_operands(node, sizes)
     transposed = bool(node.args[6]) if len(node.args) > 6 else False
     over = x if transposed else result
-    shape = MatmulShape(
-        over.numel // over.shape[1] if over.shape[1] else 0, over.shape[1], weight.numel
-    )
+    rows = over.numel // over.shape[1] if over.shape[1] else 0
     # Each output element takes the weights of one output channel.
-    shape = shape._replace(k=weight.numel // weight.shape[0] if weight.shape[0] else 0)
+    inner = weight.numel // weight.shape[0] if weight.shape[0] else 0
+    shape = MatmulShape(rows, over.shape[1], inner)
     return _matmul_work("matmul", shape, x.dtype, node, sizes)
 
 
@@ -283,29 +287,19 @@ def is_masked(node: Node) -> bool:
         return str(node.target).startswith("flex_attention")
     if not isinstance(node.target, OpOverload) or not _is_attention(node.target):
         return False
-    for position, declared in enumerate(node.target._schema.arguments):
-        in_args = position < len(node.args) and not declared.kwarg_only
-        value = node.args[position] if in_args else node.kwargs.get(declared.name)
-        if declared.name == "is_causal" and value:
-            return True
-        if declared.name in _MASK_ARGUMENTS and value is not None:
-            return True
-    return False
+    arguments = arguments_of(node)
+    masks = (arguments.get(name) for name in _MASK_ARGUMENTS)
+    return bool(arguments.get("is_causal")) or any(mask is not None for mask in masks)
 
 
-def _attention_work(node: Node, sizes: SymbolSizes, *, is_backward: bool) -> OpWork:
+def _attention_work(
+    node: Node, sizes: SymbolSizes, first: int, *, is_backward: bool, rounded: bool = False
+) -> OpWork:
     """``flops`` count every query-key pair; the machine's mask density comes in with its time.
 
     Forward: scores and their product with the values. Backward: the scores again, and gradients of
-    probabilities, values, queries and keys.
+    probabilities, values, queries and keys. Queries, keys and values stand from ``first`` on.
     """
-    first = 1 if is_backward else 0
-    return _attention_flops(node, sizes, first, is_backward=is_backward)
-
-
-def _attention_flops(
-    node: Node, sizes: SymbolSizes, first: int, *, is_backward: bool, rounded: bool = False
-) -> OpWork:
     q, k, v = (_argument(node, first + index, sizes) for index in range(3))
     pairs = math.prod(q.shape[:-1]) * k.shape[-2]
     wide, narrow = q.shape[-1], v.shape[-1]
@@ -330,9 +324,7 @@ def _higher_order_work(node: Node, sizes: SymbolSizes) -> OpWork:
     name = str(node.target)
     if name in ("flex_attention", "flex_attention_backward"):
         # Its kernels pad head dimensions to powers of two (torch/_inductor/kernel/flex).
-        return _attention_flops(
-            node, sizes, 0, is_backward=name.endswith("_backward"), rounded=True
-        )
+        return _attention_work(node, sizes, 0, is_backward=name.endswith("_backward"), rounded=True)
     return OpWork(kind="streaming", moved_bytes=_all_bytes(node, sizes), is_guess=True)
 
 

@@ -7,21 +7,20 @@ reads those of the next from its memory: PyTorch's symmetric-memory operators do
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch.fx import Graph, GraphModule, Node
-from torch.fx.node import map_aggregate
 
 from gt_config.graph_kinds import JOINT_GRAPHS, GraphKind
 from gt_passes._torch_compilation_internals import load_symmetric_memory_operators
-from gt_passes._torch_internals import FakeTensorMode, quiet_fake_execution, value_of
-from gt_passes.analysis.aliasing import AliasClasses
-from gt_passes.analysis.operator_effects import is_barrier, is_only_a_view
+from gt_passes._torch_internals import FakeTensorMode, value_of
+from gt_passes.analysis.operator_effects import is_only_a_view
 from gt_passes.contract import ChangeBounds, GraphPass, PassContext, PassReport, Refusal
 from gt_passes.registry import register_pass
+from gt_passes.tensor_parallel.matmul_fusion import MatmulFusion
 from gt_passes.tensor_parallel.symmetric_memory import SymmetricMemory, SymmetricMemoryHere
 from gt_passes.tensor_parallel.tensor_parallel_matmuls import (
     GatheredOperand,
@@ -30,7 +29,6 @@ from gt_passes.tensor_parallel.tensor_parallel_matmuls import (
     find_scattered_products,
     views_of,
 )
-from gt_trace.node_metadata import copy_annotations
 
 _aten = torch.ops.aten
 
@@ -86,31 +84,23 @@ class AsyncTensorParallel(GraphPass):
         return _Fusion(graph_module.graph, context.fake_mode, self.symmetric_memory).run()
 
 
-class _Fusion:
+class _Fusion(MatmulFusion):
     def __init__(
         self, graph: Graph, fake_mode: FakeTensorMode, symmetric_memory: SymmetricMemory
     ) -> None:
-        self._graph = graph
-        self._fake_mode = fake_mode
+        super().__init__(graph, fake_mode)
         self._symmetric_memory = symmetric_memory
-        self._aliases = AliasClasses(graph)
-        self._num_barriers: dict[Node, int] = {}  # up to and with each node
-        count = 0
-        for node in graph.nodes:
-            count += is_barrier(node)
-            self._num_barriers[node] = count
-        self._refusals: list[Refusal] = []
 
     def run(self) -> PassReport:
         # Found before anything changes: one product may be fused to the left or to the right.
-        scattered = list(find_scattered_products(self._graph))
-        gathered = list(find_gathered_operands(self._graph))
+        scattered = list(find_scattered_products(self.graph))
+        gathered = list(find_gathered_operands(self.graph))
         taken: set[Node] = set()
         num_gathers = num_scatters = 0
         for operand in gathered:
             matmuls, reason = self._matmuls_to_fuse(operand)
             if reason is not None:
-                self._refusals.append(Refusal(node_name=operand.launch.name, reason=reason))
+                self.refusals.append(Refusal(node_name=operand.launch.name, reason=reason))
                 continue
             self._fuse_gather(operand, matmuls)
             taken.update(matmuls)
@@ -118,16 +108,12 @@ class _Fusion:
         for product in scattered:
             reason = self._reason_against_scatter(product, taken)
             if reason is not None:
-                self._refusals.append(Refusal(node_name=product.launch.name, reason=reason))
+                self.refusals.append(Refusal(node_name=product.launch.name, reason=reason))
                 continue
             self._fuse_scatter(product)
             num_scatters += 1
         counts = {"all_gathers_fused": num_gathers, "reduce_scatters_fused": num_scatters}
-        return PassReport(
-            changed=num_gathers + num_scatters > 0,
-            counts=counts,
-            refusals=tuple(self._refusals),
-        )
+        return PassReport.of(counts, self.refusals)
 
     def _matmuls_to_fuse(self, operand: GatheredOperand) -> tuple[list[Node], str | None]:
         """The products to fuse, or why there are none."""
@@ -140,10 +126,10 @@ class _Fusion:
         assert isinstance(value, torch.Tensor)
         if operand.gather_dim == value.ndim - 1:
             return [], f"it gathers dim {operand.gather_dim}, over which the product sums"
-        if any(map(self._aliases.is_written, (operand.shard, operand.result))):
+        if any(map(self.aliases.is_written, (operand.shard, operand.result))):
             return [], "what it gathers, or the result, is written to"
         first = self._first_reader(operand.result)
-        if self._num_barriers[first] != self._num_barriers[operand.launch]:
+        if self.num_barriers[first] != self.num_barriers[operand.launch]:
             return [], f"{first.name} reads it behind an operator of which nothing is known"
         matmuls = [matmul for matmul in operand.matmuls if self._can_hoist(matmul, first, operand)]
         if not matmuls:
@@ -161,7 +147,7 @@ class _Fusion:
         assert isinstance(right, Node)
         gathered = {operand.result, *views_of(operand.result)}
         while not right < first:
-            if not is_only_a_view(right) or self._aliases.is_written(right):
+            if not is_only_a_view(right) or self.aliases.is_written(right):
                 return False
             (right,) = right.all_input_nodes
         return right not in gathered
@@ -169,7 +155,7 @@ class _Fusion:
     def _fuse_gather(self, operand: GatheredOperand, matmuls: Sequence[Node]) -> None:
         first = self._first_reader(operand.result)
         for matmul in matmuls:
-            self._hoist_views(matmul, first)
+            self.hoist_views(matmul, first)
         views = sorted({*views_of(operand.result)})
         others = [
             user
@@ -177,48 +163,34 @@ class _Fusion:
             for user in view.users
             if user not in views and user not in matmuls
         ]
-        with self._graph.inserting_before(first):
-            fused = self._call(
+        with self.graph.inserting_before(first):
+            fused = self.call(
                 torch.ops.symm_mem.fused_all_gather_matmul.default,
-                (
-                    operand.shard,
-                    [matmul.args[1] for matmul in matmuls],
-                    operand.gather_dim,
-                    operand.group_name,
-                ),
-                {"return_A": bool(others)},
+                operand.shard,
+                [matmul.args[1] for matmul in matmuls],
+                operand.gather_dim,
+                operand.group_name,
+                return_A=bool(others),
                 stands_for=matmuls[0],
             )
-            products = self._call(operator.getitem, (fused, 1), {}, stands_for=matmuls[0])
+            products = self.call(operator.getitem, fused, 1, stands_for=matmuls[0])
             for number, matmul in enumerate(matmuls):
-                product = self._call(operator.getitem, (products, number), {}, stands_for=matmul)
+                product = self.call(operator.getitem, products, number, stands_for=matmul)
                 value = value_of(matmul)
                 assert isinstance(value, torch.Tensor)
-                matrix = self._call(
-                    _aten.view.default,
-                    (self._contiguous(product), list(value.shape)),
-                    {},
-                    stands_for=matmul,
+                product = self._contiguous(product)
+                matrix = self.call(
+                    _aten.view.default, product, list(value.shape), stands_for=matmul
                 )
                 matmul.replace_all_uses_with(matrix)
             if others:
-                whole = self._call(operator.getitem, (fused, 0), {}, stands_for=operand.result)
+                whole = self.call(operator.getitem, fused, 0, stands_for=operand.result)
                 whole = self._contiguous(whole)
                 operand.result.replace_all_uses_with(whole)
         for view in views:
             if view < first and any(user not in matmuls for user in view.users):
                 first.prepend(view)
         self._erase([*operand.internals, *views, *matmuls], unless=set(others))
-
-    def _hoist_views(self, matmul: Node, first: Node) -> None:
-        chain = []
-        right = matmul.args[1]
-        assert isinstance(right, Node)
-        while not right < first:
-            chain.append(right)
-            (right,) = right.all_input_nodes
-        for view in reversed(chain):
-            first.prepend(view)
 
     def _reason_against_scatter(self, product: ScatteredProduct, taken: set[Node]) -> str | None:
         matmul = product.matmul
@@ -235,9 +207,9 @@ class _Fusion:
             return f"it reduces by {product.reduce_op!r}, and the fused operator by sum or avg"
         if product.scatter_dim == len(product.shape) - 1:
             return f"it scatters dim {product.scatter_dim}, the last of the product"
-        if any(map(self._aliases.is_written, (matmul, *matmul.all_input_nodes))):
+        if any(map(self.aliases.is_written, (matmul, *matmul.all_input_nodes))):
             return "the product, or an operand of it, is written to"
-        if self._num_barriers[matmul] != self._num_barriers[product.launch]:
+        if self.num_barriers[matmul] != self.num_barriers[product.launch]:
             return f"{matmul.name} is made before an operator of which nothing is known"
         return None
 
@@ -248,14 +220,17 @@ class _Fusion:
         assert isinstance(left, Node)
         left_value = value_of(left)
         assert isinstance(left_value, torch.Tensor)
-        with self._graph.inserting_before(product.launch):
+        with self.graph.inserting_before(product.launch):
             if len(product.shape) > 2:
                 shape = [*product.shape[:-1], left_value.shape[1]]
-                left = self._call(_aten.reshape.default, (left, shape), {}, stands_for=matmul)
-            fused = self._call(
+                left = self.call(_aten.reshape.default, left, shape, stands_for=matmul)
+            fused = self.call(
                 torch.ops.symm_mem.fused_matmul_reduce_scatter.default,
-                (left, right, product.reduce_op, product.scatter_dim, product.group_name),
-                {},
+                left,
+                right,
+                product.reduce_op,
+                product.scatter_dim,
+                product.group_name,
                 stands_for=matmul,
             )
         product.result.replace_all_uses_with(fused)
@@ -266,30 +241,10 @@ class _Fusion:
         assert isinstance(value, torch.Tensor)
         if value.is_contiguous():
             return node
-        kwargs = {"memory_format": torch.contiguous_format}
-        return self._call(_aten.clone.default, (node,), kwargs, stands_for=node)
-
-    def _call(
-        self,
-        target: Callable[..., object],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        *,
-        stands_for: Node,
-    ) -> Node:
-        node = self._graph.call_function(target, args, kwargs)
-        copy_annotations(stands_for, node)
-        with quiet_fake_execution(self._fake_mode):
-            values: Any = map_aggregate((node.args, node.kwargs), _value)
-            node.meta["val"] = target(*values[0], **values[1])
-        self._num_barriers[node] = self._num_barriers[stands_for]
-        return node
+        contiguous = torch.contiguous_format
+        return self.call(_aten.clone.default, node, memory_format=contiguous, stands_for=node)
 
     def _erase(self, nodes: Sequence[Node], *, unless: set[Node]) -> None:
         for node in sorted({*nodes} - unless, reverse=True):
             if not node.users:
-                self._graph.erase_node(node)
-
-
-def _value(leaf: Any) -> Any:
-    return value_of(leaf) if isinstance(leaf, Node) else leaf
+                self.graph.erase_node(node)

@@ -6,22 +6,22 @@ a seventh of an H100 idle in the last wave of tiles. Side by side with ``w3`` th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch.fx import Graph, GraphModule, Node
-from torch.fx.node import map_aggregate
 
 from gt_config.graph_kinds import COMPUTING_ACTIONS, JOINT_GRAPHS, GraphKind
 from gt_passes._torch_internals import FakeTensorMode, quiet_fake_execution, value_of
-from gt_passes.analysis.aliasing import AliasClasses
-from gt_passes.analysis.operator_effects import is_barrier, is_only_a_view
+from gt_passes.analysis.node_calls import evaluate
+from gt_passes.analysis.operator_effects import is_only_a_view
 from gt_passes.analysis.tensor_signature import signature
 from gt_passes.contract import ChangeBounds, GraphPass, PassContext, PassReport, Refusal
 from gt_passes.registry import register_pass
-from gt_trace.node_metadata import copy_annotations, phase_of
+from gt_passes.tensor_parallel.matmul_fusion import MatmulFusion
+from gt_trace.node_metadata import phase_of
 
 _aten = torch.ops.aten
 
@@ -66,36 +66,23 @@ class FuseParallelMatmuls(GraphPass):
 
     def run(self, graph_module: GraphModule, context: PassContext) -> PassReport:
         """Fuse products; see the class."""
-        fusion = _Fusion(graph_module.graph, context.fake_mode, self.max_columns)
-        return fusion.run()
+        return _Fusion(graph_module.graph, context.fake_mode, self.max_columns).run()
 
 
-class _Fusion:
+class _Fusion(MatmulFusion):
     def __init__(self, graph: Graph, fake_mode: FakeTensorMode, max_columns: int) -> None:
-        self._graph = graph
-        self._fake_mode = fake_mode
+        super().__init__(graph, fake_mode)
         self._max_columns = max_columns
-        self._aliases = AliasClasses(graph)
-        self._num_barriers: dict[Node, int] = {}
-        count = 0
-        for node in graph.nodes:
-            count += is_barrier(node)
-            self._num_barriers[node] = count
-        self._refusals: list[Refusal] = []
 
     def run(self) -> PassReport:
         fused = [group for group in self._groups() if self._fuse(group)]
         counts = {"products": sum(map(len, fused)), "fused_into": len(fused)}
-        return PassReport(
-            changed=bool(fused),
-            counts=counts,
-            refusals=tuple(self._refusals),
-        )
+        return PassReport.of(counts, self.refusals)
 
     def _groups(self) -> Iterator[list[Node]]:
         """Products that share their left operand and their phase, in execution order."""
         groups: dict[tuple[object, ...], list[Node]] = {}
-        for matmul in self._graph.find_nodes(op="call_function", target=_aten.mm.default):
+        for matmul in self.graph.find_nodes(op="call_function", target=_aten.mm.default):
             value, left = value_of(matmul), matmul.args[0]
             assert isinstance(value, torch.Tensor)
             if value.shape[1] < self._max_columns and isinstance(left, Node):
@@ -110,16 +97,16 @@ class _Fusion:
             if reason is None:
                 fusable.append(matmul)
             else:
-                self._refusals.append(Refusal(node_name=matmul.name, reason=reason))
+                self.refusals.append(Refusal(node_name=matmul.name, reason=reason))
         if len(fusable) < 2 or fusable[0] is not first:
             return False
         self._replace(fusable)
         return True
 
     def _reason_against(self, matmul: Node, first: Node) -> str | None:
-        if any(map(self._aliases.is_written, (matmul, *matmul.all_input_nodes))):
+        if any(map(self.aliases.is_written, (matmul, *matmul.all_input_nodes))):
             return "the product, or an operand of it, is written to"
-        if self._num_barriers[matmul] != self._num_barriers[first]:
+        if self.num_barriers[matmul] != self.num_barriers[first]:
             return f"an operator of which nothing is known stands between it and {first.name}"
         right = matmul.args[1]
         assert isinstance(right, Node)
@@ -132,27 +119,29 @@ class _Fusion:
     def _replace(self, matmuls: Sequence[Node]) -> None:
         first = matmuls[0]
         for matmul in matmuls:
-            self._hoist_views(matmul, first)
-        with self._graph.inserting_before(first):
+            self.hoist_views(matmul, first)
+        with self.graph.inserting_before(first):
             rights = [matmul.args[1] for matmul in matmuls]
-            wide = self._call(_aten.cat.default, (rights, 1), {}, first)
-            product = self._call(_aten.mm.default, (first.args[0], wide), {}, first)
+            wide = self.call(_aten.cat.default, rights, 1, stands_for=first)
+            product = self.call(_aten.mm.default, first.args[0], wide, stands_for=first)
             start = 0
             for matmul in matmuls:
                 value = value_of(matmul)
                 assert isinstance(value, torch.Tensor)
                 end = start + value.shape[1]
-                part = self._call(_aten.slice.Tensor, (product, 1, start, end), {}, matmul)
+                part = self.call(_aten.slice.Tensor, product, 1, start, end, stands_for=matmul)
                 views = self._views_with_gaps(matmul, value_of(part))
                 if views is None:
-                    kwargs = {"memory_format": torch.contiguous_format}
-                    part = self._call(_aten.clone.default, (part,), kwargs, matmul)
+                    contiguous = torch.contiguous_format
+                    part = self.call(
+                        _aten.clone.default, part, memory_format=contiguous, stands_for=matmul
+                    )
                 for view, seen in (views or {}).items():
                     view.meta["val"] = seen
                 matmul.replace_all_uses_with(part)
                 start = end
         for matmul in reversed(matmuls):
-            self._graph.erase_node(matmul)
+            self.graph.erase_node(matmul)
 
     def _views_with_gaps(self, matmul: Node, part: object) -> dict[Node, object] | None:
         """What the views of a product become when it has gaps between its rows.
@@ -161,14 +150,18 @@ class _Fusion:
         something else of it than was captured.
         """
         values: dict[Node, object] = {matmul: part}
+
+        def load(node: Node) -> object:
+            return values[node] if node in values else value_of(node)
+
         pending = [matmul]
-        with quiet_fake_execution(self._fake_mode):
+        with quiet_fake_execution(self.fake_mode):
             while pending:
                 for user in pending.pop().users:
                     if user.op != "call_function":
                         return None  # the output
                     try:
-                        result = _run(user, values)
+                        result = evaluate(user, load)
                     except (RuntimeError, ValueError):  # strides that no view can have
                         return None
                     if is_only_a_view(user):
@@ -178,43 +171,6 @@ class _Fusion:
                         return None
         del values[matmul]
         return values
-
-    def _hoist_views(self, matmul: Node, first: Node) -> None:
-        chain = []
-        right = matmul.args[1]
-        assert isinstance(right, Node)
-        while not right < first:
-            chain.append(right)
-            (right,) = right.all_input_nodes
-        for view in reversed(chain):
-            first.prepend(view)
-
-    def _call(
-        self,
-        target: Callable[..., object],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        stands_for: Node,
-    ) -> Node:
-        node = self._graph.call_function(target, args, kwargs)
-        copy_annotations(stands_for, node)
-        with quiet_fake_execution(self._fake_mode):
-            node.meta["val"] = _run(node, {})
-        return node
-
-
-def _run(node: Node, values: Mapping[Node, object]) -> object:
-    """What a node gives on recorded values, or on ``values`` where it has them."""
-
-    def load(leaf: Any) -> Any:
-        if not isinstance(leaf, Node):
-            return leaf
-        return values[leaf] if leaf in values else value_of(leaf)
-
-    args: Any = map_aggregate(node.args, load)
-    kwargs: Any = map_aggregate(node.kwargs, load)
-    assert callable(node.target)  # true of call_function nodes
-    return node.target(*args, **kwargs)
 
 
 def _matrix(node: Node) -> tuple[object, ...]:

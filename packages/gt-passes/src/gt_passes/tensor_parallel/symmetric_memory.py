@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from gt_passes._torch_compilation_internals import symmetric_memory_is_enabled
+from gt_passes._torch_compilation_internals import symmetric_memory_backend
 from gt_passes._torch_internals import torch_group_ranks
 
 
@@ -43,6 +43,6 @@ class SymmetricMemoryHere:
         unreachable = [n for n in others if not torch.cuda.can_device_access_peer(here, n)]
         if unreachable:
             return f"GPU {here} cannot access the memory of GPU {unreachable[0]}"
-        if not symmetric_memory_is_enabled(group_name):
-            return f"symmetric memory is not enabled for the group {group_name!r}"
+        if symmetric_memory_backend(torch.device("cuda", here)) is None:
+            return "this PyTorch has no allocator of symmetric memory for CUDA"
         return None

@@ -8,6 +8,7 @@ other side of one is seen.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -75,27 +76,24 @@ def find_removal_problems(
     """Yield a problem for the first thing besides erasing that a pass did which only removes."""
     if not graph_pass.bounds.only_removes:
         return
-    for node in after.changed_nodes(before):
-        yield GraphProblem(
+
+    def problem(node: Node, expected: str, got: str) -> GraphProblem:
+        return GraphProblem(
             check="declared bounds",
             node_name=node.name,
             message=f"{graph_pass.name} declares that it only removes nodes",
-            expected="the node as it was",
-            got="a changed node" if node in before.calls else "a new node",
+            expected=expected,
+            got=got,
         )
+
+    for node in after.changed_nodes(before):
+        got = "a changed node" if node in before.calls else "a new node"
+        yield problem(node, "the node as it was", got)
         return
-    latest = -1
-    for node in after.position:
-        if before.position[node] < latest:
-            yield GraphProblem(
-                check="declared bounds",
-                node_name=node.name,
-                message=f"{graph_pass.name} declares that it only removes nodes",
-                expected="the node where it was",
-                got="a moved node",
-            )
+    for earlier, node in itertools.pairwise(after.position):
+        if before.position[node] < before.position[earlier]:
+            yield problem(node, "the node where it was", "a moved node")
             return
-        latest = before.position[node]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,11 +15,10 @@ from __future__ import annotations
 import operator
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch.fx import GraphModule, Node
-from torch.fx.node import map_aggregate
 
 from gt_passes._torch_internals import (
     CANNOT_REPROPAGATE,
@@ -29,8 +28,8 @@ from gt_passes._torch_internals import (
     quiet_fake_execution,
     value_of,
 )
-from gt_passes.analysis.graph_constants import attribute_of
 from gt_passes.analysis.graph_scan import GraphScan
+from gt_passes.analysis.node_calls import attribute_of, evaluate
 from gt_passes.analysis.tensor_signature import describe, is_symbolic, signature
 from gt_passes.graph_problem import GraphProblem
 from gt_passes.verifier.symbol_renaming import equal_up_to_fresh_symbols
@@ -211,10 +210,8 @@ def _run(node: Node, values: _RecordedValues) -> object:
         isinstance(node.target, OpOverload) and torch.Tag.inplace_view in node.target.tags
     )
 
-    def load(leaf: Any) -> Any:
-        if not isinstance(leaf, Node):
-            return leaf
-        value = values.value_of(leaf)
+    def value_for(source: Node) -> object:
+        value = values.value_of(source)
         if changes_metadata and isinstance(value, torch.Tensor):
             # `t_` and its like would change the recorded value itself.
             return torch.empty_strided(
@@ -222,10 +219,7 @@ def _run(node: Node, values: _RecordedValues) -> object:
             )
         return value
 
-    args: Any = map_aggregate(node.args, load)
-    kwargs: Any = map_aggregate(node.kwargs, load)
-    assert callable(node.target)  # true of call_function nodes, which lint has seen
-    return node.target(*args, **kwargs)
+    return evaluate(node, value_for)
 
 
 def _call_key(node: Node, signatures: _RecordedValues) -> Hashable | None:

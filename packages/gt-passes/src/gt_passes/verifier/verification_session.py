@@ -8,6 +8,7 @@ verified once more.
 
 from __future__ import annotations
 
+import copy
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -91,75 +92,61 @@ class VerificationSession:
 
     def verify_pass(self, position: int) -> tuple[GraphProblem, ...]:
         """What the pass at ``position`` did wrong to the graph; it has just run."""
-        before, old_order, old_dataflow = self._scan, self._order, self._dataflow
-        old_traffic = self._traffic
-        self.is_unchanged = before.still_holds()
+        before = copy.copy(self)
+        self.is_unchanged = self._scan.still_holds()
         if self.is_unchanged:
             self._note(position)
             return ()
-        after = self._verifier.scan(self._graph_module)
-        self._scan, self._order, self._dataflow = after, None, None
+        self._scan = self._verifier.scan(self._graph_module)
+        self._order = self._dataflow = None
         problems = self._verifier.find_new_problems(
-            before, after, interface=self._interface, tolerated_waits=self._tolerated
+            before._scan, self._scan, interface=self._interface, tolerated_waits=self._tolerated
         )
         if problems:
             return problems
-        self._note(position, old_order, old_dataflow)
-        graph_pass = self._passes[position]
-        return tuple(
-            self._change_problems(graph_pass, before, old_order, old_traffic, old_dataflow)
-        )
+        self._note(position, before)
+        return tuple(self._change_problems(self._passes[position], before))
 
     def _change_problems(
-        self,
-        graph_pass: GraphPass,
-        before: GraphScan,
-        old_order: MemoryOrder | None,
-        old_traffic: Mapping[Node, Traffic],
-        old_dataflow: Dataflow | None,
+        self, graph_pass: GraphPass, before: VerificationSession
     ) -> Iterator[GraphProblem]:
         """What differs from the graph before, in ways that the pass must not have changed."""
         assert self._order is not None  # _note has made it
-        assert old_order is not None
-        yield from find_removal_problems(graph_pass, before, self._scan)
+        assert before._order is not None
+        yield from find_removal_problems(graph_pass, before._scan, self._scan)
         yield from find_race_problems(self._order)
-        yield from find_barrier_problems(before, self._scan)
+        yield from find_barrier_problems(before._scan, self._scan)
         yield from find_traffic_problems(
             graph_pass,
-            before,
+            before._scan,
             self._scan,
-            traffic_before=old_traffic,
+            traffic_before=before._traffic,
             traffic_after=self._traffic,
         )
         if graph_pass.keeps_dataflow:
-            assert old_dataflow is not None
+            assert before._dataflow is not None
             assert self._dataflow is not None
-            yield from old_dataflow.find_differences(self._dataflow)
-        elif not _hands_code_over(before, self._scan):
+            yield from before._dataflow.find_differences(self._dataflow)
+        elif not _hands_code_over(before._scan, self._scan):
             # The dataflow knows what memory holds. Without it, the order of reads and writes is
             # all that can be compared; of code inside compiled or recorded regions, not even that.
-            yield from find_memory_order_problems(old_order, self._order)
+            yield from find_memory_order_problems(before._order, self._order)
 
-    def _note(
-        self,
-        position: int,
-        old_order: MemoryOrder | None = None,
-        old_dataflow: Dataflow | None = None,
-    ) -> None:
+    def _note(self, position: int, before: VerificationSession | None = None) -> None:
         """What the checks after the next pass will compare with."""
         if self._order is None:
             self._order = MemoryOrder.of(self._scan)
             self._traffic = traffic_of(self._scan, same_groups=self._same_groups)
         near = self._passes[max(position, 0) : position + 2]
-        if old_order is not None and _computes_the_same(old_order, self._order):
-            self._dataflow = old_dataflow
+        if before and before._order and _computes_the_same(before._order, self._order):
+            self._dataflow = before._dataflow
         if self._dataflow is None and any(each.keeps_dataflow for each in near):
             self._dataflow = Dataflow.of(
                 self._graph_module,
                 table=self._values,
                 scan=self._scan,
                 same_groups=self._same_groups,
-                before=old_dataflow,
+                before=before._dataflow if before else None,
             )
             note_exchanges(self._dataflow.exchanges)
 

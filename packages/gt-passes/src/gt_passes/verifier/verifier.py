@@ -22,7 +22,7 @@ from torch.fx.node import map_arg
 from gt_passes._torch_internals import fake_mode_of, value_of
 from gt_passes.analysis.graph_scan import GraphScan, GraphScanner
 from gt_passes.analysis.tensor_signature import describe, signature
-from gt_passes.errors import GraphInputError
+from gt_passes.contract import PassContext
 from gt_passes.graph_problem import GraphProblem
 from gt_passes.verifier.collective_races import find_race_problems
 from gt_passes.verifier.collective_waits import find_wait_problems
@@ -109,12 +109,7 @@ class Verifier:
         Raises:
             GraphInputError: the graph has no fake values at all.
         """
-        fake_mode = fake_mode_of(graph_module)
-        if fake_mode is None:
-            raise GraphInputError(
-                'no node has a fake tensor in node.meta["val"]: trace with fake tensors '
-                '(make_fx(..., tracing_mode="fake"))'
-            )
+        fake_mode = PassContext.from_graph(graph_module).fake_mode
         if scan is None:
             scan = self.scan(graph_module)
         problems = list(_structure_problems(graph_module))

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from gt_trace._torch_internals import context_differences, pytree
+from gt_trace._torch_internals import pytree
+from gt_trace.capture.block_masks import context_differences
 from gt_trace.capture.graph_inputs import ArgumentSignature
 
 _MAPPINGS = (dict, OrderedDict)

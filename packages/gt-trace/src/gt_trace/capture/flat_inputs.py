@@ -14,8 +14,8 @@ from gt_trace._torch_internals import (
     FakeTensorMode,
     StatelessSymbolicContext,
     pytree,
-    register_block_masks,
 )
+from gt_trace.capture.block_masks import register_block_masks
 from gt_trace.capture.graph_inputs import ArgumentSignature, GraphInput
 from gt_trace.capture.input_preparers import TraceInputs
 from gt_trace.capture.module_state import StateSlot

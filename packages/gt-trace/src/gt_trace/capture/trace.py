@@ -25,11 +25,10 @@ from gt_trace._torch_internals import (
     inlined_compilation,
     lazily_generated_code,
     make_fx,
-    non_strict_tracing_context,
-    patch_engine_backward,
     pytree,
     tracing,
 )
+from gt_trace._torch_versions import non_strict_tracing, traced_backward
 from gt_trace.annotate import annotate_modules
 from gt_trace.capture.captured_mode import CapturedMode, refuse_gradient_hooks
 from gt_trace.capture.flat_inputs import FlatInputs
@@ -182,8 +181,8 @@ def tracing_contexts(fake_mode: FakeTensorMode, module: nn.Module | None) -> Any
         stack.enter_context(torch.fx.traceback.preserve_node_meta())
         # Backward must be traced on this thread: others do not see contextual state.
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
-        stack.enter_context(non_strict_tracing_context())
-        stack.enter_context(patch_engine_backward())
+        stack.enter_context(non_strict_tracing())
+        stack.enter_context(traced_backward())
         stack.enter_context(inlined_compilation())
         yield
 

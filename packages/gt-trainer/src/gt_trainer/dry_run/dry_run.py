@@ -7,8 +7,8 @@ on the meta device, so that a configuration for a thousand GPUs is checked on a 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torchtitan.distributed import ParallelDims
 
+from gt_config.compile_config import MemoryPolicy
 from gt_passes import DescribeOnly
 from gt_passes.simulation import Hardware
 from gt_trace import collective_counts
@@ -60,8 +61,16 @@ class DryRunReport:
     capture_seconds: float
     passes_seconds: float
 
+    local_batch_size: int
+    """Samples of one microbatch on a rank."""
+
+    seq_len: int
+    memory_policy: str
     simulated: SimulatedRun
     """A training step on the hardware that the configuration is meant for."""
+
+    remedy: str | None = None
+    """What would make a run fit that does not; None if it fits."""
 
     def __str__(self) -> str:
         """The report as lines for a terminal."""
@@ -69,15 +78,19 @@ class DryRunReport:
         communication = ", ".join(f"{count} {name}" for name, count in self.collectives) or "none"
         stamping = "" if self.stamping is None else f" ({self.stamping})"
         gib = self.parameter_bytes_per_rank / 2**30
+        batch = f"{self.local_batch_size} x {self.seq_len:,} tokens"
         lines = (
             f"Dry run of {self.model} on {self.world_size:,} ranks ({axes})",
             f"  parameters       {self.num_parameters:,}",
             f"  on each rank     {self.num_parameters_per_rank:,} ({gib:.2f} GiB as stored)",
+            f"  batch            {batch}, {self.simulated.facts.tokens:,} a step",
+            f"  memory policy    {self.memory_policy}",
             f"  operators        {self.num_nodes_captured:,}, after passes {self.num_nodes:,}",
             f"  collectives      {communication}",
             f"  capture          {self.capture_seconds:.1f} s{stamping}",
             f"  passes           {self.passes_seconds:.1f} s",
             str(self.simulated),
+            *([f"  to make it fit   {self.remedy}"] if self.remedy else []),
         )
         return "\n".join(lines)
 
@@ -101,6 +114,45 @@ def dry_run(
         RuntimeError: a process group exists already.
         Exception: whatever building, placing or capturing raises, as in a real run.
     """
+    report = _captured(config, world_size, hardware, trace_path)
+    if report.simulated.fits:
+        return report
+    return replace(report, remedy=_remedy(config, world_size, hardware))
+
+
+def _remedy(config: GraphTrainer.Config, world_size: int, hardware: Hardware | None) -> str:
+    """The first change that makes the run fit, those that cost less speed first."""
+    for flags, changed in _changes(config):
+        simulated = _captured(changed, world_size, hardware, None).simulated
+        if simulated.fits:
+            gib = simulated.peak_bytes / 2**30
+            speed = simulated.tokens_per_second_per_gpu
+            return f"{flags} ({gib:.1f} GiB estimated, {speed:,.0f} tokens/s/GPU simulated)"
+    return "more ranks or other degrees: neither recomputation nor a smaller batch is enough"
+
+
+def _changes(config: GraphTrainer.Config) -> Iterator[tuple[str, GraphTrainer.Config]]:
+    """Configurations that need ever less memory, and the flags that make them."""
+    policies: tuple[MemoryPolicy, ...] = ("save_all", "selective", "full_recompute")
+    policy = config.compile.memory_policy
+    later = policies[policies.index(policy) + 1 :] if policy in policies else policies[-1:]
+    for policy in later:
+        config = replace(config, compile=replace(config.compile, memory_policy=policy))
+        yield f"--compile.memory_policy {policy}", config
+    flags = f"--compile.memory_policy {policy} " if later else ""
+    batch_size = config.training.local_batch_size
+    while batch_size > 1:
+        batch_size //= 2
+        config = replace(config, training=replace(config.training, local_batch_size=batch_size))
+        yield f"{flags}--training.local_batch_size {batch_size}", config
+
+
+def _captured(
+    config: GraphTrainer.Config,
+    world_size: int,
+    hardware: Hardware | None,
+    trace_path: Path | None,
+) -> DryRunReport:
     with fake_step(config, world_size) as step, flex_attention_on_any_device():
         return _report(config, step, hardware, trace_path)
 
@@ -155,6 +207,9 @@ def _report(
         stamping=report.stamping,
         capture_seconds=total - passes,
         passes_seconds=passes,
+        local_batch_size=config.training.local_batch_size,
+        seq_len=config.training.seq_len,
+        memory_policy=config.compile.memory_policy,
         simulated=simulated,
     )
 

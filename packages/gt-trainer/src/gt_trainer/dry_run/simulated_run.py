@@ -109,6 +109,7 @@ class SimulatedRun:
         """The run as lines for a terminal, each of them simulated or estimated."""
         graph, machine = self.graph, f"{self.facts.num_gpus:,} {self.graph.hardware.name}"
         microbatches = self.facts.num_microbatches
+        num_gpus, speed = self.facts.num_gpus, self.tokens_per_second_per_gpu
         times = f"{microbatches} microbatches of " if microbatches > 1 else ""
         parts = (
             f"{times}{_ms(graph.compute_us)} computing",
@@ -122,7 +123,7 @@ class SimulatedRun:
         lines = [
             f"Simulated on {machine}, by a model of the hardware: nothing here was measured",
             f"  step             {_ms(self.step_us)}, {self.mfu:.1%} MFU",
-            f"  throughput       {self.tokens_per_second_per_gpu:,.0f} tokens/s/GPU",
+            f"  throughput       {speed:,.0f} tokens/s/GPU, {num_gpus * speed:,.0f} tokens/s",
             f"  made of          {', '.join(parts)}",
         ]
         lines += [
@@ -145,6 +146,11 @@ class SimulatedRun:
             lines.append(f"  trace            {self.trace_path} (open in ui.perfetto.dev)")
         return "\n".join(lines)
 
+    @property
+    def fits(self) -> bool:
+        """Whether the estimated peak is within the device's memory."""
+        return self.peak_bytes <= self.graph.hardware.hbm_capacity_bytes
+
     def _memory_line(self) -> str:
         capacity = self.graph.hardware.hbm_capacity_bytes
         held = self.graph.memory.bytes_by_kind.items()
@@ -153,7 +159,7 @@ class SimulatedRun:
         listed = ", ".join(
             f"{num_bytes / _GIB:.2f} {kind}" for kind, num_bytes in parts if num_bytes
         )
-        too_much = "; DOES NOT FIT" if self.peak_bytes > capacity else ""
+        too_much = "" if self.fits else "; DOES NOT FIT"
         return (
             f"  peak memory      {self.peak_bytes / _GIB:.2f} GiB estimated of "
             f"{capacity / _GIB:.2f}{too_much}: {listed}"

@@ -43,7 +43,7 @@ class StepMetrics:
         loss: Mean over all tokens.
         grad_norm: Norm of the gradient before clipping.
         max_loss: Largest mean loss of a data-parallel rank.
-        tokens_per_second: Tokens of all ranks a second.
+        tokens_per_second: Tokens of all ranks a second, since the last step reported.
         seconds: Wall time of a step, on average since the last one reported.
         lr: Learning rate of the first parameter group.
         n_tokens_seen: Tokens trained on since step 1, by all ranks.

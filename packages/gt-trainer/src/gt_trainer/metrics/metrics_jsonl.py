@@ -10,7 +10,8 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from torchtitan.components.metrics import BaseLogger, LoggerContainer, MetricsPr
 from torchtitan.tools.logging import logger as titan_logger
 from torchtitan.tools.utils import NoColor
 
+from gt_trainer.device_transfer import HostCopy
 from gt_trainer.metrics.metrics_history import (
     METRICS_FILE,
     VALIDATION_FILE,
@@ -53,7 +55,8 @@ class GraphMetricsProcessor(MetricsProcessor):
         """What is logged, and where."""
 
         log_freq: int = 1
-        """How often to report metrics, in steps."""
+        """How often to report metrics, in steps; on a GPU, which then waits for the host.
+        metrics.jsonl has every step all the same."""
 
         jsonl: bool = True
         """Write metrics.jsonl and validation.jsonl into the dump folder."""
@@ -96,6 +99,20 @@ class GraphMetricsProcessor(MetricsProcessor):
         """Report an optimizer step, as torchtitan's Trainer calls it."""
         with _without_line_of("log"):
             super().log(step, global_avg_loss, global_max_loss, grad_norm, extra_metrics)
+
+    def log_later(self, step: int, numbers: HostCopy, learning_rates: Mapping[str, float]) -> None:
+        """Take a step that is not reported, for metrics.jsonl. Waits for nothing.
+
+        Args:
+            step: The next one, from 1.
+            numbers: "loss", "max_loss", "grad_norm" and "n_tokens_seen", as of ``StepMetrics``.
+            learning_rates: As torchtitan names them.
+        """
+        self._reports.log_later(step, numbers, learning_rates)
+
+    def write_due(self) -> None:
+        """Write all that ``log_later`` took, waiting for it: before the run is saved, say."""
+        self._reports.write_due(wait=True)
 
     def log_validation(
         self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None
@@ -166,6 +183,7 @@ class _Reports(BaseLogger):
         self._num_ranks = num_ranks
         self._log_freq = log_freq
         self._last_step: int | None = None
+        self._due: deque[_DueStep] = deque()
         self._metrics = None if folder is None else MetricsHistory(folder / METRICS_FILE)
         self._validation = None if folder is None else MetricsHistory(folder / VALIDATION_FILE)
 
@@ -176,7 +194,20 @@ class _Reports(BaseLogger):
         if self._validation is not None and self._validation.path.exists():
             self._validation.resume(after_step=after_step)
 
+    def log_later(self, step: int, numbers: HostCopy, learning_rates: Mapping[str, float]) -> None:
+        if self._metrics is None:
+            return
+        self._due.append(_DueStep(step=step, numbers=numbers, lr=_first_rate(learning_rates)))
+        self.write_due(wait=False)
+
+    def write_due(self, *, wait: bool) -> None:
+        """Write the steps not reported; without `wait`, up to the first still on its way."""
+        while self._due and (wait or self._due[0].numbers.is_ready()):
+            assert self._metrics is not None
+            self._metrics.write(self._due.popleft().metrics().to_record())
+
     def log(self, metrics: dict[str, Any], step: int) -> None:
+        self.write_due(wait=True)
         if "validation_metrics/loss" in metrics:
             self._log_validation(float(metrics["validation_metrics/loss"]), step)
             return
@@ -185,7 +216,6 @@ class _Reports(BaseLogger):
         since_last = metrics["time_metrics/end_to_end(s)"] * self._log_freq
         num_steps = 1 if self._last_step is None else max(step - self._last_step, 1)
         self._last_step = step
-        lrs = [value for name, value in metrics.items() if name.startswith("lr/")]
         report = StepMetrics(
             step=step,
             loss=float(metrics["loss_metrics/global_avg_loss"]),
@@ -193,7 +223,7 @@ class _Reports(BaseLogger):
             max_loss=float(metrics["loss_metrics/global_max_loss"]),
             tokens_per_second=metrics["throughput(tps)"] * self._num_ranks,
             seconds=since_last / num_steps,
-            lr=lrs[0] if lrs else None,
+            lr=_first_rate(metrics),
             n_tokens_seen=int(metrics["n_tokens_seen"]) if "n_tokens_seen" in metrics else None,
             memory_gib=_known(metrics["memory/max_reserved(GiB)"]),
         )
@@ -207,10 +237,37 @@ class _Reports(BaseLogger):
         self._display.message(f"validation step={step} validation_loss={loss:.5f}")
 
     def close(self) -> None:
+        # Not waiting: a run that fails may have left a device that never gets there.
+        self.write_due(wait=False)
         for file in (self._metrics, self._validation):
             if file is not None:
                 file.close()
         self._display.close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _DueStep:
+    """A step that was not reported. Seconds and memory are measured between reports only."""
+
+    step: int
+    numbers: HostCopy
+    lr: float | None
+
+    def metrics(self) -> StepMetrics:
+        numbers = self.numbers.wait()
+        return StepMetrics(
+            step=self.step,
+            loss=numbers["loss"],
+            grad_norm=numbers["grad_norm"],
+            max_loss=numbers["max_loss"],
+            lr=self.lr,
+            n_tokens_seen=int(numbers["n_tokens_seen"]),
+        )
+
+
+def _first_rate(metrics: Mapping[str, Any]) -> float | None:
+    """Return the learning rate of the first parameter group, of what torchtitan logs."""
+    return next((value for name, value in metrics.items() if name.startswith("lr/")), None)
 
 
 def _known(memory_gib: float) -> float | None:

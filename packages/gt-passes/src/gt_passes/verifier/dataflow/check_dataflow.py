@@ -34,34 +34,18 @@ _MOST_PROBLEMS = 8
 class Dataflow:
     """What a graph computes, by numbers of values. Compare only those of one table."""
 
-    table: ValueTable
-
-    outputs: tuple[int, ...]
-    """The value of each output, in order."""
-
-    output_names: tuple[str, ...]
-    """The node of each output."""
-
-    left_in_inputs: Mapping[str, int]
-    """What each placeholder holds after the graph has run."""
-
-    draws: int
-    """All random draws, in order."""
-
-    unknown_calls: int
-    """All calls of which not all effects are known, in order."""
-
-    messages: int
-    """All point-to-point messages, in order."""
-
-    checks: frozenset[int]
-    """What the graph asserts."""
-
-    exchanges: Mapping[Node, tuple[int, ...]]
-    """``ValueTable.exchanges_of`` the result of each launch of a collective."""
-
     execution: SymbolicExecution
-    """Which node has which value."""
+    """Which node has which value, and what the graph does besides."""
+
+    @property
+    def table(self) -> ValueTable:
+        """What the numbers stand for."""
+        return self.execution.table
+
+    @property
+    def exchanges(self) -> Mapping[Node, tuple[int, ...]]:
+        """``ValueTable.exchanges_of`` the result of each launch of a collective."""
+        return self.execution.exchanges
 
     @classmethod
     def of(
@@ -91,18 +75,7 @@ class Dataflow:
             before=None if before is None else before.execution,
         )
         walk.run()
-        return cls(
-            table=walk.table,
-            outputs=tuple(walk.outputs),
-            output_names=tuple(walk.output_names),
-            left_in_inputs=walk.left_in_inputs,
-            draws=walk.draws,
-            unknown_calls=walk.unknown_calls,
-            messages=walk.messages,
-            checks=frozenset(walk.checks),
-            exchanges=walk.exchanges,
-            execution=walk,
-        )
+        return cls(execution=walk)
 
     def find_differences(self, after: Dataflow) -> Iterator[GraphProblem]:
         """Yield a problem for each output or effect that ``after`` computes differently.
@@ -113,12 +86,14 @@ class Dataflow:
             after: of the graph after a pass, in the same table.
         """
         assert after.table is self.table, "numbers of two tables cannot be compared"
-        if not self._differs(after):
+        old, new = self.execution, after.execution
+        differing = list(_differing(old, new))
+        if not differing and old.checks <= new.checks:
             return
-        names_before, names_after = self.execution.names(), after.execution.names()
+        names_before, names_after = old.names(), new.names()
         found = 0
         seen: set[tuple[int, int]] = set()
-        for subject, expected, got, node_name in self._differing(after):
+        for subject, expected, got, node_name in differing:
             difference = explain_difference(
                 self.table, expected, got, names_before=names_before, names_after=names_after
             )
@@ -135,7 +110,7 @@ class Dataflow:
                 expected=difference.expected,
                 got=difference.got,
             )
-        for number in sorted(self.checks - after.checks):
+        for number in sorted(old.checks - new.checks):
             yield GraphProblem(
                 check="dataflow",
                 message="something is not asserted any more",
@@ -144,22 +119,23 @@ class Dataflow:
                 ).expected,
             )
 
-    def _differs(self, after: Dataflow) -> bool:
-        return any(True for _ in self._differing(after)) or not self.checks <= after.checks
 
-    def _differing(self, after: Dataflow) -> Iterator[tuple[str, int, int, str | None]]:
-        outputs = zip(self.outputs, after.outputs, after.output_names, strict=False)
-        for position, (expected, got, name) in enumerate(outputs):
-            if expected != got:
-                yield f"output {position} ({name})", expected, got, name
-        for name, expected in self.left_in_inputs.items():
-            got = after.left_in_inputs.get(name, expected)
-            if expected != got:
-                yield f"what is left in input {name}", expected, got, None
-        for subject, expected, got in (
-            ("the sequence of random draws", self.draws, after.draws),
-            ("the sequence of unknown operators", self.unknown_calls, after.unknown_calls),
-            ("the sequence of messages", self.messages, after.messages),
-        ):
-            if expected != got:
-                yield subject, expected, got, None
+def _differing(
+    before: SymbolicExecution, after: SymbolicExecution
+) -> Iterator[tuple[str, int, int, str | None]]:
+    """What has another number: in words, both numbers, and the node."""
+    outputs = zip(before.outputs, after.outputs, after.output_names, strict=False)
+    for position, (expected, got, name) in enumerate(outputs):
+        if expected != got:
+            yield f"output {position} ({name})", expected, got, name
+    for name, expected in before.left_in_inputs.items():
+        got = after.left_in_inputs.get(name, expected)
+        if expected != got:
+            yield f"what is left in input {name}", expected, got, None
+    for subject, expected, got in (
+        ("the sequence of random draws", before.draws, after.draws),
+        ("the sequence of unknown operators", before.unknown_calls, after.unknown_calls),
+        ("the sequence of messages", before.messages, after.messages),
+    ):
+        if expected != got:
+            yield subject, expected, got, None

@@ -5,6 +5,7 @@ Each is exact: it says which elements of which values the result consists of.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -210,15 +211,33 @@ def cat(table: ValueTable, arguments: Arguments, recorded: Any) -> Value | None:
     if len({table.dtype_of(source) for source in sources} - {None}) > 1:
         return None  # it casts
     num_rows = math.prod(shape[: dim % len(shape)])
+    return table.tensor(shape, joined_rows(table, sources, num_rows).contents)
+
+
+def joined_rows(table: ValueTable, sources: Sequence[TensorValue], num_rows: int) -> TensorValue:
+    """One flat tensor of rows; each is a part of every source, one after another."""
+    numel = sum(math.prod(source.shape) for source in sources)
     if num_rows == 1:
-        return table.tensor(shape, concatenate(source.contents for source in sources))
+        return table.tensor((numel,), concatenate(source.contents for source in sources))
     columns = [
         column
         for source in sources
         if source.contents
         for column in table.columns(source.contents, num_rows)
     ]
-    return table.tensor(shape, rows_of(num_rows, columns) if 0 not in shape else ())
+    return table.tensor((numel,), rows_of(num_rows, columns))
+
+
+def cut_rows(table: ValueTable, arguments: Arguments, recorded: Any) -> Value | None:
+    """``unpack_bucket``: of every row the same parts, flat."""
+    bucket, num_rows, sizes = arguments
+    if not isinstance(bucket, TensorValue) or num_rows * sum(sizes) != bucket.shape[0]:
+        return None
+    rows = table.tensor((num_rows, sum(sizes)), bucket.contents)
+    ends = list(itertools.accumulate(sizes, initial=0))
+    parts = [_part(table, rows, 1, start, stop) for start, stop in itertools.pairwise(ends)]
+    flat = [table.tensor((math.prod(part.shape),), part.contents) for part in parts]
+    return table.tuple_of(tuple(flat))
 
 
 def stack(table: ValueTable, arguments: Arguments, recorded: Any) -> Value | None:

@@ -7,6 +7,7 @@ operator without a rule costs precision (a pass that rewrites it is doubted), ne
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.fx.node import map_aggregate
 
 from gt_passes._torch_internals import OpOverload, value_of
 from gt_passes.analysis.graph_constants import frozen_literal
+from gt_passes.analysis.node_calls import arguments_of
 from gt_passes.verifier.dataflow import collective_dataflow, layout_dataflow
 from gt_passes.verifier.dataflow.value_table import (
     Arguments,
@@ -50,7 +52,11 @@ def apply_rule(
     rule = _rule_of(target)
     if rule is None:
         return None
-    arguments = _arguments(target, node, load)
+
+    def loaded(leaf: Any) -> Any:
+        return load(leaf) if isinstance(leaf, Node) else leaf
+
+    arguments = list(map_aggregate(list(arguments_of(node).values()), loaded))
     if rule in _COLLECTIVE_RULES:
         arguments = [group_of(item) if isinstance(item, str) else item for item in arguments]
     return rule(table, arguments, value_of(node))
@@ -65,20 +71,6 @@ def _item(node: Node, load: Callable[[Node], Value]) -> Value | None:
         return None
     value = load(source)
     return value.items[index] if isinstance(value, TupleValue) else None
-
-
-def _arguments(target: OpOverload, node: Node, load: Callable[[Node], Value]) -> list[Any]:
-    found: list[Any] = []
-    for position, declared in enumerate(target._schema.arguments):
-        if position < len(node.args) and not declared.kwarg_only:
-            found.append(node.args[position])
-        else:
-            found.append(node.kwargs.get(declared.name, declared.default_value))
-
-    def loaded(leaf: Any) -> Any:
-        return load(leaf) if isinstance(leaf, Node) else leaf
-
-    return list(map_aggregate(found, loaded))
 
 
 def _same(table: ValueTable, arguments: Arguments, recorded: Any) -> Value | None:
@@ -97,12 +89,13 @@ def _copy(table: ValueTable, arguments: Arguments, recorded: Any) -> Value | Non
 
 def _cast(table: ValueTable, arguments: Arguments, recorded: Any) -> Value | None:
     """A copy in another dtype, or in the same."""
-    source, dtype = arguments[0], recorded.dtype
+    source = arguments[0]
     if isinstance(source, OtherValue):
         return table.symbolic_copy(source, recorded)
-    if not isinstance(source, TensorValue):
-        return None
+    return _in_dtype(table, source, recorded.dtype) if isinstance(source, TensorValue) else None
 
+
+def _in_dtype(table: ValueTable, source: TensorValue, dtype: torch.dtype) -> TensorValue:
     def cast_atom(atom: int) -> int:
         definition = ("cast", dtype, atom)
         return table.atom(definition, numel=table.numel_of(atom), dtype=dtype)
@@ -141,73 +134,77 @@ def _elementwise(target: OpOverload) -> Rule | None:
     return rule
 
 
+def _pack(table: ValueTable, arguments: Arguments, recorded: Any) -> Value | None:
+    """``pack_bucket``: the parts of all members, row by row, cast."""
+    members, num_rows, dtype = arguments
+    if not all(isinstance(member, TensorValue) for member in members):
+        return None
+    if any(math.prod(member.shape) % num_rows for member in members):
+        return None
+    cast = [_in_dtype(table, member, dtype) for member in members]
+    return layout_dataflow.joined_rows(table, cast, num_rows)
+
+
 def _copy_into(table: ValueTable, arguments: Arguments, recorded: Any) -> Value | None:
     """``copy_``: what the written tensor holds afterwards."""
     destination, source = arguments[:2]
     if not isinstance(destination, TensorValue) or not isinstance(source, TensorValue):
         return None
-    cast = _cast(table, (source,), recorded)
-    if not isinstance(cast, TensorValue):
-        return None
+    cast = _in_dtype(table, source, recorded.dtype)
     return layout_dataflow.broadcast(table, cast, destination.shape)
 
 
-def _build_rules() -> dict[str, Rule]:
-    """The rules by the qualified name of the operator, each for all of its overloads."""
-    by_rule: Mapping[Rule, Sequence[str]] = {
-        _same: (
-            "aten::alias",
-            "aten::detach",
-            "aten::lift_fresh",
-            "prims::view_of",
-            "_c10d_functional::wait_tensor",
-            "gt_passes::wait_copy",
-        ),
-        _copy: (
-            "aten::clone",
-            "aten::contiguous",
-            "aten::lift_fresh_copy",
-            "prims::device_put",
-            "gt_passes::offload",
-            "gt_passes::reload",
-        ),
-        _cast: ("aten::_to_copy", "prims::convert_element_type", "aten::to"),
-        layout_dataflow.reshape: ("aten::reshape", "aten::flatten"),
-        layout_dataflow.view: (
-            "aten::view",
-            "aten::_unsafe_view",
-            "aten::unflatten",
-            "aten::squeeze",
-            "aten::unsqueeze",
-        ),
-        layout_dataflow.permute: ("aten::permute",),
-        layout_dataflow.transpose: ("aten::t", "aten::transpose"),
-        layout_dataflow.expand: ("aten::expand",),
-        layout_dataflow.slice_dim: ("aten::slice",),
-        layout_dataflow.narrow: ("aten::narrow",),
-        layout_dataflow.select: ("aten::select",),
-        layout_dataflow.split: (
-            "aten::split",
-            "aten::split_with_sizes",
-            "aten::split_with_sizes_copy",
-            "aten::chunk",
-            "aten::unsafe_split",
-            "aten::unsafe_chunk",
-            "aten::unsafe_split_with_sizes",
-        ),
-        layout_dataflow.unbind: ("aten::unbind",),
-        layout_dataflow.cat: ("aten::cat",),
-        layout_dataflow.stack: ("aten::stack",),
-        _copy_into: ("aten::copy_",),
-    }
-    return {name: rule for rule, names in by_rule.items() for name in names}
+_NAMES_BY_RULE: Mapping[Rule, Sequence[str]] = {
+    _same: (
+        "aten::alias",
+        "aten::detach",
+        "aten::lift_fresh",
+        "prims::view_of",
+        "_c10d_functional::wait_tensor",
+        "gt_passes::wait_copy",
+    ),
+    _copy: (
+        "aten::clone",
+        "aten::contiguous",
+        "aten::lift_fresh_copy",
+        "prims::device_put",
+        "gt_passes::offload",
+        "gt_passes::reload",
+    ),
+    _cast: ("aten::_to_copy", "prims::convert_element_type", "aten::to"),
+    layout_dataflow.reshape: ("aten::reshape", "aten::flatten"),
+    layout_dataflow.view: (
+        "aten::view",
+        "aten::_unsafe_view",
+        "aten::unflatten",
+        "aten::squeeze",
+        "aten::unsqueeze",
+    ),
+    layout_dataflow.permute: ("aten::permute",),
+    layout_dataflow.transpose: ("aten::t", "aten::transpose"),
+    layout_dataflow.expand: ("aten::expand",),
+    layout_dataflow.slice_dim: ("aten::slice",),
+    layout_dataflow.narrow: ("aten::narrow",),
+    layout_dataflow.select: ("aten::select",),
+    layout_dataflow.split: (
+        "aten::split",
+        "aten::split_with_sizes",
+        "aten::split_with_sizes_copy",
+        "aten::chunk",
+        "aten::unsafe_split",
+        "aten::unsafe_chunk",
+        "aten::unsafe_split_with_sizes",
+    ),
+    layout_dataflow.unbind: ("aten::unbind",),
+    layout_dataflow.cat: ("aten::cat",),
+    layout_dataflow.stack: ("aten::stack",),
+    _copy_into: ("aten::copy_",),
+    _pack: ("gt_passes::pack_bucket",),
+    layout_dataflow.cut_rows: ("gt_passes::unpack_bucket",),
+}
+"""Qualified names of operators, each with all of its overloads."""
 
-
-_COLLECTIVE_RULES: tuple[Rule, ...] = (
-    collective_dataflow.all_reduce,
-    collective_dataflow.all_gather,
-    collective_dataflow.reduce_scatter,
-)
+_RULES = {name: rule for rule, names in _NAMES_BY_RULE.items() for name in names}
 
 _COLLECTIVES: dict[str, Rule] = {
     "all_reduce": collective_dataflow.all_reduce,
@@ -221,7 +218,7 @@ _COLLECTIVES: dict[str, Rule] = {
     "reduce_scatter_tensor_coalesced": collective_dataflow.reduce_scatter,
 }
 
-_RULES = _build_rules()
+_COLLECTIVE_RULES = frozenset(_COLLECTIVES.values())
 
 # An overload of a name above that does something else.
 _WITHOUT_RULE = frozenset({_aten.view.dtype})

@@ -54,10 +54,11 @@ class SymbolicExecution:
         self.table: ValueTable = table
         assert before is None or before.table is table, "numbers of two tables cannot be compared"
         self.outputs: list[int] = []
-        self.output_names: list[str] = []
-        self.left_in_inputs: dict[str, int] = {}
+        self.output_names: list[str] = []  # the node of each
+        self.left_in_inputs: dict[str, int] = {}  # what each placeholder holds after the run
+        # All random draws, all calls of unknown effect, all point-to-point messages, in order.
         self.draws = self.unknown_calls = self.messages = table.number(("start",))
-        self.checks: set[int] = set()
+        self.checks: set[int] = set()  # what the graph asserts
         self.exchanges: dict[Node, tuple[int, ...]] = {}
         self._before = before
         self._names: dict[int, str] = {}  # of what is not in self._values

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from html import escape
 from pathlib import Path
 
-from gt_passes.ep_overlap.overlap_picture import (
+from chunk_overlap.overlap_picture import (
     LANES,
     Bar,
     LayerTimeline,

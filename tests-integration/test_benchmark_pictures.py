@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 from html.parser import HTMLParser
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 import torch
-from ep_overlap.chunked_graphs import ROOT, exchanged, forward_region
 from expecttest import assert_expected_inline
-from pass_graphs import capture, run_pass
 
 from gt_config.node_keys import ModuleAnnotation
 from gt_passes import ScheduleEpOverlap
-from gt_passes.ep_overlap.overlap_page import overlap_page, write_overlap_page
-from gt_passes.ep_overlap.overlap_picture import layer_timeline
 from gt_passes.simulation import CostModel, simulate_step
 from gt_trace.annotate import annotate
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+with pytest.MonkeyPatch.context() as paths:
+    paths.syspath_prepend(REPOSITORY / "packages/gt-passes/tests")
+    paths.syspath_prepend(REPOSITORY / "benchmarks")
+    from chunk_overlap.overlap_page import overlap_page, write_overlap_page
+    from chunk_overlap.overlap_picture import layer_timeline
+    from ep_overlap.chunked_graphs import ROOT, exchanged, forward_region
+    from pass_graphs import capture, run_pass
 
 X = torch.ones(2 * 16384, 2048, dtype=torch.bfloat16, device="meta")
 W = torch.ones(2048, 5120, dtype=torch.bfloat16, device="meta")

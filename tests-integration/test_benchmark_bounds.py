@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
-from ep_overlap.chunked_graphs import capture_step, exchanged, forward_region
-from pass_graphs import capture, run_pass
 
 from gt_passes import ScheduleEpOverlap
-from gt_passes.ep_overlap.exchange_bounds import exchange_bounds
 from gt_passes.simulation import CostModel, simulate_step
+
+ROOT = Path(__file__).resolve().parent.parent
+
+with pytest.MonkeyPatch.context() as paths:
+    paths.syspath_prepend(ROOT / "packages/gt-passes/tests")
+    paths.syspath_prepend(ROOT / "benchmarks")
+    from chunk_overlap.exchange_bounds import exchange_bounds
+    from ep_overlap.chunked_graphs import capture_step, exchanged, forward_region
+    from pass_graphs import capture, run_pass
 
 ROWS = 16384
 

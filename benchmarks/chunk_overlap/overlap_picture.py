@@ -7,7 +7,7 @@
     print(before.text() + after.text())
 
 Everything drawn comes from ``gt_passes.simulation``, and says so. As one HTML file:
-``gt_passes.ep_overlap.overlap_page``.
+``chunk_overlap.overlap_page``.
 """
 
 from __future__ import annotations

@@ -1,0 +1,135 @@
+"""Gradients that are not finite end the run, on CPU before their update, on a GPU before it is saved."""
+
+import math
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from gt_trainer.device_transfer import HostCopy, copy_to_host
+from gt_trainer.steps import gradient_check
+from gt_trainer.steps.gradient_check import GradientCheck, NonFiniteGradientsError
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def with_gradients(mesh, *gradients):
+    parameters = []
+    for gradient in gradients:
+        parameter = nn.Parameter(DTensor.from_local(torch.zeros_like(gradient), mesh, [Shard(0)]))
+        parameter.grad = DTensor.from_local(gradient, mesh, [Shard(0)])
+        parameters.append(parameter)
+    return [*parameters, nn.Parameter(torch.zeros(2))]  # the last has no gradient
+
+
+def test_finite_gradients_pass_with_empty_shards_and_parameters_without_one(one_rank):
+    parameters = with_gradients(one_rank, torch.full((2,), 1e30), torch.zeros(0))
+    GradientCheck(CPU).check(parameters, step=3)
+    GradientCheck(CPU).check([], step=3)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_one_element_that_is_not_finite_is_refused_with_the_step(one_rank, value):
+    parameters = with_gradients(one_rank, torch.ones(3), torch.tensor([1.0, value]))
+    with pytest.raises(NonFiniteGradientsError) as refused:
+        GradientCheck(CPU).check(parameters, step=3)
+    assert str(refused.value) == (
+        "step 3: gradients are not finite (NaN or infinite). Their update was not made, and nothing "
+        "of this step was saved.\n"
+        "  Often the learning rate is too high (--optimizer.param_groups.0.optimizer_kwargs.lr),\n"
+        "  or its warm-up too short (--lr_scheduler.warmup_steps)"
+    )
+
+
+class Event:
+    """A device's event that is reached when it is waited for."""
+
+    def __init__(self):
+        self.num_waits = 0
+
+    def query(self):
+        return self.num_waits > 0
+
+    def synchronize(self):
+        self.num_waits += 1
+
+
+@pytest.fixture
+def verdicts(monkeypatch):
+    """The events of verdicts that come from a device, in order."""
+    events = []
+
+    def copy(values):
+        ready = copy_to_host(values)
+        events.append(Event())
+        return HostCopy(names=ready.names, numbers=ready.numbers, copied=events[-1])
+
+    monkeypatch.setattr(gradient_check, "copy_to_host", copy)
+    return events
+
+
+def test_on_a_gpu_a_step_is_judged_before_the_update_of_the_next(one_rank, verdicts):
+    check = GradientCheck(CPU)
+    check.check(with_gradients(one_rank, torch.ones(3)), step=1)
+    check.check(with_gradients(one_rank, torch.tensor([math.nan])), step=2)
+    assert [event.num_waits for event in verdicts] == [1, 0]
+    with pytest.raises(NonFiniteGradientsError, match="step 2: gradients are not finite"):
+        check.check(with_gradients(one_rank, torch.ones(3)), step=3)
+
+
+def test_on_a_gpu_settling_judges_the_last_step_once(one_rank, verdicts):
+    check = GradientCheck(CPU)
+    check.check(with_gradients(one_rank, torch.tensor([math.inf])), step=7)
+    with pytest.raises(NonFiniteGradientsError) as refused:
+        check.settle()
+    assert str(refused.value).startswith(
+        "step 7: gradients are not finite (NaN or infinite). Nothing of this step was saved.\n"
+    )
+    check.settle()
+    assert verdicts[0].num_waits == 1
+
+
+def test_settling_finite_gradients_passes(one_rank, verdicts):
+    check = GradientCheck(CPU)
+    check.settle()
+    check.check(with_gradients(one_rank, torch.ones(3)), step=1)
+    check.settle()
+    assert [event.num_waits for event in verdicts] == [1]
+
+
+def test_all_ranks_stop_when_one_has_such_a_gradient(tmp_path):
+    program = """
+        import os, sys
+        from pathlib import Path
+        from gt_trainer.launcher import launch, prepare_environment
+        prepare_environment(os.environ, num_ranks=3)
+        import torch
+        from gt_trainer.steps.gradient_check import GradientCheck, NonFiniteGradientsError
+
+        def run():
+            torch.distributed.init_process_group("gloo")
+            parameter = torch.zeros(2, requires_grad=True)
+            parameter.grad = torch.tensor([1.0, float("nan" if os.environ["RANK"] == "1" else "2")])
+            try:
+                GradientCheck(torch.device("cpu")).check([parameter], step=3)
+            except NonFiniteGradientsError as error:
+                Path(sys.argv[1], os.environ["RANK"]).write_text(str(error))
+
+        sys.exit(launch(run, num_ranks=3, log_folder=Path(sys.argv[1])))
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program), str(tmp_path)]
+    subprocess.run(command, check=True, timeout=300)
+    assert len({(tmp_path / rank).read_text() for rank in "012"}) == 1
