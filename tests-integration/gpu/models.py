@@ -9,12 +9,18 @@ from typing import Any
 
 import torch
 from gpu.sites import Site
-from gt_passes.registered_passes import TagSavedTensors
 from torch import nn
 from torch.nn import functional as F
 
 from gt_config import CompileConfig, MemoryPolicy
-from gt_passes import GraphPass, PassContext, PassManager, PassManagerReport, default_passes
+from gt_passes import (
+    GraphPass,
+    PassContext,
+    PassManager,
+    PassManagerReport,
+    TagSavedTensors,
+    default_passes,
+)
 from gt_trace.capture.bound_inputs import BoundInputs
 from gt_trace.capture.trace import trace_step
 from gt_trace.capture.traced_step import TracedStep
