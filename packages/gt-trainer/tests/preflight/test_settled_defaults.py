@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 from torchtitan.models.llama3 import config_registry
 
-from gt_config import ConfigError
+from gt_config import ConfigError, EpOverlapConfig, Topology
 from gt_trainer.device import intended_for
 from gt_trainer.models import deepseek_v3, llama3, qwen3
 from gt_trainer.models.adapt import adapt_published
-from gt_trainer.preflight.preflight import check_configuration
+from gt_trainer.preflight.bitwise_violations import bitwise_violations
+from gt_trainer.preflight.preflight import check_configuration, configuration_violations
 from gt_trainer.preflight.settled_defaults import describe_run, settle_defaults
 from gt_trainer.trainer import GraphTrainer
 
@@ -103,6 +104,50 @@ def test_bitwise_takes_compilation_back_and_refuses_it_where_asked_for():
 def test_an_eager_run_takes_everything_back():
     with intended_for("cuda"):
         config, lines = settled(llama3.llama3_8b(), mode="none")
-        check_configuration(config, 8, will_train=False)
+        assert list(configuration_violations(config, 8)) == []
+        assert describe_run(config, 8) == "On cuda: eager"
     assert len(lines) == 3
-    assert describe_run(config, 8) == "On cpu: eager"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"inductor_compilation": "regional", "passes": ("compile-regions",)},
+        {"inductor_compilation": "full", "passes": ("compile-whole-graph",)},
+        {"numerics_changing": True, "passes": ("fuse-parallel-matmuls",)},
+        {"async_tensor_parallel": True, "passes": ("async-tensor-parallel",)},
+        {"autoparallel": True},
+    ],
+)
+def test_whatever_rounds_is_refused_with_bitwise_also_where_two_options_ask_for_it(options):
+    compile_config = replace(llama3.llama3_debugmodel().compile, bitwise=True, **options)
+    topology = Topology(world=4, dp_shard=2, tp=2, batch_size=2, seq_len=128)
+    flags = {violation.flag for violation in bitwise_violations(compile_config, topology)}
+    assert flags == {f"--compile.{option}" for option in options}
+
+
+def test_gradients_that_chunks_sum_before_the_capture_are_refused_with_bitwise():
+    overlap = EpOverlapConfig(enabled=True, strategy="eager")
+    compile_config = replace(
+        deepseek_v3.deepseek_v3_debugmodel().compile, bitwise=True, ep_overlap=overlap
+    )
+    topology = Topology(world=4, dp_shard=4, ep=2, batch_size=2, seq_len=128)
+    (violation,) = bitwise_violations(compile_config, topology)
+    assert violation.flag == "--compile.ep_overlap.enabled"
+
+
+def test_the_line_says_what_runs_and_not_what_was_asked_for():
+    with intended_for("cuda"):
+        names = ("cuda-graphs", "compile-regions", "recompute-tagged")
+        config = llama3.llama3_8b()
+        config = replace(config, compile=replace(config.compile, disable_passes=names))
+        assert describe_run(config, 8) == (
+            "On cuda: activations kept, nothing compiled, no CUDA graphs, bitwise as eager"
+        )
+
+
+def test_a_dry_run_of_an_eager_run_is_refused():
+    with intended_for("cuda"):
+        config, _ = settled(llama3.llama3_8b(), mode="none")
+        with pytest.raises(ConfigError, match="'aot_fx_trace' in a dry run"):
+            check_configuration(config, 8, will_train=False)

@@ -251,7 +251,7 @@ def _dry_run(
 ) -> int:
     from gt_passes.simulation.hardware import HardwareDataError, load_hardware
     from gt_trainer.device import intended_for
-    from gt_trainer.preflight.preflight import check_configuration
+    from gt_trainer.preflight.preflight import check_configuration, configuration_violations
     from gt_trainer.preflight.settled_defaults import describe_run, settle_defaults
 
     hardware = None
@@ -267,9 +267,18 @@ def _dry_run(
     _print(_lines(withdrawn, description))
     from gt_trainer.dry_run.dry_run import dry_run
 
+    def is_allowed(changed: GraphTrainer.Config) -> bool:
+        return next(configuration_violations(changed, world_size), None) is None
+
     def report() -> None:
         with intended_for("cuda"):
-            found = dry_run(config, world_size, hardware=hardware, trace_path=command.trace)
+            found = dry_run(
+                config,
+                world_size,
+                hardware=hardware,
+                is_allowed=is_allowed,
+                trace_path=command.trace,
+            )
             _print(f"{found}\n")
 
     return launch(report, num_ranks=1, log_folder=Path(config.dump_folder) / "logs")

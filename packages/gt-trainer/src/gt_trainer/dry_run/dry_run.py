@@ -7,7 +7,7 @@ on the meta device, so that a configuration for a thousand GPUs is checked on a 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -30,6 +30,9 @@ from gt_trainer.startup import StartupClock
 from gt_trainer.steps.captured_step import capture_training_step
 from gt_trainer.steps.recipe import recipe_of
 from gt_trainer.trainer import GraphTrainer
+
+Allows = Callable[[GraphTrainer.Config], bool]
+"""Says whether a configuration breaks no rule."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +103,7 @@ def dry_run(
     world_size: int,
     *,
     hardware: Hardware | None = None,
+    is_allowed: Allows = lambda _: True,
     trace_path: Path | None = None,
 ) -> DryRunReport:
     """Check that ``config`` can be built, placed and captured on ``world_size`` ranks.
@@ -108,6 +112,7 @@ def dry_run(
         config: a finished configuration that ``preflight`` accepts.
         world_size: number of ranks; none of them is started.
         hardware: the machine to simulate; H100 SXM by default.
+        is_allowed: whether a run could have a changed configuration, for one that does not fit.
         trace_path: where to write the simulated step as a Perfetto trace; None writes none.
 
     Raises:
@@ -117,12 +122,14 @@ def dry_run(
     report = _captured(config, world_size, hardware, trace_path)
     if report.simulated.fits:
         return report
-    return replace(report, remedy=_remedy(config, world_size, hardware))
+    return replace(report, remedy=_remedy(config, world_size, hardware, is_allowed))
 
 
-def _remedy(config: GraphTrainer.Config, world_size: int, hardware: Hardware | None) -> str:
+def _remedy(
+    config: GraphTrainer.Config, world_size: int, hardware: Hardware | None, is_allowed: Allows
+) -> str:
     """The first change that makes the run fit, those that cost less speed first."""
-    for flags, changed in _changes(config):
+    for flags, changed in _changes(config, is_allowed):
         simulated = _captured(changed, world_size, hardware, None).simulated
         if simulated.fits:
             gib = simulated.peak_bytes / 2**30
@@ -131,20 +138,24 @@ def _remedy(config: GraphTrainer.Config, world_size: int, hardware: Hardware | N
     return "more ranks or other degrees: neither recomputation nor a smaller batch is enough"
 
 
-def _changes(config: GraphTrainer.Config) -> Iterator[tuple[str, GraphTrainer.Config]]:
-    """Configurations that need ever less memory, and the flags that make them."""
+def _changes(
+    config: GraphTrainer.Config, is_allowed: Allows
+) -> Iterator[tuple[str, GraphTrainer.Config]]:
+    """Configurations that may run and need ever less memory, and the flags that make them."""
     policies: tuple[MemoryPolicy, ...] = ("save_all", "selective", "full_recompute")
-    policy = config.compile.memory_policy
-    later = policies[policies.index(policy) + 1 :] if policy in policies else policies[-1:]
-    for policy in later:
-        config = replace(config, compile=replace(config.compile, memory_policy=policy))
-        yield f"--compile.memory_policy {policy}", config
-    flags = f"--compile.memory_policy {policy} " if later else ""
+    policy, flags = config.compile.memory_policy, ""
+    for less in policies[policies.index(policy) + 1 :] if policy in policies else policies[-1:]:
+        changed = replace(config, compile=replace(config.compile, memory_policy=less))
+        if is_allowed(changed):
+            config, flags = changed, f"--compile.memory_policy {less}"
+            yield flags, config
     batch_size = config.training.local_batch_size
     while batch_size > 1:
         batch_size //= 2
-        config = replace(config, training=replace(config.training, local_batch_size=batch_size))
-        yield f"{flags}--training.local_batch_size {batch_size}", config
+        training = replace(config.training, local_batch_size=batch_size)
+        changed = replace(config, training=training)
+        if is_allowed(changed):
+            yield f"{flags} --training.local_batch_size {batch_size}".strip(), changed
 
 
 def _captured(

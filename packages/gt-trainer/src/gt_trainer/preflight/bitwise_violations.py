@@ -1,6 +1,7 @@
-"""What ``--compile.bitwise`` refuses: passes that round otherwise than an eager run.
+"""What ``--compile.bitwise`` refuses: whatever rounds otherwise than an eager run.
 
 Passes declare whether they keep every bit, so that this holds for one that is added later, too.
+What else than passes rounds otherwise is listed here.
 """
 
 from __future__ import annotations
@@ -11,18 +12,24 @@ from gt_config import CompileConfig, Topology, Violation
 from gt_passes import PassOrderError, RecipeError
 from gt_trainer.preflight.idle_options import RunOptions
 
+_BITWISE = "--compile.bitwise"
 _EAGER_COMPILES_IT_TOO = "compile-flex-attention"
 
 
-def rounding_passes(run: RunOptions) -> tuple[str, ...]:
-    """The names of a run's passes that may change a bit of an eager run, in order, each once."""
+def what_rounds(run: RunOptions) -> tuple[str, ...]:
+    """What of a run may change a bit of an eager one: names of passes, in order, and more.
+
+    Raises:
+        RecipeError: passes that were added or left out by name do not fit the others.
+        PassOrderError: likewise.
+    """
     names = (
         each.name
         for passes in run.passes().values()
         for each in passes
         if not each.preserves_numerics and each.name != _EAGER_COMPILES_IT_TOO
     )
-    return tuple(dict.fromkeys(names))
+    return (*dict.fromkeys(names), *dict(_besides_passes(run.options)))
 
 
 def bitwise_violations(options: CompileConfig, topology: Topology) -> Iterator[Violation]:
@@ -36,25 +43,44 @@ def bitwise_violations(options: CompileConfig, topology: Topology) -> Iterator[V
     if not options.bitwise:
         return
     try:
-        names = rounding_passes(run)
+        found = what_rounds(run)
     except (RecipeError, PassOrderError):
         return  # told elsewhere
-    for name in names:
-        flags = [flag for flag in run.flags if _brings(run, flag, name)]
-        for flag in flags:
+    besides = dict(_besides_passes(options))
+    for each in found:
+        asking = (flag for flag in run.flags if _brings(run, flag, each))
+        flags = [besides[each]] if each in besides else [*asking]
+        for flag in flags or [_BITWISE]:
+            allowed = False if flag == _BITWISE else run.default(flag)
             yield Violation(
                 flag=flag,
                 value=run.value(flag),
-                allowed=f"{run.default(flag)!r} with --compile.bitwise: {name} rounds otherwise",
+                allowed=f"{allowed!r} with {_BITWISE}: {each} rounds otherwise",
                 fix="leave out one of the two",
             )
 
 
+def _besides_passes(options: CompileConfig) -> Iterator[tuple[str, str]]:
+    """What rounds otherwise before there is a graph, and the flag that asks for it."""
+    overlap = options.ep_overlap
+    if options.mode == "aot_fx_trace" and overlap.enabled and overlap.strategy == "eager":
+        yield "the sum of gradients over chunks", "--compile.ep_overlap.enabled"
+    if options.autoparallel:
+        yield "a placement that a solver chooses", "--compile.autoparallel"
+
+
 def _brings(run: RunOptions, flag: str, name: str) -> bool:
-    """Whether a pass runs on account of an option."""
+    """Whether an option brings a pass, be it that another one would bring it too."""
     if run.value(flag) == run.default(flag):
         return False
-    try:
-        return name not in rounding_passes(run.changed(flag, run.default(flag)))
-    except (RecipeError, PassOrderError):
-        return False
+    alone = RunOptions(
+        options=type(run.options)(mode=run.options.mode), topology=run.topology
+    ).changed(flag, run.value(flag))
+    for with_it, without in ((run, run.changed(flag, run.default(flag))), (alone, None)):
+        try:
+            is_without = without is None or name not in what_rounds(without)
+            if name in what_rounds(with_it) and is_without:
+                return True
+        except (RecipeError, PassOrderError):
+            continue
+    return False

@@ -24,7 +24,7 @@ from torchtitan.models.common.token_dispatcher import (
 
 from gt_config import ConfigError, Topology, Violation, find_violations
 from gt_passes import known_passes
-from gt_trainer.device import installed_device_type
+from gt_trainer.device import intended_device_type
 from gt_trainer.preflight.bitwise_violations import bitwise_violations
 from gt_trainer.preflight.idle_options import idle_option_violations
 from gt_trainer.preflight.machine_violations import machine_violations
@@ -165,7 +165,7 @@ def _unsupported_options(config: GraphTrainer.Config) -> Iterator[Violation]:
             allowed="False",
             fix=f"{_LEAVE_OUT}; to train from the same weights, set --debug.seed",
         )
-    if config.profiler.enable_memory_snapshot and installed_device_type() == "cpu":
+    if config.profiler.enable_memory_snapshot and intended_device_type() == "cpu":
         yield Violation(
             flag="--profiler.enable_memory_snapshot",
             value=True,
@@ -182,10 +182,10 @@ def _not_dry_run(config: GraphTrainer.Config) -> Iterator[Violation]:
             allowed="1 in a dry run, which captures and simulates whole steps",
             fix="leave the flag out of the dry run; gt_pipeline.schedules simulates schedules",
         )
-    if config.compile.mode == "aot_joint":
+    if config.compile.mode != "aot_fx_trace":
         yield Violation(
             flag="--compile.mode",
-            value="aot_joint",
+            value=config.compile.mode,
             allowed="'aot_fx_trace' in a dry run, which captures and simulates whole steps",
             fix="leave the flag out of the dry run",
         )

@@ -13,7 +13,7 @@ from gt_config import CompileConfig
 from gt_config.option_paths import default_option, option_at, with_option
 from gt_passes import PassOrderError, RecipeError
 from gt_trainer.device import intended_device_type
-from gt_trainer.preflight.bitwise_violations import rounding_passes
+from gt_trainer.preflight.bitwise_violations import what_rounds
 from gt_trainer.preflight.idle_options import RunOptions
 from gt_trainer.preflight.preflight import configuration_violations, topology_of
 from gt_trainer.trainer import GraphTrainer
@@ -22,6 +22,10 @@ _COMPILE = "--compile."
 _OF_DEVICE = ("memory_policy", "inductor_compilation", "cuda_graphs")
 """What ``models.device_defaults`` sets."""
 
+_COMPILED = {
+    "compile-regions": "Inductor for what memory bounds",
+    "compile-whole-graph": "Inductor for the whole graph",
+}
 _EXCHANGE = "how many tokens ranks exchange is known on the device alone"
 _ACTIVATIONS = {
     "save_all": "activations kept",
@@ -65,6 +69,8 @@ def settle_defaults(
 def describe_run(config: GraphTrainer.Config, world_size: int) -> str:
     """One line: what of a step is compiled, recorded and recomputed, and how exact it is.
 
+    It is read off the passes that run, not off the options that asked for them.
+
     Args:
         config: settled.
         world_size: ranks of the whole job.
@@ -73,19 +79,33 @@ def describe_run(config: GraphTrainer.Config, world_size: int) -> str:
     device = intended_device_type()
     if options.mode == "none":
         return f"On {device}: eager"
-    compiled = {
-        "none": "nothing compiled",
-        "regional": "Inductor for " + (", ".join(options.regional_modules) or "what memory bounds"),
-        "full": "Inductor for the whole graph",
-        "autoparallel_backend": "Inductor as AutoParallel does",
-    }
+    run = RunOptions(
+        options=options,
+        topology=topology_of(config, world_size),
+        reshard_after_forward=config.parallelism.fsdp_reshard_after_forward,
+    )
+    try:
+        names = {each.name for passes in run.passes().values() for each in passes}
+        rounding = what_rounds(run)
+    except (RecipeError, PassOrderError):
+        return f"On {device}: passes that do not fit together"  # refused before anything runs
+    compiled = [text for name, text in _COMPILED.items() if name in names]
+    if "compile-regions" in names and options.regional_modules:
+        compiled = [f"Inductor for {', '.join(options.regional_modules)}"]
     parts = [
-        _ACTIVATIONS[options.memory_policy],
-        compiled[options.inductor_compilation],
-        "CUDA graphs" if options.cuda_graphs else "no CUDA graphs",
-        _numerics(config, world_size),
+        _activations(options, names),
+        *(compiled or ["nothing compiled"]),
+        "CUDA graphs" if "cuda-graphs" in names else "no CUDA graphs",
+        f"rounds otherwise than eager ({', '.join(rounding)})" if rounding else "bitwise as eager",
     ]
     return f"On {device}: {', '.join(parts)}"
+
+
+def _activations(options: CompileConfig, names: Collection[str]) -> str:
+    if options.mode == "aot_joint" and options.joint_partitioner == "min_cut":
+        return "the fewest bytes kept between forward and backward"
+    policy = options.memory_policy if "recompute-tagged" in names else "save_all"
+    return _ACTIVATIONS[policy]
 
 
 def _reasons(
@@ -104,16 +124,3 @@ def _reasons(
 
 def _neutral(option: str) -> object:
     return default_option(CompileConfig, option)
-
-
-def _numerics(config: GraphTrainer.Config, world_size: int) -> str:
-    run = RunOptions(
-        options=config.compile,
-        topology=topology_of(config, world_size),
-        reshard_after_forward=config.parallelism.fsdp_reshard_after_forward,
-    )
-    try:
-        names = rounding_passes(run)
-    except (RecipeError, PassOrderError):
-        return "numerics unknown"
-    return f"rounds otherwise than eager ({', '.join(names)})" if names else "bitwise as eager"
