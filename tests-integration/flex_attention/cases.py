@@ -122,7 +122,7 @@ def fake_capture(model: str, mesh: str, options: Mapping[str, Any], **recipe: An
     module, name = MODELS[model]
     world_size, degrees = MESHES[mesh]
     with own_flex_attention(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention_of_trainer, "installed_device_type", lambda: "cuda")
+        patch.setattr(attention_of_trainer, "intended_device_type", lambda: "cuda")
         config = getattr(importlib.import_module(f"gt_trainer.models.{module}"), name)()
         with_layers(config, 2)
         for degree, value in degrees.items():

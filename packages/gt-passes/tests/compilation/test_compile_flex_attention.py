@@ -73,7 +73,7 @@ def _on_halves(offset: int) -> tuple[Any, tuple[torch.Tensor, ...]]:
 
     def step(whole: torch.Tensor, *blocks: torch.Tensor) -> list[torch.Tensor]:
         halves = whole[: q.numel()], whole[q.numel() + offset :]
-        return [graph_module(half.view(q.shape), q, *blocks) for half in halves]
+        return [graph_module(*[half.view(q.shape)] * 3, q, *blocks) for half in halves]
 
     return step, (torch.randn(2 * q.numel() + offset), *blocks)
 

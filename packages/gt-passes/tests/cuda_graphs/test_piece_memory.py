@@ -7,14 +7,13 @@ import itertools
 
 import pytest
 import torch
-from gt_passes.registered_passes import OffloadTagged
 from memory_models import Captured, Mlp, capture_stack, run
 from pass_graphs import capture, node_of, run_pass, same_bits
 from recorded_step_cases import ON_CPU
 from recorder_cases import FakeRecorder
 
 from gt_config.node_keys import ResidencyAnnotation
-from gt_passes import CanonicalizeViews, CudaGraphs, RemoveDeadCode
+from gt_passes import CanonicalizeViews, CudaGraphs, OffloadTagged, RemoveDeadCode
 from gt_passes.analysis.host_copies import OFFLOAD
 from gt_passes.analysis.outlined_region import nodes_with_bodies
 from gt_passes.cuda_graphs.piece_memory import PieceMemory, Place

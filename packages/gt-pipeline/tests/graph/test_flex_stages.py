@@ -5,6 +5,7 @@ In one process in the regions that are compiled on a GPU, on several ranks as ca
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -148,9 +149,11 @@ def test_refuses_masks_that_were_split_by_numbers_in_python() -> None:
     (output,) = stage.forward(0, (), first)
     assert output.shape == (MICROBATCH_SIZE, LENGTH, WIDTH)
     stage.discard()
-    assert _refusal(stage, second) == (
-        "kwargs['mask']._closure_9: 2, captured with the constant 0; give a tensor if "
-        "microbatches differ in it"
+    # Versions of torch differ in how many parts of a mask come before it.
+    assert re.fullmatch(
+        r"kwargs\['mask'\]\._closure_\d+: 2, captured with the constant 0; give a tensor if "
+        "microbatches differ in it",
+        _refusal(stage, second),
     )
 
 

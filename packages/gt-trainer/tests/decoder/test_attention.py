@@ -207,9 +207,9 @@ def test_a_batch_without_positions_is_refused_when_the_model_needs_them():
 def test_flex_attention_is_compiled_as_torchtitan_does_eagerly(monkeypatch):
     configs = {**FlexAttention.inductor_configs, "max_autotune": True}
     monkeypatch.setattr(FlexAttention, "inductor_configs", configs)
-    monkeypatch.setattr(attention_module, "installed_device_type", lambda: "cpu")
+    monkeypatch.setattr(attention_module, "intended_device_type", lambda: "cpu")
     assert flex_attention_options() is None
-    monkeypatch.setattr(attention_module, "installed_device_type", lambda: "cuda")
+    monkeypatch.setattr(attention_module, "intended_device_type", lambda: "cuda")
     found = flex_attention_options()
     assert found.keys() == {"max_autotune", "coordinate_descent_tuning", "triton.cudagraphs"}
     assert found["max_autotune"]
