@@ -285,7 +285,7 @@ def test_a_dry_run_prints_its_report_for_the_world_size_and_machine_asked_for_or
 ):
     monkeypatch.setattr(
         "gt_trainer.dry_run.dry_run.dry_run",
-        lambda config, world_size, *, hardware, trace_path: (
+        lambda config, world_size, *, hardware, trace_path, is_allowed: (
             world_size * 100,
             trace_path and str(trace_path),
             *([] if hardware is None else [hardware.name]),
