@@ -45,6 +45,7 @@ def imitated_graphs() -> CudaGraphs:
     return CudaGraphs(target=target, new_recorder=module.FakeRecorder)
 
 
+@pytest.mark.slow  # compiles with Inductor
 def test_a_sharded_step_is_run_in_every_way(tool, tmp_path: Path) -> None:
     path = tmp_path / "gpu_step.json"
     small = ["--layers", "2", "--width", "64", "--seq", "16", "--samples", "1", "--workload", "8B"]

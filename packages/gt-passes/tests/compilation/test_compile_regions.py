@@ -334,6 +334,7 @@ def test_can_make_regions_of_all_that_memory_bounds():
     assert not run_on(CompileRegions(compiler=compiler), captured_step(Model(), X))[0].changed
 
 
+@pytest.mark.slow  # compiles with Inductor
 def test_what_memory_bounds_stays_close_to_the_captured():
     torch.manual_seed(0)
     model = Model()

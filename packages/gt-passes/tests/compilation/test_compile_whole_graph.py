@@ -62,6 +62,7 @@ return [getitem, None, x_1, getitem_1]
     assert found.index("run_region") < found.index("all_gather_into_tensor")
 
 
+@pytest.mark.slow  # compiles with Inductor
 def test_compiles_what_copies_into_buckets_and_out_of_them(one_rank_group):
     bf16, f32 = torch.bfloat16, torch.float32
 

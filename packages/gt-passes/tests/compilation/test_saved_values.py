@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import pytest
 import torch
 from expecttest import assert_expected_inline
 from inductor_cases import COMPILER, relative_difference
@@ -81,6 +82,7 @@ def test_without_a_backward_nothing_is_kept():
     assert keep_saved_values(graph_module) is graph_module
 
 
+@pytest.mark.slow  # compiles with Inductor
 def test_a_compiled_program_holds_the_product_alone(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
 

@@ -182,6 +182,7 @@ def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
 
 
+@pytest.mark.slow  # compiles with Inductor
 def test_a_step_that_is_compiled_as_a_whole_is_recorded(own_cache):
     """It is one call, and counts as the kernels that it was made of."""
     model = Model()

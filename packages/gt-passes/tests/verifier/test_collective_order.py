@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 
+import pytest
 import torch
 import torch.distributed as dist
 from expecttest import assert_expected_inline
@@ -150,6 +151,7 @@ def test_a_rank_on_which_two_exchanges_happen_to_be_of_one_value_is_found():
     assert difference.calls[1].text.endswith(", exchange 0")
 
 
+@pytest.mark.slow  # compiles with Inductor
 def test_collectives_in_compiled_regions_count():
     graph_module = capture(lambda x: reduced(x).cos(), X)
     before = CollectiveSequence.of(graph_module)
