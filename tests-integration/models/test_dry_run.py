@@ -25,7 +25,7 @@ from gt_trainer.preflight.settled_defaults import settle_defaults
 _INTENDED_GIB = 72
 """What every shipped configuration may need of a GPU's 80 GB."""
 
-_QUICK = {"deepseek_v3_debugmodel", "qwen3_moe_debugmodel"}
+_QUICK = {"deepseek_v3_debugmodel"}
 _ENTRIES = [
     pytest.param(entry, marks=[] if entry.config in _QUICK else [pytest.mark.slow], id=entry.config)
     for table in CATALOG.values()
