@@ -158,7 +158,7 @@ def test_simulated_throughput_is_close_to_the_published(
 def test_what_does_not_fit_comes_with_the_cheapest_change_that_would() -> None:
     with intended_for("cuda"):
         config = importlib.import_module("gt_trainer.models.llama3").llama3_debugmodel()
-        config.training.local_batch_size = 2048
+        config.training.local_batch_size = 2560
         config.compile = dataclasses.replace(config.compile, memory_policy="save_all", **_LAUNCHED)
         report = dry_run(config, 1)
     assert not report.simulated.fits
