@@ -38,7 +38,7 @@ from training_cases import (
 from gt_config import EpOverlapConfig
 from gt_passes import DescribeOnly
 from gt_passes.analysis.outlined_region import region_of
-from gt_trace.testing import flex_attention_on_cpu
+from gt_trace import flex_attention_on_cpu
 from gt_trainer.decoder import attention as attention_of_trainer
 from gt_trainer.dry_run.fake_step import fake_step
 from gt_trainer.models import adapt

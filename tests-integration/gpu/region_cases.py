@@ -23,8 +23,8 @@ from gt_passes import (
     PassContext,
     PassManager,
 )
+from gt_trace import flex_attention_on_cpu
 from gt_trace.capture.trace import trace_step
-from gt_trace.testing import flex_attention_on_cpu
 
 Results = tuple[torch.Tensor, ...]
 

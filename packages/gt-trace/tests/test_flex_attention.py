@@ -31,12 +31,12 @@ from gt_trace import (
     ConstantCapturedError,
     InputMismatchError,
     TracedStep,
+    flex_attention_on_cpu,
     module_fqn,
     phase_of,
     read_annotation,
     trace_step,
 )
-from gt_trace.testing import flex_attention_on_cpu
 
 LENGTH, BLOCK = 32, 16
 

@@ -13,9 +13,8 @@ import torch
 from torch import nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from gt_trace import ConstantCapturedError, TracedStep, trace_step
+from gt_trace import ConstantCapturedError, TracedStep, flex_attention_on_cpu, trace_step
 from gt_trace.capture.purity import refuse_constants
-from gt_trace.testing import flex_attention_on_cpu
 
 BLOCK = 16
 

@@ -92,7 +92,7 @@ class CompileConfig:
 
     inductor_compilation: InductorCompilation = "none"
     """none: run the graph as captured, but for what the model compiles eagerly too: FlexAttention.
-    regional: compile what memory bounds: norms, activation functions, rotary embeddings, sums.
+    regional: compile what memory bounds: norms, activation functions, casts, sums.
     full: compile the whole graph with Inductor.
     autoparallel_backend: AutoParallel's own policy.
     The last needs --compile.autoparallel and mode aot_fx_trace."""

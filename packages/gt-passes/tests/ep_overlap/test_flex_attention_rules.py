@@ -23,8 +23,7 @@ from torch.nn.attention.flex_attention import (
 
 from gt_passes.ep_overlap import chunk_graph
 from gt_passes.errors import GraphChunkingError
-from gt_trace import TracedStep, trace_step
-from gt_trace.testing import flex_attention_on_cpu
+from gt_trace import TracedStep, flex_attention_on_cpu, trace_step
 
 BATCH, LENGTH = 5, 32
 

@@ -28,8 +28,8 @@ from gt_pipeline.runner import GraphPPRunner, MicrobatchInputs
 from gt_pipeline.runner.graph_pp_runner import StepResult
 from gt_pipeline.runner.microbatches import MicrobatchDims, split_microbatches
 from gt_pipeline.schedules import Schedule, schedule_of
+from gt_trace import flex_attention_on_cpu
 from gt_trace.fsdp import gathered, shard
-from gt_trace.testing import flex_attention_on_cpu
 
 WIDTH, LENGTH, BLOCK = 16, 64, 32
 NUM_MICROBATCHES, MICROBATCH_SIZE = 4, 2

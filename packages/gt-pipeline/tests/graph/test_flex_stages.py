@@ -39,7 +39,8 @@ from gt_pipeline.graph import GraphPipelineStage
 from gt_pipeline.graph.action_graph import ActionGraph
 from gt_pipeline.runner import MicrobatchInputs
 from gt_pipeline.schedules import schedule_of
-from gt_trace.testing import GlooWorkers, flex_attention_on_cpu
+from gt_trace import flex_attention_on_cpu
+from gt_trace.testing import GlooWorkers
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -9,6 +9,7 @@ traceable collectives) and ``gt_trace.testing`` (multi-process test workers).
 
 from __future__ import annotations
 
+from gt_trace._torch_internals import flex_attention_on_cpu
 from gt_trace.annotate import (
     AnnotationHandle,
     annotate,
@@ -53,6 +54,7 @@ __all__ = [
     "annotate_method",
     "collective_counts",
     "flatten_tensor",
+    "flex_attention_on_cpu",
     "graph_text",
     "module_fqn",
     "phase",

@@ -297,3 +297,20 @@ def lazy_graph_module(attributes: Mapping[str, Any], graph: Graph, name: str) ->
     """Return a module for ``graph`` whose code is made when needed."""
     with lazily_generated_code():
         return _make_graph_module(dict(attributes), graph, name)
+
+
+@contextmanager
+def flex_attention_on_cpu() -> Iterator[None]:
+    """Inside, steps with FlexAttention are traced, and train uncompiled, on CPU tensors.
+
+    So a step for GPUs is captured on a machine without one, where autograd cannot run over fake
+    tensors of a CUDA device. PyTorch refuses CPU tensors that need a gradient, because Inductor has
+    no backward for them. Nothing public lifts that check, and nothing else stands in the way.
+    """
+    module: Any = importlib.import_module("torch.nn.attention.flex_attention")
+    check = module._validate_device
+    module._validate_device = lambda *_: None
+    try:
+        yield
+    finally:
+        module._validate_device = check

@@ -8,7 +8,6 @@ and for those of its users.
 
 from __future__ import annotations
 
-import importlib
 import multiprocessing
 import pickle
 import tempfile
@@ -201,19 +200,3 @@ def fake_world(*, rank: int, world_size: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-
-
-@contextmanager
-def flex_attention_on_cpu() -> Iterator[None]:
-    """Let FlexAttention train on a CPU, uncompiled, by its implementation for all devices.
-
-    It refuses CPU tensors that need a gradient, because Inductor has no backward for them. Nothing
-    public lifts that check, and nothing else stands in the way.
-    """
-    module: Any = importlib.import_module("torch.nn.attention.flex_attention")
-    check = module._validate_device
-    module._validate_device = lambda *_: None
-    try:
-        yield
-    finally:
-        module._validate_device = check

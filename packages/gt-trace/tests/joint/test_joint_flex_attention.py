@@ -23,11 +23,10 @@ from torch.fx import GraphModule, Node
 from torch.nn.attention.flex_attention import BlockMask, and_masks, create_block_mask
 
 from gt_config.node_keys import ModuleAnnotation
-from gt_trace import InputMismatchError, annotate
+from gt_trace import InputMismatchError, annotate, flex_attention_on_cpu
 from gt_trace.joint import ForwardBackward, export_joint_graph, partition
 from gt_trace.joint.bound_joint import BoundJoint
 from gt_trace.node_metadata import node_annotations
-from gt_trace.testing import flex_attention_on_cpu
 
 OPTIONS = {
     "BACKEND": "AUTO",

@@ -23,10 +23,9 @@ from torch.nn.attention.flex_attention import (
 )
 from torch.utils.checkpoint import checkpoint
 
-from gt_trace import trace_step
+from gt_trace import flex_attention_on_cpu, trace_step
 from gt_trace.stamping import step_differences, trace_step_by_stamping
 from gt_trace.stamping.report import StampedCapture
-from gt_trace.testing import flex_attention_on_cpu
 
 LENGTH, BLOCK, WIDTH = 32, 16, 8
 ODD = 3

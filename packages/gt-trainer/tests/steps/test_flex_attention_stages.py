@@ -24,7 +24,7 @@ from gt_passes import PassContext, PassManager, RemoveDeadCode
 from gt_pipeline.runner import ActivationSignature
 from gt_pipeline.schedules import schedule_of
 from gt_pipeline.split import stage_modules
-from gt_trace.testing import flex_attention_on_cpu
+from gt_trace import flex_attention_on_cpu
 from gt_trainer.startup import StartupClock
 from gt_trainer.steps.joint_step import JointForward
 from gt_trainer.steps.pipelined_step import PipelinedStep

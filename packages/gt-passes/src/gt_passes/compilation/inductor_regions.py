@@ -89,7 +89,7 @@ def plan_regions(
         module_patterns: fully qualified names, as ``layers.*.feed_forward``; an asterisk stands for
             any characters within one component, and modules inside a matched one match too.
         memory_bound: whether elementwise operators, reductions and copies are chosen too, those of
-            one layer and phase together: norms, rotary embeddings, activation functions, sums.
+            one layer and phase together: norms, activation functions, casts, sums.
     """
     patterns = [pattern.split(".") for pattern in module_patterns]
 

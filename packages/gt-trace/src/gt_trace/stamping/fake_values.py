@@ -111,8 +111,9 @@ class ValueMaker:
     ) -> Any:
         """A new value of ``node`` in another unit, like ``value`` of the first interior one.
 
-        ``owner`` finds what a reference means in the unit, whose symbols are ``replaced`` by those
-        of the first; ``node`` owns memory that no earlier node does.
+        ``plans`` has one entry for each tensor of ``value``; ``owner`` finds the node that a
+        reference means in that unit, and ``replaced`` the unit's symbol for one of the first;
+        ``node`` owns memory that no earlier node does.
         """
         remaining = iter(plans)
         own: dict[int, torch.UntypedStorage] = {}

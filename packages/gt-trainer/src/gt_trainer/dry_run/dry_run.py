@@ -19,9 +19,8 @@ from torchtitan.distributed import ParallelDims
 from gt_config.compile_config import MemoryPolicy
 from gt_passes import DescribeOnly
 from gt_passes.simulation import Hardware
-from gt_trace import collective_counts
+from gt_trace import collective_counts, flex_attention_on_cpu
 from gt_trace.stamping import StampReport
-from gt_trainer._torch_internals import flex_attention_on_any_device
 from gt_trainer.decoder.attention import DocumentCausalSDPA
 from gt_trainer.dry_run.fake_step import FakeStep, fake_step
 from gt_trainer.dry_run.simulated_run import SimulatedRun, StepFacts, simulate_run
@@ -164,7 +163,7 @@ def _captured(
     hardware: Hardware | None,
     trace_path: Path | None,
 ) -> DryRunReport:
-    with fake_step(config, world_size) as step, flex_attention_on_any_device():
+    with fake_step(config, world_size) as step, flex_attention_on_cpu():
         return _report(config, step, hardware, trace_path)
 
 
