@@ -297,3 +297,13 @@ def test_refuses_blocks_that_are_not_the_models() -> None:
         opaque_experts(model, {"moe": Block(model.experts)}),
     ):
         pass
+
+
+@pytest.mark.parametrize("operator", ["experts", "experts_backward"])
+def test_experts_that_are_not_placed_say_so(operator: str):
+    x = torch.ones(1)
+    arguments = [x, x, x, x, [x], "layers.0.experts"]
+    call = getattr(torch.ops.gt_autoparallel, operator)
+    message = r"^the experts of layers\.0\.experts are planned, and run only when placed$"
+    with pytest.raises(NotImplementedError, match=message):
+        call(*([x] if operator == "experts_backward" else []), *arguments)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from typing import Protocol
 
 from torch.distributed.tensor import Partial
 
@@ -14,8 +15,20 @@ from gt_autoparallel.plan.placement_plan import PlacementPlan
 from gt_autoparallel.rules import replicated_operators
 from gt_autoparallel.rules.experts import expert_options
 
-OfferedOptions = Callable[..., tuple[NodeOption, ...]]
-"""Gives the options of an operator; ``rules.node_options`` is the one in use."""
+
+class OfferedOptions(Protocol):
+    """The options of an operator; ``rules.node_options`` is the one in use."""
+
+    def __call__(
+        self,
+        node: PlacementNode,
+        operands: tuple[TensorSpec, ...],
+        mesh: MeshShape,
+        *,
+        replicate_unknown: tuple[str, ...] = (),
+    ) -> tuple[NodeOption, ...]:
+        """Every option of ``node`` on a mesh, in a fixed order."""
+        ...
 
 
 def node_problems(plan: PlacementPlan, offered: OfferedOptions) -> Iterator[str]:

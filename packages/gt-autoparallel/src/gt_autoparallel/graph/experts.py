@@ -8,7 +8,7 @@ The placed model runs the model's own dispatcher and experts (``ExpertBlock.run`
 
 While ``opaque_experts`` lasts, the blocks of a model call ``gt_autoparallel::experts``; captured in
 it, each call becomes a node of kind ``experts`` with the arguments of the operator. The operators
-have no kernels: they are planned, and run only when placed.
+are planned, and run only when placed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import NoneType
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import torch
 from torch import nn
@@ -99,6 +99,16 @@ torch.library.define("gt_autoparallel::experts", f"({_ARGUMENTS}) -> Tensor")
 torch.library.define(
     "gt_autoparallel::experts_backward", f"(Tensor gradient, {_ARGUMENTS}) -> Tensor[]"
 )
+
+
+def _refuse(*arguments: object) -> NoReturn:
+    raise NotImplementedError(
+        f"the experts of {arguments[-1]} are planned, and run only when placed"
+    )
+
+
+for _name in ("experts", "experts_backward"):
+    torch.library.impl(f"gt_autoparallel::{_name}", "default", _refuse)
 
 
 @torch.library.register_fake("gt_autoparallel::experts")  # type: ignore[untyped-decorator]  # torch leaves it so
