@@ -90,7 +90,7 @@ def chunk_forwards(
     else:
         roots, problems = (
             [],
-            ["the eager producer makes 2 chunks; chunk the traced graph for others"],
+            [f"the eager producer makes {_NUM_CHUNKS} chunks; chunk the traced graph for others"],
         )
     if problems:
         raise ForwardChunkingError(
