@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import torch
@@ -18,24 +18,29 @@ from training_cases import Case
 from gt_trainer import device_transfer, trainer
 from gt_trainer.device_transfer import HostCopy
 from gt_trainer.metrics.metrics_history import read_metrics
-from gt_trainer.steps import gradient_check
-from gt_trainer.steps.gradient_check import NonFiniteGradientsError
+from gt_trainer.steps import step_check
+from gt_trainer.steps.step_check import NonFiniteGradientsError, NonFiniteLossError
 from gt_trainer.trainer import GraphTrainer
 
 MEASURED = {"seconds", "tokens_per_second", "memory_gib"}
 
 
 class PoisonedTrainer(GraphTrainer):
-    """On the last rank one gradient of one step has an element that is not a number."""
+    """In one step something is not a number: a gradient's element of the last rank, or the loss."""
 
     poisoned_step = 0
+    poison: Literal["gradient", "loss"] = "gradient"
     late_device: LateDevice | None = None
 
     def forward_backward_step(self, **inputs: Any) -> torch.Tensor:
         if self.late_device is not None:
             self.late_device.catch_up()
         loss = super().forward_backward_step(**inputs)
-        if self.step == self.poisoned_step and dist.get_rank() == dist.get_world_size() - 1:
+        if self.step != self.poisoned_step:
+            return loss
+        if self.poison == "loss":
+            return loss * float("nan")
+        if dist.get_rank() == dist.get_world_size() - 1:
             first = next(self.model_parts[0].parameters())
             assert first.grad is not None
             device_transfer.local_part(first.grad).view(-1)[0] = float("nan")
@@ -95,7 +100,7 @@ def late_device() -> Iterator[LateDevice]:
     late = LateDevice()
     with (
         mock.patch.object(trainer, "copy_to_host", late.copy_to_host),
-        mock.patch.object(gradient_check, "copy_to_host", late.copy_to_host),
+        mock.patch.object(step_check, "copy_to_host", late.copy_to_host),
     ):
         yield late
 
@@ -160,16 +165,22 @@ def waits_of_a_late_device(case: Case, folder: str, log_freq: int) -> list[int]:
 
 
 def poisoned(
-    case: Case, folder: str, step: int, is_late: bool, checkpoint_interval: int | None = None
+    case: Case,
+    folder: str,
+    step: int,
+    is_late: bool,
+    checkpoint_interval: int | None = None,
+    poison: Literal["gradient", "loss"] = "gradient",
 ) -> tuple[str, list[str], list[int]]:
-    """Train until gradients are not finite.
+    """Train until gradients or the loss are not finite.
 
     Args:
         case: the configuration.
         folder: its dump folder.
-        step: whose gradients they are.
+        step: whose they are.
         is_late: whether the device is a step behind.
         checkpoint_interval: steps between checkpoints; None for no checkpoints at all.
+        poison: what is not finite.
 
     Returns:
         The error, the checkpoints there are, and the steps of metrics.jsonl.
@@ -180,10 +191,10 @@ def poisoned(
     with late_device() if is_late else nullcontext() as late:
         trained = new_trainer(case, folder, log_freq=10, **checkpoint)
         trained.late_device = late
-        trained.poisoned_step = step
+        trained.poisoned_step, trained.poison = step, poison
         try:
             trained.train()
-        except NonFiniteGradientsError as error:
+        except (NonFiniteGradientsError, NonFiniteLossError) as error:
             message = str(error)
         else:
             message = "no error"

@@ -63,6 +63,17 @@ def test_step_whose_gradients_are_not_finite_is_not_saved_by_a_late_device(
 
 
 @pytest.mark.parametrize("is_late", [True, False])
+def test_step_between_reports_whose_loss_is_not_finite_is_not_saved(
+    is_late: bool, one: GlooWorkers, tmp_path: Path
+) -> None:
+    ((message, saved, _),) = one.run(poisoned, LLAMA3, str(tmp_path), 3, is_late, 1, "loss")
+    assert message == (
+        "step 3: the loss is nan, though its gradients are finite. Nothing of this step was saved."
+    )
+    assert saved == ["step-1", "step-2"]
+
+
+@pytest.mark.parametrize("is_late", [True, False])
 def test_last_step_whose_gradients_are_not_finite_ends_all_ranks_without_a_checkpoint(
     is_late: bool, four: GlooWorkers, tmp_path: Path
 ) -> None:

@@ -8,7 +8,6 @@ configured and not copied.
 
 from __future__ import annotations
 
-import math
 import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,20 +26,15 @@ from torchtitan.trainer import Trainer
 from gt_trainer.compile_options import TrainerCompileConfig
 from gt_trainer.decoder.attention import attention_mask_for
 from gt_trainer.device_transfer import copy_to_host, local_part, send_to_device
-from gt_trainer.launcher import RunStoppedError
 from gt_trainer.metrics.metrics_jsonl import GraphMetricsProcessor
 from gt_trainer.model_identity import identity_of, write_identity
 from gt_trainer.placement.planned_step import loss_of
 from gt_trainer.startup import StartupClock
 from gt_trainer.steps.capture_log import CaptureLog
-from gt_trainer.steps.gradient_check import GradientCheck
 from gt_trainer.steps.new_training_step import StepParts, new_training_step
+from gt_trainer.steps.step_check import StepCheck
 from gt_trainer.steps.training_step import Batch, BatchPreparation, TrainingStep
 from gt_trainer.validator import GraphValidator
-
-
-class NonFiniteLossError(RunStoppedError):
-    """The loss of a step is NaN or infinite, though its gradients are finite."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +82,7 @@ class GraphTrainer(Trainer):
             super().__init__(config)
             if config.compile.autoparallel and config.validator.enable:
                 self._allow_validation()
-        self._gradient_check = GradientCheck(self.device)
+        self._step_check = StepCheck(self.device)
         self.optimizers.register_step_pre_hook(self._check_gradients)
         for part in self.model_parts:
             # Whatever saves parameters asks a model for them.
@@ -138,6 +132,7 @@ class GraphTrainer(Trainer):
 
         Raises:
             NonFiniteGradientsError: Gradients of the last step were not finite.
+            NonFiniteLossError: Its loss was not.
         """
         super().train()
         self._settle()
@@ -155,7 +150,7 @@ class GraphTrainer(Trainer):
         Raises:
             NonFiniteGradientsError: Gradients were not finite: this step's, or on a GPU maybe those
                 of the step before.
-            NonFiniteLossError: The step is reported, and its loss is not finite.
+            NonFiniteLossError: The loss was not finite, likewise.
         """
         is_first = not self._has_stepped
         if is_first:
@@ -177,8 +172,9 @@ class GraphTrainer(Trainer):
             self.lr_schedulers.step()
         with sl.log_trace_span("collect_dist_metrics"):
             numbers = copy_to_host({**self._over_ranks(loss, batches), "grad_norm": grad_norm})
+        self._step_check.check_loss(numbers, step=self.step)
         if self.metrics_processor.should_log(self.step):
-            self._gradient_check.settle()
+            self._step_check.settle()
             self._report(numbers.wait(), learning_rates)
         elif isinstance(self.metrics_processor, GraphMetricsProcessor):
             self.metrics_processor.log_later(self.step, numbers, learning_rates)
@@ -265,11 +261,6 @@ class GraphTrainer(Trainer):
         }
 
     def _report(self, numbers: dict[str, float], learning_rates: dict[str, float]) -> None:
-        if not math.isfinite(numbers["loss"]):
-            raise NonFiniteLossError(
-                f"step {self.step}: the loss is {numbers['loss']}, though its gradients are "
-                "finite. Nothing of this step was saved."
-            )
         self.metrics_processor.log(
             self.step,
             numbers["loss"],
@@ -280,11 +271,11 @@ class GraphTrainer(Trainer):
 
     def _check_gradients(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         parameters = (p for part in self.model_parts for p in part.parameters())
-        self._gradient_check.check(parameters, step=self.step)
+        self._step_check.check_gradients(parameters, step=self.step)
 
     def _settle(self, *_: Any) -> None:
-        """Judge the last step's gradients and write its metrics, both waiting for the device."""
-        self._gradient_check.settle()
+        """Judge the last step and write its metrics, both waiting for the device."""
+        self._step_check.settle()
         if isinstance(self.metrics_processor, GraphMetricsProcessor):
             self.metrics_processor.write_due()
 

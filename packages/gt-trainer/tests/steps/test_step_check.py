@@ -1,4 +1,4 @@
-"""Gradients that are not finite end the run, on CPU before their update, on a GPU before it is saved."""
+"""What is not finite ends the run: gradients on CPU before their update, on a GPU before it is saved."""
 
 import math
 import subprocess
@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from gt_trainer.device_transfer import HostCopy, copy_to_host
-from gt_trainer.steps import gradient_check
-from gt_trainer.steps.gradient_check import GradientCheck, NonFiniteGradientsError
+from gt_trainer.steps import step_check
+from gt_trainer.steps.step_check import NonFiniteGradientsError, NonFiniteLossError, StepCheck
 
 CPU = torch.device("cpu")
 
@@ -37,15 +37,15 @@ def with_gradients(mesh, *gradients):
 
 def test_finite_gradients_pass_with_empty_shards_and_parameters_without_one(one_rank):
     parameters = with_gradients(one_rank, torch.full((2,), 1e30), torch.zeros(0))
-    GradientCheck(CPU).check(parameters, step=3)
-    GradientCheck(CPU).check([], step=3)
+    StepCheck(CPU).check_gradients(parameters, step=3)
+    StepCheck(CPU).check_gradients([], step=3)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_one_element_that_is_not_finite_is_refused_with_the_step(one_rank, value):
     parameters = with_gradients(one_rank, torch.ones(3), torch.tensor([1.0, value]))
     with pytest.raises(NonFiniteGradientsError) as refused:
-        GradientCheck(CPU).check(parameters, step=3)
+        StepCheck(CPU).check_gradients(parameters, step=3)
     assert str(refused.value) == (
         "step 3: gradients are not finite (NaN or infinite). Their update was not made, and nothing "
         "of this step was saved.\n"
@@ -77,22 +77,22 @@ def verdicts(monkeypatch):
         events.append(Event())
         return HostCopy(names=ready.names, numbers=ready.numbers, copied=events[-1])
 
-    monkeypatch.setattr(gradient_check, "copy_to_host", copy)
+    monkeypatch.setattr(step_check, "copy_to_host", copy)
     return events
 
 
 def test_on_a_gpu_a_step_is_judged_before_the_update_of_the_next(one_rank, verdicts):
-    check = GradientCheck(CPU)
-    check.check(with_gradients(one_rank, torch.ones(3)), step=1)
-    check.check(with_gradients(one_rank, torch.tensor([math.nan])), step=2)
+    check = StepCheck(CPU)
+    check.check_gradients(with_gradients(one_rank, torch.ones(3)), step=1)
+    check.check_gradients(with_gradients(one_rank, torch.tensor([math.nan])), step=2)
     assert [event.num_waits for event in verdicts] == [1, 0]
     with pytest.raises(NonFiniteGradientsError, match="step 2: gradients are not finite"):
-        check.check(with_gradients(one_rank, torch.ones(3)), step=3)
+        check.check_gradients(with_gradients(one_rank, torch.ones(3)), step=3)
 
 
 def test_on_a_gpu_settling_judges_the_last_step_once(one_rank, verdicts):
-    check = GradientCheck(CPU)
-    check.check(with_gradients(one_rank, torch.tensor([math.inf])), step=7)
+    check = StepCheck(CPU)
+    check.check_gradients(with_gradients(one_rank, torch.tensor([math.inf])), step=7)
     with pytest.raises(NonFiniteGradientsError) as refused:
         check.settle()
     assert str(refused.value).startswith(
@@ -102,10 +102,47 @@ def test_on_a_gpu_settling_judges_the_last_step_once(one_rank, verdicts):
     assert verdicts[0].num_waits == 1
 
 
-def test_settling_finite_gradients_passes(one_rank, verdicts):
-    check = GradientCheck(CPU)
+def loss_of(value, event=None):
+    numbers = torch.tensor([value], dtype=torch.float64)
+    return HostCopy(names=("loss",), numbers=numbers, copied=event)
+
+
+def test_loss_that_is_not_finite_is_refused_at_once_where_it_is_on_the_host(one_rank):
+    check = StepCheck(CPU)
+    check.check_loss(loss_of(2.5), step=1)
+    with pytest.raises(NonFiniteLossError) as refused:
+        check.check_loss(loss_of(math.nan), step=2)
+    assert str(refused.value) == (
+        "step 2: the loss is nan, though its gradients are finite. Nothing of this step was saved."
+    )
     check.settle()
-    check.check(with_gradients(one_rank, torch.ones(3)), step=1)
+
+
+def test_on_a_gpu_a_loss_is_judged_before_the_next_update_and_waits_for_nothing_until_then(
+    one_rank,
+):
+    check, event = StepCheck(CPU), Event()
+    check.check_gradients(with_gradients(one_rank, torch.ones(3)), step=1)
+    check.check_loss(loss_of(math.inf, event), step=1)
+    assert event.num_waits == 0
+    with pytest.raises(NonFiniteLossError, match="step 1: the loss is inf, though"):
+        check.check_gradients(with_gradients(one_rank, torch.ones(3)), step=2)
+
+
+def test_gradients_of_a_step_are_named_before_its_loss(one_rank, verdicts):
+    check = StepCheck(CPU)
+    check.check_gradients(with_gradients(one_rank, torch.tensor([math.nan])), step=1)
+    check.check_loss(loss_of(math.nan, Event()), step=1)
+    with pytest.raises(NonFiniteGradientsError, match="step 1: gradients"):
+        check.settle()
+    with pytest.raises(NonFiniteLossError, match="step 1: the loss is nan"):
+        check.settle()
+
+
+def test_settling_finite_gradients_passes(one_rank, verdicts):
+    check = StepCheck(CPU)
+    check.settle()
+    check.check_gradients(with_gradients(one_rank, torch.ones(3)), step=1)
     check.settle()
     assert [event.num_waits for event in verdicts] == [1]
 
@@ -117,14 +154,14 @@ def test_all_ranks_stop_when_one_has_such_a_gradient(tmp_path):
         from gt_trainer.launcher import launch, prepare_environment
         prepare_environment(os.environ, num_ranks=3)
         import torch
-        from gt_trainer.steps.gradient_check import GradientCheck, NonFiniteGradientsError
+        from gt_trainer.steps.step_check import NonFiniteGradientsError, NonFiniteLossError, StepCheck
 
         def run():
             torch.distributed.init_process_group("gloo")
             parameter = torch.zeros(2, requires_grad=True)
             parameter.grad = torch.tensor([1.0, float("nan" if os.environ["RANK"] == "1" else "2")])
             try:
-                GradientCheck(torch.device("cpu")).check([parameter], step=3)
+                StepCheck(torch.device("cpu")).check_gradients([parameter], step=3)
             except NonFiniteGradientsError as error:
                 Path(sys.argv[1], os.environ["RANK"]).write_text(str(error))
 
