@@ -37,3 +37,10 @@ def four() -> Iterator[GlooWorkers]:
     """Four ranks."""
     with GlooWorkers(4, timeout=600, preload=_PRELOAD) as workers:
         yield workers
+
+
+@pytest.fixture(scope="module")
+def eight() -> Iterator[GlooWorkers]:
+    """Eight ranks, for slow tests alone: no longer than a file needs them."""
+    with GlooWorkers(8, timeout=900, preload=_PRELOAD) as workers:
+        yield workers

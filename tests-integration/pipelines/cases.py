@@ -30,7 +30,7 @@ NUM_BATCHES = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineCase:
-    """A debug model on two pipeline ranks times two data ranks."""
+    """A debug model on two pipeline ranks times two others, or four."""
 
     model: Case
     schedule: str
@@ -172,7 +172,7 @@ def whole_batch(
         loss, _ = loss_fn(model(inputs, **kwargs), labels, num_tokens())
         loss.backward()
         losses.append(local(loss))
-    return evaluated, losses, taken_gradients([model])
+    return evaluated, losses, taken_gradients([model], whole=True)
 
 
 class TorchRuntime:
@@ -190,7 +190,12 @@ class TorchRuntime:
         ]
         stages = [
             PipelineStage(
-                part, i, plan.schedule.num_stages, torch.device("cpu"), group=mesh.get_group()
+                part,
+                i,
+                plan.schedule.num_stages,
+                torch.device("cpu"),
+                group=mesh.get_group(),
+                get_mesh=lambda axes, _: trainer.parallel_dims.get_mesh(list(axes)),
             )
             for i, part in zip(indices, self.parts, strict=True)
         ]
@@ -211,17 +216,17 @@ class TorchRuntime:
             loss_kwargs={"global_valid_tokens": num_tokens()},
             return_outputs=False,
         )
-        return [local(loss) for loss in losses or []], taken_gradients(self.parts)
+        return [local(loss) for loss in losses or []], taken_gradients(self.parts, whole=True)
 
 
 # ---- models, batches, gradients -------------------------------------------------------------------
 
 
 def new_model(trainer: GraphTrainer, part_of: Callable[[Any], nn.Module]) -> Any:
-    """The model, or a stage of it, with expert parallelism and no data parallelism."""
+    """The model, or a stage of it, with tensor and expert parallelism and no data parallelism."""
     with torch.device("meta"):
         model: Any = part_of(trainer.model_config.build())
-    if trainer.parallel_dims.ep_enabled:
+    if trainer.parallel_dims.ep_enabled or trainer.parallel_dims.tp_enabled:
         model.parallelize(trainer.parallel_dims)
     model.to_empty(device="cpu")
     with torch.no_grad():
@@ -254,7 +259,8 @@ def set_weights(model: nn.Module) -> None:
 def microbatches(trainer: GraphTrainer, batch: int) -> list[Microbatch]:
     """Of this data rank; every pipeline rank of it gets the same."""
     config = trainer.config
-    data_rank = trainer.parallel_dims.get_mesh("fsdp").get_local_rank()
+    data = trainer.parallel_dims.get_optional_mesh("batch")
+    data_rank = 0 if data is None else data.get_local_rank()
     size, length = config.parallelism.pipeline_parallel_microbatch_size, config.training.seq_len
     generator = torch.Generator().manual_seed(100 * batch + data_rank)
     found = []
@@ -282,14 +288,25 @@ def schedule_inputs(trainer: GraphTrainer, found: list[Microbatch]) -> dict[str,
     }
 
 
-def taken_gradients(parts: list[nn.Module]) -> Gradients:
-    """Local gradients by name, which the parameters lose."""
+def taken_gradients(parts: list[nn.Module], *, whole: bool = False) -> Gradients:
+    """Gradients by name, placed as the parameters, which lose them.
+
+    Local ones, or, where ``whole``, over all tensor-parallel ranks; experts stay local.
+    """
     found = {}
     for part in parts:
         for name, parameter in part.named_parameters():
-            if parameter.grad is not None:
-                found[name] = local(parameter.grad)
-                parameter.grad = None
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            if isinstance(gradient, DTensor):
+                assert isinstance(parameter, DTensor)
+                # Parts of tensor-parallel ranks are summed here, after all microbatches.
+                gradient = gradient.redistribute(placements=parameter.placements)
+                if whole and "ep" not in (gradient.device_mesh.mesh_dim_names or ()):
+                    gradient = gradient.full_tensor()
+            found[name] = local(gradient)
+            parameter.grad = None
     return found
 
 
@@ -297,16 +314,18 @@ def reduced_as(
     like: Mapping[str, nn.Parameter], gradients: Gradients, trainer: GraphTrainer
 ) -> Gradients:
     """Sums over data ranks, cut as ``like`` is. Two terms have one sum, in whatever order."""
-    group = trainer.parallel_dims.get_mesh("fsdp").get_group()
+    meshes = (trainer.parallel_dims.get_optional_mesh(axis) for axis in ("fsdp", "dp_replicate"))
+    groups = [mesh.get_group() for mesh in meshes if mesh is not None]
     found = {}
     for name, gradient in gradients.items():
         parameter = like[name]
         assert isinstance(parameter, DTensor)
-        if gradient.shape == parameter.to_local().shape:
+        if "ep" in (parameter.device_mesh.mesh_dim_names or ()):
             found[name] = gradient  # an expert's, which lives on this rank alone
             continue
         total = gradient.clone()
-        dist.all_reduce(total, group=group)
+        for group in groups:
+            dist.all_reduce(total, group=group)
         found[name] = _part(total, parameter)
     return found
 

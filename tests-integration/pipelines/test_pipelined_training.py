@@ -1,16 +1,19 @@
 """Captured pipelines of torchtitan's models compute the bits of the whole model, and of PyTorch.
 
-Three runs of the same batches from the same weights on 2 pipeline x 2 data ranks: captured stages;
-the whole model without a pipeline, its gradients summed over microbatches and then once over data
-ranks; PyTorch's own pipeline runtime over the same stages.
+Three runs of the same batches from the same weights on 2 pipeline ranks x others: captured stages;
+the whole model without a pipeline, its gradients summed over microbatches and then once over ranks;
+PyTorch's own pipeline runtime over the same stages.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pipelines.cases import (
+    Found,
     PipelineCase,
     compare_pipelines,
     compare_pipelines_of_flex_attention,
@@ -36,35 +39,66 @@ DEEPSEEK_V3 = Case(
 )
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(
-            PipelineCase(model=LLAMA3, schedule="1F1B"), id="llama3-1F1B", marks=pytest.mark.slow
-        ),
-        pytest.param(
-            PipelineCase(model=LLAMA3, schedule="ZBVZeroBubble"),
-            id="llama3-ZBVZeroBubble",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            PipelineCase(model=DEEPSEEK_V3, schedule="1F1B"),
-            id="deepseek_v3-1F1B",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            PipelineCase(model=DEEPSEEK_V3, schedule="DualPipeV"), id="deepseek_v3-DualPipeV"
-        ),
-    ],
-)
+def on(model: Case, schedule: str, **parallelism: int | bool) -> PipelineCase:
+    return PipelineCase(
+        model=dataclasses.replace(model, parallelism=parallelism), schedule=schedule
+    )
+
+
+TP = {"tensor_parallel_degree": 2}
+FSDP = {"data_parallel_shard_degree": 2}
+EP = {"expert_parallel_degree": 2}
+
+
+def slow(case: PipelineCase, name: str) -> Any:
+    return pytest.param(case, id=name, marks=pytest.mark.slow)
+
+
+ON_FOUR = [
+    slow(on(LLAMA3, "1F1B", **FSDP), "llama3, FSDP 2-1F1B"),
+    slow(on(LLAMA3, "ZBVZeroBubble", **FSDP), "llama3, FSDP 2-ZBVZeroBubble"),
+    slow(on(LLAMA3, "1F1B", data_parallel_replicate_degree=2), "llama3, replicas 2-1F1B"),
+    slow(on(LLAMA3, "1F1B", **TP), "llama3, TP 2-1F1B"),
+    slow(on(LLAMA3, "Interleaved1F1B", **TP), "llama3, TP 2-Interleaved1F1B"),
+    pytest.param(on(LLAMA3, "ZBVZeroBubble", **TP), id="llama3, TP 2-ZBVZeroBubble"),
+    slow(
+        on(LLAMA3, "1F1B", **TP, enable_sequence_parallel=False),
+        "llama3, TP 2 of whole sequences-1F1B",
+    ),
+    slow(on(DEEPSEEK_V3, "1F1B", **FSDP, **EP), "deepseek_v3, EP 2-1F1B"),
+    pytest.param(on(DEEPSEEK_V3, "DualPipeV", **FSDP, **EP), id="deepseek_v3, EP 2-DualPipeV"),
+    slow(on(DEEPSEEK_V3, "DualPipeV", **TP, **EP), "deepseek_v3, TP 2 x EP 2-DualPipeV"),
+]
+ON_EIGHT = [
+    *(
+        slow(on(LLAMA3, schedule, **FSDP, **TP), f"llama3, FSDP 2 x TP 2-{schedule}")
+        for schedule in ("1F1B", "Interleaved1F1B", "ZBVZeroBubble", "DualPipeV")
+    ),
+    slow(on(LLAMA3, "1F1B", **FSDP, data_parallel_replicate_degree=2), "llama3, HSDP 2 x 2-1F1B"),
+]
+
+
+@pytest.mark.parametrize("case", ON_FOUR)
 def test_losses_and_gradients_are_those_of_the_whole_model_and_of_pytorchs_runtime(
     case: PipelineCase, four: GlooWorkers, tmp_path: Path
 ):
-    found = four.run(compare_pipelines, case, str(tmp_path))
-    assert [each.differences for each in found] == [()] * 4
+    _check(case, four.run(compare_pipelines, case, str(tmp_path)))
+
+
+@pytest.mark.parametrize("case", ON_EIGHT)
+def test_so_are_those_of_eight_ranks(case: PipelineCase, eight: GlooWorkers, tmp_path: Path):
+    _check(case, eight.run(compare_pipelines, case, str(tmp_path)))
+
+
+def _check(case: PipelineCase, found: list[Found]) -> None:
+    assert [each.differences for each in found] == [()] * len(found)
     assert all(each.num_gradients > 10 for each in found)
     assert {len(each.losses) for each in found} == {0, 2 * 2 * case.num_microbatches}
-    assert all("UNSHARD" in each.actions and "REDUCE_GRAD" in each.actions for each in found)
+    # Nothing is gathered that every rank has whole.
+    gathers = "data_parallel_shard_degree" in case.model.parallelism
+    reduces = gathers or case.model.parallelism.get("enable_sequence_parallel", True)
+    assert all(("UNSHARD" in each.actions) == gathers for each in found)
+    assert all(("REDUCE_GRAD" in each.actions) == reduces for each in found)
 
 
 @pytest.mark.slow
@@ -84,7 +118,17 @@ def test_torchtitans_own_attention_is_pipelined_likewise(
 
 
 @pytest.mark.slow
-def test_a_checkpoint_is_resumed_under_another_pipeline_degree(four: GlooWorkers, tmp_path: Path):
-    case = PipelineCase(model=LLAMA3, schedule="1F1B")
-    other = {"pipeline_parallel_degree": 1, "tensor_parallel_degree": 2}
-    assert four.run(resumed_state, case, other, str(tmp_path)) == [()] * 4
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (FSDP, {"pipeline_parallel_degree": 1, **TP}),
+        (TP, {"tensor_parallel_degree": 1, **FSDP}),
+        (TP, {"pipeline_parallel_degree": 1, **FSDP, **TP}),
+    ],
+    ids=["without a pipeline", "TP to FSDP", "whole with TP and FSDP"],
+)
+def test_a_checkpoint_is_resumed_under_other_degrees(
+    before: dict[str, int], after: dict[str, int], four: GlooWorkers, tmp_path: Path
+):
+    case = on(LLAMA3, "1F1B", **before)
+    assert four.run(resumed_state, case, after, str(tmp_path)) == [()] * 4

@@ -1,7 +1,7 @@
 """Rules of pipelines, one by one, with the exact text."""
 
 import pytest
-from asked import found, mesh, only
+from asked import found, mesh
 
 from gt_config import CompileConfig, Violation
 
@@ -88,11 +88,5 @@ def test_refuses_with_a_pipeline_what_needs_a_whole_step(settings, flag, value, 
     assert violations[flag] == Violation(flag=flag, value=value, allowed=allowed, fix=fix)
 
 
-def test_a_pipeline_has_no_tensor_parallelism_yet():
-    assert only(topology=mesh(world=8, dp_shard=2, pp=2, tp=2)) == Violation(
-        flag="--parallelism.tensor_parallel_degree",
-        value=2,
-        allowed="1 with --parallelism.pipeline_parallel_degree 2: activations of tensor "
-        "parallelism do not travel between stages yet",
-        fix="use 1, or --parallelism.pipeline_parallel_degree 1",
-    )
+def test_takes_a_pipeline_with_tensor_and_expert_parallelism():
+    assert found(CompileConfig(), mesh(world=8, dp_shard=2, pp=2, tp=2, ep=2)) == ()

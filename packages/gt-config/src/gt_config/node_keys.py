@@ -153,7 +153,10 @@ class PhaseAnnotation(NodeAnnotation):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FsdpCollectiveAnnotation(NodeAnnotation):
-    """A collective (or its wait, or the views around it) that data parallelism put in."""
+    """A collective (or its wait, or the views around it) that gathers parameters or reduces gradients.
+
+    Of data parallelism, and sums of the parts of a gradient that lie on tensor-parallel ranks.
+    """
 
     KEY: ClassVar[str] = FSDP_COLLECTIVE_KEY
 
@@ -164,7 +167,7 @@ class FsdpCollectiveAnnotation(NodeAnnotation):
     """Fully qualified names; more than one once collectives are bucketed."""
 
     mesh_axis: str
-    """Name of the mesh axis over which it runs."""
+    """Name of the mesh axis over which it runs; of several, with commas between."""
 
     def _problems(self) -> list[str]:
         problems = NodeAnnotation._problems(self)

@@ -13,8 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from gt_pipeline.errors import StageCaptureError
-from gt_pipeline.graph import capture_stage, cut_stage
-from gt_pipeline.graph.activations import ActivationPlacement
+from gt_pipeline.graph import ActivationPlacement, capture_stage, cut_stage
 from gt_pipeline.runner import ActivationSignature, MicrobatchInputs
 from gt_trace.testing import fake_world
 

@@ -20,7 +20,6 @@ _WITHOUT_PIPELINE: tuple[tuple[str, tuple[object, ...], str], ...] = (
     ("config.fsdp_second_group", (False,), "gradients are reduced once, after all microbatches"),
     ("config.fsdp_into_dense_regions", (False,), "parameters are gathered between the actions"),
     ("config.cuda_graphs", (False,), "no GPU has run the two together yet"),
-    ("topology.tp", (1,), "activations of tensor parallelism do not travel between stages yet"),
 )
 """Options that a pipeline cannot have: what is allowed, and why."""
 

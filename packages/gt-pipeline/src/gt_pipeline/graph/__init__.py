@@ -1,5 +1,6 @@
 """Pipeline stages as captured graphs, one for each schedule action."""
 
+from gt_pipeline.graph.activations import ActivationPlacement
 from gt_pipeline.graph.exposed_collectives import exposed_collectives
 from gt_pipeline.graph.pipeline_stage import GraphPipelineStage
 from gt_pipeline.graph.stage_capture import StageCapture, StageLoss, capture_stage
@@ -7,6 +8,7 @@ from gt_pipeline.graph.stage_cut import cut_stage
 from gt_pipeline.graph.stage_graphs import StageGraphs
 
 __all__ = [
+    "ActivationPlacement",
     "GraphPipelineStage",
     "StageCapture",
     "StageGraphs",

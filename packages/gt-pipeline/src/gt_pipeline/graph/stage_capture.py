@@ -160,7 +160,8 @@ def capture_stage(
         fake_mode=fake_mode,
     )
     # What leaves the stage is known after its forward, and the gradients of that enter the graph.
-    with torch.enable_grad():
+    # An evaluation records no gradient that its forward computes on the side, as chunked losses do.
+    with torch.set_grad_enabled(differentiate):
         traced = capture(entering, args, kwargs, target, ())
     dynamic = [each.name for each in traced.arguments if None in each.shape]
     if dynamic:
@@ -234,10 +235,11 @@ class _Stage:
         if not differentiable or not wanted:
             return outputs, [torch.zeros_like(travelling(e)) for e in entered], [None] * len(named)
         gradients = torch.autograd.grad(differentiable, wanted, output_gradients, allow_unused=True)
-        leaving = [
-            travelling_gradient(activation, gradient)
-            for activation, gradient in zip(entered, gradients, strict=False)
-        ]
+        with phase("backward"):
+            leaving = [
+                travelling_gradient(activation, gradient)
+                for activation, gradient in zip(entered, gradients, strict=False)
+            ]
         return outputs, leaving, list(gradients[len(entered) :])
 
     def _forward(

@@ -3,7 +3,9 @@
 The forward of the function is the unshard, its backward the reduction, both on plain local
 tensors with functional collectives, so that a trace records them and eager execution runs the very
 same operators. What is cast, padded and reduced, and in which order, follows torch's FSDP2
-(torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py) one parameter at a time.
+(torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py) one parameter at a time. So does that
+tensor-parallel ranks' parts of a gradient are summed after the cast, in the reduction: microbatches
+accumulate before it.
 """
 
 from __future__ import annotations
@@ -12,6 +14,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
 
 from gt_config.node_keys import FsdpCollectiveAnnotation, FsdpCollectiveKind
 from gt_trace.annotate import annotate
@@ -79,25 +84,54 @@ class UnshardPlan:
         return self
 
 
-def unshard(shard: torch.Tensor, plan: UnshardPlan) -> torch.Tensor:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InnerPlacement:
+    """The tensor- or expert-parallel DTensor that a gathered parameter is."""
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    shape: torch.Size
+    """Of the whole tensor, over all ranks of ``mesh``; likewise ``stride``."""
+
+    stride: tuple[int, ...]
+
+    def wrap(self, local: torch.Tensor) -> DTensor:
+        """Make the DTensor of which this rank has ``local``."""
+        return DTensor.from_local(
+            local,
+            self.mesh,
+            self.placements,
+            run_check=False,
+            shape=self.shape,
+            stride=self.stride,
+        )
+
+
+def unshard(
+    shard: torch.Tensor, plan: UnshardPlan, inner: InnerPlacement | None = None
+) -> torch.Tensor:
     """Gather a parameter; differentiable.
 
     Args:
         shard: this rank's plain local tensor, of extent ``plan.local_size`` along the shard dim.
         plan: as for the parameter.
+        inner: how other parallelism places what is gathered; None for a plain tensor.
 
     Returns:
         The whole tensor in the compute dtype. Its gradient is reduced over all data-parallel
         ranks and arrives at ``shard`` in the shard's shape and dtype.
     """
-    gathered: torch.Tensor = _Unshard.apply(shard, plan)
+    gathered: torch.Tensor = _Unshard.apply(shard, plan, inner)
     return gathered
 
 
 class _Unshard(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, shard: torch.Tensor, plan: UnshardPlan) -> torch.Tensor:
+    def forward(
+        ctx: Any, shard: torch.Tensor, plan: UnshardPlan, inner: InnerPlacement | None
+    ) -> torch.Tensor:
         ctx.plan = plan
+        ctx.inner = inner
         ctx.dtype = shard.dtype
         with annotate(_annotation(plan, "unshard", plan.shard_axis or plan.replicate_axis)):
             value = _cast(shard, plan.param_dtype)
@@ -105,14 +139,18 @@ class _Unshard(torch.autograd.Function):
             if axis is not None and axis.num_ranks > 1:
                 value = _all_gather(_pad(value, plan), plan, axis)
             # A function must not return its input; a view of it is enough.
-            return value.view_as(shard) if value is shard else value
+            value = value.view_as(shard) if value is shard else value
+        return value if inner is None else inner.wrap(value)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         plan: UnshardPlan = ctx.plan
         shard_axis, replicate_axis = plan.shard_axis, plan.replicate_axis
         with annotate(_annotation(plan, "reduce_grad", shard_axis or replicate_axis)):
             value = _cast(gradient, plan.reduce_dtype or ctx.dtype)
+        if ctx.inner is not None:
+            value = _summed_over_inner_ranks(value, plan, ctx.inner)
+        with annotate(_annotation(plan, "reduce_grad", shard_axis or replicate_axis)):
             before, after = _divisors(plan, value.dtype)
             if before != 1:
                 value = value / before
@@ -127,7 +165,23 @@ class _Unshard(torch.autograd.Function):
                 value = value.narrow(plan.shard_dim, 0, plan.local_size)
             if after != 1:
                 value = value / after
-            return _cast(value, ctx.dtype), None
+            return _cast(value, ctx.dtype), None, None
+
+
+def _summed_over_inner_ranks(
+    gradient: torch.Tensor, plan: UnshardPlan, inner: InnerPlacement
+) -> torch.Tensor:
+    """This rank's part of a gradient that is placed as its parameter."""
+    assert isinstance(gradient, DTensor)  # autograd gives a DTensor for a DTensor
+    if gradient.placements == inner.placements:
+        return gradient.to_local()
+    axes = ",".join(inner.mesh.mesh_dim_names or ())
+    with annotate(
+        FsdpCollectiveAnnotation(
+            kind="reduce_grad", parameter_names=plan.parameter_names, mesh_axis=axes
+        )
+    ):
+        return gradient.redistribute(placements=inner.placements).to_local()
 
 
 def _divisors(plan: UnshardPlan, dtype: torch.dtype) -> tuple[float, float]:

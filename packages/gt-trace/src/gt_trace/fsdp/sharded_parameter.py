@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from gt_trace.errors import GtTraceError
-from gt_trace.fsdp.collectives import UnshardPlan, unshard
+from gt_trace.fsdp.collectives import InnerPlacement, UnshardPlan, unshard
 
 _PARAMETERS = "_gt_sharded_parameters"
 _ACTIVITY = "_gt_activity"
@@ -59,17 +59,15 @@ class ShardedParameter:
         plan = self.plan
         if names is not None and names != plan.parameter_names:
             plan = replace(plan, parameter_names=names)
-        whole = unshard(local, plan)
-        if self.inner_mesh is None:
-            return whole
-        return DTensor.from_local(
-            whole,
-            self.inner_mesh,
-            self.inner_placements,
-            run_check=False,
-            shape=stored.shape,
-            stride=stored.stride(),
-        )
+        inner = None
+        if self.inner_mesh is not None:
+            inner = InnerPlacement(
+                mesh=self.inner_mesh,
+                placements=self.inner_placements,
+                shape=stored.shape,
+                stride=stored.stride(),
+            )
+        return unshard(local, plan, inner)
 
     def computes_as(self, other: ShardedParameter) -> bool:
         """Whether both make the same tensor of the same stored parameter."""

@@ -16,10 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor import Replicate, Shard
 from torchtitan.config import TORCH_DTYPE_MAP, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.common.decoder import Decoder
 
+from gt_pipeline.graph import ActivationPlacement
 from gt_pipeline.runner import ActivationSignature
 from gt_pipeline.schedules import build_pipeline_schedule
 from gt_pipeline.split import stage_modules
@@ -78,7 +80,7 @@ def pipeline(
             parts,
             plan,
             loss_fn=loss_fn,
-            group=mesh.get_group(),
+            parallel_dims=parallel_dims,
             device=device,
             parallelism=parallelism,
         )
@@ -87,7 +89,7 @@ def pipeline(
             parts,
             plan.schedule,
             loss_fn=loss_fn,
-            activation=_activation(model_config, training, parallelism),
+            activation=_activation(model_config, training, parallelism, parallel_dims),
             pipeline_group=mesh.get_group(),
             collective_groups=_collective_groups(parallel_dims),
             new_passes=_new_passes(compile_config, Path(dump_folder)),
@@ -103,13 +105,21 @@ def _eager_schedule(
     plan: PipelinePlan,
     *,
     loss_fn: LossFunction,
-    group: dist.ProcessGroup,
+    parallel_dims: ParallelDims,
     device: torch.device,
     parallelism: ParallelismConfig,
 ) -> object:
     """PyTorch's own schedule over stages that run eagerly."""
     stages = [
-        PipelineStage(part, index, plan.schedule.num_stages, device, group=group)
+        PipelineStage(
+            part,
+            index,
+            plan.schedule.num_stages,
+            device,
+            group=parallel_dims.get_mesh("pp").get_group(),
+            # What arrives is a local tensor, and a DTensor where the stage before had one.
+            get_mesh=lambda axes, _: parallel_dims.get_mesh(list(axes)),
+        )
         for index, part in parts.items()
     ]
 
@@ -137,14 +147,29 @@ def _new_passes(options: TrainerCompileConfig, dump_folder: Path) -> Callable[[i
 
 
 def _activation(
-    model_config: Decoder.Config, training: TrainingConfig, parallelism: ParallelismConfig
-) -> ActivationSignature:
-    """What a decoder's layers pass on: (b, L, D), in the dtype that parameters are computed in."""
-    return ActivationSignature(
-        shape=(parallelism.pipeline_parallel_microbatch_size, training.seq_len, model_config.dim),
-        dtype=TORCH_DTYPE_MAP[training.mixed_precision_param],
-        requires_grad=True,
+    model_config: Decoder.Config,
+    training: TrainingConfig,
+    parallelism: ParallelismConfig,
+    parallel_dims: ParallelDims,
+) -> torch.Tensor | ActivationSignature:
+    """What a decoder's layers pass on: (b, L, D), in the dtype that parameters are computed in.
+
+    With tensor parallelism a DTensor, of which this rank's part travels: of the sequence, where
+    layers pass it on in parts (sequence parallelism), else the whole on every rank.
+    """
+    b, length = parallelism.pipeline_parallel_microbatch_size, training.seq_len
+    dtype = TORCH_DTYPE_MAP[training.mixed_precision_param]
+    whole = (b, length, model_config.dim)
+    if not parallel_dims.tp_enabled:
+        return ActivationSignature(shape=whole, dtype=dtype, requires_grad=True)
+    mesh = parallel_dims.get_mesh("tp")
+    in_parts = parallelism.enable_sequence_parallel
+    placement = ActivationPlacement(
+        mesh_axes=("tp",), placements=(Shard(1) if in_parts else Replicate(),), shape=whole
     )
+    here = (b, length // mesh.size() if in_parts else length, model_config.dim)
+    signature = ActivationSignature(shape=here, dtype=dtype, requires_grad=True)
+    return placement.example(signature, mesh)
 
 
 def _collective_groups(parallel_dims: ParallelDims) -> list[dist.ProcessGroup]:

@@ -59,7 +59,8 @@ class PipelinedStep:
         parts: the stages' modules by stage index, parallelized; initialized before the first step.
         schedule: of the whole pipeline.
         loss_fn: torchtitan's.
-        activation: shape and dtype of what travels between stages, for one microbatch.
+        activation: what travels between stages, for one microbatch: shape and dtype, or a DTensor
+            on meta.
         pipeline_group: ranks of the pipeline, in the schedule's order.
         collective_groups: groups over which stages communicate, closed when a step fails.
         new_passes: makes the passes of a stage, given its index.
@@ -75,7 +76,7 @@ class PipelinedStep:
         schedule: Schedule,
         *,
         loss_fn: LossFunction,
-        activation: ActivationSignature,
+        activation: torch.Tensor | ActivationSignature,
         pipeline_group: dist.ProcessGroup,
         collective_groups: Sequence[dist.ProcessGroup],
         new_passes: Callable[[int], StagePasses],
