@@ -153,7 +153,7 @@ class PhaseAnnotation(NodeAnnotation):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FsdpCollectiveAnnotation(NodeAnnotation):
-    """A collective (or its wait, or the views around it) that gathers parameters or reduces gradients.
+    """A collective (or its wait, or views around it) that gathers parameters or reduces gradients.
 
     Of data parallelism, and sums of the parts of a gradient that lie on tensor-parallel ranks.
     """
