@@ -15,6 +15,7 @@ from torchtitan.experiments.graph_trainer.ep_overlap_pass import ep_overlap_sche
 
 from gt_config.graph_kinds import EVERY_GRAPH, GraphKind
 from gt_config.node_keys import ChunkAnnotation, EpExchangeAnnotation, EpRegionAnnotation
+from gt_config.numerics import Numerics
 from gt_passes import ChangeBounds, GraphPass, PassContext, PassReport, register_pass
 from gt_passes.ep_overlap.exchange_operators import is_exchange_launch, is_exchange_wait
 from gt_trace.node_metadata import read_annotation
@@ -31,7 +32,7 @@ class PeerEpOverlapSchedule(GraphPass):
     """Order chunks as the peer does, with the options that its own list of passes gives it."""
 
     name: ClassVar[str] = PEER_SCHEDULE
-    preserves_numerics: ClassVar[bool] = True
+    numerics: ClassVar[Numerics] = "bitwise"
     runs_on: ClassVar[frozenset[GraphKind]] = EVERY_GRAPH
 
     @property

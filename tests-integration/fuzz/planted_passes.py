@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.fx import GraphModule
 
 from gt_config.graph_kinds import EVERY_GRAPH, GraphKind
+from gt_config.numerics import Numerics
 from gt_passes import GraphPass, PassContext, PassReport
 from gt_passes.analysis.bucket_copies import PACK_BUCKET, UNPACK_BUCKET
 from gt_passes.registry import register_pass
@@ -28,7 +29,7 @@ class PlantedDropMore(GraphPass):
     """Every dropout keeps half as many values as it should."""
 
     name: ClassVar[str] = "planted-drop-more"
-    preserves_numerics: ClassVar[bool] = True
+    numerics: ClassVar[Numerics] = "bitwise"
     runs_on: ClassVar[frozenset[GraphKind]] = EVERY_GRAPH
     keeps_dataflow: ClassVar[bool] = False  # so that the verifier does not look
 
@@ -49,7 +50,7 @@ class PlantedForgetWait(GraphPass):
     """A collective is read while it runs."""
 
     name: ClassVar[str] = "planted-forget-wait"
-    preserves_numerics: ClassVar[bool] = True
+    numerics: ClassVar[Numerics] = "bitwise"
     runs_on: ClassVar[frozenset[GraphKind]] = EVERY_GRAPH
 
     def run(self, graph_module: GraphModule, context: PassContext) -> PassReport:
@@ -68,7 +69,7 @@ class PlantedRaise(GraphPass):
     """A pass that fails."""
 
     name: ClassVar[str] = "planted-raise"
-    preserves_numerics: ClassVar[bool] = True
+    numerics: ClassVar[Numerics] = "bitwise"
     runs_on: ClassVar[frozenset[GraphKind]] = EVERY_GRAPH
 
     def run(self, graph_module: GraphModule, context: PassContext) -> PassReport:
@@ -81,7 +82,7 @@ class PlantedEndProcess(GraphPass):
     """One rank does not come back."""
 
     name: ClassVar[str] = "planted-end-process"
-    preserves_numerics: ClassVar[bool] = True
+    numerics: ClassVar[Numerics] = "bitwise"
     runs_on: ClassVar[frozenset[GraphKind]] = EVERY_GRAPH
 
     def run(self, graph_module: GraphModule, context: PassContext) -> PassReport:
@@ -96,7 +97,7 @@ class PlantedSwapInOneBucket(GraphPass):
     """On rank 1, two equal-shaped parameters of a bucket change places, and where they are read."""
 
     name: ClassVar[str] = "planted-swap-in-one-bucket"
-    preserves_numerics: ClassVar[bool] = True
+    numerics: ClassVar[Numerics] = "bitwise"
     runs_on: ClassVar[frozenset[GraphKind]] = EVERY_GRAPH
 
     def run(self, graph_module: GraphModule, context: PassContext) -> PassReport:
@@ -126,7 +127,7 @@ class PlantedReorderOneRank(GraphPass):
     """Rank 1 launches its first collective a second time."""
 
     name: ClassVar[str] = "planted-reorder-one-rank"
-    preserves_numerics: ClassVar[bool] = True
+    numerics: ClassVar[Numerics] = "bitwise"
     runs_on: ClassVar[frozenset[GraphKind]] = EVERY_GRAPH
 
     def run(self, graph_module: GraphModule, context: PassContext) -> PassReport:

@@ -106,7 +106,7 @@ def test_a_seed_draws_the_same_cases_again() -> None:
     assert next(draw_cases(7)) != next(draw_cases(8))
 
 
-def test_every_pass_that_claims_to_preserve_numerics_is_drawn_or_says_why_not() -> None:
+def test_every_pass_that_claims_to_keep_every_bit_is_drawn_or_says_why_not() -> None:
     drawn = {spec.name for case in islice(draw_cases(0), 400) for spec in case.passes}
     assert drawn == set(fuzzed_passes())
     for pass_class in find_passes(set(known_passes()) - drawn):

@@ -17,6 +17,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from gt_config.graph_kinds import EVERY_GRAPH, GraphKind
+from gt_config.numerics import Numerics
 from gt_passes import GraphPass, PassContext, PassReport
 from gt_passes.analysis.aliasing import written_nodes
 from gt_passes.analysis.collectives import is_wait
@@ -43,7 +44,7 @@ class Mutate(GraphPass):
     """A wrong pass: it declares what most passes declare, and puts a bug into the graph."""
 
     name: ClassVar[str] = "mutate"
-    preserves_numerics: ClassVar[bool] = True
+    numerics: ClassVar[Numerics] = "bitwise"
     runs_on: ClassVar[frozenset[GraphKind]] = EVERY_GRAPH
 
     bug: Bug

@@ -12,6 +12,7 @@ from pass_graphs import capture
 from torch.fx import GraphModule
 
 from gt_config.graph_kinds import EVERY_GRAPH, GraphKind
+from gt_config.numerics import Numerics
 from gt_passes import (
     CanonicalizeViews,
     ChangeBounds,
@@ -44,7 +45,7 @@ def test_every_violation_of_the_contract_is_listed():
 Sloppy does not declare a pass as the contract asks:
   - it is not a frozen dataclass: write @dataclass(frozen=True, ...)
   - its name is 'sloppy-pass', and its class name asks for 'sloppy'
-  - preserves_numerics is None, not True or False
+  - numerics is None, not one of bitwise, reordered, approximate
   - runs_on is frozenset({'stage 0'}), not a frozenset of kinds of graph: some of STEP, STAGE, UNSHARD, FORWARD, FULL_BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, REDUCE_GRAD, OVERLAP_F_B, JOINT_FORWARD, JOINT_BACKWARD
   - requires is frozenset({'no-dead-code'}), not a frozenset of Fact""",
     )
@@ -54,7 +55,7 @@ def test_a_pass_must_say_on_which_graphs_it_runs():
     @dataclass(frozen=True)
     class Nowhere(GraphPass):
         name: ClassVar[str] = "nowhere"
-        preserves_numerics: ClassVar[bool] = True
+        numerics: ClassVar[Numerics] = "bitwise"
 
         def run(self, graph_module: GraphModule, context: PassContext) -> PassReport:
             return PassReport(changed=False)
@@ -90,7 +91,7 @@ def test_a_pass_promises_no_more_bytes_and_no_more_memory_unless_it_says_so():
     @dataclass(frozen=True)
     class Quiet(GraphPass):
         name: ClassVar[str] = "quiet"
-        preserves_numerics: ClassVar[bool] = True
+        numerics: ClassVar[Numerics] = "bitwise"
         runs_on: ClassVar[frozenset[GraphKind]] = EVERY_GRAPH
 
         def run(self, graph_module: GraphModule, context: PassContext) -> PassReport:

@@ -14,6 +14,7 @@ from torch.fx import GraphModule
 from gt_config import CompileConfig, EpOverlapConfig
 from gt_config.compile_config import InductorCompilation
 from gt_config.graph_kinds import EVERY_GRAPH, GraphKind
+from gt_config.numerics import Numerics
 from gt_passes import (
     GraphPass,
     InductorCompiler,
@@ -268,7 +269,7 @@ def test_contradictions_are_one_error(context: PassContext, monkeypatch: pytest.
     @dataclass(frozen=True, kw_only=True)
     class CapBuckets(GraphPass):
         name: ClassVar[str] = "cap-buckets"
-        preserves_numerics: ClassVar[bool] = True
+        numerics: ClassVar[Numerics] = "bitwise"
         runs_on: ClassVar[frozenset[GraphKind]] = EVERY_GRAPH
 
         cap_bytes: int

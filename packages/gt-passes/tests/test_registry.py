@@ -12,6 +12,7 @@ from torch.fx import GraphModule
 
 import gt_passes
 from gt_config.graph_kinds import EVERY_GRAPH, GraphKind
+from gt_config.numerics import Numerics
 from gt_passes import (
     GraphPass,
     PassContext,
@@ -74,7 +75,7 @@ def test_a_registered_pass_is_known():
     @dataclass(frozen=True)
     class CountOps(GraphPass):
         name: ClassVar[str] = "count-ops"
-        preserves_numerics: ClassVar[bool] = True
+        numerics: ClassVar[Numerics] = "bitwise"
         runs_on: ClassVar[frozenset[GraphKind]] = EVERY_GRAPH
 
         def run(self, graph_module: GraphModule, context: PassContext) -> PassReport:
@@ -90,7 +91,7 @@ def test_a_name_is_given_once():
     @dataclass(frozen=True)
     class RemoveDeadCode(GraphPass):
         name: ClassVar[str] = "remove-dead-code"
-        preserves_numerics: ClassVar[bool] = True
+        numerics: ClassVar[Numerics] = "bitwise"
         runs_on: ClassVar[frozenset[GraphKind]] = EVERY_GRAPH
 
         def run(self, graph_module: GraphModule, context: PassContext) -> PassReport:

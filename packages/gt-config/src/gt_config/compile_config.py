@@ -179,8 +179,8 @@ class CompileConfig:
     """Also run passes that are faster but round differently."""
 
     bitwise: bool = False
-    """Keep every bit of an eager run: a default of the device that rounds otherwise gives way.
-    What is asked for and rounds otherwise is refused."""
+    """Keep every bit of an eager run: a default of the device that is reordered or approximate
+    gives way. What is asked for and is one of them is refused."""
 
     cuda_graphs: bool = False
     """Record the compiled step as CUDA graphs and replay them."""

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 
 from gt_config.graph_kinds import EVERY_GRAPH, GRAPH_KINDS, GraphKind
+from gt_config.numerics import NUMERICS, Numerics
 from gt_passes._torch_internals import fake_mode_of
 from gt_passes.errors import GraphInputError, PassDeclarationError
 from gt_passes.facts import Fact
@@ -140,8 +141,8 @@ class GraphPass(ABC):
     name: ClassVar[str]
     """Registered name: the class name in kebab-case."""
 
-    preserves_numerics: ClassVar[bool]
-    """Whether every output keeps every bit, on every input."""
+    numerics: ClassVar[Numerics]
+    """How close every output stays to what it was: bitwise, reordered or approximate."""
 
     runs_on: ClassVar[frozenset[GraphKind]]
     """The kinds of graph that have what the pass works on. The recipes of all others leave it out,
@@ -189,9 +190,9 @@ def check_declaration(pass_class: type[GraphPass]) -> None:
     name = getattr(pass_class, "name", None)
     if name != expected_name:
         problems.append(f"its name is {name!r}, and its class name asks for {expected_name!r}")
-    numerics = getattr(pass_class, "preserves_numerics", None)
-    if not isinstance(numerics, bool):
-        problems.append(f"preserves_numerics is {numerics!r}, not True or False")
+    numerics = getattr(pass_class, "numerics", None)
+    if numerics not in NUMERICS:
+        problems.append(f"numerics is {numerics!r}, not one of {', '.join(NUMERICS)}")
     runs_on = getattr(pass_class, "runs_on", None)
     if not isinstance(runs_on, frozenset) or not runs_on or not runs_on <= EVERY_GRAPH:
         problems.append(

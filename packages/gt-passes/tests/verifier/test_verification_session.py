@@ -13,6 +13,7 @@ from pass_graphs import capture, collectives, node_of, run_pass
 from torch.fx import GraphModule, Node
 
 from gt_config.graph_kinds import EVERY_GRAPH, GraphKind
+from gt_config.numerics import Numerics
 from gt_passes import (
     ChangeBounds,
     GraphPass,
@@ -34,7 +35,7 @@ class ReplaceOperators(GraphPass):
     """A pass that may change the dataflow, and does what a test asks for."""
 
     name: ClassVar[str] = "replace-operators"
-    preserves_numerics: ClassVar[bool] = False
+    numerics: ClassVar[Numerics] = "approximate"
     runs_on: ClassVar[frozenset[GraphKind]] = EVERY_GRAPH
     keeps_dataflow: ClassVar[bool] = False
 

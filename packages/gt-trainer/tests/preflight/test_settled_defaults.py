@@ -62,7 +62,7 @@ def test_what_a_gpu_does_stands_in_one_line():
         assert lines == ()
         assert describe_run(config, 8) == (
             "On cuda: cheap activations recomputed, Inductor for what memory bounds, CUDA graphs, "
-            "rounds otherwise than eager (compile-regions)"
+            "approximate (compile-regions)"
         )
 
 
@@ -89,7 +89,7 @@ def test_bitwise_takes_compilation_back_and_refuses_it_where_asked_for():
         (line,) = lines
         assert line == (
             "--compile.inductor_compilation regional gives way: allowed is 'none' with "
-            "--compile.bitwise: compile-regions rounds otherwise"
+            "--compile.bitwise: compile-regions is approximate"
         )
         assert describe_run(config, 8).endswith("bitwise as eager")
         check_configuration(config, 8, will_train=False)
@@ -144,6 +144,17 @@ def test_the_line_says_what_runs_and_not_what_was_asked_for():
         assert describe_run(config, 8) == (
             "On cuda: activations kept, nothing compiled, no CUDA graphs, bitwise as eager"
         )
+
+
+def test_the_line_says_the_class_that_is_farthest_from_eager_and_what_has_it():
+    config = llama3.llama3_8b()
+    chunks = replace(config.compile, async_tensor_parallel=True)
+    tensor_parallel = replace(config.parallelism, tensor_parallel_degree=2)
+    config = replace(config, compile=chunks, parallelism=tensor_parallel)
+    assert describe_run(config, 8).endswith(", reordered (async-tensor-parallel)")
+    both = replace(chunks, inductor_compilation="regional", regional_modules=("layers.*.ffn_norm",))
+    described = describe_run(replace(config, compile=both), 8)
+    assert described.endswith(", approximate (compile-regions)")
 
 
 def test_a_dry_run_of_an_eager_run_is_refused():

@@ -10,6 +10,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from gt_config.graph_kinds import EVERY_GRAPH, GraphKind
+from gt_config.numerics import Numerics
 from gt_passes import GraphPass, PassContext, PassManager, PassReport, Refusal
 from gt_trainer.steps.capture_log import explain_refusals
 
@@ -19,7 +20,7 @@ class CarryOut(GraphPass):
     """Refuses three places, for two reasons."""
 
     name: ClassVar[str] = "carry-out"
-    preserves_numerics: ClassVar[bool] = True
+    numerics: ClassVar[Numerics] = "bitwise"
     runs_on: ClassVar[frozenset[GraphKind]] = EVERY_GRAPH
 
     def run(self, graph_module: GraphModule, context: PassContext) -> PassReport:

@@ -11,6 +11,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from gt_config.graph_kinds import GraphKind
 from gt_config.node_keys import FsdpCollectiveAnnotation
+from gt_config.numerics import Numerics
 from gt_passes.analysis.aliasing import AliasClasses
 from gt_passes.analysis.collectives import is_collective
 from gt_passes.analysis.operator_effects import is_barrier
@@ -65,7 +66,7 @@ class OverlapCollectives(GraphPass):
     """
 
     name: ClassVar[str] = "overlap-collectives"
-    preserves_numerics: ClassVar[bool] = True
+    numerics: ClassVar[Numerics] = "bitwise"
     runs_on: ClassVar[frozenset[GraphKind]] = frozenset({"STEP"})
 
     @property

@@ -10,6 +10,7 @@ from torch.fx import GraphModule, Node
 
 from gt_config.graph_kinds import GraphKind
 from gt_config.node_keys import Residency, ResidencyAnnotation
+from gt_config.numerics import Numerics
 from gt_passes import estimate_peak_bytes
 from gt_passes.analysis.layer_names import LayerNames
 from gt_passes.analysis.storages import Storages
@@ -43,7 +44,7 @@ class TagToMemoryBudget(GraphPass):
     """
 
     name: ClassVar[str] = "tag-to-memory-budget"
-    preserves_numerics: ClassVar[bool] = True
+    numerics: ClassVar[Numerics] = "bitwise"
     runs_on: ClassVar[frozenset[GraphKind]] = frozenset({"STEP"})
 
     budget_bytes: int | None

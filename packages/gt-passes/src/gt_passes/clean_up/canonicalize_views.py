@@ -16,6 +16,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from gt_config.graph_kinds import EVERY_GRAPH, GraphKind
 from gt_config.node_keys import ChunkAnnotation
+from gt_config.numerics import Numerics
 from gt_passes._torch_internals import OpOverload, value_of
 from gt_passes.analysis.aliasing import AliasClasses
 from gt_passes.analysis.forward_sweep import ForwardSweep
@@ -64,7 +65,7 @@ class CanonicalizeViews(GraphPass):
     """
 
     name: ClassVar[str] = "canonicalize-views"
-    preserves_numerics: ClassVar[bool] = True
+    numerics: ClassVar[Numerics] = "bitwise"
     runs_on: ClassVar[frozenset[GraphKind]] = EVERY_GRAPH
     only_cleans_up: ClassVar[bool] = True
     provides: ClassVar[frozenset[Fact]] = frozenset({CANONICAL_VIEWS})

@@ -8,6 +8,7 @@ from typing import ClassVar
 from torch.fx import GraphModule, Node
 
 from gt_config.graph_kinds import EVERY_GRAPH, GraphKind
+from gt_config.numerics import Numerics
 from gt_passes.analysis.collectives import is_wait
 from gt_passes.analysis.forward_sweep import ForwardSweep
 from gt_passes.contract import ChangeBounds, GraphPass, PassContext, PassReport
@@ -40,7 +41,7 @@ class MergeWaits(GraphPass):
     """
 
     name: ClassVar[str] = "merge-waits"
-    preserves_numerics: ClassVar[bool] = True
+    numerics: ClassVar[Numerics] = "bitwise"
     runs_on: ClassVar[frozenset[GraphKind]] = EVERY_GRAPH
     only_cleans_up: ClassVar[bool] = True
 

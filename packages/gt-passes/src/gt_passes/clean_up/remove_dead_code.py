@@ -14,6 +14,7 @@ from torch.fx import GraphModule, Node
 
 from gt_config.graph_kinds import EVERY_GRAPH, GraphKind
 from gt_config.node_keys import FsdpCollectiveAnnotation
+from gt_config.numerics import Numerics
 from gt_passes._torch_internals import OpOverload, has_declared_effect
 from gt_passes.analysis.aliasing import has_unknown_effects
 from gt_passes.analysis.collectives import is_pure_collective, is_wait, raw_results
@@ -55,7 +56,7 @@ class RemoveDeadCode(GraphPass):
     """
 
     name: ClassVar[str] = "remove-dead-code"
-    preserves_numerics: ClassVar[bool] = True
+    numerics: ClassVar[Numerics] = "bitwise"
     runs_on: ClassVar[frozenset[GraphKind]] = EVERY_GRAPH
     only_cleans_up: ClassVar[bool] = True
     provides: ClassVar[frozenset[Fact]] = frozenset({NO_DEAD_CODE})

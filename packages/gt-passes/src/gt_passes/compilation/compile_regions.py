@@ -12,6 +12,7 @@ from typing import ClassVar
 from torch.fx import GraphModule
 
 from gt_config.graph_kinds import COMPUTING_ACTIONS, JOINT_GRAPHS, GraphKind
+from gt_config.numerics import Numerics
 from gt_passes.compilation.inductor_compiler import InductorCompiler, SubgraphCompiler
 from gt_passes.compilation.inductor_regions import plan_regions
 from gt_passes.compilation.region_compilation import compile_regions
@@ -49,7 +50,7 @@ class CompileRegions(GraphPass):
     """
 
     name: ClassVar[str] = "compile-regions"
-    preserves_numerics: ClassVar[bool] = False
+    numerics: ClassVar[Numerics] = "approximate"
     runs_on: ClassVar[frozenset[GraphKind]] = frozenset({"STEP", *JOINT_GRAPHS, *COMPUTING_ACTIONS})
     keeps_dataflow: ClassVar[bool] = False
 

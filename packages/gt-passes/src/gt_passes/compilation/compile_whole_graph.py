@@ -8,6 +8,7 @@ from typing import ClassVar
 from torch.fx import GraphModule
 
 from gt_config.graph_kinds import COMPUTING_ACTIONS, JOINT_GRAPHS, GraphKind
+from gt_config.numerics import Numerics
 from gt_passes.analysis.outlined_region import OutlinedRegion, RegionOutliner, region_of
 from gt_passes.compilation.inductor_compiler import InductorCompiler, SubgraphCompiler
 from gt_passes.contract import ChangeBounds, GraphPass, PassContext, PassReport, Refusal
@@ -40,7 +41,7 @@ class CompileWholeGraph(GraphPass):
     """
 
     name: ClassVar[str] = "compile-whole-graph"
-    preserves_numerics: ClassVar[bool] = False
+    numerics: ClassVar[Numerics] = "approximate"
     runs_on: ClassVar[frozenset[GraphKind]] = frozenset({"STEP", *JOINT_GRAPHS, *COMPUTING_ACTIONS})
     keeps_dataflow: ClassVar[bool] = False
 

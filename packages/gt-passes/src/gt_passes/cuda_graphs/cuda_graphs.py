@@ -11,6 +11,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from gt_config.graph_kinds import JOINT_GRAPHS, GraphKind
+from gt_config.numerics import Numerics
 from gt_passes._torch_internals import quiet_fake_execution, value_of
 from gt_passes.analysis.aliasing import AliasClasses
 from gt_passes.analysis.outlined_region import Outline, OutlinedRegion, RegionOutliner, region_of
@@ -57,7 +58,7 @@ class CudaGraphs(GraphPass):
     """
 
     name: ClassVar[str] = "cuda-graphs"
-    preserves_numerics: ClassVar[bool] = True
+    numerics: ClassVar[Numerics] = "bitwise"
     runs_on: ClassVar[frozenset[GraphKind]] = frozenset({"STEP", *JOINT_GRAPHS})
     keeps_dataflow: ClassVar[bool] = False
 

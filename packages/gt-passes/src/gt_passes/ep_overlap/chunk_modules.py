@@ -10,6 +10,7 @@ from torch.fx import GraphModule
 from gt_config import EpChunkDim
 from gt_config.graph_kinds import GraphKind
 from gt_config.node_keys import ChunkAnnotation
+from gt_config.numerics import Numerics
 from gt_passes.contract import ChangeBounds, GraphPass, PassContext, PassReport, Refusal
 from gt_passes.ep_overlap.graph_chunks import chunk_graph
 from gt_passes.registry import register_pass
@@ -48,7 +49,7 @@ class ChunkModules(GraphPass):
     """
 
     name: ClassVar[str] = "chunk-modules"
-    preserves_numerics: ClassVar[bool] = False
+    numerics: ClassVar[Numerics] = "reordered"
     runs_on: ClassVar[frozenset[GraphKind]] = frozenset({"STEP", "STAGE"})
     keeps_dataflow: ClassVar[bool] = False
 

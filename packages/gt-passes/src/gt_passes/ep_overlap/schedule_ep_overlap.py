@@ -10,6 +10,7 @@ from torch.fx import GraphModule, Node
 
 from gt_config.graph_kinds import COMPUTING_ACTIONS, GraphKind
 from gt_config.node_keys import ChunkAnnotation
+from gt_config.numerics import Numerics
 from gt_passes.analysis.order_constraints import OrderConstraints
 from gt_passes.contract import ChangeBounds, GraphPass, PassContext, PassReport
 from gt_passes.ep_overlap.chunk_interleaving import interleaved_order
@@ -57,7 +58,7 @@ class ScheduleEpOverlap(GraphPass):
     """
 
     name: ClassVar[str] = "schedule-ep-overlap"
-    preserves_numerics: ClassVar[bool] = True
+    numerics: ClassVar[Numerics] = "bitwise"
     runs_on: ClassVar[frozenset[GraphKind]] = frozenset({"STEP", *COMPUTING_ACTIONS})
 
     durations: NodeDurations = estimated_durations

@@ -10,6 +10,7 @@ from torch.fx import GraphModule, Node
 
 from gt_config.graph_kinds import COMPUTING_ACTIONS, GraphKind
 from gt_config.node_keys import ChunkAnnotation
+from gt_config.numerics import Numerics
 from gt_passes._torch_internals import OpOverload
 from gt_passes.analysis.process_groups import group_name_of
 from gt_passes.contract import GraphPass, PassContext, PassReport, Refusal
@@ -44,7 +45,7 @@ class SeparateExchangeGroup(GraphPass):
     """
 
     name: ClassVar[str] = "separate-exchange-group"
-    preserves_numerics: ClassVar[bool] = True
+    numerics: ClassVar[Numerics] = "bitwise"
     runs_on: ClassVar[frozenset[GraphKind]] = frozenset({"STEP", *COMPUTING_ACTIONS})
     keeps_dataflow: ClassVar[bool] = False  # another group's name, and nothing else
 

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from torch.fx import Graph
 
+from gt_config.numerics import Numerics
 from gt_passes._torch_internals import OpOverload
 from gt_passes.analysis.layer_names import LayerNames
 from gt_passes.contract import ChangeBounds, GraphPass
@@ -17,7 +18,7 @@ from gt_passes.fsdp.fsdp_launches import FsdpLaunches, find_fsdp_launches
 class FsdpPass(GraphPass):
     """A pass that moves or joins FSDP's collectives, block by block."""
 
-    preserves_numerics: ClassVar[bool] = True
+    numerics: ClassVar[Numerics] = "bitwise"
 
     layers: str = "layers.*"
     """Pattern of the names of the modules that are blocks."""

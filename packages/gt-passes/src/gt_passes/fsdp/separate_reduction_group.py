@@ -10,6 +10,7 @@ import torch
 from torch.fx import GraphModule
 
 from gt_config.graph_kinds import GraphKind
+from gt_config.numerics import Numerics
 from gt_passes.analysis.layer_names import LayerNames
 from gt_passes.contract import GraphPass, PassContext, PassReport, Refusal
 from gt_passes.fsdp.fsdp_launches import find_fsdp_launches
@@ -46,7 +47,7 @@ class SeparateReductionGroup(GraphPass):
     """
 
     name: ClassVar[str] = "separate-reduction-group"
-    preserves_numerics: ClassVar[bool] = True
+    numerics: ClassVar[Numerics] = "bitwise"
     runs_on: ClassVar[frozenset[GraphKind]] = frozenset({"STEP", "JOINT_BACKWARD"})
     keeps_dataflow: ClassVar[bool] = False  # another group's name, and nothing else
 

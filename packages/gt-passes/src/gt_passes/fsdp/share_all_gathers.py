@@ -15,6 +15,7 @@ from torch.fx import GraphModule, Node
 
 from gt_config.graph_kinds import JOINT_GRAPHS, GraphKind
 from gt_config.node_keys import FsdpCollectiveAnnotation
+from gt_config.numerics import Numerics
 from gt_passes._torch_internals import OpOverload, has_declared_effect
 from gt_passes.analysis.aliasing import AliasClasses, written_nodes
 from gt_passes.analysis.collectives import is_pure_collective, is_wait
@@ -59,7 +60,7 @@ class ShareAllGathers(GraphPass):
     """
 
     name: ClassVar[str] = "share-all-gathers"
-    preserves_numerics: ClassVar[bool] = True
+    numerics: ClassVar[Numerics] = "bitwise"
     runs_on: ClassVar[frozenset[GraphKind]] = frozenset({"STEP", "STAGE", *JOINT_GRAPHS})
     only_cleans_up: ClassVar[bool] = True
     provides: ClassVar[frozenset[Fact]] = frozenset({ONE_ALL_GATHER_PER_PARAMETER})

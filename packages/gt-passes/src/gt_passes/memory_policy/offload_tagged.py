@@ -16,6 +16,7 @@ from torch.fx import GraphModule, Node
 
 from gt_config.graph_kinds import GraphKind
 from gt_config.node_keys import ChunkAnnotation, PhaseAnnotation, ResidencyAnnotation
+from gt_config.numerics import Numerics
 from gt_passes._torch_internals import OpOverload, quiet_fake_execution
 from gt_passes.analysis.collectives import is_collective, is_wait
 from gt_passes.analysis.host_copies import OFFLOAD, RELOAD, WAIT_COPY
@@ -65,7 +66,7 @@ class OffloadTagged(GraphPass):
     """
 
     name: ClassVar[str] = "offload-tagged"
-    preserves_numerics: ClassVar[bool] = True
+    numerics: ClassVar[Numerics] = "bitwise"
     runs_on: ClassVar[frozenset[GraphKind]] = frozenset({"STEP"})
 
     prefetch_layers: int = 1

@@ -14,6 +14,7 @@ from torch.fx.node import Argument, map_arg
 
 from gt_config.graph_kinds import GraphKind
 from gt_config.node_keys import ChunkAnnotation, PhaseAnnotation, ResidencyAnnotation
+from gt_config.numerics import Numerics
 from gt_passes.analysis.collectives import is_wait
 from gt_passes.analysis.liveness import estimate_peak_bytes, peak_bytes_of
 from gt_passes.analysis.storages import Storages
@@ -57,7 +58,7 @@ class RecomputeTagged(GraphPass):
     """
 
     name: ClassVar[str] = "recompute-tagged"
-    preserves_numerics: ClassVar[bool] = True
+    numerics: ClassVar[Numerics] = "bitwise"
     runs_on: ClassVar[frozenset[GraphKind]] = frozenset({"STEP", "STAGE"})
 
     recompute_collectives: bool = False

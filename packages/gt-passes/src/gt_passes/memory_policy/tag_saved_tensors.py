@@ -16,6 +16,7 @@ from torch.fx import GraphModule, Node
 from gt_config import MemoryPolicy, SavedOpSelector
 from gt_config.graph_kinds import GraphKind
 from gt_config.node_keys import Residency, ResidencyAnnotation
+from gt_config.numerics import Numerics
 from gt_passes.analysis.layer_names import LayerNames
 from gt_passes.analysis.storages import Storages
 from gt_passes.contract import GraphPass, PassContext, PassReport
@@ -54,7 +55,7 @@ class TagSavedTensors(GraphPass):
     """
 
     name: ClassVar[str] = "tag-saved-tensors"
-    preserves_numerics: ClassVar[bool] = True
+    numerics: ClassVar[Numerics] = "bitwise"
     runs_on: ClassVar[frozenset[GraphKind]] = frozenset({"STEP", "STAGE"})
 
     policy: MemoryPolicy = "save_all"

@@ -15,6 +15,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from gt_config.graph_kinds import JOINT_GRAPHS, GraphKind
+from gt_config.numerics import Numerics
 from gt_passes._torch_compilation_internals import load_symmetric_memory_operators
 from gt_passes._torch_internals import FakeTensorMode, value_of
 from gt_passes.analysis.operator_effects import is_only_a_view
@@ -66,7 +67,7 @@ class AsyncTensorParallel(GraphPass):
     """
 
     name: ClassVar[str] = "async-tensor-parallel"
-    preserves_numerics: ClassVar[bool] = False
+    numerics: ClassVar[Numerics] = "reordered"
     runs_on: ClassVar[frozenset[GraphKind]] = frozenset({"STEP", *JOINT_GRAPHS})
     keeps_dataflow: ClassVar[bool] = False
 

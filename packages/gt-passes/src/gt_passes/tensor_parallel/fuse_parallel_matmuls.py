@@ -14,6 +14,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from gt_config.graph_kinds import COMPUTING_ACTIONS, JOINT_GRAPHS, GraphKind
+from gt_config.numerics import Numerics
 from gt_passes._torch_internals import FakeTensorMode, quiet_fake_execution, value_of
 from gt_passes.analysis.node_calls import evaluate
 from gt_passes.analysis.operator_effects import is_only_a_view
@@ -51,7 +52,7 @@ class FuseParallelMatmuls(GraphPass):
     """
 
     name: ClassVar[str] = "fuse-parallel-matmuls"
-    preserves_numerics: ClassVar[bool] = False
+    numerics: ClassVar[Numerics] = "reordered"
     runs_on: ClassVar[frozenset[GraphKind]] = frozenset({"STEP", *JOINT_GRAPHS, *COMPUTING_ACTIONS})
     keeps_dataflow: ClassVar[bool] = False
 

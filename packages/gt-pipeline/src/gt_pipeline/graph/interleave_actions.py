@@ -22,6 +22,7 @@ from torch.fx import GraphModule, Node
 
 from gt_config.graph_kinds import GraphKind
 from gt_config.node_keys import PipelineAnnotation
+from gt_config.numerics import Numerics
 from gt_passes import ChangeBounds, GraphPass, PassContext, PassReport
 from gt_passes.analysis.collectives import is_collective, is_wait
 from gt_passes.analysis.order_constraints import OrderConstraints, is_host_read
@@ -59,7 +60,7 @@ class InterleaveActions(GraphPass):
     """
 
     name: ClassVar[str] = "interleave-actions"
-    preserves_numerics: ClassVar[bool] = True
+    numerics: ClassVar[Numerics] = "bitwise"
     runs_on: ClassVar[frozenset[GraphKind]] = frozenset({"OVERLAP_F_B"})
 
     durations: NodeDurations = estimated_durations

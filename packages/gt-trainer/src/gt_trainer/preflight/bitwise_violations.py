@@ -1,7 +1,7 @@
-"""What ``--compile.bitwise`` refuses: whatever rounds otherwise than an eager run.
+"""What ``--compile.bitwise`` refuses: whatever may change a bit of an eager run.
 
-Passes declare whether they keep every bit, so that this holds for one that is added later, too.
-What else than passes rounds otherwise is listed here.
+Passes declare their class of numerics, so that this holds for one that is added later, too. What
+else than passes has one is listed here.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from gt_config import CompileConfig, Topology, Violation
+from gt_config.numerics import Numerics
 from gt_passes import PassOrderError, RecipeError
 from gt_trainer.preflight.idle_options import RunOptions
 
@@ -16,20 +17,20 @@ _BITWISE = "--compile.bitwise"
 _EAGER_COMPILES_IT_TOO = "compile-flex-attention"
 
 
-def what_rounds(run: RunOptions) -> tuple[str, ...]:
-    """What of a run may change a bit of an eager one: names of passes, in order, and more.
+def what_changes_bits(run: RunOptions) -> dict[str, Numerics]:
+    """What of a run may change a bit of an eager one, and how: names of passes, in order, and more.
 
     Raises:
         RecipeError: passes that were added or left out by name do not fit the others.
         PassOrderError: likewise.
     """
-    names = (
-        each.name
+    found: dict[str, Numerics] = {
+        each.name: each.numerics
         for passes in run.passes().values()
         for each in passes
-        if not each.preserves_numerics and each.name != _EAGER_COMPILES_IT_TOO
-    )
-    return (*dict.fromkeys(names), *dict(_besides_passes(run.options)))
+        if each.numerics != "bitwise" and each.name != _EAGER_COMPILES_IT_TOO
+    }
+    return found | {what: "reordered" for what, _ in _besides_passes(run.options)}
 
 
 def bitwise_violations(options: CompileConfig, topology: Topology) -> Iterator[Violation]:
@@ -43,11 +44,11 @@ def bitwise_violations(options: CompileConfig, topology: Topology) -> Iterator[V
     if not options.bitwise:
         return
     try:
-        found = what_rounds(run)
+        found = what_changes_bits(run)
     except (RecipeError, PassOrderError):
         return  # told elsewhere
     besides = dict(_besides_passes(options))
-    for each in found:
+    for each, numerics in found.items():
         asking = (flag for flag in run.flags if _brings(run, flag, each))
         flags = [besides[each]] if each in besides else [*asking]
         for flag in flags or [_BITWISE]:
@@ -55,13 +56,13 @@ def bitwise_violations(options: CompileConfig, topology: Topology) -> Iterator[V
             yield Violation(
                 flag=flag,
                 value=run.value(flag),
-                allowed=f"{allowed!r} with {_BITWISE}: {each} rounds otherwise",
+                allowed=f"{allowed!r} with {_BITWISE}: {each} is {numerics}",
                 fix="leave out one of the two",
             )
 
 
 def _besides_passes(options: CompileConfig) -> Iterator[tuple[str, str]]:
-    """What rounds otherwise before there is a graph, and the flag that asks for it."""
+    """What sums in another order before there is a graph, and the flag that asks for it."""
     overlap = options.ep_overlap
     if options.mode == "aot_fx_trace" and overlap.enabled and overlap.strategy == "eager":
         yield "the sum of gradients over chunks", "--compile.ep_overlap.enabled"
@@ -78,8 +79,8 @@ def _brings(run: RunOptions, flag: str, name: str) -> bool:
     ).changed(flag, run.value(flag))
     for with_it, without in ((run, run.changed(flag, run.default(flag))), (alone, None)):
         try:
-            is_without = without is None or name not in what_rounds(without)
-            if name in what_rounds(with_it) and is_without:
+            is_without = without is None or name not in what_changes_bits(without)
+            if name in what_changes_bits(with_it) and is_without:
                 return True
         except (RecipeError, PassOrderError):
             continue

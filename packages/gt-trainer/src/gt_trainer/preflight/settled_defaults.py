@@ -6,14 +6,15 @@ option is refused if it was asked for.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from gt_config import CompileConfig
+from gt_config.numerics import NUMERICS, Numerics
 from gt_config.option_paths import default_option, option_at, with_option
 from gt_passes import PassOrderError, RecipeError
 from gt_trainer.device import intended_device_type
-from gt_trainer.preflight.bitwise_violations import what_rounds
+from gt_trainer.preflight.bitwise_violations import what_changes_bits
 from gt_trainer.preflight.idle_options import RunOptions
 from gt_trainer.preflight.preflight import configuration_violations, topology_of
 from gt_trainer.trainer import GraphTrainer
@@ -86,7 +87,7 @@ def describe_run(config: GraphTrainer.Config, world_size: int) -> str:
     )
     try:
         names = {each.name for passes in run.passes().values() for each in passes}
-        rounding = what_rounds(run)
+        changes = what_changes_bits(run)
     except (RecipeError, PassOrderError):
         return f"On {device}: passes that do not fit together"  # refused before anything runs
     compiled = [text for name, text in _COMPILED.items() if name in names]
@@ -96,9 +97,17 @@ def describe_run(config: GraphTrainer.Config, world_size: int) -> str:
         _activations(options, names),
         *(compiled or ["nothing compiled"]),
         "CUDA graphs" if "cuda-graphs" in names else "no CUDA graphs",
-        f"rounds otherwise than eager ({', '.join(rounding)})" if rounding else "bitwise as eager",
+        _numerics(changes),
     ]
     return f"On {device}: {', '.join(parts)}"
+
+
+def _numerics(changes: Mapping[str, Numerics]) -> str:
+    """The class of a run, that of its farthest part, and which parts have it."""
+    if not changes:
+        return "bitwise as eager"
+    numerics = max(changes.values(), key=NUMERICS.index)
+    return f"{numerics} ({', '.join(name for name, its in changes.items() if its == numerics)})"
 
 
 def _activations(options: CompileConfig, names: Collection[str]) -> str:
