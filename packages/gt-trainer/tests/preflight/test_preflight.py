@@ -18,7 +18,7 @@ from gt_trainer.models.catalog import CATALOG, INTENDED_WORLD_SIZE
 from gt_trainer.preflight.preflight import check_configuration, topology_of
 
 EVERYTHING_WRONG = """\
-the configuration has 14 problems:
+the configuration has 13 problems:
   1. world size is 4
      allowed: dp_replicate 1 * dp_shard 2 * cp 1 * tp 3 * pp 2 = 12
      fix: start 12 processes, or change a degree
@@ -28,37 +28,34 @@ the configuration has 14 problems:
   3. --training.seq_len is 250
      allowed: a multiple of 3 (tp 3)
      fix: use 252, or smaller degrees
-  4. --parallelism.tensor_parallel_degree is 3
-     allowed: 1 with --parallelism.pipeline_parallel_degree 2: activations of tensor parallelism do not travel between stages yet
-     fix: use 1, or --parallelism.pipeline_parallel_degree 1
-  5. --parallelism.spmd_backend is 'full_dtensor'
+  4. --parallelism.spmd_backend is 'full_dtensor'
      allowed: 'partial_dtensor', whose collectives a capture records
      fix: leave the flag out
-  6. activation-checkpoint is 'FullAC.Config'
+  5. activation-checkpoint is 'FullAC.Config'
      allowed: none: recomputation is decided on the captured graph
      fix: choose activation-checkpoint:none, and see --compile.memory_policy
-  7. --comm.mode is 'fake_backend'
+  6. --comm.mode is 'fake_backend'
      allowed: 'default'
      fix: to try a configuration without its machines, use --dry-run --world-size N
-  8. --training.steps is 0
+  7. --training.steps is 0
      allowed: 1 or more
      fix: give 1 or more
-  9. --training.global_batch_size is 20
+  8. --training.global_batch_size is 20
      allowed: a multiple of 8 (local_batch_size 4 * dp_replicate 1 * dp_shard 2), or -1 for that
      fix: use 16, or leave the flag out
-  10. --parallelism.tensor_parallel_degree is 3
-      allowed: a divisor of the model's n_heads 16
-      fix: use one of 1, 2, 4, 8, 16
-  11. --parallelism.expert_parallel_degree is 5
+  9. --parallelism.tensor_parallel_degree is 3
+     allowed: a divisor of the model's n_heads 16
+     fix: use one of 1, 2, 4, 8, 16
+  10. --parallelism.expert_parallel_degree is 5
       allowed: 1: the model has no experts
       fix: leave the flag out
-  12. --training.seq_len is 250
+  11. --training.seq_len is 250
       allowed: a multiple of 8, for the loss's equal chunks (--loss.num_chunks)
       fix: use 256, or --loss.num_chunks 5
-  13. --dump_folder is 'RUN'
+  12. --dump_folder is 'RUN'
       allowed: a folder that can be made and written
       fix: TMP/file is a file: choose another folder
-  14. --hf_assets_path is '/no/such/folder'
+  13. --hf_assets_path is '/no/such/folder'
       allowed: the folder of the model's tokenizer (tokenizer.json)
       fix: download the tokenizer from the model's page, and give its folder"""
 
