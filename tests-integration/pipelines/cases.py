@@ -8,6 +8,7 @@ import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -22,6 +23,7 @@ from training_cases import Case, differing, local
 from gt_pipeline.schedules import build_pipeline_schedule
 from gt_pipeline.split import stage_modules
 from gt_trainer.decoder.initialization import _part
+from gt_trainer.metrics.metrics_history import read_metrics
 from gt_trainer.pipelines.pipeline_plan import PipelinePlan, pipeline_plan
 from gt_trainer.trainer import GraphTrainer
 
@@ -351,6 +353,21 @@ class counts_kept:  # noqa: N801  # used as a function
     def __exit__(self, *exception: object) -> None:
         for name, buffer in self._buffers.items():
             buffer.copy_(self._before[name])
+
+
+# ---- training ------------------------------------------------------------------------------------
+
+
+def trained_losses(case: PipelineCase, mode: str, folder: str) -> list[float]:
+    """Train for two steps; the losses of metrics.jsonl, on rank 0."""
+    trainer = case.trainer(mode, folder)
+    trainer.config.training.steps = 2
+    trainer.train()
+    trainer.close()
+    dist.barrier()
+    if dist.get_rank() != 0:
+        return []
+    return [record["loss"] for record in read_metrics(Path(folder, "metrics.jsonl"))]
 
 
 # ---- checkpoints --------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from pipelines.cases import (
     compare_pipelines,
     compare_pipelines_of_flex_attention,
     resumed_state,
+    trained_losses,
 )
 from training_cases import Case
 
@@ -99,6 +100,19 @@ def _check(case: PipelineCase, found: list[Found]) -> None:
     reduces = gathers or case.model.parallelism.get("enable_sequence_parallel", True)
     assert all(("UNSHARD" in each.actions) == gathers for each in found)
     assert all(("REDUCE_GRAD" in each.actions) == reduces for each in found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
+def test_eager_stages_of_tensor_parallelism_train_as_captured_ones(
+    schedule: str, four: GlooWorkers, tmp_path: Path
+):
+    case = on(LLAMA3, schedule, **TP)
+    eager = four.run(trained_losses, case, "none", str(tmp_path / "eager"))[0]
+    captured = four.run(trained_losses, case, "aot_fx_trace", str(tmp_path / "captured"))[0]
+    assert len(captured) == 2
+    # Eager stages reduce after each microbatch, captured ones once.
+    assert eager == pytest.approx(captured, rel=1e-6)
 
 
 @pytest.mark.slow

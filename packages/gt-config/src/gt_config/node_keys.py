@@ -47,7 +47,7 @@ RESIDENCY_KEY = "gt.residency"
 
 Phase = Literal["forward", "loss", "backward", "optimizer"]
 Direction = Literal["forward", "backward"]
-FsdpCollectiveKind = Literal["unshard", "reduce_grad"]
+FsdpCollectiveKind = Literal["unshard", "reduce_grad", "sum_parts"]
 EpRegionKind = Literal["dispatch", "compute", "combine"]
 EpExchangeKind = Literal["token_count_exchange", "token_exchange"]
 ChunkRole = Literal["split_boundary", "body", "materialization"]
@@ -153,15 +153,13 @@ class PhaseAnnotation(NodeAnnotation):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FsdpCollectiveAnnotation(NodeAnnotation):
-    """A collective (or its wait, or views around it) that gathers parameters or reduces gradients.
-
-    Of data parallelism, and sums of the parts of a gradient that lie on tensor-parallel ranks.
-    """
+    """A collective that gathers parameters or reduces gradients, or its wait or views around it."""
 
     KEY: ClassVar[str] = FSDP_COLLECTIVE_KEY
 
     kind: FsdpCollectiveKind
-    """unshard gathers parameters; reduce_grad reduces their gradients."""
+    """unshard gathers parameters; reduce_grad reduces their gradients; sum_parts, in between, adds
+    the parts of a gradient that tensor-parallel ranks have."""
 
     parameter_names: tuple[str, ...]
     """Fully qualified names; more than one once collectives are bucketed."""

@@ -10,8 +10,8 @@ from typing import Literal, get_args
 
 Numerics = Literal["bitwise", "reordered", "approximate"]
 """bitwise: every bit of every result, on every input.
-reordered: the same operators, whose sums are taken in another order.
-approximate: operators round otherwise, or other ones take their place."""
+reordered: the same products and terms, whose sums are taken in another order.
+approximate: what is summed is rounded otherwise too."""
 
 NUMERICS: tuple[Numerics, ...] = get_args(Numerics)
 """From the closest to the farthest."""

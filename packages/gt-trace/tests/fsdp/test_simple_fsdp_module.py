@@ -11,7 +11,7 @@ import torch
 from fsdp_cases import Experts, Language, Mixture
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from gt_trace.fsdp import gathered, shard
 from gt_trace.testing import fake_world
@@ -233,3 +233,34 @@ def test_modules_of_one_class_share_one_generated_class(mesh: DeviceMesh) -> Non
     shard(model, mesh, mode="shard")
     assert type(model[0]) is type(model[1])
     assert type(model[0]).__name__ == "ShardedExperts"
+
+
+class _WithoutGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None
+
+
+def test_tensor_parallel_parameter_that_no_reader_differentiates_has_zeros() -> None:
+    class Reader(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(
+                DTensor.from_local(torch.ones(4, 2), world["model"], [Shard(0)], run_check=False)
+            )
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = _WithoutGradient.apply(x, self.weight)
+            return result
+
+    world = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
+    model = Reader()
+    shard(model, world["data"], mode="shard")
+    model(torch.ones(3, requires_grad=True)).sum().backward()
+    assert isinstance(model.weight.grad, DTensor)
+    assert model.weight.grad.placements == model.weight.placements
+    assert not model.weight.grad.to_local().any()

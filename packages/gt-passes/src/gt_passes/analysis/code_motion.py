@@ -10,11 +10,10 @@ from collections.abc import Callable, Iterable
 
 from torch.fx import Graph, Node
 
-from gt_config.node_keys import FsdpCollectiveAnnotation
 from gt_passes.analysis.aliasing import AliasClasses
 from gt_passes.analysis.collectives import is_collective
+from gt_passes.analysis.fsdp_collective import fsdp_collective
 from gt_passes.analysis.operator_effects import draws_random_numbers, is_barrier
-from gt_trace.node_metadata import read_annotation
 
 
 class CodeMotion:
@@ -58,7 +57,7 @@ class CodeMotion:
             return f"not all that {node.name} does is known"
         if draws_random_numbers(node):
             return f"{node.name} draws random numbers"
-        is_fsdp = read_annotation(node, FsdpCollectiveAnnotation) is not None
+        is_fsdp = fsdp_collective(node) is not None
         if is_collective(node) and not is_fsdp:
             return f"{node.name} is a collective that is not FSDP's"
         for touched in (node, *node.all_input_nodes):

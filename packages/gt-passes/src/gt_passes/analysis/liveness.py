@@ -23,11 +23,11 @@ from typing import Literal, get_args
 
 from torch.fx import GraphModule, Node
 
-from gt_config.node_keys import FsdpCollectiveAnnotation
 from gt_passes.analysis.collectives import is_collective
+from gt_passes.analysis.fsdp_collective import fsdp_collective
 from gt_passes.analysis.host_copies import is_copy_to_host
 from gt_passes.analysis.storages import Storages, flat
-from gt_trace.node_metadata import phase_of, read_annotation
+from gt_trace.node_metadata import phase_of
 
 MemoryKind = Literal[
     "static inputs",
@@ -243,7 +243,7 @@ class _Liveness:
         for storage in self._saved_for_backward():
             kinds[storage] = "saved for backward"
         for storage, maker in enumerate(makers):
-            annotation = read_annotation(maker, FsdpCollectiveAnnotation)
+            annotation = fsdp_collective(maker)
             if annotation is not None and annotation.kind == "unshard":
                 kinds[storage] = "gathered parameters"
         for storage in self._outputs:

@@ -13,15 +13,14 @@ from typing import ClassVar, Literal
 from torch.fx import GraphModule, Node
 
 from gt_config.graph_kinds import EVERY_GRAPH, GraphKind
-from gt_config.node_keys import FsdpCollectiveAnnotation
 from gt_config.numerics import Numerics
 from gt_passes._torch_internals import OpOverload, has_declared_effect
 from gt_passes.analysis.aliasing import has_unknown_effects
 from gt_passes.analysis.collectives import is_pure_collective, is_wait, raw_results
+from gt_passes.analysis.fsdp_collective import fsdp_collective
 from gt_passes.contract import ChangeBounds, GraphPass, PassContext, PassReport, Refusal
 from gt_passes.facts import NO_DEAD_CODE, Fact
 from gt_passes.registry import register_pass
-from gt_trace.node_metadata import read_annotation
 
 DeadCollectives = Literal["keep", "remove_unshards"]
 
@@ -102,7 +101,7 @@ class RemoveDeadCode(GraphPass):
             )
         if any(len(result.users) > 1 for launch in launches for result in raw_results(launch)):
             return None  # another wait keeps the collective
-        annotations = [read_annotation(launch, FsdpCollectiveAnnotation) for launch in launches]
+        annotations = [fsdp_collective(launch) for launch in launches]
         unshards = all(found is not None and found.kind == "unshard" for found in annotations)
         if unshards and self.dead_collectives == "remove_unshards":
             return None

@@ -29,7 +29,6 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Graph, Node
 
-from gt_config.node_keys import FsdpCollectiveAnnotation
 from gt_passes._torch_internals import (
     HigherOrderOperator,
     OpOverload,
@@ -38,11 +37,12 @@ from gt_passes._torch_internals import (
 )
 from gt_passes.analysis.aliasing import AliasClasses, written_nodes
 from gt_passes.analysis.collectives import is_collective, is_wait
+from gt_passes.analysis.fsdp_collective import fsdp_collective
 from gt_passes.analysis.operator_effects import draws_random_numbers, is_barrier, is_only_a_view
 from gt_passes.analysis.outlined_region import run_region
 from gt_passes.analysis.tensor_signature import is_symbolic, signature
 from gt_passes.contract import Refusal
-from gt_trace.node_metadata import module_fqn, node_annotations, phase_of, read_annotation
+from gt_trace.node_metadata import module_fqn, node_annotations, phase_of
 
 _TAG = "compile_with_inductor"
 _FLEX_ATTENTION = frozenset({"flex_attention", "flex_attention_backward"})
@@ -170,7 +170,7 @@ class _Planner:
             return
         if node.target is run_region:
             return  # a compiler has had it
-        if read_annotation(node, FsdpCollectiveAnnotation) is not None:
+        if fsdp_collective(node) is not None:
             return  # the views around a collective stay with it
         if _is_item(node):
             return  # goes with what it is an item of

@@ -20,12 +20,11 @@ from typing import NamedTuple
 
 from torch.fx import Node
 
-from gt_config.node_keys import FsdpCollectiveAnnotation
 from gt_passes.analysis.collectives import is_collective, is_wait, waits_of
+from gt_passes.analysis.fsdp_collective import fsdp_collective
 from gt_passes.analysis.order_constraints import is_host_read
 from gt_passes.analysis.process_groups import group_name_of
 from gt_passes.ep_overlap.exchange_operators import is_exchange_launch, is_token_exchange
-from gt_trace.node_metadata import read_annotation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -293,4 +292,4 @@ class _Interleaving:
 
 
 def _is_fsdp_launch(node: Node) -> bool:
-    return is_collective(node) and read_annotation(node, FsdpCollectiveAnnotation) is not None
+    return is_collective(node) and fsdp_collective(node) is not None

@@ -20,10 +20,10 @@ from gt_config.node_keys import (
     ChunkRole,
     Direction,
     EpExchangeAnnotation,
-    FsdpCollectiveAnnotation,
 )
 from gt_passes._torch_internals import OpOverload
 from gt_passes.analysis.collectives import is_collective, is_declared_launch, raw_results, waits_of
+from gt_passes.analysis.fsdp_collective import fsdp_collective
 from gt_passes.errors import ChunkMetadataError
 from gt_trace.node_metadata import phase_of, read_annotation, remove_annotation, write_annotation
 
@@ -74,7 +74,7 @@ def settle_chunk_annotations(graph_module: GraphModule, *, roots: Sequence[str] 
 
     for node in graph_module.graph.nodes:
         annotation = read_annotation(node, ChunkAnnotation)
-        if read_annotation(node, FsdpCollectiveAnnotation) is not None:
+        if fsdp_collective(node) is not None:
             remove_annotation(node, ChunkAnnotation)
             continue
         if annotation is None:
@@ -253,7 +253,7 @@ class _Collected:
 
 def _node_problems(node: Node, annotation: ChunkAnnotation) -> Iterator[str]:
     where = f"{annotation.region_root} {annotation.direction}: node {node.name}"
-    if read_annotation(node, FsdpCollectiveAnnotation) is not None:
+    if fsdp_collective(node) is not None:
         yield f"{where} belongs to FSDP, which runs once and in no chunk"
     phase = phase_of(node)
     if phase is not None and (phase == "backward") != (annotation.direction == "backward"):

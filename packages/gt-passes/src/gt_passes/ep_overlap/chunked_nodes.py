@@ -17,9 +17,10 @@ import torch
 from torch.fx import GraphModule, Node
 
 from gt_config import EpChunkDim
-from gt_config.node_keys import Direction, FsdpCollectiveAnnotation, ModuleAnnotation
+from gt_config.node_keys import Direction, ModuleAnnotation
 from gt_passes._torch_internals import value_of
 from gt_passes.analysis.aliasing import AliasClasses, written_nodes
+from gt_passes.analysis.fsdp_collective import fsdp_collective
 from gt_passes.analysis.layer_names import LayerNames
 from gt_passes.ep_overlap.chunk_states import Layout
 from gt_passes.errors import GraphChunkingError
@@ -115,7 +116,7 @@ def _named_nodes(nodes: Sequence[Node], patterns: Sequence[str]) -> dict[Node, R
     for node in nodes:
         if node.op != "call_function":
             continue
-        collective = read_annotation(node, FsdpCollectiveAnnotation)
+        collective = fsdp_collective(node)
         reduces = collective is not None and collective.kind == "reduce_grad"
         if reduces or any(source in reduced for source in node.all_input_nodes):
             reduced.add(node)
@@ -162,7 +163,7 @@ def _with_sums(
         and node not in named
         and node in dependent
         and phase_of(node) == "backward"
-        and read_annotation(node, FsdpCollectiveAnnotation) is None
+        and fsdp_collective(node) is None
         and (node.meta.get("is_gradient_acc") or read_annotation(node, ModuleAnnotation) is None)
     ]
     for node in nameless:

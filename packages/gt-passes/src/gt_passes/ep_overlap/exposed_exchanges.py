@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch.fx import GraphModule, Node
 
-from gt_config.node_keys import ChunkAnnotation, Direction, FsdpCollectiveAnnotation
+from gt_config.node_keys import ChunkAnnotation, Direction
 from gt_passes._torch_internals import HigherOrderOperator, OpOverload, value_of
 from gt_passes.analysis.collectives import is_collective, is_wait, waits_of
+from gt_passes.analysis.fsdp_collective import fsdp_collective
 from gt_passes.analysis.operator_effects import is_only_a_view, reads_only_metadata
 from gt_passes.analysis.order_constraints import is_host_read
 from gt_passes.analysis.outlined_region import region_of
@@ -84,7 +85,7 @@ def interrupted_exchanges(graph_module: GraphModule) -> tuple[tuple[str, str], .
         (launch.name, node.name)
         for launch, _, _, between in _flights(graph_module)
         for node in between
-        if is_collective(node) and read_annotation(node, FsdpCollectiveAnnotation) is not None
+        if is_collective(node) and fsdp_collective(node) is not None
     )
 
 

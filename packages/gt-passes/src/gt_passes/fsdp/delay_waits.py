@@ -10,14 +10,13 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from gt_config.graph_kinds import JOINT_GRAPHS, GraphKind
-from gt_config.node_keys import FsdpCollectiveAnnotation
 from gt_passes.analysis.code_motion import CodeMotion
 from gt_passes.analysis.collectives import is_collective, is_wait
+from gt_passes.analysis.fsdp_collective import fsdp_collective
 from gt_passes.contract import PassContext, PassReport
 from gt_passes.fsdp.fsdp_launches import FsdpLaunch
 from gt_passes.fsdp.fsdp_pass import FsdpPass
 from gt_passes.registry import register_pass
-from gt_trace.node_metadata import read_annotation
 
 _functional = torch.ops._c10d_functional
 _FSDP_COLLECTIVES = (
@@ -121,7 +120,7 @@ def _nodes_of_several_waits(graph: Graph) -> set[Node]:
     """
     waits_of: dict[Node, frozenset[Node]] = {}
     for node in graph.nodes:
-        if read_annotation(node, FsdpCollectiveAnnotation) is None:
+        if fsdp_collective(node) is None:
             continue
         before = (waits_of.get(source, frozenset()) for source in node.all_input_nodes)
         waits_of[node] = frozenset({node}) if is_wait(node) else frozenset().union(*before)
@@ -138,11 +137,7 @@ def _annotated_dependents(wait: Node, motion: CodeMotion, shared: Collection[Nod
             continue
         found[node] = None
         if not is_collective(node):
-            stack.extend(
-                user
-                for user in node.users
-                if read_annotation(user, FsdpCollectiveAnnotation) is not None
-            )
+            stack.extend(user for user in node.users if fsdp_collective(user) is not None)
     return sorted(found, key=motion.position.__getitem__)
 
 

@@ -25,10 +25,11 @@ from gt_passes._torch_internals import (
 )
 from gt_passes.analysis.bucket_copies import PACK_BUCKET, UNPACK_BUCKET
 from gt_passes.analysis.code_motion import CodeMotion
+from gt_passes.analysis.fsdp_collective import fsdp_collective
 from gt_passes.analysis.node_calls import evaluate
 from gt_passes.analysis.operator_effects import is_only_a_view
 from gt_passes.fsdp.fsdp_launches import FsdpLaunch
-from gt_trace.node_metadata import read_annotation, write_annotation
+from gt_trace.node_metadata import write_annotation
 
 _MIB = 2**20
 
@@ -96,7 +97,7 @@ class BucketNodes:
         self._fake_mode = fake_mode
         self._members = members
         self._motion = motion
-        annotation = read_annotation(members[0].launch, FsdpCollectiveAnnotation)
+        annotation = fsdp_collective(members[0].launch)
         assert annotation is not None  # find_fsdp_launches has read it
         self._annotation = FsdpCollectiveAnnotation(
             kind=annotation.kind,

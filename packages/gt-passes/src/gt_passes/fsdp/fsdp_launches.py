@@ -12,12 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, Node
 
-from gt_config.node_keys import Direction, FsdpCollectiveAnnotation, FsdpCollectiveKind
+from gt_config.node_keys import Direction, FsdpCollectiveKind
 from gt_passes._torch_internals import OpOverload, value_of
 from gt_passes.analysis.collectives import is_collective, is_wait
+from gt_passes.analysis.fsdp_collective import fsdp_collective
 from gt_passes.analysis.layer_names import LayerNames
 from gt_passes.contract import Refusal
-from gt_trace.node_metadata import phase_of, read_annotation
+from gt_trace.node_metadata import phase_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +93,7 @@ def find_fsdp_launches(
     for position, node in enumerate(graph.nodes):
         if not is_collective(node):
             continue
-        annotation = read_annotation(node, FsdpCollectiveAnnotation)
+        annotation = fsdp_collective(node)
         if annotation is None:
             continue
         direction: Direction = "backward" if phase_of(node) == "backward" else "forward"

@@ -11,14 +11,15 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from gt_config.graph_kinds import GraphKind
-from gt_config.node_keys import FsdpCollectiveAnnotation, PhaseAnnotation
+from gt_config.node_keys import PhaseAnnotation
 from gt_passes.analysis.code_motion import CodeMotion
+from gt_passes.analysis.fsdp_collective import fsdp_collective
 from gt_passes.analysis.operator_effects import is_only_a_view
 from gt_passes.contract import ChangeBounds, PassContext, PassReport, Refusal
 from gt_passes.fsdp.fsdp_launches import FsdpLaunch
 from gt_passes.fsdp.fsdp_pass import FsdpPass
 from gt_passes.registry import register_pass
-from gt_trace.node_metadata import phase_of, read_annotation, write_annotation
+from gt_trace.node_metadata import phase_of, write_annotation
 
 _ALL_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
 
@@ -142,7 +143,7 @@ class _Resharding:
             node = stack.pop()
             if node in found or node.op == "placeholder":
                 continue
-            if read_annotation(node, FsdpCollectiveAnnotation) is None:
+            if fsdp_collective(node) is None:
                 continue
             found.add(node)
             stack.extend(node.all_input_nodes)
@@ -156,7 +157,7 @@ class _Resharding:
             for user in stack.pop().users:
                 if user in found or user.op == "output" or phase_of(user) == "backward":
                     continue
-                annotation = read_annotation(user, FsdpCollectiveAnnotation)
+                annotation = fsdp_collective(user)
                 unshards = annotation is not None and annotation.kind == "unshard"
                 if unshards or is_only_a_view(user):
                     found[user] = None

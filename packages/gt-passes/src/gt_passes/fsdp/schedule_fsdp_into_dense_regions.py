@@ -9,8 +9,9 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from gt_config.graph_kinds import JOINT_GRAPHS, GraphKind
-from gt_config.node_keys import EpRegionAnnotation, FsdpCollectiveAnnotation
+from gt_config.node_keys import EpRegionAnnotation
 from gt_passes.analysis.code_motion import CodeMotion
+from gt_passes.analysis.fsdp_collective import fsdp_collective
 from gt_passes.contract import PassContext, PassReport, Refusal
 from gt_passes.fsdp.fsdp_launches import FsdpLaunch
 from gt_passes.fsdp.fsdp_pass import FsdpPass
@@ -83,7 +84,7 @@ def _regions(graph: Graph, motion: CodeMotion) -> list[tuple[Node, Node]]:
     for node in graph.nodes:
         # Gathering the experts' weights is annotated as a part of the region that asks for them,
         # and so are the views of the stored weights that it starts with.
-        is_fsdp = read_annotation(node, FsdpCollectiveAnnotation) is not None
+        is_fsdp = fsdp_collective(node) is not None
         is_fsdp = is_fsdp or all(source.op == "placeholder" for source in node.all_input_nodes)
         if not is_fsdp and read_annotation(node, EpRegionAnnotation) is not None:
             module = module_fqn(node).rpartition(".experts")[0] or module_fqn(node)

@@ -14,17 +14,17 @@ from typing import ClassVar, Literal
 from torch.fx import GraphModule, Node
 
 from gt_config.graph_kinds import JOINT_GRAPHS, GraphKind
-from gt_config.node_keys import FsdpCollectiveAnnotation
 from gt_config.numerics import Numerics
 from gt_passes._torch_internals import OpOverload, has_declared_effect
 from gt_passes.analysis.aliasing import AliasClasses, written_nodes
 from gt_passes.analysis.collectives import is_pure_collective, is_wait
 from gt_passes.analysis.forward_sweep import ForwardSweep
+from gt_passes.analysis.fsdp_collective import fsdp_collective
 from gt_passes.analysis.graph_constants import freeze_call
 from gt_passes.contract import ChangeBounds, GraphPass, PassContext, PassReport, Refusal
 from gt_passes.facts import ONE_ALL_GATHER_PER_PARAMETER, Fact
 from gt_passes.registry import register_pass
-from gt_trace.node_metadata import phase_of, read_annotation
+from gt_trace.node_metadata import phase_of
 
 SharingScope = Literal["step", "phase"]
 
@@ -132,7 +132,7 @@ class _Sharing:
         """Whether a node is part of an unshard chain that starts at a placeholder."""
         if node.op != "call_function":
             return False
-        annotation = read_annotation(node, FsdpCollectiveAnnotation)
+        annotation = fsdp_collective(node)
         if annotation is None or annotation.kind != "unshard":
             return False
         sources = node.all_input_nodes

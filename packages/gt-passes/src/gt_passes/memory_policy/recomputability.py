@@ -24,13 +24,13 @@ from collections.abc import Iterator
 import torch
 from torch.fx import Node
 
-from gt_config.node_keys import FsdpCollectiveAnnotation
 from gt_passes._torch_internals import OpOverload
 from gt_passes.analysis.aliasing import has_unknown_effects, written_nodes
 from gt_passes.analysis.collectives import is_collective, is_pure_collective, is_wait
+from gt_passes.analysis.fsdp_collective import fsdp_collective
 from gt_passes.analysis.operator_effects import draws_random_numbers, is_barrier
 from gt_passes.analysis.storages import Storages
-from gt_trace.node_metadata import phase_of, read_annotation
+from gt_trace.node_metadata import phase_of
 
 _DECISIONS = frozenset({"aten.topk", "aten.sort", "aten.argsort", "aten.histc", "aten.bincount"})
 
@@ -100,7 +100,7 @@ class Recomputability:
         """Why a node must not run a second time, whatever it reads; None if it may."""
         if node.op != "call_function":
             return "it is an input or a constant"
-        if read_annotation(node, FsdpCollectiveAnnotation) is not None:
+        if fsdp_collective(node) is not None:
             return "it is part of a collective of FSDP"
         if draws_random_numbers(node):
             return "it draws random numbers"

@@ -23,11 +23,12 @@ from dataclasses import dataclass
 from torch.fx import Node
 
 from gt_config import SavedOpSelector
-from gt_config.node_keys import FsdpCollectiveAnnotation, Residency
+from gt_config.node_keys import Residency
+from gt_passes.analysis.fsdp_collective import fsdp_collective
 from gt_passes.analysis.layer_names import LayerNames
 from gt_passes.analysis.storages import Storages
 from gt_passes.memory_policy.recomputability import Recomputability, operator_name
-from gt_trace.node_metadata import module_fqn, phase_of, read_annotation
+from gt_trace.node_metadata import module_fqn, phase_of
 
 EXPENSIVE_OPERATORS: frozenset[str] = frozenset(
     {
@@ -186,7 +187,7 @@ class _Decision:
 
 def is_gathered(node: Node) -> bool:
     """Whether a node is part of gathering a parameter."""
-    annotation = read_annotation(node, FsdpCollectiveAnnotation)
+    annotation = fsdp_collective(node)
     return annotation is not None and annotation.kind == "unshard"
 
 

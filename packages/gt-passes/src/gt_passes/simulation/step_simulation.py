@@ -13,7 +13,8 @@ from types import MappingProxyType
 
 from torch.fx import GraphModule, Node
 
-from gt_config.node_keys import EpExchangeAnnotation, FsdpCollectiveAnnotation
+from gt_config.node_keys import EpExchangeAnnotation
+from gt_passes.analysis.fsdp_collective import fsdp_collective
 from gt_passes.analysis.liveness import MemoryProfile, estimate_memory
 from gt_passes.analysis.outlined_region import region_of
 from gt_passes.simulation.collective_model import CollectiveKind
@@ -235,7 +236,7 @@ def _graph_with_memory(graph_module: GraphModule) -> GraphModule:
 
 
 def _purpose(node: Node, group_name: str, labels: Mapping[str, str]) -> str:
-    fsdp = read_annotation(node, FsdpCollectiveAnnotation)
+    fsdp = fsdp_collective(node)
     if fsdp is not None:
         return f"FSDP {fsdp.kind}"
     exchange = read_annotation(node, EpExchangeAnnotation)

@@ -25,11 +25,10 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, Node
 
-from gt_config.node_keys import FsdpCollectiveAnnotation
 from gt_passes._torch_internals import value_of
 from gt_passes.analysis.collectives import is_wait
+from gt_passes.analysis.fsdp_collective import fsdp_collective
 from gt_passes.analysis.operator_effects import is_only_a_view
-from gt_trace.node_metadata import read_annotation
 
 _aten = torch.ops.aten
 _c10d = torch.ops._c10d_functional
@@ -82,7 +81,7 @@ def find_gathered_operands(graph: Graph) -> Iterator[GatheredOperand]:
     """Every all-gather that is not FSDP's, with the products that read it, maybe none."""
     for launch in graph.find_nodes(op="call_function", target=_c10d.all_gather_into_tensor.default):
         wait = _only_wait(launch)
-        if wait is None or read_annotation(launch, FsdpCollectiveAnnotation) is not None:
+        if wait is None or fsdp_collective(launch) is not None:
             continue
         shard, num_ranks, group_name = launch.args
         assert isinstance(shard, Node)
@@ -112,7 +111,7 @@ def find_scattered_products(graph: Graph) -> Iterator[ScatteredProduct]:
     """Every reduce-scatter that is not FSDP's, with the product that it sums, maybe none."""
     for launch in graph.find_nodes(op="call_function", target=_c10d.reduce_scatter_tensor.default):
         wait = _only_wait(launch)
-        if wait is None or read_annotation(launch, FsdpCollectiveAnnotation) is not None:
+        if wait is None or fsdp_collective(launch) is not None:
             continue
         given, reduce_op, num_ranks, group_name = launch.args
         assert isinstance(given, Node)

@@ -140,12 +140,16 @@ class _Unshard(torch.autograd.Function):
                 value = _all_gather(_pad(value, plan), plan, axis)
             # A function must not return its input; a view of it is enough.
             value = value.view_as(shard) if value is shard else value
+        ctx.shape = value.shape
         return value if inner is None else inner.wrap(value)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         plan: UnshardPlan = ctx.plan
         shard_axis, replicate_axis = plan.shard_axis, plan.replicate_axis
+        if ctx.inner is not None and not isinstance(gradient, DTensor):
+            # Autograd made zeros of the whole tensor, since no reader gave a gradient.
+            gradient = ctx.inner.wrap(gradient.new_zeros(ctx.shape))
         with annotate(_annotation(plan, "reduce_grad", shard_axis or replicate_axis)):
             value = _cast(gradient, plan.reduce_dtype or ctx.dtype)
         if ctx.inner is not None:
@@ -172,15 +176,15 @@ def _summed_over_inner_ranks(
     gradient: torch.Tensor, plan: UnshardPlan, inner: InnerPlacement
 ) -> torch.Tensor:
     """This rank's part of a gradient that is placed as its parameter."""
-    assert isinstance(gradient, DTensor)  # autograd gives a DTensor for a DTensor
+    assert isinstance(gradient, DTensor)
     if gradient.placements == inner.placements:
         return gradient.to_local()
-    axes = ",".join(inner.mesh.mesh_dim_names or ())
-    with annotate(
-        FsdpCollectiveAnnotation(
-            kind="reduce_grad", parameter_names=plan.parameter_names, mesh_axis=axes
-        )
-    ):
+    annotation = FsdpCollectiveAnnotation(
+        kind="sum_parts",
+        parameter_names=plan.parameter_names,
+        mesh_axis=",".join(inner.mesh.mesh_dim_names or ()),
+    )
+    with annotate(annotation):
         return gradient.redistribute(placements=inner.placements).to_local()
 
 

@@ -25,7 +25,7 @@ class NonFiniteLossError(RunStoppedError):
 
 
 class StepCheck:
-    """Stops every rank if gradients of any, or its loss, are not finite, before a step is saved.
+    """Ends a run if gradients of any rank, or the loss, are not finite, before a step is saved.
 
     On CPU gradients are judged before their update. Elsewhere that would leave the device without
     work in every step: a step is judged before the update of the next one, which the device has by
@@ -98,6 +98,7 @@ class StepCheck:
         step, verdict = self._gradients
         self._gradients = None
         if not verdict.wait()["is_finite"]:
+            self._loss = None  # of these gradients nothing else is to be said
             raise NonFiniteGradientsError(
                 f"step {step}: gradients are not finite (NaN or infinite). {fate}\n"
                 "  Often the learning rate is too high "
