@@ -1,6 +1,6 @@
 """Every private PyTorch symbol that gt-passes relies on, in one place, each with its reason.
 
-A new PyTorch needs edits here and nowhere else. Checked against torch 2.13, 2.14 and 2.15.
+A new PyTorch needs edits here and nowhere else. Checked against torch 2.11 to 2.15.
 """
 
 from __future__ import annotations
