@@ -76,7 +76,7 @@ def test_the_module_docstring_lists_every_key_and_class():
     ("alias", "values"),
     [
         ("Phase", ("forward", "loss", "backward", "optimizer")),
-        ("FsdpCollectiveKind", ("unshard", "reduce_grad")),
+        ("FsdpCollectiveKind", ("unshard", "reduce_grad", "sum_parts")),
         ("EpRegionKind", ("dispatch", "compute", "combine")),
         ("EpExchangeKind", ("token_count_exchange", "token_exchange")),
         ("ChunkRole", ("split_boundary", "body", "materialization")),
