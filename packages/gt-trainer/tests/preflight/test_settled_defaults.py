@@ -146,6 +146,13 @@ def test_the_line_says_what_runs_and_not_what_was_asked_for():
         )
 
 
+def test_the_line_says_of_which_eager_run_a_pipeline_has_the_bits():
+    config = llama3.llama3_debugmodel()
+    config = replace(config, parallelism=replace(config.parallelism, pipeline_parallel_degree=2))
+    described = describe_run(config, 2)
+    assert described.endswith("no CUDA graphs, bitwise as eager, gradients reduced once")
+
+
 def test_the_line_says_the_class_that_is_farthest_from_eager_and_what_has_it():
     config = llama3.llama3_8b()
     chunks = replace(config.compile, async_tensor_parallel=True)

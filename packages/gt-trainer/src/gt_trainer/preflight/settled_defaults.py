@@ -97,15 +97,16 @@ def describe_run(config: GraphTrainer.Config, world_size: int) -> str:
         _activations(options, names),
         *(compiled or ["nothing compiled"]),
         "CUDA graphs" if "cuda-graphs" in names else "no CUDA graphs",
-        _numerics(changes),
+        _numerics(changes, is_pipelined=run.topology.pp > 1),
     ]
     return f"On {device}: {', '.join(parts)}"
 
 
-def _numerics(changes: Mapping[str, Numerics]) -> str:
+def _numerics(changes: Mapping[str, Numerics], *, is_pipelined: bool) -> str:
     """The class of a run, that of its farthest part, and which parts have it."""
     if not changes:
-        return "bitwise as eager"
+        # Eager stages reduce gradients after each microbatch.
+        return "bitwise as eager" + (", gradients reduced once" if is_pipelined else "")
     numerics = max(changes.values(), key=NUMERICS.index)
     return f"{numerics} ({', '.join(name for name, its in changes.items() if its == numerics)})"
 
