@@ -3,9 +3,9 @@
 The forward of the function is the unshard, its backward the reduction, both on plain local
 tensors with functional collectives, so that a trace records them and eager execution runs the very
 same operators. What is cast, padded and reduced, and in which order, follows torch's FSDP2
-(torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py) one parameter at a time. So does that
-tensor-parallel ranks' parts of a gradient are summed after the cast, in the reduction: microbatches
-accumulate before it.
+(torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py) one parameter at a time. Parts of a
+gradient on tensor-parallel ranks are summed after the cast, as by torch 2.15's FSDP2 and whenever
+gradients accumulate (earlier versions sum before it otherwise): microbatches add up in between.
 """
 
 from __future__ import annotations
