@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -34,10 +36,13 @@ def schedule(name: str, num_ranks: int = 4, num_microbatches: int = NUM_MICROBAT
     )
 
 
-def graph_stages(planned: Schedule, rank: int) -> list[GraphPipelineStage]:
-    """As `eager_stages`, but captured."""
+def graph_stages(
+    planned: Schedule, rank: int, *, place: Callable[[nn.Module], object] = lambda module: None
+) -> list[GraphPipelineStage]:
+    """As `eager_stages`, but captured, of modules that ``place`` has edited."""
     stages: list[GraphPipelineStage] = []
     for stage in eager_stages(planned, rank):
+        place(stage.module)
         tokens, target = (each[:MICROBATCH_SIZE] for each in batch())
         is_first, is_last = stage.stage_index == 0, stage.stage_index == planned.num_stages - 1
         inputs = MicrobatchInputs(

@@ -57,8 +57,7 @@ class Executable:
         self.static: tuple[Tensor, ...] | None = None
         """The tensors that the graph reads of the state; None until they are asked for."""
 
-        is_reduction = action.kind == "REDUCE_GRAD"
-        kind: SlotKind = "gradient" if is_reduction else "unsharded_gradient"
+        kind: SlotKind = "unsharded_gradient"
         self.gradient_slots = tuple(slot for slot in action.outputs if slot.kind == kind)
         self.owned_gradients = owned_results(action, kind)
         """For each gradient, whether no other value of this graph shares its memory."""

@@ -21,11 +21,12 @@ from gt_pipeline.graph.executables import (
     GraphTransform,
     transformed,
 )
-from gt_pipeline.graph.gradient_accumulators import GradientAccumulators
+from gt_pipeline.graph.launched_executable import LaunchedAction, LaunchedExecutable
 from gt_pipeline.graph.overlapped_actions import OverlappedActions, overlap_actions
 from gt_pipeline.graph.slots import Slot
 from gt_pipeline.graph.stage_capture import StageCapture, StageLoss, capture_stage
 from gt_pipeline.graph.stage_cut import cut_stage
+from gt_pipeline.graph.stage_gradients import StageGradients
 from gt_pipeline.graph.stage_inputs import MicrobatchReader, StageState
 from gt_pipeline.runner.stage_protocol import (
     ActivationSignature,
@@ -33,7 +34,6 @@ from gt_pipeline.runner.stage_protocol import (
     PipelineStageGraphs,
     Tensors,
 )
-from gt_trace import unflatten_tensor
 from gt_trace.capture.captured_mode import CapturedMode
 
 JointTransform = Callable[[StageCapture], object]
@@ -116,8 +116,11 @@ class GraphPipelineStage:
         self.graphs = cut_stage(capture, verify=verify)
         self._state = StageState(capture, module)
         self._reader = MicrobatchReader(capture)
+        actions = {each.kind: self._transformed(each) for each in self.graphs}
+        self._unshard = LaunchedExecutable(actions.pop("UNSHARD"), verify=verify)
+        self._reduce = LaunchedExecutable(actions.pop("REDUCE_GRAD"), verify=verify)
         self._executables: dict[PipelineAction, Executable] = {
-            each.kind: Executable(self._transformed(each)) for each in self.graphs
+            kind: Executable(action) for kind, action in actions.items()
         }
         self._num_outputs = len(capture.output_signature)
         self._num_arriving = sum(each.requires_grad for each in capture.output_signature)
@@ -130,10 +133,12 @@ class GraphPipelineStage:
             tuple[int, OverlappedBackward], tuple[OverlappedActions, Executable]
         ] = {}
         self._values: dict[Slot, Tensor] | None = None
+        self._gathering: LaunchedAction | None = None
         self._saved: dict[int, list[Tensor]] = {}
         self._between: dict[int, list[Tensor]] = {}
-        self._accumulators = GradientAccumulators()
-        self._gradients: dict[str, Tensor] = {}
+        self._gradients = StageGradients(
+            capture, self._executables["FULL_BACKWARD"].gradient_slots, self._reduce
+        )
 
     @property
     def capture(self) -> StageCapture:
@@ -171,9 +176,9 @@ class GraphPipelineStage:
         Returns:
             A line for each, by the action that launches it; actions without any are missing.
         """
-        named: dict[str, GraphModule] = {
-            kind: each.action.graph_module for kind, each in self._executables.items()
-        }
+        computing = [each.action for each in self._executables.values()]
+        actions = [self._unshard.action, *computing, self._reduce.action]
+        named: dict[str, GraphModule] = {each.kind: each.graph_module for each in actions}
         for (backward_stage, kind), (_, pair) in self._overlaps.items():
             named[f"FORWARD with {kind} of stage {backward_stage}"] = pair.action.graph_module
         for number, evaluation in enumerate(self._evaluations):
@@ -187,16 +192,18 @@ class GraphPipelineStage:
     # ---- parameters -----------------------------------------------------------------------------
 
     def unshard(self) -> None:
-        """Gather the parameters, and keep them until ``reshard``."""
-        values = self._state.sample()
-        unshard = self._executables["UNSHARD"]
-        if not unshard.action.is_empty:
-            gathered = unshard.run([values[slot] for slot in unshard.action.inputs])
-            values.update(zip(unshard.action.outputs, gathered, strict=True))
-        self._hold(values)
+        """Gather the parameters, and keep them until ``reshard``; what uses them first waits."""
+        self._hold(self._state.sample())
+        assert self._values is not None
+        action = self._unshard.action
+        if not action.is_empty:
+            inputs = [self._values[slot] for slot in action.inputs]
+            self._gathering = self._unshard.launch(inputs)
 
     def reshard(self) -> None:
         """Free the gathered parameters."""
+        if self._gathering is not None:
+            self._gathering.finish()  # or what is under way is never waited for
         self._hold(None)
 
     def parameters(self) -> Mapping[str, Tensor]:
@@ -205,6 +212,7 @@ class GraphPipelineStage:
 
     def _hold(self, values: dict[Slot, Tensor] | None) -> None:
         self._values = values
+        self._gathering = None
         self._evaluation = None
         evaluations = [each.forward for each in self._evaluations]
         for executable in (*self._executables.values(), *evaluations):
@@ -222,6 +230,9 @@ class GraphPipelineStage:
                 )
             self.unshard()
         assert self._values is not None
+        if self._gathering is not None:
+            gathered, self._gathering = self._gathering.finish(), None
+            self._values.update(zip(self._unshard.action.outputs, gathered, strict=True))
         executable.static = tuple(self._values[slot] for slot in executable.action.static_inputs)
         return executable.static
 
@@ -352,38 +363,28 @@ class GraphPipelineStage:
         """Capture what ``evaluate`` runs in the module's present mode now, not at its first use."""
         self._evaluation_now()
 
+    @property
+    def num_reduction_parts(self) -> int:
+        """The launch, and one for each wait that stands between two reductions or at the end."""
+        return self._reduce.num_parts
+
     def reduce_gradients(self) -> None:
-        """Reduce the accumulated gradients over data-parallel ranks."""
-        sums = self._accumulators.take()
-        if sums is None:
-            return
-        slots = self._executables["FULL_BACKWARD"].gradient_slots
-        found = dict(zip(slots, sums, strict=True))
-        del sums
-        reduce = self._executables["REDUCE_GRAD"]
-        if not reduce.action.is_empty:
-            reduced = reduce.run([found.pop(slot) for slot in reduce.action.inputs])
-            owned = reduce.owned_gradients
-            for slot, gradient, own in zip(reduce.action.outputs, reduced, owned, strict=True):
-                found[slot] = gradient if own else gradient.clone()
-        leaves: dict[str, dict[int, Tensor]] = {}
-        for slot, gradient in found.items():
-            leaves.setdefault(slot.name, {})[slot.leaf] = gradient
-        self._gradients = {
-            name: unflatten_tensor([leaves[name][i] for i in range(layout.num_leaves)], layout)
-            for name, layout in self.capture.gradient_layouts.items()
-        }
+        """Launch the reduction of the accumulated gradients over data-parallel ranks."""
+        self._gradients.launch_reduction()
+
+    def continue_reduction(self) -> None:
+        """Launch what needs the result of an earlier reduction, and wait for that."""
+        self._gradients.continue_reduction()
 
     def gradients(self) -> Mapping[str, Tensor]:
         """Gradients of the step, reduced, by name; a parameter without gradient is missing."""
-        return self._gradients
+        return self._gradients.reduced()
 
     def discard(self) -> None:
         """Drop accumulators, saved values and gathered parameters."""
         self._saved.clear()
         self._between.clear()
-        self._accumulators.take()
-        self._gradients = {}
+        self._gradients.discard()
         self._hold(None)
 
     # ---- what actions share ---------------------------------------------------------------------
@@ -426,7 +427,7 @@ class GraphPipelineStage:
     def _accumulate(self, ran: Executable, results: Sequence[Tensor]) -> Tensors:
         """Add a backward's gradients, the last of its results, and return the others."""
         num_leading = len(results) - len(ran.gradient_slots)
-        self._accumulators.add(results[num_leading:], ran.owned_gradients)
+        self._gradients.add(results[num_leading:], ran.owned_gradients)
         return tuple(results[:num_leading])
 
     def _overlap(

@@ -58,8 +58,12 @@ class PipelineStageGraphs(Protocol):
     `backward_input` followed, at once or later, by `backward_weight`; `overlap` stands for one
     forward and one backward. Whenever one of these is called, or `evaluate`, parameters are
     gathered: `unshard` was called, and `reshard` not since. A step may call both several times.
-    At the end `reduce_gradients` is called once, then `gradients`, then `discard`. A step that
-    fails calls `discard` at any point.
+    `reduce_gradients` is called once, behind the stage's last backward, and when the rank's list is
+    done `gradients`, then `discard`. A step that fails calls `discard` at any point.
+
+    So that communication runs behind computation, `unshard` and `reduce_gradients` need only launch
+    it: what uses the parameters waits for them, and `gradients` for the reduction. Other stages
+    compute in between.
 
     The order of microbatches in backward calls is the schedule's, and a stage accumulates in the
     order of calls: this is what makes a pipeline's gradients reproducible to the bit.
@@ -97,7 +101,7 @@ class PipelineStageGraphs(Protocol):
         """Microbatches of which values are kept for a backward, from `forward` to its last part."""
 
     def unshard(self) -> None:
-        """Gather the parameters. The stage keeps them until `reshard`."""
+        """Gather the parameters, or launch it. The stage keeps them until `reshard`."""
 
     def reshard(self) -> None:
         """Free the gathered parameters. Values saved for backward must not need them."""
@@ -153,7 +157,7 @@ class PipelineStageGraphs(Protocol):
         """
 
     def reduce_gradients(self) -> None:
-        """Reduce the accumulators over data-parallel ranks, once, after the last backward."""
+        """Reduce the accumulators over data-parallel ranks, once, or launch it."""
 
     def evaluate(self, microbatch: int, activations: Tensors, inputs: MicrobatchInputs) -> Tensors:
         """As `forward`, with nothing kept for a backward."""
@@ -186,6 +190,25 @@ class NamesKwargs(Protocol):
     @property
     def known_kwargs(self) -> frozenset[str] | None:
         """Their names; None if any name will do."""
+
+
+@runtime_checkable
+class ReducesInParts(PipelineStageGraphs, Protocol):
+    """A stage some of whose reductions need the result of an earlier one.
+
+    `reduce_gradients` launches what needs none. A runner lets the rest go on between later
+    computations, at the same places on all ranks that hold the stage.
+    """
+
+    @property
+    def num_reduction_parts(self) -> int:
+        """The launch, and one more for each wait that stands between two reductions or at the end.
+
+        1 where nothing is reduced, 2 for a reduction over one mesh axis, 3 for shards and replicas.
+        """
+
+    def continue_reduction(self) -> None:
+        """Wait for the reductions under way, and launch what needed them; at any time."""
 
 
 @runtime_checkable

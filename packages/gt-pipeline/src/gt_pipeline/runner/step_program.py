@@ -20,11 +20,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gt_pipeline.errors import StageOutputError
+from gt_pipeline.runner.reduction_points import reduction_points
 from gt_pipeline.runner.send_lifetimes import sends_done_after
 from gt_pipeline.runner.stage_protocol import (
     ActivationSignature,
     MicrobatchInputs,
     PipelineStageGraphs,
+    ReducesInParts,
     Tensors,
 )
 from gt_pipeline.runner.transfers import MAX_TENSORS, TransferChannel, Transfers
@@ -118,9 +120,14 @@ def bind_program(
     binder = _Binder(lowered.schedule, stages, inputs, transfers, loss_gradient, evaluates)
     done_after = sends_done_after(lowered, rank)
     actions = lowered.actions[rank]
+    in_parts = {i: stage for i, stage in stages.items() if isinstance(stage, ReducesInParts)}
+    num_parts = {index: stage.num_reduction_parts for index, stage in in_parts.items()}
+    points = reduction_points(actions, num_parts)
     runs = []
     for index, action in enumerate(actions):
         run = binder.bind(action)
+        for stage_index in points.get(index, ()):
+            run = _then(run, in_parts[stage_index].continue_reduction)
         if index in done_after:
             run = binder.then_retire(run, done_after[index])
         runs.append(run)
@@ -320,6 +327,14 @@ class _Binder:
         # Unique among the products of a step, on every rank alike.
         place = product.stage * self._schedule.num_microbatches + product.microbatch
         return channel, (2 * place + sent_forward) * MAX_TENSORS
+
+
+def _then(first: _Run, second: _Run) -> _Run:
+    def both() -> None:
+        first()
+        second()
+
+    return both
 
 
 def _take(places: list[_Parcel], microbatch: int) -> Callable[[], Tensors]:

@@ -26,7 +26,8 @@ class StepRecord:
     spans: tuple[Span, ...]
     """When every action ran, in order, in microseconds since the rank's first action started. On a
     CPU: from the start of the action's call to its end, waiting included. On a GPU: by events on
-    the current stream, so of transfers only what that stream waits for."""
+    the current stream, so of transfers only what that stream waits for. Of UNSHARD and REDUCE_GRAD
+    of graph stages: their launch."""
 
     peak_live: int
     """The most chunks that were held at once; the counterpart of `schedules.peak_live`."""
