@@ -168,6 +168,11 @@ class CompileConfig:
     fsdp_into_dense_regions: bool = False
     """Move FSDP communication to where no other communication runs."""
 
+    pipeline_gathered_gib: float | None = None
+    """Gathered parameters that a rank of a pipeline may hold, in GiB.
+    A rank gathers its next stages, three at most, as far as they fit.
+    None: whatever three take."""
+
     async_tensor_parallel: bool = False
     """Pipeline tensor-parallel collectives with the matrix products next to them.
     Needs symmetric memory: CUDA devices that reach each other directly."""

@@ -67,6 +67,32 @@ def log_replicas() -> tuple[list[tuple[str, bool]], int]:
     return _run(planned, lambda module: shard(module, both, mode="hybrid_shard"), mesh)
 
 
+def gathers_within(stages_at_once: int) -> tuple[list[int], int]:
+    """Gathers of a step that may hold no more bytes than that many of this rank's stages.
+
+    Returns:
+        The bytes of this rank's stages, and how often a parameter was gathered.
+    """
+    planned = schedule_of("Interleaved1F1B", num_ranks=2, num_stages=4, num_microbatches=4)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "shard"))
+    stages = graph_stages(
+        planned,
+        mesh["pipeline"].get_local_rank(),
+        place=lambda module: shard(module, mesh["shard"], mode="shard"),
+    )
+    sizes = [stage.unsharded_bytes for stage in stages]
+    most = max(sizes) if stages_at_once == 1 else sum(sizes)
+    tokens, target = (each[: planned.num_microbatches * MICROBATCH_SIZE] for each in batch())
+    group = mesh["pipeline"].get_group()
+    with (
+        GraphPPRunner(stages, planned, group=group, max_unsharded_bytes=most) as runner,
+        _Log() as log,
+    ):
+        runner.step(tokens, target=target)
+    assert not log.launched
+    return sizes, sum(kind == "all_gather_into_tensor" for kind, _ in log.hidden_behind)
+
+
 def _run(
     planned: Schedule, place: Callable[[nn.Module], object], mesh: DeviceMesh
 ) -> tuple[list[tuple[str, bool]], int]:

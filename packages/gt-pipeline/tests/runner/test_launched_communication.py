@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from launched_cases import log_named, log_replicas
+from launched_cases import gathers_within, log_named, log_replicas
 
 from gt_pipeline.runner.reduction_points import reduction_points
 from gt_pipeline.schedules.actions import parse_action
@@ -40,6 +40,21 @@ def test_a_reduction_over_replicas_is_launched_while_others_compute(four: GlooWo
             ("all_reduce", False),
             ("all_reduce", True),  # of stage 1, among replicas
         ]
+
+
+_NUM_BLOCK = 6
+"""Parameters of a stage that has nothing but its block: a norm's and two products', with biases."""
+
+
+def test_stages_are_gathered_as_far_as_bytes_allow(four: GlooWorkers) -> None:
+    """Rank 0 has stages 0 and 2, rank 1 has 1 and 3: both, or one for each half of its forwards
+    and backwards."""
+    block = 4 * (2 * 16 + 16 * 48 + 48 + 48 * 16 + 16)
+    for rank, (sizes, num_gathers) in enumerate(four.run(gathers_within, 2)):
+        assert sizes[0 if rank >= 2 else 1] == block
+        assert num_gathers == 2 * _NUM_BLOCK + 1
+    for _, num_gathers in four.run(gathers_within, 1):
+        assert num_gathers > 2 * _NUM_BLOCK + 1
 
 
 @pytest.mark.parametrize(

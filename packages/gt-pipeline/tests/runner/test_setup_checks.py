@@ -54,6 +54,21 @@ def test_a_right_runner_works_after_a_refused_one(four: GlooWorkers) -> None:
     assert four.run(train_after_a_refusal) == [0, 0, 0, 8]
 
 
+def test_refuses_fewer_gathered_bytes_than_a_stage_has() -> None:
+    planned = schedule_of("GPipe", num_ranks=1, num_stages=1, num_microbatches=8)
+    (stage,) = eager_stages(planned, 0)
+    stage.unsharded_bytes = 1500  # type: ignore[attr-defined]
+    with pytest.raises(RunnerSetupError) as caught:
+        GraphPPRunner([stage], planned, max_unsharded_bytes=1499)
+    assert caught.value.problems == (
+        (
+            "rank 0: max_unsharded_bytes is 1499: an action needs 1,500 bytes of gathered "
+            "parameters, of stage 0"
+        ),
+    )
+    GraphPPRunner([stage], planned, max_unsharded_bytes=1500).close()
+
+
 def test_refuses_everything_that_is_wrong_with_stages_at_once() -> None:
     planned = schedule_of("GPipe", num_ranks=1, num_stages=1, num_microbatches=8)
     (stage,) = eager_stages(planned, 0)

@@ -97,6 +97,36 @@ def test_a_rank_never_holds_more_gathered_stages_than_it_may(
 
 
 @SLOW_MACHINES
+@given(any_schedules(), st.integers(0, 3))
+def test_a_rank_never_holds_more_gathered_bytes_than_it_may(
+    schedule: Schedule, num_spare: int
+) -> None:
+    """Stage i has 10 + i bytes, so that an action needs those of its last stages at most."""
+    bytes_of = {stage: 10 + stage for stage in range(schedule.num_stages)}
+    most = sum(sorted(bytes_of.values())[-2:]) + num_spare
+    lowered = lower(
+        schedule,
+        unshards=True,
+        reduces=True,
+        max_unsharded_bytes=most,
+        unsharded_bytes=bytes_of,
+    )
+    for actions in lowered.actions:
+        held: set[int] = set()
+        for action in actions:
+            held |= {action.stage} if action.kind == "UNSHARD" else set()
+            held -= {action.stage} if action.kind == "RESHARD" else set()
+            assert sum(bytes_of[stage] for stage in held) <= most
+            assert held >= {part.stage for part in action.compute_parts}
+
+
+def test_bytes_of_which_nothing_is_known_are_no_limit() -> None:
+    schedule = natural_schedule("DualPipeV", 2, 4)
+    without = lower(schedule, unshards=True, reduces=True)
+    assert lower(schedule, unshards=True, reduces=True, max_unsharded_bytes=1) == without
+
+
+@SLOW_MACHINES
 @given(any_schedules())
 def test_each_stage_reduces_its_gradients_once_and_evaluation_never(schedule: Schedule) -> None:
     lowered = lower(schedule, unshards=False, reduces=True)
@@ -174,6 +204,24 @@ def test_refuses_fewer_gathered_stages_than_one_action_uses() -> None:
         """\
 max_unsharded_stages is 1:
   - DualPipeV has actions that use 2 stages at once""",
+    )
+
+
+def test_refuses_fewer_gathered_bytes_than_actions_use() -> None:
+    with pytest.raises(ScheduleError) as caught:
+        lower(
+            natural_schedule("DualPipeV", 2, 4),
+            unshards=True,
+            reduces=True,
+            max_unsharded_bytes=2000,
+            unsharded_bytes={0: 1500, 1: 900, 2: 1200, 3: 700},
+        )
+    assert_expected_inline(
+        str(caught.value),
+        """\
+max_unsharded_bytes is 2,000:
+  - an action needs 2,200 bytes of gathered parameters, of stage 0 and stage 3
+  - an action needs 2,100 bytes of gathered parameters, of stage 1 and stage 2""",
     )
 
 

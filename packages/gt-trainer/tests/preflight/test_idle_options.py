@@ -29,6 +29,7 @@ from gt_passes import PassContext, known_passes
 from gt_trainer import trainer
 from gt_trainer.decoder import eager_chunks
 from gt_trainer.models import llama3
+from gt_trainer.pipelines import split_model
 from gt_trainer.placement import place_decoder, planned_step
 from gt_trainer.preflight import bitwise_violations
 from gt_trainer.preflight.idle_options import RunOptions, idle_option_violations, read_elsewhere
@@ -78,6 +79,7 @@ SAMPLES: dict[str, tuple[object, ...]] = {
     "disable_passes": (("delay-waits",), ("prefetch-all-gathers",), ("share-all-gathers",)),
     "fsdp_bucket_cap_mib": (25,),
     "prefetch_layers": (0, 3),
+    "pipeline_gathered_gib": (4.0,),
     "ep_overlap.num_chunks": (4,),
 }
 """Values of the options whose values cannot be listed."""
@@ -103,6 +105,7 @@ READERS = {
     "verify_passes": recipe,
     "debug_graph_passes": recipe,
     "on_shape_change": new_training_step,
+    "pipeline_gathered_gib": split_model,
     "joint_partitioner": new_training_step,
     "capture_layers": planned_step,
     "ep_overlap.num_chunks": eager_chunks,

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from gt_config.node_keys import OverlappedBackward, PipelineAction
+from gt_passes.analysis.storages import Storages, flat
 from gt_passes.verifier.collective_order import CollectiveSequence
 from gt_pipeline.errors import StageGraphError, StageInputError, StageOrderError
 from gt_pipeline.graph._torch_internals import FakeTensorMode
@@ -190,6 +191,16 @@ class GraphPipelineStage:
         return {name: of_action for name, of_action in lines.items() if of_action}
 
     # ---- parameters -----------------------------------------------------------------------------
+
+    @property
+    def unsharded_bytes(self) -> int:
+        """Bytes of the gathered parameters; 0 if nothing is sharded."""
+        action = self._unshard.action
+        if action.is_empty:
+            return 0
+        storages = Storages(action.graph_module)
+        held = {each for node in action.result_nodes() for each in flat(storages.held[node])}
+        return sum(storages.num_bytes[each] for each in held)
 
     def unshard(self) -> None:
         """Gather the parameters, and keep them until ``reshard``; what uses them first waits."""

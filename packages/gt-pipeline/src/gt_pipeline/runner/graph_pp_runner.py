@@ -42,11 +42,17 @@ from gt_pipeline.runner.setup_checks import (
 )
 from gt_pipeline.runner.shared_parameters import find_members, shared_parameters
 from gt_pipeline.runner.stage_collectives import compare_evaluations, prepare_pairs
-from gt_pipeline.runner.stage_protocol import MicrobatchInputs, PipelineStageGraphs, Tensors
+from gt_pipeline.runner.stage_protocol import (
+    KnowsUnshardedBytes,
+    MicrobatchInputs,
+    PipelineStageGraphs,
+    Tensors,
+)
 from gt_pipeline.runner.step_program import StepProgram, bind_program
 from gt_pipeline.runner.step_record import StepRecord, record_actions
 from gt_pipeline.runner.transfers import make_transfers
 from gt_pipeline.schedules import Action, Schedule, lower
+from gt_pipeline.schedules.lowering import excess_of_bytes
 from gt_pipeline.schedules.schedule import forward_only
 from gt_pipeline.split import SharedGroup
 
@@ -98,6 +104,8 @@ class GraphPPRunner:
             they are closed, so that ranks that wait in them end at once and not by a timeout;
             stages that need them can run no more then.
         max_unsharded_stages: stages whose parameters are gathered at any time; see `lower`.
+        max_unsharded_bytes: of these parameters; None: no limit. Stages that cannot say how many
+            they have count nothing.
         timeout: after which a transfer or an agreement fails; None: as for other groups.
 
     Raises:
@@ -117,15 +125,27 @@ class GraphPPRunner:
         shared_groups: Sequence[SharedGroup] = (),
         collective_groups: Sequence[dist.ProcessGroup] = (),
         max_unsharded_stages: int = 3,
+        max_unsharded_bytes: int | None = None,
         timeout: timedelta | None = None,
     ) -> None:
         planned: dict[_StepKind, Schedule] = {"train": schedule, "eval": forward_only(schedule)}
+        # Of this rank's stages: what others gather changes nothing in its list.
+        unsharded_bytes = {
+            stage.stage_index: stage.unsharded_bytes
+            for stage in stages
+            if isinstance(stage, KnowsUnshardedBytes)
+        }
+        too_large = excess_of_bytes(
+            schedule, max_unsharded_bytes=max_unsharded_bytes, unsharded_bytes=unsharded_bytes
+        )
         lowered = {
             mode: lower(
                 each,
                 unshards=True,
                 reduces=mode == "train",
                 max_unsharded_stages=max_unsharded_stages,
+                max_unsharded_bytes=None if too_large else max_unsharded_bytes,
+                unsharded_bytes=unsharded_bytes,
             )
             for mode, each in planned.items()
         }
@@ -149,6 +169,10 @@ class GraphPPRunner:
                 options={"loss_reduction": loss_reduction, "shared_groups": list(shared_groups)},
                 problems=[
                     *_reduction_problems(loss_reduction),
+                    *(
+                        f"max_unsharded_bytes is {max_unsharded_bytes}: {each}"
+                        for each in too_large
+                    ),
                     *prepare_pairs(lowered["train"], self._stages),
                 ],
             ),

@@ -193,6 +193,15 @@ class NamesKwargs(Protocol):
 
 
 @runtime_checkable
+class KnowsUnshardedBytes(PipelineStageGraphs, Protocol):
+    """A stage that knows how much memory its gathered parameters take."""
+
+    @property
+    def unsharded_bytes(self) -> int:
+        """What `unshard` adds to the memory of this rank, in bytes."""
+
+
+@runtime_checkable
 class ReducesInParts(PipelineStageGraphs, Protocol):
     """A stage some of whose reductions need the result of an earlier one.
 

@@ -17,7 +17,7 @@ can hide behind that action.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from gt_pipeline.errors import ScheduleError
@@ -36,6 +36,8 @@ def lower(
     unshards: bool,
     reduces: bool,
     max_unsharded_stages: int = 3,
+    max_unsharded_bytes: int | None = None,
+    unsharded_bytes: Mapping[int, int] | None = None,
     costs: CostModel = UNIT_COSTS,
 ) -> LoweredSchedule:
     """Add to a schedule what moves data.
@@ -43,7 +45,8 @@ def lower(
     - SEND_F/RECV_F and SEND_B/RECV_B where neighbouring stages are on two ranks. Where they are on
       one, as at the turn of a V, the runner hands the product over, and no action says so.
     - UNSHARD before a stage's first use, RESHARD after its last: a rank holds the parameters of the
-      next ``max_unsharded_stages`` stages that it will use, and fetches them that early.
+      next ``max_unsharded_stages`` stages that it will use, as far as ``max_unsharded_bytes``
+      allow, and fetches them that early.
     - REDUCE_GRAD after a stage's last backward, behind the transfer of what that backward made.
 
     Args:
@@ -52,20 +55,24 @@ def lower(
         reduces: whether stages reduce their gradients.
         max_unsharded_stages: stages of a rank whose parameters are gathered at any time, at least
             two if it has OVERLAP_F_B actions of two stages.
+        max_unsharded_bytes: of these parameters; None: no limit.
+        unsharded_bytes: gathered parameters of each stage; a stage that is missing counts nothing.
         costs: of compute actions, by which the actions of different ranks are put in order. Any
             costs give a schedule that can run; right ones let more transfers hide.
 
     Raises:
-        ScheduleError: the schedule cannot run, or ``max_unsharded_stages`` is too small.
+        ScheduleError: the schedule cannot run, or what an action needs exceeds a limit.
     """
     check_schedule(schedule)
+    limit = _Limit(
+        # Without any stage to gather, nothing is.
+        num_stages=max_unsharded_stages if unshards else 0,
+        num_bytes=max_unsharded_bytes,
+        bytes_of=unsharded_bytes or {},
+    )
     if unshards:
-        _check_limit(schedule, max_unsharded_stages)
-    # Without any stage to gather, nothing is.
-    gather = [
-        _unshards_of(actions, max_unsharded_stages if unshards else 0)
-        for actions in schedule.compute
-    ]
+        _check_limit(schedule, limit)
+    gather = [_unshards_of(actions, limit) for actions in schedule.compute]
     reduced_after = [_last_backwards(actions) if reduces else {} for actions in schedule.compute]
     lists: list[list[Action]] = [[] for _ in schedule.compute]
     for rank, index in _by_end(schedule, costs):
@@ -91,17 +98,60 @@ def lower(
     return lowered
 
 
-def _check_limit(schedule: Schedule, max_unsharded_stages: int) -> None:
-    needed = max(
-        len({part.stage for part in action.compute_parts})
+def excess_of_bytes(
+    schedule: Schedule, *, max_unsharded_bytes: int | None, unsharded_bytes: Mapping[int, int]
+) -> list[str]:
+    """A sentence for each set of stages that an action uses and whose parameters are too large.
+
+    Arguments are those of ``lower``, which refuses such a schedule.
+    """
+    limit = _Limit(
+        num_stages=schedule.num_stages, num_bytes=max_unsharded_bytes, bytes_of=unsharded_bytes
+    )
+    return [
+        f"an action needs {limit.bytes_together(stages):,} bytes of gathered parameters, of stage "
+        + " and stage ".join(map(str, stages))
+        for stages in sorted(map(sorted, _used_together(schedule)))
+        if not limit.allows(stages)
+    ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Limit:
+    """Of what a rank holds gathered at any time."""
+
+    num_stages: int
+    num_bytes: int | None
+    bytes_of: Mapping[int, int]
+
+    def bytes_together(self, stages: Iterable[int]) -> int:
+        return sum(self.bytes_of.get(stage, 0) for stage in stages)
+
+    def allows(self, stages: Sequence[int]) -> bool:
+        fits = self.num_bytes is None or self.bytes_together(stages) <= self.num_bytes
+        return fits and len(stages) <= self.num_stages
+
+
+def _used_together(schedule: Schedule) -> set[frozenset[int]]:
+    return {
+        frozenset(part.stage for part in action.compute_parts)
         for actions in schedule.compute
         for action in actions
-    )
-    if max_unsharded_stages < needed:
+    }
+
+
+def _check_limit(schedule: Schedule, limit: _Limit) -> None:
+    most = max(map(len, _used_together(schedule)))
+    if limit.num_stages < most:
         raise ScheduleError(
-            what=f"max_unsharded_stages is {max_unsharded_stages}",
-            problems=[f"{schedule.name} has actions that use {needed} stages at once"],
+            what=f"max_unsharded_stages is {limit.num_stages}",
+            problems=[f"{schedule.name} has actions that use {most} stages at once"],
         )
+    too_large = excess_of_bytes(
+        schedule, max_unsharded_bytes=limit.num_bytes, unsharded_bytes=limit.bytes_of
+    )
+    if too_large:
+        raise ScheduleError(what=f"max_unsharded_bytes is {limit.num_bytes:,}", problems=too_large)
 
 
 def _by_end(schedule: Schedule, costs: CostModel) -> list[tuple[int, int]]:
@@ -127,11 +177,13 @@ class _Unshards:
     after_all: Sequence[Action]
 
 
-def _unshards_of(actions: Sequence[Action], max_stages: int) -> _Unshards:
+def _unshards_of(actions: Sequence[Action], limit: _Limit) -> _Unshards:
     held: list[int] = []
     before: list[list[Action]] = []
     for order in _orders_of_next_use(actions):
-        wanted = order[:max_stages]
+        wanted: list[int] = []
+        while len(wanted) < len(order) and limit.allows(order[: len(wanted) + 1]):
+            wanted.append(order[len(wanted)])
         dropped = [Action(stage, "RESHARD") for stage in held if stage not in wanted]
         fetched = [stage for stage in wanted if stage not in held]
         held = [stage for stage in held if stage in wanted] + fetched

@@ -85,6 +85,7 @@ def pipeline(
             parallelism=parallelism,
         )
     else:
+        gathered_gib = compile_config.pipeline_gathered_gib
         schedule = PipelinedStep(
             parts,
             plan.schedule,
@@ -94,6 +95,7 @@ def pipeline(
             collective_groups=_collective_groups(parallel_dims),
             new_passes=_new_passes(compile_config, Path(dump_folder)),
             device=torch.device("cpu") if device.type == "cpu" else device,  # tensors have no index
+            max_unsharded_bytes=None if gathered_gib is None else int(gathered_gib * 2**30),
             verify=compile_config.verify_passes,
         )
     last = plan.schedule.num_stages - 1

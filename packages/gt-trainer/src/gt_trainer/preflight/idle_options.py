@@ -111,6 +111,8 @@ def read_elsewhere(run: RunOptions) -> Iterator[str]:
         yield from ("verify_passes", "debug_graph_passes")  # what surrounds the passes
     if "STEP" in graphs and not options.autoparallel:
         yield "capture_layers"  # a stage and a placed model are captured in full
+    if "STAGE" in graphs:
+        yield "pipeline_gathered_gib"
     if "STEP" in graphs or "JOINT_FORWARD" in graphs:
         yield "on_shape_change"
     if "JOINT_FORWARD" in graphs:

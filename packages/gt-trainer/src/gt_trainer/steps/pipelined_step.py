@@ -65,6 +65,7 @@ class PipelinedStep:
         collective_groups: groups over which stages communicate, closed when a step fails.
         new_passes: makes the passes of a stage, given its index.
         device: of the model.
+        max_unsharded_bytes: of gathered parameters, at any time; None: those of three stages.
         verify: whether to verify every graph of a stage, as captured, as cut, and after passes.
     """
 
@@ -81,6 +82,7 @@ class PipelinedStep:
         collective_groups: Sequence[dist.ProcessGroup],
         new_passes: Callable[[int], StagePasses],
         device: torch.device,
+        max_unsharded_bytes: int | None = None,
         verify: bool = True,
     ) -> None:
         self._parts = parts
@@ -91,6 +93,7 @@ class PipelinedStep:
         self._collective_groups = collective_groups
         self._new_passes = new_passes
         self._device = device
+        self._max_unsharded_bytes = max_unsharded_bytes
         self._verify = verify
         self._runner: GraphPPRunner | None = None
         self._clock = StartupClock()
@@ -211,6 +214,7 @@ class PipelinedStep:
             group=self._pipeline_group,
             loss_reduction="sum",
             collective_groups=self._collective_groups,
+            max_unsharded_bytes=self._max_unsharded_bytes,
         )
 
     def _capture(
