@@ -17,11 +17,11 @@ from gt_trainer import device
 
 device.install("cpu")
 
-from gt_config import Violation  # noqa: E402  # below, what imports torchtitan
-from gt_config.option_paths import with_option  # noqa: E402
+from gt_config.option_paths import with_option  # noqa: E402  # below, what imports torchtitan
 from gt_trainer.models.deepseek_v3 import deepseek_v3_debugmodel  # noqa: E402
 from gt_trainer.models.llama3 import llama3_debugmodel  # noqa: E402
 from gt_trainer.preflight.preflight import configuration_violations  # noqa: E402
+from gt_trainer.trainer import GraphTrainer  # noqa: E402
 
 PAGE = Path(__file__).parents[1] / "docs" / "what-works-with-what.md"
 
@@ -76,8 +76,8 @@ that are not here, may have refusals of their own.
 """
 
 
-def first_violation(settings: Mapping[str, object]) -> Violation | None:
-    """The first thing that is wrong with a debug model that is trained so."""
+def configuration_of(settings: Mapping[str, object]) -> tuple[GraphTrainer.Config, int]:
+    """A debug model that is trained so, and the number of ranks that it asks for."""
     has_experts = "parallelism.expert_parallel_degree" in settings
     config = _WITH_EXPERTS if has_experts else _DENSE
     compile_options = config.compile
@@ -95,7 +95,12 @@ def first_violation(settings: Mapping[str, object]) -> Violation | None:
         training=replace(config.training, local_batch_size=8),
     )
     ranks = [v for k, v in degrees.items() if k != "expert_parallel_degree" and isinstance(v, int)]
-    return next(configuration_violations(config, math.prod(ranks)), None)
+    return config, math.prod(ranks)
+
+
+def contradict(one: Mapping[str, object], other: Mapping[str, object]) -> bool:
+    """Whether two features are two values of one option."""
+    return any(one[path] != other[path] for path in one.keys() & other.keys())
 
 
 def page() -> str:
@@ -103,9 +108,9 @@ def page() -> str:
     reasons: dict[str, int] = {}
 
     def cell(one: Mapping[str, object], other: Mapping[str, object]) -> str:
-        if any(one[path] != other[path] for path in one.keys() & other.keys()):
+        if contradict(one, other):
             return "–"
-        found = first_violation({**one, **other})
+        found = next(configuration_violations(*configuration_of({**one, **other})), None)
         if found is None:
             return "yes"
         text = f"`{found.flag} {found.value}`; allowed: {found.allowed}"

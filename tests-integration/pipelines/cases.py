@@ -27,7 +27,7 @@ from gt_trainer.metrics.metrics_history import read_metrics
 from gt_trainer.pipelines.pipeline_plan import PipelinePlan, pipeline_plan
 from gt_trainer.trainer import GraphTrainer
 
-NUM_BATCHES = 2
+NUM_BATCHES = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +78,7 @@ Microbatch = tuple[torch.Tensor, torch.Tensor, dict[str, Any]]
 
 
 def compare_pipelines(case: PipelineCase, folder: str) -> Found:
-    """One batch after another: captured stages, the whole model, and PyTorch's own runtime."""
+    """One optimizer step after another: captured stages, the whole model, and PyTorch's runtime."""
     trainer = case.trainer("aot_fx_trace", folder)
     for part in trainer.model_parts:
         set_weights(part)
@@ -86,6 +86,8 @@ def compare_pipelines(case: PipelineCase, folder: str) -> Found:
     whole = new_model(trainer, lambda model: model)
     runtime = TorchRuntime(trainer, plan)
     loss_of_whole = new_loss(trainer, whole)
+    optimizers = [LocalAdamW(each) for each in (trainer.model_parts, [whole], runtime.parts)]
+    before = local_parameters(trainer.model_parts)
     differences: list[str] = []
     losses: list[float] = []
     num_gradients = 0
@@ -108,6 +110,15 @@ def compare_pipelines(case: PipelineCase, folder: str) -> Found:
             differences += unequal(f"batch {batch}, evaluation", found_eval, expected_eval)
             losses += [loss.item() for loss in (*found, *found_eval)]
         num_gradients += len(gradients)
+        of_whole = reduced_as(dict(whole.named_parameters()), expected_gradients, trainer)
+        stages = {n: p for part in runtime.parts for n, p in part.named_parameters()}
+        of_runtime = reduced_as(stages, torch_gradients, trainer)
+        steps = zip(optimizers, (gradients, of_whole, of_runtime), strict=True)
+        for optimizer, reduced in steps:
+            optimizer.step(reduced)
+    after = local_parameters(trainer.model_parts)
+    unmoved = [name for name, parameter in after.items() if torch.equal(parameter, before[name])]
+    differences += [f"{name} was not trained" for name in unmoved]
     actions = {
         graph.kind
         for stage in trainer.pp_schedule.stages.values()
@@ -321,15 +332,39 @@ def reduced_as(
     found = {}
     for name, gradient in gradients.items():
         parameter = like[name]
-        assert isinstance(parameter, DTensor)
-        if "ep" in (parameter.device_mesh.mesh_dim_names or ()):
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        if mesh is not None and "ep" in (mesh.mesh_dim_names or ()):
             found[name] = gradient  # an expert's, which lives on this rank alone
             continue
         total = gradient.clone()
         for group in groups:
             dist.all_reduce(total, group=group)
-        found[name] = _part(total, parameter)
+        found[name] = _part(total, parameter) if isinstance(parameter, DTensor) else total
     return found
+
+
+def local_parameters(parts: list[nn.Module]) -> dict[str, torch.Tensor]:
+    return {name: local(parameter) for part in parts for name, parameter in part.named_parameters()}
+
+
+class LocalAdamW:
+    """Updates this rank's parts of parameters, element by element, however they are placed."""
+
+    def __init__(self, parts: list[nn.Module]) -> None:
+        self._parameters = {
+            name: nn.Parameter(
+                parameter.to_local().detach() if isinstance(parameter, DTensor) else parameter.data
+            )
+            for part in parts
+            for name, parameter in part.named_parameters()
+        }
+        self._optimizer = torch.optim.AdamW(self._parameters.values(), lr=1e-3, foreach=False)
+
+    def step(self, gradients: Gradients) -> None:
+        for name, gradient in gradients.items():
+            self._parameters[name].grad = gradient
+        self._optimizer.step()
+        self._optimizer.zero_grad()
 
 
 def unequal(what: str, a: list[torch.Tensor], b: list[torch.Tensor]) -> Iterator[str]:

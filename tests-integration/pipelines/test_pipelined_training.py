@@ -1,6 +1,6 @@
 """Captured pipelines of torchtitan's models compute the bits of the whole model, and of PyTorch.
 
-Three runs of the same batches from the same weights on 2 pipeline ranks x others: captured stages;
+Three runs of five optimizer steps from the same weights on 2 pipeline ranks x others: captured stages;
 the whole model without a pipeline, its gradients summed over microbatches and then once over ranks;
 PyTorch's own pipeline runtime over the same stages.
 """
@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from pipelines.cases import (
+    NUM_BATCHES,
     Found,
     PipelineCase,
     compare_pipelines,
@@ -94,7 +95,7 @@ def test_so_are_those_of_eight_ranks(case: PipelineCase, eight: GlooWorkers, tmp
 def _check(case: PipelineCase, found: list[Found]) -> None:
     assert [each.differences for each in found] == [()] * len(found)
     assert all(each.num_gradients > 10 for each in found)
-    assert {len(each.losses) for each in found} == {0, 2 * 2 * case.num_microbatches}
+    assert {len(each.losses) for each in found} == {0, 2 * NUM_BATCHES * case.num_microbatches}
     # Nothing is gathered that every rank has whole.
     gathers = "data_parallel_shard_degree" in case.model.parallelism
     reduces = gathers or case.model.parallelism.get("enable_sequence_parallel", True)
@@ -128,7 +129,7 @@ def test_torchtitans_own_attention_is_pipelined_likewise(
     )
     found = four.run(compare_pipelines_of_flex_attention, case, str(tmp_path))
     assert [each.differences for each in found] == [()] * 4
-    assert {len(each.losses) for each in found} == {0, 2 * 2 * case.num_microbatches}
+    assert {len(each.losses) for each in found} == {0, 2 * NUM_BATCHES * case.num_microbatches}
 
 
 @pytest.mark.slow
