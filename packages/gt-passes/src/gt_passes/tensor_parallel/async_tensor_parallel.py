@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from gt_config.graph_kinds import JOINT_GRAPHS, GraphKind
+from gt_config.graph_kinds import COMPUTING_ACTIONS, JOINT_GRAPHS, GraphKind
 from gt_config.numerics import Numerics
 from gt_passes._torch_compilation_internals import load_symmetric_memory_operators
 from gt_passes._torch_internals import FakeTensorMode, value_of
@@ -62,13 +62,16 @@ class AsyncTensorParallel(GraphPass):
     reduce-scatter; anything on the other side of an operator of which nothing is known, and memory
     that is written to. Every collective that is left alone is named with the reason.
 
+    In a pipeline it runs on each action, not on the stage before its cut: products that read one
+    gathered gradient may be of dI and of dW, and one call cannot be in both.
+
     *Preserves numerics*: no. Products of other shapes may sum in another order, and the
     reduce-scatter sums the ranks in another order.
     """
 
     name: ClassVar[str] = "async-tensor-parallel"
     numerics: ClassVar[Numerics] = "reordered"
-    runs_on: ClassVar[frozenset[GraphKind]] = frozenset({"STEP", *JOINT_GRAPHS})
+    runs_on: ClassVar[frozenset[GraphKind]] = frozenset({"STEP", *JOINT_GRAPHS, *COMPUTING_ACTIONS})
     keeps_dataflow: ClassVar[bool] = False
 
     symmetric_memory: SymmetricMemory = field(default_factory=SymmetricMemoryHere)

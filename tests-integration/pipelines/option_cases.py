@@ -1,0 +1,75 @@
+"""What the workers of ``test_pipelined_options.py`` run: pipelines with an option of ``--compile``."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from pipelines.cases import PipelineCase
+from torch.distributed import _symmetric_memory
+
+from gt_passes.tensor_parallel.symmetric_memory import SymmetricMemoryHere
+from gt_trainer.metrics.metrics_history import read_metrics
+from gt_trainer.trainer import GraphTrainer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """What a rank saw of two steps."""
+
+    losses: tuple[float, ...]
+    """Of metrics.jsonl; on rank 0."""
+
+    counts: Counter[str]
+    """What passes did on all graphs of this rank, as ``pass: count``."""
+
+
+def trained(case: PipelineCase, folder: str) -> Trained:
+    """Train for two steps."""
+    trainer = case.trainer("aot_fx_trace", folder)
+    trainer.config.training.steps = 2
+    trainer.train()
+    counts = _counts(trainer)
+    trainer.close()
+    dist.barrier()
+    records = read_metrics(Path(folder, "metrics.jsonl")) if dist.get_rank() == 0 else []
+    return Trained(losses=tuple(record["loss"] for record in records), counts=counts)
+
+
+def trained_with_symmetric_memory(case: PipelineCase, folder: str) -> Trained:
+    """The same where every group has symmetric memory, and its operators are what they mean."""
+    with symmetric_memory_of_cpus():
+        return trained(case, folder)
+
+
+@contextmanager
+def symmetric_memory_of_cpus() -> Iterator[None]:
+    """The operators exist on GPUs only; torch defines their meaning beside them."""
+    library = torch.library.Library("symm_mem", "IMPL")  # of this worker alone
+    meanings: dict[str, Callable[..., object]] = {
+        "fused_all_gather_matmul": _symmetric_memory._fused_all_gather_matmul_fallback,
+        "fused_matmul_reduce_scatter": _symmetric_memory._fused_matmul_reduce_scatter_fallback,
+    }
+    for name, meaning in meanings.items():
+        library.impl(name, meaning, "CPU")
+    try:
+        with mock.patch.object(SymmetricMemoryHere, "reason_against", return_value=None):
+            yield
+    finally:
+        library._destroy()
+
+
+def _counts(trainer: GraphTrainer) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for report in trainer.training_step.reports:
+        for passes in report.passes:
+            for record in passes.records:
+                for name, count in record.report.counts.items():
+                    found[f"{record.name}: {name}"] += count
+    return found
