@@ -3,20 +3,46 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from pipelines.cases import PipelineCase
+from pipelines.cases import Found, PipelineCase, compare_pipelines
 from torch.distributed import _symmetric_memory
 
 from gt_passes.tensor_parallel.symmetric_memory import SymmetricMemoryHere
 from gt_trainer.metrics.metrics_history import read_metrics
 from gt_trainer.trainer import GraphTrainer
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptionCase(PipelineCase):
+    """A pipeline with further options, also of ``--parallelism``; remembers its last trainer."""
+
+    parallelism: Mapping[str, Any] = field(default_factory=dict)
+
+    def build(self, mode: str, folder: str, **checkpoint: Any) -> GraphTrainer.Config:
+        config = PipelineCase.build(self, mode, folder, **checkpoint)
+        config.parallelism = replace(config.parallelism, **self.parallelism)
+        return config
+
+    def trainer(self, mode: str, folder: str, **checkpoint: Any) -> GraphTrainer:
+        _last[:] = [PipelineCase.trainer(self, mode, folder, **checkpoint)]
+        return _last[0]
+
+
+_last: list[GraphTrainer] = []
+
+
+def compare_and_count(case: OptionCase, folder: str) -> tuple[Found, Counter[str]]:
+    """``compare_pipelines``, and what passes did on all graphs of this rank."""
+    found = compare_pipelines(case, folder)
+    return found, _counts(_last.pop())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

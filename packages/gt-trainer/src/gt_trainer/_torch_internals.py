@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import torch
+from typing import Any
 
-__all__ = ["is_cuda_lost_by_fork"]
+import torch
+import torch.distributed as dist
+
+__all__ = ["is_cuda_lost_by_fork", "process_group_named"]
 
 
 def is_cuda_lost_by_fork() -> bool:
@@ -17,3 +20,13 @@ def is_cuda_lost_by_fork() -> bool:
     public function reads it before the first use of CUDA fails.
     """
     return bool(torch.cuda._is_in_bad_fork()) and torch.cuda.device_count() > 0
+
+
+def process_group_named(name: str) -> dist.ProcessGroup:
+    """A process group of this process by its name.
+
+    Functional collectives name their group, and only a private registry knows groups by name.
+    """
+    resolve: Any = vars(dist.distributed_c10d)["_resolve_process_group"]
+    group: dist.ProcessGroup = resolve(name)
+    return group

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -72,3 +73,47 @@ def test_without_a_pipeline_nothing_is_judged():
     assert len([*pipeline_violations(config)]) == 1
     config.parallelism.pipeline_parallel_degree = 1
     assert [*pipeline_violations(config)] == []
+
+
+def of_second_group(schedule: str, *, layers_per_stage: int | None, ep: int = 1) -> list[Violation]:
+    """Of 8 layers on 2 ranks."""
+    config = llama3_debugmodel()
+    assert config.model_spec is not None
+    layers = config.model_spec.model.layers
+    model = dataclasses.replace(config.model_spec.model, layers=[*layers, *layers[:2]])
+    config.model_spec = dataclasses.replace(config.model_spec, model=model)
+    config.parallelism = options(
+        pipeline_parallel_schedule=schedule,
+        pipeline_parallel_layers_per_stage=layers_per_stage,
+        pipeline_parallel_first_stage_less_layers=0,
+        pipeline_parallel_last_stage_less_layers=0,
+        expert_parallel_degree=ep,
+    )
+    config.compile = dataclasses.replace(config.compile, fsdp_second_group=True)
+    config.training = dataclasses.replace(config.training, local_batch_size=8)
+    return list(pipeline_violations(config))
+
+
+def test_a_second_group_needs_something_to_run_beside_reductions():
+    [violation] = of_second_group("1F1B", layers_per_stage=None)
+    assert violation == Violation(
+        flag="--compile.fsdp_second_group",
+        value=True,
+        allowed="False with the schedule 1F1B: no rank gathers parameters after it has begun to "
+        "reduce gradients, so that nothing would run beside that",
+        fix="leave the flag out, or give each rank more than 3 stages "
+        "(--parallelism.pipeline_parallel_layers_per_stage), of which not all are gathered at once",
+    )
+
+
+def test_a_second_group_runs_beside_gathers_of_further_stages():
+    """Of four stages on a rank three are gathered at once."""
+    [violation] = of_second_group("Interleaved1F1B", layers_per_stage=2)
+    assert violation.flag == "--compile.fsdp_second_group"
+    assert of_second_group("Interleaved1F1B", layers_per_stage=1) == []
+
+
+def test_a_second_group_runs_beside_exchanges_of_other_stages():
+    assert of_second_group("Interleaved1F1B", layers_per_stage=2, ep=2) == []
+    [violation] = of_second_group("1F1B", layers_per_stage=None, ep=2)
+    assert "no rank gathers parameters or exchanges tokens after" in violation.allowed

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any, cast
-
 import pytest
 import torch.distributed as dist
 from torchtitan.distributed import ParallelDims
@@ -13,7 +10,7 @@ from torchtitan.distributed import utils as distributed
 from gt_config import CompileConfig, EpOverlapConfig
 from gt_passes import SeparateExchangeGroup, SeparateReductionGroup
 from gt_trace.testing import fake_world
-from gt_trainer.steps import new_training_step
+from gt_trainer.steps.second_groups import create_second_groups
 
 NUM_RANKS = 32
 
@@ -39,13 +36,13 @@ def test_reductions_and_exchanges_have_groups_of_their_own_where_ep_takes_all_ra
     options = CompileConfig(fsdp_second_group=True, ep_overlap=EpOverlapConfig(enabled=True))
     with fake_world(rank=0, world_size=NUM_RANKS):
         dims = dims_of(ep=NUM_RANKS, world_size=NUM_RANKS)
-        parts = SimpleNamespace(options=options, parallel_dims=dims)
-        new_training_step._create_second_groups(cast("Any", parts))
+        given = create_second_groups(options, dims)
         num_groups = len(dist.distributed_c10d._world.pg_map)
         fsdp, ep = (dims.get_mesh(axis).get_group().group_name for axis in ("fsdp", "ep"))
         reductions = SeparateReductionGroup().second_group(fsdp)
         exchanges = SeparateExchangeGroup().second_group(ep)
         assert len(dist.distributed_c10d._world.pg_map) == num_groups  # none was missing
+        assert {reductions, exchanges} < {each.group_name for each in given}
     assert fsdp == ep
     assert len({fsdp, reductions, exchanges}) == 3
 
@@ -59,9 +56,9 @@ def test_all_ranks_make_the_groups_of_the_same_axes_in_the_same_order(rank: int)
             dims.get_mesh(axis).get_group().group_name for axis in ("fsdp", "efsdp", "ep")
         )
         before = set(dist.distributed_c10d._world.pg_map)
-        parts = SimpleNamespace(options=options, parallel_dims=dims)
-        new_training_step._create_second_groups(cast("Any", parts))
+        given = create_second_groups(options, dims)
         made = [g for g in dist.distributed_c10d._world.pg_map if g not in before]
+        assert list(given) == made
         descriptions = [group.group_desc for group in made]
     assert descriptions == [
         f"gt_passes: reductions of {fsdp}",

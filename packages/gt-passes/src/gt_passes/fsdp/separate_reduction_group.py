@@ -7,15 +7,17 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from gt_config.graph_kinds import GraphKind
+from gt_config.node_keys import PipelineAnnotation
 from gt_config.numerics import Numerics
 from gt_passes.analysis.layer_names import LayerNames
 from gt_passes.contract import GraphPass, PassContext, PassReport, Refusal
 from gt_passes.fsdp.fsdp_launches import find_fsdp_launches
 from gt_passes.registry import register_pass
 from gt_passes.second_groups import second_reduction_group
+from gt_trace.node_metadata import read_annotation
 
 _functional = torch.ops._c10d_functional
 _ALL_GATHER = _functional.all_gather_into_tensor.default
@@ -41,14 +43,15 @@ class SeparateReductionGroup(GraphPass):
         g = all_gather_into_tensor(b, 8, "fsdp")
 
     *Refuses*: reductions over a group that gathers no parameters in this graph: nothing would
-    overlap.
+    overlap. Those of a pipeline's REDUCE_GRAD all move: other graphs gather, and the schedule says
+    when (``gt_trainer.preflight`` refuses one in which nothing could overlap).
 
     *Preserves numerics*: yes. The ranks and their order are the same.
     """
 
     name: ClassVar[str] = "separate-reduction-group"
     numerics: ClassVar[Numerics] = "bitwise"
-    runs_on: ClassVar[frozenset[GraphKind]] = frozenset({"STEP", "JOINT_BACKWARD"})
+    runs_on: ClassVar[frozenset[GraphKind]] = frozenset({"STEP", "REDUCE_GRAD", "JOINT_BACKWARD"})
     keeps_dataflow: ClassVar[bool] = False  # another group's name, and nothing else
 
     second_group: Callable[[str], str] = second_reduction_group
@@ -72,7 +75,7 @@ class SeparateReductionGroup(GraphPass):
             if each.launch.target is not _REDUCE_SCATTER or group in second.values():
                 continue
             assert isinstance(group, str)
-            if group not in gathering:
+            if group not in gathering and not _is_in_pipeline(each.launch):
                 reason = f"group {group!r} gathers no parameters that a reduction could delay"
                 refusals.append(Refusal(node_name=each.launch.name, reason=reason))
                 continue
@@ -81,3 +84,8 @@ class SeparateReductionGroup(GraphPass):
             each.launch.args = (*each.launch.args[:-1], second[group])
             num_moved += 1
         return PassReport.of({"reductions_moved": num_moved}, refusals)
+
+
+def _is_in_pipeline(launch: Node) -> bool:
+    annotation = read_annotation(launch, PipelineAnnotation)
+    return annotation is not None and annotation.action == "REDUCE_GRAD"

@@ -9,6 +9,7 @@ graphs do (``gt_trainer.steps.pipelined_step``). Stages are the same in both, by
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,12 +24,13 @@ from torchtitan.models.common.decoder import Decoder
 
 from gt_pipeline.graph import ActivationPlacement
 from gt_pipeline.runner import ActivationSignature
-from gt_pipeline.schedules import build_pipeline_schedule
+from gt_pipeline.schedules import build_pipeline_schedule, peak_live
 from gt_pipeline.split import stage_modules
 from gt_trainer.compile_options import TrainerCompileConfig
 from gt_trainer.pipelines.pipeline_plan import PipelinePlan, pipeline_plan
 from gt_trainer.placement.parallelize import parallelize
 from gt_trainer.steps.pipelined_step import PipelinedStep
+from gt_trainer.steps.second_groups import create_second_groups
 from gt_trainer.steps.stage_recipe import StagePasses
 from gt_trainer.steps.training_step import LossFunction
 
@@ -92,8 +94,15 @@ def pipeline(
             loss_fn=loss_fn,
             activation=_activation(model_config, training, parallelism, parallel_dims),
             pipeline_group=mesh.get_group(),
-            collective_groups=_collective_groups(parallel_dims),
-            new_passes=_new_passes(compile_config, Path(dump_folder)),
+            collective_groups=[
+                *_collective_groups(parallel_dims),
+                *create_second_groups(compile_config, parallel_dims),
+            ],
+            new_passes=_new_passes(
+                compile_config,
+                Path(dump_folder),
+                num_live=peak_live(plan.schedule)[mesh.get_local_rank()],
+            ),
             device=torch.device("cpu") if device.type == "cpu" else device,  # tensors have no index
             max_unsharded_bytes=None if gathered_gib is None else int(gathered_gib * 2**30),
             verify=compile_config.verify_passes,
@@ -139,7 +148,12 @@ def _eager_schedule(
     )
 
 
-def _new_passes(options: TrainerCompileConfig, dump_folder: Path) -> Callable[[int], StagePasses]:
+def _new_passes(
+    options: TrainerCompileConfig, dump_folder: Path, *, num_live: int
+) -> Callable[[int], StagePasses]:
+    if options.offload_host_gib is not None:
+        # The rank's, for all that is kept at once; passes see one microbatch of one stage.
+        options = replace(options, offload_host_gib=options.offload_host_gib / num_live)
     folder = dump_folder / "graph_passes" / f"rank_{dist.get_rank()}"
 
     def new_passes(stage_index: int) -> StagePasses:

@@ -9,6 +9,7 @@ from torchtitan.models.common.decoder import Decoder
 
 from gt_config import Violation
 from gt_pipeline.errors import GtPipelineError
+from gt_pipeline.schedules import lower
 from gt_trainer.pipelines.pipeline_plan import PipelinePlan, pipeline_plan
 from gt_trainer.trainer import GraphTrainer
 
@@ -33,6 +34,35 @@ def pipeline_violations(config: GraphTrainer.Config) -> Iterator[Violation]:
         config.parallelism,
         num_layers=len(model.layers),
         local_batch_size=config.training.local_batch_size,
+    )
+    if config.compile.fsdp_second_group:
+        yield from _idle_second_group(config, num_layers=len(model.layers))
+
+
+def _idle_second_group(config: GraphTrainer.Config, *, num_layers: int) -> Iterator[Violation]:
+    """A group of their own helps reductions past what their rank begins after them."""
+    try:
+        plan = pipeline_plan(
+            config.parallelism,
+            num_layers=num_layers,
+            local_batch_size=config.training.local_batch_size,
+        )
+    except (FileNotFoundError, GtPipelineError, ZeroDivisionError):
+        return  # told elsewhere
+    exchanges = config.parallelism.expert_parallel_degree > 1
+    for actions in lower(plan.schedule, unshards=True, reduces=True).actions:
+        kinds = [action.kind for action in actions]
+        behind = actions[kinds.index("REDUCE_GRAD") :]
+        if any(each.kind == "UNSHARD" or (exchanges and each.compute_parts) for each in behind):
+            return
+    what = "gathers parameters" + (" or exchanges tokens" if exchanges else "")
+    yield Violation(
+        flag="--compile.fsdp_second_group",
+        value=True,
+        allowed=f"False with the schedule {plan.schedule.name}: no rank {what} after it has "
+        "begun to reduce gradients, so that nothing would run beside that",
+        fix="leave the flag out, or give each rank more than 3 stages "
+        "(--parallelism.pipeline_parallel_layers_per_stage), of which not all are gathered at once",
     )
 
 

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import nn
 from torchtitan.distributed import ParallelDims
 
-from gt_passes import GroupPurpose, second_group_of
 from gt_trainer.compile_options import TrainerCompileConfig
 from gt_trainer.placement.planned_step import capture_layers_of
 from gt_trainer.startup import StartupClock
@@ -19,6 +18,7 @@ from gt_trainer.steps.captured_step import CapturedTrainingStep, Recipe
 from gt_trainer.steps.joint_step import JointForward, JointStep
 from gt_trainer.steps.pipelined_step import PipelinedStep
 from gt_trainer.steps.recipe import ReshardChoice, recipe_of
+from gt_trainer.steps.second_groups import create_second_groups
 from gt_trainer.steps.training_step import (
     BatchPreparation,
     EagerStep,
@@ -83,25 +83,9 @@ def new_training_step(parts: StepParts) -> TrainingStep:
 
 
 def _recipe_of(parts: StepParts) -> Recipe:
-    _create_second_groups(parts)
+    create_second_groups(parts.options, parts.parallel_dims)
     return recipe_of(
         parts.options,
         reshard_after_forward=parts.reshard_after_forward,
         debug_folder=parts.dump_folder / "graph_passes" / f"rank_{dist.get_rank()}",
     )
-
-
-def _create_second_groups(parts: StepParts) -> None:
-    """Create the groups that passes move collectives to, where all ranks still do the same.
-
-    Else a rank whose capture fails would leave the others waiting for it to join a group.
-    """
-    wanted: list[tuple[str, GroupPurpose]] = []
-    if parts.options.fsdp_second_group:
-        wanted += [("fsdp", "reductions"), ("efsdp", "reductions")]
-    if parts.options.ep_overlap.enabled:
-        wanted += [("ep", "exchanges")]
-    for axis, purpose in wanted:
-        mesh = parts.parallel_dims.get_optional_mesh(axis)
-        if mesh is not None:
-            second_group_of(mesh.get_group().group_name, purpose=purpose)
