@@ -7,12 +7,22 @@ from pathlib import Path
 
 import pytest
 from pipelines.cases import PipelineCase
-from pipelines.option_cases import trained, trained_with_symmetric_memory
+from pipelines.option_cases import (
+    OptionCase,
+    compare_and_count,
+    trained,
+    trained_with_symmetric_memory,
+)
 from training_cases import Case
 
 from gt_trace.testing import GlooWorkers
 
 LLAMA3 = Case(module="llama3", config="llama3_debugmodel", num_layers=4, seq_len=32)
+NOT_WEIGHTED = {
+    "pipeline_parallel_first_stage_less_layers": 0,
+    "pipeline_parallel_last_stage_less_layers": 0,
+}
+"""Embedding and output projection count as no layers."""
 TP = dataclasses.replace(LLAMA3, parallelism={"tensor_parallel_degree": 2})
 
 
@@ -29,3 +39,29 @@ def test_asynchronous_tensor_parallelism_trains_as_collectives_do(
         assert each.counts["async-tensor-parallel: reduce_scatters_fused"] > 0
     assert len(found[0].losses) == 2
     assert found[0].losses == pytest.approx(expected[0].losses, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_reductions_over_a_second_group_keep_every_bit(four: GlooWorkers, tmp_path: Path):
+    """Of eight stages, each rank has four, of which it gathers three at once."""
+    model = dataclasses.replace(LLAMA3, num_layers=8, parallelism={"data_parallel_shard_degree": 2})
+    case = OptionCase(
+        model=model,
+        schedule="Interleaved1F1B",
+        options={"fsdp_second_group": True},
+        parallelism={"pipeline_parallel_layers_per_stage": 1, **NOT_WEIGHTED},
+    )
+    for found, counts in four.run(compare_and_count, case, str(tmp_path)):
+        assert found.differences == ()
+        assert found.num_gradients > 10
+        assert counts["separate-reduction-group: reductions_moved"] > 0
+
+
+@pytest.mark.slow
+def test_offloading_stages_keep_every_bit(four: GlooWorkers, tmp_path: Path):
+    model = dataclasses.replace(LLAMA3, parallelism={"data_parallel_shard_degree": 2})
+    case = OptionCase(model=model, schedule="ZBVZeroBubble", options={"memory_policy": "offload"})
+    for found, counts in four.run(compare_and_count, case, str(tmp_path)):
+        assert found.differences == ()
+        assert found.num_gradients > 10
+        assert counts["offload-tagged: tensors_offloaded"] > 4

@@ -20,17 +20,6 @@ from gt_config import CompileConfig, Violation
             "use aot_fx_trace, or --parallelism.pipeline_parallel_degree 1",
         ),
         (
-            {"memory_policy": "offload"},
-            "--compile.memory_policy",
-            "offload",
-            (
-                "'save_all' or 'selective' or 'full_recompute' with "
-                "--parallelism.pipeline_parallel_degree 2: several microbatches are under way, and "
-                "copies to the host are planned for one"
-            ),
-            "use full_recompute, or --parallelism.pipeline_parallel_degree 1",
-        ),
-        (
             {"capture_layers": "compared"},
             "--compile.capture_layers",
             "compared",
@@ -49,16 +38,6 @@ from gt_config import CompileConfig, Violation
                 "shapes of the first"
             ),
             "use error, or --parallelism.pipeline_parallel_degree 1",
-        ),
-        (
-            {"fsdp_second_group": True},
-            "--compile.fsdp_second_group",
-            True,
-            (
-                "False with --parallelism.pipeline_parallel_degree 2: gradients are reduced once, "
-                "after all microbatches"
-            ),
-            "use False, or --parallelism.pipeline_parallel_degree 1",
         ),
         (
             {"fsdp_into_dense_regions": True},

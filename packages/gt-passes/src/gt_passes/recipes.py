@@ -128,7 +128,7 @@ def default_passes(
     rewriting = [
         *_clean_up(),
         *_chunking(options.ep_overlap),
-        *_memory_policy(options),
+        *_memory_policy(options, graph),
         *_fsdp(options, reshard_after_forward=reshard_after_forward),
         *_numerics_changing(options),
     ]
@@ -165,7 +165,7 @@ def _chunking(options: EpOverlapConfig) -> Iterator[GraphPass]:
         )
 
 
-def _memory_policy(options: CompileConfig) -> Iterator[GraphPass]:
+def _memory_policy(options: CompileConfig, graph: GraphKind) -> Iterator[GraphPass]:
     if options.memory_policy == "save_all":
         return
     policy = options.memory_policy
@@ -184,6 +184,7 @@ def _memory_policy(options: CompileConfig) -> Iterator[GraphPass]:
         yield OffloadTagged(
             prefetch_layers=options.offload_prefetch_layers,
             defer_layers=options.offload_defer_layers,
+            cut_after_forward=graph == "STAGE",
         )
 
 

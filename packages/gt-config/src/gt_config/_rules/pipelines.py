@@ -10,14 +10,8 @@ from gt_config.errors import Violation
 
 _WITHOUT_PIPELINE: tuple[tuple[str, tuple[object, ...], str], ...] = (
     ("config.mode", ("none", "aot_fx_trace"), "stages are captured with their backward, or eager"),
-    (
-        "config.memory_policy",
-        ("save_all", "selective", "full_recompute"),
-        "several microbatches are under way, and copies to the host are planned for one",
-    ),
     ("config.capture_layers", ("auto", "full"), "stages are short, and captured in full"),
     ("config.on_shape_change", ("error",), "every microbatch has the shapes of the first"),
-    ("config.fsdp_second_group", (False,), "gradients are reduced once, after all microbatches"),
     ("config.fsdp_into_dense_regions", (False,), "parameters are gathered between the actions"),
     ("config.cuda_graphs", (False,), "no GPU has run the two together yet"),
 )

@@ -1,8 +1,8 @@
 """Keep in host memory what is tagged for it, from the forward to the backward.
 
 As activation offloading in torchtune and in PyTorch's partitioner
-(``torch/_functorch/_activation_offloading``), on the graph of a whole step, where the distances
-between copies and waits can be counted in layers.
+(``torch/_functorch/_activation_offloading``), on the graph of a whole step or of a pipeline's
+stage, where the distances between copies and waits can be counted in layers.
 """
 
 from __future__ import annotations
@@ -58,16 +58,20 @@ class OffloadTagged(GraphPass):
     Views that the backward reads must be tagged ``recompute`` and come from ``recompute-tagged``,
     which runs before; a view that is not holds the memory of its base.
 
+    The graph of a pipeline's stage is cut between forward and backward, and actions of other
+    microbatches run there (``cut_after_forward``). So each copy to the host is waited for in the
+    forward, each copy back starts in the backward, and what waits between the two is the host's.
+
     *Refuses*, and tags ``save``: what is not one tensor that fills its memory and has a fixed size;
     what is written to later; the raw result of a collective; and what would come back no later
-    than it has left.
+    than it has left, if nothing else runs in between.
 
     *Preserves numerics*: yes. Copies keep every bit.
     """
 
     name: ClassVar[str] = "offload-tagged"
     numerics: ClassVar[Numerics] = "bitwise"
-    runs_on: ClassVar[frozenset[GraphKind]] = frozenset({"STEP"})
+    runs_on: ClassVar[frozenset[GraphKind]] = frozenset({"STEP", "STAGE"})
 
     prefetch_layers: int = 1
     """A tensor starts to come back this many layers, in the order of the backward, before the
@@ -79,6 +83,9 @@ class OffloadTagged(GraphPass):
 
     layers: str = "layers.*"
     """Pattern of the names of the modules that are layers."""
+
+    cut_after_forward: bool = False
+    """Whether forward and backward will be graphs of their own, as those of a pipeline's stage."""
 
     def __post_init__(self) -> None:
         problems = [
@@ -139,7 +146,8 @@ class _Offloading:
                 continue
             trip = self._trip(node, readers)
             reason = self._reason_against(node)
-            if reason is None and trip.leaves_at >= trip.returns_at:
+            at_once = trip.leaves_at >= trip.returns_at and not self._options.cut_after_forward
+            if reason is None and at_once:
                 reason = "it would come back no later than it has left"
             if reason is not None:
                 write_annotation(node, _SAVE)
@@ -166,14 +174,14 @@ class _Offloading:
         position = self._recomputability.position
         made_at, read_at = position[node], position[readers[0]]
         made_in, read_in = self._visits.segment_at(made_at), self._visits.segment_at(read_at)
-        return _Trip(
-            node=node,
-            readers=readers,
-            leaves_at=max(
-                made_in.start_of_layer(made_at, ahead=self._options.defer_layers + 1), made_at + 1
-            ),
-            returns_at=read_in.start_of_layer(read_at, ahead=-self._options.prefetch_layers),
+        leaves_at = max(
+            made_in.start_of_layer(made_at, ahead=self._options.defer_layers + 1), made_at + 1
         )
+        returns_at = read_in.start_of_layer(read_at, ahead=-self._options.prefetch_layers)
+        if self._options.cut_after_forward:
+            leaves_at = min(leaves_at, read_in.start)
+            returns_at = max(returns_at, read_in.start)
+        return _Trip(node=node, readers=readers, leaves_at=leaves_at, returns_at=returns_at)
 
     def _reason_against(self, node: Node) -> str | None:
         value = node.meta.get("val")
