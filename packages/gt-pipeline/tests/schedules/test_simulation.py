@@ -150,10 +150,25 @@ def test_computation_waits_for_parameters_and_the_end_for_gradients() -> None:
         ("0F0", 5.0, 6.0),
         ("0B0", 6.0, 8.0),
         ("0REDUCE_GRAD", 8.0, 15.0),
-        ("0RESHARD", 8.0, 8.0),
+        ("0RESHARD", 15.0, 15.0),
     ]
     assert timeline.idle == (12.0,)
     assert timeline.bubble == 0.8
+
+
+@pytest.mark.parametrize(("overlap", "makespan"), [(True, 13.0), (False, 16.0)])
+def test_gathers_run_beside_computation_only_if_asked_to(overlap: bool, makespan: float) -> None:
+    """Two stages of one rank: the second is gathered while the first computes, or before it does.
+
+    compute     0F    1F 1B 1B 0B 0B              0F 1F 1B 1B       0B 0B
+    gathers  U U U U           R  R  R R R R   UUUU           R R R       R R R
+    """
+    schedule = schedule_of_text("0F0 1F0 1B0 0B0", stage_to_rank=(0, 0))
+    lowered = lower(schedule, unshards=True, reduces=True)
+    costs = ActionCosts(unshard=2.0, reduce_grad=3.0)
+    timeline = simulate(lowered, costs, overlap_gathers=overlap)
+    assert timeline.makespan == makespan
+    assert timeline.compute == (6.0,)
 
 
 def test_costs_can_be_a_function_or_a_table_of_measurements() -> None:

@@ -5,7 +5,8 @@ holds it. That is when the executing module lets go, since the code that FX gene
 module sets each variable to None after its last use (``torch/fx/graph.py``,
 ``delete_unused_values``). Three things differ:
 
-- Inputs live from beginning to end: whoever calls the graph holds them.
+- Inputs live from beginning to end: whoever calls the graph holds them. Those that are released to
+  the graph, which alone holds them, are freed after their last use.
 - Outputs live until the end.
 - What is given to a functional collective lives until the collective is waited for, because the
   process group holds it so long.
@@ -122,6 +123,7 @@ def estimate_memory(
     num_static_inputs: int = 0,
     block_bytes: int = 1,
     symbol_sizes: Mapping[str, int] | None = None,
+    released_inputs: Collection[Node] = (),
 ) -> MemoryProfile:
     """Estimate what memory a graph needs while it runs, and for what. Linear in the graph.
 
@@ -133,16 +135,27 @@ def estimate_memory(
         symbol_sizes: what symbols without a hint stand for, by name (``{"u3": 3072}``); by default
             what they are when every all-to-all gives a rank as much as it takes. A size that
             depends on any other counts as nothing (``MemoryProfile.num_unsized``).
+        released_inputs: placeholders that nobody but the graph holds.
     """
     storages = Storages(graph_module, block_bytes=block_bytes, symbol_sizes=symbol_sizes)
-    return _Liveness(storages, num_static_inputs=num_static_inputs).profile()
+    lifetimes = _Liveness(
+        storages, num_static_inputs=num_static_inputs, released_inputs=released_inputs
+    )
+    return lifetimes.profile()
 
 
 class _Liveness:
     """The lifetimes of the storages of one graph."""
 
-    def __init__(self, storages: Storages, *, num_static_inputs: int = 0) -> None:
+    def __init__(
+        self,
+        storages: Storages,
+        *,
+        num_static_inputs: int = 0,
+        released_inputs: Collection[Node] = (),
+    ) -> None:
         self._storages = storages
+        self._released = frozenset(released_inputs)
         self._num_static_inputs = num_static_inputs
         self._compute_device = _compute_device_type(storages.device_type)
         self._inputs: list[int] = []
@@ -204,7 +217,8 @@ class _Liveness:
         end = len(nodes) - 1
         for storage in (*self._inputs, *self._constants):
             self._birth[storage] = 0
-            death[storage] = end
+            if storages.maker[storage] not in self._released:
+                death[storage] = end
         never_waited_for = (storage for given in given_to.values() for storage in given)
         for storage in (*self._outputs, *never_waited_for):
             death[storage] = end

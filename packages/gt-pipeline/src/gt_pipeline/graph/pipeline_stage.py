@@ -147,6 +147,11 @@ class GraphPipelineStage:
         return self.graphs.capture
 
     @property
+    def actions(self) -> Mapping[PipelineAction, ActionGraph]:
+        """The graph that each action runs, after the transform, by kind."""
+        return {kind: each.action for kind, each in self._executables.items()}
+
+    @property
     def fake_mode(self) -> FakeTensorMode:
         """The fake mode of the capture; other stages of this rank are to be captured with it."""
         return self.capture.traced.fake_mode
@@ -278,7 +283,9 @@ class GraphPipelineStage:
         """
         executable = self._executables["FULL_BACKWARD"]
         saved = self._take_saved(microbatch, output_gradients, executable)
-        results = executable.run([*self._static(executable), *output_gradients, *saved])
+        inputs = [*self._static(executable), *output_gradients, *saved]
+        del saved  # or it would live until the graph has run
+        results = executable.run(inputs)
         return self._accumulate(executable, results)
 
     def backward_input(self, microbatch: int, output_gradients: Tensors) -> Tensors:
@@ -289,7 +296,9 @@ class GraphPipelineStage:
         """
         executable = self._executables["BACKWARD_INPUT"]
         saved = self._take_saved(microbatch, output_gradients, executable)
-        results = executable.run([*self._static(executable), *output_gradients, *saved])
+        inputs = [*self._static(executable), *output_gradients, *saved]
+        del saved  # or it would live until the graph has run
+        results = executable.run(inputs)
         return self._keep_between(microbatch, results)
 
     def backward_weight(self, microbatch: int) -> None:
@@ -336,7 +345,9 @@ class GraphPipelineStage:
         of_backward, of_forward = other._static(executable), self._static_of_forward()
         static = (*of_backward, *(of_forward[i] for i in actions.forward_static))
         saved = other._take_saved(backward_microbatch, output_gradients, executable)
-        results = pair.run([*static, *output_gradients, *saved, *arguments])
+        graph_inputs = [*static, *output_gradients, *saved, *arguments]
+        del saved  # or it would live until the graph has run
+        results = pair.run(graph_inputs)
         num_backward = len(executable.action.outputs)
         backward_results = results[:num_backward]
         if backward_kind == "FULL_BACKWARD":
@@ -355,6 +366,16 @@ class GraphPipelineStage:
             ValueError: there is no such kind of backward.
         """
         return self._overlap(backward_stage, backward_kind)[0]
+
+    def overlapped_action(
+        self, backward_stage: GraphPipelineStage, backward_kind: OverlappedBackward
+    ) -> ActionGraph:
+        """The graph that ``overlap`` runs, after the transform.
+
+        Raises:
+            StageCutError, ValueError: as for ``prepare_overlap``.
+        """
+        return self._overlap(backward_stage, backward_kind)[1].action
 
     def evaluate(self, microbatch: int, activations: Tensors, inputs: MicrobatchInputs) -> Tensors:
         """As ``forward``, with nothing kept.

@@ -34,7 +34,13 @@ def lowered_problems(lowered: LoweredSchedule) -> tuple[str, ...]:
         problems += _transfer_orders(lowered)
     if problems:
         return tuple(problems)  # ranks would be stuck for these reasons
-    return RankLists(schedule.stage_to_rank, lowered.actions, UNIT_COSTS, blocking=True).run()
+    return RankLists(
+        schedule.stage_to_rank,
+        lowered.actions,
+        UNIT_COSTS,
+        blocking_transfers=True,
+        blocking_gathers=True,
+    ).run()
 
 
 def _in_one_list(schedule: Schedule, rank: int, actions: Sequence[Action]) -> Iterator[str]:

@@ -9,6 +9,9 @@ with streams of its own, or blocks, as if a rank could do only one thing at a ti
   and REDUCE_GRADs follow each other too. Computation waits for the transfers and for the
   parameters that it needs.
 - *blocking*: a rank does nothing until what it posted is done. If this ends, nothing deadlocks.
+
+Transfers and gathers (UNSHARD and REDUCE_GRAD) overlap or block independently of each other: the
+graphs of stages hold the waits of what they gather and reduce, and transfers run beside them.
 """
 
 from __future__ import annotations
@@ -45,7 +48,7 @@ class Span:
 
 
 class RankLists:
-    """The lists of all ranks and how far they have run; communication may be ``blocking``.
+    """The lists of all ranks and how far they have run; transfers and gathers may block.
 
     Of a transfer, the cost of its SEND counts.
     """
@@ -56,13 +59,15 @@ class RankLists:
         actions: Sequence[Sequence[Action]],
         costs: CostModel,
         *,
-        blocking: bool,
+        blocking_transfers: bool,
+        blocking_gathers: bool,
     ) -> None:
         num_ranks = len(actions)
         self.stage_to_rank = stage_to_rank
         self.actions = actions
         self.costs = costs
-        self.blocking = blocking
+        self.blocking_transfers = blocking_transfers
+        self.blocking_gathers = blocking_gathers
         self.next_index = [0] * num_ranks
         self.lacking: dict[int, Product] = {}
         self.spans: list[dict[int, Span]] = [{} for _ in range(num_ranks)]
@@ -137,7 +142,7 @@ class RankLists:
             other = self.actions[other_rank][other_index]
             self._record(rank, index, "transfer", action, start, end)
             self._record(other_rank, other_index, "transfer", other, start, end)
-        if not self.blocking:
+        if not self.blocking_transfers:
             return True
         if moved not in self.arrived_at:
             self.lacking[rank] = moved
@@ -156,7 +161,7 @@ class RankLists:
         self.collective_free_at[rank] = end
         if action.kind == "UNSHARD":
             self.gathered_at[action.stage] = end
-        if self.blocking:
+        if self.blocking_gathers:
             self.computed_at[rank] = end
         return True
 

@@ -51,6 +51,7 @@ def simulate(
     costs: CostModel = UNIT_COSTS,
     *,
     overlap_communication: bool = True,
+    overlap_gathers: bool = False,
 ) -> ScheduleTimeline:
     """Run a schedule on paper.
 
@@ -59,6 +60,8 @@ def simulate(
             REDUCE_GRAD.
         costs: how long each action takes. Of a transfer, the cost of its SEND counts.
         overlap_communication: whether ranks compute while they communicate.
+        overlap_gathers: whether that goes for UNSHARD and REDUCE_GRAD too. Not by default, since
+            the graphs that ``GraphPPRunner`` runs for them wait for what they launch.
 
     Raises:
         ScheduleError: the ranks would wait for each other forever; says where each of them stands.
@@ -69,7 +72,8 @@ def simulate(
         schedule.schedule.stage_to_rank,
         schedule.actions,
         costs,
-        blocking=not overlap_communication,
+        blocking_transfers=not overlap_communication,
+        blocking_gathers=not (overlap_communication and overlap_gathers),
     )
     stuck = lists.run()
     if stuck:

@@ -7,14 +7,12 @@ on the meta device, so that a configuration for a thousand GPUs is checked on a 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torchtitan.distributed import ParallelDims
 
 from gt_config.compile_config import MemoryPolicy
 from gt_passes import DescribeOnly
@@ -23,7 +21,9 @@ from gt_trace import collective_counts, flex_attention_on_cpu
 from gt_trace.stamping import StampReport
 from gt_trainer.decoder.attention import DocumentCausalSDPA
 from gt_trainer.dry_run.fake_step import FakeStep, fake_step
-from gt_trainer.dry_run.simulated_run import SimulatedRun, StepFacts, simulate_run
+from gt_trainer.dry_run.pipeline_dry_run import PipelineDryRunReport, pipeline_dry_run
+from gt_trainer.dry_run.simulated_run import SimulatedRun, simulate_run
+from gt_trainer.dry_run.step_facts import degrees_of, step_facts
 from gt_trainer.placement.planned_step import capture_layers_of
 from gt_trainer.startup import StartupClock
 from gt_trainer.steps.captured_step import capture_training_step
@@ -104,7 +104,8 @@ def dry_run(
     hardware: Hardware | None = None,
     is_allowed: Allows = lambda _: True,
     trace_path: Path | None = None,
-) -> DryRunReport:
+    timeline_path: Path | None = None,
+) -> DryRunReport | PipelineDryRunReport:
     """Check that ``config`` can be built, placed and captured on ``world_size`` ranks.
 
     Args:
@@ -113,12 +114,14 @@ def dry_run(
         hardware: the machine to simulate; H100 SXM by default.
         is_allowed: whether a run could have a changed configuration, for one that does not fit.
         trace_path: where to write the simulated step as a Perfetto trace; None writes none.
+        timeline_path: where to write the timeline of a pipeline's ranks as an HTML page; None
+            writes none.
 
     Raises:
         RuntimeError: a process group exists already.
         Exception: whatever building, placing or capturing raises, as in a real run.
     """
-    report = _captured(config, world_size, hardware, trace_path)
+    report = _captured(config, world_size, hardware, trace_path, timeline_path)
     if report.simulated.fits:
         return report
     return replace(report, remedy=_remedy(config, world_size, hardware, is_allowed))
@@ -129,7 +132,7 @@ def _remedy(
 ) -> str:
     """The first change that makes the run fit, those that cost less speed first."""
     for flags, changed in _changes(config, is_allowed):
-        simulated = _captured(changed, world_size, hardware, None).simulated
+        simulated = _captured(changed, world_size, hardware).simulated
         if simulated.fits:
             gib = simulated.peak_bytes / 2**30
             speed = simulated.tokens_per_second_per_gpu
@@ -161,8 +164,17 @@ def _captured(
     config: GraphTrainer.Config,
     world_size: int,
     hardware: Hardware | None,
-    trace_path: Path | None,
-) -> DryRunReport:
+    trace_path: Path | None = None,
+    timeline_path: Path | None = None,
+) -> DryRunReport | PipelineDryRunReport:
+    if config.parallelism.pipeline_parallel_degree > 1:
+        return pipeline_dry_run(
+            config,
+            world_size,
+            hardware=hardware,
+            trace_path=trace_path,
+            timeline_path=timeline_path,
+        )
     with fake_step(config, world_size) as step, flex_attention_on_cpu():
         return _report(config, step, hardware, trace_path)
 
@@ -197,7 +209,7 @@ def _report(
     assert spec is not None
     simulated = simulate_run(
         report.traced,
-        _step_facts(config, step.parallel_dims, stored, flops_per_token=step.flops_per_token),
+        step_facts(config, step.parallel_dims, stored, flops_per_token=step.flops_per_token),
         parallel_dims=step.parallel_dims,
         hardware=hardware,
         host="cuda_graph" if config.compile.cuda_graphs else "eager",
@@ -207,7 +219,7 @@ def _report(
     return DryRunReport(
         model=f"{spec.name} {spec.flavor}",
         world_size=step.parallel_dims.world_size,
-        degrees=_degrees(step.parallel_dims),
+        degrees=degrees_of(step.parallel_dims),
         num_parameters=step.num_parameters,
         num_parameters_per_rank=sum(p.numel() for p in stored),
         parameter_bytes_per_rank=sum(p.numel() * p.element_size() for p in stored),
@@ -224,29 +236,6 @@ def _report(
     )
 
 
-def _step_facts(
-    config: GraphTrainer.Config,
-    parallel_dims: ParallelDims,
-    stored: Sequence[torch.Tensor],
-    *,
-    flops_per_token: int,
-) -> StepFacts:
-    """What one training step is, as torchtitan's trainer reads the configuration."""
-    training = config.training
-    batch_degree = parallel_dims.dp_replicate * parallel_dims.dp_shard
-    samples = training.local_batch_size * batch_degree
-    global_batch_size = training.global_batch_size if training.global_batch_size > 0 else samples
-    return StepFacts(
-        num_gpus=parallel_dims.world_size,
-        tokens=global_batch_size * training.seq_len,
-        num_microbatches=max(1, global_batch_size // samples),
-        flops_per_token=flops_per_token,
-        num_parameters_per_rank=sum(p.numel() for p in stored),
-        parameter_bytes_per_rank=sum(p.numel() * p.element_size() for p in stored),
-        clips_gradients=training.max_norm > 0,
-    )
-
-
 def _attention_note(model: nn.Module) -> str | None:
     """What differs from a GPU where attention was captured for the CPU."""
     if not any(isinstance(module, DocumentCausalSDPA) for module in model.modules()):
@@ -255,9 +244,3 @@ def _attention_note(model: nn.Module) -> str | None:
         "captured as scaled dot product with a mask, since this machine has no GPU; priced as "
         "FlexAttention over a causal mask without document boundaries"
     )
-
-
-def _degrees(parallel_dims: ParallelDims) -> tuple[tuple[str, int], ...]:
-    names = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
-    degrees = ((name, int(getattr(parallel_dims, name))) for name in names)
-    return tuple((name, degree) for name, degree in degrees if degree > 1)

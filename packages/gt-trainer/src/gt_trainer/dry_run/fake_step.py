@@ -65,18 +65,43 @@ def fake_step(config: GraphTrainer.Config, world_size: int) -> Iterator[FakeStep
         RuntimeError: a process group exists already.
         Exception: whatever building or placing raises, as in a real run.
     """
+    with fake_ranks(world_size):
+        yield _build(config, world_size)
+
+
+@contextmanager
+def fake_ranks(world_size: int) -> Iterator[None]:
+    """Make this process rank 0 of a fake process group while the context lasts.
+
+    Raises:
+        RuntimeError: a process group exists already.
+    """
     if dist.is_initialized():
         raise RuntimeError(
             "a fake step needs a process without a process group, and this one has one"
         )
     dist_utils.init_fake_mode(world_size)
     try:
-        yield _build(config, world_size)
+        yield
     finally:
         dist.destroy_process_group()
 
 
-def _build(config: GraphTrainer.Config, world_size: int) -> FakeStep:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetaModel:
+    """A whole model on meta, not placed yet, and the meshes that it is for."""
+
+    model: Any
+    parallel_dims: ParallelDims
+    num_parameters: int
+    """Tied parameters count once."""
+
+    flops_per_token: int
+    """torchtitan's count."""
+
+
+def meta_model(config: GraphTrainer.Config, world_size: int) -> MetaModel:
+    """Build the model of ``config`` without memory; within ``fake_ranks``."""
     parallel_dims = ParallelDims.from_config(config.parallelism, world_size)
     dist_utils.set_spmd_backend(config.parallelism.spmd_backend)
     spec = config.model_spec
@@ -86,9 +111,20 @@ def _build(config: GraphTrainer.Config, world_size: int) -> FakeStep:
     with torch.device("meta"), titan_utils.set_default_dtype(dtype):
         model: Any = spec.model.build()
     _, flops_per_token = spec.model.get_nparams_and_flops(model, config.training.seq_len)
-    num_parameters = sum(p.numel() for p in model.parameters())
-    model = spec.parallelize_fn(
-        model,
+    return MetaModel(
+        model=model,
+        parallel_dims=parallel_dims,
+        num_parameters=sum(p.numel() for p in model.parameters()),
+        flops_per_token=flops_per_token,
+    )
+
+
+def _build(config: GraphTrainer.Config, world_size: int) -> FakeStep:
+    built = meta_model(config, world_size)
+    spec, parallel_dims = config.model_spec, built.parallel_dims
+    assert spec is not None
+    model: Any = spec.parallelize_fn(
+        built.model,
         parallel_dims=parallel_dims,
         training=config.training,
         parallelism=config.parallelism,
@@ -104,17 +140,19 @@ def _build(config: GraphTrainer.Config, world_size: int) -> FakeStep:
     return FakeStep(
         model=model,
         loss_fn=loss_fn,
-        inputs=_example_inputs(config, model),
+        inputs=example_inputs(config, model, batch_size=config.training.local_batch_size),
         parallel_dims=parallel_dims,
-        num_parameters=num_parameters,
-        flops_per_token=flops_per_token,
+        num_parameters=built.num_parameters,
+        flops_per_token=built.flops_per_token,
         meta_device=titan_utils.device_type,
     )
 
 
-def _example_inputs(config: GraphTrainer.Config, model: nn.Module) -> tuple[Any, ...]:
-    """A batch of zeros of the configured shape: (tokens, labels, token count, extra inputs)."""
-    shape = (config.training.local_batch_size, config.training.seq_len)
+def example_inputs(
+    config: GraphTrainer.Config, model: nn.Module, *, batch_size: int
+) -> tuple[Any, ...]:
+    """A batch of zeros of the configured length: (tokens, labels, token count, extra inputs)."""
+    shape = (batch_size, config.training.seq_len)
     device = titan_utils.device_type
     tokens = torch.zeros(shape, dtype=torch.int64, device=device)
     positions = torch.arange(shape[1], device=device).expand(shape).contiguous()

@@ -32,8 +32,9 @@ from gt_passes.simulation import (
     write_perfetto_trace,
 )
 from gt_trace import TracedStep
+from gt_trainer.dry_run.step_facts import StepFacts
 
-_GIB = 2**30
+GIB = 2**30
 _ADAM_STATES = 2
 _MEMORY_LABELS: Mapping[MemoryKind, str] = {
     "static inputs": "parameters and buffers",
@@ -53,25 +54,6 @@ _AXIS_LABELS = {
     "efsdp": "data parallel (experts)",
     "pp": "pipeline",
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepFacts:
-    """What the configuration says of one training step."""
-
-    num_gpus: int
-    tokens: int
-    """Trained by one step, over all ranks and microbatches."""
-
-    num_microbatches: int
-    """Runs of the graph in one step (gradient accumulation)."""
-
-    flops_per_token: int
-    """Forward and backward, as torchtitan counts them for its MFU."""
-
-    num_parameters_per_rank: int
-    parameter_bytes_per_rank: int
-    clips_gradients: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,22 +94,22 @@ class SimulatedRun:
         num_gpus, speed = self.facts.num_gpus, self.tokens_per_second_per_gpu
         times = f"{microbatches} microbatches of " if microbatches > 1 else ""
         parts = (
-            f"{times}{_ms(graph.compute_us)} computing",
-            f"{_ms(graph.exposed_us)} exposed communication",
+            f"{times}{milliseconds(graph.compute_us)} computing",
+            f"{milliseconds(graph.exposed_us)} exposed communication",
             *(
-                [f"{_ms(graph.copies_exposed_us)} waiting for copies"]
+                [f"{milliseconds(graph.copies_exposed_us)} waiting for copies"]
                 * (graph.copies_exposed_us > 0)
             ),
-            f"{_ms(graph.host_idle_us)} waiting for the host; {_ms(self.optimizer_us)} optimizer",
+            f"{milliseconds(graph.host_idle_us)} waiting for the host; {milliseconds(self.optimizer_us)} optimizer",
         )
         lines = [
             f"Simulated on {machine}, by a model of the hardware: nothing here was measured",
-            f"  step             {_ms(self.step_us)}, {self.mfu:.1%} MFU",
+            f"  step             {milliseconds(self.step_us)}, {self.mfu:.1%} MFU",
             f"  throughput       {speed:,.0f} tokens/s/GPU, {num_gpus * speed:,.0f} tokens/s",
             f"  made of          {', '.join(parts)}",
         ]
         lines += [
-            f"  exposed          {_ms(total.exposed_us)} of {_ms(total.duration_us)}: "
+            f"  exposed          {milliseconds(total.exposed_us)} of {milliseconds(total.duration_us)}: "
             f"{total.count} {total.purpose}"
             for total in graph.by_purpose
         ]
@@ -157,12 +139,12 @@ class SimulatedRun:
         parts = [(_MEMORY_LABELS[kind], num_bytes) for kind, num_bytes in held]
         parts.insert(1, ("optimizer state", self.optimizer_state_bytes))
         listed = ", ".join(
-            f"{num_bytes / _GIB:.2f} {kind}" for kind, num_bytes in parts if num_bytes
+            f"{num_bytes / GIB:.2f} {kind}" for kind, num_bytes in parts if num_bytes
         )
         too_much = "" if self.fits else "; DOES NOT FIT"
         return (
-            f"  peak memory      {self.peak_bytes / _GIB:.2f} GiB estimated of "
-            f"{capacity / _GIB:.2f}{too_much}: {listed}"
+            f"  peak memory      {self.peak_bytes / GIB:.2f} GiB estimated of "
+            f"{capacity / GIB:.2f}{too_much}: {listed}"
         )
 
 
@@ -197,7 +179,7 @@ def simulate_run(
     graph = simulate_step(
         graph_module,
         cost_model,
-        group_labels=_group_labels(parallel_dims),
+        group_labels=group_labels(parallel_dims),
         num_static_inputs=traced.num_static_inputs,
         program=program,
     )
@@ -239,7 +221,7 @@ def simulate_run(
     )
 
 
-def _group_labels(parallel_dims: ParallelDims) -> dict[str, str]:
+def group_labels(parallel_dims: ParallelDims) -> dict[str, str]:
     """What the mesh axes on each process group are for. Axes over the same ranks share one."""
     labels: dict[str, str] = {}
     for axis, mesh in parallel_dims.get_all_one_dimensional_meshes().items():
@@ -251,5 +233,6 @@ def _group_labels(parallel_dims: ParallelDims) -> dict[str, str]:
     return labels
 
 
-def _ms(time_us: float) -> str:
+def milliseconds(time_us: float) -> str:
+    """A time as people read it."""
     return f"{time_us / 1000:,.1f} ms"

@@ -61,6 +61,13 @@ _ENTRIES = (
         is_large=True,
     ),
     CatalogEntry(
+        module="llama3",
+        config="llama3_405b_pp",
+        description="Llama 3.1 405B on 512 GPUs: FSDP 8 x TP 8 x PP 8.",
+        world_size=512,
+        is_large=True,
+    ),
+    CatalogEntry(
         module="qwen3",
         config="qwen3_debugmodel",
         description="Qwen3 in miniature, dense, with tied embeddings. Trains on a laptop.",
@@ -95,6 +102,13 @@ _ENTRIES = (
         config="deepseek_v3_671b",
         description="DeepSeek V3 671B on 512 GPUs: FSDP 512, EP 64.",
         world_size=512,
+        is_large=True,
+    ),
+    CatalogEntry(
+        module="deepseek_v3",
+        config="deepseek_v3_671b_pp",
+        description="DeepSeek V3 671B on 2048 GPUs: FSDP 128 x PP 16, EP 64.",
+        world_size=2048,
         is_large=True,
     ),
 )

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from torchtitan.models.deepseek_v3 import config_registry
 
 from gt_trainer.models.adapt import adapt_debug, adapt_published
 from gt_trainer.trainer import GraphTrainer
+
+_MICROBATCHES_671B = 64
+"""Sequences of a step on each data-parallel rank, one a microbatch: four for each pipeline rank."""
 
 
 def deepseek_v3_debugmodel() -> GraphTrainer.Config:
@@ -27,4 +32,23 @@ def deepseek_v3_671b() -> GraphTrainer.Config:
         config_registry.deepseek_v3_671b(),
         memory_policy="full_recompute",
         expert_parallel_degree=64,
+    )
+
+
+def deepseek_v3_671b_pp() -> GraphTrainer.Config:
+    """671B parameters in a pipeline; 2,048 ranks: PP 16, FSDP 128 and EP 64 in each of its stages.
+
+    DualPipeV has two stages on each rank, of two layers. Each layer is recomputed, as in
+    ``deepseek_v3_671b``.
+    """
+    published = config_registry.deepseek_v3_671b()
+    return adapt_published(
+        dataclasses.replace(
+            published,
+            training=dataclasses.replace(published.training, local_batch_size=_MICROBATCHES_671B),
+        ),
+        memory_policy="full_recompute",
+        expert_parallel_degree=64,
+        pipeline_parallel_degree=16,
+        pipeline_parallel_schedule="DualPipeV",
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.components.metrics import MetricsProcessor
@@ -35,12 +37,31 @@ def llama3_70b() -> GraphTrainer.Config:
 
 
 def llama3_405b() -> GraphTrainer.Config:
-    """405B parameters; 1024 ranks: FSDP 128 x TP 8.
+    """405B parameters; 1024 ranks: FSDP 128 x TP 8."""
+    return _of_405b("llama3_405b", local_batch_size=2, tensor_parallel_degree=8)
 
-    Its own, and not torchtitan's function of that name, which builds Float8 converters and so needs
-    torchao: batch, steps, schedule and recomputation are as published there.
+
+def llama3_405b_pp() -> GraphTrainer.Config:
+    """405B parameters in a pipeline; 512 ranks: FSDP 8 x TP 8 x PP 8, two stages on each rank.
+
+    Degrees, schedule and batch are those of torchtitan's published measurement on 512 H100
+    (``benchmarks/llama3_h100_202412_torchtitan.md`` there, table 5); microbatches of one sequence.
     """
-    say_converters_dropped("llama3_405b", "Float8LinearConverter")
+    return _of_405b(
+        "llama3_405b_pp",
+        local_batch_size=32,
+        tensor_parallel_degree=8,
+        pipeline_parallel_degree=8,
+        pipeline_parallel_schedule="Interleaved1F1B",
+    )
+
+
+def _of_405b(name: str, *, local_batch_size: int, **parallelism: Any) -> GraphTrainer.Config:
+    """Our own, and not torchtitan's function, which builds Float8 converters and so needs torchao.
+
+    Steps, schedule of the learning rate and recomputation are as published there.
+    """
+    say_converters_dropped(name, "Float8LinearConverter")
     model_spec = model_registry("405B")
     return adapt_published(
         Trainer.Config(
@@ -51,7 +72,7 @@ def llama3_405b() -> GraphTrainer.Config:
             ),
             optimizer=default_adamw(lr=8e-5),
             lr_scheduler=LRSchedulersContainer.Config(warmup_steps=600),
-            training=TrainingConfig(local_batch_size=2, seq_len=8192, steps=3000),
+            training=TrainingConfig(local_batch_size=local_batch_size, seq_len=8192, steps=3000),
             dataloader=HuggingFaceTextDataLoader.Config(dataset="c4"),
             activation_checkpoint=FullAC.Config(),
             checkpoint=CheckpointManager.Config(interval=500),
@@ -59,5 +80,5 @@ def llama3_405b() -> GraphTrainer.Config:
             metrics=MetricsProcessor.Config(enable_tensorboard=True),
             profiler=Profiler.Config(enable_profiling=True, profile_freq=100),
         ),
-        tensor_parallel_degree=8,
+        **parallelism,
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,6 +23,7 @@ from torchtitan.config import TORCH_DTYPE_MAP, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.common.decoder import Decoder
 
+from gt_passes import SubgraphCompiler
 from gt_pipeline.graph import ActivationPlacement
 from gt_pipeline.runner import ActivationSignature
 from gt_pipeline.schedules import build_pipeline_schedule, peak_live
@@ -64,18 +66,17 @@ def pipeline(
     )
     mesh = parallel_dims.get_mesh("pp")
     indices = plan.schedule.stages_of_rank(mesh.get_local_rank())
-    parts: Mapping[int, nn.Module] = {
-        index: parallelize(
-            cast(Decoder, part),
-            parallel_dims=parallel_dims,
-            training=training,
-            parallelism=parallelism,
-            compile_config=compile_config,
-            ac_config=ac_config,
-            dump_folder=dump_folder,
-        )
-        for index, part in stage_modules(model, plan.names_per_stage, indices).items()
-    }
+    parts = placed_stages(
+        model,
+        plan,
+        indices,
+        parallel_dims=parallel_dims,
+        training=training,
+        parallelism=parallelism,
+        compile_config=compile_config,
+        ac_config=ac_config,
+        dump_folder=dump_folder,
+    )
     schedule: Any
     if compile_config.mode == "none":
         schedule = _eager_schedule(
@@ -87,28 +88,94 @@ def pipeline(
             parallelism=parallelism,
         )
     else:
-        gathered_gib = compile_config.pipeline_gathered_gib
-        schedule = PipelinedStep(
+        schedule = captured_stages(
             parts,
-            plan.schedule,
+            plan,
             loss_fn=loss_fn,
-            activation=_activation(model_config, training, parallelism, parallel_dims),
-            pipeline_group=mesh.get_group(),
-            collective_groups=[
-                *_collective_groups(parallel_dims),
-                *create_second_groups(compile_config, parallel_dims),
-            ],
-            new_passes=_new_passes(
-                compile_config,
-                Path(dump_folder),
-                num_live=peak_live(plan.schedule)[mesh.get_local_rank()],
-            ),
-            device=torch.device("cpu") if device.type == "cpu" else device,  # tensors have no index
-            max_unsharded_bytes=None if gathered_gib is None else int(gathered_gib * 2**30),
-            verify=compile_config.verify_passes,
+            parallel_dims=parallel_dims,
+            training=training,
+            parallelism=parallelism,
+            compile_config=compile_config,
+            model_config=model_config,
+            device=device,
+            dump_folder=dump_folder,
         )
     last = plan.schedule.num_stages - 1
     return schedule, list(parts.values()), 0 in parts, last in parts
+
+
+def placed_stages(
+    model: Decoder,
+    plan: PipelinePlan,
+    indices: Iterable[int],
+    *,
+    parallel_dims: ParallelDims,
+    training: TrainingConfig,
+    parallelism: ParallelismConfig,
+    compile_config: TrainerCompileConfig,
+    ac_config: object,
+    dump_folder: str,
+) -> dict[int, nn.Module]:
+    """Some stages of ``model``, cut out and placed on the mesh, by index; the model stays as it is."""
+    return {
+        index: parallelize(
+            cast(Decoder, part),
+            parallel_dims=parallel_dims,
+            training=training,
+            parallelism=parallelism,
+            compile_config=compile_config,
+            ac_config=ac_config,
+            dump_folder=dump_folder,
+        )
+        for index, part in stage_modules(model, plan.names_per_stage, tuple(indices)).items()
+    }
+
+
+def captured_stages(
+    parts: Mapping[int, nn.Module],
+    plan: PipelinePlan,
+    *,
+    loss_fn: LossFunction,
+    parallel_dims: ParallelDims,
+    training: TrainingConfig,
+    parallelism: ParallelismConfig,
+    compile_config: TrainerCompileConfig,
+    model_config: Decoder.Config,
+    device: torch.device,
+    dump_folder: str,
+    compiler: SubgraphCompiler | None = None,
+) -> PipelinedStep:
+    """Stages that will be captured, under a schedule of our own.
+
+    Args:
+        parts: of ``placed_stages``.
+        plan: of the whole pipeline.
+        loss_fn: torchtitan's.
+        parallel_dims: as for ``pipeline``; so are the others.
+        training: see ``pipeline``.
+        parallelism: see ``pipeline``.
+        compile_config: see ``pipeline``.
+        model_config: see ``pipeline``.
+        device: see ``pipeline``.
+        dump_folder: see ``pipeline``.
+        compiler: in place of Inductor, for graphs that are not going to run.
+    """
+    gathered_gib = compile_config.pipeline_gathered_gib
+    return PipelinedStep(
+        parts,
+        plan.schedule,
+        loss_fn=loss_fn,
+        activation=_activation(model_config, training, parallelism, parallel_dims),
+        pipeline_group=parallel_dims.get_mesh("pp").get_group(),
+        collective_groups=[
+            *_collective_groups(parallel_dims),
+            *create_second_groups(compile_config, parallel_dims),
+        ],
+        new_passes=_new_passes(compile_config, plan, Path(dump_folder), compiler),
+        device=torch.device("cpu") if device.type == "cpu" else device,  # tensors have no index
+        max_unsharded_bytes=None if gathered_gib is None else int(gathered_gib * 2**30),
+        verify=compile_config.verify_passes,
+    )
 
 
 def _eager_schedule(
@@ -149,15 +216,21 @@ def _eager_schedule(
 
 
 def _new_passes(
-    options: TrainerCompileConfig, dump_folder: Path, *, num_live: int
+    options: TrainerCompileConfig,
+    plan: PipelinePlan,
+    dump_folder: Path,
+    compiler: SubgraphCompiler | None,
 ) -> Callable[[int], StagePasses]:
-    if options.offload_host_gib is not None:
-        # The rank's, for all that is kept at once; passes see one microbatch of one stage.
-        options = replace(options, offload_host_gib=options.offload_host_gib / num_live)
+    live = peak_live(plan.schedule)
     folder = dump_folder / "graph_passes" / f"rank_{dist.get_rank()}"
 
     def new_passes(stage_index: int) -> StagePasses:
-        return StagePasses(options, debug_folder=folder / f"stage_{stage_index}")
+        mine = options
+        if options.offload_host_gib is not None:
+            # The rank's, for all that is kept at once; passes see one microbatch of one stage.
+            num_live = live[plan.schedule.stage_to_rank[stage_index]]
+            mine = replace(options, offload_host_gib=options.offload_host_gib / num_live)
+        return StagePasses(mine, debug_folder=folder / f"stage_{stage_index}", compiler=compiler)
 
     return new_passes
 

@@ -177,6 +177,39 @@ class PipelinedStep:
         if self._runner is not None:
             self._runner.close()
 
+    def capture(
+        self, stage_index: int, part: nn.Module, microbatch: MicrobatchInputs, fake_mode: Any
+    ) -> GraphPipelineStage:
+        """Capture one stage, as the first step does for each of this rank's.
+
+        Args:
+            stage_index: of ``part``.
+            part: parallelized, in training mode; may be on meta.
+            microbatch: as the schedule is given it; may be on meta.
+            fake_mode: of the stages captured before; None for the first.
+        """
+        num_stages = self._schedule.num_stages
+        is_last = stage_index == num_stages - 1
+        passes = self._new_passes(stage_index)
+        with self._clock.part("capture"), annotate_expert_regions(part):
+            stage = GraphPipelineStage(
+                part,
+                stage_index=stage_index,
+                num_stages=num_stages,
+                activations=() if stage_index == 0 else (self._activation,),
+                inputs=microbatch,
+                loss_fn=_stage_loss(self._loss_fn) if is_last else None,
+                device=self._device,
+                prepare_capture=passes.on_capture,
+                transform=passes.on_action,
+                fake_mode=fake_mode,
+                verify=self._verify,
+            )
+        report = StageCaptureReport(graphs=stage.graphs, passes=tuple(passes.reports))
+        self.reports = (*self.reports, report)
+        self._on_capture(report)
+        return stage
+
     def _microbatches(
         self,
         arg_mbs: Sequence[tuple[torch.Tensor, ...]] | None,
@@ -205,7 +238,7 @@ class PipelinedStep:
     def _new_runner(self, microbatch: MicrobatchInputs) -> GraphPPRunner:
         fake_mode = None
         for index, part in self._parts.items():
-            stage = self._capture(index, part, microbatch, fake_mode)
+            stage = self.capture(index, part, microbatch, fake_mode)
             fake_mode = stage.fake_mode  # the graphs of stages that overlap share one
             self.stages[index] = stage
         return GraphPPRunner(
@@ -216,31 +249,6 @@ class PipelinedStep:
             collective_groups=self._collective_groups,
             max_unsharded_bytes=self._max_unsharded_bytes,
         )
-
-    def _capture(
-        self, stage_index: int, part: nn.Module, microbatch: MicrobatchInputs, fake_mode: Any
-    ) -> GraphPipelineStage:
-        num_stages = self._schedule.num_stages
-        is_last = stage_index == num_stages - 1
-        passes = self._new_passes(stage_index)
-        with self._clock.part("capture"), annotate_expert_regions(part):
-            stage = GraphPipelineStage(
-                part,
-                stage_index=stage_index,
-                num_stages=num_stages,
-                activations=() if stage_index == 0 else (self._activation,),
-                inputs=microbatch,
-                loss_fn=_stage_loss(self._loss_fn) if is_last else None,
-                device=self._device,
-                prepare_capture=passes.on_capture,
-                transform=passes.on_action,
-                fake_mode=fake_mode,
-                verify=self._verify,
-            )
-        report = StageCaptureReport(graphs=stage.graphs, passes=tuple(passes.reports))
-        self.reports = (*self.reports, report)
-        self._on_capture(report)
-        return stage
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from torch.fx import GraphModule
 from gt_config import CompileConfig
 from gt_config.graph_kinds import GraphKind
 from gt_config.node_keys import PipelineAction
-from gt_passes import PassContext, PassManagerReport
+from gt_passes import PassContext, PassManagerReport, SubgraphCompiler
 from gt_pipeline.graph import StageCapture
 from gt_trainer.steps.recipe import recipe_of
 
@@ -27,11 +27,19 @@ class StagePasses:
     Args:
         options: validated.
         debug_folder: as for ``recipe_of``; None writes nothing.
+        compiler: as for ``recipe_of``.
     """
 
-    def __init__(self, options: CompileConfig, *, debug_folder: Path | None = None) -> None:
+    def __init__(
+        self,
+        options: CompileConfig,
+        *,
+        debug_folder: Path | None = None,
+        compiler: SubgraphCompiler | None = None,
+    ) -> None:
         self._options = options
         self._debug_folder = debug_folder
+        self._compiler = compiler
         self.reports: list[PassManagerReport] = []
         """Reports on the joint graph and on the actions' graphs, in the order of their making."""
 
@@ -50,5 +58,5 @@ class StagePasses:
 
     def _run(self, graph_module: GraphModule, context: PassContext, graph: GraphKind) -> None:
         folder = None if self._debug_folder is None else self._debug_folder / graph.lower()
-        recipe = recipe_of(self._options, debug_folder=folder)
+        recipe = recipe_of(self._options, debug_folder=folder, compiler=self._compiler)
         self.reports.append(recipe(context, graph).run(graph_module))

@@ -1,0 +1,28 @@
+"""What a pipeline of captured stages would take: time of its actions, memory of its ranks.
+
+::
+
+    stages = PricedStages(captured, schedule, cost_model, ranks=global_ranks)
+    timeline = simulate(lower(schedule, unshards=True, reduces=True), stages.costs())
+    memory = rank_memory(lowered, rank=0, stages=stages.memory, ...)
+
+Nothing here runs a graph: prices and lifetimes are read off those that a run would execute.
+"""
+
+from gt_pipeline.estimates.action_memory import ActionMemory, StageMemory, local_parameters
+from gt_pipeline.estimates.pipeline_time import PipelineTime, pipeline_time
+from gt_pipeline.estimates.priced_stages import PricedStages, symbol_sizes_of
+from gt_pipeline.estimates.rank_memory import MEMORY_PARTS, RankMemory, rank_memory
+
+__all__ = [
+    "MEMORY_PARTS",
+    "ActionMemory",
+    "PipelineTime",
+    "PricedStages",
+    "RankMemory",
+    "StageMemory",
+    "local_parameters",
+    "pipeline_time",
+    "rank_memory",
+    "symbol_sizes_of",
+]

@@ -1,0 +1,16 @@
+#!/bin/bash
+# Llama 3.1 405B on 512 H100: FSDP 8 x TP 8 x PP 8. Start it on each of the 64 nodes:
+# HF_ASSETS_PATH=... RDZV_ENDPOINT=host:port ./llama3_405b_pp.torchrun.sh [more options of gt-train]
+# Never run on such a machine by its authors; see README.md.
+set -euo pipefail
+: "${HF_ASSETS_PATH:?folder with the tokenizer of Llama 3.1 405B}"
+export PYTORCH_ALLOC_CONF="${PYTORCH_ALLOC_CONF:-expandable_segments:True}"
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-12}"
+
+torchrun --nnodes 64 --nproc-per-node 8 --numa-binding "${NUMA_BINDING:-node}" \
+    --rdzv-backend c10d --rdzv-id "${RDZV_ID:-llama3_405b_pp}" \
+    --rdzv-endpoint "${RDZV_ENDPOINT:?host:port of one of the nodes}" \
+    -m gt_trainer --module llama3 --config llama3_405b_pp \
+    --hf_assets_path "$HF_ASSETS_PATH" \
+    --dump_folder "${DUMP_FOLDER:-outputs/llama3_405b_pp}" \
+    "$@"

@@ -1,0 +1,128 @@
+"""The stages of a pipeline that does not exist, each kind captured once by the code of a real run.
+
+This process is rank 0 of torch's fake process group. Other pipeline ranks hold other stages over
+meshes of the same shape, so their stages are placed on this rank's meshes: what a rank computes
+depends on its stages alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torchtitan.components.loss import ChunkedLossWrapper
+from torchtitan.distributed import ParallelDims
+from torchtitan.models.common.decoder import Decoder
+from torchtitan.tools import utils as titan_utils
+
+from gt_passes import DescribeOnly
+from gt_pipeline.graph import GraphPipelineStage
+from gt_pipeline.runner import MicrobatchInputs
+from gt_trainer.dry_run.equal_stages import equal_stages
+from gt_trainer.dry_run.fake_step import example_inputs, meta_model
+from gt_trainer.pipelines.pipeline_plan import PipelinePlan, pipeline_plan
+from gt_trainer.pipelines.split_model import captured_stages, placed_stages
+from gt_trainer.placement.planned_step import loss_of
+from gt_trainer.startup import StartupClock
+from gt_trainer.trainer import GraphTrainer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FakePipeline:
+    """All stages of a pipeline, captured."""
+
+    plan: PipelinePlan
+    stages: tuple[GraphPipelineStage, ...]
+    """For each stage the one that was captured for it; equal stages share one."""
+
+    parallel_dims: ParallelDims
+    num_parameters: int
+    flops_per_token: int
+    clock: StartupClock
+
+    @property
+    def captured(self) -> tuple[GraphPipelineStage, ...]:
+        """Each distinct stage once."""
+        return tuple(dict.fromkeys(self.stages))
+
+
+def capture_pipeline(config: GraphTrainer.Config, world_size: int) -> FakePipeline:
+    """Build, cut, place and capture the model of ``config``; within ``fake_ranks``.
+
+    Args:
+        config: a finished configuration that ``preflight`` accepts; its pipeline degree is 2 or
+            more.
+        world_size: number of ranks.
+
+    Raises:
+        Exception: whatever building, placing or capturing raises, as in a real run.
+    """
+    spec = config.model_spec
+    assert spec is not None
+    built = meta_model(config, world_size)
+    model_config = spec.model
+    assert isinstance(model_config, Decoder.Config)
+    plan = pipeline_plan(
+        config.parallelism,
+        num_layers=len(model_config.layers),
+        local_batch_size=config.training.local_batch_size,
+    )
+    like = equal_stages(plan.names_per_stage, model_config.layers)
+    parts = placed_stages(
+        built.model,
+        plan,
+        sorted(set(like)),
+        parallel_dims=built.parallel_dims,
+        training=config.training,
+        parallelism=config.parallelism,
+        compile_config=config.compile,
+        ac_config=config.activation_checkpoint,
+        dump_folder=config.dump_folder,
+    )
+    loss_fn = loss_of(config).build(compile_config=config.compile)
+    last = parts[like[-1]]
+    if isinstance(loss_fn, ChunkedLossWrapper):
+        # As torchtitan's trainer does on the rank of the last stage.
+        loss_fn.set_lm_head(last.lm_head)
+        last._skip_lm_head = True  # type: ignore[assignment]  # a flag, not a tensor
+    step = captured_stages(
+        parts,
+        plan,
+        loss_fn=loss_fn,
+        parallel_dims=built.parallel_dims,
+        training=config.training,
+        parallelism=config.parallelism,
+        compile_config=config.compile,
+        model_config=model_config,
+        device=torch.device(titan_utils.device_type),
+        dump_folder=config.dump_folder,
+        compiler=DescribeOnly(),
+    )
+    clock = StartupClock()
+    step.attach(run=_never, clock=clock, on_capture=lambda report: None)
+    tokens, labels, token_count, extra = example_inputs(
+        config, built.model, batch_size=config.parallelism.pipeline_parallel_microbatch_size
+    )
+    microbatch = MicrobatchInputs(
+        args=(tokens,),
+        kwargs=extra,
+        target=(labels, {"global_valid_tokens": token_count}),
+    )
+    captured: dict[int, GraphPipelineStage] = {}
+    fake_mode = None
+    for index, part in parts.items():
+        part.train()
+        captured[index] = step.capture(index, part, microbatch, fake_mode)
+        fake_mode = captured[index].fake_mode
+    return FakePipeline(
+        plan=plan,
+        stages=tuple(captured[index] for index in like),
+        parallel_dims=built.parallel_dims,
+        num_parameters=built.num_parameters,
+        flops_per_token=built.flops_per_token,
+        clock=clock,
+    )
+
+
+def _never(**batch: object) -> torch.Tensor:
+    raise AssertionError("nothing runs in a dry run")

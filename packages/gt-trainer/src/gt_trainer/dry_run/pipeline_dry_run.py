@@ -1,0 +1,170 @@
+"""The dry run of a pipeline: each distinct stage captured once, the schedule of all ranks simulated."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from gt_passes.simulation import Hardware
+from gt_pipeline.estimates import local_parameters
+from gt_pipeline.schedules import Schedule
+from gt_trace import flex_attention_on_cpu
+from gt_trainer.dry_run.fake_pipeline import FakePipeline, capture_pipeline
+from gt_trainer.dry_run.fake_step import fake_ranks
+from gt_trainer.dry_run.simulated_pipeline import SimulatedPipeline, simulate_pipeline
+from gt_trainer.dry_run.simulated_run import GIB
+from gt_trainer.dry_run.step_facts import degrees_of, step_facts
+from gt_trainer.steps.training_step import num_operators
+from gt_trainer.trainer import GraphTrainer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineDryRunReport:
+    """What the ranks of a pipeline would hold and execute."""
+
+    model: str
+    world_size: int
+    degrees: tuple[tuple[str, int], ...]
+    """Mesh axes above 1, by name."""
+
+    num_parameters: int
+    """Those of the whole model."""
+
+    parameters_by_rank: tuple[int, ...]
+    """Numbers that a rank of each place in the pipeline stores, after sharding."""
+
+    parameter_bytes_by_rank: tuple[int, ...]
+    schedule: Schedule
+    microbatch_size: int
+    seq_len: int
+    memory_policy: str
+    captured: tuple[tuple[str, int], ...]
+    """Each captured stage with the stages that it stands for, and the operators of its actions."""
+
+    capture_seconds: float
+    """Capture and passes of all of them."""
+
+    simulated: SimulatedPipeline
+    """A training step on the hardware that the configuration is meant for."""
+
+    remedy: str | None = None
+    """What would make a run fit that does not; None if it fits."""
+
+    def __str__(self) -> str:
+        """The report as lines for a terminal."""
+        axes = " x ".join(f"{name} {degree}" for name, degree in self.degrees)
+        fewest, most = min(self.parameters_by_rank), max(self.parameters_by_rank)
+        stored = f"{fewest:,}" if fewest == most else f"{fewest:,} to {most:,}"
+        schedule = self.schedule
+        batch = (
+            f"{schedule.num_microbatches} microbatches of {self.microbatch_size} x "
+            f"{self.seq_len:,} tokens"
+        )
+        graphs = ", ".join(f"stage {stages} {count:,}" for stages, count in self.captured)
+        lines = (
+            f"Dry run of {self.model} on {self.world_size:,} ranks ({axes})",
+            f"  parameters       {self.num_parameters:,}",
+            f"  on each rank     {stored} ({max(self.parameter_bytes_by_rank) / GIB:.2f} GiB as "
+            "stored)",
+            f"  pipeline         {schedule.name}, {schedule.num_ranks} ranks, "
+            f"{schedule.num_stages} stages",
+            f"  batch            {batch}, {self.simulated.facts.tokens:,} a step",
+            f"  memory policy    {self.memory_policy}",
+            f"  operators        {graphs}",
+            f"  capture          {self.capture_seconds:.1f} s, passes included; {self._distinct}",
+            str(self.simulated),
+            *([f"  to make it fit   {self.remedy}"] if self.remedy else []),
+        )
+        return "\n".join(lines)
+
+    @property
+    def _distinct(self) -> str:
+        return f"{len(self.captured)} stages stand for all {self.schedule.num_stages}"
+
+
+def pipeline_dry_run(
+    config: GraphTrainer.Config,
+    world_size: int,
+    *,
+    hardware: Hardware | None = None,
+    overlap_gathers: bool = False,
+    trace_path: Path | None = None,
+    timeline_path: Path | None = None,
+) -> PipelineDryRunReport:
+    """Check that a pipeline can be built, placed and captured, and simulate its step.
+
+    Args:
+        config: a finished configuration that ``preflight`` accepts; its pipeline degree is 2 or
+            more.
+        world_size: number of ranks; none of them is started.
+        hardware: the machine to simulate; H100 SXM by default.
+        overlap_gathers: whether UNSHARD and REDUCE_GRAD run beside computation, which they do not
+            do today.
+        trace_path: where to write the simulated schedule as a Perfetto trace; None writes none.
+        timeline_path: where to write it as an HTML page; None writes none.
+
+    Raises:
+        RuntimeError: a process group exists already.
+        Exception: whatever building, placing or capturing raises, as in a real run.
+    """
+    with fake_ranks(world_size), flex_attention_on_cpu():
+        begin = time.perf_counter()
+        pipeline = capture_pipeline(config, world_size)
+        seconds = time.perf_counter() - begin
+        schedule = pipeline.plan.schedule
+        by_rank = [
+            [pipeline.stages[index] for index in schedule.stages_of_rank(rank)]
+            for rank in range(schedule.num_ranks)
+        ]
+        stored = [
+            [local for stage in stages for local in local_parameters(stage)] for stages in by_rank
+        ]
+        facts = step_facts(
+            config,
+            pipeline.parallel_dims,
+            max(stored, key=lambda each: sum(p.numel() for p in each)),
+            flops_per_token=pipeline.flops_per_token,
+        )
+        simulated = simulate_pipeline(
+            pipeline.stages,
+            schedule,
+            facts,
+            parallel_dims=pipeline.parallel_dims,
+            hardware=hardware,
+            host="cuda_graph" if config.compile.cuda_graphs else "eager",
+            overlap_gathers=overlap_gathers,
+            trace_path=trace_path,
+            page_path=timeline_path,
+        )
+        spec = config.model_spec
+        assert spec is not None
+        return PipelineDryRunReport(
+            model=f"{spec.name} {spec.flavor}",
+            world_size=world_size,
+            degrees=degrees_of(pipeline.parallel_dims),
+            num_parameters=pipeline.num_parameters,
+            parameters_by_rank=tuple(sum(p.numel() for p in each) for each in stored),
+            parameter_bytes_by_rank=tuple(
+                sum(p.numel() * p.element_size() for p in each) for each in stored
+            ),
+            schedule=schedule,
+            microbatch_size=config.parallelism.pipeline_parallel_microbatch_size,
+            seq_len=config.training.seq_len,
+            memory_policy=config.compile.memory_policy,
+            captured=tuple(_described(pipeline)),
+            capture_seconds=seconds,
+            simulated=simulated,
+        )
+
+
+def _described(pipeline: FakePipeline) -> list[tuple[str, int]]:
+    found = []
+    for captured in pipeline.captured:
+        stands_for = [i for i, stage in enumerate(pipeline.stages) if stage is captured]
+        first, last = stands_for[0], stands_for[-1]
+        is_range = len(stands_for) > 1 and stands_for == list(range(first, last + 1))
+        name = f"{first}-{last}" if is_range else " and ".join(map(str, stands_for))
+        graphs = captured.actions.values()
+        found.append((name, sum(num_operators(each.graph_module) for each in graphs)))
+    return found

@@ -1,0 +1,293 @@
+"""What a run in pipeline stages would be on the hardware that it is meant for. All simulated.
+
+Four levels: an operator is priced by a roofline, an action's graph runs on streams, the schedule
+puts the actions of all ranks in time, and the step adds the optimizer. Each takes its tasks from
+what the level below captured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchtitan.distributed import ParallelDims
+
+from gt_passes.simulation import (
+    CostModel,
+    Hardware,
+    HostModel,
+    Sensitivity,
+    SymbolSizes,
+    h100_sxm,
+    model_flops_utilization,
+    optimizer_step_us,
+    sensitivity,
+    tokens_per_second_per_gpu,
+)
+from gt_pipeline.estimates import (
+    PipelineTime,
+    PricedStages,
+    RankMemory,
+    pipeline_time,
+    rank_memory,
+    symbol_sizes_of,
+)
+from gt_pipeline.graph import GraphPipelineStage
+from gt_pipeline.schedules import Schedule, lower, simulate, write_chrome_trace
+from gt_pipeline.schedules.schedule import LoweredSchedule
+from gt_pipeline.schedules.timeline_page import timelines_page
+from gt_trainer.dry_run.simulated_run import (
+    GIB,
+    StepFacts,
+    group_labels,
+    milliseconds,
+)
+
+_ADAM_STATES = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedPipeline:
+    """A training step of a pipeline on hardware that it did not run on. Times are of one step."""
+
+    facts: StepFacts
+    hardware: Hardware
+    schedule: Schedule
+    time: PipelineTime
+    """Of one run of the schedule, in microseconds."""
+
+    computing_us: float
+    """The compute stream was busy: the mean over pipeline ranks, as are the next two."""
+
+    exposed_us: Mapping[str, float]
+    """The compute stream stood still for a collective inside an action, by purpose; the most
+    exposed first."""
+
+    waiting_us: float
+    """The compute stream stood still for the host, or for copies."""
+
+    overlaps_gathers: bool
+    """Whether UNSHARD and REDUCE_GRAD were simulated beside computation."""
+
+    optimizer_us: float
+    """Clipping and a fused AdamW, on the rank with most parameters."""
+
+    step_us: float
+    tokens_per_second_per_gpu: float
+    mfu: float
+    sensitivity: Sensitivity
+    memory: tuple[RankMemory, ...]
+    """The peak of each pipeline rank."""
+
+    guesses: Mapping[str, int]
+    """Operators of the captured stages of which only the bytes were priced, by name."""
+
+    assumed_symbols: tuple[str, ...]
+    num_unsized: int
+    trace_path: Path | None
+    page_path: Path | None
+
+    @property
+    def peak_bytes(self) -> int:
+        """That of the rank that needs most."""
+        return max(each.peak_bytes for each in self.memory)
+
+    @property
+    def fits(self) -> bool:
+        """Whether every rank is within the device's memory."""
+        return self.peak_bytes <= self.hardware.hbm_capacity_bytes
+
+    @property
+    def bubble(self) -> float:
+        """The part of the step in which ranks wait for one another, apart from communication."""
+        return self.facts.num_microbatches * self.time.bubble / self.step_us
+
+    def __str__(self) -> str:
+        """The run as lines for a terminal, each of them simulated or estimated."""
+        times = self.facts.num_microbatches
+        num_gpus, speed = self.facts.num_gpus, self.tokens_per_second_per_gpu
+        of = f"{times} runs of the schedule: " if times > 1 else ""
+        waiting = [f"{milliseconds(self.waiting_us)} waiting for the host"] * (self.waiting_us >= 1)
+        parts = [
+            f"{milliseconds(self.computing_us)} computing",
+            f"{milliseconds(sum(self.exposed_us.values()))} exposed inside actions",
+            *waiting,
+            f"{milliseconds(self.time.gathers)} gathers and reductions",
+            f"{milliseconds(self.time.transfers)} transfers",
+            f"{milliseconds(self.time.bubble)} bubble",
+        ]
+        lines = [
+            f"Simulated on {num_gpus:,} {self.hardware.name}, by a model of the hardware: nothing "
+            "here was measured",
+            f"  step             {milliseconds(self.step_us)}, {self.mfu:.1%} MFU",
+            f"  throughput       {speed:,.0f} tokens/s/GPU, {num_gpus * speed:,.0f} tokens/s",
+            f"  made of          {of}{', '.join(parts)}; {milliseconds(self.optimizer_us)} optimizer",
+            f"  bubble           {self.bubble:.1%} of the step",
+        ]
+        lines += [
+            f"  exposed          {milliseconds(exposed)}: {purpose}"
+            for purpose, exposed in self.exposed_us.items()
+        ]
+        beside = "beside computation" if self.overlaps_gathers else "the compute stream waits"
+        lines.append(
+            f"  exposed          {milliseconds(self.time.gathers)}: UNSHARD and REDUCE_GRAD, {beside}"
+        )
+        lines.append(f"  exposed          {milliseconds(self.time.transfers)}: transfers between stages")
+        lines += self._memory_lines()
+        lines.append(f"  sensitivity      {self.sensitivity}")
+        if self.guesses:
+            listed = ", ".join(f"{count} {name}" for name, count in self.guesses.items())
+            lines.append(f"  by bytes only    {listed}")
+        if self.assumed_symbols:
+            lines.append(
+                f"  counted as 1     {len(self.assumed_symbols)} sizes that depend on data"
+            )
+        if self.num_unsized:
+            lines.append(f"  not counted      {self.num_unsized} values of unknown size")
+        if self.trace_path is not None:
+            lines.append(f"  trace            {self.trace_path} (open in ui.perfetto.dev)")
+        if self.page_path is not None:
+            lines.append(f"  timeline         {self.page_path}")
+        return "\n".join(lines)
+
+    def _memory_lines(self) -> list[str]:
+        capacity = self.hardware.hbm_capacity_bytes
+        lines = [
+            f"  peak memory      {self.peak_bytes / GIB:.2f} GiB estimated of "
+            f"{capacity / GIB:.2f}{'' if self.fits else '; DOES NOT FIT'}"
+        ]
+        for each in self.memory:
+            listed = ", ".join(
+                f"{num_bytes / GIB:.2f} {part}"
+                for part, num_bytes in each.bytes_by_part.items()
+                if num_bytes
+            )
+            when = "the optimizer" if each.action is None else str(each.action)
+            over = "; DOES NOT FIT" if each.peak_bytes > capacity else ""
+            lines.append(
+                f"    rank {each.rank:<10} {each.peak_bytes / GIB:.2f} GiB at {when}{over}: {listed}"
+            )
+        return lines
+
+
+def simulate_pipeline(
+    stages: Sequence[GraphPipelineStage],
+    schedule: Schedule,
+    facts: StepFacts,
+    *,
+    parallel_dims: ParallelDims,
+    hardware: Hardware | None = None,
+    host: HostModel = "eager",
+    overlap_gathers: bool = False,
+    trace_path: Path | None = None,
+    page_path: Path | None = None,
+) -> SimulatedPipeline:
+    """Simulate the training step of a pipeline whose stages were captured.
+
+    Data-dependent sizes of token exchanges are those of balanced routing.
+
+    Args:
+        stages: for each stage the one that was captured for it.
+        schedule: of the whole pipeline.
+        facts: what the configuration says of the step; its microbatches are runs of the schedule.
+        parallel_dims: of the run, whose process groups still exist.
+        hardware: the machine; H100 SXM by default.
+        host: whether Python issues operator after operator, or CUDA graphs replay them.
+        overlap_gathers: as for ``gt_pipeline.schedules.simulate``.
+        trace_path: where to write the schedule as a Perfetto trace; None writes none.
+        page_path: where to write it as an HTML page; None writes none.
+    """
+    machine = hardware or h100_sxm()
+    sizes = SymbolSizes(symbol_sizes_of(stages))
+    cost_model = CostModel(machine, sizes=sizes, host=host)
+    stride = parallel_dims.world_size // schedule.num_ranks
+    priced = PricedStages(
+        stages,
+        schedule,
+        cost_model,
+        # Pipeline ranks are the outermost axis of torchtitan's mesh.
+        ranks=[rank * stride for rank in range(schedule.num_ranks)],
+        group_labels=group_labels(parallel_dims),
+    )
+    lowered = lower(schedule, unshards=True, reduces=True)
+    time = pipeline_time(lowered, priced.costs(), overlap_gathers=overlap_gathers)
+    most_parameters = max(
+        sum(priced.memory[index].num_parameters for index in schedule.stages_of_rank(rank))
+        for rank in range(schedule.num_ranks)
+    )
+
+    def optimizer_us(on: Hardware) -> float:
+        return optimizer_step_us(
+            most_parameters, on, num_states=_ADAM_STATES, clips_gradients=facts.clips_gradients
+        )
+
+    def step_us(on: Hardware) -> float:
+        costs = priced.costs(cost_model.with_hardware(on))
+        run = simulate(lowered, costs, overlap_gathers=overlap_gathers)
+        return facts.num_microbatches * run.makespan + optimizer_us(on)
+
+    moves = sensitivity(step_us, machine)
+    throughput = tokens_per_second_per_gpu(
+        moves.time_us, tokens=facts.tokens, num_gpus=facts.num_gpus
+    )
+    computing, exposed = _inside_actions(priced, lowered)
+    if trace_path is not None:
+        write_chrome_trace(time.timeline.spans, trace_path)
+    if page_path is not None:
+        costs = priced.costs()
+        in_ms = simulate(lowered, lambda action: costs(action) / 1000, overlap_gathers=overlap_gathers)
+        page_path.parent.mkdir(parents=True, exist_ok=True)
+        page_path.write_text(timelines_page([in_ms]), encoding="utf-8")
+    return SimulatedPipeline(
+        facts=facts,
+        hardware=machine,
+        schedule=schedule,
+        time=time,
+        computing_us=computing,
+        exposed_us=exposed,
+        waiting_us=time.actions - computing - sum(exposed.values()),
+        overlaps_gathers=overlap_gathers,
+        optimizer_us=optimizer_us(machine),
+        step_us=moves.time_us,
+        tokens_per_second_per_gpu=throughput,
+        mfu=model_flops_utilization(
+            throughput, flops_per_token=facts.flops_per_token, hardware=machine
+        ),
+        sensitivity=moves,
+        memory=tuple(
+            rank_memory(
+                lowered,
+                rank=rank,
+                stages=priced.memory,
+                pair=priced.pair_memory,
+                optimizer_states=_ADAM_STATES,
+                accumulates=facts.num_microbatches > 1,
+            )
+            for rank in range(schedule.num_ranks)
+        ),
+        guesses=priced.guesses,
+        assumed_symbols=sizes.assumed_symbols,
+        num_unsized=priced.num_unsized,
+        trace_path=trace_path,
+        page_path=page_path,
+    )
+
+
+def _inside_actions(
+    priced: PricedStages, lowered: LoweredSchedule
+) -> tuple[float, dict[str, float]]:
+    """What computations of a rank do, on average: time computing, and exposed by purpose."""
+    computing = 0.0
+    exposed: dict[str, float] = {}
+    for actions in lowered.actions:
+        for action in actions:
+            if not action.is_compute:
+                continue
+            simulation = priced.simulation(action)
+            computing += simulation.compute_us
+            for total in simulation.by_purpose:
+                exposed[total.purpose] = exposed.get(total.purpose, 0.0) + total.exposed_us
+    ranks = lowered.num_ranks
+    by_size = sorted(exposed.items(), key=lambda item: -item[1])
+    return computing / ranks, {purpose: time / ranks for purpose, time in by_size}

@@ -1,0 +1,67 @@
+"""What a configuration says of one training step: tokens, microbatches, parameters of a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torchtitan.distributed import ParallelDims
+
+from gt_trainer.trainer import GraphTrainer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepFacts:
+    """What the configuration says of one training step."""
+
+    num_gpus: int
+    tokens: int
+    """Trained by one step, over all ranks and microbatches."""
+
+    num_microbatches: int
+    """Runs of the graph in one step (gradient accumulation)."""
+
+    flops_per_token: int
+    """Forward and backward, as torchtitan counts them for its MFU."""
+
+    num_parameters_per_rank: int
+    parameter_bytes_per_rank: int
+    clips_gradients: bool
+
+
+def step_facts(
+    config: GraphTrainer.Config,
+    parallel_dims: ParallelDims,
+    stored: Sequence[torch.Tensor],
+    *,
+    flops_per_token: int,
+) -> StepFacts:
+    """What one training step is, as torchtitan's trainer reads the configuration.
+
+    Args:
+        config: finished.
+        parallel_dims: of the run.
+        stored: parameters as this rank stores them.
+        flops_per_token: of the whole model.
+    """
+    training = config.training
+    batch_degree = parallel_dims.dp_replicate * parallel_dims.dp_shard
+    samples = training.local_batch_size * batch_degree
+    global_batch_size = training.global_batch_size if training.global_batch_size > 0 else samples
+    return StepFacts(
+        num_gpus=parallel_dims.world_size,
+        tokens=global_batch_size * training.seq_len,
+        num_microbatches=max(1, global_batch_size // samples),
+        flops_per_token=flops_per_token,
+        num_parameters_per_rank=sum(p.numel() for p in stored),
+        parameter_bytes_per_rank=sum(p.numel() * p.element_size() for p in stored),
+        clips_gradients=training.max_norm > 0,
+    )
+
+
+def degrees_of(parallel_dims: ParallelDims) -> tuple[tuple[str, int], ...]:
+    """Mesh axes above 1, by name."""
+    names = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
+    degrees = ((name, int(getattr(parallel_dims, name))) for name in names)
+    return tuple((name, degree) for name, degree in degrees if degree > 1)
