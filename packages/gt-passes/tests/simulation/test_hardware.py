@@ -8,7 +8,7 @@ from importlib import resources
 
 import pytest
 
-from gt_passes.simulation import h100_sxm
+from gt_passes.simulation import h100_hbm2e_500w, h100_sxm
 from gt_passes.simulation.hardware import HardwareDataError, load_hardware
 
 TEXT = resources.files("gt_passes.simulation").joinpath("h100_sxm.json").read_text("utf-8")
@@ -87,3 +87,24 @@ def test_every_problem_of_a_data_file_is_told_at_once():
 def test_what_is_no_data_file_is_refused(text):
     with pytest.raises(HardwareDataError, match="no hardware data: JSON with name, fixed_on and"):
         load_hardware(text)
+
+
+def test_a_file_may_say_only_what_differs_from_a_shipped_one():
+    slower, base = h100_hbm2e_500w(), h100_sxm()
+    differing = {n for n in base.constants if getattr(slower, n) != getattr(base, n)}
+    peaks = {f"peak_{kind}_flops_per_s" for kind in ("bf16", "fp8", "tf32", "fp32", "fp64")}
+    assert differing == peaks | {"hbm_bytes_per_s", "hbm_capacity_bytes"}
+    assert all(getattr(slower, name) < getattr(base, name) for name in peaks)
+    assert slower.hbm_bytes_per_s == 2.4e12
+    # What is assumed says so.
+    assert {slower.constants[name].kind for name in peaks} == {"assumption"}
+
+
+def test_a_file_that_is_based_on_none_that_is_shipped_is_refused():
+    text = json.dumps({"name": "x", "fixed_on": "", "constants": {}, "based_on": "../x.json"})
+    with pytest.raises(HardwareDataError) as error:
+        load_hardware(text)
+    assert str(error.value) == (
+        "hardware data of 'x': based_on is '../x.json'; allowed: h100_hbm2e_500w.json, "
+        "h100_sxm.json"
+    )

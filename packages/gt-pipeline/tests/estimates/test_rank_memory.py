@@ -23,7 +23,7 @@ STAGE = StageMemory(
     reduced_bytes=0,
     entering_bytes=0,
     leaving_bytes=0,
-    actions={kind: _RUNNING for kind in _KINDS},
+    actions=dict.fromkeys(_KINDS, _RUNNING),
 )
 
 

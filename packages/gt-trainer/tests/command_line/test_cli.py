@@ -285,7 +285,7 @@ def test_a_dry_run_prints_its_report_for_the_world_size_and_machine_asked_for_or
 ):
     monkeypatch.setattr(
         "gt_trainer.dry_run.dry_run.dry_run",
-        lambda config, world_size, *, hardware, trace_path, is_allowed: (
+        lambda config, world_size, *, hardware, trace_path, timeline_path, is_allowed: (
             world_size * 100,
             trace_path and str(trace_path),
             *([] if hardware is None else [hardware.name]),
@@ -303,6 +303,14 @@ def test_a_dry_run_prints_its_report_for_the_world_size_and_machine_asked_for_or
     mine.write_text(published.replace('"H100 SXM"', '"mine"'))
     assert cli.main(["--dry-run", "--world-size", "6", "--hardware", str(mine)]) == 0
     assert capsys.readouterr().out.endswith("\n(600, None, 'mine')\n")
+
+
+def test_a_timeline_is_of_a_pipeline(capsys, no_models, tmp_path):
+    assert cli.main(["--dry-run", "--timeline", str(tmp_path / "ranks.html")]) == 2
+    assert capsys.readouterr().err == (
+        "gt-train: --timeline draws the ranks of a pipeline, and "
+        "--parallelism.pipeline_parallel_degree is 1: use --trace\n"
+    )
 
 
 def test_a_dry_run_refuses_a_hardware_file_that_is_none(capsys, no_models, tmp_path):

@@ -127,7 +127,8 @@ def test_an_unknown_configuration_is_refused_with_near_matches_and_the_list():
 def test_a_configuration_of_another_module_is_refused_with_its_home():
     assert refusal("--module", "llama3", "--config", "qwen3_14b") == (
         "module 'llama3' has no configuration 'qwen3_14b'. It belongs to --module qwen3.\n"
-        "configurations of llama3: llama3_debugmodel, llama3_8b, llama3_70b, llama3_405b"
+        "configurations of llama3: llama3_debugmodel, llama3_8b, llama3_70b, llama3_405b, "
+        "llama3_405b_pp"
     )
 
 
@@ -188,6 +189,10 @@ def test_all_mistakes_are_reported_at_once():
                 "--trace is 'no/such/step.json', and must be a file in a folder that exists and can "
                 "be written"
             ),
+        ),
+        (
+            ["--timeline", "ranks.html"],
+            "--timeline writes the schedule of a pipeline that a --dry-run simulates",
         ),
         (["--hardware", "mine.json"], "--hardware is the machine that a --dry-run simulates"),
         (

@@ -16,7 +16,8 @@ from torchtitan.distributed import utils as dist_utils
 from gt_passes.simulation import h100_sxm, optimizer_step_us
 from gt_trace import trace_step
 from gt_trace.fsdp import shard
-from gt_trainer.dry_run.simulated_run import SimulatedRun, StepFacts, simulate_run
+from gt_trainer.dry_run.simulated_run import SimulatedRun, simulate_run
+from gt_trainer.dry_run.step_facts import StepFacts
 
 WORLD_SIZE = 8
 FACTS = StepFacts(

@@ -144,7 +144,7 @@ def test_a_dry_run_needs_no_files_and_no_devices(tmp_path):
     check_configuration(config, 1, will_train=False)
 
 
-def test_a_dry_run_is_of_whole_steps(tmp_path):
+def test_a_dry_run_is_of_captured_graphs(tmp_path):
     config = llama3.llama3_debugmodel()
     config.compile = dataclasses.replace(config.compile, mode="aot_joint")
     config.dump_folder = str(tmp_path)
@@ -154,7 +154,7 @@ def test_a_dry_run_is_of_whole_steps(tmp_path):
     assert str(error.value) == (
         "the configuration has 1 problem:\n"
         "  1. --compile.mode is 'aot_joint'\n"
-        "     allowed: 'aot_fx_trace' in a dry run, which captures and simulates whole steps\n"
+        "     allowed: 'aot_fx_trace' in a dry run, which captures and simulates graphs\n"
         "     fix: leave the flag out of the dry run"
     )
 

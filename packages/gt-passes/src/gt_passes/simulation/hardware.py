@@ -148,8 +148,13 @@ class Hardware:
 @cache
 def h100_sxm() -> Hardware:
     """NVIDIA H100 SXM, 8 to a node, one 400 Gb/s NIC to each GPU: ``h100_sxm.json``."""
-    text = resources.files(__package__).joinpath("h100_sxm.json").read_text(encoding="utf-8")
-    return load_hardware(text)
+    return load_hardware(_shipped("h100_sxm.json"))
+
+
+@cache
+def h100_hbm2e_500w() -> Hardware:
+    """The same with HBM2e of 2.4 TB/s and a limit of 500 W: ``h100_hbm2e_500w.json``."""
+    return load_hardware(_shipped("h100_hbm2e_500w.json"))
 
 
 def load_hardware(text: str) -> Hardware:
@@ -157,14 +162,15 @@ def load_hardware(text: str) -> Hardware:
 
     Args:
         text: JSON with ``name``, ``fixed_on`` and ``constants``, which maps each numeric field of
-            ``Hardware`` to an object with the fields of ``Constant``.
+            ``Hardware`` to an object with the fields of ``Constant``. With ``based_on``, the name
+            of a file that is shipped here, constants that are missing are that file's.
 
     Raises:
         HardwareDataError: the text is no such JSON; or a constant is missing, unknown or malformed,
             all of them at once.
     """
     document = _document(text)
-    stored = document["constants"]
+    stored = _base_constants(document) | document["constants"]
     hints = {field.name: str(field.type) for field in fields(Hardware)}
     wanted = [name for name, hint in hints.items() if hint in ("float", "int")]
     problems = [f"{name} is missing" for name in wanted if name not in stored]
@@ -188,6 +194,26 @@ def load_hardware(text: str) -> Hardware:
         constants=MappingProxyType(constants),
         **values,
     )
+
+
+def _base_constants(document: Mapping[str, Any]) -> dict[str, Any]:
+    """The constants of the file that a document is based on; none without one."""
+    base = document.get("based_on")
+    if base is None:
+        return {}
+    folder = resources.files(__package__)
+    shipped = sorted(each.name for each in folder.iterdir() if each.name.endswith(".json"))
+    if base not in shipped:
+        raise HardwareDataError(
+            f"hardware data of {document.get('name')!r}: based_on is {base!r}; allowed: "
+            f"{', '.join(shipped)}"
+        )
+    of_base = _document(_shipped(base))
+    return _base_constants(of_base) | of_base["constants"]
+
+
+def _shipped(name: str) -> str:
+    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 
 def _document(text: str) -> dict[str, Any]:

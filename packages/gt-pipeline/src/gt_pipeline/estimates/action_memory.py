@@ -123,7 +123,9 @@ class StageMemory:
         return cls(
             state_bytes=sum(state),
             num_parameters=sum(each.numel() for each in parameters),
-            parameter_bytes=sum(_rounded(each.numel() * each.element_size()) for each in parameters),
+            parameter_bytes=sum(
+                _rounded(each.numel() * each.element_size()) for each in parameters
+            ),
             gathered_bytes=made("UNSHARD", "unsharded"),
             saved_bytes=made("FORWARD", "saved"),
             between_bytes=made("BACKWARD_INPUT", "between"),
@@ -214,10 +216,7 @@ def _made_bytes(
 ) -> dict[SlotKind, int]:
     """Bytes by kind of result; memory of two kinds counts for the one that lives longer."""
     held_already = {
-        storage
-        for node, slot in slots.items()
-        if _stays(slot)
-        for storage in storages.of(node)
+        storage for node, slot in slots.items() if _stays(slot) for storage in storages.of(node)
     }
     found: dict[SlotKind, int] = {}
     # What is kept comes before what leaves, which is dropped earlier.
@@ -323,7 +322,6 @@ def _bytes_of(signatures: Collection[ActivationSignature]) -> int:
     return sum(
         _rounded(torch.Size(each.shape).numel() * each.dtype.itemsize) for each in signatures
     )
-
 
 
 def _tensor_bytes(node: Node) -> int:

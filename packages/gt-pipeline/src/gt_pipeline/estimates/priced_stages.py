@@ -101,7 +101,11 @@ class PricedStages:
         return self._simulations[key]
 
     def costs(self, cost_model: CostModel | None = None) -> Callable[[Action], float]:
-        """A cost function for ``simulate``, in microseconds; of another machine, if one is given."""
+        """A cost function for ``simulate``, in microseconds.
+
+        Args:
+            cost_model: the same assumptions on another machine, if it is not for this one.
+        """
         model = cost_model or self._cost_model
         known: dict[Hashable, float] = {}
 

@@ -1,7 +1,7 @@
 """The most memory that a rank of a pipeline holds in a step, and for what.
 
-Its list of actions is walked as it runs: what stages hold between actions is added and dropped where
-the actions do it, and each action's own peak comes on top.
+Its list of actions is walked as it runs: what stages hold between actions is added and dropped
+where the actions do it, and each action's own peak comes on top.
 """
 
 from __future__ import annotations

@@ -254,6 +254,11 @@ def _dry_run(
     from gt_trainer.preflight.preflight import check_configuration, configuration_violations
     from gt_trainer.preflight.settled_defaults import describe_run, settle_defaults
 
+    if command.timeline is not None and config.parallelism.pipeline_parallel_degree < 2:
+        raise UsageError(
+            "--timeline draws the ranks of a pipeline, and --parallelism.pipeline_parallel_degree "
+            f"is {config.parallelism.pipeline_parallel_degree}: use --trace"
+        )
     hardware = None
     if command.hardware is not None:
         try:
@@ -278,6 +283,7 @@ def _dry_run(
                 hardware=hardware,
                 is_allowed=is_allowed,
                 trace_path=command.trace,
+                timeline_path=command.timeline,
             )
             _print(f"{found}\n")
 

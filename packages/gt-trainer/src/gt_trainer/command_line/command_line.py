@@ -32,7 +32,16 @@ _FLAGS: Mapping[str, CommandAction] = {
     "--list": "list",
     "--version": "version",
 }
-_VALUED = ("--module", "--config", "--nproc", "--world-size", "--log-rank", "--trace", "--hardware")
+_VALUED = (
+    "--module",
+    "--config",
+    "--nproc",
+    "--world-size",
+    "--log-rank",
+    "--trace",
+    "--timeline",
+    "--hardware",
+)
 
 
 class UsageError(ValueError):
@@ -67,6 +76,8 @@ class CommandLine:
     """--world-size; None if it was not given."""
     trace: Path | None = None
     """File for the dry run's trace; None writes none."""
+    timeline: Path | None = None
+    """File for the page of a pipeline's ranks; None writes none."""
     hardware: Path | None = None
     """Hardware file that the dry run simulates on; None for H100 SXM."""
     shown_ranks: frozenset[int] = frozenset({0})
@@ -119,7 +130,19 @@ def parse_command_line(arguments: Sequence[str]) -> CommandLine:
             "--world-size says how many ranks a --dry-run pretends to have. To start processes, "
             "use --nproc"
         )
-    trace = _trace(reading, action)
+    trace = _written(
+        reading,
+        "--trace",
+        action,
+        otherwise="--trace writes the step that a --dry-run simulates. To trace a run, use "
+        "--profiler.enable_profiling",
+    )
+    timeline = _written(
+        reading,
+        "--timeline",
+        action,
+        otherwise="--timeline writes the schedule of a pipeline that a --dry-run simulates",
+    )
     hardware = _hardware(reading, action)
     if num_processes is not None and action == "dry-run":
         reading.problems.append(
@@ -134,6 +157,7 @@ def parse_command_line(arguments: Sequence[str]) -> CommandLine:
         num_processes=num_processes,
         world_size=world_size,
         trace=trace,
+        timeline=timeline,
         hardware=hardware,
         shown_ranks=shown,
         overrides=tuple(reading.overrides),
@@ -240,19 +264,19 @@ def _count(reading: _Reading, option: str) -> int | None:
     return int(text)
 
 
-def _trace(reading: _Reading, action: CommandAction) -> Path | None:
-    text = reading.values.get("--trace")
+def _written(
+    reading: _Reading, option: str, action: CommandAction, *, otherwise: str
+) -> Path | None:
+    """The file that a dry run is to write; ``otherwise`` refuses it where there is no dry run."""
+    text = reading.values.get(option)
     if text is None:
         return None
     path = Path(text)
     if action != "dry-run":
-        reading.problems.append(
-            "--trace writes the step that a --dry-run simulates. To trace a run, use "
-            "--profiler.enable_profiling"
-        )
+        reading.problems.append(otherwise)
     elif path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
         reading.problems.append(
-            f"--trace is {text!r}, and must be a file in a folder that exists and can be written"
+            f"{option} is {text!r}, and must be a file in a folder that exists and can be written"
         )
     return path
 
@@ -351,6 +375,7 @@ options:
   --world-size N     with --dry-run: number of ranks to pretend (default: what the
                      configuration is meant for)
   --trace FILE       with --dry-run: write the simulated step to FILE, for ui.perfetto.dev
+  --timeline FILE    with --dry-run of a pipeline: draw all of its ranks as an HTML page
   --hardware FILE    with --dry-run: the machine to simulate, as
                      benchmarks/calibrate_simulation.py writes it (default: H100 SXM)
   --list             list modules and configurations

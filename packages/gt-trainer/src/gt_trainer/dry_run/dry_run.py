@@ -151,6 +151,14 @@ def _changes(
         if is_allowed(changed):
             config, flags = changed, f"--compile.memory_policy {less}"
             yield flags, config
+    size = config.parallelism.pipeline_parallel_microbatch_size
+    while config.parallelism.pipeline_parallel_degree > 1 and size > 1:
+        size //= 2
+        parallelism = replace(config.parallelism, pipeline_parallel_microbatch_size=size)
+        changed = replace(config, parallelism=parallelism)
+        if is_allowed(changed):
+            flag = f"--parallelism.pipeline_parallel_microbatch_size {size}"
+            yield f"{flags} {flag}".strip(), changed
     batch_size = config.training.local_batch_size
     while batch_size > 1:
         batch_size //= 2

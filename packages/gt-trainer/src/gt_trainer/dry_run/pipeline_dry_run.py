@@ -1,4 +1,4 @@
-"""The dry run of a pipeline: each distinct stage captured once, the schedule of all ranks simulated."""
+"""The dry run of a pipeline: each distinct stage is captured once, all ranks are simulated."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from gt_pipeline.schedules import Schedule
 from gt_trace import flex_attention_on_cpu
 from gt_trainer.dry_run.fake_pipeline import FakePipeline, capture_pipeline
 from gt_trainer.dry_run.fake_step import fake_ranks
+from gt_trainer.dry_run.numbers_as_text import GIB
 from gt_trainer.dry_run.simulated_pipeline import SimulatedPipeline, simulate_pipeline
-from gt_trainer.dry_run.simulated_run import GIB
 from gt_trainer.dry_run.step_facts import degrees_of, step_facts
 from gt_trainer.steps.training_step import num_operators
 from gt_trainer.trainer import GraphTrainer
@@ -56,7 +56,8 @@ class PipelineDryRunReport:
         axes = " x ".join(f"{name} {degree}" for name, degree in self.degrees)
         fewest, most = min(self.parameters_by_rank), max(self.parameters_by_rank)
         stored = f"{fewest:,}" if fewest == most else f"{fewest:,} to {most:,}"
-        schedule = self.schedule
+        gib = max(self.parameter_bytes_by_rank) / GIB
+        schedule, name = self.schedule, self.schedule.name
         batch = (
             f"{schedule.num_microbatches} microbatches of {self.microbatch_size} x "
             f"{self.seq_len:,} tokens"
@@ -65,10 +66,8 @@ class PipelineDryRunReport:
         lines = (
             f"Dry run of {self.model} on {self.world_size:,} ranks ({axes})",
             f"  parameters       {self.num_parameters:,}",
-            f"  on each rank     {stored} ({max(self.parameter_bytes_by_rank) / GIB:.2f} GiB as "
-            "stored)",
-            f"  pipeline         {schedule.name}, {schedule.num_ranks} ranks, "
-            f"{schedule.num_stages} stages",
+            f"  on each rank     {stored} ({gib:.2f} GiB as stored)",
+            f"  pipeline         {name}, {schedule.num_ranks} ranks, {schedule.num_stages} stages",
             f"  batch            {batch}, {self.simulated.facts.tokens:,} a step",
             f"  memory policy    {self.memory_policy}",
             f"  operators        {graphs}",

@@ -37,12 +37,9 @@ from gt_pipeline.graph import GraphPipelineStage
 from gt_pipeline.schedules import Schedule, lower, simulate, write_chrome_trace
 from gt_pipeline.schedules.schedule import LoweredSchedule
 from gt_pipeline.schedules.timeline_page import timelines_page
-from gt_trainer.dry_run.simulated_run import (
-    GIB,
-    StepFacts,
-    group_labels,
-    milliseconds,
-)
+from gt_trainer.dry_run.numbers_as_text import GIB, ms
+from gt_trainer.dry_run.simulated_run import group_labels
+from gt_trainer.dry_run.step_facts import StepFacts
 
 _ADAM_STATES = 2
 
@@ -108,32 +105,32 @@ class SimulatedPipeline:
         times = self.facts.num_microbatches
         num_gpus, speed = self.facts.num_gpus, self.tokens_per_second_per_gpu
         of = f"{times} runs of the schedule: " if times > 1 else ""
-        waiting = [f"{milliseconds(self.waiting_us)} waiting for the host"] * (self.waiting_us >= 1)
+        waiting = [f"{ms(self.waiting_us)} waiting for the host"] * (self.waiting_us >= 1)
         parts = [
-            f"{milliseconds(self.computing_us)} computing",
-            f"{milliseconds(sum(self.exposed_us.values()))} exposed inside actions",
+            f"{ms(self.computing_us)} computing",
+            f"{ms(sum(self.exposed_us.values()))} exposed inside actions",
             *waiting,
-            f"{milliseconds(self.time.gathers)} gathers and reductions",
-            f"{milliseconds(self.time.transfers)} transfers",
-            f"{milliseconds(self.time.bubble)} bubble",
+            f"{ms(self.time.gathers)} gathers and reductions",
+            f"{ms(self.time.transfers)} transfers",
+            f"{ms(self.time.bubble)} bubble",
         ]
+        machine = f"{num_gpus:,} {self.hardware.name}"
         lines = [
-            f"Simulated on {num_gpus:,} {self.hardware.name}, by a model of the hardware: nothing "
-            "here was measured",
-            f"  step             {milliseconds(self.step_us)}, {self.mfu:.1%} MFU",
+            f"Simulated on {machine}, by a model of the hardware: nothing here was measured",
+            f"  step             {ms(self.step_us)}, {self.mfu:.1%} MFU",
             f"  throughput       {speed:,.0f} tokens/s/GPU, {num_gpus * speed:,.0f} tokens/s",
-            f"  made of          {of}{', '.join(parts)}; {milliseconds(self.optimizer_us)} optimizer",
+            f"  made of          {of}{', '.join(parts)}; {ms(self.optimizer_us)} optimizer",
             f"  bubble           {self.bubble:.1%} of the step",
         ]
         lines += [
-            f"  exposed          {milliseconds(exposed)}: {purpose}"
+            f"  exposed          {ms(exposed)}: {purpose}"
             for purpose, exposed in self.exposed_us.items()
         ]
         beside = "beside computation" if self.overlaps_gathers else "the compute stream waits"
         lines.append(
-            f"  exposed          {milliseconds(self.time.gathers)}: UNSHARD and REDUCE_GRAD, {beside}"
+            f"  exposed          {ms(self.time.gathers)}: UNSHARD and REDUCE_GRAD, {beside}"
         )
-        lines.append(f"  exposed          {milliseconds(self.time.transfers)}: transfers between stages")
+        lines.append(f"  exposed          {ms(self.time.transfers)}: transfers between stages")
         lines += self._memory_lines()
         lines.append(f"  sensitivity      {self.sensitivity}")
         if self.guesses:
@@ -153,10 +150,8 @@ class SimulatedPipeline:
 
     def _memory_lines(self) -> list[str]:
         capacity = self.hardware.hbm_capacity_bytes
-        lines = [
-            f"  peak memory      {self.peak_bytes / GIB:.2f} GiB estimated of "
-            f"{capacity / GIB:.2f}{'' if self.fits else '; DOES NOT FIT'}"
-        ]
+        peak = f"{self.peak_bytes / GIB:.2f} GiB estimated of {capacity / GIB:.2f}"
+        lines = [f"  peak memory      {peak}{'' if self.fits else '; DOES NOT FIT'}"]
         for each in self.memory:
             listed = ", ".join(
                 f"{num_bytes / GIB:.2f} {part}"
@@ -165,9 +160,8 @@ class SimulatedPipeline:
             )
             when = "the optimizer" if each.action is None else str(each.action)
             over = "; DOES NOT FIT" if each.peak_bytes > capacity else ""
-            lines.append(
-                f"    rank {each.rank:<10} {each.peak_bytes / GIB:.2f} GiB at {when}{over}: {listed}"
-            )
+            gib = f"{each.peak_bytes / GIB:.2f} GiB"
+            lines.append(f"    rank {each.rank:<10} {gib} at {when}{over}: {listed}")
         return lines
 
 
@@ -236,7 +230,9 @@ def simulate_pipeline(
         write_chrome_trace(time.timeline.spans, trace_path)
     if page_path is not None:
         costs = priced.costs()
-        in_ms = simulate(lowered, lambda action: costs(action) / 1000, overlap_gathers=overlap_gathers)
+        in_ms = simulate(
+            lowered, lambda action: costs(action) / 1000, overlap_gathers=overlap_gathers
+        )
         page_path.parent.mkdir(parents=True, exist_ok=True)
         page_path.write_text(timelines_page([in_ms]), encoding="utf-8")
     return SimulatedPipeline(

@@ -32,9 +32,9 @@ from gt_passes.simulation import (
     write_perfetto_trace,
 )
 from gt_trace import TracedStep
+from gt_trainer.dry_run.numbers_as_text import GIB, ms
 from gt_trainer.dry_run.step_facts import StepFacts
 
-GIB = 2**30
 _ADAM_STATES = 2
 _MEMORY_LABELS: Mapping[MemoryKind, str] = {
     "static inputs": "parameters and buffers",
@@ -94,22 +94,22 @@ class SimulatedRun:
         num_gpus, speed = self.facts.num_gpus, self.tokens_per_second_per_gpu
         times = f"{microbatches} microbatches of " if microbatches > 1 else ""
         parts = (
-            f"{times}{milliseconds(graph.compute_us)} computing",
-            f"{milliseconds(graph.exposed_us)} exposed communication",
+            f"{times}{ms(graph.compute_us)} computing",
+            f"{ms(graph.exposed_us)} exposed communication",
             *(
-                [f"{milliseconds(graph.copies_exposed_us)} waiting for copies"]
+                [f"{ms(graph.copies_exposed_us)} waiting for copies"]
                 * (graph.copies_exposed_us > 0)
             ),
-            f"{milliseconds(graph.host_idle_us)} waiting for the host; {milliseconds(self.optimizer_us)} optimizer",
+            f"{ms(graph.host_idle_us)} waiting for the host; {ms(self.optimizer_us)} optimizer",
         )
         lines = [
             f"Simulated on {machine}, by a model of the hardware: nothing here was measured",
-            f"  step             {milliseconds(self.step_us)}, {self.mfu:.1%} MFU",
+            f"  step             {ms(self.step_us)}, {self.mfu:.1%} MFU",
             f"  throughput       {speed:,.0f} tokens/s/GPU, {num_gpus * speed:,.0f} tokens/s",
             f"  made of          {', '.join(parts)}",
         ]
         lines += [
-            f"  exposed          {milliseconds(total.exposed_us)} of {milliseconds(total.duration_us)}: "
+            f"  exposed          {ms(total.exposed_us)} of {ms(total.duration_us)}: "
             f"{total.count} {total.purpose}"
             for total in graph.by_purpose
         ]
@@ -231,8 +231,3 @@ def group_labels(parallel_dims: ParallelDims) -> dict[str, str]:
         name = mesh.get_group().group_name
         labels[name] = f"{labels[name]}, {label}" if name in labels else label
     return labels
-
-
-def milliseconds(time_us: float) -> str:
-    """A time as people read it."""
-    return f"{time_us / 1000:,.1f} ms"

@@ -9,8 +9,9 @@ from torchtitan.models.deepseek_v3 import config_registry
 from gt_trainer.models.adapt import adapt_debug, adapt_published
 from gt_trainer.trainer import GraphTrainer
 
-_MICROBATCHES_671B = 64
-"""Sequences of a step on each data-parallel rank, one a microbatch: four for each pipeline rank."""
+_MICROBATCHES_671B = 120
+"""Sequences of a step on each of 128 data-parallel ranks: 15,360 in all, as DeepSeek-V3 was trained
+with (arXiv 2412.19437, section 4.2)."""
 
 
 def deepseek_v3_debugmodel() -> GraphTrainer.Config:

@@ -8,9 +8,8 @@ graphs do (``gt_trainer.steps.pipelined_step``). Stages are the same in both, by
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -116,7 +115,7 @@ def placed_stages(
     ac_config: object,
     dump_folder: str,
 ) -> dict[int, nn.Module]:
-    """Some stages of ``model``, cut out and placed on the mesh, by index; the model stays as it is."""
+    """Some stages of ``model``, placed on the mesh, by index. The model stays as it is."""
     return {
         index: parallelize(
             cast(Decoder, part),
