@@ -6,9 +6,9 @@ what has arrived by then, as machines do. Nothing is shared with it but the text
 which action needs what is read off the actions' names here.
 
 The rules: a rank runs its list in order. A computation waits for its parameters and for what other
-stages make for it. What is sent and received is posted, and the rank goes on; a transfer begins when
-both ends have posted it and the pair's transfer before it is over. Gathers and reductions hold the
-rank up, or run one after another beside it.
+stages make for it. What is sent and received is posted, and the rank goes on; a transfer begins
+when both ends have posted it and the pair's transfer before it is over. Gathers and reductions hold
+the rank up, or run one after another beside it.
 """
 
 from __future__ import annotations
@@ -81,10 +81,10 @@ def simulate_step_by_step(
     world = _World(ranks, stage_to_rank, cost, overlap_gathers, dict(queues))
     now = end = 0.0
     while True:
-        while any([_advance(world, number, now) for number in range(len(ranks))]) or any(
-            [_begin_transfer(world, pair, now) for pair in world.queues]
+        while any(_advance(world, number, now) for number in range(len(ranks))) or any(
+            _begin_transfer(world, pair, now) for pair in world.queues
         ):
-            pass
+            pass  # until nothing more happens at this moment
         times = [
             *(rank.free_at for rank in ranks),
             *(rank.gathers_free_at for rank in ranks),

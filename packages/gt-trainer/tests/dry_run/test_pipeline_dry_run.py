@@ -1,0 +1,157 @@
+"""A pipeline on paper: debug models on ranks that do not exist."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gt_pipeline.schedules import simulate
+from gt_trainer.device import intended_for
+from gt_trainer.dry_run.dry_run import dry_run
+from gt_trainer.dry_run.pipeline_dry_run import PipelineDryRunReport
+from gt_trainer.preflight.preflight import check_configuration
+from gt_trainer.preflight.settled_defaults import settle_defaults
+
+
+def run(
+    name: str, world_size: int, *, batch_size: int, folder: Path | None = None, **parallelism: Any
+) -> PipelineDryRunReport:
+    """As ``gt-train --dry-run`` does it."""
+    with intended_for("cuda"):
+        module = name.removesuffix("_debugmodel")
+        config = getattr(importlib.import_module(f"gt_trainer.models.{module}"), name)()
+        spec = config.model_spec
+        # Two layers for each stage are enough.
+        layers = spec.model.layers[:4]
+        config.model_spec = dataclasses.replace(
+            spec, model=dataclasses.replace(spec.model, layers=layers)
+        )
+        config.training.local_batch_size = batch_size
+        for field, value in parallelism.items():
+            setattr(config.parallelism, field, value)
+        config.compile = dataclasses.replace(config.compile, verify_passes=False)
+        config, _ = settle_defaults(config, world_size)
+        check_configuration(config, world_size, will_train=False)
+        report = dry_run(
+            config,
+            world_size,
+            trace_path=folder and folder / "schedule.json",
+            timeline_path=folder and folder / "ranks.html",
+        )
+    assert isinstance(report, PipelineDryRunReport)
+    return report
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("written")
+
+
+@pytest.fixture(scope="module")
+def dense(written: Path) -> PipelineDryRunReport:
+    """PP 2 x TP 2 x FSDP 2."""
+    return run(
+        "llama3_debugmodel",
+        8,
+        batch_size=4,
+        folder=written,
+        pipeline_parallel_degree=2,
+        tensor_parallel_degree=2,
+        pipeline_parallel_schedule="1F1B",
+    )
+
+
+@cache
+def experts() -> PipelineDryRunReport:
+    """PP 2 x EP 2 x FSDP 2, a forward and a backward at once."""
+    return run(
+        "deepseek_v3_debugmodel",
+        8,
+        batch_size=8,
+        pipeline_parallel_degree=2,
+        expert_parallel_degree=2,
+        pipeline_parallel_schedule="DualPipeV",
+        pipeline_parallel_first_stage_less_layers=0,
+        pipeline_parallel_last_stage_less_layers=0,
+    )
+
+
+def check_sums(report: PipelineDryRunReport) -> None:
+    """Parts add up: of the step, of an action's time, and of each rank's peak."""
+    simulated = report.simulated
+    time = simulated.time
+    parts = (time.actions, time.bubble, time.transfers, time.gathers)
+    assert sum(parts) == pytest.approx(time.makespan)
+    inside = simulated.computing_us + sum(simulated.exposed_us.values()) + simulated.waiting_us
+    assert inside == pytest.approx(time.actions)
+    assert simulated.step_us == pytest.approx(time.makespan + simulated.optimizer_us)
+    assert len(simulated.memory) == report.schedule.num_ranks
+    for rank in simulated.memory:
+        assert sum(rank.bytes_by_part.values()) == rank.peak_bytes
+    assert simulated.peak_bytes == max(rank.peak_bytes for rank in simulated.memory)
+
+
+def test_a_dense_pipeline_is_simulated_on_all_its_ranks(dense: PipelineDryRunReport) -> None:
+    check_sums(dense)
+    assert dict(dense.degrees) == {"pp": 2, "dp_shard": 2, "tp": 2}
+    # Each rank holds a quarter of its stage, and the two stages are the model.
+    assert sum(dense.parameters_by_rank) == pytest.approx(dense.num_parameters / 4, rel=0.01)
+    simulated = dense.simulated
+    assert list(simulated.exposed_us) == ["tensor parallel"]
+    assert simulated.time.gathers > 0
+    assert simulated.facts.tokens == 4 * 2 * 256  # samples of a rank, data-parallel ranks, tokens
+    assert simulated.assumed_symbols == ()
+    assert simulated.num_unsized == 0
+
+
+def test_stages_with_experts_overlap_and_exchange_balanced_tokens() -> None:
+    report = experts()
+    check_sums(report)
+    simulated = report.simulated
+    assert {"EP token exchange", "EP token count exchange"} <= simulated.exposed_us.keys()
+    assert simulated.assumed_symbols == ()
+    assert simulated.num_unsized == 0
+    spans = simulated.time.timeline.spans
+    pairs = [span for span in spans if span.action.kind == "OVERLAP_F_B"]
+    assert pairs
+    assert all(span.duration > 0 for span in pairs)
+
+
+def test_stages_that_are_alike_are_captured_once() -> None:
+    # Four stages of one layer: the first is dense and embeds, the last has the loss.
+    assert [stages for stages, _ in experts().captured] == ["0", "1-2", "3"]
+
+
+def test_the_report_says_what_each_rank_holds(dense: PipelineDryRunReport) -> None:
+    lines = str(dense).splitlines()
+    assert lines[0] == "Dry run of llama3 debugmodel on 8 ranks (pp 2 x dp_shard 2 x tp 2)"
+    assert "  pipeline         1F1B, 2 ranks, 2 stages" in lines
+    assert "  batch            4 microbatches of 1 x 256 tokens, 2,048 a step" in lines
+    assert any(line.startswith("Simulated on 8 H100 SXM, by a model of") for line in lines)
+    ranks = [line for line in lines if line.startswith("    rank ")]
+    assert len(ranks) == 2
+    assert all("optimizer state" in line for line in ranks)
+
+
+def test_the_schedule_is_written_as_a_trace_and_as_a_page(
+    dense: PipelineDryRunReport, written: Path
+) -> None:
+    events = json.loads((written / "schedule.json").read_text())["traceEvents"]
+    assert {event["pid"] for event in events} == {0, 1}
+    ends = [event["ts"] + event["dur"] for event in events if event["ph"] == "X"]
+    assert max(ends) == pytest.approx(dense.simulated.time.makespan)
+    assert (written / "ranks.html").read_text().count("rank 1</text>") == 1
+
+
+def test_gathers_beside_computation_would_be_exposed_less(dense: PipelineDryRunReport) -> None:
+    """What is simulated by default is what runs: graphs that hold their waits."""
+    assert not dense.simulated.overlaps_gathers
+    timeline = dense.simulated.time.timeline
+    costs = {span.action: span.duration for span in timeline.spans}
+    assert simulate(timeline.schedule, costs.__getitem__).makespan < timeline.makespan
