@@ -32,7 +32,6 @@ from pipeline_simulation.step_by_step import StepByStep, simulate_step_by_step  
 from report import Report, Row, Sample  # noqa: E402
 
 from gt_passes.simulation import h100_hbm2e_500w  # noqa: E402
-from gt_pipeline.schedules import lower  # noqa: E402
 from gt_trainer.dry_run.pipeline_dry_run import (  # noqa: E402
     PipelineDryRunReport,
     pipeline_dry_run,
@@ -209,7 +208,7 @@ def again(found: PipelineDryRunReport) -> StepByStep:
     spans = found.simulated.time.timeline.spans
     prices = {span.action: span.duration for span in spans}
     return simulate_step_by_step(
-        lower(found.schedule, unshards=True, reduces=True),
+        found.simulated.lowered,
         prices.__getitem__,
         overlap_gathers=found.simulated.overlaps_gathers,
     )

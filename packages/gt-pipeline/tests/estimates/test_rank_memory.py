@@ -10,7 +10,7 @@ from schedule_cases import natural_schedule
 from gt_pipeline.estimates import MEMORY_PARTS, ActionMemory, StageMemory, rank_memory
 from gt_pipeline.schedules import SCHEDULE_NAMES, lower, peak_live
 
-_RUNNING = ActionMemory(extra_bytes=7, made_bytes={}, num_unsized=0)
+_RUNNING = ActionMemory(extra_bytes=7, launched_bytes=0, made_bytes={}, num_unsized=0)
 _KINDS = ("UNSHARD", "FORWARD", "FULL_BACKWARD", "BACKWARD_INPUT", "BACKWARD_WEIGHT", "REDUCE_GRAD")
 STAGE = StageMemory(
     state_bytes=1000,
@@ -83,6 +83,21 @@ def test_gradients_of_runs_before_are_held_where_the_schedule_accumulates() -> N
     stage = replace(STAGE, accumulated_bytes=500, reduced_bytes=100)
     once, again = peak("1F1B", 0, stage), peak("1F1B", 0, stage, accumulates=True)
     assert again.peak_bytes == once.peak_bytes + 100
+
+
+def test_sums_of_gradients_are_held_until_the_reduction_is_waited_for() -> None:
+    """A stage's reduction is launched behind its last backward, and finished with the others."""
+    launched = replace(_RUNNING, launched_bytes=10)
+    stage = replace(
+        STAGE,
+        accumulated_bytes=500,
+        reduced_bytes=100,
+        actions={**STAGE.actions, "REDUCE_GRAD": launched},
+    )
+    found = peak("Interleaved1F1B", 0, stage)
+    assert found.bytes_by_part["gradients"] == 2 * 500 + 2 * 10
+    assert found.action is not None
+    assert found.action.kind == "REDUCE_GRAD"
 
 
 def test_what_is_sent_is_held_until_it_has_arrived() -> None:

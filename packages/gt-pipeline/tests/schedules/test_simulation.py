@@ -150,7 +150,7 @@ def test_computation_waits_for_parameters_and_the_end_for_gradients() -> None:
         ("0F0", 5.0, 6.0),
         ("0B0", 6.0, 8.0),
         ("0REDUCE_GRAD", 8.0, 15.0),
-        ("0RESHARD", 15.0, 15.0),
+        ("0RESHARD", 8.0, 8.0),
     ]
     assert timeline.idle == (12.0,)
     assert timeline.bubble == 0.8

@@ -104,7 +104,7 @@ def test_a_dense_pipeline_is_simulated_on_all_its_ranks(dense: PipelineDryRunRep
     assert sum(dense.parameters_by_rank) == pytest.approx(dense.num_parameters / 4, rel=0.01)
     simulated = dense.simulated
     assert list(simulated.exposed_us) == ["tensor parallel"]
-    assert simulated.time.gathers > 0
+    assert simulated.time.gathers > 0  # nothing can hide those of the first microbatch
     assert simulated.facts.tokens == 4 * 2 * 256  # samples of a rank, data-parallel ranks, tokens
     assert simulated.assumed_symbols == ()
     assert simulated.num_unsized == 0
@@ -149,9 +149,9 @@ def test_the_schedule_is_written_as_a_trace_and_as_a_page(
     assert (written / "ranks.html").read_text().count("rank 1</text>") == 1
 
 
-def test_gathers_beside_computation_would_be_exposed_less(dense: PipelineDryRunReport) -> None:
-    """What is simulated by default is what runs: graphs that hold their waits."""
-    assert not dense.simulated.overlaps_gathers
-    timeline = dense.simulated.time.timeline
-    costs = {span.action: span.duration for span in timeline.spans}
-    assert simulate(timeline.schedule, costs.__getitem__).makespan < timeline.makespan
+def test_gathers_run_beside_computation_as_they_do_in_a_run(dense: PipelineDryRunReport) -> None:
+    simulated = dense.simulated
+    assert simulated.overlaps_gathers
+    costs = {span.action: span.duration for span in simulated.time.timeline.spans}
+    waits = simulate(simulated.lowered, costs.__getitem__, overlap_gathers=False)
+    assert simulated.time.makespan <= waits.makespan

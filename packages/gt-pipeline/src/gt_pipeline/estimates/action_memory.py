@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.fx import GraphModule, Node
 
 from gt_config.node_keys import OverlappedBackward, PipelineAction
+from gt_passes.analysis.collectives import is_wait
 from gt_passes.analysis.liveness import estimate_memory
 from gt_passes.analysis.outlined_region import region_inputs, region_of
 from gt_passes.analysis.storages import Storages
@@ -40,6 +41,10 @@ class ActionMemory:
     extra_bytes: int
     """The most that it holds beyond what is held when it starts: what it has made and still reads
     or returns, less what it has given up by then."""
+
+    launched_bytes: int
+    """The same when it stands before its first wait, as UNSHARD and REDUCE_GRAD do while other
+    actions run. Below 0 if it has given up more than it has made."""
 
     made_bytes: Mapping[SlotKind, int]
     """What its results of each kind hold that was not there before, when it has run."""
@@ -71,10 +76,10 @@ class StageMemory:
     """For one microbatch, from its dI until its dW."""
 
     accumulated_bytes: int
-    """Sums of gradients, from the stage's first backward until REDUCE_GRAD."""
+    """Sums of gradients, from the stage's first backward until they are reduced."""
 
     reduced_bytes: int
-    """Gradients from REDUCE_GRAD until the optimizer has run."""
+    """Reduced gradients, until the optimizer has run."""
 
     entering_bytes: int
     """Activations from the stage before, of one microbatch."""
@@ -201,8 +206,11 @@ def action_memory(
     )
     brought = {storage for node in slots for storage in storages.of(node)}
     held_at_start = sum(storages.num_bytes[storage] for storage in brought)
+    nodes = list(graph_module.graph.nodes)
+    first_wait = next((at for at, node in enumerate(nodes) if is_wait(node)), len(nodes) - 1)
     return ActionMemory(
         extra_bytes=max(0, profile.peak_bytes - held_at_start),
+        launched_bytes=profile.live_bytes[first_wait] - held_at_start,
         made_bytes=_made_bytes(action, slots, results, storages),
         num_unsized=profile.num_unsized,
     )

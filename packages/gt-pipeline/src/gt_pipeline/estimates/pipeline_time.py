@@ -44,7 +44,7 @@ def pipeline_time(
     lowered: LoweredSchedule,
     costs: Callable[[Action], float],
     *,
-    overlap_gathers: bool = False,
+    overlap_gathers: bool = True,
 ) -> PipelineTime:
     """Simulate a schedule and take its time apart.
 

@@ -28,7 +28,8 @@ MemoryPart = Literal[
 ]
 """Why a rank holds memory.
 
-gradients: sums over microbatches, as gathered; after their reduction, as parameters are stored.
+gradients: sums over microbatches, as gathered, until the step's end, with what their reduction
+needs; then as parameters are stored.
 activations: what forwards of microbatches under way saved for backwards.
 transfers: what was made for neighbouring stages or received from them and not used yet.
 running action: what the action that runs has made, less what it has given up of the others.
@@ -85,7 +86,7 @@ def rank_memory(
         walk.after(action)
         for send in done_after.get(position, ()):
             walk.sent(send)
-    walk.reach(0, None)
+    walk.finish_reductions()
     return walk.result()
 
 
@@ -108,6 +109,7 @@ class _Walk:
         if accumulates:
             self._held["gradients"] = sum(each.reduced_bytes for each in mine)
         self._accumulating: set[int] = set()
+        self._reducing: list[Action] = []
         self._live = 0
         self._peak_live = 0
         self._waiting: dict[Product, int] = {}
@@ -131,12 +133,22 @@ class _Walk:
         elif action.kind == "RESHARD":
             self._held["gathered parameters"] -= stage.gathered_bytes
         elif action.kind == "REDUCE_GRAD":
-            self._accumulating.discard(action.stage)
-            self._held["gradients"] += stage.reduced_bytes - stage.accumulated_bytes
+            self._reducing.append(action)
+            self._held["gradients"] += stage.actions["REDUCE_GRAD"].launched_bytes
         elif action.is_receive:
             self._wait_for_use(transferred_by(action))
         for part in action.compute_parts:
             self._after_compute(part)
+
+    def finish_reductions(self) -> None:
+        """The end of the step: reductions are waited for, in order; then the optimizer runs."""
+        for action in self._reducing:
+            stage = self._stages[action.stage]
+            reduction = stage.actions["REDUCE_GRAD"]
+            self.reach(max(0, reduction.extra_bytes - reduction.launched_bytes), action)
+            left = reduction.launched_bytes + stage.accumulated_bytes
+            self._held["gradients"] += stage.reduced_bytes - left
+        self.reach(0, None)
 
     def sent(self, send: Action) -> None:
         """Let go of what a send moved."""

@@ -149,7 +149,8 @@ class GraphPipelineStage:
     @property
     def actions(self) -> Mapping[PipelineAction, ActionGraph]:
         """The graph that each action runs, after the transform, by kind."""
-        return {kind: each.action for kind, each in self._executables.items()}
+        computing = [each.action for each in self._executables.values()]
+        return {each.kind: each for each in (self._unshard.action, *computing, self._reduce.action)}
 
     @property
     def fake_mode(self) -> FakeTensorMode:
@@ -182,9 +183,9 @@ class GraphPipelineStage:
         Returns:
             A line for each, by the action that launches it; actions without any are missing.
         """
-        computing = [each.action for each in self._executables.values()]
-        actions = [self._unshard.action, *computing, self._reduce.action]
-        named: dict[str, GraphModule] = {each.kind: each.graph_module for each in actions}
+        named: dict[str, GraphModule] = {
+            kind: each.graph_module for kind, each in self.actions.items()
+        }
         for (backward_stage, kind), (_, pair) in self._overlaps.items():
             named[f"FORWARD with {kind} of stage {backward_stage}"] = pair.action.graph_module
         for number, evaluation in enumerate(self._evaluations):

@@ -10,8 +10,8 @@ with streams of its own, or blocks, as if a rank could do only one thing at a ti
   parameters that it needs.
 - *blocking*: a rank does nothing until what it posted is done. If this ends, nothing deadlocks.
 
-Transfers and gathers (UNSHARD and REDUCE_GRAD) overlap or block independently of each other: the
-graphs of stages hold the waits of what they gather and reduce, and transfers run beside them.
+Transfers and gathers (UNSHARD and REDUCE_GRAD) overlap or block independently of each other, since
+there are stages that wait for what they gather and runners that do not wait for transfers.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ def simulate(
     costs: CostModel = UNIT_COSTS,
     *,
     overlap_communication: bool = True,
-    overlap_gathers: bool = False,
+    overlap_gathers: bool = True,
 ) -> ScheduleTimeline:
     """Run a schedule on paper.
 
@@ -60,8 +60,8 @@ def simulate(
             REDUCE_GRAD.
         costs: how long each action takes. Of a transfer, the cost of its SEND counts.
         overlap_communication: whether ranks compute while they communicate.
-        overlap_gathers: whether that goes for UNSHARD and REDUCE_GRAD too. Not by default, since
-            the graphs that ``GraphPPRunner`` runs for them wait for what they launch.
+        overlap_gathers: whether that goes for UNSHARD and REDUCE_GRAD too, as stages of graphs run
+            them: launched, and waited for by what needs them. PyTorch's stages wait at once.
 
     Raises:
         ScheduleError: the ranks would wait for each other forever; says where each of them stands.

@@ -15,6 +15,7 @@ from gt_trainer.dry_run.fake_step import fake_ranks
 from gt_trainer.dry_run.numbers_as_text import GIB
 from gt_trainer.dry_run.simulated_pipeline import SimulatedPipeline, simulate_pipeline
 from gt_trainer.dry_run.step_facts import degrees_of, step_facts
+from gt_trainer.pipelines.split_model import gathered_bytes_limit
 from gt_trainer.steps.training_step import num_operators
 from gt_trainer.trainer import GraphTrainer
 
@@ -87,7 +88,7 @@ def pipeline_dry_run(
     world_size: int,
     *,
     hardware: Hardware | None = None,
-    overlap_gathers: bool = False,
+    overlap_gathers: bool = True,
     trace_path: Path | None = None,
     timeline_path: Path | None = None,
 ) -> PipelineDryRunReport:
@@ -98,8 +99,8 @@ def pipeline_dry_run(
             more.
         world_size: number of ranks; none of them is started.
         hardware: the machine to simulate; H100 SXM by default.
-        overlap_gathers: whether UNSHARD and REDUCE_GRAD run beside computation, which they do not
-            do today.
+        overlap_gathers: whether UNSHARD and REDUCE_GRAD run beside computation, as they do in a
+            run; False tells what that gains.
         trace_path: where to write the simulated schedule as a Perfetto trace; None writes none.
         timeline_path: where to write it as an HTML page; None writes none.
 
@@ -133,6 +134,7 @@ def pipeline_dry_run(
             hardware=hardware,
             host="cuda_graph" if config.compile.cuda_graphs else "eager",
             overlap_gathers=overlap_gathers,
+            max_unsharded_bytes=gathered_bytes_limit(config.compile),
             trace_path=trace_path,
             page_path=timeline_path,
         )

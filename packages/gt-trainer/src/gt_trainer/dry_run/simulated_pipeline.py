@@ -50,7 +50,9 @@ class SimulatedPipeline:
 
     facts: StepFacts
     hardware: Hardware
-    schedule: Schedule
+    lowered: LoweredSchedule
+    """The lists of all ranks, as they were simulated."""
+
     time: PipelineTime
     """Of one run of the schedule, in microseconds."""
 
@@ -173,7 +175,8 @@ def simulate_pipeline(
     parallel_dims: ParallelDims,
     hardware: Hardware | None = None,
     host: HostModel = "eager",
-    overlap_gathers: bool = False,
+    overlap_gathers: bool = True,
+    max_unsharded_bytes: int | None = None,
     trace_path: Path | None = None,
     page_path: Path | None = None,
 ) -> SimulatedPipeline:
@@ -189,6 +192,7 @@ def simulate_pipeline(
         hardware: the machine; H100 SXM by default.
         host: whether Python issues operator after operator, or CUDA graphs replay them.
         overlap_gathers: as for ``gt_pipeline.schedules.simulate``.
+        max_unsharded_bytes: as for ``lower``.
         trace_path: where to write the schedule as a Perfetto trace; None writes none.
         page_path: where to write it as an HTML page; None writes none.
     """
@@ -204,7 +208,13 @@ def simulate_pipeline(
         ranks=[rank * stride for rank in range(schedule.num_ranks)],
         group_labels=group_labels(parallel_dims),
     )
-    lowered = lower(schedule, unshards=True, reduces=True)
+    lowered = lower(
+        schedule,
+        unshards=True,
+        reduces=True,
+        max_unsharded_bytes=max_unsharded_bytes,
+        unsharded_bytes={index: stage.unsharded_bytes for index, stage in enumerate(stages)},
+    )
     time = pipeline_time(lowered, priced.costs(), overlap_gathers=overlap_gathers)
     most_parameters = max(
         sum(priced.memory[index].num_parameters for index in schedule.stages_of_rank(rank))
@@ -238,7 +248,7 @@ def simulate_pipeline(
     return SimulatedPipeline(
         facts=facts,
         hardware=machine,
-        schedule=schedule,
+        lowered=lowered,
         time=time,
         computing_us=computing,
         exposed_us=exposed,

@@ -22,6 +22,7 @@ from torchtitan.config import TORCH_DTYPE_MAP, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.common.decoder import Decoder
 
+from gt_config import CompileConfig
 from gt_passes import SubgraphCompiler
 from gt_pipeline.graph import ActivationPlacement
 from gt_pipeline.runner import ActivationSignature
@@ -159,7 +160,6 @@ def captured_stages(
         dump_folder: see ``pipeline``.
         compiler: in place of Inductor, for graphs that are not going to run.
     """
-    gathered_gib = compile_config.pipeline_gathered_gib
     return PipelinedStep(
         parts,
         plan.schedule,
@@ -172,9 +172,15 @@ def captured_stages(
         ],
         new_passes=_new_passes(compile_config, plan, Path(dump_folder), compiler),
         device=torch.device("cpu") if device.type == "cpu" else device,  # tensors have no index
-        max_unsharded_bytes=None if gathered_gib is None else int(gathered_gib * 2**30),
+        max_unsharded_bytes=gathered_bytes_limit(compile_config),
         verify=compile_config.verify_passes,
     )
+
+
+def gathered_bytes_limit(options: CompileConfig) -> int | None:
+    """What a rank may hold of gathered parameters, in bytes; None for no limit."""
+    gib = options.pipeline_gathered_gib
+    return None if gib is None else int(gib * 2**30)
 
 
 def _eager_schedule(
