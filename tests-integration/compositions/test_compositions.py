@@ -10,10 +10,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from what_works import FEATURES, configuration_of, contradict
 
 from gt_trainer.dry_run.dry_run import dry_run
 from gt_trainer.preflight.preflight import configuration_violations
+from what_works import FEATURES, configuration_of, contradict
 
 _NAMES = tuple(FEATURES)
 _QUICK = {("PP", "TP"), ("CUDA graphs", "selective")}
