@@ -15,7 +15,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 _EXTRA = ("gt_trace", "gt_passes")
-_NEED_THE_EXTRA = ["graph", "runner"]
+_NEED_THE_EXTRA = ["estimates", "graph", "runner"]
 
 _missing = [name for name in _EXTRA if importlib.util.find_spec(name) is None]
 collect_ignore = _NEED_THE_EXTRA if _missing else []

@@ -88,9 +88,9 @@ def test_splitting_and_running_need_no_numpy():
     assert done.stdout.splitlines() == ["layers.1.weight layers.1.bias", "8 losses"]
 
 
-@pytest.mark.parametrize("part", ["graph", "runner", "schedules", "split"])
+@pytest.mark.parametrize("part", ["estimates", "graph", "runner", "schedules", "split"])
 def test_every_exported_name_is_there_documented_and_in_the_readme(part: str):
-    if part == "graph":
+    if part in ("estimates", "graph"):
         pytest.importorskip("gt_passes")
     module = importlib.import_module(f"gt_pipeline.{part}")
     readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")

@@ -48,6 +48,7 @@ BOUNDS: dict[str, FieldBound] = {
     "config.fsdp_bucket_cap_mib": _POSITIVE_OR_NONE,
     "config.offload_host_gib": _POSITIVE_OR_NONE,
     "config.pipeline_gathered_gib": _POSITIVE_OR_NONE,
+    "config.pipeline_deferred_weights": _POSITIVE_OR_NONE,
     "config.offload_prefetch_layers": _at_least(0),
     "config.offload_defer_layers": _at_least(0),
     "config.prefetch_layers": _at_least(0),

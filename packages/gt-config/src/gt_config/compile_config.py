@@ -173,6 +173,10 @@ class CompileConfig:
     A rank gathers its next stages, three at most, as far as they fit.
     None: whatever three take."""
 
+    pipeline_deferred_weights: int | None = None
+    """Gradients of weights (dW) that a rank of a pipeline may put off, under a schedule that does.
+    Fewer hold less memory, and fill less of the bubble. None: as many as the schedule does."""
+
     async_tensor_parallel: bool = False
     """Pipeline tensor-parallel collectives with the matrix products next to them.
     Needs symmetric memory: CUDA devices that reach each other directly."""

@@ -5,9 +5,5 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import pytest
-
-pytest.importorskip("gt_passes")
-
 sys.path.insert(0, str(Path(__file__).parents[1] / "graph"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "schedules"))

@@ -80,6 +80,7 @@ SAMPLES: dict[str, tuple[object, ...]] = {
     "fsdp_bucket_cap_mib": (25,),
     "prefetch_layers": (0, 3),
     "pipeline_gathered_gib": (4.0,),
+    "pipeline_deferred_weights": (2,),
     "ep_overlap.num_chunks": (4,),
 }
 """Values of the options whose values cannot be listed."""
@@ -106,6 +107,7 @@ READERS = {
     "debug_graph_passes": recipe,
     "on_shape_change": new_training_step,
     "pipeline_gathered_gib": split_model,
+    "pipeline_deferred_weights": split_model,
     "joint_partitioner": new_training_step,
     "capture_layers": planned_step,
     "ep_overlap.num_chunks": eager_chunks,

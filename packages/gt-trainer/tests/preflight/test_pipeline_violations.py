@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -80,8 +80,8 @@ def of_second_group(schedule: str, *, layers_per_stage: int | None, ep: int = 1)
     config = llama3_debugmodel()
     assert config.model_spec is not None
     layers = config.model_spec.model.layers
-    model = dataclasses.replace(config.model_spec.model, layers=[*layers, *layers[:2]])
-    config.model_spec = dataclasses.replace(config.model_spec, model=model)
+    model = replace(config.model_spec.model, layers=[*layers, *layers[:2]])
+    config.model_spec = replace(config.model_spec, model=model)
     config.parallelism = options(
         pipeline_parallel_schedule=schedule,
         pipeline_parallel_layers_per_stage=layers_per_stage,
@@ -89,8 +89,8 @@ def of_second_group(schedule: str, *, layers_per_stage: int | None, ep: int = 1)
         pipeline_parallel_last_stage_less_layers=0,
         expert_parallel_degree=ep,
     )
-    config.compile = dataclasses.replace(config.compile, fsdp_second_group=True)
-    config.training = dataclasses.replace(config.training, local_batch_size=8)
+    config.compile = replace(config.compile, fsdp_second_group=True)
+    config.training = replace(config.training, local_batch_size=8)
     return list(pipeline_violations(config))
 
 
@@ -117,3 +117,28 @@ def test_a_second_group_runs_beside_exchanges_of_other_stages():
     assert of_second_group("Interleaved1F1B", layers_per_stage=2, ep=2) == []
     [violation] = of_second_group("1F1B", layers_per_stage=None, ep=2)
     assert "no rank gathers parameters or exchanges tokens after" in violation.allowed
+
+
+@pytest.mark.parametrize(
+    ("schedule", "limit", "puts_off"),
+    [("1F1B", 1, "puts off none"), ("DualPipeV", 2, "puts off 2 at most")],
+)
+def test_a_limit_on_dw_that_changes_nothing_is_refused(schedule: str, limit: int, puts_off: str):
+    config = llama3_debugmodel()
+    config.parallelism = options(pipeline_parallel_schedule=schedule)
+    config.compile = replace(config.compile, pipeline_deferred_weights=limit)
+    assert [*pipeline_violations(config)] == [
+        Violation(
+            flag="--compile.pipeline_deferred_weights",
+            value=limit,
+            allowed=f"less than the schedule puts off: {schedule} {puts_off}",
+            fix="set it to None",
+        )
+    ]
+
+
+def test_a_limit_on_dw_that_the_schedule_reaches_is_accepted():
+    config = llama3_debugmodel()
+    config.parallelism = options(pipeline_parallel_schedule="DualPipeV")
+    config.compile = replace(config.compile, pipeline_deferred_weights=1)
+    assert [*pipeline_violations(config)] == []

@@ -12,6 +12,7 @@ from gt_pipeline.schedules.actions import Action
 from gt_pipeline.schedules.build_schedule import build_pipeline_schedule, register_action_functions
 from gt_pipeline.schedules.chrome_trace import write_chrome_trace
 from gt_pipeline.schedules.costs import ActionCosts
+from gt_pipeline.schedules.deferred_weights import limit_deferred_weights
 from gt_pipeline.schedules.draw_schedule import draw
 from gt_pipeline.schedules.liveness import peak_live
 from gt_pipeline.schedules.lowering import lower
@@ -31,6 +32,7 @@ __all__ = [
     "build_pipeline_schedule",
     "check_schedule",
     "draw",
+    "limit_deferred_weights",
     "lower",
     "peak_live",
     "register_action_functions",

@@ -21,7 +21,7 @@ from gt_pipeline.runner import MicrobatchInputs
 from gt_trainer.dry_run.equal_stages import equal_stages
 from gt_trainer.dry_run.fake_step import example_inputs, meta_model
 from gt_trainer.pipelines.pipeline_plan import PipelinePlan, pipeline_plan
-from gt_trainer.pipelines.split_model import captured_stages, placed_stages
+from gt_trainer.pipelines.split_model import captured_plan, captured_stages, placed_stages
 from gt_trainer.placement.planned_step import loss_of
 from gt_trainer.startup import StartupClock
 from gt_trainer.trainer import GraphTrainer
@@ -62,10 +62,13 @@ def capture_pipeline(config: GraphTrainer.Config, world_size: int) -> FakePipeli
     built = meta_model(config, world_size)
     model_config = spec.model
     assert isinstance(model_config, Decoder.Config)
-    plan = pipeline_plan(
-        config.parallelism,
-        num_layers=len(model_config.layers),
-        local_batch_size=config.training.local_batch_size,
+    plan = captured_plan(
+        pipeline_plan(
+            config.parallelism,
+            num_layers=len(model_config.layers),
+            local_batch_size=config.training.local_batch_size,
+        ),
+        config.compile,
     )
     like = equal_stages(plan.names_per_stage, model_config.layers)
     parts = placed_stages(

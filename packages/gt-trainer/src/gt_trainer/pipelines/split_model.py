@@ -26,7 +26,7 @@ from gt_config import CompileConfig
 from gt_passes import SubgraphCompiler
 from gt_pipeline.graph import ActivationPlacement
 from gt_pipeline.runner import ActivationSignature
-from gt_pipeline.schedules import build_pipeline_schedule, peak_live
+from gt_pipeline.schedules import build_pipeline_schedule, limit_deferred_weights, peak_live
 from gt_pipeline.split import stage_modules
 from gt_trainer.compile_options import TrainerCompileConfig
 from gt_trainer.pipelines.pipeline_plan import PipelinePlan, pipeline_plan
@@ -64,6 +64,8 @@ def pipeline(
         num_layers=len(model_config.layers),
         local_batch_size=training.local_batch_size,
     )
+    if compile_config.mode != "none":
+        plan = captured_plan(plan, compile_config)
     mesh = parallel_dims.get_mesh("pp")
     indices = plan.schedule.stages_of_rank(mesh.get_local_rank())
     parts = placed_stages(
@@ -102,6 +104,18 @@ def pipeline(
         )
     last = plan.schedule.num_stages - 1
     return schedule, list(parts.values()), 0 in parts, last in parts
+
+
+def captured_plan(plan: PipelinePlan, options: CompileConfig) -> PipelinePlan:
+    """The plan with the schedule that captured stages run.
+
+    Raises:
+        ScheduleError: as ``limit_deferred_weights``.
+    """
+    limit = options.pipeline_deferred_weights
+    if limit is None:
+        return plan
+    return replace(plan, schedule=limit_deferred_weights(plan.schedule, limit))
 
 
 def placed_stages(

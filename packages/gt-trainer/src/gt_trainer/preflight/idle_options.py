@@ -112,7 +112,7 @@ def read_elsewhere(run: RunOptions) -> Iterator[str]:
     if "STEP" in graphs and not options.autoparallel:
         yield "capture_layers"  # a stage and a placed model are captured in full
     if "STAGE" in graphs:
-        yield "pipeline_gathered_gib"
+        yield from ("pipeline_gathered_gib", "pipeline_deferred_weights")
     if "STEP" in graphs or "JOINT_FORWARD" in graphs:
         yield "on_shape_change"
     if "JOINT_FORWARD" in graphs:

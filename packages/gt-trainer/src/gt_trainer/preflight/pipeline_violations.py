@@ -9,7 +9,8 @@ from torchtitan.models.common.decoder import Decoder
 
 from gt_config import Violation
 from gt_pipeline.errors import GtPipelineError
-from gt_pipeline.schedules import lower
+from gt_pipeline.schedules import Schedule, limit_deferred_weights, lower
+from gt_pipeline.schedules.deferred_weights import max_deferred_weights
 from gt_trainer.pipelines.pipeline_plan import PipelinePlan, pipeline_plan
 from gt_trainer.trainer import GraphTrainer
 
@@ -30,27 +31,32 @@ def pipeline_violations(config: GraphTrainer.Config) -> Iterator[Violation]:
             "sums such gradients, but torchtitan's checkpoints hold the weight once",
             fix="leave the flag out, or train a model without tied weights",
         )
-    yield from stage_violations(
+    of_stages = list(
+        stage_violations(
+            config.parallelism,
+            num_layers=len(model.layers),
+            local_batch_size=config.training.local_batch_size,
+        )
+    )
+    yield from of_stages
+    if of_stages or config.compile.mode == "none":
+        return
+    plan = pipeline_plan(
         config.parallelism,
         num_layers=len(model.layers),
         local_batch_size=config.training.local_batch_size,
     )
+    limit = config.compile.pipeline_deferred_weights
+    if limit is not None and limit > 0:
+        yield from _deferral_violations(plan.schedule, limit)
     if config.compile.fsdp_second_group:
-        yield from _idle_second_group(config, num_layers=len(model.layers))
+        yield from _idle_second_group(config, plan.schedule)
 
 
-def _idle_second_group(config: GraphTrainer.Config, *, num_layers: int) -> Iterator[Violation]:
+def _idle_second_group(config: GraphTrainer.Config, schedule: Schedule) -> Iterator[Violation]:
     """A group of their own helps reductions past what their rank begins after them."""
-    try:
-        plan = pipeline_plan(
-            config.parallelism,
-            num_layers=num_layers,
-            local_batch_size=config.training.local_batch_size,
-        )
-    except (FileNotFoundError, GtPipelineError, ZeroDivisionError):
-        return  # told elsewhere
     exchanges = config.parallelism.expert_parallel_degree > 1
-    for actions in lower(plan.schedule, unshards=True, reduces=True).actions:
+    for actions in lower(schedule, unshards=True, reduces=True).actions:
         kinds = [action.kind for action in actions]
         behind = actions[kinds.index("REDUCE_GRAD") :]
         if any(each.kind == "UNSHARD" or (exchanges and each.compute_parts) for each in behind):
@@ -59,7 +65,7 @@ def _idle_second_group(config: GraphTrainer.Config, *, num_layers: int) -> Itera
     yield Violation(
         flag="--compile.fsdp_second_group",
         value=True,
-        allowed=f"False with the schedule {plan.schedule.name}: no rank {what} after it has "
+        allowed=f"False with the schedule {schedule.name}: no rank {what} after it has "
         "begun to reduce gradients, so that nothing would run beside that",
         fix="leave the flag out, or give each rank more than 3 stages "
         "(--parallelism.pipeline_parallel_layers_per_stage), of which not all are gathered at once",
@@ -99,6 +105,30 @@ def stage_violations(
         )
         return
     yield from _misfits(parallelism, plan, local_batch_size // size)
+
+
+def _deferral_violations(schedule: Schedule, limit: int) -> Iterator[Violation]:
+    """Limits that change nothing, or what they may not."""
+    flag = "--compile.pipeline_deferred_weights"
+    most = max_deferred_weights(schedule)
+    if limit >= most:
+        puts_off = f"puts off {most} at most" if most else "puts off none"
+        yield Violation(
+            flag=flag,
+            value=limit,
+            allowed=f"less than the schedule puts off: {schedule.name} {puts_off}",
+            fix="set it to None",
+        )
+        return
+    try:
+        limit_deferred_weights(schedule, limit)
+    except GtPipelineError as error:
+        yield Violation(
+            flag=flag,
+            value=limit,
+            allowed="a limit that leaves the order in which a stage's gradients are added",
+            fix=str(error),
+        )
 
 
 def _misfits(
