@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from collections.abc import Iterator
@@ -12,9 +11,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import gt_passes
 from gt_passes import CudaGraphs
 from gt_passes.cuda_graphs.cuda_graph_safety import CaptureTarget
+from gt_passes.testing import FakeRecorder
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 _OURS = ("bench_gpu_step", "gpu_step", "report")
@@ -35,14 +34,8 @@ def tool(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
 
 def imitated_graphs() -> CudaGraphs:
     """Recordings as on a GPU, of collectives that do nothing."""
-    path = Path(gt_passes.__file__).resolve().parents[2] / "tests/recorder_cases.py"
-    spec = importlib.util.spec_from_file_location("recorder_cases", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
     target = CaptureTarget(device_type="cpu", capturable_backends=frozenset({"fake"}))
-    return CudaGraphs(target=target, new_recorder=module.FakeRecorder)
+    return CudaGraphs(target=target, new_recorder=FakeRecorder)
 
 
 @pytest.mark.slow  # compiles with Inductor

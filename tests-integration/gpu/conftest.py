@@ -1,6 +1,6 @@
 """The sites on which every case runs: this machine's GPU, and its CPU.
 
-On the CPU, recordings are imitated (``packages/gt-passes/tests/recorder_cases.py``), so that the
+On the CPU, recordings are imitated (``gt_passes.testing.FakeRecorder``), so that the
 Python of each case is proven on machines that cannot run what it is for.
 
 Needs torch, pytest and the sources of four packages::

@@ -7,8 +7,12 @@ from dataclasses import dataclass
 import torch
 from gpu.sites import Site
 from torch import nn
+from torch.fx import GraphModule
 
+from gt_config.node_keys import PipelineAction
+from gt_passes import PassContext, PassManager
 from gt_pipeline.graph import GraphPipelineStage
+from gt_pipeline.graph.executables import GraphTransform
 from gt_pipeline.runner import GraphPPRunner, MicrobatchInputs
 from gt_pipeline.schedules import schedule_of
 
@@ -37,6 +41,15 @@ def _squared_error(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return (output - target).square().mean()
 
 
+def _recording(site: Site) -> GraphTransform:
+    def transform(graph_module: GraphModule, kind: PipelineAction, context: PassContext) -> None:
+        passes = [site.cuda_graphs(min_kernels=1)]
+        (record,) = PassManager(passes, context=context).run(graph_module).records
+        assert record.report.refusals == ()
+
+    return transform
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineStep:
     losses_equal: list[bool]
@@ -44,7 +57,10 @@ class PipelineStep:
     """Beside eager autograd over the same microbatches in their order, by parameter."""
 
 
-def two_stages_on_one_rank(site: Site) -> PipelineStep:
+def two_stages_on_one_rank(
+    site: Site, *, num_steps: int = 1, records: bool = False
+) -> PipelineStep:
+    """The last of ``num_steps`` equal steps; its actions are replayed if it ``records``."""
     width, rows = (1024, 256) if site.large else (16, 2)
     torch.manual_seed(3)
     modules = [_Stage(width, embeds=number == 0).to(site.device) for number in range(2)]
@@ -52,7 +68,12 @@ def two_stages_on_one_rank(site: Site) -> PipelineStep:
     target = torch.randn(_NUM_MICROBATCHES * rows, 8, width, device=site.device)
     one = MicrobatchInputs(args=(tokens[:rows],), target=target[:rows])
     first = GraphPipelineStage(
-        modules[0], stage_index=0, num_stages=2, inputs=one, device=site.device
+        modules[0],
+        stage_index=0,
+        num_stages=2,
+        inputs=one,
+        device=site.device,
+        transform=_recording(site) if records else None,
     )
     last = GraphPipelineStage(
         modules[1],
@@ -62,12 +83,16 @@ def two_stages_on_one_rank(site: Site) -> PipelineStep:
         inputs=one,
         loss_fn=_squared_error,
         device=site.device,
+        transform=_recording(site) if records else None,
     )
     schedule = schedule_of(
         "Interleaved1F1B", num_ranks=1, num_microbatches=_NUM_MICROBATCHES, num_stages=2
     )
     with GraphPPRunner([first, last], schedule) as runner:
-        result = runner.step(tokens, target=target)
+        for _ in range(num_steps):
+            for module in modules:
+                module.zero_grad(set_to_none=True)
+            result = runner.step(tokens, target=target)
     site.synchronize()
     ours = [{name: p.grad for name, p in module.named_parameters()} for module in modules]
     for module in modules:

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-import gt_passes
 from gt_passes import CudaGraphs, DescribeOnly, InductorCompiler, SubgraphCompiler
 from gt_passes.cuda_graphs.cuda_graph_safety import CaptureTarget
-
-_FAKES = Path(gt_passes.__file__).resolve().parents[2] / "tests/recorder_cases.py"
+from gt_passes.testing import FakeRecorder
 
 SAFE_OPERATORS = frozenset({"gpu_cases::delayed"})
 
@@ -96,7 +90,7 @@ def cpu_site() -> Site:
 
 def _imitated_recorder() -> Any:
     """A fake recorder whose recording draws no random numbers, as recording on a GPU does not."""
-    fake = _fakes().FakeRecorder()
+    fake = FakeRecorder()
     record = fake.record
 
     def record_without_drawing(*args: Any) -> Any:
@@ -105,15 +99,3 @@ def _imitated_recorder() -> Any:
 
     fake.record = record_without_drawing
     return fake
-
-
-def _fakes() -> ModuleType:
-    if (loaded := sys.modules.get("recorder_cases")) is not None:
-        return loaded
-    spec = importlib.util.spec_from_file_location("recorder_cases", _FAKES)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["recorder_cases"] = module
-    spec.loader.exec_module(module)
-    return module

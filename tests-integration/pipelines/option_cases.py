@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,7 +16,11 @@ import torch.distributed as dist
 from pipelines.cases import Found, PipelineCase, compare_pipelines
 from torch.distributed import _symmetric_memory
 
+from gt_passes import CudaGraphs, recipes
+from gt_passes.cuda_graphs.cuda_graph_safety import CaptureTarget
 from gt_passes.tensor_parallel.symmetric_memory import SymmetricMemoryHere
+from gt_passes.testing import FakeRecorder
+from gt_pipeline.runner import GraphPPRunner
 from gt_trainer.metrics.metrics_history import read_metrics
 from gt_trainer.trainer import GraphTrainer
 
@@ -43,6 +48,41 @@ def compare_and_count(case: OptionCase, folder: str) -> tuple[Found, Counter[str
     """``compare_pipelines``, and what passes did on all graphs of this rank."""
     found = compare_pipelines(case, folder)
     return found, _counts(_last.pop())
+
+
+def compare_and_count_launches(case: OptionCase, folder: str) -> tuple[Found, list[int], int]:
+    """``compare_pipelines`` by imitated recordings; launches, and actions that compute, by batch."""
+    recorders: list[FakeRecorder] = []
+    launches: list[int] = []
+
+    def new_recorder() -> FakeRecorder:
+        recorders.append(FakeRecorder())
+        return recorders[-1]
+
+    step_microbatches = GraphPPRunner.step_microbatches
+
+    def counted(runner: GraphPPRunner, microbatches: Any) -> Any:
+        before = sum(each.num_replays for each in recorders)
+        result = step_microbatches(runner, microbatches)
+        launches.append(sum(each.num_replays for each in recorders) - before)
+        return result
+
+    target = CaptureTarget(
+        device_type="cpu",
+        backend_of_group=lambda group_name: "gloo",
+        capturable_backends=frozenset({"gloo"}),
+    )
+    imitated = functools.partial(
+        CudaGraphs, target=target, new_recorder=new_recorder, min_kernels=1
+    )
+    with (
+        mock.patch.object(recipes, "CudaGraphs", imitated),
+        mock.patch.object(GraphPPRunner, "step_microbatches", counted),
+    ):
+        found = compare_pipelines(case, folder)
+    schedule = _last.pop().pp_schedule._schedule
+    rank = dist.get_rank() // (dist.get_world_size() // 2)
+    return found, launches, len(schedule.compute[rank])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

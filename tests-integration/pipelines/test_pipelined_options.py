@@ -10,6 +10,7 @@ from pipelines.cases import PipelineCase
 from pipelines.option_cases import (
     OptionCase,
     compare_and_count,
+    compare_and_count_launches,
     trained,
     trained_with_symmetric_memory,
 )
@@ -65,3 +66,14 @@ def test_offloading_stages_keep_every_bit(four: GlooWorkers, tmp_path: Path):
         assert found.differences == ()
         assert found.num_gradients > 10
         assert counts["offload-tagged: tensors_offloaded"] > 4
+
+
+@pytest.mark.slow
+def test_replayed_actions_keep_every_bit(four: GlooWorkers, tmp_path: Path):
+    """Recordings are imitated; those of the second batch, and later, are launched once each."""
+    model = dataclasses.replace(LLAMA3, parallelism={"data_parallel_shard_degree": 2})
+    case = OptionCase(model=model, schedule="ZBVZeroBubble", options={"cuda_graphs": True})
+    for found, launches, num_actions in four.run(compare_and_count_launches, case, str(tmp_path)):
+        assert found.differences == ()
+        assert found.num_gradients > 10
+        assert launches[0] < launches[1] == num_actions

@@ -44,20 +44,20 @@ from gt_config import CompileConfig, Violation
             "--compile.fsdp_into_dense_regions",
             True,
             (
-                "False with --parallelism.pipeline_parallel_degree 2: parameters are gathered between "
-                "the actions"
+                "False with --parallelism.pipeline_parallel_degree 2: gathering and reducing are "
+                "actions of their own, and the schedule says when they run"
             ),
             "use False, or --parallelism.pipeline_parallel_degree 1",
         ),
         (
-            {"cuda_graphs": True},
+            {"cuda_graphs": True, "memory_policy": "offload"},
             "--compile.cuda_graphs",
             True,
             (
-                "False with --parallelism.pipeline_parallel_degree 2: no GPU has run the two together "
-                "yet"
+                "False with --compile.memory_policy offload in a pipeline: each microbatch has host "
+                "memory of its own, and a CUDA graph copies to one address"
             ),
-            "use False, or --parallelism.pipeline_parallel_degree 1",
+            "leave the flag out, or use another --compile.memory_policy",
         ),
     ],
 )
@@ -67,5 +67,9 @@ def test_refuses_with_a_pipeline_what_needs_a_whole_step(settings, flag, value, 
     assert violations[flag] == Violation(flag=flag, value=value, allowed=allowed, fix=fix)
 
 
-def test_takes_a_pipeline_with_tensor_and_expert_parallelism():
-    assert found(CompileConfig(), mesh(world=8, dp_shard=2, pp=2, tp=2, ep=2)) == ()
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"cuda_graphs": True}, {"memory_policy": "offload"}, {"async_tensor_parallel": True}],
+)
+def test_takes_a_pipeline_with_tensor_and_expert_parallelism(settings):
+    assert found(CompileConfig(**settings), mesh(world=8, dp_shard=2, pp=2, tp=2, ep=2)) == ()

@@ -6,11 +6,11 @@ import copy
 
 import torch
 from inductor_cases import run_on
-from recorder_cases import FakeRecorder
 from sharded_step_cases import capture_two_microbatches, flat
 
 from gt_passes import CudaGraphs
 from gt_passes.cuda_graphs.cuda_graph_safety import CaptureTarget
+from gt_passes.testing import FakeRecorder
 
 ON_CPU = CaptureTarget(
     device_type="cpu",

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from recorder_cases import FakeRecorder
 
 from gt_passes.cuda_graphs.cuda_graph_replay import ReplayedPiece, ReplaySession
 from gt_passes.cuda_graphs.piece_memory import PieceMemory, Place
 from gt_passes.errors import CudaGraphAddressError
+from gt_passes.testing import FakeRecorder
 
 
 def two_pieces(**options):

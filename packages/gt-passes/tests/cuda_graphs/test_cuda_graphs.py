@@ -11,7 +11,6 @@ from expecttest import assert_expected_inline
 from inductor_cases import COMPILER, Model, captured_step, run_on
 from pass_graphs import capture, collectives, program, run_pass, same_bits
 from recorded_step_cases import ON_CPU, outputs_captured_and_replayed
-from recorder_cases import FakeRecorder
 
 from gt_passes import (
     CompileRegions,
@@ -21,6 +20,7 @@ from gt_passes import (
     PassContext,
     release_cuda_graphs,
 )
+from gt_passes.testing import FakeRecorder
 from gt_trace.testing import GlooWorkers
 
 X = torch.linspace(-1, 1, 32).reshape(4, 8)

@@ -10,13 +10,13 @@ import torch
 from memory_models import Captured, Mlp, capture_stack, run
 from pass_graphs import capture, node_of, run_pass, same_bits
 from recorded_step_cases import ON_CPU
-from recorder_cases import FakeRecorder
 
 from gt_config.node_keys import ResidencyAnnotation
 from gt_passes import CanonicalizeViews, CudaGraphs, OffloadTagged, RemoveDeadCode
 from gt_passes.analysis.host_copies import OFFLOAD
 from gt_passes.analysis.outlined_region import nodes_with_bodies
 from gt_passes.cuda_graphs.piece_memory import PieceMemory, Place
+from gt_passes.testing import FakeRecorder
 from gt_trace.node_metadata import write_annotation
 
 X = torch.linspace(-1, 1, 256).reshape(16, 16)

@@ -6,12 +6,12 @@ import pytest
 import torch
 from pass_graphs import capture, collectives, run_pass
 from recorded_step_cases import ON_CPU
-from recorder_cases import FakeRecorder
 from torch.fx import GraphModule
 
 from gt_passes import CudaGraphs
 from gt_passes.analysis.outlined_region import OutlinedRegion, RegionOutliner
 from gt_passes.simulation import CostModel, GraphProgram, h100_sxm, simulate_step
+from gt_passes.testing import FakeRecorder
 
 H100 = h100_sxm()
 X = torch.ones(2**10)

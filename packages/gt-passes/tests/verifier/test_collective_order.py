@@ -14,7 +14,6 @@ from expecttest import assert_expected_inline
 from inductor_cases import COMPILER
 from pass_graphs import capture, collectives, node_of, run_pass
 from recorded_step_cases import ON_CPU
-from recorder_cases import FakeRecorder
 from sharded_step_cases import capture_two_microbatches, run_recipe
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.fx import GraphModule
@@ -27,6 +26,7 @@ from gt_passes import (
     RemoveDeadCode,
 )
 from gt_passes.analysis.outlined_region import OutlinedRegion, RegionOutliner
+from gt_passes.testing import FakeRecorder
 from gt_passes.verifier.collective_order import (
     CollectiveSequence,
     collective_digest,

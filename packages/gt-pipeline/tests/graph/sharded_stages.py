@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from recording_transform import recording
 from stage_models import ACTIVATION, Block
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from gt_passes.testing import FakeRecorder
 from gt_pipeline.errors import StageOrderError
 from gt_pipeline.graph import GraphPipelineStage
+from gt_pipeline.graph.executables import GraphTransform
 from gt_pipeline.runner import MicrobatchInputs
 from gt_trace.fsdp import gathered, shard
 
 
-def _sharded() -> tuple[Block, GraphPipelineStage]:
+def _sharded(transform: GraphTransform | None = None) -> tuple[Block, GraphPipelineStage]:
     torch.manual_seed(0)
     # Of 15 rows, that two ranks share unevenly.
     module = Block(hidden=15)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("fsdp",))
     shard(module, mesh, mode="shard")
-    stage = GraphPipelineStage(module, stage_index=1, num_stages=3, activations=[ACTIVATION])
+    stage = GraphPipelineStage(
+        module, stage_index=1, num_stages=3, activations=[ACTIVATION], transform=transform
+    )
     torch.manual_seed(dist.get_rank())
     return module, stage
 
@@ -31,7 +36,24 @@ def train_like_eager() -> tuple[list[str], int]:
     Returns:
         What differs in any bit, and how many gradients are DTensors as their parameters are.
     """
-    module, stage = _sharded()
+    return _compare_with_eager(*_sharded())
+
+
+def train_recorded_like_eager() -> tuple[list[str], int]:
+    """The same of a step whose actions are replayed, after two others."""
+    recorder = FakeRecorder()
+    module, stage = _sharded(recording(recorder))
+    for _ in range(2):
+        _compare_with_eager(module, stage)
+        stage.discard()
+        module.zero_grad()
+    num_replays = recorder.num_replays
+    found = _compare_with_eager(module, stage)
+    assert recorder.num_replays == num_replays + 4
+    return found
+
+
+def _compare_with_eager(module: Block, stage: GraphPipelineStage) -> tuple[list[str], int]:
     microbatches = [(torch.randn(4, 8), torch.randn(4, 8)) for _ in range(2)]
     stage.unshard()
     outputs = [

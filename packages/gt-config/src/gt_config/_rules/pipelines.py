@@ -1,4 +1,4 @@
-"""Rules of pipelines: what they cannot have yet, and why."""
+"""Rules of pipelines: what they cannot have, and why."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ _WITHOUT_PIPELINE: tuple[tuple[str, tuple[object, ...], str], ...] = (
     ("config.mode", ("none", "aot_fx_trace"), "stages are captured with their backward, or eager"),
     ("config.capture_layers", ("auto", "full"), "stages are short, and captured in full"),
     ("config.on_shape_change", ("error",), "every microbatch has the shapes of the first"),
-    ("config.fsdp_into_dense_regions", (False,), "parameters are gathered between the actions"),
-    ("config.cuda_graphs", (False,), "no GPU has run the two together yet"),
+    (
+        "config.fsdp_into_dense_regions",
+        (False,),
+        "gathering and reducing are actions of their own, and the schedule says when they run",
+    ),
 )
 """Options that a pipeline cannot have: what is allowed, and why."""
 
@@ -32,4 +35,18 @@ def _pipelines_run_by_actions(subject: Subject) -> Iterator[Violation]:
             path,
             allowed=f"{choices} with {flag_of('topology.pp')} {degree}: {why}",
             fix=f"use {allowed[-1]}, or {flag_of('topology.pp')} 1",
+        )
+
+
+@rule("topology.pp", "config.cuda_graphs", "config.memory_policy")
+def _recorded_actions_keep_nothing_on_the_host(subject: Subject) -> Iterator[Violation]:
+    config = subject.config
+    is_recorded = value_at(subject, "topology.pp") > 1 and config.cuda_graphs
+    if is_recorded and config.memory_policy == "offload":
+        yield violation(
+            subject,
+            "config.cuda_graphs",
+            allowed="False with --compile.memory_policy offload in a pipeline: each microbatch has "
+            "host memory of its own, and a CUDA graph copies to one address",
+            fix="leave the flag out, or use another --compile.memory_policy",
         )

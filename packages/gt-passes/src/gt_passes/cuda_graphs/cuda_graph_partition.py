@@ -58,7 +58,7 @@ def partition(
         found = _crossing_transfers(nodes, positions, cuts)
         runs = list(_runs(nodes, cuts | set(found)))
         for run in runs:
-            if _num_kernels(run) < min_kernels:
+            if num_kernels(run) < min_kernels:
                 reason = f"fewer than {min_kernels} kernels stand together here"
                 found.update(dict.fromkeys(run, reason))
         if not found:
@@ -71,12 +71,13 @@ def _calls(graph_module: GraphModule) -> list[Node]:
     return [node for node in graph_module.graph.nodes if node.op == "call_function"]
 
 
-def _num_kernels(nodes: Iterable[Node]) -> int:
+def num_kernels(nodes: Iterable[Node]) -> int:
+    """How many kernels calls launch, where a region counts as what it was made of."""
     count = 0
     for node in nodes:
         region = region_of(node)
         if region is not None:
-            count += _num_kernels(_calls(region.body))
+            count += num_kernels(_calls(region.body))
         else:
             count += not is_only_a_view(node)
     return count

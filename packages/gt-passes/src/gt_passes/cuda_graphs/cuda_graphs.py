@@ -10,19 +10,26 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from gt_config.graph_kinds import JOINT_GRAPHS, GraphKind
+from gt_config.graph_kinds import COMPUTING_ACTIONS, JOINT_GRAPHS, GraphKind
+from gt_config.node_keys import PipelineAnnotation
 from gt_config.numerics import Numerics
 from gt_passes._torch_internals import quiet_fake_execution, value_of
 from gt_passes.analysis.aliasing import AliasClasses
+from gt_passes.analysis.host_copies import is_host_copy
 from gt_passes.analysis.outlined_region import Outline, OutlinedRegion, RegionOutliner, region_of
 from gt_passes.contract import ChangeBounds, GraphPass, PassContext, PassReport, Refusal
-from gt_passes.cuda_graphs.cuda_graph_partition import partition
+from gt_passes.cuda_graphs.cuda_graph_partition import num_kernels, partition
 from gt_passes.cuda_graphs.cuda_graph_replay import Recorder, ReplayedPiece, ReplaySession
-from gt_passes.cuda_graphs.cuda_graph_safety import CaptureTarget
+from gt_passes.cuda_graphs.cuda_graph_safety import CaptureTarget, find_obstacles
 from gt_passes.cuda_graphs.cuda_recorder import CudaRecorder
 from gt_passes.cuda_graphs.piece_memory import PieceMemory, bytes_between_pieces, with_rooms
+from gt_passes.cuda_graphs.whole_recording import (
+    WholeRecording,
+    mark_for_recording,
+    whole_recording,
+)
 from gt_passes.registry import register_pass
-from gt_trace.node_metadata import copy_annotations
+from gt_trace.node_metadata import copy_annotations, read_annotation
 
 
 @register_pass
@@ -50,6 +57,10 @@ class CudaGraphs(GraphPass):
         kept = clone(v)
         return kept, n
 
+    The graph of a pipeline's action is cut into no pieces: what one microbatch keeps must outlive
+    the replay for the next. Where all of it can be recorded, it is marked, and the stage records it
+    whole, once for each place of a microbatch (``gt_pipeline.graph.recorded_actions``).
+
     *Refuses*: what cannot be recorded, node by node with the reason, such as regions that copy to
     the host by themselves; everything where there is no CUDA. Run it last: a compiler cannot look
     into a piece.
@@ -59,7 +70,7 @@ class CudaGraphs(GraphPass):
 
     name: ClassVar[str] = "cuda-graphs"
     numerics: ClassVar[Numerics] = "bitwise"
-    runs_on: ClassVar[frozenset[GraphKind]] = frozenset({"STEP", *JOINT_GRAPHS})
+    runs_on: ClassVar[frozenset[GraphKind]] = frozenset({"STEP", *JOINT_GRAPHS, *COMPUTING_ACTIONS})
     keeps_dataflow: ClassVar[bool] = False
 
     target: CaptureTarget = field(default_factory=CaptureTarget)
@@ -86,12 +97,14 @@ class CudaGraphs(GraphPass):
     def run(self, graph_module: GraphModule, context: PassContext) -> PassReport:
         """Record pieces; see the class."""
         calls = [node for node in graph_module.graph.nodes if node.op == "call_function"]
-        if any(_is_piece(node) for node in calls):
+        if any(_is_piece(node) for node in calls) or whole_recording(graph_module) is not None:
             return PassReport(changed=False)
         if self.new_recorder is CudaRecorder and not torch.cuda.is_available():
             reason = "this machine has no CUDA, so nothing of the graph can be recorded"
             refusals = (Refusal(node_name="the graph", reason=reason),) if calls else ()
             return PassReport(changed=False, refusals=refusals)
+        if any(read_annotation(node, PipelineAnnotation) is not None for node in calls):
+            return self._mark_action(graph_module, context, calls)
         parts = partition(
             graph_module,
             self.target,
@@ -111,6 +124,37 @@ class CudaGraphs(GraphPass):
                 for obstacle in parts.obstacles
             ),
         )
+
+    def _mark_action(
+        self, graph_module: GraphModule, context: PassContext, calls: Sequence[Node]
+    ) -> PassReport:
+        """Mark an action's graph to be recorded as a whole, or say what is in the way."""
+        obstacles = find_obstacles(
+            graph_module, self.target, num_static_inputs=context.num_static_inputs
+        )
+        refusals = [Refusal(node_name=each.node.name, reason=each.reason) for each in obstacles]
+        refusals += [
+            Refusal(
+                node_name=node.name,
+                reason="each microbatch has host memory of its own, and a CUDA graph one address",
+            )
+            for node in calls
+            if is_host_copy(node)
+        ]
+        if not refusals and num_kernels(calls) < self.min_kernels:
+            reason = f"fewer than {self.min_kernels} kernels stand together here"
+            refusals.append(Refusal(node_name=calls[0].name, reason=reason))
+        if refusals:
+            return PassReport(changed=False, refusals=tuple(refusals))
+        mark_for_recording(
+            graph_module,
+            WholeRecording(
+                new_recorder=self.new_recorder,
+                num_warmup_runs=self.num_warmup_steps,
+                max_recordings=self.max_recordings,
+            ),
+        )
+        return PassReport(changed=False, counts={"actions_recorded": 1, "nodes": len(calls)})
 
     def _outline(
         self, graph_module: GraphModule, context: PassContext, pieces: Sequence[Sequence[Node]]

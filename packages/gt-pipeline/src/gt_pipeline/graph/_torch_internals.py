@@ -26,6 +26,8 @@ __all__ = [
     "FakeTensorMode",
     "ShapeEnv",
     "add_in_place",
+    "copy_all",
+    "fill_with_nothing",
     "new_fake_mode",
     "pytree",
 ]
@@ -39,3 +41,14 @@ def new_fake_mode() -> FakeTensorMode:
 def add_in_place(sums: list[Tensor], terms: Sequence[Tensor]) -> None:
     """Add each term to its sum. One call for all: torch has no public name for it."""
     torch._foreach_add_(sums, list(terms))
+
+
+def copy_all(targets: list[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy each source to its target. One call for all: torch has no public name for it."""
+    torch._foreach_copy_(targets, list(sources), non_blocking=True)
+
+
+def fill_with_nothing(sums: list[Tensor]) -> None:
+    """Make each what added to a term gives that term, in every bit: the zero that is negative."""
+    torch._foreach_zero_(sums)
+    torch._foreach_neg_(sums)

@@ -14,7 +14,8 @@ from gt_passes.verifier.verifier import GraphInterface
 from gt_pipeline.errors import StageGraphError
 from gt_pipeline.graph._torch_internals import FakeTensorMode
 from gt_pipeline.graph.action_graph import ActionGraph, boxed, copied
-from gt_pipeline.graph.gradient_accumulators import owned_results
+from gt_pipeline.graph.gradient_accumulators import GradientAccumulators, owned_results
+from gt_pipeline.graph.recorded_actions import RecordedAction, SlotMemory, StageRecordings
 from gt_pipeline.graph.slots import SlotKind
 from gt_pipeline.graph.stage_inputs import MicrobatchReader
 from gt_trace.capture.captured_mode import CapturedMode, as_captured
@@ -50,9 +51,9 @@ def transformed(
 
 
 class Executable:
-    """An action's graph, ready to run."""
+    """An action's graph, ready to run; ``recordings`` are of its stage, if it may be recorded."""
 
-    def __init__(self, action: ActionGraph) -> None:
+    def __init__(self, action: ActionGraph, recordings: StageRecordings | None = None) -> None:
         self.action = action
         self.static: tuple[Tensor, ...] | None = None
         """The tensors that the graph reads of the state; None until they are asked for."""
@@ -62,12 +63,45 @@ class Executable:
         self.owned_gradients = owned_results(action, kind)
         """For each gradient, whether no other value of this graph shares its memory."""
 
+        slots = (at for at, slot in enumerate(action.outputs) if slot.kind == kind)
+        self._gradients_at = next(slots, 0)
         self._run = boxed(action.graph_module)
+        self._recorded = (
+            None if recordings is None else RecordedAction.of(action, self._run, recordings)
+        )
 
     def run(self, inputs: list[Tensor]) -> Sequence[Tensor]:
         """Run it on tensors in the order of its slots; the list is emptied."""
         with as_captured():
             return self._run(inputs)
+
+    def run_microbatch(
+        self,
+        inputs: list[Tensor],
+        sums: GradientAccumulators,
+        *,
+        forward: SlotMemory | None = None,
+        backward: SlotMemory | None = None,
+    ) -> Sequence[Tensor]:
+        """Run it for a microbatch, or for two: add gradients to ``sums``, return the other results.
+
+        Args:
+            inputs: as for ``run``.
+            sums: of the stage whose backward it runs.
+            forward: place of the microbatch whose forward it runs, if it runs one.
+            backward: the same of a backward.
+        """
+        if self._recorded is not None:
+            found = self._recorded(inputs, sums, forward=forward, backward=backward)
+            if found is not None:
+                return found
+        results = self.run(inputs)
+        if not self.gradient_slots:
+            return results
+        # Gradients stand together: last in a backward, and before the forward of a pair.
+        first, behind = self._gradients_at, self._gradients_at + len(self.gradient_slots)
+        sums.add(results[first:behind], self.owned_gradients)
+        return [*results[:first], *results[behind:]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

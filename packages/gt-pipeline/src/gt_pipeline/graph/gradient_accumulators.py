@@ -9,7 +9,7 @@ itself (an expanded scalar). Which do is read off the graph once, and those are 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import getitem
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from gt_passes.analysis.aliasing import shared_nodes
-from gt_pipeline.graph._torch_internals import add_in_place
+from gt_pipeline.graph._torch_internals import add_in_place, copy_all, fill_with_nothing
 from gt_pipeline.graph.action_graph import ActionGraph
 from gt_pipeline.graph.slots import SlotKind
 
@@ -28,6 +28,8 @@ class GradientAccumulators:
     def __init__(self) -> None:
         self._sums: list[Tensor] = []
         self._is_empty = True
+        self.stands = False
+        """Whether the sums lie at addresses that stay, so that nobody may keep them."""
 
     def add(self, gradients: Sequence[Tensor], owned: Sequence[bool]) -> None:
         """Add one microbatch's gradients, the same parameters' in the same order every time.
@@ -35,18 +37,37 @@ class GradientAccumulators:
         Memory of those that are ``owned`` may be kept and written to; see ``owned_results``.
         """
         with torch.no_grad():
-            if self._is_empty:
+            if self.stands:
+                add_in_place(self.standing(list), gradients)
+            elif self._is_empty:
                 pairs = zip(gradients, owned, strict=True)
                 self._sums = [gradient if own else gradient.clone() for gradient, own in pairs]
                 self._is_empty = False
             elif self._sums:
                 add_in_place(self._sums, gradients)
 
+    def standing(self, new: Callable[[], list[Tensor]]) -> list[Tensor]:
+        """The sums, to be added to, at the same addresses in every step.
+
+        Args:
+            new: makes them, once.
+        """
+        if not self.stands:
+            sums, self._sums, self.stands = self._sums, new(), True
+            if not self._is_empty:
+                copy_all(self._sums, sums)
+        if self._is_empty:
+            fill_with_nothing(self._sums)
+            self._is_empty = False
+        return self._sums
+
     def take(self) -> list[Tensor] | None:
         """The sums, which are then forgotten; None if nothing was added."""
         if self._is_empty:
             return None
-        sums, self._sums, self._is_empty = self._sums, [], True
+        sums, self._is_empty = self._sums, True
+        if not self.stands:
+            self._sums = []
         return sums
 
 

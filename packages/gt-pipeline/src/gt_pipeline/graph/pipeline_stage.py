@@ -24,6 +24,7 @@ from gt_pipeline.graph.executables import (
 )
 from gt_pipeline.graph.launched_executable import LaunchedAction, LaunchedExecutable
 from gt_pipeline.graph.overlapped_actions import OverlappedActions, overlap_actions
+from gt_pipeline.graph.recorded_actions import StageRecordings
 from gt_pipeline.graph.slots import Slot
 from gt_pipeline.graph.stage_capture import StageCapture, StageLoss, capture_stage
 from gt_pipeline.graph.stage_cut import cut_stage
@@ -53,8 +54,9 @@ class GraphPipelineStage:
         stage.gradients()
 
     Everything about microbatches, order and memory is as ``PipelineStageGraphs`` says. Parameters
-    are read from the module at every UNSHARD, or once a step if nothing is sharded. CUDA graphs
-    are no transform for a stage: what they return is overwritten by the next microbatch.
+    are read from the module at every UNSHARD, or once a step if nothing is sharded. Actions whose
+    graphs a transform marks (``gt_passes.CudaGraphs``) are recorded and replayed: see
+    ``recorded_actions``.
 
     Args:
         module: the stage's part of the model, parallelized or not.
@@ -117,11 +119,12 @@ class GraphPipelineStage:
         self.graphs = cut_stage(capture, verify=verify)
         self._state = StageState(capture, module)
         self._reader = MicrobatchReader(capture)
+        self._recordings = StageRecordings()
         actions = {each.kind: self._transformed(each) for each in self.graphs}
         self._unshard = LaunchedExecutable(actions.pop("UNSHARD"), verify=verify)
         self._reduce = LaunchedExecutable(actions.pop("REDUCE_GRAD"), verify=verify)
         self._executables: dict[PipelineAction, Executable] = {
-            kind: Executable(action) for kind, action in actions.items()
+            kind: Executable(action, self._recordings) for kind, action in actions.items()
         }
         self._num_outputs = len(capture.output_signature)
         self._num_arriving = sum(each.requires_grad for each in capture.output_signature)
@@ -135,6 +138,9 @@ class GraphPipelineStage:
         ] = {}
         self._values: dict[Slot, Tensor] | None = None
         self._gathering: LaunchedAction | None = None
+        self._stands = False
+        """Whether they lie where recordings read them."""
+
         self._saved: dict[int, list[Tensor]] = {}
         self._between: dict[int, list[Tensor]] = {}
         self._gradients = StageGradients(
@@ -228,7 +234,7 @@ class GraphPipelineStage:
         return dict(self._module.named_parameters())
 
     def _hold(self, values: dict[Slot, Tensor] | None) -> None:
-        self._values = values
+        self._values, self._stands = values, False
         self._gathering = None
         self._evaluation = None
         evaluations = [each.forward for each in self._evaluations]
@@ -250,6 +256,8 @@ class GraphPipelineStage:
         if self._gathering is not None:
             gathered, self._gathering = self._gathering.finish(), None
             self._values.update(zip(self._unshard.action.outputs, gathered, strict=True))
+        if self._recordings.is_used and not self._stands:
+            self._values, self._stands = self._recordings.standing(self._values), True
         executable.static = tuple(self._values[slot] for slot in executable.action.static_inputs)
         return executable.static
 
@@ -273,7 +281,9 @@ class GraphPipelineStage:
         """
         arguments = self._arguments(microbatch, activations, inputs)
         static = self._static_of_forward()
-        results = self._executables["FORWARD"].run([*static, *arguments])
+        results = self._executables["FORWARD"].run_microbatch(
+            [*static, *arguments], self._gradients.sums, forward=self._recordings.enter(microbatch)
+        )
         return self._keep_saved(microbatch, results)
 
     def full_backward(self, microbatch: int, output_gradients: Tensors) -> Tensors:
@@ -282,12 +292,9 @@ class GraphPipelineStage:
         Raises:
             StageOrderError: nothing is saved for it.
         """
-        executable = self._executables["FULL_BACKWARD"]
-        saved = self._take_saved(microbatch, output_gradients, executable)
-        inputs = [*self._static(executable), *output_gradients, *saved]
-        del saved  # or it would live until the graph has run
-        results = executable.run(inputs)
-        return self._accumulate(executable, results)
+        results = self._run_backward("FULL_BACKWARD", microbatch, output_gradients)
+        self._recordings.leave(microbatch)
+        return tuple(results)
 
     def backward_input(self, microbatch: int, output_gradients: Tensors) -> Tensors:
         """The part of ``full_backward`` that the stage before waits for.
@@ -295,11 +302,7 @@ class GraphPipelineStage:
         Raises:
             StageOrderError: nothing is saved for it.
         """
-        executable = self._executables["BACKWARD_INPUT"]
-        saved = self._take_saved(microbatch, output_gradients, executable)
-        inputs = [*self._static(executable), *output_gradients, *saved]
-        del saved  # or it would live until the graph has run
-        results = executable.run(inputs)
+        results = self._run_backward("BACKWARD_INPUT", microbatch, output_gradients)
         return self._keep_between(microbatch, results)
 
     def backward_weight(self, microbatch: int) -> None:
@@ -314,9 +317,12 @@ class GraphPipelineStage:
                 f"stage {self.stage_index} was asked for BACKWARD_WEIGHT of microbatch "
                 f"{microbatch} without its BACKWARD_INPUT; it holds {sorted(self._between)}"
             )
-        static = self._static(executable)
-        results = executable.run([*static, *self._between.pop(microbatch)])
-        self._accumulate(executable, results)
+        executable.run_microbatch(
+            [*self._static(executable), *self._between.pop(microbatch)],
+            self._gradients.sums,
+            backward=self._recordings.place(microbatch),
+        )
+        self._recordings.leave(microbatch)
 
     def overlap(
         self,
@@ -346,15 +352,20 @@ class GraphPipelineStage:
         of_backward, of_forward = other._static(executable), self._static_of_forward()
         static = (*of_backward, *(of_forward[i] for i in actions.forward_static))
         saved = other._take_saved(backward_microbatch, output_gradients, executable)
-        graph_inputs = [*static, *output_gradients, *saved, *arguments]
-        del saved  # or it would live until the graph has run
-        results = pair.run(graph_inputs)
-        num_backward = len(executable.action.outputs)
-        backward_results = results[:num_backward]
+        inputs_of_pair = [*static, *output_gradients, *saved, *arguments]
+        del saved  # the list is emptied as it is used, so that memory is freed early
+        results = pair.run_microbatch(
+            inputs_of_pair,
+            other._gradients.sums,
+            forward=self._recordings.enter(microbatch),
+            backward=other._recordings.place(backward_microbatch),
+        )
+        num_backward = len(executable.action.outputs) - len(executable.gradient_slots)
+        leaving = tuple(results[:num_backward])
         if backward_kind == "FULL_BACKWARD":
-            leaving = other._accumulate(pair, backward_results)
+            other._recordings.leave(backward_microbatch)
         else:
-            leaving = other._keep_between(backward_microbatch, backward_results)
+            leaving = other._keep_between(backward_microbatch, leaving)
         return self._keep_saved(microbatch, results[num_backward:]), leaving
 
     def prepare_overlap(
@@ -413,10 +424,15 @@ class GraphPipelineStage:
         """Gradients of the step, reduced, by name; a parameter without gradient is missing."""
         return self._gradients.reduced()
 
+    def release_recordings(self) -> None:
+        """Drop recorded CUDA graphs, if any, before the process groups that they keep alive go."""
+        self._recordings.release()
+
     def discard(self) -> None:
         """Drop accumulators, saved values and gathered parameters."""
         self._saved.clear()
         self._between.clear()
+        self._recordings.clear()
         self._gradients.discard()
         self._hold(None)
 
@@ -453,15 +469,19 @@ class GraphPipelineStage:
             )
         return self._saved.pop(microbatch)
 
+    def _run_backward(
+        self, kind: OverlappedBackward, microbatch: int, output_gradients: Tensors
+    ) -> Sequence[Tensor]:
+        executable = self._executables[kind]
+        saved = self._take_saved(microbatch, output_gradients, executable)
+        inputs = [*self._static(executable), *output_gradients, *saved]
+        del saved  # the list is emptied as it is used, so that memory is freed early
+        place = self._recordings.place(microbatch)
+        return executable.run_microbatch(inputs, self._gradients.sums, backward=place)
+
     def _keep_between(self, microbatch: int, results: Sequence[Tensor]) -> Tensors:
         self._between[microbatch] = list(results[self._num_leaving :])
         return tuple(results[: self._num_leaving])
-
-    def _accumulate(self, ran: Executable, results: Sequence[Tensor]) -> Tensors:
-        """Add a backward's gradients, the last of its results, and return the others."""
-        num_leading = len(results) - len(ran.gradient_slots)
-        self._gradients.add(results[num_leading:], ran.owned_gradients)
-        return tuple(results[:num_leading])
 
     def _overlap(
         self, other: GraphPipelineStage, kind: OverlappedBackward
@@ -474,7 +494,8 @@ class GraphPipelineStage:
         if key not in self._overlaps:
             backward = other.graphs.of(kind)
             actions = overlap_actions(self.graphs.forward, backward, verify=self._verify)
-            self._overlaps[key] = actions, Executable(self._transformed(actions.action))
+            executable = Executable(self._transformed(actions.action), self._recordings)
+            self._overlaps[key] = actions, executable
         return self._overlaps[key]
 
     def _evaluation_now(self) -> EvaluationForward:

@@ -28,19 +28,17 @@ class StageGradients:
         self._layouts = capture.gradient_layouts
         self._slots = slots
         self._reduce = reduce
-        self._accumulators = GradientAccumulators()
+        self.sums = GradientAccumulators()
+        """What the step's backwards add to."""
+
         self._final: dict[Slot, Tensor] = {}
         """Gradients that are as their parameters are; once reduced, all of them."""
 
         self._reducing: LaunchedAction | None = None
 
-    def add(self, gradients: Sequence[Tensor], owned: Sequence[bool]) -> None:
-        """Add those of one microbatch; as ``GradientAccumulators.add``."""
-        self._accumulators.add(gradients, owned)
-
     def launch_reduction(self) -> None:
         """Launch the first reductions of the sums; nothing if there are no sums."""
-        sums = self._accumulators.take()
+        sums = self.sums.take()
         if sums is None:
             return
         self._final = dict(zip(self._slots, sums, strict=True))
@@ -49,6 +47,9 @@ class StageGradients:
         if not action.is_empty:
             inputs = [self._final.pop(slot) for slot in action.inputs]
             self._reducing = self._reduce.launch(inputs)
+        if self.sums.stands:
+            # The next step adds to what lies there.
+            self._final = {slot: each.clone() for slot, each in self._final.items()}
 
     def continue_reduction(self) -> None:
         """Wait for the reductions under way, and launch those that needed their results."""
@@ -76,6 +77,6 @@ class StageGradients:
 
     def discard(self) -> None:
         """Forget all of it."""
-        self._accumulators.take()
+        self.sums.take()
         self._final = {}
         self._reducing = None

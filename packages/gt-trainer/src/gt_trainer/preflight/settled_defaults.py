@@ -28,6 +28,7 @@ _COMPILED = {
     "compile-whole-graph": "Inductor for the whole graph",
 }
 _EXCHANGE = "how many tokens ranks exchange is known on the device alone"
+_PIPELINE = "no GPU has replayed the actions of a pipeline yet"
 _ACTIVATIONS = {
     "save_all": "activations kept",
     "selective": "cheap activations recomputed",
@@ -125,6 +126,8 @@ def _reasons(
     reasons = {}
     if "cuda_graphs" in options and config.parallelism.expert_parallel_degree > 1:
         reasons["cuda_graphs"] = _EXCHANGE
+    elif "cuda_graphs" in options and config.parallelism.pipeline_parallel_degree > 1:
+        reasons["cuda_graphs"] = _PIPELINE
     for violation in configuration_violations(config, world_size):
         option = violation.flag.removeprefix(_COMPILE)
         if option in options:

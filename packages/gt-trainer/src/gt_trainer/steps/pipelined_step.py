@@ -173,7 +173,9 @@ class PipelinedStep:
             losses.extend(result.losses)
 
     def close(self) -> None:
-        """Give back process groups and threads."""
+        """Give back recorded CUDA graphs, process groups and threads."""
+        for stage in self.stages.values():
+            stage.release_recordings()
         if self._runner is not None:
             self._runner.close()
 
