@@ -13,7 +13,19 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from pipelines.cases import Found, PipelineCase, compare_pipelines
+from pipelines.cases import (
+    Found,
+    PipelineCase,
+    captured_losses,
+    compare_pipelines,
+    evaluate,
+    microbatches,
+    new_loss,
+    new_model,
+    set_weights,
+    unequal,
+    whole_batch,
+)
 from torch.distributed import _symmetric_memory
 
 from gt_passes import CudaGraphs, recipes
@@ -83,6 +95,28 @@ def compare_and_count_launches(case: OptionCase, folder: str) -> tuple[Found, li
     schedule = _last.pop().pp_schedule._schedule
     rank = dist.get_rank() // (dist.get_world_size() // 2)
     return found, launches, len(schedule.compute[rank])
+
+
+def evaluated_at_half_the_length(case: OptionCase, folder: str) -> tuple[list[str], int]:
+    """After training, losses of half as long samples, beside those of the whole model.
+
+    Returns:
+        What differs, on ranks of the last stage, and how many stages were captured.
+    """
+    trainer = case.trainer("aot_fx_trace", folder)
+    for part in trainer.model_parts:
+        set_weights(part)
+    captured_losses(trainer, 0)
+    trainer.config.training.seq_len //= 2
+    found = evaluate(trainer, microbatches(trainer, 1))
+    whole = new_model(trainer, lambda model: model)
+    expected, _, _ = whole_batch(trainer, whole, new_loss(trainer, whole), 1)
+    trainer.config.training.seq_len *= 2
+    captured_losses(trainer, 0)
+    num_captured = len(trainer.training_step.reports)
+    is_last = trainer.pp_has_last_stage
+    trainer.close()
+    return list(unequal("evaluation", found, expected)) if is_last else [], num_captured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

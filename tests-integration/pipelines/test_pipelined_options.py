@@ -11,6 +11,7 @@ from pipelines.option_cases import (
     OptionCase,
     compare_and_count,
     compare_and_count_launches,
+    evaluated_at_half_the_length,
     trained,
     trained_with_symmetric_memory,
 )
@@ -77,3 +78,13 @@ def test_replayed_actions_keep_every_bit(four: GlooWorkers, tmp_path: Path):
         assert found.differences == ()
         assert found.num_gradients > 10
         assert launches[0] < launches[1] == num_actions
+
+
+@pytest.mark.slow
+def test_samples_of_another_length_are_captured_anew(four: GlooWorkers, tmp_path: Path):
+    case = OptionCase(
+        model=TP, schedule="Interleaved1F1B", options={"on_shape_change": "recapture"}
+    )
+    for differences, num_captured in four.run(evaluated_at_half_the_length, case, str(tmp_path)):
+        assert differences == []
+        assert num_captured == 4  # two stages of a rank, for two lengths

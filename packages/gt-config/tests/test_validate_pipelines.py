@@ -30,14 +30,14 @@ from gt_config import CompileConfig, Violation
             "use full, or --parallelism.pipeline_parallel_degree 1",
         ),
         (
-            {"on_shape_change": "recapture"},
-            "--compile.on_shape_change",
-            "recapture",
+            {"cuda_graphs": True, "pipeline_gathered_gib": 4.0},
+            "--compile.pipeline_gathered_gib",
+            4.0,
             (
-                "'error' with --parallelism.pipeline_parallel_degree 2: every microbatch has the "
-                "shapes of the first"
+                "None with --compile.cuda_graphs: recorded actions read gathered parameters at "
+                "addresses that stay, so those of all stages of a rank stay gathered"
             ),
-            "use error, or --parallelism.pipeline_parallel_degree 1",
+            "leave out one of the two",
         ),
         (
             {"fsdp_into_dense_regions": True},
@@ -69,7 +69,13 @@ def test_refuses_with_a_pipeline_what_needs_a_whole_step(settings, flag, value, 
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"cuda_graphs": True}, {"memory_policy": "offload"}, {"async_tensor_parallel": True}],
+    [
+        {},
+        {"cuda_graphs": True},
+        {"on_shape_change": "recapture"},
+        {"memory_policy": "offload"},
+        {"async_tensor_parallel": True},
+    ],
 )
 def test_takes_a_pipeline_with_tensor_and_expert_parallelism(settings):
     assert found(CompileConfig(**settings), mesh(world=8, dp_shard=2, pp=2, tp=2, ep=2)) == ()

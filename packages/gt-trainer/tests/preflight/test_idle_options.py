@@ -368,13 +368,13 @@ fix: drop the option""",
 def test_of_several_names_those_that_do_nothing_are_told():
     text = told(
         STAGES,
-        passes=("offload-tagged", "remove-dead-code"),
+        passes=("reshard-after-forward", "remove-dead-code"),
         disable_passes=("delay-waits", "prefetch-all-gathers"),
     )
     assert_expected_inline(
         text,
         """\
---compile.passes is 'offload-tagged'
+--compile.passes is 'reshard-after-forward'
 allowed: to leave it out, since --parallelism.pipeline_parallel_degree is 2 and it would do nothing
 fix: drop it, or use --parallelism.pipeline_parallel_degree 1
 --compile.disable_passes is 'prefetch-all-gathers'
@@ -403,7 +403,7 @@ def test_a_preflight_tells_each_option_once_and_for_the_better_reason(tmp_path):
     config = dataclasses.replace(
         config,
         dump_folder=str(tmp_path),
-        compile=replace(config.compile, prefetch_layers=3, fsdp_second_group=True),
+        compile=replace(config.compile, prefetch_layers=3, capture_layers="stamped"),
         parallelism=replace(
             config.parallelism,
             pipeline_parallel_degree=2,
@@ -417,9 +417,9 @@ def test_a_preflight_tells_each_option_once_and_for_the_better_reason(tmp_path):
         str(refused.value),
         """\
 the configuration has 3 problems:
-  1. --compile.fsdp_second_group is True
-     allowed: False with --parallelism.pipeline_parallel_degree 2: gradients are reduced once, after all microbatches
-     fix: use False, or --parallelism.pipeline_parallel_degree 1
+  1. --compile.capture_layers is 'stamped'
+     allowed: 'auto' or 'full' with --parallelism.pipeline_parallel_degree 2: stages are short, and captured in full
+     fix: use full, or --parallelism.pipeline_parallel_degree 1
   2. --compile.prefetch_layers is 3
      allowed: its default 1, since --parallelism.pipeline_parallel_degree is 2 and it would do nothing
      fix: drop the option, or use --parallelism.pipeline_parallel_degree 1

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from gt_config import CompileConfig
+from gt_pipeline.errors import PipelineStepError
 from gt_pipeline.graph import GraphPipelineStage
-from gt_pipeline.runner import ActivationSignature
+from gt_pipeline.runner import MicrobatchInputs
 from gt_pipeline.schedules import schedule_of
 from gt_trainer.steps import pipelined_step
 from gt_trainer.steps.pipelined_step import PipelinedStep
@@ -34,12 +35,16 @@ def loss_fn(
     return (prediction - one_hot).square().sum() / global_valid_tokens, {}
 
 
+def _no_activation(microbatch: MicrobatchInputs) -> Tensor:
+    raise AssertionError("a pipeline of one stage was asked what travels")
+
+
 def pipelined(module: nn.Module, **options: Any) -> PipelinedStep:
     return PipelinedStep(
         {0: module},
         schedule_of("GPipe", num_ranks=1, num_stages=1, num_microbatches=2),
         loss_fn=loss_fn,
-        activation=ActivationSignature(shape=(2, 4), dtype=torch.float32, requires_grad=True),
+        activation=_no_activation,
         pipeline_group=None,  # type: ignore[arg-type]  # a pipeline of one rank needs none
         collective_groups=[],
         new_passes=lambda index: StagePasses(CompileConfig()),
@@ -79,3 +84,48 @@ def test_verification_of_passes_reaches_the_stages(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(pipelined_step, "GraphPipelineStage", stage)
     pipelined(Model(), verify=verify).eval(**batch())
     assert asked == [verify]
+
+
+class WithPositions(Model):
+    def forward(self, tokens: Tensor, *, positions: Tensor) -> Tensor:
+        return self.embedding(tokens) * positions.unsqueeze(-1)
+
+
+def batch_of_length(length: int) -> dict[str, Any]:
+    tokens = torch.arange(length).remainder(5).unsqueeze(0)
+    positions = torch.arange(length).unsqueeze(0)
+    return {
+        "arg_mbs": [(tokens,)] * 2,
+        "kwarg_mbs": [{"positions": positions}] * 2,
+        "target_mbs": [tokens.remainder(4)] * 2,
+    }
+
+
+def test_another_length_is_captured_once_if_asked():
+    module = WithPositions()
+    step = pipelined(module, on_shape_change="recapture")
+    for length in (3, 7, 3, 7):
+        given = batch_of_length(length)
+        losses: list[Tensor] = []
+        step.step(**given, losses=losses, loss_kwargs={"global_valid_tokens": torch.tensor(3)})
+        found, module.embedding.weight.grad = module.embedding.weight.grad, None
+        expected: list[Tensor] = []
+        for args, kwargs, labels in zip(*given.values(), strict=True):
+            loss, _ = loss_fn(module(*args, **kwargs), labels, torch.tensor(3))
+            loss.backward()
+            expected.append(loss.detach())
+        assert torch.equal(torch.stack(losses), torch.stack(expected))
+        assert torch.equal(found, module.embedding.weight.grad)
+        module.embedding.weight.grad = None
+        evaluated: list[Tensor] = []
+        step.eval(**given, losses=evaluated)
+        assert torch.allclose(torch.stack(evaluated), 3 * torch.stack(expected))
+    assert len(step.reports) == 2
+    step.close()
+
+
+def test_another_length_is_an_error_otherwise():
+    step = pipelined(WithPositions())
+    step.eval(**batch_of_length(3))
+    with pytest.raises(PipelineStepError, match=r"args\[0\]: torch.int64 \[1, 7\], captured as"):
+        step.eval(**batch_of_length(7))

@@ -11,7 +11,6 @@ from gt_config.errors import Violation
 _WITHOUT_PIPELINE: tuple[tuple[str, tuple[object, ...], str], ...] = (
     ("config.mode", ("none", "aot_fx_trace"), "stages are captured with their backward, or eager"),
     ("config.capture_layers", ("auto", "full"), "stages are short, and captured in full"),
-    ("config.on_shape_change", ("error",), "every microbatch has the shapes of the first"),
     (
         "config.fsdp_into_dense_regions",
         (False,),
@@ -38,8 +37,8 @@ def _pipelines_run_by_actions(subject: Subject) -> Iterator[Violation]:
         )
 
 
-@rule("topology.pp", "config.cuda_graphs", "config.memory_policy")
-def _recorded_actions_keep_nothing_on_the_host(subject: Subject) -> Iterator[Violation]:
+@rule("topology.pp", "config.cuda_graphs", "config.memory_policy", "config.pipeline_gathered_gib")
+def _recorded_actions_keep_addresses(subject: Subject) -> Iterator[Violation]:
     config = subject.config
     is_recorded = value_at(subject, "topology.pp") > 1 and config.cuda_graphs
     if is_recorded and config.memory_policy == "offload":
@@ -49,4 +48,12 @@ def _recorded_actions_keep_nothing_on_the_host(subject: Subject) -> Iterator[Vio
             allowed="False with --compile.memory_policy offload in a pipeline: each microbatch has "
             "host memory of its own, and a CUDA graph copies to one address",
             fix="leave the flag out, or use another --compile.memory_policy",
+        )
+    if is_recorded and config.pipeline_gathered_gib is not None:
+        yield violation(
+            subject,
+            "config.pipeline_gathered_gib",
+            allowed="None with --compile.cuda_graphs: recorded actions read gathered parameters at "
+            "addresses that stay, so those of all stages of a rank stay gathered",
+            fix="leave out one of the two",
         )

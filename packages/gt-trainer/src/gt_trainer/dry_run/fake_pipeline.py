@@ -8,6 +8,7 @@ depends on its stages alone.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torchtitan.components.loss import ChunkedLossWrapper
@@ -83,11 +84,11 @@ def capture_pipeline(config: GraphTrainer.Config, world_size: int) -> FakePipeli
         dump_folder=config.dump_folder,
     )
     loss_fn = loss_of(config).build(compile_config=config.compile)
-    last = parts[like[-1]]
+    last: Any = parts[like[-1]]
     if isinstance(loss_fn, ChunkedLossWrapper):
         # As torchtitan's trainer does on the rank of the last stage.
         loss_fn.set_lm_head(last.lm_head)
-        last._skip_lm_head = True  # type: ignore[assignment]  # a flag, not a tensor
+        last._skip_lm_head = True
     step = captured_stages(
         parts,
         plan,

@@ -25,7 +25,7 @@ from torchtitan.models.common.decoder import Decoder
 from gt_config import CompileConfig
 from gt_passes import SubgraphCompiler
 from gt_pipeline.graph import ActivationPlacement
-from gt_pipeline.runner import ActivationSignature
+from gt_pipeline.runner import ActivationSignature, MicrobatchInputs
 from gt_pipeline.schedules import build_pipeline_schedule, limit_deferred_weights, peak_live
 from gt_pipeline.split import stage_modules
 from gt_trainer.compile_options import TrainerCompileConfig
@@ -178,7 +178,9 @@ def captured_stages(
         parts,
         plan.schedule,
         loss_fn=loss_fn,
-        activation=_activation(model_config, training, parallelism, parallel_dims),
+        activation=lambda microbatch: _activation(
+            model_config, training, parallelism, parallel_dims, shape=_shape_of(microbatch)
+        ),
         pipeline_group=parallel_dims.get_mesh("pp").get_group(),
         collective_groups=[
             *_collective_groups(parallel_dims),
@@ -188,6 +190,7 @@ def captured_stages(
         device=torch.device("cpu") if device.type == "cpu" else device,  # tensors have no index
         max_unsharded_bytes=gathered_bytes_limit(compile_config),
         verify=compile_config.verify_passes,
+        on_shape_change=compile_config.on_shape_change,
     )
 
 
@@ -259,13 +262,16 @@ def _activation(
     training: TrainingConfig,
     parallelism: ParallelismConfig,
     parallel_dims: ParallelDims,
+    *,
+    shape: tuple[int, int] | None = None,
 ) -> torch.Tensor | ActivationSignature:
     """What a decoder's layers pass on: (b, L, D), in the dtype that parameters are computed in.
 
     With tensor parallelism a DTensor, of which this rank's part travels: of the sequence, where
-    layers pass it on in parts (sequence parallelism), else the whole on every rank.
+    layers pass it on in parts (sequence parallelism), else the whole on every rank. ``shape`` is
+    (b, L) of another microbatch than those of training.
     """
-    b, length = parallelism.pipeline_parallel_microbatch_size, training.seq_len
+    b, length = shape or (parallelism.pipeline_parallel_microbatch_size, training.seq_len)
     dtype = TORCH_DTYPE_MAP[training.mixed_precision_param]
     whole = (b, length, model_config.dim)
     if not parallel_dims.tp_enabled:
@@ -278,6 +284,12 @@ def _activation(
     here = (b, length // mesh.size() if in_parts else length, model_config.dim)
     signature = ActivationSignature(shape=here, dtype=dtype, requires_grad=True)
     return placement.example(signature, mesh)
+
+
+def _shape_of(microbatch: MicrobatchInputs) -> tuple[int, int] | None:
+    """(b, L), which every rank knows of the positions; None of a model that takes none."""
+    positions = microbatch.kwargs.get("positions")
+    return None if positions is None else (positions.shape[0], positions.shape[1])
 
 
 def _collective_groups(parallel_dims: ParallelDims) -> list[dist.ProcessGroup]:

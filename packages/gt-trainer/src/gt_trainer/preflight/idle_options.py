@@ -109,12 +109,11 @@ def read_elsewhere(run: RunOptions) -> Iterator[str]:
         yield from (p for p in option_paths(type(options)) if p.startswith("autoparallel_solver."))
     if graphs:
         yield from ("verify_passes", "debug_graph_passes")  # what surrounds the passes
+        yield "on_shape_change"
     if "STEP" in graphs and not options.autoparallel:
         yield "capture_layers"  # a stage and a placed model are captured in full
     if "STAGE" in graphs:
         yield from ("pipeline_gathered_gib", "pipeline_deferred_weights")
-    if "STEP" in graphs or "JOINT_FORWARD" in graphs:
-        yield "on_shape_change"
     if "JOINT_FORWARD" in graphs:
         yield "joint_partitioner"
     if "STEP" in graphs and options.ep_overlap.enabled and options.ep_overlap.strategy == "eager":

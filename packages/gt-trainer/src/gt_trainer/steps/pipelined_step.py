@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.fx import GraphModule
 
+from gt_config import ShapeChangePolicy
 from gt_passes import PassManagerReport
 from gt_pipeline.graph import GraphPipelineStage, StageGraphs, StageLoss
 from gt_pipeline.runner import ActivationSignature, GraphPPRunner, MicrobatchInputs
@@ -59,14 +60,17 @@ class PipelinedStep:
         parts: the stages' modules by stage index, parallelized; initialized before the first step.
         schedule: of the whole pipeline.
         loss_fn: torchtitan's.
-        activation: what travels between stages, for one microbatch: shape and dtype, or a DTensor
-            on meta.
+        activation: what travels between stages for a microbatch like the one given: shape and
+            dtype, or a DTensor on meta.
         pipeline_group: ranks of the pipeline, in the schedule's order.
         collective_groups: groups over which stages communicate, closed when a step fails.
         new_passes: makes the passes of a stage, given its index.
         device: of the model.
         max_unsharded_bytes: of gathered parameters, at any time; None: those of three stages.
         verify: whether to verify every graph of a stage, as captured, as cut, and after passes.
+        on_shape_change: "error" refuses microbatches of other shapes than the first; "recapture"
+            captures stages for them too, and keeps both. Every rank must see the same shapes in
+            keyword arguments: capturing is collective.
     """
 
     is_captured = True
@@ -77,13 +81,14 @@ class PipelinedStep:
         schedule: Schedule,
         *,
         loss_fn: LossFunction,
-        activation: torch.Tensor | ActivationSignature,
+        activation: Callable[[MicrobatchInputs], torch.Tensor | ActivationSignature],
         pipeline_group: dist.ProcessGroup,
         collective_groups: Sequence[dist.ProcessGroup],
         new_passes: Callable[[int], StagePasses],
         device: torch.device,
         max_unsharded_bytes: int | None = None,
         verify: bool = True,
+        on_shape_change: ShapeChangePolicy = "error",
     ) -> None:
         self._parts = parts
         self._schedule = schedule
@@ -95,13 +100,18 @@ class PipelinedStep:
         self._device = device
         self._max_unsharded_bytes = max_unsharded_bytes
         self._verify = verify
-        self._runner: GraphPPRunner | None = None
+        self._on_shape_change = on_shape_change
+        self._runners: dict[tuple[object, ...], GraphPPRunner] = {}
+        """By the shapes of microbatches."""
+
         self._clock = StartupClock()
         self._on_capture: Callable[[StageCaptureReport], None] = lambda report: None
         self.run: ForwardBackward = _unattached
         self.reports: tuple[StageCaptureReport, ...] = ()
         self.stages: dict[int, GraphPipelineStage] = {}
-        """This rank's stages by index, once captured."""
+        """This rank's stages by index, once captured: those of the first shapes."""
+
+        self._captured: list[GraphPipelineStage] = []
 
     def attach(
         self,
@@ -174,10 +184,10 @@ class PipelinedStep:
 
     def close(self) -> None:
         """Give back recorded CUDA graphs, process groups and threads."""
-        for stage in self.stages.values():
+        for stage in self._captured:
             stage.release_recordings()
-        if self._runner is not None:
-            self._runner.close()
+        for runner in self._runners.values():
+            runner.close()
 
     def capture(
         self, stage_index: int, part: nn.Module, microbatch: MicrobatchInputs, fake_mode: Any
@@ -198,7 +208,7 @@ class PipelinedStep:
                 part,
                 stage_index=stage_index,
                 num_stages=num_stages,
-                activations=() if stage_index == 0 else (self._activation,),
+                activations=() if stage_index == 0 else (self._activation(microbatch),),
                 inputs=microbatch,
                 loss_fn=_stage_loss(self._loss_fn) if is_last else None,
                 device=self._device,
@@ -231,26 +241,38 @@ class PipelinedStep:
         ]
 
     def _runner_for(self, microbatches: Sequence[MicrobatchInputs]) -> GraphPPRunner:
-        if self._runner is None:
+        shapes = _shapes(microbatches[0]) if self._on_shape_change == "recapture" else ()
+        if shapes not in self._runners:
             # Validation may come first; what is captured here is for training all the same.
             with _in_training_mode(self._parts.values()):
-                self._runner = self._new_runner(microbatches[0])
-        return self._runner
+                self._runners[shapes] = self._new_runner(microbatches[0])
+        return self._runners[shapes]
 
     def _new_runner(self, microbatch: MicrobatchInputs) -> GraphPPRunner:
+        stages: dict[int, GraphPipelineStage] = {}
         fake_mode = None
         for index, part in self._parts.items():
-            stage = self.capture(index, part, microbatch, fake_mode)
-            fake_mode = stage.fake_mode  # the graphs of stages that overlap share one
-            self.stages[index] = stage
+            stages[index] = self.capture(index, part, microbatch, fake_mode)
+            fake_mode = stages[index].fake_mode  # the graphs of stages that overlap share one
+        self.stages = self.stages or stages
+        self._captured += stages.values()
         return GraphPPRunner(
-            list(self.stages.values()),
+            list(stages.values()),
             self._schedule,
             group=self._pipeline_group,
             loss_reduction="sum",
             collective_groups=self._collective_groups,
             max_unsharded_bytes=self._max_unsharded_bytes,
         )
+
+
+def _shapes(microbatch: MicrobatchInputs) -> tuple[object, ...]:
+    """What a graph is captured for, of what every rank of a pipeline is given."""
+    return tuple(
+        (name, tuple(value.shape))
+        for name, value in sorted(microbatch.kwargs.items())
+        if isinstance(value, torch.Tensor)
+    )
 
 
 @contextlib.contextmanager
