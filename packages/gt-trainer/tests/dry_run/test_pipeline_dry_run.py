@@ -13,10 +13,11 @@ import pytest
 
 from gt_pipeline.schedules import simulate
 from gt_trainer.device import intended_for
-from gt_trainer.dry_run.dry_run import dry_run
+from gt_trainer.dry_run.dry_run import changes_that_need_less, dry_run
 from gt_trainer.dry_run.pipeline_dry_run import PipelineDryRunReport
-from gt_trainer.preflight.preflight import check_configuration
+from gt_trainer.preflight.preflight import check_configuration, configuration_violations
 from gt_trainer.preflight.settled_defaults import settle_defaults
+from gt_trainer.trainer import GraphTrainer
 
 
 def run(
@@ -155,3 +156,24 @@ def test_gathers_run_beside_computation_as_they_do_in_a_run(dense: PipelineDryRu
     costs = {span.action: span.duration for span in simulated.time.timeline.spans}
     waits = simulate(simulated.lowered, costs.__getitem__, overlap_gathers=False)
     assert simulated.time.makespan <= waits.makespan
+
+
+def test_a_pipeline_that_does_not_fit_may_put_off_fewer_dw_and_cut_its_microbatches() -> None:
+    config = importlib.import_module("gt_trainer.models.llama3").llama3_debugmodel()
+    config.compile = dataclasses.replace(config.compile, memory_policy="full_recompute")
+    config.training.local_batch_size = 16
+    config.parallelism.pipeline_parallel_degree = 4
+    config.parallelism.pipeline_parallel_schedule = "DualPipeV"
+    config.parallelism.pipeline_parallel_microbatch_size = 2
+
+    def is_allowed(changed: GraphTrainer.Config) -> bool:
+        return next(configuration_violations(changed, 8), None) is None
+
+    fewest = "--compile.pipeline_deferred_weights 1"
+    smallest = f"{fewest} --parallelism.pipeline_parallel_microbatch_size 1"
+    assert [flags for flags, _ in changes_that_need_less(config, is_allowed)] == [
+        "--compile.pipeline_deferred_weights 2",
+        fewest,
+        smallest,
+        f"{smallest} --training.local_batch_size 8",
+    ]

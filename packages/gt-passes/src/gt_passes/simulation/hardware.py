@@ -209,7 +209,8 @@ def _base_constants(document: Mapping[str, Any]) -> dict[str, Any]:
             f"{', '.join(shipped)}"
         )
     of_base = _document(_shipped(base))
-    return _base_constants(of_base) | of_base["constants"]
+    constants: dict[str, Any] = of_base["constants"]
+    return _base_constants(of_base) | constants
 
 
 def _shipped(name: str) -> str:

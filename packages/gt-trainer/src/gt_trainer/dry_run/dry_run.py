@@ -131,7 +131,7 @@ def _remedy(
     config: GraphTrainer.Config, world_size: int, hardware: Hardware | None, is_allowed: Allows
 ) -> str:
     """The first change that makes the run fit, those that cost less speed first."""
-    for flags, changed in _changes(config, is_allowed):
+    for flags, changed in changes_that_need_less(config, is_allowed):
         simulated = _captured(changed, world_size, hardware).simulated
         if simulated.fits:
             gib = simulated.peak_bytes / 2**30
@@ -140,7 +140,7 @@ def _remedy(
     return "more ranks or other degrees: neither recomputation nor a smaller batch is enough"
 
 
-def _changes(
+def changes_that_need_less(
     config: GraphTrainer.Config, is_allowed: Allows
 ) -> Iterator[tuple[str, GraphTrainer.Config]]:
     """Configurations that may run and need ever less memory, and the flags that make them."""
@@ -151,14 +151,11 @@ def _changes(
         if is_allowed(changed):
             config, flags = changed, f"--compile.memory_policy {less}"
             yield flags, config
-    size = config.parallelism.pipeline_parallel_microbatch_size
-    while config.parallelism.pipeline_parallel_degree > 1 and size > 1:
-        size //= 2
-        parallelism = replace(config.parallelism, pipeline_parallel_microbatch_size=size)
-        changed = replace(config, parallelism=parallelism)
-        if is_allowed(changed):
-            flag = f"--parallelism.pipeline_parallel_microbatch_size {size}"
-            yield f"{flags} {flag}".strip(), changed
+    if config.parallelism.pipeline_parallel_degree > 1:
+        policy_flags = flags
+        for flag, changed in _changes_of_pipeline(config, is_allowed):
+            config, flags = changed, f"{policy_flags} {flag}".strip()
+            yield flags, config
     batch_size = config.training.local_batch_size
     while batch_size > 1:
         batch_size //= 2
@@ -166,6 +163,30 @@ def _changes(
         changed = replace(config, training=training)
         if is_allowed(changed):
             yield f"{flags} --training.local_batch_size {batch_size}".strip(), changed
+
+
+def _changes_of_pipeline(
+    config: GraphTrainer.Config, is_allowed: Allows
+) -> Iterator[tuple[str, GraphTrainer.Config]]:
+    """Fewer dW put off, where the schedule puts any off; then smaller microbatches."""
+    flags = ""
+    put_off = config.compile.pipeline_deferred_weights
+    put_off = put_off or config.parallelism.pipeline_parallel_degree
+    while put_off > 1:
+        put_off //= 2
+        options = replace(config.compile, pipeline_deferred_weights=put_off)
+        changed = replace(config, compile=options)
+        if is_allowed(changed):
+            config, flags = changed, f"--compile.pipeline_deferred_weights {put_off}"
+            yield flags, config
+    size = config.parallelism.pipeline_parallel_microbatch_size
+    while size > 1:
+        size //= 2
+        parallelism = replace(config.parallelism, pipeline_parallel_microbatch_size=size)
+        changed = replace(config, parallelism=parallelism)
+        if is_allowed(changed):
+            flag = f"--parallelism.pipeline_parallel_microbatch_size {size}"
+            yield f"{flags} {flag}".strip(), changed
 
 
 def _captured(
