@@ -46,7 +46,7 @@ def test_a_stage_holds_between_actions_what_was_estimated(new_module: type[Block
     stage.backward_input(0, (gradient,))
     assert memory.between_bytes == held(stage._between[0], besides=state)
     stage.backward_weight(0)
-    assert memory.accumulated_bytes == held(stage._gradients._accumulators._sums)
+    assert memory.accumulated_bytes == held(stage._gradients.sums._sums)
     stage.reduce_gradients()
     assert memory.reduced_bytes == held(stage.gradients().values())
     assert memory.gathered_bytes == 0  # nothing is sharded
