@@ -6,6 +6,7 @@ own module, ``gt_config.node_keys``, because only those who touch graphs need it
 """
 
 from gt_config.compile_config import (
+    Accumulation,
     AutoParallelConfig,
     CaptureLayers,
     CompileConfig,
@@ -24,6 +25,7 @@ from gt_config.topology import Topology
 from gt_config.validate import find_violations, malformed_options, validate
 
 __all__ = [
+    "Accumulation",
     "AutoParallelConfig",
     "CaptureLayers",
     "CompileConfig",

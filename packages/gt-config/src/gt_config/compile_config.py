@@ -24,6 +24,7 @@ FsdpBucketing = Literal["off", "transformer_block"]
 JointPartitioner = Literal["min_cut", "save_all"]
 ShapeChangePolicy = Literal["error", "recapture"]
 ExpertPlacement = Literal["any", "expert_parallel", "own_tokens"]
+Accumulation = Literal["every_microbatch", "reduce_once"]
 EpChunkDim = Literal["batch", "seq"]
 EpModuleFqn = Literal["layers.*", "layers.*.moe"]
 
@@ -176,6 +177,12 @@ class CompileConfig:
     pipeline_deferred_weights: int | None = None
     """Gradients of weights (dW) that a rank of a pipeline may put off, under a schedule that does.
     Fewer hold less memory, and fill less of the bubble. None: as many as the schedule does."""
+
+    accumulation: Accumulation = "every_microbatch"
+    """What the microbatches of a step share (gradient accumulation).
+    every_microbatch: each gathers parameters and reduces gradients.
+    reduce_once: the first gathers for all, and the last reduces the sum of all.
+    The second keeps gathered parameters and whole gradients during a step."""
 
     async_tensor_parallel: bool = False
     """Pipeline tensor-parallel collectives with the matrix products next to them.

@@ -11,8 +11,12 @@ from typing import Literal, get_args
 
 from gt_config.node_keys import PipelineAction
 
-GraphKind = Literal["STEP", "STAGE", PipelineAction, "JOINT_FORWARD", "JOINT_BACKWARD"]
+GraphKind = Literal[
+    "STEP", "MICROBATCH", "STAGE", PipelineAction, "JOINT_FORWARD", "JOINT_BACKWARD"
+]
 """STEP: forward, loss and backward of a whole model.
+MICROBATCH: the same of one of several microbatches that share what the first gathers of parameters,
+and whose gradients the last reduces (accumulation reduce_once).
 STAGE: forward and backward of a pipeline stage, before they are cut into actions.
 A pipeline action: the graph that runs it.
 JOINT_FORWARD, JOINT_BACKWARD: the two parts of a joint graph, in mode aot_joint."""
@@ -22,6 +26,9 @@ PIPELINE_ACTIONS: tuple[PipelineAction, ...] = get_args(PipelineAction)
 GRAPH_KINDS: tuple[GraphKind, ...] = get_args(GraphKind)
 
 EVERY_GRAPH: frozenset[GraphKind] = frozenset(GRAPH_KINDS)
+
+STEP_GRAPHS: frozenset[GraphKind] = frozenset({"STEP", "MICROBATCH"})
+"""Those with forward, loss and backward of a whole model."""
 
 JOINT_GRAPHS: frozenset[GraphKind] = frozenset({"JOINT_FORWARD", "JOINT_BACKWARD"})
 

@@ -8,10 +8,20 @@ literal values and bounds. Violations are reported in the order of the imports b
 from gt_config._rules import mesh
 from gt_config._rules import autoparallel
 from gt_config._rules import dependent_options
+from gt_config._rules import accumulation
 from gt_config._rules import names
 from gt_config._rules import ep_overlap
 from gt_config._rules import pipelines
 from gt_config._rules.rule import RULES
 # isort: on
 
-__all__ = ["RULES", "autoparallel", "dependent_options", "ep_overlap", "mesh", "names", "pipelines"]
+__all__ = [
+    "RULES",
+    "accumulation",
+    "autoparallel",
+    "dependent_options",
+    "ep_overlap",
+    "mesh",
+    "names",
+    "pipelines",
+]

@@ -16,7 +16,7 @@ from typing import ClassVar
 
 from torch.fx import GraphModule
 
-from gt_config.graph_kinds import COMPUTING_ACTIONS, JOINT_GRAPHS, GraphKind
+from gt_config.graph_kinds import COMPUTING_ACTIONS, JOINT_GRAPHS, STEP_GRAPHS, GraphKind
 from gt_config.numerics import Numerics
 from gt_passes.compilation.inductor_compiler import InductorCompiler, SubgraphCompiler
 from gt_passes.compilation.inductor_regions import plan_flex_attention
@@ -56,7 +56,9 @@ class CompileFlexAttention(GraphPass):
 
     name: ClassVar[str] = "compile-flex-attention"
     numerics: ClassVar[Numerics] = "approximate"
-    runs_on: ClassVar[frozenset[GraphKind]] = frozenset({"STEP", *JOINT_GRAPHS, *COMPUTING_ACTIONS})
+    runs_on: ClassVar[frozenset[GraphKind]] = frozenset(
+        {*STEP_GRAPHS, *JOINT_GRAPHS, *COMPUTING_ACTIONS}
+    )
     keeps_dataflow: ClassVar[bool] = False
 
     options: Mapping[str, object] = field(default_factory=lambda: MappingProxyType({}))

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch.fx import GraphModule
 
-from gt_config.graph_kinds import COMPUTING_ACTIONS, JOINT_GRAPHS, GraphKind
+from gt_config.graph_kinds import COMPUTING_ACTIONS, JOINT_GRAPHS, STEP_GRAPHS, GraphKind
 from gt_config.numerics import Numerics
 from gt_passes.analysis.outlined_region import OutlinedRegion, RegionOutliner, region_of
 from gt_passes.compilation.inductor_compiler import InductorCompiler, SubgraphCompiler
@@ -42,7 +42,9 @@ class CompileWholeGraph(GraphPass):
 
     name: ClassVar[str] = "compile-whole-graph"
     numerics: ClassVar[Numerics] = "approximate"
-    runs_on: ClassVar[frozenset[GraphKind]] = frozenset({"STEP", *JOINT_GRAPHS, *COMPUTING_ACTIONS})
+    runs_on: ClassVar[frozenset[GraphKind]] = frozenset(
+        {*STEP_GRAPHS, *JOINT_GRAPHS, *COMPUTING_ACTIONS}
+    )
     keeps_dataflow: ClassVar[bool] = False
 
     compiler: SubgraphCompiler = field(default_factory=InductorCompiler)

@@ -8,7 +8,7 @@ from typing import ClassVar
 from torch.fx import GraphModule
 
 from gt_config import EpChunkDim
-from gt_config.graph_kinds import GraphKind
+from gt_config.graph_kinds import STEP_GRAPHS, GraphKind
 from gt_config.node_keys import ChunkAnnotation
 from gt_config.numerics import Numerics
 from gt_passes.contract import ChangeBounds, GraphPass, PassContext, PassReport, Refusal
@@ -50,7 +50,7 @@ class ChunkModules(GraphPass):
 
     name: ClassVar[str] = "chunk-modules"
     numerics: ClassVar[Numerics] = "reordered"
-    runs_on: ClassVar[frozenset[GraphKind]] = frozenset({"STEP", "STAGE"})
+    runs_on: ClassVar[frozenset[GraphKind]] = frozenset({*STEP_GRAPHS, "STAGE"})
     keeps_dataflow: ClassVar[bool] = False
 
     module_patterns: tuple[str, ...] = ("layers.*.moe",)

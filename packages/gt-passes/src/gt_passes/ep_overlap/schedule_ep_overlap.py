@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from torch.fx import GraphModule, Node
 
-from gt_config.graph_kinds import COMPUTING_ACTIONS, GraphKind
+from gt_config.graph_kinds import COMPUTING_ACTIONS, STEP_GRAPHS, GraphKind
 from gt_config.node_keys import ChunkAnnotation
 from gt_config.numerics import Numerics
 from gt_passes.analysis.order_constraints import OrderConstraints
@@ -59,7 +59,7 @@ class ScheduleEpOverlap(GraphPass):
 
     name: ClassVar[str] = "schedule-ep-overlap"
     numerics: ClassVar[Numerics] = "bitwise"
-    runs_on: ClassVar[frozenset[GraphKind]] = frozenset({"STEP", *COMPUTING_ACTIONS})
+    runs_on: ClassVar[frozenset[GraphKind]] = frozenset({*STEP_GRAPHS, *COMPUTING_ACTIONS})
 
     durations: NodeDurations = estimated_durations
     """How long nodes are taken to run. It decides how much of what no exchange needs is kept for

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from gt_config.graph_kinds import GraphKind
+from gt_config.graph_kinds import STEP_GRAPHS, GraphKind
 from gt_config.node_keys import FsdpCollectiveKind
 from gt_passes.analysis.code_motion import CodeMotion
 from gt_passes.contract import Refusal
@@ -21,7 +21,9 @@ class BucketReductions(FsdpBucketPass):
     its shard) moves behind it.
     """
 
-    runs_on: ClassVar[frozenset[GraphKind]] = frozenset({"STEP", "REDUCE_GRAD", "JOINT_BACKWARD"})
+    runs_on: ClassVar[frozenset[GraphKind]] = frozenset(
+        {*STEP_GRAPHS, "REDUCE_GRAD", "JOINT_BACKWARD"}
+    )
     kind: ClassVar[FsdpCollectiveKind] = "reduce_grad"
     place: ClassVar[int] = -1
     count: ClassVar[str] = "reductions_bucketed"

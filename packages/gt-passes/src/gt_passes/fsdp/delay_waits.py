@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from gt_config.graph_kinds import JOINT_GRAPHS, GraphKind
+from gt_config.graph_kinds import JOINT_GRAPHS, STEP_GRAPHS, GraphKind
 from gt_passes.analysis.code_motion import CodeMotion
 from gt_passes.analysis.collectives import is_collective, is_wait
 from gt_passes.analysis.fsdp_collective import fsdp_collective
@@ -57,7 +57,7 @@ class DelayWaits(FsdpPass):
 
     name: ClassVar[str] = "delay-waits"
     runs_on: ClassVar[frozenset[GraphKind]] = frozenset(
-        {"STEP", "UNSHARD", "REDUCE_GRAD", *JOINT_GRAPHS}
+        {*STEP_GRAPHS, "UNSHARD", "REDUCE_GRAD", *JOINT_GRAPHS}
     )
 
     blocks_behind: int = 1

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch.fx import GraphModule, Node
 
-from gt_config.graph_kinds import JOINT_GRAPHS, GraphKind
+from gt_config.graph_kinds import JOINT_GRAPHS, STEP_GRAPHS, GraphKind
 from gt_passes.analysis.code_motion import CodeMotion
 from gt_passes.contract import PassContext, PassReport, Refusal
 from gt_passes.fsdp.fsdp_launches import FsdpLaunch
@@ -49,7 +49,7 @@ class PrefetchAllGathers(FsdpPass):
     """
 
     name: ClassVar[str] = "prefetch-all-gathers"
-    runs_on: ClassVar[frozenset[GraphKind]] = frozenset({"STEP", *JOINT_GRAPHS})
+    runs_on: ClassVar[frozenset[GraphKind]] = frozenset({*STEP_GRAPHS, *JOINT_GRAPHS})
 
     blocks_ahead: int = 1
     """How many blocks early; 0 leaves everything in place. Each holds one more block's parameters.

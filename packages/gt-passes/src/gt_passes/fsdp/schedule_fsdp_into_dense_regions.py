@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from gt_config.graph_kinds import JOINT_GRAPHS, GraphKind
+from gt_config.graph_kinds import JOINT_GRAPHS, STEP_GRAPHS, GraphKind
 from gt_config.node_keys import EpRegionAnnotation
 from gt_passes.analysis.code_motion import CodeMotion
 from gt_passes.analysis.fsdp_collective import fsdp_collective
@@ -56,7 +56,7 @@ class ScheduleFsdpIntoDenseRegions(FsdpPass):
     """
 
     name: ClassVar[str] = "schedule-fsdp-into-dense-regions"
-    runs_on: ClassVar[frozenset[GraphKind]] = frozenset({"STEP", *JOINT_GRAPHS})
+    runs_on: ClassVar[frozenset[GraphKind]] = frozenset({*STEP_GRAPHS, *JOINT_GRAPHS})
 
     def run(self, graph_module: GraphModule, context: PassContext) -> PassReport:
         """Move launches out of routed-expert regions; see the class."""

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch.fx import GraphModule, Node
 
-from gt_config.graph_kinds import GraphKind
+from gt_config.graph_kinds import STEP_GRAPHS, GraphKind
 from gt_config.node_keys import ChunkAnnotation, PhaseAnnotation, ResidencyAnnotation
 from gt_config.numerics import Numerics
 from gt_passes._torch_internals import OpOverload, quiet_fake_execution
@@ -71,7 +71,7 @@ class OffloadTagged(GraphPass):
 
     name: ClassVar[str] = "offload-tagged"
     numerics: ClassVar[Numerics] = "bitwise"
-    runs_on: ClassVar[frozenset[GraphKind]] = frozenset({"STEP", "STAGE"})
+    runs_on: ClassVar[frozenset[GraphKind]] = frozenset({*STEP_GRAPHS, "STAGE"})
 
     prefetch_layers: int = 1
     """A tensor starts to come back this many layers, in the order of the backward, before the

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import Argument, map_arg
 
-from gt_config.graph_kinds import GraphKind
+from gt_config.graph_kinds import STEP_GRAPHS, GraphKind
 from gt_config.node_keys import ChunkAnnotation, PhaseAnnotation, ResidencyAnnotation
 from gt_config.numerics import Numerics
 from gt_passes.analysis.collectives import is_wait
@@ -59,7 +59,7 @@ class RecomputeTagged(GraphPass):
 
     name: ClassVar[str] = "recompute-tagged"
     numerics: ClassVar[Numerics] = "bitwise"
-    runs_on: ClassVar[frozenset[GraphKind]] = frozenset({"STEP", "STAGE"})
+    runs_on: ClassVar[frozenset[GraphKind]] = frozenset({*STEP_GRAPHS, "STAGE"})
 
     recompute_collectives: bool = False
     """Whether tagged collectives, other than FSDP's, may run a second time."""

@@ -14,7 +14,7 @@ from typing import ClassVar
 from torch.fx import GraphModule, Node
 
 from gt_config import MemoryPolicy, SavedOpSelector
-from gt_config.graph_kinds import GraphKind
+from gt_config.graph_kinds import STEP_GRAPHS, GraphKind
 from gt_config.node_keys import Residency, ResidencyAnnotation
 from gt_config.numerics import Numerics
 from gt_passes.analysis.layer_names import LayerNames
@@ -56,7 +56,7 @@ class TagSavedTensors(GraphPass):
 
     name: ClassVar[str] = "tag-saved-tensors"
     numerics: ClassVar[Numerics] = "bitwise"
-    runs_on: ClassVar[frozenset[GraphKind]] = frozenset({"STEP", "STAGE"})
+    runs_on: ClassVar[frozenset[GraphKind]] = frozenset({*STEP_GRAPHS, "STAGE"})
 
     policy: MemoryPolicy = "save_all"
     """save_all: tag nothing, which means to save everything.

@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from gt_config.graph_kinds import COMPUTING_ACTIONS, JOINT_GRAPHS, GraphKind
+from gt_config.graph_kinds import COMPUTING_ACTIONS, JOINT_GRAPHS, STEP_GRAPHS, GraphKind
 from gt_config.numerics import Numerics
 from gt_passes._torch_compilation_internals import load_symmetric_memory_operators
 from gt_passes._torch_internals import FakeTensorMode, value_of
@@ -71,7 +71,7 @@ class AsyncTensorParallel(GraphPass):
 
     name: ClassVar[str] = "async-tensor-parallel"
     numerics: ClassVar[Numerics] = "reordered"
-    runs_on: ClassVar[frozenset[GraphKind]] = frozenset({"STEP", *JOINT_GRAPHS, *COMPUTING_ACTIONS})
+    runs_on: ClassVar[frozenset[GraphKind]] = frozenset({*STEP_GRAPHS, *JOINT_GRAPHS, *COMPUTING_ACTIONS})
     keeps_dataflow: ClassVar[bool] = False
 
     symmetric_memory: SymmetricMemory = field(default_factory=SymmetricMemoryHere)

@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from gt_config.graph_kinds import COMPUTING_ACTIONS, JOINT_GRAPHS, GraphKind
+from gt_config.graph_kinds import COMPUTING_ACTIONS, JOINT_GRAPHS, STEP_GRAPHS, GraphKind
 from gt_config.numerics import Numerics
 from gt_passes._torch_internals import FakeTensorMode, quiet_fake_execution, value_of
 from gt_passes.analysis.node_calls import evaluate
@@ -53,7 +53,9 @@ class FuseParallelMatmuls(GraphPass):
 
     name: ClassVar[str] = "fuse-parallel-matmuls"
     numerics: ClassVar[Numerics] = "reordered"
-    runs_on: ClassVar[frozenset[GraphKind]] = frozenset({"STEP", *JOINT_GRAPHS, *COMPUTING_ACTIONS})
+    runs_on: ClassVar[frozenset[GraphKind]] = frozenset(
+        {*STEP_GRAPHS, *JOINT_GRAPHS, *COMPUTING_ACTIONS}
+    )
     keeps_dataflow: ClassVar[bool] = False
 
     max_columns: int = 4096

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import getitem
+from typing import Literal
 
 import torch
 from torch.fx import GraphModule, Node
@@ -37,6 +38,12 @@ PARTS: tuple[PipelineAction, ...] = (
 """The parts of a joint graph, in the order in which a microbatch meets them."""
 
 
+SharedPart = Literal["UNSHARD", "MICROBATCH", "REDUCE_GRAD"]
+
+SHARED_PARTS: tuple[SharedPart, ...] = ("UNSHARD", "MICROBATCH", "REDUCE_GRAD")
+"""The same where forward and backward stay together."""
+
+
 def assign_parts(
     graph_module: GraphModule,
     *,
@@ -53,13 +60,8 @@ def assign_parts(
         StageCutError: an earlier part would need what a later one makes.
     """
     constraints = OrderConstraints(graph_module)
-    nodes = [n for n in graph_module.graph.nodes if n.op not in ("placeholder", "output")]
-    parts: dict[Node, PipelineAction] = {}
-    reduced: set[Node] = set()
-    for node in nodes:
-        parts[node] = _part(node, parts, reduced)
-        if parts[node] == "REDUCE_GRAD":
-            reduced.add(node)
+    parts = _annotated_parts(graph_module)
+    nodes = list(parts)
     for node in _differentiated_in_forward(nodes, parts, output_gradients):
         parts[node] = "FORWARD"
     for node in _needed_for(input_gradients, nodes, parts, constraints):
@@ -67,11 +69,37 @@ def assign_parts(
     for node in nodes:
         if node.target is getitem and parts[node] == "BACKWARD_WEIGHT":
             parts[node] = parts[node.all_input_nodes[0]]  # a tuple does not cross
-    problems = [*_broken_bonds(nodes, parts, constraints)]
-    if len(problems) > _MOST_PROBLEMS:
-        problems[_MOST_PROBLEMS:] = [f"and {len(problems) - _MOST_PROBLEMS} more"]
-    if problems:
-        raise StageCutError(what=what, problems=problems)
+    _refuse_broken_bonds(parts, PARTS, constraints, what=what)
+    return parts
+
+
+def assign_shared_parts(graph_module: GraphModule, *, what: str) -> dict[Node, SharedPart]:
+    """What of a whole step is a microbatch's own, and what all microbatches of it can share.
+
+    An error begins with ``what``.
+
+    Raises:
+        StageCutError: a gathering would need what a microbatch makes, or a microbatch what is made
+            of reduced gradients.
+    """
+    parts: dict[Node, SharedPart] = {
+        node: part if part == "UNSHARD" or part == "REDUCE_GRAD" else "MICROBATCH"
+        for node, part in _annotated_parts(graph_module).items()
+    }
+    _refuse_broken_bonds(parts, SHARED_PARTS, OrderConstraints(graph_module), what=what)
+    return parts
+
+
+def _annotated_parts(graph_module: GraphModule) -> dict[Node, PipelineAction]:
+    """By annotations alone: all of a backward is dW."""
+    parts: dict[Node, PipelineAction] = {}
+    reduced: set[Node] = set()
+    for node in graph_module.graph.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        parts[node] = _part(node, parts, reduced)
+        if parts[node] == "REDUCE_GRAD":
+            reduced.add(node)
     return parts
 
 
@@ -137,13 +165,23 @@ def _needed_for(
     return {nodes[i] for i in found}
 
 
+def _refuse_broken_bonds(
+    parts: Mapping[Node, str], order: Sequence[str], constraints: OrderConstraints, *, what: str
+) -> None:
+    problems = [*_broken_bonds(parts, order, constraints)]
+    if len(problems) > _MOST_PROBLEMS:
+        problems[_MOST_PROBLEMS:] = [f"and {len(problems) - _MOST_PROBLEMS} more"]
+    if problems:
+        raise StageCutError(what=what, problems=problems)
+
+
 def _broken_bonds(
-    nodes: Sequence[Node], parts: Mapping[Node, PipelineAction], constraints: OrderConstraints
+    parts: Mapping[Node, str], order: Sequence[str], constraints: OrderConstraints
 ) -> Iterator[str]:
     # Not across barriers: FSDP's own collectives go where the schedule says, on all ranks alike,
     # and the order of the others is that of the joint graph within each part.
-    position = {node: PARTS.index(part) for node, part in parts.items()}
-    for node in nodes:
+    position = {node: order.index(part) for node, part in parts.items()}
+    for node in parts:
         for earlier in constraints.earlier(node):
             if earlier in parts and position[earlier] > position[node]:
                 yield (

@@ -17,14 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gt_passes import (
-    CanonicalizeViews,
-    MergeWaits,
-    PassContext,
-    PassManager,
-    RemoveDeadCode,
-    ShareAllGathers,
-)
 from gt_pipeline.errors import StageCaptureError
 from gt_pipeline.graph._torch_internals import FakeTensorMode, new_fake_mode, pytree
 from gt_pipeline.graph.activations import (
@@ -35,6 +27,7 @@ from gt_pipeline.graph.activations import (
     travelling,
     travelling_gradient,
 )
+from gt_pipeline.graph.clean_up import clean_up
 from gt_pipeline.graph.slots import Slot, SlotKind
 from gt_pipeline.runner.stage_protocol import ActivationSignature, MicrobatchInputs
 from gt_trace import GraphInput, InputPreparer, TensorLayout, TracedStep, phase, trace_step
@@ -178,7 +171,7 @@ def capture_stage(
         stage.differentiates = True
         with torch.enable_grad():
             traced = capture(entering, args, kwargs, target, arriving)
-    _clean_up(traced, verify=verify)
+    clean_up(traced, verify=verify)
     return StageCapture(
         traced=traced,
         stage_index=stage_index,
@@ -273,19 +266,6 @@ class _Stage:
             found = f"of shape {list(leaves[0].shape)}" if leaves else "missing"
             problems.append(f"the loss is {found}; reduce it to one number of shape ()")
         return problems or ([] if leaves else ["it returns nothing"])
-
-
-def _clean_up(traced: TracedStep, *, verify: bool) -> None:
-    """What every recipe begins with, before the graph is cut.
-
-    A value that nobody reads would be saved, and a wait for a wait would be cut off from the first.
-    """
-    static_inputs = traced.inputs[: traced.num_static_inputs]
-    context = PassContext(
-        fake_mode=traced.fake_mode, static_input_names=tuple(each.name for each in static_inputs)
-    )
-    passes = [RemoveDeadCode(), MergeWaits(), CanonicalizeViews(), ShareAllGathers()]
-    PassManager(passes, context=context, verify=verify).run(traced.graph_module)
 
 
 def _layout_problems(

@@ -97,16 +97,24 @@ class BoundStep:
         self._guard.check(self._inputs.version)
         with as_captured():
             outputs = self._executable(*inputs)
-        return self._wrap(outputs)
-
-    def _wrap(self, outputs: Sequence[Any]) -> Any:
-        leaves: list[Any] = []
-        start = 0
-        for layout in self.step.output_layouts:
-            if layout is None or layout.subclass is None:
-                leaves.append(outputs[start])
-                start += 1
-                continue
-            leaves.append(unflatten_tensor(outputs[start : start + layout.num_leaves], layout))
-            start += layout.num_leaves
+        leaves = wrapped_leaves(outputs, self.step.output_layouts)
         return pytree.tree_unflatten(leaves, self.step.output_spec)
+
+
+def wrapped_leaves(outputs: Sequence[Any], layouts: Sequence[TensorLayout | None]) -> list[Any]:
+    """Leaves of an output tree, made of a graph's plain outputs.
+
+    Args:
+        outputs: plain tensors, and what is no tensor.
+        layouts: how each leaf is made of them; None for a leaf that is no tensor.
+    """
+    leaves: list[Any] = []
+    start = 0
+    for layout in layouts:
+        if layout is None or layout.subclass is None:
+            leaves.append(outputs[start])
+            start += 1
+            continue
+        leaves.append(unflatten_tensor(outputs[start : start + layout.num_leaves], layout))
+        start += layout.num_leaves
+    return leaves
