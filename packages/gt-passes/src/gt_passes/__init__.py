@@ -64,6 +64,7 @@ __all__ = [
     "GroupPurpose",
     "GtPassesError",
     "InductorCompiler",
+    "InputFacts",
     "MergeWaits",
     "OffloadTagged",
     "PassContext",

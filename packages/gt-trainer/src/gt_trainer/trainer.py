@@ -116,8 +116,9 @@ class GraphTrainer(Trainer):
         """Run forward, loss and backward of one batch, and accumulate the gradients.
 
         Args:
-            input_dict: "input" (B, L) and "positions" (B, L) of this rank's batch.
-            labels: (B, L).
+            input_dict: "input" (B, L) and "positions" (B, L) of this rank's batch; one for each
+                microbatch with a pipeline, or where whole steps are run.
+            labels: (B, L), likewise.
             global_valid_tokens: scalar, tokens of the whole step over all ranks.
 
         Returns:
@@ -216,6 +217,8 @@ class GraphTrainer(Trainer):
                 valid_tokens += (labels != IGNORE_INDEX).sum()
                 group.append((inputs, labels))
             groups.append(group)
+        if self.training_step.runs_whole_steps:
+            groups = [[each for group in groups for each in group]]
         sl.log_trace_scalar({"local_valid_tokens": cast("int", valid_tokens.tolist())})
         global_tokens = send_to_device(valid_tokens, self.device)
         if self.parallel_dims.dp_enabled:
@@ -228,16 +231,16 @@ class GraphTrainer(Trainer):
     def _accumulate(self, batches: _StepBatches) -> torch.Tensor:
         """Forward and backward of every group of microbatches; this rank's loss, a scalar."""
         total: torch.Tensor | None = None
+        takes_several = self.parallel_dims.pp_enabled or self.training_step.runs_whole_steps
         for group in batches.groups:
             inputs = [
                 {name: send_to_device(value, self.device) for name, value in each.items()}
                 for each, _ in group
             ]
             labels = [send_to_device(each, self.device) for _, each in group]
-            is_pipelined = self.parallel_dims.pp_enabled
             loss = self.forward_backward_step(
-                input_dict=inputs if is_pipelined else inputs[0],
-                labels=labels if is_pipelined else labels[0],
+                input_dict=inputs if takes_several else inputs[0],
+                labels=labels if takes_several else labels[0],
                 global_valid_tokens=batches.global_valid_tokens,
             )
             # Copied: the memory may be a CUDA graph's, and the next replay's.

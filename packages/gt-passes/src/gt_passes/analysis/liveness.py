@@ -20,6 +20,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal, get_args
 
 from torch.fx import GraphModule, Node
@@ -41,14 +42,16 @@ MemoryKind = Literal[
 """Why a storage is held; the first that fits.
 
 static inputs: parameters, buffers, and constants of the graph.
-arguments: the other inputs.
-outputs: made by the graph and returned, as gradients are.
+arguments: the other inputs, but for those whose kind the caller knows.
+outputs: made by the graph and returned, as gradients are, but for what an FSDP unshard made.
 gathered parameters: made by an FSDP unshard.
 saved for backward: made by forward or loss and still read by the backward.
 temporaries: everything else.
 """
 
 MEMORY_KINDS: tuple[MemoryKind, ...] = get_args(MemoryKind)
+
+_NO_KINDS: Mapping[Node, MemoryKind] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +127,7 @@ def estimate_memory(
     block_bytes: int = 1,
     symbol_sizes: Mapping[str, int] | None = None,
     released_inputs: Collection[Node] = (),
+    input_kinds: Mapping[Node, MemoryKind] = _NO_KINDS,
 ) -> MemoryProfile:
     """Estimate what memory a graph needs while it runs, and for what. Linear in the graph.
 
@@ -136,10 +140,14 @@ def estimate_memory(
             what they are when every all-to-all gives a rank as much as it takes. A size that
             depends on any other counts as nothing (``MemoryProfile.num_unsized``).
         released_inputs: placeholders that nobody but the graph holds.
+        input_kinds: why placeholders are held, where the caller knows it better.
     """
     storages = Storages(graph_module, block_bytes=block_bytes, symbol_sizes=symbol_sizes)
     lifetimes = _Liveness(
-        storages, num_static_inputs=num_static_inputs, released_inputs=released_inputs
+        storages,
+        num_static_inputs=num_static_inputs,
+        released_inputs=released_inputs,
+        input_kinds=input_kinds,
     )
     return lifetimes.profile()
 
@@ -153,9 +161,11 @@ class _Liveness:
         *,
         num_static_inputs: int = 0,
         released_inputs: Collection[Node] = (),
+        input_kinds: Mapping[Node, MemoryKind] = _NO_KINDS,
     ) -> None:
         self._storages = storages
         self._released = frozenset(released_inputs)
+        self._input_kinds = input_kinds
         self._num_static_inputs = num_static_inputs
         self._compute_device = _compute_device_type(storages.device_type)
         self._inputs: list[int] = []
@@ -256,15 +266,16 @@ class _Liveness:
         kinds: list[MemoryKind] = ["temporaries"] * len(makers)
         for storage in self._saved_for_backward():
             kinds[storage] = "saved for backward"
+        for storage in self._outputs:
+            kinds[storage] = "outputs"
         for storage, maker in enumerate(makers):
             annotation = fsdp_collective(maker)
             if annotation is not None and annotation.kind == "unshard":
                 kinds[storage] = "gathered parameters"
-        for storage in self._outputs:
-            kinds[storage] = "outputs"
         for position, storage in enumerate(self._inputs):
             static = position < self._num_static_inputs
-            kinds[storage] = "static inputs" if static else "arguments"
+            kind = self._input_kinds.get(makers[storage])
+            kinds[storage] = kind or ("static inputs" if static else "arguments")
         for storage in self._constants:
             kinds[storage] = "static inputs"
         return kinds

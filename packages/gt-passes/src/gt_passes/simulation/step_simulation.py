@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 
 from gt_config.node_keys import EpExchangeAnnotation
 from gt_passes.analysis.fsdp_collective import fsdp_collective
-from gt_passes.analysis.liveness import MemoryProfile, estimate_memory
+from gt_passes.analysis.liveness import MemoryKind, MemoryProfile, estimate_memory
 from gt_passes.analysis.outlined_region import region_of
 from gt_passes.simulation.collective_model import CollectiveKind
 from gt_passes.simulation.cost_model import CostModel
@@ -23,6 +23,7 @@ from gt_passes.simulation.graph_program import COMPUTE_STREAM, GraphProgram, Gra
 from gt_passes.simulation.hardware import Hardware
 from gt_trace.node_metadata import module_fqn, read_annotation
 
+_NO_KINDS: Mapping[Node, MemoryKind] = MappingProxyType({})
 _ALLOCATION_BYTES = 512
 """PyTorch's CUDA allocator rounds every block up to a multiple of this."""
 
@@ -156,6 +157,8 @@ def simulate_step(
     *,
     group_labels: Mapping[str, str] | None = None,
     num_static_inputs: int = 0,
+    released_inputs: Collection[Node] = (),
+    input_kinds: Mapping[Node, MemoryKind] = _NO_KINDS,
     program: GraphProgram | None = None,
 ) -> StepSimulation:
     """Simulate one run of a captured graph on one rank, all ranks being alike.
@@ -166,6 +169,8 @@ def simulate_step(
         group_labels: by the name of a process group, what its collectives are for, where no
             annotation says it (``{"3": "tensor parallel"}``).
         num_static_inputs: how many leading placeholders hold parameters and buffers.
+        released_inputs: as for ``estimate_memory``.
+        input_kinds: as for ``estimate_memory``.
         program: of the same graph, if it has been read already.
 
     Raises:
@@ -218,6 +223,8 @@ def simulate_step(
         memory=estimate_memory(
             _graph_with_memory(graph_module),
             num_static_inputs=num_static_inputs,
+            released_inputs=released_inputs,
+            input_kinds=input_kinds,
             block_bytes=_ALLOCATION_BYTES,
             symbol_sizes=cost_model.sizes.sizes,
         ),

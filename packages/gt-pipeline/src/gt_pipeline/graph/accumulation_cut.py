@@ -26,6 +26,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from gt_config.node_keys import FsdpCollectiveAnnotation
 from gt_passes import Verifier
+from gt_passes.analysis.liveness import MemoryKind
 from gt_pipeline.errors import StageCutError, StageGraphError
 from gt_pipeline.graph.action_parts import SharedPart, assign_shared_parts
 from gt_pipeline.graph.clean_up import clean_up
@@ -51,6 +52,23 @@ class MicrobatchGraph:
 
     gathered_names: tuple[str, ...]
     """The placeholders for what was gathered."""
+
+    @property
+    def released_inputs(self) -> tuple[Node, ...]:
+        """The placeholders of what ``AccumulatedStep`` lets go of when it runs the graph."""
+        gathered = self.gathered_names if self.role == "last" else ()
+        return self._placeholders(*self.sum_names, *gathered)
+
+    @property
+    def input_kinds(self) -> dict[Node, MemoryKind]:
+        """Why placeholders are held that are neither state nor arguments."""
+        gathered = self._placeholders(*self.gathered_names)
+        kinds: dict[Node, MemoryKind] = dict.fromkeys(gathered, "gathered parameters")
+        return {**kinds, **dict.fromkeys(self._placeholders(*self.sum_names), "outputs")}
+
+    def _placeholders(self, *names: str) -> tuple[Node, ...]:
+        graph = self.graph_module.graph
+        return tuple(each for each in graph.find_nodes(op="placeholder") if each.name in names)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,7 +30,7 @@ def what_changes_bits(run: RunOptions) -> dict[str, Numerics]:
         for each in passes
         if each.numerics != "bitwise" and each.name != _EAGER_COMPILES_IT_TOO
     }
-    return found | {what: "reordered" for what, _ in _besides_passes(run.options)}
+    return found | {what: "reordered" for what, _ in _besides_passes(run)}
 
 
 def bitwise_violations(options: CompileConfig, topology: Topology) -> Iterator[Violation]:
@@ -47,7 +47,7 @@ def bitwise_violations(options: CompileConfig, topology: Topology) -> Iterator[V
         found = what_changes_bits(run)
     except (RecipeError, PassOrderError):
         return  # told elsewhere
-    besides = dict(_besides_passes(options))
+    besides = dict(_besides_passes(run))
     for each, numerics in found.items():
         asking = (flag for flag in run.flags if _brings(run, flag, each))
         flags = [besides[each]] if each in besides else [*asking]
@@ -61,11 +61,14 @@ def bitwise_violations(options: CompileConfig, topology: Topology) -> Iterator[V
             )
 
 
-def _besides_passes(options: CompileConfig) -> Iterator[tuple[str, str]]:
-    """What sums in another order before there is a graph, and the flag that asks for it."""
+def _besides_passes(run: RunOptions) -> Iterator[tuple[str, str]]:
+    """What sums in another order, and is no pass; and the flag that asks for it."""
+    options = run.options
     overlap = options.ep_overlap
     if options.mode == "aot_fx_trace" and overlap.enabled and overlap.strategy == "eager":
         yield "the sum of gradients over chunks", "--compile.ep_overlap.enabled"
+    if "MICROBATCH" in run.graphs:
+        yield "one reduction of several microbatches", "--compile.accumulation"
     if options.autoparallel:
         yield "a placement that a solver chooses", "--compile.autoparallel"
 

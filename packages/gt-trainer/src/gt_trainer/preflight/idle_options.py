@@ -22,7 +22,7 @@ from gt_config import (
     find_violations,
     malformed_options,
 )
-from gt_config.graph_kinds import GraphKind
+from gt_config.graph_kinds import STEP_GRAPHS, GraphKind
 from gt_config.option_paths import (
     default_option,
     option_at,
@@ -110,13 +110,14 @@ def read_elsewhere(run: RunOptions) -> Iterator[str]:
     if graphs:
         yield from ("verify_passes", "debug_graph_passes")  # what surrounds the passes
         yield "on_shape_change"
-    if "STEP" in graphs and not options.autoparallel:
+    is_whole = not STEP_GRAPHS.isdisjoint(graphs)
+    if is_whole and not options.autoparallel:
         yield "capture_layers"  # a stage and a placed model are captured in full
     if "STAGE" in graphs:
         yield from ("pipeline_gathered_gib", "pipeline_deferred_weights")
     if "JOINT_FORWARD" in graphs:
         yield "joint_partitioner"
-    if "STEP" in graphs and options.ep_overlap.enabled and options.ep_overlap.strategy == "eager":
+    if is_whole and options.ep_overlap.enabled and options.ep_overlap.strategy == "eager":
         # Modules are made to run in chunks before the capture.
         yield from ("ep_overlap.num_chunks", "ep_overlap.chunk_dim", "ep_overlap.module_fqn")
 

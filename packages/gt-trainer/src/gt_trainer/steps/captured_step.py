@@ -217,6 +217,7 @@ class CapturedTrainingStep:
     """
 
     is_captured = True
+    runs_whole_steps = False
 
     def __init__(
         self,

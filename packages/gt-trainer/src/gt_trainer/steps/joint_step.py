@@ -173,6 +173,7 @@ class JointStep:
     """
 
     is_captured = True
+    runs_whole_steps = False
 
     def __init__(
         self, forward: JointForward, loss_fn: LossFunction, *, preparation: BatchPreparation

@@ -18,6 +18,7 @@ from gt_trainer.steps.captured_step import CapturedTrainingStep, Recipe
 from gt_trainer.steps.joint_step import JointForward, JointStep
 from gt_trainer.steps.pipelined_step import PipelinedStep
 from gt_trainer.steps.recipe import ReshardChoice, recipe_of
+from gt_trainer.steps.reduce_once_step import ReduceOnceStep
 from gt_trainer.steps.second_groups import create_second_groups
 from gt_trainer.steps.training_step import (
     BatchPreparation,
@@ -69,6 +70,19 @@ def new_training_step(parts: StepParts) -> TrainingStep:
             on_capture=parts.on_capture,
         )
         return JointStep(forward, parts.loss_fn, preparation=parts.preparation)
+    if options.accumulation == "reduce_once":
+        return ReduceOnceStep(
+            model,
+            parts.loss_fn,
+            preparation=parts.preparation,
+            recipe=_recipe_of(parts),
+            on_shape_change=options.on_shape_change,
+            clock=parts.clock,
+            on_capture=parts.on_capture,
+            ep_overlap=options.ep_overlap,
+            capture_layers=capture_layers_of(options),
+            verify=options.verify_passes,
+        )
     return CapturedTrainingStep(
         model,
         parts.loss_fn,

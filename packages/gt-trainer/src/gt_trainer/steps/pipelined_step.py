@@ -74,6 +74,7 @@ class PipelinedStep:
     """
 
     is_captured = True
+    runs_whole_steps = False
 
     def __init__(
         self,

@@ -50,6 +50,8 @@ def graphs_of(options: CompileConfig, *, has_pipeline: bool) -> tuple[GraphKind,
         return ("STAGE", *PIPELINE_ACTIONS)
     if options.mode == "aot_joint":
         return ("JOINT_FORWARD", "JOINT_BACKWARD")
+    if options.accumulation == "reduce_once":
+        return ("MICROBATCH",)
     return ("STEP",)
 
 

@@ -1,7 +1,8 @@
 """The protocol of a training step: what the trainer asks of each form of it, and nothing else.
 
-There are four forms: eager (``EagerStep``, torchtitan's own), captured (``CapturedTrainingStep``),
-joint (``JointStep``) and pipelined (``PipelinedStep``). ``new_training_step`` chooses.
+There are five forms: eager (``EagerStep``, torchtitan's own), captured (``CapturedTrainingStep``),
+captured with one reduction for several microbatches (``ReduceOnceStep``), joint (``JointStep``) and
+pipelined (``PipelinedStep``). ``new_training_step`` chooses.
 """
 
 from __future__ import annotations
@@ -45,6 +46,10 @@ class TrainingStep(Protocol):
     """Forward, loss and backward of one batch; gradients are added to ``param.grad``."""
 
     @property
+    def runs_whole_steps(self) -> bool:
+        """Whether a run takes all batches of a step, where gradients are accumulated."""
+
+    @property
     def is_captured(self) -> bool:
         """Whether graphs run, captured when they are first needed."""
 
@@ -62,8 +67,9 @@ class TrainingStep(Protocol):
         """Run one batch.
 
         Args:
-            input_dict: this rank's batch; with a pipeline, one for each microbatch.
-            labels: (B, L) token ids; with a pipeline, one for each microbatch.
+            input_dict: this rank's batch; with a pipeline, or where whole steps are run, one for
+                each microbatch.
+            labels: (B, L) token ids; likewise.
             global_valid_tokens: scalar, tokens of the whole step over all ranks.
 
         Returns:
@@ -93,6 +99,7 @@ class EagerStep:
     """
 
     is_captured = False
+    runs_whole_steps = False
     reports: tuple[StepReport, ...] = ()
 
     def __init__(self, run: ForwardBackward) -> None:
