@@ -167,6 +167,18 @@ def test_options_choose_passes(context: PassContext, options: dict, expected: li
             [*CLEAN_UP[:3], "bucket-reduce-scatters", "bucket-all-reduces", "delay-waits"],
         ),
         (
+            "MICROBATCH",
+            [
+                *CLEAN_UP,
+                "tag-saved-tensors",
+                "recompute-tagged",
+                *BUCKETS,
+                *OVERLAP,
+                "fuse-parallel-matmuls",
+                "compile-regions",
+            ],
+        ),
+        (
             "JOINT_FORWARD",
             [
                 *CLEAN_UP,
@@ -195,6 +207,11 @@ def test_an_added_pass_runs_where_it_declares_to():
     assert step[-2:] == ["prefetch-all-gathers", "remove-dead-code"]
     unshard = [each.name for each in default_passes(options, graph="UNSHARD")]
     assert unshard == [*CLEAN_UP[:3], "bucket-all-gathers", "remove-dead-code"]
+
+
+def test_passes_that_mean_the_same_are_equal():
+    every = CompileConfig(async_tensor_parallel=True, numerics_changing=True, cuda_graphs=True)
+    assert default_passes(every, graph="STEP") == default_passes(every, graph="STEP")
 
 
 def test_the_options_of_another_memory_policy_change_no_pass():

@@ -64,7 +64,6 @@ __all__ = [
     "GroupPurpose",
     "GtPassesError",
     "InductorCompiler",
-    "InputFacts",
     "MergeWaits",
     "OffloadTagged",
     "PassContext",

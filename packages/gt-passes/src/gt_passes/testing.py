@@ -24,11 +24,21 @@ def measure_peak_bytes(graph_module: GraphModule, inputs: Sequence[object]) -> i
         graph_module: recompiled, so that its code is that of its graph.
         inputs: for the placeholders, held by the caller during the run.
     """
+    held = [*inputs, *graph_module.parameters(), *graph_module.buffers()]
+    return measure_peak_bytes_of(lambda: graph_module(*inputs), held=held)
+
+
+def measure_peak_bytes_of(call: Callable[[], object], *, held: Sequence[object]) -> int:
+    """The same of a function that runs graphs.
+
+    Args:
+        call: returns what it leaves.
+        held: what the caller holds during the call.
+    """
     watch = _StorageWatch()
-    watch.see(inputs)
-    watch.see([*graph_module.parameters(), *graph_module.buffers()])
+    watch.see(held)
     with torch.no_grad(), watch:
-        outputs = graph_module(*inputs)
+        outputs = call()
         watch.see(outputs)
     return watch.peak_bytes
 

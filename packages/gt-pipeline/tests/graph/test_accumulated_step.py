@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
-import torch
-from accumulated_steps import BATCH, captured, cut, train_like_eager
-from stage_models import Block
-from torch import nn
+from accumulated_steps import train_like_eager
 
-from gt_pipeline.graph import AccumulatedStep, cut_accumulation
-from gt_trace import InputMismatchError, trace_step
 from gt_trace.testing import GlooWorkers
 
 

@@ -79,7 +79,11 @@ def test_microbatches_run_the_graph_again_and_keep_gradients(traced):
     twice = run(traced, replace(FACTS, num_microbatches=2, tokens=2 * FACTS.tokens))
     assert twice.step_us == pytest.approx(2 * once.step_us - once.optimizer_us)
     assert twice.peak_bytes == once.peak_bytes + FACTS.parameter_bytes_per_rank
-    assert "2 microbatches of" in str(twice)
+    assert "2 microbatches, " in str(twice)
+    counts = {total.purpose: total.count for total in once.by_purpose}
+    assert {total.purpose: total.count for total in twice.by_purpose} == {
+        purpose: 2 * count for purpose, count in counts.items()
+    }
 
 
 def test_memory_includes_the_state_of_the_optimizer(traced):

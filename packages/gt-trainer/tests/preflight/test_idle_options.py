@@ -39,6 +39,7 @@ from gt_trainer.steps.recipe import recipe_of
 
 RESHARD = "--parallelism.fsdp_reshard_after_forward"
 MESH = Topology(world=4, dp_shard=4, ep=2, batch_size=8, seq_len=8)
+ACCUMULATED = replace(MESH, gradient_accumulation_steps=3)
 STAGES = Topology(world=4, dp_shard=2, ep=2, pp=2, batch_size=8, seq_len=8)
 
 
@@ -54,6 +55,9 @@ class Composition:
 COMPOSITIONS = {
     "eager": Composition(settings={"mode": "none"}, topology=MESH, graphs=()),
     "plain": Composition(settings={}, topology=MESH, graphs=("STEP",)),
+    "reduce once": Composition(
+        settings={"accumulation": "reduce_once"}, topology=ACCUMULATED, graphs=("MICROBATCH",)
+    ),
     "pipeline": Composition(settings={}, topology=STAGES, graphs=("STAGE", *PIPELINE_ACTIONS)),
     "aot_joint": Composition(
         settings={"mode": "aot_joint"}, topology=MESH, graphs=("JOINT_FORWARD", "JOINT_BACKWARD")

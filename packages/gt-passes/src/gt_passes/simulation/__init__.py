@@ -20,7 +20,12 @@ from gt_passes.simulation.graph_program import GraphProgram
 from gt_passes.simulation.hardware import Hardware, h100_hbm2e_500w, h100_sxm
 from gt_passes.simulation.perfetto import write_perfetto_trace
 from gt_passes.simulation.sensitivity import Sensitivity, sensitivity, step_sensitivity
-from gt_passes.simulation.step_simulation import StepSimulation, simulate_step
+from gt_passes.simulation.step_simulation import (
+    PurposeTotal,
+    StepSimulation,
+    simulate_step,
+    totals_by_purpose,
+)
 from gt_passes.simulation.throughput import (
     model_flops_utilization,
     optimizer_step_us,
@@ -36,6 +41,7 @@ __all__ = [
     "HostModel",
     "MatmulShape",
     "OpWork",
+    "PurposeTotal",
     "Sensitivity",
     "StepSimulation",
     "SymbolSizes",
@@ -50,5 +56,6 @@ __all__ = [
     "simulate_step",
     "step_sensitivity",
     "tokens_per_second_per_gpu",
+    "totals_by_purpose",
     "write_perfetto_trace",
 ]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -59,6 +59,23 @@ class PurposeTotal:
     exposed_us: float
 
 
+def totals_by_purpose(collectives: Sequence[CollectiveRecord]) -> tuple[PurposeTotal, ...]:
+    """Collectives, of one graph or several, by purpose; the most exposed first."""
+    names = dict.fromkeys(record.purpose for record in collectives)
+    totals = [
+        PurposeTotal(
+            purpose=name,
+            count=len(records),
+            num_bytes=sum(record.num_bytes for record in records),
+            duration_us=sum(record.duration_us for record in records),
+            exposed_us=sum(record.exposed_us for record in records),
+        )
+        for name in names
+        for records in [[r for r in collectives if r.purpose == name]]
+    ]
+    return tuple(sorted(totals, key=lambda total: (-total.exposed_us, total.purpose)))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSimulation:
     """A training step on a machine that nobody ran it on.
@@ -100,19 +117,7 @@ class StepSimulation:
     @property
     def by_purpose(self) -> tuple[PurposeTotal, ...]:
         """Collectives by purpose, the most exposed first."""
-        names = dict.fromkeys(record.purpose for record in self.collectives)
-        totals = [
-            PurposeTotal(
-                purpose=name,
-                count=len(records),
-                num_bytes=sum(record.num_bytes for record in records),
-                duration_us=sum(record.duration_us for record in records),
-                exposed_us=sum(record.exposed_us for record in records),
-            )
-            for name in names
-            for records in [[r for r in self.collectives if r.purpose == name]]
-        ]
-        return tuple(sorted(totals, key=lambda total: (-total.exposed_us, total.purpose)))
+        return totals_by_purpose(self.collectives)
 
     def _copy_lines(self) -> list[str]:
         copied = [cost for cost in self.run.costs if cost.kind == "host_copy"]

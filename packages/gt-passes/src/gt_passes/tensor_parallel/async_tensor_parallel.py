@@ -71,7 +71,9 @@ class AsyncTensorParallel(GraphPass):
 
     name: ClassVar[str] = "async-tensor-parallel"
     numerics: ClassVar[Numerics] = "reordered"
-    runs_on: ClassVar[frozenset[GraphKind]] = frozenset({*STEP_GRAPHS, *JOINT_GRAPHS, *COMPUTING_ACTIONS})
+    runs_on: ClassVar[frozenset[GraphKind]] = frozenset(
+        {*STEP_GRAPHS, *JOINT_GRAPHS, *COMPUTING_ACTIONS}
+    )
     keeps_dataflow: ClassVar[bool] = False
 
     symmetric_memory: SymmetricMemory = field(default_factory=SymmetricMemoryHere)

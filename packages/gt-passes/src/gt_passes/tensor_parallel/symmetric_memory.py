@@ -5,6 +5,7 @@ An object that passes ask, so that what they do is tested on machines without it
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -21,8 +22,9 @@ class SymmetricMemory(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
 class SymmetricMemoryHere:
-    """What this process sees of this machine."""
+    """What this process sees of this machine; all of them see the same."""
 
     def reason_against(self, group_name: str) -> str | None:
         """Ask CUDA and torch's registry of groups."""

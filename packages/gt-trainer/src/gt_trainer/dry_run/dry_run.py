@@ -6,7 +6,9 @@ on the meta device, so that a configuration for a thousand GPUs is checked on a 
 
 from __future__ import annotations
 
+import functools
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,8 +28,9 @@ from gt_trainer.dry_run.simulated_run import SimulatedRun, simulate_run
 from gt_trainer.dry_run.step_facts import degrees_of, step_facts
 from gt_trainer.placement.planned_step import capture_layers_of
 from gt_trainer.startup import StartupClock
-from gt_trainer.steps.captured_step import capture_training_step
+from gt_trainer.steps.captured_step import CaptureReport, capture_training_step
 from gt_trainer.steps.recipe import recipe_of
+from gt_trainer.steps.reduce_once_step import AccumulationReport, capture_accumulation
 from gt_trainer.trainer import GraphTrainer
 
 Allows = Callable[[GraphTrainer.Config], bool]
@@ -144,6 +147,13 @@ def changes_that_need_less(
     config: GraphTrainer.Config, is_allowed: Allows
 ) -> Iterator[tuple[str, GraphTrainer.Config]]:
     """Configurations that may run and need ever less memory, and the flags that make them."""
+    if config.compile.accumulation == "reduce_once":
+        # Nothing is computed again for that.
+        options = replace(config.compile, accumulation="every_microbatch")
+        changed = replace(config, compile=options)
+        if is_allowed(changed):
+            config = changed
+            yield "--compile.accumulation every_microbatch", config
     policies: tuple[MemoryPolicy, ...] = ("save_all", "selective", "full_recompute")
     policy, flags = config.compile.memory_policy, ""
     for less in policies[policies.index(policy) + 1 :] if policy in policies else policies[-1:]:
@@ -217,28 +227,16 @@ def _report(
     stored = [p.to_local() if isinstance(p, DTensor) else p for p in step.model.parameters()]
     begin = time.perf_counter()
     clock = StartupClock()
-    report = capture_training_step(
-        step.model,
-        step.loss_fn,
-        *step.inputs,
-        recipe=recipe_of(
-            config.compile,
-            reshard_after_forward=config.parallelism.fsdp_reshard_after_forward,
-            debug_folder=Path(config.dump_folder) / "graph_passes" / "dry_run",
-            compiler=DescribeOnly(),
-        ),
-        clock=clock,
-        ep_overlap=config.compile.ep_overlap,
-        capture_layers=capture_layers_of(config.compile),
-        meta_device=step.meta_device,
-    )
+    facts = step_facts(config, step.parallel_dims, stored, flops_per_token=step.flops_per_token)
+    report = _capture(config, step, clock, num_microbatches=facts.num_microbatches)
+    captured = report.traced if isinstance(report, CaptureReport) else report.graphs
     total = time.perf_counter() - begin
     passes = clock.seconds("passes")
     spec = config.model_spec
     assert spec is not None
     simulated = simulate_run(
-        report.traced,
-        step_facts(config, step.parallel_dims, stored, flops_per_token=step.flops_per_token),
+        captured,
+        facts,
         parallel_dims=step.parallel_dims,
         hardware=hardware,
         host="cuda_graph" if config.compile.cuda_graphs else "eager",
@@ -254,7 +252,7 @@ def _report(
         parameter_bytes_per_rank=sum(p.numel() * p.element_size() for p in stored),
         num_nodes_captured=report.num_nodes_captured,
         num_nodes=report.num_nodes,
-        collectives=tuple(collective_counts(report.traced.graph_module).items()),
+        collectives=_collectives(simulated),
         stamping=report.stamping,
         capture_seconds=total - passes,
         passes_seconds=passes,
@@ -263,6 +261,44 @@ def _report(
         memory_policy=config.compile.memory_policy,
         simulated=simulated,
     )
+
+
+def _capture(
+    config: GraphTrainer.Config, step: FakeStep, clock: StartupClock, *, num_microbatches: int
+) -> CaptureReport | AccumulationReport:
+    options = config.compile
+    recipe = recipe_of(
+        options,
+        reshard_after_forward=config.parallelism.fsdp_reshard_after_forward,
+        debug_folder=Path(config.dump_folder) / "graph_passes" / "dry_run",
+        compiler=DescribeOnly(),
+    )
+    capture: Callable[..., CaptureReport | AccumulationReport] = capture_training_step
+    if options.accumulation == "reduce_once":
+        capture = functools.partial(
+            capture_accumulation,
+            num_microbatches=num_microbatches,
+            verify=options.verify_passes,
+        )
+    return capture(
+        step.model,
+        step.loss_fn,
+        *step.inputs,
+        recipe=recipe,
+        clock=clock,
+        ep_overlap=options.ep_overlap,
+        capture_layers=capture_layers_of(options),
+        meta_device=step.meta_device,
+    )
+
+
+def _collectives(simulated: SimulatedRun) -> tuple[tuple[str, int], ...]:
+    """How often each communication operator runs in a step."""
+    counts: Counter[str] = Counter()
+    for each in simulated.runs:
+        for name, count in collective_counts(each.graph_module).items():
+            counts[name] += each.count * count
+    return tuple(counts.items())
 
 
 def _attention_note(model: nn.Module) -> str | None:

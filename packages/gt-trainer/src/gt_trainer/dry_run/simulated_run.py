@@ -7,10 +7,11 @@ memory holds besides what the graph holds.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from torch.fx import GraphModule, Node
 from torchtitan.distributed import ParallelDims
 
 from gt_passes.analysis.liveness import MemoryKind
@@ -19,6 +20,7 @@ from gt_passes.simulation import (
     GraphProgram,
     Hardware,
     HostModel,
+    PurposeTotal,
     Sensitivity,
     StepSimulation,
     SymbolSizes,
@@ -29,8 +31,10 @@ from gt_passes.simulation import (
     sensitivity,
     simulate_step,
     tokens_per_second_per_gpu,
+    totals_by_purpose,
     write_perfetto_trace,
 )
+from gt_pipeline.graph import AccumulationGraphs
 from gt_trace import TracedStep
 from gt_trainer.dry_run.numbers_as_text import GIB, ms
 from gt_trainer.dry_run.step_facts import StepFacts
@@ -57,12 +61,23 @@ _AXIS_LABELS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GraphRuns:
+    """A graph of a step, and how often one step runs it."""
+
+    graph: StepSimulation
+    """Forward, loss and backward of one microbatch."""
+
+    graph_module: GraphModule
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedRun:
     """A training step on hardware that it did not run on."""
 
     facts: StepFacts
-    graph: StepSimulation
-    """One run of the graph: forward, loss and backward of one microbatch."""
+    runs: tuple[GraphRuns, ...]
+    """One graph for all microbatches, or several where they share gathering and reduction."""
 
     optimizer_us: float
     """Clipping and a fused AdamW."""
@@ -90,17 +105,15 @@ class SimulatedRun:
     def __str__(self) -> str:
         """The run as lines for a terminal, each of them simulated or estimated."""
         graph, machine = self.graph, f"{self.facts.num_gpus:,} {self.graph.hardware.name}"
-        microbatches = self.facts.num_microbatches
         num_gpus, speed = self.facts.num_gpus, self.tokens_per_second_per_gpu
-        times = f"{microbatches} microbatches of " if microbatches > 1 else ""
+        copies_us = self._total(lambda graph: graph.copies_exposed_us)
+        host_us = self._total(lambda graph: graph.host_idle_us)
         parts = (
-            f"{times}{ms(graph.compute_us)} computing",
-            f"{ms(graph.exposed_us)} exposed communication",
-            *(
-                [f"{ms(graph.copies_exposed_us)} waiting for copies"]
-                * (graph.copies_exposed_us > 0)
-            ),
-            f"{ms(graph.host_idle_us)} waiting for the host; {ms(self.optimizer_us)} optimizer",
+            *([self._microbatches()] * (self.facts.num_microbatches > 1)),
+            f"{ms(self._total(lambda graph: graph.compute_us))} computing",
+            f"{ms(self._total(lambda graph: graph.exposed_us))} exposed communication",
+            *([f"{ms(copies_us)} waiting for copies"] * (copies_us > 0)),
+            f"{ms(host_us)} waiting for the host; {ms(self.optimizer_us)} optimizer",
         )
         lines = [
             f"Simulated on {machine}, by a model of the hardware: nothing here was measured",
@@ -111,7 +124,7 @@ class SimulatedRun:
         lines += [
             f"  exposed          {ms(total.exposed_us)} of {ms(total.duration_us)}: "
             f"{total.count} {total.purpose}"
-            for total in graph.by_purpose
+            for total in self.by_purpose
         ]
         lines.append(self._memory_line())
         lines.append(f"  sensitivity      {self.sensitivity}")
@@ -125,8 +138,26 @@ class SimulatedRun:
         if self.attention_note:
             lines.append(f"  attention        {self.attention_note}")
         if self.trace_path is not None:
-            lines.append(f"  trace            {self.trace_path} (open in ui.perfetto.dev)")
+            which = "the microbatch that needs most memory; " if len(self.runs) > 1 else ""
+            lines.append(f"  trace            {self.trace_path} ({which}open in ui.perfetto.dev)")
         return "\n".join(lines)
+
+    def _microbatches(self) -> str:
+        share = " that gather and reduce once" if len(self.runs) > 1 else ""
+        return f"{self.facts.num_microbatches} microbatches{share}"
+
+    @property
+    def graph(self) -> StepSimulation:
+        """The graph that needs the most memory, or the only one."""
+        return max((each.graph for each in self.runs), key=lambda graph: graph.memory.peak_bytes)
+
+    @property
+    def by_purpose(self) -> tuple[PurposeTotal, ...]:
+        """Collectives of a step by purpose, the most exposed first."""
+        return totals_by_purpose([r for e in self.runs for r in e.graph.collectives * e.count])
+
+    def _total(self, part: Callable[[StepSimulation], float]) -> float:
+        return sum(each.count * part(each.graph) for each in self.runs)
 
     @property
     def fits(self) -> bool:
@@ -149,7 +180,7 @@ class SimulatedRun:
 
 
 def simulate_run(
-    traced: TracedStep,
+    captured: TracedStep | AccumulationGraphs,
     facts: StepFacts,
     *,
     parallel_dims: ParallelDims,
@@ -158,33 +189,38 @@ def simulate_run(
     attention_note: str | None = None,
     trace_path: Path | None = None,
 ) -> SimulatedRun:
-    """Simulate the training step of which one microbatch was captured.
+    """Simulate the training step of which microbatches were captured.
 
     Data-dependent sizes of token exchanges are those of balanced routing.
 
     Args:
-        traced: the captured step, after passes.
+        captured: one microbatch, for all alike, or those that share; after passes.
         facts: what the configuration says of the step.
         parallel_dims: of the run, whose process groups still exist.
         hardware: the machine; H100 SXM by default.
         host: whether Python issues operator after operator, or CUDA graphs replay them.
         attention_note: as for ``SimulatedRun``.
-        trace_path: where to write a Perfetto trace of the graph; None writes none.
+        trace_path: where to write a Perfetto trace of a graph; None writes none.
     """
     machine = hardware or h100_sxm()
-    graph_module = traced.graph_module
-    sizes = SymbolSizes(balanced_exchange_sizes(graph_module))
-    cost_model = CostModel(machine, sizes=sizes, host=host)
-    program = GraphProgram(graph_module, cost_model)
-    graph = simulate_step(
-        graph_module,
-        cost_model,
-        group_labels=group_labels(parallel_dims),
-        num_static_inputs=traced.num_static_inputs,
-        program=program,
+    priced = [_priced(each, machine=machine, host=host) for each in _graphs_of(captured, facts)]
+    labels = group_labels(parallel_dims)
+    runs = tuple(
+        GraphRuns(
+            graph=simulate_step(
+                each.graph_module,
+                cost_model,
+                group_labels=labels,
+                num_static_inputs=each.num_static_inputs,
+                released_inputs=each.released_inputs,
+                input_kinds=each.input_kinds,
+                program=program,
+            ),
+            graph_module=each.graph_module,
+            count=each.count,
+        )
+        for each, cost_model, program in priced
     )
-    if trace_path is not None:
-        write_perfetto_trace(graph, trace_path)
 
     def optimizer_us(on: Hardware) -> float:
         return optimizer_step_us(
@@ -195,18 +231,23 @@ def simulate_run(
         )
 
     def step_us(on: Hardware) -> float:
-        run = program.run(cost_model.with_hardware(on))
-        return facts.num_microbatches * run.timeline.makespan_us + optimizer_us(on)
+        graphs_us = sum(
+            each.count * program.run(cost_model.with_hardware(on)).timeline.makespan_us
+            for each, cost_model, program in priced
+        )
+        return graphs_us + optimizer_us(on)
 
     moves = sensitivity(step_us, machine)
     throughput = tokens_per_second_per_gpu(
         moves.time_us, tokens=facts.tokens, num_gpus=facts.num_gpus
     )
     state_bytes = _ADAM_STATES * facts.parameter_bytes_per_rank
-    accumulated = facts.parameter_bytes_per_rank if facts.num_microbatches > 1 else 0
-    return SimulatedRun(
+    # Microbatches that share have their sums in their graphs.
+    is_added = facts.num_microbatches > 1 and isinstance(captured, TracedStep)
+    accumulated = facts.parameter_bytes_per_rank if is_added else 0
+    found = SimulatedRun(
         facts=facts,
-        graph=graph,
+        runs=runs,
         optimizer_us=optimizer_us(machine),
         step_us=moves.time_us,
         tokens_per_second_per_gpu=throughput,
@@ -215,10 +256,49 @@ def simulate_run(
         ),
         sensitivity=moves,
         optimizer_state_bytes=state_bytes,
-        peak_bytes=graph.memory.peak_bytes + state_bytes + accumulated,
+        peak_bytes=max(each.graph.memory.peak_bytes for each in runs) + state_bytes + accumulated,
         attention_note=attention_note,
         trace_path=trace_path,
     )
+    if trace_path is not None:
+        write_perfetto_trace(found.graph, trace_path)
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _StepGraph:
+    graph_module: GraphModule
+    count: int
+    num_static_inputs: int
+    released_inputs: tuple[Node, ...] = ()
+    input_kinds: Mapping[Node, MemoryKind] = field(default_factory=dict)
+
+
+def _graphs_of(captured: TracedStep | AccumulationGraphs, facts: StepFacts) -> Iterator[_StepGraph]:
+    """The graphs of a step, and how often each of them runs."""
+    if isinstance(captured, TracedStep):
+        yield _StepGraph(
+            graph_module=captured.graph_module,
+            count=facts.num_microbatches,
+            num_static_inputs=captured.num_static_inputs,
+        )
+        return
+    for each in captured.graphs:
+        yield _StepGraph(
+            graph_module=each.graph_module,
+            count=facts.num_microbatches - 2 if each.role == "further" else 1,
+            num_static_inputs=captured.traced.num_static_inputs,
+            released_inputs=each.released_inputs,
+            input_kinds=each.input_kinds,
+        )
+
+
+def _priced(
+    step_graph: _StepGraph, *, machine: Hardware, host: HostModel
+) -> tuple[_StepGraph, CostModel, GraphProgram]:
+    sizes = SymbolSizes(balanced_exchange_sizes(step_graph.graph_module))
+    cost_model = CostModel(machine, sizes=sizes, host=host)
+    return step_graph, cost_model, GraphProgram(step_graph.graph_module, cost_model)
 
 
 def group_labels(parallel_dims: ParallelDims) -> dict[str, str]:

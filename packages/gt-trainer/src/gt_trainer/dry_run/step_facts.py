@@ -20,7 +20,7 @@ class StepFacts:
     """Trained by one step, over all ranks and microbatches."""
 
     num_microbatches: int
-    """Runs of the graph in one step (gradient accumulation)."""
+    """Forward and backward passes of one step (gradient accumulation)."""
 
     flops_per_token: int
     """Forward and backward, as torchtitan counts them for its MFU."""

@@ -1,0 +1,95 @@
+"""What a dry run says of memory is what live tensors take, where microbatches reduce once or not."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from gt_config import Accumulation
+from gt_passes.testing import measure_peak_bytes_of
+from gt_pipeline.graph import AccumulatedStep
+from gt_trainer.dry_run.dry_run import dry_run
+from gt_trainer.dry_run.fake_step import FakeStep, fake_step
+from gt_trainer.models.llama3 import llama3_debugmodel
+from gt_trainer.startup import StartupClock
+from gt_trainer.steps.captured_step import capture_training_step
+from gt_trainer.steps.gradients import accumulate_gradients
+from gt_trainer.steps.recipe import recipe_of
+from gt_trainer.steps.reduce_once_step import capture_accumulation
+from gt_trainer.trainer import GraphTrainer
+
+WORLD_SIZE = 8
+
+
+def configuration(accumulation: Accumulation, num_microbatches: int) -> GraphTrainer.Config:
+    """Few tokens, so that parameters and gradients weigh as much as activations."""
+    config = llama3_debugmodel()
+    config.training.seq_len, config.training.local_batch_size = 64, 1
+    config.training.global_batch_size = WORLD_SIZE * num_microbatches
+    config.parallelism.data_parallel_shard_degree = WORLD_SIZE
+    config.compile = dataclasses.replace(
+        config.compile, accumulation=accumulation, memory_policy="selective"
+    )
+    return config
+
+
+def measured_bytes(config: GraphTrainer.Config, num_microbatches: int) -> int:
+    """The most bytes that are alive in a step, run on rank 0 of ranks that answer with anything."""
+    with fake_step(config, WORLD_SIZE) as step:
+        step.model.to_empty(device="cpu")
+        clock = StartupClock()
+        recipe = recipe_of(config.compile)
+        arguments = (step.model, step.loss_fn, *step.inputs)
+        parameters = list(step.model.parameters())
+
+        def run_once() -> object:
+            found = accumulated(step.inputs for _ in range(num_microbatches))
+            accumulate_gradients(parameters, found.gradients)
+            return None
+
+        def run_each() -> object:
+            for _ in range(num_microbatches):
+                _, gradients = bound(*step.inputs)
+                accumulate_gradients(parameters, gradients)
+                del gradients
+            return None
+
+        held = [*_plain(step), *step.inputs]
+        if config.compile.accumulation == "reduce_once":
+            report = capture_accumulation(
+                *arguments, num_microbatches=num_microbatches, recipe=recipe, clock=clock
+            )
+            accumulated = AccumulatedStep(report.graphs, step.model)
+            return measure_peak_bytes_of(run_once, held=held)
+        bound = capture_training_step(*arguments, recipe=recipe, clock=clock).traced.bind(
+            step.model
+        )
+        return measure_peak_bytes_of(run_each, held=held)
+
+
+def _plain(step: FakeStep) -> list[Any]:
+    return [
+        getattr(each, "_local_tensor", each)
+        for each in (*step.model.parameters(), *step.model.buffers())
+    ]
+
+
+@pytest.mark.parametrize("num_microbatches", [2, 3])
+@pytest.mark.parametrize("accumulation", ["every_microbatch", "reduce_once"])
+def test_a_dry_run_says_what_a_step_holds(accumulation: Accumulation, num_microbatches: int):
+    config = configuration(accumulation, num_microbatches)
+    simulated = dry_run(config, WORLD_SIZE).simulated
+    estimated = simulated.peak_bytes - simulated.optimizer_state_bytes
+    measured = measured_bytes(configuration(accumulation, num_microbatches), num_microbatches)
+    print(
+        accumulation,
+        num_microbatches,
+        estimated,
+        measured,
+        estimated / measured,
+        dict(simulated.graph.memory.bytes_by_kind),
+    )
+    assert estimated == pytest.approx(measured, rel=0.05)
