@@ -60,6 +60,7 @@ FEATURES: Mapping[str, Mapping[str, object]] = {
     "autoparallel": _PLANNED,
     "autoparallel_backend": {**_PLANNED, _INDUCTOR: "autoparallel_backend"},
     "second reduction group": {**_SHARD, "compile.fsdp_second_group": True},
+    "reduce once": {**_SHARD, "compile.accumulation": "reduce_once"},
     "async TP": {**_TP, "compile.async_tensor_parallel": True},
 }
 """What each asks for, with the least of what it cannot be without."""
@@ -70,9 +71,9 @@ _HEAD = """\
 Written by `tools/what_works.py` from the rules that refuse a run before it starts; edit those.
 **yes**: no rule refuses both together, of a small Llama 3, or with experts DeepSeek-V3. What only
 GPUs can run has not been run on one. A number is the first reason why not, below; **–**: two values
-of one option. Where a feature meets itself, it is alone. EP, EP overlap, the second reduction group
-and autoparallel are asked with FSDP over two ranks, async TP with TP; other models, and options
-that are not here, may have refusals of their own.
+of one option. Where a feature meets itself, it is alone. EP, EP overlap, the second reduction
+group, reduce once and autoparallel are asked with FSDP over two ranks, async TP with TP; other
+models, and options that are not here, may have refusals of their own.
 """
 
 
@@ -92,7 +93,8 @@ def configuration_of(settings: Mapping[str, object]) -> tuple[GraphTrainer.Confi
         config,
         compile=compile_options,
         parallelism=replace(config.parallelism, **degrees),
-        training=replace(config.training, local_batch_size=8),
+        # Several microbatches a step, of whatever ranks there are.
+        training=replace(config.training, local_batch_size=8, global_batch_size=8 * 8),
     )
     ranks = [v for k, v in degrees.items() if k != "expert_parallel_degree" and isinstance(v, int)]
     return config, math.prod(ranks)

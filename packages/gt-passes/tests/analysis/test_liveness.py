@@ -140,6 +140,24 @@ def test_gathered_parameters_are_told_apart(one_rank_group):
     }
 
 
+def test_inputs_that_are_given_up_live_until_they_are_used():
+    def step(total, x):
+        total = total + x
+        return total, x.sin().sin().sin()
+
+    graph_module = capture(step, X, X.clone())
+    total, _ = graph_module.graph.find_nodes(op="placeholder")
+    held = estimate_memory(graph_module)
+    given_up = estimate_memory(
+        graph_module, released_inputs=[total], input_kinds={total: "outputs"}
+    )
+    #                                   add  sin  sin  sin  output
+    assert held.live_bytes[2:] == tuple(n * KIB for n in (3, 4, 5, 5, 4))
+    assert given_up.live_bytes[2:] == tuple(n * KIB for n in (3, 3, 4, 4, 3))
+    assert (held.bytes_by_kind["arguments"], held.bytes_by_kind["outputs"]) == (2 * KIB, KIB)
+    assert given_up.bytes_by_kind["arguments"] == KIB
+
+
 def test_copies_in_host_memory_count_apart():
     def step(x):
         y = x.cos()

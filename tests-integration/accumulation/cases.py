@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+import gc
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from pipelines.cases import (
     new_loss,
     new_model,
@@ -19,8 +24,13 @@ from pipelines.cases import (
 from training_cases import Case, RecordingTrainer, close, differing, local, same, trainer_of
 
 from gt_trace import collective_counts
+from gt_trainer.metrics.metrics_history import read_metrics
+from gt_trainer.steps.reduce_once_step import UnlikeMicrobatchesError
+from gt_trainer.steps.step_check import NonFiniteGradientsError
+from gt_trainer.trainer import GraphTrainer
 
 NUM_STEPS = 2
+NUM_TRAINED = 4
 REDUCE_ONCE: Mapping[str, Any] = MappingProxyType({"accumulation": "reduce_once"})
 
 
@@ -97,3 +107,83 @@ def _batches(trainer: RecordingTrainer, case: Case, step: int) -> Iterator[tuple
         labels = tokens.roll(-1, dims=1)
         labels[:, ::5] = -100
         yield {"input": tokens, "positions": positions}, labels
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """What rank 0 wrote down of a run, in whole numbers of steps; empty elsewhere."""
+
+    losses: tuple[tuple[int, float, float], ...]
+    """Step, loss and norm of the gradients."""
+
+    validation: str
+
+
+def trained(case: Case, accumulation: str, num_steps: int, folder: str) -> Trained:
+    """Train with validation up to a step, from the newest checkpoint in the folder if there is one."""
+    options = {"accumulation": accumulation}
+    config = case.build(
+        "aot_fx_trace", folder, options=options, enable=True, interval=2, last_save_model_only=False
+    )
+    config.training.steps = num_steps
+    config.lr_scheduler.total_steps = NUM_TRAINED
+    config.validator = dataclasses.replace(config.validator, enable=True, freq=2, steps=2)
+    rank, size = str(dist.get_rank()), str(dist.get_world_size())
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size)
+    trainer = GraphTrainer(config)
+    trainer.train()
+    trainer.close()
+    gc.collect()
+    dist.barrier()
+    if dist.get_rank() != 0:
+        return Trained(losses=(), validation="")
+    return Trained(
+        losses=tuple(
+            (record["step"], record["loss"], record["grad_norm"])
+            for record in read_metrics(Path(folder, "metrics.jsonl"))
+        ),
+        validation=Path(folder, "validation.jsonl").read_text(),
+    )
+
+
+def error_of_bad_gradients(case: Case, folder: str) -> tuple[str, bool]:
+    """Train with a weight that is not a number.
+
+    Returns:
+        The error, and whether an update was made.
+    """
+    trainer = trainer_of(case, "aot_fx_trace", folder, options=REDUCE_ONCE)
+    before = trainer.parameters()
+    with torch.no_grad():
+        trainer.model_parts[0].norm.weight.to_local().fill_(float("nan"))
+    try:
+        trainer.take_step()
+    except NonFiniteGradientsError as error:
+        message = str(error)
+    else:
+        message = "no error"
+    del before["norm.weight"]
+    after = trainer.parameters()
+    has_changed = any(not same(value, after[name]) for name, value in before.items())
+    close(trainer)
+    return message, has_changed
+
+
+def error_of_unlike_microbatches(case: Case, folder: str) -> str:
+    """What a step says whose microbatches have two lengths."""
+    trainer = trainer_of(case, "aot_fx_trace", folder, options=REDUCE_ONCE)
+    batches = list(_batches(trainer, case, 0))
+    half = case.seq_len // 2
+    inputs, labels = batches[-1]
+    batches[-1] = {name: each[:, :half] for name, each in inputs.items()}, labels[:, :half]
+    try:
+        trainer.forward_backward_step(
+            input_dict=[inputs for inputs, _ in batches],
+            labels=[labels for _, labels in batches],
+            global_valid_tokens=num_tokens(),
+        )
+    except UnlikeMicrobatchesError as error:
+        return str(error)
+    finally:
+        close(trainer)
+    return "no error"
