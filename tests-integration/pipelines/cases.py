@@ -6,7 +6,8 @@ import dataclasses
 import hashlib
 import os
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -14,14 +15,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from chunks.recorded_routing import Load, follow_record, write_record
 from flex_attention.cases import own_flex_attention
+from pipelines.exchanges import Exchanges, exchanges_of
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 from training_cases import Case, differing, local
 
+from gt_config import EpOverlapConfig
 from gt_pipeline.schedules import build_pipeline_schedule
 from gt_pipeline.split import stage_modules
+from gt_trainer.decoder.eager_chunks import chunked_for_capture
 from gt_trainer.decoder.initialization import _part
 from gt_trainer.metrics.metrics_history import read_metrics
 from gt_trainer.pipelines.pipeline_plan import PipelinePlan, pipeline_plan
@@ -41,8 +46,16 @@ class PipelineCase:
     options: Mapping[str, Any] = field(default_factory=dict)
     """Further options of ``--compile``."""
 
+    overlap: EpOverlapConfig = field(default_factory=EpOverlapConfig)
+    """Of the captured stages. What they are compared with runs eagerly in chunks of the same."""
+
+    load: Load | None = None
+    """Where tokens are sent, by records that all routers follow; None: where the model sends them.
+    """
+
     def build(self, mode: str, folder: str, **checkpoint: Any) -> GraphTrainer.Config:
-        config = self.model.build(mode, folder, options=self.options, **checkpoint)
+        options = {**self.options, "ep_overlap": self.overlap}
+        config = self.model.build(mode, folder, options=options, **checkpoint)
         config.training.local_batch_size = self.num_microbatches * self.microbatch_size
         config.training.global_batch_size = -1
         config.parallelism = dataclasses.replace(
@@ -72,6 +85,9 @@ class Found:
     actions: tuple[str, ...]
     """Kinds of action whose graphs compute something, of all stages of the rank."""
 
+    exchanges: tuple[Exchanges, ...]
+    """Of each graph with chunks, those of pairs included."""
+
 
 Gradients = dict[str, torch.Tensor]
 Microbatch = tuple[torch.Tensor, torch.Tensor, dict[str, Any]]
@@ -84,7 +100,10 @@ def compare_pipelines(case: PipelineCase, folder: str) -> Found:
         set_weights(part)
     plan = plan_of(trainer)
     whole = new_model(trainer, lambda model: model)
-    runtime = TorchRuntime(trainer, plan)
+    runtime = TorchRuntime(trainer, plan, case.overlap)
+    if case.load is not None:
+        follow_load(case, trainer.model_parts, chunked=case.overlap.strategy == "eager")
+        follow_load(case, [whole, *runtime.parts], chunked=True)
     loss_of_whole = new_loss(trainer, whole)
     optimizers = [LocalAdamW(each) for each in (trainer.model_parts, [whole], runtime.parts)]
     before = local_parameters(trainer.model_parts)
@@ -95,7 +114,7 @@ def compare_pipelines(case: PipelineCase, folder: str) -> Found:
         found_eval = evaluate(trainer, microbatches(trainer, batch))
         found = captured_losses(trainer, batch)
         expected_eval, expected, expected_gradients = whole_batch(
-            trainer, whole, loss_of_whole, batch
+            trainer, whole, loss_of_whole, batch, case.overlap
         )
         torch_losses, torch_gradients = runtime.step(batch)
         gradients = taken_gradients(trainer.model_parts)
@@ -125,12 +144,16 @@ def compare_pipelines(case: PipelineCase, folder: str) -> Found:
         for graph in stage.graphs
         if not graph.is_empty
     }
+    exchanges = tuple(
+        found for stage in trainer.pp_schedule.stages.values() for found in exchanges_of(stage)
+    )
     trainer.close()
     return Found(
         differences=tuple(differences),
         num_gradients=num_gradients,
         losses=tuple(losses),
         actions=tuple(sorted(actions)),
+        exchanges=exchanges,
     )
 
 
@@ -174,25 +197,27 @@ def evaluate(trainer: GraphTrainer, found: list[Microbatch]) -> list[torch.Tenso
 
 
 def whole_batch(
-    trainer: GraphTrainer, model: nn.Module, loss_fn: Any, batch: int
+    trainer: GraphTrainer, model: nn.Module, loss_fn: Any, batch: int, overlap: EpOverlapConfig
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], Gradients]:
     """Without a pipeline: losses of evaluation and training, gradients before reduction."""
     evaluated, losses = [], []
     for inputs, labels, kwargs in microbatches(trainer, batch):
         with torch.no_grad(), counts_kept(model):
             evaluated.append(loss_fn(model(inputs, **kwargs), labels, None)[0])
-    for inputs, labels, kwargs in microbatches(trainer, batch):
-        loss, _ = loss_fn(model(inputs, **kwargs), labels, num_tokens())
-        loss.backward()
-        losses.append(local(loss))
+    with in_chunks([model], overlap):
+        for inputs, labels, kwargs in microbatches(trainer, batch):
+            loss, _ = loss_fn(model(inputs, **kwargs), labels, num_tokens())
+            loss.backward()
+            losses.append(local(loss))
     return evaluated, losses, taken_gradients([model], whole=True)
 
 
 class TorchRuntime:
     """PyTorch's own schedule over the same stages, run by autograd."""
 
-    def __init__(self, trainer: GraphTrainer, plan: PipelinePlan) -> None:
+    def __init__(self, trainer: GraphTrainer, plan: PipelinePlan, overlap: EpOverlapConfig) -> None:
         self._trainer = trainer
+        self._overlap = overlap
         mesh = trainer.parallel_dims.get_mesh("pp")
         indices = plan.schedule.stages_of_rank(mesh.get_local_rank())
         self.parts = [
@@ -223,13 +248,37 @@ class TorchRuntime:
     def step(self, batch: int) -> tuple[list[torch.Tensor], Gradients]:
         losses: list[torch.Tensor] | None = [] if self._trainer.pp_has_last_stage else None
         found = microbatches(self._trainer, batch)
-        self._schedule.step(
-            **schedule_inputs(self._trainer, found),
-            losses=losses,
-            loss_kwargs={"global_valid_tokens": num_tokens()},
-            return_outputs=False,
-        )
+        with in_chunks(self.parts, self._overlap):
+            self._schedule.step(
+                **schedule_inputs(self._trainer, found),
+                losses=losses,
+                loss_kwargs={"global_valid_tokens": num_tokens()},
+                return_outputs=False,
+            )
         return [local(loss) for loss in losses or []], taken_gradients(self.parts, whole=True)
+
+
+# ---- chunks -------------------------------------------------------------------------------------
+
+
+@contextmanager
+def in_chunks(parts: Sequence[nn.Module], overlap: EpOverlapConfig) -> Iterator[None]:
+    """Modules run eagerly in the chunks that ``overlap`` asks for, whoever is to make them."""
+    eagerly = dataclasses.replace(overlap, strategy="eager", disable_early_grad_accumulation=False)
+    with ExitStack() as wrapped:
+        for part in parts:
+            wrapped.enter_context(chunked_for_capture(part, eagerly, is_stage=True))
+        yield
+
+
+def follow_load(case: PipelineCase, parts: Sequence[nn.Module], *, chunked: bool) -> None:
+    """Let routers follow records of one load; ``chunked``: that see chunks in training."""
+    assert case.load is not None
+    for part in parts:
+        shape = {"batch_size": case.microbatch_size, "seq_len": case.model.seq_len}
+        num_chunks = case.overlap.num_chunks if case.overlap.enabled and chunked else 1
+        follow_record(part, **shape, num_chunks=num_chunks)
+        write_record(part, case.load, num_ranks=case.model.parallelism["expert_parallel_degree"])
 
 
 # ---- models, batches, gradients -------------------------------------------------------------------

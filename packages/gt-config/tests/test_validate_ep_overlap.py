@@ -106,21 +106,30 @@ def test_refuses_a_sequence_that_does_not_split_into_equal_chunks_on_each_shard(
     assert found(config, whole) == ()
 
 
-@pytest.mark.parametrize(
-    ("degree", "flag"),
-    [("pp", "pipeline_parallel_degree"), ("cp", "context_parallel_degree")],
-)
-def test_ep_overlap_is_refused_with_pipelines_and_with_context_parallelism(degree, flag):
-    topology = dataclasses.replace(EP_TOPOLOGY, world=2 * EP_TOPOLOGY.world, **{degree: 2})
+def test_batch_chunks_in_stages_are_cut_from_microbatches():
+    topology = Topology(world=4, pp=2, dp_shard=2, ep=2, batch_size=7, microbatch_size=3, seq_len=8)
+    assert only(overlap(chunk_dim="batch"), topology) == Violation(
+        flag="--parallelism.pipeline_parallel_microbatch_size",
+        value=3,
+        allowed="a multiple of 2, for 2 equal chunks",
+        fix="use 4, or --compile.ep_overlap.num_chunks 3",
+    )
+    assert found(overlap(chunk_dim="batch", num_chunks=3), topology) == ()
+    by_sequence = overlap(chunk_dim="seq", module_fqn="layers.*.moe")
+    assert found(by_sequence, topology) == ()
+
+
+def test_ep_overlap_is_refused_with_context_parallelism():
+    topology = dataclasses.replace(EP_TOPOLOGY, world=2 * EP_TOPOLOGY.world, cp=2)
     (violation,) = (
         each for each in found(overlap(), topology) if each.flag == "--compile.ep_overlap.enabled"
     )
     assert violation == Violation(
         flag="--compile.ep_overlap.enabled",
         value=True,
-        allowed=f"True only with --parallelism.{flag} 1; it is 2: "
+        allowed="True only with --parallelism.context_parallel_degree 1; it is 2: "
         "the two have not been tested together",
-        fix=f"use --parallelism.{flag} 1, or turn EP overlap off",
+        fix="use --parallelism.context_parallel_degree 1, or turn EP overlap off",
     )
 
 

@@ -61,6 +61,7 @@ BOUNDS: dict[str, FieldBound] = {
     "topology.ep": _at_least(1),
     "topology.pp": _at_least(1),
     "topology.batch_size": _at_least(1),
+    "topology.microbatch_size": _at_least(1),
     "topology.seq_len": _at_least(1),
     "topology.gradient_accumulation_steps": _at_least(1),
 }

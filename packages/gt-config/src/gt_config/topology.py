@@ -45,6 +45,9 @@ class Topology:
     batch_size: int
     """Samples in one forward pass on one rank, before any split into microbatches."""
 
+    microbatch_size: int = 1
+    """Samples in one forward pass of a pipeline's stage; without a pipeline it means nothing."""
+
     seq_len: int
     """Tokens in one sample, before any sharding."""
 
@@ -65,6 +68,7 @@ TOPOLOGY_FLAGS: Mapping[str, str] = MappingProxyType(
         "ep": "--parallelism.expert_parallel_degree",
         "pp": "--parallelism.pipeline_parallel_degree",
         "batch_size": "--training.local_batch_size",
+        "microbatch_size": "--parallelism.pipeline_parallel_microbatch_size",
         "seq_len": "--training.seq_len",
         "gradient_accumulation_steps": "gradient accumulation steps",
         "sequence_parallel": "--parallelism.enable_sequence_parallel",

@@ -127,9 +127,9 @@ def default_passes(
     """
     rewriting = [
         *_clean_up(),
-        *_chunking(options.ep_overlap),
+        *_chunking(options.ep_overlap, graph),
         *_memory_policy(options, graph),
-        *_fsdp(options, reshard_after_forward=reshard_after_forward),
+        *_fsdp(options, graph, reshard_after_forward=reshard_after_forward),
         *_numerics_changing(options),
     ]
     compiling = [
@@ -153,7 +153,7 @@ def _clean_up() -> Iterator[GraphPass]:
     yield ShareAllGathers()
 
 
-def _chunking(options: EpOverlapConfig) -> Iterator[GraphPass]:
+def _chunking(options: EpOverlapConfig, graph: GraphKind) -> Iterator[GraphPass]:
     # Before the memory policy, as chunks that are made before a trace are: each chunk keeps,
     # recomputes and offloads its own.
     if options.enabled and options.strategy == "graph":
@@ -162,6 +162,7 @@ def _chunking(options: EpOverlapConfig) -> Iterator[GraphPass]:
             chunk_dim=options.chunk_dim,
             num_chunks=options.num_chunks,
             preserve_eager_order=options.disable_early_grad_accumulation,
+            may_match_none=graph == "STAGE",
         )
 
 
@@ -188,7 +189,9 @@ def _memory_policy(options: CompileConfig, graph: GraphKind) -> Iterator[GraphPa
         )
 
 
-def _fsdp(options: CompileConfig, *, reshard_after_forward: bool | None) -> Iterator[GraphPass]:
+def _fsdp(
+    options: CompileConfig, graph: GraphKind, *, reshard_after_forward: bool | None
+) -> Iterator[GraphPass]:
     if reshard_after_forward is None:
         # Whoever keeps every activation has room for the parameters too.
         reshard_after_forward = options.memory_policy != "save_all"
@@ -205,7 +208,7 @@ def _fsdp(options: CompileConfig, *, reshard_after_forward: bool | None) -> Iter
         yield SeparateReductionGroup()
     if options.ep_overlap.enabled:
         # Behind buckets: none may stand between the halves of an exchange.
-        yield ScheduleEpOverlap()
+        yield ScheduleEpOverlap(may_find_none=graph == "STAGE")
         yield SeparateExchangeGroup()
     if options.fsdp_into_dense_regions:
         yield ScheduleFsdpIntoDenseRegions()

@@ -67,7 +67,9 @@ def _ep_overlap_choices_fit_together(subject: Subject) -> Iterator[Violation]:
     "config.ep_overlap.num_chunks",
     "config.ep_overlap.strategy",
     "topology.batch_size",
+    "topology.microbatch_size",
     "topology.seq_len",
+    "topology.pp",
     "topology.cp",
     "topology.tp",
     "topology.sequence_parallel",
@@ -80,7 +82,8 @@ def _ep_overlap_chunks_are_equal(subject: Subject) -> Iterator[Violation]:
     shards = 1
     if overlap.chunk_dim == "seq":
         shards = mesh.cp * (mesh.tp if mesh.sequence_parallel else 1)
-    path = "topology.batch_size" if overlap.chunk_dim == "batch" else "topology.seq_len"
+    samples = "topology.batch_size" if mesh.pp == 1 else "topology.microbatch_size"
+    path = samples if overlap.chunk_dim == "batch" else "topology.seq_len"
     extent: int = value_at(subject, path)
     divisor = overlap.num_chunks * shards
     if extent % divisor == 0:
@@ -105,20 +108,17 @@ def _other_number_of_chunks(overlap: EpOverlapConfig, extent: int, shards: int) 
     return f", or {flag_of('config.ep_overlap.num_chunks')} {nearest}"
 
 
-@rule("config.ep_overlap.enabled", "topology.pp", "topology.cp")
-def _ep_overlap_of_whole_models_and_sequences(subject: Subject) -> Iterator[Violation]:
-    if not subject.config.ep_overlap.enabled:
-        return
-    for path in ("topology.pp", "topology.cp"):
-        degree = value_at(subject, path)
-        if degree > 1:
-            yield violation(
-                subject,
-                "config.ep_overlap.enabled",
-                allowed=f"True only with {flag_of(path)} 1; it is {degree}: "
-                "the two have not been tested together",
-                fix=f"use {flag_of(path)} 1, or turn EP overlap off",
-            )
+@rule("config.ep_overlap.enabled", "topology.cp")
+def _ep_overlap_of_whole_sequences(subject: Subject) -> Iterator[Violation]:
+    degree = subject.topology.cp
+    if subject.config.ep_overlap.enabled and degree > 1:
+        yield violation(
+            subject,
+            "config.ep_overlap.enabled",
+            allowed=f"True only with {flag_of('topology.cp')} 1; it is {degree}: "
+            "the two have not been tested together",
+            fix=f"use {flag_of('topology.cp')} 1, or turn EP overlap off",
+        )
 
 
 @rule("config.ep_overlap.enabled", "config.ep_overlap.strategy", "topology.tp")

@@ -12,6 +12,7 @@ from gt_config.graph_kinds import STEP_GRAPHS, GraphKind
 from gt_config.node_keys import ChunkAnnotation
 from gt_config.numerics import Numerics
 from gt_passes.contract import ChangeBounds, GraphPass, PassContext, PassReport, Refusal
+from gt_passes.ep_overlap.chunked_nodes import has_nodes_of
 from gt_passes.ep_overlap.graph_chunks import chunk_graph
 from gt_passes.registry import register_pass
 from gt_trace.node_metadata import read_annotation
@@ -65,6 +66,9 @@ class ChunkModules(GraphPass):
     preserve_eager_order: bool = False
     """Cast and sum gradients of parameters where the eager producer does."""
 
+    may_match_none: bool = False
+    """Whether the graph may be of a part of a model that holds none of the modules."""
+
     @property
     def bounds(self) -> ChangeBounds:
         """Each chunk exchanges its own token counts. No bound on memory.
@@ -80,6 +84,8 @@ class ChunkModules(GraphPass):
             if read_annotation(node, ChunkAnnotation) is not None:
                 reason = "the graph has chunks already"
                 return PassReport.of({}, [Refusal(node_name=node.name, reason=reason)])
+        if self.may_match_none and not has_nodes_of(graph_module, self.module_patterns):
+            return PassReport.of({})
         chunks = chunk_graph(
             graph_module,
             patterns=self.module_patterns,

@@ -98,6 +98,11 @@ def find_chunked_nodes(
     )
 
 
+def has_nodes_of(graph_module: GraphModule, patterns: Sequence[str]) -> bool:
+    """Whether any node belongs to a module that a pattern matches."""
+    return bool(_named_nodes(list(graph_module.graph.nodes), patterns))
+
+
 def _depending_on_data(nodes: Sequence[Node], num_static_inputs: int) -> set[Node]:
     inputs = [node for node in nodes if node.op == "placeholder"]
     dependent = set(inputs[num_static_inputs:])

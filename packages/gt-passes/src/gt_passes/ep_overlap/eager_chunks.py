@@ -60,6 +60,7 @@ def chunk_forwards(
     chunk_dim: EpChunkDim,
     num_chunks: int = _NUM_CHUNKS,
     layout: InputLayout | None = None,
+    may_match_none: bool = False,
 ) -> ChunkedForwards:
     """Run the forwards of some modules chunk by chunk until the handle is undone.
 
@@ -75,6 +76,7 @@ def chunk_forwards(
         num_chunks: 2.
         layout: where batch and sequence stand in the inputs; None: as ``InputLayout`` says. All
             wrapped modules must take the arguments that it names.
+        may_match_none: whether ``model`` may be a part of one that holds none of the modules.
 
     Returns:
         The handle that takes the wrappers off again.
@@ -86,7 +88,7 @@ def chunk_forwards(
     """
     patterns = (modules,) if isinstance(modules, str) else tuple(modules)
     if num_chunks == _NUM_CHUNKS:
-        roots, problems = _find_roots(model, patterns)
+        roots, problems = _find_roots(model, patterns, may_match_none=may_match_none)
     else:
         roots, problems = (
             [],
@@ -120,13 +122,13 @@ def chunk_forwards(
 
 
 def _find_roots(
-    model: nn.Module, patterns: tuple[str, ...]
+    model: nn.Module, patterns: tuple[str, ...], *, may_match_none: bool
 ) -> tuple[list[tuple[str, nn.Module]], list[str]]:
     """The modules to wrap, by name, and what is wrong with the patterns."""
     names = [name for name, _ in model.named_modules() if name]
     problems = []
     for pattern in patterns:
-        if any(_matches(pattern, name) for name in names):
+        if may_match_none or any(_matches(pattern, name) for name in names):
             continue
         near = difflib.get_close_matches(pattern, names, n=3) or names[:3]
         problems.append(f"no module of the model matches {pattern!r}; it has {', '.join(near)}")

@@ -30,7 +30,11 @@ class _Span:
 
 
 def find_overlap_windows(
-    regions: Sequence[ChunkRegion], nodes: Sequence[Node], constraints: OrderConstraints
+    regions: Sequence[ChunkRegion],
+    nodes: Sequence[Node],
+    constraints: OrderConstraints,
+    *,
+    may_find_none: bool = False,
 ) -> tuple[list[OverlapWindow], list[Refusal]]:
     """The windows to schedule, and the regions that must stay as they are.
 
@@ -38,6 +42,7 @@ def find_overlap_windows(
         regions: of the graph.
         nodes: all nodes of the graph, in order.
         constraints: of the same graph.
+        may_find_none: whether there may be no exchange; it is a refusal otherwise.
     """
     windows: list[OverlapWindow] = []
     refusals: list[Refusal] = []
@@ -50,7 +55,7 @@ def find_overlap_windows(
             refusals.append(Refusal(node_name=node.name, reason=reason))
             continue
         windows.append(_window(span, nodes, constraints))
-    if regions and not windows and not refusals:
+    if regions and not windows and not refusals and not may_find_none:
         reason = (
             "no chunk has a token exchange that is known: another operator than all_to_all_single "
             "has to be registered (register_exchange_operator)"

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from torch.fx import GraphModule, Node
 
-from gt_config.graph_kinds import COMPUTING_ACTIONS, STEP_GRAPHS, GraphKind
+from gt_config.graph_kinds import STEP_GRAPHS, GraphKind
 from gt_config.node_keys import ChunkAnnotation
 from gt_config.numerics import Numerics
 from gt_passes.analysis.order_constraints import OrderConstraints
@@ -30,7 +30,9 @@ class ScheduleEpOverlap(GraphPass):
     and nothing of who made the chunks. Chunks go in order forward and in reverse backward. Launches
     stand as early as their inputs allow, waits as late as their readers; counts of tokens are
     exchanged, and read by the host, before what does not need them. FSDP collectives go where no
-    exchange is in flight. See ``gt_passes.ep_overlap.chunk_interleaving`` for the rules.
+    exchange is in flight. See ``gt_passes.ep_overlap.chunk_interleaving`` for the rules. The
+    stage of a pipeline is scheduled before it is cut: the graphs of its actions, and of pairs of
+    them, keep the order.
 
     *Before*::
 
@@ -59,11 +61,14 @@ class ScheduleEpOverlap(GraphPass):
 
     name: ClassVar[str] = "schedule-ep-overlap"
     numerics: ClassVar[Numerics] = "bitwise"
-    runs_on: ClassVar[frozenset[GraphKind]] = frozenset({*STEP_GRAPHS, *COMPUTING_ACTIONS})
+    runs_on: ClassVar[frozenset[GraphKind]] = frozenset({*STEP_GRAPHS, "STAGE"})
 
     durations: NodeDurations = estimated_durations
     """How long nodes are taken to run. It decides how much of what no exchange needs is kept for
     later, and nothing about the order of collectives."""
+
+    may_find_none: bool = False
+    """Whether the graph may be of a part of a model whose chunks exchange nothing."""
 
     @property
     def bounds(self) -> ChangeBounds:
@@ -81,7 +86,9 @@ class ScheduleEpOverlap(GraphPass):
             return PassReport.of({})
         regions = ChunkRegions.of(graph_module).regions
         constraints = OrderConstraints(graph_module)
-        windows, refusals = find_overlap_windows(regions, nodes, constraints)
+        windows, refusals = find_overlap_windows(
+            regions, nodes, constraints, may_find_none=self.may_find_none
+        )
         duration_us = self.durations(graph_module)
         num_moved = 0
         for window in windows:

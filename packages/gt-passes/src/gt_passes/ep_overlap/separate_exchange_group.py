@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from torch.fx import GraphModule, Node
 
-from gt_config.graph_kinds import COMPUTING_ACTIONS, STEP_GRAPHS, GraphKind
+from gt_config.graph_kinds import STEP_GRAPHS, GraphKind
 from gt_config.node_keys import ChunkAnnotation
 from gt_config.numerics import Numerics
 from gt_passes._torch_internals import OpOverload
@@ -46,7 +46,7 @@ class SeparateExchangeGroup(GraphPass):
 
     name: ClassVar[str] = "separate-exchange-group"
     numerics: ClassVar[Numerics] = "bitwise"
-    runs_on: ClassVar[frozenset[GraphKind]] = frozenset({*STEP_GRAPHS, *COMPUTING_ACTIONS})
+    runs_on: ClassVar[frozenset[GraphKind]] = frozenset({*STEP_GRAPHS, "STAGE"})
     keeps_dataflow: ClassVar[bool] = False  # another group's name, and nothing else
 
     second_group: Callable[[str], str] = second_exchange_group

@@ -62,13 +62,14 @@ _LAYOUTS: Mapping[str, InputLayout] = MappingProxyType(
 
 
 def chunked_for_capture(
-    model: nn.Module, options: EpOverlapConfig
+    model: nn.Module, options: EpOverlapConfig, *, is_stage: bool = False
 ) -> AbstractContextManager[ChunkedForwards | None]:
     """Inside, the modules that ``options`` name run in chunks, if the strategy is eager; else None.
 
     Args:
         model: parallelized.
         options: validated.
+        is_stage: whether ``model`` is a part of one, which may hold none of the modules.
 
     Raises:
         ForwardChunkingError: the model's modules cannot be chunked so; also from calls inside.
@@ -81,4 +82,5 @@ def chunked_for_capture(
         chunk_dim=options.chunk_dim,
         num_chunks=options.num_chunks,
         layout=_LAYOUTS[options.module_fqn],
+        may_match_none=is_stage,
     )

@@ -117,7 +117,8 @@ def read_elsewhere(run: RunOptions) -> Iterator[str]:
         yield from ("pipeline_gathered_gib", "pipeline_deferred_weights")
     if "JOINT_FORWARD" in graphs:
         yield "joint_partitioner"
-    if is_whole and options.ep_overlap.enabled and options.ep_overlap.strategy == "eager":
+    chunks_eagerly = options.ep_overlap.enabled and options.ep_overlap.strategy == "eager"
+    if chunks_eagerly and (is_whole or "STAGE" in graphs):
         # Modules are made to run in chunks before the capture.
         yield from ("ep_overlap.num_chunks", "ep_overlap.chunk_dim", "ep_overlap.module_fqn")
 

@@ -128,6 +128,7 @@ def topology_of(config: GraphTrainer.Config, world_size: int) -> Topology:
         ep=parallelism.expert_parallel_degree,
         pp=parallelism.pipeline_parallel_degree,
         batch_size=training.local_batch_size,
+        microbatch_size=parallelism.pipeline_parallel_microbatch_size,
         seq_len=training.seq_len,
         gradient_accumulation_steps=steps,
         sequence_parallel=parallelism.enable_sequence_parallel,

@@ -16,11 +16,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.fx import GraphModule
 
-from gt_config import ShapeChangePolicy
+from gt_config import EpOverlapConfig, ShapeChangePolicy
 from gt_passes import PassManagerReport
-from gt_pipeline.graph import GraphPipelineStage, StageGraphs, StageLoss
+from gt_passes.ep_overlap import settle_chunk_annotations
+from gt_pipeline.graph import GraphPipelineStage, StageCapture, StageGraphs, StageLoss
 from gt_pipeline.runner import ActivationSignature, GraphPPRunner, MicrobatchInputs
 from gt_pipeline.schedules import Schedule
+from gt_trainer.decoder.eager_chunks import chunked_for_capture
 from gt_trainer.decoder.expert_regions import annotate_expert_regions
 from gt_trainer.startup import StartupClock
 from gt_trainer.steps.stage_recipe import StagePasses
@@ -67,6 +69,7 @@ class PipelinedStep:
         new_passes: makes the passes of a stage, given its index.
         device: of the model.
         max_unsharded_bytes: of gathered parameters, at any time; None: those of three stages.
+        ep_overlap: which modules run in chunks while stages are trained, if the strategy is eager.
         verify: whether to verify every graph of a stage, as captured, as cut, and after passes.
         on_shape_change: "error" refuses microbatches of other shapes than the first; "recapture"
             captures stages for them too, and keeps both. Every rank must see the same shapes in
@@ -88,6 +91,7 @@ class PipelinedStep:
         new_passes: Callable[[int], StagePasses],
         device: torch.device,
         max_unsharded_bytes: int | None = None,
+        ep_overlap: EpOverlapConfig | None = None,
         verify: bool = True,
         on_shape_change: ShapeChangePolicy = "error",
     ) -> None:
@@ -100,6 +104,7 @@ class PipelinedStep:
         self._new_passes = new_passes
         self._device = device
         self._max_unsharded_bytes = max_unsharded_bytes
+        self._ep_overlap = ep_overlap or EpOverlapConfig()
         self._verify = verify
         self._on_shape_change = on_shape_change
         self._runners: dict[tuple[object, ...], GraphPPRunner] = {}
@@ -204,7 +209,17 @@ class PipelinedStep:
         num_stages = self._schedule.num_stages
         is_last = stage_index == num_stages - 1
         passes = self._new_passes(stage_index)
-        with self._clock.part("capture"), annotate_expert_regions(part):
+        with (
+            self._clock.part("capture"),
+            annotate_expert_regions(part),
+            chunked_for_capture(part, self._ep_overlap, is_stage=True) as chunked,
+        ):
+
+            def prepare(capture: StageCapture) -> None:
+                roots = chunked.roots if chunked is not None else ()
+                settle_chunk_annotations(capture.traced.graph_module, roots=roots)
+                passes.on_capture(capture)
+
             stage = GraphPipelineStage(
                 part,
                 stage_index=stage_index,
@@ -213,7 +228,7 @@ class PipelinedStep:
                 inputs=microbatch,
                 loss_fn=_stage_loss(self._loss_fn) if is_last else None,
                 device=self._device,
-                prepare_capture=passes.on_capture,
+                prepare_capture=prepare,
                 transform=passes.on_action,
                 fake_mode=fake_mode,
                 verify=self._verify,
