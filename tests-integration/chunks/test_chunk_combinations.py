@@ -58,11 +58,13 @@ def both(overlaps: dict[str, EpOverlapConfig], options: dict[str, Mapping[str, A
     }
 
 
-# Chunks on the graph are refused with tensor parallelism.
+# Chunks of the sequence on the graph are refused with tensor parallelism.
 WITH_TP: Runs = {
     "blocks": (BLOCKS, {"memory_policy": "full_recompute", "fsdp_second_group": True}),
     "moe": (MOES, {}),
     "moe, sequence": (MOES_BY_SEQUENCE, {}),
+    "blocks on the graph": (BLOCKS_ON_GRAPH, {}),
+    "moe on the graph": (dataclasses.replace(MOES, strategy="graph"), {}),
 }
 POLICIES = both(
     {"blocks": BLOCKS},

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from chunks.recorded_routing import Load
 from pipelines.cases import Found, PipelineCase, compare_pipelines
+from pipelines.exchanges import Exchanges
 from training_cases import Case
 
 from gt_config import EpOverlapConfig
@@ -24,6 +25,9 @@ DEEPSEEK_V3 = Case(
     num_layers=4,
     seq_len=32,
     parallelism={"data_parallel_shard_degree": 2, "expert_parallel_degree": 2},
+)
+WITH_TP = dataclasses.replace(
+    DEEPSEEK_V3, parallelism={"tensor_parallel_degree": 2, "expert_parallel_degree": 2}
 )
 BLOCKS = EpOverlapConfig(enabled=True, module_fqn="layers.*", chunk_dim="batch")
 MOES = EpOverlapConfig(enabled=True, module_fqn="layers.*.moe", chunk_dim="batch")
@@ -37,11 +41,12 @@ def case_of(
     schedule: str,
     *,
     load: Load | None = None,
+    model: Case = DEEPSEEK_V3,
     **options: Any,
 ) -> PipelineCase:
     asked: Any = {"strategy": strategy, "disable_early_grad_accumulation": strategy == "graph"}
     return PipelineCase(
-        model=DEEPSEEK_V3,
+        model=model,
         schedule=schedule,
         microbatch_size=1 if overlap.chunk_dim == "seq" else 2,
         overlap=dataclasses.replace(overlap, **asked),
@@ -63,6 +68,25 @@ CASES = [
         for name in ("blocks", "moe, sequence")
         if (strategy, name, schedule) != ("graph", "blocks", "DualPipeV")
     ),
+    slow("graph, moe-ZBVZeroBubble", MOES, "graph", "ZBVZeroBubble"),
+    *(
+        slow(
+            f"{strategy}, blocks-DualPipeV, {policy}",
+            BLOCKS,
+            strategy,
+            "DualPipeV",
+            memory_policy=policy,
+        )
+        for strategy, policy in (("graph", "full_recompute"), ("eager", "selective"))
+    ),
+    *(
+        slow(f"{strategy}, blocks-DualPipeV, {load}", BLOCKS, strategy, "DualPipeV", load=load)
+        for strategy, load in (("graph", "a rank without tokens"), ("eager", "uneven"))
+    ),
+    *(
+        slow(f"{strategy}, blocks-DualPipeV, TP 2", BLOCKS, strategy, "DualPipeV", model=WITH_TP)
+        for strategy in ("eager", "graph")
+    ),
 ]
 
 
@@ -77,5 +101,31 @@ def check(case: PipelineCase, found: list[Found]) -> None:
     assert [each.differences for each in found] == [()] * len(found)
     assert all(each.num_gradients > 10 for each in found)
     assert {len(each.losses) for each in found} == {0, 2 * 2 * case.num_microbatches}
-    for each in found:
-        print(each.exchanges)
+    exchanges = [exchanges for each in found for exchanges in each.exchanges]
+    check_exchanges(exchanges)
+    root = case.overlap.module_fqn.replace("*", "{}")
+    first = 1 if root.endswith("moe") else 0  # the first layer has no experts
+    roots = {root.format(number) for number in range(first, case.model.num_layers)}
+    for action, direction in (("FORWARD", "forward"), ("FULL_BACKWARD", "backward")):
+        regions = {region for each in exchanges if each.action == action for region in each.regions}
+        assert regions == {(root, direction) for root in roots}
+    assert any(" with " in each.action for each in exchanges) == (case.schedule == "DualPipeV")
+
+
+def check_exchanges(exchanges: list[Exchanges]) -> None:
+    """Every chunk sends its tokens there and back, each way, and behind each of them another works.
+
+    ::
+
+        network           [= dispatch 0 =][= dispatch 1 =][= combine 0 =][= combine 1 =]
+        compute  route 0   route 1         experts 0       experts 1      join 0
+
+    Weights' gradients exchange nothing. The first stage has no gradient to send on, so that its
+    whole backward is of weights.
+    """
+    for each in exchanges:
+        assert each.exposed == (), each
+        assert all(each.behind), each
+        num_moes = sum(root.split(".")[1] != "0" for root, _ in each.regions)
+        only_weights = each.action == "BACKWARD_WEIGHT" and each.stage_index > 0
+        assert len(each.behind) == (0 if only_weights else 4 * num_moes), each

@@ -133,16 +133,21 @@ def test_ep_overlap_is_refused_with_context_parallelism():
     )
 
 
-def test_chunks_on_the_graph_are_refused_with_tensor_parallelism():
+def test_chunks_of_the_sequence_on_the_graph_are_refused_with_tensor_parallelism():
     topology = dataclasses.replace(EP_TOPOLOGY, world=2 * EP_TOPOLOGY.world, tp=2)
-    assert only(overlap(), topology) == Violation(
+    by_sequence = overlap(chunk_dim="seq", module_fqn="layers.*.moe")
+    assert only(by_sequence, topology) == Violation(
         flag="--compile.ep_overlap.strategy",
         value="graph",
-        allowed="'eager' with --parallelism.tensor_parallel_degree 2: "
-        "the graph strategy has no rules for the collectives of tensor parallelism yet",
-        fix="use eager, or --parallelism.tensor_parallel_degree 1",
+        allowed="'eager' for chunks of the sequence with --parallelism.tensor_parallel_degree 2: "
+        "ranks cut the sequence between them inside the modules, and a chunk of what they gather "
+        "is no chunk of what each has",
+        fix="use eager, --compile.ep_overlap.chunk_dim batch, or "
+        "--parallelism.tensor_parallel_degree 1",
     )
-    assert found(overlap(strategy="eager"), topology) == ()
+    assert found(dataclasses.replace(by_sequence, ep_overlap=overlap().ep_overlap), topology) == ()
+    eager = overlap(chunk_dim="seq", module_fqn="layers.*.moe", strategy="eager")
+    assert found(eager, topology) == ()
 
 
 def test_ep_overlap_is_refused_with_full_inductor_compilation():

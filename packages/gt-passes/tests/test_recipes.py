@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 
 from gt_config import CompileConfig, EpOverlapConfig
 from gt_config.compile_config import InductorCompilation
-from gt_config.graph_kinds import EVERY_GRAPH, GraphKind
+from gt_config.graph_kinds import EVERY_GRAPH, PIPELINE_ACTIONS, GraphKind
 from gt_config.numerics import Numerics
 from gt_passes import (
     GraphPass,
@@ -199,6 +199,22 @@ def test_a_graph_gets_the_passes_that_run_on_its_kind(graph: GraphKind, expected
         memory_policy="selective", numerics_changing=True, inductor_compilation="regional"
     )
     assert [each.name for each in default_passes(options, graph=graph)] == expected
+
+
+def test_chunks_of_a_stage_are_made_and_put_in_order_before_its_cut():
+    options = CompileConfig(
+        memory_policy="selective", ep_overlap=EpOverlapConfig(enabled=True, strategy="graph")
+    )
+    of_step, of_stage, *of_actions = (
+        {each.name: each for each in default_passes(options, graph=graph)}
+        for graph in ("STEP", "STAGE", *PIPELINE_ACTIONS)
+    )
+    overlap = ["chunk-modules", "schedule-ep-overlap", "separate-exchange-group"]
+    expected = [*CLEAN_UP, overlap[0], "tag-saved-tensors", "recompute-tagged", *overlap[1:]]
+    assert list(of_stage) == expected
+    assert not any(of_action.keys() & set(overlap) for of_action in of_actions)
+    # Which passes know that a stage is a part of a model.
+    assert [name for name in overlap if of_stage[name] != of_step[name]] == overlap[:2]
 
 
 def test_an_added_pass_runs_where_it_declares_to():

@@ -208,7 +208,7 @@ def _fsdp(
         yield SeparateReductionGroup()
     if options.ep_overlap.enabled:
         # Behind buckets: none may stand between the halves of an exchange.
-        yield ScheduleEpOverlap(may_find_none=graph == "STAGE")
+        yield ScheduleEpOverlap(of_stage=graph == "STAGE")
         yield SeparateExchangeGroup()
     if options.fsdp_into_dense_regions:
         yield ScheduleFsdpIntoDenseRegions()

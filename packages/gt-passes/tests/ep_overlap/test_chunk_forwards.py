@@ -173,6 +173,14 @@ layer.* cannot run in 2 chunks along batch:
     )
 
 
+def test_a_part_of_a_model_may_hold_none_of_the_modules():
+    model = nn.ModuleDict({"layers": nn.ModuleDict({"0": Doubles()})})
+    options = {"chunk_dim": "batch", "may_match_none": True}
+    with chunk_forwards(model, modules="layers.*.moe", **options) as handle:
+        assert handle.roots == ()
+        assert "forward" not in vars(model.layers["0"])
+
+
 def test_refuses_a_root_within_a_root():
     model = nn.ModuleDict({"layers": nn.ModuleDict({"0": Doubles()})})
     text = refusal(lambda: chunk_forwards(model, modules=("layers", "layers.*"), chunk_dim="batch"))

@@ -177,6 +177,15 @@ def test_refuses_a_pattern_that_matches_nothing():
     )
 
 
+def test_a_part_of_a_model_may_hold_none_of_the_modules():
+    step = capture(linear)
+    context = PassContext.from_graph(step.graph_module, static_input_names=("weight",))
+    before = str(step.graph_module.graph)
+    chunk_modules = ChunkModules(module_patterns=("blocks.*",), may_match_none=True)
+    assert not chunk_modules.run(step.graph_module, context).changed
+    assert str(step.graph_module.graph) == before
+
+
 def test_a_graph_with_chunks_is_left_alone():
     step = capture(linear)
     context = PassContext.from_graph(step.graph_module, static_input_names=("weight",))

@@ -174,6 +174,14 @@ def test_chunks_whose_exchange_nobody_registered_are_said_to_be_left():
     )
 
 
+def test_chunks_of_a_stage_may_exchange_nothing():
+    """Its layers may be dense; those of other stages have the exchanges."""
+    graph_module = capture(lambda x: forward_region(x, 2, of_chunk=torch.cos), X)
+    report = run_pass(ScheduleEpOverlap(of_stage=True), graph_module)
+    assert not report.changed
+    assert report.refusals == ()
+
+
 def test_graphs_without_chunks_are_left_alone():
     graph_module = capture(lambda x: forward_of_chunk(x), X)
     before = program(graph_module)
@@ -255,6 +263,41 @@ def test_fsdp_collectives_go_where_no_exchange_is_in_flight():
     assert_expected_inline(
         words,
         """all_gather_into_tensor slice0 slice0 cos0 launch0 slice1 slice1 cos1 launch1 wait wait0 mm0 launch0 wait1 mm1 launch1 wait0 sin0 add wait1 sin1 reduce_scatter_tensor wait div""",
+    )
+
+
+def test_fsdp_collectives_of_a_stage_make_no_gap_since_its_cut_takes_them_out():
+    """Of two layers that chain, the second's first exchange hides the first's last.
+
+    step   network  [g][= d0 =][= d1 =][= c0 =][= c1 =][r]      [= d0 =][= d1 =]
+    stage  network  [g][= d0 =][= d1 =][= c0 =][= c1 =][= d0 =][= d1 =]      [r]
+    """
+
+    def layers(w, x, dz):
+        first = []
+        for number in range(2):
+            with chunk(number):
+                first.append(forward_of_chunk(x[4 * number :][:4]))
+        whole = gathered(w, "layers.2.moe.w")
+        reduced = reduce_scattered(first[0] + dz, "layers.1.v")
+        second = []
+        for number in range(2):
+            with chunk(number, root="layers.2.moe"):
+                second.append(exchanged(first[number] @ whole).sin())
+        return second, reduced
+
+    orders = []
+    for of_stage in (False, True):
+        graph_module = capture(layers, torch.ones(1, 2), X, torch.ones(4, 2))
+        run_pass(ScheduleEpOverlap(of_stage=of_stage), graph_module)
+        assert not Verifier().verify(graph_module).problems
+        assert interrupted_exchanges(graph_module) == ()
+        orders.append(order(graph_module))
+    assert_expected_inline(
+        "\n".join(orders),
+        """\
+all_gather_into_tensor slice0 slice0 cos0 launch0 slice1 slice1 cos1 launch1 wait0 exp0 launch0 wait1 exp1 launch1 wait wait0 sin0 mm0 add wait1 reduce_scatter_tensor launch0 sin1 mm1 launch1 wait0 sin0 wait1 sin1 wait div
+all_gather_into_tensor wait slice0 slice0 cos0 launch0 slice1 slice1 cos1 launch1 wait0 exp0 launch0 wait1 exp1 launch1 wait0 sin0 mm0 launch0 add wait1 sin1 mm1 launch1 wait0 sin0 wait1 sin1 reduce_scatter_tensor wait div""",
     )
 
 

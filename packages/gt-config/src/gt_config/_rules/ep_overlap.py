@@ -121,16 +121,24 @@ def _ep_overlap_of_whole_sequences(subject: Subject) -> Iterator[Violation]:
         )
 
 
-@rule("config.ep_overlap.enabled", "config.ep_overlap.strategy", "topology.tp")
-def _ep_overlap_on_the_graph_without_tp(subject: Subject) -> Iterator[Violation]:
+@rule(
+    "config.ep_overlap.enabled",
+    "config.ep_overlap.strategy",
+    "config.ep_overlap.chunk_dim",
+    "topology.tp",
+)
+def _ep_overlap_on_the_graph_by_samples_with_tp(subject: Subject) -> Iterator[Violation]:
     overlap = subject.config.ep_overlap
-    if overlap.enabled and overlap.strategy == "graph" and subject.topology.tp > 1:
+    on_graph = overlap.enabled and overlap.strategy == "graph" and overlap.chunk_dim == "seq"
+    if on_graph and subject.topology.tp > 1:
         yield violation(
             subject,
             "config.ep_overlap.strategy",
-            allowed=f"'eager' with {flag_of('topology.tp')} {subject.topology.tp}: "
-            "the graph strategy has no rules for the collectives of tensor parallelism yet",
-            fix=f"use eager, or {flag_of('topology.tp')} 1",
+            allowed=f"'eager' for chunks of the sequence with {flag_of('topology.tp')} "
+            f"{subject.topology.tp}: ranks cut the sequence between them inside the modules, "
+            "and a chunk of what they gather is no chunk of what each has",
+            fix=f"use eager, {flag_of('config.ep_overlap.chunk_dim')} batch, or "
+            f"{flag_of('topology.tp')} 1",
         )
 
 

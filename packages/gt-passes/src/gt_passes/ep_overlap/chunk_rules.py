@@ -30,6 +30,7 @@ from gt_passes.ep_overlap.chunk_states import (
     layout_in_view,
     layout_of,
 )
+from gt_passes.ep_overlap.collective_rules import cut_between_walks, join_of_walks
 from gt_passes.ep_overlap.rule_calls import (
     RULES,
     NotProvenError,
@@ -196,6 +197,8 @@ def _view(call: RuleCall) -> RuleOutcome:
     state, layout, shape = call.state(source), call.layout(source), call.shape(source)
     if layout is None:
         return call.outcome([state] * len(call.results))
+    if call.node.target is aten.split.Tensor and (cut := cut_between_walks(call)) is not None:
+        return cut
     numbers = [value_of(node) for node in call.operands[1:]]
     if not all(isinstance(size, int) for sizes in (shape, numbers, *call.shapes) for size in sizes):
         return call.outcome([Local()] * len(call.results))
@@ -227,12 +230,14 @@ def _view(call: RuleCall) -> RuleOutcome:
         "_log_softmax_backward_data.default cumsum.default cumprod.default topk.default "
         "sort.default sort.stable gather.default scatter.value scatter.src scatter_add.default "
         "scatter_.value scatter_.src scatter_add_.default cat.default stack.default "
-        "slice_backward.default select_backward.default constant_pad_nd.default "
+        "slice_backward.default select_backward.default constant_pad_nd.default index_add.default "
         "native_layer_norm.default _fused_rms_norm.default"
     ),
 )
 def _along(call: RuleCall) -> RuleOutcome:
     """Operands are aligned; named dimensions stay, go, or are new, as the rank of a result says."""
+    if call.node.target is aten.cat.default and (joined := join_of_walks(call)) is not None:
+        return joined
     rank = max(call.rank(node) for node in call.operands)
     dims = _mixed_dims(call, rank)
     names: list[object] = list(range(rank))
@@ -373,17 +378,28 @@ def _constant(call: RuleCall) -> RuleOutcome | State:
     """A constant does not depend on the chunk, but the buffer of a gradient is shaped like it.
 
     The backward of an operator that reads some elements begins with zeros in the shape of what the
-    operator read: its shape says which of the sizes hold the extent.
+    operator read: its shape says which of the sizes hold the extent. Where that was a part of a
+    sequence, the zeros are those of the whole, of which each rank takes its part.
     """
     sizes = call.get("size")
     if any(isinstance(size, Node) for size in sizes):
         return Local()
     sources = () if call.partner is None else call.partner.all_input_nodes
     source = next((source for source in sources if call.shape(source) == tuple(sizes)), None)
+    if source is None:
+        source = next((source for source in sources if _has_the_extent_of(call, source)), None)
     layout = None if source is None else call.layout(source)
     if source is None or layout is None:
         return Whole()
     return RuleOutcome(state=call.state(source), args=call.scaled_arguments(layout))
+
+
+def _has_the_extent_of(call: RuleCall, source: Node) -> bool:
+    """Whether a constant is like an operand of its partner but for dimensions without chunks."""
+    layout, sizes, shape = call.layout(source), call.get("size"), call.shape(source)
+    return (
+        layout is not None and len(sizes) == len(shape) and sizes[layout.dim] == shape[layout.dim]
+    )
 
 
 @rule(*_operators("all.default any.default"))

@@ -205,7 +205,7 @@ class _Writer:
                 return leaf.factor * size
             if not isinstance(leaf, Node):
                 return leaf
-            if leaf in self._chunks:
+            if leaf in self._chunks and leaf not in outcome.cuts:
                 return self._chunks[leaf][chunk]
             layout = outcome.cuts.get(leaf) or self._plan.entries.get(leaf)
             return self._cut(leaf, layout, region)[chunk] if layout else self._make_whole(leaf)

@@ -17,6 +17,7 @@ from gt_passes.ep_overlap.chunk_interleaving import interleaved_order
 from gt_passes.ep_overlap.chunk_metadata import ChunkRegions
 from gt_passes.ep_overlap.node_durations import NodeDurations, estimated_durations
 from gt_passes.ep_overlap.overlap_windows import find_overlap_windows
+from gt_passes.ep_overlap.set_fsdp_aside import set_fsdp_aside
 from gt_passes.registry import register_pass
 from gt_trace.node_metadata import read_annotation
 
@@ -67,8 +68,9 @@ class ScheduleEpOverlap(GraphPass):
     """How long nodes are taken to run. It decides how much of what no exchange needs is kept for
     later, and nothing about the order of collectives."""
 
-    may_find_none: bool = False
-    """Whether the graph may be of a part of a model whose chunks exchange nothing."""
+    of_stage: bool = False
+    """Whether the graph is a pipeline stage's: of a part of a model, whose chunks may exchange
+    nothing, and with FSDP collectives that its cut takes out, which are set aside first."""
 
     @property
     def bounds(self) -> ChangeBounds:
@@ -81,22 +83,25 @@ class ScheduleEpOverlap(GraphPass):
     def run(self, graph_module: GraphModule, context: PassContext) -> PassReport:
         """Interleave the chunks of every region; see the class."""
         graph = graph_module.graph
-        nodes = list(graph.nodes)
-        if all(read_annotation(node, ChunkAnnotation) is None for node in nodes):
+        if all(read_annotation(node, ChunkAnnotation) is None for node in graph.nodes):
             return PassReport.of({})
+        counts = {}
+        if self.of_stage:
+            counts["fsdp_set_aside"] = int(set_fsdp_aside(graph_module))
+        nodes = list(graph.nodes)
         regions = ChunkRegions.of(graph_module).regions
         constraints = OrderConstraints(graph_module)
         windows, refusals = find_overlap_windows(
-            regions, nodes, constraints, may_find_none=self.may_find_none
+            regions, nodes, constraints, may_find_none=self.of_stage
         )
         duration_us = self.durations(graph_module)
-        num_moved = 0
+        counts["windows_interleaved"] = 0
         for window in windows:
             order = interleaved_order(window, duration_us)
             if order != window.nodes:
                 _put_in_order(window.nodes, order)
-                num_moved += 1
-        return PassReport.of({"windows_interleaved": num_moved}, refusals)
+                counts["windows_interleaved"] += 1
+        return PassReport.of(counts, refusals)
 
 
 def _put_in_order(old: Sequence[Node], new: Sequence[Node]) -> None:

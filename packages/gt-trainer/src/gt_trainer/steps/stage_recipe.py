@@ -1,10 +1,10 @@
 """The passes of a pipeline stage: before it is cut into actions, and on the graph of each action.
 
 The recipe is that of a whole step, with each pass where a stage has what it works on, as the passes
-declare it: chunks and recomputation need forward and backward together, so they run before the cut;
-buckets stand in the graphs that gather parameters and reduce gradients; exchanges and compilation
-belong to the graphs that compute. A schedule puts the actions in order, so nothing moves from one
-graph to another.
+declare it: chunks and recomputation need forward and backward together, so they run before the cut,
+and so does what puts chunks in order, which the cut keeps; buckets stand in the graphs that gather
+parameters and reduce gradients; compilation belongs to the graphs that compute. A schedule puts the
+actions in order, so nothing moves from one graph to another.
 """
 
 from __future__ import annotations
