@@ -43,7 +43,10 @@ FEATURES: Mapping[str, Mapping[str, object]] = {
     "HSDP": {**_SHARD, "parallelism.data_parallel_replicate_degree": 2},
     "TP": _TP,
     "EP": _EP,
-    "PP": {"parallelism.pipeline_parallel_degree": 2},
+    "PP": {
+        "parallelism.pipeline_parallel_degree": 2,
+        "parallelism.pipeline_parallel_microbatch_size": 2,  # of which EP overlap cuts chunks
+    },
     "CP": {"parallelism.context_parallel_degree": 2},
     "aot_joint": {"compile.mode": "aot_joint"},
     "selective": {_POLICY: "selective"},
@@ -96,8 +99,8 @@ def configuration_of(settings: Mapping[str, object]) -> tuple[GraphTrainer.Confi
         # Several microbatches a step, of whatever ranks there are.
         training=replace(config.training, local_batch_size=8, global_batch_size=8 * 8),
     )
-    ranks = [v for k, v in degrees.items() if k != "expert_parallel_degree" and isinstance(v, int)]
-    return config, math.prod(ranks)
+    ranks = {name for name in degrees if name.endswith("_degree")} - {"expert_parallel_degree"}
+    return config, math.prod(degrees[name] for name in ranks)
 
 
 def contradict(one: Mapping[str, object], other: Mapping[str, object]) -> bool:
