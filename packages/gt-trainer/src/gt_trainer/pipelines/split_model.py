@@ -189,6 +189,7 @@ def captured_stages(
         new_passes=_new_passes(compile_config, plan, Path(dump_folder), compiler),
         device=torch.device("cpu") if device.type == "cpu" else device,  # tensors have no index
         max_unsharded_bytes=gathered_bytes_limit(compile_config),
+        ep_overlap=compile_config.ep_overlap,
         verify=compile_config.verify_passes,
         on_shape_change=compile_config.on_shape_change,
     )
