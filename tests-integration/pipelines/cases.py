@@ -197,14 +197,18 @@ def evaluate(trainer: GraphTrainer, found: list[Microbatch]) -> list[torch.Tenso
 
 
 def whole_batch(
-    trainer: GraphTrainer, model: nn.Module, loss_fn: Any, batch: int, overlap: EpOverlapConfig
+    trainer: GraphTrainer,
+    model: nn.Module,
+    loss_fn: Any,
+    batch: int,
+    overlap: EpOverlapConfig | None = None,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], Gradients]:
     """Without a pipeline: losses of evaluation and training, gradients before reduction."""
     evaluated, losses = [], []
     for inputs, labels, kwargs in microbatches(trainer, batch):
         with torch.no_grad(), counts_kept(model):
             evaluated.append(loss_fn(model(inputs, **kwargs), labels, None)[0])
-    with in_chunks([model], overlap):
+    with in_chunks([model], overlap or EpOverlapConfig()):
         for inputs, labels, kwargs in microbatches(trainer, batch):
             loss, _ = loss_fn(model(inputs, **kwargs), labels, num_tokens())
             loss.backward()

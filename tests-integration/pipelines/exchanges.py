@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from gt_config.node_keys import ChunkAnnotation, Direction
 from gt_passes.analysis.collectives import waits_of
@@ -25,7 +25,7 @@ class Exchanges:
     """Of a pair, both."""
 
     regions: tuple[tuple[str, Direction], ...]
-    """Root and direction of what runs in chunks."""
+    """Root and direction of what runs in chunks; what is only cut for them is none."""
 
     behind: tuple[int, ...]
     """For each exchange, how many operators compute between its launch and its first wait."""
@@ -42,7 +42,9 @@ def exchanges_of(stage: GraphPipelineStage) -> Iterator[Exchanges]:
         yield from _found(stage, kind, graph_module, tuple(exposed))
     for (backward_stage, kind), (_, pair) in stage._overlaps.items():
         graph_module = pair.action.graph_module
-        exposed = map(str, exposed_collectives(graph_module))
+        tokens = {node.name for node in graph_module.graph.nodes if _sends_tokens(node)}
+        found = exposed_collectives(graph_module)  # of tensor parallelism too
+        exposed = (str(each) for each in found if each.launch_name in tokens)
         action = f"FORWARD with {kind} of stage {backward_stage}"
         yield from _found(stage, action, graph_module, tuple(exposed))
 
@@ -54,11 +56,12 @@ def _found(
     position = {node: index for index, node in enumerate(nodes)}
     behind = []
     for launch in nodes:
-        if is_exchange_launch(launch) and is_token_exchange(launch):
+        if _sends_tokens(launch):
             first = min(map(position.__getitem__, waits_of(launch)))
             behind.append(sum(map(is_compute, nodes[position[launch] + 1 : first])))
     chunks = (read_annotation(node, ChunkAnnotation) for node in nodes)
-    regions = tuple(dict.fromkeys((c.region_root, c.direction) for c in chunks if c is not None))
+    bodies = (chunk for chunk in chunks if chunk is not None and chunk.role == "body")
+    regions = tuple(dict.fromkeys((chunk.region_root, chunk.direction) for chunk in bodies))
     if regions or behind:
         yield Exchanges(
             stage_index=stage.stage_index,
@@ -67,3 +70,7 @@ def _found(
             behind=tuple(behind),
             exposed=exposed,
         )
+
+
+def _sends_tokens(node: Node) -> bool:
+    return is_exchange_launch(node) and is_token_exchange(node)

@@ -68,7 +68,8 @@ ON_FOUR = [
         "llama3, TP 2 of whole sequences-1F1B",
     ),
     slow(on(DEEPSEEK_V3, "1F1B", **FSDP, **EP), "deepseek_v3, EP 2-1F1B"),
-    pytest.param(on(DEEPSEEK_V3, "DualPipeV", **FSDP, **EP), id="deepseek_v3, EP 2-DualPipeV"),
+    # The same in chunks is not slow: ``test_chunked_stages.py``.
+    slow(on(DEEPSEEK_V3, "DualPipeV", **FSDP, **EP), "deepseek_v3, EP 2-DualPipeV"),
     slow(on(DEEPSEEK_V3, "DualPipeV", **TP, **EP), "deepseek_v3, TP 2 x EP 2-DualPipeV"),
 ]
 ON_EIGHT = [
