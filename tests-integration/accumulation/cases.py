@@ -119,9 +119,15 @@ class Trained:
     validation: str
 
 
-def trained(case: Case, accumulation: str, num_steps: int, folder: str) -> Trained:
+def trained(
+    case: Case,
+    accumulation: str,
+    num_steps: int,
+    folder: str,
+    options: Mapping[str, Any] = MappingProxyType({}),
+) -> Trained:
     """Train with validation up to a step, from the newest checkpoint in the folder if there is one."""
-    options = {"accumulation": accumulation}
+    options = {**options, "accumulation": accumulation}
     config = case.build(
         "aot_fx_trace", folder, options=options, enable=True, interval=2, last_save_model_only=False
     )

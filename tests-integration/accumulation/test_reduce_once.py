@@ -17,6 +17,8 @@ from accumulation.cases import (
 )
 from training_cases import Case
 
+from gt_config import EpOverlapConfig
+from gt_config.node_keys import ChunkProducer
 from gt_trace.testing import GlooWorkers
 
 LLAMA3 = Case(
@@ -104,6 +106,22 @@ def test_a_run_is_validated_and_resumed_to_the_bit(two: GlooWorkers, tmp_path: P
     each = two.run(trained, LLAMA3, "every_microbatch", 4, str(tmp_path / "each"))[0]
     assert whole.losses[0][1] == each.losses[0][1]  # before any update: to the bit
     for found, expected in zip(whole.losses, each.losses, strict=True):
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["graph", "eager"])
+def test_chunks_that_overlap_exchanges_train_alike(
+    strategy: ChunkProducer, two: GlooWorkers, tmp_path: Path
+):
+    overlap = EpOverlapConfig(enabled=True, strategy=strategy, module_fqn="layers.*.moe")
+    case, options = replace(DEEPSEEK_V3, batch_size=2), {"ep_overlap": overlap}
+    once, each = (
+        two.run(trained, case, accumulation, 2, str(tmp_path / accumulation), options)[0]
+        for accumulation in ("reduce_once", "every_microbatch")
+    )
+    assert once.losses[0][1] == each.losses[0][1]  # before any update: to the bit
+    for found, expected in zip(once.losses, each.losses, strict=True):
         assert found == pytest.approx(expected, rel=1e-5)
 
 

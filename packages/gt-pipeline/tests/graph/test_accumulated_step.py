@@ -11,7 +11,7 @@ from torch import nn
 from gt_config.node_keys import FsdpCollectiveAnnotation
 from gt_pipeline.errors import StageCutError
 from gt_pipeline.graph import AccumulatedStep, cut_accumulation
-from gt_trace import InputMismatchError, write_annotation
+from gt_trace import InputMismatchError, module_fqn, phase_of, write_annotation
 from gt_trace.testing import GlooWorkers
 
 
@@ -109,3 +109,14 @@ def test_a_gathering_that_needs_a_microbatch_is_refused():
         "  - relu (aten.relu.default) is part of UNSHARD, and must run after "
     )
     assert problem.endswith("which is part of MICROBATCH")
+
+
+def test_additions_belong_to_no_module_nor_reduction():
+    graphs = cut(Block(), 2)
+    added = [
+        node
+        for node in graphs.last.graph_module.graph.nodes
+        if any(source.name in graphs.last.sum_names for source in node.all_input_nodes)
+    ]
+    assert len(added) == graphs.num_sums == 6
+    assert all(module_fqn(node) == "" and phase_of(node) == "backward" for node in added)

@@ -136,6 +136,26 @@ def test_gradients_that_chunks_sum_before_the_capture_are_refused_with_bitwise()
     assert violation.flag == "--compile.ep_overlap.enabled"
 
 
+def test_one_reduction_of_several_microbatches_is_said_and_refused_with_bitwise():
+    config = llama3.llama3_debugmodel()
+    config = replace(
+        config,
+        compile=replace(config.compile, accumulation="reduce_once"),
+        parallelism=replace(config.parallelism, data_parallel_shard_degree=2),
+        training=replace(config.training, local_batch_size=1, global_batch_size=4),
+    )
+    assert list(configuration_violations(config, 2)) == []
+    assert describe_run(config, 2).endswith("reordered (one reduction of several microbatches)")
+    config = replace(config, compile=replace(config.compile, bitwise=True))
+    (violation,) = configuration_violations(config, 2)
+    assert str(violation) == (
+        "--compile.accumulation is 'reduce_once'\n"
+        "allowed: 'every_microbatch' with --compile.bitwise: one reduction of several microbatches "
+        "is reordered\n"
+        "fix: leave out one of the two"
+    )
+
+
 def test_the_line_says_what_runs_and_not_what_was_asked_for():
     with intended_for("cuda"):
         names = ("cuda-graphs", "compile-regions", "recompute-tagged")

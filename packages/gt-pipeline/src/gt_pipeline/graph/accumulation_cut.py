@@ -24,7 +24,7 @@ from typing import Any, Literal
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from gt_config.node_keys import FsdpCollectiveAnnotation
+from gt_config.node_keys import ANNOTATION_TYPES, PhaseAnnotation
 from gt_passes import Verifier
 from gt_passes.analysis.liveness import MemoryKind
 from gt_pipeline.errors import StageCutError, StageGraphError
@@ -309,8 +309,11 @@ class _Copy:
     def _call(self, target: Any, *args: Node, like: Node) -> Node:
         call = self._graph.call_function(target, args)
         call.meta = dict(like.meta)
-        # The addition is no part of the reduction that reads it, which passes may put in buckets.
-        remove_annotation(call, FsdpCollectiveAnnotation)
+        # It belongs to all microbatches: not to a module, which may run in chunks of one, nor to
+        # the reduction that reads the sum, which may be put in a bucket.
+        for concept in ANNOTATION_TYPES:
+            if concept is not PhaseAnnotation:
+                remove_annotation(call, concept)
         return call
 
 
