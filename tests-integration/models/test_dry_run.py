@@ -16,8 +16,9 @@ import pytest
 
 from gt_trace.testing import fake_world
 from gt_trainer.device import intended_for
-from gt_trainer.dry_run.dry_run import DryRunReport, dry_run
+from gt_trainer.dry_run.dry_run import dry_run
 from gt_trainer.dry_run.fake_step import fake_step
+from gt_trainer.dry_run.pipeline_dry_run import PipelineDryRunReport
 from gt_trainer.models.catalog import CATALOG, INTENDED_WORLD_SIZE
 from gt_trainer.preflight.preflight import check_configuration
 from gt_trainer.preflight.settled_defaults import settle_defaults
@@ -26,10 +27,16 @@ _INTENDED_GIB = 72
 """What every shipped configuration may need of a GPU's 80 GB."""
 
 _QUICK = {"deepseek_v3_debugmodel"}
+_ALL = [entry for table in CATALOG.values() for entry in table.values()]
 _ENTRIES = [
     pytest.param(entry, marks=[] if entry.config in _QUICK else [pytest.mark.slow], id=entry.config)
-    for table in CATALOG.values()
-    for entry in table.values()
+    for entry in _ALL
+    if not entry.config.endswith("_pp")
+]
+_PIPELINES = [
+    pytest.param(entry, marks=pytest.mark.slow, id=entry.config)
+    for entry in _ALL
+    if entry.config.endswith("_pp")
 ]
 
 
@@ -39,7 +46,7 @@ def run(
     world_size: int,
     options: dict[str, Any] | None = None,
     **parallelism: int,
-) -> DryRunReport:
+) -> Any:
     """As ``gt-train --dry-run`` does it."""
     with intended_for("cuda"):
         config = getattr(importlib.import_module(f"gt_trainer.models.{module}"), name)()
@@ -52,7 +59,7 @@ def run(
 
 
 @cache
-def run_as_intended(module: str, name: str) -> DryRunReport:
+def run_as_intended(module: str, name: str) -> Any:
     return run(module, name, INTENDED_WORLD_SIZE[name])
 
 
@@ -78,6 +85,14 @@ def test_configuration_is_captured_at_its_intended_world_size(entry) -> None:
     assert (collectives.get("all_gather_into_tensor", 0) > 0) == (world_size > 1)
     degrees = dict(report.degrees)
     assert ("all_to_all_single" in collectives) == (degrees.get("ep", 1) > 1)
+    assert report.simulated.peak_bytes <= _INTENDED_GIB * 2**30
+    assert report.remedy is None
+
+
+@pytest.mark.parametrize("entry", _PIPELINES)
+def test_pipeline_is_captured_at_its_intended_world_size(entry) -> None:
+    report = run_as_intended(entry.module, entry.config)
+    assert isinstance(report, PipelineDryRunReport)
     assert report.simulated.peak_bytes <= _INTENDED_GIB * 2**30
     assert report.remedy is None
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from chunks.recorded_routing import Load
-from pipelines.cases import Found, PipelineCase, compare_pipelines
+from pipelines.cases import NUM_BATCHES, Found, PipelineCase, compare_pipelines
 from pipelines.exchanges import Exchanges
 from training_cases import Case
 
@@ -100,7 +100,7 @@ def test_losses_and_gradients_are_those_of_eager_stages_in_the_same_chunks(
 def check(case: PipelineCase, found: list[Found]) -> None:
     assert [each.differences for each in found] == [()] * len(found)
     assert all(each.num_gradients > 10 for each in found)
-    assert {len(each.losses) for each in found} == {0, 2 * 2 * case.num_microbatches}
+    assert {len(each.losses) for each in found} == {0, 2 * NUM_BATCHES * case.num_microbatches}
     exchanges = [exchanges for each in found for exchanges in each.exchanges]
     recomputes = case.options.get("memory_policy") == "full_recompute"
     check_exchanges(exchanges, {"forward": 4, "backward": 8 if recomputes else 4})

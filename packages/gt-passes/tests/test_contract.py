@@ -46,7 +46,7 @@ Sloppy does not declare a pass as the contract asks:
   - it is not a frozen dataclass: write @dataclass(frozen=True, ...)
   - its name is 'sloppy-pass', and its class name asks for 'sloppy'
   - numerics is None, not one of bitwise, reordered, approximate
-  - runs_on is frozenset({'stage 0'}), not a frozenset of kinds of graph: some of STEP, STAGE, UNSHARD, FORWARD, FULL_BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, REDUCE_GRAD, OVERLAP_F_B, JOINT_FORWARD, JOINT_BACKWARD
+  - runs_on is frozenset({'stage 0'}), not a frozenset of kinds of graph: some of STEP, MICROBATCH, STAGE, UNSHARD, FORWARD, FULL_BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, REDUCE_GRAD, OVERLAP_F_B, JOINT_FORWARD, JOINT_BACKWARD
   - requires is frozenset({'no-dead-code'}), not a frozenset of Fact""",
     )
 

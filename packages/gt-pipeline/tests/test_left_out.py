@@ -50,8 +50,8 @@ def test_without_the_extra_split_and_schedules_are_collected_and_the_report_says
     assert "runner/test_runner.py" not in report
     assert "2 tests collected" in report
     assert (
-        "gt-pipeline: tests/graph and tests/runner left out, since gt_trace, gt_passes of "
-        "gt-pipeline[graph] cannot be imported"
+        "gt-pipeline: tests/estimates and tests/graph and tests/runner left out, since gt_trace, "
+        "gt_passes of gt-pipeline[graph] cannot be imported"
     ) in report
 
 

@@ -101,7 +101,7 @@ def test_stages_compute_what_the_whole_model_does(model: Decoder, samples: int) 
         parts,
         schedule_of("ZBVZeroBubble", num_ranks=1, num_stages=2, num_microbatches=NUM_MICROBATCHES),
         loss_fn=loss_fn,
-        activation=ActivationSignature(
+        activation=lambda microbatch: ActivationSignature(
             shape=(samples, LENGTH, model.config.dim), dtype=torch.float32, requires_grad=True
         ),
         pipeline_group=None,  # type: ignore[arg-type]  # a pipeline of one rank needs none
