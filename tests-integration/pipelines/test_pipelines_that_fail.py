@@ -50,5 +50,5 @@ def test_what_is_no_number_in_one_microbatch_of_one_rank_ends_the_run_on_all(
 ):
     ended = four.run(poison_in, CASE, str(tmp_path), rank, action)
     check(ended)
-    begins = "step 1: gradients are not finite (NaN or infinite). Nothing of this step was saved.\n"
+    begins = "step 1: gradients are not finite (NaN or infinite). Their update was not made, and "
     assert all(each.text.startswith(begins) for each in ended), ended

@@ -17,10 +17,9 @@ import torch
 from torch.fx import GraphModule, Node
 
 from gt_config import EpChunkDim
-from gt_config.node_keys import Direction, ModuleAnnotation
+from gt_config.node_keys import Direction, FsdpCollectiveAnnotation, ModuleAnnotation
 from gt_passes._torch_internals import value_of
 from gt_passes.analysis.aliasing import AliasClasses, written_nodes
-from gt_passes.analysis.fsdp_collective import fsdp_collective
 from gt_passes.analysis.layer_names import LayerNames
 from gt_passes.ep_overlap.chunk_states import Layout
 from gt_passes.errors import GraphChunkingError
@@ -117,12 +116,13 @@ def _named_nodes(nodes: Sequence[Node], patterns: Sequence[str]) -> dict[Node, R
     layers = [LayerNames(pattern) for pattern in patterns]
     regions: dict[tuple[str, str], Region] = {}
     found: dict[Node, Region] = {}
-    reduced: set[Node] = set()  # what follows the reduction of a gradient is done once
+    # The reduction of a gradient is done once, the sum of its parts too, and what follows them.
+    reduced: set[Node] = set()
     for node in nodes:
         if node.op != "call_function":
             continue
-        collective = fsdp_collective(node)
-        reduces = collective is not None and collective.kind == "reduce_grad"
+        collective = read_annotation(node, FsdpCollectiveAnnotation)
+        reduces = collective is not None and collective.kind != "unshard"
         if reduces or any(source in reduced for source in node.all_input_nodes):
             reduced.add(node)
             continue
@@ -168,7 +168,7 @@ def _with_sums(
         and node not in named
         and node in dependent
         and phase_of(node) == "backward"
-        and fsdp_collective(node) is None
+        and read_annotation(node, FsdpCollectiveAnnotation) is None
         and (node.meta.get("is_gradient_acc") or read_annotation(node, ModuleAnnotation) is None)
     ]
     for node in nameless:
