@@ -67,8 +67,10 @@ def test_step_between_reports_whose_loss_is_not_finite_is_not_saved(
     is_late: bool, one: GlooWorkers, tmp_path: Path
 ) -> None:
     ((message, saved, _),) = one.run(poisoned, LLAMA3, str(tmp_path), 3, is_late, 1, "loss")
+    fate = "Nothing" if is_late else "Its update was not made, and nothing"
     assert message == (
-        "step 3: the loss is nan, though its gradients are finite. Nothing of this step was saved."
+        "step 3: the loss is not finite (NaN or infinite), though its gradients are. "
+        f"{fate} of this step was saved."
     )
     assert saved == ["step-1", "step-2"]
 
@@ -78,7 +80,7 @@ def test_last_step_whose_gradients_are_not_finite_ends_all_ranks_without_a_check
     is_late: bool, four: GlooWorkers, tmp_path: Path
 ) -> None:
     answers = four.run(poisoned, ON_FOUR, str(tmp_path), NUM_STEPS, is_late)
-    fate = "Nothing" if is_late else "Their update was not made, and nothing"
+    fate = "Nothing" if is_late else "Its update was not made, and nothing"
     for message, saved, _ in answers:
         assert message.startswith(
             f"step {NUM_STEPS}: gradients are not finite (NaN or infinite). {fate} of this step"

@@ -83,7 +83,6 @@ class GraphTrainer(Trainer):
             if config.compile.autoparallel and config.validator.enable:
                 self._allow_validation()
         self._step_check = StepCheck(self.device)
-        self.optimizers.register_step_pre_hook(self._check_gradients)
         for part in self.model_parts:
             # Whatever saves parameters asks a model for them.
             part.register_state_dict_pre_hook(self._settle)  # type: ignore[no-untyped-call]  # PyTorch leaves it unannotated
@@ -161,19 +160,20 @@ class GraphTrainer(Trainer):
         batches = self._next_batches(data_iterator)
         loss = self._accumulate(batches)
         with sl.log_trace_span("optim"):
+            parameters = [p for part in self.model_parts for p in part.parameters()]
             grad_norm = dist_utils.clip_grad_norm_(
-                [p for part in self.model_parts for p in part.parameters()],
+                parameters,
                 self.config.training.max_norm,
                 foreach=True,
                 pp_mesh=self.parallel_dims.get_optional_mesh("pp"),
                 ep_enabled=self.parallel_dims.ep_enabled,
             )
+            self._step_check.check(parameters, loss, step=self.step)
             self.checkpointer.maybe_wait_for_staging()
             self.optimizers.step()
             self.lr_schedulers.step()
         with sl.log_trace_span("collect_dist_metrics"):
             numbers = copy_to_host({**self._over_ranks(loss, batches), "grad_norm": grad_norm})
-        self._step_check.check_loss(numbers, step=self.step)
         if self.metrics_processor.should_log(self.step):
             self._step_check.settle()
             self._report(numbers.wait(), learning_rates)
@@ -271,10 +271,6 @@ class GraphTrainer(Trainer):
             numbers["grad_norm"],
             extra_metrics={"n_tokens_seen": numbers["n_tokens_seen"], **learning_rates},
         )
-
-    def _check_gradients(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        parameters = (p for part in self.model_parts for p in part.parameters())
-        self._step_check.check_gradients(parameters, step=self.step)
 
     def _settle(self, *_: Any) -> None:
         """Judge the last step and write its metrics, both waiting for the device."""

@@ -17,6 +17,7 @@ from gt_trainer.steps import step_check
 from gt_trainer.steps.step_check import NonFiniteGradientsError, NonFiniteLossError, StepCheck
 
 CPU = torch.device("cpu")
+LOSS = torch.tensor(2.5)
 
 
 @pytest.fixture
@@ -37,17 +38,17 @@ def with_gradients(mesh, *gradients):
 
 def test_finite_gradients_pass_with_empty_shards_and_parameters_without_one(one_rank):
     parameters = with_gradients(one_rank, torch.full((2,), 1e30), torch.zeros(0))
-    StepCheck(CPU).check_gradients(parameters, step=3)
-    StepCheck(CPU).check_gradients([], step=3)
+    StepCheck(CPU).check(parameters, LOSS, step=3)
+    StepCheck(CPU).check([], LOSS, step=3)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_one_element_that_is_not_finite_is_refused_with_the_step(one_rank, value):
     parameters = with_gradients(one_rank, torch.ones(3), torch.tensor([1.0, value]))
     with pytest.raises(NonFiniteGradientsError) as refused:
-        StepCheck(CPU).check_gradients(parameters, step=3)
+        StepCheck(CPU).check(parameters, LOSS, step=3)
     assert str(refused.value) == (
-        "step 3: gradients are not finite (NaN or infinite). Their update was not made, and nothing "
+        "step 3: gradients are not finite (NaN or infinite). Its update was not made, and nothing "
         "of this step was saved.\n"
         "  Often the learning rate is too high (--optimizer.param_groups.0.optimizer_kwargs.lr),\n"
         "  or its warm-up too short (--lr_scheduler.warmup_steps)"
@@ -83,16 +84,16 @@ def verdicts(monkeypatch):
 
 def test_on_a_gpu_a_step_is_judged_before_the_update_of_the_next(one_rank, verdicts):
     check = StepCheck(CPU)
-    check.check_gradients(with_gradients(one_rank, torch.ones(3)), step=1)
-    check.check_gradients(with_gradients(one_rank, torch.tensor([math.nan])), step=2)
+    check.check(with_gradients(one_rank, torch.ones(3)), LOSS, step=1)
+    check.check(with_gradients(one_rank, torch.tensor([math.nan])), LOSS, step=2)
     assert [event.num_waits for event in verdicts] == [1, 0]
     with pytest.raises(NonFiniteGradientsError, match="step 2: gradients are not finite"):
-        check.check_gradients(with_gradients(one_rank, torch.ones(3)), step=3)
+        check.check(with_gradients(one_rank, torch.ones(3)), LOSS, step=3)
 
 
 def test_on_a_gpu_settling_judges_the_last_step_once(one_rank, verdicts):
     check = StepCheck(CPU)
-    check.check_gradients(with_gradients(one_rank, torch.tensor([math.inf])), step=7)
+    check.check(with_gradients(one_rank, torch.tensor([math.inf])), LOSS, step=7)
     with pytest.raises(NonFiniteGradientsError) as refused:
         check.settle()
     assert str(refused.value).startswith(
@@ -102,37 +103,28 @@ def test_on_a_gpu_settling_judges_the_last_step_once(one_rank, verdicts):
     assert verdicts[0].num_waits == 1
 
 
-def loss_of(value, event=None):
-    numbers = torch.tensor([value], dtype=torch.float64)
-    return HostCopy(names=("loss",), numbers=numbers, copied=event)
-
-
-def test_loss_that_is_not_finite_is_refused_at_once_where_it_is_on_the_host(one_rank):
-    check = StepCheck(CPU)
-    check.check_loss(loss_of(2.5), step=1)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_loss_that_is_not_finite_is_refused_with_the_step(one_rank, value):
     with pytest.raises(NonFiniteLossError) as refused:
-        check.check_loss(loss_of(math.nan), step=2)
+        StepCheck(CPU).check(with_gradients(one_rank, torch.ones(3)), torch.tensor(value), step=2)
     assert str(refused.value) == (
-        "step 2: the loss is nan, though its gradients are finite. Nothing of this step was saved."
+        "step 2: the loss is not finite (NaN or infinite), though its gradients are. Its update was "
+        "not made, and nothing of this step was saved."
     )
-    check.settle()
 
 
-def test_on_a_gpu_a_loss_is_judged_before_the_next_update_and_waits_for_nothing_until_then(
-    one_rank,
-):
-    check, event = StepCheck(CPU), Event()
-    check.check_gradients(with_gradients(one_rank, torch.ones(3)), step=1)
-    check.check_loss(loss_of(math.inf, event), step=1)
-    assert event.num_waits == 0
-    with pytest.raises(NonFiniteLossError, match="step 1: the loss is inf, though"):
-        check.check_gradients(with_gradients(one_rank, torch.ones(3)), step=2)
+def test_on_a_gpu_a_loss_is_judged_with_its_gradients(one_rank, verdicts):
+    check = StepCheck(CPU)
+    check.check(with_gradients(one_rank, torch.ones(3)), torch.tensor(math.inf), step=1)
+    assert verdicts[0].num_waits == 0
+    with pytest.raises(NonFiniteLossError, match=r"step 1: the loss .* Nothing of this step was"):
+        check.check(with_gradients(one_rank, torch.ones(3)), LOSS, step=2)
 
 
 def test_gradients_of_a_step_are_named_before_its_loss(one_rank, verdicts):
     check = StepCheck(CPU)
-    check.check_gradients(with_gradients(one_rank, torch.tensor([math.nan])), step=1)
-    check.check_loss(loss_of(math.nan, Event()), step=1)
+    gradients = with_gradients(one_rank, torch.tensor([math.nan]))
+    check.check(gradients, torch.tensor(math.nan), step=1)
     with pytest.raises(NonFiniteGradientsError, match="step 1: gradients"):
         check.settle()
     check.settle()
@@ -141,12 +133,13 @@ def test_gradients_of_a_step_are_named_before_its_loss(one_rank, verdicts):
 def test_settling_finite_gradients_passes(one_rank, verdicts):
     check = StepCheck(CPU)
     check.settle()
-    check.check_gradients(with_gradients(one_rank, torch.ones(3)), step=1)
+    check.check(with_gradients(one_rank, torch.ones(3)), LOSS, step=1)
     check.settle()
     assert [event.num_waits for event in verdicts] == [1]
 
 
-def test_all_ranks_stop_when_one_has_such_a_gradient(tmp_path):
+@pytest.mark.parametrize("bad", ["gradient", "loss"])
+def test_all_ranks_stop_when_one_has_such_a_gradient_or_loss(tmp_path, bad):
     program = """
         import os, sys
         from pathlib import Path
@@ -158,14 +151,19 @@ def test_all_ranks_stop_when_one_has_such_a_gradient(tmp_path):
         def run():
             torch.distributed.init_process_group("gloo")
             parameter = torch.zeros(2, requires_grad=True)
-            parameter.grad = torch.tensor([1.0, float("nan" if os.environ["RANK"] == "1" else "2")])
+            values = {"gradient": 2.0, "loss": 3.0}
+            if os.environ["RANK"] == "1":
+                values[sys.argv[2]] = float("nan")
+            parameter.grad = torch.tensor([1.0, values["gradient"]])
             try:
-                StepCheck(torch.device("cpu")).check_gradients([parameter], step=3)
-            except NonFiniteGradientsError as error:
+                check = StepCheck(torch.device("cpu"))
+                check.check([parameter], torch.tensor(values["loss"]), step=3)
+            except (NonFiniteGradientsError, NonFiniteLossError) as error:
                 Path(sys.argv[1], os.environ["RANK"]).write_text(str(error))
 
         sys.exit(launch(run, num_ranks=3, log_folder=Path(sys.argv[1])))
     """
-    command = [sys.executable, "-c", textwrap.dedent(program), str(tmp_path)]
+    command = [sys.executable, "-c", textwrap.dedent(program), str(tmp_path), bad]
     subprocess.run(command, check=True, timeout=300)
-    assert len({(tmp_path / rank).read_text() for rank in "012"}) == 1
+    (text,) = {(tmp_path / rank).read_text() for rank in "012"}
+    assert bad in text
