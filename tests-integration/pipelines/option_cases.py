@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from gt_passes import CudaGraphs, recipes
 from gt_passes.cuda_graphs.cuda_graph_safety import CaptureTarget
 from gt_passes.tensor_parallel.symmetric_memory import SymmetricMemoryHere
 from gt_passes.testing import FakeRecorder
+from gt_pipeline.graph import GraphPipelineStage
 from gt_pipeline.runner import GraphPPRunner
 from gt_trainer.metrics.metrics_history import read_metrics
 from gt_trainer.trainer import GraphTrainer
@@ -62,8 +63,14 @@ def compare_and_count(case: OptionCase, folder: str) -> tuple[Found, Counter[str
     return found, _counts(_last.pop())
 
 
-def compare_and_count_launches(case: OptionCase, folder: str) -> tuple[Found, list[int], int]:
-    """``compare_pipelines`` by imitated recordings; launches, and actions that compute, by batch."""
+def compare_and_count_launches(
+    case: OptionCase, folder: str, whole: bool
+) -> tuple[Found, list[int], int]:
+    """``compare_pipelines`` by imitated recordings, of ``whole`` steps or of actions.
+
+    Returns:
+        What was found, launches by batch, and how many actions of a rank compute.
+    """
     recorders: list[FakeRecorder] = []
     launches: list[int] = []
 
@@ -90,7 +97,11 @@ def compare_and_count_launches(case: OptionCase, folder: str) -> tuple[Found, li
     with (
         mock.patch.object(recipes, "CudaGraphs", imitated),
         mock.patch.object(GraphPPRunner, "step_microbatches", counted),
+        contextlib.ExitStack() as only_actions,
     ):
+        if not whole:
+            none = mock.patch.object(GraphPipelineStage, "step_replayer", return_value=None)
+            only_actions.enter_context(none)
         found = compare_pipelines(case, folder)
     schedule = _last.pop().pp_schedule._schedule
     rank = dist.get_rank() // (dist.get_world_size() // 2)
@@ -148,7 +159,7 @@ def trained_with_symmetric_memory(case: PipelineCase, folder: str) -> Trained:
         return trained(case, folder)
 
 
-@contextmanager
+@contextlib.contextmanager
 def symmetric_memory_of_cpus() -> Iterator[None]:
     """The operators exist on GPUs only; torch defines their meaning beside them."""
     library = torch.library.Library("symm_mem", "IMPL")  # of this worker alone

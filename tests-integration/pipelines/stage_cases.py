@@ -156,7 +156,7 @@ def _not_recomposed(
     activations: tuple[Tensor, ...] = ()
     for stage, module in zip(stages, modules, strict=True):
         state = StageState(stage.capture, module).sample()
-        arguments = iter(stage._reader.read(activations, inputs))
+        arguments = iter([*activations, *stage._reader.read(inputs)])
         values = [
             state[slot]
             if slot in state

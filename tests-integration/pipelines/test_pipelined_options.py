@@ -70,14 +70,21 @@ def test_offloading_stages_keep_every_bit(four: GlooWorkers, tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_replayed_actions_keep_every_bit(four: GlooWorkers, tmp_path: Path):
-    """Recordings are imitated; those of the second batch, and later, are launched once each."""
+@pytest.mark.parametrize("whole", [True, False])
+def test_replayed_steps_keep_every_bit(whole: bool, four: GlooWorkers, tmp_path: Path):
+    """Recordings are imitated. Whole steps are one launch; else each action that computes is."""
     model = dataclasses.replace(LLAMA3, parallelism={"data_parallel_shard_degree": 2})
     case = OptionCase(model=model, schedule="ZBVZeroBubble", options={"cuda_graphs": True})
-    for found, launches, num_actions in four.run(compare_and_count_launches, case, str(tmp_path)):
+    for found, launches, num_actions in four.run(
+        compare_and_count_launches, case, str(tmp_path), whole
+    ):
         assert found.differences == ()
         assert found.num_gradients > 10
-        assert launches[0] < launches[1] == num_actions
+        if whole:
+            assert launches[0] == 0
+            assert {*launches[1:]} == {1}
+        else:
+            assert launches[0] < launches[1] == num_actions
 
 
 @pytest.mark.slow

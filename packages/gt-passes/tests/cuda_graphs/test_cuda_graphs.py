@@ -12,6 +12,7 @@ from inductor_cases import COMPILER, Model, captured_step, run_on
 from pass_graphs import capture, collectives, program, run_pass, same_bits
 from recorded_step_cases import ON_CPU, outputs_captured_and_replayed
 
+from gt_config.node_keys import PipelineAnnotation
 from gt_passes import (
     CompileRegions,
     CompileWholeGraph,
@@ -20,7 +21,9 @@ from gt_passes import (
     PassContext,
     release_cuda_graphs,
 )
+from gt_passes.cuda_graphs.whole_recording import whole_recording
 from gt_passes.testing import FakeRecorder
+from gt_trace.node_metadata import write_annotation
 from gt_trace.testing import GlooWorkers
 
 X = torch.linspace(-1, 1, 32).reshape(4, 8)
@@ -230,3 +233,49 @@ def test_a_sharded_step_keeps_every_bit_on_two_ranks():
 def _flat(outputs):
     loss, gradients = outputs
     return [loss, *gradients]
+
+
+def marked(action, step, min_kernels=2):
+    """What the pass says of an action's graph, and the mark that it left."""
+    graph_module = capture(step, X, torch.tensor(3))
+    for node in graph_module.graph.nodes:
+        if node.op == "call_function":
+            write_annotation(node, PipelineAnnotation(stage_index=0, action=action, slot=0))
+    before = program(graph_module)
+    recording = CudaGraphs(target=ON_CPU, new_recorder=FakeRecorder, min_kernels=min_kernels)
+    report = run_pass(recording, graph_module)
+    assert not report.changed
+    assert program(graph_module) == before
+    return report, whole_recording(graph_module)
+
+
+def test_an_action_is_marked_to_be_recorded_by_whoever_runs_it():
+    report, mark = marked("FORWARD", lambda x, count: x.sin().cos())
+    assert mark is not None
+    assert mark.alone
+    assert report.counts == {"actions_recorded": 1, "nodes": 2}
+
+
+@pytest.mark.parametrize("action", ["UNSHARD", "REDUCE_GRAD"])
+def test_what_gathers_or_reduces_is_recorded_with_a_whole_step_only(action):
+    report, mark = marked(action, lambda x, count: x.sin().cos())
+    assert mark is not None
+    assert not mark.alone
+    assert report.counts == {"nodes": 2}
+    assert report.refusals == ()
+
+
+def test_a_small_action_is_recorded_with_a_whole_step_only():
+    report, mark = marked("FORWARD", lambda x, count: x.sin().cos(), min_kernels=3)
+    assert mark is not None
+    assert not mark.alone
+    assert_expected_inline(
+        "\n".join(map(str, report.refusals)), """sin: fewer than 3 kernels stand together here"""
+    )
+
+
+def test_an_action_that_waits_for_the_device_is_not_marked():
+    report, mark = marked("FORWARD", lambda x, count: x.sin().cos() * count.item())
+    assert mark is None
+    assert report.counts == {}
+    assert "brings a result of the device to the host" in str(report.refusals[0])

@@ -1,4 +1,4 @@
-"""A transform that has a stage's actions recorded, by imitated recordings. Workers import it."""
+"""A transform that has a stage's graphs recorded, by imitated recordings. Workers import it."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ from gt_passes.testing import FakeRecorder
 
 def recording(recorder: FakeRecorder) -> Callable[[GraphModule, PipelineAction, PassContext], None]:
     """A transform that marks what can be recorded, as if the CPU were a GPU."""
+    target = CaptureTarget(
+        device_type="cpu",
+        backend_of_group=lambda group_name: "gloo",
+        capturable_backends=frozenset({"gloo"}),
+    )
 
     def transform(graph_module: GraphModule, kind: PipelineAction, context: PassContext) -> None:
-        if kind in ("UNSHARD", "REDUCE_GRAD"):
-            return
-        graphs = CudaGraphs(
-            target=CaptureTarget(device_type="cpu"), new_recorder=lambda: recorder, min_kernels=1
-        )
+        graphs = CudaGraphs(target=target, new_recorder=lambda: recorder, min_kernels=1)
         (record,) = PassManager([graphs], context=context).run(graph_module).records
-        assert record.report.counts["actions_recorded"] == 1
+        computes = kind not in ("UNSHARD", "REDUCE_GRAD")
+        assert record.report.counts.get("actions_recorded", 0) == computes, record.report
+        assert record.report.counts["nodes"] > 0
 
     return transform

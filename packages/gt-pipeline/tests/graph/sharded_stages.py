@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from recording_transform import recording
-from stage_models import ACTIVATION, Block
+from stage_models import ACTIVATION, Block, squared_error
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -13,7 +13,8 @@ from gt_passes.testing import FakeRecorder
 from gt_pipeline.errors import StageOrderError
 from gt_pipeline.graph import GraphPipelineStage
 from gt_pipeline.graph.executables import GraphTransform
-from gt_pipeline.runner import MicrobatchInputs
+from gt_pipeline.runner import GraphPPRunner, MicrobatchInputs
+from gt_pipeline.schedules import schedule_of
 from gt_trace.fsdp import gathered, shard
 
 
@@ -51,6 +52,55 @@ def train_recorded_like_eager() -> tuple[list[str], int]:
     found = _compare_with_eager(module, stage)
     assert recorder.num_replays == num_replays + 4
     return found
+
+
+def replay_whole_steps() -> tuple[list[str], list[int]]:
+    """Three steps of a stage that two ranks share, replayed; beside one that runs as it is.
+
+    Returns:
+        What differs in any bit, and the launches of each step.
+    """
+    planned = schedule_of("1F1B", num_ranks=1, num_stages=1, num_microbatches=3)
+    recorder = FakeRecorder()
+    runners, modules = [], []
+    for transform in (recording(recorder), None):
+        torch.manual_seed(0)
+        module = Block(hidden=15)
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("fsdp",))
+        shard(module, mesh, mode="shard")
+        inputs = MicrobatchInputs(args=(torch.randn(4, 8),), target=torch.randn(4, 8))
+        stage = GraphPipelineStage(
+            module,
+            stage_index=0,
+            num_stages=1,
+            inputs=inputs,
+            loss_fn=squared_error,
+            transform=transform,
+        )
+        mine = dist.new_subgroups(1)[0]
+        runners.append(GraphPPRunner([stage], planned, group=mine))
+        modules.append(module)
+    torch.manual_seed(dist.get_rank())
+    differing, launches = [], []
+    for number in range(3):
+        x = torch.randn(12, 8)
+        before = recorder.num_replays
+        losses = [runner.step(x, target=x + 1).losses for runner in runners]
+        launches.append(recorder.num_replays - before)
+        differing += [
+            f"step {number}, loss" for a, b in zip(*losses, strict=True) if not torch.equal(a, b)
+        ]
+        named = [dict(module.named_parameters()) for module in modules]
+        for name, found in named[0].items():
+            assert isinstance(found.grad, DTensor)
+            assert isinstance(named[1][name].grad, DTensor)
+            if not torch.equal(found.grad.to_local(), named[1][name].grad.to_local()):
+                differing.append(f"step {number}, {name}")
+            for module in named:
+                module[name].grad = None
+    for runner in runners:
+        runner.close()
+    return differing, launches
 
 
 def _compare_with_eager(module: Block, stage: GraphPipelineStage) -> tuple[list[str], int]:

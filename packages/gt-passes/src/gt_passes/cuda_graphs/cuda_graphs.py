@@ -10,7 +10,12 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from gt_config.graph_kinds import COMPUTING_ACTIONS, JOINT_GRAPHS, GraphKind
+from gt_config.graph_kinds import (
+    COMPUTING_ACTIONS,
+    JOINT_GRAPHS,
+    PIPELINE_ACTIONS,
+    GraphKind,
+)
 from gt_config.node_keys import PipelineAnnotation
 from gt_config.numerics import Numerics
 from gt_passes._torch_internals import quiet_fake_execution, value_of
@@ -58,8 +63,9 @@ class CudaGraphs(GraphPass):
         return kept, n
 
     The graph of a pipeline's action is cut into no pieces: what one microbatch keeps must outlive
-    the replay for the next. Where all of it can be recorded, it is marked, and the stage records it
-    whole, once for each place of a microbatch (``gt_pipeline.graph.recorded_actions``).
+    the replay for the next. Where all of it can be recorded, it is marked. Where all graphs of a
+    rank are, a whole step is recorded (``gt_pipeline.graph.replayed_steps``), else each marked
+    action that computes, once for each place of a microbatch (``recorded_actions``, there).
 
     *Refuses*: what cannot be recorded, node by node with the reason, such as regions that copy to
     the host by themselves; everything where there is no CUDA. Run it last: a compiler cannot look
@@ -70,7 +76,7 @@ class CudaGraphs(GraphPass):
 
     name: ClassVar[str] = "cuda-graphs"
     numerics: ClassVar[Numerics] = "bitwise"
-    runs_on: ClassVar[frozenset[GraphKind]] = frozenset({"STEP", *JOINT_GRAPHS, *COMPUTING_ACTIONS})
+    runs_on: ClassVar[frozenset[GraphKind]] = frozenset({"STEP", *JOINT_GRAPHS, *PIPELINE_ACTIONS})
     keeps_dataflow: ClassVar[bool] = False
 
     target: CaptureTarget = field(default_factory=CaptureTarget)
@@ -141,20 +147,24 @@ class CudaGraphs(GraphPass):
             for node in calls
             if is_host_copy(node)
         ]
-        if not refusals and num_kernels(calls) < self.min_kernels:
-            reason = f"fewer than {self.min_kernels} kernels stand together here"
-            refusals.append(Refusal(node_name=calls[0].name, reason=reason))
         if refusals:
             return PassReport(changed=False, refusals=tuple(refusals))
+        annotations = (read_annotation(node, PipelineAnnotation) for node in calls)
+        alone = any(each is not None and each.action in COMPUTING_ACTIONS for each in annotations)
+        if alone and num_kernels(calls) < self.min_kernels:
+            alone, reason = False, f"fewer than {self.min_kernels} kernels stand together here"
+            refusals.append(Refusal(node_name=calls[0].name, reason=reason))
         mark_for_recording(
             graph_module,
             WholeRecording(
                 new_recorder=self.new_recorder,
                 num_warmup_runs=self.num_warmup_steps,
                 max_recordings=self.max_recordings,
+                alone=alone,
             ),
         )
-        return PassReport(changed=False, counts={"actions_recorded": 1, "nodes": len(calls)})
+        counts = {"actions_recorded": int(alone), "nodes": len(calls)}
+        return PassReport(changed=False, counts=counts, refusals=tuple(refusals))
 
     def _outline(
         self, graph_module: GraphModule, context: PassContext, pieces: Sequence[Sequence[Node]]

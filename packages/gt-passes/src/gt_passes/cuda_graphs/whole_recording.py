@@ -27,6 +27,9 @@ class WholeRecording:
     max_recordings: int
     """How often parameters may be replaced before that is an error."""
 
+    alone: bool = True
+    """Whether a launch of its own is worth it; else only as part of a recording of a whole step."""
+
 
 def mark_for_recording(graph_module: GraphModule, recording: WholeRecording) -> None:
     """Say that all of a graph can be recorded."""

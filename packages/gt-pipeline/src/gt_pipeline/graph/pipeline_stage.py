@@ -12,6 +12,7 @@ from torch.fx import GraphModule
 
 from gt_config.node_keys import OverlappedBackward, PipelineAction
 from gt_passes.analysis.storages import Storages, flat
+from gt_passes.cuda_graphs.whole_recording import WholeRecording, whole_recording
 from gt_passes.verifier.collective_order import CollectiveSequence
 from gt_pipeline.errors import StageGraphError, StageInputError, StageOrderError
 from gt_pipeline.graph._torch_internals import FakeTensorMode
@@ -25,6 +26,7 @@ from gt_pipeline.graph.executables import (
 from gt_pipeline.graph.launched_executable import LaunchedAction, LaunchedExecutable
 from gt_pipeline.graph.overlapped_actions import OverlappedActions, overlap_actions
 from gt_pipeline.graph.recorded_actions import StageRecordings
+from gt_pipeline.graph.replayed_steps import ReplayedSteps, StageReads
 from gt_pipeline.graph.slots import Slot
 from gt_pipeline.graph.stage_capture import StageCapture, StageLoss, capture_stage
 from gt_pipeline.graph.stage_cut import cut_stage
@@ -54,9 +56,9 @@ class GraphPipelineStage:
         stage.gradients()
 
     Everything about microbatches, order and memory is as ``PipelineStageGraphs`` says. Parameters
-    are read from the module at every UNSHARD, or once a step if nothing is sharded. Actions whose
-    graphs a transform marks (``gt_passes.CudaGraphs``) are recorded and replayed: see
-    ``recorded_actions``.
+    are read from the module at every UNSHARD, or once a step if nothing is sharded. What a
+    transform marks (``gt_passes.CudaGraphs``) is recorded and replayed: whole steps if all graphs
+    of a rank are marked (``replayed_steps``), else actions (``recorded_actions``).
 
     Args:
         module: the stage's part of the model, parallelized or not.
@@ -121,6 +123,9 @@ class GraphPipelineStage:
         self._reader = MicrobatchReader(capture)
         self._recordings = StageRecordings()
         actions = {each.kind: self._transformed(each) for each in self.graphs}
+        self._marks = [_mark_of(each) for each in actions.values() if not each.is_empty]
+        """How each graph of a training step is to be recorded."""
+
         self._unshard = LaunchedExecutable(actions.pop("UNSHARD"), verify=verify)
         self._reduce = LaunchedExecutable(actions.pop("REDUCE_GRAD"), verify=verify)
         self._executables: dict[PipelineAction, Executable] = {
@@ -140,6 +145,9 @@ class GraphPipelineStage:
         self._gathering: LaunchedAction | None = None
         self._stands = False
         """Whether they lie where recordings read them."""
+
+        self.reads: StageReads | None = None
+        """While a whole step is recorded: its state and microbatches."""
 
         self._saved: dict[int, list[Tensor]] = {}
         self._between: dict[int, list[Tensor]] = {}
@@ -216,7 +224,7 @@ class GraphPipelineStage:
 
     def unshard(self) -> None:
         """Gather the parameters, and keep them until ``reshard``; what uses them first waits."""
-        self._hold(self._state.sample())
+        self._hold(self._state.sample(None if self.reads is None else self.reads.state))
         assert self._values is not None
         action = self._unshard.action
         if not action.is_empty:
@@ -265,7 +273,7 @@ class GraphPipelineStage:
         forward = self._executables["FORWARD"]
         if forward.static is None:
             # Once for each time that parameters are gathered, not for each microbatch.
-            self._state.check_mode()
+            self.check_state()
         return self._static(forward)
 
     # ---- actions --------------------------------------------------------------------------------
@@ -400,7 +408,8 @@ class GraphPipelineStage:
         if self._evaluation is None:
             self._evaluation = self._evaluation_now()
         evaluation = self._evaluation
-        arguments = evaluation.reader.read(activations, inputs)
+        evaluation.reader.check_activations(activations)
+        arguments = [*activations, *evaluation.reader.read(inputs)]
         return tuple(evaluation.forward.run([*self._static(evaluation.forward), *arguments]))
 
     def prepare_evaluation(self) -> None:
@@ -436,6 +445,53 @@ class GraphPipelineStage:
         self._gradients.discard()
         self._hold(None)
 
+    # ---- whole steps, recorded ------------------------------------------------------------------
+
+    def step_replayer(self, stages: Mapping[int, PipelineStageGraphs]) -> ReplayedSteps | None:
+        """What records and replays whole steps of a rank's stages.
+
+        None if some graph of theirs cannot be recorded, or none is to be. Else none of them records
+        its actions any more.
+
+        Args:
+            stages: of this rank, by index.
+        """
+        graphs = {i: stage for i, stage in stages.items() if isinstance(stage, GraphPipelineStage)}
+        marks = [mark for stage in graphs.values() for mark in stage._marks]
+        marks += [
+            _mark_of(pair.action)
+            for stage in graphs.values()
+            for _, pair in stage._overlaps.values()
+        ]
+        if len(graphs) < len(stages) or None in marks:
+            return None
+        how = next((mark for mark in marks if mark is not None), None)
+        if how is None:
+            return None
+        for stage in graphs.values():
+            stage._recordings.is_enabled = False
+        return ReplayedSteps(graphs, how)
+
+    def state_tensors(self) -> Mapping[str, Tensor]:
+        """Parameters and buffers where they are now, by slot."""
+        return {str(slot): tensor for slot, tensor in self._state.sample().items()}
+
+    def plain_inputs(self, inputs: MicrobatchInputs) -> list[Tensor]:
+        """What a forward reads of a microbatch besides activations.
+
+        Raises:
+            StageInputError: it is not as the captured one.
+        """
+        return self._reader.read(inputs)
+
+    def check_state(self) -> None:
+        """Make sure that a training step would run as it was captured.
+
+        Raises:
+            gt_trace.StateMismatchError: as ``forward``.
+        """
+        self._state.check_mode()
+
     # ---- what actions share ---------------------------------------------------------------------
 
     def _arguments(
@@ -446,7 +502,10 @@ class GraphPipelineStage:
                 f"stage {self.stage_index} was asked for FORWARD of microbatch {microbatch} again, "
                 "before its backward; discard() ends a step that failed"
             )
-        return self._reader.read(activations, inputs)
+        self._reader.check_activations(activations)
+        if self.reads is not None:
+            return [*activations, *self.reads.inputs[microbatch]]
+        return [*activations, *self._reader.read(inputs)]
 
     def _keep_saved(self, microbatch: int, results: Sequence[Tensor]) -> Tensors:
         self._saved[microbatch] = list(results[self._num_outputs :])
@@ -525,3 +584,7 @@ class GraphPipelineStage:
         if self._transform is None or action.is_empty:
             return action
         return transformed(action, self._transform, fake_mode=self.fake_mode, verify=self._verify)
+
+
+def _mark_of(action: ActionGraph) -> WholeRecording | None:
+    return whole_recording(action.graph_module)

@@ -62,11 +62,13 @@ class StageRecordings:
         self._place_of: dict[int, int] = {}
         self._gathered: dict[Slot, Tensor] = {}
         self._num_forgotten = 0
+        self.is_enabled = True
+        """False where a whole step is recorded instead."""
 
     @property
     def is_used(self) -> bool:
         """Whether some action of the stage is to be recorded."""
-        return bool(self._actions)
+        return self.is_enabled and bool(self._actions)
 
     @property
     def how(self) -> WholeRecording | None:
@@ -204,7 +206,9 @@ class RecordedAction:
         how = whole_recording(action.graph_module)
         if action.is_empty and action.kind == "BACKWARD_INPUT":
             how = recordings.how  # no pass sees it, and dW reads where it leaves things
-        return None if how is None else RecordedAction(action, run, how, recordings)
+        if how is None or not how.alone:
+            return None
+        return RecordedAction(action, run, how, recordings)
 
     def __call__(
         self,
@@ -216,7 +220,8 @@ class RecordedAction:
     ) -> list[Tensor] | None:
         """Replay it; all results but gradients, which were added to ``sums``.
 
-        None if it has to run as it is: to warm up, or on what lies elsewhere.
+        None if it has to run as it is: to warm up, on what lies elsewhere, or where a whole step
+        is recorded.
 
         Args:
             inputs: in the order of the action.
@@ -224,6 +229,8 @@ class RecordedAction:
             forward: place of the microbatch whose forward it runs, if it runs one.
             backward: the same of a backward.
         """
+        if not self._recordings.is_enabled:
+            return None
         self._num_runs += 1
         if self._num_runs <= self.how.num_warmup_runs or not self._lies_in(backward, inputs):
             return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,9 +35,15 @@ class StageState:
         self._guard = ModeGuard(capture.traced.mode, module, lost_hooks=LOST_HOOKS)
         self._slots = capture.inputs[: capture.traced.num_static_inputs]
 
-    def sample(self) -> dict[Slot, Tensor]:
-        """The state as it is now; a parameter that was replaced is read anew."""
-        return dict(zip(self._slots, self._inputs.static_tensors(), strict=True))
+    def sample(self, tensors: Sequence[Tensor] | None = None) -> dict[Slot, Tensor]:
+        """The state as it is now; a parameter that was replaced is read anew.
+
+        Args:
+            tensors: to be read in place of the module's, in the same order.
+        """
+        if tensors is None:
+            tensors = self._inputs.static_tensors()
+        return dict(zip(self._slots, tensors, strict=True))
 
     def check_mode(self) -> None:
         """Make sure that a training step would run as it was captured.
@@ -87,18 +93,22 @@ class MicrobatchReader:
             for each in self._leaves
         )
 
-    def read(self, activations: Tensors, inputs: MicrobatchInputs) -> list[Tensor]:
-        """The plain tensors of one microbatch, in the order of the graph's arguments.
+    def check_activations(self, activations: Tensors) -> None:
+        """Make sure that what the stage before sent is as it was captured.
+
+        Raises:
+            StageInputError: it is not; every difference is listed.
+        """
+        self._refuse_any(self._activation_problems(activations))
+
+    def read(self, inputs: MicrobatchInputs) -> list[Tensor]:
+        """The plain tensors of one microbatch, as the graph takes them behind activations.
 
         Raises:
             StageInputError: it is not as the captured one; every difference is listed.
         """
         self._refuse_any(self._left_out_problems(inputs.kwargs))
-        self._refuse_any(self._activation_problems(activations))
-        flat: list[Any] = list(activations)
-        if self._takes_inputs:
-            flat += self._read_others(activations, inputs)
-        return flat
+        return self._read(inputs) if self._takes_inputs else []
 
     def _left_out_problems(self, kwargs: Mapping[str, Any]) -> list[str]:
         """What the module would take and the graph does not; other stages may take it."""
@@ -110,7 +120,7 @@ class MicrobatchReader:
             and value is not self._left_out.get(name, _NOTHING)
         ]
 
-    def _read_others(self, activations: Tensors, inputs: MicrobatchInputs) -> list[Any]:
+    def _read(self, inputs: MicrobatchInputs) -> list[Any]:
         missing = [name for name in self._kwarg_names if name not in inputs.kwargs]
         self._refuse_any([f"kwargs[{name!r}] is missing" for name in missing])
         kwargs = {name: inputs.kwargs[name] for name in self._kwarg_names}
@@ -122,8 +132,7 @@ class MicrobatchReader:
             for spec, tree in zip(self._specs, (args, kwargs, target), strict=False):
                 leaves += spec.flatten_up_to(tree)
         except ValueError as error:
-            entering = (tuple(activations), args, kwargs, target)
-            self._refuse_any(self._structure_problems(entering) or [str(error)])
+            self._refuse_any(self._structure_problems(args, kwargs, target) or [str(error)])
         self._refuse_any(
             f"{signature.name}: {_describe(leaf)}, {_describe_captured(leaf, signature)}"
             for leaf, signature in zip(leaves, self._leaves, strict=True)
@@ -150,9 +159,13 @@ class MicrobatchReader:
             if tensor.shape != shape or tensor.dtype != dtype
         ]
 
-    def _structure_problems(self, entering: tuple[Any, ...]) -> list[str]:
-        gradients = (None,) * self._num_gradients  # arrive later, and are checked there
-        leaves, spec = pytree.tree_flatten(((*entering, gradients), {}))
+    def _structure_problems(self, args: Any, kwargs: Any, target: Any) -> list[str]:
+        # Activations and gradients arrive on another way, and are checked there.
+        activations = tuple(
+            torch.empty(shape, dtype=dtype, device="meta") for shape, dtype, _ in self._activations
+        )
+        gradients = (None,) * self._num_gradients
+        leaves, spec = pytree.tree_flatten(((activations, args, kwargs, target, gradients), {}))
         captured = self._captured
         return structure_differences(captured.argument_spec, captured.arguments, spec, leaves)
 

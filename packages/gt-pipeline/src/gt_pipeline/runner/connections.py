@@ -15,6 +15,7 @@ import torch.distributed as dist
 from gt_pipeline.runner.failure import FailureReport, FailureWatch, StepAgreement
 from gt_pipeline.runner.process_groups import close_group
 from gt_pipeline.runner.shared_parameters import SharedParameter
+from gt_pipeline.runner.stage_protocol import StepReplayer
 from gt_pipeline.runner.transfers import Transfers
 
 
@@ -30,6 +31,8 @@ class Connections:
         self.shared: tuple[SharedParameter, ...] = ()
         self.device = torch.device("cpu")
         """The device of the tensors that travel."""
+        self.step_replayer: StepReplayer | None = None
+        """Its recording holds on to groups."""
         self._collective_groups = tuple(collective_groups)
         self._agreement: StepAgreement | None = None
         self._watch: FailureWatch | None = None
@@ -86,6 +89,8 @@ class Connections:
 
     def release(self) -> None:
         """Give back threads and groups."""
+        if self.step_replayer is not None:
+            self.step_replayer.release()
         if self._watch is not None:
             self._watch.end()
         if self.transfers is not None:

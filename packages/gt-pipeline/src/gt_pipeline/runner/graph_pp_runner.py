@@ -43,9 +43,11 @@ from gt_pipeline.runner.setup_checks import (
 from gt_pipeline.runner.shared_parameters import find_members, shared_parameters
 from gt_pipeline.runner.stage_collectives import compare_evaluations, prepare_pairs
 from gt_pipeline.runner.stage_protocol import (
+    ComputedStep,
     KnowsUnshardedBytes,
     MicrobatchInputs,
     PipelineStageGraphs,
+    ReplaysSteps,
     Tensors,
 )
 from gt_pipeline.runner.step_program import StepProgram, bind_program
@@ -61,6 +63,7 @@ _StepKind: TypeAlias = Literal["train", "eval"]
 
 _BEFORE_ACTIONS = -1
 _BEFORE_INPUTS = -2
+_REPLAYING = -3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,6 +211,9 @@ class GraphPPRunner:
             )
             for mode, each in lowered.items()
         }
+        first = next(iter(self._stages.values()))
+        if isinstance(first, ReplaysSteps):
+            self._connections.step_replayer = first.step_replayer(self._stages)
         self.record_steps = False
         """Whether results have a `StepRecord`; measuring costs time on every action."""
         self._has_evaluated = False
@@ -215,6 +221,11 @@ class GraphPPRunner:
         self._position = 0
         self._failure = ""
         """What ended the runner, as text: an error's traceback holds what was computed last."""
+
+    @property
+    def replays_steps(self) -> bool:
+        """Whether this rank's steps are recorded as a whole, after the first ones."""
+        return self._connections.step_replayer is not None
 
     @property
     def schedule(self) -> Schedule:
@@ -296,9 +307,13 @@ class GraphPPRunner:
             self._position = _BEFORE_ACTIONS
             with torch.no_grad():
                 self._fill_inputs(inputs())
-                record = self._run_actions(program)
+                computed = self._replay(program) if mode == "train" else None
+                record = self._run_actions(program) if computed is None else None
                 self._position = len(program.actions)
-                gradients = self._gradients() if mode == "train" else []
+                if computed is not None:
+                    gradients = computed.gradients
+                else:
+                    gradients = self._gradients() if mode == "train" else []
         except BaseException as error:  # noqa: BLE001  # other ranks must hear of whatever it is
             self._fail(program, error)
         if not self._connections.vote():
@@ -311,7 +326,12 @@ class GraphPPRunner:
         for stage in self._stages.values():
             stage.discard()
         self._inputs.clear()
-        return _result(program, record)
+        results = program.take_results() if computed is None else computed.results
+        return StepResult(
+            losses=tuple(each[0] for each in results),
+            outputs=tuple(each[1:] for each in results),
+            record=record,
+        )
 
     def _prepare_evaluation(self) -> None:
         # Before anything of the step that can fail on one rank alone: all take part.
@@ -350,6 +370,21 @@ class GraphPPRunner:
         for self._position, run in enumerate(program.runs):
             run()
         return None
+
+    def _replay(self, program: StepProgram) -> ComputedStep | None:
+        replayer = self._connections.step_replayer
+        if replayer is None or self.record_steps:
+            return None
+        self._position = _REPLAYING
+        return replayer.run(self._inputs, lambda: self._computed(program))
+
+    def _computed(self, program: StepProgram) -> ComputedStep:
+        """Run all actions, and wait for all that they have launched."""
+        self._run_actions(program)
+        gradients = self._gradients()
+        program.finish_sends()
+        self._position = _REPLAYING
+        return ComputedStep(gradients=gradients, results=program.take_results())
 
     def _gradients(self) -> list[tuple[Tensor, Tensor]]:
         """Every parameter that has a gradient, with it."""
@@ -420,6 +455,8 @@ def _place(actions: Sequence[Action], position: int) -> tuple[str, int | None]:
         return "preparing the step", None
     if position == _BEFORE_ACTIONS:
         return "splitting inputs into microbatches", None
+    if position == _REPLAYING:
+        return "replaying the step", None
     if position == len(actions):
         return "collecting gradients after all actions", None
     return str(actions[position]), actions[position].stage
@@ -448,12 +485,3 @@ def _add_gradient(parameter: Tensor, gradient: Tensor) -> None:
         return
     with torch.no_grad():
         parameter.grad += gradient
-
-
-def _result(program: StepProgram, record: StepRecord | None) -> StepResult:
-    returned = program.take_results()
-    return StepResult(
-        losses=tuple(each[0] for each in returned),
-        outputs=tuple(each[1:] for each in returned),
-        record=record,
-    )

@@ -11,7 +11,7 @@ the signatures state, for every microbatch alike.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
@@ -218,6 +218,48 @@ class ReducesInParts(PipelineStageGraphs, Protocol):
 
     def continue_reduction(self) -> None:
         """Wait for the reductions under way, and launch what needed them; at any time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComputedStep:
+    """What the actions of one rank have computed in a training step."""
+
+    gradients: Sequence[tuple[Tensor, Tensor]]
+    """Every parameter that has a gradient, with it."""
+
+    results: tuple[Tensors, ...]
+    """What the last stage returned, by microbatch; empty on other ranks."""
+
+
+class StepReplayer(Protocol):
+    """Replays the training steps of a rank as a whole."""
+
+    def run(
+        self, microbatches: Sequence[MicrobatchInputs], compute: Callable[[], ComputedStep]
+    ) -> ComputedStep | None:
+        """What a step computes, recorded now or before; None if it has to run as it is.
+
+        Args:
+            microbatches: of the step.
+            compute: runs all actions of the step, and waits for all transfers.
+        """
+
+    def release(self) -> None:
+        """Drop what keeps process groups alive."""
+
+
+@runtime_checkable
+class ReplaysSteps(PipelineStageGraphs, Protocol):
+    """A stage that knows whether all that it runs in a step can be recorded at once."""
+
+    def step_replayer(self, stages: Mapping[int, PipelineStageGraphs]) -> StepReplayer | None:
+        """What replays whole steps; None if something cannot be recorded.
+
+        Asked when what the schedule pairs is ready. The stages then record nothing themselves.
+
+        Args:
+            stages: all of the rank, this one among them, by index.
+        """
 
 
 @runtime_checkable

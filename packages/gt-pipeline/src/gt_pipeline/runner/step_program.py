@@ -82,6 +82,13 @@ class StepProgram:
         self.results[:] = [_NOTHING] * len(taken)
         return taken
 
+    def finish_sends(self) -> None:
+        """Wait for every send of a step all of whose actions have run."""
+        for _, works in self.pending.values():
+            for work in works:
+                work.wait()
+        self.pending.clear()
+
     def let_go(self) -> None:
         """Wait until nothing reads or writes tensors of this step any more.
 

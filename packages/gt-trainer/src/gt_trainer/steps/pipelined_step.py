@@ -15,11 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.fx import GraphModule
+from torchtitan.tools.logging import logger
 
 from gt_config import EpOverlapConfig, ShapeChangePolicy
 from gt_passes import PassManagerReport
 from gt_passes.ep_overlap import settle_chunk_annotations
-from gt_pipeline.graph import GraphPipelineStage, StageCapture, StageGraphs, StageLoss
+from gt_pipeline.graph import GraphPipelineStage, StageCapture, StageLoss
+from gt_pipeline.graph.action_graph import ActionGraph
 from gt_pipeline.runner import ActivationSignature, GraphPPRunner, MicrobatchInputs
 from gt_pipeline.schedules import Schedule
 from gt_trainer.decoder.eager_chunks import chunked_for_capture
@@ -33,24 +35,28 @@ from gt_trainer.steps.training_step import ForwardBackward, LossFunction, num_op
 class StageCaptureReport:
     """What the capture of a stage produced, for the log."""
 
-    graphs: StageGraphs
+    num_stages: int
+    """Of the whole pipeline."""
+
+    actions: tuple[ActionGraph, ...]
+    """Of the stage, after passes."""
+
     passes: tuple[PassManagerReport, ...]
     """What they did on the joint graph, and on those of the actions."""
 
     @property
     def graph_modules(self) -> tuple[GraphModule, ...]:
         """The graphs of the stage's actions, after passes."""
-        return tuple(graph.graph_module for graph in self.graphs)
+        return tuple(action.graph_module for action in self.actions)
 
     def memory_text(self) -> None:
         """A stage keeps what its schedule asks for, which no graph of one action shows."""
 
     def __str__(self) -> str:
         """One line: the stage, and the operators of its actions."""
-        counts = ", ".join(f"{g.kind} {num_operators(g.graph_module):,}" for g in self.graphs)
-        capture = self.graphs.capture
+        counts = ", ".join(f"{a.kind} {num_operators(a.graph_module):,}" for a in self.actions)
         return (
-            f"Captured stage {capture.stage_index} of {capture.num_stages}; operators of its "
+            f"Captured stage {self.actions[0].stage_index} of {self.num_stages}; operators of its "
             f"actions after passes: {counts}"
         )
 
@@ -233,7 +239,11 @@ class PipelinedStep:
                 fake_mode=fake_mode,
                 verify=self._verify,
             )
-        report = StageCaptureReport(graphs=stage.graphs, passes=tuple(passes.reports))
+        report = StageCaptureReport(
+            num_stages=num_stages,
+            actions=tuple(stage.actions.values()),
+            passes=tuple(passes.reports),
+        )
         self.reports = (*self.reports, report)
         self._on_capture(report)
         return stage
@@ -272,7 +282,7 @@ class PipelinedStep:
             fake_mode = stages[index].fake_mode  # the graphs of stages that overlap share one
         self.stages = self.stages or stages
         self._captured += stages.values()
-        return GraphPPRunner(
+        runner = GraphPPRunner(
             list(stages.values()),
             self._schedule,
             group=self._pipeline_group,
@@ -280,6 +290,9 @@ class PipelinedStep:
             collective_groups=self._collective_groups,
             max_unsharded_bytes=self._max_unsharded_bytes,
         )
+        if runner.replays_steps:
+            logger.info("CUDA graphs: this rank's steps are recorded whole; each is one launch")
+        return runner
 
 
 def _shapes(microbatch: MicrobatchInputs) -> tuple[object, ...]:
