@@ -1,7 +1,9 @@
 """What does a pipeline runtime cost per action, apart from what stages compute?
 
 Stages that compute nothing, under our runner, PyTorch's eager runtime, and the runtime of
-torchtitan's graph_trainer where it runs::
+torchtitan's graph_trainer where it runs. Once with stages that are nothing else, and with captured
+stages whose graphs do not run, also of tensor parallelism (its axis has one rank here: DTensors as
+ever, and nothing to communicate)::
 
     python benchmarks/bench_pipeline_runtime.py [--json FILE] [--rounds 15] [--steps 4]
 
@@ -13,6 +15,7 @@ number of computations, sends and receives, which is the same for all.
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib.util
 import multiprocessing
 import sys
@@ -25,14 +28,16 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from pipeline_runtime.captured_stages import captured_runner
 from pipeline_runtime.our_stages import our_runner
 from pipeline_runtime.torch_stages import PEER_NAME as TORCH_NAME
 from pipeline_runtime.torch_stages import step_torch, torch_runtime
 from report import Report, Row, Sample
+from torch.distributed.device_mesh import init_device_mesh
 
 from gt_pipeline.schedules import Schedule, lower, schedule_of
 
-_GOAL = 0.5
+_GOAL = 0.3
 _SHAPE = (2, 4)
 """Of a microbatch's activation: what is sent is not what is measured."""
 
@@ -45,6 +50,11 @@ class _Workload:
     num_ranks: int
     num_stages: int
     num_microbatches: int = 16
+    captured: bool = False
+    """Whether our stages are captured ones, without what their graphs compute."""
+
+    tensor_parallel: bool = False
+    """Whether activations are DTensors. Our stages are captured then."""
 
     def plan(self) -> Schedule:
         return schedule_of(
@@ -58,6 +68,8 @@ class _Workload:
         return (
             f"{self.schedule}, {self.num_ranks} rank{'s' if self.num_ranks > 1 else ''}, "
             f"{self.num_stages} stages, {self.num_microbatches} microbatches"
+            + (", captured" if self.captured else "")
+            + (", TP" if self.tensor_parallel else "")
         )
 
 
@@ -66,6 +78,12 @@ _WORKLOADS = (
     _Workload(schedule="Interleaved1F1B", num_ranks=2, num_stages=4),
     _Workload(schedule="ZBVZeroBubble", num_ranks=2, num_stages=4),
     _Workload(schedule="DualPipeV", num_ranks=2, num_stages=4),
+    _Workload(schedule="Interleaved1F1B", num_ranks=2, num_stages=4, captured=True),
+    _Workload(schedule="DualPipeV", num_ranks=2, num_stages=4, captured=True),
+    _Workload(
+        schedule="Interleaved1F1B", num_ranks=2, num_stages=4, captured=True, tensor_parallel=True
+    ),
+    _Workload(schedule="DualPipeV", num_ranks=2, num_stages=4, captured=True, tensor_parallel=True),
 )
 
 
@@ -91,9 +109,13 @@ def main(arguments: list[str] | None = None) -> int:
                         ours=row.ours,
                         peer=measured[peer],
                         peer_name=peer,
-                        goal=goal,
+                        goal=None if workload.captured else goal,
                     )
                 )
+    report.notes.append(
+        "captured: our stages read microbatches, keep values and add gradients; the peer's stages "
+        "are as in the other rows, so that their ratio is no bound of the runtime's"
+    )
     report.notes.append("us of CPU time of the thread that runs the step; mean over ranks")
     report.notes.append(
         f"{_GRAPH_PEER_NAME}: not installed"
@@ -144,12 +166,14 @@ def _run_rank(
     )
     schedule = workload.plan()
     num_actions = len(lower(schedule, unshards=False, reduces=False).actions[rank])
-    contestants = _contestants(schedule, rank)
+    contestants = _contestants(workload, schedule, rank)
     measured: dict[str, list[float]] = {name: [] for name in contestants}
     for step in contestants.values():
         step()  # first calls pay for what is lazy
+    gc.disable()  # a training loop collects between steps
     for _ in range(rounds):
         for name, step in contestants.items():
+            gc.collect()
             dist.barrier()
             start = time.thread_time_ns()
             for _ in range(steps):
@@ -161,16 +185,29 @@ def _run_rank(
     dist.destroy_process_group()
 
 
-def _contestants(schedule: Schedule, rank: int) -> dict[str, Callable[[], object]]:
+def _contestants(
+    workload: _Workload, schedule: Schedule, rank: int
+) -> dict[str, Callable[[], object]]:
     """One step of each runtime, by its name."""
     batch = torch.zeros(_SHAPE[0] * schedule.num_microbatches, *_SHAPE[1:])
-    runner = our_runner(schedule, rank, _SHAPE)
-    runtime, stages = torch_runtime(schedule, rank, _SHAPE)
+    mesh = None
+    if workload.tensor_parallel:
+        axes = ("pp", "tp")
+        mesh = init_device_mesh("cpu", (schedule.num_ranks, 1), mesh_dim_names=axes)["tp"]
+    if workload.captured:
+        runner = captured_runner(schedule, rank, _SHAPE, mesh)
+    else:
+        runner = our_runner(schedule, rank, _SHAPE)
+    runtime, stages = torch_runtime(schedule, rank, _SHAPE, mesh)
     contestants: dict[str, Callable[[], object]] = {
         "ours": lambda: runner.step(batch, target=batch),
         TORCH_NAME: lambda: step_torch(runtime, stages, schedule, _SHAPE),
     }
-    if schedule.num_ranks == 1 and importlib.util.find_spec("torchtitan") is not None:
+    if (
+        schedule.num_ranks == 1
+        and not workload.captured
+        and importlib.util.find_spec("torchtitan") is not None
+    ):
         from pipeline_runtime.peer_stages import peer_runtime
 
         peer, peer_stages = peer_runtime(schedule, rank, _SHAPE)
