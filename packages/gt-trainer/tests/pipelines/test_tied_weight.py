@@ -137,7 +137,11 @@ def test_eager_stages_add_the_sum_of_a_step_to_what_earlier_steps_left():
 
 @pytest.mark.parametrize(
     ("schedule", "stages", "ranks"),
-    [("1F1B", (1, 0), (5, 2)), ("Interleaved1F1B", (3, 0), (5, 2)), ("ZBVZeroBubble", (3, 0), (2, 2))],
+    [
+        ("1F1B", (1, 0), (5, 2)),
+        ("Interleaved1F1B", (3, 0), (5, 2)),
+        ("ZBVZeroBubble", (3, 0), (2, 2)),
+    ],
 )
 def test_copies_are_on_the_last_stage_and_the_first(
     schedule: str, stages: tuple[int, int], ranks: tuple[int, int]
