@@ -73,7 +73,6 @@ def test_both_copies_train_as_one_weight(
         slow(on("DualPipeV", **FSDP), "FSDP 2-DualPipeV"),
         slow(on("1F1B", data_parallel_replicate_degree=2), "replicas 2-1F1B"),
         slow(on("1F1B", **TP), "TP 2-1F1B"),
-        slow(on("1F1B", **TP, enable_sequence_parallel=False), "TP 2 of whole sequences-1F1B"),
     ],
 )
 def test_so_they_do_on_several_ranks_each(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,7 +100,7 @@ def compare_tied(
         if trainer.pp_has_last_stage:
             problems += unequal(f"{what}, whole", found, expected)
             problems += unequal(f"{what}, evaluation", found_eval, expected_eval)
-        problems += _wrong_norm(what, norm, uses, tied, trainer)
+        problems += _wrong_norm(what, norm, uses, trainer)
         if eager:
             runtime = trainers[1]
             eager_losses = _eager_losses(runtime, batch)
@@ -181,7 +182,7 @@ def resumed_tied(
     first, second = third
     differences += [
         f"{key} of step 3: {first[key]} and {second[key]}"
-        for key, tolerance in (("loss", 1e-6), ("grad_norm", 1e-5))
+        for key, tolerance in (("loss", 1e-6), ("grad_norm", 1e-4))
         if abs(first[key] - second[key]) > tolerance * abs(first[key])
     ]
     if first["step"] != 3 or not state:
@@ -191,24 +192,21 @@ def resumed_tied(
 
 def published_weights(case: PipelineCase, folder: str) -> tuple[str, ...]:
     """Train, write Hugging Face's form, and read it into stages and into the whole model."""
-    trainer = _trainer_on(
-        case, {"pipeline_parallel_degree": 2}, folder, steps=1,
-        last_save_model_only=True, last_save_in_hf=True,
-    )  # fmt: skip
+    stages, whole = {"pipeline_parallel_degree": 2}, {"pipeline_parallel_degree": 1}
+    exported = {"last_save_model_only": True, "last_save_in_hf": True}
+    trainer = _trainer_on(case, stages, folder, steps=1, **exported)
     trainer.train()
     state = _state(trainer, with_optimizer=False)
     trainer.close()
     differences = []
-    for degree in (1, 2):
-        resumed = _trainer_on(
-            case, {"pipeline_parallel_degree": degree}, f"{folder}/{degree}", steps=2,
-            initial_load_in_hf=True, initial_load_path=f"{folder}/checkpoint/step-1",
-        )  # fmt: skip
+    imported = {"initial_load_in_hf": True, "initial_load_path": f"{folder}/checkpoint/step-1"}
+    for number, degrees in enumerate((stages, {**whole, "tensor_parallel_degree": 2})):
+        resumed = _trainer_on(case, degrees, f"{folder}/{number}", steps=2, **imported)
         resumed.checkpointer.load()
         loaded = _state(resumed, with_optimizer=False)
         resumed.close()
         differences += [
-            f"{name}, under {degree}"
+            f"{name}, under {degrees}"
             for name in sorted(state.keys() | loaded.keys())
             if state.get(name) != loaded.get(name)
         ]
@@ -218,6 +216,8 @@ def published_weights(case: PipelineCase, folder: str) -> tuple[str, ...]:
 def _trainer_on(
     case: PipelineCase, degrees: dict[str, int], folder: str, *, steps: int, **checkpoint: Any
 ) -> GraphTrainer:
+    rank, size = str(dist.get_rank()), str(dist.get_world_size())
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size)
     config = case.build("aot_fx_trace", folder, **{**KEPT, **checkpoint})
     config.parallelism = dataclasses.replace(config.parallelism, **degrees)
     config.training.steps = steps
@@ -307,14 +307,12 @@ def _clipped_norm(trainer: GraphTrainer) -> float:
     ).item()
 
 
-def _wrong_norm(
-    what: str, norm: float, uses: Gradients, tied: Any, trainer: GraphTrainer
-) -> list[str]:
-    like = dict(tied.named_parameters())
+def _wrong_norm(what: str, norm: float, uses: Gradients, trainer: GraphTrainer) -> list[str]:
     once = {name: each for name, each in uses.items() if name != PROJECTION}
     once[EMBEDDING] = uses[PROJECTION] + uses[EMBEDDING]
-    reduced = reduced_as(like, once, trainer)
-    expected = torch.stack([local(each).double().norm() for each in reduced.values()]).norm().item()
+    # Like nothing that is placed: of whole gradients.
+    whole = reduced_as(dict.fromkeys(once, torch.nn.Parameter(torch.empty(0))), once, trainer)
+    expected = torch.stack([each.double().norm() for each in whole.values()]).norm().item()
     # A CPU adds half a million squares in float32; a weight counted twice is percents away.
     return [] if abs(norm - expected) <= 1e-4 * expected else [f"{what}: norm {norm}, {expected}"]
 
