@@ -20,6 +20,7 @@ from pipelines.tied_cases import (
     compare_tied,
     published_weights,
     resumed_tied,
+    trained_tied,
 )
 from training_cases import Case
 
@@ -100,6 +101,20 @@ def test_so_they_do_on_eight_ranks(
 @pytest.mark.slow
 def test_eager_stages_sum_what_each_run_of_the_schedule_adds(two: GlooWorkers, tmp_path: Path):
     assert two.run(accumulated_gradients, on("1F1B"), str(tmp_path)) == [[]] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
+def test_eager_stages_of_several_data_ranks_train_as_captured_ones(
+    schedule: str, four: GlooWorkers, tmp_path: Path
+):
+    case = on(schedule, **FSDP)
+    eager = four.run(trained_tied, case, "none", str(tmp_path / "eager"))
+    captured = four.run(trained_tied, case, "aot_fx_trace", str(tmp_path / "captured"))
+    assert [problems for _, problems in (*eager, *captured)] == [[]] * 8
+    assert len(captured[0][0]) == 2
+    # Eager stages reduce after each microbatch, captured ones once.
+    assert eager[0][0] == pytest.approx(captured[0][0], rel=1e-6)
 
 
 @pytest.mark.slow

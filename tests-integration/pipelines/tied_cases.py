@@ -143,6 +143,17 @@ def accumulated_gradients(case: PipelineCase, folder: str) -> list[str]:
 # ---- training and checkpoints -------------------------------------------------------------------
 
 
+def trained_tied(case: PipelineCase, mode: str, folder: str) -> tuple[list[float], list[str]]:
+    """Train for two steps: losses, on rank 0, and whether the copies differ then."""
+    trainer = case.trainer(mode, folder)
+    trainer.config.training.steps = 2
+    trainer.train()
+    problems = _copies_differ([trainer], "after two steps")
+    trainer.close()
+    dist.barrier()
+    return [each["loss"] for each in read_metrics(Path(folder, "metrics.jsonl"))], problems
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resumed:
     """A run that was saved under some degrees and went on under others."""
