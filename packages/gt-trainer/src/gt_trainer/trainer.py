@@ -28,6 +28,8 @@ from gt_trainer.decoder.attention import attention_mask_for
 from gt_trainer.device_transfer import copy_to_host, local_part, send_to_device
 from gt_trainer.metrics.metrics_jsonl import GraphMetricsProcessor
 from gt_trainer.model_identity import identity_of, write_identity
+from gt_trainer.pipelines.pipeline_plan import pipeline_plan
+from gt_trainer.pipelines.tied_weight import TiedSchedule, clip_gradients, settle_tied_weight
 from gt_trainer.placement.planned_step import loss_of
 from gt_trainer.startup import StartupClock
 from gt_trainer.steps.capture_log import CaptureLog
@@ -82,6 +84,7 @@ class GraphTrainer(Trainer):
             super().__init__(config)
             if config.compile.autoparallel and config.validator.enable:
                 self._allow_validation()
+        self._second_copies = self._settle_tied_weight()
         self._step_check = StepCheck(self.device)
         for part in self.model_parts:
             # Whatever saves parameters asks a model for them.
@@ -161,10 +164,10 @@ class GraphTrainer(Trainer):
         loss = self._accumulate(batches)
         with sl.log_trace_span("optim"):
             parameters = [p for part in self.model_parts for p in part.parameters()]
-            grad_norm = dist_utils.clip_grad_norm_(
+            grad_norm = clip_gradients(
                 parameters,
                 self.config.training.max_norm,
-                foreach=True,
+                second_copies=self._second_copies,
                 pp_mesh=self.parallel_dims.get_optional_mesh("pp"),
                 ep_enabled=self.parallel_dims.ep_enabled,
             )
@@ -187,7 +190,23 @@ class GraphTrainer(Trainer):
     def close(self) -> None:
         """As torchtitan's; first what holds on to process groups: pipelines, CUDA graphs."""
         self.training_step.close()
+        if self.parallel_dims.pp_enabled and isinstance(self.pp_schedule, TiedSchedule):
+            self.pp_schedule.close()
         super().close()
+
+    def _settle_tied_weight(self) -> tuple[torch.nn.Parameter, ...]:
+        """Make a weight that is tied across stages one; those of its copies that do not count."""
+        model, parallel_dims = cast("Decoder.Config", self.model_config), self.parallel_dims
+        if not parallel_dims.pp_enabled or not model.enable_weight_tying:
+            return ()
+        plan = pipeline_plan(
+            self.config.parallelism,
+            num_layers=len(model.layers),
+            local_batch_size=self.config.training.local_batch_size,
+        )
+        indices = plan.schedule.stages_of_rank(parallel_dims.get_mesh("pp").get_local_rank())
+        parts = dict(zip(indices, self.model_parts, strict=True))
+        return settle_tied_weight(parts, self.optimizers, plan, parallel_dims)
 
     def _say_whose_checkpoints(self) -> None:
         """Not before what is resumed has been loaded: only then it is known to be of this model."""

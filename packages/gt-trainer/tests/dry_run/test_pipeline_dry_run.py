@@ -91,7 +91,8 @@ def check_sums(report: PipelineDryRunReport) -> None:
     assert sum(parts) == pytest.approx(time.makespan)
     inside = simulated.computing_us + sum(simulated.exposed_us.values()) + simulated.waiting_us
     assert inside == pytest.approx(time.actions)
-    assert simulated.step_us == pytest.approx(time.makespan + simulated.optimizer_us)
+    behind = simulated.shared_us + simulated.optimizer_us
+    assert simulated.step_us == pytest.approx(time.makespan + behind)
     assert len(simulated.memory) == report.schedule.num_ranks
     for rank in simulated.memory:
         assert sum(rank.bytes_by_part.values()) == rank.peak_bytes
@@ -138,6 +139,38 @@ def test_the_report_says_what_each_rank_holds(dense: PipelineDryRunReport) -> No
     ranks = [line for line in lines if line.startswith("    rank ")]
     assert len(ranks) == 2
     assert all("optimizer state" in line for line in ranks)
+
+
+@cache
+def tied(schedule: str) -> PipelineDryRunReport:
+    """PP 2 x FSDP 2."""
+    return run(
+        "qwen3_debugmodel",
+        4,
+        batch_size=4,
+        pipeline_parallel_degree=2,
+        pipeline_parallel_schedule=schedule,
+    )
+
+
+def test_a_tied_weight_is_stored_on_two_ranks_and_counted_once_in_the_model() -> None:
+    report = tied("1F1B")
+    check_sums(report)
+    weight = 2048 * 256
+    assert sum(report.parameters_by_rank) == (report.num_parameters + weight) / 2  # FSDP 2
+
+
+def test_its_gradient_is_exchanged_between_both_behind_the_schedule() -> None:
+    report = tied("1F1B")
+    assert report.simulated.shared_us > 0
+    assert any(line.endswith("gradients of the tied weight") for line in str(report).splitlines())
+
+
+def test_where_one_rank_has_both_stages_nothing_is_exchanged() -> None:
+    report = tied("ZBVZeroBubble")
+    check_sums(report)
+    assert report.simulated.shared_us == 0
+    assert "tied weight" not in str(report)
 
 
 def test_the_schedule_is_written_as_a_trace_and_as_a_page(

@@ -11,6 +11,7 @@ from torchtitan.config import ParallelismConfig
 from gt_config import Violation
 from gt_pipeline.schedules import schedule_of, schedule_to_csv
 from gt_trainer.models.llama3 import llama3_debugmodel
+from gt_trainer.models.qwen3 import qwen3_debugmodel
 from gt_trainer.preflight.pipeline_violations import pipeline_violations, stage_violations
 
 
@@ -73,6 +74,31 @@ def test_without_a_pipeline_nothing_is_judged():
     assert len([*pipeline_violations(config)]) == 1
     config.parallelism.pipeline_parallel_degree = 1
     assert [*pipeline_violations(config)] == []
+
+
+def of_tied_weight(*patterns: str) -> list[Violation]:
+    config = qwen3_debugmodel()
+    config.parallelism = options()
+    (group,) = config.optimizer.param_groups
+    config.optimizer.param_groups = [replace(group, pattern=each) for each in patterns]
+    return [*pipeline_violations(config)]
+
+
+@pytest.mark.parametrize("patterns", [(".*",), ("norm", ".*"), ("tok_embeddings|lm_head", ".*")])
+def test_a_tied_weight_is_updated_alike_by_both_of_its_names(patterns: tuple[str, ...]):
+    assert of_tied_weight(*patterns) == []
+
+
+def test_refuses_a_tied_weight_whose_names_have_other_options():
+    assert of_tied_weight("tok_embeddings", ".*") == [
+        Violation(
+            flag="--optimizer.param_groups",
+            value=["tok_embeddings", ".*"],
+            allowed="patterns that match tok_embeddings.weight and lm_head.weight alike: this "
+            "model ties them, and each of two pipeline stages updates the weight by its own name",
+            fix="let one pattern match both, or leave the pipeline out",
+        )
+    ]
 
 
 def of_second_group(schedule: str, *, layers_per_stage: int | None, ep: int = 1) -> list[Violation]:

@@ -173,6 +173,15 @@ def test_the_line_says_of_which_eager_run_a_pipeline_has_the_bits():
     assert described.endswith("no CUDA graphs, bitwise as eager, gradients reduced once")
 
 
+def test_the_line_says_that_stages_sum_the_uses_of_a_tied_weight_apart():
+    config = qwen3.qwen3_debugmodel()
+    assert describe_run(config, 1).endswith("bitwise as eager")
+    config = replace(config, parallelism=replace(config.parallelism, pipeline_parallel_degree=2))
+    assert describe_run(config, 2).endswith(
+        "bitwise as eager, gradients reduced once, a tied weight's by stage first"
+    )
+
+
 def test_the_line_says_the_class_that_is_farthest_from_eager_and_what_has_it():
     config = llama3.llama3_8b()
     chunks = replace(config.compile, async_tensor_parallel=True)

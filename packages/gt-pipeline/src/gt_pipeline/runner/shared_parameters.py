@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -23,10 +23,16 @@ from torch import Tensor
 
 from gt_pipeline.errors import RunnerSetupError
 from gt_pipeline.runner.process_groups import make_group, release_group
-from gt_pipeline.runner.stage_protocol import PipelineStageGraphs
 from gt_pipeline.split import SharedGroup
 
 _Gradients: TypeAlias = dict[str, Tensor]
+
+
+class HoldsParameters(Protocol):
+    """A stage, as far as its parameters go: whoever runs it, they can be shared."""
+
+    def parameters(self) -> Mapping[str, Tensor]:
+        """Parameters by their name in the unsplit model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +77,7 @@ def find_members(
 
 def shared_parameters(
     members_of_groups: Sequence[tuple[SharedMember, ...]],
-    stages: Mapping[int, PipelineStageGraphs],
+    stages: Mapping[int, HoldsParameters],
     *,
     rank: int,
     timeout: timedelta | None = None,
@@ -102,7 +108,7 @@ class SharedParameter:
     def __init__(
         self,
         members: Sequence[SharedMember],
-        stages: Mapping[int, PipelineStageGraphs],
+        stages: Mapping[int, HoldsParameters],
         process_group: dist.ProcessGroup | None,
     ) -> None:
         self.members = tuple(members)

@@ -16,6 +16,7 @@ from gt_trainer.dry_run.numbers_as_text import GIB
 from gt_trainer.dry_run.simulated_pipeline import SimulatedPipeline, simulate_pipeline
 from gt_trainer.dry_run.step_facts import degrees_of, step_facts
 from gt_trainer.pipelines.split_model import gathered_bytes_limit
+from gt_trainer.pipelines.tied_weight import tied_groups
 from gt_trainer.steps.training_step import num_operators
 from gt_trainer.trainer import GraphTrainer
 
@@ -30,10 +31,11 @@ class PipelineDryRunReport:
     """Mesh axes above 1, by name."""
 
     num_parameters: int
-    """Those of the whole model."""
+    """Those of the whole model; tied parameters count once."""
 
     parameters_by_rank: tuple[int, ...]
-    """Numbers that a rank of each place in the pipeline stores, after sharding."""
+    """Numbers that a rank of each place in the pipeline stores, after sharding. Of a tied weight
+    both copies count."""
 
     parameter_bytes_by_rank: tuple[int, ...]
     schedule: Schedule
@@ -108,6 +110,8 @@ def pipeline_dry_run(
         RuntimeError: a process group exists already.
         Exception: whatever building, placing or capturing raises, as in a real run.
     """
+    spec = config.model_spec
+    assert spec is not None
     with fake_ranks(world_size), flex_attention_on_cpu():
         begin = time.perf_counter()
         pipeline = capture_pipeline(config, world_size)
@@ -135,11 +139,10 @@ def pipeline_dry_run(
             host="cuda_graph" if config.compile.cuda_graphs else "eager",
             overlap_gathers=overlap_gathers,
             max_unsharded_bytes=gathered_bytes_limit(config.compile),
+            shared_groups=tied_groups(spec.model),
             trace_path=trace_path,
             page_path=timeline_path,
         )
-        spec = config.model_spec
-        assert spec is not None
         return PipelineDryRunReport(
             model=f"{spec.name} {spec.flavor}",
             world_size=world_size,

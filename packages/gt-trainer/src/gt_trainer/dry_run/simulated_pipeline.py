@@ -7,10 +7,13 @@ what the level below captured.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+from torch.distributed.tensor import DTensor
 from torchtitan.distributed import ParallelDims
 
 from gt_passes.simulation import (
@@ -34,9 +37,11 @@ from gt_pipeline.estimates import (
     symbol_sizes_of,
 )
 from gt_pipeline.graph import GraphPipelineStage
+from gt_pipeline.runner.shared_parameters import find_members
 from gt_pipeline.schedules import Schedule, lower, simulate, write_chrome_trace
 from gt_pipeline.schedules.schedule import LoweredSchedule
 from gt_pipeline.schedules.timeline_page import timelines_page
+from gt_pipeline.split import SharedGroup
 from gt_trainer.dry_run.numbers_as_text import GIB, ms
 from gt_trainer.dry_run.simulated_run import group_labels
 from gt_trainer.dry_run.step_facts import StepFacts
@@ -68,6 +73,11 @@ class SimulatedPipeline:
 
     overlaps_gathers: bool
     """Whether UNSHARD and REDUCE_GRAD were simulated beside computation."""
+
+    shared_us: float
+    """Exchanging gradients of parameters that several ranks hold copies of, behind each run of the
+    schedule: a tied weight's. What that needs of memory, once activations are gone, is no part of
+    ``memory``."""
 
     optimizer_us: float
     """Clipping and a fused AdamW, on the rank with most parameters."""
@@ -115,6 +125,7 @@ class SimulatedPipeline:
             f"{ms(self.time.gathers)} gathers and reductions",
             f"{ms(self.time.transfers)} transfers",
             f"{ms(self.time.bubble)} bubble",
+            *([f"{ms(self.shared_us)} tied weight"] if self.shared_us else []),
         ]
         machine = f"{num_gpus:,} {self.hardware.name}"
         lines = [
@@ -133,6 +144,8 @@ class SimulatedPipeline:
             f"  exposed          {ms(self.time.gathers)}: UNSHARD and REDUCE_GRAD, {beside}"
         )
         lines.append(f"  exposed          {ms(self.time.transfers)}: transfers between stages")
+        if self.shared_us:
+            lines.append(f"  exposed          {ms(self.shared_us)}: gradients of the tied weight")
         lines += self._memory_lines()
         lines.append(f"  sensitivity      {self.sensitivity}")
         if self.guesses:
@@ -177,6 +190,7 @@ def simulate_pipeline(
     host: HostModel = "eager",
     overlap_gathers: bool = True,
     max_unsharded_bytes: int | None = None,
+    shared_groups: Sequence[SharedGroup] = (),
     trace_path: Path | None = None,
     page_path: Path | None = None,
 ) -> SimulatedPipeline:
@@ -193,6 +207,7 @@ def simulate_pipeline(
         host: whether Python issues operator after operator, or CUDA graphs replay them.
         overlap_gathers: as for ``gt_pipeline.schedules.simulate``.
         max_unsharded_bytes: as for ``lower``.
+        shared_groups: parameters that are one across stages.
         trace_path: where to write the schedule as a Perfetto trace; None writes none.
         page_path: where to write it as an HTML page; None writes none.
     """
@@ -200,12 +215,13 @@ def simulate_pipeline(
     sizes = SymbolSizes(symbol_sizes_of(stages))
     cost_model = CostModel(machine, sizes=sizes, host=host)
     stride = parallel_dims.world_size // schedule.num_ranks
+    # Pipeline ranks are the outermost axis of torchtitan's mesh.
+    ranks = [rank * stride for rank in range(schedule.num_ranks)]
     priced = PricedStages(
         stages,
         schedule,
         cost_model,
-        # Pipeline ranks are the outermost axis of torchtitan's mesh.
-        ranks=[rank * stride for rank in range(schedule.num_ranks)],
+        ranks=ranks,
         group_labels=group_labels(parallel_dims),
     )
     lowered = lower(
@@ -226,10 +242,15 @@ def simulate_pipeline(
             most_parameters, on, num_states=_ADAM_STATES, clips_gradients=facts.clips_gradients
         )
 
+    exchanges = _exchanges(stages, shared_groups, [ranks[r] for r in schedule.stage_to_rank])
+
+    def shared_us(model: CostModel) -> float:
+        return sum(model.collective_us("all_gather", size, at) for size, at in exchanges)
+
     def step_us(on: Hardware) -> float:
-        costs = priced.costs(cost_model.with_hardware(on))
-        run = simulate(lowered, costs, overlap_gathers=overlap_gathers)
-        return facts.num_microbatches * run.makespan + optimizer_us(on)
+        model = cost_model.with_hardware(on)
+        run = simulate(lowered, priced.costs(model), overlap_gathers=overlap_gathers)
+        return facts.num_microbatches * (run.makespan + shared_us(model)) + optimizer_us(on)
 
     moves = sensitivity(step_us, machine)
     throughput = tokens_per_second_per_gpu(
@@ -254,6 +275,7 @@ def simulate_pipeline(
         exposed_us=exposed,
         waiting_us=time.actions - computing - sum(exposed.values()),
         overlaps_gathers=overlap_gathers,
+        shared_us=shared_us(cost_model),
         optimizer_us=optimizer_us(machine),
         step_us=moves.time_us,
         tokens_per_second_per_gpu=throughput,
@@ -278,6 +300,34 @@ def simulate_pipeline(
         trace_path=trace_path,
         page_path=page_path,
     )
+
+
+def _exchanges(
+    stages: Sequence[GraphPipelineStage],
+    groups: Sequence[SharedGroup],
+    rank_of_stage: Sequence[int],
+) -> list[tuple[int, list[int]]]:
+    """What ``SharedParameter`` gathers: bytes in all, and the global ranks that hold copies."""
+    # Stages that are alike share one capture, whose names are those of the stage it was made of;
+    # none of them holds what is shared, for they are neither first nor last.
+    members = find_members(
+        groups,
+        {index: tuple(stage.parameters()) for index, stage in enumerate(stages)},
+        dict(enumerate(rank_of_stage)),
+    )
+    found = []
+    for copies in members:
+        of_rank = Counter(each.rank for each in copies)
+        if len(of_rank) == 1:
+            continue
+        local = _local(stages[copies[0].stage].parameters()[copies[0].name])
+        num_bytes = local.numel() * local.element_size()
+        found.append((num_bytes * len(of_rank) * max(of_rank.values()), sorted(of_rank)))
+    return found
+
+
+def _local(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def _inside_actions(

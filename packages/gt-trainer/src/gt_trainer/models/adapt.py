@@ -19,6 +19,7 @@ from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 from torchtitan.components.validate import Validator
 from torchtitan.config import ParallelismConfig, TrainingConfig
 from torchtitan.config.configs import DebugConfig
+from torchtitan.models.common.decoder import Decoder
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
@@ -29,6 +30,7 @@ from gt_trainer.data.text_dataloader import StdlibTextDataLoader
 from gt_trainer.decoder.attention import replace_inner_attention
 from gt_trainer.decoder.chunked_loss import GraphChunkedLoss
 from gt_trainer.decoder.experts import replace_inner_experts
+from gt_trainer.decoder.tied_stages import adapter_of_stages, allow_tied_stages
 from gt_trainer.device import intended_device_type
 from gt_trainer.metrics.metrics_jsonl import GraphMetricsProcessor
 from gt_trainer.models.device_defaults import default_options
@@ -137,10 +139,18 @@ def _adapt_model(published: ModelSpec) -> ModelSpec:
                 f"{' and '.join(replaced)} has no backward on cpu: {published.name} "
                 f"{published.flavor} attends with DocumentCausalSDPA here"
             )
-    return dataclasses.replace(
+    adapted = dataclasses.replace(
         published,
         parallelize_fn=parallelize,
         pipelining_fn=pipeline if published.pipelining_fn is not None else None,
+    )
+    model, adapter = published.model, published.state_dict_adapter
+    if not isinstance(model, Decoder.Config) or not model.enable_weight_tying:
+        return adapted
+    return dataclasses.replace(
+        adapted,
+        model=allow_tied_stages(model),
+        state_dict_adapter=adapter_of_stages(adapter) if adapter is not None else None,
     )
 
 

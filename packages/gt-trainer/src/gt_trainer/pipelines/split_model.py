@@ -30,6 +30,7 @@ from gt_pipeline.schedules import build_pipeline_schedule, limit_deferred_weight
 from gt_pipeline.split import stage_modules
 from gt_trainer.compile_options import TrainerCompileConfig
 from gt_trainer.pipelines.pipeline_plan import PipelinePlan, pipeline_plan
+from gt_trainer.pipelines.tied_weight import TiedSchedule, tied_copies, tied_groups, untie_alone
 from gt_trainer.placement.parallelize import parallelize
 from gt_trainer.steps.pipelined_step import PipelinedStep
 from gt_trainer.steps.second_groups import create_second_groups
@@ -89,6 +90,9 @@ def pipeline(
             device=device,
             parallelism=parallelism,
         )
+        if model_config.enable_weight_tying:
+            copies = tied_copies(parts, plan, parallel_dims)
+            schedule = TiedSchedule(schedule, parts, copies)
     else:
         schedule = captured_stages(
             parts,
@@ -131,6 +135,11 @@ def placed_stages(
     dump_folder: str,
 ) -> dict[int, nn.Module]:
     """Some stages of ``model``, placed on the mesh, by index. The model stays as it is."""
+    parts = stage_modules(
+        model, plan.names_per_stage, tuple(indices), shared_groups=tied_groups(model)
+    )
+    for part in parts.values():
+        untie_alone(part)
     return {
         index: parallelize(
             cast(Decoder, part),
@@ -141,7 +150,7 @@ def placed_stages(
             ac_config=ac_config,
             dump_folder=dump_folder,
         )
-        for index, part in stage_modules(model, plan.names_per_stage, tuple(indices)).items()
+        for index, part in parts.items()
     }
 
 
@@ -189,6 +198,7 @@ def captured_stages(
         new_passes=_new_passes(compile_config, plan, Path(dump_folder), compiler),
         device=torch.device("cpu") if device.type == "cpu" else device,  # tensors have no index
         max_unsharded_bytes=gathered_bytes_limit(compile_config),
+        shared_groups=tied_groups(model_config),
         ep_overlap=compile_config.ep_overlap,
         verify=compile_config.verify_passes,
         on_shape_change=compile_config.on_shape_change,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from torchtitan.config import ParallelismConfig
@@ -11,6 +12,7 @@ from gt_config import Violation
 from gt_pipeline.errors import GtPipelineError
 from gt_pipeline.schedules import Schedule, limit_deferred_weights, lower
 from gt_pipeline.schedules.deferred_weights import max_deferred_weights
+from gt_trainer.decoder.tied_stages import EMBEDDING, PROJECTION
 from gt_trainer.pipelines.pipeline_plan import PipelinePlan, pipeline_plan
 from gt_trainer.trainer import GraphTrainer
 
@@ -23,14 +25,8 @@ def pipeline_violations(config: GraphTrainer.Config) -> Iterator[Violation]:
     degree = config.parallelism.pipeline_parallel_degree
     if degree < 2 or not isinstance(model, Decoder.Config):
         return
-    if getattr(model, "enable_weight_tying", False):
-        yield Violation(
-            flag=f"{_PREFIX}_degree",
-            value=degree,
-            allowed="1 for a model that ties its embedding to its output projection: gt_pipeline "
-            "sums such gradients, but torchtitan's checkpoints hold the weight once",
-            fix="leave the flag out, or train a model without tied weights",
-        )
+    if model.enable_weight_tying:
+        yield from _tied_weight_of_two_groups(config)
     of_stages = list(
         stage_violations(
             config.parallelism,
@@ -51,6 +47,23 @@ def pipeline_violations(config: GraphTrainer.Config) -> Iterator[Violation]:
         yield from _deferral_violations(plan.schedule, limit)
     if config.compile.fsdp_second_group:
         yield from _idle_second_group(config, plan.schedule)
+
+
+def _tied_weight_of_two_groups(config: GraphTrainer.Config) -> Iterator[Violation]:
+    """Two stages update the weight, each by the options that its own name for it has."""
+    patterns = [group.pattern for group in config.optimizer.param_groups]
+    first_match = [
+        next((pattern for pattern in patterns if re.search(pattern, name)), None)
+        for name in (EMBEDDING, PROJECTION)
+    ]
+    if first_match[0] != first_match[1]:
+        yield Violation(
+            flag="--optimizer.param_groups",
+            value=patterns,
+            allowed=f"patterns that match {EMBEDDING} and {PROJECTION} alike: this model ties "
+            "them, and each of two pipeline stages updates the weight by its own name",
+            fix="let one pattern match both, or leave the pipeline out",
+        )
 
 
 def _idle_second_group(config: GraphTrainer.Config, schedule: Schedule) -> Iterator[Violation]:

@@ -98,16 +98,25 @@ def describe_run(config: GraphTrainer.Config, world_size: int) -> str:
         _activations(options, names),
         *(compiled or ["nothing compiled"]),
         "CUDA graphs" if "cuda-graphs" in names else "no CUDA graphs",
-        _numerics(changes, is_pipelined=run.topology.pp > 1),
+        _numerics(changes, config, is_pipelined=run.topology.pp > 1),
     ]
     return f"On {device}: {', '.join(parts)}"
 
 
-def _numerics(changes: Mapping[str, Numerics], *, is_pipelined: bool) -> str:
+def _numerics(
+    changes: Mapping[str, Numerics], config: GraphTrainer.Config, *, is_pipelined: bool
+) -> str:
     """The class of a run, that of its farthest part, and which parts have it."""
     if not changes:
-        # Eager stages reduce gradients after each microbatch.
-        return "bitwise as eager" + (", gradients reduced once" if is_pipelined else "")
+        # Eager stages reduce gradients after each microbatch. A model in one piece sums the two
+        # uses of a tied weight within each of them.
+        model = config.model_spec.model if config.model_spec is not None else None
+        is_tied = is_pipelined and getattr(model, "enable_weight_tying", False)
+        return (
+            "bitwise as eager"
+            + (", gradients reduced once" if is_pipelined else "")
+            + (", a tied weight's by stage first" if is_tied else "")
+        )
     numerics = max(changes.values(), key=NUMERICS.index)
     return f"{numerics} ({', '.join(name for name, its in changes.items() if its == numerics)})"
 

@@ -24,6 +24,7 @@ from gt_pipeline.graph import GraphPipelineStage, StageCapture, StageLoss
 from gt_pipeline.graph.action_graph import ActionGraph
 from gt_pipeline.runner import ActivationSignature, GraphPPRunner, MicrobatchInputs
 from gt_pipeline.schedules import Schedule
+from gt_pipeline.split import SharedGroup
 from gt_trainer.decoder.eager_chunks import chunked_for_capture
 from gt_trainer.decoder.expert_regions import annotate_expert_regions
 from gt_trainer.startup import StartupClock
@@ -75,6 +76,7 @@ class PipelinedStep:
         new_passes: makes the passes of a stage, given its index.
         device: of the model.
         max_unsharded_bytes: of gathered parameters, at any time; None: those of three stages.
+        shared_groups: parameters that are one across stages, whose gradients are summed.
         ep_overlap: which modules run in chunks while stages are trained, if the strategy is eager.
         verify: whether to verify every graph of a stage, as captured, as cut, and after passes.
         on_shape_change: "error" refuses microbatches of other shapes than the first; "recapture"
@@ -97,6 +99,7 @@ class PipelinedStep:
         new_passes: Callable[[int], StagePasses],
         device: torch.device,
         max_unsharded_bytes: int | None = None,
+        shared_groups: Sequence[SharedGroup] = (),
         ep_overlap: EpOverlapConfig | None = None,
         verify: bool = True,
         on_shape_change: ShapeChangePolicy = "error",
@@ -110,6 +113,7 @@ class PipelinedStep:
         self._new_passes = new_passes
         self._device = device
         self._max_unsharded_bytes = max_unsharded_bytes
+        self._shared_groups = tuple(shared_groups)
         self._ep_overlap = ep_overlap or EpOverlapConfig()
         self._verify = verify
         self._on_shape_change = on_shape_change
@@ -287,6 +291,7 @@ class PipelinedStep:
             self._schedule,
             group=self._pipeline_group,
             loss_reduction="sum",
+            shared_groups=self._shared_groups,
             collective_groups=self._collective_groups,
             max_unsharded_bytes=self._max_unsharded_bytes,
         )
