@@ -13,6 +13,7 @@ from gt_autoparallel.errors import PlacementInputError
 from gt_autoparallel.graph.layouts import Layout, local_shape, short_text
 from gt_autoparallel.graph.placement_graph import InputLeaf, ModelInterface, Value
 from gt_autoparallel.plan.placement_plan import PlacementPlan
+from gt_trace import register_block_masks
 
 
 class InputReader:
@@ -36,6 +37,7 @@ class InputReader:
             PlacementInputError: the arguments are not those that were planned, or a tensor is not
                 this rank's shard; all of them are named.
         """
+        register_block_masks()
         kwargs = {name: kwargs[name] for name in self._keywords if name in kwargs} | kwargs
         leaves, spec = pytree.tree_flatten((args, kwargs))
         if spec != self._interface.input_spec:

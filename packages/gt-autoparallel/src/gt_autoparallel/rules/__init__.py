@@ -5,7 +5,7 @@
     dim_labels       the language of rules: dims that go together carry one label
     registry         operator -> rule; register_rule for operators of others
     pointwise, reductions, contractions, convolutions, views, pieces, along_dim, normalization,
-    embedding, indexing, attention, loss, producers
+    embedding, indexing, attention, flex_attention, loss, producers
                      the rules, one family a file
     mesh_options     from options of one axis to those of a mesh
     experts          options of the routed experts of one layer
