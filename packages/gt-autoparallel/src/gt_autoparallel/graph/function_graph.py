@@ -17,7 +17,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from gt_autoparallel._torch_internals import HigherOrderOperator, OpOverload
+from gt_autoparallel._torch_internals import FakeTensor, HigherOrderOperator, OpOverload
 from gt_autoparallel.graph.placement_graph import Value
 
 
@@ -74,7 +74,7 @@ class FunctionGraph:
 def function_problem(graph_module: GraphModule) -> str | None:
     """Why a function cannot be written down; None if it can."""
     for node in graph_module.graph.nodes:
-        if node.op == "get_attr":
+        if node.op == "get_attr" and _literal(graph_module, node) is None:
             return "a function in it holds a tensor of its own; pass it as an argument or buffer"
         if node.op == "call_function" and isinstance(node.target, HigherOrderOperator):
             return f"a function in it calls {node.target}"
@@ -96,14 +96,30 @@ def function_graph(graph_module: GraphModule) -> FunctionGraph:
     number_of: dict[Node, int] = {node: number for number, node in enumerate(inputs)}
     steps: list[FunctionStep] = []
     for node in graph.nodes:
-        if node.op != "call_function" or node not in alive:
+        if node.op not in ("call_function", "get_attr") or node not in alive:
+            continue
+        number_of[node] = len(inputs) + len(steps)
+        literal = _literal(graph_module, node) if node.op == "get_attr" else None
+        if literal is not None:
+            steps.append(literal)
             continue
         args, kwargs = _mapped((tuple(node.args), dict(node.kwargs)), number_of)
         target = None if node.target is operator.getitem else node.target
-        number_of[node] = len(inputs) + len(steps)
         steps.append(FunctionStep(target=target, args=args, kwargs=kwargs))
     return FunctionGraph(
         num_inputs=len(inputs), steps=tuple(steps), result=_mapped(output.args[0], number_of)
+    )
+
+
+def _literal(graph_module: GraphModule, node: Node) -> FunctionStep | None:
+    """The step that makes a number that the function wrote down; None for any other tensor."""
+    held = getattr(graph_module, str(node.target), None)
+    if not isinstance(held, torch.Tensor) or isinstance(held, FakeTensor) or held.numel() != 1:
+        return None
+    return FunctionStep(
+        target=torch.ops.aten.full.default,
+        args=(list(held.shape), held.item()),
+        kwargs={"dtype": held.dtype, "device": torch.device(held.device.type)},
     )
 
 
