@@ -44,9 +44,7 @@ def test_a_planned_llama3_trains_like_the_whole_model(four: GlooWorkers, tmp_pat
     [
         pytest.param(dataclasses.replace(LLAMA3_PLACED, options=BACKEND), id="llama3-backend"),
         # The mask of one sample is another function than that of the whole batch.
-        pytest.param(
-            PlacedCase(model=ONE_SAMPLE, memory_budget_gib=0.025), id="llama3-one-sample"
-        ),
+        pytest.param(PlacedCase(model=ONE_SAMPLE, memory_budget_gib=0.025), id="llama3-one-sample"),
         pytest.param(
             dataclasses.replace(LLAMA3_PLACED, options={"memory_policy": "full_recompute"}),
             id="llama3-full-recompute",

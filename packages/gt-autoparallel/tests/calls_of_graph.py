@@ -14,7 +14,9 @@ from gt_autoparallel.graph.placement_graph import PlacementGraph, PlacementNode,
 
 
 @torch.no_grad()
-def calls_of_graph(graph: PlacementGraph, model: nn.Module, inputs: tuple[Any, ...]) -> list[Sample]:
+def calls_of_graph(
+    graph: PlacementGraph, model: nn.Module, inputs: tuple[Any, ...]
+) -> list[Sample]:
     """Each operator with what it is given when the graph runs whole; alike calls once."""
     values: dict[Value, Any] = {
         Value(index): tensor for index, tensor in _sources(graph, model, inputs).items()
@@ -60,7 +62,9 @@ def _sources(
         elif node.kind == "tangent":
             spec = graph.spec(Value(node.index))
             generator = torch.Generator().manual_seed(node.index)
-            tensors[node.index] = torch.randint(1, 3, spec.shape, generator=generator).to(spec.dtype)
+            tensors[node.index] = torch.randint(1, 3, spec.shape, generator=generator).to(
+                spec.dtype
+            )
     return tensors
 
 

@@ -128,9 +128,7 @@ def numbered_mask() -> BlockMask:
 
 
 def _mask(function: Any, batch: int | None, heads: int | None) -> BlockMask:
-    return create_block_mask(
-        function, batch, heads, LENGTH, LENGTH, device="cpu", BLOCK_SIZE=BLOCK
-    )
+    return create_block_mask(function, batch, heads, LENGTH, LENGTH, device="cpu", BLOCK_SIZE=BLOCK)
 
 
 def learned_bias(model: Any) -> Any:

@@ -17,8 +17,8 @@ from torch.distributed.tensor import Partial, Placement, Shard
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gt_autoparallel.graph.layouts import Layout, MeshShape, local_shape, short_text
 from gt_autoparallel.graph.function_graph import FunctionGraph
+from gt_autoparallel.graph.layouts import Layout, MeshShape, local_shape, short_text
 from gt_autoparallel.graph.options import NodeOption
 from gt_autoparallel.graph.placement_graph import PlacementNode, TensorSpec, Value
 from gt_autoparallel.rules import local_call, node_options

@@ -17,7 +17,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from gt_autoparallel._torch_internals import FakeTensor, HigherOrderOperator, OpOverload
+from gt_autoparallel._torch_internals import FakeTensor, OpOverload
 from gt_autoparallel.graph.placement_graph import Value
 
 
@@ -76,11 +76,9 @@ def function_problem(graph_module: GraphModule) -> str | None:
     for node in graph_module.graph.nodes:
         if node.op == "get_attr" and _literal(graph_module, node) is None:
             return "a function in it holds a tensor of its own; pass it as an argument or buffer"
-        if node.op == "call_function" and isinstance(node.target, HigherOrderOperator):
-            return f"a function in it calls {node.target}"
-        if node.op == "call_function" and not isinstance(node.target, OpOverload):
-            if node.target is not operator.getitem:
-                return f"a function in it calls {node.target}, which no file can name"
+        is_named = isinstance(node.target, OpOverload) or node.target is operator.getitem
+        if node.op == "call_function" and not is_named:
+            return f"a function in it calls {node.target}, which is no operator with a schema"
     return None
 
 

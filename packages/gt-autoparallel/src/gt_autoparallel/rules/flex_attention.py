@@ -15,18 +15,18 @@ of keys; a rule for them is not offered.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch.distributed.tensor import Shard
 
 from gt_autoparallel.graph.function_graph import FunctionGraph, FunctionStep
-from gt_autoparallel.graph.layouts import Layout, MeshShape
+from gt_autoparallel.graph.layouts import MeshShape
 from gt_autoparallel.graph.options import AxisOption, NodeOption
-from gt_autoparallel.rules.dim_labels import DimLabels, Labels, axis_options
+from gt_autoparallel.rules.dim_labels import DimLabels, Labels, axis_options, shard
 from gt_autoparallel.rules.index_reads import is_scatter, reads, scatter_dims
 from gt_autoparallel.rules.operator_call import CallOperand, OperatorCall
 from gt_autoparallel.rules.operator_rule import OperatorRule, Rules
@@ -39,6 +39,9 @@ _NUMBERED = (_BATCH, _HEADS)
 _KEYS = ("key", "value")
 _LIKE_QUERIES = ("query", "out", "logsumexp", "grad_out", "grad_logsumexp")
 _HEAD_DIM = 1
+
+_Cuts = tuple[bool, ...]
+"""For each mesh axis, whether it cuts heads."""
 
 
 def _flex_attention(call: OperatorCall) -> Iterator[AxisOption]:
@@ -167,7 +170,7 @@ def _padded(labels: Labels, num_dims: int) -> Labels:
 
 def _fits(call: OperatorCall, option: NodeOption, mesh: MeshShape) -> bool:
     """Whether every rank has the key-value heads of its heads, and could not have fewer."""
-    queries, keys = _head_layouts(call, option)
+    queries, keys = _head_cuts(call, option)
     if queries == keys:
         return True
     num_heads, num_keys = (call.spec(name).shape[_HEAD_DIM] for name in ("query", "key"))
@@ -182,48 +185,41 @@ def _fits(call: OperatorCall, option: NodeOption, mesh: MeshShape) -> bool:
     )
 
 
-def _starts(queries: Layout, keys: Layout, mesh: MeshShape, num_keys: int) -> Iterator[int]:
+def _starts(queries: _Cuts, keys: _Cuts, mesh: MeshShape, num_keys: int) -> Iterator[int]:
     """For each rank, where the key-value head that it needs is among those that it has."""
-    coordinates = [()]
-    for axis, placement in enumerate(queries):
-        places = range(mesh.sizes[axis]) if _is_cut(placement) else range(1)
+    coordinates: list[tuple[int, ...]] = [()]
+    for is_cut, size in zip(queries, mesh.sizes, strict=True):
+        places = range(size if is_cut else 1)
         coordinates = [(*rest, place) for rest in coordinates for place in places]
     for coordinate in coordinates:
         yield _start(queries, keys, mesh, num_keys, coordinate)
 
 
 def _start(
-    queries: Layout, keys: Layout, mesh: MeshShape, num_keys: int, coordinate: tuple[int, ...]
+    queries: _Cuts, keys: _Cuts, mesh: MeshShape, num_keys: int, coordinate: tuple[int, ...]
 ) -> int:
     needed = _place(queries, mesh, coordinate) * num_keys // _num_pieces(queries, mesh)
     return needed - _place(keys, mesh, coordinate) * num_keys // _num_pieces(keys, mesh)
 
 
-def _place(layout: Layout, mesh: MeshShape, coordinate: tuple[int, ...]) -> int:
+def _place(cuts: _Cuts, mesh: MeshShape, coordinate: tuple[int, ...]) -> int:
     place = 0
-    for placement, size, index in zip(layout, mesh.sizes, coordinate, strict=True):
-        place = place * size + index if _is_cut(placement) else place
+    for is_cut, size, index in zip(cuts, mesh.sizes, coordinate, strict=True):
+        place = place * size + index if is_cut else place
     return place
 
 
-def _num_pieces(layout: Layout, mesh: MeshShape) -> int:
-    count = 1
-    for placement, size in zip(layout, mesh.sizes, strict=True):
-        count *= size if _is_cut(placement) else 1
-    return count
+def _num_pieces(cuts: _Cuts, mesh: MeshShape) -> int:
+    return math.prod(size for is_cut, size in zip(cuts, mesh.sizes, strict=True) if is_cut)
 
 
-def _is_cut(placement: object) -> bool:
-    return isinstance(placement, Shard) and placement.dim == _HEAD_DIM
-
-
-def _head_layouts(call: OperatorCall, option: NodeOption) -> tuple[Layout, Layout]:
-    """Along which axes heads of queries and of keys are cut: layouts with nothing else in them."""
-    found = []
+def _head_cuts(call: OperatorCall, option: NodeOption) -> tuple[_Cuts, _Cuts]:
+    """Which axes cut the heads of queries, and which those of keys."""
+    found: list[_Cuts] = []
     for name in ("query", "key"):
         index = call.index(name)
         assert index is not None
-        found.append(tuple(p if _is_cut(p) else None for p in option.operands[index]))
+        found.append(tuple(placement == shard(_HEAD_DIM) for placement in option.operands[index]))
     queries, keys = found
     return queries, keys
 
@@ -233,11 +229,11 @@ def _head_layouts(call: OperatorCall, option: NodeOption) -> tuple[Layout, Layou
 
 def _localize(sharded: ShardedCall) -> LocalCall:
     call = sharded.call
-    changed = {}
+    changed: dict[str, Any] = {}
     joint = call.arguments.get("joint_graph")
     if joint is not None:
         changed["joint_graph"] = _with_local_scatters(joint, sharded)
-    queries, keys = _head_layouts(call, sharded.option)
+    queries, keys = _head_cuts(call, sharded.option)
     if queries == keys:
         return sharded.with_arguments(**changed)
     num_keys = call.spec("key").shape[_HEAD_DIM]

@@ -47,13 +47,15 @@ class ReadTensor:
 def reads(
     function: FunctionGraph, number: int, tensors: Sequence[int]
 ) -> tuple[ReadTensor, ...] | None:
-    """How a function reads its tensors by a number, each that it reads at all; None if a shard
-    with numbers of its own would compute something else.
+    """How a function reads its tensors by a number, each of them that it reads at all.
 
     Args:
         function: scores, a mask, or scores with their gradients.
         number: which of its inputs is the number.
         tensors: which of its inputs are tensors of the caller's.
+
+    Returns:
+        None if a shard with numbers of its own would compute something else.
     """
     found: dict[int, set[int | None]] = {}
     for step in function.steps:
@@ -65,8 +67,7 @@ def reads(
     for _, step in function.read_by(number):
         if step.target in _SHAPED_LIKE_AN_INDEX or _scatters_at(step, number):
             continue
-        tensor = next((t for t in tensors if _looked_up_dim(step, t, number) is not None), None)
-        if tensor is None:
+        if all(_looked_up_dim(step, tensor, number) is None for tensor in tensors):
             return None
     if any(len(dims) != 1 for dims in found.values()):
         return None

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torchtitan.components.loss import ChunkedLossWrapper
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import ParallelDims
@@ -147,9 +146,7 @@ def _build(config: GraphTrainer.Config, world_size: int) -> FakeStep:
     )
 
 
-def example_inputs(
-    config: GraphTrainer.Config, model: Any, *, batch_size: int
-) -> tuple[Any, ...]:
+def example_inputs(config: GraphTrainer.Config, model: Any, *, batch_size: int) -> tuple[Any, ...]:
     """A batch of zeros of the configured length: (tokens, labels, token count, extra inputs)."""
     shape = (batch_size, config.training.seq_len)
     device = titan_utils.device_type

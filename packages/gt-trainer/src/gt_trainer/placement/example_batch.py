@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.nn.attention.flex_attention import BlockMask
 from torchtitan.config import TrainingConfig
 from torchtitan.models.common.decoder import Decoder
 
@@ -35,8 +34,8 @@ def example_kwargs(model: Decoder, training: TrainingConfig, num_shards: int) ->
     return kwargs
 
 
-def example_block_mask(model: Decoder, positions: torch.Tensor) -> BlockMask | None:
-    """The mask of ``positions`` where ``model`` attends with FlexAttention; else None.
+def example_block_mask(model: Decoder, positions: torch.Tensor) -> Any:
+    """The ``BlockMask`` of ``positions`` where ``model`` attends with FlexAttention; else None.
 
     On meta, for a capture reads its shapes and functions only; and without the compilation of what
     makes it, which would take longer than the capture.
@@ -44,8 +43,7 @@ def example_block_mask(model: Decoder, positions: torch.Tensor) -> BlockMask | N
     if not attends_with_flex_attention(model.config):
         return None
     with torch.compiler.set_stance("force_eager"):
-        mask: BlockMask = model.get_attention_masks(positions=positions.to("meta"))
-    return mask
+        return model.get_attention_masks(positions=positions.to("meta"))
 
 
 def _integers(training: TrainingConfig, num_shards: int) -> torch.Tensor:

@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.nn.attention.flex_attention import BlockMask
 from torch.utils import _pytree as pytree
 from torchtitan.models.common.decoder import Decoder
 
@@ -23,11 +22,11 @@ from gt_trainer.decoder.attention import attends_with_flex_attention
 def make_masks_of_parts(model: Decoder) -> None:
     """Let ``model`` make masks of one sample as it makes those of several; others stay."""
     if attends_with_flex_attention(model.config):
-        made: Any = partial(_mask_of_part, model.get_attention_masks)
-        model.get_attention_masks = made  # of this model, not of its class
+        made = partial(_mask_of_part, model.get_attention_masks)
+        object.__setattr__(model, "get_attention_masks", made)
 
 
-def _mask_of_part(make: Callable[..., BlockMask], positions: torch.Tensor) -> BlockMask:
+def _mask_of_part(make: Callable[..., Any], positions: torch.Tensor) -> Any:
     if positions.shape[0] > 1:
         return make(positions=positions)
     register_block_masks()
@@ -36,5 +35,4 @@ def _mask_of_part(make: Callable[..., BlockMask], positions: torch.Tensor) -> Bl
         has_samples = isinstance(leaf, torch.Tensor) and leaf.ndim > 0 and leaf.shape[0] == 2
         return leaf[:1] if has_samples else leaf
 
-    mask: BlockMask = pytree.tree_map(first, make(positions=positions.expand(2, -1).contiguous()))
-    return mask
+    return pytree.tree_map(first, make(positions=positions.expand(2, -1).contiguous()))
