@@ -1,7 +1,7 @@
 """Models with torchtitan's FlexAttention, placed by a solver on four ranks, against one process.
 
 Loss, gradients and parameters of five steps, at float32 relative 1e-5 in norm. Masks are inputs:
-their documents are the same in every step here, and differ in ``test_flex_attention.py``.
+every step has other documents.
 """
 
 from __future__ import annotations

@@ -199,13 +199,13 @@ def whole_model(trainer: GraphTrainer, placed: nn.Module) -> nn.Module:
 def global_batch(
     trainer: GraphTrainer, step: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Tokens, labels and positions of all ranks: two documents a sample."""
+    """Tokens, labels and positions of all ranks: documents that differ from step to step."""
     mesh = trainer.parallel_dims.get_mesh("batch")
     training = trainer.config.training
     shape = (training.local_batch_size * mesh.size(), training.seq_len + 1)
     generator = torch.Generator().manual_seed(100 + step)
     tokens = torch.randint(0, trainer.model_config.vocab_size, shape, generator=generator)
-    positions = torch.arange(training.seq_len) % (training.seq_len // 2 + 1)
+    positions = torch.arange(training.seq_len) % (training.seq_len // 2 + 1 - step % NUM_STEPS)
     return tokens[:, :-1], tokens[:, 1:], positions.expand(shape[0], -1).contiguous()
 
 
