@@ -38,7 +38,7 @@ def test_random_plans_compute_outputs_and_gradients_of_one_process(
 
 
 @pytest.mark.parametrize(
-    "seeds", [[0, 1], pytest.param([*range(2, 22)], marks=pytest.mark.slow)], ids=len
+    "seeds", [[0], pytest.param([*range(1, 21)], marks=pytest.mark.slow)], ids=len
 )
 def test_random_plans_with_flex_attention_compute_what_one_process_computes(
     seeds: list[int], four: GlooWorkers

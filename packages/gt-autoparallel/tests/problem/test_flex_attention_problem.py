@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from flex_attention_samples import CASES, Attends, inputs_of, samples_of
 from random_graphs import Exhaustive
@@ -22,10 +24,13 @@ from gt_autoparallel import (
     MeshShape,
     PlacementPrices,
     PlacementRequest,
+    PlanMismatchError,
     audit_plan,
     decode_plan,
     encode_plan,
     find_placement,
+    load_plan,
+    write_plan,
 )
 from gt_autoparallel._torch_internals import operator_name
 from gt_autoparallel.graph.capture import capture_placement_graph
@@ -123,6 +128,20 @@ def test_a_plan_is_audited_and_comes_back_from_a_file() -> None:
     assert loaded.graph.nodes == plan.graph.nodes
     assert loaded.options == plan.options
     assert audit_plan(loaded).total_us == audit_plan(plan).total_us
+
+
+def test_a_plan_file_is_loaded_for_the_model_and_refused_for_another_mask(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    write_plan(plan_of("documents", TWO, [Shard(0)]), path)
+    model = Attends(CASES["documents"])
+    loaded = load_plan(path, model, TWO, inputs_of(CASES["documents"]))
+    assert loaded.graph.interface is not None
+    names = [leaf.name for leaf in loaded.graph.interface.inputs if leaf.node is not None]
+    assert names[3] == "mask.kv_num_blocks"
+    assert names[-1] == "mask._closure_0"
+    *others, _ = inputs_of(CASES["documents"])
+    with pytest.raises(PlanMismatchError):
+        load_plan(path, model, TWO, (*others, CASES["number of the sample"].mask()))
 
 
 def test_a_graph_comes_back_with_its_functions_and_its_digest_knows_them() -> None:

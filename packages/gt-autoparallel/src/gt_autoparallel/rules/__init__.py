@@ -7,6 +7,7 @@
     pointwise, reductions, contractions, convolutions, views, pieces, along_dim, normalization,
     embedding, indexing, attention, flex_attention, loss, producers
                      the rules, one family a file
+    index_reads      what a function of FlexAttention does with the number of a sample or head
     mesh_options     from options of one axis to those of a mesh
     experts          options of the routed experts of one layer
     node_options     options of every kind of node; errors for operators without a rule
