@@ -120,6 +120,19 @@ def plan_of(name: str, mesh: MeshShape, layout: Any) -> PlacementPlan:
     return find_placement(model, mesh, inputs, request)
 
 
+def test_what_a_function_forbids_to_cut_is_said_when_planned() -> None:
+    """Where samples cannot be cut, attention runs whole on every rank: right, and dear."""
+    reason = (
+        "flex_attention and 1 more: cannot be cut along samples, for its scores or mask do more with "
+        "their numbers than to look them up in tensors that are cut likewise"
+    )
+    with pytest.warns(UserWarning, match=f"^{reason}$"):
+        plan = plan_of("number of the sample", TWO, [Shard(0)])
+    (attention,) = [n for n in plan.graph.nodes if n.name.endswith("flex_attention")]
+    assert plan.options[attention.index].operands[0] != (Shard(0),)
+    assert audit_plan(plan).relative_error < 1e-6
+
+
 def test_a_plan_is_audited_and_comes_back_from_a_file() -> None:
     plan = plan_of("learned bias", TWO, [Shard(1)])
     assert audit_plan(plan).relative_error < 1e-6

@@ -23,6 +23,7 @@ every operand and output evenly, also along dims that another axis has cut befor
 from __future__ import annotations
 
 from gt_autoparallel.rules.dim_labels import DimLabels
+from gt_autoparallel.rules.flex_attention import uncut_attention
 from gt_autoparallel.rules.local_call import local_call
 from gt_autoparallel.rules.node_options import (
     check_operators,
@@ -47,4 +48,5 @@ __all__ = [
     "node_options",
     "register_rule",
     "replicated_operators",
+    "uncut_attention",
 ]

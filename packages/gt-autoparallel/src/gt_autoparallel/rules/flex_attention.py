@@ -23,18 +23,22 @@ from typing import Any
 
 import torch
 
+from gt_autoparallel._torch_internals import HigherOrderOperator, operator_name
 from gt_autoparallel.graph.function_graph import FunctionGraph, FunctionStep
 from gt_autoparallel.graph.layouts import MeshShape
 from gt_autoparallel.graph.options import AxisOption, NodeOption
+from gt_autoparallel.graph.placement_graph import PlacementGraph
 from gt_autoparallel.rules.dim_labels import DimLabels, Labels, axis_options, shard
 from gt_autoparallel.rules.index_reads import is_scatter, reads, scatter_dims
-from gt_autoparallel.rules.operator_call import CallOperand, OperatorCall
+from gt_autoparallel.rules.operator_call import CallOperand, OperatorCall, operator_call
 from gt_autoparallel.rules.operator_rule import OperatorRule, Rules
 from gt_autoparallel.rules.sharded_call import LocalCall, ShardedCall
 
 _BATCH, _HEADS = "batch", "heads"
 _NUMBERED = (_BATCH, _HEADS)
 """In the order of dims, and of the numbers that functions are given."""
+
+_PLURAL = {_BATCH: "samples", _HEADS: "heads"}
 
 _KEYS = ("key", "value")
 _LIKE_QUERIES = ("query", "out", "logsumexp", "grad_out", "grad_logsumexp")
@@ -50,6 +54,27 @@ def _flex_attention(call: OperatorCall) -> Iterator[AxisOption]:
     yield from axis_options(by_operand.labels(allowed))
     if _HEADS in allowed and _heads_per_key(call) > 1:
         yield from axis_options(by_operand.labels([_HEADS], cut_keys=False))
+
+
+def uncut_attention(graph: PlacementGraph) -> list[str]:
+    """A line for each way in which some FlexAttention of a graph cannot be cut.
+
+    That costs time, and nothing else says why.
+    """
+    uncut: dict[str, list[str]] = {}
+    for node in graph.of_kind("operator"):
+        is_operator = isinstance(node.target, HigherOrderOperator)
+        if is_operator and operator_name(node.target) in RULES:
+            labels = _LabelsOfOperands(operator_call(node, graph.operand_specs(node)))
+            for label in _NUMBERED:
+                if not labels.add(label):
+                    uncut.setdefault(label, []).append(node.name)
+    return [
+        f"{names[0]}{f' and {len(names) - 1} more' if names[1:] else ''}: cannot be cut along "
+        f"{_PLURAL[label]}, for its scores or mask do more with their numbers than to look them up "
+        "in tensors that are cut likewise"
+        for label, names in uncut.items()
+    ]
 
 
 class _LabelsOfOperands:
