@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import json
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from gt_config import AutoParallelConfig
 from gt_trace.testing import fake_world
 from gt_trainer.device import intended_for
 from gt_trainer.dry_run.dry_run import dry_run
@@ -95,6 +98,21 @@ def test_pipeline_is_captured_at_its_intended_world_size(entry) -> None:
     assert isinstance(report, PipelineDryRunReport)
     assert report.simulated.peak_bytes <= _INTENDED_GIB * 2**30
     assert report.remedy is None
+
+
+def test_a_solver_plans_the_attention_that_gpus_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)  # the plan goes to the dump folder
+    options = {"autoparallel": True, "autoparallel_solver": AutoParallelConfig(relative_gap=0.03)}
+    report = run("llama3", "llama3_debugmodel", 4, options, tensor_parallel_degree=2)
+    assert report.num_parameters_per_rank < report.num_parameters
+    (path,) = tmp_path.rglob("placement.json")
+    nodes = json.loads(path.read_text())["content"]["graph"]["nodes"]
+    operators = [node["target"]["operator"] for node in nodes if node["kind"] == "operator"]
+    for name in ("flex_attention", "flex_attention_backward"):
+        assert operators.count(["higher_order", name]) == 6
+    assert not any("scaled_dot_product" in operator[1] for operator in operators)
 
 
 def test_report_says_what_a_rank_would_hold_and_execute() -> None:

@@ -24,7 +24,7 @@ from gt_config import ExpertPlacement
 from gt_config.node_keys import EpExchangeAnnotation
 from gt_passes.analysis.collectives import is_collective
 from gt_trace import read_annotation, trace_step
-from gt_trainer.decoder.attention import attention_mask_for
+from gt_trainer.decoder.attention import attends_with_flex_attention, attention_mask_for
 from gt_trainer.decoder.expert_regions import annotate_expert_regions
 from gt_trainer.placement.planned_mesh import planned_mesh
 from gt_trainer.steps.captured_step import training_step
@@ -168,6 +168,9 @@ def compare_with_whole_model(case: PlacedCase, folder: str) -> Found:
 class RecordedAllToAlls(TorchDispatchMode):
     """Counts the bytes of every all-to-all that is launched inside."""
 
+    supports_higher_order_operators = True
+    """FlexAttention's, which launch none."""
+
     def __init__(self) -> None:
         super().__init__()
         self.num_bytes: list[int] = []
@@ -196,13 +199,13 @@ def whole_model(trainer: GraphTrainer, placed: nn.Module) -> nn.Module:
 def global_batch(
     trainer: GraphTrainer, step: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Tokens, labels and positions of all ranks: two documents a sample."""
+    """Tokens, labels and positions of all ranks: documents that differ from step to step."""
     mesh = trainer.parallel_dims.get_mesh("batch")
     training = trainer.config.training
     shape = (training.local_batch_size * mesh.size(), training.seq_len + 1)
     generator = torch.Generator().manual_seed(100 + step)
     tokens = torch.randint(0, trainer.model_config.vocab_size, shape, generator=generator)
-    positions = torch.arange(training.seq_len) % (training.seq_len // 2 + 1)
+    positions = torch.arange(training.seq_len) % (training.seq_len // 2 + 1 - step % NUM_STEPS)
     return tokens[:, :-1], tokens[:, 1:], positions.expand(shape[0], -1).contiguous()
 
 
@@ -229,13 +232,12 @@ def placed_pass(trainer: GraphTrainer, step: int) -> float:
     return loss.item()
 
 
-def whole_pass(trainer: GraphTrainer, whole: nn.Module, step: int) -> float:
+def whole_pass(trainer: GraphTrainer, whole: Any, step: int) -> float:
     tokens, labels, positions = global_batch(trainer, step)
-    prediction = whole(
-        tokens,
-        positions=positions,
-        attention_masks=attention_mask_for(trainer.model_config, positions),
-    )
+    mask = attention_mask_for(trainer.model_config, positions)
+    if attends_with_flex_attention(trainer.model_config):
+        mask = whole.get_attention_masks(positions)
+    prediction = whole(tokens, positions=positions, attention_masks=mask)
     loss, _ = trainer.loss_fn(prediction, labels, torch.tensor(labels.numel()))
     loss.backward()
     return loss.item()

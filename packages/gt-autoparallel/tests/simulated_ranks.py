@@ -17,6 +17,7 @@ from torch.distributed.tensor import Partial, Placement, Shard
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gt_autoparallel.graph.function_graph import FunctionGraph
 from gt_autoparallel.graph.layouts import Layout, MeshShape, local_shape, short_text
 from gt_autoparallel.graph.options import NodeOption
 from gt_autoparallel.graph.placement_graph import PlacementNode, TensorSpec, Value
@@ -55,17 +56,21 @@ class Sample:
 
     @property
     def target(self) -> Any:
-        namespace, name, overload = self.operator.split(".")
-        return getattr(getattr(getattr(torch.ops, namespace), name), overload)
+        target: Any = torch.ops
+        for part in self.operator.split("."):
+            target = getattr(target, part)
+        return target
 
     def run(self, function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """The outputs of a function, with the operator in it replaced by its stand-in."""
         replaced = nullcontext() if self.stand_in is None else _Replaced(self.target, self.stand_in)
+        args, kwargs = pytree.tree_map(_as_function, (args, kwargs))
         with replaced:
-            result = function(*args, **kwargs)
-        if isinstance(result, list | tuple):
-            return tuple(result)
-        return (result,)
+            return tuple(pytree.tree_leaves(function(*args, **kwargs)))
+
+
+def _as_function(leaf: Any) -> Any:
+    return leaf.graph_module() if isinstance(leaf, FunctionGraph) else leaf
 
 
 class _Replaced(TorchDispatchMode):

@@ -9,8 +9,10 @@ the bit. What a GPU runs instead, Inductor's kernels, is not seen here.
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,6 +25,7 @@ from torch.nn.attention.flex_attention import (
     create_block_mask,
     flex_attention,
 )
+from torch.utils import _pytree as pytree
 from trace_models import assert_same
 
 from gt_config.node_keys import ModuleAnnotation, PhaseAnnotation
@@ -35,6 +38,7 @@ from gt_trace import (
     module_fqn,
     phase_of,
     read_annotation,
+    register_block_masks,
     trace_step,
 )
 
@@ -282,3 +286,24 @@ def test_refuses_a_mask_whose_function_hides_its_tensors() -> None:
     mask = create_block_mask(Within(documents), 2, None, LENGTH, LENGTH, device="cpu")
     with pytest.raises(ConstantCapturedError, match=r"torch.int64 \[2, 32\]"):
         trace_step(step_of(model), module=model)(x, mask)
+
+
+def test_what_a_mask_is_apart_from_values_can_be_sent_to_another_process() -> None:
+    register_block_masks()
+    here = mask_for(batch_of(0)[1], partial(in_window, 3))
+    values, structure = pytree.tree_flatten(here)
+    received = pickle.loads(pickle.dumps(structure))
+    assert received == structure
+    assert received == pytree.tree_structure(mask_for(batch_of(1)[1], partial(in_window, 5)))
+    assert received != pytree.tree_structure(mask_for(batch_of(0)[1]))
+    there = pytree.tree_unflatten(values, received)
+    numbers = [torch.arange(2)[:, None, None], torch.zeros(()), *positions_of(LENGTH)]
+    assert torch.equal(there.mask_mod(*numbers), here.mask_mod(*numbers))
+
+
+def in_window(width: int, b: Any, h: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    return (q - k).abs() < width
+
+
+def positions_of(length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.arange(length)[:, None], torch.arange(length)[None, :]

@@ -5,6 +5,7 @@ Checked against the installed source of torch 2.15; a new PyTorch is checked her
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ __all__ = [
     "has_gradient_hooks",
     "make_fx",
     "module_hooks",
+    "operator_name",
     "operator_path",
     "returns_new_storage",
     "views_first_argument",
@@ -45,8 +47,27 @@ def operator_path(operator: OpOverload) -> tuple[str, str, str]:
     return namespace, name, operator._overloadname
 
 
-def argument_defaults(operator: OpOverload) -> dict[str, Any]:
-    """Every argument of an operator by name, in order, with its default (None without one)."""
+def operator_name(operator: OpOverload | HigherOrderOperator) -> str:
+    """Full name of an operator, under which rules know it.
+
+    Of an operator of operators ``higher_order.name``: its own text has no namespace.
+    """
+    if isinstance(operator, HigherOrderOperator):
+        return f"higher_order.{operator.name()}"  # type: ignore[no-untyped-call]  # torch's
+    return str(operator)
+
+
+def argument_defaults(operator: OpOverload | HigherOrderOperator) -> dict[str, Any]:
+    """Every argument of an operator by name, in order, with its default (None without one).
+
+    An operator of operators has no schema; its arguments are those of its Python method.
+    """
+    if isinstance(operator, HigherOrderOperator):
+        _, *parameters = inspect.signature(type(operator).__call__).parameters.values()
+        return {
+            each.name: None if each.default is inspect.Parameter.empty else each.default
+            for each in parameters
+        }
     return {
         argument.name: argument.default_value if argument.has_default_value() else None
         for argument in operator._schema.arguments

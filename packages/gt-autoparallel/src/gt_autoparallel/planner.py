@@ -8,6 +8,7 @@ again with another budget or other constraints costs little more than the solve.
 from __future__ import annotations
 
 import time
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 
@@ -36,7 +37,7 @@ from gt_autoparallel.problem.problem_of_graph import (
 )
 from gt_autoparallel.problem.redistribution_tables import RedistributionTables
 from gt_autoparallel.request_checks import check_request
-from gt_autoparallel.rules import check_operators, node_options
+from gt_autoparallel.rules import check_operators, node_options, uncut_attention
 from gt_autoparallel.solver import (
     ForbiddenPairsError,
     MemoryBudgetError,
@@ -81,6 +82,8 @@ class Planner:
     ) -> None:
         check_operators(graph, replicate_unknown=replicate_unknown)
         _check_mesh(graph, mesh)
+        for line in uncut_attention(graph):
+            warnings.warn(line, stacklevel=2)
         self.graph = graph
         self.mesh = mesh
         self.signature = signature

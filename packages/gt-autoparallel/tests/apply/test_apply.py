@@ -8,6 +8,7 @@ import pickle
 from collections.abc import Iterator
 from typing import Any
 
+import placed_flex_attention
 import pytest
 import torch
 from placed_model_cases import (
@@ -23,6 +24,7 @@ from random_plans import random_plan
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gt_autoparallel.apply import apply_plan
@@ -368,3 +370,26 @@ def test_attributes_of_parameters_stay(mesh: DeviceMesh, gated_plan: PlacementPl
     model.up.bias.no_weight_decay = True  # type: ignore[attr-defined]  # as users do
     apply_plan(model, gated_plan, mesh)
     assert model.up.bias.no_weight_decay is True  # type: ignore[attr-defined]  # as above
+
+
+def test_a_mask_of_another_kind_is_told_place_by_place(mesh: DeviceMesh) -> None:
+    attention = placed_flex_attention.model()
+    inputs = placed_flex_attention.batch(0)
+    captured = capture_placement_graph(attention, inputs)
+    plan = random_plan(attention, captured, MeshShape.of(mesh), seed=0)
+    apply_plan(attention, plan, mesh)
+    x, mask = placed_flex_attention.local(plan, mesh, inputs)
+    with pytest.raises(PlacementInputError) as caught:
+        attention(x, create_block_mask(causal, None, None, 8, 8, device="cpu", BLOCK_SIZE=4))
+    assert str(caught.value) == (
+        "arguments have another structure than the planned ones; call the model as in the example "
+        "inputs:\n"
+        "  mask: BlockMask with mask_mod causal, captured with _mask_of.<locals>.within"
+    )
+    mask.kv_num_blocks = mask.kv_num_blocks.repeat_interleave(2, 0)
+    with pytest.raises(PlacementInputError, match=r"mask\.kv_num_blocks has shape \("):
+        attention(x, mask)
+
+
+def causal(b: Any, h: Any, q: Any, k: Any) -> Any:
+    return q >= k

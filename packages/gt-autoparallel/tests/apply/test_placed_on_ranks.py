@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from placed_checkpoints import differences_after_loading
+from placed_flex_attention import compare_random_plans_of_attention
 from placed_hugging_face import compare_hugging_face
 from placed_model_cases import compare_random_plans
 
@@ -34,6 +35,19 @@ def test_random_plans_compute_outputs_and_gradients_of_one_process(
     seeds: list[int], four: GlooWorkers
 ) -> None:
     assert four.run(compare_random_plans, seeds) == [[]] * 4
+
+
+@pytest.mark.parametrize(
+    "seeds", [[0], pytest.param([*range(1, 21)], marks=pytest.mark.slow)], ids=len
+)
+def test_random_plans_with_flex_attention_compute_what_one_process_computes(
+    seeds: list[int], four: GlooWorkers
+) -> None:
+    results = four.run(compare_random_plans_of_attention, seeds)
+    assert [found.problems for found in results] == [()] * 4
+    if len(seeds) > 10:
+        # Cut along samples, heads, both, and heads of which two ranks share one of the keys.
+        assert {"S(0) S(1) S(0) S(1)", "S(1) S(1) S(1) R"} <= results[0].ways
 
 
 def test_a_checkpoint_is_loaded_under_another_plan_and_under_none(

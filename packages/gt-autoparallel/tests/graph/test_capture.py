@@ -10,6 +10,7 @@ import torch
 from global_run import run_globally
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.attention.flex_attention import flex_attention
 from torch.utils import _pytree as pytree
 
 from gt_autoparallel.errors import UnsupportedModelError
@@ -321,14 +322,23 @@ class Drops(nn.Module):
         return F.dropout(self.linear(x), 0.5)
 
 
-class FlexAttention(nn.Module):
-    pass
+class LooksUpItsOwn(nn.Module):
+    """FlexAttention under a score function with numbers of its own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def score(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+            return s * torch.tensor([1.0, 2.0])[h]
+
+        out: Any = flex_attention(x, x, x, score_mod=score)
+        return out
 
 
-class UsesFlex(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = FlexAttention()
+class ChoosesBranch(nn.Module):
+    """Another operator of operators."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))
+        return out
 
 
 @pytest.mark.parametrize(
@@ -353,12 +363,23 @@ class UsesFlex(nn.Module):
             ),
         ),
         (
-            UsesFlex(),
-            (),
+            LooksUpItsOwn(),
+            (torch.empty(2, 2, 4, 2),),
             (
-                "UsesFlex cannot be planned:\n"
-                "  inner is a FlexAttention: FlexAttention has no placement rule; choose "
-                "scaled_dot_product_attention"
+                "the model cannot be planned:\n"
+                "  higher_order.flex_attention: a function in it holds a tensor of its own; pass it "
+                "as an argument or buffer (first in the model, at 'out: Any = flex_attention(x, x, "
+                "x, score_mod=score)')"
+            ),
+        ),
+        (
+            ChoosesBranch(),
+            (torch.empty(2, 4),),
+            (
+                "the model cannot be planned:\n"
+                "  higher_order.cond: operators of operators have no placement rule, but for "
+                "FlexAttention (first in the model, at 'out: torch.Tensor = torch.cond(x.sum() > 0, "
+                "torch.sin, torch.cos, (x,))')"
             ),
         ),
         (

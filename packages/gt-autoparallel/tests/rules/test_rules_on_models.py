@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from simulated_ranks import Sample, wrong_options
+from calls_of_graph import calls_of_graph
+from simulated_ranks import wrong_options
 from torch import nn
-from torch.utils import _pytree as pytree
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -24,7 +24,6 @@ from transformers import (
 
 from gt_autoparallel.graph.capture import capture_placement_graph
 from gt_autoparallel.graph.layouts import MeshShape
-from gt_autoparallel.graph.placement_graph import PlacementGraph, PlacementNode, Value
 from gt_autoparallel.rules import check_operators
 
 MESH = MeshShape(names=("dp", "tp"), sizes=(2, 2))
@@ -80,58 +79,6 @@ def test_every_call_of_a_model_is_right_on_every_rank(build: Any) -> None:
     labels[0, :3] = -100
     graph = capture_placement_graph(model, (tokens, labels))
     check_operators(graph)
-    calls = _calls(graph, _tensors(graph, model, [tokens, labels]))
+    calls = calls_of_graph(graph, model, (tokens, labels))
     assert len(calls) > 60
     assert [problem for call in calls for problem in wrong_options(call, MESH, at_most=4)] == []
-
-
-def _tensors(
-    graph: PlacementGraph, model: nn.Module, inputs: list[torch.Tensor]
-) -> dict[int, torch.Tensor]:
-    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    given = iter(inputs)
-    tensors = {}
-    for node in graph.nodes:
-        if node.kind in ("parameter", "buffer"):
-            tensors[node.index] = state[str(node.target)].detach()
-        elif node.kind == "input":
-            tensors[node.index] = next(given)
-        elif node.kind == "tangent":
-            tensors[node.index] = torch.ones(graph.spec(Value(node.index)).shape)
-    return tensors
-
-
-@torch.no_grad()
-def _calls(graph: PlacementGraph, tensors: dict[int, torch.Tensor]) -> list[Sample]:
-    """Each operator with what it is given when the graph runs whole; alike calls once."""
-    values: dict[Value, Any] = {Value(index): tensor for index, tensor in tensors.items()}
-    calls: dict[str, Sample] = {}
-
-    def filled(tree: Any) -> Any:
-        return pytree.tree_map(lambda leaf: values[leaf] if isinstance(leaf, Value) else leaf, tree)
-
-    for node in graph.nodes:
-        if node.kind == "share":
-            values[Value(node.index)] = values[node.operands[0]]
-        if node.kind != "operator":
-            continue
-        sample = Sample(
-            operator=str(node.target),
-            args=filled(node.args),
-            kwargs=filled(node.kwargs),
-            exact=False,
-            compared=None,
-            stand_in=None,
-        )
-        for position, output in enumerate(sample.run(node.target, sample.args, sample.kwargs)):
-            values[Value(node.index, position)] = output
-        calls.setdefault(_signature(graph, node), sample)
-    return list(calls.values())
-
-
-def _signature(graph: PlacementGraph, node: PlacementNode) -> str:
-    shapes = [graph.spec(value).shape for value in node.operands]
-    constants = pytree.tree_map(
-        lambda leaf: "tensor" if isinstance(leaf, Value) else leaf, (node.args, node.kwargs)
-    )
-    return f"{node.target} {shapes} {constants}"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
+from flex_attention_samples import flex_attention_samples
 from operator_samples import SAMPLES
 from simulated_ranks import Sample, wrong_options
 
@@ -14,9 +17,10 @@ OPERATORS = sorted(name for family in FAMILIES for name in family.RULES)
 TWO_AXES = MeshShape(names=("a", "b"), sizes=(2, 2))
 
 
+@cache
 def _by_operator() -> dict[str, list[Sample]]:
     samples: dict[str, list[Sample]] = {}
-    for sample in SAMPLES:
+    for sample in (*SAMPLES, *flex_attention_samples()):
         for name in (sample.operator, sample.operator.rpartition(".")[0]):
             samples.setdefault(name, []).append(sample)
     return samples

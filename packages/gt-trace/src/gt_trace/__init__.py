@@ -16,6 +16,8 @@ from gt_trace.annotate import (
     annotate_method,
     phase,
 )
+from gt_trace.capture.argument_structure import structure_differences
+from gt_trace.capture.block_masks import register_block_masks
 from gt_trace.capture.graph_inputs import ArgumentSignature, GraphInput
 from gt_trace.capture.input_preparers import InputPreparer, TraceInputs
 from gt_trace.capture.subclass_layout import TensorLayout, flatten_tensor, unflatten_tensor
@@ -60,6 +62,8 @@ __all__ = [
     "phase",
     "phase_of",
     "read_annotation",
+    "register_block_masks",
+    "structure_differences",
     "trace_step",
     "unflatten_tensor",
     "write_annotation",

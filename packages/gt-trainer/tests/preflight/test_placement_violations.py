@@ -9,6 +9,7 @@ from torchtitan.components.loss import CrossEntropyLoss
 
 from gt_config import AutoParallelConfig, CompileConfig, Topology
 from gt_trainer.decoder.chunked_loss import GraphChunkedLoss
+from gt_trainer.device import intended_for
 from gt_trainer.models import deepseek_v3, llama3
 from gt_trainer.placement.planned_step import capture_layers_of, loss_of
 from gt_trainer.preflight.placement_violations import autoparallel_violations
@@ -65,14 +66,43 @@ def test_refuses_demands_on_experts_of_a_model_without_any():
         assert list(flags_of(config)) == expected
 
 
-def test_refuses_attention_without_a_placement_rule():
+def with_flex_attention(**changes):
     from torchtitan.models.llama3 import config_registry
 
-    config = config_of(llama3.llama3_debugmodel)
+    config = config_of(llama3.llama3_debugmodel, **changes)
     config.model_spec = config_registry.llama3_debugmodel().model_spec
+    return config
+
+
+def test_a_model_that_attends_with_flex_attention_is_placed():
+    assert flags_of(with_flex_attention()) == {}
+    with intended_for("cuda"):
+        assert flags_of(with_flex_attention()) == {}
+
+
+def test_refuses_to_run_its_operator_eagerly_on_gpus():
+    config = with_flex_attention()
+    config.compile = dataclasses.replace(config.compile, mode="none")
+    config.validator = dataclasses.replace(config.validator, enable=True)
+    assert flags_of(config) == {}
+    why = "a placed model's FlexAttention, run eagerly, makes all scores of all tokens"
+    with intended_for("cuda"):
+        assert flags_of(config) == {
+            "--compile.mode": f"a captured mode with --compile.autoparallel: {why}",
+            "--validator.enable": "False with --compile.autoparallel, since validation is eager: "
+            + why,
+        }
+
+
+def test_refuses_varlen_attention():
+    from torchtitan.models.common.attention import VarlenAttention
+
+    config = with_flex_attention()
+    for layer in config.model_spec.model.layers:
+        layer.attention.inner_attention = VarlenAttention.Config()
     assert flags_of(config) == {
-        "--compile.autoparallel": "False for a model that attends with FlexAttention, which has no "
-        "placement rule",
+        "--compile.autoparallel": "False for a model that attends with VarlenAttention, which has "
+        "no placement rule",
     }
 
 

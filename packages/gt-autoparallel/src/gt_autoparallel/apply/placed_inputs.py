@@ -13,6 +13,7 @@ from gt_autoparallel.errors import PlacementInputError
 from gt_autoparallel.graph.layouts import Layout, local_shape, short_text
 from gt_autoparallel.graph.placement_graph import InputLeaf, ModelInterface, Value
 from gt_autoparallel.plan.placement_plan import PlacementPlan
+from gt_trace import ArgumentSignature, register_block_masks, structure_differences
 
 
 class InputReader:
@@ -36,12 +37,16 @@ class InputReader:
             PlacementInputError: the arguments are not those that were planned, or a tensor is not
                 this rank's shard; all of them are named.
         """
+        register_block_masks()
         kwargs = {name: kwargs[name] for name in self._keywords if name in kwargs} | kwargs
         leaves, spec = pytree.tree_flatten((args, kwargs))
         if spec != self._interface.input_spec:
+            lines = structure_differences(
+                self._interface.input_spec, self._signatures(), spec, leaves
+            )
             raise PlacementInputError(
-                f"arguments have the structure {spec}, and were planned as "
-                f"{self._interface.input_spec}; call the model as in the example inputs"
+                "arguments have another structure than the planned ones; call the model as in the "
+                "example inputs:\n  " + "\n  ".join(lines)
             )
         tensors: dict[int, torch.Tensor] = {}
         problems: list[str] = []
@@ -63,6 +68,22 @@ class InputReader:
         if problems:
             raise PlacementInputError("inputs of the placed model:\n  " + "\n  ".join(problems))
         return tensors
+
+    def _signatures(self) -> list[ArgumentSignature]:
+        """What was planned for each leaf, to be told where the structure differs."""
+        found = []
+        for leaf in self._interface.inputs:
+            spec = None if leaf.node is None else self.plan.graph.spec(Value(leaf.node))
+            found.append(
+                ArgumentSignature(
+                    name=leaf.name,
+                    is_tensor=leaf.is_tensor,
+                    constant=leaf.constant,
+                    shape=() if spec is None else spec.shape,
+                    dtype=None if spec is None else spec.dtype,
+                )
+            )
+        return found
 
     def _problem(self, leaf: InputLeaf, found: object) -> str | None:
         assert leaf.node is not None

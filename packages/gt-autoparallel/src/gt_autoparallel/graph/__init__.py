@@ -5,6 +5,7 @@
     capture, functional_graph, decompositions, graph_conversion, draft_nodes, unsupported_nodes
                      from a model to its graph
     placement_graph  the graph that is planned
+    function_graph   functions that an operator is given, as data: FlexAttention's
     graph_encoding   the graph as JSON, and its digest
     layer_names, parameter_chains
                      what else is read off a graph: layers, and the ways of parameters and gradients

@@ -28,7 +28,7 @@ from gt_autoparallel.graph.graph_conversion import (
     placement_graph,
 )
 from gt_autoparallel.graph.placement_graph import PlacementGraph
-from gt_trace import CaptureError, trace_step
+from gt_trace import CaptureError, flex_attention_on_cpu, register_block_masks, trace_step
 
 _CONSTANTS = (bool, int, float, complex, str)
 
@@ -49,6 +49,7 @@ def capture_placement_graph(
         model: on any device, the meta device too; its tensors are read for their shapes only.
         example_args: positional arguments of its forward: trees whose leaves are tensors (global,
             of any device, fake ones too), or None, numbers and strings, which become constants.
+            A mask of FlexAttention is such a tree, with what its function closes over.
         example_kwargs: keyword arguments, likewise.
         device: for whose kernels the graph is captured; operators such as attention differ.
         compute_dtype: dtype to which floating-point parameters are cast before they are used;
@@ -69,7 +70,7 @@ def capture_placement_graph(
     step = _JointStep(model, compute_dtype, reduce_dtype)
     try:
         # Gradients are planned wherever the caller is, inside torch.no_grad() too.
-        with torch.inference_mode(False), torch.enable_grad():
+        with torch.inference_mode(False), torch.enable_grad(), flex_attention_on_cpu():
             traced = trace_step(step, module=model, meta_device=device)(*args, **kwargs)
     except CaptureError as error:
         raise UnsupportedModelError(
@@ -126,12 +127,6 @@ def _check_model(model: nn.Module) -> None:
             problems.append(
                 f"{name} is a {type(tensor).__name__}; plan the model before it is sharded"
             )
-    for name, module in model.named_modules():
-        if type(module).__name__.lower().startswith("flexattention"):
-            problems.append(
-                f"{name} is a {type(module).__name__}: FlexAttention has no placement rule; choose "
-                "scaled_dot_product_attention"
-            )
     if problems:
         raise UnsupportedModelError(
             f"{type(model).__name__} cannot be planned:\n  " + "\n  ".join(problems)
@@ -142,6 +137,7 @@ def _shapes_only(
     args: tuple[Any, ...], kwargs: dict[str, Any], model: nn.Module
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments with tensors on meta, so that neither data nor foreign fakes matter."""
+    register_block_masks()
     leaves, spec = pytree.tree_flatten_with_path((args, kwargs))
     problems: list[str] = []
     converted: list[Any] = []

@@ -17,9 +17,15 @@ import torch
 from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
-from gt_autoparallel._torch_internals import OpOverload, operator_path
+from gt_autoparallel._torch_internals import (
+    HigherOrderOperator,
+    OpOverload,
+    operator_name,
+    operator_path,
+)
 from gt_autoparallel.graph.draft_nodes import DraftNode, number_nodes
 from gt_autoparallel.graph.experts import EXPERTS, EXPERTS_BACKWARD
+from gt_autoparallel.graph.function_graph import function_graph, plain
 from gt_autoparallel.graph.layer_names import layer_of_module
 from gt_autoparallel.graph.parameter_chains import is_cast
 from gt_autoparallel.graph.placement_graph import (
@@ -33,6 +39,7 @@ from gt_autoparallel.graph.placement_graph import (
     Value,
 )
 from gt_autoparallel.graph.unsupported_nodes import refuse_unsupported
+from gt_passes.analysis.node_calls import subgraph_of
 from gt_passes.analysis.operator_effects import draws_random_numbers
 from gt_trace import ArgumentSignature, GraphInput, module_fqn, phase_of
 
@@ -132,7 +139,8 @@ class _Draft:
         self._step = step
         self._nodes: list[DraftNode] = []
         self._value_of: dict[Node, Any] = {}
-        """From a traced node to a ``Value``, or a tuple of them for several outputs."""
+        """From a traced node to a ``Value``, or a tree of them for several outputs; to a function
+        that an operator is given, as a ``FunctionGraph``."""
 
         self._known: dict[Any, int] = {}
         """From what a node computes, in which layer and phase, to the node that does so."""
@@ -186,6 +194,10 @@ class _Draft:
 
     def _add_literal(self, node: Node) -> None:
         """A number that the forward wrote down as a tensor: made anew by each rank."""
+        function = subgraph_of(node)
+        if function is not None:
+            self._value_of[node] = function_graph(function)
+            return
         literal = self._step.literals[str(node.target)]
         value = literal.flatten()[0].item()
         index = self._append(
@@ -206,7 +218,7 @@ class _Draft:
             assert isinstance(source, Node)
             self._value_of[node] = self._value_of[source][position]
             return
-        assert isinstance(node.target, OpOverload)  # others were refused
+        assert isinstance(node.target, (OpOverload, HigherOrderOperator))  # others were refused
         if node.target is TANGENT_OF:
             self._add_tangent(node)
             return
@@ -218,7 +230,7 @@ class _Draft:
             return
         args, kwargs = pytree.tree_map(
             self._mapped,
-            (tuple(node.args), dict(node.kwargs)),
+            plain((tuple(node.args), dict(node.kwargs))),
             is_leaf=lambda leaf: isinstance(leaf, Node),
         )
         self._value_of[node] = self._computed(node, args, kwargs)
@@ -232,13 +244,12 @@ class _Draft:
         )
         phase: NodePhase = "backward" if is_backward else "forward"
         module = module_fqn(node) or self._module_of(operands, phase)
-        recorded = node.meta["val"]
-        several = isinstance(recorded, (tuple, list))
+        values, structure = pytree.tree_flatten(node.meta["val"])
         kind: NodeKind = "operator"
         target: Any = node.target
         if target is _aten._unsafe_view.default:  # a view of what nobody else holds
             target = _aten.view.default
-        word = operator_path(target)[1]
+        word = _word(target)
         if target in (EXPERTS, EXPERTS_BACKWARD):
             kind = word = "experts"
             target = module = args[-1]
@@ -246,7 +257,6 @@ class _Draft:
         key = (target, repr((args, sorted(kwargs.items()))), layer_of_module(module), phase)
         index = self._known.get(key)
         if index is None or draws_random_numbers(node):
-            values = recorded if several else (recorded,)
             words = (module, "grad" if phase == "backward" else "", word)
             index = self._append(
                 DraftNode(
@@ -263,9 +273,9 @@ class _Draft:
             )
             self._known[key] = index
             self._follow_parameter(index)
-        if several:
-            return tuple(Value(index, position) for position in range(len(recorded)))
-        return Value(index)
+        return pytree.tree_unflatten(
+            [Value(index, position) for position in range(len(values))], structure
+        )
 
     def _follow_parameter(self, index: int) -> None:
         """A cast of a parameter is what is shared, if nothing else reads the parameter."""
@@ -374,6 +384,13 @@ def _spec(value: object) -> TensorSpec | None:
         stride=tuple(map(int, value.stride())),
         dtype=value.dtype,
     )
+
+
+def _word(target: OpOverload | HigherOrderOperator) -> str:
+    """An operator's name without its namespace."""
+    if isinstance(target, HigherOrderOperator):
+        return operator_name(target).rpartition(".")[2]
+    return operator_path(target)[1]
 
 
 def _only_renames(node: Node) -> bool:

@@ -18,8 +18,14 @@ from typing import Any, get_args
 import torch
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
-from gt_autoparallel._torch_internals import OpOverload, operator_path
+from gt_autoparallel._torch_internals import (
+    HigherOrderOperator,
+    OpOverload,
+    operator_name,
+    operator_path,
+)
 from gt_autoparallel.errors import PlanMismatchError, UnsupportedModelError
+from gt_autoparallel.graph.function_graph import FunctionGraph, FunctionStep
 from gt_autoparallel.graph.layouts import Layout, short_text
 from gt_autoparallel.graph.placement_graph import (
     NodeKind,
@@ -155,6 +161,8 @@ def _encode_target(target: object, where: str) -> object:
         return target
     if isinstance(target, OpOverload):
         return {"operator": list(operator_path(target))}
+    if isinstance(target, HigherOrderOperator):
+        return {"operator": operator_name(target).split(".")}
     raise UnsupportedModelError(f"{where} calls a {type(target).__name__}, which no file can name")
 
 
@@ -181,6 +189,8 @@ def _encode_argument(argument: object, where: str) -> object:
             return argument if math.isfinite(argument) else {"float": repr(argument)}
         case Value():
             return {"value": [argument.node, argument.output]}
+        case FunctionGraph():
+            return {"function": _encode_function(argument, where)}
         case list():
             return [_encode_argument(each, where) for each in argument]
         case tuple():
@@ -207,6 +217,8 @@ def _decode_argument(content: Any) -> object:
     match tag:
         case "value":
             return Value(inner[0], inner[1])
+        case "function":
+            return _decode_function(inner)
         case "float":
             return float(inner)
         case "tuple":
@@ -217,6 +229,43 @@ def _decode_argument(content: Any) -> object:
             return torch.device(inner)
         case _:
             return _torch_constant(tag, inner)
+
+
+def _encode_function(function: FunctionGraph, where: str) -> JsonObject:
+    return {
+        "num_inputs": function.num_inputs,
+        "steps": [
+            {
+                "target": _encode_target(step.target, where),
+                "args": [_encode_argument(argument, where) for argument in step.args],
+                "kwargs": {k: _encode_argument(v, where) for k, v in step.kwargs.items()},
+            }
+            for step in function.steps
+        ],
+        "result": _encode_argument(function.result, where),
+    }
+
+
+def _decode_function(content: Mapping[str, Any]) -> FunctionGraph:
+    steps = [
+        FunctionStep(
+            target=_decode_operator(step["target"]),
+            args=tuple(_decode_argument(argument) for argument in step["args"]),
+            kwargs={key: _decode_argument(value) for key, value in step["kwargs"].items()},
+        )
+        for step in content["steps"]
+    ]
+    return FunctionGraph(
+        num_inputs=content["num_inputs"],
+        steps=tuple(steps),
+        result=_decode_argument(content["result"]),
+    )
+
+
+def _decode_operator(content: Any) -> OpOverload | None:
+    operator = _decode_target(content)
+    assert operator is None or isinstance(operator, OpOverload)
+    return operator
 
 
 def _torch_constant(tag: str, name: str) -> Any:

@@ -7,17 +7,24 @@ from collections.abc import Collection, Iterable, Mapping
 
 import torch
 from torch.fx import Graph, Node
+from torch.utils import _pytree as pytree
 
 from gt_autoparallel._torch_internals import (
     HigherOrderOperator,
     OpOverload,
+    operator_name,
     operator_path,
     writes_to_arguments,
 )
 from gt_autoparallel.errors import UnsupportedModelError
+from gt_autoparallel.graph.function_graph import function_problem
 from gt_passes.analysis.collectives import is_collective
+from gt_passes.analysis.node_calls import subgraph_of
 from gt_passes.analysis.operator_effects import draws_random_numbers
 from gt_trace import module_fqn
+
+FLEX_ATTENTION = frozenset({"higher_order.flex_attention", "higher_order.flex_attention_backward"})
+"""The operators of operators that are planned. Their scores and masks are functions."""
 
 
 def refuse_unsupported(
@@ -33,7 +40,8 @@ def refuse_unsupported(
     for node in graph.nodes:
         problem = _problem(node, literals, allowed_random_operators)
         if problem is not None:
-            problems.setdefault(problem, f"{problem} (first in {module_fqn(node) or 'the model'})")
+            where = f"first in {module_fqn(node) or 'the model'}{_line_text(node)}"
+            problems.setdefault(problem, f"{problem} ({where})")
     if problems:
         raise UnsupportedModelError(
             "the model cannot be planned:\n  " + "\n  ".join(problems.values())
@@ -45,6 +53,8 @@ def _problem(
 ) -> str | None:
     """What keeps a node from being planned; None if nothing does."""
     if node.op == "get_attr":
+        if subgraph_of(node) is not None:
+            return None  # a function, which belongs to the operator that it is given
         literal = literals.get(str(node.target))
         if literal is not None and literal.numel() == 0:
             return "an empty tensor that the forward makes from a list; leave it out"
@@ -54,7 +64,7 @@ def _problem(
     if node.op != "call_function" or node.target is operator.getitem:
         return None
     if isinstance(node.target, HigherOrderOperator):
-        return f"{node.target}: operators of operators, as FlexAttention, have no placement rule"
+        return _problem_of_functions(node, operator_name(node.target))
     if not isinstance(node.target, OpOverload):
         return f"{node.target}: depends on the data or sizes of tensors"
     name = ".".join(operator_path(node.target)[:2])
@@ -73,9 +83,26 @@ def _problem(
     return None
 
 
+def _problem_of_functions(node: Node, name: str) -> str | None:
+    """What keeps an operator of operators from being planned."""
+    if name not in FLEX_ATTENTION:
+        return f"{name}: operators of operators have no placement rule, but for FlexAttention"
+    functions = filter(None, map(subgraph_of, node.all_input_nodes))
+    problems = filter(None, map(function_problem, functions))
+    return next((f"{name}: {problem}" for problem in problems), None)
+
+
+def _line_text(node: Node) -> str:
+    """Where the model calls an operator of operators, of which a module may call several."""
+    lines = (node.meta.get("stack_trace") or "").strip().splitlines()
+    if not isinstance(node.target, HigherOrderOperator) or not lines:
+        return ""
+    return f", at {lines[-1].strip()!r}"
+
+
 def _depends_on_data(recorded: object) -> bool:
     """Whether a recorded value has sizes that are no numbers, or is a number itself."""
-    values: Iterable[object] = recorded if isinstance(recorded, (tuple, list)) else (recorded,)
+    values: Iterable[object] = pytree.tree_leaves(recorded)
     for value in values:
         if isinstance(value, torch.Tensor):
             if any(not isinstance(size, int) for size in value.shape):

@@ -5,8 +5,9 @@
     dim_labels       the language of rules: dims that go together carry one label
     registry         operator -> rule; register_rule for operators of others
     pointwise, reductions, contractions, convolutions, views, pieces, along_dim, normalization,
-    embedding, indexing, attention, loss, producers
+    embedding, indexing, attention, flex_attention, loss, producers
                      the rules, one family a file
+    index_reads      what a function of FlexAttention does with the number of a sample or head
     mesh_options     from options of one axis to those of a mesh
     experts          options of the routed experts of one layer
     node_options     options of every kind of node; errors for operators without a rule
@@ -22,6 +23,7 @@ every operand and output evenly, also along dims that another axis has cut befor
 from __future__ import annotations
 
 from gt_autoparallel.rules.dim_labels import DimLabels
+from gt_autoparallel.rules.flex_attention import uncut_attention
 from gt_autoparallel.rules.local_call import local_call
 from gt_autoparallel.rules.node_options import (
     check_operators,
@@ -46,4 +48,5 @@ __all__ = [
     "node_options",
     "register_rule",
     "replicated_operators",
+    "uncut_attention",
 ]

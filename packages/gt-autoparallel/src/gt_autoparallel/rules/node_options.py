@@ -6,8 +6,10 @@ from collections.abc import Collection, Hashable, Sequence
 from typing import Any
 
 from gt_autoparallel._torch_internals import (
+    HigherOrderOperator,
     OpOverload,
     draws_random_numbers,
+    operator_name,
     writes_to_arguments,
 )
 from gt_autoparallel.errors import UnsupportedOperatorError
@@ -114,9 +116,14 @@ def _operator_options(
     rule = None if _reason(node, operands) is not None else registry.find_rule(node.target)
     if rule is None:
         return combine((whole,), operands, node.outputs, mesh)
-    options = (whole, *rule.options(operator_call(node, operands)))
+    call = operator_call(node, operands)
+    options = (whole, *rule.options(call))
     _check_options(node, operands, options)
-    return combine(options, operands, node.outputs, mesh)
+    combined = combine(options, operands, node.outputs, mesh)
+    fits = rule.fits
+    if fits is None:
+        return combined
+    return tuple(option for option in combined if fits(call, option, mesh))
 
 
 def _check_options(
@@ -150,6 +157,9 @@ def _problem_of(
 
 def _reason(node: PlacementNode, operands: tuple[TensorSpec, ...]) -> str | None:
     target = node.target
+    if isinstance(target, HigherOrderOperator):
+        known = registry.find_rule(target)
+        return None if known is not None else "no rule says how it may be sharded"
     if not isinstance(target, OpOverload):
         return "not an operator with a schema"
     if writes_to_arguments(target):
@@ -167,7 +177,8 @@ def _is_random(call: OperatorCall) -> bool:
 
 
 def _is_opted_in(target: Any, names: Collection[str]) -> bool:
-    name = str(target)
+    is_operator = isinstance(target, (OpOverload, HigherOrderOperator))
+    name = operator_name(target) if is_operator else str(target)
     return name in names or name.rpartition(".")[0] in names
 
 

@@ -8,7 +8,11 @@ from typing import Any
 
 from torch.utils import _pytree as pytree
 
-from gt_autoparallel._torch_internals import OpOverload, argument_defaults
+from gt_autoparallel._torch_internals import (
+    HigherOrderOperator,
+    OpOverload,
+    argument_defaults,
+)
 from gt_autoparallel.graph.placement_graph import PlacementNode, TensorSpec, Value
 
 
@@ -23,7 +27,7 @@ class CallOperand:
 class OperatorCall:
     """The target of a node with its arguments bound to the names of the operator's schema."""
 
-    target: OpOverload
+    target: OpOverload | HigherOrderOperator
     args: tuple[Any, ...]
     """Positional arguments as the node has them, with ``CallOperand`` where it takes tensors."""
 
@@ -74,7 +78,7 @@ class OperatorCall:
 
 def operator_call(node: PlacementNode, operands: tuple[TensorSpec, ...]) -> OperatorCall:
     """Bind the arguments of an operator node to the names of its schema."""
-    target: OpOverload = node.target
+    target: OpOverload | HigherOrderOperator = node.target
     count = 0
 
     def numbered(leaf: Any) -> Any:

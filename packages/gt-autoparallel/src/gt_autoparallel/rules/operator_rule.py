@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from gt_autoparallel.graph.options import AxisOption
+from gt_autoparallel.graph.layouts import MeshShape
+from gt_autoparallel.graph.options import AxisOption, NodeOption
 from gt_autoparallel.rules.dim_labels import DimLabels, axis_options
 from gt_autoparallel.rules.operator_call import OperatorCall
 from gt_autoparallel.rules.sharded_call import Localize
@@ -15,6 +16,10 @@ Rule = Callable[[OperatorCall], Iterable[AxisOption]]
 operand and output evenly are dropped afterwards."""
 
 
+Fits = Callable[[OperatorCall, NodeOption, MeshShape], bool]
+"""Whether an operator may run in a combination of options that each axis alone has."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorRule:
     """All that is known of an operator."""
@@ -22,6 +27,9 @@ class OperatorRule:
     options: Rule
     localize: Localize | None
     """What a rank runs on its shards, where it is not the operator with the same arguments."""
+
+    fits: Fits | None = None
+    """Where the axes are not independent; None where they are, as nearly everywhere."""
 
 
 Rules = dict[str, OperatorRule]

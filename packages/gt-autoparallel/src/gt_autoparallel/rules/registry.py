@@ -7,13 +7,14 @@ operator whose library is not loaded.
 
 from __future__ import annotations
 
-from gt_autoparallel._torch_internals import OpOverload
+from gt_autoparallel._torch_internals import HigherOrderOperator, OpOverload, operator_name
 from gt_autoparallel.rules import (
     along_dim,
     attention,
     contractions,
     convolutions,
     embedding,
+    flex_attention,
     indexing,
     loss,
     normalization,
@@ -32,6 +33,7 @@ FAMILIES = (
     contractions,
     convolutions,
     embedding,
+    flex_attention,
     indexing,
     loss,
     normalization,
@@ -90,9 +92,9 @@ def forget_rule(operator: OpOverload | str) -> None:
     _version += 1
 
 
-def find_rule(operator: OpOverload) -> OperatorRule | None:
+def find_rule(operator: OpOverload | HigherOrderOperator) -> OperatorRule | None:
     """The rule of an operator, or None."""
-    name = str(operator)
+    name = operator_name(operator)
     packet = name.rpartition(".")[0]
     for table in (_REGISTERED, _OWN):
         rule = table.get(name) or table.get(packet)

@@ -7,6 +7,8 @@ on its version; 2.11 leaves in the function what that closes over.
 
 from __future__ import annotations
 
+import importlib
+import marshal
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -23,7 +25,10 @@ _FUNCTIONS = (FunctionType, partial)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Code:
-    """A function, or a partial of one, without the values in it; equal to others of its code."""
+    """A function, or a partial of one, without the values in it; equal to others of its code.
+
+    It can be pickled for another process of the same program, to be compared with masks there.
+    """
 
     code: CodeType | None
     """None of a partial."""
@@ -52,6 +57,14 @@ class _Code:
         made.__dict__.update(old.__dict__)
         return made
 
+    def __reduce__(self) -> tuple[Callable[..., _Code], tuple[Any, ...]]:
+        """As code and the names under which another process finds what it refers to."""
+        old = self.made_from
+        if self.code is None:
+            return _partial_code, (self.values, self.functions)
+        written = (marshal.dumps(self.code), old.__module__, old.__name__, old.__qualname__)
+        return _function_code, (*written, self.values, self.functions)
+
     def text(self, *, with_lines: bool) -> str:
         """Its name and, in brackets, those of the functions that it calls."""
         name = "partial" if self.code is None else str(self.made_from.__qualname__)
@@ -59,6 +72,25 @@ class _Code:
             name += f" of {self.code.co_filename}:{self.code.co_firstlineno}"
         called = [_text(each, with_lines=with_lines) for each in self.functions if each is not None]
         return f"{name}({', '.join(called)})" if called else name
+
+
+def _partial_code(values: pytree.TreeSpec, functions: tuple[Any, ...]) -> _Code:
+    return _Code(code=None, values=values, functions=functions, made_from=None)
+
+
+def _function_code(
+    written: bytes,
+    module: str,
+    name: str,
+    qualname: str,
+    values: pytree.TreeSpec,
+    functions: tuple[Any, ...],
+) -> _Code:
+    code: CodeType = marshal.loads(written)
+    cells = tuple(CellType() for _ in code.co_freevars)
+    made = FunctionType(code, vars(importlib.import_module(module)), name, None, cells)
+    made.__qualname__, made.__module__ = qualname, module
+    return _Code(code=code, values=values, functions=functions, made_from=made)
 
 
 @dataclass(frozen=True, slots=True)

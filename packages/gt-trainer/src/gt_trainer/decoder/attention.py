@@ -152,6 +152,12 @@ def has_document_mask(model_config: object) -> bool:
     return isinstance(getattr(attention, "inner_attention", None), DocumentCausalSDPA.Config)
 
 
+def attends_with_flex_attention(model_config: object) -> bool:
+    """Whether a model attends with torchtitan's FlexAttention, under its ``BlockMask``."""
+    attention = getattr(model_config, "first_attention", None)
+    return isinstance(getattr(attention, "inner_attention", None), FlexAttention.Config)
+
+
 def attention_mask_for(model_config: object, positions: torch.Tensor | None) -> torch.Tensor | None:
     """Build the mask of one batch for a model whose inner attention is ours, else return None.
 

@@ -14,16 +14,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.nn.attention.flex_attention import BlockMask
 from torchtitan.components.loss import ChunkedLossWrapper
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
-from torchtitan.models.common.attention import FlexAttention
 from torchtitan.tools import utils as titan_utils
 
 from gt_trainer.decoder.attention import attention_mask_for
+from gt_trainer.placement.example_batch import example_block_mask
 from gt_trainer.placement.planned_step import loss_of
 from gt_trainer.steps.training_step import LossFunction
 from gt_trainer.trainer import GraphTrainer
@@ -148,30 +146,14 @@ def _build(config: GraphTrainer.Config, world_size: int) -> FakeStep:
     )
 
 
-def example_inputs(
-    config: GraphTrainer.Config, model: nn.Module, *, batch_size: int
-) -> tuple[Any, ...]:
+def example_inputs(config: GraphTrainer.Config, model: Any, *, batch_size: int) -> tuple[Any, ...]:
     """A batch of zeros of the configured length: (tokens, labels, token count, extra inputs)."""
     shape = (batch_size, config.training.seq_len)
     device = titan_utils.device_type
     tokens = torch.zeros(shape, dtype=torch.int64, device=device)
     positions = torch.arange(shape[1], device=device).expand(shape).contiguous()
     extra: dict[str, Any] = {"positions": positions}
-    for mask in (attention_mask_for(model.config, positions), _block_mask_for(model, positions)):
+    for mask in (attention_mask_for(model.config, positions), example_block_mask(model, positions)):
         if mask is not None:
             extra["attention_masks"] = mask
     return tokens, tokens.clone(), torch.tensor(tokens.numel(), device=device), extra
-
-
-def _block_mask_for(model: Any, positions: torch.Tensor) -> BlockMask | None:
-    """The mask of one document a sample where ``model`` attends with FlexAttention; else None.
-
-    On meta, for a capture reads its shapes and functions only; and without the compilation of what
-    makes it, which would take longer than the capture.
-    """
-    attention = getattr(model.config, "first_attention", None)
-    if not isinstance(getattr(attention, "inner_attention", None), FlexAttention.Config):
-        return None
-    with torch.compiler.set_stance("force_eager"):
-        mask: BlockMask = model.get_attention_masks(positions.to("meta"))
-    return mask

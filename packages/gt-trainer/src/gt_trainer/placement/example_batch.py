@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torchtitan.config import TrainingConfig
 from torchtitan.models.common.decoder import Decoder
 
-from gt_trainer.decoder.attention import attention_mask_for
+from gt_trainer.decoder.attention import attends_with_flex_attention, attention_mask_for
 
 
 def example_inputs(training: TrainingConfig, num_shards: int) -> tuple[torch.Tensor, ...]:
@@ -19,13 +21,29 @@ def example_inputs(training: TrainingConfig, num_shards: int) -> tuple[torch.Ten
     return (_integers(training, num_shards),)
 
 
-def example_kwargs(
-    model: Decoder, training: TrainingConfig, num_shards: int
-) -> dict[str, torch.Tensor]:
+def example_kwargs(model: Decoder, training: TrainingConfig, num_shards: int) -> dict[str, Any]:
     """Keyword arguments, likewise: positions (B, L), and the mask of documents if there is one."""
     positions = _integers(training, num_shards)
-    mask = attention_mask_for(model.config, positions)
-    return {"positions": positions} | ({} if mask is None else {"attention_masks": mask})
+    kwargs: dict[str, Any] = {"positions": positions}
+    for mask in (
+        attention_mask_for(model.config, positions),
+        example_block_mask(model, positions),
+    ):
+        if mask is not None:
+            kwargs["attention_masks"] = mask
+    return kwargs
+
+
+def example_block_mask(model: Decoder, positions: torch.Tensor) -> Any:
+    """The ``BlockMask`` of ``positions`` where ``model`` attends with FlexAttention; else None.
+
+    On meta, for a capture reads its shapes and functions only; and without the compilation of what
+    makes it, which would take longer than the capture.
+    """
+    if not attends_with_flex_attention(model.config):
+        return None
+    with torch.compiler.set_stance("force_eager"):
+        return model.get_attention_masks(positions=positions.to("meta"))
 
 
 def _integers(training: TrainingConfig, num_shards: int) -> torch.Tensor:

@@ -38,6 +38,7 @@ from gt_config import AutoParallelConfig
 from gt_trainer.decoder.initialization import draw_whole_weights
 from gt_trainer.placement.example_batch import example_inputs, example_kwargs
 from gt_trainer.placement.expert_blocks import TitanExpertBlock, expert_blocks, uncounted_routing
+from gt_trainer.placement.masks_of_parts import make_masks_of_parts
 from gt_trainer.placement.planned_mesh import (
     batch_layout,
     expert_layouts,
@@ -78,6 +79,8 @@ def place_decoder(
         model, mesh, blocks, training=training, solver=solver, folder=Path(dump_folder)
     )
     apply_plan(model, shared.plan, mesh, experts=blocks, interface=shared.interface)
+    if num_batch_shards(mesh) > 1:
+        make_masks_of_parts(model)
     draw_whole_weights(model)
     return model
 

@@ -6,10 +6,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from torchtitan.config import ParallelismConfig, TrainingConfig
-from torchtitan.models.common.attention import FlexAttention, VarlenAttention
+from torchtitan.models.common.attention import VarlenAttention
 from torchtitan.models.common.decoder import Decoder
 
 from gt_config import Topology, Violation
+from gt_trainer.decoder.attention import attends_with_flex_attention
+from gt_trainer.device import intended_device_type
 
 _LEAVE_OUT = "leave the flag out"
 
@@ -91,11 +93,32 @@ def autoparallel_violations(config: Any, topology: Topology) -> Iterator[Violati
             fix="leave the flag out; --parallelism.expert_parallel_degree gives experts an axis",
         )
     inner = getattr(model.first_attention, "inner_attention", None)
-    if isinstance(inner, (FlexAttention.Config, VarlenAttention.Config)):
-        name = type(inner).__qualname__.removesuffix(".Config")
+    if isinstance(inner, VarlenAttention.Config):
         yield Violation(
             flag="--compile.autoparallel",
             value=True,
-            allowed=f"False for a model that attends with {name}, which has no placement rule",
-            fix=f"{_LEAVE_OUT}, or choose a --config with scaled dot product attention",
+            allowed="False for a model that attends with VarlenAttention, which has no placement "
+            "rule",
+            fix=f"{_LEAVE_OUT}, or choose a --config that attends with FlexAttention",
+        )
+    if attends_with_flex_attention(model) and intended_device_type() != "cpu":
+        yield from _eager_flex_attention(config)
+
+
+def _eager_flex_attention(config: Any) -> Iterator[Violation]:
+    """A placed model has FlexAttention's operator, which only a captured step compiles."""
+    why = "a placed model's FlexAttention, run eagerly, makes all scores of all tokens"
+    if config.compile.mode == "none":
+        yield Violation(
+            flag="--compile.mode",
+            value="none",
+            allowed=f"a captured mode with --compile.autoparallel: {why}",
+            fix=_LEAVE_OUT,
+        )
+    if config.validator.enable:
+        yield Violation(
+            flag="--validator.enable",
+            value=True,
+            allowed=f"False with --compile.autoparallel, since validation is eager: {why}",
+            fix=_LEAVE_OUT,
         )
