@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from gt_pipeline.runner.stage_protocol import ActivationSignature
@@ -80,8 +80,14 @@ def travelling(tensor: Tensor) -> Tensor:
 
 
 def _gradient_placements(tensor: DTensor) -> list[Any]:
-    """How the gradient that travels is placed: as the tensor, and whole where that is partial."""
-    return [Replicate() if each.is_partial() else each for each in tensor.placements]
+    """How the gradient that travels is placed.
+
+    Of a tensor that every rank has whole, in parts that are still to be summed, and the other way
+    round, as autograd has them inside of a model: a sum at the cut would be one more, and rounds
+    elsewhere.
+    """
+    opposite = {Replicate(): Partial(), Partial(): Replicate()}
+    return [opposite.get(each, each) for each in tensor.placements]
 
 
 def travelling_gradient(activation: Tensor, gradient: Tensor | None) -> Tensor:
