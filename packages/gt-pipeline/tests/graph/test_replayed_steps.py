@@ -96,6 +96,22 @@ def test_a_replaced_parameter_is_recorded_anew_until_it_was_replaced_too_often()
     assert "stage 0, parameter down.bias: the address has changed again, after 8" in text
 
 
+def test_gradients_go_to_the_parameter_that_stands_there_now() -> None:
+    recorder = FakeRecorder()
+    (stage,) = new_stages(1, recorder)
+    x = torch.randn(4 * NUM_MICROBATCHES, 8)
+    runner = GraphPPRunner([stage], planned_schedule("1F1B", 1))
+    for _ in range(2):
+        runner.step(x, target=x)
+    before = stage._module.down.weight
+    expected = before.grad.clone()
+    stage._module.down.weight = now = nn.Parameter(before.data)  # over the same memory
+    runner.step(x, target=x)
+    assert recorder.num_recorded == 1
+    assert same_bits(before.grad, expected)
+    assert now.grad is not None
+
+
 def test_a_microbatch_of_another_shape_is_refused_before_a_launch() -> None:
     recorder = FakeRecorder()
     (stage,) = new_stages(1, recorder)

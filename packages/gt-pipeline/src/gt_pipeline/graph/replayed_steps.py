@@ -49,6 +49,9 @@ class RecordableStage(Protocol):
     reads: StageReads | None
     """Set while its actions are recorded."""
 
+    def parameters(self) -> Mapping[str, Tensor]:
+        """Parameters by name."""
+
     def state_tensors(self) -> Mapping[str, Tensor]:
         """Parameters and buffers where they are now, by name."""
 
@@ -76,8 +79,9 @@ class _RecordedStep:
 class _Form:
     """How the flat results of a recording make up what a step computed."""
 
-    gradients: Sequence[tuple[Tensor, TensorLayout]]
-    """Each parameter that has a gradient, and how that is made of plain tensors."""
+    gradients: Sequence[tuple[int, str, TensorLayout]]
+    """Stage and name of each parameter that has a gradient, and how that is made of plain tensors.
+    Not the parameter: another may stand there by then, over the same memory."""
 
     num_results: Sequence[int]
     """What the last stage returned, by microbatch."""
@@ -200,11 +204,16 @@ class ReplayedSteps:
         )
 
     def _flattened(self, computed: ComputedStep) -> tuple[Tensor, ...]:
+        place_of = {
+            id(parameter): (index, name)
+            for index, stage in self._stages.items()
+            for name, parameter in stage.parameters().items()
+        }
         flat: list[Tensor] = []
         gradients = []
         for parameter, gradient in computed.gradients:
             leaves, layout = flatten_tensor(gradient)
-            gradients.append((parameter, layout))
+            gradients.append((*place_of[id(parameter)], layout))
             flat += leaves
         for results in computed.results:
             flat += results
@@ -220,9 +229,13 @@ class ReplayedSteps:
         if copies:
             copy_all(copies, outputs)
         left = iter(copies)
+        parameters = {index: stage.parameters() for index, stage in self._stages.items()}
         gradients = [
-            (parameter, unflatten_tensor([next(left) for _ in range(layout.num_leaves)], layout))
-            for parameter, layout in self._form.gradients
+            (
+                parameters[index][name],
+                unflatten_tensor([next(left) for _ in range(layout.num_leaves)], layout),
+            )
+            for index, name, layout in self._form.gradients
         ]
         results = tuple(tuple(islice(left, count)) for count in self._form.num_results)
         return ComputedStep(gradients=gradients, results=results)
