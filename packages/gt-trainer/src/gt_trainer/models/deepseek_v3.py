@@ -6,6 +6,7 @@ import dataclasses
 
 from torchtitan.models.deepseek_v3 import config_registry
 
+from gt_config import EpOverlapConfig
 from gt_trainer.models.adapt import adapt_debug, adapt_published
 from gt_trainer.trainer import GraphTrainer
 
@@ -42,6 +43,7 @@ def deepseek_v3_671b_pp() -> GraphTrainer.Config:
     DualPipeV has two stages on each rank, of two layers. Each layer is recomputed, as in
     ``deepseek_v3_671b``. A dW of such a stage holds 5.5 GiB until it runs, most of it tokens that
     were sent to experts and their gradients: a rank puts off 8, and not 16 as the schedule would.
+    Token exchanges of one half of a sequence run beside the experts of the other (EP overlap).
     """
     published = config_registry.deepseek_v3_671b()
     adapted = adapt_published(
@@ -55,5 +57,10 @@ def deepseek_v3_671b_pp() -> GraphTrainer.Config:
         pipeline_parallel_schedule="DualPipeV",
     )
     return dataclasses.replace(
-        adapted, compile=dataclasses.replace(adapted.compile, pipeline_deferred_weights=8)
+        adapted,
+        compile=dataclasses.replace(
+            adapted.compile,
+            pipeline_deferred_weights=8,
+            ep_overlap=EpOverlapConfig(enabled=True, chunk_dim="seq", module_fqn="layers.*.moe"),
+        ),
     )
