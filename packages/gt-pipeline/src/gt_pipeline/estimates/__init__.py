@@ -10,6 +10,12 @@ Nothing here runs a graph: prices and lifetimes are read off those that a run wo
 """
 
 from gt_pipeline.estimates.action_memory import ActionMemory, StageMemory, local_parameters
+from gt_pipeline.estimates.balanced_division import (
+    BalancedDivision,
+    PipelineUnits,
+    UnitTimes,
+    balanced_division,
+)
 from gt_pipeline.estimates.pipeline_time import PipelineTime, pipeline_time
 from gt_pipeline.estimates.priced_stages import PricedStages, symbol_sizes_of
 from gt_pipeline.estimates.rank_memory import MEMORY_PARTS, RankMemory, rank_memory
@@ -17,10 +23,14 @@ from gt_pipeline.estimates.rank_memory import MEMORY_PARTS, RankMemory, rank_mem
 __all__ = [
     "MEMORY_PARTS",
     "ActionMemory",
+    "BalancedDivision",
     "PipelineTime",
+    "PipelineUnits",
     "PricedStages",
     "RankMemory",
     "StageMemory",
+    "UnitTimes",
+    "balanced_division",
     "local_parameters",
     "pipeline_time",
     "rank_memory",

@@ -10,11 +10,17 @@ from gt_passes.simulation import Hardware
 from gt_pipeline.estimates import local_parameters
 from gt_pipeline.schedules import Schedule
 from gt_trace import flex_attention_on_cpu
-from gt_trainer.dry_run.fake_pipeline import FakePipeline, capture_pipeline
-from gt_trainer.dry_run.fake_step import fake_ranks
+from gt_trainer.dry_run.fake_pipeline import FakePipeline, capture_divided, planned_pipeline
+from gt_trainer.dry_run.fake_step import fake_ranks, meta_model
 from gt_trainer.dry_run.numbers_as_text import GIB
+from gt_trainer.dry_run.simulated_balance import (
+    SimulatedBalance,
+    simulated_balance,
+    with_stages,
+)
 from gt_trainer.dry_run.simulated_pipeline import SimulatedPipeline, simulate_pipeline
 from gt_trainer.dry_run.step_facts import degrees_of, step_facts
+from gt_trainer.parallelism_options import balance_of
 from gt_trainer.pipelines.split_model import gathered_bytes_limit
 from gt_trainer.steps.training_step import num_operators
 from gt_trainer.trainer import GraphTrainer
@@ -49,6 +55,9 @@ class PipelineDryRunReport:
     simulated: SimulatedPipeline
     """A training step on the hardware that the configuration is meant for."""
 
+    balance: SimulatedBalance | None = None
+    """How stages were balanced; None if by layers."""
+
     remedy: str | None = None
     """What would make a run fit that does not; None if it fits."""
 
@@ -73,6 +82,7 @@ class PipelineDryRunReport:
             f"  memory policy    {self.memory_policy}",
             f"  operators        {graphs}",
             f"  capture          {self.capture_seconds:.1f} s, passes included; {self._distinct}",
+            *([] if self.balance is None else [str(self.balance)]),
             str(self.simulated),
             *([f"  to make it fit   {self.remedy}"] if self.remedy else []),
         )
@@ -109,8 +119,14 @@ def pipeline_dry_run(
         Exception: whatever building, placing or capturing raises, as in a real run.
     """
     with fake_ranks(world_size), flex_attention_on_cpu():
+        # One model: two meshes of the same ranks are one for DTensor, with the groups of either.
+        built = meta_model(config, world_size)
+        balance = None
+        if balance_of(config.parallelism) == "simulated":
+            balance = simulated_balance(config, built, hardware=hardware)
+            config = with_stages(config, balance)
         begin = time.perf_counter()
-        pipeline = capture_pipeline(config, world_size)
+        pipeline = capture_divided(config, built, planned_pipeline(config))
         seconds = time.perf_counter() - begin
         schedule = pipeline.plan.schedule
         by_rank = [
@@ -156,6 +172,7 @@ def pipeline_dry_run(
             captured=tuple(_described(pipeline)),
             capture_seconds=seconds,
             simulated=simulated,
+            balance=balance,
         )
 
 

@@ -1,0 +1,309 @@
+"""Stages balanced by simulated time: ``--parallelism.pipeline_parallel_balance simulated``.
+
+What stands before the layers, one layer of each kind, and what stands after them with the loss are
+captured as stages of their own, by the code of a dry run, and priced on the machine that the run
+is meant for. ``gt_pipeline.estimates.balanced_division`` divides the model by these prices. A run
+does it on rank 0 before it has a process group (``gt_trainer.run``), a dry run within its fake
+ranks, and both find the same: nothing is measured (docs/decisions/0028-balance-by-simulation.md).
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import cast, get_args
+
+from gt_config.node_keys import OverlappedBackward, PipelineAction
+from gt_passes.simulation import CostModel, Hardware, SymbolSizes, h100_sxm
+from gt_pipeline.estimates import (
+    PipelineUnits,
+    PricedStages,
+    UnitTimes,
+    balanced_division,
+    symbol_sizes_of,
+)
+from gt_pipeline.schedules import Action, Schedule, lower, peak_live, schedule_of
+from gt_pipeline.schedules.dependencies import transferred_by
+from gt_pipeline.schedules.schedule import LoweredSchedule
+from gt_pipeline.split import TORCHTITAN_NAMING
+from gt_trace import flex_attention_on_cpu
+from gt_trainer.dry_run.fake_pipeline import FakePipeline, capture_divided, planned_pipeline
+from gt_trainer.dry_run.fake_step import MetaModel, fake_ranks, meta_model
+from gt_trainer.dry_run.numbers_as_text import ms
+from gt_trainer.dry_run.simulated_run import group_labels
+from gt_trainer.pipelines.pipeline_plan import PipelinePlan
+from gt_trainer.pipelines.split_model import gathered_bytes_limit
+from gt_trainer.trainer import GraphTrainer
+
+_SINGLE: tuple[PipelineAction, ...] = (
+    "FORWARD",
+    "FULL_BACKWARD",
+    "BACKWARD_INPUT",
+    "BACKWARD_WEIGHT",
+    "UNSHARD",
+    "REDUCE_GRAD",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BalancedStage:
+    """What one stage has, and how long it computes for a microbatch."""
+
+    names: tuple[str, ...]
+    compute_us: float
+    """Forward and backward, simulated."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedBalance:
+    """Modules of each stage, found by simulated time."""
+
+    hardware: str
+    stages: tuple[BalancedStage, ...]
+    before: tuple[BalancedStage, ...]
+    """What ``--parallelism.pipeline_parallel_balance layers`` gives."""
+
+    makespan_us: float
+    """Of one run of the schedule, by what modules take."""
+
+    makespan_before_us: float
+    kinds: tuple[tuple[str, int, float], ...]
+    """Modules that were captured: a name, how many are alike, microseconds of a microbatch."""
+
+    seconds: float
+    """What finding it took."""
+
+    @property
+    def names_per_stage(self) -> list[list[str]]:
+        """As ``--parallelism.module_fqns_per_model_part`` takes it."""
+        return [list(stage.names) for stage in self.stages]
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether it is another division than that by layers."""
+        return self.stages != self.before
+
+    def __str__(self) -> str:
+        """The plan as lines of a log."""
+        if self.is_changed:
+            gain = 1 - self.makespan_us / self.makespan_before_us
+            found = (
+                f"{ms(self.makespan_us)} a run of the schedule, {gain:.1%} less than "
+                f"{ms(self.makespan_before_us)} by layers"
+            )
+        else:
+            found = f"as by layers, {ms(self.makespan_us)} a run of the schedule: none is faster"
+        alike = ", ".join(
+            f"{name} {ms(us)}" + (f" (and {count - 1} alike)" if count > 1 else "")
+            for name, count, us in self.kinds
+        )
+        lines = [
+            f"Stages balanced by simulated time on {self.hardware}: {found}",
+            f"  of a microbatch  {alike}",
+        ]
+        for index, (stage, before) in enumerate(zip(self.stages, self.before, strict=True)):
+            was = f" (by layers {len(before.names)}: {ms(before.compute_us)})"
+            names = _in_short(stage.names)
+            lines.append(
+                f"    stage {index:<9} {ms(stage.compute_us)}: {names}"
+                + (was if stage != before else "")
+            )
+        lines.append(f"  found in         {self.seconds:.1f} s")
+        return "\n".join(lines)
+
+
+def with_stages(config: GraphTrainer.Config, balance: SimulatedBalance) -> GraphTrainer.Config:
+    """The configuration with these stages by name."""
+    named = replace(config.parallelism, module_fqns_per_model_part=balance.names_per_stage)
+    return replace(config, parallelism=named)
+
+
+def balance_before_training(
+    config: GraphTrainer.Config, world_size: int, *, hardware: Hardware | None = None
+) -> SimulatedBalance:
+    """As ``simulated_balance``, for a process that has no process group yet."""
+    with fake_ranks(world_size), flex_attention_on_cpu():
+        return simulated_balance(config, meta_model(config, world_size), hardware=hardware)
+
+
+def simulated_balance(
+    config: GraphTrainer.Config, built: MetaModel, *, hardware: Hardware | None = None
+) -> SimulatedBalance:
+    """Capture and price each kind of module, and divide the model; within ``fake_ranks``.
+
+    Eager stages (``compile.mode none``) are divided as captured ones would be.
+
+    Args:
+        config: a finished configuration that ``preflight`` accepts; its pipeline degree is 2 or
+            more, and its stages have no names. Not changed.
+        built: its model. Not changed.
+        hardware: the machine that prices; H100 SXM by default.
+
+    Raises:
+        Exception: whatever building, placing or capturing raises.
+    """
+    begin = time.perf_counter()
+    machine = hardware or h100_sxm()
+    config = replace(config, compile=replace(config.compile, mode="aot_fx_trace"))
+    plan = planned_pipeline(config)
+    schedule = plan.schedule
+    modules = _units([name for names in plan.names_per_stage for name in names])
+    captured = _captured_units(config, built, plan, modules)
+    units, unsharded = _priced(config, captured, schedule, machine)
+    division = balanced_division(
+        units,
+        schedule,
+        before=[len(_units(names)) for names in plan.names_per_stage],
+        lowered=_lowering(schedule, unsharded, gathered_bytes_limit(config.compile)),
+    )
+
+    def stages(counts: Sequence[int]) -> tuple[BalancedStage, ...]:
+        ends = list(itertools.accumulate(counts))
+        return tuple(
+            BalancedStage(
+                names=tuple(itertools.chain(*modules[end - count : end])),
+                compute_us=sum(each.compute for each in units.times[end - count : end]),
+            )
+            for end, count in zip(ends, counts, strict=True)
+        )
+
+    kinds = dict.fromkeys(each.kind for each in units.times)
+    return SimulatedBalance(
+        hardware=machine.name,
+        stages=stages(division.counts),
+        before=stages([len(_units(names)) for names in plan.names_per_stage]),
+        makespan_us=division.makespan,
+        makespan_before_us=division.makespan_before,
+        kinds=tuple(
+            (
+                " + ".join(modules[kind]),
+                sum(each.kind == kind for each in units.times),
+                units.times[kind].compute,
+            )
+            for kind in kinds
+        ),
+        seconds=time.perf_counter() - begin,
+    )
+
+
+def _units(names: Sequence[str]) -> list[tuple[str, ...]]:
+    """Modules that stay together: what stands after the layers is one, with the loss."""
+    last = tuple(name for name in names if name in TORCHTITAN_NAMING.last)
+    return [(name,) for name in names if name not in last] + [last] * bool(last)
+
+
+def _captured_units(
+    config: GraphTrainer.Config,
+    built: MetaModel,
+    plan: PipelinePlan,
+    modules: Sequence[tuple[str, ...]],
+) -> FakePipeline:
+    """Each unit as a stage of its own; those that are alike share one capture."""
+    options = config.compile
+    if options.offload_host_gib is not None:
+        # What one microbatch of one stage may offload, for each of the stage's units.
+        num_chunks = max(peak_live(plan.schedule)) * len(modules) / plan.schedule.num_stages
+        gib = options.offload_host_gib / num_chunks
+        config = replace(config, compile=replace(options, offload_host_gib=gib))
+    alone = schedule_of(
+        "GPipe", num_ranks=len(modules), num_stages=len(modules), num_microbatches=1
+    )
+    units = PipelinePlan(schedule=alone, names_per_stage=tuple(modules))
+    return capture_divided(config, built, units)
+
+
+def _priced(
+    config: GraphTrainer.Config, captured: FakePipeline, schedule: Schedule, machine: Hardware
+) -> tuple[PipelineUnits, list[int]]:
+    """The units, and what each one gathers, in bytes."""
+    cost_model = CostModel(
+        machine,
+        sizes=SymbolSizes(symbol_sizes_of(captured.stages)),
+        host="cuda_graph" if config.compile.cuda_graphs else "eager",
+    )
+    stride = captured.parallel_dims.world_size // schedule.num_ranks
+    ranks = [rank * stride for rank in range(schedule.num_ranks)]
+    priced = PricedStages(
+        captured.stages,
+        captured.plan.schedule,
+        cost_model,
+        ranks=range(len(captured.stages)),
+        group_labels=group_labels(captured.parallel_dims),
+    )
+    cost = priced.costs()
+    kinds = [each.stage_index for each in captured.stages]
+
+    def time_of(kind: int, action: PipelineAction) -> float:
+        microbatch = None if action in ("UNSHARD", "REDUCE_GRAD") else 0
+        return cost(Action(kind, action, microbatch))
+
+    times = {
+        kind: UnitTimes(actions={each: time_of(kind, each) for each in _SINGLE}, kind=kind)
+        for kind in dict.fromkeys(kinds)
+    }
+    bytes_between = priced.memory[0].leaving_bytes
+
+    def transfer(action: Action) -> float:
+        product = transferred_by(action)
+        ends = [ranks[schedule.stage_to_rank[s]] for s in (product.stage, product.consumer_stage)]
+        return cost_model.collective_us("send_receive", bytes_between, ends)
+
+    saved: dict[tuple[int, int, PipelineAction], float] = {}
+    layers = [kind for kind in times if kind not in (0, len(kinds) - 1)]
+    for backward in _overlapped(schedule):
+        for one, other in itertools.product(layers, layers):
+            parts = Action(one, "FORWARD", 0), Action(other, backward, 1)
+            apart = sum(map(cost, parts))
+            saved[one, other, backward] = max(0.0, apart - cost(Action.overlap(*parts)))
+    units = PipelineUnits(
+        times=tuple(times[kind] for kind in kinds), transfer=transfer, saved=saved
+    )
+    return units, [stage.unsharded_bytes for stage in captured.stages]
+
+
+def _overlapped(schedule: Schedule) -> list[OverlappedBackward]:
+    """The kinds of backward that run together with a forward."""
+    found = {
+        action.parts[1].kind
+        for actions in schedule.compute
+        for action in actions
+        if action.parts is not None
+    }
+    kinds = cast("tuple[OverlappedBackward, ...]", get_args(OverlappedBackward))
+    return [kind for kind in kinds if kind in found]
+
+
+def _lowering(
+    schedule: Schedule, unsharded: Sequence[int], limit: int | None
+) -> Callable[[Sequence[int]], LoweredSchedule]:
+    """The schedule as it runs, which depends on the division where gathered bytes are limited."""
+    if limit is None:
+        always = lower(schedule, unshards=True, reduces=True)
+        return lambda counts: always
+
+    def lowered(counts: Sequence[int]) -> LoweredSchedule:
+        ends = itertools.accumulate(counts)
+        return lower(
+            schedule,
+            unshards=True,
+            reduces=True,
+            max_unsharded_bytes=limit,
+            unsharded_bytes={
+                stage: sum(unsharded[end - count : end])
+                for stage, (end, count) in enumerate(zip(ends, counts, strict=True))
+            },
+        )
+
+    return lowered
+
+
+def _in_short(names: Sequence[str]) -> str:
+    """Names, layers in a row as their first and last."""
+    layers = [name for name in names if name.startswith(f"{TORCHTITAN_NAMING.layers}.")]
+    if len(layers) < 3:
+        return ", ".join(names)
+    first, last = names.index(layers[0]), names.index(layers[-1])
+    row = f"{layers[0]} to {layers[-1].rpartition('.')[2]}"
+    return ", ".join([*names[:first], row, *names[last + 1 :]])
