@@ -69,7 +69,7 @@ class GraphTrainer(Trainer):
 
         def __post_init__(self) -> None:
             # Not ``super()``: dataclasses with slots are other classes than the ones written here.
-            Trainer.Config.__post_init__(self)  # type: ignore[no-untyped-call]  # torchtitan leaves it unannotated
+            Trainer.Config.__post_init__(self)
             self.parallelism = with_own_options(self.parallelism)
 
     config: Config

@@ -215,6 +215,7 @@ def test_stages_are_balanced_by_simulated_time() -> None:
     assert report.simulated.step_us < by_layers.simulated.step_us
     # What single modules predict is what captured stages take.
     assert report.balance.makespan_us == pytest.approx(report.simulated.time.makespan, rel=0.05)
+    assert report.balance.peak_bytes == pytest.approx(report.simulated.peak_bytes, rel=0.1)
     before = report.balance.makespan_before_us
     assert before == pytest.approx(by_layers.simulated.time.makespan, rel=0.05)
 

@@ -16,6 +16,7 @@ from gt_pipeline.estimates.balanced_division import (
     UnitTimes,
     balanced_division,
 )
+from gt_pipeline.estimates.joined_memory import joined_memory, overlapped_memory
 from gt_pipeline.estimates.pipeline_time import PipelineTime, pipeline_time
 from gt_pipeline.estimates.priced_stages import PricedStages, symbol_sizes_of
 from gt_pipeline.estimates.rank_memory import MEMORY_PARTS, RankMemory, rank_memory
@@ -31,7 +32,9 @@ __all__ = [
     "StageMemory",
     "UnitTimes",
     "balanced_division",
+    "joined_memory",
     "local_parameters",
+    "overlapped_memory",
     "pipeline_time",
     "rank_memory",
     "symbol_sizes_of",

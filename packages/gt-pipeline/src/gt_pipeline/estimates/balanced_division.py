@@ -84,6 +84,7 @@ def balanced_division(
     *,
     before: Sequence[int],
     lowered: Callable[[Sequence[int]], LoweredSchedule],
+    fits: Callable[[Sequence[int]], bool] = lambda counts: True,
     overlap_gathers: bool = True,
 ) -> BalancedDivision:
     """Divide units among the stages of a schedule; the same result for the same numbers.
@@ -94,6 +95,8 @@ def balanced_division(
         before: units of each stage in the division to compare with, at least one each.
         lowered: the schedule as it runs with so many units in each stage; a ``ScheduleError`` rules
             a division out.
+        fits: whether ranks have the memory for so many units in each stage; what does not fit is
+            not chosen.
         overlap_gathers: as for ``simulate``.
 
     Raises:
@@ -113,6 +116,9 @@ def balanced_division(
                 known[counts] = math.inf
         return known[counts]
 
+    def is_better(counts: tuple[int, ...], than: tuple[int, ...]) -> bool:
+        return makespan(counts) < makespan(than) * _GAIN and fits(counts)
+
     start = tuple(before)
     known = {start: simulated(start)}
     loads = _Loads(units, schedule)
@@ -125,7 +131,7 @@ def balanced_division(
     )
     best = start
     for found in (by_stage, loads.settled(start), loads.settled(by_stage)):
-        if makespan(found) < makespan(best) * _GAIN:
+        if is_better(found, best):
             best = found
     most = len(known) + _MOST_STEPS
     while len(known) < most:
@@ -133,7 +139,7 @@ def balanced_division(
         better = (
             each
             for each in nearby[: 2 * schedule.num_ranks]
-            if len(known) < most and makespan(each) < makespan(best) * _GAIN
+            if len(known) < most and is_better(each, best)
         )
         step = next(better, None)
         if step is None:

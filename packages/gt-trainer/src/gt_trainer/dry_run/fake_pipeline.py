@@ -25,6 +25,7 @@ from gt_trainer.pipelines.pipeline_plan import PipelinePlan, pipeline_plan
 from gt_trainer.pipelines.split_model import captured_plan, captured_stages, placed_stages
 from gt_trainer.placement.planned_step import loss_of
 from gt_trainer.startup import StartupClock
+from gt_trainer.steps.pipelined_step import StageCaptureReport
 from gt_trainer.trainer import GraphTrainer
 
 
@@ -40,6 +41,8 @@ class FakePipeline:
     num_parameters: int
     flops_per_token: int
     clock: StartupClock
+    reports: tuple[StageCaptureReport, ...]
+    """Of each capture."""
 
     @property
     def captured(self) -> tuple[GraphPipelineStage, ...]:
@@ -132,6 +135,7 @@ def capture_divided(
         num_parameters=built.num_parameters,
         flops_per_token=built.flops_per_token,
         clock=clock,
+        reports=step.reports,
     )
 
 

@@ -52,6 +52,9 @@ class PipelineDryRunReport:
     capture_seconds: float
     """Capture and passes of all of them."""
 
+    num_stamped: int
+    """Captured stages of whose layers most are stamped."""
+
     simulated: SimulatedPipeline
     """A training step on the hardware that the configuration is meant for."""
 
@@ -90,7 +93,9 @@ class PipelineDryRunReport:
 
     @property
     def _distinct(self) -> str:
-        return f"{len(self.captured)} stages stand for all {self.schedule.num_stages}"
+        distinct = f"{len(self.captured)} stages stand for all {self.schedule.num_stages}"
+        stamped = f", {self.num_stamped} with stamped layers" if self.num_stamped else ""
+        return distinct + stamped
 
 
 def pipeline_dry_run(
@@ -171,6 +176,9 @@ def pipeline_dry_run(
             memory_policy=config.compile.memory_policy,
             captured=tuple(_described(pipeline)),
             capture_seconds=seconds,
+            num_stamped=sum(
+                each.stamping is not None and each.stamping.stamped for each in pipeline.reports
+            ),
             simulated=simulated,
             balance=balance,
         )

@@ -18,10 +18,15 @@ from typing import cast, get_args
 from gt_config.node_keys import OverlappedBackward, PipelineAction
 from gt_passes.simulation import CostModel, Hardware, SymbolSizes, h100_sxm
 from gt_pipeline.estimates import (
+    ActionMemory,
     PipelineUnits,
     PricedStages,
+    StageMemory,
     UnitTimes,
     balanced_division,
+    joined_memory,
+    overlapped_memory,
+    rank_memory,
     symbol_sizes_of,
 )
 from gt_pipeline.schedules import Action, Schedule, lower, peak_live, schedule_of
@@ -31,7 +36,8 @@ from gt_pipeline.split import TORCHTITAN_NAMING
 from gt_trace import flex_attention_on_cpu
 from gt_trainer.dry_run.fake_pipeline import FakePipeline, capture_divided, planned_pipeline
 from gt_trainer.dry_run.fake_step import MetaModel, fake_ranks, meta_model
-from gt_trainer.dry_run.numbers_as_text import ms
+from gt_trainer.dry_run.numbers_as_text import GIB, ms
+from gt_trainer.dry_run.simulated_pipeline import ADAM_STATES
 from gt_trainer.dry_run.simulated_run import group_labels
 from gt_trainer.pipelines.pipeline_plan import PipelinePlan
 from gt_trainer.pipelines.split_model import gathered_bytes_limit
@@ -69,6 +75,10 @@ class SimulatedBalance:
     """Of one run of the schedule, by what modules take."""
 
     makespan_before_us: float
+    peak_bytes: int
+    """Of the fullest rank, estimated by what modules hold; within the memory of the hardware, or no
+    more than by layers."""
+
     kinds: tuple[tuple[str, int, float], ...]
     """Modules that were captured: a name, how many are alike, microseconds of a microbatch."""
 
@@ -110,6 +120,7 @@ class SimulatedBalance:
                 f"    stage {index:<9} {ms(stage.compute_us)}: {names}"
                 + (was if stage != before else "")
             )
+        lines.append(f"  peak memory      {self.peak_bytes / GIB:.2f} GiB estimated by modules")
         lines.append(f"  found in         {self.seconds:.1f} s")
         return "\n".join(lines)
 
@@ -151,12 +162,21 @@ def simulated_balance(
     schedule = plan.schedule
     modules = _units([name for names in plan.names_per_stage for name in names])
     captured = _captured_units(config, built, plan, modules)
-    units, unsharded = _priced(config, captured, schedule, machine)
+    priced = _priced(config, captured, schedule, machine)
+    units = priced.units
+    before = [len(_units(names)) for names in plan.names_per_stage]
+    lowered = _lowering(schedule, priced.unsharded_bytes, gathered_bytes_limit(config.compile))
+
+    def peak_bytes(counts: Sequence[int]) -> int:
+        return _peak_bytes(lowered(counts), priced.memory, counts)
+
+    allowed = max(machine.hbm_capacity_bytes, peak_bytes(before))
     division = balanced_division(
         units,
         schedule,
-        before=[len(_units(names)) for names in plan.names_per_stage],
-        lowered=_lowering(schedule, unsharded, gathered_bytes_limit(config.compile)),
+        before=before,
+        lowered=lowered,
+        fits=lambda counts: peak_bytes(counts) <= allowed,
     )
 
     def stages(counts: Sequence[int]) -> tuple[BalancedStage, ...]:
@@ -173,9 +193,10 @@ def simulated_balance(
     return SimulatedBalance(
         hardware=machine.name,
         stages=stages(division.counts),
-        before=stages([len(_units(names)) for names in plan.names_per_stage]),
+        before=stages(before),
         makespan_us=division.makespan,
         makespan_before_us=division.makespan_before,
+        peak_bytes=peak_bytes(division.counts),
         kinds=tuple(
             (
                 " + ".join(modules[kind]),
@@ -214,10 +235,45 @@ def _captured_units(
     return capture_divided(config, built, units)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _PricedUnits:
+    units: PipelineUnits
+    unsharded_bytes: tuple[int, ...]
+    """What each unit gathers."""
+
+    memory: tuple[StageMemory, ...]
+    """What each unit holds as a stage."""
+
+
+def _peak_bytes(
+    lowered: LoweredSchedule, units: Sequence[StageMemory], counts: Sequence[int]
+) -> int:
+    """The estimated peak of the fullest rank."""
+    ends = itertools.accumulate(counts)
+    stages = {
+        stage: joined_memory(units[end - count : end])
+        for stage, (end, count) in enumerate(zip(ends, counts, strict=True))
+    }
+
+    def pair(action: Action) -> ActionMemory:
+        assert action.parts is not None
+        forward, backward = action.parts
+        return overlapped_memory(
+            stages[forward.stage].actions["FORWARD"],
+            stages[backward.stage].actions[cast("PipelineAction", backward.kind)],
+        )
+
+    return max(
+        rank_memory(
+            lowered, rank=rank, stages=stages, pair=pair, optimizer_states=ADAM_STATES
+        ).peak_bytes
+        for rank in range(lowered.num_ranks)
+    )
+
+
 def _priced(
     config: GraphTrainer.Config, captured: FakePipeline, schedule: Schedule, machine: Hardware
-) -> tuple[PipelineUnits, list[int]]:
-    """The units, and what each one gathers, in bytes."""
+) -> _PricedUnits:
     cost_model = CostModel(
         machine,
         sizes=SymbolSizes(symbol_sizes_of(captured.stages)),
@@ -243,6 +299,7 @@ def _priced(
         kind: UnitTimes(actions={each: time_of(kind, each) for each in _SINGLE}, kind=kind)
         for kind in dict.fromkeys(kinds)
     }
+    unsharded = {kind: captured.stages[kind].unsharded_bytes for kind in times}
     bytes_between = priced.memory[0].leaving_bytes
 
     def transfer(action: Action) -> float:
@@ -257,10 +314,13 @@ def _priced(
             parts = Action(one, "FORWARD", 0), Action(other, backward, 1)
             apart = sum(map(cost, parts))
             saved[one, other, backward] = max(0.0, apart - cost(Action.overlap(*parts)))
-    units = PipelineUnits(
-        times=tuple(times[kind] for kind in kinds), transfer=transfer, saved=saved
+    return _PricedUnits(
+        units=PipelineUnits(
+            times=tuple(times[kind] for kind in kinds), transfer=transfer, saved=saved
+        ),
+        unsharded_bytes=tuple(unsharded[kind] for kind in kinds),
+        memory=tuple(priced.memory[index] for index in range(len(kinds))),
     )
-    return units, [stage.unsharded_bytes for stage in captured.stages]
 
 
 def _overlapped(schedule: Schedule) -> list[OverlappedBackward]:

@@ -216,6 +216,7 @@ def captured_stages(
         max_unsharded_bytes=gathered_bytes_limit(compile_config),
         ep_overlap=compile_config.ep_overlap,
         verify=compile_config.verify_passes,
+        capture_layers=compile_config.capture_layers,
         on_shape_change=compile_config.on_shape_change,
     )
 

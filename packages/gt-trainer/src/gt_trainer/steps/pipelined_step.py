@@ -16,15 +16,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.fx import GraphModule
 
-from gt_config import EpOverlapConfig, ShapeChangePolicy
+from gt_config import CaptureLayers, EpOverlapConfig, ShapeChangePolicy
 from gt_passes import PassManagerReport
 from gt_passes.ep_overlap import settle_chunk_annotations
 from gt_pipeline.graph import GraphPipelineStage, StageCapture, StageGraphs, StageLoss
 from gt_pipeline.runner import ActivationSignature, GraphPPRunner, MicrobatchInputs
 from gt_pipeline.schedules import Schedule
+from gt_trace.stamping import StampReport
 from gt_trainer.decoder.eager_chunks import chunked_for_capture
 from gt_trainer.decoder.expert_regions import annotate_expert_regions
 from gt_trainer.startup import StartupClock
+from gt_trainer.steps.layer_tracer import layer_tracer
 from gt_trainer.steps.stage_recipe import StagePasses
 from gt_trainer.steps.training_step import ForwardBackward, LossFunction, num_operators
 
@@ -36,6 +38,9 @@ class StageCaptureReport:
     graphs: StageGraphs
     passes: tuple[PassManagerReport, ...]
     """What they did on the joint graph, and on those of the actions."""
+
+    stamping: StampReport | None = None
+    """How the joint graph's layers were stamped, or why not; None if that was not asked for."""
 
     @property
     def graph_modules(self) -> tuple[GraphModule, ...]:
@@ -49,9 +54,10 @@ class StageCaptureReport:
         """One line: the stage, and the operators of its actions."""
         counts = ", ".join(f"{g.kind} {num_operators(g.graph_module):,}" for g in self.graphs)
         capture = self.graphs.capture
+        stamping = f" ({self.stamping})" if self.stamping and self.stamping.stamped else ""
         return (
-            f"Captured stage {capture.stage_index} of {capture.num_stages}; operators of its "
-            f"actions after passes: {counts}"
+            f"Captured stage {capture.stage_index} of {capture.num_stages}{stamping}; operators of "
+            f"its actions after passes: {counts}"
         )
 
 
@@ -71,6 +77,7 @@ class PipelinedStep:
         max_unsharded_bytes: of gathered parameters, at any time; None: those of three stages.
         ep_overlap: which modules run in chunks while stages are trained, if the strategy is eager.
         verify: whether to verify every graph of a stage, as captured, as cut, and after passes.
+        capture_layers: whether every layer of a stage is traced, or most are stamped.
         on_shape_change: "error" refuses microbatches of other shapes than the first; "recapture"
             captures stages for them too, and keeps both. Every rank must see the same shapes in
             keyword arguments: capturing is collective.
@@ -93,6 +100,7 @@ class PipelinedStep:
         max_unsharded_bytes: int | None = None,
         ep_overlap: EpOverlapConfig | None = None,
         verify: bool = True,
+        capture_layers: CaptureLayers = "auto",
         on_shape_change: ShapeChangePolicy = "error",
     ) -> None:
         self._parts = parts
@@ -106,6 +114,7 @@ class PipelinedStep:
         self._max_unsharded_bytes = max_unsharded_bytes
         self._ep_overlap = ep_overlap or EpOverlapConfig()
         self._verify = verify
+        self._capture_layers = capture_layers
         self._on_shape_change = on_shape_change
         self._runners: dict[tuple[object, ...], GraphPPRunner] = {}
         """By the shapes of microbatches."""
@@ -209,6 +218,7 @@ class PipelinedStep:
         num_stages = self._schedule.num_stages
         is_last = stage_index == num_stages - 1
         passes = self._new_passes(stage_index)
+        stamped: list[StampReport] = []
         with (
             self._clock.part("capture"),
             annotate_expert_regions(part),
@@ -232,8 +242,13 @@ class PipelinedStep:
                 transform=passes.on_action,
                 fake_mode=fake_mode,
                 verify=self._verify,
+                trace=layer_tracer(self._capture_layers, stamped.append),
             )
-        report = StageCaptureReport(graphs=stage.graphs, passes=tuple(passes.reports))
+        report = StageCaptureReport(
+            graphs=stage.graphs,
+            passes=tuple(passes.reports),
+            stamping=stamped[-1] if stamped else None,  # the forward was traced before
+        )
         self.reports = (*self.reports, report)
         self._on_capture(report)
         return stage
