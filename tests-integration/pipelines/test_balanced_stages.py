@@ -53,8 +53,8 @@ def test_losses_are_those_of_the_eager_pipeline_with_the_same_stages(
 ):
     _, losses, log = captured
     assert "less than" in log.partition("Stages balanced by simulated time on H100 SXM: ")[2]
-    assert "tok_embeddings, layers.0 to 3 (by layers 4: " in log
-    assert "layers.4, layers.5, norm, lm_head (by layers 5: " in log
+    assert "tok_embeddings, layers.0 to 3 (by layers " in log
+    assert "layers.4, layers.5, norm, lm_head (by layers " in log
     eager, _ = train(
         tmp_path,
         2,
@@ -73,7 +73,7 @@ def test_eager_stages_are_balanced_likewise(
 ):
     losses, log = train(tmp_path, 2, {**BALANCED, "--compile.mode": "none"})
     assert losses == captured[1]
-    assert "tok_embeddings, layers.0 to 3 (by layers 4: " in log
+    assert "tok_embeddings, layers.0 to 3 (by layers " in log
 
 
 @pytest.mark.slow

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from gt_pipeline.errors import ScheduleError, StageLayoutError
 from gt_pipeline.estimates import (
-    BalancedDivision,
     PipelineUnits,
     UnitTimes,
     balanced_division,
 )
+from gt_pipeline.estimates.balanced_division import BalancedDivision
 from gt_pipeline.schedules import Action, Schedule, lower, schedule_of, simulate
 
 

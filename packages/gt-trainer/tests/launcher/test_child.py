@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from gt_trainer.launcher import ChildFailedError, run_in_child
+from gt_trainer.launcher.child import ChildFailedError, run_in_child
 
 
 def test_returns_what_the_child_returns_and_keeps_nothing_else():

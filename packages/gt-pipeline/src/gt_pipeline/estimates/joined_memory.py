@@ -8,6 +8,7 @@ that of one of its units, on top of what those before it have made and given up.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from gt_config.node_keys import PipelineAction
 from gt_pipeline.estimates.action_memory import ActionMemory, StageMemory
@@ -33,6 +34,41 @@ def joined_memory(units: Sequence[StageMemory]) -> StageMemory:
         leaving_bytes=units[-1].leaving_bytes,
         actions={kind: _joined(units, kind) for kind in units[0].actions},
     )
+
+
+def memory_of_one(units: StageMemory, count: int) -> StageMemory:
+    """The memory of a unit, of which ``count`` equal ones together hold ``units``.
+
+    What ``joined_memory`` makes of as many is ``units`` again, but for rounding.
+    """
+    if count == 1:
+        return units
+    inside = (count - 1) * units.entering_bytes
+    one = replace(
+        units,
+        state_bytes=units.state_bytes // count,
+        num_parameters=units.num_parameters // count,
+        parameter_bytes=units.parameter_bytes // count,
+        gathered_bytes=units.gathered_bytes // count,
+        saved_bytes=max(0, units.saved_bytes - inside) // count,
+        between_bytes=units.between_bytes // count,
+        accumulated_bytes=units.accumulated_bytes // count,
+        reduced_bytes=units.reduced_bytes // count,
+    )
+
+    def of(kind: PipelineAction, memory: ActionMemory) -> ActionMemory:
+        if kind in ("UNSHARD", "REDUCE_GRAD"):
+            extra = memory.extra_bytes // count
+        else:
+            extra = memory.extra_bytes - (count - 1) * max(0, _left_by(one, kind))
+        return ActionMemory(
+            extra_bytes=extra,
+            launched_bytes=memory.launched_bytes // count,
+            made_bytes={slot: made // count for slot, made in memory.made_bytes.items()},
+            num_unsized=memory.num_unsized,
+        )
+
+    return replace(one, actions={kind: of(kind, each) for kind, each in units.actions.items()})
 
 
 def overlapped_memory(forward: ActionMemory, backward: ActionMemory) -> ActionMemory:
@@ -68,12 +104,16 @@ def _highest(units: Sequence[StageMemory], kind: PipelineAction) -> int:
     left = highest = 0
     for unit in units if kind == "FORWARD" else reversed(units):
         highest = max(highest, left + unit.actions[kind].extra_bytes)
-        if kind == "FORWARD":
-            left += unit.saved_bytes + unit.leaving_bytes
-        elif kind == "FULL_BACKWARD":
-            left += unit.accumulated_bytes - unit.saved_bytes
-        elif kind == "BACKWARD_INPUT":
-            left += unit.between_bytes - unit.saved_bytes
-        else:
-            left += unit.accumulated_bytes - unit.between_bytes
+        left += _left_by(unit, kind)
     return highest
+
+
+def _left_by(unit: StageMemory, kind: PipelineAction) -> int:
+    """How much more is held when a unit's part of an action has run."""
+    if kind == "FORWARD":
+        return unit.saved_bytes + unit.leaving_bytes
+    if kind == "FULL_BACKWARD":
+        return unit.accumulated_bytes - unit.saved_bytes
+    if kind == "BACKWARD_INPUT":
+        return unit.between_bytes - unit.saved_bytes
+    return unit.accumulated_bytes - unit.between_bytes

@@ -140,9 +140,9 @@ def _run(command: CommandLine, rendezvous: Rendezvous | None, started: float) ->
     if command.action == "dry-run":
         world_size = command.world_size or INTENDED_WORLD_SIZE.get(command.config, 1)
         return _dry_run(config, world_size, asked=asked, command=command)
-    hardware = _hardware(command)
-    if hardware is not None and balance_of(config.parallelism) != "simulated":
+    if command.hardware is not None and balance_of(config.parallelism) != "simulated":
         raise UsageError(HARDWARE_FOR)
+    hardware = _hardware(command)
     world_size = num_ranks if rendezvous is None else rendezvous.world_size
     config, withdrawn = settled_defaults.settle_defaults(config, world_size, asked=asked)
     preflight.check_configuration(

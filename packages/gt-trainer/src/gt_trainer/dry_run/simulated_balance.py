@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import cast, get_args
+
+from torchtitan.models.common.decoder import Decoder
 
 from gt_config.node_keys import OverlappedBackward, PipelineAction
 from gt_passes.simulation import CostModel, Hardware, SymbolSizes, h100_sxm
@@ -25,6 +27,7 @@ from gt_pipeline.estimates import (
     UnitTimes,
     balanced_division,
     joined_memory,
+    memory_of_one,
     overlapped_memory,
     rank_memory,
     symbol_sizes_of,
@@ -34,6 +37,7 @@ from gt_pipeline.schedules.dependencies import transferred_by
 from gt_pipeline.schedules.schedule import LoweredSchedule
 from gt_pipeline.split import TORCHTITAN_NAMING
 from gt_trace import flex_attention_on_cpu
+from gt_trainer.dry_run.equal_stages import equal_stages
 from gt_trainer.dry_run.fake_pipeline import FakePipeline, capture_divided, planned_pipeline
 from gt_trainer.dry_run.fake_step import MetaModel, fake_ranks, meta_model
 from gt_trainer.dry_run.numbers_as_text import GIB, ms
@@ -114,12 +118,9 @@ class SimulatedBalance:
             f"  of a microbatch  {alike}",
         ]
         for index, (stage, before) in enumerate(zip(self.stages, self.before, strict=True)):
-            was = f" (by layers {len(before.names)}: {ms(before.compute_us)})"
-            names = _in_short(stage.names)
-            lines.append(
-                f"    stage {index:<9} {ms(stage.compute_us)}: {names}"
-                + (was if stage != before else "")
-            )
+            line = f"    stage {index:<9} {ms(stage.compute_us)}: {_in_short(stage.names)}"
+            is_other = abs(stage.compute_us - before.compute_us) >= 0.5  # of a microsecond
+            lines.append(line + f" (by layers {ms(before.compute_us)})" * is_other)
         lines.append(f"  peak memory      {self.peak_bytes / GIB:.2f} GiB estimated by modules")
         lines.append(f"  found in         {self.seconds:.1f} s")
         return "\n".join(lines)
@@ -176,7 +177,9 @@ def simulated_balance(
         schedule,
         before=before,
         lowered=lowered,
-        fits=lambda counts: peak_bytes(counts) <= allowed,
+        fits=lambda counts: (
+            not _has_new_lone_layer(modules, counts, before) and peak_bytes(counts) <= allowed
+        ),
     )
 
     def stages(counts: Sequence[int]) -> tuple[BalancedStage, ...]:
@@ -209,10 +212,36 @@ def simulated_balance(
     )
 
 
+def _has_new_lone_layer(
+    modules: Sequence[tuple[str, ...]], counts: Sequence[int], before: Sequence[int]
+) -> bool:
+    """Whether a stage that was more is one layer and nothing else: see ``_captured_units``."""
+    ends = itertools.accumulate(counts)
+    return any(
+        count == 1 < was and modules[end - 1][0].startswith(f"{TORCHTITAN_NAMING.layers}.")
+        for end, count, was in zip(ends, counts, before, strict=True)
+    )
+
+
 def _units(names: Sequence[str]) -> list[tuple[str, ...]]:
     """Modules that stay together: what stands after the layers is one, with the loss."""
     last = tuple(name for name in names if name in TORCHTITAN_NAMING.last)
     return [(name,) for name in names if name not in last] + [last] * bool(last)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _CapturedUnits:
+    """What stands for each unit: a stage of one, or of two that are alike."""
+
+    pipeline: FakePipeline
+    kinds: tuple[int, ...]
+    """For each unit the first that is like it."""
+
+    stage_of: Mapping[int, int]
+    """The stage that was captured for a kind."""
+
+    num_units: Mapping[int, int]
+    """Units of that stage."""
 
 
 def _captured_units(
@@ -220,19 +249,44 @@ def _captured_units(
     built: MetaModel,
     plan: PipelinePlan,
     modules: Sequence[tuple[str, ...]],
-) -> FakePipeline:
-    """Each unit as a stage of its own; those that are alike share one capture."""
+) -> _CapturedUnits:
+    """Layers are captured by twos: one alone may not be computed again where several are.
+
+    (``recompute-tagged`` leaves a stage as it is where that would raise the peak of a microbatch,
+    as it may with a single layer, all of which is needed at once.)
+    """
+    assert config.model_spec is not None
+    model_config = config.model_spec.model
+    assert isinstance(model_config, Decoder.Config)
+    kinds = equal_stages(modules, model_config.layers)
+    stages: list[list[int]] = []
+    for index, kind in enumerate(kinds):
+        last = stages[-1] if stages else []
+        if len(last) == 1 and kinds[last[0]] == kind:
+            last.append(index)
+        else:
+            stages.append([index])
+    stage_of: dict[int, int] = {}
+    for place, units in enumerate(stages):
+        known = stage_of.setdefault(kinds[units[0]], place)
+        if len(units) > len(stages[known]):
+            stage_of[kinds[units[0]]] = place
     options = config.compile
     if options.offload_host_gib is not None:
-        # What one microbatch of one stage may offload, for each of the stage's units.
-        num_chunks = max(peak_live(plan.schedule)) * len(modules) / plan.schedule.num_stages
+        # What one microbatch of one stage may offload, for as much of it as is captured together.
+        num_chunks = max(peak_live(plan.schedule)) * len(stages) / plan.schedule.num_stages
         gib = options.offload_host_gib / num_chunks
         config = replace(config, compile=replace(options, offload_host_gib=gib))
-    alone = schedule_of(
-        "GPipe", num_ranks=len(modules), num_stages=len(modules), num_microbatches=1
+    alone = schedule_of("GPipe", num_ranks=len(stages), num_stages=len(stages), num_microbatches=1)
+    names = tuple(tuple(name for unit in units for name in modules[unit]) for units in stages)
+    return _CapturedUnits(
+        pipeline=capture_divided(
+            config, built, PipelinePlan(schedule=alone, names_per_stage=names)
+        ),
+        kinds=kinds,
+        stage_of=stage_of,
+        num_units={kind: len(stages[place]) for kind, place in stage_of.items()},
     )
-    units = PipelinePlan(schedule=alone, names_per_stage=tuple(modules))
-    return capture_divided(config, built, units)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -272,34 +326,33 @@ def _peak_bytes(
 
 
 def _priced(
-    config: GraphTrainer.Config, captured: FakePipeline, schedule: Schedule, machine: Hardware
+    config: GraphTrainer.Config, captured: _CapturedUnits, schedule: Schedule, machine: Hardware
 ) -> _PricedUnits:
+    pipeline, stage_of, num_units = captured.pipeline, captured.stage_of, captured.num_units
     cost_model = CostModel(
         machine,
-        sizes=SymbolSizes(symbol_sizes_of(captured.stages)),
+        sizes=SymbolSizes(symbol_sizes_of(pipeline.stages)),
         host="cuda_graph" if config.compile.cuda_graphs else "eager",
     )
-    stride = captured.parallel_dims.world_size // schedule.num_ranks
+    stride = pipeline.parallel_dims.world_size // schedule.num_ranks
     ranks = [rank * stride for rank in range(schedule.num_ranks)]
     priced = PricedStages(
-        captured.stages,
-        captured.plan.schedule,
+        pipeline.stages,
+        pipeline.plan.schedule,
         cost_model,
-        ranks=range(len(captured.stages)),
-        group_labels=group_labels(captured.parallel_dims),
+        ranks=range(len(pipeline.stages)),
+        group_labels=group_labels(pipeline.parallel_dims),
     )
     cost = priced.costs()
-    kinds = [each.stage_index for each in captured.stages]
 
     def time_of(kind: int, action: PipelineAction) -> float:
         microbatch = None if action in ("UNSHARD", "REDUCE_GRAD") else 0
-        return cost(Action(kind, action, microbatch))
+        return cost(Action(stage_of[kind], action, microbatch)) / num_units[kind]
 
     times = {
         kind: UnitTimes(actions={each: time_of(kind, each) for each in _SINGLE}, kind=kind)
-        for kind in dict.fromkeys(kinds)
+        for kind in stage_of
     }
-    unsharded = {kind: captured.stages[kind].unsharded_bytes for kind in times}
     bytes_between = priced.memory[0].leaving_bytes
 
     def transfer(action: Action) -> float:
@@ -308,18 +361,26 @@ def _priced(
         return cost_model.collective_us("send_receive", bytes_between, ends)
 
     saved: dict[tuple[int, int, PipelineAction], float] = {}
-    layers = [kind for kind in times if kind not in (0, len(kinds) - 1)]
+    layers = [kind for kind in stage_of if kind not in (0, len(captured.kinds) - 1)]
     for backward in _overlapped(schedule):
         for one, other in itertools.product(layers, layers):
-            parts = Action(one, "FORWARD", 0), Action(other, backward, 1)
-            apart = sum(map(cost, parts))
-            saved[one, other, backward] = max(0.0, apart - cost(Action.overlap(*parts)))
+            parts = Action(stage_of[one], "FORWARD", 0), Action(stage_of[other], backward, 1)
+            gained = sum(map(cost, parts)) - cost(Action.overlap(*parts))
+            saved[one, other, backward] = max(0.0, gained) / min(num_units[one], num_units[other])
+    memory = {
+        kind: memory_of_one(priced.memory[place], num_units[kind])
+        for kind, place in stage_of.items()
+    }
+    unsharded = {
+        kind: pipeline.stages[place].unsharded_bytes // num_units[kind]
+        for kind, place in stage_of.items()
+    }
     return _PricedUnits(
         units=PipelineUnits(
-            times=tuple(times[kind] for kind in kinds), transfer=transfer, saved=saved
+            times=tuple(times[kind] for kind in captured.kinds), transfer=transfer, saved=saved
         ),
-        unsharded_bytes=tuple(unsharded[kind] for kind in kinds),
-        memory=tuple(priced.memory[index] for index in range(len(kinds))),
+        unsharded_bytes=tuple(unsharded[kind] for kind in captured.kinds),
+        memory=tuple(memory[kind] for kind in captured.kinds),
     )
 
 
