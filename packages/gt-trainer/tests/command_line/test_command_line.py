@@ -196,8 +196,10 @@ def test_all_mistakes_are_reported_at_once():
         ),
         (
             ["--hardware", "mine.json"],
-            "--hardware is the machine that a --dry-run simulates, or by which "
-            "--parallelism.pipeline_parallel_balance simulated divides a pipeline",
+            (
+                "--hardware is the machine that a --dry-run simulates, or by which "
+                "--parallelism.pipeline_parallel_balance simulated divides a pipeline"
+            ),
         ),
         (
             [
