@@ -20,16 +20,6 @@ from gt_config import CompileConfig, Violation
             "use aot_fx_trace, or --parallelism.pipeline_parallel_degree 1",
         ),
         (
-            {"capture_layers": "compared"},
-            "--compile.capture_layers",
-            "compared",
-            (
-                "'auto' or 'full' with --parallelism.pipeline_parallel_degree 2: stages are short, "
-                "and captured in full"
-            ),
-            "use full, or --parallelism.pipeline_parallel_degree 1",
-        ),
-        (
             {"cuda_graphs": True, "pipeline_gathered_gib": 4.0},
             "--compile.pipeline_gathered_gib",
             4.0,

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torchtitan.components.checkpoint import CheckpointManager
+from torchtitan.config import ParallelismConfig
 
 from gt_trainer import run
 from gt_trainer.metrics.metrics_history import MetricsFileError
@@ -40,6 +41,7 @@ def running(folder, train):
     return SimpleNamespace(
         dump_folder=str(folder),
         checkpoint=CheckpointManager.Config(enable=True),
+        parallelism=ParallelismConfig(),
         build=lambda: trainer,
     )
 

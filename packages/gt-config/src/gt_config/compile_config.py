@@ -205,7 +205,7 @@ class CompileConfig:
     """full: trace every layer.
     stamped: trace a few layers, and make the others from them.
     Where layers are not proven alike, all are traced, and the log says why.
-    auto: as stamped, of models deep enough to gain from it.
+    auto: as stamped, of models and pipeline stages deep enough to gain from it.
     compared: stamp, trace in full too, and stop if the two differ.
     Mode aot_fx_trace only."""
 

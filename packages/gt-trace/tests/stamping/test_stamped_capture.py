@@ -33,6 +33,17 @@ class Keyed(Toy):
         return x
 
 
+class FromTheMiddle(Keyed):
+    """Layers that keep the numbers which they have in a model of more, as a pipeline's stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({str(9 + i): layer for i, layer in self._numbered()})
+
+    def _numbered(self) -> Any:
+        return enumerate(self.layers.values())
+
+
 class Alternating(Toy):
     """Layers of two kinds by turns."""
 
@@ -146,6 +157,7 @@ class Dropped(Block):
 MODELS: dict[str, tuple[Callable[[], Toy], int]] = {
     "ModuleList of 5": (lambda: Toy(5), 4),
     "ModuleDict": (Keyed, 4),
+    "from the middle": (FromTheMiddle, 4),
     "two kinds by turns": (Alternating, 8),
     "another kind before": (DenseFirst, 5),
     "tied embedding": (lambda: Toy(tied=True), 4),

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import errno
+import os
 import shutil
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
+from torchtitan.tools.logging import logger
 
-from gt_trainer.launcher import RunStoppedError
+from gt_passes.simulation import Hardware
+from gt_trainer.dry_run.simulated_balance import balance_before_training, with_stages
+from gt_trainer.launcher import RunStoppedError, run_in_child
+from gt_trainer.parallelism_options import balance_of
 from gt_trainer.preflight.checkpoint_folder import (
     can_be_resumed,
     is_complete,
@@ -30,11 +36,16 @@ class DiskFullError(RunStoppedError):
     """There was no room for what the run had to write."""
 
 
-def train(config: GraphTrainer.Config) -> None:
+def train(config: GraphTrainer.Config, *, hardware: Hardware | None = None) -> None:
     """Build the trainer, train, and close it also when training fails.
 
     Every rank of a run calls this, with the rendezvous in the environment (RANK, WORLD_SIZE,
     LOCAL_RANK, MASTER_ADDR, MASTER_PORT).
+
+    Args:
+        config: A finished configuration that ``preflight`` accepts.
+        hardware: The machine by which stages are balanced, where that is asked for; H100 SXM by
+            default.
 
     Raises:
         DiskFullError: A file or a checkpoint had no room.
@@ -42,13 +53,30 @@ def train(config: GraphTrainer.Config) -> None:
         Exception: Whatever building or training raises.
     """
     try:
-        _train(config)
+        _train(_balanced(config, hardware))
     except CheckpointException as error:
         raise _what_ended(error, config) from None
     except OSError as error:
         if not _says_full(error):
             raise
         raise _disk_full(config) from None
+
+
+def _balanced(config: GraphTrainer.Config, hardware: Hardware | None) -> GraphTrainer.Config:
+    """The configuration with its stages by name if they are to be balanced, on rank 0.
+
+    A child does it: ranks that do not exist have meshes, and DTensor keeps what it found on these
+    for those of the same ranks that do exist. It comes before CUDA and the process group, which no
+    child could use. Rank 0 hands the stages over once there is one; the others wait for it to join.
+    """
+    wants = balance_of(config.parallelism) == "simulated"
+    if not wants or os.environ.get("RANK", "0") != "0":
+        return config
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    found = run_in_child(partial(balance_before_training, config, world_size, hardware=hardware))
+    for line in str(found).splitlines():
+        logger.info(line)
+    return with_stages(config, found)
 
 
 def _train(config: GraphTrainer.Config) -> None:

@@ -28,6 +28,7 @@ from gt_trainer.decoder.attention import attention_mask_for
 from gt_trainer.device_transfer import copy_to_host, local_part, send_to_device
 from gt_trainer.metrics.metrics_jsonl import GraphMetricsProcessor
 from gt_trainer.model_identity import identity_of, write_identity
+from gt_trainer.parallelism_options import TrainerParallelismConfig, with_own_options
 from gt_trainer.pipelines.pipeline_plan import pipeline_plan
 from gt_trainer.pipelines.tied_weight import TiedSchedule, clip_gradients, settle_tied_weight
 from gt_trainer.placement.planned_step import loss_of
@@ -62,10 +63,16 @@ class GraphTrainer(Trainer):
     class Config(Trainer.Config):
         """torchtitan's configuration with this project's ``compile`` options."""
 
+        parallelism: TrainerParallelismConfig = field(default_factory=TrainerParallelismConfig)
         compile: TrainerCompileConfig = field(  # type: ignore[assignment]  # answers what torchtitan's CompileConfig is asked
             default_factory=TrainerCompileConfig
         )
         validator: Validator.Config = field(default_factory=GraphValidator.Config)
+
+        def __post_init__(self) -> None:
+            # Not ``super()``: dataclasses with slots are other classes than the ones written here.
+            Trainer.Config.__post_init__(self)
+            self.parallelism = with_own_options(self.parallelism)
 
     config: Config
 

@@ -226,7 +226,7 @@ def no_models(monkeypatch):
 def test_a_finished_run_says_where_its_results_are(capsys, monkeypatch, tmp_path, no_models):
     monkeypatch.chdir(tmp_path)
 
-    def train(config):
+    def train(config, *, hardware):
         checkpoint = Path(config.dump_folder, "checkpoint", "step-2")
         checkpoint.mkdir(parents=True)
         (checkpoint / ".metadata").touch()
@@ -270,7 +270,7 @@ def test_a_run_without_steps_left_says_how_to_train_on_from_what_it_saved(
 
 
 def test_a_failed_run_is_status_1(capsys, monkeypatch, no_models):
-    def train(config):
+    def train(config, *, hardware):
         raise ValueError("no such thing")
 
     monkeypatch.setattr("gt_trainer.run.train", train)
@@ -310,6 +310,17 @@ def test_a_timeline_is_of_a_pipeline(capsys, no_models, tmp_path):
     assert capsys.readouterr().err == (
         "gt-train: --timeline draws the ranks of a pipeline, and "
         "--parallelism.pipeline_parallel_degree is 1: use --trace\n"
+    )
+
+
+def test_hardware_is_of_runs_that_balance_stages(capsys, no_models, tmp_path):
+    path = tmp_path / "mine.json"
+    path.write_text("{}")
+    flag = "--parallelism.pipeline_parallel_balance"
+    assert cli.main([flag, "layers", "--hardware", str(path)]) == 2
+    assert capsys.readouterr().err == (
+        "gt-train: --hardware is the machine that a --dry-run simulates, or by which "
+        f"{flag} simulated divides a pipeline\n"
     )
 
 

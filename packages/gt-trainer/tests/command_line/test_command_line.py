@@ -194,7 +194,24 @@ def test_all_mistakes_are_reported_at_once():
             ["--timeline", "ranks.html"],
             "--timeline writes the schedule of a pipeline that a --dry-run simulates",
         ),
-        (["--hardware", "mine.json"], "--hardware is the machine that a --dry-run simulates"),
+        (
+            ["--hardware", "mine.json"],
+            (
+                "--hardware is the machine that a --dry-run simulates, or by which "
+                "--parallelism.pipeline_parallel_balance simulated divides a pipeline"
+            ),
+        ),
+        (
+            [
+                "--parallelism.pipeline_parallel_balance=simulated",
+                "--hardware",
+                "no/such/mine.json",
+            ],
+            (
+                "--hardware is 'no/such/mine.json', and must be a file, as "
+                "benchmarks/calibrate_simulation.py writes them"
+            ),
+        ),
         (
             ["--dry-run", "--hardware", "no/such/mine.json"],
             (

@@ -112,3 +112,9 @@ def test_nothing_is_known_of_another_torchtitan(monkeypatch):
     monkeypatch.setattr("gt_trainer.command_line.known_flags._entries", lambda config: None)
     assert explain_flags(["--nonsense"]) == []
     assert full_help("llama3_debugmodel") is None
+
+
+def test_lists_of_lists_are_left_to_tyro():
+    """Their help has braces, and is no choice."""
+    flag = "--parallelism.module_fqns_per_model_part"
+    assert explain_flags([flag, "tok_embeddings,layers.0", "layers.1,norm,lm_head"]) == []

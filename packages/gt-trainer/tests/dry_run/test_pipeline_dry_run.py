@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ import pytest
 from gt_pipeline.schedules import simulate
 from gt_trainer.device import intended_for
 from gt_trainer.dry_run.dry_run import changes_that_need_less, dry_run
+from gt_trainer.dry_run.fake_step import fake_ranks
 from gt_trainer.dry_run.pipeline_dry_run import PipelineDryRunReport
+from gt_trainer.pipelines.split_model import names_of_first_rank
 from gt_trainer.preflight.preflight import check_configuration, configuration_violations
 from gt_trainer.preflight.settled_defaults import settle_defaults
 from gt_trainer.trainer import GraphTrainer
@@ -210,3 +213,74 @@ def test_a_pipeline_that_does_not_fit_may_put_off_fewer_dw_and_cut_its_microbatc
         smallest,
         f"{smallest} --training.local_batch_size 8",
     ]
+
+
+def balanced(schedule: str) -> PipelineDryRunReport:
+    return run(
+        "llama3_debugmodel",
+        2,
+        batch_size=8,
+        pipeline_parallel_degree=2,
+        pipeline_parallel_schedule=schedule,
+        pipeline_parallel_balance="simulated",
+    )
+
+
+def test_stages_are_balanced_by_simulated_time() -> None:
+    """The output with the loss costs more than a layer, the embedding next to nothing."""
+    report, balance = balanced("1F1B"), balanced("1F1B").balance
+    assert report.balance is not None
+    assert balance is not None
+    assert [stage.names for stage in report.balance.stages] == [
+        ("tok_embeddings", "layers.0", "layers.1", "layers.2"),
+        ("layers.3", "norm", "lm_head"),
+    ]
+    # Nothing is measured: whoever simulates finds the same.
+    assert dataclasses.replace(balance, seconds=0) == dataclasses.replace(report.balance, seconds=0)
+    by_layers = run(
+        "llama3_debugmodel",
+        2,
+        batch_size=8,
+        pipeline_parallel_degree=2,
+        pipeline_parallel_schedule="1F1B",
+    )
+    assert by_layers.balance is None
+    assert report.simulated.step_us < by_layers.simulated.step_us
+    # What single modules predict is what captured stages take.
+    assert report.balance.makespan_us == pytest.approx(report.simulated.time.makespan, rel=0.05)
+    assert report.balance.peak_bytes == pytest.approx(report.simulated.peak_bytes, rel=0.1)
+    before = report.balance.makespan_before_us
+    assert before == pytest.approx(by_layers.simulated.time.makespan, rel=0.05)
+
+
+def test_the_report_says_what_balancing_gained() -> None:
+    lines = str(balanced("1F1B")).splitlines()
+    [found] = [line for line in lines if line.startswith("Stages balanced by")]
+    assert re.fullmatch(
+        r"Stages balanced by simulated time on H100 SXM: [\d.]+ ms a run of the schedule, "
+        r"[\d.]+% less than [\d.]+ ms by layers",
+        found,
+    )
+    assert any(
+        re.fullmatch(r"    stage 0 .*ms: tok_embeddings, layers.0 to 2 \(by layers .* ms\)", line)
+        for line in lines
+    )
+
+
+def test_stages_of_which_two_share_a_rank_and_actions_are_balanced_too() -> None:
+    """DualPipeV runs a forward and a backward of two stages as one."""
+    report = balanced("DualPipeV")
+    assert report.balance is not None
+    names = [name for stage in report.balance.stages for name in stage.names]
+    assert names == ["tok_embeddings", *(f"layers.{i}" for i in range(4)), "norm", "lm_head"]
+    assert report.balance.makespan_us <= report.balance.makespan_before_us
+    assert report.balance.makespan_us == pytest.approx(report.simulated.time.makespan, rel=0.1)
+
+
+def test_ranks_without_stages_of_the_first_are_told_what_lacks() -> None:
+    with fake_ranks(2), pytest.raises(RuntimeError) as caught:
+        names_of_first_rank(None)
+    assert str(caught.value) == (
+        "no stages were balanced before training: gt_trainer.run.train does it on rank 0, or give "
+        "them by --parallelism.module_fqns_per_model_part"
+    )

@@ -33,7 +33,11 @@ from gt_trainer.pipelines import split_model
 from gt_trainer.placement import place_decoder, planned_step
 from gt_trainer.preflight import bitwise_violations
 from gt_trainer.preflight.idle_options import RunOptions, idle_option_violations, read_elsewhere
-from gt_trainer.preflight.preflight import check_configuration
+from gt_trainer.preflight.preflight import (
+    check_configuration,
+    configuration_violations,
+    topology_of,
+)
 from gt_trainer.steps import new_training_step, recipe
 from gt_trainer.steps.recipe import recipe_of
 
@@ -224,6 +228,28 @@ def walk(config_class: type[CompileConfig], check: Check) -> list[tuple[str, str
     return [case.name for case in cases(config_class) if case.is_ignored(check)]
 
 
+def test_what_gt_config_refuses_better_is_told_once(tmp_path):
+    config = llama3.llama3_debugmodel()
+    config = dataclasses.replace(
+        config,
+        dump_folder=str(tmp_path),
+        compile=replace(config.compile, autoparallel=True, capture_layers="stamped"),
+        parallelism=replace(config.parallelism, data_parallel_shard_degree=2),
+    )
+    topology = topology_of(config, 2)
+    assert "--compile.capture_layers" in {
+        each.flag for each in idle_option_violations(config.compile, topology)
+    }
+    found = [
+        each
+        for each in configuration_violations(config, 2)
+        if each.flag == "--compile.capture_layers"
+    ]
+    assert [each.allowed.partition(" with ")[2].partition(":")[0] for each in found] == [
+        "--compile.autoparallel"
+    ]
+
+
 def test_no_composition_accepts_an_option_and_ignores_it():
     assert walk(CompileConfig, refusals) == []
 
@@ -402,12 +428,12 @@ def test_malformed_values_are_left_to_whoever_judges_values():
     assert told(prefetch_layers="x", passes=("no-such-pass",), ep_overlap=None) == ""
 
 
-def test_a_preflight_tells_each_option_once_and_for_the_better_reason(tmp_path):
+def test_a_preflight_tells_each_option_once(tmp_path):
     config = llama3.llama3_debugmodel()
     config = dataclasses.replace(
         config,
         dump_folder=str(tmp_path),
-        compile=replace(config.compile, prefetch_layers=3, capture_layers="stamped"),
+        compile=replace(config.compile, prefetch_layers=3),
         parallelism=replace(
             config.parallelism,
             pipeline_parallel_degree=2,
@@ -420,14 +446,11 @@ def test_a_preflight_tells_each_option_once_and_for_the_better_reason(tmp_path):
     assert_expected_inline(
         str(refused.value),
         """\
-the configuration has 3 problems:
-  1. --compile.capture_layers is 'stamped'
-     allowed: 'auto' or 'full' with --parallelism.pipeline_parallel_degree 2: stages are short, and captured in full
-     fix: use full, or --parallelism.pipeline_parallel_degree 1
-  2. --compile.prefetch_layers is 3
+the configuration has 2 problems:
+  1. --compile.prefetch_layers is 3
      allowed: its default 1, since --parallelism.pipeline_parallel_degree is 2 and it would do nothing
      fix: drop the option, or use --parallelism.pipeline_parallel_degree 1
-  3. --parallelism.fsdp_reshard_after_forward is 'always'
+  2. --parallelism.fsdp_reshard_after_forward is 'always'
      allowed: its default 'default', since --parallelism.pipeline_parallel_degree is 2 and it would do nothing
      fix: drop the option, or use --parallelism.pipeline_parallel_degree 1""",
     )

@@ -12,7 +12,12 @@ from gt_config import Violation
 from gt_pipeline.schedules import schedule_of, schedule_to_csv
 from gt_trainer.models.llama3 import llama3_debugmodel
 from gt_trainer.models.qwen3 import qwen3_debugmodel
-from gt_trainer.preflight.pipeline_violations import pipeline_violations, stage_violations
+from gt_trainer.parallelism_options import TrainerParallelismConfig
+from gt_trainer.preflight.pipeline_violations import (
+    balance_violations,
+    pipeline_violations,
+    stage_violations,
+)
 
 
 def options(**changes: object) -> ParallelismConfig:
@@ -168,3 +173,76 @@ def test_a_limit_on_dw_that_the_schedule_reaches_is_accepted():
     config.parallelism = options(pipeline_parallel_schedule="DualPipeV")
     config.compile = replace(config.compile, pipeline_deferred_weights=1)
     assert [*pipeline_violations(config)] == []
+
+
+def balanced(**changes: object) -> TrainerParallelismConfig:
+    given = {"pipeline_parallel_degree": 2, "pipeline_parallel_balance": "simulated", **changes}
+    return TrainerParallelismConfig(**given)
+
+
+def test_balance_by_simulation_goes_with_a_number_of_stages():
+    assert [*balance_violations(balanced())] == []
+    assert [*balance_violations(balanced(pipeline_parallel_layers_per_stage=2))] == []
+    assert [*balance_violations(options(pipeline_parallel_first_stage_less_layers=0))] == []
+
+
+def test_balance_by_simulation_needs_a_pipeline():
+    assert [*balance_violations(balanced(pipeline_parallel_degree=1))] == [
+        Violation(
+            flag="--parallelism.pipeline_parallel_balance",
+            value="simulated",
+            allowed="its default 'layers', since --parallelism.pipeline_parallel_degree is 1 and "
+            "it would do nothing",
+            fix="drop the option, or use --parallelism.pipeline_parallel_degree 2 or more",
+        )
+    ]
+
+
+def test_balance_by_simulation_finds_stages_and_weights_itself():
+    names = [["tok_embeddings", "layers.0"], ["layers.1", "norm", "lm_head"]]
+    parallelism = balanced(
+        module_fqns_per_model_part=names,
+        pipeline_parallel_first_stage_less_layers=0,
+        pipeline_parallel_last_stage_less_layers=2,
+    )
+    simulated = "--parallelism.pipeline_parallel_balance simulated"
+    assert [*balance_violations(parallelism)] == [
+        Violation(
+            flag="--parallelism.module_fqns_per_model_part",
+            value=names,
+            allowed=f"None with {simulated}, which finds what is on each stage",
+            fix="leave out one of the two",
+        ),
+        Violation(
+            flag="--parallelism.pipeline_parallel_first_stage_less_layers",
+            value=0,
+            allowed=f"its default 1 with {simulated}, which prices what stands before the first "
+            "layer",
+            fix="leave out one of the two",
+        ),
+        Violation(
+            flag="--parallelism.pipeline_parallel_last_stage_less_layers",
+            value=2,
+            allowed=f"its default 1 with {simulated}, which prices what stands after the last "
+            "layer",
+            fix="leave out one of the two",
+        ),
+    ]
+
+
+def test_an_unknown_balance_is_refused():
+    assert [*balance_violations(balanced(pipeline_parallel_balance="bytes"))] == [
+        Violation(
+            flag="--parallelism.pipeline_parallel_balance",
+            value="bytes",
+            allowed="'layers' or 'simulated'",
+            fix="use one of them",
+        )
+    ]
+
+
+def test_the_balance_is_judged_before_a_run_starts():
+    config = llama3_debugmodel()
+    config.parallelism = balanced(pipeline_parallel_degree=1)
+    [violation] = pipeline_violations(config)
+    assert violation.flag == "--parallelism.pipeline_parallel_balance"

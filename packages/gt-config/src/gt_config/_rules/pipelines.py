@@ -10,7 +10,6 @@ from gt_config.errors import Violation
 
 _WITHOUT_PIPELINE: tuple[tuple[str, tuple[object, ...], str], ...] = (
     ("config.mode", ("none", "aot_fx_trace"), "stages are captured with their backward, or eager"),
-    ("config.capture_layers", ("auto", "full"), "stages are short, and captured in full"),
     (
         "config.fsdp_into_dense_regions",
         (False,),

@@ -10,6 +10,12 @@ Nothing here runs a graph: prices and lifetimes are read off those that a run wo
 """
 
 from gt_pipeline.estimates.action_memory import ActionMemory, StageMemory, local_parameters
+from gt_pipeline.estimates.balanced_division import (
+    PipelineUnits,
+    UnitTimes,
+    balanced_division,
+)
+from gt_pipeline.estimates.joined_memory import joined_memory, memory_of_one, overlapped_memory
 from gt_pipeline.estimates.pipeline_time import PipelineTime, pipeline_time
 from gt_pipeline.estimates.priced_stages import PricedStages, symbol_sizes_of
 from gt_pipeline.estimates.rank_memory import MEMORY_PARTS, RankMemory, rank_memory
@@ -18,10 +24,16 @@ __all__ = [
     "MEMORY_PARTS",
     "ActionMemory",
     "PipelineTime",
+    "PipelineUnits",
     "PricedStages",
     "RankMemory",
     "StageMemory",
+    "UnitTimes",
+    "balanced_division",
+    "joined_memory",
     "local_parameters",
+    "memory_of_one",
+    "overlapped_memory",
     "pipeline_time",
     "rank_memory",
     "symbol_sizes_of",

@@ -42,6 +42,10 @@ StageLoss = Callable[[Any, Any], Any]
 shape (), alone or first in a tuple of tensors; the others are returned to the caller beside the
 loss, without gradient."""
 
+StageTracer = Callable[..., Callable[..., TracedStep]]
+"""``gt_trace.trace_step``, or what takes the same arguments and gives the same step. It may run the
+function more than once, also while the module lacks some of its layers, as stamping does."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageCapture:
@@ -104,6 +108,7 @@ def capture_stage(
     input_preparers: Sequence[InputPreparer] = (),
     fake_mode: FakeTensorMode | None = None,
     verify: bool = True,
+    trace: StageTracer = trace_step,
 ) -> StageCapture:
     """Capture forward and backward of a stage for one microbatch.
 
@@ -125,6 +130,7 @@ def capture_stage(
         fake_mode: as for ``gt_trace.trace_step``; the same for all stages of a rank, so that their
             graphs can overlap.
         verify: whether to verify the graph, as captured and cleaned up.
+        trace: captures the functions of the stage.
 
     Raises:
         StageCaptureError: the stage has not the form of one, or parameters have hooks; every reason
@@ -145,7 +151,7 @@ def capture_stage(
     target = microbatch.target if loss_fn is not None else None
     stage = _Stage(module, loss_fn, stage_index)
 
-    capture = trace_step(
+    capture = trace(
         stage.run,
         module=module,
         input_preparers=input_preparers,
@@ -201,6 +207,7 @@ class _Stage:
         self.output_placements: tuple[ActivationPlacement | None, ...] = ()
         self.differentiates = False
         self.num_input_gradients = 0
+        self._all_parameters = tuple(_differentiable(module))  # ``run`` may see some layers only
         self.parameter_names: tuple[str, ...] = ()
         """Names of the parameters that gradients are asked for."""
 
@@ -219,10 +226,10 @@ class _Stage:
         outputs = self._forward(activations, args, kwargs, target)
         if not self.differentiates:
             return outputs, [], []
-        named = {n: p for n, p in self._module.named_parameters() if p.requires_grad}
+        named = _differentiable(self._module)
         entered = [each for each in activations if each.requires_grad]
         differentiable = [each for each in outputs if each.requires_grad]
-        self.parameter_names = tuple(named)
+        self.parameter_names = self._all_parameters
         self.num_input_gradients = len(entered)
         wanted = [*entered, *named.values()]
         if not differentiable or not wanted:
@@ -287,6 +294,10 @@ def _layout_problems(
     if loss_fn is not None and stage_index != num_stages - 1:
         problems.append(f"it has a loss and is not the last of {num_stages} stages")
     return problems
+
+
+def _differentiable(module: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: each for name, each in module.named_parameters() if each.requires_grad}
 
 
 def _accepted_kwargs(module: nn.Module) -> tuple[dict[str, Any], bool]:

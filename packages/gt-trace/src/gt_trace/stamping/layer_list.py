@@ -25,6 +25,9 @@ class LayerList:
 
     container: nn.ModuleList | nn.ModuleDict
     layers: tuple[nn.Module, ...]
+    first: int = 0
+    """The number in the first layer's name: a pipeline stage holds layers from the middle. Layers
+    are counted from 0 all the same."""
 
     def __len__(self) -> int:
         """Number of layers."""
@@ -32,7 +35,7 @@ class LayerList:
 
     def name(self, index: int) -> str:
         """Fully qualified name of one layer."""
-        return f"{self.fqn}.{index}"
+        return f"{self.fqn}.{self.first + index}"
 
     def pattern(self) -> re.Pattern[str]:
         """Matches the container's name with an index, anywhere in a longer name or sentence."""
@@ -48,7 +51,7 @@ class LayerList:
         digits = name[len(prefix) :].partition(".")[0] if name.startswith(prefix) else ""
         if not digits.isdigit():
             return None, name
-        return int(digits), name[len(prefix) + len(digits) :]
+        return int(digits) - self.first, name[len(prefix) + len(digits) :]
 
     def shifted(self, value: Any, distance: int) -> Any:
         """``value`` with every index of the list in its texts moved by ``distance`` layers."""
@@ -69,7 +72,7 @@ class LayerList:
         everything = dict(modules)
         try:
             for key in everything:
-                if int(key) not in keep:
+                if int(key) - self.first not in keep:
                     del modules[key]
             yield
         finally:
@@ -94,19 +97,29 @@ def find_layer_list(model: nn.Module) -> LayerList:
     for fqn, module in model.named_modules():
         if not isinstance(module, nn.ModuleList | nn.ModuleDict):
             continue
-        if list(module._modules) != [str(index) for index in range(len(module))]:
+        first = _first_number(module)
+        if first is None:
             continue
         if best is not None and best.index_of(fqn) is not None:
             continue
         held: dict[str, nn.Module | None] = dict(module._modules)
         layers = tuple(layer for layer in held.values() if layer is not None)
         if len(layers) == len(module) and (best is None or len(layers) > len(best)):
-            best = LayerList(fqn=fqn, container=module, layers=layers)
+            best = LayerList(fqn=fqn, container=module, layers=layers, first=first)
     if best is None:
         raise NotStampable("the model has no ModuleList or numbered ModuleDict of layers")
     if len({id(layer) for layer in best.layers}) < len(best):
         raise NotStampable(f"{best.fqn} holds the same module several times")
     return best
+
+
+def _first_number(module: nn.ModuleList | nn.ModuleDict) -> int | None:
+    """The number that keys count up from; None if they do not."""
+    keys = list(module._modules)
+    if not keys or not keys[0].isdecimal():
+        return None
+    first = int(keys[0])
+    return first if keys == [str(first + index) for index in range(len(keys))] else None
 
 
 def refuse_backward_hooks(layers: LayerList) -> None:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from gt_config import ConfigError
 from gt_trainer.command_line.command_line import (
+    HARDWARE_FOR,
     CommandLine,
     UsageError,
     check_launch,
@@ -44,6 +45,7 @@ from gt_trainer.models.catalog import INTENDED_WORLD_SIZE
 from gt_trainer.startup import PROCESS_START_VARIABLE
 
 if TYPE_CHECKING:
+    from gt_passes.simulation import Hardware
     from gt_trainer.trainer import GraphTrainer
 
 _BAD_INPUT = 2
@@ -117,6 +119,9 @@ def _run(command: CommandLine, rendezvous: Rendezvous | None, started: float) ->
         os.environ.setdefault(PROCESS_START_VARIABLE, str(started))
         num_threads = prepare_environment(os.environ, num_ranks=num_ranks)
 
+    # Stages are balanced in a child of rank 0, which can use CUDA if nobody has before the fork.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+
     with _without_garbage_collection():
         from gt_trainer import device
 
@@ -126,6 +131,7 @@ def _run(command: CommandLine, rendezvous: Rendezvous | None, started: float) ->
             config = _load_configuration(command)
         from gt_trainer import run
         from gt_trainer.command_line import overrides
+        from gt_trainer.parallelism_options import balance_of
         from gt_trainer.preflight import preflight, settled_defaults
     if command.action == "help-all":
         return _print(help_text(overrides.help_entries(config)))
@@ -134,6 +140,9 @@ def _run(command: CommandLine, rendezvous: Rendezvous | None, started: float) ->
     if command.action == "dry-run":
         world_size = command.world_size or INTENDED_WORLD_SIZE.get(command.config, 1)
         return _dry_run(config, world_size, asked=asked, command=command)
+    if command.hardware is not None and balance_of(config.parallelism) != "simulated":
+        raise UsageError(HARDWARE_FOR)
+    hardware = _hardware(command)
     world_size = num_ranks if rendezvous is None else rendezvous.world_size
     config, withdrawn = settled_defaults.settle_defaults(config, world_size, asked=asked)
     preflight.check_configuration(
@@ -148,7 +157,7 @@ def _run(command: CommandLine, rendezvous: Rendezvous | None, started: float) ->
     if rendezvous is None or rendezvous.rank == 0:
         _print(_lines(withdrawn, settled_defaults.describe_run(config, world_size)))
     status = launch(
-        partial(run.train, config),
+        partial(run.train, config, hardware=hardware),
         num_ranks=num_ranks,
         log_folder=Path(config.dump_folder) / "logs",
         rendezvous=rendezvous,
@@ -214,6 +223,8 @@ def _load_configuration(command: CommandLine) -> GraphTrainer.Config:
         raise UsageError(
             f"{name}.{command.config} returned {config!r}, which is no GraphTrainer.Config"
         )
+    # What was assigned to it since it was made may be torchtitan's own: it is given our options.
+    config = dataclasses.replace(config)
     return _with_own_folder(config, command.config if is_ours else f"{name}.{command.config}")
 
 
@@ -249,7 +260,6 @@ def _lines(withdrawn: Sequence[str], description: str) -> str:
 def _dry_run(
     config: GraphTrainer.Config, world_size: int, *, asked: Collection[str], command: CommandLine
 ) -> int:
-    from gt_passes.simulation.hardware import HardwareDataError, load_hardware
     from gt_trainer.device import intended_for
     from gt_trainer.preflight.preflight import check_configuration, configuration_violations
     from gt_trainer.preflight.settled_defaults import describe_run, settle_defaults
@@ -259,12 +269,7 @@ def _dry_run(
             "--timeline draws the ranks of a pipeline, and --parallelism.pipeline_parallel_degree "
             f"is {config.parallelism.pipeline_parallel_degree}: use --trace"
         )
-    hardware = None
-    if command.hardware is not None:
-        try:
-            hardware = load_hardware(command.hardware.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, HardwareDataError) as error:
-            raise UsageError(f"--hardware {command.hardware}: {error}") from None
+    hardware = _hardware(command)
     with intended_for("cuda"):
         config, withdrawn = settle_defaults(config, world_size, asked=asked)
         check_configuration(config, world_size, will_train=False)
@@ -288,6 +293,17 @@ def _dry_run(
             _print(f"{found}\n")
 
     return launch(report, num_ranks=1, log_folder=Path(config.dump_folder) / "logs")
+
+
+def _hardware(command: CommandLine) -> Hardware | None:
+    from gt_passes.simulation.hardware import HardwareDataError, load_hardware
+
+    if command.hardware is None:
+        return None
+    try:
+        return load_hardware(command.hardware.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, HardwareDataError) as error:
+        raise UsageError(f"--hardware {command.hardware}: {error}") from None
 
 
 def _already_finished(config: GraphTrainer.Config) -> str | None:

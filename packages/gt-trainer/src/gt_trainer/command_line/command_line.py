@@ -79,7 +79,7 @@ class CommandLine:
     timeline: Path | None = None
     """File for the page of a pipeline's ranks; None writes none."""
     hardware: Path | None = None
-    """Hardware file that the dry run simulates on; None for H100 SXM."""
+    """Hardware file of the machine that is simulated; None for H100 SXM."""
     shown_ranks: frozenset[int] = frozenset({0})
     """Ranks whose output is shown; the local ranks of --nproc."""
     overrides: tuple[str, ...] = ()
@@ -286,8 +286,8 @@ def _hardware(reading: _Reading, action: CommandAction) -> Path | None:
     if text is None:
         return None
     path = Path(text)
-    if action != "dry-run":
-        reading.problems.append("--hardware is the machine that a --dry-run simulates")
+    if action != "dry-run" and BALANCE_FLAG not in flags_given(reading.overrides):
+        reading.problems.append(HARDWARE_FOR)
     elif not path.is_file():
         reading.problems.append(
             f"--hardware is {text!r}, and must be a file, as benchmarks/calibrate_simulation.py "
@@ -345,6 +345,13 @@ def _choose_config(reading: _Reading) -> tuple[str, str]:
     return module, config
 
 
+BALANCE_FLAG = "--parallelism.pipeline_parallel_balance"
+HARDWARE_FOR = (
+    f"--hardware is the machine that a --dry-run simulates, or by which {BALANCE_FLAG} simulated "
+    "divides a pipeline"
+)
+"""Refuses it elsewhere."""
+
 _USAGE = """\
 usage: gt-train [--module NAME] [--config NAME] [OPTION ...] [--GROUP.FLAG VALUE ...]
 
@@ -376,8 +383,9 @@ options:
                      configuration is meant for)
   --trace FILE       with --dry-run: write the simulated step to FILE, for ui.perfetto.dev
   --timeline FILE    with --dry-run of a pipeline: draw all of its ranks as an HTML page
-  --hardware FILE    with --dry-run: the machine to simulate, as
-                     benchmarks/calibrate_simulation.py writes it (default: H100 SXM)
+  --hardware FILE    with --dry-run, or --parallelism.pipeline_parallel_balance simulated:
+                     the machine to simulate, as benchmarks/calibrate_simulation.py writes
+                     it (default: H100 SXM)
   --list             list modules and configurations
   --help, -h         show this text
   --help-all         show every flag of the chosen configuration

@@ -126,7 +126,7 @@ def _explain_value(name: str, value: str | None, kind: str) -> list[str]:
     choices: list[str] = []
     allowed: list[str] = []
     for part in kind.split("|"):
-        if part.startswith("{") and part.endswith("}"):
+        if part.startswith("{") and part.endswith("}") and "..." not in part:
             choices += part[1:-1].split(",")
         elif part in _KINDS:
             convert, meaning = _KINDS[part]

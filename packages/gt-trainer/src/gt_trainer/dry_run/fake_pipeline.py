@@ -20,11 +20,12 @@ from gt_passes import DescribeOnly
 from gt_pipeline.graph import GraphPipelineStage
 from gt_pipeline.runner import MicrobatchInputs
 from gt_trainer.dry_run.equal_stages import equal_stages
-from gt_trainer.dry_run.fake_step import example_inputs, meta_model
+from gt_trainer.dry_run.fake_step import MetaModel, example_inputs
 from gt_trainer.pipelines.pipeline_plan import PipelinePlan, pipeline_plan
 from gt_trainer.pipelines.split_model import captured_plan, captured_stages, placed_stages
 from gt_trainer.placement.planned_step import loss_of
 from gt_trainer.startup import StartupClock
+from gt_trainer.steps.pipelined_step import StageCaptureReport
 from gt_trainer.trainer import GraphTrainer
 
 
@@ -40,6 +41,8 @@ class FakePipeline:
     num_parameters: int
     flops_per_token: int
     clock: StartupClock
+    reports: tuple[StageCaptureReport, ...]
+    """Of each capture."""
 
     @property
     def captured(self) -> tuple[GraphPipelineStage, ...]:
@@ -47,30 +50,37 @@ class FakePipeline:
         return tuple(dict.fromkeys(self.stages))
 
 
-def capture_pipeline(config: GraphTrainer.Config, world_size: int) -> FakePipeline:
-    """Build, cut, place and capture the model of ``config``; within ``fake_ranks``.
+def planned_pipeline(config: GraphTrainer.Config) -> PipelinePlan:
+    """The pipeline of captured stages that ``config`` asks for."""
+    spec = config.model_spec
+    assert spec is not None
+    assert isinstance(spec.model, Decoder.Config)
+    plan = pipeline_plan(
+        config.parallelism,
+        num_layers=len(spec.model.layers),
+        local_batch_size=config.training.local_batch_size,
+    )
+    return captured_plan(plan, config.compile)
+
+
+def capture_divided(
+    config: GraphTrainer.Config, built: MetaModel, plan: PipelinePlan
+) -> FakePipeline:
+    """Cut, place and capture the stages of a model; within ``fake_ranks``.
 
     Args:
         config: a finished configuration that ``preflight`` accepts; its pipeline degree is 2 or
             more.
-        world_size: number of ranks.
+        built: the model of ``config``. Not changed.
+        plan: which modules each stage has. Of its schedule only the stages count, and what may be
+            offloaded for each chunk that it keeps.
 
     Raises:
-        Exception: whatever building, placing or capturing raises, as in a real run.
+        Exception: whatever placing or capturing raises, as in a real run.
     """
-    spec = config.model_spec
-    assert spec is not None
-    built = meta_model(config, world_size)
-    model_config = spec.model
+    assert config.model_spec is not None
+    model_config = config.model_spec.model
     assert isinstance(model_config, Decoder.Config)
-    plan = captured_plan(
-        pipeline_plan(
-            config.parallelism,
-            num_layers=len(model_config.layers),
-            local_batch_size=config.training.local_batch_size,
-        ),
-        config.compile,
-    )
     like = equal_stages(plan.names_per_stage, model_config.layers)
     parts = placed_stages(
         built.model,
@@ -125,6 +135,7 @@ def capture_pipeline(config: GraphTrainer.Config, world_size: int) -> FakePipeli
         num_parameters=built.num_parameters,
         flops_per_token=built.flops_per_token,
         clock=clock,
+        reports=step.reports,
     )
 
 

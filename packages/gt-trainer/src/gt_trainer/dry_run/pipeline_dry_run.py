@@ -10,11 +10,17 @@ from gt_passes.simulation import Hardware
 from gt_pipeline.estimates import local_parameters
 from gt_pipeline.schedules import Schedule
 from gt_trace import flex_attention_on_cpu
-from gt_trainer.dry_run.fake_pipeline import FakePipeline, capture_pipeline
-from gt_trainer.dry_run.fake_step import fake_ranks
+from gt_trainer.dry_run.fake_pipeline import FakePipeline, capture_divided, planned_pipeline
+from gt_trainer.dry_run.fake_step import fake_ranks, meta_model
 from gt_trainer.dry_run.numbers_as_text import GIB
+from gt_trainer.dry_run.simulated_balance import (
+    SimulatedBalance,
+    simulated_balance,
+    with_stages,
+)
 from gt_trainer.dry_run.simulated_pipeline import SimulatedPipeline, simulate_pipeline
 from gt_trainer.dry_run.step_facts import degrees_of, step_facts
+from gt_trainer.parallelism_options import balance_of
 from gt_trainer.pipelines.split_model import gathered_bytes_limit
 from gt_trainer.pipelines.tied_weight import tied_groups
 from gt_trainer.steps.training_step import num_operators
@@ -48,8 +54,14 @@ class PipelineDryRunReport:
     capture_seconds: float
     """Capture and passes of all of them."""
 
+    num_stamped: int
+    """Captured stages of whose layers most are stamped."""
+
     simulated: SimulatedPipeline
     """A training step on the hardware that the configuration is meant for."""
+
+    balance: SimulatedBalance | None = None
+    """How stages were balanced; None if by layers."""
 
     remedy: str | None = None
     """What would make a run fit that does not; None if it fits."""
@@ -75,6 +87,7 @@ class PipelineDryRunReport:
             f"  memory policy    {self.memory_policy}",
             f"  operators        {graphs}",
             f"  capture          {self.capture_seconds:.1f} s, passes included; {self._distinct}",
+            *([] if self.balance is None else [str(self.balance)]),
             str(self.simulated),
             *([f"  to make it fit   {self.remedy}"] if self.remedy else []),
         )
@@ -82,7 +95,9 @@ class PipelineDryRunReport:
 
     @property
     def _distinct(self) -> str:
-        return f"{len(self.captured)} stages stand for all {self.schedule.num_stages}"
+        distinct = f"{len(self.captured)} stages stand for all {self.schedule.num_stages}"
+        stamped = f", {self.num_stamped} with stamped layers" if self.num_stamped else ""
+        return distinct + stamped
 
 
 def pipeline_dry_run(
@@ -113,8 +128,14 @@ def pipeline_dry_run(
     spec = config.model_spec
     assert spec is not None
     with fake_ranks(world_size), flex_attention_on_cpu():
+        # One model: two meshes of the same ranks are one for DTensor, with the groups of either.
+        built = meta_model(config, world_size)
+        balance = None
+        if balance_of(config.parallelism) == "simulated":
+            balance = simulated_balance(config, built, hardware=hardware)
+            config = with_stages(config, balance)
         begin = time.perf_counter()
-        pipeline = capture_pipeline(config, world_size)
+        pipeline = capture_divided(config, built, planned_pipeline(config))
         seconds = time.perf_counter() - begin
         schedule = pipeline.plan.schedule
         by_rank = [
@@ -158,7 +179,11 @@ def pipeline_dry_run(
             memory_policy=config.compile.memory_policy,
             captured=tuple(_described(pipeline)),
             capture_seconds=seconds,
+            num_stamped=sum(
+                each.stamping is not None and each.stamping.stamped for each in pipeline.reports
+            ),
             simulated=simulated,
+            balance=balance,
         )
 
 

@@ -46,7 +46,8 @@ from gt_trainer.dry_run.numbers_as_text import GIB, ms
 from gt_trainer.dry_run.simulated_run import group_labels
 from gt_trainer.dry_run.step_facts import StepFacts
 
-_ADAM_STATES = 2
+ADAM_STATES = 2
+"""Tensors that the optimizer keeps for each parameter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,7 +240,7 @@ def simulate_pipeline(
 
     def optimizer_us(on: Hardware) -> float:
         return optimizer_step_us(
-            most_parameters, on, num_states=_ADAM_STATES, clips_gradients=facts.clips_gradients
+            most_parameters, on, num_states=ADAM_STATES, clips_gradients=facts.clips_gradients
         )
 
     exchanges = _exchanges(stages, shared_groups, [ranks[r] for r in schedule.stage_to_rank])
@@ -289,7 +290,7 @@ def simulate_pipeline(
                 rank=rank,
                 stages=priced.memory,
                 pair=priced.pair_memory,
-                optimizer_states=_ADAM_STATES,
+                optimizer_states=ADAM_STATES,
                 accumulates=facts.num_microbatches > 1,
             )
             for rank in range(schedule.num_ranks)

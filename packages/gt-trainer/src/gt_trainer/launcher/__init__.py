@@ -9,6 +9,7 @@
     srun gt-train                        this process is the rank that Slurm says
 """
 
+from gt_trainer.launcher.child import run_in_child
 from gt_trainer.launcher.fork_safety import ForkUnsafeError, prepare_environment
 from gt_trainer.launcher.launch import launch
 from gt_trainer.launcher.rendezvous import Rendezvous, RendezvousError, find_rendezvous
@@ -22,4 +23,5 @@ __all__ = [
     "find_rendezvous",
     "launch",
     "prepare_environment",
+    "run_in_child",
 ]

@@ -17,7 +17,7 @@ from torchtitan.components.loss import BaseLoss, ChunkedLossWrapper
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 from torchtitan.components.validate import Validator
-from torchtitan.config import ParallelismConfig, TrainingConfig
+from torchtitan.config import TrainingConfig
 from torchtitan.config.configs import DebugConfig
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.protocols.model_spec import ModelSpec
@@ -34,6 +34,7 @@ from gt_trainer.decoder.tied_stages import adapter_of_stages, allow_tied_stages
 from gt_trainer.device import intended_device_type
 from gt_trainer.metrics.metrics_jsonl import GraphMetricsProcessor
 from gt_trainer.models.device_defaults import default_options
+from gt_trainer.parallelism_options import TrainerParallelismConfig
 from gt_trainer.pipelines.split_model import pipeline
 from gt_trainer.placement.parallelize import parallelize
 from gt_trainer.trainer import GraphTrainer
@@ -112,7 +113,7 @@ def adapt_debug(
             mixed_precision_param="float32",
             disable_cuda_graphs=True,
         ),
-        parallelism=ParallelismConfig(spmd_backend="partial_dtensor"),
+        parallelism=TrainerParallelismConfig(spmd_backend="partial_dtensor"),
         checkpoint=CheckpointManager.Config(
             enable=True, interval=_DEBUG_STEPS, last_save_model_only=False
         ),

@@ -21,6 +21,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torchtitan.config import TORCH_DTYPE_MAP, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.common.decoder import Decoder
+from torchtitan.tools import utils as titan_utils
 
 from gt_config import CompileConfig
 from gt_passes import SubgraphCompiler
@@ -29,6 +30,7 @@ from gt_pipeline.runner import ActivationSignature, MicrobatchInputs
 from gt_pipeline.schedules import build_pipeline_schedule, limit_deferred_weights, peak_live
 from gt_pipeline.split import stage_modules
 from gt_trainer.compile_options import TrainerCompileConfig
+from gt_trainer.parallelism_options import balance_of
 from gt_trainer.pipelines.pipeline_plan import PipelinePlan, pipeline_plan
 from gt_trainer.pipelines.tied_weight import TiedSchedule, tied_copies, tied_groups, untie_alone
 from gt_trainer.placement.parallelize import parallelize
@@ -60,6 +62,9 @@ def pipeline(
         The schedule, this rank's parts in order of their stages, and whether the first and the last
         stage are among them.
     """
+    if balance_of(parallelism) == "simulated":
+        names = names_of_first_rank(parallelism.module_fqns_per_model_part)
+        parallelism = replace(parallelism, module_fqns_per_model_part=names)
     plan = pipeline_plan(
         parallelism,
         num_layers=len(model_config.layers),
@@ -108,6 +113,26 @@ def pipeline(
         )
     last = plan.schedule.num_stages - 1
     return schedule, list(parts.values()), 0 in parts, last in parts
+
+
+def names_of_first_rank(found: list[list[str]] | None) -> list[list[str]]:
+    """The modules of each stage as rank 0 found them, on every rank.
+
+    Args:
+        found: on rank 0, what was found before there was a process group; elsewhere not read.
+
+    Raises:
+        RuntimeError: on all ranks, if rank 0 has found nothing.
+    """
+    sent = [found]
+    dist.broadcast_object_list(sent, src=0, device=torch.device(titan_utils.device_type))
+    (names,) = sent
+    if names is None:
+        raise RuntimeError(
+            "no stages were balanced before training: gt_trainer.run.train does it on rank 0, or "
+            "give them by --parallelism.module_fqns_per_model_part"
+        )
+    return names
 
 
 def captured_plan(plan: PipelinePlan, options: CompileConfig) -> PipelinePlan:
@@ -201,6 +226,7 @@ def captured_stages(
         shared_groups=tied_groups(model_config),
         ep_overlap=compile_config.ep_overlap,
         verify=compile_config.verify_passes,
+        capture_layers=compile_config.capture_layers,
         on_shape_change=compile_config.on_shape_change,
     )
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import fields
+from typing import get_args
 
 from torchtitan.config import ParallelismConfig
 from torchtitan.models.common.decoder import Decoder
@@ -13,6 +15,7 @@ from gt_pipeline.errors import GtPipelineError
 from gt_pipeline.schedules import Schedule, limit_deferred_weights, lower
 from gt_pipeline.schedules.deferred_weights import max_deferred_weights
 from gt_trainer.decoder.tied_stages import EMBEDDING, PROJECTION
+from gt_trainer.parallelism_options import PipelineBalance, balance_of
 from gt_trainer.pipelines.pipeline_plan import PipelinePlan, pipeline_plan
 from gt_trainer.trainer import GraphTrainer
 
@@ -23,6 +26,7 @@ def pipeline_violations(config: GraphTrainer.Config) -> Iterator[Violation]:
     """What a pipeline of this model cannot be; nothing if there is none."""
     model = config.model_spec.model if config.model_spec is not None else None
     degree = config.parallelism.pipeline_parallel_degree
+    yield from balance_violations(config.parallelism)
     if degree < 2 or not isinstance(model, Decoder.Config):
         return
     if model.enable_weight_tying:
@@ -64,6 +68,51 @@ def _tied_weight_of_two_groups(config: GraphTrainer.Config) -> Iterator[Violatio
             "them, and each of two pipeline stages updates the weight by its own name",
             fix="let one pattern match both, or leave the pipeline out",
         )
+
+
+def balance_violations(parallelism: ParallelismConfig) -> Iterator[Violation]:
+    """What stages that are balanced by simulated time do not go with."""
+    balance = balance_of(parallelism)
+    flag, simulated = f"{_PREFIX}_balance", f"{_PREFIX}_balance simulated"
+    if balance == "layers":
+        return
+    if balance not in get_args(PipelineBalance):
+        yield Violation(
+            flag=flag,
+            value=balance,
+            allowed=" or ".join(map(repr, get_args(PipelineBalance))),
+            fix="use one of them",
+        )
+        return
+    if parallelism.pipeline_parallel_degree < 2:
+        yield Violation(
+            flag=flag,
+            value=balance,
+            allowed=f"its default 'layers', since {_PREFIX}_degree is 1 and it would do nothing",
+            fix=f"drop the option, or use {_PREFIX}_degree 2 or more",
+        )
+        return
+    if parallelism.module_fqns_per_model_part is not None:
+        yield Violation(
+            flag="--parallelism.module_fqns_per_model_part",
+            value=parallelism.module_fqns_per_model_part,
+            allowed=f"None with {simulated}, which finds what is on each stage",
+            fix="leave out one of the two",
+        )
+    for end, what in (
+        ("first", "what stands before the first layer"),
+        ("last", "what stands after the last layer"),
+    ):
+        name = f"pipeline_parallel_{end}_stage_less_layers"
+        default = next(each.default for each in fields(parallelism) if each.name == name)
+        value = getattr(parallelism, name)
+        if value != default:
+            yield Violation(
+                flag=f"--parallelism.{name}",
+                value=value,
+                allowed=f"its default {default} with {simulated}, which prices {what}",
+                fix="leave out one of the two",
+            )
 
 
 def _idle_second_group(config: GraphTrainer.Config, schedule: Schedule) -> Iterator[Violation]:

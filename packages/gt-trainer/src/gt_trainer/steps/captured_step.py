@@ -22,12 +22,13 @@ from gt_passes import (
 )
 from gt_passes.ep_overlap import settle_chunk_annotations
 from gt_passes.verifier.collective_exchange import exchange_collective_digest
-from gt_trace import BoundStep, TracedStep, phase, trace_step
-from gt_trace.stamping import StampReport, trace_step_by_stamping
+from gt_trace import BoundStep, TracedStep, phase
+from gt_trace.stamping import StampReport
 from gt_trainer.decoder.eager_chunks import chunked_for_capture
 from gt_trainer.decoder.expert_regions import annotate_expert_regions
 from gt_trainer.startup import StartupClock
 from gt_trainer.steps.gradients import accumulate_gradients
+from gt_trainer.steps.layer_tracer import layer_tracer
 from gt_trainer.steps.per_shape import PerShape
 from gt_trainer.steps.training_step import (
     Batch,
@@ -36,15 +37,6 @@ from gt_trainer.steps.training_step import (
     loss_of_batch,
     num_operators,
 )
-
-_KNOWN_FUNCTIONS = frozenset({"gt_trainer", "gt_passes", "torchtitan"})
-"""Packages whose autograd functions do in the backward what they keep says, layer by layer."""
-
-_INITIALIZERS = frozenset({"_param_init"})
-"""Where torchtitan's modules keep how to initialise them, which may depend on depth."""
-
-_MIN_LAYERS = 12
-"""From how many layers on stamping pays: below, the proofs take most of what it saves."""
 
 Recipe = Callable[[PassContext, GraphKind], PassManager]
 """Builds the passes for one captured graph, of the kind given."""
@@ -180,22 +172,12 @@ def trace_training_step(
         chunked_for_capture(model, ep_overlap or EpOverlapConfig()) as chunked,
     ):
         step = training_step(model, loss_fn)
-        if capture_layers == "full":
-            traced, stamping = trace_step(step, module=model, meta_device=meta_device)(*args), None
-        else:
-            captured = trace_step_by_stamping(
-                step,
-                module=model,
-                meta_device=meta_device,
-                ignored_attributes=_INITIALIZERS,
-                known_functions=_KNOWN_FUNCTIONS,
-                min_layers=_MIN_LAYERS if capture_layers == "auto" else 0,
-                compare=capture_layers == "compared",
-            )(*args)
-            traced, stamping = captured.step, captured.report
+        reports: list[StampReport] = []
+        trace = layer_tracer(capture_layers, reports.append)
+        traced = trace(step, module=model, meta_device=meta_device)(*args)
         roots = chunked.roots if chunked is not None else ()
         settle_chunk_annotations(traced.graph_module, roots=roots)
-    return traced, stamping
+    return traced, reports[0] if reports else None
 
 
 class CapturedTrainingStep:

@@ -17,7 +17,7 @@ from torch import nn
 from torch.fx import GraphModule
 from torchtitan.tools.logging import logger
 
-from gt_config import EpOverlapConfig, ShapeChangePolicy
+from gt_config import CaptureLayers, EpOverlapConfig, ShapeChangePolicy
 from gt_passes import PassManagerReport
 from gt_passes.ep_overlap import settle_chunk_annotations
 from gt_pipeline.graph import GraphPipelineStage, StageCapture, StageLoss
@@ -25,9 +25,11 @@ from gt_pipeline.graph.action_graph import ActionGraph
 from gt_pipeline.runner import ActivationSignature, GraphPPRunner, MicrobatchInputs
 from gt_pipeline.schedules import Schedule
 from gt_pipeline.split import SharedGroup
+from gt_trace.stamping import StampReport
 from gt_trainer.decoder.eager_chunks import chunked_for_capture
 from gt_trainer.decoder.expert_regions import annotate_expert_regions
 from gt_trainer.startup import StartupClock
+from gt_trainer.steps.layer_tracer import layer_tracer
 from gt_trainer.steps.stage_recipe import StagePasses
 from gt_trainer.steps.training_step import ForwardBackward, LossFunction, num_operators
 
@@ -45,6 +47,9 @@ class StageCaptureReport:
     passes: tuple[PassManagerReport, ...]
     """What they did on the joint graph, and on those of the actions."""
 
+    stamping: StampReport | None = None
+    """How the joint graph's layers were stamped, or why not; None if that was not asked for."""
+
     @property
     def graph_modules(self) -> tuple[GraphModule, ...]:
         """The graphs of the stage's actions, after passes."""
@@ -56,9 +61,10 @@ class StageCaptureReport:
     def __str__(self) -> str:
         """One line: the stage, and the operators of its actions."""
         counts = ", ".join(f"{a.kind} {num_operators(a.graph_module):,}" for a in self.actions)
+        stamping = f" ({self.stamping})" if self.stamping and self.stamping.stamped else ""
         return (
-            f"Captured stage {self.actions[0].stage_index} of {self.num_stages}; operators of its "
-            f"actions after passes: {counts}"
+            f"Captured stage {self.actions[0].stage_index} of {self.num_stages}{stamping}; "
+            f"operators of its actions after passes: {counts}"
         )
 
 
@@ -79,6 +85,7 @@ class PipelinedStep:
         shared_groups: parameters that are one across stages, whose gradients are summed.
         ep_overlap: which modules run in chunks while stages are trained, if the strategy is eager.
         verify: whether to verify every graph of a stage, as captured, as cut, and after passes.
+        capture_layers: whether every layer of a stage is traced, or most are stamped.
         on_shape_change: "error" refuses microbatches of other shapes than the first; "recapture"
             captures stages for them too, and keeps both. Every rank must see the same shapes in
             keyword arguments: capturing is collective.
@@ -102,6 +109,7 @@ class PipelinedStep:
         shared_groups: Sequence[SharedGroup] = (),
         ep_overlap: EpOverlapConfig | None = None,
         verify: bool = True,
+        capture_layers: CaptureLayers = "auto",
         on_shape_change: ShapeChangePolicy = "error",
     ) -> None:
         self._parts = parts
@@ -116,6 +124,7 @@ class PipelinedStep:
         self._shared_groups = tuple(shared_groups)
         self._ep_overlap = ep_overlap or EpOverlapConfig()
         self._verify = verify
+        self._capture_layers = capture_layers
         self._on_shape_change = on_shape_change
         self._runners: dict[tuple[object, ...], GraphPPRunner] = {}
         """By the shapes of microbatches."""
@@ -219,6 +228,7 @@ class PipelinedStep:
         num_stages = self._schedule.num_stages
         is_last = stage_index == num_stages - 1
         passes = self._new_passes(stage_index)
+        stamped: list[StampReport] = []
         with (
             self._clock.part("capture"),
             annotate_expert_regions(part),
@@ -242,11 +252,13 @@ class PipelinedStep:
                 transform=passes.on_action,
                 fake_mode=fake_mode,
                 verify=self._verify,
+                trace=layer_tracer(self._capture_layers, stamped.append),
             )
         report = StageCaptureReport(
             num_stages=num_stages,
             actions=tuple(stage.actions.values()),
             passes=tuple(passes.reports),
+            stamping=stamped[-1] if stamped else None,  # the forward was traced before
         )
         self.reports = (*self.reports, report)
         self._on_capture(report)

@@ -1,0 +1,119 @@
+"""What a stage of several units would hold, from what stages of one unit each hold.
+
+Units run one after the other, backwards the other way round. What is held between actions adds up,
+but for what passes from unit to unit: inside of a stage that is a saved value. An action's peak is
+that of one of its units, on top of what those before it have made and given up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from gt_config.node_keys import PipelineAction
+from gt_pipeline.estimates.action_memory import ActionMemory, StageMemory
+
+
+def joined_memory(units: Sequence[StageMemory]) -> StageMemory:
+    """Estimate the memory of a stage that holds ``units``, at least one, in this order."""
+
+    def total(of: Iterable[int]) -> int:
+        return sum(of)
+
+    passed_on = total(each.entering_bytes for each in units[1:])
+    return StageMemory(
+        state_bytes=total(each.state_bytes for each in units),
+        num_parameters=total(each.num_parameters for each in units),
+        parameter_bytes=total(each.parameter_bytes for each in units),
+        gathered_bytes=total(each.gathered_bytes for each in units),
+        saved_bytes=total(each.saved_bytes for each in units) + passed_on,
+        between_bytes=total(each.between_bytes for each in units),
+        accumulated_bytes=total(each.accumulated_bytes for each in units),
+        reduced_bytes=total(each.reduced_bytes for each in units),
+        entering_bytes=units[0].entering_bytes,
+        leaving_bytes=units[-1].leaving_bytes,
+        actions={kind: _joined(units, kind) for kind in units[0].actions},
+    )
+
+
+def memory_of_one(units: StageMemory, count: int) -> StageMemory:
+    """The memory of a unit, of which ``count`` equal ones together hold ``units``.
+
+    What ``joined_memory`` makes of as many is ``units`` again, but for rounding.
+    """
+    if count == 1:
+        return units
+    inside = (count - 1) * units.entering_bytes
+    one = replace(
+        units,
+        state_bytes=units.state_bytes // count,
+        num_parameters=units.num_parameters // count,
+        parameter_bytes=units.parameter_bytes // count,
+        gathered_bytes=units.gathered_bytes // count,
+        saved_bytes=max(0, units.saved_bytes - inside) // count,
+        between_bytes=units.between_bytes // count,
+        accumulated_bytes=units.accumulated_bytes // count,
+        reduced_bytes=units.reduced_bytes // count,
+    )
+
+    def of(kind: PipelineAction, memory: ActionMemory) -> ActionMemory:
+        if kind in ("UNSHARD", "REDUCE_GRAD"):
+            extra = memory.extra_bytes // count
+        else:
+            extra = memory.extra_bytes - (count - 1) * max(0, _left_by(one, kind))
+        return ActionMemory(
+            extra_bytes=extra,
+            launched_bytes=memory.launched_bytes // count,
+            made_bytes={slot: made // count for slot, made in memory.made_bytes.items()},
+            num_unsized=memory.num_unsized,
+        )
+
+    return replace(one, actions={kind: of(kind, each) for kind, each in units.actions.items()})
+
+
+def overlapped_memory(forward: ActionMemory, backward: ActionMemory) -> ActionMemory:
+    """Estimate the memory of both in one graph: each may be at its peak when the other is."""
+    return ActionMemory(
+        extra_bytes=forward.extra_bytes + backward.extra_bytes,
+        launched_bytes=forward.launched_bytes + backward.launched_bytes,
+        made_bytes={**forward.made_bytes, **backward.made_bytes},
+        num_unsized=forward.num_unsized + backward.num_unsized,
+    )
+
+
+def _joined(units: Sequence[StageMemory], kind: PipelineAction) -> ActionMemory:
+    parts = [each.actions[kind] for each in units]
+    if kind in ("UNSHARD", "REDUCE_GRAD"):
+        # All of them at once: buckets go from the first layer to the last.
+        extra = sum(part.extra_bytes for part in parts)
+    else:
+        extra = _highest(units, kind)
+    return ActionMemory(
+        extra_bytes=extra,
+        launched_bytes=sum(part.launched_bytes for part in parts),
+        made_bytes={
+            slot: sum(part.made_bytes.get(slot, 0) for part in parts)
+            for slot in dict.fromkeys(slot for part in parts for slot in part.made_bytes)
+        },
+        num_unsized=sum(part.num_unsized for part in parts),
+    )
+
+
+def _highest(units: Sequence[StageMemory], kind: PipelineAction) -> int:
+    """The peak over units, each on top of what the units that ran before it have left."""
+    left = highest = 0
+    for unit in units if kind == "FORWARD" else reversed(units):
+        highest = max(highest, left + unit.actions[kind].extra_bytes)
+        left += _left_by(unit, kind)
+    return highest
+
+
+def _left_by(unit: StageMemory, kind: PipelineAction) -> int:
+    """How much more is held when a unit's part of an action has run."""
+    if kind == "FORWARD":
+        return unit.saved_bytes + unit.leaving_bytes
+    if kind == "FULL_BACKWARD":
+        return unit.accumulated_bytes - unit.saved_bytes
+    if kind == "BACKWARD_INPUT":
+        return unit.between_bytes - unit.saved_bytes
+    return unit.accumulated_bytes - unit.between_bytes

@@ -1,0 +1,59 @@
+"""A function that runs in a forked child, so that whatever it leaves behind ends with it.
+
+Unlike the ranks of ``--nproc``, a child may be forked from a process with further threads: its own
+work takes one thread, and it uses nothing that they hold.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import traceback
+import warnings
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import TypeVar
+
+ResultT = TypeVar("ResultT")
+
+
+class ChildFailedError(RuntimeError):
+    """What a child raised, in words, or how it ended."""
+
+
+def run_in_child(function: Callable[[], ResultT]) -> ResultT:
+    """Call ``function`` in a child of this process, and wait for what it returns.
+
+    Args:
+        function: Its result can be pickled.
+
+    Raises:
+        ChildFailedError: It raised; the text is the child's traceback. Or the child was killed.
+    """
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    child = context.Process(target=_run, args=(function, sender), daemon=True)
+    with warnings.catch_warnings():
+        # Python's of forks from a process with threads; see above.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child.start()
+    sender.close()
+    try:
+        succeeded, value = receiver.recv()
+    except EOFError:
+        child.join()
+        raise ChildFailedError(f"a child process ended with status {child.exitcode}") from None
+    child.join()
+    if not succeeded:
+        raise ChildFailedError(value)
+    result: ResultT = value
+    return result
+
+
+def _run(function: Callable[[], object], sender: Connection) -> None:
+    import torch
+
+    torch.set_num_threads(1)  # OpenMP's threads, if there were any, were not forked
+    try:
+        sender.send((True, function()))
+    except Exception:  # noqa: BLE001  # whatever it is, the parent waits for it
+        sender.send((False, traceback.format_exc()))

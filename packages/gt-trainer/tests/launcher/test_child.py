@@ -1,0 +1,34 @@
+"""A function in a forked child: what it returns, what it raises, and how it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from gt_trainer.launcher.child import ChildFailedError, run_in_child
+
+
+def test_returns_what_the_child_returns_and_keeps_nothing_else():
+    changed = []
+
+    def change() -> int:
+        changed.append(1)
+        return os.getpid()
+
+    assert run_in_child(change) != os.getpid()
+    assert changed == []
+
+
+def test_an_exception_is_told_with_the_childs_traceback():
+    def fail() -> None:
+        raise KeyError("no such stage")
+
+    with pytest.raises(ChildFailedError, match=r"(?s)in fail\n.*KeyError: 'no such stage'"):
+        run_in_child(fail)
+
+
+def test_a_child_that_is_killed_is_told():
+    with pytest.raises(ChildFailedError, match=r"^a child process ended with status -9$"):
+        run_in_child(lambda: os.kill(os.getpid(), signal.SIGKILL))
