@@ -80,10 +80,11 @@ _WORKLOADS = (
     _Workload(schedule="DualPipeV", num_ranks=2, num_stages=4),
     _Workload(schedule="Interleaved1F1B", num_ranks=2, num_stages=4, captured=True),
     _Workload(schedule="DualPipeV", num_ranks=2, num_stages=4, captured=True),
+    # Not of a V: PyTorch's runtime detaches in place what it hands to a stage of the same rank, and
+    # a DTensor that a stage returns again for the next microbatch does not bear it.
     _Workload(
         schedule="Interleaved1F1B", num_ranks=2, num_stages=4, captured=True, tensor_parallel=True
     ),
-    _Workload(schedule="DualPipeV", num_ranks=2, num_stages=4, captured=True, tensor_parallel=True),
 )
 
 
