@@ -14,7 +14,7 @@ from torchtitan.tools.logging import logger
 
 from gt_passes.simulation import Hardware
 from gt_trainer.dry_run.simulated_balance import balance_before_training, with_stages
-from gt_trainer.launcher import RunStoppedError, run_in_child
+from gt_trainer.launcher import ChildFailedError, RunStoppedError, run_in_child
 from gt_trainer.parallelism_options import balance_of
 from gt_trainer.preflight.checkpoint_folder import (
     can_be_resumed,
@@ -73,7 +73,17 @@ def _balanced(config: GraphTrainer.Config, hardware: Hardware | None) -> GraphTr
     if not wants or os.environ.get("RANK", "0") != "0":
         return config
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    found = run_in_child(partial(balance_before_training, config, world_size, hardware=hardware))
+    seconds = config.comm.init_timeout_seconds
+    try:
+        found = run_in_child(
+            partial(balance_before_training, config, world_size, hardware=hardware),
+            timeout_seconds=seconds,
+        )
+    except ChildFailedError as error:
+        raise RunStoppedError(
+            "--parallelism.pipeline_parallel_balance simulated: no stages were found, and other "
+            f"ranks wait for no more than --comm.init_timeout_seconds {seconds}: {error}"
+        ) from None
     for line in str(found).splitlines():
         logger.info(line)
     return with_stages(config, found)

@@ -317,11 +317,12 @@ def test_hardware_is_of_runs_that_balance_stages(capsys, no_models, tmp_path):
     path = tmp_path / "mine.json"
     path.write_text("{}")
     flag = "--parallelism.pipeline_parallel_balance"
-    assert cli.main([flag, "layers", "--hardware", str(path)]) == 2
-    assert capsys.readouterr().err == (
-        "gt-train: --hardware is the machine that a --dry-run simulates, or by which "
-        f"{flag} simulated divides a pipeline\n"
-    )
+    for options in ([], [flag, "layers"]):
+        assert cli.main([*options, "--hardware", str(path)]) == 2
+        assert capsys.readouterr().err == (
+            "gt-train: --hardware is the machine that a --dry-run simulates, or by which "
+            f"{flag} simulated divides a pipeline\n"
+        )
 
 
 def test_a_dry_run_refuses_a_hardware_file_that_is_none(capsys, no_models, tmp_path):

@@ -195,13 +195,6 @@ def test_all_mistakes_are_reported_at_once():
             "--timeline writes the schedule of a pipeline that a --dry-run simulates",
         ),
         (
-            ["--hardware", "mine.json"],
-            (
-                "--hardware is the machine that a --dry-run simulates, or by which "
-                "--parallelism.pipeline_parallel_balance simulated divides a pipeline"
-            ),
-        ),
-        (
             [
                 "--parallelism.pipeline_parallel_balance=simulated",
                 "--hardware",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 
 import pytest
 
@@ -32,3 +33,8 @@ def test_an_exception_is_told_with_the_childs_traceback():
 def test_a_child_that_is_killed_is_told():
     with pytest.raises(ChildFailedError, match=r"^a child process ended with status -9$"):
         run_in_child(lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def test_a_child_that_takes_too_long_is_killed():
+    with pytest.raises(ChildFailedError, match=r"^it was not done after 0.2 s$"):
+        run_in_child(lambda: time.sleep(60), timeout_seconds=0.2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,8 +87,10 @@ def _gradient_placements(tensor: DTensor) -> list[Any]:
     round, as autograd has them inside of a model: a sum at the cut would be one more, and rounds
     elsewhere.
     """
-    opposite = {Replicate(): Partial(), Partial(): Replicate()}
-    return [opposite.get(each, each) for each in tensor.placements]
+    return [
+        Replicate() if each.is_partial() else Partial() if each.is_replicate() else each
+        for each in tensor.placements
+    ]
 
 
 def travelling_gradient(activation: Tensor, gradient: Tensor | None) -> Tensor:
@@ -97,5 +100,13 @@ def travelling_gradient(activation: Tensor, gradient: Tensor | None) -> Tensor:
     if not isinstance(gradient, DTensor):
         return gradient
     assert isinstance(activation, DTensor)  # autograd gives a DTensor for a DTensor
-    placed = gradient.redistribute(placements=_gradient_placements(activation))
-    return placed.to_local()
+    mesh, wanted = gradient.device_mesh, _gradient_placements(activation)
+    # What every rank has whole is made of equal parts: exact on an axis of a power of two.
+    whole = [
+        has.is_replicate() and each.is_partial()
+        for has, each in zip(gradient.placements, wanted, strict=True)
+    ]
+    kept = [Replicate() if each else place for each, place in zip(whole, wanted, strict=True)]
+    num_parts = math.prod(mesh.size(dim) for dim, each in enumerate(whole) if each)
+    local = gradient.redistribute(placements=kept).to_local()
+    return local if num_parts == 1 else local / num_parts

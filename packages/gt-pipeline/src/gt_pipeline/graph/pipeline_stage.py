@@ -463,14 +463,11 @@ class GraphPipelineStage:
             for stage in graphs.values()
             for _, pair in stage._overlaps.values()
         ]
-        if len(graphs) < len(stages) or None in marks:
-            return None
         how = next((mark for mark in marks if mark is not None), None)
-        if how is None:
-            return None
+        records_whole = how is not None and None not in marks and len(graphs) == len(stages)
         for stage in graphs.values():
-            stage._recordings.is_enabled = False
-        return ReplayedSteps(graphs, how)
+            stage._recordings.is_enabled = not records_whole
+        return ReplayedSteps(graphs, how) if how is not None and records_whole else None
 
     def state_tensors(self) -> Mapping[str, Tensor]:
         """Parameters and buffers where they are now, by slot."""

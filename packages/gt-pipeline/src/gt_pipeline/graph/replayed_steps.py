@@ -127,17 +127,19 @@ class ReplayedSteps:
             for index, stage in self._stages.items()
             for name, tensor in stage.state_tensors().items()
         }
-        if self._recorded is not None and self._has_moved(self._recorded, state):
+        # Another thread may drop it meanwhile: that of a step which has failed elsewhere.
+        recorded = self._recorded
+        if recorded is not None and self._has_moved(recorded, state):
             return None
         given = list(self._flat_inputs(microbatches))
         for stage in self._stages.values():
             stage.check_state()
-        if self._recorded is None:
-            self._recorded = self._record(microbatches, state, given, compute)
+        if recorded is None:
+            self._recorded = recorded = self._record(microbatches, state, given, compute)
         else:
-            _copy(given, self._recorded.inputs)
-        self._recorded.recording.replay()
-        return self._computed(self._recorded.recording.outputs)
+            _copy(given, recorded.inputs)
+        recorded.recording.replay()
+        return self._computed(recorded.recording.outputs)
 
     def release(self) -> None:
         """Drop the recording, before process groups go: it keeps communicators alive."""

@@ -79,6 +79,8 @@ class Connections:
 
     def close_waits(self) -> None:
         """Let everything that a rank may wait for in a step fail, except for the vote."""
+        if self.step_replayer is not None:
+            self.step_replayer.release()  # a group ends when no recording has it any more
         if self.transfers is not None:
             self.transfers.close(self.device)
         for shared in self.shared:

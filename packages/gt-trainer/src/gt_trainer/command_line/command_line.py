@@ -143,7 +143,7 @@ def parse_command_line(arguments: Sequence[str]) -> CommandLine:
         action,
         otherwise="--timeline writes the schedule of a pipeline that a --dry-run simulates",
     )
-    hardware = _hardware(reading, action)
+    hardware = _hardware(reading)
     if num_processes is not None and action == "dry-run":
         reading.problems.append(
             "--dry-run starts no processes, so --nproc means nothing: say --world-size"
@@ -281,14 +281,12 @@ def _written(
     return path
 
 
-def _hardware(reading: _Reading, action: CommandAction) -> Path | None:
+def _hardware(reading: _Reading) -> Path | None:
     text = reading.values.get("--hardware")
     if text is None:
         return None
     path = Path(text)
-    if action != "dry-run" and BALANCE_FLAG not in flags_given(reading.overrides):
-        reading.problems.append(HARDWARE_FOR)
-    elif not path.is_file():
+    if not path.is_file():
         reading.problems.append(
             f"--hardware is {text!r}, and must be a file, as benchmarks/calibrate_simulation.py "
             "writes them"
@@ -350,7 +348,7 @@ HARDWARE_FOR = (
     f"--hardware is the machine that a --dry-run simulates, or by which {BALANCE_FLAG} simulated "
     "divides a pipeline"
 )
-"""Refuses it elsewhere."""
+"""Refuses it for a run whose configuration balances nothing."""
 
 _USAGE = """\
 usage: gt-train [--module NAME] [--config NAME] [OPTION ...] [--GROUP.FLAG VALUE ...]

@@ -9,13 +9,14 @@
     srun gt-train                        this process is the rank that Slurm says
 """
 
-from gt_trainer.launcher.child import run_in_child
+from gt_trainer.launcher.child import ChildFailedError, run_in_child
 from gt_trainer.launcher.fork_safety import ForkUnsafeError, prepare_environment
 from gt_trainer.launcher.launch import launch
 from gt_trainer.launcher.rendezvous import Rendezvous, RendezvousError, find_rendezvous
 from gt_trainer.launcher.stop import RunStoppedError
 
 __all__ = [
+    "ChildFailedError",
     "ForkUnsafeError",
     "Rendezvous",
     "RendezvousError",

@@ -20,14 +20,18 @@ class ChildFailedError(RuntimeError):
     """What a child raised, in words, or how it ended."""
 
 
-def run_in_child(function: Callable[[], ResultT]) -> ResultT:
+def run_in_child(
+    function: Callable[[], ResultT], *, timeout_seconds: float | None = None
+) -> ResultT:
     """Call ``function`` in a child of this process, and wait for what it returns.
 
     Args:
         function: Its result can be pickled.
+        timeout_seconds: After which the child is killed; None waits for as long as it takes.
 
     Raises:
-        ChildFailedError: It raised; the text is the child's traceback. Or the child was killed.
+        ChildFailedError: It raised; the text is the child's traceback. Or the child was killed, or
+            took too long.
     """
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
@@ -37,6 +41,10 @@ def run_in_child(function: Callable[[], ResultT]) -> ResultT:
         warnings.simplefilter("ignore", DeprecationWarning)
         child.start()
     sender.close()
+    if not receiver.poll(timeout_seconds):
+        child.kill()
+        child.join()
+        raise ChildFailedError(f"it was not done after {timeout_seconds:g} s")
     try:
         succeeded, value = receiver.recv()
     except EOFError:
