@@ -8,7 +8,7 @@ import pytest
 from torchtitan.config import ParallelismConfig
 
 from gt_pipeline.schedules import schedule_of, schedule_to_csv
-from gt_trainer.pipelines.pipeline_plan import pipeline_plan, rank_with_loss
+from gt_trainer.pipelines.pipeline_plan import pipeline_plan, rank_with_loss, ranks_of_pipelines
 
 
 def options(**changes: object) -> ParallelismConfig:
@@ -70,3 +70,7 @@ def test_the_loss_is_where_the_last_stage_is(schedule: str, degree: int, expecte
         rank_with_loss(schedule=schedule, csv_path=None, pipeline_degree=degree, world_size=8)
         == expected
     )
+
+
+def test_pipelines_are_the_outermost_axis_of_the_mesh():
+    assert ranks_of_pipelines(2, 6) == [[0, 3], [1, 4], [2, 5]]

@@ -22,7 +22,6 @@ from gt_trainer.pipelines.tied_weight import (
     _call_by_embedding,
     _members,
     _Part,
-    _pipelines,
     clip_gradients,
 )
 
@@ -155,7 +154,3 @@ def test_copies_are_on_the_last_stage_and_the_first(
     assert [each.name for each in members] == [PROJECTION, EMBEDDING]
     assert tuple(each.stage for each in members) == stages
     assert tuple(each.rank for each in members) == ranks
-
-
-def test_pipelines_are_the_outermost_axis_of_the_mesh():
-    assert _pipelines(SimpleNamespace(world_size=6, pp=2)) == [[0, 3], [1, 4], [2, 5]]

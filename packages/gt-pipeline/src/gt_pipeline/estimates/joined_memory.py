@@ -7,7 +7,7 @@ that of one of its units, on top of what those before it have made and given up.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from gt_config.node_keys import PipelineAction
@@ -16,20 +16,16 @@ from gt_pipeline.estimates.action_memory import ActionMemory, StageMemory
 
 def joined_memory(units: Sequence[StageMemory]) -> StageMemory:
     """Estimate the memory of a stage that holds ``units``, at least one, in this order."""
-
-    def total(of: Iterable[int]) -> int:
-        return sum(of)
-
-    passed_on = total(each.entering_bytes for each in units[1:])
+    passed_on = sum(each.entering_bytes for each in units[1:])
     return StageMemory(
-        state_bytes=total(each.state_bytes for each in units),
-        num_parameters=total(each.num_parameters for each in units),
-        parameter_bytes=total(each.parameter_bytes for each in units),
-        gathered_bytes=total(each.gathered_bytes for each in units),
-        saved_bytes=total(each.saved_bytes for each in units) + passed_on,
-        between_bytes=total(each.between_bytes for each in units),
-        accumulated_bytes=total(each.accumulated_bytes for each in units),
-        reduced_bytes=total(each.reduced_bytes for each in units),
+        state_bytes=sum(each.state_bytes for each in units),
+        num_parameters=sum(each.num_parameters for each in units),
+        parameter_bytes=sum(each.parameter_bytes for each in units),
+        gathered_bytes=sum(each.gathered_bytes for each in units),
+        saved_bytes=sum(each.saved_bytes for each in units) + passed_on,
+        between_bytes=sum(each.between_bytes for each in units),
+        accumulated_bytes=sum(each.accumulated_bytes for each in units),
+        reduced_bytes=sum(each.reduced_bytes for each in units),
         entering_bytes=units[0].entering_bytes,
         leaving_bytes=units[-1].leaving_bytes,
         actions={kind: _joined(units, kind) for kind in units[0].actions},

@@ -17,6 +17,7 @@ from typing import cast, get_args
 
 from torchtitan.models.common.decoder import Decoder
 
+from gt_config.graph_kinds import PIPELINE_ACTIONS
 from gt_config.node_keys import OverlappedBackward, PipelineAction
 from gt_passes.simulation import CostModel, Hardware, SymbolSizes, h100_sxm
 from gt_pipeline.estimates import (
@@ -43,18 +44,9 @@ from gt_trainer.dry_run.fake_step import MetaModel, fake_ranks, meta_model
 from gt_trainer.dry_run.numbers_as_text import GIB, ms
 from gt_trainer.dry_run.simulated_pipeline import ADAM_STATES
 from gt_trainer.dry_run.simulated_run import group_labels
-from gt_trainer.pipelines.pipeline_plan import PipelinePlan
+from gt_trainer.pipelines.pipeline_plan import PipelinePlan, ranks_of_pipelines
 from gt_trainer.pipelines.split_model import gathered_bytes_limit
 from gt_trainer.trainer import GraphTrainer
-
-_SINGLE: tuple[PipelineAction, ...] = (
-    "FORWARD",
-    "FULL_BACKWARD",
-    "BACKWARD_INPUT",
-    "BACKWARD_WEIGHT",
-    "UNSHARD",
-    "REDUCE_GRAD",
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -334,8 +326,7 @@ def _priced(
         sizes=SymbolSizes(symbol_sizes_of(pipeline.stages)),
         host="cuda_graph" if config.compile.cuda_graphs else "eager",
     )
-    stride = pipeline.parallel_dims.world_size // schedule.num_ranks
-    ranks = [rank * stride for rank in range(schedule.num_ranks)]
+    ranks, *_ = ranks_of_pipelines(schedule.num_ranks, pipeline.parallel_dims.world_size)
     priced = PricedStages(
         pipeline.stages,
         pipeline.plan.schedule,
@@ -349,8 +340,9 @@ def _priced(
         microbatch = None if action in ("UNSHARD", "REDUCE_GRAD") else 0
         return cost(Action(stage_of[kind], action, microbatch)) / num_units[kind]
 
+    single = [action for action in PIPELINE_ACTIONS if action != "OVERLAP_F_B"]
     times = {
-        kind: UnitTimes(actions={each: time_of(kind, each) for each in _SINGLE}, kind=kind)
+        kind: UnitTimes(actions={each: time_of(kind, each) for each in single}, kind=kind)
         for kind in stage_of
     }
     bytes_between = priced.memory[0].leaving_bytes

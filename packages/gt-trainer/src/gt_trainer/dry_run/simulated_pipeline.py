@@ -12,8 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from torch.distributed.tensor import DTensor
 from torchtitan.distributed import ParallelDims
 
 from gt_passes.simulation import (
@@ -42,9 +40,11 @@ from gt_pipeline.schedules import Schedule, lower, simulate, write_chrome_trace
 from gt_pipeline.schedules.schedule import LoweredSchedule
 from gt_pipeline.schedules.timeline_page import timelines_page
 from gt_pipeline.split import SharedGroup
+from gt_trainer.device_transfer import local_part
 from gt_trainer.dry_run.numbers_as_text import GIB, ms
 from gt_trainer.dry_run.simulated_run import group_labels
 from gt_trainer.dry_run.step_facts import StepFacts
+from gt_trainer.pipelines.pipeline_plan import ranks_of_pipelines
 
 ADAM_STATES = 2
 """Tensors that the optimizer keeps for each parameter."""
@@ -215,9 +215,7 @@ def simulate_pipeline(
     machine = hardware or h100_sxm()
     sizes = SymbolSizes(symbol_sizes_of(stages))
     cost_model = CostModel(machine, sizes=sizes, host=host)
-    stride = parallel_dims.world_size // schedule.num_ranks
-    # Pipeline ranks are the outermost axis of torchtitan's mesh.
-    ranks = [rank * stride for rank in range(schedule.num_ranks)]
+    ranks, *_ = ranks_of_pipelines(schedule.num_ranks, parallel_dims.world_size)
     priced = PricedStages(
         stages,
         schedule,
@@ -321,14 +319,10 @@ def _exchanges(
         of_rank = Counter(each.rank for each in copies)
         if len(of_rank) == 1:
             continue
-        local = _local(stages[copies[0].stage].parameters()[copies[0].name])
+        local = local_part(stages[copies[0].stage].parameters()[copies[0].name])
         num_bytes = local.numel() * local.element_size()
         found.append((num_bytes * len(of_rank) * max(of_rank.values()), sorted(of_rank)))
     return found
-
-
-def _local(parameter: torch.Tensor) -> torch.Tensor:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def _inside_actions(

@@ -84,8 +84,8 @@ def rank_with_loss(
 ) -> int:
     """The first rank that holds the last stage, where losses are computed; 0 without a pipeline.
 
-    Pipeline ranks are the outermost axis of torchtitan's mesh. (torchtitan itself, 0.3.0, looks for
-    the loss of a DualPipeV pipeline on its last rank, where the V has its middle.)
+    (torchtitan itself, 0.3.0, looks for the loss of a DualPipeV pipeline on its last rank, where
+    the V has its middle.)
 
     Args:
         schedule: ``--parallelism.pipeline_parallel_schedule``.
@@ -100,4 +100,15 @@ def rank_with_loss(
     else:
         is_v = find_schedule_layout(schedule).style == "v"
         pipeline_rank = 0 if is_v else pipeline_degree - 1
-    return pipeline_rank * (world_size // pipeline_degree)
+    return ranks_of_pipelines(pipeline_degree, world_size)[0][pipeline_rank]
+
+
+def ranks_of_pipelines(pipeline_degree: int, world_size: int) -> list[list[int]]:
+    """The global ranks of each pipeline, in the order of its places.
+
+    Pipeline ranks are the outermost axis of torchtitan's mesh.
+    """
+    return [
+        list(range(first, world_size, world_size // pipeline_degree))
+        for first in range(world_size // pipeline_degree)
+    ]

@@ -33,7 +33,7 @@ from gt_pipeline.runner.shared_parameters import (
 )
 from gt_pipeline.split import SharedGroup
 from gt_trainer.decoder.tied_stages import EMBEDDING, PROJECTION
-from gt_trainer.pipelines.pipeline_plan import PipelinePlan
+from gt_trainer.pipelines.pipeline_plan import PipelinePlan, ranks_of_pipelines
 
 _GROUP = SharedGroup((PROJECTION, EMBEDDING))
 """In the order in which gradients are summed; the first has the values to begin with."""
@@ -64,7 +64,7 @@ def tied_copies(
     """
     members = [
         copies
-        for ranks in _pipelines(parallel_dims)
+        for ranks in ranks_of_pipelines(parallel_dims.pp, parallel_dims.world_size)
         for copies in _members(plan, ranks)
         if len({each.stage for each in copies}) > 1
     ]
@@ -209,14 +209,6 @@ def _members(plan: PipelinePlan, ranks: Sequence[int]) -> list[tuple[SharedMembe
         },
         {stage: ranks[stage_to_rank[stage]] for stage in range(plan.schedule.num_stages)},
     )
-
-
-def _pipelines(parallel_dims: ParallelDims) -> list[list[int]]:
-    """The global ranks of each pipeline. Pipeline ranks are the outermost axis of the mesh."""
-    stride = parallel_dims.world_size // parallel_dims.pp
-    return [
-        [first + place * stride for place in range(parallel_dims.pp)] for first in range(stride)
-    ]
 
 
 def _call_by_embedding(optimizer: torch.optim.Optimizer) -> None:
