@@ -18,7 +18,7 @@ def test_returns_what_the_child_returns_and_keeps_nothing_else():
         changed.append(1)
         return os.getpid()
 
-    assert run_in_child(change) != os.getpid()
+    assert run_in_child(change, timeout_seconds=60) != os.getpid()
     assert changed == []
 
 
@@ -27,12 +27,12 @@ def test_an_exception_is_told_with_the_childs_traceback():
         raise KeyError("no such stage")
 
     with pytest.raises(ChildFailedError, match=r"(?s)in fail\n.*KeyError: 'no such stage'"):
-        run_in_child(fail)
+        run_in_child(fail, timeout_seconds=60)
 
 
 def test_a_child_that_is_killed_is_told():
     with pytest.raises(ChildFailedError, match=r"^a child process ended with status -9$"):
-        run_in_child(lambda: os.kill(os.getpid(), signal.SIGKILL))
+        run_in_child(lambda: os.kill(os.getpid(), signal.SIGKILL), timeout_seconds=60)
 
 
 def test_a_child_that_takes_too_long_is_killed():

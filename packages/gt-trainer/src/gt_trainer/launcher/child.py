@@ -1,7 +1,8 @@
 """A function that runs in a forked child, so that whatever it leaves behind ends with it.
 
-Unlike the ranks of ``--nproc``, a child may be forked from a process with further threads: its own
-work takes one thread, and it uses nothing that they hold.
+Unlike the ranks of ``--nproc``, a child may be forked from a process with further threads, such as
+those that ``torchrun`` starts in a rank. What they hold at that moment nobody gives back in the
+child (``fork_safety``). So it runs for a limited time.
 """
 
 from __future__ import annotations
@@ -20,14 +21,12 @@ class ChildFailedError(RuntimeError):
     """What a child raised, in words, or how it ended."""
 
 
-def run_in_child(
-    function: Callable[[], ResultT], *, timeout_seconds: float | None = None
-) -> ResultT:
+def run_in_child(function: Callable[[], ResultT], *, timeout_seconds: float) -> ResultT:
     """Call ``function`` in a child of this process, and wait for what it returns.
 
     Args:
         function: Its result can be pickled.
-        timeout_seconds: After which the child is killed; None waits for as long as it takes.
+        timeout_seconds: After which the child is killed.
 
     Raises:
         ChildFailedError: It raised; the text is the child's traceback. Or the child was killed, or
@@ -37,7 +36,7 @@ def run_in_child(
     receiver, sender = context.Pipe(duplex=False)
     child = context.Process(target=_run, args=(function, sender), daemon=True)
     with warnings.catch_warnings():
-        # Python's of forks from a process with threads; see above.
+        # Python's of forks from a process with threads: the time limit is what is done about them.
         warnings.simplefilter("ignore", DeprecationWarning)
         child.start()
     sender.close()

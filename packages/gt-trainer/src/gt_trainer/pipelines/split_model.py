@@ -57,6 +57,7 @@ def pipeline(
     """Cut ``model``, place this rank's stages, and put them under a schedule.
 
     Arguments and results are those of torchtitan's ``pipeline_llm``. The model stays as it is.
+    Where stages are balanced, ``parallelism`` names them afterwards, on every rank alike.
 
     Returns:
         The schedule, this rank's parts in order of their stages, and whether the first and the last
@@ -64,7 +65,8 @@ def pipeline(
     """
     if balance_of(parallelism) == "simulated":
         names = names_of_first_rank(parallelism.module_fqns_per_model_part)
-        parallelism = replace(parallelism, module_fqns_per_model_part=names)
+        # In place: whoever asks this rank's configuration later is told of the same stages.
+        parallelism.module_fqns_per_model_part = names
     plan = pipeline_plan(
         parallelism,
         num_layers=len(model_config.layers),
