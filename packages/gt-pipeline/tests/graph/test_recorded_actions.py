@@ -134,6 +134,19 @@ def test_a_step_that_failed_leaves_every_place_free() -> None:
     assert stage._recordings.num_places == 2
 
 
+def test_a_step_that_fails_drops_recordings() -> None:
+    recorder = FakeRecorder()
+    x = torch.randn(4 * NUM_MICROBATCHES, 8)
+    runner = GraphPPRunner(new_stages(1, recorder), planned_schedule("1F1B", 1))
+    for _ in range(2):
+        runner.step(x, target=x)
+    assert recorder.num_replays > 0
+    assert recorder.num_resets == 0
+    with pytest.raises(PipelineStepError):
+        runner.step(x[:-1], target=x)
+    assert recorder.num_resets == 1
+
+
 def test_released_recordings_are_made_anew() -> None:
     recorder = FakeRecorder()
     (stage,) = new_stages(1, recorder)

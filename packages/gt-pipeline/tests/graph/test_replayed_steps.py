@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import pytest
 import torch
 from recorded_stages import (
@@ -15,12 +17,15 @@ from recorded_stages import (
     trained,
 )
 from sharded_stages import replay_whole_steps
-from torch import nn
+from torch import Tensor, nn
 
 from gt_passes.errors import CudaGraphAddressError
-from gt_passes.testing import FakeRecorder
+from gt_passes.testing import FakeRecorder, FakeRecording
 from gt_pipeline.errors import PipelineStepError
-from gt_pipeline.runner import GraphPPRunner
+from gt_pipeline.graph import GraphPipelineStage
+from gt_pipeline.graph.stage_inputs import MicrobatchReader
+from gt_pipeline.runner import GraphPPRunner, connections
+from gt_trace.capture.bound_inputs import BoundInputs
 from gt_trace.testing import GlooWorkers
 
 
@@ -96,13 +101,20 @@ def test_a_replaced_parameter_is_recorded_anew_until_it_was_replaced_too_often()
     assert "stage 0, parameter down.bias: the address has changed again, after 8" in text
 
 
-def test_gradients_go_to_the_parameter_that_stands_there_now() -> None:
+def replaying() -> tuple[GraphPipelineStage, GraphPPRunner, FakeRecorder, Tensor]:
+    """A runner of one stage that has replayed a step, and the batch that it was given."""
     recorder = FakeRecorder()
     (stage,) = new_stages(1, recorder)
     x = torch.randn(4 * NUM_MICROBATCHES, 8)
     runner = GraphPPRunner([stage], planned_schedule("1F1B", 1))
     for _ in range(2):
         runner.step(x, target=x)
+    assert recorder.num_replays == 1
+    return stage, runner, recorder, x
+
+
+def test_gradients_go_to_the_parameter_that_stands_there_now() -> None:
+    stage, runner, recorder, x = replaying()
     before = stage._module.down.weight
     expected = before.grad.clone()
     stage._module.down.weight = now = nn.Parameter(before.data)  # over the same memory
@@ -112,29 +124,54 @@ def test_gradients_go_to_the_parameter_that_stands_there_now() -> None:
     assert now.grad is not None
 
 
+def test_a_replay_reads_neither_the_module_nor_microbatches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An imitated replay runs Python again, which could read what a recording has not."""
+    _, runner, recorder, x = replaying()
+    replay, num_blind = FakeRecording.replay, 0
+
+    def forbidden(*_: object) -> NoReturn:
+        raise AssertionError("a replay reads live values")
+
+    def blind(recording: FakeRecording) -> None:
+        nonlocal num_blind
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(MicrobatchReader, "read", forbidden)
+            patch.setattr(BoundInputs, "static_tensors", forbidden)
+            replay(recording)
+        num_blind += 1
+
+    monkeypatch.setattr(FakeRecording, "replay", blind)
+    runner.step(x + 1, target=x)
+    assert (num_blind, recorder.num_recorded) == (1, 1)
+
+
 def test_a_microbatch_of_another_shape_is_refused_before_a_launch() -> None:
-    recorder = FakeRecorder()
-    (stage,) = new_stages(1, recorder)
-    x = torch.randn(4 * NUM_MICROBATCHES, 8)
-    runner = GraphPPRunner([stage], planned_schedule("1F1B", 1))
-    for _ in range(2):
-        runner.step(x, target=x)
+    _, runner, recorder, x = replaying()
     with pytest.raises(PipelineStepError, match=r"args\[0\]: torch.float32 \[5, 8\], captured as"):
         runner.step(torch.randn(5 * NUM_MICROBATCHES, 8), target=x)
     assert recorder.num_replays == 1
 
 
 def test_a_mode_that_changed_is_refused_before_a_launch() -> None:
-    recorder = FakeRecorder()
-    (stage,) = new_stages(1, recorder)
-    x = torch.randn(4 * NUM_MICROBATCHES, 8)
-    runner = GraphPPRunner([stage], planned_schedule("1F1B", 1))
-    for _ in range(2):
-        runner.step(x, target=x)
+    stage, runner, recorder, x = replaying()
     stage._module.eval()
     with pytest.raises(PipelineStepError, match="StateMismatchError"):
         runner.step(x, target=x)
     assert recorder.num_replays == 1
+
+
+def test_a_step_that_fails_drops_the_recording_before_groups_are_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _, runner, recorder, x = replaying()
+    resets: list[int] = []
+    monkeypatch.setattr(connections, "close_group", lambda *_: resets.append(recorder.num_resets))
+    monkeypatch.setattr(runner._connections, "_collective_groups", ("a group",))
+    with pytest.raises(PipelineStepError):
+        runner.step(x[:-1], target=x)
+    assert resets == [1]
 
 
 def test_where_one_graph_cannot_be_recorded_actions_are() -> None:

@@ -17,7 +17,7 @@ Why it is built so: docs/decisions/0025-recorded-and-offloading-stages.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol
@@ -122,22 +122,20 @@ class ReplayedSteps:
         self._num_steps += 1
         if self._num_steps <= self._how.num_warmup_runs:
             return None
-        state = {
-            f"stage {index}, {name}": tensor
-            for index, stage in self._stages.items()
-            for name, tensor in stage.state_tensors().items()
-        }
+        state = {index: stage.state_tensors() for index, stage in self._stages.items()}
         # Another thread may drop it meanwhile: that of a step which has failed elsewhere.
         recorded = self._recorded
         if recorded is not None and self._has_moved(recorded, state):
             return None
-        given = list(self._flat_inputs(microbatches))
+        given = [
+            [stage.plain_inputs(each) for each in microbatches] for stage in self._stages.values()
+        ]
         for stage in self._stages.values():
             stage.check_state()
         if recorded is None:
-            self._recorded = recorded = self._record(microbatches, state, given, compute)
+            self._recorded = recorded = self._record(state, given, compute)
         else:
-            _copy(given, recorded.inputs)
+            _copy(_flat(given), recorded.inputs)
         recorded.recording.replay()
         return self._computed(recorded.recording.outputs)
 
@@ -147,7 +145,9 @@ class ReplayedSteps:
         if self._recorder is not None:
             self._recorder.reset()
 
-    def _has_moved(self, recorded: _RecordedStep, state: Mapping[str, Tensor]) -> bool:
+    def _has_moved(
+        self, recorded: _RecordedStep, state: Mapping[int, Mapping[str, Tensor]]
+    ) -> bool:
         """Whether what the recording reads lies elsewhere now; it is dropped then."""
         addresses = _addresses(state)
         if addresses == recorded.addresses:
@@ -160,38 +160,29 @@ class ReplayedSteps:
         self.release()
         return True
 
-    def _flat_inputs(self, microbatches: Sequence[MicrobatchInputs]) -> Iterator[Tensor]:
-        for stage in self._stages.values():
-            for each in microbatches:
-                yield from stage.plain_inputs(each)
-
     def _record(
         self,
-        microbatches: Sequence[MicrobatchInputs],
-        state: Mapping[str, Tensor],
-        given: Sequence[Tensor],
+        state: Mapping[int, Mapping[str, Tensor]],
+        given: Sequence[Sequence[Sequence[Tensor]]],
         compute: Callable[[], ComputedStep],
     ) -> _RecordedStep:
+        """``given`` are what each stage reads of each microbatch."""
         if self._recorder is None:
             self._recorder = self._how.new_recorder()
-        places = [Place.of(each) for each in given]
-        inputs = [
-            place.view(self._recorder.memory(place.end, each.device))
-            for place, each in zip(places, given, strict=True)
-        ]
-        _copy(given, inputs)
-        num_state = len(state)
-        sizes = [
-            (len(stage.state_tensors()), [len(stage.plain_inputs(each)) for each in microbatches])
-            for stage in self._stages.values()
-        ]
+        inputs = []
+        for each in _flat(given):
+            place = Place.of(each)
+            inputs.append(place.view(self._recorder.memory(place.end, each.device)))
+        _copy(_flat(given), inputs)
+        states = [tensor for of_stage in state.values() for tensor in of_stage.values()]
 
         def piece(*tensors: Tensor) -> tuple[Tensor, ...]:
-            state, inputs = iter(tensors[:num_state]), iter(tensors[num_state:])
-            for stage, (of_state, of_inputs) in zip(self._stages.values(), sizes, strict=True):
+            left = iter(tensors)
+            reads = [tuple(islice(left, len(of_stage))) for of_stage in state.values()]
+            for stage, of_state, of_stage in zip(self._stages.values(), reads, given, strict=True):
                 stage.reads = StageReads(
-                    state=tuple(islice(state, of_state)),
-                    inputs=tuple(tuple(islice(inputs, count)) for count in of_inputs),
+                    state=of_state,
+                    inputs=tuple(tuple(islice(left, len(each))) for each in of_stage),
                 )
             try:
                 return self._flattened(compute())
@@ -200,7 +191,7 @@ class ReplayedSteps:
                     stage.reads = None
                     stage.discard()
 
-        recorded = self._recorder.record(piece, [*state.values(), *inputs])
+        recorded = self._recorder.record(piece, [*states, *inputs])
         return _RecordedStep(
             recording=recorded.recording, inputs=inputs, addresses=_addresses(state)
         )
@@ -243,8 +234,16 @@ class ReplayedSteps:
         return ComputedStep(gradients=gradients, results=results)
 
 
-def _addresses(state: Mapping[str, Tensor]) -> dict[str, int]:
-    return {name: tensor.data_ptr() for name, tensor in state.items()}
+def _addresses(state: Mapping[int, Mapping[str, Tensor]]) -> dict[str, int]:
+    return {
+        f"stage {index}, {name}": tensor.data_ptr()
+        for index, of_stage in state.items()
+        for name, tensor in of_stage.items()
+    }
+
+
+def _flat(given: Sequence[Sequence[Sequence[Tensor]]]) -> list[Tensor]:
+    return [tensor for of_stage in given for each in of_stage for tensor in each]
 
 
 def _copy(given: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:

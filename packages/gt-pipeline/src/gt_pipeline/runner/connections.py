@@ -5,7 +5,7 @@ It knows nothing of the runner: a thread may hold it while nobody holds the runn
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 
@@ -15,7 +15,6 @@ import torch.distributed as dist
 from gt_pipeline.runner.failure import FailureReport, FailureWatch, StepAgreement
 from gt_pipeline.runner.process_groups import close_group
 from gt_pipeline.runner.shared_parameters import SharedParameter
-from gt_pipeline.runner.stage_protocol import StepReplayer
 from gt_pipeline.runner.transfers import Transfers
 
 
@@ -31,8 +30,8 @@ class Connections:
         self.shared: tuple[SharedParameter, ...] = ()
         self.device = torch.device("cpu")
         """The device of the tensors that travel."""
-        self.step_replayer: StepReplayer | None = None
-        """Its recording holds on to groups."""
+        self.release_recordings: list[Callable[[], None]] = []
+        """What drops recorded CUDA graphs, each of which holds on to groups."""
         self._collective_groups = tuple(collective_groups)
         self._agreement: StepAgreement | None = None
         self._watch: FailureWatch | None = None
@@ -79,8 +78,7 @@ class Connections:
 
     def close_waits(self) -> None:
         """Let everything that a rank may wait for in a step fail, except for the vote."""
-        if self.step_replayer is not None:
-            self.step_replayer.release()  # a group ends when no recording has it any more
+        self._release_recordings()  # a group ends when no recording has it any more
         if self.transfers is not None:
             self.transfers.close(self.device)
         for shared in self.shared:
@@ -91,8 +89,7 @@ class Connections:
 
     def release(self) -> None:
         """Give back threads and groups."""
-        if self.step_replayer is not None:
-            self.step_replayer.release()
+        self._release_recordings()
         if self._watch is not None:
             self._watch.end()
         if self.transfers is not None:
@@ -102,3 +99,7 @@ class Connections:
         if self._agreement is not None:
             self._agreement.release()
         self.transfers, self.shared, self._agreement, self._watch = None, (), None, None
+
+    def _release_recordings(self) -> None:
+        for release in self.release_recordings:
+            release()

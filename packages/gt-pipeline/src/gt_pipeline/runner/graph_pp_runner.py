@@ -47,7 +47,9 @@ from gt_pipeline.runner.stage_protocol import (
     KnowsUnshardedBytes,
     MicrobatchInputs,
     PipelineStageGraphs,
+    RecordsActions,
     ReplaysSteps,
+    StepReplayer,
     Tensors,
 )
 from gt_pipeline.runner.step_program import StepProgram, bind_program
@@ -211,9 +213,14 @@ class GraphPPRunner:
             )
             for mode, each in lowered.items()
         }
-        first = next(iter(self._stages.values()))
-        if isinstance(first, ReplaysSteps):
-            self._connections.step_replayer = first.step_replayer(self._stages)
+        self._replayer = _step_replayer(self._stages)
+        self._connections.release_recordings += [
+            stage.release_recordings
+            for stage in self._stages.values()
+            if isinstance(stage, RecordsActions)
+        ]
+        if self._replayer is not None:
+            self._connections.release_recordings.append(self._replayer.release)
         self.record_steps = False
         """Whether results have a `StepRecord`; measuring costs time on every action."""
         self._has_evaluated = False
@@ -225,7 +232,7 @@ class GraphPPRunner:
     @property
     def replays_steps(self) -> bool:
         """Whether this rank's steps are recorded as a whole, after the first ones."""
-        return self._connections.step_replayer is not None
+        return self._replayer is not None
 
     @property
     def schedule(self) -> Schedule:
@@ -307,12 +314,11 @@ class GraphPPRunner:
             self._position = _BEFORE_ACTIONS
             with torch.no_grad():
                 self._fill_inputs(inputs())
+                record, gradients = None, []
                 computed = self._replay(program) if mode == "train" else None
-                record = self._run_actions(program) if computed is None else None
-                self._position = len(program.actions)
-                if computed is not None:
-                    gradients = computed.gradients
-                else:
+                if computed is None:
+                    record = self._run_actions(program)
+                    self._position = len(program.actions)
                     gradients = self._gradients() if mode == "train" else []
         except BaseException as error:  # noqa: BLE001  # other ranks must hear of whatever it is
             self._fail(program, error)
@@ -321,7 +327,7 @@ class GraphPPRunner:
         # Every rank has used what was sent to it. Waiting for sends before would not be safe: one
         # that was forgotten when another rank closed its transfers never ends.
         program.let_go()
-        for parameter, gradient in gradients:
+        for parameter, gradient in gradients if computed is None else computed.gradients:
             _add_gradient(parameter, gradient)
         for stage in self._stages.values():
             stage.discard()
@@ -372,11 +378,10 @@ class GraphPPRunner:
         return None
 
     def _replay(self, program: StepProgram) -> ComputedStep | None:
-        replayer = self._connections.step_replayer
-        if replayer is None or self.record_steps:
+        if self._replayer is None or self.record_steps:
             return None
         self._position = _REPLAYING
-        return replayer.run(self._inputs, lambda: self._computed(program))
+        return self._replayer.run(self._inputs, lambda: self._computed(program))
 
     def _computed(self, program: StepProgram) -> ComputedStep:
         """Run all actions, and wait for all that they have launched."""
@@ -430,6 +435,11 @@ class GraphPPRunner:
 
 def _world_size() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def _step_replayer(stages: Mapping[int, PipelineStageGraphs]) -> StepReplayer | None:
+    first = next(iter(stages.values()))
+    return first.step_replayer(stages) if isinstance(first, ReplaysSteps) else None
 
 
 def _ranks(schedule: Schedule, group: dist.ProcessGroup | None) -> tuple[int, list[int]]:

@@ -263,6 +263,14 @@ class ReplaysSteps(PipelineStageGraphs, Protocol):
 
 
 @runtime_checkable
+class RecordsActions(PipelineStageGraphs, Protocol):
+    """A stage whose actions may be recorded one by one."""
+
+    def release_recordings(self) -> None:
+        """Drop recordings, which keep process groups alive; the next actions may record anew."""
+
+
+@runtime_checkable
 class CapturedStageGraphs(PipelineStageGraphs, Protocol):
     """A stage that knows before the first step what it will run, down to its collectives.
 

@@ -136,8 +136,6 @@ class PipelinedStep:
         self.stages: dict[int, GraphPipelineStage] = {}
         """This rank's stages by index, once captured: those of the first shapes."""
 
-        self._captured: list[GraphPipelineStage] = []
-
     def attach(
         self,
         *,
@@ -209,8 +207,6 @@ class PipelinedStep:
 
     def close(self) -> None:
         """Give back recorded CUDA graphs, process groups and threads."""
-        for stage in self._captured:
-            stage.release_recordings()
         for runner in self._runners.values():
             runner.close()
 
@@ -297,7 +293,6 @@ class PipelinedStep:
             stages[index] = self.capture(index, part, microbatch, fake_mode)
             fake_mode = stages[index].fake_mode  # the graphs of stages that overlap share one
         self.stages = self.stages or stages
-        self._captured += stages.values()
         runner = GraphPPRunner(
             list(stages.values()),
             self._schedule,
