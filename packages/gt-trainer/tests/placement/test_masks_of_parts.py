@@ -12,7 +12,7 @@ from torchtitan.models.llama3 import config_registry
 
 from gt_trace import register_block_masks
 from gt_trainer.models import llama3
-from gt_trainer.placement.masks_of_parts import make_masks_of_parts
+from gt_trainer.placement.masks_of_parts import _MasksOfParts, make_masks_of_parts
 
 LENGTH = 16
 
@@ -50,3 +50,18 @@ def test_masks_of_several_samples_and_other_attention_are_left_alone(monkeypatch
     replaced = decoder(llama3.llama3_debugmodel())
     make_masks_of_parts(replaced)
     assert "get_attention_masks" not in vars(replaced)
+
+
+def test_only_what_grows_with_the_samples_is_cut() -> None:
+    table = torch.arange(2)  # as many rows as samples are asked for
+
+    def make(*, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, str]:
+        return positions, table, "documents"
+
+    masks = _MasksOfParts(make)
+    positions = torch.arange(LENGTH)[None]
+    for _ in range(2):
+        documents, kept, name = masks(positions)
+        assert torch.equal(documents, positions)
+        assert kept is table
+        assert name == "documents"

@@ -8,7 +8,6 @@ and its graph holds their function; a rank may have one sample of it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,17 +21,38 @@ from gt_trainer.decoder.attention import attends_with_flex_attention
 def make_masks_of_parts(model: Decoder) -> None:
     """Let ``model`` make masks of one sample as it makes those of several; others stay."""
     if attends_with_flex_attention(model.config):
-        made = partial(_mask_of_part, model.get_attention_masks)
-        object.__setattr__(model, "get_attention_masks", made)
+        object.__setattr__(model, "get_attention_masks", _MasksOfParts(model.get_attention_masks))
 
 
-def _mask_of_part(make: Callable[..., Any], positions: torch.Tensor) -> Any:
-    if positions.shape[0] > 1:
-        return make(positions=positions)
-    register_block_masks()
+class _MasksOfParts:
+    """Makes a mask of one sample by taking the first of two.
 
-    def first(leaf: Any) -> Any:
-        has_samples = isinstance(leaf, torch.Tensor) and leaf.ndim > 0 and leaf.shape[0] == 2
-        return leaf[:1] if has_samples else leaf
+    Which tensors of a mask have samples is seen once, in masks of two and of three: those whose
+    first dim follows.
+    """
 
-    return pytree.tree_map(first, make(positions=positions.expand(2, -1).contiguous()))
+    def __init__(self, make: Callable[..., Any]) -> None:
+        self._make = make
+        self._have_samples: list[bool] | None = None
+
+    def __call__(self, positions: torch.Tensor) -> Any:
+        if positions.shape[0] > 1:
+            return self._make(positions=positions)
+        register_block_masks()
+        leaves, structure = pytree.tree_flatten(self._of(positions, 2))
+        if self._have_samples is None:
+            of_three = pytree.tree_leaves(self._of(positions, 3))
+            self._have_samples = [
+                isinstance(two, torch.Tensor) and two.shape[:1] == (2,) and three.shape[:1] == (3,)
+                for two, three in zip(leaves, of_three, strict=True)
+            ]
+        return pytree.tree_unflatten(
+            [
+                leaf[:1] if has_samples else leaf
+                for leaf, has_samples in zip(leaves, self._have_samples, strict=True)
+            ],
+            structure,
+        )
+
+    def _of(self, positions: torch.Tensor, count: int) -> Any:
+        return self._make(positions=positions.expand(count, -1).contiguous())
