@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from torch import Tensor
 from torch.fx import GraphModule
@@ -17,8 +16,7 @@ from gt_pipeline.graph.action_graph import ActionGraph, boxed, copied
 from gt_pipeline.graph.gradient_accumulators import GradientAccumulators, owned_results
 from gt_pipeline.graph.recorded_actions import RecordedAction, SlotMemory, StageRecordings
 from gt_pipeline.graph.slots import SlotKind
-from gt_pipeline.graph.stage_inputs import MicrobatchReader
-from gt_trace.capture.captured_mode import CapturedMode, as_captured
+from gt_trace.capture.captured_mode import as_captured
 
 GraphTransform = Callable[[GraphModule, PipelineAction, PassContext], object]
 """Edits the graph of one kind of action in place: a recipe of passes, a compiler. It keeps what the
@@ -55,9 +53,6 @@ class Executable:
 
     def __init__(self, action: ActionGraph, recordings: StageRecordings | None = None) -> None:
         self.action = action
-        self.static: tuple[Tensor, ...] | None = None
-        """The tensors that the graph reads of the state; None until they are asked for."""
-
         kind: SlotKind = "unsharded_gradient"
         self.gradient_slots = tuple(slot for slot in action.outputs if slot.kind == kind)
         self.owned_gradients = owned_results(action, kind)
@@ -102,12 +97,3 @@ class Executable:
         first, behind = self._gradients_at, self._gradients_at + len(self.gradient_slots)
         sums.add(results[first:behind], self.owned_gradients)
         return [*results[:first], *results[behind:]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluationForward:
-    """A stage's forward in one mode of its module, with nothing kept."""
-
-    mode: CapturedMode
-    forward: Executable
-    reader: MicrobatchReader

@@ -11,34 +11,32 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from gt_config.node_keys import OverlappedBackward, PipelineAction
-from gt_passes.analysis.storages import Storages, flat
 from gt_passes.cuda_graphs.whole_recording import WholeRecording, whole_recording
 from gt_passes.verifier.collective_order import CollectiveSequence
-from gt_pipeline.errors import StageGraphError, StageInputError, StageOrderError
+from gt_pipeline.errors import StageInputError, StageOrderError
 from gt_pipeline.graph._torch_internals import FakeTensorMode
 from gt_pipeline.graph.action_graph import ActionGraph
 from gt_pipeline.graph.executables import (
-    EvaluationForward,
     Executable,
     GraphTransform,
     transformed,
 )
-from gt_pipeline.graph.launched_executable import LaunchedAction, LaunchedExecutable
+from gt_pipeline.graph.launched_executable import LaunchedExecutable
 from gt_pipeline.graph.overlapped_actions import OverlappedActions, overlap_actions
 from gt_pipeline.graph.recorded_actions import StageRecordings
 from gt_pipeline.graph.replayed_steps import ReplayedSteps, StageReads
-from gt_pipeline.graph.slots import Slot
 from gt_pipeline.graph.stage_capture import StageCapture, StageLoss, capture_stage
 from gt_pipeline.graph.stage_cut import cut_stage
+from gt_pipeline.graph.stage_evaluations import EvaluationForward, StageEvaluations
 from gt_pipeline.graph.stage_gradients import StageGradients
 from gt_pipeline.graph.stage_inputs import MicrobatchReader, StageState
+from gt_pipeline.graph.stage_values import StageValues
 from gt_pipeline.runner.stage_protocol import (
     ActivationSignature,
     MicrobatchInputs,
     PipelineStageGraphs,
     Tensors,
 )
-from gt_trace.capture.captured_mode import CapturedMode
 
 JointTransform = Callable[[StageCapture], object]
 """Edits a stage's joint graph in place, before it is cut: memory policies, chunks."""
@@ -119,7 +117,7 @@ class GraphPipelineStage:
         if prepare_capture is not None:
             prepare_capture(capture)
         self.graphs = cut_stage(capture, verify=verify)
-        self._state = StageState(capture, module)
+        self._state = state = StageState(capture, module)
         self._reader = MicrobatchReader(capture)
         self._recordings = StageRecordings()
         actions = {each.kind: self._transformed(each) for each in self.graphs}
@@ -127,6 +125,7 @@ class GraphPipelineStage:
         """How each graph of a training step is to be recorded."""
 
         self._unshard = LaunchedExecutable(actions.pop("UNSHARD"), verify=verify)
+        self._values = StageValues(state, self._unshard, self._recordings)
         self._reduce = LaunchedExecutable(actions.pop("REDUCE_GRAD"), verify=verify)
         self._executables: dict[PipelineAction, Executable] = {
             kind: Executable(action, self._recordings) for kind, action in actions.items()
@@ -134,18 +133,19 @@ class GraphPipelineStage:
         self._num_outputs = len(capture.output_signature)
         self._num_arriving = sum(each.requires_grad for each in capture.output_signature)
         self._num_leaving = sum(each.requires_grad for each in capture.input_signature)
-        self._evaluations: list[EvaluationForward] = []
+        self._evaluations = StageEvaluations(
+            module,
+            self.graphs,
+            capture=lambda: self._capture(fake_mode=self.fake_mode, differentiate=False),
+            transform=self._transformed,
+            verify=verify,
+        )
         self._evaluation: EvaluationForward | None = None
-        """The evaluation in the module's present mode; None until it is asked for."""
+        """The one that ran last."""
 
         self._overlaps: dict[
             tuple[int, OverlappedBackward], tuple[OverlappedActions, Executable]
         ] = {}
-        self._values: dict[Slot, Tensor] | None = None
-        self._gathering: LaunchedAction | None = None
-        self._stands = False
-        """Whether they lie where recordings read them."""
-
         self.reads: StageReads | None = None
         """While a whole step is recorded: its state and microbatches."""
 
@@ -202,8 +202,8 @@ class GraphPipelineStage:
         }
         for (backward_stage, kind), (_, pair) in self._overlaps.items():
             named[f"FORWARD with {kind} of stage {backward_stage}"] = pair.action.graph_module
-        for number, evaluation in enumerate(self._evaluations):
-            named[f"FORWARD of evaluation {number}"] = evaluation.forward.action.graph_module
+        for number, graph_module in enumerate(self._evaluations.graph_modules()):
+            named[f"FORWARD of evaluation {number}"] = graph_module
         lines = {
             name: tuple(call.text for call in CollectiveSequence.of(graph_module).calls)
             for name, graph_module in named.items()
@@ -215,66 +215,33 @@ class GraphPipelineStage:
     @property
     def unsharded_bytes(self) -> int:
         """Bytes of the gathered parameters; 0 if nothing is sharded."""
-        action = self._unshard.action
-        if action.is_empty:
-            return 0
-        storages = Storages(action.graph_module)
-        held = {each for node in action.result_nodes() for each in flat(storages.held[node])}
-        return sum(storages.num_bytes[each] for each in held)
+        return self._values.gathered_bytes
 
     def unshard(self) -> None:
         """Gather the parameters, and keep them until ``reshard``; what uses them first waits."""
-        self._hold(self._state.sample(None if self.reads is None else self.reads.state))
-        assert self._values is not None
-        action = self._unshard.action
-        if not action.is_empty:
-            inputs = [self._values[slot] for slot in action.inputs]
-            self._gathering = self._unshard.launch(inputs)
+        self._values.unshard(self._recorded_state())
 
     def reshard(self) -> None:
         """Free the gathered parameters."""
-        if self._gathering is not None:
-            self._gathering.finish()  # or what is under way is never waited for
-        self._hold(None)
+        self._values.reshard()
 
     def parameters(self) -> Mapping[str, Tensor]:
         """Parameters by name."""
         return dict(self._module.named_parameters())
 
-    def _hold(self, values: dict[Slot, Tensor] | None) -> None:
-        self._values, self._stands = values, False
-        self._gathering = None
-        self._evaluation = None
-        evaluations = [each.forward for each in self._evaluations]
-        for executable in (*self._executables.values(), *evaluations):
-            executable.static = None
-
     def _static(self, executable: Executable) -> tuple[Tensor, ...]:
         """What an action's graph reads of the state, in order."""
-        if executable.static is not None:
-            return executable.static
-        if self._values is None:
-            if not self.graphs.unshard.is_empty:
-                raise StageOrderError(
-                    f"stage {self.stage_index} was asked for {executable.action.kind} without its "
-                    "parameters: call unshard before"
-                )
-            self.unshard()
-        assert self._values is not None
-        if self._gathering is not None:
-            gathered, self._gathering = self._gathering.finish(), None
-            self._values.update(zip(self._unshard.action.outputs, gathered, strict=True))
-        if self._recordings.is_used and not self._stands:
-            self._values, self._stands = self._recordings.standing(self._values), True
-        executable.static = tuple(self._values[slot] for slot in executable.action.static_inputs)
-        return executable.static
+        return self._values.of(executable, self._recorded_state())
 
     def _static_of_forward(self) -> tuple[Tensor, ...]:
         forward = self._executables["FORWARD"]
-        if forward.static is None:
+        if not self._values.are_known_to(forward):
             # Once for each time that parameters are gathered, not for each microbatch.
             self.check_state()
         return self._static(forward)
+
+    def _recorded_state(self) -> Sequence[Tensor] | None:
+        return None if self.reads is None else self.reads.state
 
     # ---- actions --------------------------------------------------------------------------------
 
@@ -404,17 +371,18 @@ class GraphPipelineStage:
         module and its parts (training or evaluation), and of autocast.
         """
         if microbatch == 0 and self.graphs.unshard.is_empty:
-            self._hold(None)  # parameters may have been replaced since
-        if self._evaluation is None:
-            self._evaluation = self._evaluation_now()
+            self._values.discard()  # parameters may have been replaced since
         evaluation = self._evaluation
+        if evaluation is None or not self._values.are_known_to(evaluation.forward):
+            # Once for each time that parameters are gathered, not for each microbatch.
+            self._evaluation = evaluation = self._evaluations.now()
         evaluation.reader.check_activations(activations)
         arguments = [*activations, *evaluation.reader.read(inputs)]
         return tuple(evaluation.forward.run([*self._static(evaluation.forward), *arguments]))
 
     def prepare_evaluation(self) -> None:
         """Capture what ``evaluate`` runs in the module's present mode now, not at its first use."""
-        self._evaluation_now()
+        self._evaluations.now()
 
     @property
     def num_reduction_parts(self) -> int:
@@ -443,7 +411,7 @@ class GraphPipelineStage:
         self._between.clear()
         self._recordings.clear()
         self._gradients.discard()
-        self._hold(None)
+        self._values.discard()
 
     # ---- whole steps, recorded ------------------------------------------------------------------
 
@@ -553,29 +521,6 @@ class GraphPipelineStage:
             executable = Executable(self._transformed(actions.action), self._recordings)
             self._overlaps[key] = actions, executable
         return self._overlaps[key]
-
-    def _evaluation_now(self) -> EvaluationForward:
-        mode = CapturedMode.now(self._module)
-        for each in self._evaluations:
-            if each.mode == mode:
-                return each
-        self._evaluations.append(self._captured_evaluation())
-        return self._evaluations[-1]
-
-    def _captured_evaluation(self) -> EvaluationForward:
-        capture = self._capture(fake_mode=self.fake_mode, differentiate=False)
-        graphs = cut_stage(capture, verify=self._verify)
-        known = {*self.capture.inputs, *self.graphs.unshard.outputs}
-        missing = [str(s) for s in graphs.forward.static_inputs if s not in known]
-        if missing:
-            raise StageGraphError(
-                what=f"stage {self.stage_index} reads in evaluation what training does not gather",
-                problems=missing,
-            )
-        forward = Executable(self._transformed(graphs.forward))
-        return EvaluationForward(
-            mode=capture.traced.mode, forward=forward, reader=MicrobatchReader(capture)
-        )
 
     def _transformed(self, action: ActionGraph) -> ActionGraph:
         if self._transform is None or action.is_empty:
