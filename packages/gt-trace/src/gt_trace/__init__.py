@@ -18,6 +18,7 @@ from gt_trace.annotate import (
 )
 from gt_trace.capture.argument_structure import structure_differences
 from gt_trace.capture.block_masks import register_block_masks
+from gt_trace.capture.copied_calls import calls_of_one_place, traced_call
 from gt_trace.capture.graph_inputs import ArgumentSignature, GraphInput
 from gt_trace.capture.input_preparers import InputPreparer, TraceInputs
 from gt_trace.capture.subclass_layout import TensorLayout, flatten_tensor, unflatten_tensor
@@ -54,6 +55,7 @@ __all__ = [
     "TracedStep",
     "annotate",
     "annotate_method",
+    "calls_of_one_place",
     "collective_counts",
     "flatten_tensor",
     "flex_attention_on_cpu",
@@ -65,6 +67,7 @@ __all__ = [
     "register_block_masks",
     "structure_differences",
     "trace_step",
+    "traced_call",
     "unflatten_tensor",
     "write_annotation",
 ]

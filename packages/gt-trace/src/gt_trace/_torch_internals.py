@@ -52,7 +52,8 @@ from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_modu
 
 # make_fx with its recording options is the tracer itself; it has no public name. The proxy mode
 # leads to the graph that is being made.
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+# ``track_tensor`` tells the tracer which node has computed a tensor.
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx, track_tensor
 from torch.fx.experimental.symbolic_shapes import (
     DimDynamic,
     GuardOnDataDependentSymNode,
@@ -178,6 +179,33 @@ def is_in_backward() -> bool:
     """Return whether autograd's engine runs a backward on this thread; no public way to ask."""
     task: int = torch._C._current_graph_task_id()
     return task != -1
+
+
+def current_sequence_number() -> int:
+    """Return the number that ``make_fx`` writes to ``meta["seq_nr"]`` of the next node.
+
+    In a backward that of the autograd node that runs, else that of the last one that was made.
+    """
+    current = torch.fx.traceback.get_current_meta()
+    if current.get("in_grad_fn", 0) > 0:
+        number: int = current["grad_fn_seq_nr"][-1]
+        return number
+    return sequence_counter() - 1
+
+
+def name_of_new_node(graph: Graph, target: Any) -> str | None:
+    """Return what ``make_fx`` has a graph make the name of a node from; None leaves it the graph.
+
+    The graph's own function is private.
+    """
+    if not isinstance(target, OpOverload):
+        return None
+    return graph._target_to_str(target.overloadpacket.__name__)
+
+
+def track(tensor: torch.Tensor, node: Node, tracer: Any) -> None:
+    """Let a tracer know that ``node`` computes ``tensor``."""
+    track_tensor(tensor, torch.fx.Proxy(node, tracer), constant=None, tracer=tracer)
 
 
 def num_dispatch_modes() -> int:

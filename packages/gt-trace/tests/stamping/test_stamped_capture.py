@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from gt_trace._torch_internals import DTensorSpec
 from gt_trace.errors import CaptureError
 from gt_trace.stamping import trace_by_stamping, trace_step_by_stamping
-from gt_trace.stamping.trace_by_stamping import StampingError
+from gt_trace.stamping.report import StampingError
 from gt_trace.testing import fake_world
 
 

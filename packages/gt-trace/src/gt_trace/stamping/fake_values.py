@@ -14,14 +14,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from gt_trace._torch_internals import (
-    FakeTensor,
-    TensorMetadata,
-    fake_over_meta,
-    set_conj,
-    set_neg,
-    storage_key,
-)
+from gt_trace._torch_internals import FakeTensor, TensorMetadata, storage_key
+from gt_trace.capture.fake_tensors import fake_over, tensors_in
 from gt_trace.stamping.references import Reference
 from gt_trace.stamping.report import NotStampable
 from gt_trace.stamping.unit_symbols import UnitSymbols
@@ -34,17 +28,6 @@ class StoragePlan:
     owner: Reference
     index: int
     """Position of the tensor that owns the memory among the tensors of the owner's value."""
-
-
-def tensors_in(value: Any) -> list[torch.Tensor]:
-    """The tensors of a node's value, in order."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = list(value.values())
-    if not isinstance(value, list | tuple):
-        return []
-    return [tensor for each in value for tensor in tensors_in(each)]
 
 
 def items_alike(ours: Any, theirs: Any, alike: Callable[[Any, Any], bool]) -> bool:
@@ -221,19 +204,6 @@ class ValueMaker:
         element = torch.empty((0,), dtype=old.dtype, device="meta")
         element.set_(storage, offset, shape, stride)
         return fake_over(old, element)
-
-
-def fake_over(like: torch.Tensor, element: torch.Tensor) -> torch.Tensor:
-    """A fake tensor over ``element``, of the mode and device of ``like``."""
-    assert isinstance(like, FakeTensor)
-    made = fake_over_meta(
-        element, like.fake_mode, like.fake_device, dispatch_keys=like.dispatch_keys
-    )
-    if like.is_conj():
-        set_conj(made, True)
-    if like.is_neg():
-        set_neg(made, True)
-    return made
 
 
 def _held(node: Node, index: int) -> torch.Tensor:

@@ -22,7 +22,7 @@ from gt_trace._torch_internals import (
     saved_tensor_hooks,
     tensor_indices,
 )
-from gt_trace.stamping.fake_values import tensors_in
+from gt_trace.capture.fake_tensors import tensors_in
 from gt_trace.stamping.layer_list import LayerList
 from gt_trace.stamping.recordings import BEFORE, LayerSegment, Origin, ReturnedLeaf, Vocabulary
 from gt_trace.stamping.report import NotStampable

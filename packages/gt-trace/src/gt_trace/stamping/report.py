@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gt_trace.capture.traced_step import TracedStep
+from gt_trace.errors import CaptureError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,3 +63,7 @@ class NotStampable(Exception):  # noqa: N818  # an outcome, which no caller sees
 
 class ReachesTooFar(NotStampable):
     """A value is used further away than the traced layers show; one more of each side may do."""
+
+
+class StampingError(CaptureError):
+    """A stamped capture differs from the full one: a bug of ours. The text says in what."""

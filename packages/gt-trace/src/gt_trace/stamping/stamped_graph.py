@@ -21,8 +21,9 @@ from typing import Any
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
+from gt_trace.capture.fake_tensors import tensors_in
 from gt_trace.capture.graph_inputs import GraphInput
-from gt_trace.stamping.fake_values import StorageOwners, ValueMaker, tensors_in
+from gt_trace.stamping.fake_values import StorageOwners, ValueMaker
 from gt_trace.stamping.node_templates import NodeTemplate, NodeTemplates
 from gt_trace.stamping.numbering import Names, Numbers
 from gt_trace.stamping.references import Reference

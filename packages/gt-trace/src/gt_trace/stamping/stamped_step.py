@@ -10,11 +10,11 @@ import torch
 
 from gt_trace._torch_internals import lazy_graph_module
 from gt_trace.capture.captured_mode import CapturedMode
+from gt_trace.capture.fake_tensors import fake_over
 from gt_trace.capture.flat_inputs import FlatInputs, fake_like
 from gt_trace.capture.graph_inputs import GraphInput, name_placeholders
 from gt_trace.capture.subclass_layout import TensorLayout, flatten_tensor
 from gt_trace.capture.traced_step import TracedStep
-from gt_trace.stamping.fake_values import fake_over
 from gt_trace.stamping.planned_layers import PlannedLayers
 from gt_trace.stamping.recordings import ReturnedLeaf, StreamRecording
 from gt_trace.stamping.report import NotStampable

@@ -33,7 +33,6 @@ from gt_trace.capture.trace import (
     tracing_contexts,
 )
 from gt_trace.capture.traced_step import TracedStep
-from gt_trace.errors import CaptureError
 from gt_trace.stamping.compare_steps import step_differences
 from gt_trace.stamping.layer_difference import layer_difference
 from gt_trace.stamping.layer_list import (
@@ -46,7 +45,13 @@ from gt_trace.stamping.layer_plan import plan_layers
 from gt_trace.stamping.operator_stream import record_step
 from gt_trace.stamping.planned_layers import PlannedLayers
 from gt_trace.stamping.recordings import StreamRecording, Vocabulary
-from gt_trace.stamping.report import NotStampable, ReachesTooFar, StampedCapture, StampReport
+from gt_trace.stamping.report import (
+    NotStampable,
+    ReachesTooFar,
+    StampedCapture,
+    StampingError,
+    StampReport,
+)
 from gt_trace.stamping.stamped_step import WholeStep, stamped_step
 from gt_trace.stamping.stream_difference import require_equal_streams, require_same_when_short
 from gt_trace.stamping.trace_marks import marked_layers
@@ -57,10 +62,6 @@ _KNOWN_FUNCTIONS = frozenset({"torch", "gt_trace"})
 _MOST_KINDS = 8
 """A layer is compared with the latest kinds of layers, and no more than this many: like layers are
 near."""
-
-
-class StampingError(CaptureError):
-    """A stamped capture differs from the full one: a bug of ours. The text says in what."""
 
 
 def trace_step_by_stamping(
