@@ -22,6 +22,7 @@ from gt_passes import (
     PassManager,
     PassReport,
     RecipeError,
+    ShareAllGathers,
     default_passes,
     default_recipe,
     register_pass,
@@ -336,3 +337,15 @@ def test_options_reach_the_pass_manager(context: PassContext, tmp_path):
     assert not report.verified
     assert report.records[0].before.peak_memory_bytes == 5
     assert len(list(tmp_path.glob("*-after.txt"))) == len(manager.passes)
+
+
+def test_gatherings_are_shared_within_a_phase_where_a_plan_gathers_again() -> None:
+    scopes = {
+        is_planned: [
+            each.scope
+            for each in default_passes(CompileConfig(autoparallel=is_planned), graph="STEP")
+            if isinstance(each, ShareAllGathers)
+        ]
+        for is_planned in (False, True)
+    }
+    assert scopes == {False: ["step"], True: ["phase"]}

@@ -63,6 +63,10 @@ class PassContext:
     """Maps the name of a process group to that of one with the same ranks in the same order, for
     which passes may use it."""
 
+    num_live_microbatches: int = 1
+    """How many runs of the graph hold at once what their forwards saved, before their backwards
+    run: the microbatches that are under way in the stage of a pipeline."""
+
     @classmethod
     def from_graph(
         cls, graph_module: GraphModule, *, static_input_names: tuple[str, ...] = ()

@@ -5,6 +5,7 @@ Everything that surrounds a pass is here, so that a pass is only its idea.
 
 from __future__ import annotations
 
+import functools
 import gc
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -41,7 +42,8 @@ class PassManager:
             (``summary.txt``); made if it is missing. Ranks that share a file system need one each.
             The same goes to PyTorch's structured trace, if there is one (``TORCH_TRACE``).
         estimate_peak_bytes: an estimator of peak memory, for the report of every pass. None:
-            ``gt_passes.analysis.liveness.estimate_peak_bytes``, for every pass where there is a
+            ``gt_passes.analysis.liveness.estimate_peak_bytes``, of as many live microbatches as the
+            context says, for every pass where there is a
             ``dump_directory``, else only where ``verify`` is on and a pass declares a bound.
 
     Raises:
@@ -65,7 +67,9 @@ class PassManager:
         self._context = context
         self._verify = verify
         self._dump_directory = dump_directory
-        self._estimate_peak_bytes = estimate_peak_bytes or liveness.estimate_peak_bytes
+        self._estimate_peak_bytes = estimate_peak_bytes or functools.partial(
+            liveness.estimate_peak_bytes, num_live_microbatches=context.num_live_microbatches
+        )
         self._always_estimate = estimate_peak_bytes is not None or dump_directory is not None
 
     def run(self, graph_module: GraphModule) -> PassManagerReport:

@@ -126,7 +126,7 @@ def default_passes(
         PassOrderError: what was left out provides what another pass requires.
     """
     rewriting = [
-        *_clean_up(),
+        *_clean_up(options),
         *_chunking(options.ep_overlap, graph),
         *_memory_policy(options, graph),
         *_fsdp(options, graph, reshard_after_forward=reshard_after_forward),
@@ -134,7 +134,7 @@ def default_passes(
     ]
     compiling = [
         *_flex_attention(options, compiler, flex_attention_options),
-        *_compilation(options, compiler or InductorCompiler()),
+        *_compilation(options, graph, compiler or InductorCompiler()),
     ]
     added = _added_passes(options, in_recipe=[each.name for each in (*rewriting, *compiling)])
     return order_passes(
@@ -146,11 +146,12 @@ def default_passes(
     )
 
 
-def _clean_up() -> Iterator[GraphPass]:
+def _clean_up(options: CompileConfig) -> Iterator[GraphPass]:
     yield RemoveDeadCode()
     yield MergeWaits()
     yield CanonicalizeViews()
-    yield ShareAllGathers()
+    # What a plan gathers again for the backward, it gathers again.
+    yield ShareAllGathers(scope="phase" if options.autoparallel else "step")
 
 
 def _chunking(options: EpOverlapConfig, graph: GraphKind) -> Iterator[GraphPass]:
@@ -236,7 +237,9 @@ def _flex_attention(
         yield CompileFlexAttention(options=flex_attention_options, compiler=compiler)
 
 
-def _compilation(options: CompileConfig, compiler: SubgraphCompiler) -> Iterator[GraphPass]:
+def _compilation(
+    options: CompileConfig, graph: GraphKind, compiler: SubgraphCompiler
+) -> Iterator[GraphPass]:
     if options.inductor_compilation == "regional":
         yield CompileRegions(
             module_patterns=options.regional_modules,
@@ -246,7 +249,7 @@ def _compilation(options: CompileConfig, compiler: SubgraphCompiler) -> Iterator
     if options.inductor_compilation == "full":
         yield CompileWholeGraph(compiler=compiler)
     if options.cuda_graphs:
-        yield CudaGraphs()
+        yield CudaGraphs(whole=graph == "MICROBATCH")
 
 
 def _added_passes(options: CompileConfig, *, in_recipe: Sequence[str]) -> list[GraphPass]:

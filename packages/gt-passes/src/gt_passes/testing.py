@@ -136,8 +136,12 @@ class FakeRecorder:
         """Record a piece at the addresses of its inputs."""
         self.num_recorded += 1
         # Recording computes nothing: this run is on copies, for the shapes of the results.
-        shapes = piece(*(value.clone() for value in inputs))
-        owned = [self._allocated(result) for result in shapes]
+        copies = [_copied(value) for value in inputs]
+        owned = [
+            self._allocated(result) if view is None else view
+            for result in piece(*copies)
+            for view in [_same_view(result, copies, inputs)]
+        ]
         return Recorded(
             recording=FakeRecording(piece, inputs, owned, self._replayed), outputs=owned
         )
@@ -161,6 +165,29 @@ class FakeRecorder:
         owned = _unowned(block)
         weakref.finalize(owned, self._free.append, block)
         return owned
+
+
+def _copied(value: torch.Tensor) -> torch.Tensor:
+    """The same view of a copy of all the memory that it is a view of."""
+    # torch leaves it untyped
+    storage = value.untyped_storage().clone()  # type: ignore[no-untyped-call]
+    return torch.empty(0, dtype=value.dtype).set_(
+        storage, value.storage_offset(), value.size(), value.stride()
+    )
+
+
+def _same_view(
+    result: torch.Tensor, copies: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+) -> torch.Tensor | None:
+    """Of an input's memory, what ``result`` is of its copy; None if it is of none."""
+    for copied, given in zip(copies, inputs, strict=True):
+        if result.untyped_storage().data_ptr() == copied.untyped_storage().data_ptr() != 0:
+            view = torch.empty(0, dtype=result.dtype).set_(
+                given.untyped_storage(), result.storage_offset(), result.size(), result.stride()
+            )
+            vars(view)["_memory_of"] = given  # memory is free when nobody holds any view of it
+            return view
+    return None
 
 
 def _unowned(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 from device_graphs import capture_on
 from expecttest import assert_expected_inline
 from inductor_cases import COMPILER, Model, captured_step, run_on
-from pass_graphs import capture, collectives, program, run_pass, same_bits
+from pass_graphs import capture, collectives, node_of, program, run_pass, same_bits
 from recorded_step_cases import ON_CPU, outputs_captured_and_replayed
 
 from gt_config.node_keys import PipelineAnnotation
@@ -19,6 +19,7 @@ from gt_passes import (
     CudaGraphs,
     DescribeOnly,
     PassContext,
+    PassManager,
     release_cuda_graphs,
 )
 from gt_passes.cuda_graphs.whole_recording import whole_recording
@@ -67,6 +68,49 @@ return [clone_default, _local_scalar_dense, x_1]
         "\n".join(map(str, report.refusals)),
         """_local_scalar_dense: aten::_local_scalar_dense brings a result of the device to the host""",
     )
+
+
+def test_items_of_a_tuple_that_a_pass_set_apart_are_results_of_the_piece():
+    """A recording has tensors at addresses, and no tuples."""
+
+    def step(x, count):
+        values, indices = x.sin().topk(2)
+        n = count.item()
+        return (values * values).exp(), indices + 1, n
+
+    graph_module = capture(step, X, torch.tensor(3))
+    expected = graph_module(X, torch.tensor(3))
+    sync = node_of(graph_module, "_local_scalar_dense")
+    for item in node_of(graph_module, "topk").users:
+        sync.append(item)
+    report = run_pass(recording(), graph_module)
+    assert report.counts["pieces"] == 2
+    assert program(graph_module).count("aten.topk") == 0
+    for _ in range(3):  # as it is, recorded, replayed
+        found = graph_module(X, torch.tensor(3))
+        assert all(map(same_bits, expected[:2], found[:2]))
+
+
+def test_pieces_write_to_one_buffer_one_after_the_other():
+    """The second reads what the first gives: the buffer itself, no copy of it."""
+
+    def step(total, x, count):
+        total.add_(x.sin().sum(0))
+        n = count.item()
+        total.mul_(2).add_(x.cos().sum(0))
+        return x.sum(), n
+
+    total = torch.zeros(8)
+    graph_module = capture(step, total, X, torch.tensor(3))
+    writes = [node for node in graph_module.graph.nodes if "_." in str(node.target)]
+    assert [node.args[0].op for node in writes].count("placeholder") < len(writes)
+    expected = total.clone()
+    context = PassContext.from_graph(graph_module, static_input_names=("total",))
+    PassManager([recording()], context=context).run(graph_module)
+    for _ in range(3):
+        graph_module(total, X, torch.tensor(3))
+        expected = (expected + X.sin().sum(0)) * 2 + X.cos().sum(0)
+        assert torch.allclose(total, expected)
 
 
 def test_a_graph_without_operators_stays_as_it_is():

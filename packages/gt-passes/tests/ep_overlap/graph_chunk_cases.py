@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import copy
+import re
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from inductor_cases import COMPILER
 from moe_steps import StepCase, capture, make_inputs, make_model
+from torch._inductor.utils import fresh_cache, run_and_get_code
 from torch.fx import GraphModule
 
 from gt_config import EpChunkDim
 from gt_config.node_keys import ChunkAnnotation
-from gt_passes import ChunkModules, MergeWaits, PassContext, PassManager
+from gt_passes import (
+    ChunkModules,
+    CompileWholeGraph,
+    MergeWaits,
+    PassContext,
+    PassManager,
+    ScheduleEpOverlap,
+)
 from gt_passes.ep_overlap import (
     ChunkRegions,
     check_joins,
@@ -128,6 +138,46 @@ def compare_with_eager(
         places(eager_step.graph_module),
         places(step.graph_module),
     )
+
+
+def compile_chunks(modules: str) -> tuple[float, list[int], list[int]]:
+    """Chunks, scheduled and then compiled in one program, against the unchunked graph.
+
+    Returns:
+        The largest relative difference of loss and gradients, and for each exchange of tokens the
+        number of products between its launch and its wait, in the graph and in the program.
+    """
+    case = StepCase()
+    inputs = make_inputs(case)
+    whole, chunked = make_model(case), make_model(case)
+    expected = capture(whole, inputs).bind(whole)(*inputs)
+    step = capture(chunked, inputs)
+    chunk(step, modules, "batch", 2)
+    PassManager([ScheduleEpOverlap()], context=context_of(step)).run(step.graph_module)
+    in_graph = _products_behind_exchanges(step.graph_module.code)
+    manager = PassManager([CompileWholeGraph(compiler=COMPILER)], context=context_of(step))
+    with fresh_cache():
+        _, (program,) = run_and_get_code(manager.run, step.graph_module)
+        found = step.bind(chunked)(*inputs)
+    in_program = _products_behind_exchanges(program[program.index("def call(") :])
+    return max(map(relative_difference, expected, found)), in_graph, in_program
+
+
+def _products_behind_exchanges(code: str) -> list[int]:
+    """Of each exchange whose sizes depend on data, in the order of their launches."""
+    launched: dict[str, int] = {}
+    found: dict[str, int] = {}
+    num_products = 0
+    for line in code.splitlines():
+        num_products += bool(re.search(r"\b(\w*mm|\w*mm\.default)\(", line))
+        if launch := re.search(r"(\w+) = .*all_to_all_single\w*(\.default)?\(\w+, \[[a-z_]", line):
+            launched[launch[1]] = num_products
+            continue
+        wait = re.search(r"wait_tensor\w*(?:\.default)?\((\w+)\)", line)
+        if wait and wait[1] in launched:
+            found[wait[1]] = num_products - launched[wait[1]]
+    assert found.keys() == launched.keys()
+    return [found[name] for name in launched]
 
 
 def joins_checked() -> tuple[int, list[str], list[str]]:

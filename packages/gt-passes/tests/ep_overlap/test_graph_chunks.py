@@ -13,7 +13,7 @@ from gt_trace.testing import GlooWorkers
 
 @pytest.fixture(scope="module")
 def workers() -> Iterator[GlooWorkers]:
-    with GlooWorkers(2) as started:
+    with GlooWorkers(2, timeout=600) as started:
         yield started
 
 
@@ -60,6 +60,17 @@ def test_chunks_give_what_the_whole_gives(
         # What reads a chunk is the chunk's, or makes it whole: sums alone, which exist already
         # in the first chunk, may be read as they are.
         assert seen.unannotated == ()
+
+
+@pytest.mark.slow  # compiles with Inductor
+def test_one_compiled_program_computes_the_same_and_hides_less(workers: GlooWorkers):
+    """Which is why gt-config refuses the two together: a reason that ends when this fails."""
+    for worst, in_graph, in_program in workers.run(cases.compile_chunks, "layers.*"):
+        assert worst < 1e-4
+        assert len(in_graph) == NUM_LAYERS * 2 * 2 * 2  # there and back, both phases, two chunks
+        assert sum(num_products > 0 for num_products in in_graph) > len(in_graph) // 2
+        assert len(in_program) == len(in_graph)
+        assert sum(in_program) < sum(in_graph)
 
 
 @pytest.mark.parametrize(

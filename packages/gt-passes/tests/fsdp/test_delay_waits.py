@@ -219,3 +219,74 @@ def test_what_hangs_on_two_waits_moves_with_neither():
         "wait_tensor_2",
     ]
     assert report.counts == {"unshard_waits_moved": 3}
+
+
+def test_along_two_axes_the_first_gathering_is_two_blocks_early():
+    """
+    outer  [= 0 =]        [= 1 =]        [= 2 =]               [= 0 =][= 1 =]   [= 2 =]
+    inner         [= 0 =]        [= 1 =]        [= 2 =]     =>        [= 0 =][= 1 =]   [= 2 =]
+    compute              0              1              2                    00000000 1111111 2
+    """
+
+    def step(a, b, c, x):
+        for number, weight in enumerate((a, b, c)):
+            name = f"layers.{number}.w"
+            x = x.cos() @ gathered(gathered(weight, name), name, group="inner")[:4]
+        return x
+
+    weights = [torch.ones(2, 4) + number for number in range(3)]
+    graph_module = capture(step, *weights, X)
+    run_pass(DelayWaits(), graph_module)
+    report = run_pass(PrefetchAllGathers(), graph_module)
+    assert report.counts == {"prefetched": 4}
+    names = [n.name for n in graph_module.graph.nodes if "gather" in n.name or "wait" in n.name]
+    assert names == [
+        "all_gather_into_tensor", "wait_tensor", "all_gather_into_tensor_1",
+        "all_gather_into_tensor_2", "wait_tensor_2", "all_gather_into_tensor_3",
+        "all_gather_into_tensor_4", "wait_tensor_1",  # block 0 begins, block 2 is launched
+        "wait_tensor_4", "all_gather_into_tensor_5", "wait_tensor_3", "wait_tensor_5",
+    ]  # fmt: skip
+
+
+def test_along_two_axes_reductions_by_one_operator_are_both_delayed():
+    def backward(x, dy):
+        gradients = []
+        for number in (2, 1, 0):
+            name = f"layers.{number}.w"
+            once = reduce_scattered(x.t() @ dy + number, name)
+            gradients.append(reduce_scattered(once, name, group="inner"))
+        return gradients
+
+    graph_module = capture(backward, X, DZ)
+    run_pass(DelayWaits(), graph_module)
+    launches = [n.name for n in graph_module.graph.nodes if "reduce" in n.name or "wait" in n.name]
+    assert launches == [
+        "reduce_scatter_tensor", "reduce_scatter_tensor_2",
+        "wait_tensor", "reduce_scatter_tensor_1", "reduce_scatter_tensor_4",
+        "wait_tensor_2", "reduce_scatter_tensor_3", "wait_tensor_1",
+        "wait_tensor_4", "reduce_scatter_tensor_5", "wait_tensor_3", "wait_tensor_5",
+    ]  # fmt: skip
+
+
+def test_a_wait_does_not_take_along_a_bucket_of_other_gradients():
+    def backward(x, dy):
+        gradients = []
+        for number in (1, 0):
+            name = f"layers.{number}.w"
+            small = reduce_scattered((x.t() @ dy)[:, :2] + number, name, group="inner")
+            with annotate(
+                FsdpCollectiveAnnotation(
+                    kind="reduce_grad", parameter_names=(name,), mesh_axis="fsdp"
+                )
+            ):
+                bucket = torch.cat([small.flatten(), (x.t() @ dy.cos() + number).flatten()])
+            gradients.append(reduce_scattered(bucket, name))
+        return gradients
+
+    graph_module = capture(backward, X, DZ)
+    run_pass(DelayWaits(), graph_module)
+    assert order(graph_module, "cat", "reduce_scatter_tensor_1", "reduce_scatter_tensor_2") == [
+        "cat",
+        "reduce_scatter_tensor_1",
+        "reduce_scatter_tensor_2",
+    ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -14,7 +15,13 @@ from torch.fx import GraphModule
 
 from gt_config import MemoryPolicy
 from gt_config.node_keys import ModuleAnnotation, PhaseAnnotation, ResidencyAnnotation
-from gt_passes import CanonicalizeViews, RecomputeTagged, RemoveDeadCode, TagSavedTensors
+from gt_passes import (
+    CanonicalizeViews,
+    PassManager,
+    RecomputeTagged,
+    RemoveDeadCode,
+    TagSavedTensors,
+)
 from gt_passes.analysis.liveness import estimate_peak_bytes
 from gt_passes.testing import measure_peak_bytes
 from gt_trace.node_metadata import read_annotation, write_annotation
@@ -164,6 +171,21 @@ def test_cannot_recompute_if_that_would_take_more_memory():
     captured = capture_stack([Doubling()])
     (refusal,) = refusals_of(captured, "repeat", "cos", "sum_1")
     assert "recomputing would raise the estimated peak from" in refusal
+
+
+def test_what_waiting_microbatches_save_outweighs_a_higher_peak_of_one():
+    captured = capture_stack([Doubling()])
+    before = copy.deepcopy(captured.graph_module)
+    for name in ("repeat", "cos", "sum_1"):
+        write_annotation(node_of(captured.graph_module, name), RECOMPUTE)
+    waiting = dataclasses.replace(captured.context, num_live_microbatches=4)
+    PassManager([RecomputeTagged()], context=waiting).run(captured.graph_module)
+    after = captured.graph_module
+    assert same_bits(captured.outputs(before), captured.outputs(after))
+    assert estimate_peak_bytes(before) < estimate_peak_bytes(after)
+    assert estimate_peak_bytes(after, num_live_microbatches=4) < estimate_peak_bytes(
+        before, num_live_microbatches=4
+    )
 
 
 def test_cannot_draw_random_numbers_again():

@@ -12,6 +12,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from gt_passes import Verifier
+from gt_passes.analysis.symbol_bindings import bind_symbols_anew
 from gt_passes.errors import GraphInputError
 from gt_passes.verifier.verifier import GraphInterface
 
@@ -339,6 +340,26 @@ def test_accepts_data_dependent_sizes_and_finds_wrong_ones():
     assert "node zeros" in problems(graph_module)
     zeros.meta["val"] = nonzero.meta["val"]
     assert "expected shape [u" in problems(graph_module)
+
+
+def test_finds_a_size_that_two_nodes_find_out():
+    """As a pass leaves it that copies the metadata of a node: each result has its own symbol."""
+
+    def step(splits, others):
+        return torch.zeros(splits.sum().item(), 2), torch.zeros(others.sum().item(), 2)
+
+    graph_module = capture(step, torch.tensor([2, 2]), torch.tensor([1, 2]))
+    assert problems(graph_module) == ""
+    first, second = (n for n in graph_module.graph.nodes if "local_scalar" in n.name)
+    second.meta["unbacked_bindings"] = first.meta["unbacked_bindings"]
+    assert_expected_inline(
+        problems(graph_module),
+        """\
+[fake re-propagation] node _local_scalar_dense_1 (aten._local_scalar_dense.default)
+it says that its result is u0, as _local_scalar_dense does: a compiler would take both for one number""",
+    )
+    bind_symbols_anew(second)
+    assert problems(graph_module) == ""
 
 
 def test_accepts_symbolic_sizes_without_adding_guards():

@@ -100,14 +100,22 @@ class MemoryProfile:
         return "\n".join(lines)
 
 
-def estimate_peak_bytes(graph_module: GraphModule) -> int:
-    """Most bytes that a graph holds at once where it computes; see ``estimate_memory``."""
-    return peak_bytes_of(Storages(graph_module))
+def estimate_peak_bytes(graph_module: GraphModule, *, num_live_microbatches: int = 1) -> int:
+    """Most bytes that runs of a graph hold at once where it computes; see ``estimate_memory``.
+
+    Args:
+        graph_module: with fake values in ``node.meta["val"]``.
+        num_live_microbatches: runs that have saved what their backward will read; one of them
+            is running.
+    """
+    return peak_bytes_of(Storages(graph_module), num_live_microbatches=num_live_microbatches)
 
 
-def peak_bytes_of(storages: Storages) -> int:
+def peak_bytes_of(storages: Storages, *, num_live_microbatches: int = 1) -> int:
     """As ``estimate_peak_bytes``, where the storages are known already."""
-    return _Liveness(storages).peak_bytes()
+    lifetimes = _Liveness(storages)
+    num_waiting = num_live_microbatches - 1
+    return lifetimes.peak_bytes() + (num_waiting * lifetimes.saved_bytes() if num_waiting else 0)
 
 
 def peak_bytes_made_by(graph_module: GraphModule, makers: Collection[Node]) -> int:
@@ -178,6 +186,16 @@ class _Liveness:
 
     def peak_bytes(self, makers: frozenset[Node] | None = None) -> int:
         return max(self._live_curve(on_host=False, makers=makers), default=0)
+
+    def saved_bytes(self) -> int:
+        """What the forward leaves for the backward, of the device where the graph computes."""
+        return sum(
+            num_bytes
+            for num_bytes, kind, on_host in zip(
+                self._storages.num_bytes, self._kinds(), self._on_host, strict=True
+            )
+            if kind == "saved for backward" and not on_host
+        )
 
     def profile(self) -> MemoryProfile:
         live = self._live_curve(on_host=False)

@@ -45,6 +45,10 @@ class SymbolSizes:
         """Symbols that were asked for and had neither value nor hint, in order of first use."""
         return tuple(self._assumed_symbols)
 
+    def add(self, sizes: Mapping[str, int]) -> None:
+        """Take values of further symbols, before anything asks for these."""
+        self._sizes.update(sizes)
+
     def knows(self, size: int | torch.SymInt) -> bool:
         """Whether nothing would have to be assumed for a size."""
         if not isinstance(size, torch.SymInt):

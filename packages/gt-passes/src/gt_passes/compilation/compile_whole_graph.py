@@ -21,8 +21,9 @@ class CompileWholeGraph(GraphPass):
     """Make the whole graph one region, compiled by Inductor for CPU (C++) or GPU (Triton).
 
     The graph keeps its inputs and outputs, and writes to parameters and buffers stay. Collectives
-    are compiled in their order, and waits stay where they are: by default Inductor may fuse, and
-    not reorder (``InductorCompiler.keep_order``).
+    are compiled in their order: by default Inductor may fuse, and not reorder
+    (``InductorCompiler.keep_order``). A fused kernel stands where the first of its operators stood,
+    so that what another of them waits for is waited for earlier than in the graph.
 
     *Before*::
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import operator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -14,9 +15,10 @@ from gt_config.graph_kinds import (
     COMPUTING_ACTIONS,
     JOINT_GRAPHS,
     PIPELINE_ACTIONS,
+    STEP_GRAPHS,
     GraphKind,
 )
-from gt_config.node_keys import PipelineAnnotation
+from gt_config.node_keys import PipelineAction, PipelineAnnotation
 from gt_config.numerics import Numerics
 from gt_passes._torch_internals import quiet_fake_execution, value_of
 from gt_passes.analysis.aliasing import AliasClasses
@@ -62,10 +64,11 @@ class CudaGraphs(GraphPass):
         kept = clone(v)
         return kept, n
 
-    The graph of a pipeline's action is cut into no pieces: what one microbatch keeps must outlive
-    the replay for the next. Where all of it can be recorded, it is marked. Where all graphs of a
-    rank are, a whole step is recorded (``gt_pipeline.graph.replayed_steps``), else each marked
-    action that computes, once for each place of a microbatch (``recorded_actions``, there).
+    The graph of a pipeline's action, and that of a microbatch that shares what it gathers and sums,
+    is cut into no pieces: what one microbatch keeps must outlive the replay for the next. Where all
+    of it can be recorded, it is marked. Where all graphs of a step are, the whole step is recorded
+    (``gt_pipeline.graph.step_recording``), else each marked action of a pipeline that computes,
+    once for each place of a microbatch (``recorded_actions``, there).
 
     *Refuses*: what cannot be recorded, node by node with the reason, such as regions that copy to
     the host by themselves; everything where there is no CUDA. Run it last: a compiler cannot look
@@ -76,7 +79,9 @@ class CudaGraphs(GraphPass):
 
     name: ClassVar[str] = "cuda-graphs"
     numerics: ClassVar[Numerics] = "bitwise"
-    runs_on: ClassVar[frozenset[GraphKind]] = frozenset({"STEP", *JOINT_GRAPHS, *PIPELINE_ACTIONS})
+    runs_on: ClassVar[frozenset[GraphKind]] = frozenset(
+        {*STEP_GRAPHS, *JOINT_GRAPHS, *PIPELINE_ACTIONS}
+    )
     keeps_dataflow: ClassVar[bool] = False
 
     target: CaptureTarget = field(default_factory=CaptureTarget)
@@ -95,6 +100,10 @@ class CudaGraphs(GraphPass):
     max_recordings: int = 8
     """How often parameters may be replaced before that is an error."""
 
+    whole: bool = False
+    """Whether whoever runs the graph records all of it, together with others. So it is in a
+    pipeline, whatever is said here."""
+
     @property
     def bounds(self) -> ChangeBounds:
         """Copies of inputs and outputs, and intermediates that stay reserved, are not bounded."""
@@ -109,8 +118,11 @@ class CudaGraphs(GraphPass):
             reason = "this machine has no CUDA, so nothing of the graph can be recorded"
             refusals = (Refusal(node_name="the graph", reason=reason),) if calls else ()
             return PassReport(changed=False, refusals=refusals)
-        if any(read_annotation(node, PipelineAnnotation) is not None for node in calls):
-            return self._mark_action(graph_module, context, calls)
+        annotations = (read_annotation(node, PipelineAnnotation) for node in calls)
+        actions = {each.action for each in annotations if each is not None}
+        if self.whole or actions:
+            return self._mark(graph_module, context, calls, actions)
+        has_moved = _settle_items(graph_module.graph)
         parts = partition(
             graph_module,
             self.target,
@@ -123,7 +135,7 @@ class CudaGraphs(GraphPass):
             counts["outputs_copied"] = _copy_outputs(graph_module.graph, context)
             counts |= _bytes_kept(graph_module, memories)
         return PassReport(
-            changed=bool(parts.pieces),
+            changed=has_moved or bool(parts.pieces),
             counts=counts,
             refusals=tuple(
                 Refusal(node_name=obstacle.node.name, reason=obstacle.reason)
@@ -131,10 +143,21 @@ class CudaGraphs(GraphPass):
             ),
         )
 
-    def _mark_action(
-        self, graph_module: GraphModule, context: PassContext, calls: Sequence[Node]
+    def _mark(
+        self,
+        graph_module: GraphModule,
+        context: PassContext,
+        calls: Sequence[Node],
+        actions: Collection[PipelineAction],
     ) -> PassReport:
-        """Mark an action's graph to be recorded as a whole, or say what is in the way."""
+        """Mark a graph to be recorded as a whole, or say what is in the way.
+
+        Args:
+            graph_module: see ``run``.
+            context: see ``run``.
+            calls: its nodes.
+            actions: of the pipeline, if it is one's.
+        """
         obstacles = find_obstacles(
             graph_module, self.target, num_static_inputs=context.num_static_inputs
         )
@@ -145,12 +168,11 @@ class CudaGraphs(GraphPass):
                 reason="each microbatch has host memory of its own, and a CUDA graph one address",
             )
             for node in calls
-            if is_host_copy(node)
+            if actions and is_host_copy(node)
         ]
         if refusals:
             return PassReport(changed=False, refusals=tuple(refusals))
-        annotations = (read_annotation(node, PipelineAnnotation) for node in calls)
-        alone = any(each is not None and each.action in COMPUTING_ACTIONS for each in annotations)
+        alone = not COMPUTING_ACTIONS.isdisjoint(actions)
         if alone and num_kernels(calls) < self.min_kernels:
             alone, reason = False, f"fewer than {self.min_kernels} kernels stand together here"
             refusals.append(Refusal(node_name=calls[0].name, reason=reason))
@@ -202,6 +224,27 @@ def release_cuda_graphs(graph_module: GraphModule) -> None:
         runner = _runner(node)
         if runner is not None:
             runner.session.release()
+
+
+def _settle_items(graph: Graph) -> bool:
+    """Put every item of a tuple right behind the node that makes the tuple; whether any moved.
+
+    A recording leaves tensors, no tuples. A pass that reorders may have set an item apart.
+    """
+    has_moved = False
+    for node in list(graph.find_nodes(op="call_function", target=operator.getitem)):
+        source = node.all_input_nodes[0]
+        place = source
+        while place is not node and _is_item(place.next, source):
+            place = place.next
+        if place is not node:
+            place.append(node)
+            has_moved = True
+    return has_moved
+
+
+def _is_item(node: Node, source: Node) -> bool:
+    return node.target is operator.getitem and node.args[0] is source
 
 
 def _bytes_kept(graph_module: GraphModule, memories: Sequence[PieceMemory]) -> dict[str, int]:

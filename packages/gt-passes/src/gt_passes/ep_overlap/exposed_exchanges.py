@@ -54,7 +54,8 @@ def exposed_exchanges(graph_module: GraphModule) -> tuple[ExposedExchange, ...]:
 
     Compute is an operator that makes a tensor of tensors on the device: no view, no collective, no
     wait, no reading of the host, nothing that only allocates or fills. A chunk of another region in
-    the same direction counts too, as where blocks chain; what belongs to no chunk does not.
+    the same direction counts too, as where blocks chain; what belongs to no chunk does not. A
+    region counts as the operators that it was made of.
 
     Args:
         graph_module: a graph with chunk annotations.
@@ -109,6 +110,9 @@ def _flights(
 
 
 def _computes_for_another(node: Node, own: ChunkAnnotation) -> bool:
+    region = region_of(node)
+    if region is not None:
+        return any(_computes_for_another(inner, own) for inner in region.body.graph.nodes)
     other = read_annotation(node, ChunkAnnotation)
     if other is None or other.role != "body" or other.direction != own.direction:
         return False

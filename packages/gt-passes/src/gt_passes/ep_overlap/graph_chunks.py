@@ -41,6 +41,7 @@ from gt_config import EpChunkDim
 from gt_config.node_keys import ChunkAnnotation, ChunkRole, ModuleAnnotation, PhaseAnnotation
 from gt_passes._torch_internals import FakeTensorMode, quiet_fake_execution, value_of
 from gt_passes.analysis.node_calls import evaluate
+from gt_passes.analysis.symbol_bindings import bind_symbols_anew
 from gt_passes.analysis.tensor_signature import signature
 from gt_passes.ep_overlap.chunk_plan import ChunkPlan, plan_chunks
 from gt_passes.ep_overlap.chunk_states import Layout, Partial, Sharded, State, Whole, layout_of
@@ -171,6 +172,7 @@ class _Writer:
         if not self._restrided.isdisjoint(node.all_input_nodes):
             before = signature(value_of(node))
             node.meta["val"] = evaluate(node)
+            bind_symbols_anew(node)
             if signature(value_of(node)) != before:
                 self._restrided.add(node)
 
@@ -218,6 +220,7 @@ class _Writer:
         where = f"{node.name} ({node.target}) in {region}"
         try:
             new.meta["val"] = evaluate(new)
+            bind_symbols_anew(new)
         except Exception as error:
             problem = f"does not run on chunk {chunk}: {str(error).strip().splitlines()[0]}"
             raise GraphChunkingError([f"{where} {problem}"]) from error

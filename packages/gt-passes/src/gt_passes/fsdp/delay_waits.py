@@ -14,7 +14,7 @@ from gt_passes.analysis.code_motion import CodeMotion
 from gt_passes.analysis.collectives import is_collective, is_wait
 from gt_passes.analysis.fsdp_collective import fsdp_collective
 from gt_passes.contract import PassContext, PassReport
-from gt_passes.fsdp.fsdp_launches import FsdpLaunch
+from gt_passes.fsdp.fsdp_launches import FsdpLaunch, chain_levels
 from gt_passes.fsdp.fsdp_pass import FsdpPass
 from gt_passes.registry import register_pass
 
@@ -89,12 +89,14 @@ def _delay_reductions(graph: Graph, launches: Iterable[FsdpLaunch], blocks_behin
     reductions = [each for each in launches if each.kind == "reduce_grad"]
     shared = _nodes_of_several_waits(graph)
     num_moved = 0
-    # In hybrid sharding a reduce-scatter's wait is followed by an all-reduce, which can only move
-    # once the wait for it has, which then has further to go: last first, and once more.
-    targets = list(dict.fromkeys(each.launch.target for each in reductions))
-    for target in (*reversed(targets), *targets[1:]):
+    # A wait may be followed by a reduction along another axis (the all-reduce of hybrid sharding),
+    # which can only move once the wait for that one has, which then has further to go: last first,
+    # and once more.
+    level_of = chain_levels(graph)
+    levels = sorted({level_of[each.launch] for each in reductions})
+    for level in (*reversed(levels), *levels[1:]):
         motion = CodeMotion(graph)
-        alike = [each for each in reductions if each.launch.target is target]
+        alike = [each for each in reductions if level_of[each.launch] == level]
         number = {block: n for n, block in enumerate(dict.fromkeys(each.block for each in alike))}
         last_of = {number[each.block]: each.launch for each in alike}
         end_of: dict[Node, Node] = {}  # what was moved behind a launch last
@@ -114,17 +116,24 @@ def _delay_reductions(graph: Graph, launches: Iterable[FsdpLaunch], blocks_behin
 
 
 def _nodes_of_several_waits(graph: Graph) -> set[Node]:
-    """The FSDP nodes that hang on several waits, which would each move them elsewhere.
+    """The FSDP nodes that hang on a wait and on something else, which would move them elsewhere.
 
-    A bucket over one mesh axis reads several of another, where parameters are sharded over both.
+    A bucket over one mesh axis reads several of another, where parameters are sharded over both,
+    and gradients that are reduced along the one axis alone.
     """
     waits_of: dict[Node, frozenset[Node]] = {}
+    shared: set[Node] = set()
     for node in graph.nodes:
         if fsdp_collective(node) is None:
             continue
-        before = (waits_of.get(source, frozenset()) for source in node.all_input_nodes)
-        waits_of[node] = frozenset({node}) if is_wait(node) else frozenset().union(*before)
-    return {node for node, waits in waits_of.items() if len(waits) > 1}
+        if is_wait(node):
+            waits_of[node] = frozenset({node})
+            continue
+        before = [waits_of.get(source, frozenset()) for source in node.all_input_nodes]
+        waits_of[node] = frozenset[Node]().union(*before)
+        if len(waits_of[node]) > 1 or (waits_of[node] and not all(before)):
+            shared.add(node)
+    return shared
 
 
 def _annotated_dependents(wait: Node, motion: CodeMotion, shared: Collection[Node]) -> list[Node]:

@@ -123,6 +123,19 @@ def find_fsdp_launches(
     return FsdpLaunches(launches=tuple(launches), refusals=tuple(refusals))
 
 
+def chain_levels(graph: Graph) -> dict[Node, int]:
+    """How many FSDP collectives each FSDP node waits for, one after another.
+
+    A parameter that two mesh axes shard is gathered along one, then along the other.
+    """
+    levels: dict[Node, int] = {}
+    for node in graph.nodes:
+        if fsdp_collective(node) is not None:
+            before = max((levels.get(source, 0) for source in node.all_input_nodes), default=0)
+            levels[node] = before + is_wait(node)
+    return levels
+
+
 def _reason_against(node: Node) -> str | None:
     users = list(node.users)
     if len(users) != 1 or not is_wait(users[0]):

@@ -52,7 +52,7 @@ class RecomputeTagged(GraphPass):
 
     *Refuses*, and tags ``save``: to recompute what ``recomputability`` rules out (random operators,
     unknown operators, memory that is written to later, ...); and to recompute anything if that
-    would raise the estimated peak memory.
+    would raise the estimated peak memory, of as many microbatches as the context says are live.
 
     *Preserves numerics*: yes. The same operators read the same bits.
     """
@@ -79,9 +79,10 @@ class RecomputeTagged(GraphPass):
         )
         if not recomputation.late_reads:
             return PassReport.of({}, recomputation.refusals)
-        before = peak_bytes_of(recomputation.storages)
+        num_live = context.num_live_microbatches
+        before = peak_bytes_of(recomputation.storages, num_live_microbatches=num_live)
         recomputation.apply()
-        after = estimate_peak_bytes(graph_module)
+        after = estimate_peak_bytes(graph_module, num_live_microbatches=num_live)
         if after > before:
             recomputation.undo()
             (first, *_) = recomputation.late_reads

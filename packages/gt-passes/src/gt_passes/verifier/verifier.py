@@ -2,9 +2,9 @@
 
 It checks that the graph is well-formed SSA in execution order, that its inputs and outputs are
 those of the capture, that fake re-propagation gives every recorded shape, stride, dtype and device,
-that every collective is waited for once and read only then, and that nothing races with a
-collective in flight. What needs the graph before a pass is in ``verification_session``, what needs
-the graphs of other ranks in ``collective_order``.
+that no two nodes find out the same size, that every collective is waited for once and read only
+then, and that nothing races with a collective in flight. What needs the graph before a pass is in
+``verification_session``, what needs the graphs of other ranks in ``collective_order``.
 
 XLA verifies around its passes even in release builds, and MLIR after every pass, for the reason
 that stands here too: a pass that breaks a graph is found at that pass, not in a loss curve.
@@ -21,9 +21,11 @@ from torch.fx.node import map_arg
 
 from gt_passes._torch_internals import fake_mode_of, value_of
 from gt_passes.analysis.graph_scan import GraphScan, GraphScanner
+from gt_passes.analysis.symbol_bindings import symbols_bound_by
 from gt_passes.analysis.tensor_signature import describe, signature
 from gt_passes.contract import PassContext
 from gt_passes.graph_problem import GraphProblem
+from gt_passes.verifier.bound_symbols import find_symbol_problems
 from gt_passes.verifier.collective_races import find_race_problems
 from gt_passes.verifier.collective_waits import find_wait_problems
 from gt_passes.verifier.memory_order import MemoryOrder
@@ -117,6 +119,7 @@ class Verifier:
         if interface is not None:
             problems += interface.find_differences(GraphInterface.of(graph_module))
         problems += self._repropagator.find_problems(scan, fake_mode)
+        problems += find_symbol_problems(scan.position)
         problems += find_wait_problems(scan, tolerated=tolerated_waits)
         if is_well_formed:
             problems += find_race_problems(MemoryOrder.of(scan))
@@ -154,6 +157,8 @@ class Verifier:
         if _touches_interface(before, after, reached):
             problems += interface.find_differences(GraphInterface.of(graph_module))
         problems += self._repropagator.find_problems(after, fake_mode, only=reached)
+        if any(map(symbols_bound_by, changed)):
+            problems += find_symbol_problems(after.position)
         problems += find_wait_problems(after, tolerated=tolerated_waits)
         return tuple(problems)
 
