@@ -9,9 +9,18 @@ from stage_models import Block, CountingBlock
 from torch import nn
 
 from gt_config.node_keys import FsdpCollectiveAnnotation
+from gt_passes import CudaGraphs, PassContext
+from gt_passes.cuda_graphs.cuda_graph_safety import CaptureTarget
+from gt_passes.testing import FakeRecorder
 from gt_pipeline.errors import StageCutError
-from gt_pipeline.graph import AccumulatedStep, cut_accumulation
-from gt_trace import InputMismatchError, module_fqn, phase_of, write_annotation
+from gt_pipeline.graph import AccumulatedStep, AccumulationGraphs, cut_accumulation
+from gt_trace import (
+    InputMismatchError,
+    StateMismatchError,
+    module_fqn,
+    phase_of,
+    write_annotation,
+)
 from gt_trace.testing import GlooWorkers
 
 
@@ -67,6 +76,83 @@ def test_gradients_may_share_memory_with_themselves_or_be_missing():
     assert torch.equal(shift, torch.full(BATCH, 2.0 * x_elements()))
     assert shift.stride() == module.shift.stride()
     assert unused is None
+
+
+def marked(module: nn.Module, num_microbatches: int, recorder: FakeRecorder) -> AccumulationGraphs:
+    """The step of a module, cut, and marked to be recorded as a whole."""
+    graphs = cut(module, num_microbatches)
+    record = CudaGraphs(
+        target=CaptureTarget(device_type="cpu"), new_recorder=lambda: recorder, whole=True
+    )
+    for each in graphs.graphs:
+        context = PassContext.from_graph(
+            each.graph_module, static_input_names=each.static_input_names
+        )
+        assert not record.run(each.graph_module, context).refusals
+    return graphs
+
+
+@pytest.mark.parametrize("num_microbatches", [2, 4])
+def test_a_replayed_step_is_one_launch_and_keeps_every_bit(num_microbatches: int):
+    torch.manual_seed(0)
+    module, reference = CountingBlock(), CountingBlock()
+    reference.load_state_dict(module.state_dict())
+    recorder = FakeRecorder()
+    step = AccumulatedStep(marked(module, num_microbatches, recorder), module)
+    plain = AccumulatedStep(cut(reference, num_microbatches), reference)
+    kept = []
+    for number in range(4):
+        given = [(x + number, y) for x, y in batches(num_microbatches)]
+        found, expected = step(iter(given)), plain(iter(given))
+        kept.append((found, expected))
+        assert recorder.num_replays == number, "the first step runs as it is"
+        assert torch.equal(module.seen, reference.seen)
+    assert recorder.num_recorded == 1
+    for found, expected in kept:  # later launches leave what earlier ones gave
+        assert all(map(torch.equal, found.gradients, expected.gradients))
+        for own, its in zip(found.results, expected.results, strict=True):
+            assert all(map(torch.equal, own, its))
+    step.release()
+    assert recorder.num_resets == 1
+
+
+def test_a_replayed_step_gives_none_for_what_is_not_used_and_reads_new_parameters():
+    recorder = FakeRecorder()
+    module = Shifted()
+    step = AccumulatedStep(marked(module, 2, recorder), module)
+    given = [(x, torch.ones(BATCH)) for x, _ in batches(2)]
+    for number in range(4):
+        if number == 2:
+            module.shift = nn.Parameter(torch.ones(BATCH))
+        found = step(given)
+        shift, unused = found.gradients
+        assert torch.equal(shift, torch.full(BATCH, 2.0 * x_elements()))
+        assert unused is None
+        ((first,), _) = found.results
+        expected = x_elements() * (given[0][0] + module.shift.detach()).sum()
+        assert first.item() == pytest.approx(expected.item(), rel=1e-5)
+    assert (recorder.num_recorded, recorder.num_replays) == (2, 2)
+
+
+def test_a_step_that_is_replayed_refuses_any_bad_microbatch_before_the_launch():
+    recorder = FakeRecorder()
+    module = CountingBlock()
+    step = AccumulatedStep(marked(module, 2, recorder), module)
+    first, (x, y) = batches(2)
+    for _ in range(2):
+        step([first, (x, y)])
+    seen = module.seen.clone()
+    with pytest.raises(InputMismatchError):
+        step([first, (x[:2], y[:2])])
+    with pytest.raises(ValueError, match="1 microbatches were given, and 2 captured"):
+        step([first])
+    with pytest.raises(ValueError, match="3 microbatches were given, and 2 captured"):
+        step([first, first, first])
+    module.eval()
+    with pytest.raises(StateMismatchError):
+        step([first, first])
+    assert recorder.num_replays == 1
+    assert torch.equal(module.seen, seen)
 
 
 def x_elements() -> int:

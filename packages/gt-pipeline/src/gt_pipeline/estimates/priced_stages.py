@@ -45,7 +45,8 @@ class PricedStages:
         stages: for each stage of the pipeline the one that was captured for it; equal stages may
             share one. All with the same fake mode.
         schedule: of the whole pipeline.
-        cost_model: prices nodes and transfers; it knows ``symbol_sizes_of`` the stages.
+        cost_model: prices nodes and transfers; it knows ``symbol_sizes_of`` the stages, and is told
+            of sizes that are found out in graphs of two actions.
         ranks: the global rank of each pipeline rank, on one of the pipelines that run side by side.
         group_labels: as for ``simulate_step``.
     """
@@ -67,6 +68,7 @@ class PricedStages:
         self._programs: dict[Hashable, GraphProgram] = {}
         self._simulations: dict[Hashable, StepSimulation] = {}
         self._pair_memory: dict[Hashable, ActionMemory] = {}
+        self._pairs: dict[Hashable, torch.fx.GraphModule] = {}
         sizes = cost_model.sizes.sizes
         of_kind = {each: StageMemory.of(each, symbol_sizes=sizes) for each in self._stages}
         self.memory: Mapping[int, StageMemory] = {
@@ -142,8 +144,13 @@ class PricedStages:
             return (stage.stage_index, kind), stage.actions[kind].graph_module
         backward = action.parts[1]
         other, backward_kind = self._stages[backward.stage], backward.kind
-        pair = stage.overlapped_action(other, cast("OverlappedBackward", backward_kind))
-        return (stage.stage_index, other.stage_index, backward_kind), pair.graph_module
+        key = (stage.stage_index, other.stage_index, backward_kind)
+        if key not in self._pairs:
+            pair = stage.overlapped_action(other, cast("OverlappedBackward", backward_kind))
+            known = self._cost_model.sizes
+            known.add(balanced_exchange_sizes(pair.graph_module, sizes=known.sizes))
+            self._pairs[key] = pair.graph_module
+        return key, self._pairs[key]
 
     def _program(self, action: Action) -> GraphProgram:
         key, graph_module = self._graph(action)

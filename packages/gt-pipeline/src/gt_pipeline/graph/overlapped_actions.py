@@ -25,6 +25,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from gt_config.node_keys import PipelineAnnotation
 from gt_passes import PassContext, PassManager
+from gt_passes.analysis.symbol_bindings import renew_symbols, symbols_bound_by, symbols_of
 from gt_pipeline.errors import StageCutError
 from gt_pipeline.graph.action_graph import ActionGraph, append_graph
 from gt_pipeline.graph.interleave_actions import InterleaveActions
@@ -97,6 +98,7 @@ def concatenate_actions(forward: ActionGraph, backward: ActionGraph) -> Overlapp
     take("f", forward, forward.inputs[forward.num_static :], of_forward)
     attributes = nn.Module()
     append_graph(graph, attributes, backward, of_backward)
+    num_of_backward = len(graph.nodes)
     append_graph(graph, attributes, forward, of_forward)
     graph.output(
         (
@@ -108,10 +110,12 @@ def concatenate_actions(forward: ActionGraph, backward: ActionGraph) -> Overlapp
         annotation = read_annotation(node, PipelineAnnotation)
         if annotation is not None and annotation.action == "FORWARD":
             write_annotation(node, replace(annotation, slot=1))
+    graph_module = GraphModule(attributes, graph)
+    _give_forward_its_own_sizes(graph_module, num_of_backward)
     action = ActionGraph(
         kind="OVERLAP_F_B",
         stage_index=forward.stage_index,
-        graph_module=GraphModule(attributes, graph),
+        graph_module=graph_module,
         inputs=(
             *backward.static_inputs,
             *forward_own,
@@ -123,6 +127,17 @@ def concatenate_actions(forward: ActionGraph, backward: ActionGraph) -> Overlapp
     return OverlappedActions(
         action=action, forward=forward, backward=backward, forward_static=tuple(own)
     )
+
+
+def _give_forward_its_own_sizes(graph_module: GraphModule, num_before: int) -> None:
+    """Two microbatches of a stage find out two sizes; their graphs were cut from one trace."""
+    nodes = list(graph_module.graph.nodes)
+    taken = set().union(
+        *(symbols_bound_by(node) for node in nodes[:num_before]),
+        *(symbols_of(node.meta.get("val")) for node in nodes if node.op == "placeholder"),
+    )
+    if taken:
+        renew_symbols(nodes[num_before:-1], taken, PassContext.from_graph(graph_module).fake_mode)
 
 
 def _check_fake_modes(forward: ActionGraph, backward: ActionGraph) -> None:

@@ -9,8 +9,7 @@ in places (``recorded_actions``), and no gathered parameter is copied. Then a st
 2. one launch;
 3. gradients and losses, copied from where it leaves them: they outlive the next launch.
 
-Parameters and buffers are read where they are. If one has moved, a step runs as it is, and the next
-one is recorded anew. Evaluations run as they are.
+Parameters and buffers are read where they are (``step_recording``). Evaluations run as they are.
 
 Why it is built so: docs/decisions/0025-recorded-and-offloading-stages.md.
 """
@@ -22,14 +21,10 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
-from gt_passes.cuda_graphs.cuda_graph_replay import Recorder, Recording
-from gt_passes.cuda_graphs.piece_memory import Place, without_repeats
 from gt_passes.cuda_graphs.whole_recording import WholeRecording
-from gt_passes.errors import CudaGraphAddressError
-from gt_pipeline.graph._torch_internals import copy_all
+from gt_pipeline.graph.step_recording import StepRecording
 from gt_pipeline.runner.stage_protocol import ComputedStep, MicrobatchInputs
 from gt_trace import TensorLayout, flatten_tensor, unflatten_tensor
 
@@ -66,16 +61,6 @@ class RecordableStage(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _RecordedStep:
-    recording: Recording
-    inputs: Sequence[Tensor]
-    """Where it reads microbatches."""
-
-    addresses: Mapping[str, int]
-    """Of the state that it reads."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Form:
     """How the flat results of a recording make up what a step computed."""
 
@@ -97,12 +82,8 @@ class ReplayedSteps:
 
     def __init__(self, stages: Mapping[int, RecordableStage], how: WholeRecording) -> None:
         self._stages = stages
-        self._how = how
-        self._recorder: Recorder | None = None
-        self._recorded: _RecordedStep | None = None
+        self._recording = StepRecording(how)
         self._form: _Form | None = None
-        self._num_steps = 0
-        self._num_forgotten = 0
 
     def run(
         self, microbatches: Sequence[MicrobatchInputs], compute: Callable[[], ComputedStep]
@@ -119,82 +100,41 @@ class ReplayedSteps:
             CudaGraphAddressError: parameters were replaced too often.
             StageInputError, gt_trace.StateMismatchError: as ``GraphPipelineStage.forward``.
         """
-        self._num_steps += 1
-        if self._num_steps <= self._how.num_warmup_runs:
-            return None
-        state = {index: stage.state_tensors() for index, stage in self._stages.items()}
-        # Another thread may drop it meanwhile: that of a step which has failed elsewhere.
-        recorded = self._recorded
-        if recorded is not None and self._has_moved(recorded, state):
-            return None
-        given = [
-            [stage.plain_inputs(each) for each in microbatches] for stage in self._stages.values()
-        ]
-        for stage in self._stages.values():
-            stage.check_state()
-        if recorded is None:
-            self._recorded = recorded = self._record(state, given, compute)
-        else:
-            _copy(_flat(given), recorded.inputs)
-        recorded.recording.replay()
-        return self._computed(recorded.recording.outputs)
+        stages = self._stages.values()
+        states = {index: stage.state_tensors() for index, stage in self._stages.items()}
+        given: list[list[list[Tensor]]] = []
 
-    def release(self) -> None:
-        """Drop the recording, before process groups go: it keeps communicators alive."""
-        self._recorded = None
-        if self._recorder is not None:
-            self._recorder.reset()
+        def read_inputs() -> list[Tensor]:
+            given.extend([stage.plain_inputs(each) for each in microbatches] for stage in stages)
+            for stage in stages:
+                stage.check_state()
+            return [tensor for of_stage in given for each in of_stage for tensor in each]
 
-    def _has_moved(
-        self, recorded: _RecordedStep, state: Mapping[int, Mapping[str, Tensor]]
-    ) -> bool:
-        """Whether what the recording reads lies elsewhere now; it is dropped then."""
-        addresses = _addresses(state)
-        if addresses == recorded.addresses:
-            return False
-        self._num_forgotten += 1
-        if self._num_forgotten >= self._how.max_recordings:
-            before = recorded.addresses
-            moved = [name for name, address in addresses.items() if before.get(name) != address]
-            raise CudaGraphAddressError(moved, num_recordings=self._num_forgotten)
-        self.release()
-        return True
-
-    def _record(
-        self,
-        state: Mapping[int, Mapping[str, Tensor]],
-        given: Sequence[Sequence[Sequence[Tensor]]],
-        compute: Callable[[], ComputedStep],
-    ) -> _RecordedStep:
-        """``given`` are what each stage reads of each microbatch."""
-        if self._recorder is None:
-            self._recorder = self._how.new_recorder()
-        inputs = []
-        for each in _flat(given):
-            place = Place.of(each)
-            inputs.append(place.view(self._recorder.memory(place.end, each.device)))
-        _copy(_flat(given), inputs)
-        states = [tensor for of_stage in state.values() for tensor in of_stage.values()]
-
-        def piece(*tensors: Tensor) -> tuple[Tensor, ...]:
-            left = iter(tensors)
-            reads = [tuple(islice(left, len(of_stage))) for of_stage in state.values()]
-            for stage, of_state, of_stage in zip(self._stages.values(), reads, given, strict=True):
+        def computed(state: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+            state_left, inputs_left = iter(state), iter(inputs)
+            for stage, of_state, of_stage in zip(stages, states.values(), given, strict=True):
                 stage.reads = StageReads(
-                    state=of_state,
-                    inputs=tuple(tuple(islice(left, len(each))) for each in of_stage),
+                    state=tuple(islice(state_left, len(of_state))),
+                    inputs=tuple(tuple(islice(inputs_left, len(each))) for each in of_stage),
                 )
             try:
                 return self._flattened(compute())
             finally:
-                for stage in self._stages.values():
+                for stage in stages:
                     stage.reads = None
                     stage.discard()
 
-        recorded = self._recorder.record(piece, [*states, *inputs])
-        return _RecordedStep(
-            recording=recorded.recording, inputs=inputs, addresses=_addresses(state)
-        )
+        state = {
+            f"stage {index}, {name}": tensor
+            for index, of_stage in states.items()
+            for name, tensor in of_stage.items()
+        }
+        results = self._recording.run(state, read_inputs, computed)
+        return None if results is None else self._computed(results)
+
+    def release(self) -> None:
+        """Drop the recording, before process groups go: it keeps communicators alive."""
+        self._recording.release()
 
     def _flattened(self, computed: ComputedStep) -> tuple[Tensor, ...]:
         place_of = {
@@ -215,13 +155,9 @@ class ReplayedSteps:
         )
         return tuple(flat)
 
-    def _computed(self, outputs: Sequence[Tensor]) -> ComputedStep:
-        """What the launch has left, copied."""
+    def _computed(self, results: Sequence[Tensor]) -> ComputedStep:
         assert self._form is not None
-        copies = [torch.empty_like(each) for each in outputs]
-        if copies:
-            copy_all(copies, outputs)
-        left = iter(copies)
+        left = iter(results)
         parameters = {index: stage.parameters() for index, stage in self._stages.items()}
         gradients = [
             (
@@ -230,22 +166,5 @@ class ReplayedSteps:
             )
             for index, name, layout in self._form.gradients
         ]
-        results = tuple(tuple(islice(left, count)) for count in self._form.num_results)
-        return ComputedStep(gradients=gradients, results=results)
-
-
-def _addresses(state: Mapping[int, Mapping[str, Tensor]]) -> dict[str, int]:
-    return {
-        f"stage {index}, {name}": tensor.data_ptr()
-        for index, of_stage in state.items()
-        for name, tensor in of_stage.items()
-    }
-
-
-def _flat(given: Sequence[Sequence[Sequence[Tensor]]]) -> list[Tensor]:
-    return [tensor for of_stage in given for each in of_stage for tensor in each]
-
-
-def _copy(given: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-    for source, target in zip(given, inputs, strict=True):
-        without_repeats(target).copy_(without_repeats(source), non_blocking=True)
+        losses = tuple(tuple(islice(left, count)) for count in self._form.num_results)
+        return ComputedStep(gradients=gradients, results=losses)
