@@ -36,6 +36,14 @@ def _overload(name: str) -> str:
     return name if name in plain else f"{name}.Tensor"
 
 
+def _ends(*rows: int) -> torch.Tensor:
+    return torch.tensor(rows, dtype=torch.int32)
+
+
+def _floats(*shape: int) -> torch.Tensor:
+    return ints(*shape, dtype=torch.float32)
+
+
 def _integers(*shape: int) -> torch.Tensor:
     return ids(*shape, below=8)
 
@@ -123,6 +131,10 @@ CONTRACTIONS = (
     call("addmm", ints(2), ints(4, 8), ints(8, 2)),
     call("addmm", ints(4, 1), ints(4, 8), ints(8, 2), beta=2, alpha=3),
     call("addmm", ints(4, 2), ints(4, 8), ints(8, 2)),
+    call("_grouped_mm", _floats(8, 16), _floats(2, 16, 16), _ends(3, 8)),
+    call("_grouped_mm", _floats(2, 16, 8), _floats(8, 16), _ends(3, 16)),
+    call("_grouped_mm", _floats(16, 8), _floats(8, 16), _ends(3, 8)),
+    call("_grouped_mm", _floats(2, 8, 8), _floats(2, 8, 8)),
     call("baddbmm", ints(2, 4, 8), ints(2, 4, 4), ints(2, 4, 8), beta=2),
     call("linear", ints(2, 4, 4), ints(8, 4), ints(8)),
     call("linear", ints(2, 4, 4), ints(8, 4)),
@@ -134,6 +146,7 @@ CONTRACTIONS = (
 )
 
 REDUCTIONS = (
+    call("histc", ints(4, 4), 3, -4.0, 4.0),
     call("sum", ints(4, 4)),
     call("sum.dim_IntList", ints(4, 4, 2), [0, 1], True),
     call("sum.dim_IntList", ints(4, 4, 2), [-1]),
@@ -222,6 +235,7 @@ ALONG_DIM = (
     close("_log_softmax", ints(4, 4), 1, False),
     close("_log_softmax_backward_data", ints(4, 4), ints(4, 4), 1, torch.float64),
     close("_softmax", ints(4, 4, 4), -1, False),
+    close("_safe_softmax", ints(4, 4, 4), -1),
     close("_softmax_backward_data", ints(4, 4), ints(4, 4), -1, torch.float64),
     call("argsort.stable", distinct(4, 4), stable=True, dim=1),
     call("cummax", distinct(4, 4), 0),

@@ -113,7 +113,7 @@ def compare_random_plans(seeds: list[int]) -> list[str]:
     problems: list[str] = []
     for seed in seeds:
         model = decoder()
-        plan = random_plan(model, graph, MeshShape.of(mesh), seed=seed)
+        plan = random_plan(model, graph, MeshShape.of(mesh), seed=seed, recomputes=seed % 2 == 0)
         apply_plan(model, plan, mesh)
         problems += [
             f"seed {seed}: {problem}"

@@ -19,6 +19,7 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from gt_autoparallel.graph.graph_encoding import graph_digest
 from gt_autoparallel.graph.layouts import Layout, MeshShape, fits, local_shape
 from gt_autoparallel.graph.options import AxisOption, NodeOption
+from gt_autoparallel.graph.parameter_chains import ParameterMove
 from gt_autoparallel.graph.placement_graph import (
     NodeKind,
     NodePhase,
@@ -35,6 +36,7 @@ from gt_autoparallel.plan.placement_plan import (
     PlannedWindow,
     SolverReport,
 )
+from gt_autoparallel.prices.costs import StepTime
 from gt_autoparallel.prices.memory import MemoryBreakdown
 from gt_autoparallel.problem.constraints import ResolvedRequest
 
@@ -61,16 +63,23 @@ class Prices:
         option: NodeOption,
         mesh: MeshShape,
     ) -> float:
-        if node.kind != "operator":
+        if node.kind not in ("operator", "parameter"):
             return 0.0
         shape = local_shape(node.outputs[0].shape, option.outputs[0], mesh)
         return self.us_per_node + prod(shape) * self.us_per_byte
 
-    def step_us(self, step: RedistributionStep, dtype: torch.dtype, mesh: MeshShape) -> float:
+    def step_time(
+        self,
+        step: RedistributionStep,
+        dtype: torch.dtype,
+        mesh: MeshShape,
+        move: ParameterMove | None,
+    ) -> StepTime:
         if step.kind == "slice":
-            return 0.0
+            return StepTime(0.0)
         num_elements = max(prod(step.input_shape), prod(step.output_shape))
-        return num_elements * dtype.itemsize * self.us_per_byte * (1 + step.axis)
+        time_us = num_elements * dtype.itemsize * self.us_per_byte * (1 + step.axis)
+        return StepTime(time_us) if move is None else StepTime(0.25 * time_us, 0.75 * time_us)
 
 
 class TwoLayers(nn.Module):
@@ -313,21 +322,32 @@ def assemble(
         steps = steps_by_hand(value.shape, source, target, mesh)
         if not steps:
             continue
-        time_us = sum(prices.step_us(step, value.dtype, mesh) for step in steps)
         consumer = graph.nodes[use.consumer]
-        of_parameter = graph.nodes[use.value.node].kind == "parameter"
-        window = _window(consumer) if of_parameter or consumer.kind == "gradient" else None
+        move: ParameterMove | None = None
+        if graph.nodes[use.value.node].kind == "parameter":
+            move = "unshard"
+        elif consumer.kind == "gradient" or _is_transposed_gradient(graph, consumer):
+            move = "reduce_grad"
+        times = [prices.step_time(step, value.dtype, mesh, move) for step in steps]
+        hidden_us = sum(time.hidden_us for time in times)
+        window = None if move is None else _window(consumer)
         if window is not None:
-            busy[window][1] += time_us
+            busy[window][1] += hidden_us
         redistributions.append(
-            PlannedRedistribution(use=use, steps=steps, time_us=time_us, window=window)
+            PlannedRedistribution(
+                use=use,
+                steps=steps,
+                in_full_us=sum(time.in_full_us for time in times),
+                hidden_us=hidden_us,
+                window=window,
+            )
         )
     windows = tuple(
         PlannedWindow(name=name, compute_us=times[0], communication_us=times[1])
         for name, times in busy.items()
     )
-    unhidden = sum(each.time_us for each in redistributions if each.window is None)
-    objective = sum(window.time_us for window in windows) + unhidden
+    in_full = sum(each.in_full_us for each in redistributions)
+    objective = sum(window.time_us for window in windows) + in_full
     return PlacementPlan(
         mesh=mesh,
         graph=graph,
@@ -361,8 +381,14 @@ def assemble(
     )
 
 
+def _is_transposed_gradient(graph: PlacementGraph, node: PlacementNode) -> bool:
+    readers = [graph.nodes[use.consumer] for use in graph.uses() if use.value.node == node.index]
+    return node.target is aten.t.default and [reader.kind for reader in readers] == ["gradient"]
+
+
 def _window(node: PlacementNode) -> str:
-    return f"{node.module or 'model'} {node.phase}"
+    phase = "optimizer" if node.kind == "parameter" else node.phase
+    return f"{node.module or 'model'} {phase}"
 
 
 def _memory(

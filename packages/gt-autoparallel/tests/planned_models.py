@@ -54,6 +54,19 @@ class NormedBlock(nn.Module):
         return x + self.down(nn.functional.silu(self.up(self.norm(x))))
 
 
+class Stack(nn.Module):
+    """Normed blocks, called ``layers.0`` and so on."""
+
+    def __init__(self, num_layers: int, width: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([NormedBlock(width) for _ in range(num_layers)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
 def model(width: int = WIDTH) -> Residual:
     with torch.device("meta"):
         return Residual(width)

@@ -2,16 +2,18 @@
 
 Graphs have parameters (one perhaps tied to two uses), values used twice by one operator, operators
 of several outputs, views, repeated layers, a backward that reads forward values, and gradients.
-``Exhaustive`` prices every combination of options by walking the whole graph, with array operations
-over all combinations at once; it shares with the planner only options and the prices of single
+``Exhaustive`` prices every combination of options, with every set of nodes that run again in the
+backward, by walking the whole graph, with array operations over all options at once; it shares with the planner only options and the prices of single
 nodes and steps.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +23,7 @@ from numpy.typing import NDArray
 
 from gt_autoparallel.graph.layouts import MeshShape, num_local_elements
 from gt_autoparallel.graph.options import NodeOption
+from gt_autoparallel.graph.parameter_chains import ParameterMove
 from gt_autoparallel.graph.placement_graph import (
     NodePhase,
     PlacementGraph,
@@ -198,6 +201,8 @@ class Exhaustive:
         self, graph: PlacementGraph, mesh: MeshShape, class_of_node: Sequence[int]
     ) -> None:
         self._graph, self._mesh, self._classes = graph, mesh, class_of_node
+        self._again: frozenset[int] = frozenset()
+        """Classes of the nodes that run again, in the walk that is under way."""
         self._prices = PlacementPrices()
         first = {c: graph.nodes[class_of_node.index(c)] for c in sorted(set(class_of_node))}
         self._options: list[tuple[NodeOption, ...]] = [
@@ -209,8 +214,41 @@ class Exhaustive:
     def num_combinations(self) -> int:
         return math.prod(map(len, self._options))
 
-    def everything(self) -> Everything:
-        """Walks all nodes and uses once, for all combinations at once."""
+    def recomputable(self) -> list[int]:
+        """Classes of nodes that may run again: of layers, read in them alone, not for nobody."""
+        graph = self._graph
+        seen_by: list[set[str]] = [set() for _ in graph.nodes]
+        for node in reversed(graph.nodes):
+            for value in node.operands:
+                seen_by[value.node].add("" if node.kind == "output" else node.module or "model")
+                if _is_view(node) and node.phase == "forward":
+                    seen_by[value.node] |= seen_by[node.index]
+        return sorted(
+            {
+                self._classes[node.index]
+                for node in graph.nodes
+                if node.phase == "forward"
+                and node.kind in ("operator", "share")
+                and node.module
+                and seen_by[node.index] == {node.module}
+                and any(node.index in {v.node for v in reader.operands}
+                        for reader in graph.nodes if reader.phase == "forward")
+            }
+        )  # fmt: skip
+
+    def everything_and_again(self) -> Iterator[Everything]:
+        """``everything``, for each set of classes that run again."""
+        candidates = self.recomputable()
+        for size in range(len(candidates) + 1):
+            for classes in itertools.combinations(candidates, size):
+                yield self.everything(frozenset(classes))
+
+    def everything(self, again: frozenset[int] = frozenset()) -> Everything:
+        """Walks all nodes and uses once, for all combinations at once.
+
+        ``again`` are the classes of the nodes that run again.
+        """
+        self._again = again
         graph, zero = self._graph, np.zeros([1] * len(self._options))
         total, compute, hidden = zero, {}, {}
         reads = self._reads()
@@ -220,20 +258,31 @@ class Exhaustive:
             mine = self._options[self._classes[node.index]]
             prices = [self._prices.compute_us(node, operands, o, self._mesh) for o in mine]
             compute[window] = compute.get(window, zero) + self._along(node, np.array(prices))
+            later = f"{window.split()[0]} backward" if node.module else " backward"
+            runs_again = self._runs_again(node)
+            if runs_again:
+                compute[later] = compute.get(later, zero) + self._along(node, np.array(prices))
             for position, value in enumerate(node.operands):
                 maker = graph.nodes[value.node]
-                times = self._pairs(maker, node, self._ways(value, node, position))
                 into_gradient = node.kind == "gradient" or (
                     node.kind == "share" and reads[node.index] == ["gradient"]
                 )
-                if maker.kind == "parameter" or into_gradient:
-                    hidden[window] = hidden.get(window, zero) + times
-                else:
-                    total = total + times
+                move: ParameterMove | None = "reduce_grad" if into_gradient else None
+                move = "unshard" if maker.kind == "parameter" else move
+                ways = self._ways(value, node, position, move)
+                in_full, may_hide = (self._pairs(maker, node, times) for times in ways)
+                for at in (window, later) if runs_again else (window,):
+                    hidden[at] = hidden.get(at, zero) + may_hide
+                    total = total + in_full
+            if runs_again and _is_view(node):
+                total = total + np.where(self._moved(node), 0.0, np.inf)
             total = total + self._links(node)
         for window, times in compute.items():
             total = total + np.maximum(times, hidden.get(window, zero))
         return Everything(total_us=total, memory_bytes=self._memory(zero) + zero)
+
+    def _runs_again(self, node: PlacementNode) -> bool:
+        return self._classes[node.index] in self._again
 
     def _reads(self) -> list[list[str]]:
         kinds: list[list[str]] = [[] for _ in self._graph.nodes]
@@ -259,11 +308,15 @@ class Exhaustive:
         shape[a], shape[b] = table.shape
         return (table if a < b else table.T).reshape(shape)
 
-    def _ways(self, value: Value, reader: PlacementNode, position: int) -> NDArray[np.float64]:
+    def _ways(
+        self, value: Value, reader: PlacementNode, position: int, move: ParameterMove | None
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """What counts in full, and what may hide."""
         tensor = self._graph.spec(value)
         makers = self._options[self._classes[value.node]]
         readers = self._options[self._classes[reader.index]]
         table = np.full((len(makers), len(readers)), np.inf)
+        hidden = np.zeros(table.shape)
         for i, maker in enumerate(makers):
             there = maker.outputs[value.output]
             for j, option in enumerate(readers):
@@ -271,10 +324,13 @@ class Exhaustive:
                 assert there is not None
                 if can_redistribute(there, wanted):
                     steps = redistribution_steps(tensor.shape, there, wanted, self._mesh)
-                    table[i, j] = sum(
-                        self._prices.step_us(step, tensor.dtype, self._mesh) for step in steps
-                    )
-        return table
+                    times = [
+                        self._prices.step_time(step, tensor.dtype, self._mesh, move)
+                        for step in steps
+                    ]
+                    table[i, j] = sum(time.in_full_us for time in times)
+                    hidden[i, j] = sum(time.hidden_us for time in times)
+        return table, hidden
 
     def _links(self, node: PlacementNode) -> NDArray[Any]:
         """Gradients lie as their parameters, tangents as their outputs."""
@@ -295,34 +351,42 @@ class Exhaustive:
         graph, mesh = self._graph, self._mesh
         total = zero
         needed: dict[Value, Any] = {}
+        made: dict[str, Any] = {}
         for node in reversed(graph.nodes):
             options = self._options[self._classes[node.index]]
             if node.kind == "parameter":
                 total = total + self._along(node, 3.0 * self._output_bytes(node, options, 0))
             elif node.kind == "gradient":
                 total = total + self._along(node, self._operand_bytes(node, options))
-            if node.phase == "backward":
+            if node.phase == "backward" or self._runs_again(node):
                 for value in node.operands:
                     if graph.nodes[value.node].phase == "forward":
                         needed[value] = True
+            if self._runs_again(node):
+                sizes = (
+                    self._operand_bytes(node, options)
+                    if _is_view(node)
+                    else self._output_bytes(node, options, 0)
+                )
+                made[node.module] = made.get(node.module, zero) + self._along(node, sizes)
+            if node.phase == "backward" or self._runs_again(node):
                 continue
             for position in range(len(node.outputs)):
                 wanted = needed.get(Value(node.index, position), False)
                 if wanted is False or node.kind in ("parameter", "input"):
                     continue
-                if node.kind != "share" and node.target not in (aten.t.default, aten.split.Tensor):
+                if not _is_view(node):
                     mine = self._along(node, self._output_bytes(node, options, position))
                     total = total + wanted * mine
         # Views hand on what is needed of them; several outputs of one view are one storage.
-        return total + self._views(zero, needed, mesh)
+        total = total + self._views(zero, needed, mesh)
+        # Layers of one class make the same again, one after the other.
+        return total + functools.reduce(np.maximum, made.values(), zero)
 
     def _views(self, zero: NDArray[Any], needed: dict[Value, Any], mesh: MeshShape) -> Any:
         graph, total = self._graph, zero
         for node in reversed(graph.nodes):
-            view = node.kind == "share" or node.target in (aten.t.default, aten.split.Tensor)
-            if node.phase == "backward":
-                continue
-            if not view:
+            if node.phase == "backward" or not _is_view(node) or self._runs_again(node):
                 continue
             wanted: Any = False
             for position in range(len(node.outputs)):
@@ -332,23 +396,26 @@ class Exhaustive:
             (source,) = node.operands
             options = self._options[self._classes[node.index]]
             makers = self._options[self._classes[source.node]]
-            moved = self._pairs(
-                graph.nodes[source.node],
-                node,
-                np.array([[m.outputs[source.output] != o.operands[0] for o in options]
-                          for m in makers]),
-            )  # fmt: skip
+            moved = self._moved(node)
             total = total + wanted * moved * self._along(node, self._operand_bytes(node, options))
             stays = np.logical_and(wanted, ~moved)
             before = needed.get(source, False)
             needed[source] = np.logical_or(before, stays)
             maker = graph.nodes[source.node]
-            is_view = maker.kind == "share" or maker.target in (aten.t.default, aten.split.Tensor)
-            if not is_view and maker.kind not in ("parameter", "input"):
+            is_there = maker.kind in ("parameter", "input") or self._runs_again(maker)
+            if not _is_view(maker) and not is_there:
                 mine = self._output_bytes(maker, makers, source.output)
                 added = np.logical_and(stays, np.logical_not(before))
                 total = total + added * self._along(maker, mine)
         return total
+
+    def _moved(self, view: PlacementNode) -> NDArray[Any]:
+        """Whether what a view views is moved before, over all combinations."""
+        (source,) = view.operands
+        options = self._options[self._classes[view.index]]
+        makers = self._options[self._classes[source.node]]
+        table = [[m.outputs[source.output] != o.operands[0] for o in options] for m in makers]
+        return self._pairs(self._graph.nodes[source.node], view, np.array(table))
 
     def _output_bytes(
         self, node: PlacementNode, options: Sequence[NodeOption], position: int
@@ -367,6 +434,11 @@ class Exhaustive:
         )
 
 
+def _is_view(node: PlacementNode) -> bool:
+    return node.kind == "share" or node.target in (aten.t.default, aten.split.Tensor)
+
+
 def _window(node: PlacementNode) -> str:
     parts = node.module.split(".")
-    return f"{'.'.join(parts[:2])} {node.phase}"
+    phase = "optimizer" if node.kind == "parameter" else node.phase
+    return f"{'.'.join(parts[:2])} {phase}"

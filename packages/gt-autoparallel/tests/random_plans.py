@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 
 from plan_doubles import Prices
 from torch import nn
 
 from gt_autoparallel.graph.layouts import Layout, MeshShape
 from gt_autoparallel.graph.options import NodeOption
+from gt_autoparallel.graph.parameter_chains import is_view_like
 from gt_autoparallel.graph.placement_graph import PlacementGraph, PlacementNode, Value
 from gt_autoparallel.graph.redistribution import can_redistribute, redistribution_steps
 from gt_autoparallel.plan.model_signature import model_signature
 from gt_autoparallel.plan.placement_plan import PlacementPlan, PlannedRedistribution, SolverReport
-from gt_autoparallel.prices.memory import MemoryBreakdown
+from gt_autoparallel.prices.memory import MemoryBreakdown, needed_storages
+from gt_autoparallel.prices.recomputability import recomputable_nodes
 from gt_autoparallel.problem.constraints import ResolvedRequest
 from gt_autoparallel.rules import node_options
 from gt_autoparallel.rules.experts import expert_options
@@ -27,16 +30,38 @@ def random_plan(
     *,
     seed: int,
     fixed: Mapping[str, Layout] | None = None,
+    recomputes: bool = False,
 ) -> PlacementPlan:
-    """A plan with random options; ``fixed`` gives some nodes their first output's layout by name."""
-    chosen = _random_options(graph, mesh, random.Random(seed), fixed or {})
-    return plan_of(model, graph, mesh, chosen)
+    """A plan with random options; ``fixed`` gives some nodes their first output's layout by name.
+
+    Half of what may run again in the backward does, if any of it ``recomputes``.
+    """
+    draw = random.Random(seed)
+    chosen = _random_options(graph, mesh, draw, fixed or {})
+    again = [
+        index
+        for index in sorted(recomputable_nodes(graph) if recomputes else ())
+        if draw.random() < 0.5 and not _is_view_in_place(graph.nodes[index], chosen)
+    ]
+    return plan_of(model, graph, mesh, chosen, again)
+
+
+def _is_view_in_place(node: PlacementNode, options: tuple[NodeOption, ...]) -> bool:
+    if not is_view_like(node):
+        return False
+    source = node.operands[0]
+    return options[source.node].outputs[source.output] == options[node.index].operands[0]
 
 
 def plan_of(
-    model: nn.Module, graph: PlacementGraph, mesh: MeshShape, options: tuple[NodeOption, ...]
+    model: nn.Module,
+    graph: PlacementGraph,
+    mesh: MeshShape,
+    options: tuple[NodeOption, ...],
+    again: Collection[int] = (),
 ) -> PlacementPlan:
     """The plan with these options; its prices and memory mean nothing."""
+    recomputed = needed_storages(graph, options, again).recomputed
     redistributions = []
     for use in graph.uses():
         source = options[use.value.node].outputs[use.value.output]
@@ -44,13 +69,17 @@ def plan_of(
         assert source is not None
         steps = redistribution_steps(graph.spec(use.value).shape, source, target, mesh)
         if steps:
-            redistributions.append(
-                PlannedRedistribution(use=use, steps=steps, time_us=0.0, window=None)
+            first = PlannedRedistribution(
+                use=use, steps=steps, in_full_us=0.0, hidden_us=0.0, window=None
             )
+            redistributions.append(first)
+            if use.consumer in recomputed:
+                redistributions.append(replace(first, again=True))
     return PlacementPlan(
         mesh=mesh,
         graph=graph,
         options=options,
+        recomputed=recomputed,
         redistributions=tuple(redistributions),
         compute_us=(0.0,) * len(graph.nodes),
         windows=(),

@@ -141,3 +141,12 @@ def test_refuses_what_is_no_shape_of_a_mesh(names: Any, sizes: Any, message: str
     with pytest.raises(PlacementInputError) as error:
         ap.MeshShape(names=names, sizes=sizes)
     assert str(error.value) == f"mesh: {message}"
+
+
+@pytest.mark.parametrize("strides", [(1,), (1, 2.0), [2, 1]])
+def test_refuses_strides_that_are_not_those_of_its_axes(strides: Any) -> None:
+    with pytest.raises(PlacementInputError) as error:
+        ap.MeshShape(names=("a", "b"), sizes=(2, 2), strides=strides)
+    assert str(error.value) == (
+        f"mesh: strides are {strides!r}; allowed: one integer a size, or none"
+    )

@@ -7,7 +7,12 @@ from plan_doubles import S0, S1, R
 from planned_models import plan, planner
 
 from gt_autoparallel.errors import ConstraintError
-from gt_autoparallel.explanation import Alternative, Explanation, explain
+from gt_autoparallel.explanation import (
+    Alternative,
+    Explanation,
+    explain,
+    explain_parameters,
+)
 from gt_autoparallel.graph.layouts import Layout, short_text
 from gt_autoparallel.problem.constraints import Constraints
 
@@ -35,6 +40,20 @@ def test_every_other_layout_is_priced_by_planning_again_with_it(explanation):
 
 def test_alike_layers_are_explained_together(explanation):
     assert explanation.name == "layers.1-2.up.weight"
+
+
+def test_parameters_of_alike_layers_are_asked_about_once(monkeypatch):
+    asked = []
+
+    def noted(asked_plan, name, **_):
+        asked.append(name)
+        return f"why {name}"
+
+    monkeypatch.setattr("gt_autoparallel.explanation.explain", noted)
+    reasons = explain_parameters(plan(), planner=planner())
+    assert list(reasons) == list(plan().parameter_layouts())
+    assert len(asked) == len(set(asked)) < len(reasons)
+    assert reasons[UP] == reasons["layers.2.up.weight"] == f"why {UP}"
 
 
 def test_a_node_may_be_asked_about_and_one_layout_alone():

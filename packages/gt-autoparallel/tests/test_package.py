@@ -6,12 +6,13 @@ import importlib.metadata
 import inspect
 import pkgutil
 import re
+from pathlib import Path
 
 import pytest
-from test_readme import text
 
 import gt_autoparallel
 
+README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
 NAMES = sorted(set(gt_autoparallel.__all__) - {"__version__"})
 
 
@@ -20,7 +21,7 @@ def test_what_is_exported_explains_itself_and_is_in_the_readme(name: str) -> Non
     exported = getattr(gt_autoparallel, name)
     assert exported.__module__.startswith("gt_autoparallel.")
     assert inspect.getdoc(exported), "it has no docstring"
-    assert re.search(rf"\b{name}\b", text()), "the README does not mention it"
+    assert re.search(rf"\b{name}\b", README), "the README does not mention it"
 
 
 def test_what_folders_export_is_there() -> None:

@@ -12,6 +12,7 @@ import torch
 from plan_doubles import (
     FSDP,
     S0,
+    S1,
     TENSOR_PARALLEL,
     Prices,
     TwoLayers,
@@ -19,12 +20,22 @@ from plan_doubles import (
     two_layer_graph,
 )
 
+from gt_autoparallel import find_placement
 from gt_autoparallel.errors import PlanMismatchError
 from gt_autoparallel.graph.graph_encoding import canonical_json
-from gt_autoparallel.graph.layouts import MeshShape
+from gt_autoparallel.graph.layouts import MeshShape, short_text
 from gt_autoparallel.plan.plan_encoding import encode_plan
-from gt_autoparallel.plan_file import FORMAT_VERSION, check_plan_fits, read_plan, write_plan
-from gt_autoparallel.problem.constraints import LayoutConstraint, ResolvedRequest
+from gt_autoparallel.plan_file import (
+    FORMAT_VERSION,
+    check_plan_file,
+    check_plan_fits,
+    load_plan,
+    read_plan,
+    write_plan,
+    write_plans,
+)
+from gt_autoparallel.prices.microbatches import Microbatches
+from gt_autoparallel.problem.constraints import Constraints, LayoutConstraint, ResolvedRequest
 
 REQUEST = ResolvedRequest(
     constraints=(LayoutConstraint(node="x", side="output", position=0, placements=(S0, None)),),
@@ -47,6 +58,29 @@ def test_reading_gives_back_the_plan_that_was_written(plan, tmp_path: Path):
     assert found.graph == plan.graph
     assert found.options[4].axis_options == plan.options[4].axis_options
     assert [file.name for file in path.parent.iterdir()] == ["plan.json"]
+
+
+def test_a_file_holds_the_plans_of_several_parts(plan, tmp_path: Path):
+    other = plan_by_hand(("dp", 2, FSDP), ("tp", 2, TENSOR_PARALLEL))
+    path = write_plans({"stage 0": plan, "stage 1": other}, tmp_path / "plans.json")
+    assert read_plan(path, prices=Prices(), part="stage 0") == plan
+    assert read_plan(path, prices=Prices(), part="stage 1") == other
+    single = write_plan(plan, tmp_path / "plan.json")
+    for file, part, message in (
+        (path, "stage 2", f"{path} has no plan of stage 2; it has stage 0, stage 1"),
+        (path, None, f"{path} has plans of the parts stage 0, stage 1, and none of a whole model"),
+        (single, "stage 0", f"{single} has no plan of stage 0; it has the plan of a whole model"),
+    ):
+        with pytest.raises(PlanMismatchError) as error:
+            read_plan(file, prices=Prices(), part=part)
+        assert str(error.value) == message
+
+
+def test_microbatches_are_read_back(tmp_path: Path):
+    request = replace(REQUEST, microbatches=Microbatches(num_in_step=4, num_live=2))
+    plan = plan_by_hand(("dp", 2, FSDP), ("tp", 2, TENSOR_PARALLEL), request=request)
+    path = write_plan(plan, tmp_path / "plan.json")
+    assert read_plan(path, prices=Prices()).request == request
 
 
 def test_the_same_plan_gives_the_same_bytes(plan, tmp_path: Path):
@@ -87,7 +121,7 @@ def test_something_else_is_refused(tmp_path: Path):
         assert str(error.value) == f"{path} is no plan: its format is not 'gt-autoparallel plan'"
 
 
-@pytest.mark.parametrize(("version", "age"), [(1, "an older"), (3, "another"), ("2", "another")])
+@pytest.mark.parametrize(("version", "age"), [(1, "an older"), (6, "another"), ("5", "another")])
 def test_another_version_is_refused(plan, tmp_path: Path, version: object, age: str):
     path = write_plan(plan, tmp_path / "plan.json")
     document = json.loads(path.read_bytes())
@@ -99,7 +133,7 @@ def test_another_version_is_refused(plan, tmp_path: Path, version: object, age: 
         read_plan(path, prices=Prices())
     assert str(error.value) == (
         f"{path} was written by {age} version of gt-autoparallel: its format version is "
-        f"{version!r}, and 2 is read here; plan again"
+        f"{version!r}, and 5 is read here; plan again"
     )
 
 
@@ -114,24 +148,114 @@ def test_a_file_has_the_fields_of_its_version(plan):
         "constraint": content["request"]["constraints"][0],
         "step": content["redistributions"][0]["steps"][0],
     }
-    assert FORMAT_VERSION == 2
+    assert FORMAT_VERSION == 5
     assert {name: " ".join(sorted(part)) for name, part in parts.items()} == {
-        "content": "compute_us graph memory mesh options prices_digest redistributions "
+        "content": "compute_us graph memory mesh options prices_digest recomputed redistributions "
         "replicated_nodes request signature solver windows",
         "constraint": "node placements position side",
         "graph": "nodes parameter_aliases",
-        "memory": "gradients optimizer_state parameters saved_activations",
-        "mesh": "names sizes",
+        "memory": "gradients optimizer_state parameters recomputed saved_activations",
+        "mesh": "names sizes strides",
         "node": "args kind kwargs module name outputs phase target",
         "options": "by_rule operands outputs",
-        "redistributions": "consumer position steps time_us window",
-        "request": "constraints memory_budget_bytes optimizer_state_copies replicate_unknown",
+        "redistributions": "again consumer hidden_us in_full_us position steps window",
+        "request": "constraints memory_budget_bytes microbatches optimizer_state_copies recomputes "
+        "replicate_unknown",
         "signature": "graph_digest modules parameters",
         "solver": "lower_bound_us memory_price_us_per_gib method num_nodes num_options "
         "num_variables objective_us proven seconds",
         "step": "axis input_shape kind output_shape source_dim target_dim",
         "windows": "communication_us compute_us name",
     }
+
+
+def test_fields_that_no_plan_has_are_refused(plan, tmp_path: Path):
+    path = write_plan(plan, tmp_path / "plan.json")
+    document = json.loads(path.read_bytes())
+    path.write_text(json.dumps({**document, "note": "mine"}))
+    with pytest.raises(PlanMismatchError) as error:
+        read_plan(path, prices=Prices())
+    assert str(error.value) == f"{path} has fields that no plan has: note"
+
+    content = document["content"]
+    content["speed"] = "high"
+    content["redistributions"][0]["steps"][0]["kind"] = "all_gather"
+    content["options"][2]["recompute"] = True
+    document["sha256"] = hashlib.sha256(canonical_json(content)).hexdigest()
+    path.write_text(json.dumps(document))
+    with pytest.raises(PlanMismatchError) as error:
+        read_plan(path, prices=Prices())
+    assert str(error.value) == (
+        f"{path} has fields that no plan has: content.options[2].recompute, content.speed"
+    )
+
+
+# ---- for a model, before and after it is captured ------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory):
+    """A plan of a small model on disk, with the arguments with which it is loaded."""
+    model, mesh = torch.nn.Linear(8, 8), MeshShape(names=("dp",), sizes=(2,))
+    found = find_placement(model, mesh, (torch.empty(4, 8),))
+    path = write_plan(found, tmp_path_factory.mktemp("plans") / "plan.json")
+    return found, (path, model, mesh, (torch.empty(4, 8),))
+
+
+def test_a_plan_that_keeps_what_is_demanded_is_loaded_with_the_way_the_model_is_called(planned):
+    found, arguments = planned
+    (x,) = found.graph.of_kind("input")
+    demands = {
+        "constraints": Constraints(inputs={"input": found.options[x.index].output()}),
+        "memory_budget_bytes": found.memory.total,
+    }
+    assert check_plan_file(*arguments, **demands) == found
+    loaded = load_plan(*arguments, **demands)
+    assert loaded == found
+    assert loaded.graph.interface is not None
+
+
+def test_names_inputs_that_are_others_without_capturing_the_model(planned):
+    _, (path, model, mesh, _) = planned
+    with pytest.raises(PlanMismatchError) as error:
+        check_plan_file(path, model, mesh, (torch.empty(6, 8, dtype=torch.bfloat16),))
+    assert str(error.value) == (
+        "the plan was made for something else; plan again:\n"
+        "  - input input is bfloat16[6, 8], planned for float32[4, 8]"
+    )
+    with pytest.raises(PlanMismatchError, match="the model is not called as in the example inputs"):
+        check_plan_file(path, model, mesh, ())
+
+
+def test_names_everything_that_is_demanded_and_not_kept(planned):
+    found, arguments = planned
+    demands = {
+        "constraints": Constraints(inputs={"*": [S1]}, parameters={"bias": [S1]}),
+        "memory_budget_bytes": 10,
+    }
+    with pytest.raises(PlanMismatchError) as error:
+        check_plan_file(*arguments, **demands)
+    assert "bias" in str(error.value)  # which has no dim 1
+    demands["constraints"] = Constraints(inputs={"*": [S1]})
+    layout = found.options[found.graph.of_kind("input")[0].index].output()
+    with pytest.raises(PlanMismatchError) as error:
+        check_plan_file(*arguments, **demands)
+    assert str(error.value) == (
+        "the plan was made for something else; plan again:\n"
+        f"  - input input is {short_text(layout)} along dp, and S(1) is demanded\n"
+        f"  - it takes {found.memory.total:,} bytes of memory on each rank, and 10 are allowed"
+    )
+
+
+def test_an_axis_of_one_rank_is_another_mesh(planned):
+    _, (path, model, _, inputs) = planned
+    mesh = MeshShape(names=("dp", "tp"), sizes=(2, 1))
+    with pytest.raises(PlanMismatchError) as error:
+        check_plan_file(path, model, mesh, inputs)
+    assert str(error.value) == (
+        "the plan was made for something else; plan again:\n"
+        "  - mesh is dp 2 x tp 1, planned for dp 2"
+    )
 
 
 def test_other_prices_are_refused(plan, tmp_path: Path):

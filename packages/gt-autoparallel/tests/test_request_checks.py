@@ -51,7 +51,7 @@ def test_names_every_argument_that_is_not_what_it_must_be() -> None:
         "  optimizer_state_copies is -1; allowed: a number of at least 0\n"
         "  compute_dtype is 'bf16'; allowed: a floating-point torch.dtype, or None\n"
         "  reduce_dtype is torch.int8; allowed: a floating-point torch.dtype, or None\n"
-        "  experts['moe'], of type object, lacks module, weight_names, run; allowed: an ExpertBlock\n"
+        "  experts['moe'], of type object, lacks module, weight_names, hidden_dims, run; allowed: an ExpertBlock\n"
         "  replicate_unknown is 'aten.foo'; allowed: a collection of names, as in "
         '{"mylib.gate.default"}\n'
         "  device is 'nope'; allowed: a torch.device or its name, as 'cuda'\n"
@@ -71,7 +71,7 @@ def test_names_every_part_of_a_request_that_is_not_what_it_must_be() -> None:
     assert str(error.value) == (
         "arguments of Planner.find:\n"
         "  constraints is a dict; allowed: Constraints(inputs=..., outputs=..., parameters=..., "
-        "nodes=..., experts=...)\n"
+        "nodes=..., experts=..., expert_tokens=...)\n"
         "  memory_budget_bytes is 1.5; allowed: an integer of at least 0, or None for no limit\n"
         "  relative_gap is nan; allowed: a number of at least 0\n"
         "  time_limit_seconds is 0; allowed: a positive number"

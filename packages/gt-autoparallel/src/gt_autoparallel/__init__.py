@@ -2,7 +2,8 @@
 
 ``find_placement`` captures a model's training step on global tensors, lets an exact solver choose a
 DTensor placement for each of them on a mesh, and works the plan out a second time before anybody
-sees it. ``apply_plan`` places the model by it. In the order of the story:
+sees it. ``apply_plan`` places the model by it, and ``place`` does both on all ranks. In the order
+of the story:
 
     graph       the captured step; meshes, layouts, and the steps from one layout to another
     prices      microseconds and bytes
@@ -14,8 +15,9 @@ sees it. ``apply_plan`` places the model by it. In the order of the story:
     apply       the placed model
     backend     what is done to the captured step of a placed model
 
-and above them ``find``, ``planner``, ``explanation``, ``expert_table`` and ``plan_file``. A file
-imports from its own folder and from those below it: the workspace's ``pyproject.toml`` says which.
+and above them ``planner``, ``find``, ``explanation``, ``expert_table``, ``plan_file``, ``place``. A
+file imports from its own folder and from those below it: the workspace's ``pyproject.toml`` says
+which.
 """
 
 from gt_autoparallel.apply import allow_evaluation, apply_plan
@@ -27,11 +29,13 @@ from gt_autoparallel.errors import (
     PlanMismatchError,
 )
 from gt_autoparallel.expert_table import expert_plans, expert_table
-from gt_autoparallel.explanation import explain
+from gt_autoparallel.explanation import explain, explain_parameters
 from gt_autoparallel.find import PlacementRequest, find_placement, planner_of_model
+from gt_autoparallel.find_parts import PartToPlace, find_placements
 from gt_autoparallel.graph.experts import ExpertBlock
 from gt_autoparallel.graph.layouts import MeshShape
 from gt_autoparallel.graph.placement_graph import ModelInterface
+from gt_autoparallel.place import SharedPlan, place, plan_on_first_rank, plans_on_first_rank
 from gt_autoparallel.plan import (
     PlacementPlan,
     compare,
@@ -41,8 +45,10 @@ from gt_autoparallel.plan import (
     predicted_collectives,
     write_report_page,
 )
-from gt_autoparallel.plan_file import load_plan, read_plan, write_plan
+from gt_autoparallel.plan_file import check_plan_file, load_plan, read_plan, write_plan, write_plans
 from gt_autoparallel.prices.costs import PlacementPrices
+from gt_autoparallel.prices.memory import device_budget_bytes
+from gt_autoparallel.prices.microbatches import Microbatches
 from gt_autoparallel.problem.constraints import Constraints, ModuleOutput
 from gt_autoparallel.rules import register_rule
 
@@ -54,30 +60,41 @@ __all__ = [
     "ExpertBlock",
     "InfeasiblePlacementError",
     "MeshShape",
+    "Microbatches",
     "ModelInterface",
     "ModuleOutput",
+    "PartToPlace",
     "PlacementError",
     "PlacementPlan",
     "PlacementPrices",
     "PlacementRequest",
     "PlanMismatchError",
+    "SharedPlan",
     "__version__",
     "allow_evaluation",
     "apply_plan",
     "audit_plan",
+    "check_plan_file",
     "compare",
     "decode_plan",
+    "device_budget_bytes",
     "encode_plan",
     "expert_plans",
     "expert_table",
     "explain",
+    "explain_parameters",
     "find_placement",
+    "find_placements",
     "load_plan",
+    "place",
+    "plan_on_first_rank",
     "plan_report",
     "planner_of_model",
+    "plans_on_first_rank",
     "predicted_collectives",
     "read_plan",
     "register_rule",
     "write_plan",
+    "write_plans",
     "write_report_page",
 ]

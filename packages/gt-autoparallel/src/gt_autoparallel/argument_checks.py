@@ -36,6 +36,6 @@ def path_problem(value: object, name: str = "path") -> str | None:
 
 def prices_problem(value: object, name: str = "prices") -> str | None:
     """What is wrong with an argument that must be ``StepPrices``."""
-    if all(hasattr(value, part) for part in ("digest", "compute_us", "step_us")):
+    if all(hasattr(value, part) for part in ("digest", "compute_us", "step_time")):
         return None
     return kind_problem(value, name, (), "prices of nodes and steps, as PlacementPrices()")

@@ -103,14 +103,7 @@ def explain(
     name_problem = kind_problem(name, "name", str, "the name of a node or parameter")
     check_arguments("explain", plan_problem(plan), name_problem)
     node = _node(plan, name)
-    planner = planner or Planner(
-        plan.graph,
-        plan.mesh,
-        signature=plan.signature,
-        prices=plan.prices,
-        replicate_unknown=plan.request.replicate_unknown,
-        optimizer_state_copies=plan.request.optimizer_state_copies,
-    )
+    planner = planner or _planner_of(plan)
     placement = planner.problem(plan.request)
     number = placement.clustering.class_of_node[node.index]
     of_option = [_layout(node, choice.option) for choice in placement.choices[number]]
@@ -123,7 +116,8 @@ def explain(
             f"node {node.name!r} cannot lie in {[short_text(each) for each in unknown]!r}; it can "
             f"in {[short_text(each) for each in dict.fromkeys(of_option)]!r}"
         )
-    warm_start = WarmStart(choices=placement.solution_of(plan.options))
+    start = placement.solution_of(plan.options, plan.recomputed)
+    warm_start = WarmStart(choices=start)
     alternatives = []
     for layout in asked:
         allowed = np.array([each == layout for each in of_option])
@@ -141,6 +135,48 @@ def explain(
         ),
         costs_here=tuple(_costs_here(plan, node)),
         memory_price_us_per_gib=plan.solver.memory_price_us_per_gib,
+    )
+
+
+def explain_parameters(
+    plan: PlacementPlan, *, planner: Planner | None = None, time_limit_seconds: float = 60.0
+) -> dict[str, Explanation]:
+    """Why each parameter is placed as it is, by name; those of alike layers are asked about once.
+
+    As long as a search for every other layout of every kind of parameter: for a page that is read.
+
+    Args:
+        plan: the plan.
+        planner: as for ``explain``.
+        time_limit_seconds: for each layout.
+
+    Raises:
+        PlacementInputError: what is given is no plan.
+    """
+    check_arguments("explain_parameters", plan_problem(plan))
+    planner = planner or _planner_of(plan)
+    clustering = planner.problem(plan.request).clustering
+    of_class: dict[int, Explanation] = {}
+    reasons = {}
+    for node in plan.graph.of_kind("parameter"):
+        number = clustering.class_of_node[node.index]
+        if number not in of_class:
+            of_class[number] = explain(
+                plan, node.name, planner=planner, time_limit_seconds=time_limit_seconds
+            )
+        reasons[str(node.target)] = of_class[number]
+    return reasons
+
+
+def _planner_of(plan: PlacementPlan) -> Planner:
+    return Planner(
+        plan.graph,
+        plan.mesh,
+        signature=plan.signature,
+        prices=plan.prices,
+        replicate_unknown=plan.request.replicate_unknown,
+        optimizer_state_copies=plan.request.optimizer_state_copies,
+        microbatches=plan.request.microbatches,
     )
 
 
@@ -204,6 +240,8 @@ def _alternative(
         options,
         plan.mesh,
         optimizer_state_copies=plan.request.optimizer_state_copies,
+        recomputed=placement.recomputed_nodes(solution.choices),
+        microbatches=plan.request.microbatches,
     )
     asked_about = set(placement.clustering.members[number])
     moved = sum(
@@ -225,17 +263,21 @@ def _alternative(
 def _costs_here(plan: PlacementPlan, node: PlacementNode) -> Iterator[tuple[str, float]]:
     if plan.compute_us[node.index]:
         yield "compute", plan.compute_us[node.index]
+        if node.index in plan.recomputed:
+            yield "compute again in the backward", plan.compute_us[node.index]
     for each in plan.redistributions:
         kinds = " and ".join(
             f"{step.kind} along {plan.mesh.names[step.axis]}" for step in each.steps
         )
-        hidden = "" if each.window is None else ", which its window may hide"
+        again = ", again in the backward" if each.again else ""
+        may_hide = f", of which its window may hide {each.hidden_us:,.1f} us"
+        hidden = may_hide if each.hidden_us else ""
         if each.use.consumer == node.index:
             source = plan.graph.nodes[each.use.value.node].name
-            yield f"from {source}: {kinds}{hidden}", each.time_us
+            yield f"from {source}: {kinds}{again}{hidden}", each.time_us
         elif each.use.value.node == node.index:
             target = plan.graph.nodes[each.use.consumer].name
-            yield f"to {target}: {kinds}{hidden}", each.time_us
+            yield f"to {target}: {kinds}{again}{hidden}", each.time_us
 
 
 def _lines(explanation: Explanation) -> Iterator[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -19,6 +19,8 @@ from gt_autoparallel.plan.model_signature import model_signature
 from gt_autoparallel.plan.placement_plan import PlacementPlan
 from gt_autoparallel.planner import Planner, ReportProgress
 from gt_autoparallel.prices.costs import PlacementPrices
+from gt_autoparallel.prices.memory import device_budget_bytes
+from gt_autoparallel.prices.microbatches import Microbatches
 from gt_autoparallel.problem.constraints import Constraints, LayoutConstraint
 from gt_autoparallel.request_checks import check_model_arguments, mesh_shape
 from gt_passes.simulation import CostModel
@@ -31,8 +33,13 @@ class PlacementRequest:
     constraints: Constraints | Sequence[LayoutConstraint] = ()
     """Demands on inputs, outputs, parameters, nodes and routed experts."""
 
-    memory_budget_bytes: int | None = None
-    """Bytes that the placed model may take on each rank; None for no limit."""
+    memory_budget_bytes: int | Literal["device"] | None = "device"
+    """Bytes that the placed model may take on each rank; None for no limit. ``"device"``: the
+    memory of the machine that prices are for, less the margin of ``device_budget_bytes``."""
+
+    recomputes: bool = True
+    """Whether the backward may run parts of the forward again to keep the budget, and gather
+    parameters again."""
 
     cost_model: CostModel | None = None
     """The machine that prices are for; None for H100s."""
@@ -46,6 +53,11 @@ class PlacementRequest:
     reduce_dtype: torch.dtype | None = None
     """Dtype in which gradients of cast parameters are summed over ranks; None for the parameters'
     own."""
+
+    microbatches: Microbatches | None = None
+    """How a step runs the model for several microbatches, of which the example inputs are one, as a
+    pipeline does with its stages: parameters are gathered and gradients reduced once. None: the
+    example inputs are the whole step."""
 
     experts: Mapping[str, ExpertBlock] | None = None
     """Routed experts, by the names of their modules: each is placed as a whole."""
@@ -102,13 +114,25 @@ def find_placement(
     request = PlacementRequest() if request is None else request
     allowed = "a PlacementRequest(memory_budget_bytes=..., ...), or None"
     check_arguments("find_placement", kind_problem(request, "request", PlacementRequest, allowed))
-    planner = planner_of_model(
+    return find_with(planner_for(model, mesh, example_inputs, request, example_kwargs), request)
+
+
+def planner_for(
+    model: nn.Module,
+    mesh: DeviceMesh | MeshShape,
+    example_inputs: Sequence[Any],
+    request: PlacementRequest,
+    example_kwargs: Mapping[str, Any] | None = None,
+) -> Planner:
+    """Capture a model for what ``find_with`` shall find; errors are those of ``find_placement``."""
+    return planner_of_model(
         model,
         mesh,
         example_inputs,
         example_kwargs=example_kwargs,
         cost_model=request.cost_model,
         optimizer_state_copies=request.optimizer_state_copies,
+        microbatches=request.microbatches,
         compute_dtype=request.compute_dtype,
         reduce_dtype=request.reduce_dtype,
         experts=request.experts,
@@ -116,12 +140,24 @@ def find_placement(
         device=request.device,
         progress=request.progress,
     )
+
+
+def find_with(planner: Planner, request: PlacementRequest) -> PlacementPlan:
+    """The plan of a request by the planner that ``planner_for`` made for it."""
     return planner.find(
         constraints=request.constraints,
-        memory_budget_bytes=request.memory_budget_bytes,
+        memory_budget_bytes=_budget_bytes(request),
+        recomputes=request.recomputes,
         relative_gap=request.relative_gap,
         time_limit_seconds=request.time_limit_seconds,
     )
+
+
+def _budget_bytes(request: PlacementRequest) -> int | None:
+    if request.memory_budget_bytes != "device":
+        return request.memory_budget_bytes
+    cost_model = request.cost_model or CostModel()
+    return device_budget_bytes(cost_model.hardware.hbm_capacity_bytes)
 
 
 def planner_of_model(
@@ -132,6 +168,7 @@ def planner_of_model(
     example_kwargs: Mapping[str, Any] | None = None,
     cost_model: CostModel | None = None,
     optimizer_state_copies: float = 2.0,
+    microbatches: Microbatches | None = None,
     compute_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
     experts: Mapping[str, ExpertBlock] | None = None,
@@ -177,8 +214,9 @@ def planner_of_model(
         graph,
         shape,
         signature=model_signature(model, graph),
-        prices=PlacementPrices(cost_model),
+        prices=PlacementPrices(cost_model, microbatches=microbatches),
         replicate_unknown=replicate_unknown,
         optimizer_state_copies=optimizer_state_copies,
+        microbatches=microbatches,
         progress=progress,
     )

@@ -2,19 +2,21 @@
 
 ::
 
-    {"format": "gt-autoparallel plan", "version": 2, "sha256": "...", "content": {...}}
+    {"format": "gt-autoparallel plan", "version": 5, "sha256": "...", "content": {...}}
 
-The digest covers the canonical spelling of the content, so that white space may change and nothing
-else. Loading for a model checks, besides, its parameters, its captured graph and the mesh: a plan
-for another model is never applied. There is no switch to skip this.
+A file may hold the plans of several parts of a model instead: ``"content": {"parts": {...}}``, by
+their names. The digest covers the canonical spelling of the content, so that white space may change
+and nothing else. Loading for a model checks, besides, its parameters, its captured graph and the
+mesh: a plan for another model is never applied. There is no switch to skip this.
 """
 
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,22 +32,25 @@ from gt_autoparallel.argument_checks import (
     prices_problem,
 )
 from gt_autoparallel.audit import audit_plan
-from gt_autoparallel.errors import PlanMismatchError
+from gt_autoparallel.errors import ConstraintError, PlanMismatchError
 from gt_autoparallel.graph.capture import capture_placement_graph
 from gt_autoparallel.graph.experts import ExpertBlock, opaque_experts
-from gt_autoparallel.graph.graph_encoding import canonical_json, graph_digest
-from gt_autoparallel.graph.layouts import MeshShape
+from gt_autoparallel.graph.graph_encoding import canonical_json, graph_digest, spec_text
+from gt_autoparallel.graph.layouts import MeshShape, short_text
 from gt_autoparallel.graph.placement_graph import PlacementGraph
 from gt_autoparallel.plan.model_signature import graph_differences, model_differences
 from gt_autoparallel.plan.placement_plan import PlacementPlan, plan_problem
 from gt_autoparallel.plan.plan_encoding import decode_plan, encode_plan
 from gt_autoparallel.prices.costs import PlacementPrices, StepPrices
+from gt_autoparallel.prices.microbatches import Microbatches
+from gt_autoparallel.problem.constraints import Constraints, resolve_constraints
 from gt_autoparallel.request_checks import check_model_arguments, mesh_shape
 from gt_passes.simulation import CostModel
 
 FORMAT = "gt-autoparallel plan"
-FORMAT_VERSION = 2
-"""1 did not know the classes and modes of modules."""
+FORMAT_VERSION = 5
+"""1 did not know the classes and modes of modules; 2 what of a redistribution hides, nor strides of
+meshes; 3 what is recomputed; 4 microbatches, nor gradients of inputs."""
 
 
 def write_plan(plan: PlacementPlan, path: str | os.PathLike[str]) -> Path:
@@ -63,8 +68,20 @@ def write_plan(plan: PlacementPlan, path: str | os.PathLike[str]) -> Path:
         OSError: the file cannot be written.
     """
     check_arguments("write_plan", plan_problem(plan), path_problem(path))
-    target = Path(path)
-    content = encode_plan(plan)
+    return _write(encode_plan(plan), Path(path))
+
+
+def write_plans(plans: Mapping[str, PlacementPlan], path: str | os.PathLike[str]) -> Path:
+    """Write the plans of several parts of a model, by their names, to one file.
+
+    Arguments, result and errors are otherwise those of ``write_plan``.
+    """
+    check_arguments("write_plans", *map(plan_problem, plans.values()), path_problem(path))
+    parts = {name: encode_plan(plan) for name, plan in plans.items()}
+    return _write({"parts": parts}, Path(path))
+
+
+def _write(content: Mapping[str, Any], target: Path) -> Path:
     document = {
         "format": FORMAT,
         "version": FORMAT_VERSION,
@@ -84,25 +101,95 @@ def write_plan(plan: PlacementPlan, path: str | os.PathLike[str]) -> Path:
     return target
 
 
-def read_plan(path: str | os.PathLike[str], *, prices: StepPrices) -> PlacementPlan:
+def read_plan(
+    path: str | os.PathLike[str], *, prices: StepPrices, part: str | None = None
+) -> PlacementPlan:
     """Read a plan for a report, an audit or a comparison; ``check_plan_fits`` before applying it.
 
     Args:
-        path: of a file that ``write_plan`` wrote.
+        path: of a file that ``write_plan`` wrote, or ``write_plans``.
         prices: those that the plan was made with.
+        part: the name of the part, of a file of several; None: the file holds one plan.
 
     Raises:
-        PlanMismatchError: the file is no plan, of another version, damaged or edited, or made with
-            other prices.
+        PlanMismatchError: the file is no plan, of another version, damaged or edited, has fields
+            that no plan has, or was made with other prices.
         PlacementInputError: an argument is not what it must be.
         OSError: it cannot be read.
     """
     check_arguments("read_plan", path_problem(path), prices_problem(prices))
-    document = _document(Path(path))
+    content = _of_part(_document(Path(path))["content"], part, path)
     try:
-        return decode_plan(document["content"], prices)
+        plan = decode_plan(content, prices)
     except PlanMismatchError as error:
         raise PlanMismatchError(f"{os.fspath(path)}: {error}") from error
+    unknown = list(_unknown_fields(content, encode_plan(plan), "content"))
+    if unknown:
+        raise PlanMismatchError(
+            f"{os.fspath(path)} has fields that no plan has: {', '.join(unknown)}"
+        )
+    return plan
+
+
+def check_plan_file(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    mesh: DeviceMesh | MeshShape,
+    example_inputs: Sequence[Any],
+    *,
+    example_kwargs: Mapping[str, Any] | None = None,
+    cost_model: CostModel | None = None,
+    microbatches: Microbatches | None = None,
+    part: str | None = None,
+    constraints: Constraints | None = None,
+    memory_budget_bytes: int | None = None,
+) -> PlacementPlan:
+    """Read a plan, and see that it is for a model, as far as can be told without capturing it.
+
+    For whoever starts the processes that ``load_plan`` it: seconds, and no process group.
+
+    Args:
+        path: of a file that ``write_plan`` wrote.
+        model: as for ``find_placement``, like all that follows.
+        mesh: its named axes.
+        example_inputs: positional arguments of the forward, global tensors of the whole batch.
+        example_kwargs: keyword arguments, likewise.
+        cost_model: of the machine for which the plan was made.
+        microbatches: how a step runs the model for several; None: it is the whole step.
+        part: which of a file's plans it is, as for ``read_plan``.
+        constraints: what the plan must keep, whatever it was asked for.
+        memory_budget_bytes: what it may take on each rank, likewise; None for no limit.
+
+    Raises:
+        PlanMismatchError: the file is damaged, or model, inputs, mesh or cost model are not those
+            of the plan, or it does not keep what is demanded; names what differs.
+        PlacementInputError: an argument is not what it must be; lists every violation.
+        OSError: the file cannot be read.
+    """
+    check_model_arguments(
+        model,
+        mesh,
+        example_inputs,
+        example_kwargs,
+        function="check_plan_file",
+        cost_model=cost_model,
+        compute_dtype=None,
+        reduce_dtype=None,
+        experts=None,
+        device="cpu",
+        path=path,
+    )
+    plan = read_plan(path, prices=PlacementPrices(cost_model, microbatches=microbatches), part=part)
+    problems = [
+        *_microbatch_problems(plan, microbatches),
+        *_model_problems(plan, model, mesh_shape(mesh)),
+        *_input_problems(plan, model, example_inputs, example_kwargs or {}),
+    ]
+    # Demands name inputs and axes, of which only the same ones can be asked for anything.
+    if not problems:
+        problems += _demand_problems(plan, constraints, memory_budget_bytes)
+    _raise_mismatch(problems)
+    return plan
 
 
 def load_plan(
@@ -113,6 +200,10 @@ def load_plan(
     *,
     example_kwargs: Mapping[str, Any] | None = None,
     cost_model: CostModel | None = None,
+    microbatches: Microbatches | None = None,
+    part: str | None = None,
+    constraints: Constraints | None = None,
+    memory_budget_bytes: int | None = None,
     compute_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
     experts: Mapping[str, ExpertBlock] | None = None,
@@ -129,6 +220,10 @@ def load_plan(
         example_inputs: positional arguments of the forward, global tensors of the whole batch.
         example_kwargs: keyword arguments, likewise.
         cost_model: of the machine for which the plan was made.
+        microbatches: how a step runs the model for several; None: it is the whole step.
+        part: which of a file's plans it is, as for ``read_plan``.
+        constraints: what the plan must keep, whatever it was asked for.
+        memory_budget_bytes: what it may take on each rank, likewise; None for no limit.
         compute_dtype: dtype to which parameters are cast for use.
         reduce_dtype: dtype in which gradients of cast parameters are summed over ranks.
         experts: routed experts, by the names of their modules.
@@ -136,7 +231,7 @@ def load_plan(
 
     Raises:
         PlanMismatchError: the file is damaged, or model, inputs, mesh or cost model are not those
-            of the plan; names what differs.
+            of the plan, or it does not keep what is demanded; names what differs.
         PlacementInputError: an argument is not what it must be; lists every violation.
         AuditError: the plan is not what it says.
         OSError: the file cannot be read.
@@ -154,10 +249,19 @@ def load_plan(
         device=device,
         path=path,
     )
-    plan = read_plan(path, prices=PlacementPrices(cost_model))
-    shape = mesh_shape(mesh)
     # What costs nothing to compare is compared before the model is captured.
-    check_plan_fits(plan, model=model, mesh=shape, graph=plan.graph)
+    plan = check_plan_file(
+        path,
+        model,
+        mesh,
+        example_inputs,
+        example_kwargs=example_kwargs,
+        cost_model=cost_model,
+        microbatches=microbatches,
+        part=part,
+        constraints=constraints,
+        memory_budget_bytes=memory_budget_bytes,
+    )
     with opaque_experts(model, experts or {}):
         graph = capture_placement_graph(
             model,
@@ -168,7 +272,7 @@ def load_plan(
             reduce_dtype=reduce_dtype,
             allowed_random_operators=plan.request.replicate_unknown,
         )
-    check_plan_fits(plan, model=model, mesh=shape, graph=graph)
+    check_plan_fits(plan, model=model, mesh=mesh_shape(mesh), graph=graph)
     # The captured graph knows, besides, how the model is called.
     fitted = replace(plan, graph=graph)
     audit_plan(fitted)
@@ -198,15 +302,113 @@ def check_plan_fits(
         kind_problem(mesh, "mesh", MeshShape, "a MeshShape, as MeshShape.of(device_mesh)"),
         kind_problem(graph, "graph", PlacementGraph, "a PlacementGraph, captured from the model"),
     )
-    problems = []
-    if mesh != plan.mesh:
-        problems.append(f"mesh is {mesh}, planned for {plan.mesh}")
-    problems += model_differences(plan, model)
+    problems = _model_problems(plan, model, mesh)
     if graph_digest(graph) != plan.signature.graph_digest:
         problems += graph_differences(plan.graph, graph)
+    _raise_mismatch(problems)
+
+
+def _microbatch_problems(plan: PlacementPlan, found: Microbatches | None) -> Iterator[str]:
+    planned = plan.request.microbatches
+    if found != planned:
+        of_found, of_planned = ("none" if m is None else str(m) for m in (found, planned))
+        yield f"microbatches are {of_found}, planned for {of_planned}"
+
+
+def _model_problems(plan: PlacementPlan, model: nn.Module, mesh: MeshShape) -> list[str]:
+    problems = model_differences(plan, model)
+    if str(mesh) != str(plan.mesh):
+        problems.insert(0, f"mesh is {mesh}, planned for {plan.mesh}")
+    elif mesh != plan.mesh:
+        problems.insert(
+            0,
+            f"mesh is {mesh} with strides {list(mesh.strides)} of ranks, planned for "
+            f"{list(plan.mesh.strides)}",
+        )
+    return problems
+
+
+def _input_problems(
+    plan: PlacementPlan, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Iterator[str]:
+    """Tensors among the arguments by name; what is inside of others, the captured graph tells."""
+    try:
+        given = inspect.signature(model.forward).bind(*args, **kwargs).arguments
+    except TypeError as error:
+        yield f"the model is not called as in the example inputs: {error}"
+        return
+    for node in plan.graph.of_kind("input"):
+        found, planned = given.get(str(node.target)), node.output()
+        if not isinstance(found, torch.Tensor):
+            continue
+        found_text = f"{str(found.dtype).removeprefix('torch.')}{list(found.shape)}"
+        if found_text != spec_text(planned):
+            yield f"input {node.target} is {found_text}, planned for {spec_text(planned)}"
+
+
+def _demand_problems(
+    plan: PlacementPlan, constraints: Constraints | None, memory_budget_bytes: int | None
+) -> Iterator[str]:
+    """What a plan does not keep, whatever it was asked for when it was made."""
+    nodes = {node.name: node for node in plan.graph.nodes}
+    try:
+        demands = resolve_constraints(constraints or Constraints(), plan.graph, plan.mesh)
+    except ConstraintError as error:
+        yield str(error)
+        return
+    for demand in demands:
+        node = nodes[demand.node]
+        option = plan.options[node.index]
+        layouts = option.outputs if demand.side == "output" else option.operands
+        layout = layouts[demand.position]
+        if layout is None:
+            continue
+        for axis, wanted, found in zip(plan.mesh.names, demand.placements, layout, strict=True):
+            if wanted not in (None, found):
+                yield (
+                    f"{node.kind} {node.target} is {short_text((found,))} along {axis}, and "
+                    f"{short_text((wanted,))} is demanded"
+                )
+    if memory_budget_bytes is not None and plan.memory.total > memory_budget_bytes:
+        yield (
+            f"it takes {plan.memory.total:,} bytes of memory on each rank, and "
+            f"{memory_budget_bytes:,} are allowed"
+        )
+
+
+def _raise_mismatch(problems: Sequence[str]) -> None:
     if problems:
         lines = "".join(f"\n  - {problem}" for problem in problems)
         raise PlanMismatchError(f"the plan was made for something else; plan again:{lines}")
+
+
+def _of_part(content: Any, part: str | None, path: str | os.PathLike[str]) -> Any:
+    """The plan of one part in what a file holds, or of the whole."""
+    parts: Any = content.get("parts") if isinstance(content, dict) else None
+    if part is None and parts is None:
+        return content
+    if part is None:
+        raise PlanMismatchError(
+            f"{os.fspath(path)} has plans of the parts {', '.join(sorted(parts))}, and none of a "
+            "whole model"
+        )
+    if not isinstance(parts, dict) or part not in parts:
+        held = "the plan of a whole model" if parts is None else ", ".join(sorted(parts))
+        raise PlanMismatchError(f"{os.fspath(path)} has no plan of {part}; it has {held}")
+    return parts[part]
+
+
+def _unknown_fields(found: object, written: object, where: str) -> Iterator[str]:
+    """Paths of what stands in a file and would not be written: nobody has read it."""
+    if isinstance(found, dict) and isinstance(written, dict):
+        for name, value in found.items():
+            if name in written:
+                yield from _unknown_fields(value, written[name], f"{where}.{name}")
+            else:
+                yield f"{where}.{name}"
+    elif isinstance(found, list) and isinstance(written, (list, tuple)):
+        for index, pair in enumerate(zip(found, written, strict=False)):
+            yield from _unknown_fields(*pair, f"{where}[{index}]")
 
 
 def _document(path: Path) -> dict[str, Any]:
@@ -224,6 +426,9 @@ def _document(path: Path) -> dict[str, Any]:
             f"{path} was written by {age} version of gt-autoparallel: its format version is "
             f"{version!r}, and {FORMAT_VERSION} is read here; plan again"
         )
+    unknown = sorted(document.keys() - {"format", "version", "sha256", "content"})
+    if unknown:
+        raise PlanMismatchError(f"{path} has fields that no plan has: {', '.join(unknown)}")
     if document.get("sha256") != _digest(document.get("content")):
         raise PlanMismatchError(
             f"{path} was damaged or edited: its content does not have the digest it names; "

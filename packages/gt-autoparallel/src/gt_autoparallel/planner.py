@@ -11,15 +11,17 @@ import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 
 from gt_autoparallel.audit import audit_plan
-from gt_autoparallel.errors import ConstraintError, PlacementInputError
+from gt_autoparallel.errors import ConstraintError
 from gt_autoparallel.graph.layouts import MeshShape
 from gt_autoparallel.graph.options import NodeOption
 from gt_autoparallel.graph.placement_graph import PlacementGraph, PlacementNode
 from gt_autoparallel.plan.placement_plan import ModelSignature, PlacementPlan, SolverReport
 from gt_autoparallel.plan.plan_assembly import assemble_plan
 from gt_autoparallel.prices.costs import PlacementPrices, StepPrices
+from gt_autoparallel.prices.microbatches import Microbatches
 from gt_autoparallel.problem.clustering import Clustering
 from gt_autoparallel.problem.constraints import (
     Constraints,
@@ -30,19 +32,24 @@ from gt_autoparallel.problem.constraints import (
 )
 from gt_autoparallel.problem.expert_rivals import ExpertPins, expert_pins, expert_rivals
 from gt_autoparallel.problem.infeasible_requests import explained
-from gt_autoparallel.problem.problem_of_graph import (
-    PlacementProblem,
-    ProblemParts,
-    placement_problem,
+from gt_autoparallel.problem.problem_of_graph import PlacementProblem, placement_problem
+from gt_autoparallel.problem.problem_parts import PartsKey, ProblemParts
+from gt_autoparallel.problem.recomputed_choices import (
+    bounded_solution,
+    recomputing,
+    without_idle_work,
 )
 from gt_autoparallel.problem.redistribution_tables import RedistributionTables
-from gt_autoparallel.request_checks import check_request
+from gt_autoparallel.request_checks import check_mesh_of_graph, check_request
 from gt_autoparallel.rules import check_operators, node_options, uncut_attention
+from gt_autoparallel.rules.experts import expert_options
 from gt_autoparallel.solver import (
     ForbiddenPairsError,
     MemoryBudgetError,
     Solution,
     WarmStart,
+    gap_between,
+    relax,
     solve,
 )
 
@@ -50,6 +57,12 @@ ReportProgress = Callable[[str], None]
 """Takes one line about what is being done."""
 
 _GIB = 2**30
+_LEAST_SHARE = 0.1
+"""Of the time limit: what a search under a budget has at least, however long one without took."""
+
+_SHARE_OF_COUNTING = 0.2
+"""Of the gap that is asked for: what the choice among counted layers may lose. The rest is for the
+bound, which is of another problem."""
 
 
 class Planner:
@@ -62,6 +75,8 @@ class Planner:
         prices: of nodes and steps; the roofline and NCCL on H100s by default.
         replicate_unknown: operators that may run whole on every rank without a rule.
         optimizer_state_copies: in units of the parameters' bytes: 2 for Adam.
+        microbatches: how a step runs the graph for several microbatches; ``prices`` must be those
+            of so many. None: the graph is the step.
         progress: told what is being done.
 
     Raises:
@@ -78,10 +93,11 @@ class Planner:
         prices: StepPrices | None = None,
         replicate_unknown: Collection[str] = (),
         optimizer_state_copies: float = 2.0,
+        microbatches: Microbatches | None = None,
         progress: ReportProgress | None = None,
     ) -> None:
         check_operators(graph, replicate_unknown=replicate_unknown)
-        _check_mesh(graph, mesh)
+        check_mesh_of_graph(graph, mesh)
         for line in uncut_attention(graph):
             warnings.warn(line, stacklevel=2)
         self.graph = graph
@@ -90,10 +106,13 @@ class Planner:
         self.prices = PlacementPrices() if prices is None else prices
         self.replicate_unknown = tuple(sorted(replicate_unknown))
         self._optimizer_state_copies = optimizer_state_copies
+        self._microbatches = microbatches
         self._say = progress or (lambda line: None)
         self._tables = RedistributionTables(mesh, self.prices)
-        self._parts: dict[Clustering, ProblemParts] = {}
+        self._parts: dict[PartsKey, ProblemParts] = {}
         self._warm_starts: dict[object, WarmStart] = {}
+        self._unlimited: dict[tuple[ResolvedRequest, float], _Found] = {}
+        """What was found without a budget, by request and gap."""
         self._expert_pins: ExpertPins | None = None
 
     def find(
@@ -101,6 +120,7 @@ class Planner:
         *,
         constraints: Constraints | Sequence[LayoutConstraint] = (),
         memory_budget_bytes: int | None = None,
+        recomputes: bool = True,
         relative_gap: float = 0.0,
         time_limit_seconds: float = 120.0,
         audit: bool = True,
@@ -114,6 +134,8 @@ class Planner:
         Args:
             constraints: by names and patterns, or already those of single nodes.
             memory_budget_bytes: on each rank; None for no limit.
+            recomputes: whether nodes of the forward may run again in the backward to keep the
+                budget: gatherings of parameters too.
             relative_gap: the plan may cost more than the best one by this.
             time_limit_seconds: for the solver; then the best plan yet is given with its gap.
             audit: whether to work the plan out a second time, see ``audit_plan``.
@@ -129,31 +151,25 @@ class Planner:
         check_request(
             constraints=constraints,
             memory_budget_bytes=memory_budget_bytes,
+            recomputes=recomputes,
             relative_gap=relative_gap,
             time_limit_seconds=time_limit_seconds,
         )
-        if isinstance(constraints, Constraints):
-            resolved = resolve_constraints(constraints, self.graph, self.mesh)
-        else:
-            resolved = tuple(constraints)
         request = ResolvedRequest(
-            constraints=resolved,
+            constraints=self.resolved(constraints),
             memory_budget_bytes=memory_budget_bytes,
+            recomputes=recomputes,
             optimizer_state_copies=self._optimizer_state_copies,
             replicate_unknown=self.replicate_unknown,
+            microbatches=self._microbatches,
         )
-        started = time.perf_counter()
-        placement = self.problem(request)
-        self._say(
-            f"{len(self.graph.nodes)} nodes, {len(placement.problem.variables)} choices, "
-            f"{sum(map(len, placement.choices))} options, {len(placement.problem.edges)} edges "
-            f"({time.perf_counter() - started:.1f} s)"
-        )
-        solution = self._solve(placement, request, relative_gap, time_limit_seconds)
+        found = self._cheapest(request, relative_gap, time_limit_seconds)
+        placement, solution = found.placement, found.solution
         plan = assemble_plan(
             graph=self.graph,
             mesh=self.mesh,
             options=placement.options_of_nodes(solution.choices),
+            recomputed=placement.recomputed_nodes(solution.choices),
             prices=self.prices,
             request=request,
             signature=self.signature,
@@ -163,25 +179,169 @@ class Planner:
             self._say(str(audit_plan(plan)))
         return plan
 
-    def problem(self, request: ResolvedRequest) -> PlacementProblem:
-        """The optimization problem of a request."""
+    def resolved(
+        self, constraints: Constraints | Sequence[LayoutConstraint]
+    ) -> tuple[LayoutConstraint, ...]:
+        """Constraints as those of single nodes of the graph.
+
+        Raises:
+            ConstraintError: they name what does not exist, or do not fit it.
+        """
+        if isinstance(constraints, Constraints):
+            return resolve_constraints(constraints, self.graph, self.mesh)
+        return tuple(constraints)
+
+    def _cheapest(
+        self, request: ResolvedRequest, relative_gap: float, time_limit_seconds: float
+    ) -> _Found:
+        """The cheapest placement; of a request with a budget first that without it.
+
+        What keeps the budget without running anything again is the cheapest then, too. What does
+        not is a place to begin.
+        """
+        budget = request.memory_budget_bytes
+        started = time.perf_counter()
+        unlimited = replace(request, memory_budget_bytes=None, recomputes=False)
+        free = self._unlimited.get((unlimited, relative_gap))
+        if free is None:
+            free = self._found(unlimited, relative_gap, time_limit_seconds)
+            self._unlimited[unlimited, relative_gap] = free
+        if budget is None or max(free.solution.memory_bytes) <= budget:
+            return free
+        options = free.placement.options_of_nodes(free.solution.choices)
+        least = _LEAST_SHARE * time_limit_seconds
+        ends = max(started + time_limit_seconds, time.perf_counter() + least)
+        if request.recomputes and relative_gap > 0:
+            found = self._counted(request, relative_gap, ends, options)
+            if found is not None:
+                return found
+        left = max(ends - time.perf_counter(), least)
+        return self._found(request, relative_gap, left, options)
+
+    def _counted(
+        self,
+        request: ResolvedRequest,
+        relative_gap: float,
+        ends: float,
+        near: Sequence[NodeOption],
+    ) -> _Found | None:
+        """A placement within the gap of which alike layers may recompute different values.
+
+        ``near`` are options of nodes that are nearly right, ``ends`` is on the clock of
+        ``time.perf_counter``. None if the bound leaves a larger gap.
+        """
+        shared = self.problem(request)
+        self._say_size(shared)
+        began = time.perf_counter()
+        bounded = relax(
+            shared.problem,
+            relative_gap=relative_gap,
+            time_limit_seconds=ends - time.perf_counter(),
+            warm_start=self._start(shared, near, ends - time.perf_counter()),
+            rivals=expert_rivals(shared, self._pins()),
+            progress=lambda progress: self._say(str(progress)),
+        )
+        if not bounded.choices:
+            return None
+        self._warm_starts[_shape(shared)] = bounded.warm_start
+        gap = gap_between(bounded.objective_us, bounded.lower_bound_us)
+        if gap <= relative_gap * (1 + 1e-9):
+            solution = bounded_solution(shared, bounded.choices, bounded, gap, began)
+            return _Found(placement=shared, solution=without_idle_work(shared, solution))
+        options = shared.options_of_nodes(bounded.choices)
+        counted = self.problem(request, counted=shared.clustering, options=options)
+        alike = counted.solution_of(options, shared.recomputed_nodes(bounded.choices))
+        solution = solve(
+            counted.problem,
+            relative_gap=_SHARE_OF_COUNTING * relative_gap,
+            time_limit_seconds=max(ends - time.perf_counter(), 1.0),
+            warm_start=WarmStart(choices=alike),
+        )
+        gap = gap_between(solution.objective_us, bounded.lower_bound_us)
+        self._say(
+            f"layers counted: {solution.objective_us:.2f} us, bound "
+            f"{bounded.lower_bound_us:.2f} us, gap {gap:.2%}"
+        )
+        if gap > relative_gap * (1 + 1e-9):
+            return None
+        solution = bounded_solution(counted, solution.choices, bounded, gap, began)
+        return _Found(placement=counted, solution=without_idle_work(counted, solution))
+
+    def _found(
+        self,
+        request: ResolvedRequest,
+        relative_gap: float,
+        time_limit_seconds: float,
+        near: Sequence[NodeOption] | None = None,
+    ) -> _Found:
+        """The solution of one problem; ``near`` are options of nodes that are nearly right."""
+        placement = self.problem(request)
+        self._say_size(placement)
+        warm_start = self._warm_starts.get(_shape(placement))
+        if near is not None:
+            warm_start = self._start(placement, near, time_limit_seconds)
+        solution = self._solve(placement, request, relative_gap, time_limit_seconds, warm_start)
+        solution = without_idle_work(placement, solution)
+        self._warm_starts[_shape(placement)] = solution.warm_start
+        return _Found(placement=placement, solution=solution)
+
+    def _start(
+        self, placement: PlacementProblem, near: Sequence[NodeOption], time_limit_seconds: float
+    ) -> WarmStart:
+        """Near options of nodes, and where an earlier problem of this shape ended, if any has."""
+        start = recomputing(placement, near, time_limit_seconds)
+        known = self._warm_starts.get(_shape(placement))
+        if known is None:
+            return WarmStart(choices=start)
+        return replace(known, choices=start, candidates=(known.choices, *known.candidates))
+
+    def _say_size(self, placement: PlacementProblem) -> None:
+        self._say(
+            f"{len(self.graph.nodes)} nodes, {len(placement.problem.variables)} choices, "
+            f"{sum(map(len, placement.choices))} options, {len(placement.problem.edges)} edges"
+        )
+
+    def problem(
+        self,
+        request: ResolvedRequest,
+        *,
+        counted: Clustering | None = None,
+        options: Sequence[NodeOption] | None = None,
+    ) -> PlacementProblem:
+        """The optimization problem of a request.
+
+        With ``options`` of nodes, one for each, only what is recomputed is left to choose; with
+        ``counted``, a clustering, by groups of its alike layers (``counted_layers``).
+        """
         found = placement_problem(
             self.graph,
             self.mesh,
-            self._options_of,
+            self._options_of if options is None else (lambda node: (options[node.index],)),
             self.prices,
             memory_budget_bytes=request.memory_budget_bytes,
             optimizer_state_copies=request.optimizer_state_copies,
             constraints=request.constraints,
+            recomputes=request.recomputes and request.memory_budget_bytes is not None,
+            microbatches=request.microbatches,
+            counted=counted,
             tables=self._tables,
-            parts=self._parts,
+            parts=self._parts if options is None else None,
         )
         self._check_constraints(found, request)
         return found
 
     def _options_of(self, node: PlacementNode) -> tuple[NodeOption, ...]:
         operands = self.graph.operand_specs(node)
+        if node.kind == "experts":
+            return expert_options(node, operands, self.mesh)
         return node_options(node, operands, self.mesh, replicate_unknown=self.replicate_unknown)
+
+    def _pins(self) -> ExpertPins:
+        if self._expert_pins is None:
+            self._expert_pins = expert_pins(
+                self.graph, self.mesh, replicate_unknown=self.replicate_unknown
+            )
+        return self._expert_pins
 
     def _check_constraints(self, placement: PlacementProblem, request: ResolvedRequest) -> None:
         constraints_of: dict[str, list[LayoutConstraint]] = defaultdict(list)
@@ -211,25 +371,30 @@ class Planner:
         request: ResolvedRequest,
         relative_gap: float,
         time_limit_seconds: float,
+        warm_start: WarmStart | None,
     ) -> Solution:
-        shape = tuple(map(len, placement.choices))
-        if self._expert_pins is None:
-            self._expert_pins = expert_pins(
-                self.graph, self.mesh, replicate_unknown=self.replicate_unknown
-            )
         try:
-            solution = solve(
+            return solve(
                 placement.problem,
                 relative_gap=relative_gap,
                 time_limit_seconds=time_limit_seconds,
                 progress=lambda progress: self._say(str(progress)),
-                warm_start=self._warm_starts.get(shape),
-                rivals=expert_rivals(placement, self._expert_pins),
+                warm_start=warm_start,
+                rivals=expert_rivals(placement, self._pins()),
             )
         except (ForbiddenPairsError, MemoryBudgetError) as error:
             raise explained(error, placement, request, self.mesh) from error
-        self._warm_starts[shape] = solution.warm_start
-        return solution
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Found:
+    placement: PlacementProblem
+    solution: Solution
+
+
+def _shape(placement: PlacementProblem) -> tuple[int, ...]:
+    """The numbers of options: where they are equal, one problem's choices are another's."""
+    return tuple(map(len, placement.choices))
 
 
 def _solver_report(placement: PlacementProblem, solution: Solution) -> SolverReport:
@@ -242,25 +407,6 @@ def _solver_report(placement: PlacementProblem, solution: Solution) -> SolverRep
         num_variables=len(placement.problem.variables),
         num_options=sum(map(len, placement.choices)),
         num_nodes=len(placement.graph.nodes),
-        memory_price_us_per_gib=abs(prices[0]) * _GIB if prices else 0.0,
+        memory_price_us_per_gib=abs(sum(prices)) * _GIB,
         proven=solution.proven,
     )
-
-
-def _check_mesh(graph: PlacementGraph, mesh: MeshShape) -> None:
-    """Each axis must divide some dim of some parameter or input."""
-    shapes = {
-        spec.shape
-        for node in graph.nodes
-        if node.kind in ("parameter", "input")
-        for spec in node.outputs
-        if spec is not None
-    }
-    problems = [
-        f"axis {name!r} has {size} ranks, and no dim of any parameter or input is a multiple of "
-        f"{size}: nothing could be sharded along it"
-        for name, size in zip(mesh.names, mesh.sizes, strict=True)
-        if not any(extent and extent % size == 0 for shape in shapes for extent in shape)
-    ]
-    if problems:
-        raise PlacementInputError("mesh: " + "; ".join(problems))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Collection, Iterator, Mapping
 from types import NoneType
@@ -14,6 +15,7 @@ from gt_autoparallel.argument_checks import check_arguments, kind_problem, path_
 from gt_autoparallel.errors import PlacementInputError
 from gt_autoparallel.graph.experts import expert_problems
 from gt_autoparallel.graph.layouts import MeshShape
+from gt_autoparallel.graph.placement_graph import PlacementGraph
 from gt_autoparallel.problem.constraints import Constraints, LayoutConstraint
 from gt_passes.simulation import CostModel
 
@@ -109,10 +111,39 @@ def check_model_arguments(
     check_arguments(function, *problems)
 
 
+def check_mesh_of_graph(graph: PlacementGraph, mesh: MeshShape) -> None:
+    """Each axis has several ranks, and divides some dim of some parameter or input.
+
+    Raises:
+        PlacementInputError: an axis does not.
+    """
+    shapes = {
+        spec.shape
+        for node in graph.nodes
+        if node.kind in ("parameter", "input")
+        for spec in node.outputs
+        if spec is not None
+    }
+    problems = [
+        f"axis {name!r} has 1 rank: there is nothing to shard along it, leave it out"
+        for name, size in zip(mesh.names, mesh.sizes, strict=True)
+        if size == 1
+    ]
+    problems += [
+        f"axis {name!r} has {size} ranks, and no dim of any parameter or input is a multiple of "
+        f"{size}: nothing could be sharded along it"
+        for name, size in zip(mesh.names, mesh.sizes, strict=True)
+        if not any(extent and extent % size == 0 for shape in shapes for extent in shape)
+    ]
+    if problems:
+        raise PlacementInputError("mesh: " + "; ".join(problems))
+
+
 def check_request(
     *,
     constraints: object,
     memory_budget_bytes: object,
+    recomputes: object,
     relative_gap: object,
     time_limit_seconds: object,
 ) -> None:
@@ -126,7 +157,8 @@ def check_request(
         isinstance(constraints, (tuple, list))
         and all(isinstance(each, LayoutConstraint) for each in constraints)
     ):
-        allowed = "Constraints(inputs=..., outputs=..., parameters=..., nodes=..., experts=...)"
+        names = ", ".join(f"{each.name}=..." for each in dataclasses.fields(Constraints))
+        allowed = f"Constraints({names})"
         problems.append(kind_problem(constraints, "constraints", Constraints, allowed))
     if memory_budget_bytes is not None and not (
         type(memory_budget_bytes) is int and memory_budget_bytes >= 0
@@ -135,6 +167,7 @@ def check_request(
             f"memory_budget_bytes is {memory_budget_bytes!r}; allowed: an integer of at least 0, "
             "or None for no limit"
         )
+    problems.append(kind_problem(recomputes, "recomputes", bool, "True or False"))
     if not _is_amount(relative_gap):
         problems.append(f"relative_gap is {relative_gap!r}; allowed: a number of at least 0")
     if not _is_amount(time_limit_seconds, may_be_endless=True) or time_limit_seconds == 0:

@@ -222,11 +222,13 @@ class RecordedOperators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.parametrize("recomputes", [False, True], ids=["kept", "recomputed"])
 def test_eager_execution_runs_the_operators_of_the_trace(
-    mesh: DeviceMesh, graph: PlacementGraph
+    recomputes: bool, mesh: DeviceMesh, graph: PlacementGraph
 ) -> None:
     model = decoder()
-    plan = random_plan(model, graph, MeshShape.of(mesh), seed=7)
+    plan = random_plan(model, graph, MeshShape.of(mesh), seed=7, recomputes=recomputes)
+    assert bool(plan.recomputed) is recomputes
     apply_plan(model, plan, mesh)
     traced = trace(model, plan, mesh)
     assert unpredicted_collectives(traced, plan, mesh) == []
@@ -329,7 +331,8 @@ def test_refuses_inputs_whose_gradient_or_kind_was_not_planned(
         model(torch.ones(2, 8, requires_grad=True), torch.ones(2, 8))
     assert str(caught.value) == (
         "inputs of the placed model:\n"
-        "  x requires grad; only parameters are given gradients: detach it\n"
+        "  x requires grad, and was planned without a gradient: detach it, or plan with an example "
+        "input that requires grad\n"
         "  mask is a tensor; it was planned as the constant None"
     )
 

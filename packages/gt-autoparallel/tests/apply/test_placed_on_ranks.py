@@ -56,7 +56,16 @@ def test_a_checkpoint_is_loaded_under_another_plan_and_under_none(
     assert four.run(differences_after_loading, str(tmp_path), (0, 1)) == [[]] * 4
 
 
-@pytest.mark.parametrize("name", ["gpt2", pytest.param("qwen2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gpt2",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("qwen2", "bert", "qwen2_moe", "vit", "t5", "whisper")
+        ),
+    ],
+)
 def test_planned_models_of_transformers_train_like_the_whole_model(
     name: str, four: GlooWorkers
 ) -> None:
@@ -67,5 +76,5 @@ def test_planned_models_of_transformers_train_like_the_whole_model(
         assert each.worst_parameter[0] < 1e-5, each.worst_parameter
         assert each.num_sharded > 10
         assert each.unpredicted == {}
-        # Why GPT-2 is not trained with Adam here: of this gradient there is nothing but rounding.
-        assert each.key_bias_share < 1e-7
+        # Why some are not trained with Adam here: of this gradient there is nothing but rounding.
+        assert each.key_bias_share < 1e-6

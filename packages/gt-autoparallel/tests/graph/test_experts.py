@@ -16,7 +16,7 @@ from gt_autoparallel.expert_table import expert_plans
 from gt_autoparallel.explanation import explain
 from gt_autoparallel.find import PlacementRequest, find_placement, planner_of_model
 from gt_autoparallel.graph.capture import capture_placement_graph
-from gt_autoparallel.graph.experts import expert_parallel_axis, opaque_experts
+from gt_autoparallel.graph.experts import expert_parallel_axes, opaque_experts
 from gt_autoparallel.graph.layouts import MeshShape
 from gt_autoparallel.graph.options import NodeOption
 from gt_autoparallel.graph.placement_graph import PlacementGraph, PlacementNode, TensorSpec
@@ -62,6 +62,7 @@ class Layer(nn.Module):
 class Block:
     module: nn.Module
     weight_names: tuple[str, ...] = ("up", "down")
+    hidden_dims: tuple[int, ...] = (2, 1)
 
     def run(
         self,
@@ -118,11 +119,14 @@ def test_captures_one_node_each_way(graph: PlacementGraph) -> None:
     ]
 
 
-def test_options_are_replicated_own_tokens_and_expert_parallel(graph: PlacementGraph) -> None:
-    r, s0, s1, p = (Replicate(),), (Shard(0),), (Shard(1),), (Partial("sum"),)
+def test_options_are_replicated_own_tokens_tensor_and_expert_parallel(
+    graph: PlacementGraph,
+) -> None:
+    r, s0, s1, s2, p = (Replicate(),), (Shard(0),), (Shard(1),), (Shard(2),), (Partial("sum"),)
     forward = [(o.operands, o.outputs) for o in options_of(graph, "forward", LINE)]
     assert forward == [
         ((r, r, r, r, r, r), (r,)),
+        ((r, r, r, r, s2, s1), (p,)),
         ((s0, s0, s0, p, r, r), (s0,)),
         ((s0, s0, s0, p, s0, s0), (s0,)),
         ((s1, s1, s1, p, r, r), (s1,)),
@@ -131,6 +135,7 @@ def test_options_are_replicated_own_tokens_and_expert_parallel(graph: PlacementG
     backward = [(o.operands, o.outputs) for o in options_of(graph, "backward", LINE)]
     assert backward == [
         ((r, r, r, r, r, r, r), (r, r, r, r)),
+        ((r, r, r, r, r, s2, s1), (p, p, s2, s1)),
         ((s0, s0, s0, s0, p, r, r), (s0, s0, p, p)),
         ((s0, s0, s0, s0, p, s0, s0), (s0, s0, s0, s0)),
         ((s1, s1, s1, s1, p, r, r), (s1, s1, p, p)),
@@ -138,25 +143,50 @@ def test_options_are_replicated_own_tokens_and_expert_parallel(graph: PlacementG
     ]
 
 
-def test_at_most_one_axis_is_expert_parallel(graph: PlacementGraph) -> None:
-    node, _ = node_of(graph, "forward")
-    square = MeshShape(names=("data", "ep"), sizes=(2, 2))
-    options = options_of(graph, "forward", square)
-    axes = {expert_parallel_axis(node, option) for option in options}
-    assert axes == {None, 0, 1}
-    assert all(sum(p == Shard(0) for p in o.operands[4]) <= 1 for o in options)
+@pytest.mark.parametrize(("strides", "together"), [((2, 1), {(0, 1)}), ((1, 2), set())])
+def test_axes_are_expert_parallel_together_if_ranks_are_in_the_order_of_their_experts(
+    graph: PlacementGraph, strides: tuple[int, int], together: set[tuple[int, ...]]
+) -> None:
+    node, operands = node_of(graph, "forward")
+    square = MeshShape(names=("data", "ep"), sizes=(2, 2), strides=strides)
+    by_axes = {expert_parallel_axes(node, o): o for o in options_of(graph, "forward", square)}
+    assert set(by_axes) == {(), (0,), (1,), *together}
+    if together:
+        option = by_axes[0, 1]
+        rows = BATCH * LENGTH * TOP_K // 4
+        assert experts_local_rows(node, operands, option, square) == rows
+        assert square.ranks_of_axes((0, 1)) == (0, 1, 2, 3)
+
+
+def test_experts_whose_block_takes_no_parts_of_features_are_not_tensor_parallel() -> None:
+    model = Layer().to("meta")
+    with opaque_experts(model, {"experts": Block(model.experts, hidden_dims=())}):
+        graph = capture_placement_graph(model, (torch.empty(BATCH, LENGTH, WIDTH),))
+    weights = {option.operands[4] for option in options_of(graph, "forward", LINE)}
+    assert weights == {(Replicate(),), (Shard(0),)}
+
+
+def test_a_part_of_the_features_is_computed_and_kept(graph: PlacementGraph) -> None:
+    node, operands = node_of(graph, "forward")
+    whole, cut, *_ = options_of(graph, "forward", LINE)
+    rows = BATCH * LENGTH * TOP_K
+    assert experts_local_rows(node, operands, cut, LINE) == rows
+    assert experts_exchanged_bytes(node, operands, cut, LINE) == ()
+    saved = [experts_saved_bytes(node, operands, each, LINE) for each in (whole, cut)]
+    # Tokens and results are whole, and of three values of HIDDEN features there is half.
+    assert saved[0] - saved[1] == rows * 3 * HIDDEN // 2 * 4
 
 
 def test_experts_that_do_not_divide_are_not_expert_parallel(graph: PlacementGraph) -> None:
     node, _ = node_of(graph, "forward")
     options = options_of(graph, "forward", MeshShape(names=("ep",), sizes=(6,)))
     # Six ranks divide the sequence, and neither the batch nor the experts.
-    assert [expert_parallel_axis(node, option) for option in options] == [None, None]
+    assert [expert_parallel_axes(node, option) for option in options] == [(), ()]
 
 
 def test_prices_are_those_of_balanced_routing(graph: PlacementGraph) -> None:
     forward, operands = node_of(graph, "forward")
-    replicated, _, parallel, *_ = options_of(graph, "forward", LINE)
+    replicated, _, _, parallel, *_ = options_of(graph, "forward", LINE)
     rows = BATCH * LENGTH * TOP_K
     assert experts_local_rows(forward, operands, replicated, LINE) == rows
     assert experts_local_rows(forward, operands, parallel, LINE) == rows // 2
@@ -168,7 +198,7 @@ def test_prices_are_those_of_balanced_routing(graph: PlacementGraph) -> None:
         exchanged,
     )
     backward, gradients = node_of(graph, "backward")
-    _, _, parallel_backward, *_ = options_of(graph, "backward", LINE)
+    _, _, _, parallel_backward, *_ = options_of(graph, "backward", LINE)
     assert experts_local_rows(backward, gradients, parallel_backward, LINE) == rows // 2
     assert experts_exchanged_bytes(backward, gradients, parallel_backward, LINE) == (
         exchanged,
@@ -185,18 +215,18 @@ def planner() -> Planner:
     return planner_of_model(model, LINE, (torch.empty(BATCH, LENGTH, WIDTH),), experts=blocks)
 
 
-def axis_of_experts(plan: PlacementPlan) -> set[int | None]:
+def axes_of_experts(plan: PlacementPlan) -> set[tuple[int, ...]]:
     nodes = plan.graph.of_kind("experts")
     assert len(nodes) == 2
-    return {expert_parallel_axis(node, plan.options[node.index]) for node in nodes}
+    return {expert_parallel_axes(node, plan.options[node.index]) for node in nodes}
 
 
 @pytest.mark.parametrize("name", ["experts", "*"])
 def test_a_constraint_distributes_experts_over_an_axis(planner: Planner, name: str) -> None:
     # So few tokens are cheapest where they are.
-    assert axis_of_experts(planner.find()) == {None}
+    assert axes_of_experts(planner.find()) == {()}
     wanted = Constraints(experts={name: {"ep": Shard(0)}})
-    assert axis_of_experts(planner.find(constraints=wanted)) == {0}
+    assert axes_of_experts(planner.find(constraints=wanted)) == {(0,)}
 
 
 def test_a_constraint_keeps_tokens_where_they_are(planner: Planner) -> None:
@@ -204,7 +234,7 @@ def test_a_constraint_keeps_tokens_where_they_are(planner: Planner) -> None:
     shards: WantedLayout = [Shard(0)]
     elsewhere = {"parameters": {"experts.*": shards}, "inputs": {"*": shards}}
     plan = planner.find(constraints=Constraints(**elsewhere, experts={"*": [Replicate()]}))
-    assert axis_of_experts(plan) == {None}
+    assert axes_of_experts(plan) == {()}
     assert plan.parameter_layouts()["experts.up"] == (Shard(0),)
 
 
@@ -215,9 +245,9 @@ def test_says_what_it_would_cost_to_distribute_experts_and_shows_it_in_compariso
     found = explain(plan, "experts", planner=planner)
     assert found.name == "weights in experts/experts"
     assert found.layout == (Replicate(),)
-    (alternative,) = found.alternatives
+    (alternative,) = (each for each in found.alternatives if each.layout == (Shard(0),))
+    assert {each.layout for each in found.alternatives} == {(Shard(0),), (Shard(2),)}
     distributed = planner.find(constraints=Constraints(experts={"*": [Shard(0)]}))
-    assert alternative.layout == (Shard(0),)
     assert alternative.at_most_us == pytest.approx(distributed.objective_us - plan.objective_us)
     changed = {each.name: (each.first, each.second) for each in compare(plan, distributed).nodes}
     assert changed["experts/experts weights"] == ("R", "S(0)")
@@ -232,7 +262,7 @@ def test_experts_plans_distribute_routed_experts(planner: Planner) -> None:
     for name, (of_router, of_experts) in stored.items():
         plan = plans[name]
         assert plan is not None
-        assert axis_of_experts(plan) == ({0} if "EP" in name else {None})
+        assert axes_of_experts(plan) == ({(0,)} if "EP" in name else {()})
         layouts = plan.parameter_layouts()
         assert layouts["router.weight"] == of_router
         assert layouts["experts.up"] == layouts["experts.down"] == of_experts
@@ -245,7 +275,8 @@ def test_experts_that_are_heavy_to_move_are_distributed_though_nobody_asks() -> 
     model, wide = Layer().to("meta"), 2**20
     model.experts.up = nn.Parameter(torch.empty(NUM_EXPERTS, WIDTH, wide, device="meta"))
     model.experts.down = nn.Parameter(torch.empty(NUM_EXPERTS, wide, WIDTH, device="meta"))
-    blocks = {"experts": Block(model.experts)}
+    # Parts of their features would not have to move either.
+    blocks = {"experts": Block(model.experts, hidden_dims=())}
     x = torch.empty(BATCH, LENGTH, WIDTH)
     plan = find_placement(
         model,
@@ -256,7 +287,7 @@ def test_experts_that_are_heavy_to_move_are_distributed_though_nobody_asks() -> 
             constraints=Constraints(inputs={"*": [Shard(0)]}, outputs={"*": [Shard(0)]}),
         ),
     )
-    assert axis_of_experts(plan) == {0}
+    assert axes_of_experts(plan) == {(0,)}
     exchanges = [c for c in predicted_collectives(plan) if c.purpose == "token exchange"]
     # Counts, rows and results; the gradients of both.
     rows = BATCH * LENGTH * TOP_K // 2 * WIDTH * 4
@@ -302,7 +333,7 @@ def test_refuses_blocks_that_are_not_the_models() -> None:
 @pytest.mark.parametrize("operator", ["experts", "experts_backward"])
 def test_experts_that_are_not_placed_say_so(operator: str):
     x = torch.ones(1)
-    arguments = [x, x, x, x, [x], "layers.0.experts"]
+    arguments = [x, x, x, x, [x], [1], "layers.0.experts"]
     call = getattr(torch.ops.gt_autoparallel, operator)
     message = r"^the experts of layers\.0\.experts are planned, and run only when placed$"
     with pytest.raises(NotImplementedError, match=message):

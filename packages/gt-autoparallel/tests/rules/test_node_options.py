@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -212,18 +213,30 @@ class TestRefusals:
             check_operators(graph)
         assert str(caught.value) == (
             "4 operators have no placement:\n"
-            "- node 'n1' (gt_rules_test.unknown.default) in module 'layers.0.mlp': no rule says how it may be sharded\n"
-            "- node 'n3' (aten.relu_.default) in module 'layers.0.mlp': writes to its arguments; plan the form that returns its result\n"
-            "- node 'n4' (aten.bernoulli.default) in module 'layers.0.mlp': draws random numbers, which differ with the placement\n"
-            "- node 'n5' (<built-in function len>) in module 'layers.0.mlp': not an operator with a schema\n"
+            "- gt_rules_test.unknown.default: no rule says how it may be sharded (node 'n1' in module 'layers.0.mlp')\n"
+            "- aten.relu_.default: writes to its arguments; plan the form that returns its result (node 'n3' in module 'layers.0.mlp')\n"
+            "- aten.bernoulli.default: draws random numbers, which differ with the placement (node 'n4' in module 'layers.0.mlp')\n"
+            "- <built-in function len>: not an operator with a schema (node 'n5' in module 'layers.0.mlp')\n"
             "Teach the planner an operator with gt_autoparallel.register_rule(name, rule), or run it "
             "whole on every rank with replicate_unknown=[name]."
         )
 
+    def test_names_an_operator_once_with_the_line_that_calls_it_first(self) -> None:
+        unknown = torch.ops.gt_rules_test.unknown.default
+        graph = self.graph(unknown, unknown, unknown)
+        nodes = tuple(replace(n, line=f"model.py:{n.index}: 'f(x)'") for n in graph.nodes)
+        with pytest.raises(UnsupportedOperatorError) as caught:
+            check_operators(replace(graph, nodes=nodes))
+        assert str(caught.value).splitlines()[:2] == [
+            "an operator has no placement:",
+            "- gt_rules_test.unknown.default: no rule says how it may be sharded (node 'n1' in module 'layers.0.mlp', at model.py:1: 'f(x)'; 3 nodes in all)",
+        ]
+
     def test_names_the_one_operator_asked_for(self) -> None:
         target = torch.ops.gt_rules_test.unknown.default
         with pytest.raises(
-            UnsupportedOperatorError, match=r"^an operator has no placement:\n- node 'n' "
+            UnsupportedOperatorError,
+            match=r"^an operator has no placement:\n- gt_rules_test.unknown.default: ",
         ):
             node_options(node(target, Value(0)), (spec(4, 4),), ONE)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -152,8 +154,9 @@ def _expert_nodes(
     plan: PlacementPlan, mesh: DeviceMesh, experts: Mapping[str, ExpertBlock]
 ) -> dict[str, RunNode]:
     """How each node of kind experts runs: forward and backward of a block share what is kept."""
+    mesh_of_axes = functools.cache(functools.partial(_mesh_of_axes, mesh))
     placed = {
-        name: PlacedExperts.of(plan, mesh, name=name, block=block)
+        name: PlacedExperts.of(plan, mesh_of_axes, name=name, block=block)
         for name, block in experts.items()
     }
     return {
@@ -162,3 +165,22 @@ def _expert_nodes(
         else placed[node.target].forward
         for node in plan.graph.of_kind("experts")
     }
+
+
+def _mesh_of_axes(mesh: DeviceMesh, axes: tuple[int, ...]) -> DeviceMesh:
+    """The ranks along some axes together, the last one fastest, in one dimension.
+
+    Makes a process group if there are several axes, so every rank of the mesh has to call it.
+    """
+    names = mesh.mesh_dim_names
+    assert names is not None
+    if len(axes) == 1:
+        return mesh[names[axes[0]]]
+    at: tuple[int | slice, ...] = tuple(
+        slice(None) if axis in axes else coordinate
+        for axis, coordinate in enumerate(mesh.get_coordinate() or ())
+    )
+    ranks = mesh.mesh[at].flatten().tolist()
+    group = dist.new_group(ranks, use_local_synchronization=True)
+    assert isinstance(group, dist.ProcessGroup)  # this rank is in it
+    return DeviceMesh.from_group(group, mesh.device_type, mesh_dim_names=("experts",))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from gt_autoparallel.errors import PlanMismatchError
-from gt_autoparallel.graph.experts import FIRST_WEIGHT_OPERAND, ExpertBlock, expert_parallel_axis
+from gt_autoparallel.graph.experts import FIRST_WEIGHT_OPERAND, ExpertBlock, expert_parallel_axes
 from gt_autoparallel.plan.placement_plan import PlacementPlan
 
 
@@ -28,9 +28,20 @@ class PlacedExperts:
 
     @classmethod
     def of(
-        cls, plan: PlacementPlan, mesh: DeviceMesh, *, name: str, block: ExpertBlock
+        cls,
+        plan: PlacementPlan,
+        mesh_of_axes: Callable[[tuple[int, ...]], DeviceMesh],
+        *,
+        name: str,
+        block: ExpertBlock,
     ) -> PlacedExperts:
         """The block as the plan has it.
+
+        Args:
+            plan: the plan.
+            mesh_of_axes: the ranks along some axes of its mesh together, in one dimension.
+            name: of the block's module.
+            block: the block.
 
         Raises:
             PlanMismatchError: the plan runs its forward in one way and its backward in another.
@@ -44,15 +55,13 @@ class PlacedExperts:
             raise PlanMismatchError(
                 f"the plan runs forward and backward of the experts {name!r} in different layouts"
             )
-        axis = expert_parallel_axis(nodes[0], plan.options[nodes[0].index]) if nodes else None
-        names = mesh.mesh_dim_names
-        assert names is not None
+        axes = expert_parallel_axes(nodes[0], plan.options[nodes[0].index]) if nodes else ()
         # An axis of one rank has nothing to exchange.
-        is_distributed = axis is not None and plan.mesh.sizes[axis] > 1
+        distributed = tuple(axis for axis in axes if plan.mesh.sizes[axis] > 1)
         return cls(
             name=name,
             block=block,
-            expert_mesh=mesh[names[axis]] if is_distributed and axis is not None else None,
+            expert_mesh=mesh_of_axes(distributed) if distributed else None,
         )
 
     def forward(self, operands: Sequence[torch.Tensor], state: dict[str, Any]) -> Sequence[Any]:

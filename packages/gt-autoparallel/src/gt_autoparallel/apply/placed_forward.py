@@ -23,6 +23,7 @@ from gt_autoparallel.errors import PlacementError
 from gt_autoparallel.graph.layouts import short_text
 from gt_autoparallel.graph.placement_graph import ModelInterface
 from gt_autoparallel.plan.placement_plan import PlacementPlan
+from gt_trace import calls_of_one_place
 
 
 class PlacedForward:
@@ -31,6 +32,9 @@ class PlacedForward:
     ``called_modules`` names the modules inside that are called, with all that they hold: only these
     may have hooks. None: any may, and those of others do not run.
     """
+
+    makes_traced_calls = True
+    """Its instructions can be copied in a capture: see ``gt_trace.stamping``."""
 
     def __init__(
         self,
@@ -226,8 +230,9 @@ class _Placed(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         values: Values = dict(zip(slots, tensors, strict=True))
         state: dict[str, Any] = {}
-        for instruction in program.forward:
-            instruction.execute(values, state)
+        with calls_of_one_place():
+            for instruction in program.forward:
+                instruction.execute(values, state)
         ctx.program, ctx.slots, ctx.outputs, ctx.state = program, slots, outputs, state
         ctx.save_for_backward(*(values[slot] for slot in program.saved))
         # A function must not return its input, nor one tensor twice; views of them are enough.
@@ -249,10 +254,12 @@ class _Placed(torch.autograd.Function):
         for node, gradient in zip(ctx.outputs, gradients, strict=True):
             if node in tangent_of:
                 values[program.tangents[tangent_of[node]]] = gradient
-        for instruction in program.backward:
-            instruction.execute(values, ctx.state)
+        with calls_of_one_place():
+            for instruction in program.backward:
+                instruction.execute(values, ctx.state)
         slot_of_gradient = {
-            program.parameters[name]: slot for name, slot in program.gradients.items()
+            **{program.parameters[name]: slot for name, slot in program.gradients.items()},
+            **{program.inputs[node]: slot for node, slot in program.input_gradients.items()},
         }
         return (
             None,

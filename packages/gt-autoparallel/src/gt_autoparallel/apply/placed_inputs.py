@@ -27,6 +27,7 @@ class InputReader:
         self._slots = slots
         _, planned_kwargs = interface.input_spec.children()
         self._keywords: list[str] = planned_kwargs.context
+        self._with_gradients = {str(n.target) for n in plan.graph.of_kind("input_gradient")}
 
     def local_tensors(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -91,8 +92,12 @@ class InputReader:
         spec, layout = self.plan.graph.spec(value), self.plan.layout(value)
         if not isinstance(found, torch.Tensor):
             return f"{leaf.name} is a {type(found).__name__}; allowed: a tensor"
-        if found.requires_grad and torch.is_grad_enabled():
-            return f"{leaf.name} requires grad; only parameters are given gradients: detach it"
+        needs_gradient = found.requires_grad and torch.is_grad_enabled()
+        if needs_gradient and leaf.name not in self._with_gradients:
+            return (
+                f"{leaf.name} requires grad, and was planned without a gradient: detach it, or "
+                "plan with an example input that requires grad"
+            )
         if isinstance(found, DTensor) and not _is_placed(found, layout, self.plan):
             return (
                 f"{leaf.name} is a DTensor placed as {found.placements}; allowed: placed as "

@@ -31,7 +31,7 @@ class RankMesh:
             PlanMismatchError: the mesh is not the planned one, or lacks this rank.
         """
         names = mesh.mesh_dim_names
-        found = None if names is None else MeshShape(names=tuple(names), sizes=tuple(mesh.shape))
+        found = None if names is None else MeshShape.of(mesh)
         if found != planned:
             raise PlanMismatchError(
                 f"the plan is for a mesh {_text(planned)}, and this one is "

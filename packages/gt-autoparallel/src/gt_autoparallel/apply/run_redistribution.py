@@ -18,7 +18,7 @@ from gt_autoparallel.apply.rank_mesh import RankMesh
 from gt_autoparallel.graph.placement_graph import TensorSpec
 from gt_autoparallel.graph.redistribution import RedistributionStep
 from gt_config.node_keys import FsdpCollectiveAnnotation, NodeAnnotation
-from gt_trace import annotate
+from gt_trace import annotate, traced_call
 
 _functional = torch.ops._c10d_functional
 
@@ -45,10 +45,17 @@ class LocalMove:
         annotations = self.annotations or (None,) * len(self.steps)
         for step, annotation in zip(self.steps, annotations, strict=True):
             with annotated(annotation):
-                moved = self._run(step, moved)
+                moved = self._moved(step, moved)
         if is_natural:
             return moved
         return moved.permute([self.dim_order.index(dim) for dim in range(len(self.dim_order))])
+
+    def _moved(self, step: RedistributionStep, tensor: torch.Tensor) -> torch.Tensor:
+        (moved,) = traced_call(
+            (step, self.dim_order, self.mesh), lambda given: (self._run(step, given[0]),), (tensor,)
+        )
+        result: torch.Tensor = moved
+        return result
 
     def _run(self, step: RedistributionStep, tensor: torch.Tensor) -> torch.Tensor:
         size = self.mesh.shape.sizes[step.axis]

@@ -7,7 +7,11 @@
     cost_checks    times of nodes, steps and windows
     step_walk      where the data of each rank is after each step of a redistribution
     memory_checks  bytes
-    shards         shapes of shards
+    recomputation_checks
+                   what runs again in the backward may, and what it takes
+    parameter_ways what stands between parameters and their users, and before their gradients
+    viewed_storage, shards
+                   whose storage a result is in; shapes of shards
 """
 
 from gt_autoparallel.audit.plan_audit import audit_plan

@@ -2,11 +2,13 @@
 
 The walk goes over uses as they stand in the nodes' arguments; it knows no clusters and no tables:
 
-    total = sum over windows of max(compute, communication) + sum of all other redistributions
+    total = sum over windows of max(compute, communication) + sum of all that nothing hides
 
 where a redistribution belongs to a window if it unshards a parameter (between the parameter, or a
 cast of it, and whoever reads that) or reduces a gradient (between what computes the gradient and
-its end, over casts and sums for it alone).
+its end, over views, casts and sums for it alone). What of it hides there is asked of the prices.
+What runs again in the backward pays for its compute and its operands' redistributions a second
+time, in the backward's window of its layer where windows count.
 """
 
 from __future__ import annotations
@@ -17,9 +19,11 @@ from collections.abc import Iterator
 
 from torch.utils import _pytree as pytree
 
-from gt_autoparallel._torch_internals import OpOverload, operator_path
+from gt_autoparallel.audit.parameter_ways import after_parameters, before_gradients
+from gt_autoparallel.audit.recomputation_checks import scope
 from gt_autoparallel.audit.step_walk import step_problems
 from gt_autoparallel.graph.layouts import short_text
+from gt_autoparallel.graph.parameter_chains import ParameterMove
 from gt_autoparallel.graph.placement_graph import PlacementNode, Value
 from gt_autoparallel.plan.placement_plan import PlacementPlan, PlannedRedistribution
 
@@ -38,8 +42,9 @@ class CostWalk:
         self._compute: dict[str, list[float]] = defaultdict(list)
         self._communication: dict[str, list[float]] = defaultdict(list)
         self._in_full: list[float] = []
-        self._unshards = _after_parameters(plan.graph.nodes)
-        self._reduces = _before_gradients(plan.graph.nodes)
+        self._runs_again = frozenset(plan.recomputed)
+        self._unshards = after_parameters(plan.graph.nodes)
+        self._reduces = before_gradients(plan.graph.nodes)
         self._walk_nodes()
         self._walk_uses()
         self.problems += _window_problems(plan, self._compute, self._communication)
@@ -67,21 +72,29 @@ class CostWalk:
             if not _agree(price, planned):
                 self.problems.append(f"node {node.name!r} costs {price} us, planned as {planned}")
             self._compute[_window(node)].append(price)
+            if node.index in self._runs_again:
+                self._compute[f"{scope(node)} backward"].append(price)
 
     def _walk_uses(self) -> None:
         plan = self._plan
-        planned: dict[tuple[int, int], PlannedRedistribution] = {}
+        planned: dict[tuple[int, int, bool], PlannedRedistribution] = {}
         for each in plan.redistributions:
-            key = (each.use.consumer, each.use.position)
+            key = (each.use.consumer, each.use.position, each.again)
             if key in planned:
                 self.problems.append(f"two redistributions for operand {key[1]} of node {key[0]}")
             planned[key] = each
         for node in plan.graph.nodes:
             leaves = pytree.tree_leaves([node.args, node.kwargs])
             for position, value in enumerate(v for v in leaves if isinstance(v, Value)):
-                self._check_use(node, position, value, planned.pop((node.index, position), None))
-        for consumer, position in planned:
-            self.problems.append(f"node {consumer} has no operand {position} to redistribute")
+                times = (False, True) if node.index in self._runs_again else (False,)
+                for again in times:
+                    found = planned.pop((node.index, position, again), None)
+                    self._check_use(node, position, value, found, again=again)
+        for consumer, position, again in planned:
+            self.problems.append(
+                f"node {consumer} has no operand {position} to redistribute"
+                + (" a second time" if again else "")
+            )
 
     def _check_use(
         self,
@@ -89,6 +102,8 @@ class CostWalk:
         position: int,
         value: Value,
         planned: PlannedRedistribution | None,
+        *,
+        again: bool,
     ) -> None:
         plan = self._plan
         spec = plan.graph.spec(value)
@@ -103,18 +118,32 @@ class CostWalk:
         ]
         if planned is None:
             return
-        time_us = math.fsum(plan.prices.step_us(step, spec.dtype, plan.mesh) for step in steps)
-        if not _agree(time_us, planned.time_us):
-            self.problems.append(f"{where}, {way} costs {time_us} us, planned as {planned.time_us}")
-        hides = value.node in self._unshards or node.index in self._reduces
-        window = _window(node) if hides else None
+        move: ParameterMove | None = None
+        if value.node in self._unshards:
+            move = "unshard"
+        elif node.index in self._reduces:
+            move = "reduce_grad"
+        times = [plan.prices.step_time(step, spec.dtype, plan.mesh, move) for step in steps]
+        in_full_us = math.fsum(time.in_full_us for time in times)
+        hidden_us = math.fsum(time.hidden_us for time in times)
+        for what, ours, theirs in (
+            ("costs", in_full_us, planned.in_full_us),
+            ("may hide", hidden_us, planned.hidden_us),
+        ):
+            if not _agree(ours, theirs):
+                self.problems.append(f"{where}, {way} {what} {ours} us, planned as {theirs}")
+        window = None
+        if move is not None:
+            window = f"{scope(node)} backward" if again else _window(node)
         if window != planned.window:
             self.problems.append(
                 f"{where}, {way} belongs to window {window!r}, planned in {planned.window!r}"
             )
         if value != planned.use.value:
             self.problems.append(f"{where} is {value}, planned as {planned.use.value}")
-        (self._in_full if window is None else self._communication[window]).append(time_us)
+        self._in_full.append(in_full_us)
+        if window is not None:
+            self._communication[window].append(hidden_us)
         self.num_redistributions += 1
         self.num_steps += len(steps)
 
@@ -150,46 +179,11 @@ def _window_problems(
 
 
 def _window(node: PlacementNode) -> str:
-    """The layer, or the module at the top, in which a node runs; and its phase."""
-    parts = node.module.split(".")
-    numbers = [place for place, part in enumerate(parts) if part.isdigit()]
-    scope = ".".join(parts[: numbers[0] + 1]) if numbers else parts[0]
-    return f"{scope or 'model'} {node.phase}"
+    """The layer, or the module at the top, in which a node runs; and its phase.
 
-
-def _after_parameters(nodes: tuple[PlacementNode, ...]) -> set[int]:
-    """Parameters, and casts of them: what leaves these is a parameter on its way to its users."""
-    found: set[int] = set()
-    for node in nodes:
-        if node.kind == "parameter" or (
-            _only_casts(node) and all(value.node in found for value in node.operands)
-        ):
-            found.add(node.index)
-    return found
-
-
-def _before_gradients(nodes: tuple[PlacementNode, ...]) -> set[int]:
-    """Gradients, and casts and sums that only they read."""
-    readers: dict[int, list[int]] = defaultdict(list)
-    for node in nodes:
-        for value in node.operands:
-            readers[value.node].append(node.index)
-    found: set[int] = set()
-    for node in reversed(nodes):
-        passes_on = node.kind == "share" or _only_casts(node)
-        only_read = len(readers[node.index]) == 1 and readers[node.index][0] in found
-        if node.kind == "gradient" or (passes_on and only_read):
-            found.add(node.index)
-    return found
-
-
-def _only_casts(node: PlacementNode) -> bool:
-    if not isinstance(node.target, OpOverload) or len(node.operands) != 1:
-        return False
-    return ".".join(operator_path(node.target)[:2]) in (
-        "aten._to_copy",
-        "prims.convert_element_type",
-    )
+    A parameter is in that of the optimizer.
+    """
+    return f"{scope(node)} {'optimizer' if node.kind == 'parameter' else node.phase}"
 
 
 def _agree(left: float, right: float, precision: float = 1e-9) -> bool:

@@ -4,16 +4,23 @@ Saved for the backward is each storage that a forward node made and a backward n
 is in the storage of its operand if it is a view of it, or shares it in the layout that it has; and
 it keeps all of that storage alive, however small a part of it it is. Storages of parameters,
 buffers and inputs are there anyway. Routed experts keep more than their operands, which they know
-themselves.
+themselves. What runs again in the backward reads what is saved as any node of the backward does,
+and what it makes is not saved (``recomputation_checks``).
+
+Where a step runs the graph for several microbatches, each live one has what it saved, but of
+gathered parameters there is one for all, and gradients are the sums that are not reduced yet.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from dataclasses import replace
 
-from gt_autoparallel._torch_internals import OpOverload
+from gt_autoparallel.audit.parameter_ways import after_parameters, before_gradients
+from gt_autoparallel.audit.recomputation_checks import recomputed_bytes
 from gt_autoparallel.audit.shards import shard_bytes
-from gt_autoparallel.graph.placement_graph import PlacementNode, Value
+from gt_autoparallel.audit.viewed_storage import viewed_operand
+from gt_autoparallel.graph.placement_graph import Value
 from gt_autoparallel.plan.placement_plan import PlacementPlan
 from gt_autoparallel.prices.experts import experts_saved_bytes
 from gt_autoparallel.prices.memory import MemoryBreakdown
@@ -24,7 +31,7 @@ _SOURCES = ("parameter", "buffer", "input")
 def memory_problems(plan: PlacementPlan) -> Iterator[str]:
     """Parts of the plan's memory that its layouts do not take, and a budget that is broken."""
     found = recounted_memory(plan)
-    for part in ("parameters", "gradients", "optimizer_state", "saved_activations"):
+    for part in ("parameters", "gradients", "optimizer_state", "saved_activations", "recomputed"):
         ours, planned = getattr(found, part), getattr(plan.memory, part)
         if ours != planned:
             yield f"{part.replace('_', ' ')} take {ours:,} bytes, planned as {planned:,}"
@@ -37,64 +44,97 @@ def recounted_memory(plan: PlacementPlan) -> MemoryBreakdown:
     """The memory of a plan, from its options alone."""
     sizes, graph = plan.mesh.sizes, plan.graph
     parameters = sum(_output_bytes(plan, Value(n.index)) for n in graph.of_kind("parameter"))
-    gradients = sum(
-        shard_bytes(graph.spec(node.operands[0]), plan.options[node.index].operands[0], sizes)
-        for node in graph.of_kind("gradient")
+    gradients = (
+        sum(
+            shard_bytes(graph.spec(node.operands[0]), plan.options[node.index].operands[0], sizes)
+            for node in graph.of_kind("gradient")
+        )
+        if plan.request.microbatches is None
+        else sum(_sums(plan).values())
     )
     return MemoryBreakdown(
         parameters=parameters,
         gradients=gradients,
         optimizer_state=round(parameters * plan.request.optimizer_state_copies),
         saved_activations=_saved_bytes(plan),
+        recomputed=recomputed_bytes(plan),
     )
 
 
 def _saved_bytes(plan: PlacementPlan) -> int:
-    nodes = plan.graph.nodes
+    nodes, runs_again = plan.graph.nodes, frozenset(plan.recomputed)
     bytes_of_storage: dict[object, int] = {}
     for node in nodes:
-        if node.phase == "forward":
+        if node.phase == "forward" and node.index not in runs_again:
             continue
         for value in node.operands:
             if nodes[value.node].phase == "forward":
-                bytes_of_storage.update(_storage(plan, value))
+                bytes_of_storage.update(_storage(plan, value, runs_again))
     kept_by_experts = sum(
         experts_saved_bytes(
             node, plan.graph.operand_specs(node), plan.options[node.index], plan.mesh
         )
         for node in plan.graph.of_kind("experts")
     )
-    return sum(bytes_of_storage.values()) + kept_by_experts
+    microbatches = plan.request.microbatches
+    if microbatches is None:
+        return sum(bytes_of_storage.values()) + kept_by_experts
+    once = _gathered(plan)
+    live = microbatches.num_live
+    return kept_by_experts * live + sum(
+        num_bytes * (1 if _node_of(storage) in once else live)
+        for storage, num_bytes in bytes_of_storage.items()
+    )
 
 
-def _storage(plan: PlacementPlan, value: Value) -> dict[object, int]:
-    """The storage that holds a value, and its bytes; nothing for what is there anyway."""
+def _storage(plan: PlacementPlan, value: Value, runs_again: Collection[int]) -> dict[object, int]:
+    """The storage that holds a value, and its bytes; nothing for what need not be saved."""
     node = plan.graph.nodes[value.node]
-    if node.kind in _SOURCES:
+    if node.kind in _SOURCES or node.index in runs_again:
         return {}
-    position = _viewed_operand(node)
+    position = viewed_operand(node)
     if position is None:
         return {value: _output_bytes(plan, value)}
     source = node.operands[position]
     there, wanted = plan.layout(source), plan.options[node.index].operands[position]
     if there == wanted:
-        return _storage(plan, source)
+        return _storage(plan, source, runs_again)
     # Moved before it is viewed: what arrives is a storage of its own.
     spec = plan.graph.spec(source)
     return {(node.index, position): shard_bytes(spec, wanted, plan.mesh.sizes)}
 
 
-def _viewed_operand(node: PlacementNode) -> int | None:
-    """The operand whose storage the node's outputs are in; None if they have their own."""
-    if node.kind == "share":
-        return 0
-    if not isinstance(node.target, OpOverload):
-        return None
-    returned = node.target._schema.returns
-    aliases = [argument.alias_info for argument in node.target._schema.arguments[:1]]
-    if len(returned) != 1 or returned[0].alias_info is None or aliases[0] is None:
-        return None
-    return 0
+def _node_of(storage: object) -> int:
+    """The node that made a storage, of the keys of ``_storage``."""
+    if isinstance(storage, Value):
+        return storage.node
+    assert isinstance(storage, tuple)
+    node: int = storage[0]
+    return node
+
+
+def _gathered(plan: PlacementPlan) -> set[int]:
+    """Nodes that make parameters what they are computed with: casts, and what shares them."""
+    nodes, parameters = plan.graph.nodes, after_parameters(plan.graph.nodes)
+    shares = {n.index for n in nodes if n.kind == "share" and n.operands[0].node in parameters}
+    return shares | {index for index in parameters if nodes[index].kind != "parameter"}
+
+
+def _sums(plan: PlacementPlan) -> dict[Value, int]:
+    """Bytes of what microbatches add up for each gradient, in the dtype of its reduction."""
+    nodes, passing_on = plan.graph.nodes, before_gradients(plan.graph.nodes)
+    found: dict[Value, int] = {}
+    for node in plan.graph.of_kind("gradient"):
+        value = node.operands[0]
+        reduced_as = plan.graph.spec(value).dtype
+        while value.node in passing_on:
+            if nodes[value.node].kind == "share":
+                reduced_as = plan.graph.spec(value).dtype
+            value = nodes[value.node].operands[0]
+        spec = replace(plan.graph.spec(value), dtype=reduced_as)
+        num_bytes = shard_bytes(spec, plan.layout(value), plan.mesh.sizes)
+        found[value] = max(num_bytes, found.get(value, 0))
+    return found
 
 
 def _output_bytes(plan: PlacementPlan, value: Value) -> int:

@@ -55,7 +55,7 @@ def node_problems(plan: PlacementPlan, offered: OfferedOptions) -> Iterator[str]
 
 
 def link_problems(plan: PlacementPlan) -> Iterator[str]:
-    """Pairs of nodes that must have one layout: gradients as parameters, tangents as outputs.
+    """Pairs of nodes that must have one layout: gradients as what they are of, tangents as outputs.
 
     The backward of routed experts runs on what its forward kept, so it runs in the same way.
     """
@@ -63,14 +63,15 @@ def link_problems(plan: PlacementPlan) -> Iterator[str]:
     experts: dict[str, Layout] = {}
     for node, option in zip(plan.graph.nodes, plan.options, strict=True):
         match node.kind:
-            case "parameter" | "output":
-                layout = option.outputs[0] if node.kind == "parameter" else option.operands[0]
-                assert layout is not None, "a parameter is a tensor"
+            case "parameter" | "input" | "output":
+                layout = option.operands[0] if node.kind == "output" else option.outputs[0]
+                assert layout is not None, "what has a name is a tensor"
                 named[node.kind, str(node.target)] = layout
-            case "gradient":
-                wanted = named.get(("parameter", str(node.target)))
+            case "gradient" | "input_gradient":
+                source = "parameter" if node.kind == "gradient" else "input"
+                wanted = named.get((source, str(node.target)))
                 if wanted is None or wanted != option.operands[0]:
-                    yield _link_text(node, option.operands[0], "its parameter", wanted)
+                    yield _link_text(node, option.operands[0], f"its {source}", wanted)
             case "experts":
                 is_backward = node.phase == "backward"
                 weights = option.operands[4 + is_backward]

@@ -25,6 +25,7 @@ from gt_autoparallel.audit.node_checks import (
     node_problems,
     replicated_problems,
 )
+from gt_autoparallel.audit.recomputation_checks import recomputation_problems
 from gt_autoparallel.errors import AuditError
 from gt_autoparallel.graph.graph_encoding import graph_digest
 from gt_autoparallel.plan.placement_plan import PlacementPlan, plan_problem
@@ -103,6 +104,7 @@ def examined(
     if len(plan.options) != len(plan.graph.nodes):
         return [*problems, f"{len(plan.options)} options for {len(plan.graph.nodes)} nodes"], None
     problems += node_problems(plan, offered or node_options)
+    problems += recomputation_problems(plan)
     if problems:
         # Costs of what a node cannot do mean nothing.
         return problems, None

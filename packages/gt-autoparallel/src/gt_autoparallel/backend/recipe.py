@@ -42,19 +42,18 @@ def backend_passes(
         memory_budget_bytes: of one rank, as for the plan; None for no limit: nothing is recomputed.
         bucket_cap_mib: the largest bucket in MiB; None for no limit.
         reshard_after_forward: whether FSDP parameters are gathered again for the backward; None:
-            where memory has a limit.
+            not, since the plan says which are.
         compiler: compiles the whole graph; None for Inductor.
     """
     has_budget = memory_budget_bytes is not None
     tagging = [TagToMemoryBudget(budget_bytes=memory_budget_bytes), RecomputeTagged()]
-    reshards = has_budget if reshard_after_forward is None else reshard_after_forward
     return (
         RemoveDeadCode(),
         MergeWaits(),
         CanonicalizeViews(),
-        ShareAllGathers(),
+        ShareAllGathers(scope="phase"),
         *(tagging if has_budget else []),
-        *([ReshardAfterForward()] if reshards else []),
+        *([ReshardAfterForward()] if reshard_after_forward else []),
         BucketAllGathers(cap_mib=bucket_cap_mib),
         BucketReduceScatters(cap_mib=bucket_cap_mib),
         BucketAllReduces(cap_mib=bucket_cap_mib),

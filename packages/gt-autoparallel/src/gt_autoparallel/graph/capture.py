@@ -49,7 +49,8 @@ def capture_placement_graph(
         model: on any device, the meta device too; its tensors are read for their shapes only.
         example_args: positional arguments of its forward: trees whose leaves are tensors (global,
             of any device, fake ones too), or None, numbers and strings, which become constants.
-            A mask of FlexAttention is such a tree, with what its function closes over.
+            A mask of FlexAttention is such a tree, with what its function closes over. Those
+            that require grad get gradients in the backward, as parameters do.
         example_kwargs: keyword arguments, likewise.
         device: for whose kernels the graph is captured; operators such as attention differ.
         compute_dtype: dtype to which floating-point parameters are cast before they are used;
@@ -92,6 +93,7 @@ def capture_placement_graph(
             output_spec=step.output_spec,
             outputs=step.outputs,
             gradients=step.gradients,
+            input_gradients=[traced.arguments[leaf].name for leaf in step.input_gradients],
             literals=_literals(graph_module),
         ),
         allowed_random_operators=frozenset(allowed_random_operators),
@@ -145,16 +147,14 @@ def _shapes_only(
         name = ("kwargs" if pytree.keystr(path[:1]) == "[1]" else "args") + pytree.keystr(path[1:])
         if isinstance(leaf, torch.Tensor):
             converted.append(leaf)
-            if leaf.requires_grad:
-                problems.append(f"{name} requires grad; only parameters are given gradients")
-            elif any(not isinstance(size, int) for size in leaf.shape):
+            if any(not isinstance(size, int) for size in leaf.shape):
                 problems.append(f"{name} has sizes that are no numbers: {tuple(leaf.shape)!r}")
             elif type(leaf) not in (torch.Tensor, nn.Buffer) and not isinstance(leaf, FakeTensor):
                 problems.append(f"{name} is a {type(leaf).__name__}; give global tensors")
             else:
                 converted[-1] = torch.empty_strided(
                     leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta"
-                )
+                ).requires_grad_(leaf.requires_grad)
             continue
         converted.append(leaf)
         if leaf is not None and not isinstance(leaf, _CONSTANTS):
@@ -172,7 +172,7 @@ def _shapes_only(
 
 
 class _JointStep:
-    """What is traced: forward, and the gradients of the parameters."""
+    """What is traced: forward, and the gradients of parameters and of inputs that ask for them."""
 
     def __init__(
         self,
@@ -192,10 +192,18 @@ class _JointStep:
         self.gradients: list[str] = []
         """Names of the parameters whose gradients follow the outputs."""
 
+        self.input_gradients: list[int] = []
+        """Which leaves of the arguments have gradients, which follow those."""
+
     def __call__(self, *args: Any, **kwargs: Any) -> list[torch.Tensor]:
         parameters = dict(self._model.named_parameters())
         trained = {name: p for name, p in parameters.items() if p.requires_grad}
-        self._is_trained = bool(trained)
+        asked = {
+            leaf: tensor
+            for leaf, tensor in enumerate(pytree.tree_leaves((args, kwargs)))
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad
+        }
+        self._is_trained = bool(trained or asked)
         casts = _casts(parameters, self._compute_dtype)
         with _cast_parameters(self._model, casts):
             result = self._model(*args, **kwargs)
@@ -207,14 +215,18 @@ class _JointStep:
         wanted = [casts.get(name, parameter) for name, parameter in trained.items()]
         gradients = torch.autograd.grad(
             differentiable,
-            wanted,
+            [*wanted, *asked.values()],
             [TANGENT_OF(tensor.detach()) for tensor in differentiable],
             allow_unused=True,
         )
-        for (name, parameter), gradient in zip(trained.items(), gradients, strict=True):
+        for (name, parameter), gradient in zip(trained.items(), gradients, strict=False):
             if gradient is not None:
                 self.gradients.append(name)
                 tensors.append(self._reduced(gradient, parameter))
+        for leaf, gradient in zip(asked, gradients[len(wanted) :], strict=True):
+            if gradient is not None:
+                self.input_gradients.append(leaf)
+                tensors.append(gradient)
         return tensors
 
     def _record_outputs(self, leaves: Sequence[tuple[Any, Any]]) -> list[torch.Tensor]:

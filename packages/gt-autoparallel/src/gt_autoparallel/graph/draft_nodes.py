@@ -14,6 +14,7 @@ from typing import Any
 from torch.utils import _pytree as pytree
 
 from gt_autoparallel.graph.placement_graph import (
+    SINKS,
     NodeKind,
     NodePhase,
     PlacementNode,
@@ -38,6 +39,7 @@ class DraftNode:
     """Whether a share node follows whatever the number of uses."""
 
     operands: list[Value] = field(default_factory=list)
+    line: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +70,7 @@ def number_nodes(drafts: Sequence[DraftNode]) -> NumberedNodes:
     def add(draft: DraftNode, **changes: Any) -> int:
         fields: dict[str, Any] = {
             name: getattr(draft, name)
-            for name in ("kind", "target", "outputs", "module", "phase", "name")
+            for name in ("kind", "target", "outputs", "module", "phase", "name", "line")
         }
         fields |= changes
         names[fields["name"]] += 1
@@ -104,7 +106,7 @@ def number_nodes(drafts: Sequence[DraftNode]) -> NumberedNodes:
 
 def _alive(drafts: Sequence[DraftNode]) -> list[bool]:
     """Parameters, sinks, and all that sinks need."""
-    alive = [draft.kind in ("parameter", "output", "gradient") for draft in drafts]
+    alive = [draft.kind == "parameter" or draft.kind in SINKS for draft in drafts]
     for index in reversed(range(len(drafts))):
         if alive[index]:
             for value in drafts[index].operands:

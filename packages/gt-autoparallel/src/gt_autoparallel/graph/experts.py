@@ -3,7 +3,8 @@
 Which token goes to which expert depends on data, and no DTensor placement says so. So the planner
 sees the routed experts of a layer as one node forward and one backward, whose ways to run on a mesh
 axis are few and known: replicated, on each rank's own tokens (with FSDP of the weights, if the plan
-stores them sharded), or expert-parallel, where tokens travel to the rank that has their expert.
+stores them sharded), tensor-parallel, where each rank has a part of every expert's hidden features,
+or expert-parallel, where tokens travel to the rank that has their expert.
 The placed model runs the model's own dispatcher and experts (``ExpertBlock.run``).
 
 While ``opaque_experts`` lasts, the blocks of a model call ``gt_autoparallel::experts``; captured in
@@ -47,6 +48,14 @@ class ExpertBlock(Protocol):
         """Names of its parameters below ``module``; dim 0 of each counts the experts."""
         ...
 
+    @property
+    def hidden_dims(self) -> tuple[int, ...]:
+        """Of each weight the dim of hidden features; empty if ``run`` takes no parts of them.
+
+        Tensor parallelism cuts weights along these, and results are terms of a sum then.
+        """
+        ...
+
     def run(
         self,
         tokens: torch.Tensor,
@@ -64,12 +73,13 @@ class ExpertBlock(Protocol):
             scores: (..., K) weight of each token's experts in the result.
             expert_ids: (..., K) integers.
             token_counts: (E,) how many of this rank's tokens go to each expert.
-            weights: in the order of ``weight_names``, all experts, or this rank's share of them.
-            expert_mesh: the one mesh axis over which experts are distributed; None if this rank
-                has all of them.
+            weights: in the order of ``weight_names``, all experts, or this rank's share of them;
+                of each all hidden features, or this rank's part.
+            expert_mesh: one-dimensional, the ranks over which experts are distributed, whose shares
+                are in their order; None if this rank has all of them.
 
         Returns:
-            (..., D) the result for each of this rank's tokens.
+            (..., D) the result for each of this rank's tokens, or this rank's term of it.
         """
         ...
 
@@ -83,7 +93,8 @@ def expert_problems(experts: object) -> Iterator[str]:
     if not isinstance(experts, Mapping):
         return
     for name, block in experts.items():
-        missing = [part for part in ("module", "weight_names", "run") if not hasattr(block, part)]
+        parts = ("module", "weight_names", "hidden_dims", "run")
+        missing = [part for part in parts if not hasattr(block, part)]
         if missing:
             yield (
                 f"experts[{name!r}], of type {type(block).__name__}, lacks {', '.join(missing)}; "
@@ -93,7 +104,7 @@ def expert_problems(experts: object) -> Iterator[str]:
 
 _ARGUMENTS = (
     "Tensor tokens, Tensor scores, Tensor expert_ids, Tensor token_counts, Tensor[] weights, "
-    "str module"
+    "int[] hidden_dims, str module"
 )
 torch.library.define("gt_autoparallel::experts", f"({_ARGUMENTS}) -> Tensor")
 torch.library.define(
@@ -124,13 +135,14 @@ def _(
     expert_ids: torch.Tensor,
     token_counts: torch.Tensor,
     weights: list[torch.Tensor],
-    module: str,
+    *others: object,
 ) -> list[torch.Tensor]:
     return [value.new_empty(value.shape) for value in (tokens, scores, *weights)]
 
 
 EXPERTS = torch.ops.gt_autoparallel.experts.default
-"""(tokens, scores, expert_ids, token_counts, weights, module name) -> result for each token."""
+"""(tokens, scores, expert_ids, token_counts, weights, hidden dims, module name) -> result for each
+token."""
 
 EXPERTS_BACKWARD = torch.ops.gt_autoparallel.experts_backward.default
 """(gradient, and the arguments of ``EXPERTS``) -> gradients of tokens, scores and each weight."""
@@ -140,9 +152,9 @@ def _setup_context(
     ctx: torch.autograd.function.FunctionCtx, inputs: object, output: object
 ) -> None:
     assert isinstance(inputs, tuple)
-    *routed, weights, module = inputs
+    *routed, weights, hidden_dims, module = inputs
     ctx.save_for_backward(*routed, *weights)
-    ctx.module = module  # type: ignore[attr-defined]  # a context takes any attribute
+    ctx.block = (hidden_dims, module)  # type: ignore[attr-defined]  # a context takes any attribute
 
 
 def _differentiate(
@@ -150,9 +162,11 @@ def _differentiate(
 ) -> tuple[torch.Tensor | list[torch.Tensor] | None, ...]:
     saved: tuple[torch.Tensor, ...] = ctx.saved_tensors  # type: ignore[attr-defined]  # set by save_for_backward
     routed, weights = saved[:FIRST_WEIGHT_OPERAND], list(saved[FIRST_WEIGHT_OPERAND:])
-    module: str = ctx.module  # type: ignore[attr-defined]  # set above
-    of_tokens, of_scores, *of_weights = EXPERTS_BACKWARD(gradient, *routed, weights, module)
-    return of_tokens, of_scores, None, None, of_weights, None
+    block: tuple[list[int], str] = ctx.block  # type: ignore[attr-defined]  # set above
+    of_tokens, of_scores, *of_weights = EXPERTS_BACKWARD(gradient, *routed, weights, *block)
+    # Of numbers there is none, but torch takes an empty list for one of tensors.
+    of_dims: list[torch.Tensor] | None = None if block[0] else []
+    return of_tokens, of_scores, None, None, of_weights, of_dims, None
 
 
 torch.library.register_autograd(
@@ -190,7 +204,9 @@ def _opaque_forward(name: str, block: ExpertBlock) -> Iterator[None]:
         token_counts: torch.Tensor,
     ) -> torch.Tensor:
         weights = [_attribute(module, weight) for weight in block.weight_names]
-        result: torch.Tensor = EXPERTS(tokens, scores, expert_ids, token_counts, weights, name)
+        result: torch.Tensor = EXPERTS(
+            tokens, scores, expert_ids, token_counts, weights, list(block.hidden_dims), name
+        )
         return result
 
     had_own = vars(module).get("forward")
@@ -217,9 +233,12 @@ def expert_weight_layout(node: PlacementNode, option: NodeOption) -> Layout:
     return option.operands[FIRST_WEIGHT_OPERAND + (node.phase == "backward")]
 
 
-def expert_parallel_axis(node: PlacementNode, option: NodeOption) -> int | None:
-    """The mesh axis over which experts are distributed; None if each rank has all it is given."""
-    for axis, placement in enumerate(expert_weight_layout(node, option)):
-        if placement == Shard(0):
-            return axis
-    return None
+def hidden_dims_of(node: PlacementNode) -> tuple[int, ...]:
+    """``ExpertBlock.hidden_dims`` of the block that a node stands for."""
+    return tuple(node.args[-2])
+
+
+def expert_parallel_axes(node: PlacementNode, option: NodeOption) -> tuple[int, ...]:
+    """The mesh axes over which experts are distributed; none if each rank has all it is given."""
+    layout = expert_weight_layout(node, option)
+    return tuple(axis for axis, placement in enumerate(layout) if placement == Shard(0))

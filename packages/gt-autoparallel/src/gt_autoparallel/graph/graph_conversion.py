@@ -38,7 +38,7 @@ from gt_autoparallel.graph.placement_graph import (
     TensorSpec,
     Value,
 )
-from gt_autoparallel.graph.unsupported_nodes import refuse_unsupported
+from gt_autoparallel.graph.unsupported_nodes import line_of, refuse_unsupported
 from gt_passes.analysis.node_calls import subgraph_of
 from gt_passes.analysis.operator_effects import draws_random_numbers
 from gt_trace import ArgumentSignature, GraphInput, module_fqn, phase_of
@@ -115,6 +115,9 @@ class CapturedStep:
 
     gradients: Sequence[str]
     """Names of the parameters whose gradients follow the outputs."""
+
+    input_gradients: Sequence[str]
+    """Names of the inputs whose gradients follow those of the parameters."""
 
     literals: Mapping[str, torch.Tensor]
     """Tensors that the graph holds itself."""
@@ -269,6 +272,7 @@ class _Draft:
                     phase=phase,
                     name="/".join(word for word in words if word),
                     operands=operands,
+                    line=line_of(node),
                 )
             )
             self._known[key] = index
@@ -304,6 +308,7 @@ class _Draft:
         outputs = [output.name for output in self._step.outputs if output.is_tensor]
         sinks: list[tuple[NodeKind, str]] = [("output", name) for name in outputs]
         sinks += [("gradient", name) for name in self._step.gradients]
+        sinks += [("input_gradient", name) for name in self._step.input_gradients]
         for (kind, name), result in zip(sinks, results, strict=True):
             value = self._value_of[result]
             index = self._append(
@@ -312,8 +317,8 @@ class _Draft:
                     target=name,
                     args=(value,),
                     module=name.rpartition(".")[0] if kind == "gradient" else "",
-                    phase="backward" if kind == "gradient" else "forward",
-                    name=f"{name}/gradient" if kind == "gradient" else name,
+                    phase="forward" if kind == "output" else "backward",
+                    name=name if kind == "output" else f"{name}/gradient",
                     operands=[value],
                 )
             )

@@ -31,6 +31,10 @@ class MeshShape:
     sizes: tuple[int, ...]
     """Number of ranks along each axis, at least 1."""
 
+    strides: tuple[int, ...] = ()
+    """From a rank to the next along each axis, in global ranks; by default ranks fill the mesh row
+    by row, the last axis first."""
+
     def __post_init__(self) -> None:
         problems = []
         if not _all_of(self.names, str):
@@ -44,12 +48,17 @@ class MeshShape:
                 )
             if len(set(self.names)) != len(self.names):
                 problems.append(f"names are {self.names!r}; each must differ")
+        if not _all_of(self.strides, int) or len(self.strides) not in (0, len(self.sizes)):
+            problems.append(f"strides are {self.strides!r}; allowed: one integer a size, or none")
         if problems:
             raise PlacementInputError("mesh: " + "; ".join(problems))
+        if not self.strides:
+            strides = (math.prod(self.sizes[axis + 1 :]) for axis in range(len(self.sizes)))
+            object.__setattr__(self, "strides", tuple(strides))
 
     @classmethod
     def of(cls, mesh: DeviceMesh) -> MeshShape:
-        """The names and sizes of ``mesh``.
+        """The names and sizes of ``mesh``, and where rank 0's neighbors on it are.
 
         Raises:
             PlacementInputError: its axes have no names.
@@ -59,7 +68,12 @@ class MeshShape:
             raise PlacementInputError(
                 "mesh: its axes have no names; make it with init_device_mesh(mesh_dim_names=...)"
             )
-        return cls(names=tuple(names), sizes=tuple(int(size) for size in mesh.shape))
+        sizes = tuple(int(size) for size in mesh.shape)
+        strides = []
+        for axis, size in enumerate(sizes):
+            line = mesh.mesh.movedim(axis, -1).reshape(-1, size)[0].tolist()
+            strides.append(line[1] - line[0] if size > 1 else math.prod(sizes[axis + 1 :]))
+        return cls(names=tuple(names), sizes=sizes, strides=tuple(strides))
 
     def __str__(self) -> str:
         return " x ".join(
@@ -77,9 +91,16 @@ class MeshShape:
         return math.prod(self.sizes)
 
     def ranks_of_axis(self, axis: int) -> tuple[int, ...]:
-        """The global ranks of rank 0's group along ``axis``; ranks fill the mesh row by row."""
-        stride = math.prod(self.sizes[axis + 1 :])
-        return tuple(range(0, stride * self.sizes[axis], stride))
+        """The global ranks of rank 0's group along ``axis``."""
+        return self.ranks_of_axes((axis,))
+
+    def ranks_of_axes(self, axes: Sequence[int]) -> tuple[int, ...]:
+        """The global ranks of rank 0's group along several axes together, the last one fastest."""
+        ranks = [0]
+        for axis in axes:
+            along = range(self.sizes[axis])
+            ranks = [rank + self.strides[axis] * number for rank in ranks for number in along]
+        return tuple(ranks)
 
 
 def _all_of(values: object, kind: type) -> bool:

@@ -18,12 +18,25 @@ import torch
 from torch.utils import _pytree as pytree
 
 NodeKind = Literal[
-    "parameter", "buffer", "input", "tangent", "operator", "share", "experts", "output", "gradient"
+    "parameter",
+    "buffer",
+    "input",
+    "tangent",
+    "operator",
+    "share",
+    "experts",
+    "output",
+    "gradient",
+    "input_gradient",
 ]
 """parameter, buffer, input, tangent (gradient of an output): made by nobody in the graph.
 operator: one ATen operator. share: the identity, see above. experts: the routed experts of one
 layer, forward or backward, as one node.
-output: takes one output of the model. gradient: takes the gradient of one parameter."""
+output: takes one output of the model. gradient: takes the gradient of one parameter.
+input_gradient: takes the gradient of one input, if it was asked for."""
+
+SINKS: tuple[NodeKind, ...] = ("output", "gradient", "input_gradient")
+"""Kinds of nodes that take a value and give none."""
 
 NodePhase = Literal["forward", "backward"]
 
@@ -79,12 +92,15 @@ class PlacementNode:
     kwargs: dict[str, Any] = field(default_factory=dict)
     outputs: tuple[TensorSpec | None, ...]
     """One for each output of the operator; None where it gives no tensor. Empty for the kinds
-    output and gradient."""
+    output, gradient and input_gradient."""
 
     module: str = ""
     """Fully qualified name of the module that ran it, or whose forward it differentiates."""
 
     phase: NodePhase = "forward"
+    line: str = field(default="", compare=False, repr=False)
+    """The line of the model that called it, if the graph was captured in this process."""
+
     operands: tuple[Value, ...] = field(init=False, compare=False, repr=False)
     """The values in ``args`` and ``kwargs``, in the order of a flattened call. A value that stands
     there twice is two operands."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
 
 import torch
 from torch.fx import Graph, Node
@@ -23,6 +25,8 @@ from gt_passes.analysis.node_calls import subgraph_of
 from gt_passes.analysis.operator_effects import draws_random_numbers
 from gt_trace import module_fqn
 
+_PLACE = re.compile(r'File "(.+)", line (\d+)')
+
 FLEX_ATTENTION = frozenset({"higher_order.flex_attention", "higher_order.flex_attention_backward"})
 """The operators of operators that are planned. Their scores and masks are functions."""
 
@@ -40,7 +44,8 @@ def refuse_unsupported(
     for node in graph.nodes:
         problem = _problem(node, literals, allowed_random_operators)
         if problem is not None:
-            where = f"first in {module_fqn(node) or 'the model'}{_line_text(node)}"
+            line = line_of(node)
+            where = f"first in {module_fqn(node) or 'the model'}{f', at {line}' if line else ''}"
             problems.setdefault(problem, f"{problem} ({where})")
     if problems:
         raise UnsupportedModelError(
@@ -92,12 +97,14 @@ def _problem_of_functions(node: Node, name: str) -> str | None:
     return next((f"{name}: {problem}" for problem in problems), None)
 
 
-def _line_text(node: Node) -> str:
-    """Where the model calls an operator of operators, of which a module may call several."""
+def line_of(node: Node) -> str:
+    """The line of the model that called an operator: ``model.py:12: 'x = y + z'``; "" if none."""
     lines = (node.meta.get("stack_trace") or "").strip().splitlines()
-    if not isinstance(node.target, HigherOrderOperator) or not lines:
+    if len(lines) < 2:
         return ""
-    return f", at {lines[-1].strip()!r}"
+    place = _PLACE.match(lines[-2].strip())
+    where = f"{Path(place[1]).name}:{place[2]}: " if place else ""
+    return f"{where}{lines[-1].strip()!r}"
 
 
 def _depends_on_data(recorded: object) -> bool:

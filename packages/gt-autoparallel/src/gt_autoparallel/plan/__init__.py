@@ -7,8 +7,10 @@
     model_signature     what a plan was made for, and in what another model differs
     plan_encoding       a plan as JSON
     prediction          which collectives will run
-    report, report_page, comparison, layer_ranges
+    report, comparison, layer_ranges, numbers_as_text
                         plans for people; rows of repeated layers as one
+    plan_picture, tensor_drawing, page_style, report_page
+                        a plan drawn: what is shown, a tensor, colours, the page
 """
 
 from gt_autoparallel.plan.comparison import compare

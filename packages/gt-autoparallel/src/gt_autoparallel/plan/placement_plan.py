@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from gt_autoparallel.argument_checks import kind_problem
 from gt_autoparallel.graph.layouts import Layout, MeshShape
 from gt_autoparallel.graph.options import NodeOption
-from gt_autoparallel.graph.placement_graph import PlacementGraph, Use, Value
+from gt_autoparallel.graph.placement_graph import NodePhase, PlacementGraph, Use, Value
 from gt_autoparallel.graph.redistribution import RedistributionStep
 from gt_autoparallel.prices.costs import StepPrices
 from gt_autoparallel.prices.memory import MemoryBreakdown
@@ -31,12 +31,23 @@ class PlannedRedistribution:
     steps: tuple[RedistributionStep, ...]
     """The steps in order, at least one."""
 
-    time_us: float
-    """Sum of its steps' prices, once (not times any multiplicity)."""
+    in_full_us: float
+    """What nothing hides of its steps' times, once (not times any multiplicity)."""
+
+    hidden_us: float
+    """What the compute of ``window`` may hide; 0 without one."""
 
     window: str | None
-    """Window whose compute may hide it: of a parameter's first and a gradient's last
-    redistribution. None: it counts in full."""
+    """The window of a parameter's first and a gradient's last redistribution. None: no window hides
+    anything of it."""
+
+    again: bool = False
+    """Whether it is the second time, in the backward, for a consumer that runs again."""
+
+    @property
+    def time_us(self) -> float:
+        """All of its steps' times."""
+        return self.in_full_us + self.hidden_us
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +141,10 @@ class PlacementPlan:
     windows: tuple[PlannedWindow, ...]
     """The windows, in the order of their first node."""
 
+    recomputed: tuple[int, ...] = ()
+    """Indices of the forward's nodes that run once more in the backward, in order: what they make
+    is not kept, and what they read is."""
+
     memory: MemoryBreakdown
     request: ResolvedRequest
     prices: StepPrices
@@ -149,12 +164,17 @@ class PlacementPlan:
     @property
     def objective_us(self) -> float:
         """What the plan costs: the sum of its windows and of all that no window hides."""
-        unhidden = sum(r.time_us for r in self.redistributions if r.window is None)
-        return sum(window.time_us for window in self.windows) + unhidden
+        in_full = sum(each.in_full_us for each in self.redistributions)
+        return sum(window.time_us for window in self.windows) + in_full
 
     def layout(self, value: Value) -> Layout:
         """The layout in which ``value`` leaves its node."""
         return self.options[value.node].output(value.output)
+
+    def phase_of(self, redistribution: PlannedRedistribution) -> NodePhase:
+        """When a redistribution runs: with its consumer, in the backward for the second time."""
+        consumer = self.graph.nodes[redistribution.use.consumer]
+        return "backward" if redistribution.again else consumer.phase
 
     def steps_of_uses(self) -> dict[tuple[int, int], tuple[RedistributionStep, ...]]:
         """From consumer and position of a use to its steps; uses without steps are absent."""
@@ -184,6 +204,7 @@ class PlacementPlan:
             self.prices.digest,
             self.request,
             self.options,
+            self.recomputed,
             self.redistributions,
             self.compute_us,
             self.windows,

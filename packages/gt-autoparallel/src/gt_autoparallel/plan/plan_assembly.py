@@ -5,11 +5,16 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 
-from gt_autoparallel.graph.layer_names import window_name
+from gt_autoparallel.graph.layer_names import backward_window, window_name
 from gt_autoparallel.graph.layouts import MeshShape
 from gt_autoparallel.graph.options import NodeOption
-from gt_autoparallel.graph.parameter_chains import gradient_chains, parameter_chains
+from gt_autoparallel.graph.parameter_chains import (
+    ParameterMove,
+    gradient_chains,
+    parameter_chains,
+)
 from gt_autoparallel.graph.placement_graph import PlacementGraph
 from gt_autoparallel.graph.redistribution import redistribution_steps
 from gt_autoparallel.plan.placement_plan import (
@@ -30,12 +35,14 @@ def assemble_plan(
     graph: PlacementGraph,
     mesh: MeshShape,
     options: Sequence[NodeOption],
+    recomputed: Sequence[int] = (),
     prices: StepPrices,
     request: ResolvedRequest,
     signature: ModelSignature,
     solver: SolverReport,
 ) -> PlacementPlan:
-    """The plan in which each node runs with its option."""
+    """The plan in which each node runs with its option, and ``recomputed`` nodes run twice."""
+    runs_again = frozenset(recomputed)
     compute: dict[str, list[float]] = defaultdict(list)
     communication: dict[str, list[float]] = defaultdict(list)
     compute_us = []
@@ -43,6 +50,8 @@ def assemble_plan(
         operands = graph.operand_specs(node)
         compute_us.append(prices.compute_us(node, operands, options[node.index], mesh))
         compute[window_name(node)].append(compute_us[-1])
+        if node.index in runs_again:
+            compute[backward_window(node)].append(compute_us[-1])
     unshards, reduces = parameter_chains(graph), gradient_chains(graph)
     redistributions = []
     for use in graph.uses():
@@ -54,18 +63,32 @@ def assemble_plan(
         steps = redistribution_steps(spec.shape, there, wanted, mesh)
         if not steps:
             continue
-        hides = use.value.node in unshards or use.consumer in reduces
-        window = window_name(graph.nodes[use.consumer]) if hides else None
-        time_us = math.fsum(prices.step_us(step, spec.dtype, mesh) for step in steps)
-        if window is not None:
-            communication[window].append(time_us)
-        redistributions.append(
-            PlannedRedistribution(use=use, steps=steps, time_us=time_us, window=window)
+        move: ParameterMove | None = None
+        if use.value.node in unshards:
+            move = "unshard"
+        elif use.consumer in reduces:
+            move = "reduce_grad"
+        consumer = graph.nodes[use.consumer]
+        times = [prices.step_time(step, spec.dtype, mesh, move) for step in steps]
+        first = PlannedRedistribution(
+            use=use,
+            steps=steps,
+            in_full_us=math.fsum(time.in_full_us for time in times),
+            hidden_us=math.fsum(time.hidden_us for time in times),
+            window=None if move is None else window_name(consumer),
         )
+        redistributions.append(first)
+        if use.consumer in runs_again:
+            later = None if move is None else backward_window(consumer)
+            redistributions.append(replace(first, window=later, again=True))
+    for each in redistributions:
+        if each.window is not None:
+            communication[each.window].append(each.hidden_us)
     return PlacementPlan(
         mesh=mesh,
         graph=graph,
         options=tuple(options),
+        recomputed=tuple(recomputed),
         redistributions=tuple(redistributions),
         compute_us=tuple(compute_us),
         windows=tuple(
@@ -77,7 +100,12 @@ def assemble_plan(
             for name, times in compute.items()
         ),
         memory=plan_memory(
-            graph, options, mesh, optimizer_state_copies=request.optimizer_state_copies
+            graph,
+            options,
+            mesh,
+            optimizer_state_copies=request.optimizer_state_copies,
+            recomputed=runs_again,
+            microbatches=request.microbatches,
         ),
         request=request,
         prices=prices,

@@ -34,6 +34,7 @@ from gt_autoparallel.plan.placement_plan import (
 )
 from gt_autoparallel.prices.costs import StepPrices
 from gt_autoparallel.prices.memory import MemoryBreakdown
+from gt_autoparallel.prices.microbatches import Microbatches
 from gt_autoparallel.problem.constraints import LayoutConstraint, ResolvedRequest
 
 JsonObject = dict[str, Any]
@@ -48,7 +49,7 @@ def encode_plan(plan: PlacementPlan) -> JsonObject:
     """
     check_arguments("encode_plan", plan_problem(plan))
     return {
-        "mesh": {"names": list(plan.mesh.names), "sizes": list(plan.mesh.sizes)},
+        "mesh": asdict(plan.mesh),
         "signature": {
             "parameters": dict(plan.signature.parameters),
             "modules": dict(plan.signature.modules),
@@ -58,6 +59,7 @@ def encode_plan(plan: PlacementPlan) -> JsonObject:
         "request": _encode_request(plan.request),
         "graph": encode_graph(plan.graph),
         "options": [_encode_option(option) for option in plan.options],
+        "recomputed": [plan.graph.nodes[index].name for index in plan.recomputed],
         "compute_us": list(plan.compute_us),
         "redistributions": [_encode_redistribution(each) for each in plan.redistributions],
         "windows": [asdict(window) for window in plan.windows],
@@ -93,10 +95,16 @@ def decode_plan(content: Mapping[str, Any], prices: StepPrices) -> PlacementPlan
 
 def _decode(content: Mapping[str, Any], prices: StepPrices) -> PlacementPlan:
     mesh, graph = content["mesh"], decode_graph(content["graph"])
+    index_of = {node.name: node.index for node in graph.nodes}
     return PlacementPlan(
-        mesh=MeshShape(names=tuple(mesh["names"]), sizes=tuple(mesh["sizes"])),
+        mesh=MeshShape(
+            names=tuple(mesh["names"]),
+            sizes=tuple(mesh["sizes"]),
+            strides=tuple(mesh["strides"]),
+        ),
         graph=graph,
         options=tuple(_decode_option(option) for option in content["options"]),
+        recomputed=tuple(index_of[name] for name in content["recomputed"]),
         redistributions=tuple(
             _decode_redistribution(each, graph) for each in content["redistributions"]
         ),
@@ -141,8 +149,10 @@ def _encode_redistribution(redistribution: PlannedRedistribution) -> JsonObject:
         "consumer": use.consumer,
         "position": use.position,
         "steps": [asdict(step) for step in redistribution.steps],
-        "time_us": redistribution.time_us,
+        "in_full_us": redistribution.in_full_us,
+        "hidden_us": redistribution.hidden_us,
         "window": redistribution.window,
+        "again": redistribution.again,
     }
 
 
@@ -154,8 +164,10 @@ def _decode_redistribution(
     return PlannedRedistribution(
         use=Use(value=value, consumer=consumer, position=position),
         steps=tuple(_decode_step(step) for step in content["steps"]),
-        time_us=content["time_us"],
+        in_full_us=content["in_full_us"],
+        hidden_us=content["hidden_us"],
         window=content["window"],
+        again=content["again"],
     )
 
 
@@ -185,9 +197,14 @@ def _decode_request(content: Mapping[str, Any]) -> ResolvedRequest:
     for each in content["constraints"]:
         placements = (None if text is None else _layout(text)[0] for text in each["placements"])
         constraints.append(LayoutConstraint(**{**each, "placements": tuple(placements)}))
-    unknown = tuple(content["replicate_unknown"])
+    microbatches = content["microbatches"]
     return ResolvedRequest(
-        **{**content, "constraints": tuple(constraints), "replicate_unknown": unknown}
+        **{
+            **content,
+            "constraints": tuple(constraints),
+            "replicate_unknown": tuple(content["replicate_unknown"]),
+            "microbatches": None if microbatches is None else Microbatches(**microbatches),
+        }
     )
 
 

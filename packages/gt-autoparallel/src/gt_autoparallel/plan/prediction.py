@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 
 from gt_autoparallel.argument_checks import check_arguments
-from gt_autoparallel.graph.experts import expert_parallel_axis
+from gt_autoparallel.graph.experts import expert_parallel_axes
 from gt_autoparallel.graph.parameter_chains import gradient_chains, parameter_chains
 from gt_autoparallel.graph.placement_graph import NodePhase, PlacementGraph, PlacementNode
 from gt_autoparallel.plan.placement_plan import PlacementPlan, PlannedRedistribution, plan_problem
@@ -115,7 +115,7 @@ def _of_redistribution(
             purpose=purpose,
             node=consumer.name,
             parameter=parameter,
-            phase=consumer.phase,
+            phase=plan.phase_of(redistribution),
             module=consumer.module,
         )
         for step in redistribution.steps
@@ -127,14 +127,12 @@ def _of_experts(plan: PlacementPlan, node: PlacementNode) -> list[PlannedCollect
     """The all-to-alls of routed experts; bytes at balanced routing."""
     operands = plan.graph.operand_specs(node)
     option = plan.options[node.index]
-    axis = expert_parallel_axis(node, option)
-    if axis is None:
-        return []
+    axes = expert_parallel_axes(node, option)
     exchanged = experts_exchanged_bytes(node, operands, option, plan.mesh)
     return [
         PlannedCollective(
             kind="all_to_all",
-            axis=plan.mesh.names[axis],
+            axis=" x ".join(plan.mesh.names[axis] for axis in axes),
             num_bytes=num_bytes,
             dtype=operands[0].dtype,
             purpose="token exchange",

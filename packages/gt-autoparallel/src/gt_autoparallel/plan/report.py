@@ -6,7 +6,6 @@ browser. Repeated layers stand in one row. The same plan gives the same text, to
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -14,7 +13,9 @@ from gt_autoparallel.argument_checks import check_arguments
 from gt_autoparallel.graph.graph_encoding import spec_text
 from gt_autoparallel.graph.layouts import num_local_elements, short_text
 from gt_autoparallel.plan.layer_ranges import ranged_rows
+from gt_autoparallel.plan.numbers_as_text import size_text, us_text
 from gt_autoparallel.plan.placement_plan import PlacementPlan, plan_problem
+from gt_autoparallel.plan.plan_picture import times_in_full, windows_of_layers
 from gt_autoparallel.plan.prediction import collective_totals, predicted_collectives
 
 _OPTIMUM_GAP = 1e-9
@@ -70,18 +71,18 @@ def plan_report(plan: PlacementPlan) -> PlanReport:
 
 def _summary(plan: PlacementPlan) -> Iterator[tuple[str, str]]:
     solver, total = plan.solver, plan.memory.total
-    yield "cost of a step", f"{_us(plan.objective_us)} (simulated)"
+    yield "cost of a step", f"{us_text(plan.objective_us)} (simulated)"
     certificate = (
         "a proven optimum"
         if solver.gap <= _OPTIMUM_GAP
         else f"at most {solver.gap:.2%} above the optimum"
     )
-    yield "no plan costs less", f"{_us(solver.lower_bound_us)}: {certificate} ({solver.method})"
+    yield "no plan costs less", f"{us_text(solver.lower_bound_us)}: {certificate} ({solver.method})"
     budget = plan.request.memory_budget_bytes
-    limit = "no budget" if budget is None else f"of a budget of {_size(budget)}"
-    yield "memory of a rank", f"{_size(total)}, {limit}"
+    limit = "no budget" if budget is None else f"of a budget of {size_text(budget)}"
+    yield "memory of a rank", f"{size_text(total)}, {limit}"
     if solver.memory_price_us_per_gib > 0:
-        yield "one GiB more", f"would save {_us(solver.memory_price_us_per_gib)} at the margin"
+        yield "one GiB more", f"would save {us_text(solver.memory_price_us_per_gib)} at the margin"
     yield (
         "problem",
         f"{solver.num_nodes} nodes, {solver.num_variables} choices, {solver.num_options} options",
@@ -96,7 +97,7 @@ def _parameters(plan: PlacementPlan) -> ReportTable:
         placements = tuple(short_text((placement,)) for placement in layout)
         rows.append((str(node.target), (spec_text(spec), placements, num_bytes)))
     cells = tuple(
-        (row.name, row.content[0], *row.content[1], _size(row.content[2] * row.count))
+        (row.name, row.content[0], *row.content[1], size_text(row.content[2] * row.count))
         for row in ranged_rows(rows)
     )
     aliases = sorted(plan.graph.parameter_aliases)
@@ -120,11 +121,11 @@ def _inputs_and_outputs(plan: PlacementPlan) -> ReportTable:
         else:
             continue
         placements = tuple(short_text((placement,)) for placement in layout)
-        rows.append((node.kind, str(node.target), spec_text(spec), *placements))
+        rows.append((str(node.target), (node.kind, spec_text(spec), *placements)))
     return ReportTable(
         title="Inputs and outputs",
         header=("kind", "name", "shape", *plan.mesh.names),
-        rows=tuple(rows),
+        rows=tuple((row.content[0], row.name, *row.content[1:]) for row in ranged_rows(rows)),
         num_text_columns=3 + plan.mesh.num_axes,
     )
 
@@ -132,7 +133,7 @@ def _inputs_and_outputs(plan: PlacementPlan) -> ReportTable:
 def _collectives(plan: PlacementPlan) -> ReportTable:
     totals = collective_totals(predicted_collectives(plan))
     rows = [
-        (each.purpose, each.kind, each.axis, f"{each.count}", _size(each.num_bytes))
+        (each.purpose, each.kind, each.axis, f"{each.count}", size_text(each.num_bytes))
         for each in totals
     ]
     return ReportTable(
@@ -145,46 +146,29 @@ def _collectives(plan: PlacementPlan) -> ReportTable:
 
 
 def _time(plan: PlacementPlan) -> ReportTable:
-    rows = [(window.name, (window.compute_us, window.communication_us)) for window in plan.windows]
-    cells: list[tuple[str, float, float, float]] = []
-    for row in ranged_rows(rows):
-        compute_us, communication_us = (time_us * row.count for time_us in row.content)
-        exposed_us = max(0.0, communication_us - compute_us)
-        if compute_us or communication_us:
-            cells.append((row.name, compute_us, communication_us, exposed_us))
-    in_full: dict[str, float] = defaultdict(float)
-    for each in plan.redistributions:
-        if each.window is None:
-            in_full[plan.graph.nodes[each.use.consumer].phase] += each.time_us
-    cells += [
-        (f"activations, {phase}", 0.0, time_us, time_us)
-        for phase, time_us in in_full.items()
-        if time_us
+    cells = [
+        (name, compute_us, communication_us, max(0.0, communication_us - compute_us))
+        for name, _, compute_us, communication_us in windows_of_layers(plan)
     ]
+    cells += [(name, 0.0, time_us, time_us) for name, time_us in times_in_full(plan).items()]
     cells.append(
         ("all", sum(c[1] for c in cells), sum(c[2] for c in cells), sum(c[3] for c in cells))
     )
     return ReportTable(
         title="Time (simulated)",
         header=("window", "compute", "communication", "of it exposed"),
-        rows=tuple((name, *map(_us, times)) for name, *times in cells),
-        note="Parameters and gradients move while their window computes; activations do not.",
+        rows=tuple((name, *map(us_text, times)) for name, *times in cells),
+        note="Parameters and gradients move while their window computes; activations and copies do "
+        "not.",
     )
 
 
 def _memory(plan: PlacementPlan) -> ReportTable:
-    memory = plan.memory
-    rows = [
-        ("parameters", memory.parameters),
-        ("gradients", memory.gradients),
-        ("optimizer state", memory.optimizer_state),
-        ("saved activations", memory.saved_activations),
-        ("all", memory.total),
-    ]
+    rows = [*plan.memory.parts.items(), ("all", plan.memory.total)]
     return ReportTable(
         title="Memory of each rank",
         header=("what", "on each rank"),
-        rows=tuple((what, _size(num_bytes)) for what, num_bytes in rows),
+        rows=tuple((what, size_text(num_bytes)) for what, num_bytes in rows),
     )
 
 
@@ -218,15 +202,3 @@ def _aligned(rows: Sequence[tuple[str, ...]], num_text_columns: int) -> Iterator
             for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
         yield ("  " + "  ".join(cells)).rstrip()
-
-
-def _us(time_us: float) -> str:
-    return f"{time_us:,.1f} us"
-
-
-def _size(num_bytes: int) -> str:
-    if num_bytes < 1024:
-        return f"{num_bytes} B"
-    power = min(3, (num_bytes.bit_length() - 1) // 10)
-    unit = ("KiB", "MiB", "GiB")[power - 1]
-    return f"{num_bytes / 1024**power:,.2f} {unit}"

@@ -1,40 +1,80 @@
-"""The report of a plan as one HTML file that needs no network."""
+"""A plan as one HTML file that needs no network and no script, in light and dark, on a phone too.
+
+Layers that are alike are drawn once. Whatever is hidden opens on click, by ``details``.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 
 from gt_autoparallel.argument_checks import check_arguments, path_problem
+from gt_autoparallel.graph.layouts import MeshShape, short_text
+from gt_autoparallel.plan.numbers_as_text import size_text, us_text
+from gt_autoparallel.plan.page_style import STYLE
 from gt_autoparallel.plan.placement_plan import PlacementPlan, plan_problem
+from gt_autoparallel.plan.plan_picture import (
+    DrawnLayer,
+    DrawnMove,
+    DrawnParameter,
+    DrawnTensor,
+    drawn_layers,
+    times_in_full,
+    windows_of_layers,
+)
 from gt_autoparallel.plan.report import PlanReport, ReportTable, plan_report
+from gt_autoparallel.plan.tensor_drawing import tensor_drawing
 
-_STYLE = """
-:root { color-scheme: light dark; }
-body { font: 14px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 1100px }
-h2 { margin: 2rem 0 .4rem; font-size: 1.1rem }
-table { border-collapse: collapse } dl { display: grid; grid-template-columns: max-content auto }
-dt { padding-right: 1.5rem; opacity: .75 } dd { margin: 0 }
-td, th { padding: .2rem .8rem; text-align: left; border-bottom: 1px solid #8883 }
-td.number, th.number { text-align: right; font-variant-numeric: tabular-nums }
-td.shard { background: #3b7dd833 } td.partial { background: #e08a2b33 }
-p.note { opacity: .75; margin: .4rem 0 }
-""".strip()
+_KEY = (
+    ("held", "what rank 0 holds"),
+    ("sum", "a sum that ranks hold parts of"),
+    ("compute", "compute"),
+    ("hidden", "communication"),
+    ("exposed", "communication that nothing hides"),
+)
+_ARROW = {"hidden": "#9b5fc0", "exposed": "#d0453e"}
 
 
-def report_page(plan: PlacementPlan) -> str:
-    """An HTML document with everything that the text report has; sharded axes are tinted."""
+def report_page(plan: PlacementPlan, *, reasons: Mapping[str, object] | None = None) -> str:
+    """An HTML document that draws a plan, and has everything that the text report has.
+
+    Args:
+        plan: the plan.
+        reasons: why parameters lie as they do, by their names, as ``explain_parameters`` finds out:
+            shown on click, as text. None shows none.
+    """
     report = plan_report(plan)
-    body = "\n".join([_head(report), *(_table(table) for table in report.tables)])
+    body = "\n".join(
+        [
+            _head(report),
+            _key(),
+            _section("Time of a step", _time(plan)),
+            _section("Memory of each rank", _memory(plan)),
+            _section(
+                "Layers",
+                "\n".join(_layer(each, plan.mesh, reasons or {}) for each in drawn_layers(plan)),
+            ),
+            "<details>\n<summary>All numbers</summary>",
+            *(_table(table) for table in report.tables),
+            "</details>",
+        ]
+    )
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8"/>\n'
-        f"<title>{escape(report.title)}</title>\n<style>\n{_STYLE}\n</style>\n</head>\n"
+        '<meta name="viewport" content="width=device-width, initial-scale=1"/>\n'
+        f"<title>{escape(report.title)}</title>\n<style>\n{STYLE}\n</style>\n</head>\n"
         f"<body>\n{body}\n</body>\n</html>\n"
     )
 
 
-def write_report_page(plan: PlacementPlan, path: str | os.PathLike[str]) -> Path:
+def write_report_page(
+    plan: PlacementPlan,
+    path: str | os.PathLike[str],
+    *,
+    reasons: Mapping[str, object] | None = None,
+) -> Path:
     """Write ``report_page`` to a file; its folder is made if missing.
 
     Raises:
@@ -44,37 +84,177 @@ def write_report_page(plan: PlacementPlan, path: str | os.PathLike[str]) -> Path
     check_arguments("write_report_page", plan_problem(plan), path_problem(path))
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(report_page(plan), encoding="utf-8")
+    target.write_text(report_page(plan, reasons=reasons), encoding="utf-8")
     return target
 
 
 def _head(report: PlanReport) -> str:
     items = "\n".join(
-        f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in report.summary
+        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>"
+        for name, value in report.summary
     )
     return f"<h1>{escape(report.title)}</h1>\n<dl>\n{items}\n</dl>"
+
+
+def _key() -> str:
+    items = "".join(f'<span><i class="{kind}"></i>{words}</span>' for kind, words in _KEY)
+    return f'<p class="key">{items}</p>'
+
+
+def _section(title: str, content: str) -> str:
+    return f"<section>\n<h2>{title}</h2>\n{content}\n</section>"
+
+
+def _time(plan: PlacementPlan) -> str:
+    """Two bars for each kind of window: what computes, and under it what moves meanwhile."""
+    windows = list(windows_of_layers(plan))
+    in_full = times_in_full(plan)
+    longest = max([*(max(w[2:]) for w in windows), *in_full.values()], default=0.0) or 1.0
+    rows = []
+    for name, count, compute_us, communication_us in windows:
+        hidden_us = min(compute_us, communication_us)
+        bars = [
+            [("compute", compute_us)],
+            [("hidden", hidden_us), ("exposed", communication_us - hidden_us)],
+        ]
+        words = f"computes {us_text(compute_us)}, moves {us_text(communication_us)}"
+        rows.append(_bars(name, count, words, bars, longest))
+    rows += [
+        _bars(name, 1, f"move {us_text(time_us)}", [[("exposed", time_us)]], longest)
+        for name, time_us in in_full.items()
+    ]
+    return '<div class="bars">\n' + "\n".join(rows) + "\n</div>"
+
+
+def _bars(
+    name: str,
+    count: int,
+    words: str,
+    bars: Sequence[Sequence[tuple[str, float]]],
+    longest: float,
+) -> str:
+    drawn = "".join(
+        '<div class="bar">'
+        + "".join(
+            f'<i class="{kind}" style="width:{100 * value / longest:.2f}%"></i>'
+            for kind, value in bar
+            if value > 0
+        )
+        + "</div>"
+        for bar in bars
+    )
+    return (
+        f'<div class="row"><div>{escape(name)}{_times(count)}</div>'
+        f'<div title="{escape(words)}">{drawn}</div><div class="words">{escape(words)}</div></div>'
+    )
+
+
+def _memory(plan: PlacementPlan) -> str:
+    """One bar of all kinds, as long as the budget if there is one."""
+    budget = plan.request.memory_budget_bytes
+    longest = max(plan.memory.total, budget or 0, 1)
+    kinds = [(kind.replace(" ", "_"), kind, size) for kind, size in plan.memory.parts.items()]
+    bar = "".join(
+        f'<i class="{style}" style="width:{100 * size / longest:.2f}%" '
+        f'title="{kind}: {size_text(size)}"></i>'
+        for style, kind, size in kinds
+        if size
+    )
+    words = "".join(
+        f'<span><i class="{style}"></i>{kind} {size_text(size)}</span>'
+        for style, kind, size in kinds
+    )
+    left = "" if budget is None else f"<span>the bar is the budget, {size_text(budget)}</span>"
+    return f'<div class="bar memory">{bar}</div>\n<p class="key">{words}{left}</p>'
+
+
+def _layer(layer: DrawnLayer, mesh: MeshShape, reasons: Mapping[str, object]) -> str:
+    parts = [f"<h3>{escape(layer.name)}{_times(layer.count)}</h3>"]
+    parts += [_parameter(each, mesh, reasons) for each in layer.parameters]
+    if layer.activations:
+        moves = "\n".join(_move(each, mesh) for each in layer.activations)
+        total_us = sum(each.time_us for each in layer.activations)
+        parts.append(
+            f"<details open>\n<summary>activations move {len(layer.activations)} times, "
+            f"{us_text(total_us)} that nothing hides</summary>\n{moves}\n</details>"
+        )
+    return "<article>\n" + "\n".join(parts) + "\n</article>"
+
+
+def _parameter(parameter: DrawnParameter, mesh: MeshShape, reasons: Mapping[str, object]) -> str:
+    """Stored, gathered for use, and back: the gradient's way is under the weight's."""
+    tensor = parameter.tensor
+    ways = "".join(_way(each, mesh) for each in parameter.moves)
+    reason = reasons.get(parameter.full_name)
+    why = ""
+    if reason is not None:
+        why = f"<details><summary>why</summary><pre>{escape(str(reason))}</pre></details>"
+    return (
+        f'<div class="tensor-row"><div class="name"><b>{escape(parameter.name)}</b><br/>'
+        f"{_tensor_words(tensor)}</div>{tensor_drawing(tensor, mesh)}"
+        f'<div class="ways">{ways}</div>{why}</div>'
+    )
+
+
+def _move(move: DrawnMove, mesh: MeshShape) -> str:
+    return (
+        f'<div class="tensor-row"><div class="name"><b>{escape(move.name)}</b> {move.phase}<br/>'
+        f"{_tensor_words(move.source)} to {short_text(move.target.layout)}</div>"
+        f'{tensor_drawing(move.source, mesh)}<div class="ways">{_way(move, mesh)}</div></div>'
+    )
+
+
+def _way(move: DrawnMove, mesh: MeshShape) -> str:
+    """An arrow with what is launched, to the tensor as it is wanted."""
+    steps = ", ".join(
+        f"{step.kind.replace('_', '-')} {step.axis} {size_text(step.num_bytes)}"
+        for step in move.steps
+    )
+    kind = "hidden" if move.may_hide else "exposed"
+    words = steps if move.purpose == "activation" else f"{move.purpose}: {steps}"
+    # What is stored, and an activation, stand left of all arrows; a gradient has stood nowhere yet.
+    source = tensor_drawing(move.source, mesh) if move.purpose == "reduce gradient" else ""
+    return (
+        f'<div class="way {kind}"><span>{escape(words)}<br/>{us_text(move.time_us)}'
+        f"{' behind compute' if move.may_hide else ''}</span>{source}"
+        '<svg class="arrow" viewBox="0 0 60 10" width="60" height="10" aria-hidden="true">'
+        f'<path fill="none" stroke="{_ARROW[kind]}" stroke-width="2" d="M0 5h52M47 1l7 4l-7 4"/>'
+        "</svg>"
+        f"{tensor_drawing(move.target, mesh)}</div>"
+    )
+
+
+def _tensor_words(tensor: DrawnTensor) -> str:
+    shape = " x ".join(map(str, tensor.shape)) or "scalar"
+    return (
+        f"{tensor.dtype} {shape}, {short_text(tensor.layout)}, {size_text(tensor.local_bytes)} "
+        "on each rank"
+    )
+
+
+def _times(count: int) -> str:
+    return f' <span class="times">x {count}</span>' if count > 1 else ""
 
 
 def _table(table: ReportTable) -> str:
     parts = [f"<h2>{escape(table.title)}</h2>"]
     if table.rows:
-        lines = [_row(table.header, "th", table.num_text_columns)]
-        lines += [_row(row, "td", table.num_text_columns) for row in table.rows]
-        parts.append("<table>\n" + "\n".join(lines) + "\n</table>")
+        parts.append('<div class="wide"><table>\n' + "\n".join(_rows(table)) + "\n</table></div>")
     if table.note:
         parts.append(f'<p class="note">{escape(table.note)}</p>')
     return "\n".join(parts)
 
 
-def _row(cells: tuple[str, ...], tag: str, num_text_columns: int) -> str:
-    return (
-        "<tr>"
-        + "".join(
-            f"<{tag}{_class(cell, column >= num_text_columns)}>{escape(cell)}</{tag}>"
-            for column, cell in enumerate(cells)
+def _rows(table: ReportTable) -> Iterator[str]:
+    for tag, cells in (("th", table.header), *(("td", row) for row in table.rows)):
+        yield (
+            "<tr>"
+            + "".join(
+                f"<{tag}{_class(cell, column >= table.num_text_columns)}>{escape(cell)}</{tag}>"
+                for column, cell in enumerate(cells)
+            )
+            + "</tr>"
         )
-        + "</tr>"
-    )
 
 
 def _class(cell: str, is_number: bool) -> str:

@@ -4,7 +4,14 @@ Compute is the roofline of ``gt_passes.simulation`` at local shapes, collectives
 NCCL. Groups of ranks lie on nodes as they fill them, so that an inner mesh axis of 8 runs on NVLink
 and an outer one over the network. A collective that gathers or scatters a dim whose pieces are not
 contiguous pays for the copy that reorders them. Routed experts pay for their matrix products and,
-if expert-parallel, for their token exchanges, at balanced routing.
+if expert-parallel, for their token exchanges, at balanced routing. What a rank stores of a
+parameter pays for clipping and Adam, frozen or not.
+
+What may hide is what the passes can hide: gatherings of parameters, which they prefetch, and
+reductions of gradients, which they wait for late. They put those of a layer in one bucket for each
+axis, whose latency is not each parameter's, and whose packing and unpacking keep the compute stream
+busy, as every copy does: only the collective itself hides. A parameter that changes its layout in
+any other way on its way (by an all-to-all, say) is not prefetched, and counts in full.
 """
 
 from __future__ import annotations
@@ -13,27 +20,49 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
-from gt_autoparallel.graph.experts import FIRST_WEIGHT_OPERAND, expert_parallel_axis
+from gt_autoparallel.graph.experts import FIRST_WEIGHT_OPERAND, expert_parallel_axes
 from gt_autoparallel.graph.layouts import Layout, MeshShape, local_shape
 from gt_autoparallel.graph.options import NodeOption
+from gt_autoparallel.graph.parameter_chains import ParameterMove
 from gt_autoparallel.graph.placement_graph import PlacementNode, TensorSpec, Value
 from gt_autoparallel.graph.redistribution import RedistributionStep
+from gt_autoparallel.graph.redistribution_ways import StepKind
 from gt_autoparallel.prices.experts import (
     experts_exchanged_bytes,
     experts_local_rows,
     experts_saved_bytes,
 )
-from gt_passes.simulation import CostModel, MatmulShape, OpWork, device_time
+from gt_autoparallel.prices.microbatches import Microbatches
+from gt_passes.simulation import CostModel, MatmulShape, OpWork, device_time, optimizer_step_us
 
-_VERSION = 1
+_VERSION = 2
 """Version of the formulas in this file: a stored plan remembers by which it was priced."""
+
+
+_HIDDEN_KINDS: Mapping[ParameterMove, tuple[StepKind, ...]] = {
+    "unshard": ("all_gather",),
+    "reduce_grad": ("reduce_scatter", "all_reduce"),
+}
+"""What the passes put in buckets, and launch early or wait for late."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """Time of a step of a redistribution, in us."""
+
+    in_full_us: float
+    """Communication that nothing hides, and copies."""
+
+    hidden_us: float = 0.0
+    """Communication that the computation of a window may hide."""
 
 
 class StepPrices(Protocol):
@@ -53,12 +82,23 @@ class StepPrices(Protocol):
     ) -> float:
         """Time of one node on one rank's shards in us; 0 for kinds that compute nothing.
 
+        That of a parameter is the optimizer's, which takes as long as there is to update.
+
         ``operands`` are the global tensors of its operands, in their order.
         """
         ...
 
-    def step_us(self, step: RedistributionStep, dtype: torch.dtype, mesh: MeshShape) -> float:
-        """Time of one step of a redistribution of a tensor of ``dtype``."""
+    def step_time(
+        self,
+        step: RedistributionStep,
+        dtype: torch.dtype,
+        mesh: MeshShape,
+        move: ParameterMove | None,
+    ) -> StepTime:
+        """Time of one step of a redistribution of a tensor of ``dtype``.
+
+        ``move`` is what the redistribution does for a parameter, if anything.
+        """
         ...
 
 
@@ -67,12 +107,17 @@ class PlacementPrices:
 
     Args:
         cost_model: of the machine; H100 SXM by default.
+        microbatches: of a step, which gathers parameters, reduces gradients and updates once: each
+            has its share of the time of that. None: prices of a whole step.
     """
 
-    def __init__(self, cost_model: CostModel | None = None) -> None:
+    def __init__(
+        self, cost_model: CostModel | None = None, *, microbatches: Microbatches | None = None
+    ) -> None:
         self.cost_model = CostModel() if cost_model is None else cost_model
+        self._num_microbatches = 1 if microbatches is None else microbatches.num_in_step
         self._compute: dict[Hashable, float] = {}
-        self._steps: dict[Hashable, float] = {}
+        self._steps: dict[Hashable, StepTime] = {}
 
     @property
     def digest(self) -> str:
@@ -83,10 +128,10 @@ class PlacementPrices:
             for field in dataclasses.fields(hardware)
             if field.name != "constants"
         }
-        content = json.dumps(
-            {"version": _VERSION, "host": self.cost_model.host, "hardware": constants},
-            sort_keys=True,
-        )
+        known = {"version": _VERSION, "host": self.cost_model.host, "hardware": constants}
+        if self._num_microbatches > 1:  # of one microbatch, prices are those of a step
+            known["num_microbatches"] = self._num_microbatches
+        content = json.dumps(known, sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()
 
     def compute_us(
@@ -99,6 +144,14 @@ class PlacementPrices:
         """Time of one node on one rank's shards, as in ``StepPrices``."""
         if node.kind == "experts":
             return self._experts_us(node, operands, option, mesh)
+        if node.kind == "parameter":
+            stored = math.prod(local_shape(node.output().shape, option.output(), mesh))
+            update_us = optimizer_step_us(
+                stored,
+                self.cost_model.hardware,
+                bytes_per_parameter=node.output().dtype.itemsize,
+            )
+            return update_us / self._num_microbatches
         if node.kind != "operator":
             return 0.0
         shards = tuple(
@@ -116,22 +169,51 @@ class PlacementPrices:
             known = self._compute[key] = self.cost_model.cost(stand_in).duration_us
         return known
 
-    def step_us(self, step: RedistributionStep, dtype: torch.dtype, mesh: MeshShape) -> float:
-        """Time of one step of a redistribution of a tensor of ``dtype``."""
-        key = (step, dtype.itemsize, mesh)
+    def step_time(
+        self,
+        step: RedistributionStep,
+        dtype: torch.dtype,
+        mesh: MeshShape,
+        move: ParameterMove | None,
+    ) -> StepTime:
+        """Time of one step of a redistribution, as in ``StepPrices``."""
+        key = (step, dtype.itemsize, mesh, move)
         known = self._steps.get(key)
         if known is None:
-            known = self._steps[key] = self._step_us(step, dtype.itemsize, mesh)
+            known = self._step_time(step, dtype.itemsize, mesh, move)
+            if move is not None:
+                known = StepTime(
+                    known.in_full_us / self._num_microbatches,
+                    known.hidden_us / self._num_microbatches,
+                )
+            self._steps[key] = known
         return known
 
-    def _step_us(self, step: RedistributionStep, itemsize: int, mesh: MeshShape) -> float:
-        copied = itemsize * _copied_elements(step)
-        copy_us = self.cost_model.memory_bound_cost(2 * copied).duration_us if copied else 0.0
+    def _step_time(
+        self,
+        step: RedistributionStep,
+        itemsize: int,
+        mesh: MeshShape,
+        move: ParameterMove | None,
+    ) -> StepTime:
+        copy_us = self._copy_us(itemsize * _copied_elements(step))
         if step.kind == "slice":
-            return copy_us
+            return StepTime(copy_us)
         num_bytes = step.num_elements * itemsize
         ranks = mesh.ranks_of_axis(step.axis)
-        return copy_us + self.cost_model.collective_us(step.kind, num_bytes, ranks)
+        time_us = self.cost_model.collective_us(step.kind, num_bytes, ranks)
+        if move is None or step.kind not in _HIDDEN_KINDS[move]:
+            return StepTime(copy_us + time_us)
+        latency_us = self.cost_model.collective_us(step.kind, 0, ranks)
+        packed = math.prod(step.input_shape) + math.prod(step.output_shape)
+        # Latencies and kernels are the bucket's, whatever is in it, be it nothing.
+        kernel_us = self.cost_model.hardware.kernel_fixed_us
+        bucket_us = max(0.0, self._copy_us(itemsize * packed) - kernel_us)
+        return StepTime(copy_us + bucket_us, time_us - latency_us)
+
+    def _copy_us(self, num_bytes: int) -> float:
+        """Time in which the device reads and writes so many bytes; no kernel for none."""
+        return self.cost_model.memory_bound_cost(2 * num_bytes).duration_us if num_bytes else 0.0
 
     def _experts_us(
         self,
@@ -168,10 +250,8 @@ class PlacementPrices:
         kept = experts_saved_bytes(node, operands, option, mesh)
         if kept:
             total += self.cost_model.memory_bound_cost(2 * kept).duration_us
-        axis = expert_parallel_axis(node, option)
+        ranks = mesh.ranks_of_axes(expert_parallel_axes(node, option))
         for num_bytes in experts_exchanged_bytes(node, operands, option, mesh):
-            assert axis is not None, "only experts on several ranks exchange tokens"
-            ranks = mesh.ranks_of_axis(axis)
             total += self.cost_model.collective_us("all_to_all", num_bytes, ranks)
         self._compute[key] = total
         return total

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from gt_autoparallel.graph.experts import FIRST_WEIGHT_OPERAND, expert_parallel_axis
+from gt_autoparallel.graph.experts import FIRST_WEIGHT_OPERAND, expert_parallel_axes
 from gt_autoparallel.graph.layouts import MeshShape, local_shape
 from gt_autoparallel.graph.options import NodeOption
 from gt_autoparallel.graph.placement_graph import PlacementNode, TensorSpec
@@ -29,7 +29,7 @@ def experts_exchanged_bytes(
     Forward: the token counts, the rows, the results. Backward: the gradients of the results, and
     of the rows.
     """
-    if expert_parallel_axis(node, option) is None:
+    if not expert_parallel_axes(node, option):
         return ()
     tokens, _, _, counts, *_ = operands[node.phase == "backward" :]
     rows = experts_local_rows(node, operands, option, mesh)
@@ -50,9 +50,13 @@ def experts_saved_bytes(
         return 0
     tokens, *_ = operands
     weights = operands[FIRST_WEIGHT_OPERAND:]
+    layouts = option.operands[FIRST_WEIGHT_OPERAND:]
     rows = experts_local_rows(node, operands, option, mesh)
     model_dim = tokens.shape[-1]
-    widths = [math.prod(weight.shape[1:]) // model_dim for weight in weights]
+    widths = [
+        math.prod(local_shape(weight.shape, layout, mesh)[1:]) // model_dim
+        for weight, layout in zip(weights, layouts, strict=True)
+    ]
     # A gated unit keeps each projection, its activation and their product.
     kept = 2 * model_dim + sum(widths[:-1]) + 2 * (widths[-1] if widths else 0)
     return rows * kept * tokens.dtype.itemsize

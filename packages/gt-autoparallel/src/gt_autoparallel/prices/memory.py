@@ -1,28 +1,46 @@
 """Bytes that a placed model takes on each rank: of single choices, and of a whole plan.
 
     parameters + gradients + optimizer state + what the forward saves for the backward
+    + what the backward computes again in the layer where that is most
 
 Saved is each storage that a forward node makes and a backward node reads, whole and once, however
 many values lie in it and however small a part of it they are (``saved_storages``). Gathered
-parameters that the backward reads are among them, since one gathering serves forward and backward.
-Routed experts say themselves what they keep.
+parameters that the backward reads are among them, since one gathering serves forward and backward
+unless it is recomputed. What is computed again is not saved, and what that reads is. Routed experts
+say themselves what they keep.
+
+Of a graph that runs for several microbatches (``microbatches``), what is saved is there for each
+live one and gathered parameters once; gradients are the sums that wait for their reduction.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from gt_autoparallel.graph.layer_names import window_scope
 from gt_autoparallel.graph.layouts import Layout, MeshShape, num_local_elements
 from gt_autoparallel.graph.options import NodeOption
+from gt_autoparallel.graph.parameter_chains import is_view_like
 from gt_autoparallel.graph.placement_graph import PlacementGraph, PlacementNode, TensorSpec, Value
 from gt_autoparallel.prices.experts import experts_saved_bytes
-from gt_autoparallel.prices.saved_storages import (
-    SavedStorages,
-    Status,
-    is_view_like,
-    saved_storages,
+from gt_autoparallel.prices.microbatches import (
+    Microbatches,
+    accumulated_gradients,
+    gathered_parameters,
 )
+from gt_autoparallel.prices.saved_storages import SOURCES, SavedStorages, Status
+
+_MARGIN = 0.1
+"""Share of a device's memory that no plan may count on. It is for what a plan does not count:
+results of operators that nobody saves, the loss and its gradient, buffers of collectives, what an
+allocator loses between blocks."""
+
+
+def device_budget_bytes(capacity_bytes: int) -> int:
+    """What a plan may take of a device: all of its memory but a tenth."""
+    return int(capacity_bytes * (1.0 - _MARGIN))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,10 +53,24 @@ class MemoryBreakdown:
     saved_activations: int
     """Forward values that the backward reads, each storage once."""
 
+    recomputed: int = 0
+    """What one layer's backward computes again, of the layer where that is most."""
+
     @property
     def total(self) -> int:
         """Sum of all parts."""
-        return self.parameters + self.gradients + self.optimizer_state + self.saved_activations
+        return sum(self.parts.values())
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Bytes by kind, in words; nothing of what is recomputed where nothing is."""
+        return {
+            "parameters": self.parameters,
+            "gradients": self.gradients,
+            "optimizer state": self.optimizer_state,
+            "saved activations": self.saved_activations,
+            **({"recomputed": self.recomputed} if self.recomputed else {}),
+        }
 
 
 def option_bytes(
@@ -53,24 +85,46 @@ def option_bytes(
 ) -> float:
     """Bytes that one node takes on each rank if it runs with ``option``.
 
-    ``status`` is that of a view-like node on the way to something saved, else None.
+    ``status`` is that of a node whose bytes depend on it, else None. What is recomputed is not
+    among them: see ``recomputed_bytes``.
     """
-    total = sum(
-        _bytes(spec, layout, mesh)
-        for position, (spec, layout) in enumerate(zip(node.outputs, option.outputs, strict=True))
-        if spec is not None and Value(node.index, position) in saved.values
-    )
+    total = 0
+    if status not in ("idle", "recomputed"):
+        total = sum(
+            _bytes(spec, layout, mesh)
+            for position, (spec, layout) in enumerate(
+                zip(node.outputs, option.outputs, strict=True)
+            )
+            if spec is not None and Value(node.index, position) in saved.values
+        )
     if status == "moved":
         total += _bytes(graph.spec(node.operands[0]), option.operands[0], mesh)
+    total *= saved.num_copies(node)
     if node.kind == "parameter":
         (spec,) = node.outputs
         return _bytes(spec, option.outputs[0], mesh) * (1 + optimizer_state_copies)
-    if node.kind == "gradient":
+    if node.kind == "gradient" and saved.accumulated is None:
         total += _bytes(graph.spec(node.operands[0]), option.operands[0], mesh)
     if node.kind == "experts":
         operands = graph.operand_specs(node)
-        total += experts_saved_bytes(node, operands, option, mesh)
-    return total
+        total += experts_saved_bytes(node, operands, option, mesh) * saved.num_live
+    return total + _accumulated_bytes(graph, node, option, mesh, saved.accumulated or {})
+
+
+def recomputed_bytes(
+    graph: PlacementGraph, node: PlacementNode, option: NodeOption, mesh: MeshShape
+) -> int:
+    """Bytes that one node makes on each rank if it runs again: all its outputs.
+
+    A view-like node runs again only if it is moved, and makes what arrives.
+    """
+    if is_view_like(node):
+        return _bytes(graph.spec(node.operands[0]), option.operands[0], mesh)
+    return sum(
+        _bytes(spec, layout, mesh)
+        for spec, layout in zip(node.outputs, option.outputs, strict=True)
+        if spec is not None
+    )
 
 
 def plan_memory(
@@ -79,38 +133,115 @@ def plan_memory(
     mesh: MeshShape,
     *,
     optimizer_state_copies: float,
+    recomputed: Collection[int] = (),
+    microbatches: Microbatches | None = None,
 ) -> MemoryBreakdown:
-    """The bytes of a whole plan: ``options`` are the chosen ones of all nodes."""
-    saved = saved_storages(graph)
+    """The bytes of a whole plan.
+
+    ``options`` are the chosen ones of all nodes, ``recomputed`` the nodes that run again.
+    """
+    num_live = 1 if microbatches is None else microbatches.num_live
+    gathered = frozenset[int]() if microbatches is None else gathered_parameters(graph)
+    accumulated = None if microbatches is None else accumulated_gradients(graph)
     parameters = gradients = activations = 0
-    # From the last view down: is the storage that a value lies in needed?
-    needed = {index for index in saved.statuses if "idle" not in saved.statuses[index]}
-    for node in reversed(graph.nodes):
+    again: dict[str, int] = defaultdict(int)
+    storages = needed_storages(graph, options, recomputed)
+    for node in graph.nodes:
         option = options[node.index]
         if node.kind == "parameter":
             parameters += _bytes(node.outputs[0], option.outputs[0], mesh)
-        elif node.kind == "gradient":
+        elif node.kind == "gradient" and accumulated is None:
             gradients += _bytes(graph.spec(node.operands[0]), option.operands[0], mesh)
         elif node.kind == "experts":
             operands = graph.operand_specs(node)
-            activations += experts_saved_bytes(node, operands, option, mesh)
-        for position, (spec, layout) in enumerate(zip(node.outputs, option.outputs, strict=True)):
-            if Value(node.index, position) in saved.values:
-                activations += _bytes(spec, layout, mesh)
-        if node.index not in needed or not is_view_like(node):
-            continue
-        source = node.operands[0]
-        moved = options[source.node].outputs[source.output] != option.operands[0]
-        if moved or saved.statuses[node.index] in (("moved",), ("idle", "moved")):
-            activations += _bytes(graph.spec(source), option.operands[0], mesh)
-        elif source.node in saved.statuses:
-            needed.add(source.node)
+            activations += experts_saved_bytes(node, operands, option, mesh) * num_live
+        gradients += _accumulated_bytes(graph, node, option, mesh, accumulated or {})
+        num_copies = 1 if node.index in gathered else num_live
+        if node.index in storages.recomputed:
+            again[window_scope(node)] += recomputed_bytes(graph, node, option, mesh)
+        elif node.index in storages.kept and is_view_like(node):
+            moved = _bytes(graph.spec(node.operands[0]), option.operands[0], mesh)
+            activations += moved * num_copies
+        else:
+            activations += num_copies * sum(
+                _bytes(spec, option.outputs[position], mesh)
+                for position, spec in enumerate(node.outputs)
+                if position in storages.kept.get(node.index, ())
+            )
     return MemoryBreakdown(
         parameters=parameters,
         gradients=gradients,
         optimizer_state=round(parameters * optimizer_state_copies),
         saved_activations=activations,
+        recomputed=max(again.values(), default=0),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NeededStorages:
+    """Where what is needed of the forward in the backward lies; nothing of what runs again."""
+
+    kept: Mapping[int, tuple[int, ...]]
+    """Nodes with a storage of their own that is kept -> their outputs that are needed. Of view-like
+    nodes it is what they view, moved."""
+
+    aliased: frozenset[int]
+    """View-like nodes that are needed, and lie in what they view."""
+
+    recomputed: tuple[int, ...]
+    """Nodes that run again, and not for nobody, in order."""
+
+
+def needed_storages(
+    graph: PlacementGraph, options: Sequence[NodeOption], recomputed: Collection[int]
+) -> NeededStorages:
+    """Find what the backward, and what of ``recomputed`` runs again for it, need of the forward."""
+    needed: set[Value] = set()
+    again: list[int] = []
+    kept: dict[int, tuple[int, ...]] = {}
+    aliased: set[int] = set()
+    # From the last reader to the first maker.
+    for node in reversed(graph.nodes):
+        if node.phase == "backward":
+            needed.update(node.operands)
+            continue
+        outputs = tuple(
+            position
+            for position in range(len(node.outputs))
+            if Value(node.index, position) in needed
+        )
+        if not outputs or node.kind in SOURCES:
+            continue
+        if node.index in recomputed:
+            again.append(node.index)
+            needed.update(node.operands)
+            continue
+        if is_view_like(node):
+            source = node.operands[0]
+            if options[source.node].outputs[source.output] == options[node.index].operands[0]:
+                aliased.add(node.index)
+                needed.add(source)
+                continue
+        kept[node.index] = outputs
+    return NeededStorages(kept=kept, aliased=frozenset(aliased), recomputed=tuple(reversed(again)))
+
+
+def _accumulated_bytes(
+    graph: PlacementGraph,
+    node: PlacementNode,
+    option: NodeOption,
+    mesh: MeshShape,
+    accumulated: Mapping[Value, int],
+) -> int:
+    """Bytes of the sums over microbatches of what a node makes."""
+    total = 0
+    for position, layout in enumerate(option.outputs):
+        value = Value(node.index, position)
+        if value in accumulated:
+            assert layout is not None, "a gradient is a tensor"
+            elements = num_local_elements(graph.spec(value).shape, layout, mesh)
+            total += elements * accumulated[value]
+    return total
 
 
 def _bytes(spec: TensorSpec | None, layout: Layout | None, mesh: MeshShape) -> int:

@@ -5,9 +5,12 @@
     constraints            what a user demands, resolved to single nodes
     clustering             alike layers share their choices
     redistribution_tables  prices of every way from one layout to another
-    problem_of_graph       the whole problem
+    problem_of_graph, problem_parts
+                           the whole problem; what of it does not depend on budget and constraints
     axis_styles, tensor_parallel_names
                            plans that experts write by hand (DDP, FSDP, TP, EP), as constraints
+    counted_layers         alike layers that recompute different values
+    recomputed_choices     where a search under a budget begins, and what it hands on
     expert_rivals          the same as what the solver must not lose to
     infeasible_requests    why there is no plan, in terms of what was asked for
 """

@@ -42,16 +42,16 @@ def expert_styles(
 ) -> dict[str, dict[str, AxisStyle]]:
     """The experts' plans for a mesh: name, and what they do along each axis.
 
-    Tensor parallelism, or expert parallelism, is along the innermost axis; the other axes all do
-    the same. Expert parallelism is among them if the model has routed experts.
+    Tensor or expert parallelism is along the axis of neighboring ranks; the other axes all do the
+    same. Expert parallelism is among them if the model has routed experts.
     """
-    *outer, inner = mesh.names
+    inner = mesh.names[min(range(mesh.num_axes), key=lambda axis: (mesh.strides[axis], -axis))]
     ddp: dict[str, AxisStyle] = dict.fromkeys(mesh.names, "ddp")
     fsdp: dict[str, AxisStyle] = dict.fromkeys(mesh.names, "fsdp")
     styles = {"DDP": ddp, "FSDP": fsdp}
     if routed_experts:
         styles |= {"DDP + EP": ddp | {inner: "ddp+ep"}, "FSDP + EP": fsdp | {inner: "fsdp+ep"}}
-    if not outer:
+    if mesh.num_axes == 1:
         return styles | {"TP": {inner: "tp"}, "TP + SP": {inner: "tp+sp"}}
     return styles | {
         "DDP + TP": ddp | {inner: "tp"},
@@ -197,9 +197,10 @@ class _Pins:
                 yield node, 0, used
 
     def _stored(self, name: str, spec: TensorSpec) -> tuple[Placement, ...]:
-        """Axes that cut what is computed first; then each other takes a dim that none of them has.
+        """Axes that cut what is computed first; then each other takes a dim, the first if it can.
 
-        Two axes on one dim would have to be gathered together, innermost first.
+        Of two axes on one dim the later must be gathered before the earlier, so that a dim which an
+        axis cuts for computation is not for those before it.
         """
         layout: list[Placement] = [Replicate()] * self._mesh.num_axes
         for axis, style in enumerate(self._styles):
@@ -207,12 +208,13 @@ class _Pins:
                 dim = 0 if style in _EXPERT_PARALLEL else self._names.dim_of(name)
                 assert dim is not None, "a style that cuts a parameter says where"
                 self._shard_if_it_fits(layout, axis, dim, spec)
-        taken = {placement.dim for placement in layout if isinstance(placement, Shard)}
+        cut_by = {p.dim: axis for axis, p in enumerate(layout) if isinstance(p, Shard)}
         for axis, style in enumerate(self._styles):
             if style not in _SHARDED_PARAMETERS or self._cuts(style, name):
                 continue
             for dim in range(len(spec.shape)):
-                if dim not in taken and self._shard_if_it_fits(layout, axis, dim, spec):
+                free = cut_by.get(dim, -1) < axis
+                if free and self._shard_if_it_fits(layout, axis, dim, spec):
                     break
         return tuple(layout)
 

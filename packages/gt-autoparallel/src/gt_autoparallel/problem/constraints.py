@@ -24,6 +24,7 @@ from gt_autoparallel.graph.placement_graph import (
     PlacementNode,
     TensorSpec,
 )
+from gt_autoparallel.prices.microbatches import Microbatches
 
 WantedLayout = Sequence[Placement | None] | Mapping[str, Placement]
 """A placement or None for each mesh axis in order, or placements by the names of axes."""
@@ -63,7 +64,10 @@ class ModuleOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constraints:
-    """Demands on a placement. Names may be patterns with ``*``, ``?`` and ``[...]``."""
+    """Demands on a placement. Names may be patterns with ``*``, ``?`` and ``[...]``.
+
+    Of inputs, outputs and parameters, a name goes before patterns that match it.
+    """
 
     inputs: Mapping[str, WantedLayout] = field(default_factory=dict)
     """Layouts in which inputs are given, by the names of the arguments."""
@@ -85,6 +89,10 @@ class Constraints:
     over it, tokens travel to their experts; ``Replicate()`` lets each rank compute with what is
     gathered."""
 
+    expert_tokens: Mapping[str, WantedLayout] = field(default_factory=dict)
+    """Layouts in which tokens, (batch, sequence, width), come to routed experts, by the name of the
+    experts' module: whose tokens each rank routes."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedRequest:
@@ -94,11 +102,17 @@ class ResolvedRequest:
     memory_budget_bytes: int | None = None
     """Per rank; None for no limit."""
 
+    recomputes: bool = True
+    """Whether nodes of the forward may run again in the backward to keep the budget."""
+
     optimizer_state_copies: float = 2.0
     """Optimizer state in units of the parameters' bytes: 2 for Adam."""
 
     replicate_unknown: tuple[str, ...] = ()
     """Operators without a rule that may run replicated, by the name of their ``OpOverload``."""
+
+    microbatches: Microbatches | None = None
+    """How a step runs the graph for several microbatches; None: it is the whole step."""
 
 
 def resolve_constraints(
@@ -117,7 +131,8 @@ def resolve_constraints(
     resolver.named("parameters", constraints.parameters, graph.of_kind("parameter"), "output")
     for name, wanted in constraints.nodes.items():
         resolver.node_or_module(name, wanted)
-    resolver.routed_experts(constraints.experts)
+    resolver.routed_experts("experts", constraints.experts, FIRST_WEIGHT_OPERAND)
+    resolver.routed_experts("expert_tokens", constraints.expert_tokens, 0)
     if resolver.problems:
         raise ConstraintError("constraints:\n  " + "\n  ".join(resolver.problems))
     return tuple(dict.fromkeys(resolver.found))
@@ -164,25 +179,27 @@ class _Resolver:
         names = {**by_name, **{alias: by_name[name] for alias, name in aliases.items()}}
         for pattern, layout in wanted.items():
             where = f"{what}[{pattern!r}]"
-            matched = [node for name, node in names.items() if fnmatchcase(name, pattern)]
+            matched = [name for name in names if fnmatchcase(name, pattern)]
             if pattern in names:
-                matched = [names[pattern]]
+                matched = [pattern]
             if not matched:
                 self.problems.append(f"{where}: there is none; {_known(pattern, list(names))}")
-            self._constrain(where, layout, [(node, side, 0) for node in matched])
+            found = [names[name] for name in matched if name == pattern or name not in wanted]
+            self._constrain(where, layout, [(node, side, 0) for node in found])
 
-    def routed_experts(self, wanted: Mapping[str, WantedLayout]) -> None:
-        """Constraints on the weights of experts, whose options give all of a block one layout."""
+    def routed_experts(self, what: str, wanted: Mapping[str, WantedLayout], position: int) -> None:
+        """Constraints on the weights of experts, or on their tokens.
+
+        Options say where the experts of a block are by the layout of its first weight.
+        """
         blocks = [node for node in self._graph.of_kind("experts") if node.phase == "forward"]
         for pattern, layout in wanted.items():
-            where = f"experts[{pattern!r}]"
+            where = f"{what}[{pattern!r}]"
             matched = [node for node in blocks if fnmatchcase(str(node.target), pattern)]
             if not matched:
                 names = [str(node.target) for node in blocks]
                 self.problems.append(f"{where}: there is none; {_known(pattern, names)}")
-            self._constrain(
-                where, layout, [(node, "operand", FIRST_WEIGHT_OPERAND) for node in matched]
-            )
+            self._constrain(where, layout, [(node, "operand", position) for node in matched])
 
     def node_or_module(self, pattern: str, wanted: WantedLayout | ModuleOutput) -> None:
         """A constraint on one node, or on what modules give to others."""
@@ -222,7 +239,9 @@ class _Resolver:
         seen: set[tuple[int, int]] = set()
         for use in self._graph.uses():
             maker, reader = nodes[use.value.node], nodes[use.consumer]
-            if reader.kind in ("share", "gradient") or reader.phase != phase or inside(reader):
+            if reader.kind in ("share", "gradient", "input_gradient") or reader.phase != phase:
+                continue
+            if inside(reader):
                 continue
             if maker.kind not in ("operator", "experts", "share") or maker.phase != phase:
                 continue

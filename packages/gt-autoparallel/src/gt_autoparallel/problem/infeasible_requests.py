@@ -55,29 +55,41 @@ def _shortage(
     request: ResolvedRequest,
     mesh: MeshShape,
 ) -> str:
-    (shortage,) = error.shortages
-    options = placement.options_of_nodes(shortage.choices)
+    # Rows differ in the layer whose recomputed values they count: a plan has to keep all of them.
+    shortage = max(error.shortages, key=lambda each: each.minimum_bytes)
+    options = placement.options_of_nodes(error.frugal)
     smallest = plan_memory(
-        placement.graph, options, mesh, optimizer_state_copies=request.optimizer_state_copies
+        placement.graph,
+        options,
+        mesh,
+        optimizer_state_copies=request.optimizer_state_copies,
+        recomputed=placement.recomputed_nodes(error.frugal),
+        microbatches=request.microbatches,
     )
-    budget = shortage.budget_bytes
+    budget, least = shortage.budget_bytes, shortage.minimum_bytes
+    taken = "" if smallest.total <= least else f"; one takes {_size(smallest.total)}"
     return (
-        f"the memory budget of {_size(budget)} a rank is too small by "
-        f"{_size(smallest.total - budget)}: no placement takes less than "
-        f"{_size(smallest.total)}, of which\n" + _table(smallest)
+        f"the memory budget of {_size(budget)} a rank is too small by {_size(least - budget)}: no "
+        f"placement takes less than {_size(least)}{taken}, of which\n"
+        f"{_table(smallest)}\n{_advice(smallest, budget, request)}"
     )
+
+
+def _advice(memory: MemoryBreakdown, budget: float, request: ResolvedRequest) -> str:
+    """What would help."""
+    state = memory.parameters + memory.gradients + memory.optimizer_state
+    if state > budget:
+        return (
+            f"parameters, gradients and optimizer state alone take {_size(state)}: more ranks, "
+            "parameters of fewer bytes or an optimizer with less state would help"
+        )
+    if not request.recomputes:
+        return "recomputes=True would let the backward compute again what it does not keep"
+    return "more ranks, or smaller or shorter batches would help"
 
 
 def _table(memory: MemoryBreakdown) -> str:
-    parts = sorted(
-        (
-            ("parameters", memory.parameters),
-            ("gradients", memory.gradients),
-            ("optimizer state", memory.optimizer_state),
-            ("saved activations", memory.saved_activations),
-        ),
-        key=lambda part: -part[1],
-    )
+    parts = sorted(memory.parts.items(), key=lambda part: -part[1])
     total = max(memory.total, 1)
     return "\n".join(
         f"  {name:<18}{_size(num_bytes):>18}  {num_bytes / total:>6.1%}"

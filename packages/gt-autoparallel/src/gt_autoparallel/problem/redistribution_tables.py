@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from gt_autoparallel.graph.layouts import Layout, MeshShape
+from gt_autoparallel.graph.parameter_chains import ParameterMove
 from gt_autoparallel.graph.placement_graph import TensorSpec
 from gt_autoparallel.graph.redistribution import step_between
 from gt_autoparallel.graph.redistribution_ways import (
@@ -90,6 +91,17 @@ class _Ways:
         return self._steps
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RedistributionTable:
+    """Times from each of some layouts to each of others, in us."""
+
+    in_full_us: FloatArray
+    """[sources, targets] What counts in full; inf if there is no way."""
+
+    hidden_us: FloatArray
+    """[sources, targets] What a window may hide; 0 if there is no way."""
+
+
 class RedistributionTables:
     """Makes tables of redistribution times on one mesh by one set of prices."""
 
@@ -97,32 +109,46 @@ class RedistributionTables:
         self._mesh = mesh
         self._prices = prices
         self._ways: dict[Divisors, _Ways] = {}
-        self._step_us: dict[object, list[float]] = {}
-        self._tables: dict[object, FloatArray] = {}
+        self._step_times: dict[object, list[tuple[float, float]]] = {}
+        self._tables: dict[object, RedistributionTable] = {}
 
     def table(
-        self, spec: TensorSpec, sources: tuple[Layout, ...], targets: tuple[Layout, ...]
-    ) -> FloatArray:
-        """[sources, targets] Time from each source to each target in us; inf if there is no way."""
-        key = (spec.shape, spec.dtype, sources, targets)
+        self,
+        spec: TensorSpec,
+        sources: tuple[Layout, ...],
+        targets: tuple[Layout, ...],
+        move: ParameterMove | None,
+    ) -> RedistributionTable:
+        """Times of the redistributions of a tensor; ``move`` as for ``StepPrices``."""
+        key = (spec.shape, spec.dtype, sources, targets, move)
         known = self._tables.get(key)
         if known is None:
-            known = self._tables[key] = self._made(spec, sources, targets)
+            known = self._tables[key] = self._made(spec, sources, targets, move)
         return known
 
     def _made(
-        self, spec: TensorSpec, sources: Sequence[Layout], targets: Sequence[Layout]
-    ) -> FloatArray:
+        self,
+        spec: TensorSpec,
+        sources: Sequence[Layout],
+        targets: Sequence[Layout],
+        move: ParameterMove | None,
+    ) -> RedistributionTable:
         dims = divisors(spec.shape, self._mesh)
         known = self._ways.setdefault(dims, _Ways(dims, self._mesh.sizes))
         ways = known.find(known.numbers(sources), known.numbers(targets))
-        of_way = self._step_times(known, spec)[known.steps()].sum(axis=1)
-        return np.append(of_way, np.inf)[ways]  # where there is no way, the last one
+        in_full, hidden = self._times_of_steps(known, spec, move)[:, known.steps()].sum(axis=2)
+        # Where there is no way, the last one.
+        return RedistributionTable(
+            in_full_us=np.append(in_full, np.inf)[ways], hidden_us=np.append(hidden, 0.0)[ways]
+        )
 
-    def _step_times(self, known: _Ways, spec: TensorSpec) -> FloatArray:
-        """[steps + 1] Time of each known step for a shape and dtype; 0 for none."""
-        times = self._step_us.setdefault((spec.shape, spec.dtype), [0.0])
+    def _times_of_steps(
+        self, known: _Ways, spec: TensorSpec, move: ParameterMove | None
+    ) -> FloatArray:
+        """[in full or hidden, steps + 1] Times of each known step of a tensor; 0 for none."""
+        times = self._step_times.setdefault((spec.shape, spec.dtype, move), [(0.0, 0.0)])
         for before, after in itertools.islice(known.moves, len(times) - 1, None):
             step = step_between(spec.shape, before, after, self._mesh)
-            times.append(self._prices.step_us(step, spec.dtype, self._mesh))
-        return np.array(times, dtype=np.float64)
+            time = self._prices.step_time(step, spec.dtype, self._mesh, move)
+            times.append((time.in_full_us, time.hidden_us))
+        return np.array(times, dtype=np.float64).T

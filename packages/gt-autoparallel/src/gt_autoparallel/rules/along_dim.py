@@ -17,6 +17,7 @@ RULES: Rules = {
         (
             "_log_softmax",
             "_log_softmax_backward_data",
+            "_safe_softmax",
             "_softmax",
             "_softmax_backward_data",
             "argsort",

@@ -6,11 +6,15 @@ before it every rank would compute the whole product. So products have no option
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch.distributed.tensor import Partial
 
-from gt_autoparallel.rules.dim_labels import DimLabels
+from gt_autoparallel.graph.layouts import MeshShape, local_shape
+from gt_autoparallel.graph.options import AxisOption, NodeOption
+from gt_autoparallel.rules.dim_labels import DimLabels, Labels, axis_options
 from gt_autoparallel.rules.operator_call import OperatorCall
-from gt_autoparallel.rules.operator_rule import Rule, Rules, labelled, rules_of
+from gt_autoparallel.rules.operator_rule import OperatorRule, Rule, Rules, labelled, rules_of
 from gt_autoparallel.rules.pointwise import broadcast_labels
 from gt_autoparallel.rules.sharded_call import LocalCall, ShardedCall
 
@@ -85,7 +89,55 @@ def _matmul_labels(call: OperatorCall) -> DimLabels:
     )
 
 
+def _grouped_product(call: OperatorCall) -> DimLabels:
+    """``_grouped_mm``: a product for each group of rows or columns that lie behind one another.
+
+    Offsets say where a group ends in the whole tensor, so that the dim with the groups stays whole.
+    """
+    left, right = (len(operand.shape) for operand in call.operands[:2])
+    offsets = call.arguments["offs"] is not None
+    equation = {
+        (2, 3): "_k,_kn->_n",  # rows in groups, and a matrix for each
+        (3, 2): "_mk,k_->m_",
+        (2, 2): "m_,_n->_mn",  # what is summed over is in groups
+        (3, 3): "gmk,gkn->gmn",
+    }[left, right]
+    labels = einsum_labels(equation)
+
+    def without_groups(dims: Labels) -> Labels:
+        return tuple(None if label == "_" else label for label in dims)
+
+    (output,) = labels.outputs
+    assert output is not None
+    return DimLabels(
+        operands=(*map(without_groups, labels.operands), *((None,),) * offsets),
+        outputs=(without_groups(output),),
+        summed=labels.summed,
+    )
+
+
+def _grouped_options(call: OperatorCall) -> Iterable[AxisOption]:
+    if call.arguments["bias"] is not None:
+        return ()  # its rows are in groups, too: nobody has needed to say how
+    return axis_options(_grouped_product(call))
+
+
+def _rows_are_aligned(call: OperatorCall, option: NodeOption, mesh: MeshShape) -> bool:
+    """Kernels of grouped products take rows of a multiple of 16 bytes."""
+    inputs = zip(call.operands[:2], option.operands[:2], strict=True)
+    for spec, layout in (*inputs, (call.output(), option.output())):
+        # Which of the last two dims lies densely, strides say; a cut keeps the order.
+        dense = min((-1, -2), key=lambda dim: spec.stride[dim])
+        length = local_shape(spec.shape, layout, mesh)[dense]
+        if length != spec.shape[dense] and length * spec.dtype.itemsize % 16:
+            return False
+    return True
+
+
 RULES: Rules = {
+    "aten._grouped_mm": OperatorRule(
+        options=_grouped_options, localize=None, fits=_rows_are_aligned
+    ),
     **rules_of(("mm",), _einsum("mk,kn->mn")),
     **rules_of(("bmm",), _einsum("bmk,bkn->bmn")),
     **rules_of(("mv",), _einsum("mk,k->m")),

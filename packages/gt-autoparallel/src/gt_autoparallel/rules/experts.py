@@ -1,13 +1,20 @@
-"""Ways to run the routed experts of one layer on a mesh: replicated, on own tokens, or distributed.
+"""Ways to run the routed experts of one layer on a mesh: few, and known.
 
-Routed experts are one node (``graph/experts.py``), and their options are few and known.
+Routed experts are one node (``graph/experts.py``).
 """
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
-from gt_autoparallel.graph.experts import FIRST_WEIGHT_OPERAND
+from gt_autoparallel.graph.experts import (
+    FIRST_WEIGHT_OPERAND,
+    expert_parallel_axes,
+    hidden_dims_of,
+)
 from gt_autoparallel.graph.layouts import MeshShape
 from gt_autoparallel.graph.options import AxisOption, NodeOption
 from gt_autoparallel.graph.placement_graph import PlacementNode, TensorSpec
@@ -20,8 +27,10 @@ def expert_options(
     """Every way to run a node of kind ``experts`` on a mesh.
 
     Along one axis: replicated; each rank's own tokens (of the first or the second token dim) with
-    all the weights it is given; or expert-parallel, each rank having its own tokens and its own
-    experts. At most one axis is expert-parallel: token dispatchers know one process group.
+    all the weights it is given; expert-parallel, each rank having its own tokens and its own
+    experts; or tensor-parallel, each rank having all tokens and a part of every expert's hidden
+    features. Expert parallelism may be along several axes together, if the order of their ranks in
+    one process group, which is by number, is that in which they cut the experts.
 
     The backward node of a block must run with the option of its forward node; the planner links
     them, since what the forward keeps only its own backward can use.
@@ -31,12 +40,30 @@ def expert_options(
     num_weights = len(routed) - FIRST_WEIGHT_OPERAND
     token_dims = len(routed[0].shape) - 1
     choices: list[AxisOption] = [_axis_option(None, False, num_weights, is_backward)]
+    if hidden_dims := hidden_dims_of(node):
+        choices.append(_tensor_parallel(hidden_dims, is_backward))
     for dim in range(token_dims):
         choices.append(_axis_option(dim, False, num_weights, is_backward))
         choices.append(_axis_option(dim, True, num_weights, is_backward))
-    weights_at = FIRST_WEIGHT_OPERAND + is_backward
     options = combine(choices, operands, node.outputs, mesh)
-    return tuple(o for o in options if o.operands[weights_at].count(Shard(0)) <= 1)
+    return tuple(o for o in options if _is_in_order(expert_parallel_axes(node, o), mesh))
+
+
+def _is_in_order(axes: Sequence[int], mesh: MeshShape) -> bool:
+    """Whether ranks along all axes, the first one slowest, have rising numbers."""
+    return all(
+        mesh.strides[slow] >= mesh.sizes[fast] * mesh.strides[fast]
+        for slow, fast in itertools.pairwise(axes)
+    )
+
+
+def _tensor_parallel(hidden_dims: Sequence[int], is_backward: bool) -> AxisOption:
+    whole, term = Replicate(), Partial("sum")
+    weights = tuple(Shard(dim) for dim in hidden_dims)
+    operands = (*[whole] * FIRST_WEIGHT_OPERAND, *weights)
+    if not is_backward:
+        return AxisOption(operands=operands, outputs=(term,))
+    return AxisOption(operands=(whole, *operands), outputs=(term, term, *weights))
 
 
 def _axis_option(

@@ -15,7 +15,7 @@ from gt_autoparallel._torch_internals import (
 from gt_autoparallel.errors import UnsupportedOperatorError
 from gt_autoparallel.graph.layouts import MeshShape
 from gt_autoparallel.graph.options import AxisOption, NodeOption
-from gt_autoparallel.graph.placement_graph import PlacementGraph, PlacementNode, TensorSpec
+from gt_autoparallel.graph.placement_graph import SINKS, PlacementGraph, PlacementNode, TensorSpec
 from gt_autoparallel.rules import registry
 from gt_autoparallel.rules.dim_labels import REPLICATE
 from gt_autoparallel.rules.mesh_options import combine, layouts_of
@@ -56,7 +56,7 @@ def node_options(
     if node.kind == "share":
         layouts = layouts_of(node.output(), mesh, allow_partial=True)
         return tuple(NodeOption(operands=(layout,), outputs=(layout,)) for layout in layouts)
-    if node.kind in ("output", "gradient"):
+    if node.kind in SINKS:
         layouts = layouts_of(operands[0], mesh)
         return tuple(NodeOption(operands=(layout,), outputs=()) for layout in layouts)
     if node.kind != "operator":
@@ -67,7 +67,7 @@ def node_options(
         return cached
     problem = _problem_of(node, operands, replicate_unknown)
     if problem is not None:
-        raise UnsupportedOperatorError(_message((problem,)))
+        raise UnsupportedOperatorError(_message((_line(problem, (node,)),)))
     if len(_CACHE) >= _MAX_CACHED:
         _CACHE.clear()
     options = _operator_options(node, operands, mesh, replicate_unknown)
@@ -81,14 +81,15 @@ def check_operators(graph: PlacementGraph, *, replicate_unknown: Collection[str]
     Raises:
         UnsupportedOperatorError: some operators have no rule.
     """
-    problems = []
+    problems: dict[tuple[str, str], list[PlacementNode]] = {}
     for node in graph.of_kind("operator"):
-        operands = graph.operand_specs(node)
-        problem = _problem_of(node, operands, replicate_unknown)
-        if problem is not None:
-            problems.append(problem)
+        reason = _problem_of(node, graph.operand_specs(node), replicate_unknown)
+        if reason is not None:
+            problems.setdefault((str(node.target), reason), []).append(node)
     if problems:
-        raise UnsupportedOperatorError(_message(problems))
+        raise UnsupportedOperatorError(
+            _message([_line(reason, nodes) for (_, reason), nodes in problems.items()])
+        )
 
 
 def replicated_operators(
@@ -145,14 +146,17 @@ def _check_options(
 def _problem_of(
     node: PlacementNode, operands: tuple[TensorSpec, ...], replicate_unknown: Collection[str]
 ) -> str | None:
-    """Why a node cannot be placed and what to do; None if it can."""
-    if _is_opted_in(node.target, replicate_unknown):
-        return None
-    reason = _reason(node, operands)
-    if reason is None:
-        return None
-    where = f" in module {node.module!r}" if node.module else ""
-    return f"node {node.name!r} ({node.target}){where}: {reason}"
+    """Why a node cannot be placed; None if it can."""
+    return None if _is_opted_in(node.target, replicate_unknown) else _reason(node, operands)
+
+
+def _line(reason: str, nodes: Sequence[PlacementNode]) -> str:
+    """An operator, why it cannot be placed, and where it stands first."""
+    first = nodes[0]
+    where = f" in module {first.module!r}" if first.module else ""
+    where += f", at {first.line}" if first.line else ""
+    others = f"; {len(nodes)} nodes in all" if len(nodes) > 1 else ""
+    return f"{first.target}: {reason} (node {first.name!r}{where}{others})"
 
 
 def _reason(node: PlacementNode, operands: tuple[TensorSpec, ...]) -> str | None:

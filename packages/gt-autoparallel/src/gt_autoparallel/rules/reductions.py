@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import torch
 
-from gt_autoparallel.rules.dim_labels import DimLabels, Labels, all_but
+from gt_autoparallel.graph.options import AxisOption
+from gt_autoparallel.rules.dim_labels import DimLabels, Labels, all_but, axis_options
 from gt_autoparallel.rules.operator_call import OperatorCall
 from gt_autoparallel.rules.operator_rule import Rules, labelled, rules_of
 from gt_autoparallel.rules.pointwise import can_be_partial
@@ -70,7 +72,16 @@ def _mean_of_global(sharded: ShardedCall) -> LocalCall:
     return sharded.with_arguments(mean_of_piece)
 
 
+def _histogram(call: OperatorCall) -> Iterable[AxisOption]:
+    """``histc``: counts of what lies between bounds; by default the bounds are the data's own."""
+    if call.arguments["min"] == call.arguments["max"]:
+        return ()
+    dims = tuple(range(len(call.operands[0].shape)))
+    return axis_options(DimLabels(operands=(dims,), outputs=((None,),), summed=frozenset(dims)))
+
+
 RULES: Rules = {
+    **rules_of(("histc",), _histogram),
     **rules_of(("sum",), labelled(_sum)),
     **rules_of(("mean",), labelled(_sum), localize=_mean_of_global),
     **rules_of(

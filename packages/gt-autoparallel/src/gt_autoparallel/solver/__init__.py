@@ -15,12 +15,15 @@ and gives.
                        lower bounds and prices without a linear program
     highs_model, restricted_programs
                        linear and mixed-integer programs
+    relaxation         a bound for choices in which alike things differ a little
     rivals, ties, infeasibility
                        what must not be cheaper; fewer bytes at equal cost; why there is no choice
 """
 
 from __future__ import annotations
 
+from gt_autoparallel.solver.evaluation import evaluate
+from gt_autoparallel.solver.relaxation import Relaxation, relax
 from gt_autoparallel.solver.rivals import Rival
 from gt_autoparallel.solver.solution import (
     ForbiddenPairsError,
@@ -29,14 +32,19 @@ from gt_autoparallel.solver.solution import (
     Solution,
     WarmStart,
 )
+from gt_autoparallel.solver.solution import relative_gap as gap_between
 from gt_autoparallel.solver.solve import solve
 
 __all__ = [
     "ForbiddenPairsError",
     "MemoryBudgetError",
     "Progress",
+    "Relaxation",
     "Rival",
     "Solution",
     "WarmStart",
+    "evaluate",
+    "gap_between",
+    "relax",
     "solve",
 ]

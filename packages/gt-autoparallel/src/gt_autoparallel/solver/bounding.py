@@ -51,6 +51,10 @@ class SearchSettings:
     memory_sweeps: int = 4
     """Sweeps of dual ascent on the bytes of a memory row."""
 
+    memory_rows: int = 2
+    """Rows by whose bytes options are dropped: the first ones. More are rows of alike limits, that
+    would drop the same."""
+
     most_entries: int = 200_000
     """Entries that a factor may have in elimination before it is split."""
 
@@ -141,7 +145,7 @@ class Bounding:
             part.lower_bound_us = max(part.lower_bound_us, bound)
             if part.lower_bound_us >= self.incumbent.cutoff_us:
                 return False
-            masks = self._below_cutoff(ascent)
+            masks = self._below_cutoff(part, ascent)
             if sum(int(mask.sum()) for mask in masks) < 0.95 * part.reduced.num_options:
                 prices = ascent.prices
                 if not part.drop(masks):
@@ -191,7 +195,7 @@ class Bounding:
             part.lower_bound_us = max(part.lower_bound_us, exact.bound_us)
             if part.lower_bound_us >= self.incumbent.cutoff_us:
                 return False
-        masks = self._below_cutoff(ascent)
+        masks = self._below_cutoff(part, ascent)
         if sum(int(mask.sum()) for mask in masks) < 0.98 * part.reduced.num_options:
             return part.drop(masks)
         return True
@@ -202,7 +206,7 @@ class Bounding:
         By dual ascent with the bytes of one row as costs. Its choices are offered: close to the
         least budget they may be the only ones that keep it.
         """
-        for row in range(len(self.problem.memory)):
+        for row in range(min(len(self.problem.memory), self.settings.memory_rows)):
             reduced = part.reduced
             budget = float(reduced.budget_bytes[row])
             if math.fsum(float(node.memory[row].max()) for node in reduced.nodes) <= budget:
@@ -213,7 +217,10 @@ class Bounding:
                 if part.depth == 0:
                     self._offer(part, positions)
             room = 1e-9 * max(abs(budget), 1.0)
-            masks = [bound <= budget + room for bound in ascent.option_bounds()]
+            masks = [
+                node.whole_kinds(bound <= budget + room)
+                for node, bound in zip(reduced.nodes, ascent.option_bounds(), strict=True)
+            ]
             if not all(mask.all() for mask in masks) and not part.drop(masks):
                 return False
         return True
@@ -226,9 +233,12 @@ class Bounding:
     def _offer(self, part: SearchPart, positions: IntArray) -> None:
         self.incumbent.offer(part.reduced.choices(positions))
 
-    def _below_cutoff(self, ascent: DualAscent) -> list[BoolArray]:
+    def _below_cutoff(self, part: SearchPart, ascent: DualAscent) -> list[BoolArray]:
         cutoff = self.incumbent.cutoff_us
-        return [bound < cutoff for bound in ascent.option_bounds()]
+        return [
+            node.whole_kinds(bound < cutoff)
+            for node, bound in zip(part.reduced.nodes, ascent.option_bounds(), strict=True)
+        ]
 
     def _elimination(self, reduced: ReducedProblem) -> Elimination | None:
         """If the problem is narrow enough for it to be quick."""

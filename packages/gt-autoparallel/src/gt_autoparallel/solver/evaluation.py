@@ -51,6 +51,8 @@ def evaluate(problem: Problem, choices: Sequence[int]) -> ChoiceEvaluation:
         full.append(float(variable.cost_us[choice]))
         if variable.window is not None:
             compute[variable.window].append(float(variable.window_compute_us[choice]))
+        for window, times in variable.further_compute_us.items():
+            compute[window].append(float(times[choice]))
         for terms, row in zip(memory, variable.memory_bytes, strict=True):
             terms.append(float(row[choice]))
     for edge in problem.edges:

@@ -140,20 +140,22 @@ class HighsModel:
     # sum_v sum_k bytes_v[k] x_v[k] <= budget    for each memory row, in units of its largest entry
     def _add_memory(self) -> None:
         self._memory_rows: dict[int, tuple[int, float]] = {}
+        if not len(self._reduced.budget_bytes):
+            return
+        sizes = [len(columns) for columns in self._choice_columns]
+        starts = np.cumsum([0, *sizes[:-1]])
+        columns = np.concatenate(self._choice_columns)
+        used_bytes = np.concatenate([node.memory for node in self._reduced.nodes], axis=1)
         for row, budget in enumerate(self._reduced.budget_bytes):
-            least = [float(node.memory[row].min()) for node in self._reduced.nodes]
-            most = [float(node.memory[row].max()) for node in self._reduced.nodes]
-            room = float(budget) - math.fsum(least)
+            least = np.minimum.reduceat(used_bytes[row], starts)
+            most = np.maximum.reduceat(used_bytes[row], starts)
             if math.fsum(most) <= budget:
                 continue
-            unit = max(high - low for high, low in zip(most, least, strict=True)) or 1.0
-            index = self._new_rows(1, -np.inf, room / unit)
+            unit = float((most - least).max()) or 1.0
+            index = self._new_rows(1, -np.inf, (float(budget) - math.fsum(least)) / unit)
             self._memory_rows[row] = (index, unit)
-            for node, low, columns in zip(
-                self._reduced.nodes, least, self._choice_columns, strict=True
-            ):
-                used = node.memory[row] > low
-                self._entries(index, columns[used], (node.memory[row][used] - low) / unit)
+            more = used_bytes[row] - np.repeat(least, sizes)
+            self._entries(index, columns[more > 0], more[more > 0] / unit)
 
     def solve(
         self, *, integer: bool, seconds: float, gap: float = 0.0, max_nodes: int | None = None

@@ -42,7 +42,7 @@ def _allowed(variable: Variable) -> FloatArray:
     finite = np.isfinite(variable.cost_us)
     if variable.window is not None:
         finite &= np.isfinite(variable.window_compute_us)
-    for values in variable.memory_bytes:
+    for values in (*variable.further_compute_us.values(), *variable.memory_bytes):
         finite &= np.isfinite(values)
     return np.where(finite, 0.0, np.inf)
 
@@ -157,15 +157,16 @@ def _forbidden(problem: Problem, edges: list[int]) -> ForbiddenPairsError:
 
 def _over_budget(problem: Problem, minimize: Callable[[Problem], Solution]) -> MemoryBudgetError:
     rows = range(len(problem.memory))
-    frugal = (
-        _shortage(problem, row, minimize(_memory_problem(problem, row)).choices) for row in rows
-    )
-    shortages = [each for each in frugal if each.excess_bytes > 0]
+    alone = [
+        _shortage(problem, row, minimize(_memory_problem(problem, [row])).choices) for row in rows
+    ]
+    shortages = [each for each in alone if each.excess_bytes > 0]
     jointly = not shortages
     if jointly:
         choices = minimize(_excess_problem(problem)).choices[: len(problem.variables)]
         together = (_shortage(problem, row, choices) for row in rows)
         shortages = [each for each in together if each.excess_bytes > 0]
+    frugal = minimize(_memory_problem(problem, rows)).choices if len(rows) > 1 else alone[0].choices
     text = "; ".join(
         f"{s.row!r} {'takes' if jointly else 'needs at least'} {s.minimum_bytes:,.0f} bytes, "
         f"{s.excess_bytes:,.0f} over its budget of {s.budget_bytes:,.0f}"
@@ -176,7 +177,7 @@ def _over_budget(problem: Problem, minimize: Callable[[Problem], Solution]) -> M
             "each memory budget alone can be kept, but not all together; with the smallest excess "
             f"in all {text}"
         )
-    return MemoryBudgetError(text, shortages=tuple(shortages), jointly=jointly)
+    return MemoryBudgetError(text, shortages=tuple(shortages), jointly=jointly, frugal=frugal)
 
 
 def _shortage(problem: Problem, row: int, choices: tuple[int, ...]) -> MemoryShortage:
@@ -191,12 +192,13 @@ def _shortage(problem: Problem, row: int, choices: tuple[int, ...]) -> MemorySho
     )
 
 
-# minimize sum_v bytes_v[x_v]
-def _memory_problem(problem: Problem, row: int) -> Problem:
-    """Bytes of one row as the cost."""
+# minimize sum_r sum_v bytes_rv[x_v]
+def _memory_problem(problem: Problem, rows: Sequence[int]) -> Problem:
+    """Bytes of some rows as the cost."""
     return Problem(
         variables=tuple(
-            _plain_variable(v.name, _allowed(v) + v.memory_bytes[row]) for v in problem.variables
+            _plain_variable(v.name, _allowed(v) + sum(v.memory_bytes[row] for row in rows))
+            for v in problem.variables
         ),
         edges=tuple(_plain_edge(edge, edge.left, edge.right) for edge in problem.edges),
         windows=(),

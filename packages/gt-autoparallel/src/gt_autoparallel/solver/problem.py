@@ -15,7 +15,8 @@ prefetched costs only what its window cannot hide.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,6 +42,13 @@ class Variable:
 
     memory_bytes: tuple[FloatArray, ...]
     """For each memory row [num_options]: bytes that each option takes."""
+
+    further_compute_us: Mapping[int, FloatArray] = field(default_factory=dict)
+    """Other windows in which options compute too -> [num_options] time there."""
+
+    kinds: IntArray | None = None
+    """[num_options] Kind of each option; None: each is one of its own. Of what a variable stands
+    for, ``relax`` lets each take another option of one kind, and counts a bound for that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

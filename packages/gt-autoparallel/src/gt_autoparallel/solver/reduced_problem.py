@@ -37,8 +37,17 @@ class Node:
     memory: FloatArray
     """[memory rows, K] bytes."""
 
+    kinds: IntArray | None = None
+    """[K] Kind of each option, see ``Variable``."""
+
     links: list[int] = field(default_factory=list)
     """Indices of the links that end here."""
+
+    def whole_kinds(self, mask: BoolArray) -> BoolArray:
+        """[K] The options of a mask, and all of their kinds."""
+        if self.kinds is None or mask.all():
+            return mask
+        return np.isin(self.kinds, self.kinds[mask])
 
 
 @dataclass(slots=True)
@@ -150,6 +159,7 @@ class ReducedProblem:
         node.compute = {w: times[mask] for w, times in node.compute.items()}
         node.communication = {w: times[mask] for w, times in node.communication.items()}
         node.memory = node.memory[:, mask]
+        node.kinds = None if node.kinds is None else node.kinds[mask]
         for position in node.links:
             link = self.links[position]
             if link is not None:
@@ -270,6 +280,9 @@ def reduce_problem(problem: Problem) -> ReducedProblem:
         if variable.window is not None:
             finite &= np.isfinite(variable.window_compute_us)
             compute[variable.window] = np.asarray(variable.window_compute_us, dtype=np.float64)
+        for window, times in variable.further_compute_us.items():
+            finite &= np.isfinite(times)
+            compute[window] = compute.get(window, 0.0) + np.asarray(times, dtype=np.float64)
         memory = np.zeros((len(problem.memory), len(variable.cost_us)))
         for row, values in enumerate(variable.memory_bytes):
             memory[row] = values
@@ -281,6 +294,7 @@ def reduce_problem(problem: Problem) -> ReducedProblem:
                 compute={w: times[finite] for w, times in compute.items() if times[finite].any()},
                 communication={},
                 memory=memory[:, finite],
+                kinds=None if variable.kinds is None else variable.kinds[finite],
             )
         )
     for edge in problem.edges:

@@ -57,6 +57,9 @@ class Search:
     below_us: float = math.inf
     """Choices that cost this or more are not looked for."""
 
+    only_relaxes: bool = False
+    """Whether to bound the whole problem and go no further: no branching, no bound of a MILP."""
+
     lower_bound_us: float = -math.inf
     prices: Prices = field(init=False)
     """Duals of the first relaxation."""
@@ -193,6 +196,9 @@ class Search:
                 return [part]
         if part.reduced.num_pairs <= self.settings.small_pairs and self._solve_whole(part):
             return []
+        if self.only_relaxes:
+            self._settled_bound_us = part.lower_bound_us
+            return []
         if self.is_late():
             return [part]
         children = []
@@ -275,6 +281,10 @@ class Search:
         self._report("LP relaxation", part)
         if part.lower_bound_us >= self.incumbent.cutoff_us:
             return True
+        if self.only_relaxes:
+            with self.timed("rounding"):
+                self.programs.round(part, pairs=self.settings.restricted_pairs)
+            return False
         if part.depth == 0:
             with self.timed("budgets"):
                 if not self._bounding.keep_budgets(part):

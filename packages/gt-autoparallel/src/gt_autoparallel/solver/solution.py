@@ -142,13 +142,20 @@ class MemoryBudgetError(InfeasiblePlacementError):
         shortages: the rows that no choice satisfies even alone; else, with ``jointly`` True, the
             rows that the choice with the smallest excess in all exceeds.
         jointly: whether each row could be satisfied alone.
+        frugal: a choice that takes the least of all rows together.
     """
 
     def __init__(
-        self, message: str, *, shortages: tuple[MemoryShortage, ...], jointly: bool
+        self,
+        message: str,
+        *,
+        shortages: tuple[MemoryShortage, ...],
+        jointly: bool,
+        frugal: tuple[int, ...],
     ) -> None:
         super().__init__(message)
         self.shortages = shortages
+        self.frugal = frugal
         self.jointly = jointly
 
 

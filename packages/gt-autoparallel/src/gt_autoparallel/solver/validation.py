@@ -56,9 +56,14 @@ def _of_variable(problem: Problem, variable: Variable) -> list[str]:
         violations.append(
             f"has {len(variable.memory_bytes)} memory rows, the problem {len(problem.memory)}"
         )
-    if variable.window is not None and not 0 <= variable.window < len(problem.windows):
-        violations.append(f"window {variable.window!r} does not exist")
+    windows = [] if variable.window is None else [variable.window]
+    violations += [
+        f"window {window!r} does not exist"
+        for window in (*windows, *variable.further_compute_us)
+        if not 0 <= window < len(problem.windows)
+    ]
     arrays = {"cost_us": variable.cost_us, "window_compute_us": variable.window_compute_us}
+    arrays |= {f"further_compute_us[{w}]": t for w, t in variable.further_compute_us.items()}
     arrays |= {f"memory_bytes[{row}]": values for row, values in enumerate(variable.memory_bytes)}
     for name, values in arrays.items():
         if values.shape != (count,):

@@ -1,0 +1,53 @@
+"""Which nodes stand between a parameter and who reads it, and before its gradient.
+
+The audit's own opinion: ``graph/parameter_chains.py`` is checked by it, and not used.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from gt_autoparallel._torch_internals import OpOverload, operator_path
+from gt_autoparallel.graph.placement_graph import PlacementNode
+
+
+def after_parameters(nodes: tuple[PlacementNode, ...]) -> set[int]:
+    """Parameters, and casts of them: what leaves these is a parameter on its way to its users."""
+    found: set[int] = set()
+    for node in nodes:
+        if node.kind == "parameter" or (
+            _only_casts(node) and all(value.node in found for value in node.operands)
+        ):
+            found.add(node.index)
+    return found
+
+
+def before_gradients(nodes: tuple[PlacementNode, ...]) -> set[int]:
+    """Gradients, and views, casts and sums that only they read."""
+    readers: dict[int, list[int]] = defaultdict(list)
+    for node in nodes:
+        for value in node.operands:
+            readers[value.node].append(node.index)
+    found: set[int] = set()
+    for node in reversed(nodes):
+        passes_on = node.kind == "share" or _only_casts(node) or _only_views(node)
+        only_read = len(readers[node.index]) == 1 and readers[node.index][0] in found
+        if node.kind == "gradient" or (passes_on and only_read):
+            found.add(node.index)
+    return found
+
+
+def _only_casts(node: PlacementNode) -> bool:
+    if not isinstance(node.target, OpOverload) or len(node.operands) != 1:
+        return False
+    return ".".join(operator_path(node.target)[:2]) in (
+        "aten._to_copy",
+        "prims.convert_element_type",
+    )
+
+
+def _only_views(node: PlacementNode) -> bool:
+    if not isinstance(node.target, OpOverload):
+        return False
+    returned = node.target._schema.returns
+    return bool(returned) and all(each.alias_info is not None for each in returned)

@@ -1,0 +1,84 @@
+"""May what a plan computes again run again, and what does it take? By the graph's uses alone.
+
+A node of a layer may run again if its operator gives the same bits, if nothing but its own layer
+reads it, nor what views it in place, and if what it reads can be had in the backward: kept, or made
+again, too. What is kept for it is counted with everything that is kept (``memory_checks``).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from gt_autoparallel.audit.shards import shard_bytes
+from gt_autoparallel.audit.viewed_storage import viewed_operand
+from gt_autoparallel.graph.placement_graph import PlacementNode, Value
+from gt_autoparallel.plan.placement_plan import PlacementPlan
+from gt_autoparallel.prices.recomputability import may_run_twice
+
+
+def recomputation_problems(plan: PlacementPlan) -> Iterator[str]:
+    """Nodes that run again and must not."""
+    nodes = plan.graph.nodes
+    if list(plan.recomputed) != sorted({*plan.recomputed} & set(range(len(nodes)))):
+        yield f"what runs again is not a list of nodes in order: {list(plan.recomputed)[:5]}..."
+        return
+    readers: dict[int, list[PlacementNode]] = defaultdict(list)
+    for node in nodes:
+        for value in node.operands:
+            readers[value.node].append(node)
+    for index in plan.recomputed:
+        reason = _reason_against(plan, nodes[index], readers)
+        if reason is not None:
+            yield f"node {nodes[index].name!r} runs again, though {reason}"
+
+
+def recomputed_bytes(plan: PlacementPlan) -> int:
+    """What one layer makes again, of the layer where that is most."""
+    of_scope: dict[str, int] = defaultdict(int)
+    for index in plan.recomputed:
+        node, option = plan.graph.nodes[index], plan.options[index]
+        position = viewed_operand(node)
+        if position is None:
+            outputs = [Value(index, at) for at, spec in enumerate(node.outputs) if spec is not None]
+            made = [(plan.graph.spec(value), plan.layout(value)) for value in outputs]
+        else:
+            made = [(plan.graph.spec(node.operands[position]), option.operands[position])]
+        of_scope[scope(node)] += sum(
+            shard_bytes(spec, layout, plan.mesh.sizes) for spec, layout in made
+        )
+    return max(of_scope.values(), default=0)
+
+
+def scope(node: PlacementNode) -> str:
+    """The layer, or the module at the top, in which a node runs."""
+    parts = node.module.split(".")
+    numbers = [place for place, part in enumerate(parts) if part.isdigit()]
+    return (".".join(parts[: numbers[0] + 1]) if numbers else parts[0]) or "model"
+
+
+def _reason_against(
+    plan: PlacementPlan, node: PlacementNode, readers: dict[int, list[PlacementNode]]
+) -> str | None:
+    if node.phase == "backward" or node.kind not in ("operator", "share"):
+        return "it is no computation of the forward"
+    if not may_run_twice(node):
+        return "its operator may give something else the second time"
+    if not any(part.isdigit() for part in node.module.split(".")):
+        return "it is in no layer"
+    position = viewed_operand(node)
+    if position is not None:
+        stays = plan.layout(node.operands[position]) == plan.options[node.index].operands[position]
+        if stays:
+            return "it only views what is there"
+    if not any(reader.phase == "forward" for reader in readers[node.index]):
+        return "only the backward reads it"
+    stack, is_read = [node], False
+    while stack:
+        for reader in readers[stack.pop().index]:
+            if reader.kind == "output" or scope(reader) != scope(node):
+                return f"{reader.name!r} outside of its layer reads it"
+            is_read |= reader.phase == "backward" or reader.index in plan.recomputed
+            if reader.phase == "forward" and viewed_operand(reader) is not None:
+                stack.append(reader)
+    return None if is_read else "nothing in the backward reads it"
