@@ -59,20 +59,15 @@ def test_a_plan_says_when_ranks_communicate():
     )
 
 
-@pytest.mark.parametrize(
-    ("option", "why"),
-    [
-        (
-            "cuda_graphs",
-            "a recording replays addresses, and sums of gradients are new in every microbatch",
-        ),
-        ("fsdp_second_group", "no microbatch both gathers parameters and reduces gradients"),
-    ],
-)
-def test_options_that_microbatches_cannot_have_if_they_share(option: str, why: str):
-    assert only(dataclasses.replace(ONCE, **{option: True}), SEVERAL) == Violation(
-        flag=f"--compile.{option}",
+def test_microbatches_that_share_have_nothing_for_a_second_group():
+    assert only(dataclasses.replace(ONCE, fsdp_second_group=True), SEVERAL) == Violation(
+        flag="--compile.fsdp_second_group",
         value=True,
-        allowed=f"False with --compile.accumulation reduce_once: {why}",
+        allowed="False with --compile.accumulation reduce_once: no microbatch both gathers "
+        "parameters and reduces gradients",
         fix="leave the flag out, or use --compile.accumulation every_microbatch",
     )
+
+
+def test_recordings_go_with_it():
+    assert found(dataclasses.replace(ONCE, cuda_graphs=True), SEVERAL) == ()

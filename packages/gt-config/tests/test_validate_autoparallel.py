@@ -31,13 +31,29 @@ def test_autoparallel_backend_needs_a_trace():
 AUTOPARALLEL = CompileConfig(autoparallel=True)
 
 
-def test_autoparallel_plans_no_pipelines():
-    topology = mesh(world=2, pp=2)
-    assert only(AUTOPARALLEL, topology) == Violation(
-        flag="--parallelism.pipeline_parallel_degree",
-        value=2,
-        allowed="1 with --compile.autoparallel, which plans whole models",
-        fix="drop the option, or drop --compile.autoparallel",
+def test_placed_stages_are_captured():
+    topology = mesh(world=4, pp=2, dp_shard=2)
+    assert found(AUTOPARALLEL, topology) == ()
+    eager = dataclasses.replace(AUTOPARALLEL, mode="none")
+    assert only(eager, topology) == Violation(
+        flag="--compile.mode",
+        value="none",
+        allowed="'aot_fx_trace' with --compile.autoparallel and "
+        "--parallelism.pipeline_parallel_degree 2: eager stages would gather parameters and reduce "
+        "gradients for every microbatch, and are planned as those that do so once a step",
+        fix="use --compile.mode aot_fx_trace",
+    )
+    assert found(eager, mesh(world=2, dp_shard=2)) == ()
+
+
+def test_the_backend_of_autoparallel_needs_a_step_that_is_one_graph():
+    config = dataclasses.replace(AUTOPARALLEL, inductor_compilation="autoparallel_backend")
+    assert only(config, mesh(world=4, pp=2, dp_shard=2)) == Violation(
+        flag="--compile.inductor_compilation",
+        value="autoparallel_backend",
+        allowed="another one with --parallelism.pipeline_parallel_degree 2: it orders and compiles "
+        "a step as a whole, and a stage is one graph for each action of the schedule",
+        fix="leave the flag out, or use --parallelism.pipeline_parallel_degree 1",
     )
 
 
@@ -77,18 +93,6 @@ def test_autoparallel_needs_no_joint_graph():
     assert found(CompileConfig(autoparallel=True, mode="none")) == ()
 
 
-def test_autoparallel_captures_every_layer():
-    for value in ("stamped", "compared"):
-        assert only(CompileConfig(autoparallel=True, capture_layers=value)) == Violation(
-            flag="--compile.capture_layers",
-            value=value,
-            allowed="'auto' or 'full' with --compile.autoparallel: a placed model runs its plan and "
-            "calls no layers, of which some could stand for others",
-            fix="drop the option, or drop --compile.autoparallel",
-        )
-    assert found(CompileConfig(autoparallel=True, capture_layers="full")) == ()
-
-
 def test_autoparallel_refuses_ep_overlap():
     config = dataclasses.replace(overlap(), autoparallel=True)
     assert only(config, EP_TOPOLOGY) == Violation(
@@ -103,3 +107,29 @@ def test_autoparallel_refuses_ep_overlap():
 def test_accepts_the_autoparallel_backend_with_both():
     config = CompileConfig(inductor_compilation="autoparallel_backend", autoparallel=True)
     assert found(config) == ()
+
+
+def test_a_saved_plan_needs_autoparallel():
+    config = CompileConfig(autoparallel_solver=AutoParallelConfig(plan="plan.json"))
+    assert only(config) == Violation(
+        flag="--compile.autoparallel_solver.plan",
+        value="plan.json",
+        allowed="None without --compile.autoparallel: nobody would read it",
+        fix="add --compile.autoparallel, or drop the option",
+    )
+    assert found(dataclasses.replace(config, autoparallel=True)) == ()
+
+
+def test_options_of_the_search_do_nothing_for_a_saved_plan():
+    solver = AutoParallelConfig(plan="plan.json", time_limit_seconds=5.0, memory_budget_gib=1.0)
+    assert only(CompileConfig(autoparallel=True, autoparallel_solver=solver)) == Violation(
+        flag="--compile.autoparallel_solver.time_limit_seconds",
+        value=5.0,
+        allowed="its default 120.0, since the plan is that of --compile.autoparallel_solver.plan "
+        "and it would do nothing",
+        fix="drop the option, or use no --compile.autoparallel_solver.plan",
+    )
+    solver = dataclasses.replace(solver, time_limit_seconds=120.0, relative_gap=0.0)
+    assert only(CompileConfig(autoparallel=True, autoparallel_solver=solver)).flag == (
+        "--compile.autoparallel_solver.relative_gap"
+    )

@@ -34,9 +34,11 @@ class AutoParallelConfig:
     """What the solver that chooses placements may do. It acts only with --compile.autoparallel."""
 
     memory_budget_gib: float | None = None
-    """Memory that the plan may use on each rank, in GiB.
-    It counts parameters, gradients, optimizer state, saved activations.
-    None: all that the device has."""
+    """Memory that the plan may use on each rank, in GiB; of a pipeline, all stages of a rank.
+    It counts parameters, gradients, optimizer state, saved activations, and what one layer's
+    backward computes again: what does not fit otherwise is computed and gathered again.
+    None: nine tenths of what the device has; of a dry run, of an H100; on CPUs, of a rank's part of
+    the machine's memory."""
 
     time_limit_seconds: float = 120.0
     """Stop solving here, and take the best plan so far."""
@@ -50,6 +52,12 @@ class AutoParallelConfig:
     expert_parallel: tokens travel to the rank of their experts.
     own_tokens: each rank's tokens stay, and the experts' weights are replicated or gathered.
     expert_parallel needs --parallelism.expert_parallel_degree, which gives it its axis."""
+
+    plan: str | None = None
+    """File of a plan to train with, as placement.json of another run, in place of a search.
+    Of a pipeline it holds a plan for each stage. It must be of this model, mesh, batch and machine;
+    memory_budget_gib and experts hold for it.
+    None: a run that goes on from its checkpoints keeps its plan, and others search for one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,7 +212,8 @@ class CompileConfig:
     capture_layers: CaptureLayers = "auto"
     """full: trace every layer.
     stamped: trace a few layers, and make the others from them.
-    Where layers are not proven alike, all are traced, and the log says why.
+    Where layers are not proven alike, all are traced, and the log says why. A model that a solver
+    placed runs calls and no layers: of equal calls one is traced, and the others are made from it.
     auto: as stamped, of models and pipeline stages deep enough to gain from it.
     compared: stamp, trace in full too, and stop if the two differ.
     Mode aot_fx_trace only."""

@@ -247,14 +247,19 @@ def available_memory_bytes() -> int:
 
     Elsewhere the physical memory: what of it is free, only Linux tells plainly.
     """
-    physical = _CPU_DEVICE.get_device_properties().total_memory
+    most = machine_memory_bytes()
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
-        return physical
+        return most
     fields = dict(line.split(":", 1) for line in lines if ":" in line)
-    available = int(fields["MemAvailable"].split()[0]) * 1024
-    return min([available, *filter(None, map(_limit_bytes, _CONTAINER_LIMITS))])
+    return min(int(fields["MemAvailable"].split()[0]) * 1024, most)
+
+
+def machine_memory_bytes() -> int:
+    """Return the physical memory, within a container's limit."""
+    physical: int = _CPU_DEVICE.get_device_properties().total_memory
+    return min([physical, *filter(None, map(_limit_bytes, _CONTAINER_LIMITS))])
 
 
 def _limit_bytes(path: str) -> int | None:

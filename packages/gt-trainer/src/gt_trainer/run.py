@@ -16,12 +16,9 @@ from gt_passes.simulation import Hardware
 from gt_trainer.dry_run.simulated_balance import balance_before_training, with_stages
 from gt_trainer.launcher import ChildFailedError, RunStoppedError, run_in_child
 from gt_trainer.parallelism_options import balance_of
-from gt_trainer.preflight.checkpoint_folder import (
-    can_be_resumed,
-    is_complete,
-    newest_checkpoint,
-    step_folders,
-)
+from gt_trainer.placement.planned_machine import PlannedMachine, planned_for
+from gt_trainer.preflight.checkpoint_folder import can_be_resumed
+from gt_trainer.step_folders import is_complete, newest_checkpoint, step_folders
 from gt_trainer.trainer import GraphTrainer
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -44,8 +41,8 @@ def train(config: GraphTrainer.Config, *, hardware: Hardware | None = None) -> N
 
     Args:
         config: A finished configuration that ``preflight`` accepts.
-        hardware: The machine by which stages are balanced, where that is asked for; H100 SXM by
-            default.
+        hardware: The machine by which stages are balanced, and which plans are priced for, where
+            that is asked for; H100 SXM by default.
 
     Raises:
         DiskFullError: A file or a checkpoint had no room.
@@ -53,7 +50,8 @@ def train(config: GraphTrainer.Config, *, hardware: Hardware | None = None) -> N
         Exception: Whatever building or training raises.
     """
     try:
-        _train(_balanced(config, hardware))
+        with planned_for(PlannedMachine(hardware=hardware)):
+            _train(_balanced(config, hardware))
     except CheckpointException as error:
         raise _what_ended(error, config) from None
     except OSError as error:

@@ -21,6 +21,7 @@ from torchtitan.distributed import utils as dist_utils
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.observability import structured_logger as sl
 from torchtitan.tools import filesystem
+from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
 from gt_trainer.compile_options import TrainerCompileConfig
@@ -29,8 +30,9 @@ from gt_trainer.device_transfer import copy_to_host, local_part, send_to_device
 from gt_trainer.metrics.metrics_jsonl import GraphMetricsProcessor
 from gt_trainer.model_identity import identity_of, write_identity
 from gt_trainer.parallelism_options import TrainerParallelismConfig, with_own_options
-from gt_trainer.pipelines.pipeline_plan import pipeline_plan
+from gt_trainer.pipelines.pipeline_plan import PipelinePlan, pipeline_plan
 from gt_trainer.pipelines.tied_weight import TiedSchedule, clip_gradients, settle_tied_weight
+from gt_trainer.placement.kept_plan import keep_plan, plan_file_of, with_plan_file
 from gt_trainer.placement.planned_step import loss_of
 from gt_trainer.startup import StartupClock
 from gt_trainer.steps.capture_log import CaptureLog
@@ -83,7 +85,8 @@ class GraphTrainer(Trainer):
             ranks = range(int(os.environ.get("WORLD_SIZE", "1")))
             os.environ.setdefault("LOG_RANK", ",".join(map(str, ranks)))
         if config.compile.autoparallel:
-            config = replace(config, loss=loss_of(config))
+            options = with_plan_file(config.compile, plan_file_of(config))
+            config = replace(config, loss=loss_of(config), compile=options)
         assert config.model_spec is not None
         self._model_identity = identity_of(config.model_spec)
         self.startup = StartupClock()
@@ -206,22 +209,33 @@ class GraphTrainer(Trainer):
         model, parallel_dims = cast("Decoder.Config", self.model_config), self.parallel_dims
         if not parallel_dims.pp_enabled or not model.enable_weight_tying:
             return ()
+        plan, parts = self._stages()
+        return settle_tied_weight(parts, self.optimizers, plan, parallel_dims)
+
+    def _stages(self) -> tuple[PipelinePlan, dict[int, torch.nn.Module]]:
+        """The pipeline, and this rank's parts of the model by their stages."""
         plan = pipeline_plan(
             self.config.parallelism,
-            num_layers=len(model.layers),
+            num_layers=len(cast("Decoder.Config", self.model_config).layers),
             local_batch_size=self.config.training.local_batch_size,
         )
-        indices = plan.schedule.stages_of_rank(parallel_dims.get_mesh("pp").get_local_rank())
-        parts = dict(zip(indices, self.model_parts, strict=True))
-        return settle_tied_weight(parts, self.optimizers, plan, parallel_dims)
+        pipeline_rank = self.parallel_dims.get_mesh("pp").get_local_rank()
+        indices = plan.schedule.stages_of_rank(pipeline_rank)
+        return plan, dict(zip(indices, self.model_parts, strict=True))
 
     def _say_whose_checkpoints(self) -> None:
         """Not before what is resumed has been loaded: only then it is known to be of this model."""
         checkpoint = self.config.checkpoint
         folder = filesystem.join(self.config.dump_folder, checkpoint.folder)
-        is_saved = checkpoint.enable and not checkpoint.load_only
-        if is_saved and dist.get_rank() == 0 and not filesystem.is_remote(folder):
+        if not checkpoint.enable or checkpoint.load_only or dist.get_rank() != 0:
+            return
+        if not filesystem.is_remote(folder):
             write_identity(Path(folder), self._model_identity)
+        if self.config.compile.autoparallel and not keep_plan(self.config):
+            logger.warning(
+                f"{folder} is remote, and the plan is not kept there: to go on with it, give "
+                "--compile.autoparallel_solver.plan with a copy of placement.json"
+            )
 
     def _first_step_begins(self) -> None:
         self._has_stepped = True
@@ -306,8 +320,20 @@ class GraphTrainer(Trainer):
 
     def _allow_validation(self) -> None:
         # Imported here: no other run pays for the planner.
+        from gt_trainer.pipelines.evaluation import allow_validation_of_stages
         from gt_trainer.placement.evaluation import allow_validation
 
+        if self.parallel_dims.pp_enabled:
+            plan, parts = self._stages()
+            allow_validation_of_stages(
+                parts,
+                plan,
+                cast("Decoder.Config", self.model_config),
+                parallel_dims=self.parallel_dims,
+                training=self.config.training,
+                microbatch_size=self.config.parallelism.pipeline_parallel_microbatch_size,
+            )
+            return
         allow_validation(
             cast("Decoder", self.model_parts[0]),
             parallel_dims=self.parallel_dims,

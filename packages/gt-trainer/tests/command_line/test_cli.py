@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.config import ParallelismConfig
 
-from gt_config import ConfigError, Violation
+from gt_config import CompileConfig, ConfigError, Violation
 from gt_trainer.command_line import cli
 from gt_trainer.command_line.command_line import usage
 from gt_trainer.command_line.interruption import ending_at_once
@@ -199,6 +199,7 @@ def no_models(monkeypatch):
         training=SimpleNamespace(steps=2),
         checkpoint=CheckpointManager.Config(enable=True),
         parallelism=ParallelismConfig(),
+        compile=CompileConfig(),
     )
     checks = []
     monkeypatch.setattr(cli, "_load_configuration", lambda command: config)
@@ -285,10 +286,11 @@ def test_a_dry_run_prints_its_report_for_the_world_size_and_machine_asked_for_or
 ):
     monkeypatch.setattr(
         "gt_trainer.dry_run.dry_run.dry_run",
-        lambda config, world_size, *, hardware, trace_path, timeline_path, is_allowed: (
+        lambda config, world_size, *, by_hand, hardware, trace_path, timeline_path, is_allowed: (
             world_size * 100,
             trace_path and str(trace_path),
             *([] if hardware is None else [hardware.name]),
+            *([] if by_hand is None else ["by hand"]),
         ),
     )
     assert cli.main(["--dry-run", "--world-size", "6"]) == 0
@@ -313,15 +315,15 @@ def test_a_timeline_is_of_a_pipeline(capsys, no_models, tmp_path):
     )
 
 
-def test_hardware_is_of_runs_that_balance_stages(capsys, no_models, tmp_path):
+def test_hardware_is_of_runs_that_balance_stages_or_plan(capsys, no_models, tmp_path):
     path = tmp_path / "mine.json"
     path.write_text("{}")
     flag = "--parallelism.pipeline_parallel_balance"
     for options in ([], [flag, "layers"]):
         assert cli.main([*options, "--hardware", str(path)]) == 2
         assert capsys.readouterr().err == (
-            "gt-train: --hardware is the machine that a --dry-run simulates, or by which "
-            f"{flag} simulated divides a pipeline\n"
+            "gt-train: --hardware is the machine that a --dry-run simulates, by which "
+            f"{flag} simulated divides a pipeline, or that --compile.autoparallel plans for\n"
         )
 
 

@@ -10,7 +10,8 @@ import torch.distributed.checkpoint as dcp
 from torchtitan.components.checkpoint import CheckpointManager
 
 from gt_trainer.model_identity import identity_of, write_identity
-from gt_trainer.preflight.checkpoint_folder import check_checkpoints, newest_checkpoint, step_of
+from gt_trainer.preflight.checkpoint_folder import check_checkpoints
+from gt_trainer.step_folders import newest_checkpoint, step_of
 
 
 @pytest.fixture(scope="module")

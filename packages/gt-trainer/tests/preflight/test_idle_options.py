@@ -30,7 +30,7 @@ from gt_trainer import trainer
 from gt_trainer.decoder import eager_chunks
 from gt_trainer.models import llama3
 from gt_trainer.pipelines import split_model
-from gt_trainer.placement import place_decoder, planned_step
+from gt_trainer.placement import memory_budget, place_decoder
 from gt_trainer.preflight import bitwise_violations
 from gt_trainer.preflight.idle_options import RunOptions, idle_option_violations, read_elsewhere
 from gt_trainer.preflight.preflight import (
@@ -79,6 +79,7 @@ SAMPLES: dict[str, tuple[object, ...]] = {
     "autoparallel_solver.memory_budget_gib": (8.0,),
     "autoparallel_solver.time_limit_seconds": (60.0,),
     "autoparallel_solver.relative_gap": (0.01,),
+    "autoparallel_solver.plan": ("placement.json",),
     "full_recompute_saved_ops": (("layers.*::aten.mm",),),
     "offload_host_gib": (4.0,),
     "offload_prefetch_layers": (2,),
@@ -117,14 +118,15 @@ READERS = {
     "pipeline_gathered_gib": split_model,
     "pipeline_deferred_weights": split_model,
     "joint_partitioner": new_training_step,
-    "capture_layers": planned_step,
+    "capture_layers": new_training_step,
     "ep_overlap.num_chunks": eager_chunks,
     "ep_overlap.chunk_dim": eager_chunks,
     "ep_overlap.module_fqn": eager_chunks,
-    "autoparallel_solver.memory_budget_gib": place_decoder,
+    "autoparallel_solver.memory_budget_gib": memory_budget,
     "autoparallel_solver.time_limit_seconds": place_decoder,
     "autoparallel_solver.relative_gap": place_decoder,
     "autoparallel_solver.experts": place_decoder,
+    "autoparallel_solver.plan": place_decoder,
 }
 """Where the options are read that something else than passes reads."""
 
@@ -233,21 +235,14 @@ def test_what_gt_config_refuses_better_is_told_once(tmp_path):
     config = dataclasses.replace(
         config,
         dump_folder=str(tmp_path),
-        compile=replace(config.compile, autoparallel=True, capture_layers="stamped"),
+        compile=replace(config.compile, mode="aot_joint", memory_policy="selective"),
         parallelism=replace(config.parallelism, data_parallel_shard_degree=2),
     )
+    flag = "--compile.memory_policy"
     topology = topology_of(config, 2)
-    assert "--compile.capture_layers" in {
-        each.flag for each in idle_option_violations(config.compile, topology)
-    }
-    found = [
-        each
-        for each in configuration_violations(config, 2)
-        if each.flag == "--compile.capture_layers"
-    ]
-    assert [each.allowed.partition(" with ")[2].partition(":")[0] for each in found] == [
-        "--compile.autoparallel"
-    ]
+    assert flag in {each.flag for each in idle_option_violations(config.compile, topology)}
+    found = [each for each in configuration_violations(config, 2) if each.flag == flag]
+    assert ["--compile.joint_partitioner" in each.allowed for each in found] == [True]
 
 
 def test_no_composition_accepts_an_option_and_ignores_it():

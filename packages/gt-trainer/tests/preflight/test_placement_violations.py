@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 from types import SimpleNamespace
 
+import pytest
 from torchtitan.components.loss import CrossEntropyLoss
 
-from gt_config import AutoParallelConfig, CompileConfig, Topology
+from gt_config import AutoParallelConfig, Topology
 from gt_trainer.decoder.chunked_loss import GraphChunkedLoss
 from gt_trainer.device import intended_for
 from gt_trainer.models import deepseek_v3, llama3
-from gt_trainer.placement.planned_step import capture_layers_of, loss_of
+from gt_trainer.placement.planned_step import loss_of
 from gt_trainer.preflight.placement_violations import autoparallel_violations
 
 TOPOLOGY = Topology(world=4, dp_shard=4, batch_size=2, seq_len=64)
@@ -42,15 +43,38 @@ def test_refuses_one_rank():
     assert flags_of(config, dataclasses.replace(TOPOLOGY, world=1, dp_shard=1)) == {
         "--compile.autoparallel": "False on one rank: there is nothing to place",
     }
+    stages_of_one_rank = dataclasses.replace(TOPOLOGY, world=4, dp_shard=1, pp=4)
+    assert flags_of(config, stages_of_one_rank) == {
+        "--compile.autoparallel": "False on one rank a stage: there is nothing to place",
+    }
 
 
-def test_refuses_experts_with_tensor_parallelism():
-    topology = dataclasses.replace(TOPOLOGY, dp_shard=2, tp=2)
-    assert flags_of(config_of(llama3.llama3_debugmodel), topology) == {}
+def test_refuses_stages_that_are_balanced_by_single_modules():
+    config = config_of(llama3.llama3_debugmodel)
+    config.parallelism.pipeline_parallel_degree = 2
+    config.parallelism.pipeline_parallel_balance = "simulated"
+    topology = dataclasses.replace(TOPOLOGY, dp_shard=2, pp=2)
+    assert flags_of(config, topology) == {
+        "--parallelism.pipeline_parallel_balance": "'layers' with --compile.autoparallel: single "
+        "modules are priced to balance stages, and how a module is placed depends on the stage "
+        "that it shares memory with",
+    }
+
+
+@pytest.mark.parametrize(("tp", "ep"), [(2, 1), (2, 2), (2, 4), (4, 2)])
+def test_experts_go_with_tensor_parallelism(tp: int, ep: int):
+    topology = dataclasses.replace(TOPOLOGY, world=4 * tp, dp_shard=4, tp=tp, ep=ep, seq_len=32)
+    assert flags_of(config_of(deepseek_v3.deepseek_v3_debugmodel), topology) == {}
+
+
+def test_refuses_experts_over_ranks_that_are_no_axes_with_tensor_parallelism():
+    topology = dataclasses.replace(TOPOLOGY, world=24, dp_shard=6, tp=4, ep=6, seq_len=34)
     assert flags_of(config_of(deepseek_v3.deepseek_v3_debugmodel), topology) == {
-        "--parallelism.tensor_parallel_degree": "1 for a model with experts that "
-        "--compile.autoparallel places: the counts that balance its routing are summed over "
-        "data-parallel ranks only",
+        "--parallelism.expert_parallel_degree": "a divisor or a multiple of "
+        "--parallelism.tensor_parallel_degree 4 with --compile.autoparallel: else no axes of a "
+        "mesh are the ranks of either",
+        "--training.seq_len": "a multiple of --parallelism.tensor_parallel_degree 4 with expert "
+        "parallelism and --compile.autoparallel: each rank routes its part of the sequence",
     }
 
 
@@ -104,12 +128,6 @@ def test_refuses_varlen_attention():
         "--compile.autoparallel": "False for a model that attends with VarlenAttention, which has "
         "no placement rule",
     }
-
-
-def test_every_layer_of_a_placed_model_is_captured():
-    options = CompileConfig(capture_layers="stamped")
-    assert capture_layers_of(options) == "stamped"
-    assert capture_layers_of(dataclasses.replace(options, autoparallel=True)) == "full"
 
 
 def test_a_chunked_loss_is_applied_whole():

@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 from torchtitan.models.llama3 import config_registry
 
-from gt_config import ConfigError, EpOverlapConfig, Topology
+from gt_config import AutoParallelConfig, ConfigError, EpOverlapConfig, Topology
 from gt_trainer.device import intended_for
 from gt_trainer.models import deepseek_v3, llama3, qwen3
 from gt_trainer.models.adapt import adapt_published
 from gt_trainer.preflight.bitwise_violations import bitwise_violations
 from gt_trainer.preflight.preflight import check_configuration, configuration_violations
-from gt_trainer.preflight.settled_defaults import describe_run, settle_defaults
+from gt_trainer.preflight.settled_defaults import describe_run, settle_defaults, settled_by_hand
 from gt_trainer.trainer import GraphTrainer
 
 
@@ -66,6 +66,26 @@ def test_what_a_gpu_does_stands_in_one_line():
         )
 
 
+def test_a_solver_takes_the_memory_policy_back_and_the_run_by_hand_keeps_it():
+    solver = AutoParallelConfig(memory_budget_gib=40.0)
+    with intended_for("cuda"):
+        published = llama3.llama3_8b()
+        options = replace(published.compile, autoparallel=True, autoparallel_solver=solver)
+        config = replace(published, compile=options)
+        planned, lines = settle_defaults(config, 8)
+        assert lines[0] == (
+            "--compile.memory_policy selective gives way: the plan says what the backward computes "
+            "and gathers again"
+        )
+        assert planned.compile.memory_policy == "save_all"
+        by_hand = settled_by_hand(config, 8)
+        assert by_hand is not None
+        assert by_hand.compile == published.compile
+        assert settled_by_hand(published, 8) is None
+        asked, _ = settle_defaults(config, 8, asked=["--compile.memory_policy"])
+    assert asked.compile.memory_policy == "selective"
+
+
 def test_an_exchange_of_tokens_takes_cuda_graphs_back_unless_they_were_asked_for():
     with intended_for("cuda"):
         config = deepseek_v3.deepseek_v3_16b()
@@ -79,6 +99,20 @@ def test_an_exchange_of_tokens_takes_cuda_graphs_back_unless_they_were_asked_for
     )
     assert kept.compile.cuda_graphs
     assert none == ()
+
+
+def test_microbatches_that_reduce_once_take_cuda_graphs_back_until_a_gpu_has_replayed_them():
+    with intended_for("cuda"):
+        config = llama3.llama3_8b()
+        config.training.global_batch_size = 2 * 8 * config.training.local_batch_size
+        taken_back, lines = settled(config, 8, accumulation="reduce_once")
+        kept, _ = settled(config, 8, "--compile.cuda_graphs", accumulation="reduce_once")
+    assert not taken_back.compile.cuda_graphs
+    assert lines[-1] == (
+        "--compile.cuda_graphs True gives way: no GPU has replayed a step of several microbatches "
+        "yet"
+    )
+    assert kept.compile.cuda_graphs
 
 
 def test_bitwise_takes_compilation_back_and_refuses_it_where_asked_for():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from gt_config._rules.rule import must_be_default, rule, violation
-from gt_config._subject import Subject, value_at
+from gt_config._subject import Subject
 from gt_config.errors import Violation
 
 _MESH = ("dp_replicate", "dp_shard", "cp", "tp")
@@ -55,27 +55,15 @@ def _plans_say_when_ranks_communicate(subject: Subject) -> Iterator[Violation]:
     )
 
 
-_WITHOUT_SHARING = (
-    (
-        "config.cuda_graphs",
-        "a recording replays addresses, and sums of gradients are new in every microbatch",
-    ),
-    ("config.fsdp_second_group", "no microbatch both gathers parameters and reduces gradients"),
-)
-"""Options that microbatches which share cannot have, and why."""
-
-
-@rule("config.mode", "config.accumulation", "topology.pp", *(path for path, _ in _WITHOUT_SHARING))
-def _microbatches_share_sums(subject: Subject) -> Iterator[Violation]:
+@rule("config.mode", "config.accumulation", "topology.pp", "config.fsdp_second_group")
+def _microbatches_share_gathering_and_reduction(subject: Subject) -> Iterator[Violation]:
     config = subject.config
     is_shared = config.accumulation == "reduce_once" and config.mode == "aot_fx_trace"
-    if not is_shared or subject.topology.pp > 1:
-        return
-    for path, why in _WITHOUT_SHARING:
-        if value_at(subject, path):
-            yield violation(
-                subject,
-                path,
-                allowed=f"False with --compile.accumulation reduce_once: {why}",
-                fix="leave the flag out, or use --compile.accumulation every_microbatch",
-            )
+    if is_shared and subject.topology.pp == 1 and config.fsdp_second_group:
+        yield violation(
+            subject,
+            "config.fsdp_second_group",
+            allowed="False with --compile.accumulation reduce_once: no microbatch both gathers "
+            "parameters and reduces gradients",
+            fix="leave the flag out, or use --compile.accumulation every_microbatch",
+        )

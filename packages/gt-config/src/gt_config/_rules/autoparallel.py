@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from gt_config._rules.rule import rule, violation
+from gt_config._rules.rule import must_be_default, rule, violation
 from gt_config._subject import Subject, flag_of
 from gt_config.errors import Violation
 
@@ -31,20 +31,13 @@ def _autoparallel_backend_needs_autoparallel_and_a_trace(subject: Subject) -> It
         )
 
 
-@rule("config.autoparallel", *(f"topology.{axis}" for axis in ("dp_shard", "tp", "ep", "pp")))
+@rule("config.autoparallel", *(f"topology.{axis}" for axis in ("dp_shard", "tp", "ep")))
 def _autoparallel_plans_one_mesh_of_data_and_tensor_or_expert_axes(
     subject: Subject,
 ) -> Iterator[Violation]:
     config, mesh = subject.config, subject.topology
     if not config.autoparallel:
         return
-    if mesh.pp > 1:
-        yield violation(
-            subject,
-            "topology.pp",
-            allowed="1 with --compile.autoparallel, which plans whole models",
-            fix=f"drop the option, or drop {flag_of('config.autoparallel')}",
-        )
     if mesh.tp > 1 and mesh.ep > 1:
         yield violation(
             subject,
@@ -63,6 +56,30 @@ def _autoparallel_plans_one_mesh_of_data_and_tensor_or_expert_axes(
         )
 
 
+@rule("config.autoparallel", "config.mode", "config.inductor_compilation", "topology.pp")
+def _placed_stages_are_captured_actions(subject: Subject) -> Iterator[Violation]:
+    config, degree = subject.config, subject.topology.pp
+    if not config.autoparallel or degree == 1:
+        return
+    if config.mode == "none":
+        yield violation(
+            subject,
+            "config.mode",
+            allowed=f"'aot_fx_trace' with --compile.autoparallel and {flag_of('topology.pp')} "
+            f"{degree}: eager stages would gather parameters and reduce gradients for every "
+            "microbatch, and are planned as those that do so once a step",
+            fix="use --compile.mode aot_fx_trace",
+        )
+    if config.inductor_compilation == "autoparallel_backend":
+        yield violation(
+            subject,
+            "config.inductor_compilation",
+            allowed=f"another one with {flag_of('topology.pp')} {degree}: it orders and compiles a "
+            "step as a whole, and a stage is one graph for each action of the schedule",
+            fix=f"leave the flag out, or use {flag_of('topology.pp')} 1",
+        )
+
+
 @rule("config.autoparallel", "config.autoparallel_solver.experts", "topology.ep")
 def _expert_parallelism_needs_an_axis(subject: Subject) -> Iterator[Violation]:
     config = subject.config
@@ -77,12 +94,40 @@ def _expert_parallelism_needs_an_axis(subject: Subject) -> Iterator[Violation]:
         )
 
 
+_PLAN = "config.autoparallel_solver.plan"
+_OF_THE_SEARCH = (
+    "config.autoparallel_solver.time_limit_seconds",
+    "config.autoparallel_solver.relative_gap",
+)
+
+
+@rule("config.autoparallel", _PLAN, *_OF_THE_SEARCH)
+def _a_saved_plan_is_applied_and_not_searched(subject: Subject) -> Iterator[Violation]:
+    plan = subject.config.autoparallel_solver.plan
+    if plan is None:
+        return
+    if not subject.config.autoparallel:
+        yield violation(
+            subject,
+            _PLAN,
+            allowed="None without --compile.autoparallel: nobody would read it",
+            fix="add --compile.autoparallel, or drop the option",
+        )
+        return
+    for path in _OF_THE_SEARCH:
+        yield from must_be_default(
+            subject,
+            path,
+            because=f"the plan is that of {flag_of(_PLAN)}",
+            switch=f"no {flag_of(_PLAN)}",
+        )
+
+
 @rule(
     "config.autoparallel",
     "config.mode",
     "config.inductor_compilation",
     "config.ep_overlap.enabled",
-    "config.capture_layers",
 )
 def _autoparallel_does_without(subject: Subject) -> Iterator[Violation]:
     config = subject.config
@@ -103,12 +148,4 @@ def _autoparallel_does_without(subject: Subject) -> Iterator[Violation]:
             allowed="False with --compile.autoparallel: chunks are cut along one dim of a batch, "
             "and a plan may cut it along another",
             fix="turn EP overlap off, or drop --compile.autoparallel",
-        )
-    if config.capture_layers in ("stamped", "compared"):
-        yield violation(
-            subject,
-            "config.capture_layers",
-            allowed="'auto' or 'full' with --compile.autoparallel: a placed model runs its plan "
-            "and calls no layers, of which some could stand for others",
-            fix="drop the option, or drop --compile.autoparallel",
         )

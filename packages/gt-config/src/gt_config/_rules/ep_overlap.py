@@ -148,21 +148,8 @@ def _ep_overlap_with_a_graph_that_keeps_its_order(subject: Subject) -> Iterator[
         yield violation(
             subject,
             "config.inductor_compilation",
-            allowed="'none' or 'regional' with EP overlap: in one compiled program "
-            "nobody has tested that one chunk still hides another",
+            allowed="'none' or 'regional' with EP overlap: in one program Inductor fuses operators "
+            "of several chunks, and then waits for an exchange before it computes what was to "
+            "hide it",
             fix="use regional, or turn EP overlap off",
         )
-
-
-@rule("config.ep_overlap.enabled", "config.cuda_graphs", "config.async_tensor_parallel")
-def _ep_overlap_without_what_only_gpus_can_prove(subject: Subject) -> Iterator[Violation]:
-    if not subject.config.ep_overlap.enabled:
-        return
-    for path in ("config.cuda_graphs", "config.async_tensor_parallel"):
-        if value_at(subject, path):
-            yield violation(
-                subject,
-                path,
-                allowed="False with EP overlap: no GPU has run the two together yet",
-                fix="leave the flag out, or turn EP overlap off",
-            )

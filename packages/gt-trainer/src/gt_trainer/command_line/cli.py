@@ -132,6 +132,7 @@ def _run(command: CommandLine, rendezvous: Rendezvous | None, started: float) ->
         from gt_trainer import run
         from gt_trainer.command_line import overrides
         from gt_trainer.parallelism_options import balance_of
+        from gt_trainer.placement.planned_machine import PlannedMachine, planned_for
         from gt_trainer.preflight import preflight, settled_defaults
     if command.action == "help-all":
         return _print(help_text(overrides.help_entries(config)))
@@ -140,16 +141,18 @@ def _run(command: CommandLine, rendezvous: Rendezvous | None, started: float) ->
     if command.action == "dry-run":
         world_size = command.world_size or INTENDED_WORLD_SIZE.get(command.config, 1)
         return _dry_run(config, world_size, asked=asked, command=command)
-    if command.hardware is not None and balance_of(config.parallelism) != "simulated":
+    is_planned = config.compile.autoparallel or balance_of(config.parallelism) == "simulated"
+    if command.hardware is not None and not is_planned:
         raise UsageError(HARDWARE_FOR)
     hardware = _hardware(command)
     world_size = num_ranks if rendezvous is None else rendezvous.world_size
     config, withdrawn = settled_defaults.settle_defaults(config, world_size, asked=asked)
-    preflight.check_configuration(
-        config,
-        world_size,
-        num_local_ranks=num_ranks if rendezvous is None else rendezvous.local_world_size,
-    )
+    with planned_for(PlannedMachine(hardware=hardware)):
+        preflight.check_configuration(
+            config,
+            world_size,
+            num_local_ranks=num_ranks if rendezvous is None else rendezvous.local_world_size,
+        )
     finished = _already_finished(config)
     if finished is not None:
         _tell_once_a_machine(finished)
@@ -261,8 +264,13 @@ def _dry_run(
     config: GraphTrainer.Config, world_size: int, *, asked: Collection[str], command: CommandLine
 ) -> int:
     from gt_trainer.device import intended_for
+    from gt_trainer.placement.planned_machine import PlannedMachine, planned_for
     from gt_trainer.preflight.preflight import check_configuration, configuration_violations
-    from gt_trainer.preflight.settled_defaults import describe_run, settle_defaults
+    from gt_trainer.preflight.settled_defaults import (
+        describe_run,
+        settle_defaults,
+        settled_by_hand,
+    )
 
     if command.timeline is not None and config.parallelism.pipeline_parallel_degree < 2:
         raise UsageError(
@@ -270,7 +278,9 @@ def _dry_run(
             f"is {config.parallelism.pipeline_parallel_degree}: use --trace"
         )
     hardware = _hardware(command)
-    with intended_for("cuda"):
+    machine = PlannedMachine(hardware=hardware, is_simulated=True)
+    with intended_for("cuda"), planned_for(machine):
+        by_hand = settled_by_hand(config, world_size, asked=asked)
         config, withdrawn = settle_defaults(config, world_size, asked=asked)
         check_configuration(config, world_size, will_train=False)
         description = describe_run(config, world_size)
@@ -285,6 +295,7 @@ def _dry_run(
             found = dry_run(
                 config,
                 world_size,
+                by_hand=by_hand,
                 hardware=hardware,
                 is_allowed=is_allowed,
                 trace_path=command.trace,
@@ -308,12 +319,8 @@ def _hardware(command: CommandLine) -> Hardware | None:
 
 def _already_finished(config: GraphTrainer.Config) -> str | None:
     """What to say if the newest checkpoint leaves no step to take; None if one is left."""
-    from gt_trainer.preflight.checkpoint_folder import (
-        can_be_resumed,
-        flags_to_start_from,
-        newest_checkpoint,
-        step_of,
-    )
+    from gt_trainer.preflight.checkpoint_folder import can_be_resumed, flags_to_start_from
+    from gt_trainer.step_folders import newest_checkpoint, step_of
 
     if not config.checkpoint.enable or config.checkpoint.load_step != -1:
         return None
@@ -333,7 +340,7 @@ def _already_finished(config: GraphTrainer.Config) -> str | None:
 
 def _tell_results(config: GraphTrainer.Config) -> None:
     """Say where the results are, as far as they are there."""
-    from gt_trainer.preflight.checkpoint_folder import newest_checkpoint
+    from gt_trainer.step_folders import newest_checkpoint
 
     folder = Path(config.dump_folder)
     lines = [f"gt-train: finished {config.training.steps} steps"]

@@ -345,10 +345,10 @@ def _choose_config(reading: _Reading) -> tuple[str, str]:
 
 BALANCE_FLAG = "--parallelism.pipeline_parallel_balance"
 HARDWARE_FOR = (
-    f"--hardware is the machine that a --dry-run simulates, or by which {BALANCE_FLAG} simulated "
-    "divides a pipeline"
+    f"--hardware is the machine that a --dry-run simulates, by which {BALANCE_FLAG} simulated "
+    "divides a pipeline, or that --compile.autoparallel plans for"
 )
-"""Refuses it for a run whose configuration balances nothing."""
+"""Refuses it for a run whose configuration balances and plans nothing."""
 
 _USAGE = """\
 usage: gt-train [--module NAME] [--config NAME] [OPTION ...] [--GROUP.FLAG VALUE ...]
@@ -381,9 +381,9 @@ options:
                      configuration is meant for)
   --trace FILE       with --dry-run: write the simulated step to FILE, for ui.perfetto.dev
   --timeline FILE    with --dry-run of a pipeline: draw all of its ranks as an HTML page
-  --hardware FILE    with --dry-run, or --parallelism.pipeline_parallel_balance simulated:
-                     the machine to simulate, as benchmarks/calibrate_simulation.py writes
-                     it (default: H100 SXM)
+  --hardware FILE    with --dry-run, --parallelism.pipeline_parallel_balance simulated or
+                     --compile.autoparallel: the machine to simulate and plan for, as
+                     benchmarks/calibrate_simulation.py writes it (default: H100 SXM)
   --list             list modules and configurations
   --help, -h         show this text
   --help-all         show every flag of the chosen configuration

@@ -20,15 +20,16 @@ from gt_config.compile_config import MemoryPolicy
 from gt_passes import DescribeOnly
 from gt_passes.simulation import Hardware
 from gt_trace import collective_counts, flex_attention_on_cpu
-from gt_trace.stamping import StampReport
 from gt_trainer.decoder.attention import DocumentCausalSDPA
+from gt_trainer.dry_run.beside_by_hand import PlacedByHand
 from gt_trainer.dry_run.fake_step import FakeStep, fake_step
 from gt_trainer.dry_run.pipeline_dry_run import PipelineDryRunReport, pipeline_dry_run
 from gt_trainer.dry_run.simulated_run import SimulatedRun, simulate_run
 from gt_trainer.dry_run.step_facts import degrees_of, step_facts
-from gt_trainer.placement.planned_step import capture_layers_of
+from gt_trainer.placement.planned_machine import PlannedMachine, planned_for
 from gt_trainer.startup import StartupClock
 from gt_trainer.steps.captured_step import CaptureReport, capture_training_step
+from gt_trainer.steps.layer_tracer import CaptureLayersReport
 from gt_trainer.steps.recipe import recipe_of
 from gt_trainer.steps.reduce_once_step import AccumulationReport, capture_accumulation
 from gt_trainer.trainer import GraphTrainer
@@ -60,7 +61,7 @@ class DryRunReport:
     collectives: tuple[tuple[str, int], ...]
     """How often each communication operator runs in a step on rank 0, after passes."""
 
-    stamping: StampReport | None
+    stamping: CaptureLayersReport | None
     """How layers were stamped, or why not; None if that was not asked for."""
 
     capture_seconds: float
@@ -73,6 +74,9 @@ class DryRunReport:
     memory_policy: str
     simulated: SimulatedRun
     """A training step on the hardware that the configuration is meant for."""
+
+    beside_by_hand: PlacedByHand | None = None
+    """The step placed by hand, if a solver placed this one and the run could be placed so."""
 
     remedy: str | None = None
     """What would make a run fit that does not; None if it fits."""
@@ -96,6 +100,7 @@ class DryRunReport:
             f"  passes           {self.passes_seconds:.1f} s",
             str(self.simulated),
             *([f"  to make it fit   {self.remedy}"] if self.remedy else []),
+            *([str(self.beside_by_hand)] if self.beside_by_hand else []),
         )
         return "\n".join(lines)
 
@@ -104,6 +109,7 @@ def dry_run(
     config: GraphTrainer.Config,
     world_size: int,
     *,
+    by_hand: GraphTrainer.Config | None = None,
     hardware: Hardware | None = None,
     is_allowed: Allows = lambda _: True,
     trace_path: Path | None = None,
@@ -114,7 +120,9 @@ def dry_run(
     Args:
         config: a finished configuration that ``preflight`` accepts.
         world_size: number of ranks; none of them is started.
-        hardware: the machine to simulate; H100 SXM by default.
+        by_hand: the same run without a solver, as ``settled_by_hand`` gives it: simulated beside
+            the planned one if ``is_allowed``.
+        hardware: the machine to simulate, and to plan for; H100 SXM by default.
         is_allowed: whether a run could have a changed configuration, for one that does not fit.
         trace_path: where to write the simulated step as a Perfetto trace; None writes none.
         timeline_path: where to write the timeline of a pipeline's ranks as an HTML page; None
@@ -124,7 +132,35 @@ def dry_run(
         RuntimeError: a process group exists already.
         Exception: whatever building, placing or capturing raises, as in a real run.
     """
+    with planned_for(PlannedMachine(hardware=hardware, is_simulated=True)):
+        return _dry_run(
+            config,
+            world_size,
+            by_hand=by_hand,
+            hardware=hardware,
+            is_allowed=is_allowed,
+            trace_path=trace_path,
+            timeline_path=timeline_path,
+        )
+
+
+def _dry_run(
+    config: GraphTrainer.Config,
+    world_size: int,
+    *,
+    by_hand: GraphTrainer.Config | None,
+    hardware: Hardware | None,
+    is_allowed: Allows,
+    trace_path: Path | None,
+    timeline_path: Path | None,
+) -> DryRunReport | PipelineDryRunReport:
     report = _captured(config, world_size, hardware, trace_path, timeline_path)
+    if isinstance(report, DryRunReport) and by_hand is not None and is_allowed(by_hand):
+        simulated = _captured(by_hand, world_size, hardware).simulated
+        assert isinstance(simulated, SimulatedRun), "neither has a pipeline"
+        report = replace(
+            report, beside_by_hand=PlacedByHand(planned=report.simulated, by_hand=simulated)
+        )
     if report.simulated.fits:
         return report
     return replace(report, remedy=_remedy(config, world_size, hardware, is_allowed))
@@ -287,7 +323,7 @@ def _capture(
         recipe=recipe,
         clock=clock,
         ep_overlap=options.ep_overlap,
-        capture_layers=capture_layers_of(options),
+        capture_layers=options.capture_layers,
         meta_device=step.meta_device,
     )
 

@@ -86,6 +86,7 @@ def capture_divided(
         built.model,
         plan,
         sorted(set(like)),
+        all_indices=sorted(set(like)),
         parallel_dims=built.parallel_dims,
         training=config.training,
         parallelism=config.parallelism,
@@ -114,8 +115,9 @@ def capture_divided(
     )
     clock = StartupClock()
     step.attach(run=_never, clock=clock, on_capture=lambda report: None)
+    # A part makes masks as a run's trainer lets it, of placed stages for a part of a batch.
     tokens, labels, token_count, extra = example_inputs(
-        config, built.model, batch_size=config.parallelism.pipeline_parallel_microbatch_size
+        config, last, batch_size=config.parallelism.pipeline_parallel_microbatch_size
     )
     microbatch = MicrobatchInputs(
         args=(tokens,),

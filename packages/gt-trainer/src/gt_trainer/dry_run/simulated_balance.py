@@ -263,13 +263,17 @@ def _captured_units(
         known = stage_of.setdefault(kinds[units[0]], place)
         if len(units) > len(stages[known]):
             stage_of[kinds[units[0]]] = place
-    options = config.compile
+    options, schedule = config.compile, plan.schedule
+    num_live = plan.live_microbatches
     if options.offload_host_gib is not None:
         # What one microbatch of one stage may offload, for as much of it as is captured together.
-        num_chunks = max(peak_live(plan.schedule)) * len(stages) / plan.schedule.num_stages
-        gib = options.offload_host_gib / num_chunks
+        num_chunks = max(peak_live(schedule)) * len(stages) / schedule.num_stages
+        gib = options.offload_host_gib * num_live / num_chunks
         config = replace(config, compile=replace(options, offload_host_gib=gib))
-    alone = schedule_of("GPipe", num_ranks=len(stages), num_stages=len(stages), num_microbatches=1)
+    # Under GPipe all microbatches are live at once.
+    alone = schedule_of(
+        "GPipe", num_ranks=len(stages), num_stages=len(stages), num_microbatches=num_live
+    )
     names = tuple(tuple(name for unit in units for name in modules[unit]) for units in stages)
     return _CapturedUnits(
         pipeline=capture_divided(

@@ -111,7 +111,7 @@ class SimulatedRun:
         parts = (
             *([self._microbatches()] * (self.facts.num_microbatches > 1)),
             f"{ms(self._total(lambda graph: graph.compute_us))} computing",
-            f"{ms(self._total(lambda graph: graph.exposed_us))} exposed communication",
+            f"{ms(self.exposed_us)} exposed communication",
             *([f"{ms(copies_us)} waiting for copies"] * (copies_us > 0)),
             f"{ms(host_us)} waiting for the host; {ms(self.optimizer_us)} optimizer",
         )
@@ -155,6 +155,11 @@ class SimulatedRun:
     def by_purpose(self) -> tuple[PurposeTotal, ...]:
         """Collectives of a step by purpose, the most exposed first."""
         return totals_by_purpose([r for e in self.runs for r in e.graph.collectives * e.count])
+
+    @property
+    def exposed_us(self) -> float:
+        """How long the compute stream stands still for collectives, in a step."""
+        return self._total(lambda graph: graph.exposed_us)
 
     def _total(self, part: Callable[[StepSimulation], float]) -> float:
         return sum(each.count * part(each.graph) for each in self.runs)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torchtitan.config import ParallelismConfig
 
-from gt_pipeline.schedules import Schedule, schedule_from_csv, schedule_of
+from gt_pipeline.schedules import Schedule, peak_live, schedule_from_csv, schedule_of
 from gt_pipeline.split import (
     TORCHTITAN_NAMING,
     find_schedule_layout,
@@ -26,6 +26,16 @@ class PipelinePlan:
     schedule: Schedule
     names_per_stage: tuple[tuple[str, ...], ...]
     """Modules of the model, by their names in it, for each virtual stage."""
+
+    @property
+    def live_microbatches(self) -> int:
+        """Of a stage, how many hold at once what their forwards saved; on the rank with most.
+
+        A rank's stages share what is live there, about alike. One number for all, so that equal
+        stages are recomputed alike.
+        """
+        schedule = self.schedule
+        return max(1, max(peak_live(schedule)) * schedule.num_ranks // schedule.num_stages)
 
 
 def pipeline_plan(

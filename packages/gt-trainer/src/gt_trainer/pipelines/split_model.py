@@ -80,6 +80,7 @@ def pipeline(
         model,
         plan,
         indices,
+        all_indices=range(plan.schedule.num_stages),
         parallel_dims=parallel_dims,
         training=training,
         parallelism=parallelism,
@@ -149,11 +150,21 @@ def captured_plan(plan: PipelinePlan, options: CompileConfig) -> PipelinePlan:
     return replace(plan, schedule=limit_deferred_weights(plan.schedule, limit))
 
 
+def cut_stages(model: Decoder, plan: PipelinePlan, indices: Iterable[int]) -> dict[int, Decoder]:
+    """Some stages of ``model``, not placed, by index. The model stays as it is."""
+    groups = tied_groups(model)
+    parts = stage_modules(model, plan.names_per_stage, tuple(indices), shared_groups=groups)
+    for part in parts.values():
+        untie_alone(part)
+    return cast("dict[int, Decoder]", parts)
+
+
 def placed_stages(
     model: Decoder,
     plan: PipelinePlan,
     indices: Iterable[int],
     *,
+    all_indices: Iterable[int],
     parallel_dims: ParallelDims,
     training: TrainingConfig,
     parallelism: ParallelismConfig,
@@ -161,15 +172,32 @@ def placed_stages(
     ac_config: object,
     dump_folder: str,
 ) -> dict[int, nn.Module]:
-    """Some stages of ``model``, placed on the mesh, by index. The model stays as it is."""
-    parts = stage_modules(
-        model, plan.names_per_stage, tuple(indices), shared_groups=tied_groups(model)
-    )
-    for part in parts.values():
-        untie_alone(part)
+    """Some stages of ``model``, placed on the mesh, by index. The model stays as it is.
+
+    ``all_indices`` are those that any rank places, of which rank 0 plans all.
+    """
+    parts = cut_stages(model, plan, indices)
+    if compile_config.autoparallel:
+        # Imported here: no other run pays for the solver.
+        from gt_trainer.pipelines.place_stages import StagesToPlace, place_stages
+
+        place_stages(
+            parts,
+            cut_stages(model, plan, all_indices) if dist.get_rank() == 0 else {},
+            StagesToPlace(
+                plan=plan,
+                is_tied=model.enable_weight_tying,
+                training=training,
+                microbatch_size=parallelism.pipeline_parallel_microbatch_size,
+                solver=compile_config.autoparallel_solver,
+            ),
+            parallel_dims=parallel_dims,
+            dump_folder=dump_folder,
+        )
+        return dict(parts)
     return {
         index: parallelize(
-            cast(Decoder, part),
+            part,
             parallel_dims=parallel_dims,
             training=training,
             parallelism=parallelism,
@@ -214,8 +242,12 @@ def captured_stages(
         parts,
         plan.schedule,
         loss_fn=loss_fn,
-        activation=lambda microbatch: _activation(
-            model_config, training, parallelism, parallel_dims, shape=_shape_of(microbatch)
+        activation=lambda microbatch: (
+            _placed_activation(model_config, training, parallelism, parallel_dims)
+            if compile_config.autoparallel
+            else _activation(
+                model_config, training, parallelism, parallel_dims, shape=_shape_of(microbatch)
+            )
         ),
         pipeline_group=parallel_dims.get_mesh("pp").get_group(),
         collective_groups=[
@@ -291,7 +323,12 @@ def _new_passes(
             # The rank's, for all that is kept at once; passes see one microbatch of one stage.
             num_live = live[plan.schedule.stage_to_rank[stage_index]]
             mine = replace(options, offload_host_gib=options.offload_host_gib / num_live)
-        return StagePasses(mine, debug_folder=folder / f"stage_{stage_index}", compiler=compiler)
+        return StagePasses(
+            mine,
+            debug_folder=folder / f"stage_{stage_index}",
+            compiler=compiler,
+            num_live_microbatches=plan.live_microbatches,
+        )
 
     return new_passes
 
@@ -323,6 +360,28 @@ def _activation(
     here = (b, length // mesh.size() if in_parts else length, model_config.dim)
     signature = ActivationSignature(shape=here, dtype=dtype, requires_grad=True)
     return placement.example(signature, mesh)
+
+
+def _placed_activation(
+    model_config: Decoder.Config,
+    training: TrainingConfig,
+    parallelism: ParallelismConfig,
+    parallel_dims: ParallelDims,
+) -> ActivationSignature:
+    """The same between stages that a solver placed, which take and return plain tensors."""
+    from gt_trainer.pipelines.planned_stages import local_border_shape
+    from gt_trainer.placement.planned_mesh import planned_shape
+
+    return ActivationSignature(
+        shape=local_border_shape(
+            planned_shape(parallel_dims),
+            training.seq_len,
+            num_samples=parallelism.pipeline_parallel_microbatch_size,
+            width=model_config.dim,
+        ),
+        dtype=TORCH_DTYPE_MAP[training.mixed_precision_param],
+        requires_grad=True,
+    )
 
 
 def _shape_of(microbatch: MicrobatchInputs) -> tuple[int, int] | None:

@@ -13,7 +13,7 @@ from torchtitan.tools import utils as titan_utils
 from gt_autoparallel import allow_evaluation
 from gt_trainer.placement.example_batch import example_inputs, example_kwargs
 from gt_trainer.placement.expert_blocks import expert_blocks
-from gt_trainer.placement.planned_mesh import num_batch_shards, planned_mesh
+from gt_trainer.placement.planned_mesh import num_batch_shards, planned_shape
 
 
 def allow_validation(
@@ -33,7 +33,7 @@ def allow_validation(
     """
     with torch.device("meta"), titan_utils.set_default_dtype(TORCH_DTYPE_MAP[training.dtype]):
         whole: Any = model.config.build()
-    num_shards = num_batch_shards(planned_mesh(parallel_dims))
+    num_shards = num_batch_shards(planned_shape(parallel_dims))
     allow_evaluation(
         model,
         whole,

@@ -26,6 +26,7 @@ class TitanExpertBlock:
 
     module: RoutedExperts
     weight_names: tuple[str, ...]
+    hidden_dims: tuple[int, ...]
 
     def run(
         self,
@@ -70,12 +71,17 @@ def expert_blocks(model: nn.Module) -> dict[str, TitanExpertBlock]:
                     num_experts=dispatcher.num_experts, top_k=dispatcher.top_k
                 )
             )
+        names = tuple(parameter for parameter, _ in routed.named_parameters())
         blocks[f"{name}.routed_experts"] = TitanExpertBlock(
-            moe=moe,
-            module=routed,
-            weight_names=tuple(parameter for parameter, _ in routed.named_parameters()),
+            moe=moe, module=routed, weight_names=names, hidden_dims=_hidden_dims(names)
         )
     return blocks
+
+
+def _hidden_dims(weight_names: Sequence[str]) -> tuple[int, ...]:
+    """Where hidden features are, by the letters with which torchtitan names dims: ``w2_EDF``."""
+    dims = [name.rpartition("_")[2].find("F") for name in weight_names]
+    return () if -1 in dims else tuple(dims)
 
 
 @contextmanager

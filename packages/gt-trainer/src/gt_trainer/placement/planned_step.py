@@ -1,12 +1,10 @@
-"""The training step of a run whose model a solver places: its loss, and how it is captured."""
+"""The training step of a run whose model a solver places: its loss."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from torchtitan.components.loss import BaseLoss, ChunkedLossWrapper
-
-from gt_config import CaptureLayers, CompileConfig
 
 
 def loss_of(config: Any) -> BaseLoss.Config:
@@ -23,12 +21,3 @@ def loss_of(config: Any) -> BaseLoss.Config:
         inner: BaseLoss.Config = loss.loss_fn
         return inner
     return loss
-
-
-def capture_layers_of(options: CompileConfig) -> CaptureLayers:
-    """As asked for; of a placed model, every layer.
-
-    A placed model runs its plan and does not call its layers, so that none can be traced in place
-    of others.
-    """
-    return "full" if options.autoparallel else options.capture_layers

@@ -11,7 +11,6 @@ a run would resume from it.
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,45 +28,10 @@ from gt_trainer.model_identity import (
     identity_of,
     read_identity,
 )
+from gt_trainer.step_folders import METADATA, has_metadata, is_complete, step_folders, step_of
 
 _READER = "dataloader.dp_rank_"
 _STATES_OF_A_RUN = ("train_state", "optimizer")
-_STEP_FOLDER = re.compile(r"step-(\d+)")
-_METADATA = ".metadata"
-_HF_INDEX = "model.safetensors.index.json"
-
-
-def step_folders(folder: Path) -> list[Path]:
-    """Return the folders step-N in ``folder`` by step, saves that were cut off included."""
-    if not folder.is_dir():
-        return []
-    steps = [
-        path for path in folder.iterdir() if path.is_dir() and _STEP_FOLDER.fullmatch(path.name)
-    ]
-    return sorted(steps, key=step_of)
-
-
-def is_complete(path: Path) -> bool:
-    """Whether a save of either form came to its end."""
-    return _has_metadata(path) or (path / _HF_INDEX).is_file()
-
-
-def newest_checkpoint(folder: Path) -> Path | None:
-    """Return the complete checkpoint of the highest step in ``folder``, if there is one."""
-    complete = [path for path in step_folders(folder) if is_complete(path)]
-    return complete[-1] if complete else None
-
-
-def step_of(checkpoint: Path) -> int:
-    """Return the step that a checkpoint's folder is named after.
-
-    Raises:
-        ValueError: The folder is not named step-N.
-    """
-    match = _STEP_FOLDER.fullmatch(checkpoint.name)
-    if match is None:
-        raise ValueError(f"{checkpoint} is not named step-N")
-    return int(match.group(1))
 
 
 def can_be_resumed(path: Path, checkpoint: BaseCheckpointManager.Config) -> bool:
@@ -81,7 +45,7 @@ def can_be_resumed(path: Path, checkpoint: BaseCheckpointManager.Config) -> bool
 
 def flags_to_start_from(path: Path) -> str:
     """Return the flags with which another run starts from the weights of a checkpoint."""
-    in_hf = "" if _has_metadata(path) else " --checkpoint.initial_load_in_hf"
+    in_hf = "" if has_metadata(path) else " --checkpoint.initial_load_in_hf"
     return f"--checkpoint.initial_load_path {path.absolute()}{in_hf}"
 
 
@@ -123,7 +87,7 @@ def check_checkpoints(
         chosen = complete[-1]
         if incomplete:
             warnings.warn(
-                f"{incomplete} in {folder} cut off while being saved (no {_METADATA}); "
+                f"{incomplete} in {folder} cut off while being saved (no {METADATA}); "
                 f"resuming from {chosen.name}",
                 stacklevel=2,
             )
@@ -133,7 +97,7 @@ def check_checkpoints(
             value=str(folder),
             allowed="complete checkpoints, or none",
             fix=(
-                f"{incomplete} cut off while being saved (no {_METADATA}): delete "
+                f"{incomplete} cut off while being saved (no {METADATA}): delete "
                 "to start over, or choose another --dump_folder"
             ),
         )
@@ -171,7 +135,7 @@ def _check_initial(
     try:
         metadata = _intact_metadata(path)
         if metadata is None:
-            raise _UnusableError(f"no {_METADATA} in it; give a folder step-N of a full checkpoint")
+            raise _UnusableError(f"no {METADATA} in it; give a folder step-N of a full checkpoint")
         differences = explain_tensors(metadata, spec)
     except _UnusableError as error:
         problem = str(error)
@@ -270,12 +234,12 @@ def _intact_metadata(path: Path) -> Metadata | None:
     Raises:
         _UnusableError: Something is damaged.
     """
-    if not _has_metadata(path):
+    if not has_metadata(path):
         return None
     try:
         metadata = FileSystemReader(path).read_metadata()
     except Exception as error:  # unpickling damaged bytes can raise anything
-        raise _UnusableError(f"{_METADATA} cannot be read ({type(error).__name__})") from error
+        raise _UnusableError(f"{METADATA} cannot be read ({type(error).__name__})") from error
     needed: dict[str, int] = {}
     for item in (metadata.storage_data or {}).values():
         end = item.offset + item.length
@@ -296,7 +260,3 @@ def _has_state(metadata: Metadata, checkpoint: BaseCheckpointManager.Config) -> 
         any(name.startswith(f"{state}.") for name in metadata.state_dict_metadata)
         for state in wanted
     )
-
-
-def _has_metadata(path: Path) -> bool:
-    return (path / _METADATA).is_file()

@@ -111,8 +111,8 @@ def read_elsewhere(run: RunOptions) -> Iterator[str]:
         yield from ("verify_passes", "debug_graph_passes")  # what surrounds the passes
         yield "on_shape_change"
     is_whole = not STEP_GRAPHS.isdisjoint(graphs)
-    if (is_whole or "STAGE" in graphs) and not options.autoparallel:
-        yield "capture_layers"  # a placed model is captured in full
+    if is_whole or "STAGE" in graphs:
+        yield "capture_layers"
     if "STAGE" in graphs:
         yield from ("pipeline_gathered_gib", "pipeline_deferred_weights")
     if "JOINT_FORWARD" in graphs:

@@ -11,7 +11,9 @@ from torchtitan.models.common.decoder import Decoder
 
 from gt_config import Topology, Violation
 from gt_trainer.decoder.attention import attends_with_flex_attention
+from gt_trainer.decoder.expert_layers import expert_layers
 from gt_trainer.device import intended_device_type
+from gt_trainer.parallelism_options import balance_of
 
 _LEAVE_OUT = "leave the flag out"
 
@@ -65,17 +67,26 @@ def autoparallel_violations(config: Any, topology: Topology) -> Iterator[Violati
     """
     if not config.compile.autoparallel:
         return
-    if topology.world == 1:
+    if topology.world == topology.pp:
+        a_stage = " a stage" if topology.pp > 1 else ""
         yield Violation(
             flag="--compile.autoparallel",
             value=True,
-            allowed="False on one rank: there is nothing to place",
+            allowed=f"False on one rank{a_stage}: there is nothing to place",
             fix=f"{_LEAVE_OUT}, or use more processes",
+        )
+    if topology.pp > 1 and balance_of(config.parallelism) == "simulated":
+        yield Violation(
+            flag="--parallelism.pipeline_parallel_balance",
+            value="simulated",
+            allowed="'layers' with --compile.autoparallel: single modules are priced to balance "
+            "stages, and how a module is placed depends on the stage that it shares memory with",
+            fix=f"{_LEAVE_OUT}, or give the stages by --parallelism.module_fqns_per_model_part",
         )
     model = config.model_spec.model if config.model_spec is not None else None
     if not isinstance(model, Decoder.Config):
         return
-    has_experts = any(getattr(layer, "moe", None) is not None for layer in model.layers)
+    has_experts = bool(expert_layers(model))
     experts = config.compile.autoparallel_solver.experts
     if not has_experts and experts != "any":
         yield Violation(
@@ -84,14 +95,8 @@ def autoparallel_violations(config: Any, topology: Topology) -> Iterator[Violati
             allowed="'any' for a model without experts",
             fix=_LEAVE_OUT,
         )
-    if has_experts and topology.tp > 1:
-        yield Violation(
-            flag="--parallelism.tensor_parallel_degree",
-            value=topology.tp,
-            allowed="1 for a model with experts that --compile.autoparallel places: the counts "
-            "that balance its routing are summed over data-parallel ranks only",
-            fix="leave the flag out; --parallelism.expert_parallel_degree gives experts an axis",
-        )
+    if topology.ep > 1 and topology.tp > 1:
+        yield from _experts_over_tensor_parallel_ranks(topology)
     inner = getattr(model.first_attention, "inner_attention", None)
     if isinstance(inner, VarlenAttention.Config):
         yield Violation(
@@ -103,6 +108,27 @@ def autoparallel_violations(config: Any, topology: Topology) -> Iterator[Violati
         )
     if attends_with_flex_attention(model) and intended_device_type() != "cpu":
         yield from _eager_flex_attention(config)
+
+
+def _experts_over_tensor_parallel_ranks(topology: Topology) -> Iterator[Violation]:
+    """Experts are distributed over the ranks of tensor parallelism first, each with its tokens."""
+    tp, ep = topology.tp, topology.ep
+    if tp % ep and ep % tp:
+        yield Violation(
+            flag="--parallelism.expert_parallel_degree",
+            value=ep,
+            allowed=f"a divisor or a multiple of --parallelism.tensor_parallel_degree {tp} with "
+            "--compile.autoparallel: else no axes of a mesh are the ranks of either",
+            fix=f"use {tp}, or leave one of the two out",
+        )
+    if topology.seq_len % tp:
+        yield Violation(
+            flag="--training.seq_len",
+            value=topology.seq_len,
+            allowed=f"a multiple of --parallelism.tensor_parallel_degree {tp} with expert "
+            "parallelism and --compile.autoparallel: each rank routes its part of the sequence",
+            fix=f"use {topology.seq_len // tp * tp or tp}",
+        )
 
 
 def _eager_flex_attention(config: Any) -> Iterator[Violation]:

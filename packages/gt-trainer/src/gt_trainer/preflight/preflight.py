@@ -24,6 +24,7 @@ from torchtitan.models.common.token_dispatcher import (
 
 from gt_config import ConfigError, Topology, Violation, find_violations
 from gt_passes import known_passes
+from gt_trainer.decoder.expert_layers import expert_layers
 from gt_trainer.device import intended_device_type
 from gt_trainer.preflight.bitwise_violations import bitwise_violations
 from gt_trainer.preflight.idle_options import idle_option_violations
@@ -33,6 +34,7 @@ from gt_trainer.preflight.placement_violations import (
     autoparallel_violations,
     unsupported_placement,
 )
+from gt_trainer.preflight.plan_file_violations import plan_file_violations
 from gt_trainer.trainer import GraphTrainer
 
 _LEAVE_OUT = "leave the flag out"
@@ -57,11 +59,13 @@ def check_configuration(
         ConfigError: Lists everything that is wrong.
     """
     violations = list(configuration_violations(config, world_size))
+    topology = topology_of(config, world_size)
     if will_train:
-        topology = topology_of(config, world_size)
         violations += machine_violations(config, topology, num_local_ranks=num_local_ranks)
     else:
         violations += _not_dry_run(config)
+    if not violations:  # for it builds the model
+        violations += plan_file_violations(config, topology)
     if violations:
         raise ConfigError(violations)
 
@@ -265,7 +269,7 @@ def _model_does_not_divide(config: GraphTrainer.Config, topology: Topology) -> I
 
 
 def _experts_do_not_divide(model: Decoder.Config, ep: int) -> Iterator[Violation]:
-    moes = [layer.moe for layer in model.layers if getattr(layer, "moe", None) is not None]
+    moes = expert_layers(model)
     if not moes:
         yield Violation(
             flag="--parallelism.expert_parallel_degree",
@@ -289,7 +293,7 @@ def _exchanges_of_unknown_operators(config: GraphTrainer.Config) -> Iterator[Vio
     model = config.model_spec.model if config.model_spec is not None else None
     if not config.compile.ep_overlap.enabled or not isinstance(model, Decoder.Config):
         return
-    moes = [layer.moe for layer in model.layers if getattr(layer, "moe", None) is not None]
+    moes = expert_layers(model)
     for dispatcher in (moe.routed_experts.token_dispatcher for moe in moes):
         if not isinstance(dispatcher, BaseEPTokenDispatcher.Config):
             continue

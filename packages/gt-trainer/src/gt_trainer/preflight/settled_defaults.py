@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
-from gt_config import CompileConfig
+from gt_config import AutoParallelConfig, CompileConfig
 from gt_config.numerics import NUMERICS, Numerics
 from gt_config.option_paths import default_option, option_at, with_option
 from gt_passes import PassOrderError, RecipeError
@@ -29,6 +29,8 @@ _COMPILED = {
 }
 _EXCHANGE = "how many tokens ranks exchange is known on the device alone"
 _PIPELINE = "no GPU has replayed the actions of a pipeline yet"
+_MICROBATCHES = "no GPU has replayed a step of several microbatches yet"
+_PLANNED = "the plan says what the backward computes and gathers again"
 _ACTIVATIONS = {
     "save_all": "activations kept",
     "selective": "cheap activations recomputed",
@@ -66,6 +68,22 @@ def settle_defaults(
             config = replace(config, compile=options)
             open_options.remove(option)
     return config, tuple(lines)
+
+
+def settled_by_hand(
+    config: GraphTrainer.Config, world_size: int, *, asked: Collection[str] = ()
+) -> GraphTrainer.Config | None:
+    """The same run without a solver, with the defaults that go with that; None if it has no solver.
+
+    Args:
+        config: as for ``settle_defaults``, which may take back for a solver what goes without one.
+        world_size: ranks of the whole job.
+        asked: flags that the user gave.
+    """
+    if not config.compile.autoparallel:
+        return None
+    options = replace(config.compile, autoparallel=False, autoparallel_solver=AutoParallelConfig())
+    return settle_defaults(replace(config, compile=options), world_size, asked=asked)[0]
 
 
 def describe_run(config: GraphTrainer.Config, world_size: int) -> str:
@@ -133,10 +151,14 @@ def _reasons(
 ) -> dict[str, str]:
     """Of the defaults that cannot stay, why."""
     reasons = {}
+    if "memory_policy" in options and config.compile.autoparallel:
+        reasons["memory_policy"] = _PLANNED
     if "cuda_graphs" in options and config.parallelism.expert_parallel_degree > 1:
         reasons["cuda_graphs"] = _EXCHANGE
     elif "cuda_graphs" in options and config.parallelism.pipeline_parallel_degree > 1:
         reasons["cuda_graphs"] = _PIPELINE
+    elif "cuda_graphs" in options and config.compile.accumulation == "reduce_once":
+        reasons["cuda_graphs"] = _MICROBATCHES
     for violation in configuration_violations(config, world_size):
         option = violation.flag.removeprefix(_COMPILE)
         if option in options:

@@ -23,12 +23,11 @@ from gt_passes import (
 from gt_passes.ep_overlap import settle_chunk_annotations
 from gt_passes.verifier.collective_exchange import exchange_collective_digest
 from gt_trace import BoundStep, TracedStep, phase
-from gt_trace.stamping import StampReport
 from gt_trainer.decoder.eager_chunks import chunked_for_capture
 from gt_trainer.decoder.expert_regions import annotate_expert_regions
 from gt_trainer.startup import StartupClock
 from gt_trainer.steps.gradients import accumulate_gradients
-from gt_trainer.steps.layer_tracer import layer_tracer
+from gt_trainer.steps.layer_tracer import CaptureLayersReport, layer_tracer
 from gt_trainer.steps.per_shape import PerShape
 from gt_trainer.steps.training_step import (
     Batch,
@@ -50,7 +49,7 @@ class CaptureReport:
     passes: tuple[PassManagerReport]
     """What they did to the one graph."""
 
-    stamping: StampReport | None = None
+    stamping: CaptureLayersReport | None = None
     """How layers were stamped, or why not; None if that was not asked for."""
 
     def __str__(self) -> str:
@@ -161,7 +160,7 @@ def trace_training_step(
     ep_overlap: EpOverlapConfig | None = None,
     capture_layers: CaptureLayers = "auto",
     meta_device: torch.device | str = "meta",
-) -> tuple[TracedStep, StampReport | None]:
+) -> tuple[TracedStep, CaptureLayersReport | None]:
     """Capture ``training_step`` and run no pass: see ``capture_training_step``.
 
     Returns:
@@ -172,7 +171,7 @@ def trace_training_step(
         chunked_for_capture(model, ep_overlap or EpOverlapConfig()) as chunked,
     ):
         step = training_step(model, loss_fn)
-        reports: list[StampReport] = []
+        reports: list[CaptureLayersReport] = []
         trace = layer_tracer(capture_layers, reports.append)
         traced = trace(step, module=model, meta_device=meta_device)(*args)
         roots = chunked.roots if chunked is not None else ()

@@ -12,7 +12,6 @@ from torch import nn
 from torchtitan.distributed import ParallelDims
 
 from gt_trainer.compile_options import TrainerCompileConfig
-from gt_trainer.placement.planned_step import capture_layers_of
 from gt_trainer.startup import StartupClock
 from gt_trainer.steps.captured_step import CapturedTrainingStep, Recipe
 from gt_trainer.steps.joint_step import JointForward, JointStep
@@ -80,7 +79,7 @@ def new_training_step(parts: StepParts) -> TrainingStep:
             clock=parts.clock,
             on_capture=parts.on_capture,
             ep_overlap=options.ep_overlap,
-            capture_layers=capture_layers_of(options),
+            capture_layers=options.capture_layers,
             verify=options.verify_passes,
         )
     return CapturedTrainingStep(
@@ -92,7 +91,7 @@ def new_training_step(parts: StepParts) -> TrainingStep:
         clock=parts.clock,
         on_capture=parts.on_capture,
         ep_overlap=options.ep_overlap,
-        capture_layers=capture_layers_of(options),
+        capture_layers=options.capture_layers,
     )
 
 

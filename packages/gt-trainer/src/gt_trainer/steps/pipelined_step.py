@@ -25,11 +25,10 @@ from gt_pipeline.graph.action_graph import ActionGraph
 from gt_pipeline.runner import ActivationSignature, GraphPPRunner, MicrobatchInputs
 from gt_pipeline.schedules import Schedule
 from gt_pipeline.split import SharedGroup
-from gt_trace.stamping import StampReport
 from gt_trainer.decoder.eager_chunks import chunked_for_capture
 from gt_trainer.decoder.expert_regions import annotate_expert_regions
 from gt_trainer.startup import StartupClock
-from gt_trainer.steps.layer_tracer import layer_tracer
+from gt_trainer.steps.layer_tracer import CaptureLayersReport, layer_tracer
 from gt_trainer.steps.stage_recipe import StagePasses
 from gt_trainer.steps.training_step import ForwardBackward, LossFunction, num_operators
 
@@ -47,7 +46,7 @@ class StageCaptureReport:
     passes: tuple[PassManagerReport, ...]
     """What they did on the joint graph, and on those of the actions."""
 
-    stamping: StampReport | None = None
+    stamping: CaptureLayersReport | None = None
     """How the joint graph's layers were stamped, or why not; None if that was not asked for."""
 
     @property
@@ -224,7 +223,7 @@ class PipelinedStep:
         num_stages = self._schedule.num_stages
         is_last = stage_index == num_stages - 1
         passes = self._new_passes(stage_index)
-        stamped: list[StampReport] = []
+        stamped: list[CaptureLayersReport] = []
         with (
             self._clock.part("capture"),
             annotate_expert_regions(part),

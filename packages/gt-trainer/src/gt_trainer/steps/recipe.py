@@ -76,10 +76,10 @@ def passes_of(
     if options.inductor_compilation == "autoparallel_backend":
         # Imported here: no other run pays for it.
         from gt_autoparallel.backend import backend_passes
+        from gt_trainer.placement.memory_budget import asked_budget_bytes
 
-        gib = options.autoparallel_solver.memory_budget_gib
         return backend_passes(
-            memory_budget_bytes=None if gib is None else int(gib * 2**30),
+            memory_budget_bytes=asked_budget_bytes(options.autoparallel_solver),
             bucket_cap_mib=options.fsdp_bucket_cap_mib,
             reshard_after_forward=_RESHARD[reshard_after_forward],
             compiler=compiler,

@@ -24,10 +24,10 @@ from gt_pipeline.graph import (
     AccumulationGraphs,
     cut_accumulation,
 )
-from gt_trace.stamping import StampReport
 from gt_trainer.startup import StartupClock
 from gt_trainer.steps.captured_step import Recipe, trace_training_step
 from gt_trainer.steps.gradients import accumulate_gradients
+from gt_trainer.steps.layer_tracer import CaptureLayersReport
 from gt_trainer.steps.per_shape import PerShape
 from gt_trainer.steps.training_step import (
     Batch,
@@ -52,7 +52,7 @@ class AccumulationReport:
     passes: tuple[PassManagerReport, ...]
     """What they did, on each graph."""
 
-    stamping: StampReport | None = None
+    stamping: CaptureLayersReport | None = None
     """How layers were stamped, or why not; None if that was not asked for."""
 
     @property
@@ -182,6 +182,7 @@ class ReduceOnceStep:
         self._capture_layers: CaptureLayers = capture_layers
         self._verify = verify
         self.reports: tuple[AccumulationReport, ...] = ()
+        self._steps: list[AccumulatedStep] = []
         self._calls = PerShape(self._capture, policy=on_shape_change)
 
     def run(
@@ -212,7 +213,9 @@ class ReduceOnceStep:
         return total
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Let go of recorded CUDA graphs."""
+        for step in self._steps:
+            step.release()
 
     def _capture(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -237,9 +240,11 @@ class ReduceOnceStep:
                 exchange_collective_digest(graph_module)
         self.reports = (*self.reports, report)
         step = AccumulatedStep(report.graphs, self._model)
+        self._steps.append(step)
 
         def run(batches: Iterable[Microbatch], tokens: torch.Tensor) -> AccumulatedResult:
-            # Masks are made as a microbatch comes to run: all of them would fill memory.
+            # Masks are made as a microbatch comes to run: all of them would fill memory. But a step
+            # that is replayed asks for all.
             return step(self._arguments(batch, tokens) for batch in batches)
 
         return run

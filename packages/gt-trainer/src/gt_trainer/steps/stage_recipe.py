@@ -28,6 +28,7 @@ class StagePasses:
         options: validated.
         debug_folder: as for ``recipe_of``; None writes nothing.
         compiler: as for ``recipe_of``.
+        num_live_microbatches: of the stage, that hold at once what their forwards saved.
     """
 
     def __init__(
@@ -36,10 +37,12 @@ class StagePasses:
         *,
         debug_folder: Path | None = None,
         compiler: SubgraphCompiler | None = None,
+        num_live_microbatches: int = 1,
     ) -> None:
         self._options = options
         self._debug_folder = debug_folder
         self._compiler = compiler
+        self._num_live_microbatches = num_live_microbatches
         self.reports: list[PassManagerReport] = []
         """Reports on the joint graph and on the actions' graphs, in the order of their making."""
 
@@ -47,7 +50,11 @@ class StagePasses:
         """Run those that need forward and backward together, before the graph is cut."""
         traced = capture.traced
         names = tuple(entry.name for entry in traced.inputs[: traced.num_static_inputs])
-        context = PassContext(fake_mode=traced.fake_mode, static_input_names=names)
+        context = PassContext(
+            fake_mode=traced.fake_mode,
+            static_input_names=names,
+            num_live_microbatches=self._num_live_microbatches,
+        )
         self._run(traced.graph_module, context, "STAGE")
 
     def on_action(

@@ -1,0 +1,188 @@
+"""Plan the stages of a pipeline and place those of this rank: ``place_decoder`` for several parts.
+
+Rank 0 plans all stages, alike ones once, and every rank gets all plans, so that a failure is raised
+everywhere and neighbours agree on what travels between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchtitan.config import TORCH_DTYPE_MAP, TrainingConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.models.common.decoder import Decoder
+from torchtitan.tools import utils as titan_utils
+from torchtitan.tools.logging import logger
+
+from gt_autoparallel import (
+    Constraints,
+    MeshShape,
+    PartToPlace,
+    PlacementPlan,
+    PlacementRequest,
+    apply_plan,
+    find_placements,
+    load_plan,
+    plan_report,
+    plans_on_first_rank,
+    write_plans,
+    write_report_page,
+)
+from gt_config import AutoParallelConfig
+from gt_trainer.decoder.initialization import draw_whole_weights
+from gt_trainer.pipelines.pipeline_plan import PipelinePlan
+from gt_trainer.pipelines.planned_stages import (
+    demands_of_stage,
+    microbatches_of,
+    stage_batch,
+    stage_budget_bytes,
+    stage_name,
+)
+from gt_trainer.placement.expert_blocks import expert_blocks, uncounted_routing
+from gt_trainer.placement.kept_plan import PLAN_FILE
+from gt_trainer.placement.masks_of_parts import make_masks_of_parts
+from gt_trainer.placement.memory_budget import memory_budget
+from gt_trainer.placement.planned_machine import planned_machine
+from gt_trainer.placement.planned_mesh import num_batch_shards, planned_mesh
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagesToPlace:
+    """The stages of one pipeline, and what all of their plans depend on."""
+
+    plan: PipelinePlan
+    is_tied: bool
+    """Whether embedding and output projection are one weight, on two stages."""
+
+    training: TrainingConfig
+    microbatch_size: int
+    solver: AutoParallelConfig
+
+
+def place_stages(
+    parts: Mapping[int, Decoder],
+    every_part: Mapping[int, Decoder],
+    stages: StagesToPlace,
+    *,
+    parallel_dims: ParallelDims,
+    dump_folder: str,
+) -> None:
+    """Plan stages, and place those of this rank, in place.
+
+    Rank 0 logs the plans as tables, and writes them to ``placement.json`` and a page for each to
+    the dump folder. All ranks call it.
+
+    Args:
+        parts: this rank's stages by index, on the meta device, not placed yet.
+        every_part: likewise, those of all ranks; read on rank 0 only, and not placed.
+        stages: the pipeline.
+        parallel_dims: torchtitan's meshes; the axes of one stage are planned.
+        dump_folder: for the files.
+
+    Raises:
+        PlacementError: a stage cannot be planned, no plan keeps the memory budget, the plan of the
+            file is not for this run, or the dump folder cannot be written to.
+    """
+    mesh = planned_mesh(parallel_dims)
+
+    def published_plans() -> dict[int, PlacementPlan]:
+        plans = stage_plans(every_part, stages, MeshShape.of(mesh))
+        _publish(plans, Path(dump_folder))
+        return plans
+
+    shared = plans_on_first_rank(
+        published_plans,
+        device=titan_utils.device_type,
+        microbatches=microbatches_of(stages.plan),
+    )
+    for index, part in parts.items():
+        blocks = expert_blocks(part)
+        of_stage = shared[index]
+        apply_plan(part, of_stage.plan, mesh, experts=blocks, interface=of_stage.interface)
+        if num_batch_shards(MeshShape.of(mesh)) > 1:
+            make_masks_of_parts(part)
+        draw_whole_weights(part)
+
+
+def stage_plans(
+    every_part: Mapping[int, Decoder], stages: StagesToPlace, mesh: MeshShape
+) -> dict[int, PlacementPlan]:
+    """The plan of each stage: searched for, or read from ``solver.plan`` and seen to be for it."""
+    solver, training = stages.solver, stages.training
+    budget = memory_budget(solver)
+    budget_bytes = stage_budget_bytes(budget.num_bytes, stages.plan.schedule)
+    logger.info(f"Placement: {budget}, of which a stage may take {budget_bytes / 2**30:.2f} GiB")
+    asked: dict[int, PartToPlace] = {}
+    with ExitStack() as stack:
+        for index, part in every_part.items():
+            stack.enter_context(uncounted_routing(part))
+            batch = stage_batch(part, index, training, mesh, microbatch_size=stages.microbatch_size)
+            asked[index] = PartToPlace(
+                model=part,
+                example_inputs=batch.inputs,
+                example_kwargs=batch.kwargs,
+                request=PlacementRequest(
+                    cost_model=planned_machine().cost_model(),
+                    constraints=demands_of_stage(
+                        part,
+                        index,
+                        num_stages=stages.plan.schedule.num_stages,
+                        experts=solver.experts,
+                        mesh=mesh,
+                        seq_len=training.seq_len,
+                        is_tied=stages.is_tied,
+                    ),
+                    memory_budget_bytes=budget_bytes,
+                    microbatches=microbatches_of(stages.plan),
+                    compute_dtype=TORCH_DTYPE_MAP[training.mixed_precision_param],
+                    reduce_dtype=TORCH_DTYPE_MAP[training.mixed_precision_reduce],
+                    experts=expert_blocks(part),
+                    device=titan_utils.device_type,
+                    relative_gap=solver.relative_gap,
+                    time_limit_seconds=solver.time_limit_seconds,
+                    progress=lambda line: logger.info(f"Placement: {line}"),
+                ),
+            )
+        if solver.plan is None:
+            return find_placements(asked, mesh)
+        logger.info(f"Placement: the plans of {solver.plan}")
+        return {index: _loaded(part, index, solver.plan, mesh) for index, part in asked.items()}
+
+
+def _loaded(part: PartToPlace, index: int, path: str, mesh: MeshShape) -> PlacementPlan:
+    request = part.request
+    assert isinstance(request.memory_budget_bytes, int)
+    assert isinstance(request.constraints, Constraints)
+    return load_plan(
+        path,
+        part.model,
+        mesh,
+        part.example_inputs,
+        example_kwargs=part.example_kwargs,
+        microbatches=request.microbatches,
+        part=stage_name(index),
+        cost_model=request.cost_model,
+        constraints=request.constraints,
+        memory_budget_bytes=request.memory_budget_bytes,
+        compute_dtype=request.compute_dtype,
+        reduce_dtype=request.reduce_dtype,
+        experts=request.experts,
+        device=request.device,
+    )
+
+
+def _publish(plans: Mapping[int, PlacementPlan], folder: Path) -> None:
+    first_with: dict[object, int] = {}
+    for index, plan in plans.items():
+        name = stage_name(index)
+        first = first_with.setdefault(plan.options, index)
+        if first == index:
+            logger.info(f"Placement of {name}:\n{plan_report(plan)}")
+        else:
+            logger.info(f"Placement of {name}: as {stage_name(first)}")
+        write_report_page(plan, folder / f"placement_stage_{index}.html")
+    write_plans({stage_name(index): plan for index, plan in plans.items()}, folder / PLAN_FILE)
+    logger.info(f"Placement: the plans as pages are {folder / 'placement_stage_*.html'}")

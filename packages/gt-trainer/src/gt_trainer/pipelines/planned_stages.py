@@ -1,0 +1,164 @@
+"""What a pipeline's stages are planned with: their microbatch, and what neighbours agree on.
+
+A stage is placed on the mesh of its own pipeline rank, without the pipeline's axis. What travels
+between two stages is the hidden state of a microbatch, of which each rank sends its shard to the
+rank at its place of the next stage. So both must have one layout for it, whatever else they plan:
+samples over the axes of data, as loaders cut batches, and the sequence over tensor parallelism's,
+as layers pass it on that are parallelized by hand. Where the sequence does not divide, each rank
+has all of it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.distributed.tensor import Placement, Replicate, Shard
+from torchtitan.config import TORCH_DTYPE_MAP, TrainingConfig
+from torchtitan.models.common.decoder import Decoder
+
+from gt_autoparallel import Constraints, MeshShape, Microbatches
+from gt_config import ExpertPlacement
+from gt_pipeline.schedules import Schedule
+from gt_trainer.decoder.tied_stages import EMBEDDING, PROJECTION
+from gt_trainer.pipelines.pipeline_plan import PipelinePlan
+from gt_trainer.placement.example_batch import example_inputs, example_kwargs
+from gt_trainer.placement.planned_mesh import (
+    batch_layout,
+    expert_layouts,
+    expert_token_layouts,
+    num_batch_shards,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageBatch:
+    """One microbatch of all ranks of a stage, without data, as the stage's forward takes it."""
+
+    inputs: tuple[torch.Tensor, ...]
+    """Tokens (B, L) of the first stage; of others the hidden state (B, L, D), which needs a
+    gradient."""
+
+    kwargs: dict[str, Any]
+
+
+def stage_name(index: int) -> str:
+    """What the plan of a stage is called, in files too."""
+    return f"stage {index}"
+
+
+def microbatches_of(plan: PipelinePlan) -> Microbatches:
+    """How a step runs each stage."""
+    count = plan.schedule.num_microbatches
+    return Microbatches(num_in_step=count, num_live=min(plan.live_microbatches, count))
+
+
+def stage_budget_bytes(budget_bytes: int, schedule: Schedule) -> int:
+    """What each stage may take of a rank's memory: an equal part for each that the rank has."""
+    return budget_bytes // max(
+        len(schedule.stages_of_rank(rank)) for rank in range(schedule.num_ranks)
+    )
+
+
+def stage_batch(
+    part: Decoder, index: int, training: TrainingConfig, mesh: MeshShape, *, microbatch_size: int
+) -> StageBatch:
+    """The microbatch that a stage is planned with.
+
+    Args:
+        part: the modules of the stage.
+        index: of the stage.
+        training: gives the sequence length, and the dtype of hidden states.
+        mesh: of one stage.
+        microbatch_size: samples of one rank.
+    """
+    of_microbatch = replace(training, local_batch_size=microbatch_size)
+    (tokens,) = example_inputs(of_microbatch, num_batch_shards(mesh))
+    kwargs = example_kwargs(part, of_microbatch, num_batch_shards(mesh))
+    if index == 0:
+        return StageBatch(inputs=(tokens,), kwargs=kwargs)
+    hidden = torch.empty(
+        (*tokens.shape, part.config.dim),
+        dtype=TORCH_DTYPE_MAP[training.mixed_precision_param],
+        device="meta",
+        requires_grad=True,
+    )
+    return StageBatch(inputs=(hidden,), kwargs=kwargs)
+
+
+def border_layout(mesh: MeshShape, seq_len: int) -> tuple[Placement, ...]:
+    """How the hidden state (B, L, D) lies that two stages pass on."""
+    layout: list[Placement] = []
+    for placement, size in zip(batch_layout(mesh), mesh.sizes, strict=True):
+        is_cut = isinstance(placement, Replicate) and seq_len % size == 0
+        seq_len //= size if is_cut else 1
+        layout.append(Shard(1) if is_cut else placement)
+    return tuple(layout)
+
+
+def local_border_shape(
+    mesh: MeshShape, seq_len: int, *, num_samples: int, width: int
+) -> tuple[int, int, int]:
+    """What of it one rank sends: (b, L, D), of which the sequence may be cut.
+
+    Args:
+        mesh: of one stage.
+        seq_len: tokens of a sample.
+        num_samples: of one rank.
+        width: of the hidden state.
+    """
+    for placement, size in zip(border_layout(mesh, seq_len), mesh.sizes, strict=True):
+        if placement == Shard(1):
+            seq_len //= size
+    return num_samples, seq_len, width
+
+
+def demands_of_stage(
+    part: Decoder,
+    index: int,
+    *,
+    num_stages: int,
+    experts: ExpertPlacement,
+    mesh: MeshShape,
+    seq_len: int,
+    is_tied: bool,
+) -> Constraints:
+    """What the plan of a stage must keep.
+
+    Args:
+        part: the modules of the stage.
+        index: of the stage.
+        num_stages: of the pipeline.
+        experts: how routed experts may be placed.
+        mesh: of one stage.
+        seq_len: tokens of a sample.
+        is_tied: whether two stages hold one weight, whose copies must lie alike.
+    """
+    batch, border = batch_layout(mesh), border_layout(mesh, seq_len)
+    hidden = next(iter(inspect.signature(part.forward).parameters))
+    has_experts = any(getattr(layer, "moe", None) is not None for layer in part.layers.values())
+    return Constraints(
+        inputs={"*": batch} if index == 0 else {"*": batch, hidden: border},
+        outputs={"output": batch if index == num_stages - 1 else border},
+        parameters=_tied_layouts(part, mesh) if is_tied else {},
+        experts=expert_layouts(experts, mesh) if has_experts else {},
+        expert_tokens=expert_token_layouts(mesh) if has_experts else {},
+    )
+
+
+def _tied_layouts(part: Decoder, mesh: MeshShape) -> Mapping[str, tuple[Placement, ...]]:
+    """Rows of the vocabulary over as many axes as divide them; the same on every stage."""
+    found: dict[str, tuple[Placement, ...]] = {}
+    for name, parameter in part.named_parameters():
+        if name not in (EMBEDDING, PROJECTION):
+            continue
+        rows, layout = parameter.shape[0], list[Placement]()
+        for size in mesh.sizes:
+            divides = rows % size == 0
+            rows //= size if divides else 1
+            layout.append(Shard(0) if divides else Replicate())
+        found[name] = tuple(layout)
+    return found

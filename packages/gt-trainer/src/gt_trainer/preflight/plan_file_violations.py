@@ -1,0 +1,169 @@
+"""What is wrong with the plan that a run would train with, before its ranks wait for one another.
+
+All that can be told of a plan file without capturing the model: that it is whole, and made for this
+model, mesh, batch and machine. Rank 0 captures the model, and sees the rest, when it places it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.config.override import apply_overrides
+from torchtitan.tools import utils as titan_utils
+
+from gt_config import Topology, Violation
+from gt_trainer.placement.kept_plan import plan_file_of
+from gt_trainer.trainer import GraphTrainer
+
+if TYPE_CHECKING:
+    from gt_autoparallel import MeshShape
+
+_PLAN = "--compile.autoparallel_solver.plan"
+
+
+def plan_file_violations(config: GraphTrainer.Config, topology: Topology) -> Iterator[Violation]:
+    """Yield at most one violation: why the plan of a file is not for this run.
+
+    Args:
+        config: of a run with which nothing else is wrong: its model is built, on meta.
+        topology: its extents.
+    """
+    path = plan_file_of(config)
+    if path is None:
+        return
+    # Imported here: no other run pays for the solver.
+    from gt_autoparallel import PlacementError
+
+    try:
+        _check(path, config, topology)
+    except (PlacementError, OSError) as error:
+        problem = str(error)
+    else:
+        return
+    if config.compile.autoparallel_solver.plan is not None:
+        yield Violation(
+            flag=_PLAN,
+            value=str(path),
+            allowed="the file of a plan for this model, mesh, batch and machine",
+            fix=f"{problem}\nGive another file, or leave the flag out to search for a plan",
+        )
+        return
+    yield Violation(
+        flag="--checkpoint.folder",
+        value=str(path.parent),
+        allowed=f"checkpoints whose plan, {path.name} beside them, is for this run",
+        fix=f"{problem}\nGive back what differs, or {_PLAN} with another plan; or delete that "
+        "file, and a plan is searched for",
+    )
+
+
+def _check(path: Path, config: GraphTrainer.Config, topology: Topology) -> None:
+    from torchtitan.models.common.moe import MoE
+
+    from gt_autoparallel import check_plan_file
+    from gt_trainer.placement.example_batch import example_inputs, example_kwargs
+    from gt_trainer.placement.memory_budget import asked_budget_bytes
+    from gt_trainer.placement.place_decoder import demands_of_run
+    from gt_trainer.placement.planned_machine import planned_machine
+    from gt_trainer.placement.planned_mesh import num_batch_shards, planned_axes
+
+    mesh = planned_axes(
+        dp_replicate=topology.dp_replicate,
+        dp_shard=topology.dp_shard,
+        tp=topology.tp,
+        ep=topology.ep,
+    )
+    solver = config.compile.autoparallel_solver
+    if config.parallelism.pipeline_parallel_degree > 1:
+        _check_stages(path, config, mesh)
+        return
+    model = model_on_meta(config)
+    routes = any(isinstance(module, MoE) for module in model.modules())
+    num_shards = num_batch_shards(mesh)
+    check_plan_file(
+        path,
+        model,
+        mesh,
+        example_inputs(config.training, num_shards),
+        example_kwargs=example_kwargs(model, config.training, num_shards),
+        cost_model=planned_machine().cost_model(),
+        constraints=demands_of_run(solver.experts, mesh, has_experts=routes),
+        # Not what the device has: to ask CUDA would keep ranks from being forked.
+        memory_budget_bytes=asked_budget_bytes(solver),
+    )
+
+
+def _check_stages(path: Path, config: GraphTrainer.Config, mesh: MeshShape) -> None:
+    """See that the file has a plan for each stage."""
+    from gt_autoparallel import check_plan_file
+    from gt_trainer.pipelines.pipeline_plan import pipeline_plan
+    from gt_trainer.pipelines.planned_stages import (
+        demands_of_stage,
+        microbatches_of,
+        stage_batch,
+        stage_budget_bytes,
+        stage_name,
+    )
+    from gt_trainer.pipelines.split_model import captured_plan, cut_stages
+    from gt_trainer.placement.memory_budget import asked_budget_bytes
+    from gt_trainer.placement.planned_machine import planned_machine
+
+    parallelism, solver = config.parallelism, config.compile.autoparallel_solver
+    model = model_on_meta(config)
+    plan = captured_plan(
+        pipeline_plan(
+            parallelism,
+            num_layers=len(model.layers),
+            local_batch_size=config.training.local_batch_size,
+        ),
+        config.compile,
+    )
+    num_stages = plan.schedule.num_stages
+    budget = asked_budget_bytes(solver)
+    for index, part in cut_stages(model, plan, range(num_stages)).items():
+        batch = stage_batch(
+            part,
+            index,
+            config.training,
+            mesh,
+            microbatch_size=parallelism.pipeline_parallel_microbatch_size,
+        )
+        check_plan_file(
+            path,
+            part,
+            mesh,
+            batch.inputs,
+            example_kwargs=batch.kwargs,
+            microbatches=microbatches_of(plan),
+            part=stage_name(index),
+            cost_model=planned_machine().cost_model(),
+            constraints=demands_of_stage(
+                part,
+                index,
+                num_stages=num_stages,
+                experts=solver.experts,
+                mesh=mesh,
+                seq_len=config.training.seq_len,
+                is_tied=model.enable_weight_tying,
+            ),
+            memory_budget_bytes=(
+                None if budget is None else stage_budget_bytes(budget, plan.schedule)
+            ),
+        )
+
+
+def model_on_meta(config: GraphTrainer.Config) -> Any:
+    """The model as torchtitan's trainer builds it, of a copy of its configuration."""
+    own = copy.deepcopy(config)
+    assert own.model_spec is not None
+    own.model_spec.model.update_from_config(config=own)
+    if own.override.imports:
+        apply_overrides(own.override, own)
+    dtype = TORCH_DTYPE_MAP[own.training.dtype]
+    with torch.device("meta"), titan_utils.set_default_dtype(dtype):
+        return own.model_spec.model.build()

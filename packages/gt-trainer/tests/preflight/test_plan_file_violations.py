@@ -1,0 +1,232 @@
+"""A plan that is not for the run is refused in the launching process, with what differs."""
+
+import dataclasses
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+from refused_configurations import changed, refusal
+
+from gt_autoparallel import write_plan
+from gt_config import AutoParallelConfig
+from gt_passes.simulation import h100_sxm
+from gt_trainer.models import llama3
+from gt_trainer.placement.expert_blocks import expert_blocks
+from gt_trainer.placement.kept_plan import keep_plan, plan_file_of
+from gt_trainer.placement.place_decoder import placement_plan
+from gt_trainer.placement.planned_machine import PlannedMachine, planned_for
+from gt_trainer.placement.planned_mesh import planned_axes
+from gt_trainer.preflight.plan_file_violations import model_on_meta
+from gt_trainer.preflight.preflight import check_configuration
+
+NUM_RANKS = 4
+PLAN = "--compile.autoparallel_solver.plan"
+
+
+def configuration(folder, plan=None, *, dims=None, **changes):
+    """A placed run of one small layer on 2 x 2 ranks."""
+    config = llama3.llama3_debugmodel()
+    model = config.model_spec.model
+    model.layers = model.layers[:1]
+    config = changed(
+        config,
+        folder,
+        training={"seq_len": 32, "local_batch_size": 2},
+        parallelism={"data_parallel_shard_degree": 2, "tensor_parallel_degree": 2},
+        compile={"autoparallel": True, "autoparallel_solver": AutoParallelConfig(plan=plan)},
+    )
+    return changed(config, folder, **changes)
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory) -> Path:
+    """The file of a plan of that run."""
+    folder = tmp_path_factory.mktemp("planned")
+    config = configuration(folder)
+    model = model_on_meta(config)
+    found = placement_plan(
+        model,
+        planned_axes(dp_replicate=1, dp_shard=2, tp=2, ep=1),
+        expert_blocks(model),
+        training=config.training,
+        solver=AutoParallelConfig(relative_gap=0.9),  # any plan will do
+    )
+    return write_plan(found, folder / "placement.json")
+
+
+def problem(config) -> str:
+    """What is said of the plan, the file's name cut out of it."""
+    return refusal(config, NUM_RANKS).replace(config.compile.autoparallel_solver.plan or "", "PLAN")
+
+
+def wrong(text: str) -> str:
+    return (
+        "the configuration has 1 problem:\n"
+        f"  1. {PLAN} is 'PLAN'\n"
+        "     allowed: the file of a plan for this model, mesh, batch and machine\n"
+        f"     fix: {text}\n"
+        "     Give another file, or leave the flag out to search for a plan"
+    )
+
+
+SOMETHING_ELSE = "the plan was made for something else; plan again:"
+
+
+def test_a_plan_is_for_the_machine_that_hardware_describes(plan, tmp_path):
+    mine = dataclasses.replace(h100_sxm(), name="mine")
+    with planned_for(PlannedMachine(hardware=mine)):
+        assert "the plan was made with other prices: digest" in problem(
+            configuration(tmp_path, str(plan))
+        )
+        model = model_on_meta(configuration(tmp_path))
+        found = placement_plan(
+            model,
+            planned_axes(dp_replicate=1, dp_shard=2, tp=2, ep=1),
+            expert_blocks(model),
+            training=configuration(tmp_path).training,
+            solver=AutoParallelConfig(plan=None, relative_gap=0.9),
+        )
+        made = write_plan(found, tmp_path / "mine.json")
+        check_configuration(configuration(tmp_path, str(made)), NUM_RANKS)
+    assert "with other prices" in problem(configuration(tmp_path, str(made)))
+
+
+def test_the_plan_of_such_a_run_is_accepted(plan, tmp_path):
+    check_configuration(configuration(tmp_path, str(plan)), NUM_RANKS)
+    check_configuration(configuration(tmp_path, str(plan)), NUM_RANKS, will_train=False)
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path):
+    assert problem(configuration(tmp_path / "run", str(tmp_path / "no.json"))) == wrong(
+        "[Errno 2] No such file or directory: 'PLAN'"
+    )
+
+
+def test_a_file_that_was_cut_off_is_refused(plan, tmp_path):
+    short = tmp_path / "short.json"
+    short.write_bytes(plan.read_bytes()[:5000])
+    found = problem(configuration(tmp_path / "run", str(short)))
+    assert "fix: PLAN is damaged or no plan: " in found
+
+
+def edited(plan, folder, edit) -> str:
+    """A copy of the file with another content, and a digest of it."""
+    document = json.loads(plan.read_bytes())
+    edit(document["content"])
+    text = json.dumps(document["content"], sort_keys=True, separators=(",", ":"))
+    document["sha256"] = hashlib.sha256(text.encode()).hexdigest()
+    (folder / "other.json").write_text(json.dumps(document))
+    return str(folder / "other.json")
+
+
+def test_a_file_with_unknown_fields_is_refused(plan, tmp_path):
+    other = edited(plan, tmp_path, lambda content: content["mesh"].update(speed=1))
+    assert problem(configuration(tmp_path / "run", other)) == wrong(
+        "PLAN has fields that no plan has: content.mesh.speed"
+    )
+
+
+def test_a_plan_for_another_machine_is_refused(plan, tmp_path):
+    other = edited(plan, tmp_path, lambda content: content.update(prices_digest="of others"))
+    found = problem(configuration(tmp_path / "run", other))
+    assert (
+        "fix: PLAN: the plan was made with other prices: digest 'of others', those given" in found
+    )
+
+
+def test_a_plan_of_another_model_is_refused(plan, tmp_path):
+    config = configuration(tmp_path, str(plan))
+    config.model_spec.model.layers = llama3.llama3_debugmodel().model_spec.model.layers[:2]
+    found = problem(config)
+    assert found.startswith(wrong(SOMETHING_ELSE).partition("\n     Give")[0])
+    assert "\n       - layers.1.attention" in found
+    assert " was not planned\n       - and " in found
+
+
+@pytest.mark.parametrize(
+    ("changes", "differences"),
+    [
+        (
+            {"parallelism": {"data_parallel_shard_degree": 4, "tensor_parallel_degree": 1}},
+            ["mesh is fsdp 4, planned for tp 2 x fsdp 2"],
+        ),
+        (
+            {"training": {"local_batch_size": 4}},
+            [
+                "input tokens is int64[8, 32], planned for int64[4, 32]",
+                "input positions is int64[8, 32], planned for int64[4, 32]",
+            ],
+        ),
+    ],
+    ids=["mesh", "batch"],
+)
+def test_a_plan_of_another_run_is_refused(plan, tmp_path, changes, differences):
+    found = problem(configuration(tmp_path, str(plan), **changes))
+    for line in differences:
+        assert f"\n       - {line}" in found
+
+
+def test_a_plan_that_exceeds_the_budget_is_refused(plan, tmp_path):
+    config = configuration(tmp_path, str(plan))
+    solver = AutoParallelConfig(plan=str(plan), memory_budget_gib=0.001)
+    config.compile = dataclasses.replace(config.compile, autoparallel_solver=solver)
+    assert "bytes of memory on each rank, and 1,073,741 are allowed" in problem(config)
+
+
+# ---- the plan of a run that is gone on with ------------------------------------------------------
+
+
+def kept(tmp_path, plan, **changes):
+    """A run whose folder has a checkpoint of one that had this plan."""
+    config = configuration(tmp_path, checkpoint={"enable": True}, **changes)
+    (tmp_path / "placement.json").write_bytes(plan.read_bytes())
+    (tmp_path / "checkpoint" / "step-2").mkdir(parents=True)
+    assert keep_plan(config)
+    return config, tmp_path / "checkpoint" / "placement.json"
+
+
+def test_a_run_without_checkpoints_searches_for_a_plan(plan, tmp_path):
+    config, _ = kept(tmp_path, plan)
+    assert plan_file_of(config) is None  # step-2 was cut off
+
+
+def test_a_run_that_goes_on_has_the_plan_that_was_kept(plan, tmp_path):
+    config, path = kept(tmp_path, plan)
+    (tmp_path / "checkpoint" / "step-2" / ".metadata").touch()
+    assert plan_file_of(config) == path
+    assert path.read_bytes() == plan.read_bytes()
+    assert [each.name for each in path.parent.iterdir() if each.is_file()] == ["placement.json"]
+    other = AutoParallelConfig(plan="other.json")
+    asked = dataclasses.replace(config.compile, autoparallel_solver=other)
+    assert plan_file_of(dataclasses.replace(config, compile=asked)) == Path("other.json")
+    by_hand = dataclasses.replace(config.compile, autoparallel=False)
+    assert plan_file_of(dataclasses.replace(config, compile=by_hand)) is None
+
+
+def test_plans_are_not_kept_beside_remote_checkpoints(tmp_path):
+    config = configuration(tmp_path, checkpoint={"enable": True, "folder": "s3://bucket/folder"})
+    assert not keep_plan(config)
+    assert plan_file_of(config) is None
+
+
+def test_a_run_that_goes_on_as_another_one_is_refused(plan, tmp_path, monkeypatch):
+    config, _ = kept(tmp_path, plan, training={"seq_len": 64})
+    (tmp_path / "checkpoint" / "step-2" / ".metadata").touch()
+    # Which checkpoints can be loaded is judged elsewhere.
+    monkeypatch.setattr(
+        "gt_trainer.preflight.machine_violations.check_checkpoints", lambda *_, **__: iter(())
+    )
+    found = refusal(config, NUM_RANKS)
+    assert found == (
+        "the configuration has 1 problem:\n"
+        "  1. --checkpoint.folder is 'RUN/checkpoint'\n"
+        "     allowed: checkpoints whose plan, placement.json beside them, is for this run\n"
+        f"     fix: {SOMETHING_ELSE}\n"
+        "       - layers.0.attention.rope.cache is complex64[64, 8], planned for complex64[32, 8]\n"
+        "       - input tokens is int64[4, 64], planned for int64[4, 32]\n"
+        "       - input positions is int64[4, 64], planned for int64[4, 32]\n"
+        "       - input attention_masks is bool[4, 1, 64, 64], planned for bool[4, 1, 32, 32]\n"
+        f"     Give back what differs, or {PLAN} with another plan; or delete that file, and a "
+        "plan is searched for"
+    )
