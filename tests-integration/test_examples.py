@@ -1,6 +1,7 @@
 """The programs in examples/ run as their first lines say, and need neither gt-trainer nor torchtitan.
 
-Each runs on four processes, with captured graphs and, marked slow, with PyTorch's runtime too.
+Pipelines run on four processes, with captured graphs and, marked slow, with PyTorch's runtime too. The
+placed model's loop runs on two ranks whose imports are shared and, marked slow, as a program on four.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from example_cases import EXAMPLES, losses_of_placed_example
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
-ALLOWED = {"torch", "transformers", "gt_pipeline", *sys.stdlib_module_names}
+from gt_trace.testing import GlooWorkers
+
+ALLOWED = {"torch", "transformers", "gt_autoparallel", "gt_pipeline", *sys.stdlib_module_names}
 
 
 def run_example(name: str, *options: str, search_path: Path | None = None) -> str:
@@ -59,8 +62,24 @@ def test_a_hugging_face_llama_has_the_gradients_of_one_process(runtimes: tuple[s
         assert re.findall(rf"{runtime}: (\d+) {claim}: (\w+)", printed) == [("57", "True")]
 
 
+@pytest.mark.slow
+def test_a_placed_hugging_face_model_has_the_losses_of_one_process():
+    printed = run_example("placed_hugging_face.py")
+    assert len(re.findall(r"step \d: loss", printed)) == 5
+    (error,) = re.findall(r"largest relative difference from one process: (\S+)", printed)
+    assert float(error) < 1e-5
+
+
+def test_the_loop_of_the_placed_model_has_the_losses_of_one_process_on_two_ranks():
+    preload = ["gt_autoparallel", "transformers.models.bert.modeling_bert"]
+    with GlooWorkers(2, timeout=500, preload=preload) as workers:
+        for placed, alone in workers.run(losses_of_placed_example):
+            assert len(placed) == 5
+            assert placed == pytest.approx(alone, rel=1e-5)
+
+
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
-def test_they_import_torch_transformers_and_gt_pipeline_alone(path: Path):
+def test_they_import_torch_transformers_and_one_of_the_packages_alone(path: Path):
     tree = ast.parse(path.read_text(encoding="utf-8"))
     imported = {
         name.partition(".")[0]
@@ -74,6 +93,7 @@ def test_they_import_torch_transformers_and_gt_pipeline_alone(path: Path):
         )
     }
     assert imported <= ALLOWED
+    assert not {"gt_autoparallel", "gt_pipeline"} <= imported
 
 
 def test_every_example_is_in_the_readme_of_the_folder():

@@ -94,15 +94,16 @@ def main(name: str) -> None:
 def _asked_again(planner: Planner, plan: PlacementPlan, limits: dict[str, float]) -> dict[str, Any]:
     """Times of further requests to a planner that has made ``plan`` without constraint or budget.
 
-    One pins the inputs, as a data loader gives them. One has a budget that the plan keeps. The last
-    has a budget of nine tenths of what the plan takes: as of plans of equal cost it is one that
-    takes little, this is another problem, with another optimum.
+    One pins the inputs, as a data loader gives them. One has a budget that the plan keeps. Two have
+    budgets of nine and of seven tenths of what the plan takes, which only a plan keeps that gathers
+    and computes again in the backward. The first of these builds that problem.
     """
     batch = (Shard(0),) + (Replicate(),) * (planner.mesh.num_axes - 1)
     requests: dict[str, dict[str, Any]] = {
         "replan_constraint": {"constraints": Constraints(inputs={"tokens": batch})},
         "replan_loose_budget": {"memory_budget_bytes": round(1.1 * plan.memory.total)},
         "replan_tight_budget": {"memory_budget_bytes": round(0.9 * plan.memory.total)},
+        "replan_tighter_budget": {"memory_budget_bytes": round(0.7 * plan.memory.total)},
     }
     metrics: dict[str, Any] = {}
     for name, request in requests.items():

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from pipelines.cases import (
+from imitated_devices import imitated_recordings
+from pipelines.batches import (
     new_loss,
     new_model,
     num_tokens,
@@ -49,6 +50,14 @@ def compare_with_one_reduction(
     case: Case, folder: str, options: Mapping[str, Any] = MappingProxyType({})
 ) -> Found:
     """The same microbatches captured, and by a whole model whose sums are reduced afterwards."""
+    with imitated_recordings() as recorders:
+        found = _compare(case, folder, options)
+        is_recorded = bool(options.get("cuda_graphs"))
+        assert [each.num_replays for each in recorders] == [NUM_STEPS - 1] * is_recorded
+    return found
+
+
+def _compare(case: Case, folder: str, options: Mapping[str, Any]) -> Found:
     trainer = trainer_of(case, "aot_fx_trace", folder, options={**REDUCE_ONCE, **options})
     (model,) = trainer.model_parts
     set_weights(model)

@@ -79,8 +79,22 @@ HSDP = {"data_parallel_shard_degree": 2, "data_parallel_replicate_degree": 2}
         (replace(LLAMA3, parallelism=HSDP), {"memory_policy": "offload", "prefetch_layers": 2}),
         (replace(LLAMA3, parallelism=HSDP, chunked_loss=False), {"fsdp_bucketing": "off"}),
         (replace(LLAMA3, parallelism=HSDP, num_layers=4), {"capture_layers": "stamped"}),
+        (replace(LLAMA3, parallelism=FSDP_TP), {"cuda_graphs": True}),
+        (
+            replace(LLAMA3, parallelism=HSDP),
+            {"cuda_graphs": True, "memory_policy": "offload", "prefetch_layers": 2},
+        ),
     ],
-    ids=["TP", "TP, recomputed", "HSDP", "HSDP, offloaded", "HSDP, no buckets", "HSDP, stamped"],
+    ids=[
+        "TP",
+        "TP, recomputed",
+        "HSDP",
+        "HSDP, offloaded",
+        "HSDP, no buckets",
+        "HSDP, stamped",
+        "TP, recorded",
+        "HSDP, offloaded, recorded",
+    ],
 )
 def test_so_are_those_of_other_meshes_and_options(
     case: Case, options: dict[str, Any], four: GlooWorkers, tmp_path: Path

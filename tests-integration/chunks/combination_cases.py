@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from imitated_devices import imitated_recordings, symmetric_memory_of_cpus
 from training_cases import (
     BATCH_SIZE,
     Case,
@@ -57,6 +59,9 @@ class ChunkedTraining:
     changed: frozenset[str]
     """Passes that edited the graph."""
 
+    num_replays: int
+    """Of imitated recordings."""
+
     num_captures: int
     verified: bool
 
@@ -84,9 +89,13 @@ def compare_chunked(
     found = {}
     for number, (name, (overlap, options)) in enumerate(runs.items()):
         asked = {**options, "ep_overlap": overlap}
-        chunked = _train(case, "aot_fx_trace", f"{folder}/{number}", asked, lengths)
-        found[name] = _compare(whole, chunked)
-        close(chunked)
+        with imitated_recordings() as recorders, contextlib.ExitStack() as devices:
+            if "async_tensor_parallel" in options:
+                devices.enter_context(symmetric_memory_of_cpus())
+            chunked = _train(case, "aot_fx_trace", f"{folder}/{number}", asked, lengths)
+            num_replays = sum(each.num_replays for each in recorders)
+            found[name] = _compare(whole, chunked, num_replays)
+            close(chunked)
     return found
 
 
@@ -113,7 +122,7 @@ def _train(
     return trainer
 
 
-def _compare(whole: list[Pass], chunked: RecordingTrainer) -> ChunkedTraining:
+def _compare(whole: list[Pass], chunked: RecordingTrainer, num_replays: int) -> ChunkedTraining:
     relative: dict[str, float] = {}
     buffers: list[str] = []
     bitwise = True
@@ -138,6 +147,7 @@ def _compare(whole: list[Pass], chunked: RecordingTrainer) -> ChunkedTraining:
         regions=tuple((r.root, r.direction, r.num_chunks) for r in regions),
         exposed=tuple(exposed),
         changed=frozenset(r.name for p in pipelines for r in p.records if r.report.changed),
+        num_replays=num_replays,
         num_captures=len(chunked.training_step.reports),
         verified=all(pipeline.verified for pipeline in pipelines),
     )

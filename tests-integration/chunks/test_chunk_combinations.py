@@ -65,6 +65,7 @@ WITH_TP: Runs = {
     "moe, sequence": (MOES_BY_SEQUENCE, {}),
     "blocks on the graph": (BLOCKS_ON_GRAPH, {}),
     "moe on the graph": (dataclasses.replace(MOES, strategy="graph"), {}),
+    "asynchronous": (BLOCKS_ON_GRAPH, {"async_tensor_parallel": True}),
 }
 POLICIES = both(
     {"blocks": BLOCKS},
@@ -77,8 +78,7 @@ FSDP_OPTIONS = both(
         "dense regions": {"fsdp_into_dense_regions": True, "prefetch_layers": 2},
     },
 )
-ROUNDS_OTHERWISE: Runs = {
-    "products side by side": (BLOCKS_ON_GRAPH, {"numerics_changing": True}),
+COMPILED: Runs = {
     "regional": (
         BLOCKS_ON_GRAPH,
         {
@@ -87,13 +87,15 @@ ROUNDS_OTHERWISE: Runs = {
         },
     ),
 }
+RECORDED = both({"blocks": BLOCKS}, {"recorded": {"cuda_graphs": True}})
 PASS_OF_OPTION = {
     ("memory_policy", "selective"): "recompute-tagged",
     ("memory_policy", "full_recompute"): "recompute-tagged",
     ("memory_policy", "offload"): "offload-tagged",
     ("fsdp_second_group", True): "separate-reduction-group",
     ("inductor_compilation", "regional"): "compile-regions",
-    ("numerics_changing", True): "fuse-parallel-matmuls",
+    ("cuda_graphs", True): "cuda-graphs",
+    ("async_tensor_parallel", True): "async-tensor-parallel",
 }
 
 
@@ -109,6 +111,7 @@ def check(found: ChunkedTraining, case: Case, module_fqn: str, options: Mapping[
     assert found.differing_buffers == ()
     assert found.verified
     assert found.exposed == ()
+    assert (found.num_replays > 0) is ("cuda_graphs" in options)
     asked = {name for option, name in PASS_OF_OPTION.items() if option in options.items()}
     assert found.changed >= {"schedule-ep-overlap", "separate-exchange-group", *asked}
     expected = [
@@ -138,7 +141,8 @@ def test_what_is_no_finite_number_is_infinitely_far(strange: float) -> None:
             for name, runs in (
                 ("memory policies", POLICIES),
                 ("FSDP options", FSDP_OPTIONS),
-                ("what rounds otherwise", ROUNDS_OTHERWISE),
+                ("compiled regions", COMPILED),
+                ("recordings", RECORDED),
             )
         ),
     ],

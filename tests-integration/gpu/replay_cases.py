@@ -93,8 +93,8 @@ def random_numbers_over_replays(site: Site) -> tuple[list[torch.Tensor], list[to
         torch.manual_seed(5)
         losses.append([step(*batch)[0].clone() for batch in batches(site, 6)])
         release_cuda_graphs(captured.step.graph_module)
-    captured_losses, replayed_losses = losses
-    return captured_losses, replayed_losses
+    step_losses, replayed_losses = losses
+    return step_losses, replayed_losses
 
 
 def a_parameter_that_moved(site: Site) -> tuple[list[bool], int]:

@@ -24,7 +24,7 @@ from gt_trainer.dry_run.fake_step import fake_step
 from gt_trainer.dry_run.pipeline_dry_run import PipelineDryRunReport
 from gt_trainer.models.catalog import CATALOG, INTENDED_WORLD_SIZE
 from gt_trainer.preflight.preflight import check_configuration
-from gt_trainer.preflight.settled_defaults import settle_defaults
+from gt_trainer.preflight.settled_defaults import settle_defaults, settled_by_hand
 
 _INTENDED_GIB = 72
 """What every shipped configuration may need of a GPU's 80 GB."""
@@ -56,9 +56,10 @@ def run(
         for field, value in parallelism.items():
             setattr(config.parallelism, field, value)
         config.compile = dataclasses.replace(config.compile, **(options or {}))
+        by_hand = settled_by_hand(config, world_size)
         config, _ = settle_defaults(config, world_size)
         check_configuration(config, world_size, will_train=False)
-        return dry_run(config, world_size)
+        return dry_run(config, world_size, by_hand=by_hand)
 
 
 @cache
@@ -113,6 +114,20 @@ def test_a_solver_plans_the_attention_that_gpus_run(
     for name in ("flex_attention", "flex_attention_backward"):
         assert operators.count(["higher_order", name]) == 6
     assert not any("scaled_dot_product" in operator[1] for operator in operators)
+    beside = report.beside_by_hand
+    assert beside.planned is report.simulated
+    # Not the same step twice: the one by hand has its loss in chunks.
+    assert beside.by_hand.graph.collectives != beside.planned.graph.collectives
+    assert beside.by_hand.facts == dataclasses.replace(
+        beside.planned.facts,
+        num_parameters_per_rank=beside.by_hand.facts.num_parameters_per_rank,
+        parameter_bytes_per_rank=beside.by_hand.facts.parameter_bytes_per_rank,
+    )
+    assert str(report).splitlines()[-4:] == str(beside).splitlines()
+
+
+def test_a_step_that_no_solver_places_is_not_compared() -> None:
+    assert run("llama3", "llama3_debugmodel", 4).beside_by_hand is None
 
 
 def test_report_says_what_a_rank_would_hold_and_execute() -> None:

@@ -3,31 +3,42 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import os
-import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from chunks.recorded_routing import Load, follow_record, write_record
 from flex_attention.cases import own_flex_attention
+from pipelines.batches import (
+    Gradients,
+    LocalAdamW,
+    Microbatch,
+    counts_kept,
+    local_parameters,
+    microbatches,
+    new_loss,
+    new_model,
+    num_tokens,
+    reduced_as,
+    schedule_inputs,
+    set_weights,
+    taken_gradients,
+    unequal,
+)
 from pipelines.exchanges import Exchanges, exchanges_of
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.tensor import DTensor
 from training_cases import Case, differing, local
 
 from gt_config import EpOverlapConfig
 from gt_pipeline.schedules import build_pipeline_schedule
 from gt_pipeline.split import stage_modules
 from gt_trainer.decoder.eager_chunks import chunked_for_capture
-from gt_trainer.decoder.initialization import _part
 from gt_trainer.metrics.metrics_history import read_metrics
 from gt_trainer.pipelines.pipeline_plan import PipelinePlan, pipeline_plan
 from gt_trainer.trainer import GraphTrainer
@@ -53,7 +64,10 @@ class PipelineCase:
     """Where tokens are sent, by records that all routers follow; None: where the model sends them.
     """
 
-    def build(self, mode: str, folder: str, **checkpoint: Any) -> GraphTrainer.Config:
+    def build(
+        self, mode: str, folder: str, *, degrees: Mapping[str, int] | None = None, **checkpoint: Any
+    ) -> GraphTrainer.Config:
+        """``degrees`` are of parallelism, in place of the case's own."""
         options = {**self.options, "ep_overlap": self.overlap}
         config = self.model.build(mode, folder, options=options, **checkpoint)
         config.training.local_batch_size = self.num_microbatches * self.microbatch_size
@@ -64,13 +78,14 @@ class PipelineCase:
             pipeline_parallel_schedule=self.schedule,
             pipeline_parallel_microbatch_size=self.microbatch_size,
         )
+        config.parallelism = dataclasses.replace(config.parallelism, **degrees or {})
         return config
 
-    def trainer(self, mode: str, folder: str, **checkpoint: Any) -> GraphTrainer:
-        """In this worker's process group."""
+    def trainer(self, mode: str, folder: str, **further: Any) -> GraphTrainer:
+        """In this worker's process group; ``further`` is as for ``build``."""
         rank, size = str(dist.get_rank()), str(dist.get_world_size())
         os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size)
-        return GraphTrainer(self.build(mode, folder, **checkpoint))
+        return GraphTrainer(self.build(mode, folder, **further))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,10 +102,6 @@ class Found:
 
     exchanges: tuple[Exchanges, ...]
     """Of each graph with chunks, those of pairs included."""
-
-
-Gradients = dict[str, torch.Tensor]
-Microbatch = tuple[torch.Tensor, torch.Tensor, dict[str, Any]]
 
 
 def compare_pipelines(case: PipelineCase, folder: str) -> Found:
@@ -112,7 +123,7 @@ def compare_pipelines(case: PipelineCase, folder: str) -> Found:
     num_gradients = 0
     for batch in range(NUM_BATCHES):
         found_eval = evaluate(trainer, microbatches(trainer, batch))
-        found = captured_losses(trainer, batch)
+        found = step_losses(trainer, batch)
         expected_eval, expected, expected_gradients = whole_batch(
             trainer, whole, loss_of_whole, batch, case.overlap
         )
@@ -175,7 +186,7 @@ def plan_of(trainer: GraphTrainer) -> PipelinePlan:
 # ---- the same batch, three ways ------------------------------------------------------------------
 
 
-def captured_losses(trainer: GraphTrainer, batch: int) -> list[torch.Tensor]:
+def step_losses(trainer: GraphTrainer, batch: int) -> list[torch.Tensor]:
     """Losses of the microbatches; gradients are left in the parameters."""
     arguments: dict[str, Any] = {"losses": [] if trainer.pp_has_last_stage else None}
     found = microbatches(trainer, batch)
@@ -285,164 +296,6 @@ def follow_load(case: PipelineCase, parts: Sequence[nn.Module], *, chunked: bool
         write_record(part, case.load, num_ranks=case.model.parallelism["expert_parallel_degree"])
 
 
-# ---- models, batches, gradients -------------------------------------------------------------------
-
-
-def new_model(trainer: GraphTrainer, part_of: Callable[[Any], nn.Module]) -> Any:
-    """The model, or a stage of it, with tensor and expert parallelism and no data parallelism."""
-    with torch.device("meta"):
-        model: Any = part_of(trainer.model_config.build())
-    if trainer.parallel_dims.ep_enabled or trainer.parallel_dims.tp_enabled:
-        model.parallelize(trainer.parallel_dims)
-    model.to_empty(device="cpu")
-    with torch.no_grad():
-        model.init_weights(buffer_device=torch.device("cpu"))
-    set_weights(model)
-    return model.train()
-
-
-def new_loss(trainer: GraphTrainer, model: Any) -> Any:
-    loss_fn = trainer.config.loss.build(compile_config=trainer.config.compile)
-    if hasattr(loss_fn, "set_lm_head") and model.lm_head is not None:
-        loss_fn.set_lm_head(model.lm_head)
-        model._skip_lm_head = True
-    return loss_fn
-
-
-def set_weights(model: nn.Module) -> None:
-    """Values that depend on nothing but a parameter's name and shape."""
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-            whole = 0.02 * torch.randn(parameter.shape, generator=generator)
-            if "norm" in name:
-                whole += 1
-            part = _part(whole, parameter) if isinstance(parameter, DTensor) else whole
-            local_part = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            local_part.copy_(part)
-
-
-def microbatches(trainer: GraphTrainer, batch: int) -> list[Microbatch]:
-    """Of this data rank; every pipeline rank of it gets the same."""
-    config = trainer.config
-    data = trainer.parallel_dims.get_optional_mesh("batch")
-    data_rank = 0 if data is None else data.get_local_rank()
-    size, length = config.parallelism.pipeline_parallel_microbatch_size, config.training.seq_len
-    generator = torch.Generator().manual_seed(100 * batch + data_rank)
-    found = []
-    for _ in range(config.training.local_batch_size // size):
-        tokens = torch.randint(2048, (size, length), generator=generator)
-        positions = torch.arange(length).repeat(size, 1)
-        positions[:, length // 3 :] -= length // 3
-        labels = tokens.roll(-1, dims=1)
-        labels[:, ::5] = -100
-        found.append(
-            trainer.post_dataloading_process({"input": tokens, "positions": positions}, labels)
-        )
-    return found
-
-
-def num_tokens() -> torch.Tensor:
-    return torch.tensor(777)
-
-
-def schedule_inputs(trainer: GraphTrainer, found: list[Microbatch]) -> dict[str, Any]:
-    return {
-        "arg_mbs": [(inputs,) for inputs, _, _ in found] if trainer.pp_has_first_stage else None,
-        "kwarg_mbs": [kwargs for _, _, kwargs in found],
-        "target_mbs": [labels for _, labels, _ in found] if trainer.pp_has_last_stage else None,
-    }
-
-
-def taken_gradients(parts: list[nn.Module], *, whole: bool = False) -> Gradients:
-    """Gradients by name, placed as the parameters, which lose them.
-
-    Local ones, or, where ``whole``, over all tensor-parallel ranks; experts stay local.
-    """
-    found = {}
-    for part in parts:
-        for name, parameter in part.named_parameters():
-            gradient = parameter.grad
-            if gradient is None:
-                continue
-            if isinstance(gradient, DTensor):
-                assert isinstance(parameter, DTensor)
-                # Parts of tensor-parallel ranks are summed here, after all microbatches.
-                gradient = gradient.redistribute(placements=parameter.placements)
-                if whole and "ep" not in (gradient.device_mesh.mesh_dim_names or ()):
-                    gradient = gradient.full_tensor()
-            found[name] = local(gradient)
-            parameter.grad = None
-    return found
-
-
-def reduced_as(
-    like: Mapping[str, nn.Parameter], gradients: Gradients, trainer: GraphTrainer
-) -> Gradients:
-    """Sums over data ranks, cut as ``like`` is. Two terms have one sum, in whatever order."""
-    meshes = (trainer.parallel_dims.get_optional_mesh(axis) for axis in ("fsdp", "dp_replicate"))
-    groups = [mesh.get_group() for mesh in meshes if mesh is not None]
-    found = {}
-    for name, gradient in gradients.items():
-        parameter = like[name]
-        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-        if mesh is not None and "ep" in (mesh.mesh_dim_names or ()):
-            found[name] = gradient  # an expert's, which lives on this rank alone
-            continue
-        total = gradient.clone()
-        for group in groups:
-            dist.all_reduce(total, group=group)
-        found[name] = _part(total, parameter) if isinstance(parameter, DTensor) else total
-    return found
-
-
-def local_parameters(parts: list[nn.Module]) -> dict[str, torch.Tensor]:
-    return {name: local(parameter) for part in parts for name, parameter in part.named_parameters()}
-
-
-class LocalAdamW:
-    """Updates this rank's parts of parameters, element by element, however they are placed."""
-
-    def __init__(self, parts: list[nn.Module]) -> None:
-        self._parameters = {
-            name: nn.Parameter(
-                parameter.to_local().detach() if isinstance(parameter, DTensor) else parameter.data
-            )
-            for part in parts
-            for name, parameter in part.named_parameters()
-        }
-        self._optimizer = torch.optim.AdamW(self._parameters.values(), lr=1e-3, foreach=False)
-
-    def step(self, gradients: Gradients) -> None:
-        for name, gradient in gradients.items():
-            self._parameters[name].grad = gradient
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-
-
-def unequal(what: str, a: list[torch.Tensor], b: list[torch.Tensor]) -> Iterator[str]:
-    if len(a) != len(b):
-        yield f"{what}: {len(a)} losses and {len(b)}"
-    for number, (one, other) in enumerate(zip(a, b, strict=False)):
-        if not torch.equal(one.reshape(()), other.reshape(())):
-            yield f"{what}: loss {number} is {one.item()!r} and {other.item()!r}"
-
-
-class counts_kept:  # noqa: N801  # used as a function
-    """Evaluation leaves the experts' counts of tokens as they were, for the comparison."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._buffers = dict(model.named_buffers())
-        self._before = MappingProxyType({n: b.clone() for n, b in self._buffers.items()})
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, *exception: object) -> None:
-        for name, buffer in self._buffers.items():
-            buffer.copy_(self._before[name])
-
-
 # ---- training ------------------------------------------------------------------------------------
 
 
@@ -456,59 +309,3 @@ def trained_losses(case: PipelineCase, mode: str, folder: str) -> list[float]:
     if dist.get_rank() != 0:
         return []
     return [record["loss"] for record in read_metrics(Path(folder, "metrics.jsonl"))]
-
-
-# ---- checkpoints --------------------------------------------------------------------------------
-
-
-def resumed_state(case: PipelineCase, other: Mapping[str, int], folder: str) -> tuple[str, ...]:
-    """Train, save, and load under other parallel degrees; what differs between the two states."""
-    options = {
-        "enable": True,
-        "interval": 2,
-        "last_save_model_only": False,
-        "async_mode": "disabled",
-    }
-    saved = case.trainer("aot_fx_trace", folder, **options)
-    saved.config.training.steps = 2
-    saved.train()
-    before = digests(saved)
-    saved.close()
-    config = case.build("aot_fx_trace", folder, **options)
-    config.parallelism = dataclasses.replace(config.parallelism, **other)
-    resumed = GraphTrainer(config)
-    resumed.checkpointer.load(step=2)
-    after = digests(resumed)
-    step = resumed.step
-    resumed.config.training.steps = 3
-    resumed.train()  # and it goes on
-    finished = resumed.step
-    resumed.close()
-    differences = [
-        f"{name}: {before.get(name)} and {after.get(name)}"
-        for name in before.keys() | after.keys()
-        if before.get(name) != after.get(name)
-    ]
-    if not before:
-        differences.append("nothing was saved")
-    if (step, finished) != (2, 3):
-        differences.append(f"resumed at step {step}, and ended at {finished}")
-    return tuple(sorted(differences))
-
-
-def digests(trainer: GraphTrainer) -> dict[str, str]:
-    """Of every parameter and its optimizer state, whole, wherever they are; the same on all ranks."""
-    found: dict[str, str] = {}
-    for part, optimizer in zip(trainer.model_parts, trainer.optimizers, strict=True):
-        for name, parameter in part.named_parameters():
-            found[name] = digest(parameter)
-            for key in ("exp_avg", "exp_avg_sq"):
-                found[f"{name}.{key}"] = digest(optimizer.state[parameter][key])
-    everywhere: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, found)
-    return {name: value for each in everywhere for name, value in each.items()}
-
-
-def digest(tensor: torch.Tensor) -> str:
-    whole = tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
-    return hashlib.sha256(whole.contiguous().numpy().tobytes()).hexdigest()[:16]

@@ -10,7 +10,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from pipelines.cases import PipelineCase, captured_losses, set_weights, taken_gradients
+from pipelines.batches import (
+    set_weights,
+    taken_gradients,
+)
+from pipelines.cases import (
+    PipelineCase,
+    step_losses,
+)
 
 from gt_config.node_keys import PipelineAction
 from gt_pipeline.errors import PipelineStepError
@@ -48,7 +55,7 @@ def fail_in(case: PipelineCase, folder: str, rank: int, action: PipelineAction) 
         raise OnPurposeError("on purpose")
 
     def step(trainer: GraphTrainer) -> None:
-        captured_losses(trainer, 1)
+        step_losses(trainer, 1)
 
     return _ended(case, folder, rank, action, fail, step)
 
@@ -78,7 +85,7 @@ def _ended(
     trainer = case.trainer("aot_fx_trace", folder)
     for part in trainer.model_parts:
         set_weights(part)
-    captured_losses(trainer, 0)  # it captures
+    step_losses(trainer, 0)  # it captures
     taken_gradients(trainer.model_parts)
     if dist.get_rank() == rank:
         (stage,) = trainer.pp_schedule.stages.values()
@@ -96,6 +103,6 @@ def _ended(
     num_gradients = sum(p.grad is not None for p in parameters)
     trainer.close()
     another = case.trainer("aot_fx_trace", f"{folder}/another")
-    losses = tuple(loss.item() for loss in captured_losses(another, 1))
+    losses = tuple(loss.item() for loss in step_losses(another, 1))
     another.close()
     return Ended(text=text, seconds=seconds, num_gradients=num_gradients, losses_afterwards=losses)

@@ -3,35 +3,31 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import torch
 import torch.distributed as dist
-from pipelines.cases import (
-    Found,
-    PipelineCase,
-    captured_losses,
-    compare_pipelines,
-    evaluate,
+from imitated_devices import imitated_recordings, symmetric_memory_of_cpus
+from pipelines.batches import (
     microbatches,
     new_loss,
     new_model,
     set_weights,
     unequal,
+)
+from pipelines.cases import (
+    Found,
+    PipelineCase,
+    compare_pipelines,
+    evaluate,
+    step_losses,
     whole_batch,
 )
-from torch.distributed import _symmetric_memory
 
-from gt_passes import CudaGraphs, recipes
-from gt_passes.cuda_graphs.cuda_graph_safety import CaptureTarget
-from gt_passes.tensor_parallel.symmetric_memory import SymmetricMemoryHere
-from gt_passes.testing import FakeRecorder
 from gt_pipeline.graph import GraphPipelineStage
 from gt_pipeline.runner import GraphPPRunner
 from gt_trainer.metrics.metrics_history import read_metrics
@@ -71,13 +67,7 @@ def compare_and_count_launches(
     Returns:
         What was found, launches by batch, and how many actions of a rank compute.
     """
-    recorders: list[FakeRecorder] = []
     launches: list[int] = []
-
-    def new_recorder() -> FakeRecorder:
-        recorders.append(FakeRecorder())
-        return recorders[-1]
-
     step_microbatches = GraphPPRunner.step_microbatches
 
     def counted(runner: GraphPPRunner, microbatches: Any) -> Any:
@@ -86,16 +76,8 @@ def compare_and_count_launches(
         launches.append(sum(each.num_replays for each in recorders) - before)
         return result
 
-    target = CaptureTarget(
-        device_type="cpu",
-        backend_of_group=lambda group_name: "gloo",
-        capturable_backends=frozenset({"gloo"}),
-    )
-    imitated = functools.partial(
-        CudaGraphs, target=target, new_recorder=new_recorder, min_kernels=1
-    )
     with (
-        mock.patch.object(recipes, "CudaGraphs", imitated),
+        imitated_recordings() as recorders,
         mock.patch.object(GraphPPRunner, "step_microbatches", counted),
         contextlib.ExitStack() as only_actions,
     ):
@@ -117,13 +99,13 @@ def evaluated_at_half_the_length(case: OptionCase, folder: str) -> tuple[list[st
     trainer = case.trainer("aot_fx_trace", folder)
     for part in trainer.model_parts:
         set_weights(part)
-    captured_losses(trainer, 0)
+    step_losses(trainer, 0)
     trainer.config.training.seq_len //= 2
     found = evaluate(trainer, microbatches(trainer, 1))
     whole = new_model(trainer, lambda model: model)
     expected, _, _ = whole_batch(trainer, whole, new_loss(trainer, whole), 1)
     trainer.config.training.seq_len *= 2
-    captured_losses(trainer, 0)
+    step_losses(trainer, 0)
     num_captured = len(trainer.training_step.reports)
     is_last = trainer.pp_has_last_stage
     trainer.close()
@@ -157,23 +139,6 @@ def trained_with_symmetric_memory(case: PipelineCase, folder: str) -> Trained:
     """The same where every group has symmetric memory, and its operators are what they mean."""
     with symmetric_memory_of_cpus():
         return trained(case, folder)
-
-
-@contextlib.contextmanager
-def symmetric_memory_of_cpus() -> Iterator[None]:
-    """The operators exist on GPUs only; torch defines their meaning beside them."""
-    library = torch.library.Library("symm_mem", "IMPL")  # of this worker alone
-    meanings: dict[str, Callable[..., object]] = {
-        "fused_all_gather_matmul": _symmetric_memory._fused_all_gather_matmul_fallback,
-        "fused_matmul_reduce_scatter": _symmetric_memory._fused_matmul_reduce_scatter_fallback,
-    }
-    for name, meaning in meanings.items():
-        library.impl(name, meaning, "CPU")
-    try:
-        with mock.patch.object(SymmetricMemoryHere, "reason_against", return_value=None):
-            yield
-    finally:
-        library._destroy()
 
 
 def _counts(trainer: GraphTrainer) -> Counter[str]:

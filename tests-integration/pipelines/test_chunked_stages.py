@@ -12,7 +12,12 @@ from typing import Any
 
 import pytest
 from chunks.recorded_routing import Load
-from pipelines.cases import NUM_BATCHES, Found, PipelineCase, compare_pipelines
+from pipelines.cases import (
+    NUM_BATCHES,
+    Found,
+    PipelineCase,
+    compare_pipelines,
+)
 from pipelines.exchanges import Exchanges
 from training_cases import Case
 

@@ -6,7 +6,9 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-from pipelines.cases import PipelineCase
+from pipelines.cases import (
+    PipelineCase,
+)
 from pipelines.option_cases import (
     OptionCase,
     compare_and_count,

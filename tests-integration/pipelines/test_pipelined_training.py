@@ -18,8 +18,10 @@ from pipelines.cases import (
     PipelineCase,
     compare_pipelines,
     compare_pipelines_of_flex_attention,
-    resumed_state,
     trained_losses,
+)
+from pipelines.resume_cases import (
+    resumed_state,
 )
 from training_cases import Case
 

@@ -13,7 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pipelines.cases import NUM_BATCHES, PipelineCase
+from pipelines.cases import (
+    NUM_BATCHES,
+    PipelineCase,
+)
 from pipelines.tied_cases import (
     TIED,
     accumulated_gradients,

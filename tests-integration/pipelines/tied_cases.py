@@ -2,35 +2,33 @@
 
 from __future__ import annotations
 
-import dataclasses
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from pipelines.cases import (
-    NUM_BATCHES,
+from pipelines.batches import (
     Gradients,
     LocalAdamW,
-    PipelineCase,
-    captured_losses,
-    digest,
-    evaluate,
     local_parameters,
     microbatches,
     new_loss,
     new_model,
-    num_tokens,
     reduced_as,
-    schedule_inputs,
     set_weights,
     taken_gradients,
     unequal,
+)
+from pipelines.cases import (
+    NUM_BATCHES,
+    PipelineCase,
+    evaluate,
+    step_losses,
     whole_batch,
 )
-from training_cases import differing, local
+from pipelines.resume_cases import KEPT, different_digests, digests
+from training_cases import differing
 
 from gt_trainer.decoder.tied_stages import EMBEDDING, PROJECTION
 from gt_trainer.metrics.metrics_history import read_metrics
@@ -38,7 +36,6 @@ from gt_trainer.pipelines.tied_weight import clip_gradients
 from gt_trainer.trainer import GraphTrainer
 
 TIED = (EMBEDDING, PROJECTION)
-KEPT = {"enable": True, "interval": 1, "last_save_model_only": False, "async_mode": "disabled"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +72,7 @@ def compare_tied(
     for batch in range(num_batches):
         what = f"batch {batch}"
         found_eval = evaluate(trainer, microbatches(trainer, batch))
-        found = captured_losses(trainer, batch)
+        found = step_losses(trainer, batch)
         expected_eval, expected, uses = whole_batch(trainer, apart, loss_apart, batch)
         *_, in_one = whole_batch(trainer, tied, loss_tied, batch)
         here = dict(_named(trainer))
@@ -103,7 +100,7 @@ def compare_tied(
         problems += _wrong_norm(what, norm, uses, trainer)
         if eager:
             runtime = trainers[1]
-            eager_losses = _eager_losses(runtime, batch)
+            eager_losses = step_losses(runtime, batch)
             eager_gradients = taken_gradients(runtime.model_parts)
             problems += differing(gradients, eager_gradients, f"{what}, runtime: gradient")
             if trainer.pp_has_last_stage:
@@ -133,7 +130,7 @@ def accumulated_gradients(case: PipelineCase, folder: str) -> list[str]:
         for part in trainer.model_parts:
             _set_weights(part)
         for batch in (0, 1):
-            _eager_losses(trainer, batch)
+            step_losses(trainer, batch)
         gradients = taken_gradients(trainer.model_parts)
         found.append({name: gradients[name] for name in TIED if name in gradients})
         trainer.close()
@@ -179,12 +176,8 @@ def resumed_tied(
     for degrees in (before, after):
         resumed = _trainer_on(case, degrees, folder, steps=3, load_only=True)
         resumed.checkpointer.load(step=2)
-        loaded = _state(resumed)
-        differences += [
-            f"{name}: {state.get(name)} and {loaded.get(name)}, under {degrees}"
-            for name in sorted(state.keys() | loaded.keys())
-            if state.get(name) != loaded.get(name)
-        ]
+        unlike = different_digests(state, _state(resumed))
+        differences += [f"{each}, under {degrees}" for each in unlike]
         resumed.train()
         differences += _copies_differ([resumed], f"step 3 under {degrees}")
         resumed.close()
@@ -214,44 +207,27 @@ def published_weights(case: PipelineCase, folder: str) -> tuple[str, ...]:
     for number, degrees in enumerate((stages, {**whole, "tensor_parallel_degree": 2})):
         resumed = _trainer_on(case, degrees, f"{folder}/{number}", steps=2, **imported)
         resumed.checkpointer.load()
-        loaded = _state(resumed, with_optimizer=False)
+        unlike = different_digests(state, _state(resumed, with_optimizer=False))
         resumed.close()
-        differences += [
-            f"{name}, under {degrees}"
-            for name in sorted(state.keys() | loaded.keys())
-            if state.get(name) != loaded.get(name)
-        ]
+        differences += [f"{each}, under {degrees}" for each in unlike]
     return tuple(differences)
 
 
 def _trainer_on(
     case: PipelineCase, degrees: dict[str, int], folder: str, *, steps: int, **checkpoint: Any
 ) -> GraphTrainer:
-    rank, size = str(dist.get_rank()), str(dist.get_world_size())
-    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size)
-    config = case.build("aot_fx_trace", folder, **{**KEPT, **checkpoint})
-    config.parallelism = dataclasses.replace(config.parallelism, **degrees)
-    config.training.steps = steps
-    return GraphTrainer(config)
+    trainer = case.trainer("aot_fx_trace", folder, degrees=degrees, **{**KEPT, **checkpoint})
+    trainer.config.training.steps = steps
+    return trainer
 
 
 def _state(trainer: GraphTrainer, *, with_optimizer: bool = True) -> dict[str, str]:
-    """Digests of parameters and optimizer state, the tied weight under one name on all ranks."""
-    found: list[tuple[str, str]] = []
-    for part, optimizer in zip(trainer.model_parts, trainer.optimizers, strict=True):
-        for own, parameter in part.named_parameters():
-            name = EMBEDDING if own == PROJECTION else own
-            found.append((name, digest(parameter)))
-            if with_optimizer:
-                state = optimizer.state[parameter]
-                found += [(f"{name}.{key}", digest(state[key])) for key in sorted(state)]
-    everywhere: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, found)
-    digests: dict[str, str] = {}
-    for name, value in (pair for each in everywhere for pair in each):
-        if digests.setdefault(name, value) != value:
-            digests[name] += f", elsewhere {value}"
-    return digests
+    """Digests, of the tied weight under one name on all ranks."""
+    return digests(
+        trainer,
+        with_optimizer=with_optimizer,
+        called=lambda name: EMBEDDING if name == PROJECTION else name,
+    )
 
 
 def _names_of(checkpoint: Path) -> list[str]:
@@ -326,14 +302,3 @@ def _wrong_norm(what: str, norm: float, uses: Gradients, trainer: GraphTrainer) 
     expected = torch.stack([each.double().norm() for each in whole.values()]).norm().item()
     # A CPU adds half a million squares in float32; a weight counted twice is percents away.
     return [] if abs(norm - expected) <= 1e-4 * expected else [f"{what}: norm {norm}, {expected}"]
-
-
-def _eager_losses(trainer: GraphTrainer, batch: int) -> list[torch.Tensor]:
-    losses: list[torch.Tensor] | None = [] if trainer.pp_has_last_stage else None
-    trainer.pp_schedule.step(
-        **schedule_inputs(trainer, microbatches(trainer, batch)),
-        losses=losses,
-        loss_kwargs={"global_valid_tokens": num_tokens()},
-        return_outputs=False,
-    )
-    return [local(loss) for loss in losses or []]

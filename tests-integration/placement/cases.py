@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,18 +15,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 from torch.utils._python_dispatch import TorchDispatchMode
 from training_cases import Case
 
 from gt_autoparallel import PlacementPlan, PlacementPrices, predicted_collectives, read_plan
+from gt_autoparallel.graph.experts import expert_weight_layout
 from gt_config import ExpertPlacement
 from gt_config.node_keys import EpExchangeAnnotation
 from gt_passes.analysis.collectives import is_collective
 from gt_trace import read_annotation, trace_step
 from gt_trainer.decoder.attention import attends_with_flex_attention, attention_mask_for
 from gt_trainer.decoder.expert_regions import annotate_expert_regions
-from gt_trainer.placement.planned_mesh import planned_mesh
 from gt_trainer.steps.captured_step import training_step
 from gt_trainer.trainer import GraphTrainer
 
@@ -90,6 +90,9 @@ class Found:
     num_sharded_experts: int
     """Of these, weights of routed experts."""
 
+    expert_weights: frozenset[Placement]
+    """How the first weight of routed experts is cut where they compute."""
+
     expert_axes: frozenset[str]
     """Mesh axes over which tokens travel to their experts."""
 
@@ -99,6 +102,10 @@ class Found:
     all_to_all_bytes: tuple[tuple[int, ...], tuple[int, ...]]
     """Of every all-to-all of the last step, by size: what went through this rank's, and what the
     plan predicts, for exchanges of tokens at balanced routing."""
+
+    miscounted: tuple[str, ...]
+    """Layers of experts whose tokens, as torchtitan sums them to balance routing, are not those of
+    the whole model."""
 
     unpredicted: tuple[str, ...]
     """Collectives of the traced step that the plan did not predict, and the reverse."""
@@ -137,7 +144,8 @@ def compare_with_whole_model(case: PlacedCase, folder: str) -> Found:
         errors.append(worst_error(gradients(placed), gradients(whole)))
         for optimizer in optimizers:
             optimizer.step()
-    planned = [c for c in predicted_collectives(written_plan(folder)) if c.kind == "all_to_all"]
+    plan = written_plan(folder)
+    planned = [c for c in predicted_collectives(plan) if c.kind == "all_to_all"]
     exchanges = [c for c in planned if c.purpose == "token exchange"]
     sharded = [
         name
@@ -153,16 +161,36 @@ def compare_with_whole_model(case: PlacedCase, folder: str) -> Found:
         ),
         num_sharded=len(sharded),
         num_sharded_experts=sum(".routed_experts." in name for name in sharded),
+        expert_weights=frozenset(
+            placement
+            for node in plan.graph.of_kind("experts")
+            for placement in expert_weight_layout(node, plan.options[node.index])
+        ),
         expert_axes=frozenset(each.axis for each in exchanges),
         num_exchanges=len(exchanges),
         all_to_all_bytes=(
             tuple(sorted(launched.num_bytes)),
             tuple(sorted(each.num_bytes for each in planned)),
         ),
+        miscounted=tuple(miscounted_experts(trainer, whole)),
         unpredicted=tuple(unpredicted_collectives(trainer, folder)) if dist.get_rank() == 0 else (),
     )
     trainer.close()
     return found
+
+
+def miscounted_experts(trainer: GraphTrainer, whole: nn.Module) -> Iterator[str]:
+    """Layers whose counts, summed as ``torchtitan/components/optimizer`` does, are others."""
+    dims = trainer.parallel_dims
+    summed = ["tp", "loss"] if dims.ep_enabled and dims.tp_enabled else ["loss"]
+    expected = dict(whole.named_buffers())
+    for name, buffer in trainer.model_parts[0].named_buffers():
+        if name.endswith(".tokens_per_expert_E"):
+            counts = buffer.clone()
+            for axis in summed:
+                dist.all_reduce(counts, group=dims.get_mesh(axis).get_group())
+            if not torch.equal(counts, expected[name]):
+                yield f"{name}: {counts.tolist()}, and {expected[name].tolist()}"
 
 
 class RecordedAllToAlls(TorchDispatchMode):
@@ -267,7 +295,8 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
 
 def unpredicted_collectives(trainer: GraphTrainer, folder: str) -> list[str]:
     """Collectives of the step as captured, before any pass, against those of the plan."""
-    mesh = planned_mesh(trainer.parallel_dims)
+    parameters = trainer.model_parts[0].parameters()
+    mesh = next(each.device_mesh for each in parameters if isinstance(each, DTensor))
     tokens, labels, positions = placed_inputs(trainer, 0)
     inputs, labels, extra = trainer.post_dataloading_process(
         {"input": tokens, "positions": positions}, labels
@@ -323,5 +352,7 @@ def traced_collectives(graph: torch.fx.Graph, mesh: Any) -> Counter[tuple[str, s
         is_routed = read_annotation(node, EpExchangeAnnotation) is not None
         num_bytes = "routed" if is_routed else max(sizes)
         kind = _KINDS[node.target._schema.name.partition("::")[2]]
-        found[kind, axis_of_group[node.args[-1]], num_bytes] += 1
+        # Experts may be over all axes together.
+        axis = axis_of_group.get(node.args[-1], " x ".join(mesh.mesh_dim_names))
+        found[kind, axis, num_bytes] += 1
     return found

@@ -32,6 +32,13 @@ DEEPSEEK_V3_EP4 = Case(
     seq_len=32,
     parallelism={"data_parallel_shard_degree": 4, "expert_parallel_degree": 4},
 )
+DEEPSEEK_V3_TP = Case(
+    module="deepseek_v3",
+    config="deepseek_v3_debugmodel",
+    num_layers=2,
+    seq_len=32,
+    parallelism={"data_parallel_shard_degree": 2, "tensor_parallel_degree": 2},
+)
 QWEN3_MOE_EP4 = Case(
     module="qwen3",
     config="qwen3_moe_debugmodel",

@@ -11,6 +11,7 @@ from placement.cases import full, placed_pass, worst_error
 from torch.distributed.tensor import DTensor
 from training_cases import Case, RecordingTrainer, close, same, trainer_of
 
+from gt_autoparallel import PlanMismatchError
 from gt_config import AutoParallelConfig
 
 SAVED_STEP = 3
@@ -25,9 +26,12 @@ class ResumedCase:
     is_placed: bool = True
     """By a solver; else by its parallelism."""
 
+    plan: str | None = None
+    """File of the plan to place it by."""
+
     def trainer(self, folder: str, **checkpoint: Any) -> RecordingTrainer:
         """In this worker's process group, with these options of ``--checkpoint``."""
-        solver = AutoParallelConfig(memory_budget_gib=self.memory_budget_gib)
+        solver = AutoParallelConfig(memory_budget_gib=self.memory_budget_gib, plan=self.plan)
         return trainer_of(
             self.model,
             "aot_fx_trace",
@@ -120,3 +124,56 @@ def layouts(trainer: RecordingTrainer) -> dict[str, str]:
         for name, parameter in trainer.model_parts[0].named_parameters()
         if isinstance(parameter, DTensor)
     }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamePlan:
+    """Runs that were given, or have kept, the plan of another one, on this rank."""
+
+    layouts_differ: dict[str, bool]
+    """Of each run: whether it holds some parameter otherwise than the first one did."""
+
+    losses: dict[str, float]
+    """Of the next step after the checkpoint, over all ranks."""
+
+    refusals: dict[str, str]
+    """What is said where the plan is not for the run."""
+
+
+def with_the_plan_of_another(
+    case: ResumedCase, others: Mapping[str, Case], folder: str
+) -> SamePlan:
+    """Some steps of ``case``, saved; then runs with its plan, and ``others`` that it is not for.
+
+    The ones that go on ask for no budget.
+    """
+    saved = case.trainer(f"{folder}/saved")
+    saved.train()
+    held, losses = layouts(saved), {"saved": one_step(saved)}
+    close(saved)
+    plan = f"{folder}/saved/placement.json"
+    differ = {}
+    runs = {
+        "resumed": (ResumedCase(model=case.model), f"{folder}/saved", {}),
+        "given": (
+            ResumedCase(model=case.model, plan=plan),
+            f"{folder}/given",
+            {
+                "initial_load_path": f"{folder}/saved/checkpoint/step-{SAVED_STEP}",
+                "initial_load_model_only": False,
+            },
+        ),
+    }
+    for name, (run, own_folder, checkpoint) in runs.items():
+        trainer = run.trainer(own_folder, **checkpoint)
+        trainer.checkpointer.load()
+        differ[name] = layouts(trainer) != held
+        losses[name] = one_step(trainer)
+        close(trainer)
+    refusals = {}
+    for name, model in others.items():
+        try:
+            ResumedCase(model=model, plan=plan).trainer(f"{folder}/{name}")
+        except PlanMismatchError as error:
+            refusals[name] = str(error)
+    return SamePlan(layouts_differ=differ, losses=losses, refusals=refusals)

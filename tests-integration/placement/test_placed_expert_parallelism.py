@@ -7,11 +7,13 @@ is forced to be balanced, as prices assume, a running step exchanges exactly the
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from placement.cases import Found, PlacedCase, assert_agrees, compare_with_whole_model
-from placement.placed_models import DEEPSEEK_V3, DEEPSEEK_V3_EP4, QWEN3_MOE_EP4
+from placement.placed_models import DEEPSEEK_V3, DEEPSEEK_V3_EP4, DEEPSEEK_V3_TP, QWEN3_MOE_EP4
+from torch.distributed.tensor import Placement, Replicate, Shard
 from training_cases import Case
 
 from gt_config import AutoParallelConfig
@@ -82,6 +84,37 @@ def test_distributed_experts_train_captured_like_the_whole_model(
     found = trained(case, four, tmp_path)
     assert_tokens_travel(found)
     assert_moves_what_was_predicted(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("degree", "cuts", "axes"),
+    [
+        (1, {Shard(1), Replicate()}, set()),
+        (2, {Shard(0), Replicate()}, {"tp_in_ep"}),
+        (4, {Shard(0)}, {"dp_shard_in_ep x tp_in_ep"}),
+    ],
+    ids=["features cut", "experts over these ranks", "experts over more"],
+)
+def test_experts_and_tensor_parallelism_train_like_the_whole_model(
+    degree: int, cuts: set[Placement], axes: set[str], four: GlooWorkers, tmp_path: Path
+) -> None:
+    degrees = {**DEEPSEEK_V3_TP.parallelism, "expert_parallel_degree": degree}
+    case = PlacedCase(
+        model=replace(DEEPSEEK_V3_TP, parallelism=degrees),
+        # Whole weights of all experts do not fit: without exchanges, ranks have parts of features.
+        memory_budget_gib=0.08 if degree == 1 else None,
+        experts="any" if degree == 1 else "expert_parallel",
+        balanced_routing=True,
+    )
+    found = trained(case, four, tmp_path)
+    for each in found:
+        assert each.expert_axes == axes
+        assert each.expert_weights == cuts
+        assert each.num_sharded_experts == 3
+        assert each.miscounted == ()
+    if axes:
+        assert_moves_what_was_predicted(found)
 
 
 @pytest.mark.slow
