@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.utils._python_dispatch import TorchDispatchMode
 from training_cases import Case
@@ -25,6 +26,7 @@ from gt_config import ExpertPlacement
 from gt_config.node_keys import EpExchangeAnnotation
 from gt_passes.analysis.collectives import is_collective
 from gt_trace import read_annotation, trace_step
+from gt_trainer._torch_internals import process_group_named
 from gt_trainer.decoder.attention import attends_with_flex_attention, attention_mask_for
 from gt_trainer.decoder.expert_regions import annotate_expert_regions
 from gt_trainer.steps.captured_step import training_step
@@ -336,11 +338,16 @@ _KINDS = MappingProxyType(
 )
 
 
-def traced_collectives(graph: torch.fx.Graph, mesh: Any) -> Counter[tuple[str, str, int | str]]:
+def traced_collectives(
+    graph: torch.fx.Graph, mesh: DeviceMesh
+) -> Counter[tuple[str, str, int | str]]:
     """(kind, axis, bytes) of each collective; "routed" where bytes depend on routing."""
-    axis_of_group = {
-        mesh.get_group(axis).group_name: name for axis, name in enumerate(mesh.mesh_dim_names)
-    }
+    names = mesh.mesh_dim_names
+    assert names is not None
+    # Experts may be over all axes together. By ranks, as DTensor takes a mesh that an earlier test
+    # made, with groups of its own, for an equal one.
+    axes_of_ranks = {own_ranks(mesh, *range(mesh.ndim)): " x ".join(names)}
+    axes_of_ranks |= {own_ranks(mesh, axis): name for axis, name in enumerate(names)}
     found: Counter[tuple[str, str, int | str]] = Counter()
     for node in graph.nodes:
         if not is_collective(node):
@@ -352,7 +359,15 @@ def traced_collectives(graph: torch.fx.Graph, mesh: Any) -> Counter[tuple[str, s
         is_routed = read_annotation(node, EpExchangeAnnotation) is not None
         num_bytes = "routed" if is_routed else max(sizes)
         kind = _KINDS[node.target._schema.name.partition("::")[2]]
-        # Experts may be over all axes together.
-        axis = axis_of_group.get(node.args[-1], " x ".join(mesh.mesh_dim_names))
-        found[kind, axis, num_bytes] += 1
+        ranks = dist.get_process_group_ranks(process_group_named(node.args[-1]))
+        found[kind, axes_of_ranks[tuple(ranks)], num_bytes] += 1
     return found
+
+
+def own_ranks(mesh: DeviceMesh, *axes: int) -> tuple[int, ...]:
+    """Of the group that has this rank, along some axes together."""
+    at: tuple[int | slice, ...] = tuple(
+        slice(None) if axis in axes else coordinate
+        for axis, coordinate in enumerate(mesh.get_coordinate() or ())
+    )
+    return tuple(mesh.mesh[at].flatten().tolist())
