@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -44,9 +45,9 @@ class Block(nn.Module):
 class NormedBlock(nn.Module):
     """As ``Block``, of a normed x."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, norm: Callable[[int], nn.Module] = nn.RMSNorm) -> None:
         super().__init__()
-        self.norm = nn.RMSNorm(width)
+        self.norm = norm(width)
         self.up = nn.Linear(width, 4 * width, bias=False)
         self.down = nn.Linear(4 * width, width, bias=False)
 
@@ -57,9 +58,11 @@ class NormedBlock(nn.Module):
 class Stack(nn.Module):
     """Normed blocks, called ``layers.0`` and so on."""
 
-    def __init__(self, num_layers: int, width: int) -> None:
+    def __init__(
+        self, num_layers: int, width: int, norm: Callable[[int], nn.Module] = nn.RMSNorm
+    ) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([NormedBlock(width) for _ in range(num_layers)])
+        self.layers = nn.ModuleList([NormedBlock(width, norm) for _ in range(num_layers)])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:

@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from plan_doubles import S0
-from planned_models import MESH, NormedBlock
-from torch import nn
+from planned_models import MESH, Stack
 
 from gt_autoparallel.audit.plan_audit import audit_plan, examined
 from gt_autoparallel.find import planner_of_model
@@ -16,21 +15,10 @@ from gt_autoparallel.plan.placement_plan import PlacementPlan
 from gt_autoparallel.problem.constraints import Constraints
 
 
-class Stack(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([NormedBlock(256) for _ in range(3)])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
 @pytest.fixture(scope="module")
 def plan() -> PlacementPlan:
     with torch.device("meta"):
-        planner = planner_of_model(Stack(), MESH, (torch.empty(4096, 256),))
+        planner = planner_of_model(Stack(3, 256), MESH, (torch.empty(4096, 256),))
     constraints = Constraints(inputs={"x": [S0]}, outputs={"output": [S0]})
     free = planner.find(constraints=constraints)
     budget = round(0.5 * free.memory.total)
