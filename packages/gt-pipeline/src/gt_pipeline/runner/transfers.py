@@ -23,6 +23,7 @@ from typing import Literal, TypeAlias
 import torch
 import torch.distributed as dist
 
+from gt_pipeline._torch_internals import PointToPoint, backend_of
 from gt_pipeline.runner.process_groups import close_group, make_group, release_group
 from gt_pipeline.runner.stage_protocol import ActivationSignature, Tensors
 
@@ -38,30 +39,27 @@ MAX_TENSORS = 64
 class TransferChannel:
     """One way between this rank and another, for the tensors of one signature."""
 
-    group: dist.ProcessGroup
-    """Of the direction."""
+    backend: PointToPoint
+    """Of the direction's group."""
 
     peer: int
     """Rank in the group to send to or to receive from."""
 
-    signatures: Sequence[ActivationSignature]
-    """Of the tensors that travel together; each takes one tag."""
-
-    device: torch.device
-    """Where to receive."""
+    templates: tuple[torch.Tensor, ...]
+    """Of the tensors that travel together, each of which takes one tag: one element, expanded."""
 
     def send(self, tensors: Tensors, tag: int) -> list[dist.Work]:
         """Start to send contiguous tensors; they must live until every work is waited for."""
-        # Methods of the group: torch.distributed.isend looks up and checks ranks on each call.
-        send, peer = self.group.send, self.peer
+        # Methods of the backend: torch.distributed.isend looks up and checks ranks on each call,
+        # and those of the group go through the dispatcher.
+        send, peer = self.backend.send, self.peer
         return [send([tensor], peer, tag + index) for index, tensor in enumerate(tensors)]
 
     def receive(self, tag: int) -> tuple[Tensors, list[dist.Work]]:
         """Start to receive into new buffers, which hold the values after every work's wait."""
-        receive, peer, device = self.group.recv, self.peer, self.device
-        buffers = tuple(
-            [torch.empty(each.shape, dtype=each.dtype, device=device) for each in self.signatures]
-        )
+        receive, peer = self.backend.recv, self.peer
+        # Contiguous. It takes a third of what torch.empty takes to read its arguments.
+        buffers = tuple([torch.empty_like(each) for each in self.templates])
         return buffers, [
             receive([buffer], peer, tag + index) for index, buffer in enumerate(buffers)
         ]
@@ -92,7 +90,11 @@ class Transfers:
         """The way by which this rank sends to another of the pipeline, or receives from it."""
         towards_higher = (peer > self.rank) == sends
         group = self._groups["higher" if towards_higher else "lower"]
-        return TransferChannel(group, self._rank_in_group[peer], signatures, device)
+        templates = tuple(
+            torch.empty((), dtype=each.dtype, device=device).expand(each.shape)
+            for each in signatures
+        )
+        return TransferChannel(backend_of(group, device), self._rank_in_group[peer], templates)
 
     def close(self, device: torch.device) -> None:
         """End every transfer, here and, with gloo, on the ranks at the other ends.

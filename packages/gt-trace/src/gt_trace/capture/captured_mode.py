@@ -182,11 +182,18 @@ def refuse_gradient_hooks(module: nn.Module | None) -> None:
         raise CaptureError("a capture loses hooks of parameters:\n  " + "\n  ".join(problems))
 
 
-class _Replay(torch.no_grad):
+class _Replay:
+    """An error that leaves it gets a note of the node that failed."""
+
+    def __enter__(self) -> None:
+        pass
+
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        super().__exit__(kind, error, trace)
         if error is not None:
             note_failing_node(error)
+
+
+_REPLAY = _Replay()
 
 
 def as_captured() -> AbstractContextManager[object]:
@@ -196,10 +203,11 @@ def as_captured() -> AbstractContextManager[object]:
     what the backward computed in another dtype. An error gets a note of the node that failed.
     """
     autocast = _autocast_now()
-    if not autocast:
-        return _Replay()
+    if not autocast and not torch.is_grad_enabled():
+        return _REPLAY  # as pipelines run them, many times a step
     stack = ExitStack()
-    stack.enter_context(_Replay())
+    stack.enter_context(_REPLAY)
+    stack.enter_context(torch.no_grad())
     for device in autocast:
         stack.enter_context(torch.autocast(device, enabled=False))
     return stack
@@ -217,6 +225,8 @@ def _trainable(module: nn.Module | None) -> Iterator[str]:
 
 
 def _autocast_now() -> dict[str, torch.dtype]:
+    if not any(map(torch.is_autocast_enabled, _AUTOCAST_DEVICES)):
+        return {}
     return {
         device: torch.get_autocast_dtype(device)
         for device in _AUTOCAST_DEVICES
