@@ -1,4 +1,4 @@
-"""Stages that are balanced by simulated time train, captured and eagerly, and are resumed otherwise."""
+"""Balanced stages train, captured, eagerly and placed, and are resumed otherwise or as they were."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from gt_autoparallel import tensors_of_parts
 
 BALANCED = {"--parallelism.pipeline_parallel_balance": "simulated"}
 
@@ -83,5 +85,24 @@ def test_a_checkpoint_is_resumed_under_another_balance(
     folder, losses, _ = captured
     resumed, _ = train(folder, 4, {})
     straight, _ = train(tmp_path, 4, BALANCED)
+    assert straight[:2] == losses
+    assert resumed == straight
+
+
+@pytest.mark.slow
+def test_stages_of_placed_modules_are_found_once_and_kept_with_their_plans(tmp_path: Path):
+    flags = {
+        "--nproc": "4",
+        "--parallelism.data_parallel_shard_degree": "2",
+        "--parallelism.pipeline_parallel_balance": "planned",
+    }
+    losses, log = train(tmp_path / "run", 2, flags, "--compile.autoparallel")
+    assert "Stages balanced by simulated time of placed modules on H100 SXM: " in log
+    kept = tensors_of_parts(tmp_path / "run" / "checkpoint" / "placement.json")
+    assert kept.keys() == {"stage 0", "stage 1"}
+    resumed, log = train(tmp_path / "run", 4, flags, "--compile.autoparallel")
+    assert "Stages balanced" not in log
+    assert "Placement: the plans of " in log
+    straight, _ = train(tmp_path / "straight", 4, flags, "--compile.autoparallel")
     assert straight[:2] == losses
     assert resumed == straight

@@ -45,7 +45,14 @@ from gt_autoparallel.plan import (
     predicted_collectives,
     write_report_page,
 )
-from gt_autoparallel.plan_file import check_plan_file, load_plan, read_plan, write_plan, write_plans
+from gt_autoparallel.plan_file import (
+    check_plan_file,
+    load_plan,
+    read_plan,
+    tensors_of_parts,
+    write_plan,
+    write_plans,
+)
 from gt_autoparallel.prices.costs import PlacementPrices
 from gt_autoparallel.prices.memory import device_budget_bytes
 from gt_autoparallel.prices.microbatches import Microbatches
@@ -94,6 +101,7 @@ __all__ = [
     "predicted_collectives",
     "read_plan",
     "register_rule",
+    "tensors_of_parts",
     "write_plan",
     "write_plans",
     "write_report_page",

@@ -131,6 +131,27 @@ def read_plan(
     return plan
 
 
+def tensors_of_parts(path: str | os.PathLike[str]) -> dict[str, frozenset[str]]:
+    """Names of parameters and buffers in each part of a model whose plans are in one file.
+
+    No plan is read for it, only the names.
+
+    Args:
+        path: of a file that ``write_plans`` wrote.
+
+    Raises:
+        PlanMismatchError: the file is no plan, of another version, damaged or edited, or holds one
+            plan of a whole model.
+        PlacementInputError: an argument is not what it must be.
+        OSError: it cannot be read.
+    """
+    check_arguments("tensors_of_parts", path_problem(path))
+    parts: Any = _document(Path(path))["content"].get("parts")
+    if parts is None:
+        raise PlanMismatchError(f"{os.fspath(path)} has the plan of a whole model, and no parts")
+    return {name: frozenset(part["signature"]["parameters"]) for name, part in parts.items()}
+
+
 def check_plan_file(
     path: str | os.PathLike[str],
     model: nn.Module,

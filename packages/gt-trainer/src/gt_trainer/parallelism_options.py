@@ -12,7 +12,7 @@ from typing import Literal
 
 from torchtitan.config import ParallelismConfig
 
-PipelineBalance = Literal["layers", "simulated"]
+PipelineBalance = Literal["layers", "simulated", "planned"]
 """By what a model's layers are divided among the stages of a pipeline."""
 
 
@@ -29,6 +29,7 @@ class TrainerParallelismConfig(ParallelismConfig):
       pipeline_parallel_last_stage_less_layers say.
     - "simulated": such that the simulated schedule takes least. The embedding, one layer of each
       kind, and the output with the loss are captured and priced on rank 0 before training.
+    - "planned": likewise, of modules that a solver has placed (--compile.autoparallel).
     """
 
 

@@ -16,6 +16,7 @@ from gt_passes.simulation import Hardware
 from gt_trainer.dry_run.simulated_balance import balance_before_training, with_stages
 from gt_trainer.launcher import ChildFailedError, RunStoppedError, run_in_child
 from gt_trainer.parallelism_options import balance_of
+from gt_trainer.placement.kept_plan import plan_file_of
 from gt_trainer.placement.planned_machine import PlannedMachine, planned_for
 from gt_trainer.preflight.checkpoint_folder import can_be_resumed
 from gt_trainer.step_folders import is_complete, newest_checkpoint, step_folders
@@ -67,9 +68,14 @@ def _balanced(config: GraphTrainer.Config, hardware: Hardware | None) -> GraphTr
     for those of the same ranks that do exist. It comes before CUDA and the process group, which no
     child could use. Rank 0 hands the stages over once there is one; the others wait for it to join.
     """
-    wants = balance_of(config.parallelism) == "simulated"
-    if not wants or os.environ.get("RANK", "0") != "0":
+    balance = balance_of(config.parallelism)
+    if balance == "layers" or os.environ.get("RANK", "0") != "0":
         return config
+    if (path := plan_file_of(config)) is not None:
+        # Imported here: no other run pays for the solver.
+        from gt_trainer.pipelines.planned_stages import with_stages_of_plan
+
+        return with_stages_of_plan(config, path)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     seconds = config.comm.init_timeout_seconds
     try:
@@ -79,7 +85,7 @@ def _balanced(config: GraphTrainer.Config, hardware: Hardware | None) -> GraphTr
         )
     except ChildFailedError as error:
         raise RunStoppedError(
-            "--parallelism.pipeline_parallel_balance simulated: no stages were found, and other "
+            f"--parallelism.pipeline_parallel_balance {balance}: no stages were found, and other "
             f"ranks wait for no more than --comm.init_timeout_seconds {seconds}: {error}"
         ) from None
     for line in str(found).splitlines():

@@ -19,7 +19,6 @@ from gt_trainer.pipelines.planned_stages import (
     local_border_shape,
     microbatches_of,
     stage_batch,
-    stage_budget_bytes,
 )
 from gt_trainer.pipelines.split_model import cut_stages
 
@@ -126,4 +125,4 @@ def test_a_schedule_says_what_is_live_and_how_stages_share_a_rank(
     schedule = schedule_of(name, num_ranks=2, num_stages=num_stages, num_microbatches=6)
     plan = PipelinePlan(schedule=schedule, names_per_stage=((),) * num_stages)
     assert microbatches_of(plan) == Microbatches(num_in_step=6, num_live=live)
-    assert stage_budget_bytes(100, schedule) == budget
+    assert 100 * plan.memory_share(0) == budget

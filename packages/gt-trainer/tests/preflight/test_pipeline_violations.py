@@ -181,13 +181,17 @@ def balanced(**changes: object) -> TrainerParallelismConfig:
 
 
 def test_balance_by_simulation_goes_with_a_number_of_stages():
-    assert [*balance_violations(balanced())] == []
-    assert [*balance_violations(balanced(pipeline_parallel_layers_per_stage=2))] == []
-    assert [*balance_violations(options(pipeline_parallel_first_stage_less_layers=0))] == []
+    assert [*balance_violations(balanced(), is_placed=False)] == []
+    assert [
+        *balance_violations(balanced(pipeline_parallel_layers_per_stage=2), is_placed=False)
+    ] == []
+    assert [
+        *balance_violations(options(pipeline_parallel_first_stage_less_layers=0), is_placed=False)
+    ] == []
 
 
 def test_balance_by_simulation_needs_a_pipeline():
-    assert [*balance_violations(balanced(pipeline_parallel_degree=1))] == [
+    assert [*balance_violations(balanced(pipeline_parallel_degree=1), is_placed=False)] == [
         Violation(
             flag="--parallelism.pipeline_parallel_balance",
             value="simulated",
@@ -206,7 +210,7 @@ def test_balance_by_simulation_finds_stages_and_weights_itself():
         pipeline_parallel_last_stage_less_layers=2,
     )
     simulated = "--parallelism.pipeline_parallel_balance simulated"
-    assert [*balance_violations(parallelism)] == [
+    assert [*balance_violations(parallelism, is_placed=False)] == [
         Violation(
             flag="--parallelism.module_fqns_per_model_part",
             value=names,
@@ -230,12 +234,26 @@ def test_balance_by_simulation_finds_stages_and_weights_itself():
     ]
 
 
+def test_a_balance_of_placed_modules_is_of_runs_that_a_solver_places():
+    parallelism = balanced(pipeline_parallel_balance="planned")
+    assert [*balance_violations(parallelism, is_placed=True)] == []
+    assert [*balance_violations(parallelism, is_placed=False)] == [
+        Violation(
+            flag="--parallelism.pipeline_parallel_balance",
+            value="planned",
+            allowed="'layers' or 'simulated' without --compile.autoparallel: no solver places "
+            "modules",
+            fix="use simulated, or --compile.autoparallel",
+        )
+    ]
+
+
 def test_an_unknown_balance_is_refused():
-    assert [*balance_violations(balanced(pipeline_parallel_balance="bytes"))] == [
+    assert [*balance_violations(balanced(pipeline_parallel_balance="bytes"), is_placed=False)] == [
         Violation(
             flag="--parallelism.pipeline_parallel_balance",
             value="bytes",
-            allowed="'layers' or 'simulated'",
+            allowed="'layers' or 'simulated' or 'planned'",
             fix="use one of them",
         )
     ]

@@ -49,16 +49,17 @@ def test_refuses_one_rank():
     }
 
 
-def test_refuses_stages_that_are_balanced_by_single_modules():
+def test_refuses_stages_that_are_balanced_as_if_they_were_placed_by_hand():
     config = config_of(llama3.llama3_debugmodel)
     config.parallelism.pipeline_parallel_degree = 2
     config.parallelism.pipeline_parallel_balance = "simulated"
     topology = dataclasses.replace(TOPOLOGY, dp_shard=2, pp=2)
     assert flags_of(config, topology) == {
-        "--parallelism.pipeline_parallel_balance": "'layers' with --compile.autoparallel: single "
-        "modules are priced to balance stages, and how a module is placed depends on the stage "
-        "that it shares memory with",
+        "--parallelism.pipeline_parallel_balance": "'layers' or 'planned' with "
+        "--compile.autoparallel: modules are priced as they are placed by hand",
     }
+    config.parallelism.pipeline_parallel_balance = "planned"
+    assert flags_of(config, topology) == {}
 
 
 @pytest.mark.parametrize(("tp", "ep"), [(2, 1), (2, 2), (2, 4), (4, 2)])

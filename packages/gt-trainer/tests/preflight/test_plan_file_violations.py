@@ -8,10 +8,14 @@ from pathlib import Path
 import pytest
 from refused_configurations import changed, refusal
 
-from gt_autoparallel import write_plan
+from gt_autoparallel import write_plan, write_plans
 from gt_config import AutoParallelConfig
 from gt_passes.simulation import h100_sxm
 from gt_trainer.models import llama3
+from gt_trainer.pipelines.pipeline_plan import pipeline_plan
+from gt_trainer.pipelines.place_stages import StagesToPlace, stage_plans
+from gt_trainer.pipelines.planned_stages import with_stages_of_plan
+from gt_trainer.pipelines.split_model import cut_stages
 from gt_trainer.placement.expert_blocks import expert_blocks
 from gt_trainer.placement.kept_plan import keep_plan, plan_file_of
 from gt_trainer.placement.place_decoder import placement_plan
@@ -172,6 +176,73 @@ def test_a_plan_that_exceeds_the_budget_is_refused(plan, tmp_path):
     solver = AutoParallelConfig(plan=str(plan), memory_budget_gib=0.001)
     config.compile = dataclasses.replace(config.compile, autoparallel_solver=solver)
     assert "bytes of memory on each rank, and 1,073,741 are allowed" in problem(config)
+
+
+# ---- plans of stages --------------------------------------------------------------------------
+
+
+STAGES = [["tok_embeddings", "layers.0"], ["layers.1", "layers.2", "norm", "lm_head"]]
+
+
+def piped(folder, plan=None, **parallelism):
+    """A placed run of three layers on two stages of two ranks."""
+    config = configuration(
+        folder,
+        plan,
+        parallelism={
+            "pipeline_parallel_degree": 2,
+            "pipeline_parallel_schedule": "1F1B",
+            "tensor_parallel_degree": 1,
+            **parallelism,
+        },
+    )
+    config.model_spec.model.layers = llama3.llama3_debugmodel().model_spec.model.layers[:3]
+    return config
+
+
+@pytest.fixture(scope="module")
+def stage_plan(tmp_path_factory) -> Path:
+    """The file of the plans of two stages, which are not those by number of layers."""
+    folder = tmp_path_factory.mktemp("stages")
+    config = piped(folder, module_fqns_per_model_part=STAGES)
+    model = model_on_meta(config)
+    plan = pipeline_plan(config.parallelism, num_layers=3, local_batch_size=2)
+    stages = StagesToPlace(
+        plan=plan,
+        is_tied=False,
+        training=config.training,
+        microbatch_size=1,
+        solver=AutoParallelConfig(relative_gap=0.9),
+    )
+    mesh = planned_axes(dp_replicate=1, dp_shard=2, tp=1, ep=1)
+    plans = stage_plans(cut_stages(model, plan, range(2)), stages, mesh)
+    return write_plans({f"stage {i}": each for i, each in plans.items()}, folder / "plans.json")
+
+
+def test_stages_that_a_plan_file_names_are_those_of_a_run_that_lets_them_be_found(
+    stage_plan, tmp_path
+):
+    accepted = piped(tmp_path, str(stage_plan), pipeline_parallel_balance="planned")
+    check_configuration(accepted, NUM_RANKS)
+    found = with_stages_of_plan(accepted, stage_plan)
+    assert found.parallelism.module_fqns_per_model_part == STAGES
+    assert accepted.parallelism.module_fqns_per_model_part is None
+
+
+def test_plans_of_other_stages_are_refused(stage_plan, tmp_path):
+    found = problem(piped(tmp_path, str(stage_plan)))
+    assert "\n       - layers.1.attention" in found
+    assert " was not planned\n" in found
+    whole = piped(tmp_path, str(stage_plan), pipeline_parallel_degree=1)
+    assert (
+        "fix: PLAN has plans of the parts stage 0, stage 1, and none of a whole model"
+        in problem(whole)
+    )
+
+
+def test_a_plan_of_a_whole_model_has_no_stages(plan, tmp_path):
+    config = piped(tmp_path, str(plan), pipeline_parallel_balance="planned")
+    assert "fix: PLAN has the plan of a whole model, and no parts" in problem(config)
 
 
 # ---- the plan of a run that is gone on with ------------------------------------------------------

@@ -141,7 +141,7 @@ def _run(command: CommandLine, rendezvous: Rendezvous | None, started: float) ->
     if command.action == "dry-run":
         world_size = command.world_size or INTENDED_WORLD_SIZE.get(command.config, 1)
         return _dry_run(config, world_size, asked=asked, command=command)
-    is_planned = config.compile.autoparallel or balance_of(config.parallelism) == "simulated"
+    is_planned = config.compile.autoparallel or balance_of(config.parallelism) != "layers"
     if command.hardware is not None and not is_planned:
         raise UsageError(HARDWARE_FOR)
     hardware = _hardware(command)

@@ -64,7 +64,11 @@ def planned_pipeline(config: GraphTrainer.Config) -> PipelinePlan:
 
 
 def capture_divided(
-    config: GraphTrainer.Config, built: MetaModel, plan: PipelinePlan
+    config: GraphTrainer.Config,
+    built: MetaModel,
+    plan: PipelinePlan,
+    *,
+    publishes_plans: bool = True,
 ) -> FakePipeline:
     """Cut, place and capture the stages of a model; within ``fake_ranks``.
 
@@ -74,6 +78,7 @@ def capture_divided(
         built: the model of ``config``. Not changed.
         plan: which modules each stage has. Of its schedule only the stages count, and what may be
             offloaded for each chunk that it keeps.
+        publishes_plans: whether a solver's plans are logged, and written to the dump folder.
 
     Raises:
         Exception: whatever placing or capturing raises, as in a real run.
@@ -93,6 +98,7 @@ def capture_divided(
         compile_config=config.compile,
         ac_config=config.activation_checkpoint,
         dump_folder=config.dump_folder,
+        publishes_plans=publishes_plans,
     )
     loss_fn = loss_of(config).build(compile_config=config.compile)
     last: Any = parts[like[-1]]

@@ -23,6 +23,7 @@ from gt_trainer.dry_run.step_facts import degrees_of, step_facts
 from gt_trainer.parallelism_options import balance_of
 from gt_trainer.pipelines.split_model import gathered_bytes_limit
 from gt_trainer.pipelines.tied_weight import tied_groups
+from gt_trainer.placement.kept_plan import plan_file_of
 from gt_trainer.steps.training_step import num_operators
 from gt_trainer.trainer import GraphTrainer
 
@@ -131,7 +132,13 @@ def pipeline_dry_run(
         # One model: two meshes of the same ranks are one for DTensor, with the groups of either.
         built = meta_model(config, world_size)
         balance = None
-        if balance_of(config.parallelism) == "simulated":
+        is_balanced = balance_of(config.parallelism) != "layers"
+        if is_balanced and (path := plan_file_of(config)) is not None:
+            # Imported here: no other dry run pays for the solver.
+            from gt_trainer.pipelines.planned_stages import with_stages_of_plan
+
+            config = with_stages_of_plan(config, path)
+        elif is_balanced:
             balance = simulated_balance(config, built, hardware=hardware)
             config = with_stages(config, balance)
         begin = time.perf_counter()

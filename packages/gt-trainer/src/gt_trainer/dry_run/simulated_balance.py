@@ -1,10 +1,11 @@
-"""Stages balanced by simulated time: ``--parallelism.pipeline_parallel_balance simulated``.
+"""Stages balanced by simulated time: ``--parallelism.pipeline_parallel_balance``.
 
 What stands before the layers, one layer of each kind, and what stands after them with the loss are
 captured as stages of their own, by the code of a dry run, and priced on the machine that the run
-is meant for. ``gt_pipeline.estimates.balanced_division`` divides the model by these prices. A run
-does it on rank 0 before it has a process group (``gt_trainer.run``), a dry run within its fake
-ranks, and both find the same: nothing is measured (docs/decisions/0028-balance-by-simulation.md).
+is meant for; where a solver places the run (``planned``), it places these.
+``gt_pipeline.estimates.balanced_division`` divides the model by the prices. A run does it on rank 0
+before it has a process group (``gt_trainer.run``), a dry run within its fake ranks, and both find
+the same: nothing is measured (docs/decisions/0028-balance-by-simulation.md).
 """
 
 from __future__ import annotations
@@ -63,6 +64,9 @@ class SimulatedBalance:
     """Modules of each stage, found by simulated time."""
 
     hardware: str
+    is_planned: bool
+    """Whether a solver has placed the modules that were priced."""
+
     stages: tuple[BalancedStage, ...]
     before: tuple[BalancedStage, ...]
     """What ``--parallelism.pipeline_parallel_balance layers`` gives."""
@@ -105,8 +109,9 @@ class SimulatedBalance:
             f"{name} {ms(us)}" + (f" (and {count - 1} alike)" if count > 1 else "")
             for name, count, us in self.kinds
         )
+        of_what = " of placed modules" if self.is_planned else ""
         lines = [
-            f"Stages balanced by simulated time on {self.hardware}: {found}",
+            f"Stages balanced by simulated time{of_what} on {self.hardware}: {found}",
             f"  of a microbatch  {alike}",
         ]
         for index, (stage, before) in enumerate(zip(self.stages, self.before, strict=True)):
@@ -187,6 +192,7 @@ def simulated_balance(
     kinds = dict.fromkeys(each.kind for each in units.times)
     return SimulatedBalance(
         hardware=machine.name,
+        is_planned=config.compile.autoparallel,
         stages=stages(division.counts),
         before=stages(before),
         makespan_us=division.makespan,
@@ -219,6 +225,41 @@ def _units(names: Sequence[str]) -> list[tuple[str, ...]]:
     """Modules that stay together: what stands after the layers is one, with the loss."""
     last = tuple(name for name in names if name in TORCHTITAN_NAMING.last)
     return [(name,) for name in names if name not in last] + [last] * bool(last)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _UnitPlan(PipelinePlan):
+    """Units as stages of their own, each placed as if it stood in a stage of a pipeline."""
+
+    within: PipelinePlan
+    shares: tuple[float, ...]
+    """Of a rank's memory, what each may take."""
+
+    @property
+    def num_microbatches(self) -> int:
+        return self.within.num_microbatches
+
+    def memory_share(self, stage: int) -> float:
+        return self.shares[stage]
+
+
+def _memory_shares(plan: PipelinePlan, stages: Sequence[Sequence[int]]) -> tuple[float, ...]:
+    """What a solver gives units: layers what there is for each, the ends what there is for a stage.
+
+    A stage has one end at most besides its layers, whatever that takes. What a stage really needs
+    is seen when it is placed.
+    """
+    counts = [len(_units(names)) for names in plan.names_per_stage]
+    schedule = plan.schedule
+    of_a_rank = max(
+        sum(counts[stage] for stage in schedule.stages_of_rank(rank))
+        for rank in range(schedule.num_ranks)
+    )
+    last = len(stages) - 1
+    return tuple(
+        plan.memory_share(0) if place in (0, last) else len(units) / of_a_rank
+        for place, units in enumerate(stages)
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -277,7 +318,15 @@ def _captured_units(
     names = tuple(tuple(name for unit in units for name in modules[unit]) for units in stages)
     return _CapturedUnits(
         pipeline=capture_divided(
-            config, built, PipelinePlan(schedule=alone, names_per_stage=names)
+            config,
+            built,
+            _UnitPlan(
+                schedule=alone,
+                names_per_stage=names,
+                within=plan,
+                shares=_memory_shares(plan, stages),
+            ),
+            publishes_plans=False,
         ),
         kinds=kinds,
         stage_of=stage_of,

@@ -37,6 +37,17 @@ class PipelinePlan:
         schedule = self.schedule
         return max(1, max(peak_live(schedule)) * schedule.num_ranks // schedule.num_stages)
 
+    @property
+    def num_microbatches(self) -> int:
+        """Of a step."""
+        return self.schedule.num_microbatches
+
+    def memory_share(self, stage: int) -> float:
+        """What a stage may take of its rank's memory: an equal part for each that a rank has."""
+        schedule = self.schedule
+        assert stage in range(schedule.num_stages)
+        return 1 / max(len(schedule.stages_of_rank(rank)) for rank in range(schedule.num_ranks))
+
 
 def pipeline_plan(
     parallelism: ParallelismConfig, *, num_layers: int, local_batch_size: int

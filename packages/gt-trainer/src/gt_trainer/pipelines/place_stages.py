@@ -38,7 +38,6 @@ from gt_trainer.pipelines.planned_stages import (
     demands_of_stage,
     microbatches_of,
     stage_batch,
-    stage_budget_bytes,
     stage_name,
 )
 from gt_trainer.placement.expert_blocks import expert_blocks, uncounted_routing
@@ -68,19 +67,19 @@ def place_stages(
     stages: StagesToPlace,
     *,
     parallel_dims: ParallelDims,
-    dump_folder: str,
+    dump_folder: str | None,
 ) -> None:
     """Plan stages, and place those of this rank, in place.
 
     Rank 0 logs the plans as tables, and writes them to ``placement.json`` and a page for each to
-    the dump folder. All ranks call it.
+    the dump folder, if there is one. All ranks call it.
 
     Args:
         parts: this rank's stages by index, on the meta device, not placed yet.
         every_part: likewise, those of all ranks; read on rank 0 only, and not placed.
         stages: the pipeline.
         parallel_dims: torchtitan's meshes; the axes of one stage are planned.
-        dump_folder: for the files.
+        dump_folder: for the files; None: the plans are not published.
 
     Raises:
         PlacementError: a stage cannot be planned, no plan keeps the memory budget, the plan of the
@@ -90,7 +89,8 @@ def place_stages(
 
     def published_plans() -> dict[int, PlacementPlan]:
         plans = stage_plans(every_part, stages, MeshShape.of(mesh))
-        _publish(plans, Path(dump_folder))
+        if dump_folder is not None:
+            _publish(plans, Path(dump_folder))
         return plans
 
     shared = plans_on_first_rank(
@@ -113,8 +113,13 @@ def stage_plans(
     """The plan of each stage: searched for, or read from ``solver.plan`` and seen to be for it."""
     solver, training = stages.solver, stages.training
     budget = memory_budget(solver)
-    budget_bytes = stage_budget_bytes(budget.num_bytes, stages.plan.schedule)
-    logger.info(f"Placement: {budget}, of which a stage may take {budget_bytes / 2**30:.2f} GiB")
+    may_take = {
+        index: int(budget.num_bytes * stages.plan.memory_share(index)) for index in every_part
+    }
+    logger.info(
+        f"Placement: {budget}, of which stages may take "
+        + ", ".join(f"{each / 2**30:.2f} GiB" for each in sorted({*may_take.values()}))
+    )
     asked: dict[int, PartToPlace] = {}
     with ExitStack() as stack:
         for index, part in every_part.items():
@@ -135,7 +140,7 @@ def stage_plans(
                         seq_len=training.seq_len,
                         is_tied=stages.is_tied,
                     ),
-                    memory_budget_bytes=budget_bytes,
+                    memory_budget_bytes=may_take[index],
                     microbatches=microbatches_of(stages.plan),
                     compute_dtype=TORCH_DTYPE_MAP[training.mixed_precision_param],
                     reduce_dtype=TORCH_DTYPE_MAP[training.mixed_precision_reduce],

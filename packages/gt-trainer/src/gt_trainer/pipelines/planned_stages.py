@@ -11,18 +11,20 @@ has all of it.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import Placement, Replicate, Shard
 from torchtitan.config import TORCH_DTYPE_MAP, TrainingConfig
 from torchtitan.models.common.decoder import Decoder
 
-from gt_autoparallel import Constraints, MeshShape, Microbatches
+from gt_autoparallel import Constraints, MeshShape, Microbatches, tensors_of_parts
 from gt_config import ExpertPlacement
-from gt_pipeline.schedules import Schedule
+from gt_pipeline.split import TORCHTITAN_NAMING
 from gt_trainer.decoder.tied_stages import EMBEDDING, PROJECTION
 from gt_trainer.pipelines.pipeline_plan import PipelinePlan
 from gt_trainer.placement.example_batch import example_inputs, example_kwargs
@@ -32,6 +34,9 @@ from gt_trainer.placement.planned_mesh import (
     expert_token_layouts,
     num_batch_shards,
 )
+
+if TYPE_CHECKING:
+    from gt_trainer.trainer import GraphTrainer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,17 +55,47 @@ def stage_name(index: int) -> str:
     return f"stage {index}"
 
 
+def with_stages_of_plan(config: GraphTrainer.Config, path: Path) -> GraphTrainer.Config:
+    """The configuration with the stages by name that the plans of a file are for.
+
+    Stages that were cut where a solver said are cut there again, whatever it would say now.
+
+    Args:
+        config: of a run that trains with the plans of that file.
+        path: of the file.
+
+    Raises:
+        PlanMismatchError: as ``gt_autoparallel.tensors_of_parts``.
+        OSError: the file cannot be read.
+    """
+    parts = tensors_of_parts(path)
+    names = [
+        _units_with(parts[stage_name(index)])
+        for index in range(len(parts))
+        if stage_name(index) in parts
+    ]
+    return replace(
+        config, parallelism=replace(config.parallelism, module_fqns_per_model_part=names)
+    )
+
+
+def _units_with(tensors: Collection[str]) -> list[str]:
+    """Modules that are not divided among stages, of which some have such parameters, in order."""
+    naming = TORCHTITAN_NAMING
+    layer = re.compile(rf"{naming.layers}\.(\d+)\.")
+    layers = sorted({int(found[1]) for name in tensors if (found := layer.match(name))})
+    tops = {name.partition(".")[0] for name in tensors}
+    return [
+        *(name for name in naming.first if name in tops),
+        *(f"{naming.layers}.{index}" for index in layers),
+        *(name for name in naming.last if name in tops),
+    ]
+
+
 def microbatches_of(plan: PipelinePlan) -> Microbatches:
     """How a step runs each stage."""
-    count = plan.schedule.num_microbatches
+    count = plan.num_microbatches
     return Microbatches(num_in_step=count, num_live=min(plan.live_microbatches, count))
-
-
-def stage_budget_bytes(budget_bytes: int, schedule: Schedule) -> int:
-    """What each stage may take of a rank's memory: an equal part for each that the rank has."""
-    return budget_bytes // max(
-        len(schedule.stages_of_rank(rank)) for rank in range(schedule.num_ranks)
-    )
 
 
 def stage_batch(

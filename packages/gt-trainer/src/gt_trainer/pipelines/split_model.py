@@ -63,7 +63,7 @@ def pipeline(
         The schedule, this rank's parts in order of their stages, and whether the first and the last
         stage are among them.
     """
-    if balance_of(parallelism) == "simulated":
+    if balance_of(parallelism) != "layers":
         names = names_of_first_rank(parallelism.module_fqns_per_model_part)
         # In place: whoever asks this rank's configuration later is told of the same stages.
         parallelism.module_fqns_per_model_part = names
@@ -171,10 +171,12 @@ def placed_stages(
     compile_config: TrainerCompileConfig,
     ac_config: object,
     dump_folder: str,
+    publishes_plans: bool = True,
 ) -> dict[int, nn.Module]:
     """Some stages of ``model``, placed on the mesh, by index. The model stays as it is.
 
-    ``all_indices`` are those that any rank places, of which rank 0 plans all.
+    ``all_indices`` are those that any rank places, of which rank 0 plans all; it logs and writes
+    its plans if it ``publishes_plans``.
     """
     parts = cut_stages(model, plan, indices)
     if compile_config.autoparallel:
@@ -192,7 +194,7 @@ def placed_stages(
                 solver=compile_config.autoparallel_solver,
             ),
             parallel_dims=parallel_dims,
-            dump_folder=dump_folder,
+            dump_folder=dump_folder if publishes_plans else None,
         )
         return dict(parts)
     return {

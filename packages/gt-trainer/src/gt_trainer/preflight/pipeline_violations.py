@@ -26,7 +26,7 @@ def pipeline_violations(config: GraphTrainer.Config) -> Iterator[Violation]:
     """What a pipeline of this model cannot be; nothing if there is none."""
     model = config.model_spec.model if config.model_spec is not None else None
     degree = config.parallelism.pipeline_parallel_degree
-    yield from balance_violations(config.parallelism)
+    yield from balance_violations(config.parallelism, is_placed=config.compile.autoparallel)
     if degree < 2 or not isinstance(model, Decoder.Config):
         return
     if model.enable_weight_tying:
@@ -70,10 +70,15 @@ def _tied_weight_of_two_groups(config: GraphTrainer.Config) -> Iterator[Violatio
         )
 
 
-def balance_violations(parallelism: ParallelismConfig) -> Iterator[Violation]:
-    """What stages that are balanced by simulated time do not go with."""
+def balance_violations(parallelism: ParallelismConfig, *, is_placed: bool) -> Iterator[Violation]:
+    """What stages that are balanced by simulated time do not go with.
+
+    Args:
+        parallelism: of the run.
+        is_placed: whether a solver places the model.
+    """
     balance = balance_of(parallelism)
-    flag, simulated = f"{_PREFIX}_balance", f"{_PREFIX}_balance simulated"
+    flag, balanced = f"{_PREFIX}_balance", f"{_PREFIX}_balance {balance}"
     if balance == "layers":
         return
     if balance not in get_args(PipelineBalance):
@@ -92,11 +97,19 @@ def balance_violations(parallelism: ParallelismConfig) -> Iterator[Violation]:
             fix=f"drop the option, or use {_PREFIX}_degree 2 or more",
         )
         return
+    if balance == "planned" and not is_placed:
+        yield Violation(
+            flag=flag,
+            value=balance,
+            allowed="'layers' or 'simulated' without --compile.autoparallel: no solver places "
+            "modules",
+            fix="use simulated, or --compile.autoparallel",
+        )
     if parallelism.module_fqns_per_model_part is not None:
         yield Violation(
             flag="--parallelism.module_fqns_per_model_part",
             value=parallelism.module_fqns_per_model_part,
-            allowed=f"None with {simulated}, which finds what is on each stage",
+            allowed=f"None with {balanced}, which finds what is on each stage",
             fix="leave out one of the two",
         )
     for end, what in (
@@ -110,7 +123,7 @@ def balance_violations(parallelism: ParallelismConfig) -> Iterator[Violation]:
             yield Violation(
                 flag=f"--parallelism.{name}",
                 value=value,
-                allowed=f"its default {default} with {simulated}, which prices {what}",
+                allowed=f"its default {default} with {balanced}, which prices {what}",
                 fix="leave out one of the two",
             )
 

@@ -79,9 +79,9 @@ def autoparallel_violations(config: Any, topology: Topology) -> Iterator[Violati
         yield Violation(
             flag="--parallelism.pipeline_parallel_balance",
             value="simulated",
-            allowed="'layers' with --compile.autoparallel: single modules are priced to balance "
-            "stages, and how a module is placed depends on the stage that it shares memory with",
-            fix=f"{_LEAVE_OUT}, or give the stages by --parallelism.module_fqns_per_model_part",
+            allowed="'layers' or 'planned' with --compile.autoparallel: modules are priced as they "
+            "are placed by hand",
+            fix="use planned",
         )
     model = config.model_spec.model if config.model_spec is not None else None
     if not isinstance(model, Decoder.Config):

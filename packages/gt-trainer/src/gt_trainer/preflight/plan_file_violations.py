@@ -101,18 +101,21 @@ def _check(path: Path, config: GraphTrainer.Config, topology: Topology) -> None:
 def _check_stages(path: Path, config: GraphTrainer.Config, mesh: MeshShape) -> None:
     """See that the file has a plan for each stage."""
     from gt_autoparallel import check_plan_file
+    from gt_trainer.parallelism_options import balance_of
     from gt_trainer.pipelines.pipeline_plan import pipeline_plan
     from gt_trainer.pipelines.planned_stages import (
         demands_of_stage,
         microbatches_of,
         stage_batch,
-        stage_budget_bytes,
         stage_name,
+        with_stages_of_plan,
     )
     from gt_trainer.pipelines.split_model import captured_plan, cut_stages
     from gt_trainer.placement.memory_budget import asked_budget_bytes
     from gt_trainer.placement.planned_machine import planned_machine
 
+    if balance_of(config.parallelism) == "planned":
+        config = with_stages_of_plan(config, path)
     parallelism, solver = config.parallelism, config.compile.autoparallel_solver
     model = model_on_meta(config)
     plan = captured_plan(
@@ -151,9 +154,7 @@ def _check_stages(path: Path, config: GraphTrainer.Config, mesh: MeshShape) -> N
                 seq_len=config.training.seq_len,
                 is_tied=model.enable_weight_tying,
             ),
-            memory_budget_bytes=(
-                None if budget is None else stage_budget_bytes(budget, plan.schedule)
-            ),
+            memory_budget_bytes=None if budget is None else int(budget * plan.memory_share(index)),
         )
 
 
