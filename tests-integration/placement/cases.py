@@ -350,8 +350,8 @@ def traced_collectives(
     axes_of_ranks |= {own_ranks(mesh, axis): name for axis, name in enumerate(names)}
     found: Counter[tuple[str, str, int | str]] = Counter()
     for node in graph.nodes:
-        if not is_collective(node):
-            continue
+        if not is_collective(node) or node.meta["val"].ndim == 0:
+            continue  # a scalar is the loss, which no plan has
         sizes = [
             value.numel() * value.element_size()
             for value in (node.args[0].meta["val"], node.meta["val"])

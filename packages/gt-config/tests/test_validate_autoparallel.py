@@ -57,15 +57,10 @@ def test_the_backend_of_autoparallel_needs_a_step_that_is_one_graph():
     )
 
 
-def test_autoparallel_plans_tensor_or_expert_parallel_axes():
-    assert only(AUTOPARALLEL, mesh(world=4, dp_shard=2, tp=2, ep=2)) == Violation(
-        flag="--parallelism.expert_parallel_degree",
-        value=2,
-        allowed="1 with --compile.autoparallel and --parallelism.tensor_parallel_degree 2: a plan "
-        "is for one mesh, and these two axes overlap",
-        fix="give the ranks to one of the two axes",
-    )
+def test_autoparallel_plans_experts_over_ranks_of_tensor_parallelism_first():
     assert found(AUTOPARALLEL, mesh(world=4, dp_shard=2, tp=2)) == ()
+    for tp, ep in ((2, 2), (2, 4), (4, 2)):
+        assert found(AUTOPARALLEL, mesh(world=2 * tp, dp_shard=2, tp=tp, ep=ep)) == ()
     assert found(AUTOPARALLEL, EP_TOPOLOGY) == ()
 
 

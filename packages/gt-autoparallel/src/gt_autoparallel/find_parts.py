@@ -76,8 +76,17 @@ def _description(planner: Planner, request: PlacementRequest) -> Hashable:
         (index_of.get(each.node), each.side, each.position, each.placements)
         for each in planner.resolved(request.constraints)
     )
-    rest = replace(request, constraints=(), experts=None, progress=None, replicate_unknown=())
-    return (_without_layers(planner.graph), demands, rest, planner.replicate_unknown)
+    # Cost models are compared by what they say: each request may have its own.
+    rest = replace(
+        request,
+        constraints=(),
+        experts=None,
+        progress=None,
+        replicate_unknown=(),
+        cost_model=None,
+    )
+    graph, prices = _without_layers(planner.graph), planner.prices.digest
+    return (graph, demands, rest, prices, planner.replicate_unknown)
 
 
 def _without_layers(graph: PlacementGraph) -> str:

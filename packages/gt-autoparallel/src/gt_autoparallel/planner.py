@@ -205,7 +205,8 @@ class Planner:
         free = self._unlimited.get((unlimited, relative_gap))
         if free is None:
             free = self._found(unlimited, relative_gap, time_limit_seconds)
-            self._unlimited[unlimited, relative_gap] = free
+            if free.solution.proven:  # more time would find no other
+                self._unlimited[unlimited, relative_gap] = free
         if budget is None or max(free.solution.memory_bytes) <= budget:
             return free
         options = free.placement.options_of_nodes(free.solution.choices)

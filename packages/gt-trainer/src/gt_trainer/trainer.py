@@ -33,7 +33,7 @@ from gt_trainer.parallelism_options import TrainerParallelismConfig, with_own_op
 from gt_trainer.pipelines.pipeline_plan import PipelinePlan, pipeline_plan
 from gt_trainer.pipelines.tied_weight import TiedSchedule, clip_gradients, settle_tied_weight
 from gt_trainer.placement.kept_plan import keep_plan, plan_file_of, with_plan_file
-from gt_trainer.placement.planned_step import loss_of
+from gt_trainer.placement.planned_loss import LossOfParts, loss_of
 from gt_trainer.startup import StartupClock
 from gt_trainer.steps.capture_log import CaptureLog
 from gt_trainer.steps.new_training_step import StepParts, new_training_step
@@ -92,6 +92,8 @@ class GraphTrainer(Trainer):
         self.startup = StartupClock()
         with self.startup.part("setup"):
             super().__init__(config)
+            if isinstance(self.loss_fn, LossOfParts):
+                self.loss_fn.set_ranks(self.parallel_dims)
             if config.compile.autoparallel and config.validator.enable:
                 self._allow_validation()
         self._second_copies = self._settle_tied_weight()

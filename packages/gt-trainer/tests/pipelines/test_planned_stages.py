@@ -14,13 +14,12 @@ from gt_pipeline.schedules import schedule_of
 from gt_trainer.models import llama3, qwen3
 from gt_trainer.pipelines.pipeline_plan import PipelinePlan, pipeline_plan
 from gt_trainer.pipelines.planned_stages import (
-    border_layout,
     demands_of_stage,
-    local_border_shape,
     microbatches_of,
     stage_batch,
 )
 from gt_trainer.pipelines.split_model import cut_stages
+from gt_trainer.placement.planned_mesh import local_token_shape, token_layout
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 
@@ -56,8 +55,8 @@ def stages(module: Any, function: str) -> tuple[PipelinePlan, dict[int, Any], An
 def test_hidden_states_are_cut_by_samples_and_sequence(
     axes: MeshShape, seq_len: int, layout: tuple[object, ...], local: tuple[int, ...]
 ) -> None:
-    assert border_layout(axes, seq_len) == layout
-    assert local_border_shape(axes, seq_len, num_samples=2, width=8) == local
+    assert token_layout(axes, seq_len) == layout
+    assert local_token_shape(axes, seq_len, num_samples=2, width=8) == local
 
 
 def test_stages_agree_on_what_they_pass_on() -> None:
@@ -67,7 +66,6 @@ def test_stages_agree_on_what_they_pass_on() -> None:
         demands_of_stage(
             parts[index],
             index,
-            num_stages=2,
             experts="any",
             mesh=axes,
             seq_len=config.training.seq_len,
@@ -88,7 +86,6 @@ def test_both_ends_of_a_tied_weight_lie_alike() -> None:
         demands_of_stage(
             part,
             index,
-            num_stages=2,
             experts="any",
             mesh=mesh(tp=2, fsdp=3),
             seq_len=config.training.seq_len,

@@ -12,7 +12,7 @@ from gt_config import AutoParallelConfig, Topology
 from gt_trainer.decoder.chunked_loss import GraphChunkedLoss
 from gt_trainer.device import intended_for
 from gt_trainer.models import deepseek_v3, llama3
-from gt_trainer.placement.planned_step import loss_of
+from gt_trainer.placement.planned_loss import LossOfParts, loss_of
 from gt_trainer.preflight.placement_violations import autoparallel_violations
 
 TOPOLOGY = Topology(world=4, dp_shard=4, batch_size=2, seq_len=64)
@@ -135,5 +135,9 @@ def test_a_chunked_loss_is_applied_whole():
     config = config_of(llama3.llama3_debugmodel)
     assert isinstance(config.loss, GraphChunkedLoss.Config)
     assert isinstance(loss_of(config), CrossEntropyLoss.Config)
+    config.parallelism.tensor_parallel_degree = 2
+    of_parts = loss_of(config)
+    assert isinstance(of_parts, LossOfParts.Config)
+    assert isinstance(of_parts.loss_fn, CrossEntropyLoss.Config)
     config.compile = dataclasses.replace(config.compile, autoparallel=False)
     assert loss_of(config) is config.loss

@@ -31,31 +31,6 @@ def _autoparallel_backend_needs_autoparallel_and_a_trace(subject: Subject) -> It
         )
 
 
-@rule("config.autoparallel", *(f"topology.{axis}" for axis in ("dp_shard", "tp", "ep")))
-def _autoparallel_plans_one_mesh_of_data_and_tensor_or_expert_axes(
-    subject: Subject,
-) -> Iterator[Violation]:
-    config, mesh = subject.config, subject.topology
-    if not config.autoparallel:
-        return
-    if mesh.tp > 1 and mesh.ep > 1:
-        yield violation(
-            subject,
-            "topology.ep",
-            allowed=f"1 with --compile.autoparallel and {flag_of('topology.tp')} {mesh.tp}: a plan "
-            "is for one mesh, and these two axes overlap",
-            fix="give the ranks to one of the two axes",
-        )
-    if mesh.ep > 1 and mesh.dp_shard % mesh.ep != 0:
-        yield violation(
-            subject,
-            "topology.ep",
-            allowed=f"a divisor of {flag_of('topology.dp_shard')} {mesh.dp_shard} with "
-            "--compile.autoparallel",
-            fix="change one of the two degrees",
-        )
-
-
 @rule("config.autoparallel", "config.mode", "config.inductor_compilation", "topology.pp")
 def _placed_stages_are_captured_actions(subject: Subject) -> Iterator[Violation]:
     config, degree = subject.config, subject.topology.pp

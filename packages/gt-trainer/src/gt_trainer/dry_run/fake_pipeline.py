@@ -23,7 +23,7 @@ from gt_trainer.dry_run.equal_stages import equal_stages
 from gt_trainer.dry_run.fake_step import MetaModel, example_inputs
 from gt_trainer.pipelines.pipeline_plan import PipelinePlan, pipeline_plan
 from gt_trainer.pipelines.split_model import captured_plan, captured_stages, placed_stages
-from gt_trainer.placement.planned_step import loss_of
+from gt_trainer.placement.planned_loss import LossOfParts, loss_of
 from gt_trainer.startup import StartupClock
 from gt_trainer.steps.pipelined_step import StageCaptureReport
 from gt_trainer.trainer import GraphTrainer
@@ -106,6 +106,8 @@ def capture_divided(
         # As torchtitan's trainer does on the rank of the last stage.
         loss_fn.set_lm_head(last.lm_head)
         last._skip_lm_head = True
+    if isinstance(loss_fn, LossOfParts):
+        loss_fn.set_ranks(built.parallel_dims)
     step = captured_stages(
         parts,
         plan,

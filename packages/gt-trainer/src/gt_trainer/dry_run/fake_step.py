@@ -22,7 +22,7 @@ from torchtitan.tools import utils as titan_utils
 
 from gt_trainer.decoder.attention import attention_mask_for
 from gt_trainer.placement.example_batch import example_block_mask
-from gt_trainer.placement.planned_step import loss_of
+from gt_trainer.placement.planned_loss import LossOfParts, loss_of
 from gt_trainer.steps.training_step import LossFunction
 from gt_trainer.trainer import GraphTrainer
 
@@ -135,6 +135,8 @@ def _build(config: GraphTrainer.Config, world_size: int) -> FakeStep:
     if isinstance(loss_fn, ChunkedLossWrapper):
         loss_fn.set_lm_head(model.lm_head)
         model._skip_lm_head = True
+    if isinstance(loss_fn, LossOfParts):
+        loss_fn.set_ranks(parallel_dims)
     return FakeStep(
         model=model,
         loss_fn=loss_fn,

@@ -6,6 +6,7 @@ The meaning of the options is torchtitan's (torchtitan/distributed/pipeline_para
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from torchtitan.config import ParallelismConfig
@@ -31,11 +32,11 @@ class PipelinePlan:
     def live_microbatches(self) -> int:
         """Of a stage, how many hold at once what their forwards saved; on the rank with most.
 
-        A rank's stages share what is live there, about alike. One number for all, so that equal
-        stages are recomputed alike.
+        A rank's stages share what is live there, about alike; rounded up. One number for all, so
+        that equal stages are recomputed alike.
         """
         schedule = self.schedule
-        return max(1, max(peak_live(schedule)) * schedule.num_ranks // schedule.num_stages)
+        return math.ceil(max(peak_live(schedule)) * schedule.num_ranks / schedule.num_stages)
 
     @property
     def num_microbatches(self) -> int:

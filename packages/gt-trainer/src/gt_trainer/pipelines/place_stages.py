@@ -38,6 +38,7 @@ from gt_trainer.pipelines.planned_stages import (
     demands_of_stage,
     microbatches_of,
     stage_batch,
+    stage_budget_bytes,
     stage_name,
 )
 from gt_trainer.placement.expert_blocks import expert_blocks, uncounted_routing
@@ -96,6 +97,7 @@ def place_stages(
     shared = plans_on_first_rank(
         published_plans,
         device=titan_utils.device_type,
+        cost_model=planned_machine().cost_model(),
         microbatches=microbatches_of(stages.plan),
     )
     for index, part in parts.items():
@@ -114,7 +116,16 @@ def stage_plans(
     solver, training = stages.solver, stages.training
     budget = memory_budget(solver)
     may_take = {
-        index: int(budget.num_bytes * stages.plan.memory_share(index)) for index in every_part
+        index: stage_budget_bytes(
+            budget.num_bytes,
+            part,
+            index,
+            stages.plan,
+            training,
+            mesh,
+            microbatch_size=stages.microbatch_size,
+        )
+        for index, part in every_part.items()
     }
     logger.info(
         f"Placement: {budget}, of which stages may take "
@@ -134,7 +145,6 @@ def stage_plans(
                     constraints=demands_of_stage(
                         part,
                         index,
-                        num_stages=stages.plan.schedule.num_stages,
                         experts=solver.experts,
                         mesh=mesh,
                         seq_len=training.seq_len,

@@ -28,11 +28,13 @@ from gt_pipeline.split import TORCHTITAN_NAMING
 from gt_trainer.decoder.tied_stages import EMBEDDING, PROJECTION
 from gt_trainer.pipelines.pipeline_plan import PipelinePlan
 from gt_trainer.placement.example_batch import example_inputs, example_kwargs
+from gt_trainer.placement.memory_budget import loss_bytes
 from gt_trainer.placement.planned_mesh import (
     batch_layout,
     expert_layouts,
     expert_token_layouts,
     num_batch_shards,
+    token_layout,
 )
 
 if TYPE_CHECKING:
@@ -98,6 +100,34 @@ def microbatches_of(plan: PipelinePlan) -> Microbatches:
     return Microbatches(num_in_step=count, num_live=min(plan.live_microbatches, count))
 
 
+def stage_budget_bytes(
+    budget_bytes: int,
+    part: Decoder,
+    index: int,
+    plan: PipelinePlan,
+    training: TrainingConfig,
+    mesh: MeshShape,
+    *,
+    microbatch_size: int,
+) -> int:
+    """What the plan of a stage may take of a rank's memory; the last one leaves room for the loss.
+
+    Args:
+        budget_bytes: of a rank.
+        part: see ``stage_batch``; so are the others.
+        index: see ``stage_batch``.
+        plan: the pipeline.
+        training: see ``stage_batch``.
+        mesh: see ``stage_batch``.
+        microbatch_size: see ``stage_batch``.
+    """
+    may_take = int(budget_bytes * plan.memory_share(index))
+    if index == plan.schedule.num_stages - 1:
+        vocab_size = part.config.vocab_size
+        may_take -= loss_bytes(mesh, training, num_samples=microbatch_size, vocab_size=vocab_size)
+    return max(1, may_take)
+
+
 def stage_batch(
     part: Decoder, index: int, training: TrainingConfig, mesh: MeshShape, *, microbatch_size: int
 ) -> StageBatch:
@@ -124,38 +154,10 @@ def stage_batch(
     return StageBatch(inputs=(hidden,), kwargs=kwargs)
 
 
-def border_layout(mesh: MeshShape, seq_len: int) -> tuple[Placement, ...]:
-    """How the hidden state (B, L, D) lies that two stages pass on."""
-    layout: list[Placement] = []
-    for placement, size in zip(batch_layout(mesh), mesh.sizes, strict=True):
-        is_cut = isinstance(placement, Replicate) and seq_len % size == 0
-        seq_len //= size if is_cut else 1
-        layout.append(Shard(1) if is_cut else placement)
-    return tuple(layout)
-
-
-def local_border_shape(
-    mesh: MeshShape, seq_len: int, *, num_samples: int, width: int
-) -> tuple[int, int, int]:
-    """What of it one rank sends: (b, L, D), of which the sequence may be cut.
-
-    Args:
-        mesh: of one stage.
-        seq_len: tokens of a sample.
-        num_samples: of one rank.
-        width: of the hidden state.
-    """
-    for placement, size in zip(border_layout(mesh, seq_len), mesh.sizes, strict=True):
-        if placement == Shard(1):
-            seq_len //= size
-    return num_samples, seq_len, width
-
-
 def demands_of_stage(
     part: Decoder,
     index: int,
     *,
-    num_stages: int,
     experts: ExpertPlacement,
     mesh: MeshShape,
     seq_len: int,
@@ -166,18 +168,17 @@ def demands_of_stage(
     Args:
         part: the modules of the stage.
         index: of the stage.
-        num_stages: of the pipeline.
         experts: how routed experts may be placed.
         mesh: of one stage.
         seq_len: tokens of a sample.
         is_tied: whether two stages hold one weight, whose copies must lie alike.
     """
-    batch, border = batch_layout(mesh), border_layout(mesh, seq_len)
+    batch, border = batch_layout(mesh), token_layout(mesh, seq_len)
     hidden = next(iter(inspect.signature(part.forward).parameters))
     has_experts = any(getattr(layer, "moe", None) is not None for layer in part.layers.values())
     return Constraints(
         inputs={"*": batch} if index == 0 else {"*": batch, hidden: border},
-        outputs={"output": batch if index == num_stages - 1 else border},
+        outputs={"output": border},
         parameters=_tied_layouts(part, mesh) if is_tied else {},
         experts=expert_layouts(experts, mesh) if has_experts else {},
         expert_tokens=expert_token_layouts(mesh) if has_experts else {},

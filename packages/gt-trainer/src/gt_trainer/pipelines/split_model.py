@@ -371,11 +371,10 @@ def _placed_activation(
     parallel_dims: ParallelDims,
 ) -> ActivationSignature:
     """The same between stages that a solver placed, which take and return plain tensors."""
-    from gt_trainer.pipelines.planned_stages import local_border_shape
-    from gt_trainer.placement.planned_mesh import planned_shape
+    from gt_trainer.placement.planned_mesh import local_token_shape, planned_shape
 
     return ActivationSignature(
-        shape=local_border_shape(
+        shape=local_token_shape(
             planned_shape(parallel_dims),
             training.seq_len,
             num_samples=parallelism.pipeline_parallel_microbatch_size,

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 
+import torch
+from torchtitan.config import TORCH_DTYPE_MAP, TrainingConfig
 from torchtitan.tools import utils as titan_utils
 
-from gt_autoparallel import device_budget_bytes
+from gt_autoparallel import MeshShape, device_budget_bytes
 from gt_config import AutoParallelConfig
 from gt_trainer.device import machine_memory_bytes
 from gt_trainer.placement.planned_machine import planned_machine
+from gt_trainer.placement.planned_mesh import local_token_shape
 
 _GIB = 2**30
 
@@ -58,3 +62,22 @@ def memory_budget(solver: AutoParallelConfig) -> MemoryBudget:
         capacity = machine_memory_bytes() // num_ranks
         source = f"a rank's part of this machine's {capacity * num_ranks / _GIB:.2f} GiB"
     return MemoryBudget(num_bytes=device_budget_bytes(capacity), source=f"nine tenths of {source}")
+
+
+def loss_bytes(
+    mesh: MeshShape, training: TrainingConfig, *, num_samples: int, vocab_size: int
+) -> int:
+    """What a rank holds for the loss, beside the logits, when most is alive.
+
+    The log-probabilities that its backward reads, and their gradient, both in float32, and the
+    gradient of the logits: what a captured step has for torchtitan's ``CrossEntropyLoss``.
+
+    Args:
+        mesh: that is planned.
+        training: gives the sequence length, and the dtype of logits.
+        num_samples: of one rank.
+        vocab_size: of the model.
+    """
+    shape = local_token_shape(mesh, training.seq_len, num_samples=num_samples, width=vocab_size)
+    dtype = TORCH_DTYPE_MAP[training.mixed_precision_param]
+    return math.prod(shape) * (2 * torch.float32.itemsize + dtype.itemsize)

@@ -34,7 +34,7 @@ from gt_trainer.placement.example_batch import example_inputs, example_kwargs
 from gt_trainer.placement.expert_blocks import TitanExpertBlock, expert_blocks, uncounted_routing
 from gt_trainer.placement.kept_plan import PLAN_FILE
 from gt_trainer.placement.masks_of_parts import make_masks_of_parts
-from gt_trainer.placement.memory_budget import memory_budget
+from gt_trainer.placement.memory_budget import loss_bytes, memory_budget
 from gt_trainer.placement.planned_machine import planned_machine
 from gt_trainer.placement.planned_mesh import (
     batch_layout,
@@ -42,6 +42,7 @@ from gt_trainer.placement.planned_mesh import (
     expert_token_layouts,
     num_batch_shards,
     planned_mesh,
+    token_layout,
 )
 
 
@@ -77,7 +78,11 @@ def place_decoder(
         _publish(plan, Path(dump_folder))
         return plan
 
-    shared = plan_on_first_rank(published_plan, device=titan_utils.device_type)
+    shared = plan_on_first_rank(
+        published_plan,
+        device=titan_utils.device_type,
+        cost_model=planned_machine().cost_model(),
+    )
     apply_plan(model, shared.plan, mesh, experts=blocks, interface=shared.interface)
     if num_batch_shards(MeshShape.of(mesh)) > 1:
         make_masks_of_parts(model)
@@ -102,10 +107,13 @@ def placement_plan(
     kwargs = example_kwargs(model, training, num_shards)
     compute_dtype = TORCH_DTYPE_MAP[training.mixed_precision_param]
     reduce_dtype = TORCH_DTYPE_MAP[training.mixed_precision_reduce]
-    constraints = demands_of_run(solver.experts, mesh, has_experts=bool(blocks))
+    constraints = demands_of_run(
+        solver.experts, mesh, seq_len=training.seq_len, has_experts=bool(blocks)
+    )
     budget = memory_budget(solver)
+    budget_bytes = beside_loss_bytes(budget.num_bytes, model, training, mesh)
     cost_model = planned_machine().cost_model()
-    logger.info(f"Placement: {budget}")
+    logger.info(f"Placement: {budget}, {budget_bytes / 2**30:.2f} GiB of it beside the loss")
     with uncounted_routing(model):
         if solver.plan is not None:
             logger.info(f"Placement: the plan of {solver.plan}")
@@ -117,7 +125,7 @@ def placement_plan(
                 example_kwargs=kwargs,
                 cost_model=cost_model,
                 constraints=constraints,
-                memory_budget_bytes=budget.num_bytes,
+                memory_budget_bytes=budget_bytes,
                 compute_dtype=compute_dtype,
                 reduce_dtype=reduce_dtype,
                 experts=blocks,
@@ -129,7 +137,7 @@ def placement_plan(
             inputs,
             PlacementRequest(
                 constraints=constraints,
-                memory_budget_bytes=budget.num_bytes,
+                memory_budget_bytes=budget_bytes,
                 cost_model=cost_model,
                 compute_dtype=compute_dtype,
                 reduce_dtype=reduce_dtype,
@@ -143,15 +151,30 @@ def placement_plan(
         )
 
 
-def demands_of_run(experts: ExpertPlacement, mesh: MeshShape, *, has_experts: bool) -> Constraints:
-    """What a plan must keep to be trained with: where data loaders and the loss have batches.
+def beside_loss_bytes(
+    budget_bytes: int, model: Decoder, training: TrainingConfig, mesh: MeshShape
+) -> int:
+    """What a plan may take of a rank's memory, for what is planned does not hold the loss."""
+    of_loss = loss_bytes(
+        mesh,
+        training,
+        num_samples=training.local_batch_size,
+        vocab_size=model.config.vocab_size,
+    )
+    return max(1, budget_bytes - of_loss)
+
+
+def demands_of_run(
+    experts: ExpertPlacement, mesh: MeshShape, *, seq_len: int, has_experts: bool
+) -> Constraints:
+    """What a plan must keep to be trained with: where data loaders have batches, the loss tokens.
 
     And, in a model with routed experts, how tokens are counted that balance their routing.
     """
     layout = batch_layout(mesh)
     return Constraints(
         inputs={"*": layout},
-        outputs={"output": layout},
+        outputs={"output": token_layout(mesh, seq_len)},
         experts=expert_layouts(experts, mesh),
         expert_tokens=expert_token_layouts(mesh) if has_experts else {},
     )

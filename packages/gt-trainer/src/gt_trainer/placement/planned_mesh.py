@@ -119,6 +119,41 @@ def batch_layout(mesh: MeshShape) -> tuple[Placement, ...]:
     return tuple(Replicate() if name in _TENSOR_PARALLEL_AXES else Shard(0) for name in mesh.names)
 
 
+def token_layout(mesh: MeshShape, seq_len: int) -> tuple[Placement, ...]:
+    """How what is computed of each token lies: hidden states between stages, and logits.
+
+    Samples over axes of data, as batches, and the tokens of a sample over those of tensor
+    parallelism; on each rank of an axis that does not divide them.
+
+    Args:
+        mesh: that is planned.
+        seq_len: tokens of a sample.
+    """
+    layout: list[Placement] = []
+    for placement, size in zip(batch_layout(mesh), mesh.sizes, strict=True):
+        is_cut = isinstance(placement, Replicate) and seq_len % size == 0
+        seq_len //= size if is_cut else 1
+        layout.append(_SEQUENCE if is_cut else placement)
+    return tuple(layout)
+
+
+def local_token_shape(
+    mesh: MeshShape, seq_len: int, *, num_samples: int, width: int
+) -> tuple[int, int, int]:
+    """What one rank has of it: (b, L, D), of which the sequence may be cut.
+
+    Args:
+        mesh: that is planned.
+        seq_len: tokens of a sample.
+        num_samples: of one rank.
+        width: numbers of a token.
+    """
+    for placement, size in zip(token_layout(mesh, seq_len), mesh.sizes, strict=True):
+        if placement == _SEQUENCE:
+            seq_len //= size
+    return num_samples, seq_len, width
+
+
 def expert_layouts(experts: ExpertPlacement, mesh: MeshShape) -> dict[str, dict[str, Placement]]:
     """What ``gt_autoparallel.Constraints`` calls the demand of a run on routed experts.
 

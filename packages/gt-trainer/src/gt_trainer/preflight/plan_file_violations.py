@@ -68,7 +68,7 @@ def _check(path: Path, config: GraphTrainer.Config, topology: Topology) -> None:
     from gt_autoparallel import check_plan_file
     from gt_trainer.placement.example_batch import example_inputs, example_kwargs
     from gt_trainer.placement.memory_budget import asked_budget_bytes
-    from gt_trainer.placement.place_decoder import demands_of_run
+    from gt_trainer.placement.place_decoder import beside_loss_bytes, demands_of_run
     from gt_trainer.placement.planned_machine import planned_machine
     from gt_trainer.placement.planned_mesh import num_batch_shards, planned_axes
 
@@ -85,6 +85,7 @@ def _check(path: Path, config: GraphTrainer.Config, topology: Topology) -> None:
     model = model_on_meta(config)
     routes = any(isinstance(module, MoE) for module in model.modules())
     num_shards = num_batch_shards(mesh)
+    budget = asked_budget_bytes(solver)
     check_plan_file(
         path,
         model,
@@ -92,9 +93,13 @@ def _check(path: Path, config: GraphTrainer.Config, topology: Topology) -> None:
         example_inputs(config.training, num_shards),
         example_kwargs=example_kwargs(model, config.training, num_shards),
         cost_model=planned_machine().cost_model(),
-        constraints=demands_of_run(solver.experts, mesh, has_experts=routes),
+        constraints=demands_of_run(
+            solver.experts, mesh, seq_len=config.training.seq_len, has_experts=routes
+        ),
         # Not what the device has: to ask CUDA would keep ranks from being forked.
-        memory_budget_bytes=asked_budget_bytes(solver),
+        memory_budget_bytes=None
+        if budget is None
+        else beside_loss_bytes(budget, model, config.training, mesh),
     )
 
 
@@ -107,6 +112,7 @@ def _check_stages(path: Path, config: GraphTrainer.Config, mesh: MeshShape) -> N
         demands_of_stage,
         microbatches_of,
         stage_batch,
+        stage_budget_bytes,
         stage_name,
         with_stages_of_plan,
     )
@@ -148,13 +154,24 @@ def _check_stages(path: Path, config: GraphTrainer.Config, mesh: MeshShape) -> N
             constraints=demands_of_stage(
                 part,
                 index,
-                num_stages=num_stages,
                 experts=solver.experts,
                 mesh=mesh,
                 seq_len=config.training.seq_len,
                 is_tied=model.enable_weight_tying,
             ),
-            memory_budget_bytes=None if budget is None else int(budget * plan.memory_share(index)),
+            memory_budget_bytes=(
+                None
+                if budget is None
+                else stage_budget_bytes(
+                    budget,
+                    part,
+                    index,
+                    plan,
+                    config.training,
+                    mesh,
+                    microbatch_size=parallelism.pipeline_parallel_microbatch_size,
+                )
+            ),
         )
 
 
