@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from planned_models import MESH, WIDTH, Block
@@ -17,6 +19,7 @@ from gt_autoparallel import (
     find_placements,
 )
 from gt_autoparallel.audit import audit_plan
+from gt_passes.simulation import CostModel, h100_sxm
 
 S0, R = Shard(0), Replicate()
 
@@ -56,6 +59,15 @@ def found(*parts: PartToPlace) -> tuple[list[PlacementPlan], list[bool]]:
     plans = find_placements(dict(enumerate(parts)), MESH)
     solvers = [plan.solver for plan in plans.values()]
     return list(plans.values()), [solver not in solvers[:i] for i, solver in enumerate(solvers)]
+
+
+def test_so_do_parts_that_are_asked_for_with_cost_models_that_say_the_same() -> None:
+    models = [CostModel(h100_sxm()) for _ in range(2)]
+    other = CostModel(replace(h100_sxm(), peak_bf16_flops_per_s=1e12))
+    parts = (part(0), part(1), part(2))
+    for each, model in zip(parts, [*models, other], strict=True):
+        object.__setattr__(each, "request", replace(each.request, cost_model=model))
+    assert found(*parts)[1] == [True, False, True]
 
 
 def test_parts_that_differ_in_names_of_layers_share_a_plan() -> None:

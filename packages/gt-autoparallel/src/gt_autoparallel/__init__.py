@@ -20,7 +20,7 @@ file imports from its own folder and from those below it: the workspace's ``pypr
 which.
 """
 
-from gt_autoparallel.apply import allow_evaluation, apply_plan
+from gt_autoparallel.apply import allow_evaluation, apply_plan, make_expert_meshes
 from gt_autoparallel.audit import audit_plan
 from gt_autoparallel.errors import (
     ConstraintError,
@@ -93,6 +93,7 @@ __all__ = [
     "find_placement",
     "find_placements",
     "load_plan",
+    "make_expert_meshes",
     "place",
     "plan_on_first_rank",
     "plan_report",

@@ -7,6 +7,7 @@ import torch
 from accumulated_steps import BATCH, captured, cut, train_like_eager
 from stage_models import Block, CountingBlock
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from gt_config.node_keys import FsdpCollectiveAnnotation
 from gt_passes import CudaGraphs, PassContext
@@ -158,6 +159,42 @@ def test_a_step_that_is_replayed_refuses_any_bad_microbatch_before_the_launch():
 def x_elements() -> int:
     """How often the gradient of the sum is added: the loss weighs it by as many ones."""
     return BATCH[0] * BATCH[1]
+
+
+def test_a_step_that_is_refused_has_warmed_up_nothing():
+    recorder = FakeRecorder()
+    step = AccumulatedStep(marked(CountingBlock(), 2, recorder), CountingBlock())
+    first, (x, y) = batches(2)
+    with pytest.raises(InputMismatchError):
+        step([(x[:2], y[:2]), first])
+    step([first, first])
+    assert (recorder.num_recorded, recorder.num_replays) == (0, 0)
+    step([first, first])
+    assert (recorder.num_recorded, recorder.num_replays) == (1, 1)
+
+
+def test_a_parameter_of_several_plain_tensors_is_read_where_all_of_them_lie():
+    recorder = FakeRecorder()
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            weight = torch.arange(8.0)
+            self.weight = nn.Parameter(TwoTensor(weight, weight + 1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.weight
+
+    module = Twice()
+    step = AccumulatedStep(marked(module, 2, recorder), module)
+    plain = AccumulatedStep(cut(module, 2), module)
+    for _ in range(3):
+        given = batches(2)
+        found, expected = step(given), plain(given)
+        for own, its in zip(found.gradients, expected.gradients, strict=True):
+            assert torch.equal(own.a, its.a)
+            assert torch.equal(own.b, its.b)
+    assert recorder.num_replays == 2
 
 
 def test_a_step_takes_as_many_microbatches_as_it_was_cut_for():

@@ -116,21 +116,40 @@ def test_a_call_that_reads_more_than_its_operands_is_traced() -> None:
     assert (counts.num_calls, counts.num_copied) == (4, 0)
 
 
-def test_operands_that_differ_make_other_calls() -> None:
-    class Unlike(Program):
-        def forward(self, x: Tensor) -> Tensor:
-            result: Tensor = _Run.apply(self.call, x.to(torch.float64), *self.weights)
-            return result
+Operands = Callable[[Tensor], tuple[Tensor, ...]]
 
-    model = Unlike(("a call", lambda x, weight: (x * weight,)), num_layers=2)
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        pytest.param(lambda x: (x, x.sin()), lambda x: (x.double(), x.sin()), id="dtype"),
+        pytest.param(lambda x: (x, x.sin()), lambda x: (x.sin(), x.cos().t()), id="strides"),
+        pytest.param(lambda x: (x, x.sin()), lambda x: (x.sin()[:1], x), id="shape"),
+        pytest.param(lambda x: (x[0], x.sin()), lambda x: (x[1], x.sin()), id="storage offset"),
+        pytest.param(lambda x: (x.sin(), x), lambda x: (x, x), id="one value twice"),
+        pytest.param(lambda x: (x.sin(), x), lambda x: (x.view(4, 4), x), id="one storage twice"),
+    ],
+)
+def test_operands_that_differ_make_other_calls(one: Operands, other: Operands) -> None:
+    def combined(given: Sequence[Tensor]) -> tuple[Tensor]:
+        first, second = given
+        # Contiguous or not is another operator, and what a memory format means.
+        return ((first + 2 * second.contiguous()).reshape(-1).sum() * first,)
+
+    def function(x: Tensor) -> list[Tensor]:
+        found: list[Tensor] = []
+        with torch.no_grad(), calls_of_one_place():
+            for operands in (one, other, one, other):
+                found += traced_call("a call", combined, operands(x))
+        return found
+
     with copied_calls() as counts:
-        step = trace_step(step_of(model), module=model)(torch.ones(4, 4))
-    assert counts.num_calls == 4
-    dtypes = {
-        node.meta["val"].dtype
-        for node in step.graph_module.graph.find_nodes(op="call_function", target=aten.mul.Tensor)
-    }
-    assert dtypes == {torch.float64}
+        step = trace_step(function)(torch.zeros(4, 4))
+    assert (counts.num_calls, counts.num_copied) == (4, 2)
+    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
+    for found, expected in zip(step.graph_module(x), function(x), strict=True):
+        assert found.dtype == expected.dtype
+        assert torch.equal(found, expected)
 
 
 def test_a_key_that_says_too_little_is_noticed_by_the_comparison() -> None:

@@ -32,7 +32,7 @@ from gt_trainer.model_identity import identity_of, write_identity
 from gt_trainer.parallelism_options import TrainerParallelismConfig, with_own_options
 from gt_trainer.pipelines.pipeline_plan import PipelinePlan, pipeline_plan
 from gt_trainer.pipelines.tied_weight import TiedSchedule, clip_gradients, settle_tied_weight
-from gt_trainer.placement.kept_plan import keep_plan, plan_file_of, with_plan_file
+from gt_trainer.placement.kept_plan import PLAN_FILE, keep_plan, plan_file_of, with_plan_file
 from gt_trainer.placement.planned_loss import LossOfParts, loss_of
 from gt_trainer.startup import StartupClock
 from gt_trainer.steps.capture_log import CaptureLog
@@ -94,6 +94,9 @@ class GraphTrainer(Trainer):
             super().__init__(config)
             if isinstance(self.loss_fn, LossOfParts):
                 self.loss_fn.set_ranks(self.parallel_dims)
+            self._plan_file: bytes | None = None
+            if config.compile.autoparallel and dist.get_rank() == 0:
+                self._plan_file = (Path(config.dump_folder) / PLAN_FILE).read_bytes()
             if config.compile.autoparallel and config.validator.enable:
                 self._allow_validation()
         self._second_copies = self._settle_tied_weight()
@@ -233,7 +236,7 @@ class GraphTrainer(Trainer):
             return
         if not filesystem.is_remote(folder):
             write_identity(Path(folder), self._model_identity)
-        if self.config.compile.autoparallel and not keep_plan(self.config):
+        if self._plan_file is not None and not keep_plan(self.config, self._plan_file):
             logger.warning(
                 f"{folder} is remote, and the plan is not kept there: to go on with it, give "
                 "--compile.autoparallel_solver.plan with a copy of placement.json"

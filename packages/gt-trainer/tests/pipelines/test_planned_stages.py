@@ -17,6 +17,7 @@ from gt_trainer.pipelines.planned_stages import (
     demands_of_stage,
     microbatches_of,
     stage_batch,
+    stage_budget_bytes,
 )
 from gt_trainer.pipelines.split_model import cut_stages
 from gt_trainer.placement.planned_mesh import local_token_shape, token_layout
@@ -76,7 +77,7 @@ def test_stages_agree_on_what_they_pass_on() -> None:
     assert first.inputs == {"*": (R, S0)}
     assert first.outputs == {"output": (S1, S0)}
     assert last.inputs == {"*": (R, S0), "tokens": (S1, S0)}
-    assert last.outputs == {"output": (R, S0)}
+    assert last.outputs == {"output": (S1, S0)}
     assert first.parameters == last.parameters == {}
 
 
@@ -114,7 +115,7 @@ def test_a_stage_takes_a_microbatch_of_all_ranks() -> None:
 
 @pytest.mark.parametrize(
     ("name", "num_stages", "live", "budget"),
-    [("1F1B", 2, 2, 100), ("Interleaved1F1B", 4, 2, 50), ("GPipe", 2, 6, 100)],
+    [("1F1B", 2, 2, 100), ("Interleaved1F1B", 4, 3, 50), ("GPipe", 2, 6, 100)],
 )
 def test_a_schedule_says_what_is_live_and_how_stages_share_a_rank(
     name: str, num_stages: int, live: int, budget: int
@@ -123,3 +124,20 @@ def test_a_schedule_says_what_is_live_and_how_stages_share_a_rank(
     plan = PipelinePlan(schedule=schedule, names_per_stage=((),) * num_stages)
     assert microbatches_of(plan) == Microbatches(num_in_step=6, num_live=live)
     assert 100 * plan.memory_share(0) == budget
+
+
+def test_stages_leave_room_for_what_they_receive_and_for_the_loss() -> None:
+    plan, parts, config = stages(llama3, "llama3_debugmodel")
+    axes, length = mesh(tp=2, fsdp=4), config.training.seq_len
+    config.training.mixed_precision_param = "bfloat16"
+    first, last = (
+        stage_budget_bytes(2**30, parts[i], i, plan, config.training, axes, microbatch_size=2)
+        for i in (0, 1)
+    )
+    assert first == 2**30
+    model = config.model_spec.model
+    tokens = 2 * length // 2  # of a rank
+    received = 2 * tokens * model.dim
+    of_loss = (4 + 4 + 2) * tokens * model.vocab_size
+    assert last == 2**30 - microbatches_of(plan).num_live * received - of_loss
+    assert stage_budget_bytes(1, parts[1], 1, plan, config.training, axes, microbatch_size=2) == 1

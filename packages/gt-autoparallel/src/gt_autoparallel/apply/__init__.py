@@ -13,7 +13,7 @@
     rank_mesh           the process groups of one rank
 """
 
-from gt_autoparallel.apply.apply_plan import apply_plan
+from gt_autoparallel.apply.apply_plan import apply_plan, make_expert_meshes
 from gt_autoparallel.apply.evaluation import allow_evaluation
 
-__all__ = ["allow_evaluation", "apply_plan"]
+__all__ = ["allow_evaluation", "apply_plan", "make_expert_meshes"]

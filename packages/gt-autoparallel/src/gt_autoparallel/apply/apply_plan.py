@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch.distributed as dist
 from torch import nn
@@ -11,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from gt_autoparallel._torch_internals import has_gradient_hooks
 from gt_autoparallel.apply.local_program import RunNode, local_program
-from gt_autoparallel.apply.placed_experts import PlacedExperts
+from gt_autoparallel.apply.placed_experts import PlacedExperts, expert_axes
 from gt_autoparallel.apply.placed_forward import (
     PlacedForward,
     hooks_of_inner_modules,
@@ -36,6 +35,7 @@ def apply_plan(
     experts: Mapping[str, ExpertBlock] | None = None,
     interface: ModelInterface | None = None,
     ignore_hooks: bool = False,
+    expert_meshes: Mapping[tuple[int, ...], DeviceMesh] | None = None,
 ) -> nn.Module:
     """Place ``model`` by ``plan``, in place.
 
@@ -62,6 +62,8 @@ def apply_plan(
             None takes the one of the plan's graph.
         ignore_hooks: modules inside may have forward and backward hooks, which do not run: for
             hooks that only compute on tensors, which is in the plan, or that wait to be turned on.
+        expert_meshes: of ``make_expert_meshes``, where ranks have different plans. None: what the
+            plan needs is made here, so all ranks of the world need the same.
 
     Returns:
         ``model``.
@@ -96,7 +98,10 @@ def apply_plan(
     if problems or rank is None or interface is None:
         raise PlanMismatchError("the plan does not fit:\n  " + "\n  ".join(problems))
     program = local_program(
-        plan, rank, interface=interface, experts=_expert_nodes(plan, mesh, experts or {})
+        plan,
+        rank,
+        interface=interface,
+        experts=_expert_nodes(plan, mesh, experts or {}, expert_meshes),
     )
     place_parameters(model, plan.parameter_layouts(), mesh, rank)
     forward = PlacedForward(
@@ -150,13 +155,36 @@ def _problems(
         )
 
 
+def make_expert_meshes(
+    plans: Iterable[PlacementPlan], mesh: DeviceMesh
+) -> dict[tuple[int, ...], DeviceMesh]:
+    """The ranks that exchange tokens for experts, for every plan that some rank has.
+
+    PyTorch names groups by how many a process has made, so that ranks with plans of their own have
+    to make the same: every rank of the world calls it with all plans, in any order.
+
+    Args:
+        plans: for meshes like ``mesh``, such as those of a pipeline's stages.
+        mesh: this rank's.
+
+    Returns:
+        By axes of the mesh: their ranks together, the last axis fastest, in one dimension.
+    """
+    axes = sorted(set().union(*map(expert_axes, plans)))
+    return {each: _mesh_of_axes(mesh, each) for each in axes}
+
+
 def _expert_nodes(
-    plan: PlacementPlan, mesh: DeviceMesh, experts: Mapping[str, ExpertBlock]
+    plan: PlacementPlan,
+    mesh: DeviceMesh,
+    experts: Mapping[str, ExpertBlock],
+    expert_meshes: Mapping[tuple[int, ...], DeviceMesh] | None,
 ) -> dict[str, RunNode]:
     """How each node of kind experts runs: forward and backward of a block share what is kept."""
-    mesh_of_axes = functools.cache(functools.partial(_mesh_of_axes, mesh))
+    if expert_meshes is None:
+        expert_meshes = make_expert_meshes([plan], mesh)
     placed = {
-        name: PlacedExperts.of(plan, mesh_of_axes, name=name, block=block)
+        name: PlacedExperts.of(plan, expert_meshes.__getitem__, name=name, block=block)
         for name, block in experts.items()
     }
     return {

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from gt_autoparallel.errors import PlanMismatchError
 from gt_autoparallel.graph.experts import FIRST_WEIGHT_OPERAND, ExpertBlock, expert_parallel_axes
+from gt_autoparallel.graph.placement_graph import PlacementNode
 from gt_autoparallel.plan.placement_plan import PlacementPlan
 
 
@@ -55,9 +56,7 @@ class PlacedExperts:
             raise PlanMismatchError(
                 f"the plan runs forward and backward of the experts {name!r} in different layouts"
             )
-        axes = expert_parallel_axes(nodes[0], plan.options[nodes[0].index]) if nodes else ()
-        # An axis of one rank has nothing to exchange.
-        distributed = tuple(axis for axis in axes if plan.mesh.sizes[axis] > 1)
+        distributed = _distributed_over(plan, nodes[0]) if nodes else ()
         return cls(
             name=name,
             block=block,
@@ -82,3 +81,16 @@ class PlacedExperts:
         leaves, result = state[self.name]
         gradients: tuple[torch.Tensor, ...] = torch.autograd.grad(result, leaves, operands[0])
         return gradients
+
+
+def expert_axes(plan: PlacementPlan) -> set[tuple[int, ...]]:
+    """Over which axes of the mesh a plan has experts exchange tokens, of each block."""
+    return {
+        axes for node in plan.graph.of_kind("experts") if (axes := _distributed_over(plan, node))
+    }
+
+
+def _distributed_over(plan: PlacementPlan, node: PlacementNode) -> tuple[int, ...]:
+    axes = expert_parallel_axes(node, plan.options[node.index])
+    # An axis of one rank has nothing to exchange.
+    return tuple(axis for axis in axes if plan.mesh.sizes[axis] > 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from gt_config._rules.rule import must_be_default, rule, violation
-from gt_config._subject import Subject
+from gt_config._subject import Subject, flag_of
 from gt_config.errors import Violation
 
 _MESH = ("dp_replicate", "dp_shard", "cp", "tp")
@@ -65,5 +65,20 @@ def _microbatches_share_gathering_and_reduction(subject: Subject) -> Iterator[Vi
             "config.fsdp_second_group",
             allowed="False with --compile.accumulation reduce_once: no microbatch both gathers "
             "parameters and reduces gradients",
+            fix="leave the flag out, or use --compile.accumulation every_microbatch",
+        )
+
+
+@rule("config.mode", "config.accumulation", "config.cuda_graphs", "topology.ep")
+def _whole_steps_are_recorded(subject: Subject) -> Iterator[Violation]:
+    config, degree = subject.config, subject.topology.ep
+    is_one_recording = config.accumulation == "reduce_once" and config.mode == "aot_fx_trace"
+    if is_one_recording and subject.topology.pp == 1 and config.cuda_graphs and degree > 1:
+        yield violation(
+            subject,
+            "config.cuda_graphs",
+            allowed=f"False with --compile.accumulation reduce_once and {flag_of('topology.ep')} "
+            f"{degree}: such a step is one CUDA graph or none, and how many tokens are exchanged "
+            "is known on the device alone",
             fix="leave the flag out, or use --compile.accumulation every_microbatch",
         )

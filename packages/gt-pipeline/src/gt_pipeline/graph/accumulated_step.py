@@ -39,7 +39,7 @@ class AccumulatedStep:
 
     Where a pass has marked all graphs to be recorded (``gt_passes.CudaGraphs``), a step is recorded
     after the first one as one CUDA graph, and replayed by one launch. Then all microbatches are
-    asked for before it, and copied to where it reads them.
+    asked for before a step, the first one too, and copied to where it reads them.
 
     Args:
         graphs: of a step.
@@ -67,7 +67,7 @@ class AccumulatedStep:
 
         Args:
             microbatches: the arguments of each; one is asked for after another, when the ones
-                before have run.
+                before have run, unless steps are recorded.
 
         Raises:
             gt_trace.InputMismatchError: one differs from the captured one in structure, shape,
@@ -84,6 +84,8 @@ class AccumulatedStep:
             plain = self._replay(self._recording, microbatches)
         if plain is None:
             plain = self._compute(map(self._plain_tensors, microbatches), self._runs)
+            if self._recording is not None:
+                self._recording.has_run()
         graphs = self._graphs
         own = [_cut_off(plain, graphs.num_plain_results) for _ in range(graphs.num_microbatches)]
         layouts = self._layouts[: graphs.num_results]
@@ -91,6 +93,15 @@ class AccumulatedStep:
             results=tuple(tuple(wrapped_leaves(each, layouts)) for each in own),
             gradients=tuple(wrapped_leaves(plain, self._layouts[graphs.num_results :])),
         )
+
+    @property
+    def left_alone(self) -> tuple[MicrobatchRole, ...]:
+        """Whose graphs keep the step from being recorded, where a pass has marked others."""
+        marks = {
+            each.role: whole_recording(each.graph_module) is not None
+            for each in self._graphs.graphs
+        }
+        return tuple(role for role, is_marked in marks.items() if any(marks.values()) > is_marked)
 
     def release(self) -> None:
         """Drop the recording, if any, before process groups go: it keeps communicators alive."""
@@ -151,7 +162,7 @@ class AccumulatedStep:
         self._check_count(len(microbatches))
         traced = self._graphs.traced
         state = self._inputs.static_tensors()
-        names = [each.name for each in traced.inputs[: self._num_static]]
+        names = [f"{each.name}, {each.leaf}" for each in traced.inputs[: self._num_static]]
 
         def read_inputs() -> list[Tensor]:
             read = [self._plain_tensors(each)[self._num_static :] for each in microbatches]

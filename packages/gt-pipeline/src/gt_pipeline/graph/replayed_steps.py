@@ -130,7 +130,10 @@ class ReplayedSteps:
             for name, tensor in of_stage.items()
         }
         results = self._recording.run(state, read_inputs, computed)
-        return None if results is None else self._computed(results)
+        if results is None:
+            self._recording.has_run()  # a step that fails is the last of its runner
+            return None
+        return self._computed(results)
 
     def release(self) -> None:
         """Drop the recording, before process groups go: it keeps communicators alive."""

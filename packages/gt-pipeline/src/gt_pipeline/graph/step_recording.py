@@ -47,7 +47,7 @@ class StepRecording:
         self._how = how
         self._recorder: Recorder | None = None
         self._recorded: _Recorded | None = None
-        self._num_steps = 0
+        self._num_run = 0
         self._num_forgotten = 0
 
     def run(
@@ -68,8 +68,7 @@ class StepRecording:
         Raises:
             CudaGraphAddressError: state was replaced too often.
         """
-        self._num_steps += 1
-        if self._num_steps <= self._how.num_warmup_runs:
+        if self._num_run < self._how.num_warmup_runs:
             return None
         # Another thread may drop it meanwhile: that of a step which has failed elsewhere.
         recorded = self._recorded
@@ -85,6 +84,10 @@ class StepRecording:
         if copies:
             copy_all(copies, recorded.recording.outputs)
         return copies
+
+    def has_run(self) -> None:
+        """To be called when a step has run as it is: what is lazy has been done by then."""
+        self._num_run += 1
 
     def memory(self, num_bytes: int, device: torch.device) -> Tensor:
         """Bytes that no recording uses for anything else; not while a step is being recorded."""

@@ -26,6 +26,7 @@ from gt_trainer.dry_run.fake_step import FakeStep, fake_step
 from gt_trainer.dry_run.pipeline_dry_run import PipelineDryRunReport, pipeline_dry_run
 from gt_trainer.dry_run.simulated_run import SimulatedRun, simulate_run
 from gt_trainer.dry_run.step_facts import degrees_of, step_facts
+from gt_trainer.placement.kept_plan import plan_file_of, with_plan_file
 from gt_trainer.placement.planned_machine import PlannedMachine, planned_for
 from gt_trainer.startup import StartupClock
 from gt_trainer.steps.captured_step import CaptureReport, capture_training_step
@@ -132,6 +133,8 @@ def dry_run(
         RuntimeError: a process group exists already.
         Exception: whatever building, placing or capturing raises, as in a real run.
     """
+    # The plan with which the run would go on.
+    config = replace(config, compile=with_plan_file(config.compile, plan_file_of(config)))
     with planned_for(PlannedMachine(hardware=hardware, is_simulated=True)):
         return _dry_run(
             config,
@@ -170,6 +173,8 @@ def _remedy(
     config: GraphTrainer.Config, world_size: int, hardware: Hardware | None, is_allowed: Allows
 ) -> str:
     """The first change that makes the run fit, those that cost less speed first."""
+    if config.compile.autoparallel:
+        return "a smaller --compile.autoparallel_solver.memory_budget_gib, or more ranks"
     for flags, changed in changes_that_need_less(config, is_allowed):
         simulated = _captured(changed, world_size, hardware).simulated
         if simulated.fits:

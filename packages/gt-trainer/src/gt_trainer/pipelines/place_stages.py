@@ -26,6 +26,7 @@ from gt_autoparallel import (
     apply_plan,
     find_placements,
     load_plan,
+    make_expert_meshes,
     plan_report,
     plans_on_first_rank,
     write_plans,
@@ -100,10 +101,18 @@ def place_stages(
         cost_model=planned_machine().cost_model(),
         microbatches=microbatches_of(stages.plan),
     )
+    expert_meshes = make_expert_meshes((each.plan for each in shared.values()), mesh)
     for index, part in parts.items():
         blocks = expert_blocks(part)
         of_stage = shared[index]
-        apply_plan(part, of_stage.plan, mesh, experts=blocks, interface=of_stage.interface)
+        apply_plan(
+            part,
+            of_stage.plan,
+            mesh,
+            experts=blocks,
+            interface=of_stage.interface,
+            expert_meshes=expert_meshes,
+        )
         if num_batch_shards(MeshShape.of(mesh)) > 1:
             make_masks_of_parts(part)
         draw_whole_weights(part)

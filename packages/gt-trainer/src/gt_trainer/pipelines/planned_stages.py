@@ -11,6 +11,7 @@ has all of it.
 from __future__ import annotations
 
 import inspect
+import math
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
@@ -33,6 +34,7 @@ from gt_trainer.placement.planned_mesh import (
     batch_layout,
     expert_layouts,
     expert_token_layouts,
+    local_token_shape,
     num_batch_shards,
     token_layout,
 )
@@ -110,7 +112,10 @@ def stage_budget_bytes(
     *,
     microbatch_size: int,
 ) -> int:
-    """What the plan of a stage may take of a rank's memory; the last one leaves room for the loss.
+    """What the plan of a stage may take of a rank's memory.
+
+    It leaves room for what no plan has: what stages before have sent for each live microbatch, and
+    on the last stage the loss.
 
     Args:
         budget_bytes: of a rank.
@@ -125,6 +130,12 @@ def stage_budget_bytes(
     if index == plan.schedule.num_stages - 1:
         vocab_size = part.config.vocab_size
         may_take -= loss_bytes(mesh, training, num_samples=microbatch_size, vocab_size=vocab_size)
+    if index > 0:
+        shape = local_token_shape(
+            mesh, training.seq_len, num_samples=microbatch_size, width=part.config.dim
+        )
+        dtype = TORCH_DTYPE_MAP[training.mixed_precision_param]
+        may_take -= math.prod(shape) * dtype.itemsize * microbatches_of(plan).num_live
     return max(1, may_take)
 
 

@@ -8,7 +8,6 @@ and whatever it would find.
 from __future__ import annotations
 
 import os
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -47,10 +46,14 @@ def with_plan_file(options: Any, path: Path | None) -> Any:
     return replace(options, autoparallel_solver=solver)
 
 
-def keep_plan(config: Any) -> bool:
-    """Keep the plan of a run, which is in its dump folder, beside its checkpoints.
+def keep_plan(config: Any, written: bytes) -> bool:
+    """Keep the plan of a run beside its checkpoints.
 
     Whoever reads it there sees the old file or all of the new one.
+
+    Args:
+        config: a ``GraphTrainer.Config``.
+        written: the file, as the run wrote it to its dump folder: another one may have since.
 
     Returns:
         False if it cannot be kept there: the checkpoints are remote.
@@ -61,7 +64,7 @@ def keep_plan(config: Any) -> bool:
     folder.mkdir(parents=True, exist_ok=True)
     scratch = folder / f".{PLAN_FILE}.{os.getpid()}.tmp"
     try:
-        shutil.copyfile(Path(config.dump_folder) / PLAN_FILE, scratch)
+        scratch.write_bytes(written)
         scratch.replace(folder / PLAN_FILE)
     finally:
         scratch.unlink(missing_ok=True)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.fx import GraphModule
+from torchtitan.tools.logging import logger
 
 from gt_config import CaptureLayers, EpOverlapConfig, ShapeChangePolicy
 from gt_passes import PassContext, PassManagerReport, estimate_memory, residency_table
@@ -241,10 +242,15 @@ class ReduceOnceStep:
         self.reports = (*self.reports, report)
         step = AccumulatedStep(report.graphs, self._model)
         self._steps.append(step)
+        if step.left_alone:
+            logger.warning(
+                "The step is not recorded as a CUDA graph, since the graph of its "
+                f"{' and '.join(step.left_alone)} microbatch is left alone: all or none are"
+            )
 
         def run(batches: Iterable[Microbatch], tokens: torch.Tensor) -> AccumulatedResult:
-            # Masks are made as a microbatch comes to run: all of them would fill memory. But a step
-            # that is replayed asks for all.
+            # Masks are made as a microbatch comes to run: all of them would fill memory. But where
+            # steps are recorded, all are asked for.
             return step(self._arguments(batch, tokens) for batch in batches)
 
         return run

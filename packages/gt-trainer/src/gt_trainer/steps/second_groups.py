@@ -19,7 +19,9 @@ def create_second_groups(
     """The second groups that ``options`` ask for, in the same order on every rank."""
     wanted: list[tuple[str, GroupPurpose]] = []
     if options.fsdp_second_group:
-        wanted += [("fsdp", "reductions"), ("efsdp", "reductions")]
+        # A plan reduces gradients over any axis, and in a pipeline each stage over others.
+        further = ("dp_replicate", "tp", "ep") if options.autoparallel else ()
+        wanted += [(axis, "reductions") for axis in ("fsdp", "efsdp", *further)]
     if options.ep_overlap.enabled:
         wanted += [("ep", "exchanges")]
     names = [
