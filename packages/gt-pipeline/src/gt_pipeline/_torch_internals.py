@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 __all__ = [
     "PipelineContext",
     "PipelineStageBase",
-    "PointToPoint",
     "TorchSchedule",
+    "TransferBackend",
     "backend_of",
     "force_backward",
     "prepare_runtime",
@@ -58,7 +58,7 @@ PipelineContext: TypeAlias = "_PipelineContext"
 _NOT_OURS = ("WAIT_SEND_F", "WAIT_SEND_B", "WAIT_REDUCE_GRAD")
 
 
-class PointToPoint(Protocol):
+class TransferBackend(Protocol):
     """Methods of a process group's backend that torch's stubs do not have."""
 
     def send(self, tensors: list[torch.Tensor], peer: int, tag: int, /) -> dist.Work:
@@ -68,12 +68,12 @@ class PointToPoint(Protocol):
         """Start to fill a tensor with what the peer sends under a tag."""
 
 
-def backend_of(group: dist.ProcessGroup, device: torch.device) -> PointToPoint:
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> TransferBackend:
     """What runs a group's transfers of tensors on a device.
 
     Public methods of a group take it there through the dispatcher, once a call: 5 of 18 us.
     """
-    backend: PointToPoint = cast("Any", group)._get_backend(device)
+    backend: TransferBackend = cast("Any", group)._get_backend(device)
     return backend
 
 

@@ -73,9 +73,9 @@ def _balanced(config: GraphTrainer.Config, hardware: Hardware | None) -> GraphTr
         return config
     if (path := plan_file_of(config)) is not None:
         # Imported here: no other run pays for the solver.
-        from gt_trainer.pipelines.planned_stages import with_stages_of_plan
+        from gt_trainer.pipelines.planned_stages import stages_of_plan
 
-        return with_stages_of_plan(config, path)
+        return with_stages(config, stages_of_plan(path))
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     seconds = config.comm.init_timeout_seconds
     try:
@@ -90,7 +90,7 @@ def _balanced(config: GraphTrainer.Config, hardware: Hardware | None) -> GraphTr
         ) from None
     for line in str(found).splitlines():
         logger.info(line)
-    return with_stages(config, found)
+    return with_stages(config, found.names_per_stage)
 
 
 def _train(config: GraphTrainer.Config) -> None:

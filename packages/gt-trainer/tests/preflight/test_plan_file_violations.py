@@ -14,7 +14,7 @@ from gt_passes.simulation import h100_sxm
 from gt_trainer.models import llama3
 from gt_trainer.pipelines.pipeline_plan import pipeline_plan
 from gt_trainer.pipelines.place_stages import StagesToPlace, stage_plans
-from gt_trainer.pipelines.planned_stages import with_stages_of_plan
+from gt_trainer.pipelines.planned_stages import stages_of_plan
 from gt_trainer.pipelines.split_model import cut_stages
 from gt_trainer.placement.expert_blocks import expert_blocks
 from gt_trainer.placement.kept_plan import keep_plan, plan_file_of
@@ -225,9 +225,7 @@ def test_stages_that_a_plan_file_names_are_those_of_a_run_that_lets_them_be_foun
 ):
     accepted = piped(tmp_path, str(stage_plan), pipeline_parallel_balance="planned")
     check_configuration(accepted, NUM_RANKS)
-    found = with_stages_of_plan(accepted, stage_plan)
-    assert found.parallelism.module_fqns_per_model_part == STAGES
-    assert accepted.parallelism.module_fqns_per_model_part is None
+    assert stages_of_plan(stage_plan) == STAGES
 
 
 def test_plans_of_other_stages_are_refused(stage_plan, tmp_path):

@@ -23,7 +23,7 @@ from typing import Literal, TypeAlias
 import torch
 import torch.distributed as dist
 
-from gt_pipeline._torch_internals import PointToPoint, backend_of
+from gt_pipeline._torch_internals import TransferBackend, backend_of
 from gt_pipeline.runner.process_groups import close_group, make_group, release_group
 from gt_pipeline.runner.stage_protocol import ActivationSignature, Tensors
 
@@ -39,7 +39,7 @@ MAX_TENSORS = 64
 class TransferChannel:
     """One way between this rank and another, for the tensors of one signature."""
 
-    backend: PointToPoint
+    backend: TransferBackend
     """Of the direction's group."""
 
     peer: int

@@ -135,12 +135,12 @@ def pipeline_dry_run(
         is_balanced = balance_of(config.parallelism) != "layers"
         if is_balanced and (path := plan_file_of(config)) is not None:
             # Imported here: no other dry run pays for the solver.
-            from gt_trainer.pipelines.planned_stages import with_stages_of_plan
+            from gt_trainer.pipelines.planned_stages import stages_of_plan
 
-            config = with_stages_of_plan(config, path)
+            config = with_stages(config, stages_of_plan(path))
         elif is_balanced:
             balance = simulated_balance(config, built, hardware=hardware)
-            config = with_stages(config, balance)
+            config = with_stages(config, balance.names_per_stage)
         begin = time.perf_counter()
         pipeline = capture_divided(config, built, planned_pipeline(config))
         seconds = time.perf_counter() - begin

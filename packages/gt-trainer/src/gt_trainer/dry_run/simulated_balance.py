@@ -123,9 +123,9 @@ class SimulatedBalance:
         return "\n".join(lines)
 
 
-def with_stages(config: GraphTrainer.Config, balance: SimulatedBalance) -> GraphTrainer.Config:
-    """The configuration with these stages by name."""
-    named = replace(config.parallelism, module_fqns_per_model_part=balance.names_per_stage)
+def with_stages(config: GraphTrainer.Config, names: list[list[str]]) -> GraphTrainer.Config:
+    """The configuration with these modules on each stage."""
+    named = replace(config.parallelism, module_fqns_per_model_part=names)
     return replace(config, parallelism=named)
 
 

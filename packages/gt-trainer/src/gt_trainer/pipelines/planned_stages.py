@@ -16,7 +16,7 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.distributed.tensor import Placement, Replicate, Shard
@@ -39,9 +39,6 @@ from gt_trainer.placement.planned_mesh import (
     token_layout,
 )
 
-if TYPE_CHECKING:
-    from gt_trainer.trainer import GraphTrainer
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageBatch:
@@ -59,13 +56,12 @@ def stage_name(index: int) -> str:
     return f"stage {index}"
 
 
-def with_stages_of_plan(config: GraphTrainer.Config, path: Path) -> GraphTrainer.Config:
-    """The configuration with the stages by name that the plans of a file are for.
+def stages_of_plan(path: Path) -> list[list[str]]:
+    """The modules of each stage that the plans of a file are for.
 
     Stages that were cut where a solver said are cut there again, whatever it would say now.
 
     Args:
-        config: of a run that trains with the plans of that file.
         path: of the file.
 
     Raises:
@@ -73,14 +69,11 @@ def with_stages_of_plan(config: GraphTrainer.Config, path: Path) -> GraphTrainer
         OSError: the file cannot be read.
     """
     parts = tensors_of_parts(path)
-    names = [
+    return [
         _units_with(parts[stage_name(index)])
         for index in range(len(parts))
         if stage_name(index) in parts
     ]
-    return replace(
-        config, parallelism=replace(config.parallelism, module_fqns_per_model_part=names)
-    )
 
 
 def _units_with(tensors: Collection[str]) -> list[str]:

@@ -7,6 +7,7 @@ model, mesh, batch and machine. Rank 0 captures the model, and sees the rest, wh
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -114,14 +115,16 @@ def _check_stages(path: Path, config: GraphTrainer.Config, mesh: MeshShape) -> N
         stage_batch,
         stage_budget_bytes,
         stage_name,
-        with_stages_of_plan,
+        stages_of_plan,
     )
     from gt_trainer.pipelines.split_model import captured_plan, cut_stages
     from gt_trainer.placement.memory_budget import asked_budget_bytes
     from gt_trainer.placement.planned_machine import planned_machine
 
     if balance_of(config.parallelism) == "planned":
-        config = with_stages_of_plan(config, path)
+        names = stages_of_plan(path)
+        named = dataclasses.replace(config.parallelism, module_fqns_per_model_part=names)
+        config = dataclasses.replace(config, parallelism=named)
     parallelism, solver = config.parallelism, config.compile.autoparallel_solver
     model = model_on_meta(config)
     plan = captured_plan(
