@@ -119,20 +119,6 @@ def test_batch_chunks_in_stages_are_cut_from_microbatches():
     assert found(by_sequence, topology) == ()
 
 
-def test_ep_overlap_is_refused_with_context_parallelism():
-    topology = dataclasses.replace(EP_TOPOLOGY, world=2 * EP_TOPOLOGY.world, cp=2)
-    (violation,) = (
-        each for each in found(overlap(), topology) if each.flag == "--compile.ep_overlap.enabled"
-    )
-    assert violation == Violation(
-        flag="--compile.ep_overlap.enabled",
-        value=True,
-        allowed="True only with --parallelism.context_parallel_degree 1; it is 2: "
-        "the two have not been tested together",
-        fix="use --parallelism.context_parallel_degree 1, or turn EP overlap off",
-    )
-
-
 def test_chunks_of_the_sequence_on_the_graph_are_refused_with_tensor_parallelism():
     topology = dataclasses.replace(EP_TOPOLOGY, world=2 * EP_TOPOLOGY.world, tp=2)
     by_sequence = overlap(chunk_dim="seq", module_fqn="layers.*.moe")

@@ -24,8 +24,9 @@ from gt_config import CompileConfig, Violation
             "--compile.pipeline_gathered_gib",
             4.0,
             (
-                "None with --compile.cuda_graphs: recorded actions read gathered parameters at "
-                "addresses that stay, so those of all stages of a rank stay gathered"
+                "None with --compile.cuda_graphs and expert parallelism: a step that exchanges "
+                "tokens is recorded action by action, and those recordings read gathered "
+                "parameters at addresses that stay, so that nothing frees them"
             ),
             "leave out one of the two",
         ),
@@ -62,6 +63,7 @@ def test_refuses_with_a_pipeline_what_needs_a_whole_step(settings, flag, value, 
     [
         {},
         {"cuda_graphs": True},
+        {"pipeline_gathered_gib": 4.0},
         {"on_shape_change": "recapture"},
         {"memory_policy": "offload"},
         {"async_tensor_parallel": True},
@@ -69,3 +71,9 @@ def test_refuses_with_a_pipeline_what_needs_a_whole_step(settings, flag, value, 
 )
 def test_takes_a_pipeline_with_tensor_and_expert_parallelism(settings):
     assert found(CompileConfig(**settings), mesh(world=8, dp_shard=2, pp=2, tp=2, ep=2)) == ()
+
+
+def test_takes_recorded_steps_that_gather_within_a_bound():
+    """Without exchanges whole steps are recorded, and free what they gathered."""
+    config = CompileConfig(cuda_graphs=True, pipeline_gathered_gib=4.0)
+    assert found(config, mesh(world=8, dp_shard=2, pp=2, tp=2)) == ()

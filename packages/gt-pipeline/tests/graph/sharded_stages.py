@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from recording_transform import recording
 from stage_models import ACTIVATION, Block, squared_error
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -55,30 +56,39 @@ def train_recorded_like_eager() -> tuple[list[str], int]:
 
 
 def replay_whole_steps() -> tuple[list[str], list[int]]:
-    """Three steps of a stage that two ranks share, replayed; beside one that runs as it is.
+    """Three steps of stages that two ranks share, replayed; beside one that runs as it is.
+
+    Only one of the two stages may be gathered at a time, so that each is gathered more than once.
 
     Returns:
         What differs in any bit, and the launches of each step.
     """
-    planned = schedule_of("1F1B", num_ranks=1, num_stages=1, num_microbatches=3)
+    planned = schedule_of("Interleaved1F1B", num_ranks=1, num_stages=2, num_microbatches=3)
     recorder = FakeRecorder()
     runners, modules = [], []
     for transform in (recording(recorder), None):
         torch.manual_seed(0)
-        module = Block(hidden=15)
+        module = nn.ModuleList([Block(hidden=15), Block(hidden=15)])
         mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("fsdp",))
-        shard(module, mesh, mode="shard")
         inputs = MicrobatchInputs(args=(torch.randn(4, 8),), target=torch.randn(4, 8))
-        stage = GraphPipelineStage(
-            module,
-            stage_index=0,
-            num_stages=1,
-            inputs=inputs,
-            loss_fn=squared_error,
-            transform=transform,
-        )
+        stages: list[GraphPipelineStage] = []
+        for index, block in enumerate(module):
+            shard(block, mesh, mode="shard")
+            stages.append(
+                GraphPipelineStage(
+                    block,
+                    stage_index=index,
+                    num_stages=2,
+                    activations=stages[0].output_signature if stages else (),
+                    inputs=inputs,
+                    loss_fn=squared_error if stages else None,
+                    transform=transform,
+                    fake_mode=stages[0].fake_mode if stages else None,
+                )
+            )
         mine = dist.new_subgroups(1)[0]
-        runners.append(GraphPPRunner([stage], planned, group=mine))
+        most = max(stage.unsharded_bytes for stage in stages)
+        runners.append(GraphPPRunner(stages, planned, group=mine, max_unsharded_bytes=most))
         modules.append(module)
     torch.manual_seed(dist.get_rank())
     differing, launches = [], []

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from gt_passes.errors import CudaGraphAddressError
 from gt_passes.testing import FakeRecorder, FakeRecording
-from gt_pipeline.errors import PipelineStepError
+from gt_pipeline.errors import PipelineStepError, RunnerSetupError
 from gt_pipeline.graph import GraphPipelineStage
 from gt_pipeline.graph.stage_inputs import MicrobatchReader
 from gt_pipeline.runner import GraphPPRunner, connections
@@ -181,6 +181,27 @@ def test_where_one_graph_cannot_be_recorded_actions_are() -> None:
     with GraphPPRunner(stages, planned_schedule("Interleaved1F1B", 2)) as runner:
         assert not runner.replays_steps
     assert all(stage._recordings.is_used for stage in stages)
+
+
+def test_actions_that_are_recorded_keep_gathered_parameters_which_no_bound_allows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(GraphPipelineStage, "unsharded_bytes", 100)
+    stages = new_stages(2, FakeRecorder())
+    planned = planned_schedule("Interleaved1F1B", 2)
+    with GraphPPRunner(stages, planned, max_unsharded_bytes=100) as runner:
+        assert runner.replays_steps
+    stages[1]._marks[0] = None
+    with pytest.raises(RunnerSetupError) as caught:
+        GraphPPRunner(stages, planned, max_unsharded_bytes=100)
+    assert caught.value.problems == tuple(
+        f"rank 0: max_unsharded_bytes is 100: actions of stage {index} are recorded one by one, "
+        "and such recordings read gathered parameters at addresses that stay, so that nothing "
+        "frees them"
+        for index in range(2)
+    )
+    with GraphPPRunner(stages, planned) as runner:
+        assert not runner.replays_steps
 
 
 def test_a_closed_runner_has_dropped_its_recording() -> None:

@@ -19,6 +19,10 @@ import torch
 # attribute of every tensor that fake tensors and DTensors look at.
 from torch._C import DisableTorchFunction
 
+# Whether autocast is on for any type of device but mps, in one call: the public question is for one
+# type, and looks its name up, which a graph of a few operators notices.
+from torch._C import _is_any_autocast_enabled as is_any_autocast_enabled
+
 # Marks a fake tensor as the conjugate or negative view that the traced one is; a fake tensor is
 # made over a plain meta tensor, which loses both.
 from torch._C import _set_conj as set_conj

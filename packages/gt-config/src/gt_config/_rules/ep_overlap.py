@@ -108,19 +108,6 @@ def _other_number_of_chunks(overlap: EpOverlapConfig, extent: int, shards: int) 
     return f", or {flag_of('config.ep_overlap.num_chunks')} {nearest}"
 
 
-@rule("config.ep_overlap.enabled", "topology.cp")
-def _ep_overlap_of_whole_sequences(subject: Subject) -> Iterator[Violation]:
-    degree = subject.topology.cp
-    if subject.config.ep_overlap.enabled and degree > 1:
-        yield violation(
-            subject,
-            "config.ep_overlap.enabled",
-            allowed=f"True only with {flag_of('topology.cp')} 1; it is {degree}: "
-            "the two have not been tested together",
-            fix=f"use {flag_of('topology.cp')} 1, or turn EP overlap off",
-        )
-
-
 @rule(
     "config.ep_overlap.enabled",
     "config.ep_overlap.strategy",

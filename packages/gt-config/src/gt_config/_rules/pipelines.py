@@ -36,7 +36,13 @@ def _pipelines_run_by_actions(subject: Subject) -> Iterator[Violation]:
         )
 
 
-@rule("topology.pp", "config.cuda_graphs", "config.memory_policy", "config.pipeline_gathered_gib")
+@rule(
+    "topology.pp",
+    "topology.ep",
+    "config.cuda_graphs",
+    "config.memory_policy",
+    "config.pipeline_gathered_gib",
+)
 def _recorded_actions_keep_addresses(subject: Subject) -> Iterator[Violation]:
     config = subject.config
     is_recorded = value_at(subject, "topology.pp") > 1 and config.cuda_graphs
@@ -48,11 +54,13 @@ def _recorded_actions_keep_addresses(subject: Subject) -> Iterator[Violation]:
             "host memory of its own, and a CUDA graph copies to one address",
             fix="leave the flag out, or use another --compile.memory_policy",
         )
-    if is_recorded and config.pipeline_gathered_gib is not None:
+    exchanges = value_at(subject, "topology.ep") > 1
+    if is_recorded and exchanges and config.pipeline_gathered_gib is not None:
         yield violation(
             subject,
             "config.pipeline_gathered_gib",
-            allowed="None with --compile.cuda_graphs: recorded actions read gathered parameters at "
-            "addresses that stay, so those of all stages of a rank stay gathered",
+            allowed="None with --compile.cuda_graphs and expert parallelism: a step that exchanges "
+            "tokens is recorded action by action, and those recordings read gathered parameters at "
+            "addresses that stay, so that nothing frees them",
             fix="leave out one of the two",
         )

@@ -36,15 +36,18 @@ class GradientAccumulators:
 
         Memory of those that are ``owned`` may be kept and written to; see ``owned_results``.
         """
-        with torch.no_grad():
-            if self.stands:
-                add_in_place(self.standing(list), gradients)
-            elif self._is_empty:
-                pairs = zip(gradients, owned, strict=True)
-                self._sums = [gradient if own else gradient.clone() for gradient, own in pairs]
-                self._is_empty = False
-            elif self._sums:
-                add_in_place(self._sums, gradients)
+        if torch.is_grad_enabled():
+            # A runner has it off, and doing that again takes as long as many an addition.
+            with torch.no_grad():
+                self.add(gradients, owned)
+        elif self.stands:
+            add_in_place(self.standing(list), gradients)
+        elif self._is_empty:
+            pairs = zip(gradients, owned, strict=True)
+            self._sums = [gradient if own else gradient.clone() for gradient, own in pairs]
+            self._is_empty = False
+        elif self._sums:
+            add_in_place(self._sums, gradients)
 
     def standing(self, new: Callable[[], list[Tensor]]) -> list[Tensor]:
         """The sums, to be added to, at the same addresses in every step.

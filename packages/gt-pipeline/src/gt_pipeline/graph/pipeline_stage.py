@@ -219,7 +219,7 @@ class GraphPipelineStage:
 
     def unshard(self) -> None:
         """Gather the parameters, and keep them until ``reshard``; what uses them first waits."""
-        self._values.unshard(self._recorded_state())
+        self._values.unshard(None if self.reads is None else self.reads.state)
 
     def reshard(self) -> None:
         """Free the gathered parameters."""
@@ -231,7 +231,8 @@ class GraphPipelineStage:
 
     def _static(self, executable: Executable) -> tuple[Tensor, ...]:
         """What an action's graph reads of the state, in order."""
-        return self._values.of(executable, self._recorded_state())
+        reads = self.reads
+        return self._values.of(executable, None if reads is None else reads.state)
 
     def _static_of_forward(self) -> tuple[Tensor, ...]:
         forward = self._executables["FORWARD"]
@@ -239,9 +240,6 @@ class GraphPipelineStage:
             # Once for each time that parameters are gathered, not for each microbatch.
             self.check_state()
         return self._static(forward)
-
-    def _recorded_state(self) -> Sequence[Tensor] | None:
-        return None if self.reads is None else self.reads.state
 
     # ---- actions --------------------------------------------------------------------------------
 
@@ -400,6 +398,11 @@ class GraphPipelineStage:
     def gradients(self) -> Mapping[str, Tensor]:
         """Gradients of the step, reduced, by name; a parameter without gradient is missing."""
         return self._gradients.reduced()
+
+    @property
+    def records_actions(self) -> bool:
+        """Whether actions are recorded one by one: those of a stage, not whole steps of a rank."""
+        return self._recordings.is_used
 
     def release_recordings(self) -> None:
         """Drop recorded CUDA graphs, if any, before the process groups that they keep alive go."""

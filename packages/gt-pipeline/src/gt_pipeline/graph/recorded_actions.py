@@ -95,8 +95,13 @@ class StageRecordings:
         place = Place.of(like)
         return place.view(self.recorder(how).memory(place.end, like.device))
 
-    def enter(self, microbatch: int) -> SlotMemory:
-        """The place of a microbatch whose forward is about to run: the first one that is free."""
+    def enter(self, microbatch: int) -> SlotMemory | None:
+        """The place of a microbatch whose forward is about to run: the first one that is free.
+
+        None if no action is to be recorded.
+        """
+        if not self.is_used:
+            return None
         taken = {*self._place_of.values()}
         number = next(i for i in range(len(self._places) + 1) if i not in taken)
         if number == len(self._places):
@@ -104,13 +109,14 @@ class StageRecordings:
         self._place_of[microbatch] = number
         return self._places[number]
 
-    def place(self, microbatch: int) -> SlotMemory:
-        """The place of a microbatch that is under way."""
-        return self._places[self._place_of[microbatch]]
+    def place(self, microbatch: int) -> SlotMemory | None:
+        """The place of a microbatch that is under way; None if no action is to be recorded."""
+        return self._places[self._place_of[microbatch]] if self.is_used else None
 
     def leave(self, microbatch: int) -> None:
         """Its backward is done."""
-        del self._place_of[microbatch]
+        if self.is_used:
+            del self._place_of[microbatch]
 
     def clear(self) -> None:
         """No microbatch is under way any more."""

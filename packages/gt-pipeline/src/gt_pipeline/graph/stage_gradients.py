@@ -28,6 +28,7 @@ class StageGradients:
         self._layouts = capture.gradient_layouts
         self._slots = slots
         self._reduce = reduce
+        self._has_reduction = not reduce.action.is_empty
         self.sums = GradientAccumulators()
         """What the step's backwards add to."""
 
@@ -43,9 +44,8 @@ class StageGradients:
             return
         self._final = dict(zip(self._slots, sums, strict=True))
         del sums
-        action = self._reduce.action
-        if not action.is_empty:
-            inputs = [self._final.pop(slot) for slot in action.inputs]
+        if self._has_reduction:
+            inputs = [self._final.pop(slot) for slot in self._reduce.action.inputs]
             self._reducing = self._reduce.launch(inputs)
         if self.sums.stands:
             # The next step adds to what lies there.

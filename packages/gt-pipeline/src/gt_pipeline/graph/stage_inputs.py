@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -87,7 +87,8 @@ class MicrobatchReader:
         }
         self._strides = [strides.get(each.name, ()) for each in self._leaves]
         _, args, kwargs, target, _ = traced.argument_spec.child(0).children()
-        self._specs = [args, kwargs, target] if self._takes_target else [args, kwargs]
+        specs = [args, kwargs, target] if self._takes_target else [args, kwargs]
+        self._flatten = [_flattening(spec) for spec in specs]
         self._all_plain_tensors = all(
             each.is_tensor and each.layout is not None and each.layout.subclass is None
             for each in self._leaves
@@ -99,7 +100,8 @@ class MicrobatchReader:
         Raises:
             StageInputError: it is not; every difference is listed.
         """
-        self._refuse_any(self._activation_problems(activations))
+        if problems := self._activation_problems(activations):
+            self._refuse_any(problems)
 
     def read(self, inputs: MicrobatchInputs) -> list[Tensor]:
         """The plain tensors of one microbatch, as the graph takes them behind activations.
@@ -129,8 +131,8 @@ class MicrobatchReader:
         leaves: list[Any] = []
         try:
             # By the captured keys: a dictionary may have been filled in another order.
-            for spec, tree in zip(self._specs, (args, kwargs, target), strict=False):
-                leaves += spec.flatten_up_to(tree)
+            for flatten, tree in zip(self._flatten, (args, kwargs, target), strict=False):
+                leaves += flatten(tree)
         except ValueError as error:
             self._refuse_any(self._structure_problems(args, kwargs, target) or [str(error)])
         self._refuse_any(
@@ -176,6 +178,30 @@ class MicrobatchReader:
                 "captured with",
                 problems=found,
             )
+
+
+def _flattening(spec: pytree.TreeSpec) -> Callable[[Any], list[Any]]:
+    """``spec.flatten_up_to``, without its way to find out how each type is taken apart.
+
+    For tuples and dictionaries, of which nearly all arguments are made.
+    """
+    if spec.is_leaf():
+        return lambda tree: [tree]
+    if spec.type not in (tuple, dict):
+        return spec.flatten_up_to
+    of_children = [_flattening(child) for child in spec.children()]
+    keys = range(len(of_children)) if spec.type is tuple else spec.context
+
+    def flatten(tree: Any) -> list[Any]:
+        if type(tree) is not spec.type or len(tree) != len(of_children):
+            return spec.flatten_up_to(tree)  # which says what is wrong
+        try:
+            children = [tree[key] for key in keys]
+        except KeyError:
+            return spec.flatten_up_to(tree)
+        return [leaf for of, child in zip(of_children, children, strict=True) for leaf in of(child)]
+
+    return flatten
 
 
 def _laid_out(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:

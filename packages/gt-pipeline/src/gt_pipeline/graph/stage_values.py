@@ -29,6 +29,7 @@ class StageValues:
     ) -> None:
         self._state = state
         self._unshard = unshard
+        self._is_sharded = not unshard.action.is_empty
         self._recordings = recordings
         self._values: dict[Slot, Tensor] | None = None
         self._gathering: LaunchedAction | None = None
@@ -40,9 +41,9 @@ class StageValues:
     @property
     def gathered_bytes(self) -> int:
         """Bytes of the gathered parameters; 0 if nothing is sharded."""
-        action = self._unshard.action
-        if action.is_empty:
+        if not self._is_sharded:
             return 0
+        action = self._unshard.action
         storages = Storages(action.graph_module)
         held = {each for node in action.result_nodes() for each in flat(storages.held[node])}
         return sum(storages.num_bytes[each] for each in held)
@@ -51,9 +52,9 @@ class StageValues:
         """Sample the state, or take ``state`` for it, and launch the gathering of parameters."""
         values = self._state.sample(state)
         self._hold(values)
-        action = self._unshard.action
-        if not action.is_empty:
-            self._gathering = self._unshard.launch([values[slot] for slot in action.inputs])
+        if self._is_sharded:
+            inputs = [values[slot] for slot in self._unshard.action.inputs]
+            self._gathering = self._unshard.launch(inputs)
 
     def reshard(self) -> None:
         """Free the gathered parameters."""
@@ -79,10 +80,10 @@ class StageValues:
         Raises:
             StageOrderError: parameters are sharded, and were not gathered.
         """
-        if executable in self._of:
-            return self._of[executable]
+        if (known := self._of.get(executable)) is not None:
+            return known
         if self._values is None:
-            if not self._unshard.action.is_empty:
+            if self._is_sharded:
                 action = executable.action
                 raise StageOrderError(
                     f"stage {action.stage_index} was asked for {action.kind} without its "

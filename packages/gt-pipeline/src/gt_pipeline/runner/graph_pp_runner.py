@@ -165,6 +165,10 @@ class GraphPPRunner:
         self._release = weakref.finalize(self, self._connections.release)
         if _world_size() > 1:
             self._connections.agree(timeout)
+        pair_problems = prepare_pairs(lowered["train"], self._stages)
+        self._replayer = _step_replayer(self._stages)  # which reads the graphs of pairs, too
+        if max_unsharded_bytes is not None:
+            too_large += _gathered_for_good(self._stages, unsharded_bytes)
         facts = agree_on_setup(
             facts_of_rank(
                 stages,
@@ -178,7 +182,7 @@ class GraphPPRunner:
                         f"max_unsharded_bytes is {max_unsharded_bytes}: {each}"
                         for each in too_large
                     ),
-                    *prepare_pairs(lowered["train"], self._stages),
+                    *pair_problems,
                 ],
             ),
             self._connections.agreement_group,
@@ -213,7 +217,6 @@ class GraphPPRunner:
             )
             for mode, each in lowered.items()
         }
-        self._replayer = _step_replayer(self._stages)
         self._connections.release_recordings += [
             stage.release_recordings
             for stage in self._stages.values()
@@ -403,7 +406,12 @@ class GraphPPRunner:
             for name, gradient in gradients.items():
                 parameter = parameters[name]
                 pairs.append((parameter, gradient))
-                if (found := _form(gradient)) != (form := _form(parameter)):
+                if (
+                    gradient.shape != parameter.shape
+                    or gradient.dtype != parameter.dtype
+                    or gradient.device != parameter.device
+                ):
+                    form, found = _form(parameter), _form(gradient)
                     problems.append(f"stage {index}: of {name}, {form}, is {found}")
         if problems:
             # Now, since after the vote it would be too late: others would have added theirs.
@@ -438,8 +446,22 @@ def _world_size() -> int:
 
 
 def _step_replayer(stages: Mapping[int, PipelineStageGraphs]) -> StepReplayer | None:
-    first = next(iter(stages.values()))
+    first = next(iter(stages.values()), None)  # none is found wrong later, on all ranks
     return first.step_replayer(stages) if isinstance(first, ReplaysSteps) else None
+
+
+def _gathered_for_good(
+    stages: Mapping[int, PipelineStageGraphs], unsharded_bytes: Mapping[int, int]
+) -> list[str]:
+    """A sentence for each stage that never frees its gathered parameters."""
+    return [
+        f"actions of stage {index} are recorded one by one, and such recordings read gathered "
+        "parameters at addresses that stay, so that nothing frees them"
+        for index, stage in stages.items()
+        if isinstance(stage, RecordsActions)
+        and stage.records_actions
+        and unsharded_bytes.get(index, 0) > 0
+    ]
 
 
 def _ranks(schedule: Schedule, group: dist.ProcessGroup | None) -> tuple[int, list[int]]:

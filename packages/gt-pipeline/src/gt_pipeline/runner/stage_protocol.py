@@ -266,6 +266,10 @@ class ReplaysSteps(PipelineStageGraphs, Protocol):
 class RecordsActions(PipelineStageGraphs, Protocol):
     """A stage whose actions may be recorded one by one."""
 
+    @property
+    def records_actions(self) -> bool:
+        """Whether any is to be: gathered parameters keep their memory from then on."""
+
     def release_recordings(self) -> None:
         """Drop recordings, which keep process groups alive; the next actions may record anew."""
 

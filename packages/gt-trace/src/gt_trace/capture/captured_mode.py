@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from gt_trace._torch_internals import is_any_autocast_enabled
 from gt_trace.capture.failing_node import note_failing_node
 from gt_trace.errors import CaptureError, StateMismatchError
 
@@ -225,7 +226,7 @@ def _trainable(module: nn.Module | None) -> Iterator[str]:
 
 
 def _autocast_now() -> dict[str, torch.dtype]:
-    if not any(map(torch.is_autocast_enabled, _AUTOCAST_DEVICES)):
+    if not (is_any_autocast_enabled() or torch.is_autocast_enabled("mps")):
         return {}
     return {
         device: torch.get_autocast_dtype(device)
