@@ -323,7 +323,7 @@ class GraphPipelineStage:
         arguments = self._arguments(microbatch, activations, inputs)
         executable = other._executables[backward_kind]
         of_backward, of_forward = other._static(executable), self._static_of_forward()
-        static = (*of_backward, *(of_forward[i] for i in actions.forward_static))
+        static = [*of_backward, *[of_forward[i] for i in actions.forward_static]]
         saved = other._take_saved(backward_microbatch, output_gradients, executable)
         inputs_of_pair = [*static, *output_gradients, *saved, *arguments]
         del saved  # the list is emptied as it is used, so that memory is freed early
@@ -513,17 +513,18 @@ class GraphPipelineStage:
     def _overlap(
         self, other: GraphPipelineStage, kind: OverlappedBackward
     ) -> tuple[OverlappedActions, Executable]:
+        key = (other.stage_index, kind)
+        if (found := self._overlaps.get(key)) is not None:
+            return found
         if kind not in (allowed := get_args(OverlappedBackward)):
             raise ValueError(
                 f"backward_kind is {kind!r}; allowed: {' or '.join(map(repr, allowed))}"
             )
-        key = (other.stage_index, kind)
-        if key not in self._overlaps:
-            backward = other.graphs.of(kind)
-            actions = overlap_actions(self.graphs.forward, backward, verify=self._verify)
-            executable = Executable(self._transformed(actions.action), self._recordings)
-            self._overlaps[key] = actions, executable
-        return self._overlaps[key]
+        backward = other.graphs.of(kind)
+        actions = overlap_actions(self.graphs.forward, backward, verify=self._verify)
+        executable = Executable(self._transformed(actions.action), self._recordings)
+        self._overlaps[key] = actions, executable
+        return actions, executable
 
     def _transformed(self, action: ActionGraph) -> ActionGraph:
         if self._transform is None or action.is_empty:
