@@ -71,7 +71,13 @@ class PipelineCase:
         options = {**self.options, "ep_overlap": self.overlap}
         config = self.model.build(mode, folder, options=options, **checkpoint)
         config.training.local_batch_size = self.num_microbatches * self.microbatch_size
-        config.training.global_batch_size = -1
+        num_accumulated = self.model.gradient_accumulation_steps
+        if num_accumulated == 1:
+            config.training.global_batch_size = -1  # whatever degrees there are
+        else:
+            data_ranks = self.model.parallelism["data_parallel_shard_degree"]
+            batch_size = config.training.local_batch_size * data_ranks
+            config.training.global_batch_size = batch_size * num_accumulated
         config.parallelism = dataclasses.replace(
             config.parallelism,
             pipeline_parallel_degree=2,

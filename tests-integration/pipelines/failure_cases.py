@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import math
+import os
+import signal
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +27,7 @@ from pipelines.cases import (
 
 from gt_config.node_keys import PipelineAction
 from gt_pipeline.errors import PipelineStepError
+from gt_trace.gloo import use_one_gloo_thread
 from gt_trainer.steps.step_check import NonFiniteGradientsError, NonFiniteLossError
 from gt_trainer.trainer import GraphTrainer
 
@@ -74,6 +81,67 @@ def poison_in(case: PipelineCase, folder: str, rank: int, action: PipelineAction
     return _ended(case, folder, rank, action, poison, step)
 
 
+def die_in(
+    case: PipelineCase, folder: str, dying: int, action: PipelineAction, rank: int, store: str
+) -> None:
+    """One process of four: that of ``dying`` is killed in the second run of an action's graph.
+
+    The others write how their step ended to a file of their rank.
+    """
+    torch.set_num_threads(1)
+    use_one_gloo_thread()
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(store, 4),  # type: ignore[attr-defined]  # exported at run time
+        rank=rank,
+        world_size=4,
+        timeout=timedelta(seconds=600),  # what ends is not to end by it
+    )
+    trainer = case.trainer("aot_fx_trace", folder)
+    for part in trainer.model_parts:
+        set_weights(part)
+    step_losses(trainer, 0)  # it captures
+    taken_gradients(trainer.model_parts)
+
+    def die(run: Callable[[list[Any]], Results], inputs: list[Any]) -> Results:
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError("still here")
+
+    if rank == dying:
+        _run_otherwise(trainer, action, die)
+    dist.barrier()
+    begin, text = time.monotonic(), ""
+    try:
+        step_losses(trainer, 1)
+    except PipelineStepError as error:
+        text = str(error)
+    ended = Ended(
+        text=text,
+        seconds=time.monotonic() - begin,
+        num_gradients=_num_gradients(trainer),
+        losses_afterwards=(),
+    )
+    Path(folder, f"rank {rank}").write_text(json.dumps(asdict(ended)))
+    os._exit(0)  # groups with a dead rank cannot be left in order
+
+
+def _run_otherwise(
+    trainer: GraphTrainer,
+    action: PipelineAction,
+    instead: Callable[[Callable[[list[Any]], Results], list[Any]], Results],
+) -> None:
+    """Replace the second run of the graph of an action of this rank's stage."""
+    (stage,) = trainer.pp_schedule.stages.values()
+    executable = stage._executables[action]
+    own, calls = executable.run, itertools.count()
+    executable.run = lambda inputs: instead(own, inputs) if next(calls) == 1 else own(inputs)
+
+
+def _num_gradients(trainer: GraphTrainer) -> int:
+    parameters = [p for part in trainer.model_parts for p in part.parameters()]
+    return sum(p.grad is not None for p in parameters)
+
+
 def _ended(
     case: PipelineCase,
     folder: str,
@@ -88,10 +156,7 @@ def _ended(
     step_losses(trainer, 0)  # it captures
     taken_gradients(trainer.model_parts)
     if dist.get_rank() == rank:
-        (stage,) = trainer.pp_schedule.stages.values()
-        executable = stage._executables[action]
-        own, calls = executable.run, iter(range(case.num_microbatches * 10))
-        executable.run = lambda inputs: instead(own, inputs) if next(calls) == 1 else own(inputs)
+        _run_otherwise(trainer, action, instead)
     dist.barrier()
     begin, text = time.monotonic(), ""
     try:
@@ -99,8 +164,7 @@ def _ended(
     except (PipelineStepError, NonFiniteGradientsError, NonFiniteLossError) as error:
         text = str(error)
     seconds = time.monotonic() - begin
-    parameters = [p for part in trainer.model_parts for p in part.parameters()]
-    num_gradients = sum(p.grad is not None for p in parameters)
+    num_gradients = _num_gradients(trainer)
     trainer.close()
     another = case.trainer("aot_fx_trace", f"{folder}/another")
     losses = tuple(loss.item() for loss in step_losses(another, 1))

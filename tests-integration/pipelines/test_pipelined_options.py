@@ -46,6 +46,22 @@ def test_asynchronous_tensor_parallelism_trains_as_collectives_do(
 
 
 @pytest.mark.slow
+def test_compiled_regions_of_stages_train_within_their_tolerance(four: GlooWorkers, tmp_path: Path):
+    model = dataclasses.replace(LLAMA3, parallelism={"data_parallel_shard_degree": 2})
+    plain = PipelineCase(model=model, schedule="ZBVZeroBubble")
+    regions = ("layers.*.feed_forward", "layers.*.attention_norm")
+    options = {"inductor_compilation": "regional", "regional_modules": regions}
+    compiled = dataclasses.replace(plain, options=options)
+    expected = four.run(trained, plain, str(tmp_path / "plain"))
+    found = four.run(trained, compiled, str(tmp_path / "compiled"))
+    for each in found:
+        assert each.counts["compile-regions: compiled"] > 0, each.counts
+    assert len(found[0].losses) == 2
+    # The tolerance that the pass states.
+    assert found[0].losses == pytest.approx(expected[0].losses, rel=1e-5)
+
+
+@pytest.mark.slow
 def test_reductions_over_a_second_group_keep_every_bit(four: GlooWorkers, tmp_path: Path):
     """Of eight stages, each rank has four, of which it gathers three at once."""
     model = dataclasses.replace(LLAMA3, num_layers=8, parallelism={"data_parallel_shard_degree": 2})

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pipelines.accumulated_cases import NUM_STEPS, compare_accumulated
 from pipelines.cases import (
     NUM_BATCHES,
     Found,
@@ -108,6 +109,34 @@ def _check(case: PipelineCase, found: list[Found]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "case",
+    [on(LLAMA3, "1F1B", **FSDP), on(LLAMA3, "ZBVZeroBubble", **TP)],
+    ids=["FSDP 2-1F1B", "TP 2-ZBVZeroBubble"],
+)
+def test_gradients_of_several_steps_of_the_schedule_add_up_before_an_update(
+    case: PipelineCase, four: GlooWorkers, tmp_path: Path
+):
+    found = four.run(compare_accumulated, case, str(tmp_path))
+    assert [differences for differences, _, _ in found] == [[]] * 4
+    assert all(num_gradients > 5 for _, num_gradients, _ in found)
+    assert {num_losses for _, _, num_losses in found} == {0, NUM_STEPS * case.num_microbatches}
+
+
+@pytest.mark.slow
+def test_accumulating_pipelines_train_as_eager_ones(four: GlooWorkers, tmp_path: Path):
+    model = dataclasses.replace(LLAMA3, gradient_accumulation_steps=2)
+    case = PipelineCase(model=model, schedule="1F1B")
+    losses = {
+        mode: four.run(trained_losses, case, mode, str(tmp_path / mode))[0]
+        for mode in ("none", "aot_fx_trace")
+    }
+    assert len(losses["none"]) == 2
+    # Eager stages reduce after each microbatch, captured ones once in each step of the schedule.
+    assert losses["aot_fx_trace"] == pytest.approx(losses["none"], rel=1e-6)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
 def test_eager_stages_of_tensor_parallelism_train_as_captured_ones(
     schedule: str, four: GlooWorkers, tmp_path: Path
@@ -142,11 +171,22 @@ def test_torchtitans_own_attention_is_pipelined_likewise(
     [
         (FSDP, {"pipeline_parallel_degree": 1, **TP}),
         (TP, {"pipeline_parallel_degree": 1, "tensor_parallel_degree": 4}),
+        (TP, {"pipeline_parallel_degree": 4, "tensor_parallel_degree": 1}),
     ],
-    ids=["FSDP", "TP"],
+    ids=["FSDP to FSDP x TP", "TP to TP", "TP to more stages"],
 )
 def test_a_checkpoint_is_resumed_under_other_degrees(
     before: dict[str, int], after: dict[str, int], four: GlooWorkers, tmp_path: Path
 ):
     case = on(LLAMA3, "1F1B", **before)
     assert four.run(resumed_state, case, after, str(tmp_path)) == [()] * 4
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_three_parallelisms_is_resumed_by_other_degrees_of_them(
+    eight: GlooWorkers, tmp_path: Path
+):
+    """As many data ranks as before: each has a place in the text."""
+    case = on(LLAMA3, "1F1B", **FSDP, **TP)
+    after = {"pipeline_parallel_degree": 4, "tensor_parallel_degree": 1}
+    assert eight.run(resumed_state, case, after, str(tmp_path)) == [()] * 8

@@ -110,7 +110,7 @@ class GraphPPRunner:
             stages that need them can run no more then.
         max_unsharded_stages: stages whose parameters are gathered at any time; see `lower`.
         max_unsharded_bytes: of these parameters; None: no limit. Stages that cannot say how many
-            they have count nothing.
+            they have count nothing. Refused where actions are recorded one by one.
         timeout: after which a transfer or an agreement fails; None: as for other groups.
 
     Raises:
