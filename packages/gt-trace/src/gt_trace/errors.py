@@ -30,3 +30,7 @@ class InputMismatchError(GtTraceError, ValueError):
 
 class StateMismatchError(GtTraceError, ValueError):
     """A captured step was bound to a module with other parameters, buffers or layouts."""
+
+
+class ArtifactError(GtTraceError):
+    """A stored capture cannot be written, or cannot be read here."""
