@@ -1,8 +1,8 @@
 """In what documents of ranks at different places of a mesh differ, and documents for all of them.
 
-What a graph depends on is found by comparison: two captures of ranks that stand at different places
-are laid side by side, node by node. Process groups, meshes and devices have names that mean the same
-on every rank, so that most graphs are equal. With tensor parallelism some numbers are not: the first
+What a graph depends on is found by comparison: captures of ranks that stand at different places are
+laid side by side, node by node. Process groups, meshes and devices have names that mean the same on
+every rank, so that most graphs are equal. With tensor parallelism some numbers are not: the first
 row of a part of a vocabulary, or which piece of a sequence is this rank's. Such a number is a
 function of one coordinate, ``base + step * coordinate``, and becomes a value by coordinate,
 ``["by", axis, base, step]``. Whatever else differs makes the ranks unlike.

@@ -6,8 +6,6 @@ import os
 from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from torch import nn
-
 from gt_config import Fingerprint
 from gt_trace._torch_internals import FakeTensorMode
 from gt_trace.artifacts.container import open_container, write_container
