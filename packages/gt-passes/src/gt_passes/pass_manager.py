@@ -6,10 +6,8 @@ Everything that surrounds a pass is here, so that a pass is only its idea.
 from __future__ import annotations
 
 import functools
-import gc
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,6 +25,7 @@ from gt_passes.pass_order import order_passes
 from gt_passes.structured_trace import trace_text
 from gt_passes.verifier.declared_bounds import GraphSize, find_bound_problems
 from gt_passes.verifier.verification_session import VerificationSession
+from gt_trace.garbage_collection import held_garbage_collection
 from gt_trace.graph_text import graph_text
 
 
@@ -80,24 +79,8 @@ class PassManager:
                 module is then left as that pass left it, not recompiled, and must not be used.
             GraphInputError: the graph has no fake values.
         """
-        with _without_garbage_collection():
+        with held_garbage_collection():
             return _Run(graph_module, self).run()
-
-
-@contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    """Hold back cyclic garbage collection.
-
-    Editing a graph allocates much and leaves few cycles; one full collection over the objects of a
-    large capture costs more than all passes together.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 class _Run:
