@@ -1,7 +1,7 @@
 """``gt-train``: from the command line to the exit status.
 
-The order is that of cost. What is wrong is found before it is paid for: names and options without
-torch; then, after the one import of torchtitan, the configuration; then the ranks start.
+The order is that of cost. What is wrong is found before it is paid for: names, options and numbers
+without torch; then, after the one import of torchtitan, the configuration; then the ranks start.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from gt_trainer.command_line.command_line import (
     parse_command_line,
     usage,
 )
+from gt_trainer.command_line.early_refusal import refuse_early
 from gt_trainer.command_line.known_flags import full_help, help_text
 from gt_trainer.command_line.near_matches import did_you_mean
 from gt_trainer.launcher import (
@@ -113,6 +114,12 @@ def _run(command: CommandLine, rendezvous: Rendezvous | None, started: float) ->
         if known_help is not None:
             return _print(known_help)
     num_ranks = command.num_processes or 1
+    if command.action == "dry-run":
+        world_size = command.world_size or INTENDED_WORLD_SIZE.get(command.config, 1)
+    else:
+        world_size = num_ranks if rendezvous is None else rendezvous.world_size
+    if command.action != "help-all":
+        refuse_early(command, world_size)
     num_threads = None
     if num_ranks > 1:
         # The ranks' own clocks start at the fork.
@@ -139,13 +146,11 @@ def _run(command: CommandLine, rendezvous: Rendezvous | None, started: float) ->
     config = overrides.apply_overrides(config, command.overrides)
     asked = flags_given(command.overrides)
     if command.action == "dry-run":
-        world_size = command.world_size or INTENDED_WORLD_SIZE.get(command.config, 1)
         return _dry_run(config, world_size, asked=asked, command=command)
     is_planned = config.compile.autoparallel or balance_of(config.parallelism) != "layers"
     if command.hardware is not None and not is_planned:
         raise UsageError(HARDWARE_FOR)
     hardware = _hardware(command)
-    world_size = num_ranks if rendezvous is None else rendezvous.world_size
     config, withdrawn = settled_defaults.settle_defaults(config, world_size, asked=asked)
     with planned_for(PlannedMachine(hardware=hardware)):
         preflight.check_configuration(
