@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gt_config import ConfigError
+from gt_trainer.command_line.bytecode import hint_to_compile
 from gt_trainer.command_line.command_line import (
     HARDWARE_FOR,
     CommandLine,
@@ -163,7 +164,8 @@ def _run(command: CommandLine, rendezvous: Rendezvous | None, started: float) ->
         _tell_once_a_machine(finished)
         return 0
     if rendezvous is None or rendezvous.rank == 0:
-        _print(_lines(withdrawn, settled_defaults.describe_run(config, world_size)))
+        described = settled_defaults.describe_run(config, world_size)
+        _print(_lines([*withdrawn, *_hints()], described))
     status = launch(
         partial(run.train, config, hardware=hardware),
         num_ranks=num_ranks,
@@ -263,6 +265,13 @@ def _rank_with_loss(config: GraphTrainer.Config, world_size: int) -> int:
 def _lines(withdrawn: Sequence[str], description: str) -> str:
     """What a run says of its defaults before it starts."""
     return "".join(f"gt-train: {line}\n" for line in (*withdrawn, description))
+
+
+def _hints() -> list[str]:
+    import torch
+
+    hint = hint_to_compile(torch)
+    return [] if hint is None else [hint]
 
 
 def _dry_run(
