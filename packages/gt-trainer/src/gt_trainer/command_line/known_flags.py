@@ -1,6 +1,6 @@
 """The flags of the configuration, judged and listed before torch is imported.
 
-The flags are the fields of dataclasses that take twelve seconds to import. ``known_flags.json``
+The flags are the fields of dataclasses that take seconds to import. ``known_flags.json``
 holds what tyro's help says of each, for every configuration of the catalog, the values that
 ``early_refusal`` judges, and the versions that it was made with. With another torchtitan or tyro
 installed the table is not consulted: misspelled flags and values are found after the import, and
