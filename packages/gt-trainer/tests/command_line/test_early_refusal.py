@@ -21,6 +21,8 @@ WRONG = [
     ["--training.max_norm", "nan", "--metrics.log_freq", "0"],
     ["--optimizer.param_groups.0.optimizer_kwargs.lr", "-1e-4"],
     ["--parallelism.tensor_parallel_degree", "3"],
+    ["--parallelism.expert_parallel_degree", "2", "--training.seq_len", "1000000"],
+    ["--loss.num_chunks", "7"],
     ["--compile.passes", "bucket-all-gathers,nonsense"],
     ["--compile.ep_overlap.enabled", "--compile.ep_overlap.num_chunks", "1"],
     ["--compile.offload_host_gib", "-1"],
@@ -78,8 +80,8 @@ def test_the_message_names_everything_and_says_what_was_not_looked_at_yet():
         "  2. --training.steps is 0\n"
         "     allowed: 1 or more\n"
         "     fix: give 1 or more\n"
-        "Found before anything was imported. What depends on the model, the machine or files is\n"
-        "checked once this is right."
+        "Found before anything was imported. What depends on the machine, files and graphs is "
+        "checked\nonce this is right."
     )
 
 

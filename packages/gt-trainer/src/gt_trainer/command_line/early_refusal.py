@@ -16,7 +16,7 @@ from itertools import combinations
 from gt_config import CompileConfig, ConfigError, Violation, find_violations
 from gt_config.option_paths import with_option
 from gt_trainer.command_line.command_line import CommandLine, UsageError
-from gt_trainer.command_line.known_flags import known_settings, typed_values
+from gt_trainer.command_line.known_flags import KnownSettings, known_settings, typed_values
 from gt_trainer.preflight.plain_settings import (
     Settings,
     number_violations,
@@ -25,8 +25,8 @@ from gt_trainer.preflight.plain_settings import (
 
 _COMPILE = "--compile."
 _NOT_YET = (
-    "Found before anything was imported. What depends on the model, the machine or files is\n"
-    "checked once this is right."
+    "Found before anything was imported. What depends on the machine, files and graphs is checked\n"
+    "once this is right."
 )
 
 
@@ -51,16 +51,16 @@ def refuse_early(command: CommandLine, world_size: int) -> None:
     typed = typed_values(command.overrides)
     defaults = {flag: value for flag, value in known.gpu_defaults.items() if flag not in typed}
     settings = {**known.values, **{k: v for k, v in typed.items() if k in known.values}}
-    found = _violations(settings, world_size, known.passes)
+    found = _violations(settings, world_size, known)
     for count in range(1, len(defaults) + 1):
         for chosen in combinations(defaults.items(), count):
-            among = _violations(settings | dict(chosen), world_size, known.passes)
+            among = _violations(settings | dict(chosen), world_size, known)
             found = [each for each in found if each in among]
     if found:
         raise UsageError(f"{ConfigError(found)}\n{_NOT_YET}")
 
 
-def _violations(settings: Settings, world_size: int, passes: tuple[str, ...]) -> list[Violation]:
+def _violations(settings: Settings, world_size: int, known: KnownSettings) -> list[Violation]:
     topology = topology_of_settings(settings, world_size)
     options = CompileConfig()
     for flag, value in settings.items():
@@ -69,6 +69,6 @@ def _violations(settings: Settings, world_size: int, passes: tuple[str, ...]) ->
             own = tuple(value) if isinstance(value, list) else value
             options = with_option(options, flag.removeprefix(_COMPILE), own)
     return [
-        *find_violations(options, topology, known_passes=passes),
-        *number_violations(settings, topology),
+        *find_violations(options, topology, known_passes=known.passes),
+        *number_violations(settings, topology, model=known.model),
     ]

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from gt_trainer.command_line.near_matches import did_you_mean
+from gt_trainer.preflight.plain_settings import ModelNumbers
 
 TABLE = Path(__file__).with_suffix(".json")
 """File with the help on every flag, and the versions that it was made with."""
@@ -82,6 +83,8 @@ class KnownSettings:
     """By flag, as configured for a CPU: ``preflight.plain_settings``, and every ``--compile``."""
     gpu_defaults: Mapping[str, Any]
     """What is configured otherwise for a GPU, by flag; it gives way to what does not go with it."""
+    model: ModelNumbers | None
+    """Of its model; None of one that is not judged."""
     passes: tuple[str, ...]
     """Names of the registered passes."""
 
@@ -100,6 +103,7 @@ def known_settings(config: str) -> KnownSettings | None:
     return KnownSettings(
         values=first["values"] | own["values"],
         gpu_defaults=own["gpu_defaults"],
+        model=None if own["model"] is None else ModelNumbers(**own["model"]),
         passes=tuple(table["passes"]),
     )
 

@@ -53,15 +53,20 @@ def make_table() -> str:
 
 def _judged(
     make: Callable[[], GraphTrainer.Config], *, first: dict[str, dict[str, Any]]
-) -> dict[str, dict[str, Any]]:
+) -> dict[str, Any]:
     """The values of a configuration, without those that the first one has too."""
     values = _settings(make())
     with intended_for("cuda"):
         on_gpu = _settings(make())
+    # Imported here: torchtitan must not be before the device is installed.
+    from gt_trainer.preflight.preflight import model_numbers_of
+
+    model = model_numbers_of(make())
     known = next(iter(first.values()))["values"] if first else {}
     return {
         "values": {k: v for k, v in values.items() if k not in known or known[k] != v},
         "gpu_defaults": {k: v for k, v in on_gpu.items() if values[k] != v},
+        "model": None if model is None else dataclasses.asdict(model),
     }
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from gt_config import Topology, Violation
@@ -16,8 +17,22 @@ from gt_config import Topology, Violation
 Settings = Mapping[str, Any]
 """Values by flag, as ``--training.steps``."""
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelNumbers:
+    """Numbers of a decoder that the degrees of a run must divide, or must not exceed."""
+
+    heads: Mapping[str, int]
+    """Heads of its attention, as the model's configuration names them: n_heads, n_kv_heads."""
+    max_seq_len: int
+    """Tokens that its positions reach."""
+    num_experts: int | None
+    """Routed experts of the layer that has fewest; None without experts."""
+
+
 _PARALLELISM = "--parallelism."
 _TRAINING = "--training."
+_NUM_CHUNKS = "--loss.num_chunks"
 _GROUPS = "--optimizer.param_groups"
 _JUDGED = (
     *(
@@ -43,6 +58,7 @@ _JUDGED = (
     "--validator.enable",
     "--validator.freq",
     "--lr_scheduler.min_lr_factor",
+    "--compile.autoparallel",
 )
 
 
@@ -59,7 +75,8 @@ def settings_of(config: object) -> dict[str, Any]:
             if name in group.optimizer_kwargs:
                 flag = f"{_GROUPS}.{index}.optimizer_kwargs.{name}"
                 settings[flag] = group.optimizer_kwargs[name]
-    return settings
+    num_chunks = getattr(_value_at(config, "--loss"), "num_chunks", None)
+    return settings if num_chunks is None else {**settings, _NUM_CHUNKS: num_chunks}
 
 
 def topology_of_settings(settings: Settings, world_size: int) -> Topology:
@@ -104,12 +121,15 @@ def topology_of_settings(settings: Settings, world_size: int) -> Topology:
     )
 
 
-def number_violations(settings: Settings, topology: Topology) -> Iterator[Violation]:
-    """Counts, rates and batches that no run can have.
+def number_violations(
+    settings: Settings, topology: Topology, *, model: ModelNumbers | None
+) -> Iterator[Violation]:
+    """Counts, rates and extents that no run can have, or none of that model.
 
     Args:
         settings: As of ``settings_of``.
         topology: Theirs.
+        model: None is not judged.
     """
     counts = [_TRAINING + "steps", _TRAINING + "gc_freq", "--metrics.log_freq"]
     if settings["--validator.enable"]:
@@ -117,6 +137,11 @@ def number_violations(settings: Settings, topology: Topology) -> Iterator[Violat
     yield from _unsound_counts(settings, counts)
     yield from _uneven_batch(settings[_TRAINING + "global_batch_size"], topology)
     yield from _unsound_rates(settings)
+    if model is not None:
+        yield from _model_does_not_divide(model, topology)
+    # A planned step applies the loss to whole logits.
+    if _NUM_CHUNKS in settings and not settings["--compile.autoparallel"]:
+        yield from _uneven_loss_chunks(settings[_NUM_CHUNKS], topology.seq_len)
 
 
 def _unsound_counts(settings: Settings, flags: Sequence[str]) -> Iterator[Violation]:
@@ -157,6 +182,57 @@ def _unsound_rates(settings: Settings) -> Iterator[Violation]:
         yield Violation(
             flag=_TRAINING + "max_norm", value=max_norm, allowed="0 or more", fix="give 0 or more"
         )
+
+
+def _model_does_not_divide(model: ModelNumbers, topology: Topology) -> Iterator[Violation]:
+    uneven = [(name, heads) for name, heads in model.heads.items() if heads % max(1, topology.tp)]
+    for name, heads in uneven[:1]:
+        yield Violation(
+            flag=_PARALLELISM + "tensor_parallel_degree",
+            value=topology.tp,
+            allowed=f"a divisor of the model's {name} {heads}",
+            fix=f"use one of {', '.join(map(str, _divisors(heads)))}",
+        )
+    if topology.seq_len > model.max_seq_len:
+        yield Violation(
+            flag=_TRAINING + "seq_len",
+            value=topology.seq_len,
+            allowed=f"at most {model.max_seq_len}, the longest that the model's positions reach",
+            fix=f"use {model.max_seq_len} or less",
+        )
+    if topology.ep > 1 and model.num_experts is None:
+        yield Violation(
+            flag=_PARALLELISM + "expert_parallel_degree",
+            value=topology.ep,
+            allowed="1: the model has no experts",
+            fix="leave the flag out",
+        )
+    elif topology.ep > 1 and model.num_experts is not None and model.num_experts % topology.ep:
+        yield Violation(
+            flag=_PARALLELISM + "expert_parallel_degree",
+            value=topology.ep,
+            allowed=f"a divisor of the model's {model.num_experts} experts",
+            fix=f"use one of {', '.join(map(str, _divisors(model.num_experts)))}",
+        )
+
+
+def _uneven_loss_chunks(chunks: int, seq_len: int) -> Iterator[Violation]:
+    if seq_len < 1 or (chunks > 0 and seq_len % chunks == 0):
+        return
+    if chunks < 1:
+        yield Violation(flag=_NUM_CHUNKS, value=chunks, allowed="1 or more", fix="give 1 or more")
+        return
+    fits = max(divisor for divisor in _divisors(seq_len) if divisor <= chunks)
+    yield Violation(
+        flag=_TRAINING + "seq_len",
+        value=seq_len,
+        allowed=f"a multiple of {chunks}, for the loss's equal chunks ({_NUM_CHUNKS})",
+        fix=f"use {-(-seq_len // chunks) * chunks}, or {_NUM_CHUNKS} {fits}",
+    )
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
 def _value_at(config: object, flag: str) -> Any:

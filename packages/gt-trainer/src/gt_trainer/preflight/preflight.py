@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from torchtitan.components.loss import ChunkedLossWrapper
 from torchtitan.models.common.attention import VarlenAttention
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.token_dispatcher import (
@@ -33,6 +32,7 @@ from gt_trainer.preflight.placement_violations import (
     unsupported_placement,
 )
 from gt_trainer.preflight.plain_settings import (
+    ModelNumbers,
     number_violations,
     settings_of,
     topology_of_settings,
@@ -96,9 +96,7 @@ def configuration_violations(config: GraphTrainer.Config, world_size: int) -> It
         config.parallelism, config.training, activation_checkpoint=config.activation_checkpoint
     )
     yield from _unsupported_options(config)
-    yield from number_violations(settings_of(config), topology)
-    yield from _model_does_not_divide(config, topology)
-    yield from _uneven_loss_chunks(config)
+    yield from number_violations(settings_of(config), topology, model=model_numbers_of(config))
     yield from _unsound_profiler(config)
     yield from _exchanges_of_unknown_operators(config)
     yield from _shapes_of_documents(config)
@@ -157,51 +155,22 @@ def _not_dry_run(config: GraphTrainer.Config) -> Iterator[Violation]:
         )
 
 
-def _model_does_not_divide(config: GraphTrainer.Config, topology: Topology) -> Iterator[Violation]:
+def model_numbers_of(config: GraphTrainer.Config) -> ModelNumbers | None:
+    """Return the numbers of a configuration's model that degrees must divide; None of no decoder.
+
+    Args:
+        config: The finished configuration.
+    """
     model = config.model_spec.model if config.model_spec is not None else None
     if not isinstance(model, Decoder.Config):
-        return
+        return None
     attention = model.first_attention
-    if attention is not None and topology.tp > 1:
-        for name in ("n_heads", "n_kv_heads"):
-            heads = getattr(attention, name, None)
-            if heads is not None and heads % topology.tp:
-                yield Violation(
-                    flag="--parallelism.tensor_parallel_degree",
-                    value=topology.tp,
-                    allowed=f"a divisor of the model's {name} {heads}",
-                    fix=f"use one of {', '.join(map(str, _divisors(heads)))}",
-                )
-                break
-    if topology.seq_len > model.max_seq_len:
-        yield Violation(
-            flag="--training.seq_len",
-            value=topology.seq_len,
-            allowed=f"at most {model.max_seq_len}, the longest that the model's positions reach",
-            fix=f"use {model.max_seq_len} or less",
-        )
-    if topology.ep > 1:
-        yield from _experts_do_not_divide(model, topology.ep)
-
-
-def _experts_do_not_divide(model: Decoder.Config, ep: int) -> Iterator[Violation]:
-    moes = expert_layers(model)
-    if not moes:
-        yield Violation(
-            flag="--parallelism.expert_parallel_degree",
-            value=ep,
-            allowed="1: the model has no experts",
-            fix=_LEAVE_OUT,
-        )
-        return
-    num_experts = min(moe.num_experts for moe in moes)
-    if num_experts % ep:
-        yield Violation(
-            flag="--parallelism.expert_parallel_degree",
-            value=ep,
-            allowed=f"a divisor of the model's {num_experts} experts",
-            fix=f"use one of {', '.join(map(str, _divisors(num_experts)))}",
-        )
+    heads = {name: getattr(attention, name, None) for name in ("n_heads", "n_kv_heads")}
+    return ModelNumbers(
+        heads={name: number for name, number in heads.items() if number is not None},
+        max_seq_len=model.max_seq_len,
+        num_experts=min((moe.num_experts for moe in expert_layers(model)), default=None),
+    )
 
 
 def _exchanges_of_unknown_operators(config: GraphTrainer.Config) -> Iterator[Violation]:
@@ -240,28 +209,6 @@ def _shapes_of_documents(config: GraphTrainer.Config) -> Iterator[Violation]:
         )
 
 
-def _uneven_loss_chunks(config: GraphTrainer.Config) -> Iterator[Violation]:
-    loss = config.loss
-    # A planned step applies the loss to whole logits.
-    if not isinstance(loss, ChunkedLossWrapper.Config) or config.compile.autoparallel:
-        return
-    length, chunks = config.training.seq_len, loss.num_chunks
-    if length < 1 or (chunks > 0 and length % chunks == 0):
-        return
-    if chunks < 1:
-        yield Violation(
-            flag="--loss.num_chunks", value=chunks, allowed="1 or more", fix="give 1 or more"
-        )
-        return
-    fits = max(divisor for divisor in _divisors(length) if divisor <= chunks)
-    yield Violation(
-        flag="--training.seq_len",
-        value=length,
-        allowed=f"a multiple of {chunks}, for the loss's equal chunks (--loss.num_chunks)",
-        fix=f"use {-(-length // chunks) * chunks}, or --loss.num_chunks {fits}",
-    )
-
-
 def _unsound_profiler(config: GraphTrainer.Config) -> Iterator[Violation]:
     """When training starts, torchtitan and torch.profiler refuse these by ``assert``."""
     profiler = config.profiler
@@ -293,7 +240,3 @@ def _unsound_profiler(config: GraphTrainer.Config) -> Iterator[Violation]:
                 allowed=f"{minimum} or more",
                 fix=f"give {minimum} or more",
             )
-
-
-def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
