@@ -40,7 +40,8 @@ $(STAMP): pyproject.toml $(PACKAGES:%=packages/%/pyproject.toml) Makefile
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv \
 		|| { echo 'Cannot create .venv; on Debian and Ubuntu, install python3-venv.' >&2; exit 2; }
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv==$(UV_VERSION)
-	$(BIN)/uv pip install --python $(BIN)/python --group dev $(PACKAGES:%=--editable packages/%)
+	$(BIN)/uv pip install --compile-bytecode --python $(BIN)/python --group dev \
+		$(PACKAGES:%=--editable packages/%)
 	@touch $@
 
 train: $(STAMP)

@@ -27,10 +27,13 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
+import torch
 from report import Report, Row, Sample
 from train_step.commands import STARTUP_PARTS, STEP_PARTS, StepPart
 from train_step.contestants import NAMES, Contestant, ContestantError, ContestantName, Step
 from train_step.workloads import WORKLOADS, Workload
+
+from gt_trainer.command_line.bytecode import hint_to_compile
 
 _STEP_TIME_GOALS: dict[ContestantName, float] = {"graph": 0.8, "eager": 0.45}
 _STARTUP_GOALS: dict[ContestantName, float] = {"graph": 0.33}
@@ -56,6 +59,9 @@ def main(arguments: list[str] | None = None) -> int:
         f"{options.steps} timed steps after {options.warmup} untimed ones; {options.starts} "
         "start(s). Peers: 4 plain processes; ours: gt-train --nproc 4. OMP_NUM_THREADS=1."
     )
+    if (hint := hint_to_compile(torch)) is not None:
+        # Four times for a peer, once for ours.
+        report.notes.append(f"Imports are mostly Python's compiler: {hint}")
     report.notes.append(f"load average at the start: {os.getloadavg()[0]:.2f}")
     try:
         for key in options.workload:
@@ -188,6 +194,13 @@ def _rows(workload: Workload, starts: Steps, timed: Steps) -> list[Row]:
     def startup_part(part: str) -> Callable[[Step], float]:
         return lambda step: step.ranks[0].startup[part]
 
+    def startup_cpu_part(part: str) -> Callable[[Step], float]:
+        def of_all_processes(step: Step) -> float:
+            launcher = step.launcher_cpu_seconds if part == "imports" else 0.0
+            return launcher + sum(rank.startup_cpu[part] for rank in step.ranks)
+
+        return of_all_processes
+
     def step_part(part: StepPart) -> Callable[[Step], float]:
         return lambda step: sum(rank.cpu_parts.get(part, 0.0) for rank in step.ranks)
 
@@ -197,6 +210,8 @@ def _rows(workload: Workload, starts: Steps, timed: Steps) -> list[Row]:
     rows += compare("cpu_to_update", starts, lambda step: step.cpu_seconds)
     for part in STARTUP_PARTS:
         rows += compare(f"startup_{part}", starts, startup_part(part))
+    for part in STARTUP_PARTS:
+        rows += compare(f"cpu_startup_{part}", starts, startup_cpu_part(part))
     for part in STEP_PARTS:
         rows += compare(f"cpu_{part}", timed, step_part(part))
     return rows

@@ -8,6 +8,7 @@ several contestants can be alive at once and only the commanded one computes.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import os
 import time
@@ -52,6 +53,8 @@ class StepDone:
     """That of the step's parts; what is left is torchtitan's loop and the logging of metrics."""
     startup: dict[str, float] = field(default_factory=dict)
     """Seconds by part, with the first step only."""
+    startup_cpu: dict[str, float] = field(default_factory=dict)
+    """Processor seconds of this rank's process by part, likewise."""
 
 
 class CommandedTraining:
@@ -75,7 +78,7 @@ class CommandedTraining:
             trainer.train_step(batches)
 
         step()
-        channel.send(meter.done(since=0.0, startup=_first_update_parts(trainer.startup)))
+        channel.send(meter.first_done(trainer.startup))
         while True:
             command: Command = channel.recv()
             if command == "stop":
@@ -94,8 +97,12 @@ def _first_update_parts(clock: Any) -> dict[str, float]:
     """
     from gt_trainer.startup import PROCESS_START_VARIABLE
 
-    parts: dict[str, float] = {name: clock.seconds(name) for name in STARTUP_PARTS[:-1]}
     total = time.time() - float(os.environ[PROCESS_START_VARIABLE])
+    return _with_rest(clock.seconds, total)
+
+
+def _with_rest(seconds: Callable[[str], float], total: float) -> dict[str, float]:
+    parts = {name: seconds(name) for name in STARTUP_PARTS[:-1]}
     return {**parts, "execution": total - sum(parts.values())}
 
 
@@ -139,7 +146,16 @@ class _StepMeter:
                 batch = next(batches)
             yield batch
 
-    def done(self, *, since: float, startup: dict[str, float] | None = None) -> StepDone:
+    def first_done(self, clock: Any) -> StepDone:
+        """What to answer after the first step, of a ``StartupClock``."""
+        done = self.done(since=0.0)
+        return dataclasses.replace(
+            done,
+            startup=_first_update_parts(clock),
+            startup_cpu=_with_rest(clock.cpu_seconds, done.cpu_seconds),
+        )
+
+    def done(self, *, since: float) -> StepDone:
         """What to answer now; the next step starts from zero."""
         parts, self._parts = self._parts, {}
         loss, grad_norm = self._logged
@@ -148,7 +164,6 @@ class _StepMeter:
             grad_norm=grad_norm,
             cpu_seconds=time.process_time() - since,
             cpu_parts=parts,
-            startup=startup or {},
         )
 
     def _timed(self, part: StepPart, function: Callable[..., Any]) -> Callable[..., Any]:

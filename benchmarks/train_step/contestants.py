@@ -55,6 +55,8 @@ class Step:
     cpu_seconds: float
     """Processor time, summed over ranks; for the first step with the process that forked them."""
     ranks: tuple[StepDone, ...]
+    launcher_cpu_seconds: float = 0.0
+    """Those of them that the process took which forked the ranks; 0 of all but a first step."""
 
     @property
     def loss(self) -> float:
@@ -104,6 +106,7 @@ class Contestant:
             seconds=seconds,
             cpu_seconds=sum(rank.cpu_seconds for rank in ranks) + launcher,
             ranks=ranks,
+            launcher_cpu_seconds=launcher,
         )
 
     def step(self) -> Step:

@@ -1,7 +1,7 @@
 """``gt-train``: from the command line to the exit status.
 
-The order is that of cost. What is wrong is found before it is paid for: names and options without
-torch; then, after the one import of torchtitan, the configuration; then the ranks start.
+The order is that of cost. What is wrong is found before it is paid for: names, options and numbers
+without torch; then, after the one import of torchtitan, the configuration; then the ranks start.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gt_config import ConfigError
+from gt_trainer.command_line.bytecode import hint_to_compile
 from gt_trainer.command_line.command_line import (
     HARDWARE_FOR,
     CommandLine,
@@ -31,6 +32,7 @@ from gt_trainer.command_line.command_line import (
     parse_command_line,
     usage,
 )
+from gt_trainer.command_line.early_refusal import refuse_early
 from gt_trainer.command_line.known_flags import full_help, help_text
 from gt_trainer.command_line.near_matches import did_you_mean
 from gt_trainer.launcher import (
@@ -113,6 +115,12 @@ def _run(command: CommandLine, rendezvous: Rendezvous | None, started: float) ->
         if known_help is not None:
             return _print(known_help)
     num_ranks = command.num_processes or 1
+    if command.action == "dry-run":
+        world_size = command.world_size or INTENDED_WORLD_SIZE.get(command.config, 1)
+    else:
+        world_size = num_ranks if rendezvous is None else rendezvous.world_size
+    if command.action != "help-all":
+        refuse_early(command, world_size)
     num_threads = None
     if num_ranks > 1:
         # The ranks' own clocks start at the fork.
@@ -139,13 +147,11 @@ def _run(command: CommandLine, rendezvous: Rendezvous | None, started: float) ->
     config = overrides.apply_overrides(config, command.overrides)
     asked = flags_given(command.overrides)
     if command.action == "dry-run":
-        world_size = command.world_size or INTENDED_WORLD_SIZE.get(command.config, 1)
         return _dry_run(config, world_size, asked=asked, command=command)
     is_planned = config.compile.autoparallel or balance_of(config.parallelism) != "layers"
     if command.hardware is not None and not is_planned:
         raise UsageError(HARDWARE_FOR)
     hardware = _hardware(command)
-    world_size = num_ranks if rendezvous is None else rendezvous.world_size
     config, withdrawn = settled_defaults.settle_defaults(config, world_size, asked=asked)
     with planned_for(PlannedMachine(hardware=hardware)):
         preflight.check_configuration(
@@ -158,7 +164,8 @@ def _run(command: CommandLine, rendezvous: Rendezvous | None, started: float) ->
         _tell_once_a_machine(finished)
         return 0
     if rendezvous is None or rendezvous.rank == 0:
-        _print(_lines(withdrawn, settled_defaults.describe_run(config, world_size)))
+        described = settled_defaults.describe_run(config, world_size)
+        _print(_lines([*withdrawn, *_hints()], described))
     status = launch(
         partial(run.train, config, hardware=hardware),
         num_ranks=num_ranks,
@@ -258,6 +265,13 @@ def _rank_with_loss(config: GraphTrainer.Config, world_size: int) -> int:
 def _lines(withdrawn: Sequence[str], description: str) -> str:
     """What a run says of its defaults before it starts."""
     return "".join(f"gt-train: {line}\n" for line in (*withdrawn, description))
+
+
+def _hints() -> list[str]:
+    import torch
+
+    hint = hint_to_compile(torch)
+    return [] if hint is None else [hint]
 
 
 def _dry_run(

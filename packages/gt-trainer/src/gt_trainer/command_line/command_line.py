@@ -1,8 +1,9 @@
 """The command line of ``gt-train``, as far as it can be judged without torch.
 
-A misspelled model must not cost the twelve seconds that importing torchtitan takes. So our own
-options are read here, by a small parser, against the torch-free catalog; what remains, the dotted
-flags of the configuration, is read later by ``gt_trainer.command_line.overrides``.
+A misspelled model must not cost the seconds that importing torchtitan takes, ten of them where
+Python's bytecode is missing. So our own options are read here, by a small parser, against the
+torch-free catalog; what remains, the dotted flags of the configuration, is read later by
+``gt_trainer.command_line.overrides``.
 
 Everything wrong is reported at once.
 """

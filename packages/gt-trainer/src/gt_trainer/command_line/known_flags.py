@@ -1,10 +1,10 @@
 """The flags of the configuration, judged and listed before torch is imported.
 
-The flags are the fields of dataclasses that take twelve seconds to import. ``known_flags.json``
-holds what tyro's help says of each, for every configuration of the catalog, and the versions that
-it was made with. With another torchtitan or tyro installed the table is not consulted: misspelled
-flags and values are found after the import, and --help-all waits for it. What the table passes,
-tyro still judges (``overrides``).
+The flags are the fields of dataclasses that take seconds to import. ``known_flags.json``
+holds what tyro's help says of each, for every configuration of the catalog, the values that
+``early_refusal`` judges, and the versions that it was made with. With another torchtitan or tyro
+installed the table is not consulted: misspelled flags and values are found after the import, and
+--help-all waits for it. What the table passes, tyro still judges (``overrides``).
 
 ``write_known_flags`` writes the table anew; a test fails when it is out of date.
 """
@@ -17,10 +17,13 @@ import importlib.metadata
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from gt_trainer.command_line.near_matches import did_you_mean
+from gt_trainer.preflight.plain_settings import ModelNumbers
 
 TABLE = Path(__file__).with_suffix(".json")
 """File with the help on every flag, and the versions that it was made with."""
@@ -33,6 +36,7 @@ PACKAGE = str(Path(__file__).parents[1])
 
 _FLAG_NAME = re.compile(r"--[\w.]+")
 _CHOICE = re.compile(r"• (\w+):")
+_SEPARATED = "A,B,C,..."
 _KINDS: Mapping[str, tuple[Callable[[str], object], str]] = {
     "INT": (int, "an integer"),
     "FLOAT": (float, "a number"),
@@ -71,6 +75,65 @@ def full_help(config: str) -> str | None:
     return None if entries is None else help_text(entries)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownSettings:
+    """What is judged of a configuration of the catalog before it is imported."""
+
+    values: Mapping[str, Any]
+    """By flag, as configured for a CPU: ``preflight.plain_settings``, and every ``--compile``."""
+    gpu_defaults: Mapping[str, Any]
+    """What is configured otherwise for a GPU, by flag; it gives way to what does not go with it."""
+    model: ModelNumbers | None
+    """Of its model; None of one that is not judged."""
+    passes: tuple[str, ...]
+    """Names of the registered passes."""
+
+
+def known_settings(config: str) -> KnownSettings | None:
+    """Return the values of a configuration of the catalog, None if they are not known.
+
+    Args:
+        config: The configuration's name.
+    """
+    table = _table()
+    if table is None:
+        return None
+    first = next(iter(table["settings"].values()))
+    own = table["settings"][config]
+    return KnownSettings(
+        values=first["values"] | own["values"],
+        gpu_defaults=own["gpu_defaults"],
+        model=None if own["model"] is None else ModelNumbers(**own["model"]),
+        passes=tuple(table["passes"]),
+    )
+
+
+def typed_values(arguments: Iterable[str]) -> dict[str, object]:
+    """Return the values that were typed, as far as their flags say how to read them.
+
+    The last one of a flag counts, as for tyro. Values that do not fit are ``explain_flags``'s to
+    find, and are left out.
+
+    Args:
+        arguments: Flags and values as typed, without our own options.
+    """
+    entries = _entries(None) or {}
+    kinds = {name: kind for entry in entries.values() for name, kind in _named(entry)}
+    values: dict[str, object] = {}
+    for typed, text in _pairs(list(arguments)):
+        name = with_underscores(typed)
+        if name not in kinds:
+            continue
+        if not kinds[name]:
+            group, _, last = name.rpartition(".")
+            is_on = f"{group}.no_{last}" in kinds
+            values[name if is_on else f"{group}.{last.removeprefix('no_')}"] = is_on
+        elif text is not None:
+            with contextlib.suppress(ValueError):
+                values[name] = _read_value(text, kinds[name])
+    return values
+
+
 def help_text(entries: Mapping[str, str]) -> str:
     """Return the text of --help-all; the entries are those of ``overrides.help_entries``."""
     return "\n".join(entries.values()).replace("GT_TRAINER", PACKAGE) + "\n"
@@ -89,14 +152,21 @@ def with_underscores(flag: str) -> str:
 @functools.cache
 def _entries(config: str | None) -> dict[str, str] | None:
     """The help by flag, in order; None if the table does not know. Without a config, all flags."""
-    table = json.loads(TABLE.read_text())
-    made_with = ("torchtitan", "tyro")
-    if any(importlib.metadata.version(name) != table[name] for name in made_with):
+    table = _table()
+    if table is None:
         return None
     entries: dict[str, str] = table["entries"]
     differences: dict[str, str | None] = {} if config is None else table["differences"][config]
     changed = {key: differences.get(key, entry) for key, entry in entries.items()}
     return {key: entry for key, entry in changed.items() if entry is not None}
+
+
+@functools.cache
+def _table() -> dict[str, Any] | None:
+    table: dict[str, Any] = json.loads(TABLE.read_text())
+    made_with = ("torchtitan", "tyro")
+    is_current = all(importlib.metadata.version(name) == table[name] for name in made_with)
+    return table if is_current else None
 
 
 def _named(entry: str) -> Iterator[tuple[str, str]]:
@@ -114,6 +184,25 @@ def _pairs(arguments: list[str]) -> Iterator[tuple[str, str | None]]:
         name, has_value, value = argument.partition("=")
         if name.startswith("--"):
             yield name, value if has_value else None if following.startswith("--") else following
+
+
+def _read_value(text: str, kind: str) -> object:
+    """The value of a flag that takes one.
+
+    Raises:
+        ValueError: It does not fit, or nothing here says how to read it.
+    """
+    for part in kind.split("|"):
+        if part == "{None}" and text == "None":
+            return None
+        if part.startswith("{") and text in part[1:-1].split(","):
+            return text
+        if part in _KINDS:
+            with contextlib.suppress(ValueError):
+                return _KINDS[part][0](text)
+        if part == _SEPARATED:
+            return tuple(each for each in text.split(",") if each)
+    raise ValueError(f"{text!r} is no {kind}")
 
 
 def _explain_value(name: str, value: str | None, kind: str) -> list[str]:

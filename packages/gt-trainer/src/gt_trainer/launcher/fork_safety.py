@@ -1,10 +1,10 @@
 """What must hold before ``--nproc`` forks, and how it is brought about and checked.
 
-Importing torchtitan costs about twelve CPU seconds, so the parent imports once and its ranks are
-forks of it. A fork copies only the calling thread: a lock that another thread held, or an OpenMP
-pool, is broken in the child. So the parent must have exactly one thread and must not have touched
-CUDA. ``prepare_environment`` keeps the libraries that torchtitan imports from starting threads of
-their own accord; ``check_can_fork`` verifies, and refuses rather than hopes.
+Importing torchtitan costs four CPU seconds, or ten without bytecode, so the parent imports once and
+its ranks are forks of it. A fork copies only the calling thread: a lock that another thread held,
+or an OpenMP pool, is broken in the child. So the parent must have exactly one thread and must not
+have touched CUDA. ``prepare_environment`` keeps the libraries that torchtitan imports from starting
+threads of their own accord; ``check_can_fork`` verifies, and refuses rather than hopes.
 
 - OpenMP (torch) and OpenBLAS (numpy) size their pools from OMP_NUM_THREADS and
   OPENBLAS_NUM_THREADS; OpenBLAS starts its pool when numpy is imported.

@@ -10,11 +10,8 @@ A rank may trust a configuration that has passed.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
-from torchtitan.components.loss import ChunkedLossWrapper
-from torchtitan.config import ParallelismConfig
 from torchtitan.models.common.attention import VarlenAttention
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.token_dispatcher import (
@@ -33,6 +30,12 @@ from gt_trainer.preflight.pipeline_violations import pipeline_violations
 from gt_trainer.preflight.placement_violations import (
     autoparallel_violations,
     unsupported_placement,
+)
+from gt_trainer.preflight.plain_settings import (
+    ModelNumbers,
+    number_violations,
+    settings_of,
+    topology_of_settings,
 )
 from gt_trainer.preflight.plan_file_violations import plan_file_violations
 from gt_trainer.trainer import GraphTrainer
@@ -93,10 +96,7 @@ def configuration_violations(config: GraphTrainer.Config, world_size: int) -> It
         config.parallelism, config.training, activation_checkpoint=config.activation_checkpoint
     )
     yield from _unsupported_options(config)
-    yield from _unsound_counts(config, topology)
-    yield from _unsound_rates(config)
-    yield from _model_does_not_divide(config, topology)
-    yield from _uneven_loss_chunks(config)
+    yield from number_violations(settings_of(config), topology, model=model_numbers_of(config))
     yield from _unsound_profiler(config)
     yield from _exchanges_of_unknown_operators(config)
     yield from _shapes_of_documents(config)
@@ -105,47 +105,13 @@ def configuration_violations(config: GraphTrainer.Config, world_size: int) -> It
 
 
 def topology_of(config: GraphTrainer.Config, world_size: int) -> Topology:
-    """Return the extents of a run, with what torchtitan derives derived as it does.
-
-    A data_parallel_shard_degree of -1 takes the ranks that the other degrees leave, and a
-    global_batch_size of -1 means one forward pass for each update. Where these do not divide, the
-    result rounds down; ``check_configuration`` reports it.
+    """Return the extents of a run; ``topology_of_settings`` says how they are derived.
 
     Args:
         config: The finished configuration.
         world_size: Ranks of the whole job.
     """
-    parallelism, training = config.parallelism, config.training
-    dp_shard = parallelism.data_parallel_shard_degree
-    if dp_shard == -1:
-        dp_shard = max(1, world_size // max(1, _other_degrees(parallelism)))
-    samples = training.local_batch_size * parallelism.data_parallel_replicate_degree * dp_shard
-    steps = 1
-    if training.global_batch_size > 0 and samples > 0:
-        steps = max(1, training.global_batch_size // samples)
-    return Topology(
-        world=world_size,
-        dp_replicate=parallelism.data_parallel_replicate_degree,
-        dp_shard=dp_shard,
-        cp=parallelism.context_parallel_degree,
-        tp=parallelism.tensor_parallel_degree,
-        ep=parallelism.expert_parallel_degree,
-        pp=parallelism.pipeline_parallel_degree,
-        batch_size=training.local_batch_size,
-        microbatch_size=parallelism.pipeline_parallel_microbatch_size,
-        seq_len=training.seq_len,
-        gradient_accumulation_steps=steps,
-        sequence_parallel=parallelism.enable_sequence_parallel,
-    )
-
-
-def _other_degrees(parallelism: ParallelismConfig) -> int:
-    return (
-        parallelism.data_parallel_replicate_degree
-        * parallelism.context_parallel_degree
-        * parallelism.tensor_parallel_degree
-        * parallelism.pipeline_parallel_degree
-    )
+    return topology_of_settings(settings_of(config), world_size)
 
 
 def _unsupported_options(config: GraphTrainer.Config) -> Iterator[Violation]:
@@ -189,103 +155,22 @@ def _not_dry_run(config: GraphTrainer.Config) -> Iterator[Violation]:
         )
 
 
-def _unsound_counts(config: GraphTrainer.Config, topology: Topology) -> Iterator[Violation]:
-    counts: list[tuple[str, int]] = [
-        ("--training.steps", config.training.steps),
-        ("--training.gc_freq", config.training.gc_freq),
-        ("--metrics.log_freq", config.metrics.log_freq),
-    ]
-    if config.validator.enable:
-        counts.append(("--validator.freq", config.validator.freq))
-    for flag, value in counts:
-        if value < 1:
-            yield Violation(flag=flag, value=value, allowed="1 or more", fix="give 1 or more")
-    yield from _uneven_batch(config, topology)
+def model_numbers_of(config: GraphTrainer.Config) -> ModelNumbers | None:
+    """Return the numbers of a configuration's model that degrees must divide; None of no decoder.
 
-
-def _unsound_rates(config: GraphTrainer.Config) -> Iterator[Violation]:
-    rates = {
-        f"--optimizer.param_groups.{index}.optimizer_kwargs.{name}": group.optimizer_kwargs[name]
-        for index, group in enumerate(config.optimizer.param_groups)
-        for name in ("lr", "weight_decay")
-        if name in group.optimizer_kwargs
-    }
-    rates["--lr_scheduler.min_lr_factor"] = config.lr_scheduler.min_lr_factor
-    for flag, value in rates.items():
-        if not (math.isfinite(value) and value >= 0):
-            yield Violation(
-                flag=flag, value=value, allowed="a finite number, 0 or more", fix="give one"
-            )
-    max_norm = config.training.max_norm
-    if math.isnan(max_norm) or max_norm < 0:
-        yield Violation(
-            flag="--training.max_norm", value=max_norm, allowed="0 or more", fix="give 0 or more"
-        )
-
-
-def _uneven_batch(config: GraphTrainer.Config, topology: Topology) -> Iterator[Violation]:
-    size = config.training.global_batch_size
-    samples = topology.batch_size * topology.dp_replicate * topology.dp_shard
-    if size == -1 or samples < 1:
-        return
-    if size > 0 and size % samples == 0:
-        return
-    yield Violation(
-        flag="--training.global_batch_size",
-        value=size,
-        allowed=(
-            f"a multiple of {samples} (local_batch_size {topology.batch_size} * "
-            f"dp_replicate {topology.dp_replicate} * dp_shard {topology.dp_shard}), or -1 for that"
-        ),
-        fix=f"use {max(1, round(size / samples)) * samples}, or leave the flag out",
-    )
-
-
-def _model_does_not_divide(config: GraphTrainer.Config, topology: Topology) -> Iterator[Violation]:
+    Args:
+        config: The finished configuration.
+    """
     model = config.model_spec.model if config.model_spec is not None else None
     if not isinstance(model, Decoder.Config):
-        return
+        return None
     attention = model.first_attention
-    if attention is not None and topology.tp > 1:
-        for name in ("n_heads", "n_kv_heads"):
-            heads = getattr(attention, name, None)
-            if heads is not None and heads % topology.tp:
-                yield Violation(
-                    flag="--parallelism.tensor_parallel_degree",
-                    value=topology.tp,
-                    allowed=f"a divisor of the model's {name} {heads}",
-                    fix=f"use one of {', '.join(map(str, _divisors(heads)))}",
-                )
-                break
-    if topology.seq_len > model.max_seq_len:
-        yield Violation(
-            flag="--training.seq_len",
-            value=topology.seq_len,
-            allowed=f"at most {model.max_seq_len}, the longest that the model's positions reach",
-            fix=f"use {model.max_seq_len} or less",
-        )
-    if topology.ep > 1:
-        yield from _experts_do_not_divide(model, topology.ep)
-
-
-def _experts_do_not_divide(model: Decoder.Config, ep: int) -> Iterator[Violation]:
-    moes = expert_layers(model)
-    if not moes:
-        yield Violation(
-            flag="--parallelism.expert_parallel_degree",
-            value=ep,
-            allowed="1: the model has no experts",
-            fix=_LEAVE_OUT,
-        )
-        return
-    num_experts = min(moe.num_experts for moe in moes)
-    if num_experts % ep:
-        yield Violation(
-            flag="--parallelism.expert_parallel_degree",
-            value=ep,
-            allowed=f"a divisor of the model's {num_experts} experts",
-            fix=f"use one of {', '.join(map(str, _divisors(num_experts)))}",
-        )
+    heads = {name: getattr(attention, name, None) for name in ("n_heads", "n_kv_heads")}
+    return ModelNumbers(
+        heads={name: number for name, number in heads.items() if number is not None},
+        max_seq_len=model.max_seq_len,
+        num_experts=min((moe.num_experts for moe in expert_layers(model)), default=None),
+    )
 
 
 def _exchanges_of_unknown_operators(config: GraphTrainer.Config) -> Iterator[Violation]:
@@ -324,28 +209,6 @@ def _shapes_of_documents(config: GraphTrainer.Config) -> Iterator[Violation]:
         )
 
 
-def _uneven_loss_chunks(config: GraphTrainer.Config) -> Iterator[Violation]:
-    loss = config.loss
-    # A planned step applies the loss to whole logits.
-    if not isinstance(loss, ChunkedLossWrapper.Config) or config.compile.autoparallel:
-        return
-    length, chunks = config.training.seq_len, loss.num_chunks
-    if length < 1 or (chunks > 0 and length % chunks == 0):
-        return
-    if chunks < 1:
-        yield Violation(
-            flag="--loss.num_chunks", value=chunks, allowed="1 or more", fix="give 1 or more"
-        )
-        return
-    fits = max(divisor for divisor in _divisors(length) if divisor <= chunks)
-    yield Violation(
-        flag="--training.seq_len",
-        value=length,
-        allowed=f"a multiple of {chunks}, for the loss's equal chunks (--loss.num_chunks)",
-        fix=f"use {-(-length // chunks) * chunks}, or --loss.num_chunks {fits}",
-    )
-
-
 def _unsound_profiler(config: GraphTrainer.Config) -> Iterator[Violation]:
     """When training starts, torchtitan and torch.profiler refuse these by ``assert``."""
     profiler = config.profiler
@@ -377,7 +240,3 @@ def _unsound_profiler(config: GraphTrainer.Config) -> Iterator[Violation]:
                 allowed=f"{minimum} or more",
                 fix=f"give {minimum} or more",
             )
-
-
-def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

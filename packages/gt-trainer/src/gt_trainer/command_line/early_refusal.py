@@ -1,0 +1,74 @@
+"""Options that cannot go together, told before anything heavy is imported.
+
+gt-config's rules need numbers and names alone, and so do those of ``preflight.plain_settings``.
+What a configuration of the catalog has is in the table of known flags, and what was typed is typed:
+a run that breaks these rules is refused at once. Nothing is accepted here. Whatever passes is
+judged again, with everything else, once the configuration has been imported (``preflight``).
+
+The defaults of a device give way to what does not go with them, and which device there is only
+torch can say. So what is refused is refused with whichever of them is left.
+"""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+from gt_config import CompileConfig, ConfigError, Violation, find_violations
+from gt_config.option_paths import with_option
+from gt_trainer.command_line.command_line import CommandLine, UsageError
+from gt_trainer.command_line.known_flags import KnownSettings, known_settings, typed_values
+from gt_trainer.preflight.plain_settings import (
+    Settings,
+    number_violations,
+    topology_of_settings,
+)
+
+_COMPILE = "--compile."
+_NOT_YET = (
+    "Found before anything was imported. What depends on the machine, files and graphs is checked\n"
+    "once this is right."
+)
+
+
+def refuse_early(command: CommandLine, world_size: int) -> None:
+    """Refuse a run that breaks a rule about plain numbers and names, without importing torch.
+
+    Configurations of the user's own modules are not judged here, nor those of another torchtitan
+    than the table of known flags was made with.
+
+    Args:
+        command: What was asked for.
+        world_size: Ranks of the whole job.
+
+    Raises:
+        UsageError: Lists what is wrong.
+    """
+    if "." in command.module:
+        return
+    known = known_settings(command.config)
+    if known is None:
+        return
+    typed = typed_values(command.overrides)
+    defaults = {flag: value for flag, value in known.gpu_defaults.items() if flag not in typed}
+    settings = {**known.values, **{k: v for k, v in typed.items() if k in known.values}}
+    found = _violations(settings, world_size, known)
+    for count in range(1, len(defaults) + 1):
+        for chosen in combinations(defaults.items(), count):
+            among = _violations(settings | dict(chosen), world_size, known)
+            found = [each for each in found if each in among]
+    if found:
+        raise UsageError(f"{ConfigError(found)}\n{_NOT_YET}")
+
+
+def _violations(settings: Settings, world_size: int, known: KnownSettings) -> list[Violation]:
+    topology = topology_of_settings(settings, world_size)
+    options = CompileConfig()
+    for flag, value in settings.items():
+        if flag.startswith(_COMPILE):
+            # JSON has lists for tuples.
+            own = tuple(value) if isinstance(value, list) else value
+            options = with_option(options, flag.removeprefix(_COMPILE), own)
+    return [
+        *find_violations(options, topology, known_passes=known.passes),
+        *number_violations(settings, topology, model=known.model),
+    ]
