@@ -71,10 +71,17 @@ class Contestant:
         workload: What to train.
         workload_key: Its key in ``WORKLOADS``.
         folder: For its output and logs.
+        artifacts: Ours alone: the folder of captured graphs, empty for a cold start.
     """
 
     def __init__(
-        self, name: ContestantName, workload: Workload, *, workload_key: str, folder: Path
+        self,
+        name: ContestantName,
+        workload: Workload,
+        *,
+        workload_key: str,
+        folder: Path,
+        artifacts: Path | None = None,
     ) -> None:
         self.name = name
         self._folder = folder
@@ -86,7 +93,10 @@ class Contestant:
         begin = time.perf_counter()
         environment = _environment(theirs)
         if name == "ours":
-            self._start(_our_command(workload, workload_key, folder), environment, theirs)
+            command = _our_command(workload, workload_key, folder)
+            if artifacts is not None:
+                command += ["--compile.artifacts", str(artifacts)]
+            self._start(command, environment, theirs)
         else:
             command = [sys.executable, "-m", "train_step.peers", name, workload_key, str(folder)]
             rendezvous = _rendezvous()
