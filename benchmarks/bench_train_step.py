@@ -12,8 +12,8 @@ import, then forks); peers are four plain processes that find each other by envi
 which is less work than torchrun makes of it. See ``train_step/peers.py`` for what CPU demands of
 the peers.
 
-Ours starts with an empty folder for captured graphs (``--compile.artifacts``), and once more with what
-that start has stored, which is told apart as warm.
+Ours starts with an empty folder for captured graphs (``--compile.artifacts``), and once more with
+what that start has stored, which is told apart as warm.
 
 The losses of a pair are compared at every step, so that nobody is timed on another task.
 """
@@ -195,9 +195,7 @@ def _check_losses(history: Steps) -> str:
     )
 
 
-def _rows(
-    workload: Workload, starts: Steps, warm_starts: list[Step], timed: Steps
-) -> list[Row]:
+def _rows(workload: Workload, starts: Steps, warm_starts: list[Step], timed: Steps) -> list[Row]:
     peers: list[ContestantName] = [name for name in starts if name != "ours"]
 
     def compare(
@@ -231,9 +229,7 @@ def _rows(
     rows = compare("step_time", timed, lambda step: step.seconds, _STEP_TIME_GOALS)
     rows += compare("startup_to_update", starts, lambda step: step.seconds, _STARTUP_GOALS)
     warm: Steps = {**starts, "ours": warm_starts}
-    rows += compare(
-        "warm_startup_to_update", warm, lambda step: step.seconds, _WARM_STARTUP_GOALS
-    )
+    rows += compare("warm_startup_to_update", warm, lambda step: step.seconds, _WARM_STARTUP_GOALS)
     rows += compare("cpu_per_step", timed, lambda step: step.cpu_seconds)
     rows += compare("cpu_to_update", starts, lambda step: step.cpu_seconds)
     rows += compare("warm_cpu_to_update", warm, lambda step: step.cpu_seconds)
