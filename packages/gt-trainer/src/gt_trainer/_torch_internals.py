@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._ops import OpOverload  # one way to call an operator; no public name
 
-__all__ = ["is_cuda_lost_by_fork", "process_group_named"]
+__all__ = ["OpOverload", "is_cuda_lost_by_fork", "process_group_named"]
 
 
 def is_cuda_lost_by_fork() -> bool:
