@@ -4,7 +4,10 @@
     ├── CaptureError                  the step cannot be captured as a pure graph of its inputs
     │   └── ConstantCapturedError     a tensor would be frozen into the graph as a constant
     ├── InputMismatchError            a call whose inputs are not those that were captured
-    └── StateMismatchError            a module whose state is not the one that was captured
+    ├── StateMismatchError            a module whose state is not the one that was captured
+    └── ArtifactError                 a stored capture cannot be written, or cannot be read here
+        ├── ArtifactDamagedError      the file is not what was written
+        └── ArtifactVersionError      the file is of another format
 
 Each also derives from ``ValueError`` where the caller passed the wrong thing.
 """
@@ -30,3 +33,15 @@ class InputMismatchError(GtTraceError, ValueError):
 
 class StateMismatchError(GtTraceError, ValueError):
     """A captured step was bound to a module with other parameters, buffers or layouts."""
+
+
+class ArtifactError(GtTraceError):
+    """A stored capture cannot be written, or cannot be read here."""
+
+
+class ArtifactDamagedError(ArtifactError):
+    """A file is no artifact, or not the one that was written: set it aside and capture again."""
+
+
+class ArtifactVersionError(ArtifactError):
+    """An artifact was written in another format than this gt-trace reads: capture again."""

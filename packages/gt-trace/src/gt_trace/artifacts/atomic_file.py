@@ -1,0 +1,74 @@
+"""Files that are complete or absent, whoever else writes and whenever the writer is killed.
+
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import BinaryIO
+
+from gt_trace.errors import ArtifactError
+
+TEMPORARY_PREFIX = ".writing-"
+"""How files begin that are being written; one that stays was left by a writer that was killed."""
+
+_ATTEMPTS = 100
+
+
+def write_atomically(path: Path, write: Callable[[BinaryIO], None]) -> None:
+    """Let ``path`` have what ``write`` writes, all of it, or leave it as it was.
+
+    The file is written under another name in the same folder, brought to the disk, and renamed.
+    The folder is made if missing.
+
+    Args:
+        path: what is written or replaced.
+        write: writes to the open file that it is given. What it raises passes, other than errors
+            of the operating system, and leaves nothing.
+
+    Raises:
+        ArtifactError: the operating system refused; the text has the path and the reason.
+    """
+    try:
+        file, temporary = _open_beside(path)
+        try:
+            with file:
+                write(file)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        finally:
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
+    except OSError as error:
+        raise ArtifactError(f"{path} cannot be written: {error.strerror or error}") from error
+    _bring_to_disk(path.parent)
+
+
+def _open_beside(path: Path) -> tuple[BinaryIO, Path]:
+    host = re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname())[:64]
+    temporary = path.with_name(f"{TEMPORARY_PREFIX}{host}-{os.getpid()}-{os.urandom(8).hex()}")
+    for _ in range(_ATTEMPTS - 1):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Between these lines another job may find the folder empty, and remove it.
+        with suppress(FileNotFoundError):
+            return temporary.open("xb"), temporary
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return temporary.open("xb"), temporary
+
+
+def _bring_to_disk(folder: Path) -> None:
+    # Some network file systems refuse this for folders. The file is complete without it; if then
+    # the machine loses power, it may be absent.
+    with suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
