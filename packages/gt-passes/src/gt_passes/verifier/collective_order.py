@@ -140,15 +140,6 @@ def note_exchanges(exchanges: Mapping[Node, tuple[int, ...]]) -> None:
         launch.meta[_EXCHANGES_KEY] = numbers
 
 
-def noted_exchanges(graph_module: GraphModule) -> dict[str, tuple[int, ...]]:
-    """What ``note_exchanges`` has noted, by the names of launches; for a graph that is stored."""
-    return {
-        node.name: node.meta[_EXCHANGES_KEY]
-        for node in graph_module.graph.nodes
-        if _EXCHANGES_KEY in node.meta
-    }
-
-
 def _first_difference(
     ranks: tuple[int, int],
     sequences: tuple[Sequence[CollectiveCall], Sequence[CollectiveCall]],
