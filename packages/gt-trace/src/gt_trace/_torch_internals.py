@@ -342,3 +342,88 @@ def flex_attention_on_cpu() -> Iterator[None]:
         yield
     finally:
         module._validate_device = check
+
+
+def higher_order_operator(name: str) -> HigherOrderOperator:
+    """Return FlexAttention's operator, or that of its backward, by name; they are in no registry."""
+    module: Any = importlib.import_module("torch._higher_order_ops.flex_attention")
+    found: HigherOrderOperator = getattr(module, name)
+    return found
+
+
+@functools.cache
+def sympy_functions() -> Mapping[str, Any]:
+    """Return the functions of which PyTorch makes expressions of sizes, by the names of classes."""
+    import sympy
+    from torch.utils._sympy import functions
+
+    plain = ("Add", "Mul", "Pow", "Eq", "Ne", "And", "Or", "Not", "Rational")
+    relations = ("GreaterThan", "LessThan", "StrictGreaterThan", "StrictLessThan")
+    torch_own = (
+        ("FloorDiv", "ModularIndexing", "Where", "PythonMod", "Mod", "CleanDiv", "CeilToInt")
+        + ("FloorToInt", "CeilDiv", "Max", "Min", "PowByNatural", "FloatPow", "FloatTrueDiv")
+        + ("IntTrueDiv", "TruncToFloat", "TruncToInt", "RoundToInt", "ToFloat", "Identity")
+    )
+    named = {name: getattr(sympy, name) for name in (*plain, *relations)}
+    named |= {"Equality": sympy.Eq, "Unequality": sympy.Ne}
+    return named | {name: getattr(functions, name) for name in torch_own if hasattr(functions, name)}
+
+
+def known_of_sizes(shape_env: ShapeEnv) -> Any:
+    """Return the shape environment as what it is: attributes without public names.
+
+    Those read and written: ``var_to_range``, ``size_like``, ``deferred_runtime_asserts``, ``axioms``,
+    ``divisible`` and ``replacements``, as stamping does for a layer's own symbols.
+    """
+    return shape_env
+
+
+def backed_sizes(shape_env: ShapeEnv) -> Mapping[Any, Any]:
+    """Return the symbols that have a value as an example, with it; named otherwise before 2.14."""
+    known: Any = shape_env
+    values = getattr(known, "backed_var_to_val", None)
+    found: Mapping[Any, Any] = known.var_to_val if values is None else values
+    return found
+
+
+def runtime_assertion(expression: Any, message: str) -> Any:
+    """Return an assertion of sizes at run time, as a trace defers it."""
+    from torch.fx.experimental.symbolic_shapes import RuntimeAssert
+    from torch.utils._traceback import CapturedTraceback
+
+    return RuntimeAssert(expression, message, CapturedTraceback.extract())
+
+
+def value_range(lower: Any, upper: Any) -> Any:
+    """Return the range of a size, ends included."""
+    from torch.utils._sympy.value_ranges import ValueRanges
+
+    return ValueRanges(lower, upper)
+
+
+@functools.cache
+def record_types() -> Mapping[str, tuple[type, tuple[str, ...]]]:
+    """Return small classes of which layouts and metadata hold objects, with their fields, by name.
+
+    Placements of DTensor and what it keeps of a whole tensor, and the steps of the paths at which a
+    value has a size; half of them are private.
+    """
+    from torch.distributed.tensor import Partial, Replicate, Shard, _dtensor_spec
+    from torch.fx.experimental import symbolic_shapes
+
+    types: dict[type, tuple[str, ...]] = {
+        Shard: ("dim",),
+        Replicate: (),
+        Partial: ("reduce_op",),
+        StridedShard: ("dim", "split_factor"),
+        _dtensor_spec.TensorMeta: ("shape", "stride", "dtype"),
+        pytree.SequenceKey: ("idx",),
+        pytree.MappingKey: ("key",),
+        symbolic_shapes.CallMethodKey: ("name",),
+        symbolic_shapes.ConvertIntKey: (),
+        symbolic_shapes.DivideByKey: ("divisor",),
+    }
+    order = getattr(_dtensor_spec, "ShardOrderEntry", None)  # not before 2.14
+    if order is not None:
+        types[order] = ("tensor_dim", "mesh_dims")
+    return {kind.__name__: (kind, fields) for kind, fields in types.items()}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import marshal
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import CellType, CodeType, FunctionType
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from gt_trace._torch_internals import pytree
+from gt_trace.capture.code_digest import code_digest
 
 _FUNCTIONS = (FunctionType, partial)
 
@@ -72,6 +73,52 @@ class _Code:
             name += f" of {self.code.co_filename}:{self.code.co_firstlineno}"
         called = [_text(each, with_lines=with_lines) for each in self.functions if each is not None]
         return f"{name}({', '.join(called)})" if called else name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StoredCode:
+    """What a file says of a function: equal to those with the same code."""
+
+    digest: str
+    """As ``code_digest`` gives it."""
+
+    name: str
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, StoredCode):
+            return self.digest == other.digest
+        return isinstance(other, _Code) and self.digest == code_digest(other)
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def text(self, *, with_lines: bool) -> str:
+        """Its name; a file does not say of which lines."""
+        return self.name
+
+
+def stored_code(value: Any) -> StoredCode | None:
+    """What a file says of an attribute of a mask that is a function; None of any other."""
+    if isinstance(value, StoredCode):
+        return value
+    if not isinstance(value, _Code):
+        return None
+    return StoredCode(digest=code_digest(value), name=value.text(with_lines=False))
+
+
+def mask_attributes(spec: pytree.TreeSpec) -> tuple[tuple[str, Any], ...] | None:
+    """Attributes of a mask besides its tensors, by name; None for a tree of another type."""
+    return spec.context.attributes if isinstance(spec.context, _Context) else None
+
+
+def mask_structure(
+    attributes: Iterable[tuple[str, Any]], children: Sequence[pytree.TreeSpec]
+) -> pytree.TreeSpec:
+    """The structure of a mask with these attributes besides its tensors."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    register_block_masks()
+    return pytree.TreeSpec(BlockMask, _Context(tuple(attributes)), list(children))
 
 
 def _partial_code(values: pytree.TreeSpec, functions: tuple[Any, ...]) -> _Code:
@@ -185,4 +232,5 @@ def _with_values(value: Any, values: Iterator[Any]) -> Any:
 
 
 def _text(value: Any, *, with_lines: bool) -> str:
-    return value.text(with_lines=with_lines) if isinstance(value, _Code) else repr(value)[:200]
+    is_code = isinstance(value, _Code | StoredCode)
+    return str(value.text(with_lines=with_lines)) if is_code else repr(value)[:200]

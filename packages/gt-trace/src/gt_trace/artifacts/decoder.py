@@ -1,0 +1,395 @@
+"""Graphs and what belongs to them from JSON: the inverse of ``encoder``.
+
+Whatever a document says is looked up in lists of what there may be, and what it refers to must
+stand before it. Nothing that is read here runs; whether shapes are what operators give is for a
+verifier to say.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.immutable_collections import immutable_dict, immutable_list
+
+from gt_config.errors import NodeMetadataError
+from gt_config.node_keys import ANNOTATION_TYPES
+from gt_trace._torch_internals import (
+    DTensor,
+    FakeTensorMode,
+    ShapeEnv,
+    TensorMetadata,
+    fake_over_meta,
+    lazy_graph_module,
+    pytree,
+    set_conj,
+    set_neg,
+)
+from gt_trace.artifacts.expressions import decoded_expression
+from gt_trace.artifacts.mesh_axes import MeshAxes
+from gt_trace.artifacts.operators import NAMESPACES, find_operator
+from gt_trace.artifacts.records import decoded_record
+from gt_trace.artifacts.size_facts import restored_facts
+from gt_trace.capture.block_masks import StoredCode, mask_structure
+from gt_trace.capture.captured_mode import CapturedMode
+from gt_trace.capture.graph_inputs import ArgumentSignature, GraphInput
+from gt_trace.capture.module_state import StateEntry
+from gt_trace.capture.subclass_layout import PLAIN, TensorLayout
+from gt_trace.errors import ArtifactError
+
+_OPS = {"p": "placeholder", "c": "call_function", "g": "get_attr", "o": "output"}
+_LEAF = pytree.tree_structure(0)
+_CONTAINERS = {"tuple": tuple, "list": list, "dict": dict, "OrderedDict": OrderedDict}
+
+
+class Decoder:
+    """Decodes the parts of one document.
+
+    Args:
+        document: as ``Encoder.document`` made it, through JSON.
+        axes: of this rank.
+        blob: gives the bytes of a constant tensor by its name.
+        fake_mode: of all fake values, with a shape environment; None: a new one.
+        namespaces: of operators that graphs may call.
+
+    Raises:
+        ArtifactError: the document is none, or names what there is not.
+    """
+
+    def __init__(
+        self,
+        document: Any,
+        axes: MeshAxes,
+        *,
+        blob: Callable[[str], bytes],
+        fake_mode: FakeTensorMode | None = None,
+        namespaces: Collection[str] = NAMESPACES,
+    ) -> None:
+        self.content: Any = document["content"]
+        self.fake_mode = fake_mode or FakeTensorMode(
+            allow_non_fake_inputs=True, shape_env=ShapeEnv()
+        )
+        self._axes = axes
+        self._blob = blob
+        self._operators = [find_operator(name, namespaces) for name in document["operators"]]
+        self._encoded: list[Any] = document["values"]
+        self._decoded: dict[int, Any] = {}
+        self._nbytes: list[Any] = document["storages"]
+        self._storages: dict[int, torch.UntypedStorage] = {}
+        self._symbols: dict[str, Any] = {}
+        self._sizes: dict[str, Any] = {}
+        shape_env = self.fake_mode.shape_env
+        if document["sizes"] is not None:
+            if shape_env is None:
+                raise ArtifactError("the fake mode has no shape environment for sizes at run time")
+            self._symbols = restored_facts(document["sizes"], shape_env)
+
+    # ---- graphs ---------------------------------------------------------------------------------
+
+    def graph(self, encoded: Any) -> GraphModule:
+        """A graph, with code that is generated when it is first asked for.
+
+        Raises:
+            ArtifactError: a node reads what does not stand before it, or is no node.
+        """
+        graph = Graph()
+        nodes: list[Node] = []
+        attributes = {
+            name: self._attribute(held) for name, held in encoded["attributes"].items()
+        }
+        for item in encoded["nodes"]:
+            nodes.append(self._node(graph, item, nodes))
+        for node in nodes:
+            if node.op == "get_attr" and node.target not in attributes:
+                raise ArtifactError(f"node {node.name} reads an attribute that is not stored")
+        if not nodes or nodes[-1].op != "output":
+            raise ArtifactError("a stored graph does not end with its output")
+        return lazy_graph_module(attributes, graph, str(encoded["name"]))
+
+    def _node(self, graph: Graph, item: Any, before: Sequence[Node]) -> Node:
+        op, name, target, args, kwargs, meta = item
+        if op == "c":
+            target = self._operators[_index(target)]
+        elif type(target) is not str or (op == "g" and not target.isidentifier()):
+            raise ArtifactError(f"node {name!r} has the target {target!r}")
+        node = graph.create_node(
+            _OPS[op],
+            target,
+            tuple([self._argument(each, before) for each in args]),
+            {key: self._argument(each, before) for key, each in kwargs.items()},
+            name=name,
+        )
+        if node.name != name:
+            raise ArtifactError(f"two nodes are named {name!r}, or that is no name")
+        node.meta = {
+            key: self.value(held) if key in _OWN_VALUES else self.shared(held)
+            for key, held in meta
+        }
+        return node
+
+    def _argument(self, item: Any, before: Sequence[Node]) -> Any:
+        if type(item) is not list:
+            return item
+        tag = item[0]
+        if tag == "n":
+            return before[_index(item[1])]
+        if tag == "l":
+            return [self._argument(each, before) for each in item[1:]]
+        if tag == "t":
+            return tuple([self._argument(each, before) for each in item[1:]])
+        if tag == "g":
+            return self._axes.group(item[1])
+        if tag == "d":
+            return {self.value(k): self._argument(each, before) for k, each in item[1:]}
+        if tag == "sl":
+            return slice(*(self._argument(each, before) for each in item[1:]))
+        return self.value(item)
+
+    def _attribute(self, held: Any) -> Any:
+        tag, first, *facts = held
+        if tag == "graph":
+            return self.graph(first)
+        if tag != "constant":
+            raise ArtifactError(f"an attribute of a graph is a {tag!r}")
+        dtype, device, shape = map(self.value, facts)
+        plain = torch.frombuffer(bytearray(self._blob(first)), dtype=torch.uint8)
+        tensor = plain.view(dtype).reshape(shape)
+        return tensor.to(device)
+
+    # ---- values ---------------------------------------------------------------------------------
+
+    def shared(self, position: Any) -> Any:
+        """What stands at that position in the table of values."""
+        index = _index(position)
+        if index not in self._decoded:
+            self._decoded[index] = _checked(self.value(self._encoded[index]))
+        return self._decoded[index]
+
+    def value(self, item: Any) -> Any:
+        """What ``Encoder.value`` encoded.
+
+        Raises:
+            ArtifactError: nothing is encoded so.
+        """
+        if type(item) is not list:
+            return item
+        decode = _BY_TAG.get(item[0])
+        if decode is None:
+            raise ArtifactError(f"a value is a {item[0]!r}, and there are none")
+        return decode(self, item)
+
+    def _tensor(self, item: Any) -> torch.Tensor:
+        _, position, storage_position, place = item
+        dtype, device, shape, stride, is_conj, is_neg, requires_grad = self.shared(position)
+        offset = self.value(place)
+        element = torch.empty((0,), dtype=dtype, device="meta")
+        element.set_(self._storage(_index(storage_position)), offset, shape, stride)
+        made = fake_over_meta(element, self.fake_mode, device, dispatch_keys=None)
+        if is_conj:
+            set_conj(made, True)
+        if is_neg:
+            set_neg(made, True)
+        return made.requires_grad_() if requires_grad else made
+
+    def _storage(self, position: int) -> torch.UntypedStorage:
+        known = self._storages.get(position)
+        if known is None:
+            nbytes = self.value(self._nbytes[position])
+            if isinstance(nbytes, int):
+                known = torch.UntypedStorage(nbytes, device="meta")  # type: ignore[no-untyped-call]  # torch's
+            else:
+                known = torch.empty((nbytes,), dtype=torch.uint8, device="meta").untyped_storage()
+            self._storages[position] = known
+        return known
+
+    def _size(self, item: Any) -> Any:
+        tag, encoded = item
+        key = repr(item)
+        known = self._sizes.get(key)
+        if known is None:
+            expression = decoded_expression(encoded, self._symbols)
+            shape_env: Any = self.fake_mode.shape_env
+            make = {
+                "s": shape_env.create_symintnode,
+                "sf": shape_env.create_symfloatnode,
+                "sb": shape_env.create_symboolnode,
+            }[tag]
+            known = make(expression) if tag == "sb" else make(expression, hint=None)
+            self._sizes[key] = known
+        return known
+
+    def _mapping(self, item: Any) -> dict[Any, Any]:
+        return {self.value(key): self.value(each) for key, each in item[1:]}
+
+    def _by_coordinate(self, item: Any) -> int:
+        _, axis, base, step = item
+        number: int = base + step * self._axes.coordinate(axis)
+        return number
+
+    def _symbol(self, item: Any) -> Any:
+        return decoded_expression(str(item[1]), self._symbols)
+
+    def _device(self, item: Any) -> torch.device:
+        if item[0] == "own":
+            return torch.device(item[1], self._axes.device_index)
+        return torch.device(item[1]) if item[2] is None else torch.device(item[1], item[2])
+
+    # ---- what a capture says besides its graph --------------------------------------------------
+
+    def layout(self, item: Any) -> TensorLayout | None:
+        """How a tensor is made of plain ones."""
+        if item is None:
+            return None
+        if item == "plain":
+            return PLAIN
+        if item["subclass"] != "DTensor":
+            raise ArtifactError(f"a tensor is a {item['subclass']!r}; stored are DTensors")
+        return TensorLayout(
+            subclass=DTensor,
+            attributes=tuple((str(n), _present(self.layout(i))) for n, i in item["attributes"]),
+            constants=tuple((str(name), self.value(each)) for name, each in item["constants"]),
+            context=self.value(item["context"]),
+            outer_size=tuple(item["size"]),
+            outer_stride=tuple(item["stride"]),
+            num_leaves=_index(item["leaves"]),
+        )
+
+    def tree(self, item: Any) -> pytree.TreeSpec:
+        """The structure of arguments or results."""
+        if item == "*":
+            return _LEAF
+        name, children, *context = item
+        specs = [self.tree(child) for child in children]
+        if name == "BlockMask":
+            attributes = [(str(n), self._of_mask(each)) for n, each in context[0]]
+            return mask_structure(attributes, specs)
+        if name not in _CONTAINERS:
+            raise ArtifactError(f"arguments are in a {name!r}, which is no known container")
+        kind = _CONTAINERS[name]
+        keys = [self.value(key) for key in context[0]] if context else None
+        return pytree.TreeSpec(kind, keys, specs)
+
+    def _of_mask(self, item: Any) -> Any:
+        if type(item) is list and item[0] == "code":
+            return StoredCode(digest=item[1], name=item[2])
+        return self.value(item)
+
+    def signature(self, item: Any) -> ArgumentSignature:
+        """What a call must pass for one leaf of its arguments."""
+        return ArgumentSignature(
+            name=str(item["name"]),
+            is_tensor=bool(item["is_tensor"]),
+            constant=self.value(item["constant"]),
+            shape=tuple(item["shape"]),
+            dtype=self.value(item["dtype"]),
+            layout=self.layout(item["layout"]),
+        )
+
+    def graph_input(self, item: Any) -> GraphInput:
+        """What one placeholder stands for."""
+        return GraphInput(
+            kind=item["kind"],
+            name=item["name"],
+            aliases=tuple(item["aliases"]),
+            leaf=_index(item["leaf"]),
+        )
+
+    def state_entry(self, item: Any) -> StateEntry:
+        """One tensor of the state, with every name that leads to it."""
+        return StateEntry(kind=item["kind"], names=tuple(item["names"]))
+
+    def mode(self, item: Mapping[str, Any]) -> CapturedMode:
+        """The modes in which a step was captured."""
+        return CapturedMode(
+            training=dict(item["training"]),
+            num_hooks=dict(item["num_hooks"]),
+            trainable=frozenset(item["trainable"]),
+            autocast={device: self.value(dtype) for device, dtype in item["autocast"].items()},
+        )
+
+
+def _checked(value: Any) -> Any:
+    """A value of metadata; annotations in it are read as those who use them will.
+
+    Raises:
+        ArtifactError: an annotation is malformed, or of another version.
+    """
+    if isinstance(value, dict):
+        for concept in ANNOTATION_TYPES:
+            try:
+                concept.from_meta(value)
+            except NodeMetadataError as error:
+                raise ArtifactError(f"an annotation cannot be read: {error}") from error
+    return value
+
+
+def _index(item: Any) -> int:
+    if type(item) is not int or item < 0:
+        raise ArtifactError(f"{item!r} is no position")
+    return item
+
+
+def _present(layout: TensorLayout | None) -> TensorLayout:
+    if layout is None:
+        raise ArtifactError("an inner tensor has no layout")
+    return layout
+
+
+def _dtype(name: Any) -> torch.dtype:
+    found = getattr(torch, str(name), None)
+    if not isinstance(found, torch.dtype):
+        raise ArtifactError(f"{name!r} is no dtype")
+    return found
+
+
+def _layout_kind(name: Any) -> torch.layout:
+    found = getattr(torch, str(name), None)
+    if not isinstance(found, torch.layout):
+        raise ArtifactError(f"{name!r} is no layout of memory")
+    return found
+
+
+def _memory_format(name: Any) -> torch.memory_format:
+    found = getattr(torch, str(name), None)
+    if not isinstance(found, torch.memory_format):
+        raise ArtifactError(f"{name!r} is no memory format")
+    return found
+
+
+def _float(text: Any) -> float:
+    if text not in ("inf", "-inf", "nan"):
+        raise ArtifactError(f"{text!r} is no number")
+    return float(text)
+
+
+_OWN_VALUES = frozenset({"val", "eager_input_vals", "seq_nr"})
+
+_BY_TAG: dict[Any, Callable[[Decoder, Any], Any]] = {
+    "T": Decoder._tensor,
+    "s": Decoder._size,
+    "sb": Decoder._size,
+    "sf": Decoder._size,
+    "by": Decoder._by_coordinate,
+    "symbol": Decoder._symbol,
+    "dev": Decoder._device,
+    "own": Decoder._device,
+    "t": lambda decoder, item: tuple([decoder.value(each) for each in item[1:]]),
+    "l": lambda decoder, item: [decoder.value(each) for each in item[1:]],
+    "il": lambda decoder, item: immutable_list([decoder.value(each) for each in item[1:]]),
+    "d": lambda decoder, item: decoder._mapping(item),
+    "id": lambda decoder, item: immutable_dict(decoder._mapping(item)),
+    "z": lambda decoder, item: torch.Size([decoder.value(each) for each in item[1:]]),
+    "fs": lambda decoder, item: frozenset(decoder.value(each) for each in item[1:]),
+    "tm": lambda decoder, item: TensorMetadata(*(decoder.value(each) for each in item[1:])),
+    "f": lambda _, item: _float(item[1]),
+    "c": lambda _, item: complex(float(item[1]), float(item[2])),
+    "dt": lambda _, item: _dtype(item[1]),
+    "lay": lambda _, item: _layout_kind(item[1]),
+    "mf": lambda _, item: _memory_format(item[1]),
+    "op": lambda decoder, item: decoder._operators[_index(item[1])],
+    "mesh": lambda decoder, item: decoder._axes.mesh(item[1]),
+    "r": lambda decoder, item: decoded_record(item[1], list(map(decoder.value, item[2:]))),
+}

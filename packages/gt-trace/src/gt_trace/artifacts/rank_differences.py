@@ -1,0 +1,225 @@
+"""In what documents of ranks at different places of a mesh differ, and documents for all of them.
+
+What a graph depends on is found by comparison: two captures of ranks that stand at different places
+are laid side by side, node by node. Process groups, meshes and devices have names that mean the same
+on every rank, so that most graphs are equal. With tensor parallelism some numbers are not: the first
+row of a part of a vocabulary, or which piece of a sequence is this rank's. Such a number is a
+function of one coordinate, ``base + step * coordinate``, and becomes a value by coordinate,
+``["by", axis, base, step]``. Whatever else differs makes the ranks unlike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Path = tuple[str | int, ...]
+"""Where something stands in a document: keys of objects and positions in lists."""
+
+_ARGUMENTS = (3, 4)
+"""Where a node has its arguments, by position and by name."""
+
+_NAME = 1
+_META = 5
+_OFFSET = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankDifference:
+    """One place at which two documents differ."""
+
+    path: Path
+    ours: Any
+    theirs: Any
+
+    @property
+    def is_number(self) -> bool:
+        """Whether both are integers, where a rule may stand in their place.
+
+        Those are arguments of nodes, and where in its memory a piece of a tensor begins.
+        """
+        is_int = type(self.ours) is int and type(self.theirs) is int
+        return is_int and (_is_argument(self.path) or _is_offset(self.path))
+
+    def __str__(self) -> str:
+        where = "/".join(map(str, self.path))
+        return f"{where}: {_short(self.ours)} and {_short(self.theirs)}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoordinateRule:
+    """A number that follows from where a rank stands: ``base + step * coordinate`` on an axis."""
+
+    axis: str
+    base: int
+    step: int
+
+    def at(self, coordinates: Mapping[str, int]) -> int:
+        """The number of a rank."""
+        return self.base + self.step * coordinates[self.axis]
+
+
+def document_differences(ours: Any, theirs: Any) -> list[RankDifference]:
+    """Every place at which two documents differ, in order; names of nodes do not count.
+
+    Where lists differ in length, or objects in their keys, they are one difference as a whole.
+    """
+    return list(_differences(ours, theirs, ()))
+
+
+def rules_of(
+    captures: Sequence[tuple[Mapping[str, int], Any]], sizes: Mapping[str, int]
+) -> tuple[dict[Path, CoordinateRule], list[RankDifference]]:
+    """How the numbers that differ follow from places on a mesh, as far as the captures tell.
+
+    A rule is given only if it is the one rule of one axis that all captures have, so that captures
+    at places that do not tell two axes apart give none. The first capture is the one that others
+    are compared with.
+
+    Args:
+        captures: coordinates of a rank by axis, and its document.
+        sizes: number of ranks along each axis.
+
+    Returns:
+        The rules, by place, and the differences that follow none. Of those that are numbers, more
+        captures may find a rule (``telling_places``).
+    """
+    (origin, first), *others = captures
+    found: dict[Path, list[tuple[Mapping[str, int], RankDifference]]] = {}
+    for coordinates, document in others:
+        for difference in document_differences(first, document):
+            found.setdefault(difference.path, []).append((coordinates, difference))
+    rules: dict[Path, CoordinateRule] = {}
+    unruled: list[RankDifference] = []
+    for path, seen in found.items():
+        if not all(each.is_number for _, each in seen):
+            unruled += [each for _, each in seen if not each.is_number][:1]
+            continue
+        values: dict[int, Any] = {id(coordinates): each.theirs for coordinates, each in seen}
+        base = seen[0][1].ours
+        points = [(origin, base)]
+        points += [(at, values.get(id(at), base)) for at, _ in others]
+        candidates = [rule for axis in sizes if (rule := _rule(axis, points)) is not None]
+        if len(candidates) == 1:
+            rules[path] = candidates[0]
+        else:
+            unruled.append(seen[0][1])
+    return rules, unruled
+
+
+def telling_places(
+    sizes: Mapping[str, int], origin: Mapping[str, int]
+) -> Iterator[dict[str, int]]:
+    """Places whose captures tell every rule: beside ``origin``, along one axis at a time.
+
+    For each axis its end, and of one with more than two ranks a place between, so that what is no
+    straight line is found out.
+    """
+    for axis, size in sizes.items():
+        if size < 2:
+            continue
+        far = size - 1 if origin[axis] == 0 else 0
+        yield {**origin, axis: far}
+        if size > 2:
+            between = next(c for c in range(1, size) if c not in (far, origin[axis]))
+            yield {**origin, axis: between}
+
+
+def with_rules(document: Any, rules: Mapping[Path, CoordinateRule]) -> Any:
+    """A copy of a document with values by coordinate in the places of ``rules``."""
+    return _replaced(document, (), {path: _encoded(rule) for path, rule in rules.items()})
+
+
+def at_coordinates(document: Any, coordinates: Mapping[str, int]) -> Any:
+    """A copy of a document as the rank at these coordinates has it."""
+    if isinstance(document, dict):
+        return {key: at_coordinates(each, coordinates) for key, each in document.items()}
+    if not isinstance(document, list):
+        return document
+    if document and document[0] == "by" and len(document) == 4:
+        _, axis, base, step = document
+        return CoordinateRule(axis=axis, base=base, step=step).at(coordinates)
+    return [at_coordinates(each, coordinates) for each in document]
+
+
+def _differences(ours: Any, theirs: Any, path: Path) -> Iterator[RankDifference]:
+    if type(ours) is not type(theirs):
+        yield RankDifference(path=path, ours=ours, theirs=theirs)
+    elif isinstance(ours, dict):
+        if list(ours) != list(theirs):
+            yield RankDifference(path=path, ours=list(ours), theirs=list(theirs))
+            return
+        for key, each in ours.items():
+            yield from _differences(each, theirs[key], (*path, key))
+    elif isinstance(ours, list):
+        if ours == theirs:
+            return
+        if len(ours) != len(theirs):
+            yield RankDifference(path=path, ours=ours, theirs=theirs)
+            return
+        for index, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+            yield from _differences(one, other, (*path, index))
+    elif ours != theirs and not _is_name(path):
+        yield RankDifference(path=path, ours=ours, theirs=theirs)
+
+
+def _is_name(path: Path) -> bool:
+    """Whether that is the name of a node: a trace numbers pieces that it then does not need."""
+    return len(path) >= 3 and path[-3] == "nodes" and path[-1] == _NAME
+
+
+def _is_argument(path: Path) -> bool:
+    return _inside_node(path)[:1] in [(each,) for each in _ARGUMENTS]
+
+
+def _is_offset(path: Path) -> bool:
+    """Whether that is the last item of a fake tensor, in metadata of a node."""
+    inside = _inside_node(path)
+    return len(inside) > 3 and inside[0] == _META and inside[-1] == _OFFSET
+
+
+def _inside_node(path: Path) -> Path:
+    """The path from the node on; empty outside of nodes."""
+    if "nodes" not in path:
+        return ()
+    return path[len(path) - path[::-1].index("nodes") + 1 :]
+
+
+def _rule(axis: str, points: Sequence[tuple[Mapping[str, int], int]]) -> CoordinateRule | None:
+    """The straight line through all points along an axis; None if there is none, or it is level."""
+    by_coordinate: dict[int, int] = {}
+    for coordinates, value in points:
+        if by_coordinate.setdefault(coordinates[axis], value) != value:
+            return None  # so that another axis matters
+    if len(by_coordinate) < 2:
+        return None
+    (c0, v0), (c1, v1), *_ = sorted(by_coordinate.items())
+    step, rest = divmod(v1 - v0, c1 - c0)
+    if rest or any(v0 + step * (c - c0) != v for c, v in by_coordinate.items()):
+        return None
+    return CoordinateRule(axis=axis, base=v0 - step * c0, step=step)
+
+
+def _encoded(rule: CoordinateRule) -> list[Any]:
+    return ["by", rule.axis, rule.base, rule.step]
+
+
+def _replaced(item: Any, path: Path, values: Mapping[Path, Any]) -> Any:
+    if not values:
+        return item
+    if path in values:
+        return values[path]
+    inner = {at: value for at, value in values.items() if at[: len(path)] == path}
+    if not inner:
+        return item
+    if isinstance(item, dict):
+        return {key: _replaced(each, (*path, key), inner) for key, each in item.items()}
+    if isinstance(item, list):
+        return [_replaced(each, (*path, index), inner) for index, each in enumerate(item)]
+    return item
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
