@@ -122,9 +122,7 @@ class Judgement:
 _MOST_EXAMPLES = 3
 
 
-def judge(
-    alike: AlikeRanks, captures: Mapping[int, Any], *, has_all_witnesses: bool
-) -> Judgement:
+def judge(alike: AlikeRanks, captures: Mapping[int, Any], *, has_all_witnesses: bool) -> Judgement:
     """Compare documents of some of the ranks.
 
     Args:

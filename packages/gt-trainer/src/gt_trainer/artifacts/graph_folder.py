@@ -1,0 +1,163 @@
+"""Where stored graphs lie, by the fingerprints of those who may use them.
+
+Under a fingerprint lies a graph, or that the ranks which have it must be divided along some axes of
+the mesh. A rank then adds its places on these to its fingerprint, and looks again.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from torchtitan.tools.logging import logger
+
+from gt_config import Fingerprint
+from gt_config.errors import StaleFingerprintError
+from gt_passes import GtPassesError
+from gt_trace import StateMismatchError
+from gt_trace.artifacts.container import Container, open_container, write_container
+from gt_trace.artifacts.folder import ArtifactFolder
+from gt_trace.errors import ArtifactError
+from gt_trainer.artifacts.storable_graph import STEP_SECTION, StorableGraph, StoredGraph
+
+_GRAPH = "graph"
+_DIVISION = "division"
+_DIVISION_KIND = "division of ranks"
+
+CapturedT = TypeVar("CapturedT")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded(Generic[CapturedT]):
+    """A graph that was stored."""
+
+    captured: CapturedT
+    path: Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Division:
+    """That the ranks of a fingerprint have several graphs."""
+
+    axes: tuple[str, ...]
+    reason: str
+
+
+class GraphFolder:
+    """Stored graphs in a folder that ranks and jobs share.
+
+    Args:
+        folder: where they lie.
+    """
+
+    def __init__(self, folder: ArtifactFolder) -> None:
+        self._folder = folder
+
+    def find(
+        self, identity: Fingerprint, graph: StorableGraph[CapturedT]
+    ) -> Loaded[CapturedT] | Division | None:
+        """What lies under a fingerprint; None if there is nothing that can be used.
+
+        What is damaged or stale is set aside with a warning, to be captured anew.
+        """
+        path = self._folder.find(identity.digest, _GRAPH)
+        if path is not None:
+            with self._setting_aside(path):
+                with open_container(path, kind=graph.kind, fingerprint=identity) as container:
+                    return Loaded(captured=graph.decode(container), path=path)
+        path = self._folder.find(identity.digest, _DIVISION)
+        if path is not None:
+            with self._setting_aside(path):
+                with open_container(path, kind=_DIVISION_KIND, fingerprint=identity) as container:
+                    return _division(container.document(_DIVISION))
+        return None
+
+    def write_graph(self, identity: Fingerprint, kind: str, stored: StoredGraph) -> bytes:
+        """Store a graph; its bytes are returned for ranks that do not see this folder.
+
+        A folder that cannot be written is warned of: the run has its graph.
+        """
+        buffer = io.BytesIO()
+        write_container(
+            buffer,
+            kind=kind,
+            fingerprint=identity,
+            documents={STEP_SECTION: stored.step, **stored.documents},
+            blobs=stored.blobs,
+        )
+        data = buffer.getvalue()
+        self.write_bytes(identity, data)
+        return data
+
+    def write_bytes(self, identity: Fingerprint, data: bytes) -> Path | None:
+        """Store what ``write_graph`` returned on another rank; None if that cannot be."""
+        return self._write(identity, _GRAPH, data)
+
+    def write_division(self, identity: Fingerprint, division: Division) -> None:
+        """Store that ranks must be divided; warned of as in ``write_graph``."""
+        buffer = io.BytesIO()
+        document = {"axes": list(division.axes), "reason": division.reason}
+        write_container(
+            buffer,
+            kind=_DIVISION_KIND,
+            fingerprint=identity,
+            documents={_DIVISION: document},
+            blobs={},
+        )
+        self._write(identity, _DIVISION, buffer.getvalue())
+
+    def _write(self, identity: Fingerprint, name: str, data: bytes) -> Path | None:
+        try:
+            return self._folder.write(identity.digest, name, lambda file: _write_all(file, data))
+        except ArtifactError as error:
+            logger.warning(f"--compile.artifacts: not stored: {error}")
+            return None
+
+    @contextmanager
+    def _setting_aside(self, path: Path) -> Iterator[None]:
+        try:
+            yield
+        except StaleFingerprintError as error:
+            self._set_aside(path, f"it lies under the digest of another run: {error}")
+        except (ArtifactError, GtPassesError, StateMismatchError) as error:
+            self._set_aside(path, str(error))
+
+    def _set_aside(self, path: Path, reason: str) -> None:
+        try:
+            kept = self._folder.set_aside(path, reason)
+        except ArtifactError as error:
+            logger.warning(f"--compile.artifacts: {path} cannot be used: {reason}\n  {error}")
+            return
+        where = "another job has removed it" if kept is None else f"it is now {kept}"
+        logger.warning(
+            f"--compile.artifacts: {path} cannot be used, and is captured anew: {reason}\n  {where}"
+        )
+
+
+def at_places(
+    identity: Fingerprint, axes: Sequence[str], coordinates: Mapping[str, int]
+) -> Fingerprint:
+    """The fingerprint of those ranks of ``identity`` that stand at the same places on ``axes``."""
+    places = {f'place["{axis}"]': str(coordinates[axis]) for axis in axes}
+    return Fingerprint(fields={**identity.fields, **places})
+
+
+def _division(document: Any) -> Division:
+    axes = document.get("axes") if isinstance(document, dict) else None
+    reason = document.get("reason") if isinstance(document, dict) else None
+    if (
+        not isinstance(axes, list)
+        or not axes
+        or not all(isinstance(axis, str) for axis in axes)
+        or not isinstance(reason, str)
+    ):
+        raise ArtifactError(f"a division of ranks names axes and a reason, and not {document!r}")
+    return Division(axes=tuple(axes), reason=reason)
+
+
+def _write_all(file: io.BufferedIOBase, data: bytes) -> None:
+    file.write(data)
