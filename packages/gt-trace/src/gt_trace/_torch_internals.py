@@ -345,7 +345,7 @@ def flex_attention_on_cpu() -> Iterator[None]:
 
 
 def higher_order_operator(name: str) -> HigherOrderOperator:
-    """Return FlexAttention's operator, or that of its backward, by name; they are in no registry."""
+    """Return FlexAttention's operator, or its backward's, by name; no registry has them."""
     module: Any = importlib.import_module("torch._higher_order_ops.flex_attention")
     found: HigherOrderOperator = getattr(module, name)
     return found
@@ -354,26 +354,28 @@ def higher_order_operator(name: str) -> HigherOrderOperator:
 @functools.cache
 def sympy_functions() -> Mapping[str, Any]:
     """Return the functions of which PyTorch makes expressions of sizes, by the names of classes."""
-    import sympy
+    import sympy  # type: ignore[import-untyped]  # it has no types
     from torch.utils._sympy import functions
 
     plain = ("Add", "Mul", "Pow", "Eq", "Ne", "And", "Or", "Not", "Rational")
     relations = ("GreaterThan", "LessThan", "StrictGreaterThan", "StrictLessThan")
     torch_own = (
-        ("FloorDiv", "ModularIndexing", "Where", "PythonMod", "Mod", "CleanDiv", "CeilToInt")
-        + ("FloorToInt", "CeilDiv", "Max", "Min", "PowByNatural", "FloatPow", "FloatTrueDiv")
-        + ("IntTrueDiv", "TruncToFloat", "TruncToInt", "RoundToInt", "ToFloat", "Identity")
+        *("FloorDiv", "ModularIndexing", "Where", "PythonMod", "Mod", "CleanDiv", "CeilToInt"),
+        *("FloorToInt", "CeilDiv", "Max", "Min", "PowByNatural", "FloatPow", "FloatTrueDiv"),
+        *("IntTrueDiv", "TruncToFloat", "TruncToInt", "RoundToInt", "ToFloat", "Identity"),
     )
     named = {name: getattr(sympy, name) for name in (*plain, *relations)}
     named |= {"Equality": sympy.Eq, "Unequality": sympy.Ne}
-    return named | {name: getattr(functions, name) for name in torch_own if hasattr(functions, name)}
+    return named | {
+        name: getattr(functions, name) for name in torch_own if hasattr(functions, name)
+    }
 
 
 def known_of_sizes(shape_env: ShapeEnv) -> Any:
     """Return the shape environment as what it is: attributes without public names.
 
-    Those read and written: ``var_to_range``, ``size_like``, ``deferred_runtime_asserts``, ``axioms``,
-    ``divisible`` and ``replacements``, as stamping does for a layer's own symbols.
+    Those read and written: ``var_to_range``, ``size_like``, ``deferred_runtime_asserts``,
+    ``axioms``, ``divisible`` and ``replacements``, as stamping does for a layer's own symbols.
     """
     return shape_env
 
@@ -391,7 +393,7 @@ def runtime_assertion(expression: Any, message: str) -> Any:
     from torch.fx.experimental.symbolic_shapes import RuntimeAssert
     from torch.utils._traceback import CapturedTraceback
 
-    return RuntimeAssert(expression, message, CapturedTraceback.extract())
+    return RuntimeAssert(expression, message, CapturedTraceback.extract())  # type: ignore[no-untyped-call]  # torch's
 
 
 def value_range(lower: Any, upper: Any) -> Any:

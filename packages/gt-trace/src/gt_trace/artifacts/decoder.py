@@ -97,9 +97,7 @@ class Decoder:
         """
         graph = Graph()
         nodes: list[Node] = []
-        attributes = {
-            name: self._attribute(held) for name, held in encoded["attributes"].items()
-        }
+        attributes = {name: self._attribute(held) for name, held in encoded["attributes"].items()}
         for item in encoded["nodes"]:
             nodes.append(self._node(graph, item, nodes))
         for node in nodes:
@@ -125,8 +123,7 @@ class Decoder:
         if node.name != name:
             raise ArtifactError(f"two nodes are named {name!r}, or that is no name")
         node.meta = {
-            key: self.value(held) if key in _OWN_VALUES else self.shared(held)
-            for key, held in meta
+            key: self.value(held) if key in _OWN_VALUES else self.shared(held) for key, held in meta
         }
         return node
 

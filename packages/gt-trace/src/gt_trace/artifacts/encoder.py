@@ -34,10 +34,9 @@ from gt_trace.artifacts.mesh_axes import MeshAxes
 from gt_trace.artifacts.operators import NAMESPACES, operator_name
 from gt_trace.artifacts.records import encoded_record
 from gt_trace.artifacts.size_facts import encoded_facts
-from gt_trace.capture.argument_structure import ArgumentSignature
 from gt_trace.capture.block_masks import mask_attributes, stored_code
 from gt_trace.capture.captured_mode import CapturedMode
-from gt_trace.capture.graph_inputs import GraphInput
+from gt_trace.capture.graph_inputs import ArgumentSignature, GraphInput
 from gt_trace.capture.module_state import StateEntry
 from gt_trace.capture.subclass_layout import TensorLayout
 from gt_trace.errors import ArtifactError
@@ -240,11 +239,12 @@ class Encoder:
         return known
 
     def _device(self, device: torch.device) -> Any:
-        if device.index is not None and device.type not in ("cpu", "meta"):
-            if device.index != self._axes.device_index:
+        index: int | None = device.index
+        if index is not None and device.type not in ("cpu", "meta"):
+            if index != self._axes.device_index:
                 raise ArtifactError(f"{device} is not this rank's device")
             return ["own", device.type]
-        return ["dev", device.type, device.index]
+        return ["dev", device.type, index]
 
     # ---- what a capture says besides its graph --------------------------------------------------
 
@@ -383,5 +383,5 @@ _BY_BASE: tuple[tuple[type, Callable[[Encoder, Any], Any]], ...] = (
     (OpOverload, lambda encoder, value: ["op", encoder._operator(value)]),
     (HigherOrderOperator, lambda encoder, value: ["op", encoder._operator(value)]),
     (DeviceMesh, lambda encoder, value: ["mesh", encoder._axes.label_of_mesh(value)]),
-    (object, encoded_record),
+    (object, lambda encoder, value: encoded_record(encoder.value, value)),
 )

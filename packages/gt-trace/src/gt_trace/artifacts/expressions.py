@@ -45,7 +45,7 @@ def decoded_expression(encoded: Any, symbols: Mapping[str, Any]) -> Any:
     Raises:
         ArtifactError: a symbol or function that there is not.
     """
-    import sympy
+    import sympy  # type: ignore[import-untyped]  # it has no types
 
     if isinstance(encoded, bool):
         return sympy.true if encoded else sympy.false

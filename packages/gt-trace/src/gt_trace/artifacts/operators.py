@@ -118,7 +118,7 @@ def find_operator(name: object, namespaces: Collection[str] = NAMESPACES) -> Cal
         )
     packet_name, _, overload_name = rest.partition(".")
     packet = getattr(getattr(torch.ops, namespace), packet_name, None)
-    overloads = packet.overloads() if isinstance(packet, torch._ops.OpOverloadPacket) else ()
+    overloads: Any = getattr(packet, "overloads", tuple)()
     if overload_name not in overloads:
         raise ArtifactError(
             f"a stored graph calls {name!r}, which is not registered in this process: import what "

@@ -1,8 +1,8 @@
 """In what documents of ranks at different places of a mesh differ, and documents for all of them.
 
-What a graph depends on is found by comparison: two captures of ranks that stand at different places
-are laid side by side, node by node. Process groups, meshes and devices have names that mean the same
-on every rank, so that most graphs are equal. With tensor parallelism some numbers are not: the first
+What a graph depends on is found by comparison: captures of ranks that stand at different places are
+laid side by side, node by node. Process groups, meshes and devices have names that mean the same on
+every rank, so that most graphs are equal. With tensor parallelism some numbers are not: the first
 row of a part of a vocabulary, or which piece of a sequence is this rank's. Such a number is a
 function of one coordinate, ``base + step * coordinate``, and becomes a value by coordinate,
 ``["by", axis, base, step]``. Whatever else differs makes the ranks unlike.
@@ -10,7 +10,8 @@ function of one coordinate, ``base + step * coordinate``, and becomes a value by
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,61 +70,75 @@ def document_differences(ours: Any, theirs: Any) -> list[RankDifference]:
 
 
 def rules_of(
-    captures: Sequence[tuple[Mapping[str, int], Any]], sizes: Mapping[str, int]
+    captures: Sequence[tuple[Mapping[str, int], Any]], places: Sequence[Mapping[str, int]]
 ) -> tuple[dict[Path, CoordinateRule], list[RankDifference]]:
     """How the numbers that differ follow from places on a mesh, as far as the captures tell.
 
-    A rule is given only if it is the one rule of one axis that all captures have, so that captures
-    at places that do not tell two axes apart give none. The first capture is the one that others
-    are compared with.
+    A rule is given only if all captures have it, and no rule of another axis that would give some
+    rank another number. Those of ranks that ``telling_ranks`` names leave no doubt.
 
     Args:
-        captures: coordinates of a rank by axis, and its document.
-        sizes: number of ranks along each axis.
+        captures: coordinates of a rank by axis, and its document; the others are compared with the
+            first.
+        places: coordinates of every rank that the rules are for.
 
     Returns:
-        The rules, by place, and the differences that follow none. Of those that are numbers, more
-        captures may find a rule (``telling_places``).
+        The rules, by place in the document, and one difference for each place that follows none.
     """
     (origin, first), *others = captures
-    found: dict[Path, list[tuple[Mapping[str, int], RankDifference]]] = {}
-    for coordinates, document in others:
+    found: dict[Path, dict[int, RankDifference]] = {}
+    for number, (_, document) in enumerate(others):
         for difference in document_differences(first, document):
-            found.setdefault(difference.path, []).append((coordinates, difference))
+            found.setdefault(difference.path, {})[number] = difference
     rules: dict[Path, CoordinateRule] = {}
     unruled: list[RankDifference] = []
     for path, seen in found.items():
-        if not all(each.is_number for _, each in seen):
-            unruled += [each for _, each in seen if not each.is_number][:1]
-            continue
-        values: dict[int, Any] = {id(coordinates): each.theirs for coordinates, each in seen}
-        base = seen[0][1].ours
-        points = [(origin, base)]
-        points += [(at, values.get(id(at), base)) for at, _ in others]
-        candidates = [rule for axis in sizes if (rule := _rule(axis, points)) is not None]
-        if len(candidates) == 1:
-            rules[path] = candidates[0]
+        some = next(iter(seen.values()))
+        odd = next((each for each in seen.values() if not each.is_number), None)
+        points = [(origin, some.ours)]
+        points += [
+            (place, seen[number].theirs if number in seen else some.ours)
+            for number, (place, _) in enumerate(others)
+        ]
+        rule = None if odd is not None else _only_rule(points, places)
+        if rule is None:
+            unruled.append(odd or some)
         else:
-            unruled.append(seen[0][1])
+            rules[path] = rule
     return rules, unruled
 
 
-def telling_places(
-    sizes: Mapping[str, int], origin: Mapping[str, int]
-) -> Iterator[dict[str, int]]:
-    """Places whose captures tell every rule: beside ``origin``, along one axis at a time.
+def telling_ranks(places: Sequence[Mapping[str, int]]) -> list[int]:
+    """Ranks whose captures leave no doubt about what a graph depends on, the fewest first.
 
-    For each axis its end, and of one with more than two ranks a place between, so that what is no
-    straight line is found out.
+    The first and the last; of an axis of more than two ranks also one between, so that what is no
+    straight line is found out; and, where these do not tell two axes apart, ranks that do.
+
+    Args:
+        places: coordinates of every rank that is to be like the others, by axis; alike in which
+            axes there are.
+
+    Returns:
+        Positions in ``places``, the first rank's first.
     """
-    for axis, size in sizes.items():
-        if size < 2:
-            continue
-        far = size - 1 if origin[axis] == 0 else 0
-        yield {**origin, axis: far}
-        if size > 2:
-            between = next(c for c in range(1, size) if c not in (far, origin[axis]))
-            yield {**origin, axis: between}
+    chosen = list(dict.fromkeys((0, len(places) - 1)))
+    axes = list(places[0])
+
+    def add_first(is_wanted: Callable[[Mapping[str, int]], bool]) -> None:
+        position = next((n for n, place in enumerate(places) if is_wanted(place)), None)
+        if position is not None and position not in chosen:
+            chosen.append(position)
+
+    for axis in axes:
+        known = {places[position][axis] for position in chosen}
+        if len(known) < 3:
+            add_first(lambda place, axis=axis, known=known: place[axis] not in known)  # type: ignore[misc]  # mypy does not take defaults of a lambda
+    for one, other in itertools.permutations(axes, 2):
+        points = [(places[position], places[position][other]) for position in chosen]
+        line = _rule(one, points)
+        if line is not None:  # so far the one axis gives the other
+            add_first(lambda place, line=line, other=other: line.at(place) != place[other])  # type: ignore[misc]  # likewise
+    return chosen
 
 
 def with_rules(document: Any, rules: Mapping[Path, CoordinateRule]) -> Any:
@@ -199,6 +214,17 @@ def _rule(axis: str, points: Sequence[tuple[Mapping[str, int], int]]) -> Coordin
     if rest or any(v0 + step * (c - c0) != v for c, v in by_coordinate.items()):
         return None
     return CoordinateRule(axis=axis, base=v0 - step * c0, step=step)
+
+
+def _only_rule(
+    points: Sequence[tuple[Mapping[str, int], int]], places: Sequence[Mapping[str, int]]
+) -> CoordinateRule | None:
+    """The rule of which no other gives any rank another number."""
+    axes = list(points[0][0])
+    found = [rule for axis in axes if (rule := _rule(axis, points)) is not None]
+    if not found or any(len({rule.at(place) for rule in found}) > 1 for place in places):
+        return None
+    return found[0]
 
 
 def _encoded(rule: CoordinateRule) -> list[Any]:

@@ -6,19 +6,17 @@ that only a run will tell, and symbols of such sizes.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from gt_trace._torch_internals import record_types
 from gt_trace.errors import ArtifactError
 
-if TYPE_CHECKING:
-    from gt_trace.artifacts.encoder import Encoder
-
 _METHODS = frozenset({"size", "stride", "storage_offset"})
 
 
-def encoded_record(encoder: Encoder, value: Any) -> Any:
-    """An object of one of the classes.
+def encoded_record(encode: Callable[[Any], Any], value: Any) -> Any:
+    """An object of one of the classes, whose fields ``encode`` encodes.
 
     Raises:
         ArtifactError: it is of another.
@@ -29,7 +27,7 @@ def encoded_record(encoder: Encoder, value: Any) -> Any:
     kind, fields = record_types().get(name, (None, ()))
     if type(value) is not kind:
         raise ArtifactError(f"a {name} cannot be stored: {str(value)[:200]}")
-    return ["r", name, *(encoder.value(getattr(value, field)) for field in fields)]
+    return ["r", name, *(encode(getattr(value, field)) for field in fields)]
 
 
 def decoded_record(name: object, values: list[Any]) -> Any:

@@ -26,8 +26,8 @@ def encoded_facts(shape_env: ShapeEnv) -> dict[str, Any]:
     """Everything that is known of sizes.
 
     Raises:
-        ArtifactError: a size has a value as an example, as those of inputs marked dynamic have: what
-            was assumed of them is known as code of the tracer alone.
+        ArtifactError: a size has a value as an example, as those of inputs marked dynamic have:
+            what was assumed of them is known as code of the tracer alone.
     """
     known = known_of_sizes(shape_env)
     if known.guards or backed_sizes(known):
@@ -55,7 +55,7 @@ def encoded_facts(shape_env: ShapeEnv) -> dict[str, Any]:
 
 
 def restored_facts(facts: Any, shape_env: ShapeEnv) -> dict[str, Any]:
-    """Let ``shape_env`` know of new symbols what is stored, and return them by their stored names."""
+    """Let ``shape_env`` know what is stored, of new symbols: returned by their stored names."""
     known = known_of_sizes(shape_env)
     symbols: dict[str, Any] = {}
     with known.ignore_fresh_unbacked_symbols():

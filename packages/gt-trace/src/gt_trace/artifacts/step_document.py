@@ -64,9 +64,7 @@ def decode_step(
         ArtifactError: the document is damaged, or names what there is not here.
     """
     with readable():
-        decoder = Decoder(
-            document, axes, blob=blob, fake_mode=fake_mode, namespaces=namespaces
-        )
+        decoder = Decoder(document, axes, blob=blob, fake_mode=fake_mode, namespaces=namespaces)
         return decoded_step(decoder, decoder.content)
 
 
@@ -119,7 +117,9 @@ def readable() -> Iterator[None]:
         raise ArtifactError(f"the document is not one that was written here ({what})") from error
     except (RuntimeError, RecursionError) as error:
         first_line = str(error).partition("\n")[0]
-        raise ArtifactError(f"the document describes what there cannot be ({first_line})") from error
+        raise ArtifactError(
+            f"the document describes what there cannot be ({first_line})"
+        ) from error
 
 
 def _of_state(layout: TensorLayout | None) -> TensorLayout:

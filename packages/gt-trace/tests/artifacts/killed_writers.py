@@ -1,0 +1,147 @@
+"""Writers that are killed at random moments: a program that starts them, and looks at what is left.
+
+It imports no torch: a process that did would take more memory to fork than its writers need, and
+seconds to start. ``python killed_writers.py FOLDER '{"kills": 40, ...}'`` prints a report as JSON.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn
+
+DIGESTS = ("a" * 64, "b" * 64, "c" * 64)
+NAMES = ("forward.gta", "backward.gta")
+
+
+def report_of_killed_writers(
+    folder: Path, *, kills: int, writers: int, max_bytes: int | None
+) -> dict[str, Any]:
+    """Run this program.
+
+    Returns:
+        ``interrupted``: kills that a temporary file outlived, aged by hours then; ``left``: the
+        temporary files after one more write; ``problems``: what was wrong, and must be empty;
+        ``entries``: how many there are; ``read``: how often an entry was read and found whole;
+        ``evicted``: how often one was gone that was there before.
+    """
+    how = json.dumps({"kills": kills, "writers": writers, "max_bytes": max_bytes})
+    command = [sys.executable, __file__, str(folder), how]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    report: dict[str, Any] = json.loads(done.stdout)
+    return report
+
+
+def _without_torch() -> None:
+    """Let the modules of gt_trace.artifacts be imported, and what packages import be not."""
+    found = importlib.util.find_spec("gt_trace")
+    assert found is not None
+    assert found.submodule_search_locations
+    places = [Path(place) for place in found.submodule_search_locations]
+    for name, here in (
+        ("gt_trace", places),
+        ("gt_trace.artifacts", [p / "artifacts" for p in places]),
+    ):
+        module = ModuleType(name)
+        module.__path__ = [str(place) for place in here]
+        sys.modules[name] = module
+
+
+def _write_until_killed(folder: Any) -> NoReturn:
+    from container_cases import container_bytes
+
+    generator = random.Random(os.urandom(8))
+    try:
+        while True:
+            size = generator.choice((10, 10_000, 300_000))
+            raw = container_bytes(
+                {"graph": {"writer": os.getpid()}}, {"constants": generator.randbytes(size)}
+            )
+            parts = [raw[i : i + 2**14] for i in range(0, len(raw), 2**14)]
+
+            def write(file: Any, parts: list[bytes] = parts) -> None:
+                for part in parts:
+                    file.write(part)
+
+            folder.write(generator.choice(DIGESTS), generator.choice(NAMES), write)
+    finally:  # never back into the copy of the program that was forked
+        traceback.print_exc()
+        os._exit(1)
+
+
+def _started(folder: Any) -> int:
+    pid = os.fork()
+    if pid == 0:
+        _write_until_killed(folder)
+    return pid
+
+
+def _main(path: Path, *, kills: int, writers: int, max_bytes: int | None) -> dict[str, Any]:
+    from container_cases import FINGERPRINT, KIND, container_bytes
+
+    from gt_trace.artifacts.atomic_file import TEMPORARY_PREFIX
+    from gt_trace.artifacts.container import open_container
+    from gt_trace.artifacts.folder import ArtifactFolder
+    from gt_trace.errors import ArtifactError
+
+    folder = ArtifactFolder(path, max_bytes=max_bytes)
+    interrupted = read = evicted = 0
+    problems = []
+    known: set[Path] = set()
+    running = [_started(folder) for _ in range(writers)]
+    try:
+        for _ in range(kills):
+            time.sleep(random.uniform(0.0, 0.02))
+            victim = running.pop(random.randrange(writers))
+            os.kill(victim, signal.SIGKILL)
+            _, status = os.waitpid(victim, 0)
+            if not os.WIFSIGNALED(status):
+                problems.append(f"a writer ended by itself, with status {status}")
+            left = list(path.glob(f"*/{TEMPORARY_PREFIX}*-{victim}-*"))
+            interrupted += len(left)
+            for temporary in left:
+                os.utime(temporary, (0, 0))
+            found = {entry.path for entry in folder.entries()}
+            evicted += len(known - found)
+            for entry in sorted(known | found):
+                try:
+                    with open_container(entry, kind=KIND, fingerprint=FINGERPRINT) as container:
+                        container.verify()
+                    read += 1
+                except ArtifactError as error:
+                    gone = isinstance(error.__cause__, FileNotFoundError)
+                    if not gone or max_bytes is None:
+                        problems.append(str(error))
+            known = found
+            running.append(_started(folder))
+    finally:
+        for pid in running:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+    for temporary in path.glob(f"*/{TEMPORARY_PREFIX}*"):
+        os.utime(temporary, (0, 0))
+    folder.write(DIGESTS[0], NAMES[0], lambda file: file.write(container_bytes()) and None)
+    return {
+        "interrupted": interrupted,
+        "left": [str(left) for left in path.glob(f"*/{TEMPORARY_PREFIX}*")],
+        "problems": problems,
+        "entries": len(folder.entries()),
+        "total_bytes": sum(entry.num_bytes for entry in folder.entries()),
+        "read": read,
+        "evicted": evicted,
+        "torch": "torch" in sys.modules,
+    }
+
+
+if __name__ == "__main__":
+    _without_torch()
+    print(json.dumps(_main(Path(sys.argv[1]), **json.loads(sys.argv[2]))))
