@@ -1,11 +1,11 @@
 """Which ranks can run one captured graph: found by comparing captures, and not assumed.
 
 Ranks with equal fingerprints know nothing in which they differ. What their graphs depend on besides
-is found so: of each such class the lowest rank captures, and beside it a witness, the highest, which
-stands elsewhere on the mesh. If the two documents are equal, node by node, the class has one graph.
-If not, more witnesses capture, which tell the axes apart: a number that follows one coordinate in a
-straight line becomes a value by coordinate, and anything else divides the class along the axes that
-explain it. Each part is then a class of its own, with witnesses of its own.
+is found so: of each such class the lowest rank captures, and beside it a witness, the highest,
+which stands elsewhere on the mesh. If the two documents are equal, node by node, the class has one
+graph. If not, more witnesses capture, which tell the axes apart: a number that follows one
+coordinate in a straight line becomes a value by coordinate, and anything else divides the class
+along the axes that explain it. Each part is then a class of its own, with witnesses of its own.
 
 Everything here is a function of where ranks stand and of documents, the same on every rank: who
 captures next needs no word between them.

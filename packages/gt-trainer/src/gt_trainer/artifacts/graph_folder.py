@@ -7,6 +7,7 @@ the mesh. A rank then adds its places on these to its fingerprint, and looks aga
 from __future__ import annotations
 
 import io
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -70,11 +71,8 @@ class GraphFolder:
         """
         path = self._folder.find(identity.digest, _GRAPH)
         if path is not None:
-            with (
-                self._setting_aside(path),
-                open_container(path, kind=graph.kind, fingerprint=identity) as container,
-            ):
-                return Loaded(captured=graph.decode(container), path=path)
+            with self._setting_aside(path):
+                return _load(path, identity, graph)
         path = self._folder.find(identity.digest, _DIVISION)
         if path is not None:
             with (
@@ -98,12 +96,23 @@ class GraphFolder:
             blobs=stored.blobs,
         )
         data = buffer.getvalue()
-        self.write_bytes(identity, data)
+        self._write(identity, _GRAPH, data)
         return data
 
-    def write_bytes(self, identity: Fingerprint, data: bytes) -> Path | None:
-        """Store what ``write_graph`` returned on another rank; None if that cannot be."""
-        return self._write(identity, _GRAPH, data)
+    def take(
+        self, identity: Fingerprint, graph: StorableGraph[CapturedT], data: bytes
+    ) -> Loaded[CapturedT] | None:
+        """The graph that ``write_graph`` returned on another rank, stored here too if it can be.
+
+        None if it cannot be used, which is warned of.
+        """
+        if self._write(identity, _GRAPH, data) is not None:
+            found = self.find(identity, graph)
+            return found if isinstance(found, Loaded) else None
+        with tempfile.TemporaryDirectory() as scratch:
+            path = Path(scratch) / _GRAPH
+            path.write_bytes(data)
+            return _load(path, identity, graph)
 
     def write_division(self, identity: Fingerprint, division: Division) -> None:
         """Store that ranks must be divided; warned of as in ``write_graph``."""
@@ -157,6 +166,11 @@ class GraphFolder:
         logger.warning(
             f"--compile.artifacts: {path} cannot be used, and is captured anew: {reason}\n  {where}"
         )
+
+
+def _load(path: Path, identity: Fingerprint, graph: StorableGraph[CapturedT]) -> Loaded[CapturedT]:
+    with open_container(path, kind=graph.kind, fingerprint=identity) as container:
+        return Loaded(captured=graph.decode(container), path=path)
 
 
 def at_places(

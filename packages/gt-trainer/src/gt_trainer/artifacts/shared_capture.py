@@ -372,8 +372,7 @@ class _Sharing(Generic[CapturedT]):
                 data = written if self._loaded is None else self._loaded.path.read_bytes()
             received = self._exchange.broadcast(data, source=_source(each, holders))
             if each is own and self._lacks(own):
-                self._folder.write_bytes(self._identity, received)
-                self._find_again()
+                self._loaded = self._folder.take(self._identity, self._graph, received)
 
     def _lacks(self, own: _Class) -> bool:
         return own.can_be_stored and self._loaded is None and self._captured is None

@@ -44,7 +44,7 @@ class CapturedTrainingStep:
         clock: counts capture and passes as parts of the start-up.
         ep_overlap: which modules run in chunks, if the strategy is eager; None for none.
         capture_layers: whether every layer is traced, or most are stamped.
-        artifacts: where graphs are looked for and stored; None where every rank captures for itself.
+        artifacts: where graphs are looked for and stored; None: every rank captures for itself.
         on_capture: called after each capture, before the graph first runs.
     """
 
