@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -26,8 +25,8 @@ class Trained:
 
     losses: tuple[float, ...]
     num_gradients: int
-    is_loaded: tuple[bool, ...]
-    """Of each report, whether its graph came from the folder."""
+    is_loaded: bool
+    """Whether the graph came from the folder."""
 
     passes: tuple[str, ...]
     """Names of the passes of the first graph."""
@@ -37,9 +36,6 @@ class Trained:
 
     log: tuple[str, ...]
     """What was said of artifacts."""
-
-    cpu_seconds: float
-    """Processor time of this rank."""
 
 
 class _Said(logging.Handler):
@@ -60,7 +56,6 @@ def trained(
     options: Mapping[str, Any] = MappingProxyType({}),
 ) -> Trained:
     """Train on this worker's rank, with graphs from ``artifacts`` if that is not None."""
-    begun = time.process_time()
     said = _Said()
     logger.addHandler(said)
     level = logger.level
@@ -82,11 +77,10 @@ def trained(
         bits=(*bits, _digest(trainer.parameters())),
         losses=tuple(each.loss.item() for each in trainer.passes),
         num_gradients=min(len(each.gradients) for each in trainer.passes),
-        is_loaded=tuple(bool(getattr(report, "is_loaded", False)) for report in reports),
+        is_loaded=any(line.startswith("--compile.artifacts: loaded") for line in said.lines),
         passes=tuple(record.name for record in reports[0].passes[0].records),
         graphs=tuple(graph_text(each) for each in reports[0].graph_modules),
         log=tuple(said.lines),
-        cpu_seconds=time.process_time() - begun,
     )
     close(trainer)
     return found
