@@ -13,7 +13,7 @@ from torch import nn
 from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
 
-from gt_config import CompileConfig
+from gt_config import CompileConfig, Fingerprint
 from gt_config.graph_kinds import GraphKind
 from gt_passes import GraphPass
 from gt_trace.artifacts.folder import ArtifactFolder
@@ -81,12 +81,11 @@ class RunArtifacts:
             Exception: whatever the capture raises.
             CaptureFailedElsewhereError: the capture of another rank failed.
         """
-        identity = step_identity(
-            self.settings,
+        identity = self.identity(
+            graph_kind=graph_kind,
             model=model,
             loss_fn=loss_fn,
             arguments=arguments,
-            passes=self.passes_of(graph_kind),
             num_microbatches=num_microbatches,
         )
         axes = self.axes(model)
@@ -98,6 +97,25 @@ class RunArtifacts:
             shared = capture_alone(identity, graph, folder=folder, axes=axes)
         self._tell(shared)
         return shared.captured
+
+    def identity(
+        self,
+        *,
+        graph_kind: GraphKind,
+        model: nn.Module,
+        loss_fn: object,
+        arguments: Sequence[Any],
+        num_microbatches: int = 1,
+    ) -> Fingerprint:
+        """``step_identity`` in this run, of graphs on which its passes run."""
+        return step_identity(
+            self.settings,
+            model=model,
+            loss_fn=loss_fn,
+            arguments=arguments,
+            passes=self.passes_of(graph_kind),
+            num_microbatches=num_microbatches,
+        )
 
     def axes(self, model: nn.Module) -> MeshAxes:
         """Names of this rank's process groups, the same on every rank."""
