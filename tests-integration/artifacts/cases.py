@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 import torch
+import torch._dynamo.utils
 from torchtitan.tools.logging import logger
 from training_cases import NUM_STEPS, Case, close, trainer_of
 
@@ -92,3 +94,28 @@ def _digest(tensors: Mapping[str, torch.Tensor]) -> str:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compiled:
+    """What a rank compiled with Inductor."""
+
+    trained: Trained
+    hits: int
+    """Graphs that Inductor found in its caches."""
+
+    misses: int
+
+
+def compiled(case: Case, folder: str, artifacts: str, options: Mapping[str, Any]) -> Compiled:
+    """Train with a cache of Inductor's that nobody has used before."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/inductor"
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    result = trained(case, folder, artifacts, options)
+    found = {**counters["aot_autograd"], **counters["inductor"]}
+    return Compiled(
+        trained=result,
+        hits=found.get("autograd_cache_hit", 0) + found.get("fxgraph_cache_hit", 0),
+        misses=found.get("autograd_cache_miss", 0) + found.get("fxgraph_cache_miss", 0),
+    )

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from artifacts.cases import Trained, trained
+from artifacts.cases import Compiled, Trained, compiled, trained
 from training_cases import Case
 
 from gt_config import EpOverlapConfig
@@ -26,6 +26,7 @@ DEEPSEEK_V3 = Case(
     seq_len=32,
     parallelism={"data_parallel_shard_degree": 4, "expert_parallel_degree": 2},
 )
+ONE_RANK = Case(module="llama3", config="llama3_debugmodel", seq_len=32)
 QWEN3_MOE = replace(DEEPSEEK_V3, module="qwen3", config="qwen3_moe_debugmodel")
 
 
@@ -97,3 +98,29 @@ def test_graphs_captured_by_few_ranks_or_before_train_all_to_the_same_bits(
         assert a.losses == b.losses == c.losses
         assert a.passes == b.passes == c.passes
         assert a.graphs == b.graphs == c.graphs
+
+
+@pytest.mark.slow
+def test_what_inductor_compiled_is_found_by_a_later_start_and_trains_to_the_same_bits(
+    tmp_path: Path,
+):
+    def start(name: str) -> Compiled:
+        with GlooWorkers(1, timeout=600, preload=["gt_trainer.testing"]) as workers:
+            options = {"inductor_compilation": "regional"}
+            folder = str(tmp_path / name)
+            (found,) = workers.run(compiled, ONE_RANK, folder, str(tmp_path / "artifacts"), options)
+        return found
+
+    cold, warm = start("cold"), start("warm")
+    assert not cold.trained.is_loaded
+    assert warm.trained.is_loaded
+    assert cold.misses > 0
+    assert warm.misses == 0
+    assert warm.hits > 0
+    assert warm.trained.bits == cold.trained.bits
+    assert "compile-regions" in warm.trained.passes
+    (products,) = (tmp_path / "artifacts").glob("*/products")
+    products.chmod(0o666)  # whoever may write there may run code here
+    refused = start("refused")
+    assert refused.misses > 0
+    assert "is not used, since others may write to" in "".join(refused.trained.log)

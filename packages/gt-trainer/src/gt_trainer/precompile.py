@@ -19,10 +19,11 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torchtitan.tools import utils as titan_utils
 
-from gt_config import Fingerprint
+from gt_config import Fingerprint, explain_difference
 from gt_trace.artifacts.folder import ArtifactFolder
 from gt_trace.artifacts.mesh_axes import MeshAxes
 from gt_trace.artifacts.rank_differences import with_rules
+from gt_trace.errors import ArtifactError
 from gt_trainer._torch_internals import local_shape_at, process_group_named
 from gt_trainer.artifacts.alike_ranks import (
     AlikeRanks,
@@ -33,7 +34,7 @@ from gt_trainer.artifacts.alike_ranks import (
 )
 from gt_trainer.artifacts.graph_folder import Division, GraphFolder, at_places
 from gt_trainer.artifacts.run_artifacts import RunArtifacts, artifact_folder
-from gt_trainer.artifacts.run_identity import Machine, RunSettings, topology_of_run
+from gt_trainer.artifacts.run_identity import Machine, RunSettings, environment, topology_of_run
 from gt_trainer.artifacts.storable_graph import StoredGraph
 from gt_trainer.dry_run.fake_step import FakeStep, fake_step
 from gt_trainer.launcher import run_in_child
@@ -43,6 +44,8 @@ from gt_trainer.steps.recipe import passes_of, recipe_of
 from gt_trainer.steps.second_groups import create_second_groups
 from gt_trainer.steps.stored_step import StoredTrace, StoredTrainingStep
 from gt_trainer.trainer import GraphTrainer
+
+_MOST_PATHS = 5
 
 CAPTURE_SECONDS = 3600.0
 """How long the capture of one rank may take."""
@@ -101,6 +104,7 @@ def precompile(config: GraphTrainer.Config, world_size: int) -> PrecompileReport
     """
     folder = artifact_folder(config.compile)
     assert folder is not None
+    environment(Machine(device="cpu"))  # reads sources once, for all children
     world: _World = _in_child(partial(_world, config, world_size))
     progress = _Progress()
     classes: dict[object, dict[int, Mapping[str, int]]] = {}
@@ -188,9 +192,13 @@ def _judged(
     found = {rank: capture(rank) for rank in ranks}
     first = found[ranks[0]]
     for rank, each in found.items():
-        # What was computed for all ranks from the first is so on those that are looked at.
-        assert each.coordinates == alike.coordinates[rank], (rank, each.coordinates)
-        assert each.identity == first.identity, f"ranks {ranks[0]} and {rank} were thought alike"
+        # What was computed for all ranks from the first must be so on those that are looked at.
+        differences = [each.path for each in explain_difference(first.identity, each.identity)]
+        if differences or each.coordinates != alike.coordinates[rank]:
+            raise ArtifactError(
+                f"ranks {ranks[0]} and {rank} cannot be stored for: they were thought alike, and "
+                f"differ in {', '.join(differences[:_MOST_PATHS]) or 'where they stand'}"
+            )
     documents = {rank: each.stored.step for rank, each in found.items()}
     return found, judge(alike, documents, has_all_witnesses=has_all_witnesses)
 

@@ -8,6 +8,7 @@ graphs: of the first microbatch, which gathers, of those between, and of the las
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,6 +29,7 @@ from gt_pipeline.graph import (
 )
 from gt_trace import TracedStep
 from gt_trainer.artifacts.run_artifacts import RunArtifacts
+from gt_trainer.artifacts.shared_capture import SharedGraph
 from gt_trainer.startup import StartupClock
 from gt_trainer.steps.captured_step import Recipe, trace_training_step
 from gt_trainer.steps.gradients import accumulate_gradients
@@ -110,6 +112,7 @@ def capture_accumulation(
     meta_device: torch.device | str = "meta",
     verify: bool = True,
     obtain: Callable[[Callable[[], TracedStep]], TracedStep] = lambda trace: trace(),
+    generating_code: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> AccumulationReport:
     """Capture one microbatch, cut it for all of a step, and run the passes on every graph.
 
@@ -125,6 +128,7 @@ def capture_accumulation(
         meta_device: see ``model``.
         verify: whether to verify the graphs as cut.
         obtain: given what traces the step, gives the step: that or one that was stored.
+        generating_code: a context in which the passes run.
 
     Raises:
         StageCutError: what is gathered or reduced cannot be shared.
@@ -146,7 +150,7 @@ def capture_accumulation(
         return traced
 
     traced = obtain(trace)
-    with clock.part("passes"):
+    with clock.part("passes"), generating_code():
         graphs = cut_accumulation(
             traced, num_results=1, num_microbatches=num_microbatches, verify=verify
         )
@@ -239,7 +243,8 @@ class ReduceOnceStep:
         batches, global_valid_tokens = args
         assert not kwargs
         arguments = self._arguments(batches[0], global_valid_tokens)
-        report = capture_accumulation(
+        capture = partial(
+            capture_accumulation,
             self._model,
             self._loss_fn,
             *arguments,
@@ -249,7 +254,11 @@ class ReduceOnceStep:
             ep_overlap=self._ep_overlap,
             capture_layers=self._capture_layers,
             verify=self._verify,
-            obtain=partial(self._obtain, arguments, num_microbatches=len(batches)),
+        )
+        report = (
+            capture()
+            if self._artifacts is None
+            else self._shared(capture, arguments, self._artifacts, num_microbatches=len(batches))
         )
         self._on_capture(report)
         if not self.reports:
@@ -272,21 +281,40 @@ class ReduceOnceStep:
 
         return run
 
-    def _obtain(
-        self, arguments: tuple[Any, ...], trace: Callable[[], TracedStep], *, num_microbatches: int
-    ) -> TracedStep:
-        if self._artifacts is None:
-            return trace()
-        axes = self._artifacts.axes(self._model)
-        return self._artifacts.obtain(
-            StoredTrace(trace=trace, model=self._model, axes=axes, clock=self._clock),
-            graph_kind="MICROBATCH",
-            model=self._model,
-            loss_fn=self._loss_fn,
-            arguments=arguments,
-            num_microbatches=num_microbatches,
-            is_first=not self.reports,
-        )
+    def _shared(
+        self,
+        capture: Callable[..., AccumulationReport],
+        arguments: tuple[Any, ...],
+        artifacts: RunArtifacts,
+        *,
+        num_microbatches: int,
+    ) -> AccumulationReport:
+        """With a step that this rank or another has traced, now or before."""
+        shared: SharedGraph[TracedStep] | None = None
+
+        def obtain(trace: Callable[[], TracedStep]) -> TracedStep:
+            nonlocal shared
+            shared = artifacts.obtain(
+                StoredTrace(
+                    trace=trace,
+                    model=self._model,
+                    axes=artifacts.axes(self._model),
+                    clock=self._clock,
+                ),
+                graph_kind="MICROBATCH",
+                model=self._model,
+                loss_fn=self._loss_fn,
+                arguments=arguments,
+                num_microbatches=num_microbatches,
+                is_first=not self.reports,
+            )
+            return shared.captured
+
+        def generating_code() -> AbstractContextManager[None]:
+            assert shared is not None  # the step comes before its passes
+            return artifacts.generating_code(shared, model=self._model)
+
+        return capture(obtain=obtain, generating_code=generating_code)
 
     def _arguments(
         self, microbatch: Microbatch, global_valid_tokens: torch.Tensor
