@@ -239,6 +239,22 @@ def test_refuses_an_empty_environment():
         take(environment={})
 
 
+def test_further_parts_count_under_their_names():
+    plain = take()
+    more = fingerprint(
+        CompileConfig(), TOPOLOGY, MODEL, BATCH, ENVIRONMENT, {"loss": {"chunks": 8}}
+    )
+    assert explain_difference(plain, more) == (
+        FieldDifference(path="loss", before=None, after="mapping of 1"),
+        FieldDifference(path='loss["chunks"]', before=None, after="8"),
+    )
+
+
+def test_refuses_a_further_part_under_the_name_of_an_argument():
+    with pytest.raises(ValueError, match="further names batch, model, which are arguments"):
+        fingerprint(CompileConfig(), TOPOLOGY, MODEL, BATCH, ENVIRONMENT, {"model": 1, "batch": 2})
+
+
 def test_fields_are_read_only():
     with pytest.raises(TypeError):
         take().fields["config.mode"] = "other"

@@ -32,4 +32,7 @@ def test_exactly_these_fields_opt_out():
         for field in dataclasses.fields(cls)
         if is_graph_neutral(field)
     }
-    assert neutral == {"CompileConfig.debug_graph_passes", "CompileConfig.on_shape_change"}
+    assert neutral == {
+        f"CompileConfig.{name}"
+        for name in ("artifacts", "artifacts_max_gib", "debug_graph_passes", "on_shape_change")
+    }

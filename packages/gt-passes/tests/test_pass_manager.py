@@ -30,6 +30,8 @@ from gt_passes import (
     ShareAllGathers,
     VerificationError,
     default_recipe,
+    pass_report_as_data,
+    pass_report_from_data,
 )
 from gt_passes.errors import PassDeclarationError
 from gt_passes.facts import Fact
@@ -375,6 +377,69 @@ def test_orders_passes_by_their_facts():
     needs = NeedsChunks(edit=lambda edited: None)
     report = run(graph_module, needs, RemoveDeadCode(), given_facts=[Fact("chunks")])
     assert [record.name for record in report.records] == ["needs-chunks", "remove-dead-code"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WriteCode(EditGraph):
+    """Stands for a pass after which a graph cannot be stored."""
+
+    name: ClassVar[str] = "write-code"
+    keeps_dataflow: ClassVar[bool] = False
+    generates_code: ClassVar[bool] = True
+
+
+def write_code(graph_module: GraphModule) -> None:
+    """Stands for a compiled cosine."""
+    node_of(graph_module, "cos").target = torch.ops.aten.tan.default
+
+
+def without_times(report: PassManagerReport) -> PassManagerReport:
+    return pass_report_from_data(pass_report_as_data(report))
+
+
+def test_passes_that_generate_code_can_run_later_with_the_same_report():
+    at_once, in_two = small_step(), small_step()
+    passes = [RemoveDeadCode(), WriteCode(edit=write_code), CanonicalizeViews()]
+    whole = run(at_once, *passes)
+    manager = PassManager(passes, context=PassContext.from_graph(in_two))
+    earlier = manager.run_before_code(in_two)
+    assert [record.name for record in earlier.records] == ["remove-dead-code"]
+    assert "sin" not in in_two.code  # recompiled
+    assert "tan" not in in_two.code
+    later = manager.run_from_code(in_two, earlier=earlier, is_verified=True)
+    assert without_times(later) == without_times(whole)
+    assert program(in_two) == program(at_once)
+
+
+def test_without_a_pass_that_generates_code_nothing_is_left_to_run():
+    graph_module = small_step()
+    manager = PassManager([RemoveDeadCode()], context=PassContext.from_graph(graph_module))
+    earlier = manager.run_before_code(graph_module)
+    assert manager.run_from_code(graph_module, earlier=earlier, is_verified=True) is earlier
+
+
+def test_a_graph_that_comes_from_elsewhere_is_verified_before_code_is_generated():
+    graph_module = small_step()
+    passes = [RemoveDeadCode(), WriteCode(edit=write_code)]
+    manager = PassManager(passes, context=PassContext.from_graph(graph_module))
+    earlier = manager.run_before_code(graph_module)
+    retype(graph_module)
+    with pytest.raises(VerificationError, match=r"after capture"):
+        manager.run_from_code(graph_module, earlier=earlier)
+    assert "tan" not in program(graph_module)
+
+
+def test_dumps_of_passes_that_run_later_go_on_counting(tmp_path: Path):
+    graph_module = small_step()
+    passes = [RemoveDeadCode(), WriteCode(edit=write_code)]
+    context = PassContext.from_graph(graph_module)
+    manager = PassManager(passes, context=context, dump_directory=tmp_path)
+    manager.run_from_code(graph_module, earlier=manager.run_before_code(graph_module))
+    assert [path.name[:13] for path in sorted(tmp_path.glob("*-before.txt"))] == [
+        "00-remove-dea",
+        "01-write-code",
+    ]
+    assert "write-code" in (tmp_path / "summary.txt").read_text()
 
 
 def test_the_same_graph_gives_the_same_result():

@@ -40,6 +40,7 @@ _POSITIVE_OR_NONE = FieldBound(
 )
 
 BOUNDS: dict[str, FieldBound] = {
+    "config.artifacts_max_gib": _POSITIVE,
     "config.autoparallel_solver.memory_budget_gib": _POSITIVE_OR_NONE,
     "config.autoparallel_solver.time_limit_seconds": _POSITIVE,
     "config.autoparallel_solver.relative_gap": FieldBound(

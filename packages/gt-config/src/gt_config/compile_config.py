@@ -218,6 +218,20 @@ class CompileConfig:
     compared: stamp, trace in full too, and stop if the two differ.
     Mode aot_fx_trace only."""
 
+    artifacts: str | None = field(
+        default=None,
+        metadata=graph_neutral("says where graphs are kept, and never what is in one"),
+    )
+    """Folder of captured graphs. A start takes from it what was captured for the same run before.
+    What is not there is captured once for all ranks that are alike, and written.
+    Several jobs may share a folder. None: every rank captures for itself."""
+
+    artifacts_max_gib: float = field(
+        default=20.0,
+        metadata=graph_neutral("says how much is kept, and never what is in a graph"),
+    )
+    """What the folder may hold, in GiB. Beyond it, what was used least recently goes."""
+
     on_shape_change: ShapeChangePolicy = field(
         default="error",
         metadata=graph_neutral("chosen by the caller of a graph; every shape has its own graph"),

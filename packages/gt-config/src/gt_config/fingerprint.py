@@ -110,6 +110,7 @@ def fingerprint(
     model: object,
     batch: object,
     environment: Mapping[str, str | None],
+    further: Mapping[str, object] = MappingProxyType({}),
 ) -> Fingerprint:
     """The fingerprint of one capture.
 
@@ -121,22 +122,26 @@ def fingerprint(
         batch: plain data that identifies the inputs: names, shapes and dtypes.
         environment: version of each thing that shapes a graph: the gt packages, torch, CUDA,
             torchtitan. None stands for one that is absent.
+        further: plain data of whatever else shapes the graph, by the name with which its paths
+            begin: the recipe of passes, or the loss.
 
     Raises:
         FingerprintTypeError: names the path of a value that has no canonical form.
-        ValueError: ``environment`` is empty, as no graph is independent of every version.
+        ValueError: ``environment`` is empty, as no graph is independent of every version; or
+            ``further`` has a name that another argument has.
     """
     if not environment:
         raise ValueError("environment is empty: give the versions of the gt packages and of torch")
-    return Fingerprint(
-        fields={
-            **flatten(config, path="config"),
-            **flatten(topology, path="topology"),
-            **flatten(model, path="model"),
-            **flatten(batch, path="batch"),
-            **flatten(environment, path="environment"),
-        }
-    )
+    parts: dict[str, object] = {
+        "config": config,
+        "topology": topology,
+        "model": model,
+        "batch": batch,
+        "environment": environment,
+    }
+    if taken := sorted(parts.keys() & further.keys()):
+        raise ValueError(f"further names {', '.join(taken)}, which are arguments of their own")
+    return Fingerprint.of({**parts, **further})
 
 
 def explain_difference(before: Fingerprint, after: Fingerprint) -> tuple[FieldDifference, ...]:

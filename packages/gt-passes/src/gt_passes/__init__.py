@@ -37,6 +37,7 @@ from gt_passes.memory_policy.residency_table import residency_table
 from gt_passes.memory_policy.tag_saved_tensors import TagSavedTensors
 from gt_passes.pass_manager import PassManager
 from gt_passes.pass_manager_report import PassManagerReport, PassRecord
+from gt_passes.pass_report_data import pass_report_as_data, pass_report_from_data
 from gt_passes.recipes import default_passes, default_recipe
 from gt_passes.registry import known_passes, register_pass
 from gt_passes.second_groups import GroupPurpose, second_group_of
@@ -94,6 +95,8 @@ __all__ = [
     "estimate_peak_bytes",
     "exchange_collective_digest",
     "known_passes",
+    "pass_report_as_data",
+    "pass_report_from_data",
     "register_pass",
     "release_cuda_graphs",
     "residency_table",

@@ -161,6 +161,10 @@ class GraphPass(ABC):
     layout (views, buckets), copies, order and recomputation. False: the dataflow check of the
     verifier says nothing about this pass, as for one that calls a compiler."""
 
+    generates_code: ClassVar[bool] = False
+    """Whether the pass puts calls into the graph that only this process and this machine can run:
+    compiled kernels, recordings. A graph is stored as it is before the first such pass."""
+
     requires: ClassVar[frozenset[Fact]] = frozenset()
     """What must hold before the pass runs."""
 

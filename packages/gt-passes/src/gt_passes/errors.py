@@ -11,6 +11,7 @@
         ├── UnknownPassError      (ValueError)    a name that no registered pass has
         ├── RecipeError           (ValueError)    passes added or left out contradict each other
         ├── PassOrderError        (ValueError)    requirements that no order of the passes meets
+        ├── PassReportDataError   (ValueError)    data that are no report of passes
         ├── CollectiveMismatchError (RuntimeError) ranks would run different collectives
         ├── CudaGraphAddressError (RuntimeError)  what should stay in place keeps moving
         ├── GraphInputError       (ValueError)    a graph that passes cannot work on
@@ -153,6 +154,10 @@ class PassOrderError(_ProblemsError, ValueError):
     """No order of the passes meets their requirements; every unmet requirement is named."""
 
     _heading = "the passes cannot be ordered:"
+
+
+class PassReportDataError(GtPassesError, ValueError):
+    """Data that should be a stored report of passes are none; the message names the field."""
 
 
 class CudaGraphAddressError(GtPassesError, RuntimeError):

@@ -80,18 +80,70 @@ class PassManager:
             GraphInputError: the graph has no fake values.
         """
         with held_garbage_collection():
-            return _Run(graph_module, self).run()
+            return _Run(graph_module, self, passes=self.passes).run()
+
+    def run_before_code(self, graph_module: GraphModule) -> PassManagerReport:
+        """Run the passes up to the first that generates code, as ``run`` does.
+
+        The graph then calls operators alone and can be stored; ``run_from_code`` goes on.
+
+        Raises what ``run`` raises.
+        """
+        with held_garbage_collection():
+            return _Run(graph_module, self, passes=self.passes[: self._num_before_code]).run()
+
+    def run_from_code(
+        self, graph_module: GraphModule, *, earlier: PassManagerReport, is_verified: bool = False
+    ) -> PassManagerReport:
+        """Run the passes from the first that generates code, in place, and recompile.
+
+        Args:
+            graph_module: as ``run_before_code`` left it, in this process or in one that stored it.
+            earlier: what that returned.
+            is_verified: whether it was verified in this process and not edited since. False, as for
+                a graph that was loaded: it is verified before anything else.
+
+        Returns:
+            What ``run`` would have: the report on all passes.
+
+        Raises what ``run`` raises.
+        """
+        passes = self.passes[self._num_before_code :]
+        if is_verified and not passes:
+            return earlier
+        with held_garbage_collection():
+            return _Run(
+                graph_module, self, passes=passes, earlier=earlier, is_verified=is_verified
+            ).run()
+
+    @property
+    def _num_before_code(self) -> int:
+        """How many passes run before the first that generates code."""
+        positions = (at for at, each in enumerate(self.passes) if each.generates_code)
+        return next(positions, len(self.passes))
 
 
 class _Run:
-    """One run of the passes on one graph."""
+    """One run of passes on one graph: all that the manager has, or those on one side of a cut."""
 
-    def __init__(self, graph_module: GraphModule, manager: PassManager) -> None:
+    def __init__(
+        self,
+        graph_module: GraphModule,
+        manager: PassManager,
+        *,
+        passes: Sequence[GraphPass],
+        earlier: PassManagerReport | None = None,
+        is_verified: bool = False,
+    ) -> None:
         self._graph_module = graph_module
         self._manager = manager
+        self._passes = passes
+        self._earlier = earlier
+        self._is_verified = is_verified
+        self._num_earlier = 0 if earlier is None else len(earlier.records)
         self._session = (
             VerificationSession(
-                graph_module, passes=manager.passes, same_groups=manager._context.same_groups
+                graph_module, passes=passes, same_groups=manager._context.same_groups
             )
             if manager._verify
             else None
@@ -100,7 +152,9 @@ class _Run:
     def run(self) -> PassManagerReport:
         session = self._session
         with Elapsed() as capture_verification:
-            if session is not None:
+            if session is not None and self._is_verified:
+                session.take_as_verified()
+            elif session is not None:
                 _raise_problems(
                     session.verify_capture(),
                     after="capture",
@@ -125,6 +179,8 @@ class _Run:
             complete_verification=complete_verification,
             recompilation=recompilation,
         )
+        if self._earlier is not None:
+            report = self._earlier.followed_by(report)
         if self._manager._dump_directory is not None:
             self._manager._dump_directory.mkdir(parents=True, exist_ok=True)
             summary = f"{report}\n\n{report.differences()}"
@@ -136,7 +192,7 @@ class _Run:
     def _records(self) -> Iterator[PassRecord]:
         before_ops = self._op_counts()
         before = self._size(before_ops)
-        for position, graph_pass in enumerate(self._manager.passes):
+        for position, graph_pass in enumerate(self._passes):
             needs_peak = self._needs_peak(graph_pass)
             with Elapsed() as estimation:
                 if needs_peak and before.peak_memory_bytes is None:
@@ -187,6 +243,7 @@ class _Run:
     def _reproduction(
         self, position: int, dump_before: Path | None, dump_after: Path | None
     ) -> str:
+        position += self._num_earlier
         earlier = ", ".join(graph_pass.name for graph_pass in self._manager.passes[:position])
         text = f"run {self._manager.passes[position]!r} on the captured graph"
         if earlier:
@@ -228,6 +285,7 @@ class _Run:
         if self._manager._dump_directory is None:
             return None
         self._manager._dump_directory.mkdir(parents=True, exist_ok=True)
+        position += self._num_earlier
         path = self._manager._dump_directory / f"{position:02d}-{graph_pass.name}-{moment}.txt"
         text = graph_text(self._graph_module)
         path.write_text(text, encoding="utf-8")

@@ -88,6 +88,17 @@ class PassManagerReport:
         total = self.capture_verification + self.complete_verification + self.recompilation
         return sum((each.elapsed + each.verification for each in self.records), start=total)
 
+    def followed_by(self, later: PassManagerReport) -> PassManagerReport:
+        """One report on two runs over the same graph, of which ``later`` ran the further passes."""
+        return PassManagerReport(
+            records=(*self.records, *later.records),
+            verified=self.verified and later.verified,
+            unverified=later.unverified,
+            capture_verification=self.capture_verification + later.capture_verification,
+            complete_verification=self.complete_verification + later.complete_verification,
+            recompilation=self.recompilation + later.recompilation,
+        )
+
     def __str__(self) -> str:
         return "\n".join(self._lines())
 

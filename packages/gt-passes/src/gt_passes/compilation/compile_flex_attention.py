@@ -60,6 +60,7 @@ class CompileFlexAttention(GraphPass):
         {*STEP_GRAPHS, *JOINT_GRAPHS, *COMPUTING_ACTIONS}
     )
     keeps_dataflow: ClassVar[bool] = False
+    generates_code: ClassVar[bool] = True
 
     options: Mapping[str, object] = field(default_factory=lambda: MappingProxyType({}))
     """Inductor's, as ``{"max_autotune": True}``: those with which the model compiles it."""

@@ -55,6 +55,7 @@ class CompileRegions(GraphPass):
         {*STEP_GRAPHS, *JOINT_GRAPHS, *COMPUTING_ACTIONS}
     )
     keeps_dataflow: ClassVar[bool] = False
+    generates_code: ClassVar[bool] = True
 
     module_patterns: tuple[str, ...] = ()
     """Modules to compile besides FlexAttention and tagged nodes, as ``layers.*.feed_forward``."""

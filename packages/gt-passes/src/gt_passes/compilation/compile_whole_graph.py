@@ -47,6 +47,7 @@ class CompileWholeGraph(GraphPass):
         {*STEP_GRAPHS, *JOINT_GRAPHS, *COMPUTING_ACTIONS}
     )
     keeps_dataflow: ClassVar[bool] = False
+    generates_code: ClassVar[bool] = True
 
     compiler: SubgraphCompiler = field(default_factory=InductorCompiler)
     """``DescribeOnly()`` makes the region and compiles nothing."""

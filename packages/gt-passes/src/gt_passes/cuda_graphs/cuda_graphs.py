@@ -83,6 +83,7 @@ class CudaGraphs(GraphPass):
         {*STEP_GRAPHS, *JOINT_GRAPHS, *PIPELINE_ACTIONS}
     )
     keeps_dataflow: ClassVar[bool] = False
+    generates_code: ClassVar[bool] = True
 
     target: CaptureTarget = field(default_factory=CaptureTarget)
     """What to record for. ``backend_of_group`` must know the groups of the graph, or collectives

@@ -76,6 +76,10 @@ class VerificationSession:
             self._note(position=-1)
         return problems
 
+    def take_as_verified(self) -> None:
+        """Begin as ``verify_capture`` does where another session has just verified this graph."""
+        self._note(position=-1)
+
     def verify_completely(self) -> tuple[GraphProblem, ...]:
         """Everything that can be said of the graph as it is now, whatever was verified before."""
         return self._verify_completely(self._verifier.scan(self._graph_module))

@@ -1,0 +1,234 @@
+"""Where stored graphs lie, by the fingerprints of those who may use them.
+
+Under a fingerprint lies a graph, or that the ranks which have it must be divided along some axes of
+the mesh. A rank then adds its places on these to its fingerprint, and looks again.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import BinaryIO, Generic, TypeVar
+
+from torchtitan.tools.logging import logger
+
+from gt_config import Fingerprint
+from gt_config.errors import StaleFingerprintError
+from gt_passes import GtPassesError
+from gt_trace import StateMismatchError
+from gt_trace.artifacts.container import open_container, write_container
+from gt_trace.artifacts.folder import ArtifactFolder
+from gt_trace.artifacts.mesh_axes import MeshAxes
+from gt_trace.errors import ArtifactError
+from gt_trainer.artifacts.storable_graph import STEP_SECTION, StorableGraph, StoredGraph
+
+_GRAPH = "graph"
+_DIVISION = "division"
+_DIVISION_KIND = "division of ranks"
+_PRODUCTS = "products"
+_PRODUCTS_KIND = "products of a compiler"
+
+CapturedT = TypeVar("CapturedT")
+FoundT = TypeVar("FoundT")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded(Generic[CapturedT]):
+    """A graph that was stored."""
+
+    captured: CapturedT
+    path: Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Division:
+    """That the ranks of a fingerprint have several graphs."""
+
+    axes: tuple[str, ...]
+    reason: str
+
+
+class GraphFolder:
+    """Stored graphs in a folder that ranks and jobs share.
+
+    Args:
+        folder: where they lie.
+        axes: of the run.
+    """
+
+    def __init__(self, folder: ArtifactFolder, *, axes: MeshAxes) -> None:
+        self._folder = folder
+        self._axes = axes
+
+    def find(
+        self, identity: Fingerprint, graph: StorableGraph[CapturedT]
+    ) -> Loaded[CapturedT] | Division | None:
+        """What lies under a fingerprint; None if there is nothing that can be used.
+
+        What is damaged or stale is set aside with a warning, to be captured anew.
+        """
+        path = self._folder.find(identity.digest, _GRAPH)
+        if path is not None:
+            return self._usable(path, partial(_load, path, identity, graph))
+        path = self._folder.find(identity.digest, _DIVISION)
+        if path is not None:
+            return self._usable(path, partial(self._division, path, identity))
+        return None
+
+    def write_graph(self, identity: Fingerprint, kind: str, stored: StoredGraph) -> bytes:
+        """Store a graph; its bytes are returned for ranks that do not see this folder.
+
+        A folder that cannot be written is warned of: the run has its graph.
+        """
+        buffer = io.BytesIO()
+        write_container(
+            buffer,
+            kind=kind,
+            fingerprint=identity,
+            documents={STEP_SECTION: stored.step, **stored.documents},
+            blobs=stored.blobs,
+        )
+        data = buffer.getvalue()
+        self._write(identity, _GRAPH, data)
+        return data
+
+    def take(
+        self, identity: Fingerprint, graph: StorableGraph[CapturedT], data: bytes
+    ) -> Loaded[CapturedT] | None:
+        """The graph that ``write_graph`` returned on another rank, stored here too if it can be.
+
+        None if it cannot be used, which is warned of.
+        """
+        if self._write(identity, _GRAPH, data) is not None:
+            found = self.find(identity, graph)
+            return found if isinstance(found, Loaded) else None
+        with tempfile.TemporaryDirectory() as scratch:
+            path = Path(scratch) / _GRAPH
+            path.write_bytes(data)
+            return _load(path, identity, graph)
+
+    def write_division(self, identity: Fingerprint, division: Division) -> None:
+        """Store that ranks must be divided; warned of as in ``write_graph``."""
+        buffer = io.BytesIO()
+        document = {"axes": list(division.axes), "reason": division.reason}
+        write_container(
+            buffer,
+            kind=_DIVISION_KIND,
+            fingerprint=identity,
+            documents={_DIVISION: document},
+            blobs={},
+        )
+        self._write(identity, _DIVISION, buffer.getvalue())
+
+    def find_products(self, identity: Fingerprint) -> tuple[bytes, ...] | None:
+        """What a compiler made for the graph of a fingerprint; None if nothing is there to be used.
+
+        It is code. So it is used only from a file and folders that nobody but this user, or the
+        machine's own, can write to; else that is warned of.
+        """
+        path = self._folder.find(identity.digest, _PRODUCTS)
+        if path is None:
+            return None
+        stranger = _writable_by_others(path)
+        if stranger is not None:
+            logger.warning(
+                f"--compile.artifacts: {path} holds compiled code and is not used, since others "
+                f"may write to {stranger}; chmod go-w there to use it"
+            )
+            return None
+        return self._usable(path, partial(_products, path, identity))
+
+    def write_products(self, identity: Fingerprint, products: Sequence[bytes]) -> None:
+        """Store what a compiler made for the graph of a fingerprint."""
+        buffer = io.BytesIO()
+        write_container(
+            buffer,
+            kind=_PRODUCTS_KIND,
+            fingerprint=identity,
+            documents={},
+            blobs={str(number): product for number, product in enumerate(products)},
+        )
+        self._write(identity, _PRODUCTS, buffer.getvalue())
+
+    def _division(self, path: Path, identity: Fingerprint) -> Division:
+        """Read what ``write_division`` wrote; whatever else would divide without end."""
+        with open_container(path, kind=_DIVISION_KIND, fingerprint=identity) as container:
+            document = container.document(_DIVISION)
+        match document:
+            case {"axes": [_, *_] as axes, "reason": str(reason)}:
+                if all(axis in self._axes.coordinates for axis in axes) and not any(
+                    _place(axis) in identity.fields for axis in axes
+                ):
+                    return Division(axes=tuple(axes), reason=reason)
+        raise ArtifactError(
+            f"a division of ranks names a reason and axes among {', '.join(self._axes.coordinates)}"
+            f" by which they are not divided yet, and not {document!r}"
+        )
+
+    def _write(self, identity: Fingerprint, name: str, data: bytes) -> Path | None:
+        try:
+            return self._folder.write(identity.digest, name, partial(_write_all, data))
+        except ArtifactError as error:
+            logger.warning(f"--compile.artifacts: not stored: {error}")
+            return None
+
+    def _usable(self, path: Path, read: Callable[[], FoundT]) -> FoundT | None:
+        """What ``read`` gives; None, and the entry is set aside, if it cannot be used."""
+        try:
+            return read()
+        except StaleFingerprintError as error:
+            self._set_aside(path, f"it lies under the digest of another run: {error}")
+        except (ArtifactError, GtPassesError, StateMismatchError) as error:
+            self._set_aside(path, str(error))
+        return None
+
+    def _set_aside(self, path: Path, reason: str) -> None:
+        try:
+            kept = self._folder.set_aside(path, reason)
+        except ArtifactError as error:
+            logger.warning(f"--compile.artifacts: {path} cannot be used: {reason}\n  {error}")
+            return
+        where = "another job has removed it" if kept is None else f"it is now {kept}"
+        logger.warning(
+            f"--compile.artifacts: {path} cannot be used, and is captured anew: {reason}\n  {where}"
+        )
+
+
+def _writable_by_others(path: Path) -> Path | None:
+    """The file, or the first of its two folders, that another user may have written."""
+    for each in (path, path.parent, path.parent.parent):
+        status = each.stat()
+        if status.st_uid not in (os.geteuid(), 0) or status.st_mode & 0o022:
+            return each
+    return None
+
+
+def _products(path: Path, identity: Fingerprint) -> tuple[bytes, ...]:
+    with open_container(path, kind=_PRODUCTS_KIND, fingerprint=identity) as container:
+        return tuple(container.blob(name) for name in container.sections)
+
+
+def _load(path: Path, identity: Fingerprint, graph: StorableGraph[CapturedT]) -> Loaded[CapturedT]:
+    with open_container(path, kind=graph.kind, fingerprint=identity) as container:
+        return Loaded(captured=graph.decode(container), path=path)
+
+
+def at_places(
+    identity: Fingerprint, axes: Sequence[str], coordinates: Mapping[str, int]
+) -> Fingerprint:
+    """The fingerprint of those ranks of ``identity`` that stand at the same places on ``axes``."""
+    places = {_place(axis): str(coordinates[axis]) for axis in axes}
+    return Fingerprint(fields={**identity.fields, **places})
+
+
+def _place(axis: str) -> str:
+    return f'place["{axis}"]'
+
+
+def _write_all(data: bytes, file: BinaryIO) -> None:
+    file.write(data)

@@ -1,0 +1,221 @@
+"""Whatever a graph may depend on, as plain data of which ``gt_config.fingerprint`` can be taken.
+
+Functions are told apart by their names and by what they do: their code, and what they close over.
+Of tensors, shape, dtype and layout count, never values. What differs between ranks that are alike
+(ranks, names of process groups, addresses) never enters.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import itertools
+import json
+from collections.abc import Mapping, Sequence, Set
+from enum import Enum
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+
+from gt_config.errors import FingerprintTypeError
+from gt_trainer._torch_internals import OpOverload
+
+_SCALARS = (str, int, float, bool, type(None))
+_AS_TEXT = (torch.dtype, torch.layout, torch.memory_format, Placement, OpOverload)
+
+
+def plain_data(value: object, *, path: str, leave_out: Set[str] = frozenset()) -> Any:
+    """``value`` as mappings, lists, enums, texts and numbers.
+
+    Args:
+        value: made of dataclasses, containers, enums, functions, tensors, placements, meshes and
+            classes. Of a module, only the class counts.
+        path: what to call the value in an error.
+        leave_out: names of dataclass fields, at any depth, that no graph depends on.
+
+    Raises:
+        FingerprintTypeError: names the path of a value of another kind.
+    """
+    return _Conversion(leave_out).convert(value, path)
+
+
+class _Conversion:
+    """One conversion; knows what it is inside of, since functions may close over themselves."""
+
+    def __init__(self, leave_out: Set[str]) -> None:
+        self._leave_out = leave_out
+        self._above: list[object] = []
+
+    def convert(self, value: object, path: str) -> Any:
+        if type(value) in _SCALARS or isinstance(value, Enum):
+            return value
+        if isinstance(value, _AS_TEXT):
+            return repr(value)
+        if any(value is each for each in self._above):
+            return "what this is inside of"
+        self._above.append(value)
+        try:
+            return self._compound(value, path)
+        finally:
+            self._above.pop()
+
+    def _compound(self, value: object, path: str) -> Any:
+        if isinstance(value, torch.Tensor):
+            return tensor_text(value)
+        if isinstance(value, torch.device):
+            return value.type  # its index is the rank's
+        if isinstance(value, DeviceMesh):
+            return {"axes": list(value.mesh_dim_names or ()), "sizes": list(value.shape)}
+        if isinstance(value, type):
+            return _name(value)
+        if isinstance(value, nn.Module):
+            return {"module": _name(type(value))}
+        if isinstance(value, (FunctionType, MethodType, BuiltinFunctionType, functools.partial)):
+            return self._function(value, path)
+        if dataclasses.is_dataclass(value):
+            return {
+                "class": _name(type(value)),
+                **{
+                    field.name: self.convert(getattr(value, field.name), f"{path}.{field.name}")
+                    for field in dataclasses.fields(value)
+                    if field.compare and field.name not in self._leave_out
+                },
+            }
+        return self._container(value, path)
+
+    def _container(self, value: object, path: str) -> Any:
+        if isinstance(value, Mapping):
+            return {
+                key if type(key) in _SCALARS else self._text(key, f"a key of {path}"): self.convert(
+                    inner, f"{path}[{key!r}]"
+                )
+                for key, inner in value.items()
+            }
+        if isinstance(value, (list, tuple)):
+            items = [self.convert(each, f"{path}[{index}]") for index, each in enumerate(value)]
+            is_plain = type(value) in (list, tuple, torch.Size)
+            return _runs(items) if is_plain else {"class": _name(type(value)), "items": items}
+        if isinstance(value, Set):
+            return {"set": sorted(self._text(each, f"an element of {path}") for each in value)}
+        raise FingerprintTypeError(
+            f"{path} is of type {_name(type(value))}, and nothing says in what two of these differ"
+        )
+
+    def _function(self, function: Any, path: str) -> Any:
+        if isinstance(function, functools.partial):
+            held = (function.func, function.args, function.keywords)
+            return {"partial": self.convert(held, path)}
+        if isinstance(function, BuiltinFunctionType):
+            return {"builtin": _name(function)}
+        if isinstance(function, MethodType):
+            of = type(function.__self__)
+            return {"of": _name(of), **self._function(function.__func__, path)}
+        cells = [
+            self.convert(cell.cell_contents, f"{path}, closed over {name!r}")
+            for name, cell in zip(
+                function.__code__.co_freevars, function.__closure__ or (), strict=True
+            )
+        ]
+        defaults = (function.__defaults__, function.__kwdefaults__)
+        return {
+            "function": _name(function),
+            "code": code_digest(function.__code__),
+            "cells": cells,
+            "defaults": self.convert(defaults, f"{path}, defaults"),
+        }
+
+    def _text(self, value: object, path: str) -> str:
+        """Of what has to be put in order, or to be a key."""
+        converted = self.convert(value, path)
+        return json.dumps(converted, sort_keys=True, default=repr)
+
+
+def tensor_text(tensor: torch.Tensor, *, meta_device: str = "meta") -> str:
+    """One line: all that a graph knows of a tensor, on this rank.
+
+    Args:
+        tensor: none of its values is read.
+        meta_device: the type of device that a tensor on meta stands for.
+    """
+    device = meta_device if tensor.device.type == "meta" else tensor.device.type
+    parts = [f"{tensor.dtype}{_sizes(tensor.shape)} on {device}"]
+    if tensor.requires_grad:
+        parts.append("requires grad")
+    if isinstance(tensor, DTensor):
+        mesh = tensor.device_mesh
+        axes = zip(tensor.placements, mesh.mesh_dim_names or (), mesh.shape, strict=True)
+        parts += [f"{placement!r} over {axis} {size}" for placement, axis, size in axes]
+        tensor = tensor.to_local()
+        parts.append(f"here {_sizes(tensor.shape)}")
+    parts.append(f"strides {_sizes(tensor.stride())}")
+    if type(tensor) not in (torch.Tensor, nn.Parameter):
+        parts.append(_name(type(tensor)))
+    return ", ".join(parts)
+
+
+def folded(named: Mapping[str, str]) -> dict[str, str]:
+    """Texts by name, where those of a model's layers are one: ``layers.*.norm`` is "0-5: text".
+
+    Numbers between the dots of a name are what is folded, and nothing is lost.
+    """
+    families: dict[str, dict[str, list[str]]] = {}
+    for name, text in named.items():
+        parts = name.split(".")
+        numbers = ".".join(part for part in parts if part.isdigit())
+        family = ".".join("*" if part.isdigit() else part for part in parts)
+        families.setdefault(family, {}).setdefault(text, []).append(numbers)
+    return {
+        family: "; ".join(
+            f"{_spans(numbers)}: {text}" if numbers != [""] else text
+            for text, numbers in texts.items()
+        )
+        for family, texts in families.items()
+    }
+
+
+def _spans(numbers: Sequence[str]) -> str:
+    """Numbers in a row as "0-5"; whatever else one by one."""
+    if len(numbers) > 1 and all(each.isdigit() for each in numbers):
+        first, last = int(numbers[0]), int(numbers[-1])
+        if [*map(int, numbers)] == [*range(first, last + 1)]:
+            return f"{first}-{last}"
+    return ", ".join(numbers)
+
+
+def _runs(items: list[Any]) -> list[Any]:
+    """A list in which equal neighbours, as the layers of a model, stand once with their number."""
+    runs = [(item, len(list(equal))) for item, equal in itertools.groupby(items)]
+    if len(runs) == len(items):
+        return items
+    return [{"count": count, "item": item} for item, count in runs]
+
+
+def _sizes(sizes: Sequence[int | torch.SymInt]) -> str:
+    return f"[{', '.join(map(str, sizes))}]"
+
+
+def code_digest(code: CodeType) -> str:
+    """SHA-256 of what a function does, in hexadecimal: nothing of where it is written."""
+    digest = hashlib.sha256(code.co_code)
+    for names in (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars):
+        digest.update(repr(names).encode())
+    for constant in code.co_consts:
+        inner = code_digest(constant) if isinstance(constant, CodeType) else _constant(constant)
+        digest.update(inner.encode())
+    return digest.hexdigest()
+
+
+def _constant(constant: object) -> str:
+    """Text of a constant of a function: one of these may be a set, whose order is by chance."""
+    if isinstance(constant, frozenset):
+        return f"frozenset {sorted(map(repr, constant))}"
+    return f"{type(constant).__name__} {constant!r}"
+
+
+def _name(named: Any) -> str:
+    return f"{named.__module__}.{named.__qualname__}"

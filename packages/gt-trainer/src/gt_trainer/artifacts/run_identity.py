@@ -1,0 +1,302 @@
+"""The fingerprint of the graph that a rank is about to capture, taken before it is captured.
+
+A stored graph is used only under an equal fingerprint. So everything that a capture reads goes in:
+found by reflection and not listed, with the few exceptions named here. Ranks that are alike have
+equal fingerprints: of where a rank stands, only the shapes of its tensors enter.
+
+Versions say little of a checkout in which people work, so that sources count as well: those of this
+project's packages, since they make the graph, and those that define the model and its loss.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+import importlib.util
+import inspect
+import json
+import platform
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+from torchtitan.config import ParallelismConfig, TrainingConfig
+from torchtitan.config.configs import DebugConfig
+from torchtitan.distributed import ParallelDims
+
+from gt_config import CompileConfig, Fingerprint, Topology, fingerprint
+from gt_passes import GraphPass
+from gt_trace import register_block_masks
+from gt_trace.capture.captured_mode import CapturedMode
+from gt_trainer.artifacts.plain_data import folded, plain_data, tensor_text
+
+PACKAGES = ("gt_config", "gt_trace", "gt_passes", "gt_pipeline", "gt_autoparallel", "gt_trainer")
+"""Whose sources count. Not every run imports all of them; one of them shapes the graph or not by
+what it is asked, and to tell would be to trust one more thing."""
+
+NO_PART_OF_THE_GRAPH = frozenset(
+    {
+        "param_init",  # values of parameters
+        "steps",  # how long a run is, and what surrounds its steps
+        "max_norm",
+        "gc_freq",
+        "gc_debug",
+        "seed",
+        "print_config",
+        "save_config_file",
+        "enable_structured_logging",
+        "pipeline_parallel_schedule_csv",  # a path; the stages that it gives are the model
+    }
+)
+"""Fields of torchtitan's configuration that a captured graph does not depend on."""
+
+
+_ATTENTION_KERNELS = (
+    "flash_sdp_enabled",
+    "mem_efficient_sdp_enabled",
+    "math_sdp_enabled",
+    "cudnn_sdp_enabled",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """The device that a graph is for, as far as a capture asks about it."""
+
+    device: str
+    """Type of device: "cpu" or "cuda"."""
+
+    name: str | None = None
+    """The model, as the driver names it; None on CPUs, of which no capture asks anything."""
+
+    capability: str | None = None
+    """CUDA's compute capability, as "9.0"."""
+
+    num_local_devices: int | None = None
+    """How many a host has: whether ranks of a group reach each other's memory."""
+
+    @classmethod
+    def here(cls, device: torch.device | str) -> Machine:
+        """This machine with its devices of one type."""
+        kind = torch.device(device).type
+        if kind != "cuda":
+            return cls(device=kind)
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        return cls(
+            device=kind,
+            name=properties.name,
+            capability=f"{properties.major}.{properties.minor}",
+            num_local_devices=torch.cuda.device_count(),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSettings:
+    """What a run has settled before anything is captured, as far as graphs depend on it."""
+
+    compile: CompileConfig
+    topology: Topology
+    model: object
+    """torchtitan's configuration of the model."""
+
+    loss: object
+    """torchtitan's configuration of the loss."""
+
+    parallelism: ParallelismConfig
+    training: TrainingConfig
+    debug: DebugConfig
+    machine: Machine
+
+
+def topology_of_run(
+    parallel_dims: ParallelDims, training: TrainingConfig, parallelism: ParallelismConfig
+) -> Topology:
+    """The extents of a run whose meshes exist."""
+    num_samples = training.local_batch_size * parallel_dims.dp_replicate * parallel_dims.dp_shard
+    steps = max(1, training.global_batch_size // num_samples)
+    return Topology(
+        world=parallel_dims.world_size,
+        dp_replicate=parallel_dims.dp_replicate,
+        dp_shard=parallel_dims.dp_shard,
+        cp=parallel_dims.cp,
+        tp=parallel_dims.tp,
+        ep=parallel_dims.ep,
+        pp=parallel_dims.pp,
+        batch_size=training.local_batch_size,
+        microbatch_size=parallelism.pipeline_parallel_microbatch_size,
+        seq_len=training.seq_len,
+        gradient_accumulation_steps=steps,
+        sequence_parallel=parallelism.enable_sequence_parallel,
+    )
+
+
+def step_identity(
+    settings: RunSettings,
+    *,
+    model: nn.Module,
+    loss_fn: object,
+    arguments: Sequence[Any],
+    passes: Sequence[GraphPass],
+    num_microbatches: int = 1,
+) -> Fingerprint:
+    """The fingerprint of a training step on this rank.
+
+    Args:
+        settings: of the run.
+        model: placed; of its tensors, names, shapes, dtypes and placements are read. Those on meta
+            stand for tensors on the device of the machine.
+        loss_fn: as built.
+        arguments: of the step, which a capture would be given; likewise.
+        passes: that will run on the graph, in order.
+        num_microbatches: for which one capture is cut into graphs.
+
+    Raises:
+        FingerprintTypeError: something is of a kind of which nothing says in what two differ; the
+            message names it.
+    """
+
+    def plain(value: object, path: str) -> Any:
+        return plain_data(value, path=path, leave_out=NO_PART_OF_THE_GRAPH)
+
+    return fingerprint(
+        settings.compile,
+        settings.topology,
+        model={
+            "config": plain(settings.model, "model"),
+            "modules": folded(_modules(model)),
+            "parameters": folded(
+                _tensors(model.named_parameters(remove_duplicate=False), settings.machine)
+            ),
+            "buffers": folded(
+                _tensors(model.named_buffers(remove_duplicate=False), settings.machine)
+            ),
+        },
+        batch={**_arguments(arguments), "num_microbatches": num_microbatches},
+        environment=environment(settings.machine),
+        further={
+            "loss": plain(settings.loss, "loss"),
+            "parallelism": plain(settings.parallelism, "parallelism"),
+            "training": plain(settings.training, "training"),
+            "debug": plain(settings.debug, "debug"),
+            "passes": [{"name": each.name, **plain(each, each.name)} for each in passes],
+            "global_modes": _global_modes(),
+            "definitions": _definitions([*model.modules(), loss_fn]),
+        },
+    )
+
+
+def environment(machine: Machine) -> dict[str, str | None]:
+    """Versions of what makes a graph, sources of this project, and the device it is for."""
+    return {
+        **{name: _version(name.replace("_", "-")) for name in PACKAGES},
+        **{f"sources of {name}": sources_digest(name) for name in PACKAGES},
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "torch git": torch.version.git_version,
+        "torch cuda": torch.version.cuda,
+        "torchtitan": _version("torchtitan"),
+        "device": machine.device,
+        "device name": machine.name,
+        "device capability": machine.capability,
+        "devices of a host": str(machine.num_local_devices),
+    }
+
+
+@functools.cache
+def sources_digest(package: str) -> str | None:
+    """SHA-256 of all Python files of a package, in hexadecimal; None where it is not installed."""
+    spec = importlib.util.find_spec(package)
+    if spec is None:
+        return None
+    digest = hashlib.sha256()
+    for folder in map(Path, spec.submodule_search_locations or ()):
+        for path in sorted(folder.rglob("*.py")):
+            digest.update(f"{path.relative_to(folder).as_posix()}\0".encode())
+            digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _modules(model: nn.Module) -> dict[str, str]:
+    """Class, mode and number of hooks of each module; the model itself is ""."""
+    mode = CapturedMode.now(model)
+    return {
+        name: f"{_class_name(each)}, {'training' if mode.training[name] else 'evaluating'}"
+        + (f", hooks {mode.num_hooks[name]}" if name in mode.num_hooks else "")
+        for name, each in model.named_modules()
+    }
+
+
+def _tensors(named: Iterator[tuple[str, torch.Tensor]], machine: Machine) -> dict[str, str]:
+    """Tensors as texts; of one with several names, its first name in the place of the others."""
+    first: dict[int, str] = {}
+    return {
+        name: tensor_text(tensor, meta_device=machine.device)
+        if first.setdefault(id(tensor), name) == name
+        else f"the same as {first[id(tensor)]}"
+        for name, tensor in named
+    }
+
+
+def _arguments(arguments: Sequence[Any]) -> dict[str, object]:
+    """Leaves of the arguments of a step by their paths, and what these are the leaves of.
+
+    Masks of FlexAttention are trees too: what they close over are leaves.
+    """
+    register_block_masks()
+    leaves, spec = pytree.tree_flatten_with_path(tuple(arguments))
+    structure = plain_data(spec, path="batch")
+    return {
+        "structure": json.dumps(structure, sort_keys=True),
+        "leaves": {
+            pytree.keystr(path): plain_data(leaf, path=f"batch{pytree.keystr(path)}")
+            for path, leaf in leaves
+        },
+    }
+
+
+def _global_modes() -> dict[str, object]:
+    """Switches of PyTorch by which operators are chosen while a step is traced."""
+    kernels = torch.backends.cuda
+    return {
+        "autocast": {kind: repr(dtype) for kind, dtype in CapturedMode.now(None).autocast.items()},
+        "default dtype": repr(torch.get_default_dtype()),
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "float32 matmul precision": torch.get_float32_matmul_precision(),
+        **{f"attention: {name}": bool(getattr(kernels, name)()) for name in _ATTENTION_KERNELS},
+    }
+
+
+def _definitions(objects: Sequence[object]) -> Mapping[str, str]:
+    """Digests of the sources of all classes that ``objects`` are of, with their bases."""
+    modules = {base.__module__ for each in objects for base in type(each).__mro__}
+    return {name: digest for name in sorted(modules) if (digest := _module_digest(name))}
+
+
+@functools.cache
+def _module_digest(name: str) -> str | None:
+    """None of PyTorch and of Python itself, whose versions say it, and of what has no source."""
+    package = name.partition(".")[0]
+    if package == "torch" or package in sys.stdlib_module_names:
+        return None
+    module = importlib.import_module(name)
+    try:
+        return hashlib.sha256(inspect.getsource(module).encode()).hexdigest()
+    except (OSError, TypeError):
+        return None
+
+
+def _class_name(value: object) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
