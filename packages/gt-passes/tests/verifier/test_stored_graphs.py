@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from gt_passes import Verifier
-from gt_trace import MeshAxes, trace_step
+from gt_trace import trace_step
+from gt_trace.artifacts.mesh_axes import MeshAxes
 from gt_trace.artifacts.step_document import decode_step, encode_step
 from gt_trace.errors import ArtifactError
 

@@ -16,7 +16,6 @@ from gt_trace.annotate import (
     annotate_method,
     phase,
 )
-from gt_trace.artifacts.mesh_axes import MeshAxes
 from gt_trace.artifacts.save_step import load, save
 from gt_trace.capture.argument_structure import structure_differences
 from gt_trace.capture.block_masks import register_block_masks
@@ -57,7 +56,6 @@ __all__ = [
     "GraphInput",
     "InputMismatchError",
     "InputPreparer",
-    "MeshAxes",
     "StateMismatchError",
     "TensorLayout",
     "TraceInputs",
