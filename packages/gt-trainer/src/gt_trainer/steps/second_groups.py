@@ -5,18 +5,14 @@ Else a rank whose capture fails would leave the others waiting for it to join a 
 
 from __future__ import annotations
 
-import torch.distributed as dist
 from torchtitan.distributed import ParallelDims
 
 from gt_config import CompileConfig
 from gt_passes import GroupPurpose, second_group_of
-from gt_trainer._torch_internals import process_group_named
 
 
-def create_second_groups(
-    options: CompileConfig, parallel_dims: ParallelDims
-) -> tuple[dist.ProcessGroup, ...]:
-    """The second groups that ``options`` ask for, in the same order on every rank."""
+def create_second_groups(options: CompileConfig, parallel_dims: ParallelDims) -> None:
+    """Make the second groups that ``options`` ask for, in the same order on every rank."""
     wanted: list[tuple[str, GroupPurpose]] = []
     if options.fsdp_second_group:
         # A plan reduces gradients over any axis, and in a pipeline each stage over others.
@@ -24,9 +20,6 @@ def create_second_groups(
         wanted += [(axis, "reductions") for axis in ("fsdp", "efsdp", *further)]
     if options.ep_overlap.enabled:
         wanted += [("ep", "exchanges")]
-    names = [
-        second_group_of(mesh.get_group().group_name, purpose=purpose)
-        for axis, purpose in wanted
-        if (mesh := parallel_dims.get_optional_mesh(axis)) is not None
-    ]
-    return tuple(process_group_named(name) for name in names)
+    for axis, purpose in wanted:
+        if (mesh := parallel_dims.get_optional_mesh(axis)) is not None:
+            second_group_of(mesh.get_group().group_name, purpose=purpose)
