@@ -144,42 +144,70 @@ def plan_memory(
 
     ``options`` are the chosen ones of all nodes, ``recomputed`` the nodes that run again.
     """
-    num_live = 1 if microbatches is None else microbatches.num_live
-    gathered = frozenset[int]() if microbatches is None else gathered_parameters(graph)
     accumulated = None if microbatches is None else accumulated_gradients(graph)
-    parameters = gradients = activations = 0
-    again: dict[str, int] = defaultdict(int)
-    storages = needed_storages(graph, options, recomputed)
-    forward_of = {backward: forward for forward, backward in experts_of(graph).items()}
+    parameters = gradients = 0
     for node in graph.nodes:
         option = options[node.index]
         if node.kind == "parameter":
             parameters += _bytes(node.outputs[0], option.outputs[0], mesh)
         elif node.kind == "gradient" and accumulated is None:
             gradients += _bytes(graph.spec(node.operands[0]), option.operands[0], mesh)
-        elif node.index in forward_of and forward_of[node.index] not in storages.recomputed:
-            operands = graph.operand_specs(node)
-            activations += experts_inner_bytes(node, operands, option, mesh) * num_live
         gradients += _accumulated_bytes(graph, node, option, mesh, accumulated or {})
-        num_copies = 1 if node.index in gathered else num_live
-        if node.index in storages.recomputed:
-            again[window_scope(node)] += recomputed_bytes(graph, node, option, mesh)
-        if node.index in storages.kept and is_view_like(node):
-            moved = _bytes(graph.spec(node.operands[0]), option.operands[0], mesh)
-            activations += moved * num_copies
-        else:
-            activations += num_copies * sum(
-                _bytes(spec, option.outputs[position], mesh)
-                for position, spec in enumerate(node.outputs)
-                if position in storages.kept.get(node.index, ())
-            )
+    of_layers = layer_memory(graph, options, mesh, recomputed=recomputed, microbatches=microbatches)
     return MemoryBreakdown(
         parameters=parameters,
         gradients=gradients,
         optimizer_state=round(parameters * optimizer_state_copies),
-        saved_activations=activations,
-        recomputed=max(again.values(), default=0),
+        saved_activations=sum(of_layers.saved.values()),
+        recomputed=max(of_layers.again.values(), default=0),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerMemory:
+    """Bytes on each rank, by layers and by top-level modules outside of them."""
+
+    saved: Mapping[str, int]
+    """What the forward makes and the backward reads."""
+
+    again: Mapping[str, int]
+    """What the backward computes again."""
+
+
+def layer_memory(
+    graph: PlacementGraph,
+    options: Sequence[NodeOption],
+    mesh: MeshShape,
+    *,
+    recomputed: Collection[int] = (),
+    microbatches: Microbatches | None = None,
+) -> LayerMemory:
+    """What each layer of a plan keeps and makes again; arguments as for ``plan_memory``."""
+    num_live = 1 if microbatches is None else microbatches.num_live
+    gathered = frozenset[int]() if microbatches is None else gathered_parameters(graph)
+    saved: dict[str, int] = defaultdict(int)
+    again: dict[str, int] = defaultdict(int)
+    storages = needed_storages(graph, options, recomputed)
+    forward_of = {backward: forward for forward, backward in experts_of(graph).items()}
+    for node in graph.nodes:
+        option, scope = options[node.index], window_scope(node)
+        if node.index in forward_of and forward_of[node.index] not in storages.recomputed:
+            operands = graph.operand_specs(node)
+            saved[scope] += experts_inner_bytes(node, operands, option, mesh) * num_live
+        if node.index in storages.recomputed:
+            again[scope] += recomputed_bytes(graph, node, option, mesh)
+        if node.index not in storages.kept:
+            continue
+        num_copies = 1 if node.index in gathered else num_live
+        if is_view_like(node):
+            moved = _bytes(graph.spec(node.operands[0]), option.operands[0], mesh)
+            saved[scope] += moved * num_copies
+        else:
+            saved[scope] += num_copies * sum(
+                _bytes(node.outputs[position], option.outputs[position], mesh)
+                for position in storages.kept[node.index]
+            )
+    return LayerMemory(saved=saved, again=again)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
