@@ -107,8 +107,16 @@ class PlacedExperts:
             return _Recorded(leaves=tuple(leaves), result=self._run(routed, again=again))
 
     def _run(self, operands: Sequence[torch.Tensor], *, again: bool) -> torch.Tensor:
-        *routed, weights = (*operands[:FIRST_WEIGHT_OPERAND], operands[FIRST_WEIGHT_OPERAND:])
-        return self.block.run(*routed, weights, expert_mesh=self.expert_mesh, again=again)
+        tokens, scores, expert_ids, token_counts, *weights = operands
+        return self.block.run(
+            tokens,
+            scores,
+            expert_ids,
+            token_counts,
+            weights,
+            expert_mesh=self.expert_mesh,
+            again=again,
+        )
 
 
 def expert_axes(plan: PlacementPlan) -> set[tuple[int, ...]]:
