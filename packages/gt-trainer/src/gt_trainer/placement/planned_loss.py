@@ -65,8 +65,9 @@ class LossOfLogits(BaseLoss):
 
     def __init__(self, config: Config, *, compile_config: CompileConfig | None = None) -> None:
         """See ``Config``."""
-        chunked = GraphChunkedLoss.Config(loss_fn=config.loss_fn)
-        self._chunked = chunked.build(compile_config=compile_config)
+        self._chunked = GraphChunkedLoss(
+            GraphChunkedLoss.Config(loss_fn=config.loss_fn), compile_config=compile_config
+        )
         self._chunked.set_lm_head(nn.Identity())  # the projection is the model's
 
     def __call__(
