@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from gt_autoparallel.apply.placed_experts import PlacedExperts
-from gt_config.node_keys import PhaseAnnotation
-from gt_trace import read_annotation, trace_step
+from gt_config.node_keys import EpRegionAnnotation, PhaseAnnotation
+from gt_trace import annotate, read_annotation, trace_step
 
 TOKENS, WIDTH, HIDDEN, NUM_EXPERTS, TOP_K = 6, 4, 8, 3, 2
 
@@ -39,7 +39,9 @@ class Block:
     ) -> Tensor:
         self.calls.append((again, torch.is_grad_enabled()))
         up, down = (weight[expert_ids] for weight in weights)
-        hidden = torch.einsum("td,tkdh->tkh", tokens, up).tanh()
+        products = torch.einsum("td,tkdh->tkh", tokens, up)
+        with annotate(EpRegionAnnotation(kind="compute")):
+            hidden = products.tanh()
         return torch.einsum("tkh,tkhd,tk->td", hidden, down, scores)
 
 
@@ -86,15 +88,38 @@ def test_gradients_are_those_of_what_is_kept_bit_for_bit() -> None:
         assert torch.equal(kept, again)
 
 
-def test_what_runs_again_belongs_to_the_backward() -> None:
-    def step(*given: Tensor) -> Sequence[Any]:
-        node = placed(Block(), runs_again=True)
-        return node.backward([torch.ones(TOKENS, WIDTH), *given], {})
+class Loss(torch.autograd.Function):
+    """As a placed model: one function, whose backward runs the backward of the experts."""
 
-    traced = trace_step(step)(*operands())
-    (tanh,) = (
-        n
-        for n in traced.graph_module.graph.nodes
-        if n.name.startswith("tanh") and "backward" not in n.name
+    @staticmethod
+    def forward(ctx: Any, *given: Tensor) -> Tensor:
+        ctx.save_for_backward(*given)
+        (result,) = placed(Block(), runs_again=True).forward(given, {})
+        return result.sum()
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> Any:
+        gradient = upstream.expand(TOKENS, WIDTH)
+        node = placed(Block(), runs_again=True)
+        of_tokens, of_scores, *of_weights = node.backward([gradient, *ctx.saved_tensors], {})
+        return (of_tokens, of_scores, None, None, *of_weights)
+
+
+def test_what_runs_again_belongs_to_the_backward_and_hands_its_annotations_on() -> None:
+    def step(*given: Tensor) -> Sequence[Tensor]:
+        leaves = [each for each in given if each.is_floating_point()]
+        return torch.autograd.grad(Loss.apply(*given), leaves)
+
+    given = [each.requires_grad_(each.is_floating_point()) for each in operands()]
+    graph = trace_step(step)(*given).graph_module.graph
+    marked = {
+        node.name: read_annotation(node, PhaseAnnotation)
+        for node in graph.nodes
+        if read_annotation(node, EpRegionAnnotation) is not None
+    }
+    first, again, derivative = (
+        next(name for name in marked if name.startswith(each))
+        for each in ("tanh", "tanh_1", "tanh_backward")
     )
-    assert read_annotation(tanh, PhaseAnnotation) == PhaseAnnotation(phase="backward")
+    assert marked[first] == PhaseAnnotation(phase="forward")
+    assert marked[again] == marked[derivative] == PhaseAnnotation(phase="backward")

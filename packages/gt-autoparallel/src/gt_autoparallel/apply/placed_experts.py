@@ -15,6 +15,7 @@ from gt_autoparallel.graph.experts import FIRST_WEIGHT_OPERAND, ExpertBlock, exp
 from gt_autoparallel.graph.placement_graph import PlacementNode
 from gt_autoparallel.plan.placement_plan import PlacementPlan
 from gt_config.node_keys import PhaseAnnotation
+from gt_trace.capture.forward_in_backward import forward_in_backward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +91,7 @@ class PlacedExperts:
         """Gradient of the result first, then as forward -> of tokens, scores and each weight."""
         if self.runs_again:
             # Its operators would say that they belong to the forward.
-            with annotated(PhaseAnnotation(phase="backward")):
+            with forward_in_backward(), annotated(PhaseAnnotation(phase="backward")):
                 recorded = self._recorded(operands[1:], again=True)
         else:
             recorded = state[self.name]
