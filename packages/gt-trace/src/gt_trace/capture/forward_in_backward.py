@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from torch.fx.traceback import get_current_meta
 
@@ -17,7 +18,8 @@ from torch.fx.traceback import get_current_meta
 def forward_in_backward() -> Iterator[None]:
     """Inside, nodes are numbered and marked as of a forward; their phase has to be stated."""
     current = get_current_meta()
-    outside = {key: current[key] for key in ("in_grad_fn", "autograd_backward") if key in current}
+    keys = ("in_grad_fn", "autograd_backward")
+    outside: dict[str, Any] = {key: current[key] for key in keys if key in current}
     for key in outside:
         del current[key]
     try:
