@@ -1,12 +1,14 @@
 """Is a step that a solver placed faster than the one that experts place by hand, or smaller?
 
 Each shipped configuration, at the size it is meant for, is planned, captured, put through its
-recipe and simulated; and so it is as torchtitan places it at the same degrees::
+recipe and simulated; and so are the steps that an expert would run instead
+(``placed_steps.experts``)::
 
     python benchmarks/bench_placed_steps.py [--json FILE] [--workload llama3_8b]
 
-Every row is simulated, and the peer is the placement by hand: a ratio below 1 says that the plan is
-better. What cannot be planned is a note. Pipelines are left out: a solver places none of them yet.
+Every row is simulated. The peer is the fastest step by hand that fits: a ratio below 1 says that
+the plan is better. All steps by hand are notes, and so is what cannot be planned. Pipelines are
+left out: their dry run has rows of its own.
 """
 
 from __future__ import annotations
@@ -24,18 +26,20 @@ from gt_trainer import device
 device.install("cpu")
 
 # torchtitan copies the device when it is imported, hence not above.
+from placed_steps.experts import ExpertRun, expert_runs  # noqa: E402
 from report import Report, Row, Sample  # noqa: E402
 
 from gt_autoparallel import PlacementError  # noqa: E402
 from gt_config import ConfigError  # noqa: E402
-from gt_trainer.dry_run.beside_by_hand import PlacedByHand  # noqa: E402
 from gt_trainer.dry_run.dry_run import DryRunReport, dry_run  # noqa: E402
 from gt_trainer.dry_run.simulated_run import SimulatedRun  # noqa: E402
 from gt_trainer.models.catalog import CATALOG, CatalogEntry  # noqa: E402
 from gt_trainer.preflight.preflight import check_configuration  # noqa: E402
-from gt_trainer.preflight.settled_defaults import settle_defaults, settled_by_hand  # noqa: E402
+from gt_trainer.preflight.settled_defaults import settle_defaults  # noqa: E402
+from gt_trainer.trainer import GraphTrainer  # noqa: E402
 
-_PEER = "placed by hand"
+_SLOWEST = 1.01
+"""By how much a plan may be slower than the best expert's step."""
 
 
 def workloads() -> Iterator[CatalogEntry]:
@@ -67,24 +71,33 @@ def _compare(entry: CatalogEntry, report: Report) -> None:
     config.compile = dataclasses.replace(config.compile, autoparallel=True)
     begin = time.process_time()
     try:
-        by_hand = settled_by_hand(config, entry.world_size)
-        config, _ = settle_defaults(config, entry.world_size)
-        check_configuration(config, entry.world_size, will_train=False)
-        found = dry_run(config, entry.world_size, by_hand=by_hand)
+        planned = _planned(config, entry.world_size)
     except (ConfigError, PlacementError) as refusal:
         report.notes.append(f"{entry.config}: not planned: {refusal}")
         return
+    seconds = time.process_time() - begin
+    degrees = " x ".join(f"{name} {degree}" for name, degree in planned.degrees)
+    ours = ExpertRun(name=f"planned on {degrees}", run=planned.simulated)
+    report.notes.append(f"{entry.config}: {ours}; {seconds:.0f} CPU s")
+    experts = []
+    for expert in expert_runs(config, entry.world_size):
+        experts.append(expert)
+        report.notes.append(f"{entry.config}: by hand, {expert}")
+    fitting = [each for each in experts if each.run.fits]
+    if fitting:
+        best = min(fitting, key=lambda each: each.run.step_us)
+        report.rows += _rows(entry, planned.simulated, best)
+
+
+def _planned(config: GraphTrainer.Config, world_size: int) -> DryRunReport:
+    config, _ = settle_defaults(config, world_size)
+    check_configuration(config, world_size, will_train=False)
+    found = dry_run(config, world_size)
     assert isinstance(found, DryRunReport)
-    assert found.beside_by_hand is not None, "a shipped configuration may be placed by hand"
-    report.rows += _rows(entry, found.beside_by_hand)
-    degrees = " x ".join(f"{name} {degree}" for name, degree in found.degrees)
-    report.notes.append(
-        f"{entry.config}: {entry.world_size} ranks, {degrees}; "
-        f"{time.process_time() - begin:.0f} CPU s for both"
-    )
+    return found
 
 
-def _rows(entry: CatalogEntry, beside: PlacedByHand) -> Iterator[Row]:
+def _rows(entry: CatalogEntry, planned: SimulatedRun, best: ExpertRun) -> Iterator[Row]:
     def of(run: SimulatedRun) -> dict[tuple[str, str], float]:
         return {
             ("step_time", "ms"): run.step_us / 1e3,
@@ -92,15 +105,16 @@ def _rows(entry: CatalogEntry, beside: PlacedByHand) -> Iterator[Row]:
             ("peak_gib", "GiB"): run.peak_bytes / 2**30,
         }
 
-    by_hand = of(beside.by_hand)
-    for (metric, unit), value in of(beside.planned).items():
+    by_hand = of(best.run)
+    for (metric, unit), value in of(planned).items():
         yield Row(
             workload=entry.config,
             metric=metric,
             unit=unit,
             ours=Sample.of([value]),
             peer=Sample.of([by_hand[metric, unit]]),
-            peer_name=_PEER,
+            peer_name=best.name,
+            goal=_SLOWEST if metric == "step_time" else None,
             simulated=True,
         )
 

@@ -116,13 +116,27 @@ def test_a_solver_plans_the_attention_that_gpus_run(
     assert not any("scaled_dot_product" in operator[1] for operator in operators)
     beside = report.beside_by_hand
     assert beside.planned is report.simulated
-    # Not the same step twice: the one by hand has its loss in chunks.
+    # Not the same step twice.
     assert beside.by_hand.graph.collectives != beside.planned.graph.collectives
     assert beside.by_hand.facts == dataclasses.replace(
         beside.planned.facts,
         num_parameters_per_rank=beside.by_hand.facts.num_parameters_per_rank,
         parameter_bytes_per_rank=beside.by_hand.facts.parameter_bytes_per_rank,
     )
+    assert str(report).splitlines()[-4:] == str(beside).splitlines()
+
+
+@pytest.mark.slow
+def test_a_planned_pipeline_stands_beside_the_one_placed_by_hand(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    options = {"autoparallel": True, "autoparallel_solver": AutoParallelConfig(relative_gap=0.03)}
+    report = run("llama3", "llama3_debugmodel", 4, options, pipeline_parallel_degree=2)
+    assert isinstance(report, PipelineDryRunReport)
+    beside = report.beside_by_hand
+    assert beside.planned is report.simulated
+    assert beside.by_hand.step_us != beside.planned.step_us
     assert str(report).splitlines()[-4:] == str(beside).splitlines()
 
 

@@ -70,6 +70,27 @@ def test_a_budget_that_gathered_experts_exceed_makes_tokens_travel(
 
 
 @pytest.mark.slow
+def test_experts_that_run_again_in_their_backward_train_like_the_whole_model(
+    four: GlooWorkers, tmp_path: Path
+) -> None:
+    # Near the least that any plan takes, where the search is slow.
+    solver = AutoParallelConfig(relative_gap=0.1, time_limit_seconds=600)
+    case = PlacedCase(
+        model=DEEPSEEK_V3_EP4,
+        options={"autoparallel_solver": solver},
+        memory_budget_gib=0.05,
+        experts="expert_parallel",
+        balanced_routing=True,
+    )
+    found = trained(case, four, tmp_path)
+    for each in found:
+        assert each.expert_axes == {"ep"}
+        assert each.num_exchanges == NUM_EXCHANGES + 3
+        assert each.miscounted == ()
+    assert_moves_what_was_predicted(found)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model",
     [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -26,6 +26,7 @@ from gt_autoparallel.plan.prediction import predicted_collectives
 from gt_autoparallel.planner import Planner
 from gt_autoparallel.prices.experts import (
     experts_exchanged_bytes,
+    experts_inner_bytes,
     experts_local_rows,
     experts_saved_bytes,
 )
@@ -73,6 +74,7 @@ class Block:
         weights: Sequence[torch.Tensor],
         *,
         expert_mesh: DeviceMesh | None,
+        again: bool,
     ) -> torch.Tensor:
         raise AssertionError("planned, and not run")
 
@@ -338,3 +340,57 @@ def test_experts_that_are_not_placed_say_so(operator: str):
     message = r"^the experts of layers\.0\.experts are planned, and run only when placed$"
     with pytest.raises(NotImplementedError, match=message):
         call(*([x] if operator == "experts_backward" else []), *arguments)
+
+
+NUM_LAYERS = 4
+
+
+@pytest.fixture(scope="module")
+def deep_planner() -> Planner:
+    model = nn.Module()
+    model.layers = nn.ModuleList(Layer() for _ in range(NUM_LAYERS))
+    model.forward = lambda x: _through(model.layers, x)
+    model.to("meta")
+    blocks = {f"layers.{i}.experts": Block(model.layers[i].experts) for i in range(NUM_LAYERS)}
+    return planner_of_model(model, LINE, (torch.empty(BATCH, LENGTH, WIDTH),), experts=blocks)
+
+
+def _through(layers: Iterable[nn.Module], x: torch.Tensor) -> torch.Tensor:
+    for layer in layers:
+        x = layer(x)
+    return x
+
+
+@pytest.mark.parametrize("experts", [[Replicate()], [Shard(0)]], ids=["own tokens", "distributed"])
+def test_under_a_budget_some_layers_run_their_experts_again_in_the_backward(
+    deep_planner: Planner, experts: WantedLayout
+) -> None:
+    wanted = Constraints(inputs={"*": [Shard(0)]}, experts={"*": experts})
+    free = deep_planner.find(constraints=wanted)
+    assert free.recomputed == ()
+    nodes = free.graph.of_kind("experts")
+    inner = {
+        each.index: experts_inner_bytes(
+            each, free.graph.operand_specs(each), free.options[each.index], LINE
+        )
+        for each in nodes
+    }
+    (bytes_of_layer,) = set(inner.values())
+    forward = {each.index for each in nodes if each.phase == "forward"}
+    # Less than what gathering weights again would save.
+    less = free.memory.total - 5 * bytes_of_layer // 2
+    tight = deep_planner.find(constraints=wanted, memory_budget_bytes=less, relative_gap=1e-3)
+    again = forward.intersection(tight.recomputed)
+    assert again
+    assert tight.memory.total <= less
+    assert tight.objective_us > free.objective_us
+
+    def exchanges(plan: PlacementPlan, phase: str) -> int:
+        return sum(
+            each.purpose == "token exchange" and each.phase == phase
+            for each in predicted_collectives(plan)
+        )
+
+    for phase, more in (("forward", 0), ("backward", 3 * len(again))):
+        is_distributed = experts == [Shard(0)]
+        assert exchanges(tight, phase) - exchanges(free, phase) == more * is_distributed

@@ -12,6 +12,7 @@ import operator
 from collections.abc import Iterator
 
 import pytest
+import torch.distributed as dist
 from exchange_stages import ExchangeStage, overlap_like_one_after_the_other, overlapped
 from expecttest import assert_expected_inline
 from lane_pictures import draw_lanes
@@ -198,6 +199,7 @@ def test_a_stage_names_the_collectives_of_its_actions_and_pairs() -> None:
         "FULL_BACKWARD": 2,
         "BACKWARD_INPUT": 2,
     }
+    assert stage.group_names() == (dist.group.WORLD.group_name,)
     stage.prepare_overlap(stage, "FULL_BACKWARD")
     pair = stage.collectives()["FORWARD with FULL_BACKWARD of stage 1"]
     # Exchanges are numbered in each graph that was verified.

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from gt_trainer.dry_run.beside_by_hand import PlacedByHand
+from gt_trainer.dry_run.simulated_pipeline import SimulatedPipeline
 
 
 def run(step_us: float, exposed_us: float, peak_gib: float, *, fits: bool = True) -> Any:
@@ -23,6 +24,21 @@ def test_says_time_exposed_communication_and_memory_of_both() -> None:
         "  by hand          100.0 ms a step, 10.0 ms exposed communication, 40.00 GiB\n"
         "  the plan takes   10.0% less time, 50.0% more memory"
     )
+
+
+def test_of_pipelines_communication_between_actions_is_exposed_too() -> None:
+    pipeline = object.__new__(SimulatedPipeline)
+    facts = {
+        "step_us": 90e3,
+        "exposed_us": {"tensor parallel": 1e3, "FSDP unshard": 2e3},
+        "time": SimpleNamespace(gathers=3e3, transfers=4e3),
+        "memory": [SimpleNamespace(peak_bytes=gib * 2**30) for gib in (50, 60)],
+        "hardware": SimpleNamespace(hbm_capacity_bytes=80 * 2**30),
+    }
+    for name, value in facts.items():
+        object.__setattr__(pipeline, name, value)
+    lines = str(PlacedByHand(planned=pipeline, by_hand=run(100e3, 0.0, 40.0))).splitlines()
+    assert lines[1] == "  planned          90.0 ms a step, 10.0 ms exposed communication, 60.00 GiB"
 
 
 def test_says_which_does_not_fit() -> None:

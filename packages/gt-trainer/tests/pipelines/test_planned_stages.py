@@ -138,6 +138,7 @@ def test_stages_leave_room_for_what_they_receive_and_for_the_loss() -> None:
     model = config.model_spec.model
     tokens = 2 * length // 2  # of a rank
     received = 2 * tokens * model.dim
-    of_loss = (4 + 4 + 2) * tokens * model.vocab_size
+    of_chunk = 4 + 4 + 4 + 2 + 2  # of eight
+    of_loss = (2 + of_chunk // 8) * tokens * model.vocab_size
     assert last == 2**30 - microbatches_of(plan).num_live * received - of_loss
     assert stage_budget_bytes(1, parts[1], 1, plan, config.training, axes, microbatch_size=2) == 1

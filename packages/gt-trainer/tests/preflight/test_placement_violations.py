@@ -12,7 +12,7 @@ from gt_config import AutoParallelConfig, Topology
 from gt_trainer.decoder.chunked_loss import GraphChunkedLoss
 from gt_trainer.device import intended_for
 from gt_trainer.models import deepseek_v3, llama3
-from gt_trainer.placement.planned_loss import LossOfParts, loss_of
+from gt_trainer.placement.planned_loss import LossOfLogits, LossOfParts, loss_of
 from gt_trainer.preflight.placement_violations import autoparallel_violations
 
 TOPOLOGY = Topology(world=4, dp_shard=4, batch_size=2, seq_len=64)
@@ -131,13 +131,15 @@ def test_refuses_varlen_attention():
     }
 
 
-def test_a_chunked_loss_is_applied_whole():
+def test_a_chunked_loss_is_applied_to_logits():
     config = config_of(llama3.llama3_debugmodel)
     assert isinstance(config.loss, GraphChunkedLoss.Config)
-    assert isinstance(loss_of(config), CrossEntropyLoss.Config)
+    of_logits = loss_of(config)
+    assert isinstance(of_logits, LossOfLogits.Config)
+    assert isinstance(of_logits.loss_fn, CrossEntropyLoss.Config)
     config.parallelism.tensor_parallel_degree = 2
     of_parts = loss_of(config)
     assert isinstance(of_parts, LossOfParts.Config)
-    assert isinstance(of_parts.loss_fn, CrossEntropyLoss.Config)
+    assert of_parts.loss_fn == of_logits
     config.compile = dataclasses.replace(config.compile, autoparallel=False)
     assert loss_of(config) is config.loss

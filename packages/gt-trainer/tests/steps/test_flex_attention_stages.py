@@ -105,7 +105,6 @@ def test_stages_compute_what_the_whole_model_does(model: Decoder, samples: int) 
             shape=(samples, LENGTH, model.config.dim), dtype=torch.float32, requires_grad=True
         ),
         pipeline_group=None,  # type: ignore[arg-type]  # a pipeline of one rank needs none
-        collective_groups=[],
         new_passes=lambda index: StagePasses(CompileConfig(memory_policy="selective")),
         device=torch.device("cpu"),
     )

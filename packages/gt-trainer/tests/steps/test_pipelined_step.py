@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_reduce
 
 from gt_config import CompileConfig
 from gt_pipeline.errors import PipelineStepError
 from gt_pipeline.graph import GraphPipelineStage
-from gt_pipeline.runner import MicrobatchInputs
+from gt_pipeline.runner import GraphPPRunner, MicrobatchInputs
 from gt_pipeline.schedules import schedule_of
 from gt_trainer.steps import pipelined_step
 from gt_trainer.steps.pipelined_step import PipelinedStep
@@ -46,7 +49,6 @@ def pipelined(module: nn.Module, **options: Any) -> PipelinedStep:
         loss_fn=loss_fn,
         activation=_no_activation,
         pipeline_group=None,  # type: ignore[arg-type]  # a pipeline of one rank needs none
-        collective_groups=[],
         new_passes=lambda index: StagePasses(CompileConfig()),
         device=torch.device("cpu"),
         **options,
@@ -86,6 +88,13 @@ def test_verification_of_passes_reaches_the_stages(monkeypatch: pytest.MonkeyPat
     assert asked == [verify]
 
 
+@pytest.fixture
+def world_of_one() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
 class WithPositions(Model):
     def forward(self, tokens: Tensor, *, positions: Tensor) -> Tensor:
         return self.embedding(tokens) * positions.unsqueeze(-1)
@@ -122,6 +131,36 @@ def test_another_length_is_captured_once_if_asked():
         assert torch.allclose(torch.stack(evaluated), 3 * torch.stack(expected))
     assert len(step.reports) == 2
     step.close()
+
+
+class Summed(Model):
+    """Sums over a group that only its own code knows."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.group = group
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        embedded = super().forward(tokens)
+        return embedded + all_reduce(embedded.detach(), "sum", self.group)
+
+
+def test_a_failing_step_closes_whatever_groups_its_stages_communicate_in(
+    world_of_one: None, monkeypatch: pytest.MonkeyPatch
+):
+    closed: list[Sequence[dist.ProcessGroup]] = []
+
+    def runner(*args: Any, **options: Any) -> GraphPPRunner:
+        closed.append(options["collective_groups"])
+        return GraphPPRunner(*args, **options)
+
+    monkeypatch.setattr(pipelined_step, "GraphPPRunner", runner)
+    group = dist.new_group([0])
+    assert isinstance(group, dist.ProcessGroup)
+    step = pipelined(Summed(group))
+    step.step(**batch(), losses=[], loss_kwargs={"global_valid_tokens": torch.tensor(3)})
+    step.close()
+    assert closed == [[group]]
 
 
 def test_another_length_is_an_error_otherwise():

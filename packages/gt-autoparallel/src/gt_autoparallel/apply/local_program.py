@@ -376,8 +376,11 @@ class _Compiler:
 
 
 def _repeated(plan: PlacementPlan) -> frozenset[int]:
-    """What runs again, and the views of it that stay where they are."""
-    found = set(plan.recomputed)
+    """What runs again, and the views of it that stay where they are.
+
+    Not routed experts, which run again inside of their backward.
+    """
+    found = {i for i in plan.recomputed if plan.graph.nodes[i].kind != "experts"}
     for node in plan.graph.nodes:
         if node.phase == "backward" or not is_view_like(node):
             continue

@@ -9,10 +9,23 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from gt_autoparallel.apply.run_redistribution import annotated
 from gt_autoparallel.errors import PlanMismatchError
 from gt_autoparallel.graph.experts import FIRST_WEIGHT_OPERAND, ExpertBlock, expert_parallel_axes
 from gt_autoparallel.graph.placement_graph import PlacementNode
 from gt_autoparallel.plan.placement_plan import PlacementPlan
+from gt_config.node_keys import PhaseAnnotation
+from gt_trace.capture.forward_in_backward import forward_in_backward
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Recorded:
+    """A forward that autograd has recorded."""
+
+    leaves: tuple[torch.Tensor, ...]
+    """What is differentiated by: tokens, scores, weights."""
+
+    result: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,12 +33,14 @@ class PlacedExperts:
     """Runs the forward and the backward node of one block.
 
     The forward is recorded by autograd, and its backward runs when the backward node does: what
-    routing decided is kept in between, as it is where nobody planned.
+    routing decided is kept in between, as it is where nobody planned. Where the plan recomputes it,
+    nothing is recorded in the forward, and the backward runs it once more before itself.
     """
 
     name: str
     block: ExpertBlock
     expert_mesh: DeviceMesh | None
+    runs_again: bool
 
     @classmethod
     def of(
@@ -61,26 +76,48 @@ class PlacedExperts:
             name=name,
             block=block,
             expert_mesh=mesh_of_axes(distributed) if distributed else None,
+            runs_again=any(node.index in plan.recomputed for node in nodes),
         )
 
     def forward(self, operands: Sequence[torch.Tensor], state: dict[str, Any]) -> Sequence[Any]:
         """(tokens, scores, expert ids, token counts, weights) -> result for each token."""
-        tokens, scores, expert_ids, token_counts, *weights = operands
-        with torch.enable_grad():
-            tokens, scores, *weights = leaves = [
-                value.detach().requires_grad_() for value in (tokens, scores, *weights)
-            ]
-            result = self.block.run(
-                tokens, scores, expert_ids, token_counts, weights, expert_mesh=self.expert_mesh
-            )
-        state[self.name] = (leaves, result)
-        return (result.detach(),)
+        if self.runs_again:
+            with torch.no_grad():
+                return (self._run(operands, again=False),)
+        recorded = state[self.name] = self._recorded(operands, again=False)
+        return (recorded.result.detach(),)
 
     def backward(self, operands: Sequence[torch.Tensor], state: dict[str, Any]) -> Sequence[Any]:
         """Gradient of the result first, then as forward -> of tokens, scores and each weight."""
-        leaves, result = state[self.name]
-        gradients: tuple[torch.Tensor, ...] = torch.autograd.grad(result, leaves, operands[0])
+        if self.runs_again:
+            # Its operators would say that they belong to the forward.
+            with forward_in_backward(), annotated(PhaseAnnotation(phase="backward")):
+                recorded = self._recorded(operands[1:], again=True)
+        else:
+            recorded = state[self.name]
+        gradients: tuple[torch.Tensor, ...] = torch.autograd.grad(
+            recorded.result, recorded.leaves, operands[0]
+        )
         return gradients
+
+    def _recorded(self, operands: Sequence[torch.Tensor], *, again: bool) -> _Recorded:
+        tokens, scores, expert_ids, token_counts, *weights = operands
+        leaves = [value.detach().requires_grad_() for value in (tokens, scores, *weights)]
+        with torch.enable_grad():
+            routed = [*leaves[:2], expert_ids, token_counts, *leaves[2:]]
+            return _Recorded(leaves=tuple(leaves), result=self._run(routed, again=again))
+
+    def _run(self, operands: Sequence[torch.Tensor], *, again: bool) -> torch.Tensor:
+        tokens, scores, expert_ids, token_counts, *weights = operands
+        return self.block.run(
+            tokens,
+            scores,
+            expert_ids,
+            token_counts,
+            weights,
+            expert_mesh=self.expert_mesh,
+            again=again,
+        )
 
 
 def expert_axes(plan: PlacementPlan) -> set[tuple[int, ...]]:

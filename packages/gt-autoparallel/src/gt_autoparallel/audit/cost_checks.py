@@ -86,7 +86,9 @@ class CostWalk:
         for node in plan.graph.nodes:
             leaves = pytree.tree_leaves([node.args, node.kwargs])
             for position, value in enumerate(v for v in leaves if isinstance(v, Value)):
-                times = (False, True) if node.index in self._runs_again else (False,)
+                # Routed experts run again on what their backward has been given.
+                is_moved_again = node.index in self._runs_again and node.kind != "experts"
+                times = (False, True) if is_moved_again else (False,)
                 for again in times:
                     found = planned.pop((node.index, position, again), None)
                     self._check_use(node, position, value, found, again=again)

@@ -75,6 +75,7 @@ def _saved_bytes(plan: PlacementPlan) -> int:
             node, plan.graph.operand_specs(node), plan.options[node.index], plan.mesh
         )
         for node in plan.graph.of_kind("experts")
+        if node.index not in runs_again
     )
     microbatches = plan.request.microbatches
     if microbatches is None:
@@ -90,7 +91,7 @@ def _saved_bytes(plan: PlacementPlan) -> int:
 def _storage(plan: PlacementPlan, value: Value, runs_again: Collection[int]) -> dict[object, int]:
     """The storage that holds a value, and its bytes; nothing for what need not be saved."""
     node = plan.graph.nodes[value.node]
-    if node.kind in _SOURCES or node.index in runs_again:
+    if node.kind in _SOURCES or (node.index in runs_again and node.kind != "experts"):
         return {}
     position = viewed_operand(node)
     if position is None:

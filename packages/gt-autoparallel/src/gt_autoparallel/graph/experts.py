@@ -65,6 +65,7 @@ class ExpertBlock(Protocol):
         weights: Sequence[torch.Tensor],
         *,
         expert_mesh: DeviceMesh | None,
+        again: bool,
     ) -> torch.Tensor:
         """Send this rank's tokens through their experts; differentiable.
 
@@ -77,6 +78,8 @@ class ExpertBlock(Protocol):
                 of each all hidden features, or this rank's part.
             expert_mesh: one-dimensional, the ranks over which experts are distributed, whose shares
                 are in their order; None if this rank has all of them.
+            again: whether it has run on these tokens before, for their backward now: what is
+                counted of tokens, say, is counted then.
 
         Returns:
             (..., D) the result for each of this rank's tokens, or this rank's term of it.

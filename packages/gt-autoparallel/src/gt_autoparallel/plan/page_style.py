@@ -22,6 +22,9 @@ i.hidden { background: #9b5fc0 } i.exposed { background: #d0453e }
 i.parameters { background: #3b7dd8 } i.gradients { background: #3a9d5d }
 i.optimizer_state { background: #2aa3a3 } i.saved_activations { background: #e08a2b }
 i.recomputed { background: #9b5fc0 }
+.step { display: flex; align-items: flex-end; height: 9rem; border-bottom: 1px solid var(--line) }
+.step div { flex: 1; height: 100%; display: flex; flex-direction: column-reverse }
+.step i { display: block }
 article { border: 1px solid var(--line); border-radius: 6px; padding: .8rem; margin: .8rem 0 }
 .tensor-row { display: flex; flex-wrap: wrap; gap: .4rem 1rem; align-items: center;
   padding: .4rem 0; border-top: 1px solid #8883 }

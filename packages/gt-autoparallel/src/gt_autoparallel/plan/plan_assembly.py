@@ -78,7 +78,8 @@ def assemble_plan(
             window=None if move is None else window_name(consumer),
         )
         redistributions.append(first)
-        if use.consumer in runs_again:
+        # Routed experts run again on the operands that their backward has been given.
+        if use.consumer in runs_again and consumer.kind != "experts":
             later = None if move is None else backward_window(consumer)
             redistributions.append(replace(first, window=later, again=True))
     for each in redistributions:

@@ -7,7 +7,7 @@ model must have exactly these: kind, mesh axis and bytes.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal
 
@@ -19,6 +19,7 @@ from gt_autoparallel.graph.parameter_chains import gradient_chains, parameter_ch
 from gt_autoparallel.graph.placement_graph import NodePhase, PlacementGraph, PlacementNode
 from gt_autoparallel.plan.placement_plan import PlacementPlan, PlannedRedistribution, plan_problem
 from gt_autoparallel.prices.experts import experts_exchanged_bytes
+from gt_autoparallel.prices.recomputability import experts_of
 
 CollectivePurpose = Literal["unshard", "reduce gradient", "activation", "token exchange"]
 """unshard: a parameter's shards become what its layer computes with. reduce gradient: a gradient
@@ -75,8 +76,13 @@ def predicted_collectives(plan: PlacementPlan) -> tuple[PlannedCollective, ...]:
         of_node.setdefault(redistribution.use.consumer, []).extend(
             _of_redistribution(plan, redistribution, reasons)
         )
+    backward_of = experts_of(plan.graph)
     for node in plan.graph.of_kind("experts"):
-        of_node.setdefault(node.index, []).extend(_of_experts(plan, node))
+        exchanges = _of_experts(plan, node)
+        of_node.setdefault(node.index, []).extend(exchanges)
+        if node.index in plan.recomputed:
+            again = [replace(each, phase="backward") for each in exchanges]
+            of_node.setdefault(backward_of[node.index], []).extend(again)
     return tuple(each for index in sorted(of_node) for each in of_node[index])
 
 

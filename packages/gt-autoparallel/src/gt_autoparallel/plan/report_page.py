@@ -12,6 +12,7 @@ from pathlib import Path
 
 from gt_autoparallel.argument_checks import check_arguments, path_problem
 from gt_autoparallel.graph.layouts import MeshShape, short_text
+from gt_autoparallel.plan.memory_over_step import MemoryAt, memory_over_step
 from gt_autoparallel.plan.numbers_as_text import size_text, us_text
 from gt_autoparallel.plan.page_style import STYLE
 from gt_autoparallel.plan.placement_plan import PlacementPlan, plan_problem
@@ -165,7 +166,33 @@ def _memory(plan: PlacementPlan) -> str:
         for style, kind, size in kinds
     )
     left = "" if budget is None else f"<span>the bar is the budget, {size_text(budget)}</span>"
-    return f'<div class="bar memory">{bar}</div>\n<p class="key">{words}{left}</p>'
+    return (
+        f'<div class="bar memory">{bar}</div>\n<p class="key">{words}{left}</p>\n'
+        f"{_memory_over_step(plan)}"
+    )
+
+
+def _memory_over_step(plan: PlacementPlan) -> str:
+    """A column of kinds for each layer forward, then backward, as high as the largest."""
+    moments = memory_over_step(plan)
+    highest = max([1, *(each.total for each in moments)])
+    columns = "\n".join(_column(each, highest) for each in moments)
+    first, last = moments[0].window, moments[-1].window
+    return (
+        f'<div class="step" role="img" aria-label="memory of each rank over a step">\n{columns}\n'
+        f'</div>\n<p class="note">from {escape(first)} to {escape(last)}; at most '
+        f"{size_text(highest)}</p>"
+    )
+
+
+def _column(moment: MemoryAt, highest: int) -> str:
+    words = ", ".join(f"{kind} {size_text(size)}" for kind, size in moment.parts.items() if size)
+    parts = "".join(
+        f'<i class="{kind.replace(" ", "_")}" style="height:{100 * size / highest:.2f}%"></i>'
+        for kind, size in moment.parts.items()
+        if size
+    )
+    return f'<div title="{escape(f"{moment.window}: {words}")}">{parts}</div>'
 
 
 def _layer(layer: DrawnLayer, mesh: MeshShape, reasons: Mapping[str, object]) -> str:

@@ -42,15 +42,20 @@ def experts_exchanged_bytes(
 def experts_saved_bytes(
     node: PlacementNode, operands: tuple[TensorSpec, ...], option: NodeOption, mesh: MeshShape
 ) -> int:
-    """Bytes that the forward node keeps for its backward, besides its operands; 0 for backward.
+    """Bytes that the forward node keeps for its backward, besides its operands; 0 for backward."""
+    return 0 if node.phase == "backward" else experts_inner_bytes(node, operands, option, mesh)
+
+
+def experts_inner_bytes(
+    node: PlacementNode, operands: tuple[TensorSpec, ...], option: NodeOption, mesh: MeshShape
+) -> int:
+    """Bytes that a forward makes and its backward reads, of either's node, besides their operands.
 
     The rows as they arrived, what each matrix but the last made of them, and the results.
     """
-    if node.phase == "backward":
-        return 0
-    tokens, *_ = operands
-    weights = operands[FIRST_WEIGHT_OPERAND:]
-    layouts = option.operands[FIRST_WEIGHT_OPERAND:]
+    first = FIRST_WEIGHT_OPERAND + (node.phase == "backward")
+    tokens, weights = operands[first - FIRST_WEIGHT_OPERAND], operands[first:]
+    layouts = option.operands[first:]
     rows = experts_local_rows(node, operands, option, mesh)
     model_dim = tokens.shape[-1]
     widths = [

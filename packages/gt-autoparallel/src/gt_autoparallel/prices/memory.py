@@ -24,12 +24,13 @@ from gt_autoparallel.graph.layouts import Layout, MeshShape, num_local_elements
 from gt_autoparallel.graph.options import NodeOption
 from gt_autoparallel.graph.parameter_chains import is_view_like
 from gt_autoparallel.graph.placement_graph import PlacementGraph, PlacementNode, TensorSpec, Value
-from gt_autoparallel.prices.experts import experts_saved_bytes
+from gt_autoparallel.prices.experts import experts_inner_bytes
 from gt_autoparallel.prices.microbatches import (
     Microbatches,
     accumulated_gradients,
     gathered_parameters,
 )
+from gt_autoparallel.prices.recomputability import experts_of
 from gt_autoparallel.prices.saved_storages import SOURCES, SavedStorages, Status
 
 _MARGIN = 0.1
@@ -105,9 +106,9 @@ def option_bytes(
         return _bytes(spec, option.outputs[0], mesh) * (1 + optimizer_state_copies)
     if node.kind == "gradient" and saved.accumulated is None:
         total += _bytes(graph.spec(node.operands[0]), option.operands[0], mesh)
-    if node.kind == "experts":
+    if node.kind == "experts" and node.phase == "backward" and status != "repeated":
         operands = graph.operand_specs(node)
-        total += experts_saved_bytes(node, operands, option, mesh) * saved.num_live
+        total += experts_inner_bytes(node, operands, option, mesh) * saved.num_live
     return total + _accumulated_bytes(graph, node, option, mesh, saved.accumulated or {})
 
 
@@ -116,8 +117,11 @@ def recomputed_bytes(
 ) -> int:
     """Bytes that one node makes on each rank if it runs again: all its outputs.
 
-    A view-like node runs again only if it is moved, and makes what arrives.
+    A view-like node runs again only if it is moved, and makes what arrives. Routed experts make
+    what their backward reads, at whose node it may be asked for, too.
     """
+    if node.kind == "experts":
+        return experts_inner_bytes(node, graph.operand_specs(node), option, mesh)
     if is_view_like(node):
         return _bytes(graph.spec(node.operands[0]), option.operands[0], mesh)
     return sum(
@@ -140,41 +144,70 @@ def plan_memory(
 
     ``options`` are the chosen ones of all nodes, ``recomputed`` the nodes that run again.
     """
-    num_live = 1 if microbatches is None else microbatches.num_live
-    gathered = frozenset[int]() if microbatches is None else gathered_parameters(graph)
     accumulated = None if microbatches is None else accumulated_gradients(graph)
-    parameters = gradients = activations = 0
-    again: dict[str, int] = defaultdict(int)
-    storages = needed_storages(graph, options, recomputed)
+    parameters = gradients = 0
     for node in graph.nodes:
         option = options[node.index]
         if node.kind == "parameter":
             parameters += _bytes(node.outputs[0], option.outputs[0], mesh)
         elif node.kind == "gradient" and accumulated is None:
             gradients += _bytes(graph.spec(node.operands[0]), option.operands[0], mesh)
-        elif node.kind == "experts":
-            operands = graph.operand_specs(node)
-            activations += experts_saved_bytes(node, operands, option, mesh) * num_live
         gradients += _accumulated_bytes(graph, node, option, mesh, accumulated or {})
-        num_copies = 1 if node.index in gathered else num_live
-        if node.index in storages.recomputed:
-            again[window_scope(node)] += recomputed_bytes(graph, node, option, mesh)
-        elif node.index in storages.kept and is_view_like(node):
-            moved = _bytes(graph.spec(node.operands[0]), option.operands[0], mesh)
-            activations += moved * num_copies
-        else:
-            activations += num_copies * sum(
-                _bytes(spec, option.outputs[position], mesh)
-                for position, spec in enumerate(node.outputs)
-                if position in storages.kept.get(node.index, ())
-            )
+    of_layers = layer_memory(graph, options, mesh, recomputed=recomputed, microbatches=microbatches)
     return MemoryBreakdown(
         parameters=parameters,
         gradients=gradients,
         optimizer_state=round(parameters * optimizer_state_copies),
-        saved_activations=activations,
-        recomputed=max(again.values(), default=0),
+        saved_activations=sum(of_layers.saved.values()),
+        recomputed=max(of_layers.again.values(), default=0),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerMemory:
+    """Bytes on each rank, by layers and by top-level modules outside of them."""
+
+    saved: Mapping[str, int]
+    """What the forward makes and the backward reads."""
+
+    again: Mapping[str, int]
+    """What the backward computes again."""
+
+
+def layer_memory(
+    graph: PlacementGraph,
+    options: Sequence[NodeOption],
+    mesh: MeshShape,
+    *,
+    recomputed: Collection[int] = (),
+    microbatches: Microbatches | None = None,
+) -> LayerMemory:
+    """What each layer of a plan keeps and makes again; arguments as for ``plan_memory``."""
+    num_live = 1 if microbatches is None else microbatches.num_live
+    gathered = frozenset[int]() if microbatches is None else gathered_parameters(graph)
+    saved: dict[str, int] = defaultdict(int)
+    again: dict[str, int] = defaultdict(int)
+    storages = needed_storages(graph, options, recomputed)
+    forward_of = {backward: forward for forward, backward in experts_of(graph).items()}
+    for node in graph.nodes:
+        option, scope = options[node.index], window_scope(node)
+        if node.index in forward_of and forward_of[node.index] not in storages.recomputed:
+            operands = graph.operand_specs(node)
+            saved[scope] += experts_inner_bytes(node, operands, option, mesh) * num_live
+        if node.index in storages.recomputed:
+            again[scope] += recomputed_bytes(graph, node, option, mesh)
+        if node.index not in storages.kept:
+            continue
+        num_copies = 1 if node.index in gathered else num_live
+        if is_view_like(node):
+            moved = _bytes(graph.spec(node.operands[0]), option.operands[0], mesh)
+            saved[scope] += moved * num_copies
+        else:
+            saved[scope] += num_copies * sum(
+                _bytes(node.outputs[position], option.outputs[position], mesh)
+                for position in storages.kept[node.index]
+            )
+    return LayerMemory(saved=saved, again=again)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,7 +222,8 @@ class NeededStorages:
     """View-like nodes that are needed, and lie in what they view."""
 
     recomputed: tuple[int, ...]
-    """Nodes that run again, and not for nobody, in order."""
+    """Nodes that run again, and not for nobody, in order. Of routed experts what their backward
+    reads besides their operands; their result is kept if it is needed."""
 
 
 def needed_storages(
@@ -210,11 +244,13 @@ def needed_storages(
             for position in range(len(node.outputs))
             if Value(node.index, position) in needed
         )
-        if not outputs or node.kind in SOURCES:
-            continue
-        if node.index in recomputed:
+        if node.kind == "experts" and node.index in recomputed:
+            again.append(node.index)  # inside of its backward: its result stays what it was
+        elif node.index in recomputed and outputs:
             again.append(node.index)
             needed.update(node.operands)
+            continue
+        if not outputs or node.kind in SOURCES:
             continue
         if is_view_like(node):
             source = node.operands[0]

@@ -8,8 +8,10 @@ Besides:
 
 - random operators would draw other numbers;
 - operators that decide between equals, as ``topk``, may decide otherwise the second time on a GPU;
-- routed experts are differentiated as one, with what autograd recorded, and operators of operators
-  are compiled with their backward.
+- operators of operators are compiled with their backward.
+
+Routed experts are differentiated as one, with what autograd recorded. Their forward may run again
+as a part of their backward, which has all that it takes.
 """
 
 from __future__ import annotations
@@ -45,6 +47,23 @@ def recomputable_nodes(graph: PlacementGraph) -> frozenset[int]:
         if in_forward and is_in_layer and node.index not in leaves_scope and may_run_twice(node):
             found.add(node.index)
     return frozenset(found)
+
+
+def repeatable_experts(graph: PlacementGraph) -> dict[int, int]:
+    """From the forward of routed experts that may run again, those in layers, to its backward."""
+    nodes, pairs = graph.nodes, experts_of(graph)
+    return {f: b for f, b in pairs.items() if layer_of_module(nodes[f].module) is not None}
+
+
+def experts_of(graph: PlacementGraph) -> dict[int, int]:
+    """From the forward of routed experts to its backward, of those that have one."""
+    nodes = graph.of_kind("experts")
+    forward = {node.target: node.index for node in nodes if node.phase == "forward"}
+    return {
+        forward[node.target]: node.index
+        for node in nodes
+        if node.phase == "backward" and node.target in forward
+    }
 
 
 def may_run_twice(node: PlacementNode) -> bool:

@@ -13,6 +13,12 @@ statuses:
     aliased     needed, and in the storage of what it views, which must be needed too: nothing more
     recomputed  needed, and made again in the backward: what it is made of must be needed too
 
+The backward of routed experts reads what their forward reads, and what autograd recorded of it. It
+has a status for that:
+
+    kept        since the forward
+    repeated    it runs the forward once more, right before itself; nothing of it is kept
+
 Of several results of one node, those that the backward does not read itself count for nobody while
 the node is kept. So a view of one of them counts what it views, moved or not; and lies in it if the
 node runs again.
@@ -38,9 +44,9 @@ from gt_autoparallel.prices.microbatches import (
     accumulated_gradients,
     gathered_parameters,
 )
-from gt_autoparallel.prices.recomputability import recomputable_nodes
+from gt_autoparallel.prices.recomputability import recomputable_nodes, repeatable_experts
 
-Status = Literal["idle", "kept", "moved", "aliased", "recomputed"]
+Status = Literal["idle", "kept", "moved", "aliased", "recomputed", "repeated"]
 
 SOURCES = ("parameter", "buffer", "input")
 """Kinds of nodes whose storages are there anyway."""
@@ -120,6 +126,8 @@ def saved_storages(
     # Whether somebody counts, or need not count, the storage that a node or value is in.
     counted: dict[int, bool] = {}
     statuses: dict[int, tuple[Status, ...]] = {} if makers is None else makers.statuses()
+    if recomputes:
+        statuses |= dict.fromkeys(repeatable_experts(graph).values(), ("kept", "repeated"))
     for index, source in views.items():
         if index not in needed:
             continue

@@ -37,6 +37,7 @@ from gt_autoparallel.graph.placement_graph import PlacementGraph, PlacementNode
 from gt_autoparallel.prices.costs import StepPrices
 from gt_autoparallel.prices.memory import needed_storages
 from gt_autoparallel.prices.microbatches import Microbatches
+from gt_autoparallel.prices.recomputability import experts_of
 from gt_autoparallel.prices.saved_storages import SavedStorages, Status, saved_storages
 from gt_autoparallel.problem.clustering import Clustering, cluster_layers
 from gt_autoparallel.problem.constraints import LayoutConstraint
@@ -89,11 +90,13 @@ class PlacementProblem:
 
     def chosen_again(self, solution: Sequence[int]) -> tuple[int, ...]:
         """All nodes that a choice for each variable lets run again, in order."""
-        return tuple(
-            node
-            for node, variable in enumerate(self.clustering.class_of_node)
-            if self.choices[variable][solution[variable]].status == "recomputed"
-        )
+        forward_of = {backward: forward for forward, backward in experts_of(self.graph).items()}
+        found = []
+        for node, variable in enumerate(self.clustering.class_of_node):
+            status = self.choices[variable][solution[variable]].status
+            if status in ("recomputed", "repeated"):
+                found.append(node if status == "recomputed" else forward_of[node])
+        return tuple(sorted(found))
 
     def solution_of(
         self, options: Sequence[NodeOption], recomputed: Collection[int] = ()
@@ -106,6 +109,7 @@ class PlacementProblem:
             KeyError: a node cannot take its option.
         """
         storages = needed_storages(self.graph, options, recomputed)
+        forward_of = {backward: forward for forward, backward in experts_of(self.graph).items()}
         found = []
         for choices, members in zip(self.choices, self.clustering.members, strict=True):
             node = self.graph.nodes[members[0]]
@@ -115,7 +119,9 @@ class PlacementProblem:
                 raise KeyError(f"{node.name} has no option {wanted}")
             # Where views are as large as what they view, only "moved" may be offered.
             statuses: tuple[Status, ...] = ("idle",)
-            if node.index in recomputed:
+            if node.index in forward_of:
+                statuses = ("repeated" if forward_of[node.index] in recomputed else "kept",)
+            elif node.index in recomputed:
                 statuses = ("recomputed",)
             elif node.index in storages.kept:
                 statuses = ("moved", "kept")
@@ -195,6 +201,7 @@ def placement_problem(
                 reduces=frozenset(reduces),
                 summed_later=summed_later(graph),
                 tables=RedistributionTables(mesh, prices) if tables is None else tables,
+                forward_of={backward: forward for forward, backward in experts_of(graph).items()},
             ),
             options_of,
             optimizer_state_copies,

@@ -99,6 +99,8 @@ class PartsBuilder:
     reduces: frozenset[int]
     summed_later: frozenset[int]
     tables: RedistributionTables
+    forward_of: Mapping[int, int]
+    """From the backward of routed experts to its forward."""
 
     def choices(self, options_of: OptionsOf) -> tuple[tuple[Choice, ...], ...]:
         """For each class its nodes' options, with what may become of the results."""
@@ -115,9 +117,19 @@ class PartsBuilder:
     def compute_us(self, number: int, choices: Sequence[Choice]) -> FloatArray:
         """[choices] Time of one node of a class."""
         node = self._first(number)
-        operands = self.graph.operand_specs(node)
-        times = [self.prices.compute_us(node, operands, c.option, self.mesh) for c in choices]
+        times = [self._compute_us(node, choice) for choice in choices]
         return np.array(times, dtype=np.float64)
+
+    def _compute_us(self, node: PlacementNode, choice: Choice) -> float:
+        """Time of a node, with that of the forward that it repeats."""
+        operands = self.graph.operand_specs(node)
+        time_us = self.prices.compute_us(node, operands, choice.option, self.mesh)
+        if choice.status == "repeated":
+            forward = self.graph.nodes[self.forward_of[node.index]]
+            option = replace(choice.option, operands=choice.option.operands[1:])
+            operands = self.graph.operand_specs(forward)
+            time_us += self.prices.compute_us(forward, operands, option, self.mesh)
+        return time_us
 
     def again_us(self, number: int, choices: Sequence[Choice]) -> dict[int, FloatArray]:
         """The window in which a node of a class runs again -> [choices] its time there."""
@@ -132,7 +144,7 @@ class PartsBuilder:
         names = {
             self.clustering.window_names[self._backward_window(number)]: None
             for number, each in enumerate(choices)
-            if _runs_again(each).any()
+            if _makes_again(each).any()
         }
         return names or {"memory": None}
 
@@ -145,7 +157,7 @@ class PartsBuilder:
         for number, each in enumerate(choices):
             kept = self._kept_bytes(number, each, optimizer_state_copies)
             of_rows = dict.fromkeys(rows, kept)
-            again = _runs_again(each)
+            again = _makes_again(each)
             if again.any():
                 node = self._first(number)
                 made = [recomputed_bytes(self.graph, node, c.option, self.mesh) for c in each]
@@ -155,7 +167,10 @@ class PartsBuilder:
         return tuple(found)
 
     def _backward_window(self, number: int) -> int:
-        return self.clustering.window_names.index(backward_window(self._first(number)))
+        node = self._first(number)
+        if node.phase == "backward":
+            return self.clustering.window_of_class[number]
+        return self.clustering.window_names.index(backward_window(node))
 
     def _kept_bytes(
         self, number: int, choices: Sequence[Choice], optimizer_state_copies: float
@@ -335,6 +350,11 @@ def equality_edge(
 def _runs_again(choices: Sequence[Choice]) -> NDArray[np.bool_]:
     """[choices] Whether nodes of a class run again."""
     return np.array([choice.status == "recomputed" for choice in choices])
+
+
+def _makes_again(choices: Sequence[Choice]) -> NDArray[np.bool_]:
+    """[choices] Whether memory has in the backward what nodes of a class make again there."""
+    return np.array([choice.status in ("recomputed", "repeated") for choice in choices])
 
 
 def _linked_layouts(node: PlacementNode, option: NodeOption) -> Hashable:

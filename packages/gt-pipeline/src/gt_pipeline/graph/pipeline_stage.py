@@ -210,6 +210,19 @@ class GraphPipelineStage:
         }
         return {name: of_action for name, of_action in lines.items() if of_action}
 
+    def group_names(self) -> tuple[str, ...]:
+        """The process groups in which its actions communicate, by name, each once.
+
+        Pairs of actions and evaluations use no others.
+        """
+        return tuple(
+            {
+                call.group_name: None
+                for action in self.actions.values()
+                for call in CollectiveSequence.of(action.graph_module).calls
+            }
+        )
+
     # ---- parameters -----------------------------------------------------------------------------
 
     @property

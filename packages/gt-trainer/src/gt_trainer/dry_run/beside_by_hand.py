@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gt_trainer.dry_run.numbers_as_text import GIB, ms
+from gt_trainer.dry_run.simulated_pipeline import SimulatedPipeline
 from gt_trainer.dry_run.simulated_run import SimulatedRun
 
 
@@ -18,8 +19,8 @@ from gt_trainer.dry_run.simulated_run import SimulatedRun
 class PlacedByHand:
     """The run without a solver, at the same degrees."""
 
-    planned: SimulatedRun
-    by_hand: SimulatedRun
+    planned: SimulatedRun | SimulatedPipeline
+    by_hand: SimulatedRun | SimulatedPipeline
 
     @property
     def time_ratio(self) -> float:
@@ -28,14 +29,14 @@ class PlacedByHand:
 
     @property
     def memory_ratio(self) -> float:
-        """Estimated peak of a rank, likewise."""
+        """Estimated peak of a rank, of a pipeline's fullest one, likewise."""
         return self.planned.peak_bytes / self.by_hand.peak_bytes
 
     def __str__(self) -> str:
         """Lines for a terminal."""
         rows = (("planned", self.planned), ("by hand", self.by_hand))
         lines = [
-            f"  {name:<16} {ms(run.step_us)} a step, {ms(run.exposed_us)} exposed communication, "
+            f"  {name:<16} {ms(run.step_us)} a step, {ms(_exposed_us(run))} exposed communication, "
             f"{run.peak_bytes / GIB:.2f} GiB{'' if run.fits else ' (DOES NOT FIT)'}"
             for name, run in rows
         ]
@@ -50,6 +51,10 @@ class PlacedByHand:
                 f"  the plan takes   {', '.join(differences)}",
             ]
         )
+
+
+def _exposed_us(run: SimulatedRun | SimulatedPipeline) -> float:
+    return run.all_exposed_us if isinstance(run, SimulatedPipeline) else run.exposed_us
 
 
 def _percent(ratio: float, more: str, less: str) -> str:

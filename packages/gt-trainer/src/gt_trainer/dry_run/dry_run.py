@@ -158,12 +158,10 @@ def _dry_run(
     timeline_path: Path | None,
 ) -> DryRunReport | PipelineDryRunReport:
     report = _captured(config, world_size, hardware, trace_path, timeline_path)
-    if isinstance(report, DryRunReport) and by_hand is not None and is_allowed(by_hand):
+    if by_hand is not None and is_allowed(by_hand):
         simulated = _captured(by_hand, world_size, hardware).simulated
-        assert isinstance(simulated, SimulatedRun), "neither has a pipeline"
-        report = replace(
-            report, beside_by_hand=PlacedByHand(planned=report.simulated, by_hand=simulated)
-        )
+        beside = PlacedByHand(planned=report.simulated, by_hand=simulated)
+        report = replace(report, beside_by_hand=beside)
     if report.simulated.fits:
         return report
     return replace(report, remedy=_remedy(config, world_size, hardware, is_allowed))

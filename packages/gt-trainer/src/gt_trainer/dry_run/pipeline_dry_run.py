@@ -10,6 +10,7 @@ from gt_passes.simulation import Hardware
 from gt_pipeline.estimates import local_parameters
 from gt_pipeline.schedules import Schedule
 from gt_trace import flex_attention_on_cpu
+from gt_trainer.dry_run.beside_by_hand import PlacedByHand
 from gt_trainer.dry_run.fake_pipeline import FakePipeline, capture_divided, planned_pipeline
 from gt_trainer.dry_run.fake_step import fake_ranks, meta_model
 from gt_trainer.dry_run.numbers_as_text import GIB
@@ -64,6 +65,9 @@ class PipelineDryRunReport:
     balance: SimulatedBalance | None = None
     """How stages were balanced; None if by layers."""
 
+    beside_by_hand: PlacedByHand | None = None
+    """The step placed by hand, if a solver placed this one and the run could be placed so."""
+
     remedy: str | None = None
     """What would make a run fit that does not; None if it fits."""
 
@@ -91,6 +95,7 @@ class PipelineDryRunReport:
             *([] if self.balance is None else [str(self.balance)]),
             str(self.simulated),
             *([f"  to make it fit   {self.remedy}"] if self.remedy else []),
+            *([str(self.beside_by_hand)] if self.beside_by_hand else []),
         )
         return "\n".join(lines)
 

@@ -109,6 +109,11 @@ class SimulatedPipeline:
         return self.peak_bytes <= self.hardware.hbm_capacity_bytes
 
     @property
+    def all_exposed_us(self) -> float:
+        """Communication inside of actions and between them for which computation stood still."""
+        return sum(self.exposed_us.values()) + self.time.gathers + self.time.transfers
+
+    @property
     def bubble(self) -> float:
         """The part of the step in which ranks wait for one another, apart from communication."""
         return self.facts.num_microbatches * self.time.bubble / self.step_us

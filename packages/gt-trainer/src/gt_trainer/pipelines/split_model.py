@@ -240,6 +240,7 @@ def captured_stages(
         dump_folder: see ``pipeline``.
         compiler: in place of Inductor, for graphs that are not going to run.
     """
+    create_second_groups(compile_config, parallel_dims)
     return PipelinedStep(
         parts,
         plan.schedule,
@@ -252,10 +253,6 @@ def captured_stages(
             )
         ),
         pipeline_group=parallel_dims.get_mesh("pp").get_group(),
-        collective_groups=[
-            *_collective_groups(parallel_dims),
-            *create_second_groups(compile_config, parallel_dims).values(),
-        ],
         new_passes=_new_passes(compile_config, plan, Path(dump_folder), compiler),
         device=torch.device("cpu") if device.type == "cpu" else device,  # tensors have no index
         max_unsharded_bytes=gathered_bytes_limit(compile_config),
@@ -389,13 +386,3 @@ def _shape_of(microbatch: MicrobatchInputs) -> tuple[int, int] | None:
     """(b, L), which every rank knows of the positions; None of a model that takes none."""
     positions = microbatch.kwargs.get("positions")
     return None if positions is None else (positions.shape[0], positions.shape[1])
-
-
-def _collective_groups(parallel_dims: ParallelDims) -> list[dist.ProcessGroup]:
-    """Every group of more than one rank in which stages communicate, without the pipeline's own."""
-    groups = {
-        axis: mesh.get_group()
-        for axis, mesh in parallel_dims.get_all_one_dimensional_meshes().items()
-        if axis != "pp" and mesh.size() > 1
-    }
-    return list(groups.values())

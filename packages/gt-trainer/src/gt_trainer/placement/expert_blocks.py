@@ -37,12 +37,13 @@ class TitanExpertBlock:
         weights: Sequence[torch.Tensor],
         *,
         expert_mesh: DeviceMesh | None,
+        again: bool,
     ) -> torch.Tensor:
-        """This rank's (B, L, D) tokens through their experts; in training, into the counts too."""
+        """This rank's (B, L, D) tokens through their experts; training counts them, once."""
         dispatcher = self.module.token_dispatcher
         if expert_mesh is not None and dispatcher.ep_mesh is not expert_mesh:
             dispatcher.wire_meshes(ep_mesh=expert_mesh)
-        if self.moe.training:
+        if self.moe.training and not again:
             with torch.no_grad():
                 self.moe.tokens_per_expert_E.add_(token_counts)
         result: torch.Tensor = functional_call(

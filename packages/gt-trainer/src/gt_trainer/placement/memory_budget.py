@@ -13,6 +13,7 @@ from torchtitan.tools import utils as titan_utils
 from gt_autoparallel import MeshShape, device_budget_bytes
 from gt_config import AutoParallelConfig
 from gt_trainer.device import machine_memory_bytes
+from gt_trainer.placement.planned_loss import num_chunks
 from gt_trainer.placement.planned_machine import planned_machine
 from gt_trainer.placement.planned_mesh import local_token_shape
 
@@ -69,8 +70,9 @@ def loss_bytes(
 ) -> int:
     """What a rank holds for the loss, beside the logits, when most is alive.
 
-    The log-probabilities that its backward reads, and their gradient, both in float32, and the
-    gradient of the logits: what a captured step has for torchtitan's ``CrossEntropyLoss``.
+    Their gradient; and of the chunk that is computed a copy, the float32 logits, log-probabilities
+    and their gradient, and its gradient: what a captured step has for torchtitan's
+    ``CrossEntropyLoss`` under ``planned_loss``.
 
     Args:
         mesh: that is planned.
@@ -80,4 +82,5 @@ def loss_bytes(
     """
     shape = local_token_shape(mesh, training.seq_len, num_samples=num_samples, width=vocab_size)
     dtype = TORCH_DTYPE_MAP[training.mixed_precision_param]
-    return math.prod(shape) * (2 * torch.float32.itemsize + dtype.itemsize)
+    of_chunk = 3 * torch.float32.itemsize + 2 * dtype.itemsize
+    return math.prod(shape) * (dtype.itemsize + of_chunk // num_chunks(shape[1]))

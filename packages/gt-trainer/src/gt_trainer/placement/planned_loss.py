@@ -1,23 +1,30 @@
-"""The loss of a run whose model a solver places: of this rank's tokens.
+"""The loss of a run whose model a solver places: of this rank's tokens, some at a time.
 
-A chunked loss takes the output projection out of the model, and the planner would not see the
-largest matrix of it. So a placed model returns logits. They are its largest tensor, and each rank
-of tensor parallelism has those of its part of the tokens (``planned_mesh.token_layout``), computes
-their loss, and adds those of the others.
+torchtitan's chunked loss takes the output projection out of the model, and the planner would not
+see the largest matrix of it. So a placed model returns logits. They are its largest tensor. Each
+rank of tensor parallelism has those of its part of the tokens (``planned_mesh.token_layout``),
+computes their loss, and adds those of the others. The loss of a part is differentiated chunk by
+chunk, so that what it holds in float32 is a chunk's.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torchtitan.components.loss import BaseLoss, ChunkedLossWrapper
 from torchtitan.config import CompileConfig
 from torchtitan.distributed import ParallelDims
 
+from gt_trainer.decoder.chunked_loss import GraphChunkedLoss
+
 _SEQUENCE_DIM = 1
+_NUM_CHUNKS = 8
+"""Of a rank's tokens; torchtitan's default for hidden states."""
 
 
 def loss_of(config: Any) -> BaseLoss.Config:
@@ -33,9 +40,46 @@ def loss_of(config: Any) -> BaseLoss.Config:
         return loss
     if isinstance(loss, ChunkedLossWrapper.Config):
         loss = loss.loss_fn
+    loss = LossOfLogits.Config(loss_fn=loss)
     if config.parallelism.tensor_parallel_degree == 1:
         return loss
     return LossOfParts.Config(loss_fn=loss)
+
+
+def num_chunks(num_tokens: int) -> int:
+    """In how many chunks the loss of so many tokens of each sample is computed."""
+    return math.gcd(num_tokens, _NUM_CHUNKS)
+
+
+class LossOfLogits(BaseLoss):
+    """A loss that sums over tokens, one chunk of a sequence's logits at a time.
+
+    Its gradient is made with it, chunk by chunk, in the dtype of the logits.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseLoss.Config):
+        """The loss of a chunk."""
+
+        loss_fn: BaseLoss.Config
+
+    def __init__(self, config: Config, *, compile_config: CompileConfig | None = None) -> None:
+        """See ``Config``."""
+        self._chunked = GraphChunkedLoss(
+            GraphChunkedLoss.Config(loss_fn=config.loss_fn), compile_config=compile_config
+        )
+        self._chunked.set_lm_head(nn.Identity())  # the projection is the model's
+
+    def __call__(
+        self,
+        pred: torch.Tensor,
+        labels: torch.Tensor,
+        global_valid_tokens: torch.Tensor | None = None,
+        **loss_inputs: Any,
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """As ``GraphChunkedLoss``, of (B, l, V) logits in place of hidden states."""
+        self._chunked.num_chunks = num_chunks(pred.shape[_SEQUENCE_DIM])
+        return self._chunked(pred, labels, global_valid_tokens, **loss_inputs)
 
 
 class LossOfParts(BaseLoss):

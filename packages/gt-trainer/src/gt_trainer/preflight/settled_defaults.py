@@ -14,6 +14,7 @@ from gt_config.numerics import NUMERICS, Numerics
 from gt_config.option_paths import default_option, option_at, with_option
 from gt_passes import PassOrderError, RecipeError
 from gt_trainer.device import intended_device_type
+from gt_trainer.parallelism_options import TrainerParallelismConfig, balance_of
 from gt_trainer.preflight.bitwise_violations import what_changes_bits
 from gt_trainer.preflight.idle_options import RunOptions
 from gt_trainer.preflight.preflight import configuration_violations, topology_of
@@ -83,7 +84,12 @@ def settled_by_hand(
     if not config.compile.autoparallel:
         return None
     options = replace(config.compile, autoparallel=False, autoparallel_solver=AutoParallelConfig())
-    return settle_defaults(replace(config, compile=options), world_size, asked=asked)[0]
+    by_hand = replace(config, compile=options)
+    parallelism = config.parallelism
+    if balance_of(parallelism) == "planned":  # by what a solver places
+        assert isinstance(parallelism, TrainerParallelismConfig)
+        by_hand.parallelism = replace(parallelism, pipeline_parallel_balance="layers")
+    return settle_defaults(by_hand, world_size, asked=asked)[0]
 
 
 def describe_run(config: GraphTrainer.Config, world_size: int) -> str:

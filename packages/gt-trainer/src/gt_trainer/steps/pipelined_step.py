@@ -25,6 +25,7 @@ from gt_pipeline.graph.action_graph import ActionGraph
 from gt_pipeline.runner import ActivationSignature, GraphPPRunner, MicrobatchInputs
 from gt_pipeline.schedules import Schedule
 from gt_pipeline.split import SharedGroup
+from gt_trainer._torch_internals import process_group_named
 from gt_trainer.decoder.eager_chunks import chunked_for_capture
 from gt_trainer.decoder.expert_regions import annotate_expert_regions
 from gt_trainer.startup import StartupClock
@@ -77,7 +78,6 @@ class PipelinedStep:
         activation: what travels between stages for a microbatch like the one given: shape and
             dtype, or a DTensor on meta.
         pipeline_group: ranks of the pipeline, in the schedule's order.
-        collective_groups: groups over which stages communicate, closed when a step fails.
         new_passes: makes the passes of a stage, given its index.
         device: of the model.
         max_unsharded_bytes: of gathered parameters, at any time; None: those of three stages.
@@ -101,7 +101,6 @@ class PipelinedStep:
         loss_fn: LossFunction,
         activation: Callable[[MicrobatchInputs], torch.Tensor | ActivationSignature],
         pipeline_group: dist.ProcessGroup,
-        collective_groups: Sequence[dist.ProcessGroup],
         new_passes: Callable[[int], StagePasses],
         device: torch.device,
         max_unsharded_bytes: int | None = None,
@@ -116,7 +115,6 @@ class PipelinedStep:
         self._loss_fn = loss_fn
         self._activation = activation
         self._pipeline_group = pipeline_group
-        self._collective_groups = collective_groups
         self._new_passes = new_passes
         self._device = device
         self._max_unsharded_bytes = max_unsharded_bytes
@@ -298,12 +296,21 @@ class PipelinedStep:
             group=self._pipeline_group,
             loss_reduction="sum",
             shared_groups=self._shared_groups,
-            collective_groups=self._collective_groups,
+            collective_groups=_groups_of(stages.values()),
             max_unsharded_bytes=self._max_unsharded_bytes,
         )
         if runner.replays_steps:
             logger.info("CUDA graphs: this rank's steps are recorded whole; each is one launch")
         return runner
+
+
+def _groups_of(stages: Iterable[GraphPipelineStage]) -> list[dist.ProcessGroup]:
+    """Where their graphs communicate, and so wait for ranks of a step that fails.
+
+    Read off the graphs: a plan has axes, and groups of several axes, that torchtitan's meshes lack.
+    """
+    names = {name: None for stage in stages for name in stage.group_names()}
+    return [process_group_named(name) for name in names]
 
 
 def _shapes(microbatch: MicrobatchInputs) -> tuple[object, ...]:

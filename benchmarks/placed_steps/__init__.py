@@ -1,0 +1,1 @@
+"""Which steps the one of a solver is judged by."""

@@ -1,0 +1,65 @@
+"""What a rank's memory holds while a step runs: for each layer forward and backward, by kind.
+
+As a plan counts it (``prices.memory``): what a layer saves is there from its forward to the end of
+its backward, what it computes again during its backward, and everything else all the time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from gt_autoparallel.plan.placement_plan import PlacementPlan
+from gt_autoparallel.prices.memory import layer_memory
+
+_FORWARD, _BACKWARD = " forward", " backward"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryAt:
+    """Bytes of a rank at the end of a forward window, or at the beginning of a backward one."""
+
+    window: str
+    """``"layers.3 forward"``: as ``PlannedWindow.name``."""
+
+    parts: Mapping[str, int]
+    """By kind, as ``MemoryBreakdown.parts``."""
+
+    @property
+    def total(self) -> int:
+        """Sum of all kinds."""
+        return sum(self.parts.values())
+
+
+def memory_over_step(plan: PlacementPlan) -> tuple[MemoryAt, ...]:
+    """The windows of forward and backward in the order in which they run."""
+    of_layers = layer_memory(
+        plan.graph,
+        plan.options,
+        plan.mesh,
+        recomputed=plan.recomputed,
+        microbatches=plan.request.microbatches,
+    )
+    saved = 0
+    found = []
+    for window in plan.windows:
+        if window.name.endswith(_FORWARD):
+            saved += of_layers.saved.get(window.name.removesuffix(_FORWARD), 0)
+            found.append(_at(plan, window.name, saved, 0))
+    for window in plan.windows:
+        if window.name.endswith(_BACKWARD):
+            layer = window.name.removesuffix(_BACKWARD)
+            found.append(_at(plan, window.name, saved, of_layers.again.get(layer, 0)))
+            saved -= of_layers.saved.get(layer, 0)
+    return tuple(found)
+
+
+def _at(plan: PlacementPlan, window: str, saved: int, again: int) -> MemoryAt:
+    always = {
+        kind: size
+        for kind, size in plan.memory.parts.items()
+        if kind not in ("saved activations", "recomputed")
+    }
+    return MemoryAt(
+        window=window, parts={**always, "saved activations": saved, "recomputed": again}
+    )
