@@ -106,18 +106,17 @@ class _Run:
     def __init__(self, graph_module: GraphModule, manager: PassManager) -> None:
         self._graph_module = graph_module
         self._manager = manager
-        self._session = (
-            VerificationSession(
-                graph_module, passes=manager.passes, same_groups=manager._context.same_groups
-            )
-            if manager._verify
-            else None
-        )
+        self._session: VerificationSession | None = None
 
     def run(self) -> PassManagerReport:
-        session = self._session
+        session = None
         with Elapsed() as capture_verification:
-            if session is not None:
+            if self._manager._verify:
+                session = self._session = VerificationSession(
+                    self._graph_module,
+                    passes=self._manager.passes,
+                    same_groups=self._manager._context.same_groups,
+                )
                 _raise_problems(
                     session.verify_capture(),
                     after="capture",
