@@ -14,7 +14,7 @@ import dataclasses
 import sys
 from pathlib import Path
 
-from graph_passes.captured import WORLD_SIZE, CapturedModel, captured_model
+from graph_passes.captured import WORKLOADS, CapturedModel, captured_model
 from graph_passes.peer import PEER_NAME, annotate_for_peer, run_peer_passes
 from report import Report, Row, Sample
 from torch.fx import GraphModule
@@ -34,7 +34,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--layers", type=int, default=32)
     options = parser.parse_args(arguments)
     report = Report(benchmark="collectives")
-    with captured_model(options.layers) as model:
+    with captured_model(options.layers, WORKLOADS["8B"]) as model:
         _measure(model, report)
     print(report.table())
     if options.json is not None:
@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _measure(model: CapturedModel, report: Report) -> None:
-    name = f"llama3 8B, {model.num_layers} layers, {WORLD_SIZE} ranks"
+    name = f"llama3 8B, {model.num_layers} layers, {WORKLOADS['8B'].world_size} ranks"
     captured = _count(model.graph())
     captured_bytes = collective_bytes(model.graph())
     row = Row(workload=name, metric="collectives", unit="", ours=Sample.of([captured]))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,11 +30,14 @@ from torch.nn import functional as F
 from gt_passes import GraphPass, PassContext, PassManager, RemoveDeadCode
 from gt_passes.verifier.collective_order import CollectiveSequence
 from gt_trace.capture.trace import trace_step
+from gt_trace.capture.traced_step import TracedStep
 from gt_trace.fsdp import MixedPrecision, shard
+from gt_trace.stamping import trace_step_by_stamping
 from gt_trace.testing import fake_world
 
 DIM = 16
 VOCAB = 32
+NUM_STAMPED_LAYERS = 8
 BF16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
@@ -177,6 +181,35 @@ class Decoder(nn.Module):
 def capture_step(name: str, *, rank: int = 0) -> StepGraph:
     """Capture the step of that name on a rank of its fake world, without dead code."""
     make, world_size = _STEPS[name]
+    return _captured(name, make, world_size, rank, trace_step)
+
+
+def capture_stamped_step(name: str) -> StepGraph:
+    """Capture a step of eight equal layers, most of which are copies of two traced ones."""
+    make, world_size = _STAMPED_STEPS[name]
+
+    def trace(step: Callable[..., Any], *, module: nn.Module) -> Callable[..., TracedStep]:
+        capture = trace_step_by_stamping(step, module=module)
+
+        def stamped(*args: Any) -> TracedStep:
+            captured = capture(*args)
+            traced, report = captured.step, captured.report
+            assert report.stamped, report
+            assert report.num_layers_traced < report.num_layers == NUM_STAMPED_LAYERS
+            return traced
+
+        return stamped
+
+    return _captured(name, make, world_size, 0, trace)
+
+
+def _captured(
+    name: str,
+    make: Callable[[], tuple[nn.Module, int]],
+    world_size: int,
+    rank: int,
+    trace: Callable[..., Callable[..., TracedStep]],
+) -> StepGraph:
     torch.manual_seed(0)
     with fake_world(rank=rank, world_size=world_size):
         model, num_microbatches = make()
@@ -190,7 +223,7 @@ def capture_step(name: str, *, rank: int = 0) -> StepGraph:
             return loss, *torch.autograd.grad(loss, parameters)
 
         tokens = torch.arange(4 * 9).view(4, 9) * (rank + 3) % VOCAB
-        traced = trace_step(step, module=model)(tokens)
+        traced = trace(step, module=model)(tokens)
     names = tuple(entry.name for entry in traced.inputs[: traced.num_static_inputs])
     context = PassContext(fake_mode=traced.fake_mode, static_input_names=names)
     apply_passes(traced.graph_module, context, (RemoveDeadCode(),))
@@ -286,3 +319,20 @@ _STEPS: dict[str, tuple[Callable[[], tuple[nn.Module, int]], int]] = {
 }
 
 STEP_NAMES = tuple(_STEPS)
+
+
+def _stamped_fsdp() -> tuple[nn.Module, int]:
+    model = Decoder([GatedMlp() for _ in range(NUM_STAMPED_LAYERS)])
+    shard(model, _mesh((4,), ("dp",)), mode="shard", mixed_precision=BF16)
+    return model, 1
+
+
+def _stamped_noise() -> tuple[nn.Module, int]:
+    model = Decoder([NoisyMlp() for _ in range(NUM_STAMPED_LAYERS)])
+    shard(model, _mesh((2,), ("dp",)), mode="shard")
+    return model, 1
+
+
+_STAMPED_STEPS = {"stamped fsdp": (_stamped_fsdp, 4), "stamped noise": (_stamped_noise, 2)}
+
+STAMPED_STEP_NAMES = tuple(_STAMPED_STEPS)

@@ -141,17 +141,17 @@ class _Run:
         self._earlier = earlier
         self._is_verified = is_verified
         self._num_earlier = 0 if earlier is None else len(earlier.records)
-        self._session = (
-            VerificationSession(
-                graph_module, passes=passes, same_groups=manager._context.same_groups
-            )
-            if manager._verify
-            else None
-        )
+        self._session: VerificationSession | None = None
 
     def run(self) -> PassManagerReport:
-        session = self._session
+        session = None
         with Elapsed() as capture_verification:
+            if self._manager._verify:
+                session = self._session = VerificationSession(
+                    self._graph_module,
+                    passes=self._passes,
+                    same_groups=self._manager._context.same_groups,
+                )
             if session is not None and self._is_verified:
                 session.take_as_verified()
             elif session is not None:

@@ -19,10 +19,12 @@ import mutations_of_effects
 import mutations_of_values
 import pytest
 from mutation_graphs import (
+    STAMPED_STEP_NAMES,
     STEP_NAMES,
     StepGraph,
     apply_passes,
     capture_attention,
+    capture_stamped_step,
     capture_step,
     step_graph,
 )
@@ -37,6 +39,7 @@ from gt_passes import (
 )
 from gt_passes.registry import find_passes
 from gt_passes.verifier.collective_order import CollectiveSequence, compare_collective_sequences
+from gt_trace.node_metadata import module_fqn
 
 KIND_MODULES = (
     mutations_of_attributes,
@@ -48,6 +51,9 @@ KIND_MODULES = (
 
 BUGS_OF_A_KIND = 7
 LEAST_RATE = 0.95
+
+STAMPED_LAYER = 4
+"""Of eight layers one whose nodes are copies of another's."""
 
 ORDER = (
     "remove-dead-code",
@@ -165,6 +171,38 @@ def test_seeded_bugs_are_caught(
     assert len(seeded) >= 12
     assert set(seeded) == set(KINDS), "a kind of bug has no site in any graph"
     assert rate >= LEAST_RATE, missed
+
+
+def bugs_in_a_stamped_layer(kind: str, step: StepGraph) -> list[Bug]:
+    """The bugs of a kind whose site lies in one of the layers that were copied, shuffled."""
+    graph = step.graph_module.graph
+    modules = {node.name: module_fqn(node) or "" for node in graph.nodes}
+    bugs = [
+        bug
+        for bug in find_bugs(graph, kind)
+        if modules.get(bug.site.split()[0], "").startswith(f"layers.{STAMPED_LAYER}.")
+    ]
+    random.Random(f"{step.name} {kind}").shuffle(bugs)
+    return bugs
+
+
+@pytest.mark.parametrize("most", [1, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", STAMPED_STEP_NAMES)
+def test_a_bug_in_one_of_many_equal_layers_is_caught(
+    name: str, most: int, quiet_fake_tensors: None
+) -> None:
+    """What is remembered from the other seven layers must not speak for this one."""
+    step = capture_stamped_step(name)
+    seeded: set[str] = set()
+    missed = []
+    for kind in KINDS:
+        for bug in bugs_in_a_stamped_layer(kind, step)[:most]:
+            seeded.add(kind)
+            if catching_check(step, bug) is None:
+                missed.append(f"{kind}: {bug.site}")
+    print(f"\n{len(seeded)} kinds of bugs in one layer of many:", *sorted(seeded))
+    assert not missed
+    assert len(seeded) >= 20
 
 
 def test_members_swapped_in_the_bucket_of_one_rank_are_found_before_the_first_step(

@@ -6,17 +6,17 @@ would cost as much as all of them together do from here.
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.fx import GraphModule, Node
-from torch.fx.node import map_aggregate
 
 from gt_passes._torch_internals import OpOverload, has_declared_effect
 from gt_passes.analysis.aliasing import has_unknown_effects
+from gt_passes.analysis.call_form import CallForm, call_form
 from gt_passes.analysis.collectives import is_collective, is_declared_launch, is_wait
 from gt_passes.analysis.graph_constants import FrozenAttribute, freeze_attribute
 from gt_passes.analysis.operator_effects import (
@@ -26,29 +26,51 @@ from gt_passes.analysis.operator_effects import (
 )
 
 
-class NodeCall(NamedTuple):
+@dataclass(slots=True, eq=False)
+class NodeCall:
     """What a node stood for at one time. FX never changes these objects: it makes others."""
 
     target: object
     args: tuple[object, ...]
     kwargs: Mapping[str, object]
     value: object
+    _split: tuple[CallForm, tuple[Node, ...]] | None = None
+
+    def split(self) -> tuple[CallForm, tuple[Node, ...]]:
+        """The call's form and operands; see ``call_form``."""
+        if self._split is None:
+            self._split = call_form(self.target, self.args, self.kwargs)
+        return self._split
 
     @property
     def inputs(self) -> tuple[Node, ...]:
         """The nodes among the arguments, each once."""
-        found: dict[Node, None] = {}
+        return tuple(dict.fromkeys(self.split()[1]))
 
-        def note(leaf: Any) -> Any:
-            if isinstance(leaf, Node):
-                found[leaf] = None
-            return leaf
+    def is_of(self, node: Node) -> bool:
+        """Whether a node still stands for this."""
+        return (
+            node.args is self.args
+            and node.meta.get("val") is self.value
+            and node.target is self.target
+            and node.kwargs is self.kwargs
+        )
 
-        map_aggregate(cast("Any", (self.args, self.kwargs)), note)
-        return tuple(found)
+
+class CallKind(NamedTuple):
+    """What every call of one target does."""
+
+    writes: bool
+    may_be_random: bool
+    is_barrier: bool
+    is_launch: bool
+    is_wait: bool
+    has_effect: bool
+    is_declared_launch: bool
+    reads_layout: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
 class GraphScan:
     """The nodes of a graph as it was when scanned, sorted by what they do."""
 
@@ -59,6 +81,9 @@ class GraphScan:
 
     calls: dict[Node, NodeCall]
     """Every node, in execution order, with what it called and what was recorded for it."""
+
+    kinds: dict[Node, CallKind]
+    """The nodes that do something besides making their result, in execution order."""
 
     attributes: dict[Node, FrozenAttribute]
     """What every ``get_attr`` node stood for."""
@@ -89,6 +114,11 @@ class GraphScan:
     layout_readers: tuple[Node, ...]
     """Nodes whose result depends on how their arguments lie in memory."""
 
+    _changed: MutableMapping[GraphScan, list[Node]] = field(
+        init=False, default_factory=WeakKeyDictionary
+    )
+    """What ``changed_nodes`` has answered."""
+
     @property
     def num_placeholders(self) -> int:
         """Number of inputs, which stand first in a well-formed graph."""
@@ -103,11 +133,7 @@ class GraphScan:
         return (
             len(nodes) == len(self.calls)
             and all(
-                node is old
-                and node.args is call.args
-                and node.target is call.target
-                and node.kwargs is call.kwargs
-                and node.meta.get("val") is call.value
+                node is old and call.is_of(node)
                 for node, (old, call) in zip(nodes, self.calls.items(), strict=True)
             )
             and all(
@@ -116,90 +142,113 @@ class GraphScan:
             )
         )
 
-    def changed_nodes(self, before: GraphScan) -> Iterator[Node]:
+    def changed_nodes(self, before: GraphScan) -> Sequence[Node]:
         """The nodes that are new since ``before``, call something else, or have another value.
 
         Values and arguments are told apart as objects: what changed inside one is not seen. What
         ``get_attr`` nodes stand for is compared by content.
+
+        Args:
+            before: that this scan was made with.
         """
-        old_calls = before.calls
-        for node, call in self.calls.items():
-            old = old_calls.get(node)
-            if (
-                old is None
-                or not all(map(operator.is_, old, call))
+        changed = self._changed.get(before)
+        if changed is None:
+            known = before.calls.get
+            changed = self._changed[before] = [
+                node
+                for node, call in self.calls.items()
+                if known(node) is not call
                 or (node.op == "get_attr" and self.attributes[node] != before.attributes[node])
-            ):
-                yield node
+            ]
+        return changed
 
 
-class _Kind(NamedTuple):
-    """What every call of one target does."""
-
-    writes: bool
-    may_be_random: bool
-    is_barrier: bool
-    is_launch: bool
-    is_wait: bool
-    has_effect: bool
-    is_declared_launch: bool
-    reads_layout: bool
-
-
-_ORDINARY = _Kind(False, False, False, False, False, False, False, False)
+_ORDINARY = CallKind(False, False, False, False, False, False, False, False)
 
 
 @dataclass(slots=True)
 class GraphScanner:
     """Scans graphs, and remembers from one to the next what operators do."""
 
-    _kinds: dict[int, tuple[object, _Kind]] = field(default_factory=dict)
+    _kinds: dict[int, tuple[object, CallKind]] = field(default_factory=dict)
     """What each target does, by its identity, for which it is kept: operators are slow to hash."""
 
-    def scan(self, graph_module: GraphModule) -> GraphScan:
-        """Look at every node once."""
-        position: dict[Node, int] = {}
+    def scan(self, graph_module: GraphModule, *, before: GraphScan | None = None) -> GraphScan:
+        """Look at every node once.
+
+        Args:
+            graph_module: any.
+            before: an earlier scan, with which the new one shares what is as it was.
+        """
+        nodes = list(graph_module.graph.nodes)
+        known_call = ({} if before is None else before.calls).get
         calls: dict[Node, NodeCall] = {}
-        attributes: dict[Node, FrozenAttribute] = {}
-        special: list[tuple[Node, _Kind]] = []
-        kinds = self._kinds
-        for index, node in enumerate(graph_module.graph.nodes):
-            position[node] = index
-            target = node.target
-            calls[node] = NodeCall(target, node.args, node.kwargs, node.meta.get("val"))
-            if node.op in ("placeholder", "get_attr", "output"):
-                if node.op == "get_attr":
-                    attributes[node] = freeze_attribute(graph_module, node)
-                continue
-            known = kinds.get(id(target))
-            if known is None:
-                known = kinds[id(target)] = (target, _kind_of(node))
-            kind = known[1]
-            if kind is not _ORDINARY:
-                special.append((node, kind))
+        fresh: list[Node] = []
+        for node in nodes:
+            call = known_call(node)
+            if (  # as NodeCall.is_of, which is slower to call than to do
+                call is None
+                or node.args is not call.args
+                or node.meta.get("val") is not call.value
+                or node.target is not call.target
+                or node.kwargs is not call.kwargs
+            ):
+                call = NodeCall(node.target, node.args, node.kwargs, node.meta.get("val"))
+                fresh.append(node)
+            calls[node] = call
+        position = dict(zip(nodes, range(len(nodes)), strict=True))
+        kinds = self._kinds_of(fresh)
+        if before is not None:
+            kinds |= {
+                node: kind
+                for node, kind in before.kinds.items()
+                if calls.get(node) is before.calls[node]
+            }
+        kinds = dict(sorted(kinds.items(), key=lambda item: position[item[0]]))
         return GraphScan(
             graph_module=graph_module,
             position=position,
             calls=calls,
-            attributes=attributes,
-            writers=tuple(node for node, kind in special if kind.writes),
+            kinds=kinds,
+            attributes={
+                node: freeze_attribute(graph_module, node)
+                for node in graph_module.graph.find_nodes(op="get_attr")
+            },
+            writers=tuple(node for node, kind in kinds.items() if kind.writes),
             random=tuple(
-                node for node, kind in special if kind.may_be_random and draws_random_numbers(node)
+                node
+                for node, kind in kinds.items()
+                if kind.may_be_random and draws_random_numbers(node)
             ),
-            barriers=tuple(node for node, kind in special if kind.is_barrier),
-            launches=tuple(node for node, kind in special if kind.is_launch),
-            declared_launches=tuple(node for node, kind in special if kind.is_declared_launch),
-            waits=tuple(node for node, kind in special if kind.is_wait),
-            effects=tuple(node for node, kind in special if kind.has_effect),
-            layout_readers=tuple(node for node, kind in special if kind.reads_layout),
+            barriers=tuple(node for node, kind in kinds.items() if kind.is_barrier),
+            launches=tuple(node for node, kind in kinds.items() if kind.is_launch),
+            declared_launches=tuple(
+                node for node, kind in kinds.items() if kind.is_declared_launch
+            ),
+            waits=tuple(node for node, kind in kinds.items() if kind.is_wait),
+            effects=tuple(node for node, kind in kinds.items() if kind.has_effect),
+            layout_readers=tuple(node for node, kind in kinds.items() if kind.reads_layout),
         )
 
+    def _kinds_of(self, nodes: Iterable[Node]) -> dict[Node, CallKind]:
+        """What nodes do, of those that do something besides making their result."""
+        found: dict[Node, CallKind] = {}
+        for node in nodes:
+            if node.op in ("placeholder", "get_attr", "output"):
+                continue
+            known = self._kinds.get(id(node.target))
+            if known is None:
+                known = self._kinds[id(node.target)] = (node.target, _kind_of(node))
+            if known[1] is not _ORDINARY:
+                found[node] = known[1]
+        return found
 
-def _kind_of(node: Node) -> _Kind:
+
+def _kind_of(node: Node) -> CallKind:
     if node.op != "call_function":  # the check of well-formedness refuses it
         return _ORDINARY
     target = node.target
-    kind = _Kind(
+    kind = CallKind(
         writes=has_unknown_effects(node),
         may_be_random=False,
         is_barrier=is_barrier(node),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from torch.fx import GraphModule, Node
@@ -15,8 +15,15 @@ from gt_passes._torch_internals import OpOverload, value_of
 def arguments_of(node: Node) -> dict[str, Any]:
     """All arguments of a call of an operator, by the names of its schema and in its order."""
     assert isinstance(node.target, OpOverload)  # others have no schema
-    defaults = _defaults(node.target)
-    return {**defaults, **dict(zip(defaults, node.args, strict=False)), **node.kwargs}
+    return with_defaults(node.target, node.args, node.kwargs)
+
+
+def with_defaults(
+    target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """All arguments of an operator, by the names of its schema and in its order."""
+    defaults = _defaults(target)
+    return {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs}
 
 
 # Schemas are read through pybind, which is slow, and a graph calls few operators often.

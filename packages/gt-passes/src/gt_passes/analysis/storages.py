@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from gt_passes._torch_internals import OpOverload
+from gt_passes._torch_internals import OpOverload, fast_tensor_attributes
 from gt_passes.analysis.collectives import FUNCTIONAL_COLLECTIVES, is_wait
 from gt_passes.analysis.symbol_sizes import balanced_exchange_sizes
 
@@ -76,8 +76,9 @@ class Storages:
         self.num_unsized = 0
         """Storages whose size depends on data and counts as nothing."""
 
-        for position, node in enumerate(self.nodes):
-            self.held[node] = self._held_by(node, position)
+        with fast_tensor_attributes():
+            for position, node in enumerate(self.nodes):
+                self.held[node] = self._held_by(node, position)
 
     def of(self, node: Node) -> tuple[int, ...]:
         """The storages that a node's result holds."""

@@ -78,6 +78,33 @@ def signature(value: object) -> Hashable:
     return _Opaque(value)
 
 
+def tensor_facts(value: object) -> tuple[object, ...] | None:
+    """All that the signature of a tensor, or of several, says: quicker to make and to compare.
+
+    It cannot be hashed if a size is symbolic.
+
+    Returns:
+        None for what is no strided tensor.
+    """
+    if isinstance(value, (tuple, list)):
+        facts = tuple(map(tensor_facts, value))
+        return None if None in facts else ("several", *facts)
+    if not isinstance(value, torch.Tensor):
+        return None
+    layout = value.layout
+    if layout is not torch.strided:
+        return None
+    return (
+        value.shape,
+        value.stride(),
+        value.storage_offset(),
+        value.dtype,
+        value.device,
+        value.is_conj(),
+        value.is_neg(),
+    )
+
+
 def is_symbolic(signed: Hashable) -> bool:
     """Whether a signature contains a symbolic size."""
     if isinstance(signed, _Symbolic):
@@ -167,7 +194,12 @@ def _tensor_signature(tensor: torch.Tensor) -> TensorSignature:
 
 
 def _plain_sizes(sizes: tuple[int | torch.SymInt, ...]) -> tuple[Hashable, ...]:
+    if set(map(type, sizes)) <= _ONLY_INTS:  # of most tensors, and quick to say
+        return tuple(sizes)
     return tuple(map(_plain_size, sizes))
+
+
+_ONLY_INTS = {int}
 
 
 def _plain_size(size: int | torch.SymInt) -> Hashable:

@@ -9,8 +9,9 @@ other side of one is seen.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from torch.fx import Node
 
@@ -105,16 +106,32 @@ class Traffic:
     num_bytes: int
 
 
-def traffic_of(scan: GraphScan, *, same_groups: Mapping[str, str]) -> dict[Node, Traffic]:
+_NO_TRAFFIC: Mapping[Node, Traffic] = MappingProxyType({})
+
+
+def traffic_of(
+    scan: GraphScan,
+    *,
+    same_groups: Mapping[str, str],
+    known: Mapping[Node, Traffic] = _NO_TRAFFIC,
+    changed: Collection[Node] = (),
+) -> dict[Node, Traffic]:
     """What every launch of a graph takes part in, as it is now.
 
     Args:
         scan: of the graph.
         same_groups: as ``PassContext.same_groups``; such groups count as one.
+        known: the same of an earlier scan.
+        changed: nodes of which that says nothing any more.
     """
+    changed = frozenset(changed)
     ranks_of: dict[str, str] = {}
     traffic = {}
     for launch in scan.launches:
+        same = known.get(launch)
+        if same and launch not in changed and changed.isdisjoint(scan.calls[launch].inputs):
+            traffic[launch] = same
+            continue
         name = group_name_of(launch) or "no group"
         name = same_groups.get(name, name)
         if name not in ranks_of:

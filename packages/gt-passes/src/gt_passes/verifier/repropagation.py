@@ -6,16 +6,15 @@ that rewires a graph and forgets to update a value, or updates it wrongly, shows
 that of Inductor's ``FakeTensorUpdater`` (``torch/_inductor/fx_utils.py``), used to check instead of
 to repair.
 
-A captured model repeats its layers, so answers are remembered by operator and input signatures:
-most nodes cost one dictionary lookup.
+A captured model repeats its layers, so what an operator answers is remembered by the form of the
+call and the signatures of what it reads: a layer that is like one before it costs a lookup a node.
 """
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Final
 
 import torch
 from torch.fx import GraphModule, Node
@@ -24,17 +23,22 @@ from gt_passes._torch_internals import (
     CANNOT_REPROPAGATE,
     FakeTensorMode,
     OpOverload,
+    fast_tensor_attributes,
     is_fake_tensor,
     quiet_fake_execution,
     value_of,
 )
-from gt_passes.analysis.graph_scan import GraphScan
+from gt_passes.analysis.graph_scan import GraphScan, NodeCall
 from gt_passes.analysis.node_calls import attribute_of, evaluate
-from gt_passes.analysis.tensor_signature import describe, is_symbolic, signature
+from gt_passes.analysis.tensor_signature import (
+    describe,
+    is_symbolic,
+    signature,
+    tensor_facts,
+)
 from gt_passes.graph_problem import GraphProblem
 from gt_passes.verifier.symbol_renaming import equal_up_to_fresh_symbols
 
-_UNKNOWN: Final = object()
 _CHECK: Final = "fake re-propagation"
 
 
@@ -60,59 +64,72 @@ class Repropagator:
     unverified: list[UnverifiedNode] = field(default_factory=list)
     """What of the latest graph could not be re-propagated."""
 
-    _answers: dict[Hashable, Hashable] = field(default_factory=dict)
+    _answers: dict[Hashable, int] = field(default_factory=dict)
+    """The number of what a form of call gives on operands with certain numbers."""
 
     _numbers: dict[Hashable, int] = field(default_factory=dict)
-    """A number for each signature, to remember calls by: nested tuples are slow to hash."""
+    """A number for each signature without symbolic sizes: nested tuples are slow to hash."""
 
-    _signed: dict[int, _Signed] = field(default_factory=dict)
-    """Recorded values by identity, since the latest look at the whole graph."""
+    _numbers_of_facts: dict[Hashable, int] = field(default_factory=dict)
+    """The same by ``tensor_facts``."""
 
-    _right: dict[Node, tuple[object, object, object, list[int | None]]] = field(
-        default_factory=dict
-    )
-    """Calls that were right once: target, arguments, keyword arguments, and the signatures of
-    result and inputs. Such a call is right wherever it is seen again."""
+    _number_of: dict[Node, int | None] = field(default_factory=dict)
+    """The number of each node's recorded value when it was last looked at."""
+
+    _calls: Mapping[Node, NodeCall] = field(default_factory=dict)
+    """What the nodes stood for then."""
 
     def find_problems(
-        self, scan: GraphScan, fake_mode: FakeTensorMode, *, only: Iterable[Node] | None = None
+        self, scan: GraphScan, fake_mode: FakeTensorMode, *, only: Collection[Node] | None = None
     ) -> Iterator[GraphProblem]:
         """Yield a problem for each node whose recorded value is not what its operator gives.
 
         Args:
             scan: of the graph.
             fake_mode: that of the recorded values.
-            only: nodes to look at; None for all.
+            only: nodes to look at, among them all that changed since the latest look, whose scan
+                this one was made with; None for all.
         """
         self.unverified = []
+        recorded = _RecordedValues(scan, fake_mode)
+        calls, answers, number_of = scan.calls, self._answers, self._number_of
         if only is None:
-            self._signed.clear()  # what was written into a recorded value is seen now
-        recorded = _RecordedValues(scan, fake_mode, numbers=self._numbers, signed=self._signed)
+            only = calls
+            number_of.clear()
+            self._look_at(only, recorded)  # and see what was written into a recorded value
+        else:
+            seen = self._calls.get
+            self._look_at([node for node in only if seen(node) is not calls[node]], recorded)
+        self._calls = calls
         with quiet_fake_execution(fake_mode):
-            for node in scan.calls if only is None else only:
+            for node in only:
                 if node.op == "call_function":
+                    form, operands = calls[node].split()
+                    key = (form, *map(number_of.get, operands))
+                    answer = answers.get(key)
+                    if answer is not None and answer == number_of[node]:
+                        continue
                     problem = self._problem_of(node, recorded)
                     if problem is not None:
                         yield problem
                 elif node.op == "get_attr":
-                    yield from _attribute_problems(node, recorded.of(node).signature)
+                    yield from _attribute_problems(node, recorded.signature_of(node))
                 elif node.op in ("call_module", "call_method"):
                     yield _problem(node, f"captured graphs have no {node.op} nodes")
 
     def _problem_of(self, node: Node, values: _RecordedValues) -> GraphProblem | None:
-        numbers = values.numbers_around(node)
-        if numbers is None:
+        form, operands = values.scan.calls[node].split()
+        position = values.scan.position
+        if any(position.get(each, position[node]) >= position[node] for each in operands):
             return None  # used before it is made, as the check of well-formedness says
-        has_symbols = None in numbers
-        if not has_symbols:
-            call = (node.target, node.args, node.kwargs)
-            right = self._right.get(node)
-            if right is not None and right[3] == numbers and all(map(operator.is_, call, right)):
-                return None
-        recorded = values.of(node).signature
-        key = None if has_symbols and None in numbers[1:] else _call_key(node, values)
-        answer = _UNKNOWN if key is None else self._answers.get(key, _UNKNOWN)
-        if answer is _UNKNOWN:
+        self._look_at([each for each in operands if each not in self._number_of], values)
+        numbers = [self._number_of[each] for each in operands]
+        answer_number = None
+        key = (form, *numbers)
+        is_known_call = form.is_exact and None not in numbers
+        if is_known_call:
+            answer_number = self._answers.get(key)
+        if answer_number is None:
             try:
                 result = _run(node, values)
             except CANNOT_REPROPAGATE as error:
@@ -129,79 +146,64 @@ class Repropagator:
                     f"{type(error).__name__}: {_first_line(error)}",
                 )
             answer = signature(result)
-            if numbers[0] is None or is_symbolic(answer):
+            if self._number_of[node] is None or is_symbolic(answer):
                 if not equal_up_to_fresh_symbols(values.value_of(node), result):
-                    return _mismatch(node, recorded, answer)
+                    return _mismatch(node, values.signature_of(node), answer)
                 return None
-            if key is not None:
-                self._answers[key] = answer
-        if answer != recorded:
-            return _mismatch(node, recorded, answer)
-        if not has_symbols:
-            self._right[node] = (*call, numbers)
+            answer_number = self._number(answer)
+            assert answer_number is not None  # it has no symbols
+            if is_known_call:
+                self._answers[key] = answer_number
+        if answer_number != self._number_of[node]:
+            signatures = {number: signed for signed, number in self._numbers.items()}
+            return _mismatch(node, values.signature_of(node), signatures[answer_number])
         return None
 
+    def _look_at(self, nodes: Collection[Node], recorded: _RecordedValues) -> None:
+        """Note the numbers of what is recorded for some nodes."""
+        values = list(map(recorded.value_of, nodes))
+        with fast_tensor_attributes():
+            facts = list(map(tensor_facts, values))
+        known = self._numbers_of_facts
+        for node, fact in zip(nodes, facts, strict=True):
+            try:
+                number = None if fact is None else known.get(fact)
+            except TypeError:  # a symbolic size
+                fact = number = None
+            if number is None:
+                number = self._number(recorded.signature_of(node))
+                if fact is not None and number is not None:
+                    known[fact] = number
+            self._number_of[node] = number
 
-class _Signed(NamedTuple):
-    """A recorded value, kept so that no other gets its identity."""
-
-    value: object
-    signature: Hashable
-
-    number: int | None
-    """The signature's number; None where it has symbolic sizes."""
+    def _number(self, signed: Hashable) -> int | None:
+        number = self._numbers.get(signed)
+        if number is None and not is_symbolic(signed):
+            number = self._numbers[signed] = len(self._numbers)
+        return number
 
 
 class _RecordedValues:
     """What is recorded for the nodes of one graph, and its signatures, where somebody asks."""
 
-    def __init__(
-        self,
-        scan: GraphScan,
-        fake_mode: FakeTensorMode,
-        *,
-        numbers: dict[Hashable, int],
-        signed: dict[int, _Signed],
-    ) -> None:
-        self._scan = scan
-        self._numbers = numbers
-        self._signed = signed
+    def __init__(self, scan: GraphScan, fake_mode: FakeTensorMode) -> None:
+        self.scan = scan
         self._fake_mode = fake_mode
         self._attributes: dict[Node, object] = {}
 
     def value_of(self, node: Node) -> object:
         if node.op != "get_attr":
-            return self._scan.calls[node].value
+            return self.scan.calls[node].value
         if node not in self._attributes:
-            self._attributes[node] = _attribute(self._scan.graph_module, node, self._fake_mode)
+            self._attributes[node] = _attribute(self.scan.graph_module, node, self._fake_mode)
         return self._attributes[node]
 
-    def of(self, node: Node) -> _Signed:
+    def signature_of(self, node: Node) -> Hashable:
         value = self.value_of(node)
         if node.op == "get_attr" and not isinstance(value, torch.Tensor):
             # A subgraph may be edited in place: what it was is no matter of its identity.
-            return self._numbered(value, self._scan.attributes[node])
-        known = self._signed.get(id(value))
-        if known is None:
-            known = self._signed[id(value)] = self._numbered(value, signature(value))
-        return known
-
-    def _numbered(self, value: object, signed: Hashable) -> _Signed:
-        number = self._numbers.get(signed)  # of those without symbols only
-        if number is None and not is_symbolic(signed):
-            number = self._numbers[signed] = len(self._numbers)
-        return _Signed(value, signed, number)
-
-    def numbers_around(self, node: Node) -> list[int | None] | None:
-        """The numbers of a node and its inputs; None where an input is not made before it."""
-        position = self._scan.position
-        index = position[node]
-        numbers = [self.of(node).number]
-        for source in node.all_input_nodes:
-            if position.get(source, index) >= index:
-                return None
-            numbers.append(self.of(source).number)
-        return numbers
+            return self.scan.attributes[node]
+        return signature(value)
 
 
 def _run(node: Node, values: _RecordedValues) -> object:
@@ -220,46 +222,6 @@ def _run(node: Node, values: _RecordedValues) -> object:
         return value
 
     return evaluate(node, value_for)
-
-
-def _call_key(node: Node, signatures: _RecordedValues) -> Hashable | None:
-    """What an operator's answer depends on; None where it may depend on more, or on symbols."""
-    if node.target is operator.getitem:  # as cheap as the lookup
-        return None
-    parts: list[Hashable] = [node.target]
-    for argument in node.args:
-        part = _frozen(argument, signatures)
-        if part is None:
-            return None
-        parts.append(part)
-    if node.kwargs:
-        part = _frozen(node.kwargs, signatures)
-        if part is None:
-            return None
-        parts.append((dict, part))  # nothing that stands for an argument begins so
-    return tuple(parts)
-
-
-def _frozen(argument: object, signatures: _RecordedValues) -> Hashable | None:
-    kind = type(argument)
-    if kind is Node:
-        number = signatures.of(argument).number  # type: ignore[arg-type]  # as the line above says
-        return None if number is None else (Node, number)
-    if kind is int:
-        return (int, argument)
-    if isinstance(argument, (tuple, list)):
-        items = [_frozen(item, signatures) for item in argument]
-        return None if None in items else tuple(items)
-    if isinstance(argument, dict):
-        return _frozen(tuple(argument.items()), signatures)
-    if argument is None:
-        return (type(None),)
-    try:
-        hash(argument)
-    except TypeError:  # a symbolic size, or an object that opted out
-        return None
-    # 1, 1.0 and True are equal and hash alike, but operators tell them apart.
-    return (type(argument), argument)
 
 
 def _attribute(graph_module: GraphModule, node: Node, fake_mode: FakeTensorMode) -> object:

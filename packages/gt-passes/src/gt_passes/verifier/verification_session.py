@@ -82,7 +82,8 @@ class VerificationSession:
 
     def verify_completely(self) -> tuple[GraphProblem, ...]:
         """Everything that can be said of the graph as it is now, whatever was verified before."""
-        return self._verify_completely(self._verifier.scan(self._graph_module))
+        scan = self._verifier.scan(self._graph_module, before=self._scan)
+        return self._verify_completely(scan)
 
     def _verify_completely(self, scan: GraphScan) -> tuple[GraphProblem, ...]:
         report = self._verifier.verify(
@@ -101,7 +102,7 @@ class VerificationSession:
         if self.is_unchanged:
             self._note(position)
             return ()
-        self._scan = self._verifier.scan(self._graph_module)
+        self._scan = self._verifier.scan(self._graph_module, before=before._scan)
         self._order = self._dataflow = None
         problems = self._verifier.find_new_problems(
             before._scan, self._scan, interface=self._interface, tolerated_waits=self._tolerated
@@ -140,7 +141,12 @@ class VerificationSession:
         """What the checks after the next pass will compare with."""
         if self._order is None:
             self._order = MemoryOrder.of(self._scan)
-            self._traffic = traffic_of(self._scan, same_groups=self._same_groups)
+            self._traffic = traffic_of(
+                self._scan,
+                same_groups=self._same_groups,
+                known=before._traffic if before else {},
+                changed=self._scan.changed_nodes(before._scan) if before else (),
+            )
         near = self._passes[max(position, 0) : position + 2]
         if before and before._order and _computes_the_same(before._order, self._order):
             self._dataflow = before._dataflow
@@ -164,7 +170,7 @@ def _computes_the_same(before: MemoryOrder, after: MemoryOrder) -> bool:
     """
     old, new = before.scan, after.scan
     return (
-        not any(True for _ in new.changed_nodes(old))
+        not new.changed_nodes(old)
         and old.writers == new.writers
         and old.effects == new.effects
         and before.overwritten == after.overwritten

@@ -179,7 +179,7 @@ class Evaluator:
         return self._atom(piece.atom, rank)[places]
 
     def _atom(self, atom: int, rank: int) -> np.ndarray:
-        match self._table.definitions[atom]:
+        match self._table.definition_of(atom):
             case ("input", (_, position), _):
                 return self._inputs[rank][position]
             case ("joined", contents):
@@ -203,7 +203,8 @@ class Evaluator:
                 raise AssertionError(f"not followed exactly: {other}")
 
     def _tensor(self, number: int) -> TensorValue:
-        return self._table._tensors[number]
+        _, shape, contents = self._table.definitions[number]
+        return TensorValue(number, shape, contents)
 
 
 @pytest.mark.parametrize("first_seed", range(0, 120, 20))
@@ -224,7 +225,7 @@ def test_results_hold_what_their_descriptions_say(first_seed: int) -> None:
         evaluator = Evaluator(table, inputs)
         for rank, results in enumerate(run_on_ranks(graph_module, inputs)):
             for result, number in zip(results, execution.outputs, strict=True):
-                value = table._tensors[number]
+                value = evaluator._tensor(number)
                 assert value.shape == tuple(result.shape)
                 described = evaluator.contents(value.contents, rank)
                 assert np.array_equal(described, result.numpy().reshape(-1)), seed

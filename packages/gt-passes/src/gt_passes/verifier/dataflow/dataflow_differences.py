@@ -45,7 +45,7 @@ def explain_difference(
     """
     steps = [(expected, got)]
     while True:
-        first, second = (table.definitions[number] for number in steps[-1])
+        first, second = map(table.definition_of, steps[-1])
         deeper = _first_difference(first, second)
         if deeper is None:
             break
@@ -144,7 +144,7 @@ def _describe(table: ValueTable, number: int, names: Mapping[int, str]) -> str:
 
 
 def _describe_definition(table: ValueTable, number: int, names: Mapping[int, str]) -> str:
-    definition = table.definitions[number]
+    definition = table.definition_of(number)
     tag = definition[0]
     text: str
     if tag in ("tensor", "joined"):
@@ -206,7 +206,7 @@ def _name_of(table: ValueTable, number: int, names: Mapping[int, str]) -> str:
     name = names.get(number)
     if name is not None:
         return name
-    definition = table.definitions[number]
+    definition = table.definition_of(number)
     tag = definition[0]
     if tag == "input":
         return str(definition[2])

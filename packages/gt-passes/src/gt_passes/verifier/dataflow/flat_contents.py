@@ -201,6 +201,8 @@ def atoms_of(contents: Contents) -> Iterator[int]:
 
 def _length(item: Piece | Rows) -> int:
     if isinstance(item, Piece):
+        if len(item.dims) == 1:  # as of most pieces
+            return item.dims[0][0]
         return math.prod(size for size, _ in item.dims)
     return item.num_rows * sum(_length(column.first) for column in item.columns)
 

@@ -259,4 +259,4 @@ def known_shape(recorded: object) -> tuple[int, ...] | None:
     if not isinstance(recorded, torch.Tensor):
         return None
     shape = tuple(recorded.shape)
-    return shape if all(type(size) is int for size in shape) else None
+    return shape if set(map(type, shape)) <= {int} else None

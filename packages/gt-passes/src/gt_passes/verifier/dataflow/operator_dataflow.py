@@ -7,17 +7,19 @@ operator without a rule costs precision (a pass that rewrites it is doubted), ne
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.fx import Node
-from torch.fx.node import map_aggregate
 
-from gt_passes._torch_internals import OpOverload, value_of
+from gt_passes._torch_internals import OpOverload
+from gt_passes.analysis.call_form import CallForm
 from gt_passes.analysis.graph_constants import frozen_literal
-from gt_passes.analysis.node_calls import arguments_of
+from gt_passes.analysis.graph_scan import NodeCall
+from gt_passes.analysis.node_calls import with_defaults
 from gt_passes.verifier.dataflow import collective_dataflow, layout_dataflow
 from gt_passes.verifier.dataflow.value_table import (
     Arguments,
@@ -34,42 +36,74 @@ _aten = torch.ops.aten
 
 def apply_rule(
     table: ValueTable,
-    node: Node,
-    load: Callable[[Node], Value],
+    call: NodeCall,
+    operands: Sequence[Value],
     group_of: Callable[[str], str],
 ) -> Value | None:
     """The value of a call by the rule of its operator; None where there is none that applies.
 
     Args:
         table: knows all values.
-        node: a call of a function.
-        load: the value of an argument.
+        call: of a function.
+        operands: the values of the call's operands.
         group_of: the name under which a process group is known.
     """
-    target = node.target
-    if not isinstance(target, OpOverload):
-        return _item(node, load)
-    rule = _rule_of(target)
+    form, _ = call.split()
+    if not isinstance(form.target, OpOverload):
+        return _item(call, operands)
+    known = table.rules.get(form)
+    if known is None:
+        known = (_rule_for(form), _open_arguments(call))
+        if form.is_exact:
+            table.rules[form] = known
+    rule, open_arguments = known
     if rule is None:
         return None
-
-    def loaded(leaf: Any) -> Any:
-        return load(leaf) if isinstance(leaf, Node) else leaf
-
-    arguments = list(map_aggregate(list(arguments_of(node).values()), loaded))
+    arguments = list(open_arguments)
+    for index, argument in enumerate(open_arguments):
+        if type(argument) is _Operand:
+            arguments[index] = operands[argument]
+        elif type(argument) is list:
+            arguments[index] = [
+                operands[item] if type(item) is _Operand else item for item in argument
+            ]
     if rule in _COLLECTIVE_RULES:
         arguments = [group_of(item) if isinstance(item, str) else item for item in arguments]
-    return rule(table, arguments, value_of(node))
+    value = rule(table, arguments, call.value)
+    of_one_piece = rule in _RULES_OF_ONE_PIECE or rule in _elementwise_rules
+    if of_one_piece and form.is_exact and len(operands) == 1:
+        table.note(form, operands[0], value)
+    return value
 
 
-def _item(node: Node, load: Callable[[Node], Value]) -> Value | None:
+class _Operand(int):
+    """The index of an operand, where a call has one among its arguments."""
+
+
+def _open_arguments(call: NodeCall) -> list[Any]:
+    """All arguments of a call, in the order of the schema, with indices of operands for nodes."""
+    indices = itertools.count()
+
+    def opened(argument: Any) -> Any:
+        if isinstance(argument, Node):
+            return _Operand(next(indices))
+        return list(map(opened, argument)) if isinstance(argument, (tuple, list)) else argument
+
+    # In the order in which ``call_form`` counts operands.
+    args = list(map(opened, call.args))
+    kwargs = {name: opened(call.kwargs[name]) for name in sorted(call.kwargs)}
+    assert isinstance(call.target, OpOverload)  # others have no rule with arguments
+    return list(with_defaults(call.target, args, kwargs).values())
+
+
+def _item(call: NodeCall, operands: Sequence[Value]) -> Value | None:
     """``operator.getitem`` of a tuple."""
-    if getattr(node.target, "__name__", "") != "getitem" or len(node.args) != 2:
+    if getattr(call.target, "__name__", "") != "getitem" or len(call.args) != 2:
         return None
-    source, index = node.args
+    source, index = call.args
     if not isinstance(source, Node) or not isinstance(index, int):
         return None
-    value = load(source)
+    value = operands[0]
     return value.items[index] if isinstance(value, TupleValue) else None
 
 
@@ -115,15 +149,13 @@ def _elementwise(target: OpOverload) -> Rule | None:
         return None
 
     def rule(table: ValueTable, arguments: Arguments, recorded: Any) -> Value | None:
-        tensors = [item for item in arguments if isinstance(item, (TensorValue, OtherValue))]
-        if len(tensors) != 1 or not isinstance(arguments[0], TensorValue):
+        source, *others = arguments
+        if not isinstance(source, TensorValue) or not isinstance(recorded, torch.Tensor):
             return None
-        if not isinstance(recorded, torch.Tensor):
+        if any(isinstance(item, (TensorValue, OtherValue, list, tuple)) for item in others):
             return None
-        if any(isinstance(item, (list, tuple)) for item in arguments):
-            return None
-        source, dtype = arguments[0], recorded.dtype
-        constants = tuple(map(frozen_literal, arguments[1:]))
+        dtype = recorded.dtype
+        constants = tuple(map(frozen_literal, others))
 
         def computed(atom: int) -> int:
             definition = ("elementwise", target, atom, *constants)
@@ -218,12 +250,38 @@ _COLLECTIVES: dict[str, Rule] = {
     "reduce_scatter_tensor_coalesced": collective_dataflow.reduce_scatter,
 }
 
+_RULES_OF_ONE_PIECE = frozenset(
+    {
+        _same,
+        _copy,
+        _cast,
+        layout_dataflow.reshape,
+        layout_dataflow.view,
+        layout_dataflow.permute,
+        layout_dataflow.transpose,
+        layout_dataflow.expand,
+        layout_dataflow.slice_dim,
+        layout_dataflow.narrow,
+        layout_dataflow.select,
+    }
+)
+"""Whose result is decided by the form of the call, how the operand lies in its atom, and dtype."""
+
 _COLLECTIVE_RULES = frozenset(_COLLECTIVES.values())
 
 # An overload of a name above that does something else.
 _WITHOUT_RULE = frozenset({_aten.view.dtype})
 
+_elementwise_rules: set[Rule | None] = set()
+
 _known_rules: dict[OpOverload, Rule | None] = {}
+
+
+def _rule_for(form: CallForm) -> Rule | None:
+    assert isinstance(form.target, OpOverload)  # others have none
+    rule = _rule_of(form.target)
+    # What treats every element of one tensor alike says nothing about two.
+    return None if form.num_operands > 1 and rule in _elementwise_rules else rule
 
 
 def _rule_of(target: OpOverload) -> Rule | None:
@@ -238,4 +296,8 @@ def _find_rule(target: OpOverload) -> Rule | None:
     namespace, name = target._schema.name.split("::")
     if namespace in ("_c10d_functional", "_c10d_functional_autograd") and name in _COLLECTIVES:
         return _COLLECTIVES[name]
-    return _RULES.get(target._schema.name) or _elementwise(target)
+    rule = _RULES.get(target._schema.name)
+    if rule is None:
+        rule = _elementwise(target)
+        _elementwise_rules.add(rule)
+    return rule

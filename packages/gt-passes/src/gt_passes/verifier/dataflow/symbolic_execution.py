@@ -8,17 +8,19 @@ is known by all draws before it, each unknown operator by all before it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from typing import Any
+import heapq
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeGuard
 
 import torch
 from torch.fx import Node
 
 from gt_passes._torch_internals import OpOverload, value_of
 from gt_passes.analysis.aliasing import shared_nodes, written_nodes
+from gt_passes.analysis.call_form import call_form
 from gt_passes.analysis.collectives import is_pure_collective
 from gt_passes.analysis.graph_constants import frozen_literal
-from gt_passes.analysis.graph_scan import GraphScan, NodeCall
+from gt_passes.analysis.graph_scan import GraphScan
 from gt_passes.analysis.operator_effects import is_only_a_view, reads_only_metadata
 from gt_passes.analysis.written_memory import memories_written
 from gt_passes.verifier.dataflow.flat_contents import Piece
@@ -27,6 +29,7 @@ from gt_passes.verifier.dataflow.operator_dataflow import apply_rule
 from gt_passes.verifier.dataflow.value_table import (
     Definition,
     TensorValue,
+    TupleValue,
     Value,
     ValueTable,
 )
@@ -79,11 +82,10 @@ class SymbolicExecution:
         }
         self._memory = MemoryContents(table=table, class_of=class_of, view_of=self._value_of_call)
         self._in_written_memory: dict[Node, Value] = {}  # what launches gave that write to it
-        self._written_inputs = [
-            node
-            for node in self._graph_module.graph.find_nodes(op="placeholder")
-            if node in class_of
-        ]
+        placeholders = self._graph_module.graph.find_nodes(op="placeholder")
+        self._inputs = {node: index for index, node in enumerate(placeholders)}
+        self._written_inputs = [node for node in placeholders if node in class_of]
+        self._writes_constants = any(node.op == "get_attr" for node in class_of)
         self._unusual = (
             self._barriers
             | self._random
@@ -110,52 +112,73 @@ class SymbolicExecution:
         return {**self._names, **names}
 
     def run(self) -> None:
-        """Walk the graph."""
-        values, results = self._values, self.table.results
-        calls = self._scan.calls
-        old_calls: Mapping[Node, NodeCall] = {}
-        old_values: Mapping[Node, Value] = {}
-        if self._before is not None:
-            old_calls, old_values = self._before._scan.calls, self._before._values
-            self._before = None  # nor what it remembers itself
-        position = 0
-        writes_constants = any(node.op == "get_attr" for node in self._memory.class_of)
-        for node in self._graph_module.graph.nodes:
-            if node.op == "call_function":
-                if node in self._unusual:
-                    self._visit_unusual(node)
-                    if node in self._launches and node in self._memory.class_of:
-                        self._in_written_memory[node] = self._memory.read(node)
+        """Walk the graph: all of it, or what may have another value than before."""
+        position = self._scan.position
+        before, self._before = self._before, None  # nor what it remembers itself
+        if before is None:
+            for node in position:
+                self._visit(node)
+        else:
+            nodes = list(position)
+            pending = [position[node] for node in self._to_visit(before)]
+            heapq.heapify(pending)
+            latest = -1
+            while pending:
+                index = heapq.heappop(pending)
+                if index == latest:
                     continue
-                value = old_values.get(node)
-                if (
-                    type(value) is TensorValue
-                    and _is_same_call(calls[node], old_calls[node])
-                    and all(
-                        (known := values.get(source)) is not None
-                        and known is old_values.get(source)
-                        for source in node.all_input_nodes
-                    )
-                ):
-                    values[node] = value
-                    continue
-                definition = self._definition(node, self._load)
-                value = results.get(definition)
-                if type(value) is not TensorValue:  # others may bind symbols of this graph
-                    value = results[definition] = self._compute(node, definition, self._load)
-                values[node] = value
-            elif node.op == "placeholder":
-                self._define(node, ("input", (int, position), str(node.target)))
-                position += 1
-            elif node.op == "get_attr":
-                # Equal bits are one value until somebody writes to one of them.
-                name = str(node.target) if writes_constants else None
-                self._define(node, ("constant", self._scan.attributes[node], name))
-            elif node.op == "output":
-                self._visit_output(node)
+                node, latest = nodes[index], index
+                self._visit(node)
+                if self._values.get(node) is not before._values.get(node):
+                    for user in node.users:
+                        heapq.heappush(pending, position[user])
         for launch in self._scan.launches:
-            result = self._in_written_memory.get(launch) or values[launch]
+            result = self._in_written_memory.get(launch) or self._values[launch]
             self.exchanges[launch] = self.table.exchanges_of(result)
+
+    def _to_visit(self, before: SymbolicExecution) -> list[Node]:
+        """Take over what surely is as before; returns the other nodes, but for users of those."""
+        class_of, values = self._memory.class_of, self._values
+        nodes = list(self._scan.changed_nodes(before._scan))
+        known = before._values.get
+        for node in self._scan.calls:
+            value = known(node)
+            if _has_known_sizes(value) and node not in class_of:
+                values[node] = value
+            else:
+                nodes.append(node)
+        nodes += self._unusual
+        nodes += (user for member in class_of for user in member.users)
+        nodes += (node for node in self._scan.attributes)
+        return nodes
+
+    def _visit(self, node: Node) -> None:
+        if node.op == "call_function":
+            if node in self._unusual:
+                self._visit_unusual(node)
+                if node in self._launches and node in self._memory.class_of:
+                    self._in_written_memory[node] = self._memory.read(node)
+                return
+            form, nodes = self._scan.calls[node].split()
+            operands = [self._values.get(each) or self._load(each) for each in nodes]
+            value: Value | None = None
+            if len(operands) == 1:
+                value = self.table.made_of(form, operands[0])
+            if value is None:
+                results = self.table.results
+                definition = ("call", form, *[operand.number for operand in operands])
+                value = results.get(definition)
+                if not _has_known_sizes(value):
+                    value = results[definition] = self._compute(node, definition, operands)
+            self._values[node] = value
+        elif node.op == "placeholder":
+            self._define(node, ("input", (int, self._inputs[node]), str(node.target)))
+        elif node.op == "get_attr":
+            # Equal bits are one value until somebody writes to one of them.
+            name = str(node.target) if self._writes_constants else None
+            self._define(node, ("constant", self._scan.attributes[node], name))
+        elif node.op == "output":
+            self._visit_output(node)
 
     def _define(self, node: Node, definition: Definition) -> None:
         value = self.table.result(definition, value_of(node))
@@ -176,62 +199,53 @@ class SymbolicExecution:
         value = self._values.get(node)
         return self._memory.read(node) if value is None else value
 
-    def _definition(self, node: Node, load: Callable[[Node], Value]) -> Definition:
+    def _operands(self, node: Node, load: Callable[[Node], Value]) -> list[Value]:
+        return [load(operand) for operand in self._scan.calls[node].split()[1]]
+
+    def _definition(
+        self, node: Node, operands: Sequence[Value], load: Callable[[Node], Value]
+    ) -> Definition:
         """A call on numbered values."""
-
-        def frozen(argument: Any) -> Hashable:
-            kind = type(argument)
-            if kind is Node:
-                return load(argument).number
-            if kind is int or kind is bool:
-                return (kind, argument)
-            if isinstance(argument, (tuple, list)):
-                return ("list", *map(frozen, argument))
-            if isinstance(argument, slice):
-                return ("slice", *map(frozen, (argument.start, argument.stop, argument.step)))
-            if isinstance(argument, dict):
-                return ("dict", *((key, frozen(item)) for key, item in argument.items()))
-            return frozen_literal(argument)
-
-        arguments = tuple(map(frozen, node.args))
-        kwargs = node.kwargs
-        if kwargs:
-            arguments += tuple((name, frozen(kwargs[name])) for name in sorted(kwargs))
-        if node in self._launches and self._same_groups:
-            arguments = tuple(
-                self._group_of(item) if isinstance(item, str) else item for item in arguments
-            )
+        call = self._scan.calls[node]
+        form, _ = call.split()
+        if self._same_groups and node in self._launches:
+            args = [self._group_of(item) if isinstance(item, str) else item for item in call.args]
+            form, _ = call_form(call.target, args, call.kwargs)
+        definition = ("call", form, *[operand.number for operand in operands])
         if node in self._layout_readers:
-            arguments += tuple(
+            definition += tuple(
                 ("laid out", load(source).number, self.table.layout(recorded))
                 for source in _storage_makers(node)
                 if isinstance(recorded := value_of(source), torch.Tensor)
             )
-        return ("call", node.target, *arguments)
+        return definition
 
     def _group_of(self, name: str) -> str:
         return self._same_groups.get(name, name)
 
     def _value_of_call(self, node: Node, load: Callable[[Node], Value]) -> Value:
-        return self._compute(node, self._definition(node, load), load)
+        operands = self._operands(node, load)
+        return self._compute(node, self._definition(node, operands, load), operands)
 
-    def _compute(self, node: Node, definition: Definition, load: Callable[[Node], Value]) -> Value:
+    def _compute(self, node: Node, definition: Definition, operands: Sequence[Value]) -> Value:
         """The value of a call: by the rule of its operator, or a new one."""
-        recorded = value_of(node)
+        call = self._scan.calls[node]
+        recorded = call.value
         if isinstance(recorded, torch.SymInt):
             if reads_only_metadata(node) or not isinstance(node.target, OpOverload):
-                made = apply_rule(self.table, node, load, self._group_of)  # an item of a tuple
+                made = apply_rule(self.table, call, operands, self._group_of)  # an item of a tuple
                 if made is None:
                     return self.table.size(recorded)
             else:
                 made = self.table.result(definition, recorded)
             self.table.bind_size(recorded, made)
             return made
-        value = apply_rule(self.table, node, load, self._group_of)
+        value = apply_rule(self.table, call, operands, self._group_of)
         return self.table.result(definition, recorded) if value is None else value
 
     def _visit_unusual(self, node: Node) -> None:
-        definition = self._definition(node, self._load)
+        operands = self._operands(node, self._load)
+        definition = self._definition(node, operands, self._load)
         if node in self._barriers:
             # It may do anything, also read parameters and buffers: what was done to them before it,
             # and which draws came before it, is part of what it is.
@@ -246,18 +260,18 @@ class SymbolicExecution:
         if node in self._effects:
             self.checks.add(self.table.number(definition))
         if node in self._writers:
-            self._visit_writer(node, definition)
+            self._visit_writer(node, definition, operands)
             return
         sources = [source for source in shared_nodes(node) if source in self._memory.class_of]
         if sources and node in self._memory.class_of:
             self._memory.share(node, sources)
             _name(self._names, self._load(node), node)
         elif definition[0] == "call":
-            self._set(node, self._compute(node, definition, self._load))
+            self._set(node, self._compute(node, definition, operands))
         else:
             self._set(node, self.table.result(definition, value_of(node)))
 
-    def _visit_writer(self, node: Node, definition: Definition) -> None:
+    def _visit_writer(self, node: Node, definition: Definition, operands: Sequence[Value]) -> None:
         written = list(dict.fromkeys(written_nodes(node)))
         number = self.table.number(definition)
         result = value_of(node)
@@ -268,7 +282,7 @@ class SymbolicExecution:
             return
         held = None
         if len(written) == 1 and definition[0] == "call":
-            held = apply_rule(self.table, node, self._load, self._group_of)
+            held = apply_rule(self.table, self._scan.calls[node], operands, self._group_of)
         values = [
             held or self.table.result(("after", number, (int, index)), value_of(argument))
             for index, argument in enumerate(written)
@@ -303,8 +317,15 @@ class SymbolicExecution:
                 self.output_names.append(repr(result))
 
         visit(results)
-        for placeholder in self._graph_module.graph.find_nodes(op="placeholder"):
+        for placeholder in self._inputs:
             self.left_in_inputs[str(placeholder.target)] = self._load(placeholder).number
+
+
+def _has_known_sizes(value: Value | None) -> TypeGuard[TensorValue | TupleValue]:
+    """Whether a value is one or more tensors that bind no symbols of the graph at hand."""
+    if type(value) is TupleValue:
+        return all(type(item) is TensorValue for item in value.items)
+    return type(value) is TensorValue
 
 
 def _storage_makers(node: Node) -> Iterator[Node]:
@@ -321,15 +342,6 @@ def _storage_makers(node: Node) -> Iterator[Node]:
         if source in node.all_input_nodes or not (viewed and is_only_a_view(source)):
             yield source
         pending += viewed
-
-
-def _is_same_call(call: NodeCall, old: NodeCall) -> bool:
-    return (
-        call.args is old.args
-        and call.value is old.value
-        and call.target is old.target
-        and call.kwargs is old.kwargs
-    )
 
 
 def _name(names: dict[int, str], value: Value, node: Node) -> None:

@@ -20,10 +20,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from gt_passes.analysis.call_form import CallForm
 from gt_passes.analysis.tensor_signature import TensorSignature, is_row_major, signature, symbols_of
 from gt_passes.verifier.dataflow.flat_contents import (
     Column,
     Contents,
+    Dims,
     Piece,
     Rows,
     atoms_of,
@@ -40,7 +42,7 @@ pairs with their type, see ``frozen_literal``. In the definitions of tensors onl
 """
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)  # not frozen: thousands are made, and freezing each is slow
 class TensorValue:
     """A tensor whose sizes are all known."""
 
@@ -71,8 +73,23 @@ _SYMBOL = re.compile(r"\b[a-z]+\d+\b")
 """PyTorch names symbols ``s0`` or ``u0``."""
 
 
+_ONLY_INTS = {int}
+
+
 Arguments = Sequence[Any]
 """What a call is given for each argument of its schema: values, constants, lists of them."""
+
+
+class _MadeOfOnePiece(NamedTuple):
+    """What a call makes of one piece of an atom: a piece of it, or of what is made of it."""
+
+    shape: tuple[int, ...]
+    offset: int
+    dims: Dims
+
+    definition: tuple[Definition, Definition, int, torch.dtype] | None
+    """What stands before and after the atom in the definition of the new one, and that one's number
+    of elements and dtype; None where it is the same atom."""
 
 
 class _SymbolicTensor(NamedTuple):
@@ -89,20 +106,26 @@ class ValueTable:
     """The numbers of all values seen so far. Grows only; use one for one run of passes."""
 
     definitions: list[Definition] = field(default_factory=list)
-    """The definition of each number."""
+    """The definition of each number. A call is its form, and then the numbers of its operands."""
 
     results: dict[Hashable, Value] = field(default_factory=dict)
     """What a call of an operator on numbered values gave, so that it is worked out once."""
+
+    rules: dict[CallForm, tuple[Rule | None, list[Any]]] = field(default_factory=dict)
+    """What is known of each form of call: see ``operator_dataflow.apply_rule``."""
 
     units: dict[Definition, dict[int, list[tuple[int, int, Contents]]]] = field(
         default_factory=dict
     )
     """What collectives were given, by kind and first atom: number, length of a row, contents."""
 
+    _made: dict[Hashable, _MadeOfOnePiece] = field(default_factory=dict)
+    """What forms of calls make of one piece of any atom."""
+
     _exchanges: dict[int, int] = field(default_factory=dict)
 
     _numbers: dict[Definition, int] = field(default_factory=dict)
-    _tensors: dict[int, TensorValue] = field(default_factory=dict)
+    _tensors: dict[Definition, TensorValue] = field(default_factory=dict)
     _numels: dict[int, int] = field(default_factory=dict)
     _dtypes: dict[int, torch.dtype] = field(default_factory=dict)
     _symbolic: dict[int, _SymbolicTensor] = field(default_factory=dict)
@@ -118,6 +141,16 @@ class ValueTable:
             known = self._numbers[definition] = len(self.definitions)
             self.definitions.append(definition)
         return known
+
+    def definition_of(self, number: int) -> Definition:
+        """The definition of a number, with the form of a call written out: target, arguments."""
+        definition = self.definitions[number]
+        for index, part in enumerate(definition):
+            if isinstance(part, CallForm):
+                begin, end = index + 1, index + 1 + part.num_operands
+                call = (part.target, *part.filled(definition[begin:end]))
+                return (*definition[:index], *call, *definition[end:])
+        return definition
 
     def atom(self, definition: Definition, *, numel: int, dtype: torch.dtype) -> int:
         """The number of a computed value with that many elements."""
@@ -143,14 +176,74 @@ class ValueTable:
 
     def tensor(self, shape: tuple[int, ...], contents: Contents) -> TensorValue:
         """The tensor of that shape with those contents."""
-        atom = self._whole_atom(contents)
-        if atom is not None:
-            contents = self.parts_of_joined(atom) or contents
-        number = self.number(("tensor", shape, contents))
-        value = self._tensors.get(number)
+        definition = ("tensor", shape, contents)
+        value = self._tensors.get(definition)
         if value is None:
-            value = self._tensors[number] = TensorValue(number, shape, contents)
+            atom = self._whole_atom(contents)
+            parts = None if atom is None else self.parts_of_joined(atom)
+            if parts is not None:
+                value = self.tensor(shape, parts)
+            else:
+                value = TensorValue(self.number(definition), shape, contents)
+            self._tensors[definition] = value
         return value
+
+    def made_of(self, form: CallForm, source: Value) -> TensorValue | None:
+        """What a call makes of its only operand, if another made the like of the like before.
+
+        Args:
+            form: of the call.
+            source: the operand's value.
+
+        Returns:
+            None if no such call was noted: see ``note``.
+        """
+        if type(source) is not TensorValue or len(source.contents) != 1:
+            return None
+        piece = source.contents[0]
+        if type(piece) is not Piece:
+            return None
+        atom, offset, dims = piece
+        key = (form, source.shape, offset, dims, self._numels[atom], self._dtypes[atom])
+        made = self._made.get(key)
+        if made is None:
+            return None
+        if made.definition is not None:
+            begin, end, numel, dtype = made.definition
+            if self.parts_of_joined(atom) is not None:
+                return None  # a rule reaches into it
+            atom = self.atom((*begin, atom, *end), numel=numel, dtype=dtype)
+        return self.tensor(made.shape, (Piece(atom, made.offset, made.dims),))
+
+    def note(self, form: CallForm, source: Value, result: Value | None) -> None:
+        """Remember what a call made of its operand, whichever atom that is a piece of.
+
+        Args:
+            form: of the call: nothing else may decide what it makes of such a piece.
+            source: the operand's value.
+            result: what the rule of the operator made of it.
+        """
+        if not isinstance(source, TensorValue) or not isinstance(result, TensorValue):
+            return
+        if len(source.contents) != 1 or len(result.contents) != 1:
+            return
+        piece, made = source.contents[0], result.contents[0]
+        if not isinstance(piece, Piece) or not isinstance(made, Piece):
+            return
+        definition = None
+        if made.atom != piece.atom:
+            found = self.definitions[made.atom]
+            places = [index for index, part in enumerate(found) if type(part) is int]
+            if found[0] not in ("cast", "elementwise") or [found[i] for i in places] != [
+                piece.atom
+            ]:
+                return
+            (place,) = places
+            numel, dtype = self._numels[made.atom], self._dtypes[made.atom]
+            definition = (found[:place], found[place + 1 :], numel, dtype)
+        numel, dtype = self._numels[piece.atom], self._dtypes[piece.atom]
+        key = (form, source.shape, piece.offset, piece.dims, numel, dtype)
+        self._made[key] = _MadeOfOnePiece(result.shape, made.offset, made.dims, definition)
 
     def joined_atom(self, contents: Contents) -> int:
         """One atom that stands for contents, where a piece of it cannot be described exactly."""
@@ -164,8 +257,11 @@ class ValueTable:
         """The atom that the contents are all of, in its order; None for other contents."""
         if len(contents) != 1 or not isinstance(contents[0], Piece):
             return None
-        atom = contents[0].atom
-        return atom if contents == whole(atom, self._numels[atom]) else None
+        atom, offset, dims = contents[0]
+        if offset:
+            return None
+        numel = self._numels[atom]
+        return atom if dims == (((numel, 1),) if numel > 1 else ()) else None
 
     def parts_of_joined(self, atom: int) -> Contents | None:
         """What a joined atom stands for; None for other atoms."""
@@ -174,6 +270,10 @@ class ValueTable:
 
     def map_atoms(self, contents: Contents, function: Callable[[int], int]) -> Contents:
         """The same pieces of other atoms; reaches into joined ones."""
+        if len(contents) == 1 and type(contents[0]) is Piece:  # of most tensors
+            atom, offset, dims = contents[0]
+            if self.parts_of_joined(atom) is None:
+                return (Piece(function(atom), offset, dims),)
 
         def mapped_atom(atom: int) -> int:
             parts = self.parts_of_joined(atom)
@@ -323,7 +423,7 @@ class ValueTable:
 
     def _opaque_tensor(self, definition: Definition, recorded: torch.Tensor) -> Value:
         shape = tuple(recorded.shape)
-        if all(type(size) is int for size in shape):
+        if set(map(type, shape)) <= _ONLY_INTS:
             numel = math.prod(shape)
             atom = self.atom(definition, numel=numel, dtype=recorded.dtype)
             return self.tensor(shape, whole(atom, numel))
