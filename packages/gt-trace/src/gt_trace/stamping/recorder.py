@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -36,7 +36,7 @@ _PLAIN = (
     torch.layout,
     torch.memory_format,
 )
-_SYMBOL = re.compile(r"\b[usz]\d+\b")
+_SYMBOL = re.compile(r"[usz]\d+")
 
 
 class StreamRecorder:
@@ -255,11 +255,32 @@ class StreamRecorder:
         return (*facts, spec.placements, spec.mesh, order, held)
 
     def _expression(self, size: Any, segment: LayerSegment) -> str:
-        """A symbolic size, with symbols numbered as they occur in the segment."""
-        known = segment.symbols
-        return _SYMBOL.sub(
-            lambda match: known.setdefault(match[0], f"size{len(known)}"), str(size.node.expr)
-        )
+        """A symbolic size, with symbols numbered as they come into the segment.
+
+        Those that come together are numbered in the order in which they were made.
+        """
+        expression = size.node.expr
+        known = segment.sizes.get(expression)
+        if known is None:
+            new = {str(symbol) for symbol in expression.free_symbols} - segment.symbols.keys()
+            for name in sorted(filter(_SYMBOL.fullmatch, new), key=lambda name: int(name[1:])):
+                segment.symbols[name] = f"size{len(segment.symbols)}"
+            known = segment.sizes[expression] = _text_of(expression, segment.symbols)
+        return known
+
+
+def _text_of(expression: Any, names: Mapping[str, str]) -> str:
+    """An expression of SymPy, in which symbols have other names, in an order that those give.
+
+    SymPy's own order is that of texts, in which ``u10`` comes before ``u9``.
+    """
+    if not expression.args:
+        text = str(expression)
+        return names.get(text, text)
+    parts = [_text_of(each, names) for each in expression.args]
+    if expression.is_Add or expression.is_Mul:
+        parts.sort()
+    return f"{type(expression).__name__}({', '.join(parts)})"
 
 
 def _literal(tensor: FakeTensor) -> str | None:

@@ -43,6 +43,10 @@ class LayerSegment:
     num_results: int = 0
     num_foreign: int = 0
     symbols: dict[str, str] = field(default_factory=dict)
+    """Symbols of sizes that a run will tell, and what they are called here."""
+
+    sizes: dict[Any, str] = field(default_factory=dict)
+    """Expressions of such symbols, and their texts with the names that symbols have here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
