@@ -30,13 +30,13 @@ ANSWERED: dict[str, tuple[Any, Callable[[], list[Any]]]] = {
         aten.native_layer_norm.default,
         lambda: [torch.rand(4, 6), [6], torch.rand(6), torch.rand(6), 1e-5],
     ),
+    "no operand": (aten.zeros.default, lambda: [[4]]),
     "broadcast": (aten.expand.default, lambda: [torch.rand(4, 1), [4, 6]]),
 }
 
 DISPATCHED: dict[str, tuple[Any, Callable[[], list[Any]]]] = {
     "writes": (aten.add_.Tensor, lambda: [torch.rand(4), torch.rand(4)]),
     "draws": (aten.rand_like.default, lambda: [torch.rand(4)]),
-    "has no operand": (aten.zeros.default, lambda: [[4]]),
     "gives a number": (aten.item.default, lambda: [torch.rand(())]),
     "sizes by value": (aten.nonzero.default, lambda: [torch.rand(4)]),
     "gives a lazy conjugate": (aten._conj.default, lambda: [torch.rand(4, dtype=torch.complex64)]),

@@ -76,7 +76,7 @@ class KnownOperators:
 
         ``token`` stands for the operator, its constants, and all facts of its operands.
         """
-        if self._is_off or not operands or not is_functional(func):
+        if self._is_off or not is_functional(func):
             return None
         return (token, torch.get_default_dtype(), torch.is_inference_mode_enabled())
 
@@ -92,6 +92,12 @@ class KnownOperators:
         """Remember what an operator gave."""
         if question not in self._answers:
             self._answers[question] = self._answer_of(result, operands)
+
+    def another(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Another tensor in the same memory, as if it were detached; None if that must run."""
+        if self._is_off or not self._is_plain(tensor):
+            return None
+        return self._tensor(_result(tensor, 0), [tensor])
 
     def _answer_of(self, result: Any, operands: Sequence[torch.Tensor]) -> _Answer | None:
         if not all(self._is_plain(operand) for operand in operands):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from gt_trace._torch_internals import pytree
 from gt_trace.stamping.known_operators import Answers
@@ -13,9 +13,8 @@ BEFORE = -1
 """The number of the segment that runs before the first layer."""
 
 
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """Where a tensor came from."""
+class Origin(NamedTuple):
+    """Where a tensor came from; a tuple, since a recording makes one for every tensor."""
 
     layer: int | None
     """The layer in whose segment it was made, or whose state it is; None for all else."""
