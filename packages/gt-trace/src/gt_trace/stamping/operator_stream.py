@@ -126,17 +126,19 @@ class _OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
             return device
         kwargs = kwargs or {}
         with DisableTorchFunction():
-            if self._recorder.paused:
+            recorder = self._recorder
+            if recorder.paused:
                 return func(*args, **kwargs)
-            token = self._recorder.operator(func, args, kwargs)
-            operands = self._recorder.operands
-            question = self._known.question(func, token, operands)
-            result = None if question is None else self._known.answer(question, operands)
+            token = recorder.operator(func, args, kwargs)
+            operands = recorder.operands
+            sizes = recorder.segments[recorder.current].sizes if recorder.has_sizes else None
+            question = self._known.question(func, token, operands, sizes)
+            result = None if question is None else self._known.answer(question, operands, sizes)
             if result is None:
                 result = func(*args, **kwargs)
                 if question is not None:
-                    self._known.learn(question, operands, result)
-            self._recorder.result(result)
+                    self._known.learn(question, operands, result, sizes)
+            recorder.result(result)
         return result
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -39,7 +38,6 @@ _PLAIN = (
     torch.memory_format,
 )
 _layout_of: Callable[[torch.Tensor], torch.layout] = torch.Tensor.layout.__get__  # type: ignore[attr-defined]  # a getter
-_SYMBOL = re.compile(r"[usz]\d+")
 
 
 class StreamRecorder:
@@ -56,6 +54,9 @@ class StreamRecorder:
         self.paused = False
         self.operands: list[torch.Tensor] = []
         """The tensors that the last operator read."""
+
+        self.has_sizes = False
+        """Whether the last operator read sizes that only a run will tell."""
 
         self.saved_tensor_hooks = saved_tensor_hooks()
 
@@ -93,6 +94,7 @@ class StreamRecorder:
             raise NotStampable("the forward has hooks for saved tensors, which run in the backward")
         segment = self.segments[self.current]
         self.operands = []
+        self.has_sizes = False
         token = (
             self.vocabulary.identity(func),
             self._code(args, segment),
@@ -213,7 +215,7 @@ class StreamRecorder:
             segment.origins.append(self.origin(value))
             return ("tensor", str(self._signature(value, segment)))
         if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
-            return ("size", self._expression(value, segment))
+            return ("size", self._text(value, segment))
         if type(value) in (list, tuple):
             return tuple(self._settled(each, segment) for each in value)
         if type(value) is dict:
@@ -242,7 +244,7 @@ class StreamRecorder:
         if isinstance(value, bool | int | float | complex):
             return (type(value), repr(value))
         if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
-            return (type(value), self._expression(value, segment))
+            return (type(value), self._text(value, segment))
         if isinstance(value, list | tuple):
             return tuple(self._code(each, segment) for each in value)
         if isinstance(value, dict):
@@ -262,7 +264,7 @@ class StreamRecorder:
         sizes = (*tensor.shape, *tensor.stride(), tensor.storage_offset())
         facts = (
             type(tensor),
-            tuple(n if type(n) is int else self._expression(n, segment) for n in sizes),
+            tuple(n if type(n) is int else self._text(n, segment) for n in sizes),
             tensor.dtype,
             tensor.device,
             tensor.layout,
@@ -285,33 +287,10 @@ class StreamRecorder:
             found = self._numbers[id(value)] = (value, number)
         return found[1]
 
-    def _expression(self, size: Any, segment: LayerSegment) -> str:
-        """A symbolic size, with symbols numbered as they come into the segment.
-
-        Those that come together are numbered in the order in which they were made.
-        """
-        expression = size.node.expr
-        known = segment.sizes.get(expression)
-        if known is None:
-            new = {str(symbol) for symbol in expression.free_symbols} - segment.symbols.keys()
-            for name in sorted(filter(_SYMBOL.fullmatch, new), key=lambda name: int(name[1:])):
-                segment.symbols[name] = f"size{len(segment.symbols)}"
-            known = segment.sizes[expression] = _text_of(expression, segment.symbols)
-        return known
-
-
-def _text_of(expression: Any, names: Mapping[str, str]) -> str:
-    """An expression of SymPy, in which symbols have other names, in an order that those give.
-
-    SymPy's own order is that of texts, in which ``u10`` comes before ``u9``.
-    """
-    if not expression.args:
-        text = str(expression)
-        return names.get(text, text)
-    parts = [_text_of(each, names) for each in expression.args]
-    if expression.is_Add or expression.is_Mul:
-        parts.sort()
-    return f"{type(expression).__name__}({', '.join(parts)})"
+    def _text(self, size: Any, segment: LayerSegment) -> str:
+        """A symbolic size in the names of the segment."""
+        self.has_sizes = True
+        return segment.sizes.text(size)
 
 
 def _shard_order(spec: Any) -> Any:

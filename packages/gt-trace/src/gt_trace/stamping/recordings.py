@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from gt_trace._torch_internals import pytree
 from gt_trace.stamping.known_operators import Answers
+from gt_trace.stamping.known_sizes import SegmentSizes
 
 BEFORE = -1
 """The number of the segment that runs before the first layer."""
@@ -41,11 +42,8 @@ class LayerSegment:
 
     num_results: int = 0
     num_foreign: int = 0
-    symbols: dict[str, str] = field(default_factory=dict)
-    """Symbols of sizes that a run will tell, and what they are called here."""
-
-    sizes: dict[Any, str] = field(default_factory=dict)
-    """Expressions of such symbols, and their texts with the names that symbols have here."""
+    sizes: SegmentSizes = field(default_factory=SegmentSizes)
+    """Sizes that only a run will tell."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
