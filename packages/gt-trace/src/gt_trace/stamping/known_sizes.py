@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import torch
@@ -56,13 +57,16 @@ class KnownSizes:
 
     def __init__(self, shape_env: ShapeEnv | None) -> None:
         self._shape_env: Any = shape_env
+        self._made: list[Any] = []
+        self._positions: dict[Any, int] = {}
+        self._symbols_of: dict[Any, frozenset[Any]] = {}
 
     def facts(self, sizes: SegmentSizes) -> Any:
         """All that is known of the symbols of a segment: ranges, assertions, replacements."""
         env = self._shape_env
         state = (env._version_counter, env.num_deferred_runtime_asserts, len(sizes.names))
         if sizes.facts is None or sizes.facts[0] != state:
-            sizes.facts = (state, self._facts(sizes.names))
+            sizes.facts = (state, self._facts(sizes))
         return sizes.facts[1]
 
     def size(
@@ -79,26 +83,44 @@ class KnownSizes:
             sizes.made[expression, learned] = made
         return made
 
-    def _facts(self, names: Mapping[Any, str]) -> Any:
-        env = self._shape_env
-        first = min(map(_number, names), default=0)
+    def _facts(self, sizes: SegmentSizes) -> Any:
+        env, names = self._shape_env, sizes.names
+        for symbol in islice(env.var_to_range, len(self._made), None):
+            self._positions[symbol] = len(self._made)
+            self._made.append(symbol)
+        first = min((self._positions[symbol] for symbol in names), default=len(self._made))
+        # What is asserted is listed with the symbol that was made last.
         known = [
             (each.expr,)
-            for symbol, assertions in env.deferred_runtime_asserts.items()
-            if _number(symbol) >= first  # each is listed with the latest of its symbols
-            for each in assertions
+            for symbol in self._made[first:]
+            for each in env.deferred_runtime_asserts.get(symbol, ())
         ]
         known += [(each,) for each in env.divisible]
         known += env.replacements.items()
-        ranges = tuple(
-            (name, str(env.var_to_range[symbol]), symbol in env.size_like)
-            for symbol, name in names.items()
-        )
-        return ranges, frozenset(
-            tuple(_text(part, names) for part in fact)
+        ranges: list[Any] = []
+        for symbol, name in names.items():
+            bounds = env.var_to_range[symbol]
+            ranges.append((name, bounds.lower, bounds.upper, symbol in env.size_like))
+        return tuple(ranges), frozenset(
+            tuple(self._fact_text(part, sizes) for part in fact)
             for fact in known
-            if any(symbol in names for part in fact for symbol in part.free_symbols)
+            if any(not names.keys().isdisjoint(self._symbols(part)) for part in fact)
         )
+
+    def _fact_text(self, expression: Any, sizes: SegmentSizes) -> str:
+        """The text of an expression of which some symbols may have no name yet."""
+        known = sizes.texts.get(expression)
+        if known is None:
+            known = _text(expression, sizes.names)
+            if self._symbols(expression) <= sizes.names.keys():
+                sizes.texts[expression] = known
+        return known
+
+    def _symbols(self, expression: Any) -> frozenset[Any]:
+        found = self._symbols_of.get(expression)
+        if found is None:
+            found = self._symbols_of[expression] = frozenset(expression.free_symbols)
+        return found
 
 
 def expression_of(size: int | torch.SymInt) -> Any:
@@ -120,9 +142,9 @@ def _text(expression: Any, names: Mapping[Any, str]) -> str:
 
 
 def _is_size(symbol: Any) -> bool:
-    return _SYMBOL.fullmatch(str(symbol)) is not None
+    return _SYMBOL.fullmatch(symbol.name) is not None
 
 
 def _number(symbol: Any) -> int:
     """Symbols are numbered as they are made."""
-    return int(str(symbol)[1:]) if _is_size(symbol) else 0
+    return int(symbol.name[1:])
