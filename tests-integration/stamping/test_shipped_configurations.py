@@ -28,7 +28,7 @@ NUM_TRACED = {
     "deepseek_v3_671b": (7, 61),
 }
 """Layers that are traced, and all: of DeepSeek-V3 the first ones are dense, and traced beside the
-others. Stages of pipelines have fewer layers than ``auto`` stamps."""
+others. Debug models and stages of pipelines have fewer layers than ``auto`` stamps."""
 
 ENTRIES = {entry.config: entry for module in CATALOG.values() for entry in module.values()}
 
