@@ -39,6 +39,7 @@ MESHES: dict[str, tuple[int, dict[str, int]]] = {
     "FSDP": (4, {}),
     "FSDP x TP": (4, {"tensor_parallel_degree": 2}),
     "FSDP x EP": (4, {"expert_parallel_degree": 2}),
+    "EP on all of FSDP": (4, {"expert_parallel_degree": 4}),
     "FSDP x TP x EP": (8, {"tensor_parallel_degree": 2, "expert_parallel_degree": 2}),
 }
 

@@ -24,7 +24,7 @@ from gt_trace.testing import GlooWorkers
 from gt_trainer.steps.captured_step import CaptureReport
 
 DEPTHS = (5, 6, 8, 32)
-QUICK = (("llama3", "FSDP x TP", 5), ("deepseek_v3", "FSDP x EP", 6))
+QUICK = (("llama3", "FSDP x TP", 5), ("deepseek_v3", "EP on all of FSDP", 6))
 WITH_EXPERTS = ("qwen3-MoE", "deepseek_v3")
 # The first layer of deepseek_v3 is dense, and traced beside the others.
 NUM_TRACED = {"deepseek_v3": 5}

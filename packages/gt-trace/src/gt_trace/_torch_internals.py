@@ -113,8 +113,36 @@ def fake_over_meta(
     The constructor is private. The public way, ``FakeTensorMode.from_tensor``, makes new memory,
     and views of one memory must stay views of one memory. ``dispatch_keys`` are those of the fake
     tensor that is repeated, which PyTorch tells apart by them.
+
+    Most of the constructor's time goes into arguments in many forms, and stamping makes ten
+    thousands of fake tensors. Here PyTorch's own function makes the tensor, and what Python keeps
+    in it is what the constructor put into another one.
     """
-    return FakeTensor(mode, element, device, dispatch_keys=dispatch_keys)
+    name = str(device)
+    if name != "cpu" and ":" not in name:  # the constructor finds out which device that is now
+        return FakeTensor(mode, element, device, dispatch_keys=dispatch_keys)
+    make: Any = torch.Tensor._make_subclass
+    made: FakeTensor = make(
+        FakeTensor,
+        element,
+        element.requires_grad,
+        dispatch_device=True,
+        device_for_backend_keys=device,
+    )
+    if mode._allow_unsafe_data_ptr_access:
+        torch._C._set_warn_deprecated_on_mutable_data_ptr(made)
+    else:
+        torch._C._set_throw_on_mutable_data_ptr(made)
+    vars(made).update(_kept_in_new_fake(device), fake_mode=mode, dispatch_keys=dispatch_keys)
+    return made
+
+
+@functools.cache
+def _kept_in_new_fake(device: torch.device) -> dict[str, Any]:
+    """Return what the constructor keeps in a fake tensor of any mode on ``device``."""
+    with no_dispatch(), DisableTorchFunction():
+        element = torch.empty((0,), device="meta")
+        return dict(vars(FakeTensor(FakeTensorMode(), element, device)))
 
 
 def dtensor_over(local: torch.Tensor, spec: Any) -> DTensor:
@@ -197,6 +225,19 @@ def current_sequence_number() -> int:
     return sequence_counter() - 1
 
 
+def add_node(
+    graph: Graph, op: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, name: str
+) -> Node:
+    """Add a node at the end of a graph, whose operands are none but nodes and plain values.
+
+    ``create_node`` searches all operands for raw symbolic sizes, to warn of them. Nodes without any
+    are not searched, and are given theirs by what the constructor calls.
+    """
+    node = graph.create_node(op, target, name=name)
+    node._update_args_kwargs(args, kwargs)
+    return node
+
+
 def name_of_new_node(graph: Graph, target: Any) -> str | None:
     """Return what ``make_fx`` has a graph make the name of a node from; None leaves it the graph.
 
@@ -226,12 +267,15 @@ def storage_key(tensor: torch.Tensor) -> int:
     return key
 
 
+_DEVICE_QUESTION = torch.ops.prim.device.default
+
+
 def asked_device(func: Any, args: tuple[Any, ...]) -> torch.device | None:
     """Return the answer if ``func`` is PyTorch asking a fake tensor for its device; else None.
 
     Autograd asks several times per operator, and dispatches the question as if it were one.
     """
-    if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+    if func is _DEVICE_QUESTION and isinstance(args[0], FakeTensor):
         return args[0].device
     return None
 

@@ -386,6 +386,18 @@ class OtherDefaultDtype(Toy):
         return x
 
 
+class SizesInOtherRoles(Toy):
+    """Of two sizes that only the run will tell, one layer takes the other one twice."""
+
+    def run_layers(self, x: Tensor) -> Tensor:
+        for index, layer in enumerate(self.layers):
+            x = layer(x)
+            few, many = ((x[0, :, i] > 0).nonzero().shape[0] for i in range(2))
+            size = few + 2 * many if index == ODD else 2 * few + many
+            x = x + x.new_ones(size).sum()
+        return x
+
+
 class ByNumber(Toy):
     def run_layers(self, x: Tensor) -> Tensor:
         for index in range(6):
@@ -411,6 +423,10 @@ COMPUTED = {
     "layer called twice": (Twice, "layers.3 ran more than once"),
     "layers in another order": (Backwards, "the layers ran in the order [5, 4, 3, 2, 1, 0]"),
     "default dtype": (OtherDefaultDtype, "layers.3 computes otherwise than layers.1"),
+    "sizes in other roles": (
+        SizesInOtherRoles,
+        "layers.3 computes otherwise than layers.1: aten.new_ones.default",
+    ),
     "layers by number": (ByNumber, "needs all 6 layers, as a loop over their numbers does"),
 }
 SEEDED = {**BUILT, **COMPUTED}

@@ -11,7 +11,9 @@ import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from gt_trace._torch_internals import FakeTensorMode, ShapeEnv, TorchDispatchMode, storage_key
+from gt_trace.capture.fake_tensors import tensors_in
 from gt_trace.stamping.known_operators import KnownOperators, is_stateless
+from gt_trace.stamping.known_sizes import SegmentSizes
 
 aten = torch.ops.aten
 
@@ -30,16 +32,18 @@ ANSWERED: dict[str, tuple[Any, Callable[[], list[Any]]]] = {
         aten.native_layer_norm.default,
         lambda: [torch.rand(4, 6), [6], torch.rand(6), torch.rand(6), 1e-5],
     ),
+    "rows by number": (aten.index.Tensor, lambda: [torch.rand(4, 6), [torch.tensor([2, 0])]]),
+    "no operand": (aten.zeros.default, lambda: [[4]]),
     "broadcast": (aten.expand.default, lambda: [torch.rand(4, 1), [4, 6]]),
 }
 
 DISPATCHED: dict[str, tuple[Any, Callable[[], list[Any]]]] = {
     "writes": (aten.add_.Tensor, lambda: [torch.rand(4), torch.rand(4)]),
     "draws": (aten.rand_like.default, lambda: [torch.rand(4)]),
-    "has no operand": (aten.zeros.default, lambda: [[4]]),
     "gives a number": (aten.item.default, lambda: [torch.rand(())]),
     "sizes by value": (aten.nonzero.default, lambda: [torch.rand(4)]),
     "gives a lazy conjugate": (aten._conj.default, lambda: [torch.rand(4, dtype=torch.complex64)]),
+    "rows by a mask": (aten.index.Tensor, lambda: [torch.rand(4), [torch.rand(4) > 0]]),
     "takes a lazy conjugate": (
         aten.mul.Tensor,
         lambda: [torch.rand(4, dtype=torch.complex64).conj(), torch.rand(4)],
@@ -57,7 +61,7 @@ def mode() -> Iterator[FakeTensorMode]:
 def asked_twice(func: Any, args: list[Any], mode: FakeTensorMode) -> tuple[Any, Any, list[Any]]:
     """The operator's result, the answer to the same question, and the operands."""
     known = KnownOperators({}, mode)
-    operands = [each for each in args if isinstance(each, torch.Tensor)]
+    operands = tensors_in(args)
     question = known.question(func, 0, operands)
     result = func(*args)
     if question is None:
@@ -122,3 +126,47 @@ def test_layouts_with_a_state_of_their_own_are_not_answered() -> None:
     assert is_stateless(None)
     assert is_stateless(SimpleNamespace(placements=(Shard(0), Replicate(), Partial())))
     assert not is_stateless(SimpleNamespace(placements=(Shard(0), Masked())))
+
+
+def counted_rows() -> tuple[torch.Tensor, SegmentSizes]:
+    """A tensor with a size that only a run will tell, and the names of a segment that reads it."""
+    rows = torch.rand(4).nonzero()
+    sizes = SegmentSizes()
+    sizes.text(rows.shape[0])
+    return rows, sizes
+
+
+def expressions(tensor: torch.Tensor) -> list[str]:
+    numbers = (*tensor.shape, *tensor.stride(), tensor.untyped_storage().nbytes())
+    return [str(each) for each in numbers]
+
+
+def test_answer_has_the_symbols_of_its_own_segment(mode: FakeTensorMode) -> None:
+    known = KnownOperators({}, mode)
+    (ours, our_sizes), (theirs, their_sizes) = counted_rows(), counted_rows()
+    question = known.question(aten.neg.default, 0, [ours], our_sizes)
+    known.learn(question, [ours], aten.neg.default(ours), our_sizes)
+    assert known.question(aten.neg.default, 0, [theirs], their_sizes) == question
+    answer = known.answer(question, [theirs], their_sizes)
+    assert expressions(answer) == expressions(aten.neg.default(theirs))
+    assert expressions(answer)[0] == "u1"
+
+
+def test_size_of_which_more_is_known_is_another_question(mode: FakeTensorMode) -> None:
+    known = KnownOperators({}, mode)
+    (_, our_sizes), (theirs, their_sizes) = counted_rows(), counted_rows()
+    torch._check(theirs.shape[0] >= 2)
+    questions = [
+        known.question(aten.neg.default, 0, [], sizes) for sizes in (our_sizes, their_sizes)
+    ]
+    assert questions[0] != questions[1]
+
+
+def test_operator_that_tells_something_of_a_size_runs_each_time(mode: FakeTensorMode) -> None:
+    known = KnownOperators({}, mode)
+    (ours, our_sizes), (theirs, their_sizes) = counted_rows(), counted_rows()
+    three = torch.rand(3, 1)
+    question = known.question(aten.add.Tensor, 0, [ours, three], our_sizes)
+    known.learn(question, [ours, three], aten.add.Tensor(ours, three), our_sizes)
+    assert known.question(aten.add.Tensor, 0, [theirs, three], their_sizes) == question
+    assert known.answer(question, [theirs, three], their_sizes) is None

@@ -97,6 +97,14 @@ class Counted(Block):
         return x + self.down(self.up(x[0].index_select(0, rows))).sum(0)
 
 
+class CountedThrice(Block):
+    """Three sizes that only the run will tell, and their sum."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = torch.cat([(x[0, :, i] > 0).nonzero().squeeze(-1) for i in range(3)])
+        return x + self.down(self.up(x[0].index_select(0, rows))).sum(0)
+
+
 class InPlace(Block):
     """A buffer that counts, and a view that is written to."""
 
@@ -166,6 +174,7 @@ MODELS: dict[str, tuple[Callable[[], Toy], int]] = {
     "dropout": (lambda: Toy(block=Dropped), 4),
     "complex views": (lambda: Toy(block=Rotary), 4),
     "sizes at run time": (lambda: Toy(7, block=Counted), 4),
+    "sums of sizes at run time": (lambda: Toy(7, block=CountedThrice), 4),
     "writes in place": (lambda: Toy(block=InPlace), 4),
     "views at the end of a layer": (lambda: Toy(block=Views), 4),
     "value from the start": (FromTheStart, 6),

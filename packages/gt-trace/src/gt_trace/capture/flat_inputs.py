@@ -13,6 +13,8 @@ from gt_trace._torch_internals import (
     DimDynamic,
     FakeTensorMode,
     StatelessSymbolicContext,
+    fake_over_meta,
+    no_dispatch,
     pytree,
 )
 from gt_trace.capture.block_masks import register_block_masks
@@ -164,10 +166,11 @@ def fake_like(
 ) -> torch.Tensor:
     """A fake of a plain tensor: sizes are static, except in dimensions marked dynamic."""
     if tensor.is_meta and meta_device.type != "meta":
-        with fake_mode:
-            return torch.empty_strided(
-                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=meta_device
+        with no_dispatch():
+            element = torch.empty_strided(
+                tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"
             )
+        return fake_over_meta(element, fake_mode, meta_device, dispatch_keys=None)
     backed, unbacked = _marked(tensor)
     plain = tensor.detach()
     if not backed and not unbacked:

@@ -72,8 +72,10 @@ class _Texts:
 
     def __init__(self, keep: Callable[[traceback.StackSummary], traceback.StackSummary]) -> None:
         self._keep = keep
-        self._kept: dict[CodeType, bool] = {}
-        self._texts: dict[tuple[tuple[CodeType, int], ...], str] = {}
+        # By their ids: the hash of a code object is that of its whole code, taken at each question.
+        self._kept: dict[int, bool] = {}
+        self._texts: dict[tuple[int, ...], str] = {}
+        self._held: list[CodeType] = []
 
     def of(self, frame: FrameType | None) -> str:
         """The stack from the outermost kept frame to the innermost, or one line of the user's."""
@@ -82,9 +84,10 @@ class _Texts:
         known = self._kept
         while frame is not None:
             code = frame.f_code
-            is_kept = known.get(code)
+            is_kept = known.get(id(code))
             if is_kept is None:
-                is_kept = known[code] = not code.co_filename.startswith(_DROPPED) and bool(
+                self._held.append(code)
+                is_kept = known[id(code)] = not code.co_filename.startswith(_DROPPED) and bool(
                     self._keep(_summary([(code, frame.f_lineno)]))
                 )
             if is_kept:
@@ -92,10 +95,11 @@ class _Texts:
             elif not (kept or innermost) and is_of_user(code):
                 innermost.append((code, frame.f_lineno))
             frame = frame.f_back
-        key = tuple(reversed(kept or innermost))
+        frames = kept or innermost
+        key = tuple([number for code, line in frames for number in (id(code), line)])
         text = self._texts.get(key)
         if text is None:
-            text = self._texts[key] = "".join(_summary(key).format()).strip()
+            text = self._texts[key] = "".join(_summary(reversed(frames)).format()).strip()
         return text
 
 

@@ -10,7 +10,7 @@ memory of their own or in that of the operand of which the result is a view.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -28,25 +28,29 @@ from gt_trace._torch_internals import (
     num_dispatch_modes,
     storage_key,
 )
+from gt_trace.stamping.known_sizes import KnownSizes, SegmentSizes, expression_of
 
 _STATELESS = (Replicate, Shard, Partial, StridedShard)
 
 
 @dataclass(frozen=True, slots=True)
 class _Result:
-    """One tensor that an operator returned, without its memory."""
+    """One tensor that an operator returned; its sizes are numbers or expressions."""
 
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
+    shape: tuple[Any, ...]
+    stride: tuple[Any, ...]
+    offset: Any
     dtype: torch.dtype
     device: torch.device
-    num_bytes: int
+    num_bytes: Any
     operand: int | None
     """Position of the operand of which the tensor is a view; None for memory of its own."""
 
     spec: Any
     """Mesh and placements of a DTensor; None for a fake tensor."""
+
+    names: tuple[tuple[Any, str], ...] = ()
+    """The symbols in the expressions, and what they are called in the segment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,37 +67,68 @@ are compared."""
 
 
 class KnownOperators:
-    """Answers operators of one recording, of that fake mode, also by those of earlier ones."""
+    """Answers operators of one recording, of that fake mode, also by those of earlier ones.
+
+    Where an operator read sizes that only a run will tell, those of its segment are passed along:
+    the symbols differ from segment to segment, and what is known of them is a part of the question.
+    """
 
     def __init__(self, answers: Answers, mode: FakeTensorMode) -> None:
         self._answers = answers
         self._mode = mode
+        self._sizes = KnownSizes(mode.shape_env)
         # Another mode than that of the fake tensors would have to see the operators too.
         self._is_off = num_dispatch_modes() > 1
 
-    def question(self, func: Any, token: int, operands: Sequence[torch.Tensor]) -> Any:
+    def question(
+        self,
+        func: Any,
+        token: int,
+        operands: Sequence[torch.Tensor],
+        sizes: SegmentSizes | None = None,
+    ) -> Any:
         """What the result is known by; None if it depends on more.
 
         ``token`` stands for the operator, its constants, and all facts of its operands.
         """
-        if self._is_off or not operands or not is_functional(func):
+        if self._is_off or not (is_functional(func) or _is_selection_by_number(func, operands)):
             return None
-        return (token, torch.get_default_dtype(), torch.is_inference_mode_enabled())
+        facts = None if sizes is None else self._sizes.facts(sizes)
+        return (token, torch.get_default_dtype(), torch.is_inference_mode_enabled(), facts)
 
-    def answer(self, question: Any, operands: Sequence[torch.Tensor]) -> Any:
+    def answer(
+        self, question: Any, operands: Sequence[torch.Tensor], sizes: SegmentSizes | None = None
+    ) -> Any:
         """The result of a question, as if the operator had run; None if it must run."""
         known = self._answers.get(question)
         if known is None:
             return None
-        made = [self._tensor(each, operands) for each in known.results]
+        made = [self._tensor(each, operands, sizes) for each in known.results]
         return made[0] if known.kind is torch.Tensor else known.kind(made)
 
-    def learn(self, question: Any, operands: Sequence[torch.Tensor], result: Any) -> None:
+    def learn(
+        self,
+        question: Any,
+        operands: Sequence[torch.Tensor],
+        result: Any,
+        sizes: SegmentSizes | None = None,
+    ) -> None:
         """Remember what an operator gave."""
-        if question not in self._answers:
-            self._answers[question] = self._answer_of(result, operands)
+        if question in self._answers:
+            return
+        # One that tells PyTorch something of sizes must run each time.
+        has_told = sizes is not None and self._sizes.facts(sizes) != question[-1]
+        self._answers[question] = None if has_told else self._answer_of(result, operands, sizes)
 
-    def _answer_of(self, result: Any, operands: Sequence[torch.Tensor]) -> _Answer | None:
+    def another(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Another tensor in the same memory, as if it were detached; None if that must run."""
+        if self._is_off or not self._is_plain(tensor) or tensor._has_symbolic_sizes_strides:
+            return None
+        return self._tensor(_result(tensor, 0), [tensor], None)
+
+    def _answer_of(
+        self, result: Any, operands: Sequence[torch.Tensor], sizes: SegmentSizes | None
+    ) -> _Answer | None:
         if not all(self._is_plain(operand) for operand in operands):
             return None
         is_single = isinstance(result, torch.Tensor)
@@ -110,8 +145,11 @@ class KnownOperators:
             key = storage_key(_local(tensor))
             if sum(storage_key(_local(each)) == key for each in operands) > 1:
                 return None  # of which of them the result is a view, is not known
-            found = _result(tensor, memory.get(key))
-            if found != _result(self._tensor(found, operands), found.operand):
+            found = _with_names(_result(tensor, memory.get(key)), sizes)
+            if found is None:
+                return None
+            made = _result(self._tensor(found, operands, sizes), found.operand)
+            if found != _with_names(made, sizes):
                 return None
             results.append(found)
         own = {storage_key(_local(each)) for each in tensors} - memory.keys()
@@ -120,7 +158,7 @@ class KnownOperators:
         return _Answer(torch.Tensor if is_single else type(result), tuple(results))
 
     def _is_plain(self, tensor: torch.Tensor) -> bool:
-        """A fake tensor of this recording with sizes that are numbers, or a DTensor of one."""
+        """A fake tensor of this recording, or a DTensor of one with sizes that are numbers."""
         local = _local(tensor) if type(tensor) is DTensor else tensor
         return (
             type(local) is FakeTensor
@@ -128,23 +166,30 @@ class KnownOperators:
             and local.constant is None
             and local.dispatch_keys is None
             and local.layout is torch.strided
-            and not local._has_symbolic_sizes_strides
-            and not tensor._has_symbolic_sizes_strides
+            and (local is tensor or not local._has_symbolic_sizes_strides)
+            and (local is tensor or not tensor._has_symbolic_sizes_strides)
             and not tensor.is_conj()
             and not tensor.is_neg()
             and is_stateless(getattr(tensor, "_spec", None))
         )
 
-    def _tensor(self, result: _Result, operands: Sequence[torch.Tensor]) -> torch.Tensor:
+    def _tensor(
+        self, result: _Result, operands: Sequence[torch.Tensor], sizes: SegmentSizes | None
+    ) -> torch.Tensor:
+        shape, stride, offset = result.shape, result.stride, result.offset
+        if result.names:
+            assert sizes is not None
+            *told, offset = (
+                self._sizes.size(each, result.names, sizes) for each in (*shape, *stride, offset)
+            )
+            shape, stride = tuple(told[: len(shape)]), tuple(told[len(shape) :])
         with no_dispatch():
             if result.operand is None:
-                element = torch.empty_strided(
-                    result.shape, result.stride, dtype=result.dtype, device="meta"
-                )
+                element = torch.empty_strided(shape, stride, dtype=result.dtype, device="meta")
             else:
                 memory = _local(operands[result.operand]).untyped_storage()
                 element = torch.empty((0,), dtype=result.dtype, device="meta")
-                element.set_(memory, result.offset, result.shape, result.stride)
+                element.set_(memory, offset, shape, stride)
         fake = fake_over_meta(element, self._mode, result.device, dispatch_keys=None)
         return fake if result.spec is None else dtensor_over(fake, result.spec)
 
@@ -152,6 +197,13 @@ class KnownOperators:
 def is_stateless(spec: Any) -> bool:
     """Whether a layout is all in its placements; masks of sharded vocabularies are not."""
     return spec is None or all(type(each) in _STATELESS for each in spec.placements)
+
+
+def _is_selection_by_number(func: Any, operands: Sequence[torch.Tensor]) -> bool:
+    """Whether an operator is ``x[indices]``, of which masks alone give as many as values say."""
+    return func is torch.ops.aten.index.Tensor and all(
+        indices.dtype in (torch.int64, torch.int32) for indices in operands[1:]
+    )
 
 
 def _local(tensor: torch.Tensor) -> Any:
@@ -162,12 +214,24 @@ def _local(tensor: torch.Tensor) -> Any:
 def _result(tensor: torch.Tensor, operand: int | None) -> _Result:
     local = _local(tensor)
     return _Result(
-        shape=tuple(local.shape),
-        stride=tuple(local.stride()),
-        offset=local.storage_offset(),
+        shape=tuple(map(expression_of, local.shape)),
+        stride=tuple(map(expression_of, local.stride())),
+        offset=expression_of(local.storage_offset()),
         dtype=local.dtype,
         device=local.device,
-        num_bytes=local.untyped_storage().nbytes(),
+        num_bytes=expression_of(local.untyped_storage().nbytes()),
         operand=operand,
         spec=getattr(tensor, "_spec", None),
     )
+
+
+def _with_names(result: _Result, sizes: SegmentSizes | None) -> _Result | None:
+    """The result with names of its symbols; None if one of them has none in the segment."""
+    numbers = (*result.shape, *result.stride, result.offset, result.num_bytes)
+    symbols = {symbol for each in numbers if type(each) is not int for symbol in each.free_symbols}
+    if not symbols:
+        return result
+    if sizes is None or not symbols <= sizes.names.keys():
+        return None
+    names = [(symbol, name) for symbol, name in sizes.names.items() if symbol in symbols]
+    return replace(result, names=tuple(names))

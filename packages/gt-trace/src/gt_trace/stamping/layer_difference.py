@@ -48,6 +48,7 @@ _NOT_READ_BY_A_FORWARD = frozenset(
         *_HOOK_FLAGS,
     }
 )
+_MOST_CLASSES = 1024
 _BY_VALUE = (
     bool,
     int,
@@ -166,7 +167,8 @@ class LayerComparison:
             return self._function(path, ours, theirs)
         if isinstance(ours, types.CellType):
             return self.value(path, cell_contents(ours), cell_contents(theirs))
-        if _is_plain_python(type(ours)):
+        kind: Any = type(ours)
+        if _is_plain_python(kind):
             return self._mapping(path, _state(ours), _state(theirs))
         return self._unknown(path, ours)
 
@@ -222,6 +224,7 @@ class LayerComparison:
         return _first(
             self.value(f"{path}[{index}]", one, other)
             for index, (one, other) in enumerate(zip(ours, theirs, strict=True))
+            if not self._are_one(one, other)
         )
 
     def _mapping(self, path: str, ours: Mapping[Any, Any], theirs: Mapping[Any, Any]) -> str | None:
@@ -233,6 +236,7 @@ class LayerComparison:
         return _first(
             self.value(f"{path} key", key, other_key) or self.value(f"{path}.{key}", one, other)
             for (key, one), (other_key, other) in zip(ours.items(), theirs.items(), strict=True)
+            if not (self._are_one(key, other_key) and self._are_one(one, other))
         )
 
     def _function(self, path: str, ours: Any, theirs: Any) -> str | None:
@@ -242,6 +246,12 @@ class LayerComparison:
             self.value(f"{path}.{name}", getattr(ours, name), getattr(theirs, name))
             for name in ("__closure__", "__defaults__", "__kwdefaults__", "__dict__")
         )
+
+    def _are_one(self, ours: Any, theirs: Any) -> bool:
+        """Whether both are one object that is no difference, or one text without an index."""
+        if type(ours) is str:
+            return ours == theirs and self.layers.fqn not in ours
+        return ours is theirs
 
     def _relative(self, text: str, own: int) -> str:
         """Indices of the list in ``text`` as distances to ``own``."""
@@ -313,6 +323,7 @@ def cell_contents(cell: types.CellType) -> Any:
         return None
 
 
+@functools.lru_cache(maxsize=_MOST_CLASSES)
 def _is_plain_python(kind: type) -> bool:
     """Whether all that an object of that class holds is in its dictionary and its slots."""
     return all(base is object or base.__flags__ & _HEAP_TYPE for base in kind.__mro__) and (
@@ -321,13 +332,21 @@ def _is_plain_python(kind: type) -> bool:
     )
 
 
+@functools.lru_cache(maxsize=_MOST_CLASSES)
+def _slots(kind: type) -> tuple[str, ...]:
+    names: list[str] = []
+    for base in kind.__mro__:
+        slots = vars(base).get("__slots__", ())
+        names.extend((slots,) if isinstance(slots, str) else slots)
+    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
+
+
 def _state(value: Any) -> dict[str, Any]:
     state: dict[str, Any] = dict(getattr(value, "__dict__", {}))
-    for base in type(value).__mro__:
-        slots = vars(base).get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if name not in ("__dict__", "__weakref__") and hasattr(value, name):
-                state[name] = getattr(value, name)
+    kind: Any = type(value)
+    for name in _slots(kind):
+        if hasattr(value, name):
+            state[name] = getattr(value, name)
     if isinstance(value, DTensorSpec):
         state.pop("_hash", None)  # of what it holds, once somebody asked for it
     return state

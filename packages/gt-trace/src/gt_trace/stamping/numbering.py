@@ -53,17 +53,25 @@ class Names:
         backward = range(short.first_backward, short.tail)
         self._forward = _strides(short, forward, short.forward_length)
         self._backward = _strides(short, backward, -short.backward_length)
+        self._in_forward: dict[Node, tuple[NameBase, int, int]] = {}
+        self._in_backward: dict[Node, tuple[NameBase, int, int]] = {}
 
     def in_forward(self, node: Node, unit: int) -> str:
         """The name in ``unit``, of a node of the first interior unit's forward."""
-        base, index = _split_name(node)
-        return base.at(index + (unit - self._plan.first) * self._forward[base])
+        if node not in self._in_forward:
+            base, index = _split_name(node)
+            self._in_forward[node] = (base, index, self._forward[base])
+        base, index, stride = self._in_forward[node]
+        return base.at(index + (unit - self._plan.first) * stride)
 
     def in_backward(self, node: Node, unit: int) -> str:
         """The name in ``unit``, of a node of the last interior unit's backward."""
-        base, index = _split_name(node)
-        index += self._plan.num_stamped * self._forward.get(base, 0)
-        return base.at(index + (self._plan.last - unit) * self._backward[base])
+        if node not in self._in_backward:
+            base, index = _split_name(node)
+            index += self._plan.num_stamped * self._forward.get(base, 0)
+            self._in_backward[node] = (base, index, self._backward[base])
+        base, index, stride = self._in_backward[node]
+        return base.at(index + (self._plan.last - unit) * stride)
 
     def in_centre(self, node: Node) -> str:
         """The name of a node between the forwards of the interior and their backwards."""

@@ -10,12 +10,11 @@ stand-in, by which the outputs of the step are recognised as gradients.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from gt_trace._torch_internals import (
     DisableTorchFunction,
@@ -26,6 +25,8 @@ from gt_trace._torch_internals import (
     is_flex_attention,
     pytree,
 )
+from gt_trace.capture.live_state import LiveState
+from gt_trace.capture.module_state import StateSlot
 from gt_trace.stamping.known_operators import KnownOperators
 from gt_trace.stamping.layer_list import LayerList
 from gt_trace.stamping.recorder import StreamRecorder, tensor_leaves
@@ -38,11 +39,25 @@ def record_step(
     *,
     layers: LayerList,
     keep: Sequence[int],
-    named_tensors: Mapping[str, torch.Tensor],
+    slots: Sequence[StateSlot],
+    state: Sequence[torch.Tensor],
+    absent: Sequence[StateSlot],
+    arguments: Sequence[torch.Tensor],
     vocabulary: Vocabulary,
     fake_mode: FakeTensorMode,
 ) -> StreamRecording:
     """Run a step, in the contexts of a trace, and record what each of the layers ``keep`` computes.
+
+    Args:
+        run: the step, with the module's state replaced by ``state``.
+        layers: the model's.
+        keep: which of them the module holds now.
+        slots: where the state lives.
+        state: stand-ins of the state, one for each slot.
+        absent: state of layers that the module does not hold now.
+        arguments: tensors that the step is given.
+        vocabulary: of this recording and those that it is compared with.
+        fake_mode: of all these tensors.
 
     Raises:
         NotStampable: a layer ran twice, never, or out of order; or the step does what no stream
@@ -50,7 +65,9 @@ def record_step(
     """
     recorder = StreamRecorder(layers, vocabulary)
     known = KnownOperators(vocabulary.answers, fake_mode)
-    for name, tensor in named_tensors.items():
+    named = {slot.entry.name: each for slot, each in zip(slots, state, strict=True)}
+    named |= {f"argument {index}": each for index, each in enumerate(arguments)}
+    for name, tensor in named.items():
         recorder.register(tensor, Origin(*layers.split(name)))
         recorder.names[id(tensor)] = name
     with ExitStack() as stack:
@@ -59,7 +76,7 @@ def record_step(
                 recorder.entry_hook(index), prepend=True, with_kwargs=True
             )
             stack.callback(handle.remove)
-        stack.enter_context(_GradientStandIns(recorder))
+        stack.enter_context(_RecordedFunctions(recorder, known, slots, state, absent=absent))
         stack.enter_context(_OperatorMode(recorder, known))
         result = run()
         leaves, spec = pytree.tree_flatten(result)
@@ -76,10 +93,22 @@ def record_step(
     )
 
 
+_SEEN_OFTEN = frozenset(
+    getattr(torch.Tensor, name).__get__
+    for name in ("shape", "dtype", "requires_grad", "ndim", "device", "layout", "_version")
+)
+"""Readings of what a tensor is, half of all torch functions that a model calls."""
+
+
 class _OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's hook is untyped
     """Sees operators above tensor subclasses and below autograd."""
 
     supports_higher_order_operators = True  # to refuse them with a reason
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled while a step is recorded, so that Dynamo need not be kept out."""
+        return False
 
     def __init__(self, recorder: StreamRecorder, known: KnownOperators) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
@@ -97,38 +126,56 @@ class _OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
             return device
         kwargs = kwargs or {}
         with DisableTorchFunction():
-            if self._recorder.paused:
+            recorder = self._recorder
+            if recorder.paused:
                 return func(*args, **kwargs)
-            token = self._recorder.operator(func, args, kwargs)
-            operands = self._recorder.operands
-            question = self._known.question(func, token, operands)
-            result = None if question is None else self._known.answer(question, operands)
+            token = recorder.operator(func, args, kwargs)
+            operands = recorder.operands
+            sizes = recorder.segments[recorder.current].sizes if recorder.has_sizes else None
+            question = self._known.question(func, token, operands, sizes)
+            result = None if question is None else self._known.answer(question, operands, sizes)
             if result is None:
                 result = func(*args, **kwargs)
                 if question is not None:
-                    self._known.learn(question, operands, result)
-            self._recorder.result(result)
+                    self._known.learn(question, operands, result, sizes)
+            recorder.result(result)
         return result
 
 
-class _GradientStandIns(TorchFunctionMode):
-    """Answers ``torch.autograd.grad`` without running a backward."""
+class _RecordedFunctions(LiveState):
+    """Answers ``torch.autograd.grad`` without running a backward, and refuses what hides from it.
 
-    def __init__(self, recorder: StreamRecorder) -> None:
-        super().__init__()
+    Args:
+        recorder: of the run.
+        known: of the run.
+        slots: where the state lives.
+        stand_ins: one for each slot.
+        absent: state for which there is no stand-in.
+    """
+
+    def __init__(
+        self,
+        recorder: StreamRecorder,
+        known: KnownOperators,
+        slots: Sequence[StateSlot],
+        stand_ins: Sequence[torch.Tensor],
+        *,
+        absent: Sequence[StateSlot],
+    ) -> None:
+        super().__init__(slots, stand_ins, absent=absent)
         self._recorder = recorder
+        self._known = known
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if self._recorder.paused:
-            return func(*args, **(kwargs or {}))
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run what a layer computes by; do in place of a backward what a recording needs."""
+        if self._recorder.paused or func in _SEEN_OFTEN:
+            return func(*args, **kwargs)
         if is_flex_attention(func):
-            return self._recorder.flex_attention(func, args, kwargs or {})
+            return self._recorder.flex_attention(func, args, kwargs)
         if func is torch.autograd.grad:
             outputs, inputs = args[0], args[1]
             self._recorder.close(tensor_leaves(outputs))
-            return tuple(self._recorder.stand_in(each) for each in inputs)
+            return tuple(self._recorder.stand_in(each, self._known) for each in inputs)
         if func is torch.autograd.backward or func is torch.Tensor.backward:
             raise NotStampable("the step calls backward(), not torch.autograd.grad")
         if func is torch.Tensor.register_hook:
@@ -136,7 +183,7 @@ class _GradientStandIns(TorchFunctionMode):
         is_asked = getattr(func, "__self__", None) is torch.Tensor.grad_fn
         if is_asked and not _is_asked_by_checkpoint():
             raise NotStampable("the forward asks for a tensor's grad_fn, which takes hooks")
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
 
 def _is_asked_by_checkpoint() -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +12,7 @@ from torch import nn
 
 from gt_trace._torch_internals import (
     DisableTorchFunction,
+    DTensor,
     FakeTensor,
     custom_function,
     is_traceable_wrapper_subclass,
@@ -23,6 +23,7 @@ from gt_trace._torch_internals import (
     tensor_indices,
 )
 from gt_trace.capture.fake_tensors import tensors_in
+from gt_trace.stamping.known_operators import KnownOperators
 from gt_trace.stamping.layer_list import LayerList
 from gt_trace.stamping.recordings import BEFORE, LayerSegment, Origin, ReturnedLeaf, Vocabulary
 from gt_trace.stamping.report import NotStampable
@@ -36,7 +37,7 @@ _PLAIN = (
     torch.layout,
     torch.memory_format,
 )
-_SYMBOL = re.compile(r"\b[usz]\d+\b")
+_layout_of: Callable[[torch.Tensor], torch.layout] = torch.Tensor.layout.__get__  # type: ignore[attr-defined]  # a getter
 
 
 class StreamRecorder:
@@ -54,11 +55,15 @@ class StreamRecorder:
         self.operands: list[torch.Tensor] = []
         """The tensors that the last operator read."""
 
+        self.has_sizes = False
+        """Whether the last operator read sizes that only a run will tell."""
+
         self.saved_tensor_hooks = saved_tensor_hooks()
 
         # Everything seen is kept, so that no id is used twice.
         self._origins: dict[int, tuple[Any, Origin]] = {}
         self._nodes: dict[int, tuple[Any, Origin]] = {}
+        self._numbers: dict[int, tuple[Any, int]] = {}
 
     def register(self, tensor: torch.Tensor, origin: Origin) -> None:
         """Remember where a tensor came from, and the plain tensors that it is made of."""
@@ -89,7 +94,13 @@ class StreamRecorder:
             raise NotStampable("the forward has hooks for saved tensors, which run in the backward")
         segment = self.segments[self.current]
         self.operands = []
-        token = (func, self._code(args, segment), self._code(kwargs, segment), _annotations())
+        self.has_sizes = False
+        token = (
+            self.vocabulary.identity(func),
+            self._code(args, segment),
+            self._code(kwargs, segment) if kwargs else (),
+            _annotations(),
+        )
         number = self.vocabulary.number(token, func)
         segment.tokens.append(number)
         return number
@@ -99,7 +110,8 @@ class StreamRecorder:
         segment = self.segments[self.current]
         place = segment.num_results
         segment.num_results += 1
-        for index, leaf in enumerate(tensors_in(result)):
+        leaves = (result,) if isinstance(result, torch.Tensor) else tensors_in(result)
+        for index, leaf in enumerate(leaves):
             if id(leaf) not in self._origins:
                 self.register(leaf, Origin(self.current, (place, index)))
 
@@ -150,11 +162,13 @@ class StreamRecorder:
             return ReturnedLeaf(is_tensor=False, constant=leaf)
         return ReturnedLeaf(gradient_of=self.stand_ins.get(id(leaf)))
 
-    def stand_in(self, wanted: torch.Tensor) -> torch.Tensor:
+    def stand_in(self, wanted: torch.Tensor, known: KnownOperators) -> torch.Tensor:
         """A tensor that stands for the gradient of ``wanted``."""
         origin = self.origin(wanted)
-        with self._pause():
-            gradient = wanted.detach()
+        gradient = known.another(wanted)
+        if gradient is None:
+            with self._pause():
+                gradient = wanted.detach()
         self.register(gradient, Origin(origin.layer, ("gradient", origin.place)))
         self.stand_ins[id(gradient)] = self.names.get(id(wanted))
         return gradient
@@ -201,7 +215,7 @@ class StreamRecorder:
             segment.origins.append(self.origin(value))
             return ("tensor", str(self._signature(value, segment)))
         if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
-            return ("size", self._expression(value, segment))
+            return ("size", self._text(value, segment))
         if type(value) in (list, tuple):
             return tuple(self._settled(each, segment) for each in value)
         if type(value) is dict:
@@ -220,12 +234,17 @@ class StreamRecorder:
             self.operands.append(value)
             segment.origins.append(self.origin(value))
             return self._signature(value, segment)
+        kind = type(value)
+        if kind is int or kind is bool:
+            return (kind, value)
+        if kind is list or kind is tuple:
+            return tuple([self._code(each, segment) for each in value])
         if isinstance(value, _PLAIN):
             return value
         if isinstance(value, bool | int | float | complex):
             return (type(value), repr(value))
         if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
-            return (type(value), self._expression(value, segment))
+            return (type(value), self._text(value, segment))
         if isinstance(value, list | tuple):
             return tuple(self._code(each, segment) for each in value)
         if isinstance(value, dict):
@@ -234,10 +253,18 @@ class StreamRecorder:
 
     def _signature(self, tensor: torch.Tensor, segment: LayerSegment) -> Any:
         """All that an operator can see of a tensor, but for values."""
-        numbers = (*tensor.shape, *tensor.stride(), tensor.storage_offset())
+        if type(tensor) is FakeTensor and _is_plain(tensor):
+            return _plain_facts(tensor, tensor.fake_device)
+        spec: Any = getattr(tensor, "_spec", None)
+        layout = () if spec is None else (spec.placements, spec.mesh, _shard_order(spec))
+        if type(tensor) is DTensor and not tensor._has_symbolic_sizes_strides:
+            numbers = tuple([self._number(each) for each in layout])
+            local = self._signature(tensor._local_tensor, segment)
+            return (numbers, *_plain_facts(tensor, tensor.device), local)
+        sizes = (*tensor.shape, *tensor.stride(), tensor.storage_offset())
         facts = (
             type(tensor),
-            tuple(n if type(n) is int else self._expression(n, segment) for n in numbers),
+            tuple(n if type(n) is int else self._text(n, segment) for n in sizes),
             tensor.dtype,
             tensor.device,
             tensor.layout,
@@ -247,19 +274,52 @@ class StreamRecorder:
         )
         if type(tensor) is FakeTensor:
             return (*facts, _literal(tensor), tensor.dispatch_keys is None)
-        spec = getattr(tensor, "_spec", None)
         if spec is None:
             return facts
-        order = getattr(spec, "shard_order", None)
         held = tuple(self._signature(inner, segment) for _, inner in _inner_tensors(tensor))
-        return (*facts, spec.placements, spec.mesh, order, held)
+        return (*facts, *layout, held)
 
-    def _expression(self, size: Any, segment: LayerSegment) -> str:
-        """A symbolic size, with symbols numbered as they occur in the segment."""
-        known = segment.symbols
-        return _SYMBOL.sub(
-            lambda match: known.setdefault(match[0], f"size{len(known)}"), str(size.node.expr)
-        )
+    def _number(self, value: Any) -> int:
+        """A number for what tensors share, so that it is hashed once: placements and meshes."""
+        found = self._numbers.get(id(value))
+        if found is None:
+            number = self.vocabulary.number(("shared", value), value)
+            found = self._numbers[id(value)] = (value, number)
+        return found[1]
+
+    def _text(self, size: Any, segment: LayerSegment) -> str:
+        """A symbolic size in the names of the segment."""
+        self.has_sizes = True
+        return segment.sizes.text(size)
+
+
+def _shard_order(spec: Any) -> Any:
+    """In which order mesh axes split a dimension; old versions of PyTorch know of one only."""
+    return getattr(spec, "shard_order", None)
+
+
+def _is_plain(fake: FakeTensor) -> bool:
+    """Whether sizes are numbers, no value is known, and PyTorch tells it from others by class."""
+    return (
+        not fake._has_symbolic_sizes_strides
+        and fake.constant is None
+        and fake.dispatch_keys is None
+    )
+
+
+def _plain_facts(tensor: torch.Tensor, device: torch.device) -> tuple[Any, ...]:
+    """All that is known of a tensor of which sizes are numbers, beside its class."""
+    return (
+        tensor.shape,
+        tensor.stride(),
+        tensor.storage_offset(),
+        tensor.dtype,
+        device,
+        _layout_of(tensor),
+        tensor.requires_grad,
+        tensor.is_conj(),
+        tensor.is_neg(),
+    )
 
 
 def _literal(tensor: FakeTensor) -> str | None:
@@ -291,6 +351,10 @@ def tensor_leaves(value: Any) -> list[torch.Tensor]:
 
 def _inner_tensors(tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
     """The tensors that a tensor subclass is made of, by name; none for a plain tensor."""
+    if type(tensor) is FakeTensor:
+        return []
+    if type(tensor) is DTensor:
+        return [("_local_tensor", tensor._local_tensor)]
     is_plain = not is_traceable_wrapper_subclass(tensor)
     if is_plain:
         return []

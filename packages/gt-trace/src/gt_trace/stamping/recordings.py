@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from gt_trace._torch_internals import pytree
 from gt_trace.stamping.known_operators import Answers
+from gt_trace.stamping.known_sizes import SegmentSizes
 
 BEFORE = -1
 """The number of the segment that runs before the first layer."""
 
 
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """Where a tensor came from."""
+class Origin(NamedTuple):
+    """Where a tensor came from; a tuple, since a recording makes one for every tensor."""
 
     layer: int | None
     """The layer in whose segment it was made, or whose state it is; None for all else."""
@@ -42,7 +42,8 @@ class LayerSegment:
 
     num_results: int = 0
     num_foreign: int = 0
-    symbols: dict[str, str] = field(default_factory=dict)
+    sizes: SegmentSizes = field(default_factory=SegmentSizes)
+    """Sizes that only a run will tell."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

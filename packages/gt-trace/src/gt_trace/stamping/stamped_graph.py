@@ -21,6 +21,7 @@ from typing import Any
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
+from gt_trace._torch_internals import add_node
 from gt_trace.capture.fake_tensors import tensors_in
 from gt_trace.capture.graph_inputs import GraphInput
 from gt_trace.stamping.fake_values import StorageOwners, ValueMaker
@@ -223,7 +224,8 @@ class StampedGraph:
         for template in templates:
             ours = template.ours
             node = self._node(template, unit, resolve, is_forward=is_forward)
-            meta = dict(ours.meta)
+            meta = node.meta
+            meta.update(ours.meta)
             meta["seq_nr"] = self._number(template, unit, is_forward=is_forward)
             if "custom" in meta:
                 meta["custom"] = self._annotation(template.annotations, unit)
@@ -234,7 +236,6 @@ class StampedGraph:
                 }
             if "tensor_meta" in meta:
                 meta["tensor_meta"] = self._values.shape_facts(meta["tensor_meta"], replaced)
-            node.meta = meta
             for key, plans in template.values:
                 meta[key] = self._values.make(meta[key], plans, resolve, node, replaced)
 
@@ -269,7 +270,8 @@ class StampedGraph:
         if template.ours.op == "get_attr":
             target = name
             self.attributes[name] = self._subgraph(template, unit)
-        node = self.graph.create_node(
+        node = add_node(
+            self.graph,
             template.ours.op,
             target,
             maker.value(template.args, unit, resolve),

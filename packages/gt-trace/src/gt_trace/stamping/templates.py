@@ -103,7 +103,12 @@ class TemplateMaker:
         if isinstance(template, Reference):
             return resolve(template)
         if isinstance(template, Items):
-            items = [self.value(item, unit, resolve) for item in template.items]
+            items = [
+                item.value
+                if isinstance(item, ConstantTemplate)
+                else self.value(item, unit, resolve)
+                for item in template.items
+            ]
             return items if template.is_list else tuple(items)
         if isinstance(template, Entries):
             return {key: self.value(each, unit, resolve) for key, each in template.entries}

@@ -23,7 +23,6 @@ from gt_trace._torch_internals import FakeTensorMode, ShapeEnv, pytree
 from gt_trace.capture.captured_mode import CapturedMode, refuse_gradient_hooks
 from gt_trace.capture.flat_inputs import FlatInputs
 from gt_trace.capture.input_preparers import InputPreparer, TraceInputs
-from gt_trace.capture.live_state import LiveState
 from gt_trace.capture.module_state import StateSlot, collect_state
 from gt_trace.capture.trace import (
     ConstantPolicy,
@@ -287,16 +286,10 @@ class _Stamper:
             state, inputs = flat.rebuild(fakes)
             for preparer in self.preparers:
                 inputs = preparer.inside_trace(inputs)
-            named = {
-                slot.entry.name: tensor for slot, tensor in zip(flat.slots, state, strict=True)
-            }
             leaves = pytree.tree_leaves((inputs.args, dict(inputs.kwargs)))
-            arguments = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-            named |= {f"argument {index}": leaf for index, leaf in enumerate(arguments)}
 
             def run() -> Any:
-                live = LiveState(flat.slots, state, absent=absent)
-                with _swapped(flat.slots, state), _unchanged(self.module), live:
+                with _swapped(flat.slots, state), _unchanged(self.module):
                     return self.fn(*inputs.args, **inputs.kwargs)
 
             with _told(layers, keep):
@@ -304,7 +297,10 @@ class _Stamper:
                     run,
                     layers=layers,
                     keep=list(keep),
-                    named_tensors=named,
+                    slots=flat.slots,
+                    state=state,
+                    absent=absent,
+                    arguments=[leaf for leaf in leaves if isinstance(leaf, torch.Tensor)],
                     vocabulary=vocabulary,
                     fake_mode=mode,
                 )

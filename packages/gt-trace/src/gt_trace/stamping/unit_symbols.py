@@ -8,7 +8,7 @@ environment knows the same as of the traced ones: ranges, and what was checked o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -41,6 +41,8 @@ class UnitSymbols:
         self._ours = tuple(ours)
         self._own = frozenset(ours)
         self._to_last = dict(zip(ours, theirs, strict=True))
+        self._sizes: dict[Any, torch.SymInt] = {}
+        self._known: _Known | None = None
         if ours:
             assert shape_env is not None
             self._require_equal_facts(shape_env)
@@ -60,7 +62,9 @@ class UnitSymbols:
         shape_env: Any = self._shape_env
         with shape_env.ignore_fresh_unbacked_symbols():
             made = {each: shape_env.create_unbacked_symint().node.expr for each in self._ours}
-        _copy_facts(shape_env, made)
+        if self._known is None:
+            self._known = _Known.of(shape_env, self._own)
+        self._known.tell(shape_env, made)
         return made
 
     def size(self, size: Any, replaced: dict[Any, Any]) -> Any:
@@ -70,8 +74,11 @@ class UnitSymbols:
         expression = size.node.expr
         if not expression.free_symbols & self._own:
             return size
-        shape_env: Any = self._shape_env
-        made: torch.SymInt = shape_env.create_symintnode(expression.xreplace(replaced), hint=None)
+        told = expression.xreplace(replaced)
+        made = self._sizes.get(told)
+        if made is None:
+            shape_env: Any = self._shape_env
+            made = self._sizes[told] = shape_env.create_symintnode(told, hint=None)
         return made
 
     def _require_equal_facts(self, shape_env: Any) -> None:
@@ -102,29 +109,53 @@ def _facts(shape_env: Any, names: dict[Any, Any]) -> list[Any]:
     return [facts, asserted, divisible, replaced]
 
 
-def _copy_facts(shape_env: Any, made: dict[Any, Any]) -> None:
-    """Let the environment know of new symbols what it knows of those that they stand beside."""
-    own = frozenset(made)
-    for symbol, new in made.items():
-        shape_env.var_to_range[new] = shape_env.var_to_range[symbol]
-        if symbol in shape_env.size_like:
-            shape_env.size_like.add(new)
-    for symbol, assertions in list(shape_env.deferred_runtime_asserts.items()):
-        for assertion in list(assertions):
-            if not assertion.expr.free_symbols & own:
-                continue
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Known:
+    """What the environment knows of the symbols of one unit, found once for all others."""
+
+    assertions: tuple[tuple[Any, Any], ...]
+    axioms: tuple[tuple[Any, Any], ...]
+    divisible: tuple[Any, ...]
+    replacements: tuple[tuple[Any, Any], ...]
+
+    @classmethod
+    def of(cls, shape_env: Any, own: frozenset[Any]) -> _Known:
+        """All that speaks of the symbols ``own``."""
+        return cls(
+            assertions=tuple(
+                (symbol, each)
+                for symbol, assertions in shape_env.deferred_runtime_asserts.items()
+                for each in assertions
+                if each.expr.free_symbols & own
+            ),
+            axioms=tuple(
+                (expression, truth)
+                for expression, truth in shape_env.axioms.items()
+                if expression.free_symbols & own
+            ),
+            divisible=tuple(each for each in shape_env.divisible if each.free_symbols & own),
+            replacements=tuple(
+                (symbol, value)
+                for symbol, value in shape_env.replacements.items()
+                if ({symbol} | value.free_symbols) & own
+            ),
+        )
+
+    def tell(self, shape_env: Any, made: dict[Any, Any]) -> None:
+        """Let the environment know the same of new symbols, by those that they stand beside."""
+        for symbol, new in made.items():
+            shape_env.var_to_range[new] = shape_env.var_to_range[symbol]
+            if symbol in shape_env.size_like:
+                shape_env.size_like.add(new)
+        for symbol, assertion in self.assertions:
+            told = replace(assertion, expr=assertion.expr.xreplace(made))
             key = made.get(symbol, symbol)
-            copied = replace(assertion, expr=assertion.expr.xreplace(made))
-            shape_env.deferred_runtime_asserts.setdefault(key, []).append(copied)
+            shape_env.deferred_runtime_asserts.setdefault(key, []).append(told)
             shape_env.num_deferred_runtime_asserts += 1
-    for expression, truth in list(shape_env.axioms.items()):
-        if expression.free_symbols & own:
+        for expression, truth in self.axioms:
             shape_env.axioms[expression.xreplace(made)] = truth
-    shape_env.divisible.update(
-        each.xreplace(made) for each in list(shape_env.divisible) if each.free_symbols & own
-    )
-    for symbol, value in list(shape_env.replacements.items()):
-        if ({symbol} | value.free_symbols) & own:
+        shape_env.divisible.update(each.xreplace(made) for each in self.divisible)
+        for symbol, value in self.replacements:
             shape_env.replacements[made.get(symbol, symbol)] = value.xreplace(made)
-    # Forget what was concluded without them.
-    forget_conclusions(shape_env)
+        # Forget what was concluded without them.
+        forget_conclusions(shape_env)

@@ -1,0 +1,150 @@
+"""What a recording knows of sizes that only a run will tell, in words that all layers share.
+
+A layer with experts has symbols of its own for the tokens that it gets. In its segment they have
+names, in the order in which they come into it (``size0``, ``size1``, ...). Operators on such sizes
+take PyTorch long, and give in each layer what they gave in the one before, told of the layer's own
+symbols: if what is known of these is the same, too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import torch
+
+from gt_trace._torch_internals import ShapeEnv
+
+_SYMBOL = re.compile(r"[usz]\d+")
+
+
+@dataclass(slots=True, kw_only=True)
+class SegmentSizes:
+    """The sizes of one segment that only a run will tell."""
+
+    names: dict[Any, str] = field(default_factory=dict)
+    """What symbols of SymPy are called here."""
+
+    texts: dict[Any, str] = field(default_factory=dict)
+    """Expressions of such symbols, with these names."""
+
+    facts: tuple[Any, Any] | None = None
+    """What is known of the symbols, and the state of the shape environment when it was found."""
+
+    made: dict[tuple[Any, Any], torch.SymInt] = field(default_factory=dict)
+    """Sizes made of expressions of another segment, by these and that segment's names."""
+
+    def text(self, size: Any) -> str:
+        """A symbolic size in names of this segment.
+
+        New symbols get names; those that come together in the order in which they were made.
+        """
+        expression = size.node.expr
+        known = self.texts.get(expression)
+        if known is None:
+            new = expression.free_symbols - self.names.keys()
+            for symbol in sorted(filter(_is_size, new), key=_number):
+                self.names[symbol] = f"size{len(self.names)}"
+            known = self.texts[expression] = _text(expression, self.names)
+        return known
+
+
+class KnownSizes:
+    """What one recording's shape environment knows."""
+
+    def __init__(self, shape_env: ShapeEnv | None) -> None:
+        self._shape_env: Any = shape_env
+        self._made: list[Any] = []
+        self._positions: dict[Any, int] = {}
+        self._symbols_of: dict[Any, frozenset[Any]] = {}
+
+    def facts(self, sizes: SegmentSizes) -> Any:
+        """All that is known of the symbols of a segment: ranges, assertions, replacements."""
+        env = self._shape_env
+        state = (env._version_counter, env.num_deferred_runtime_asserts, len(sizes.names))
+        if sizes.facts is None or sizes.facts[0] != state:
+            sizes.facts = (state, self._facts(sizes))
+        return sizes.facts[1]
+
+    def size(
+        self, expression: Any, learned: tuple[tuple[Any, str], ...], sizes: SegmentSizes
+    ) -> Any:
+        """A size of a segment, like ``expression`` in another, where symbols had those names."""
+        if isinstance(expression, int):
+            return expression
+        made = sizes.made.get((expression, learned))
+        if made is None:
+            own = {name: symbol for symbol, name in sizes.names.items()}
+            told = expression.xreplace({symbol: own[name] for symbol, name in learned})
+            made = self._shape_env.create_symintnode(told, hint=None)
+            sizes.made[expression, learned] = made
+        return made
+
+    def _facts(self, sizes: SegmentSizes) -> Any:
+        env, names = self._shape_env, sizes.names
+        for symbol in islice(env.var_to_range, len(self._made), None):
+            self._positions[symbol] = len(self._made)
+            self._made.append(symbol)
+        first = min((self._positions[symbol] for symbol in names), default=len(self._made))
+        # What is asserted is listed with the symbol that was made last.
+        known = [
+            (each.expr,)
+            for symbol in self._made[first:]
+            for each in env.deferred_runtime_asserts.get(symbol, ())
+        ]
+        known += [(each,) for each in env.divisible]
+        known += env.replacements.items()
+        ranges: list[Any] = []
+        for symbol, name in names.items():
+            bounds = env.var_to_range[symbol]
+            ranges.append((name, bounds.lower, bounds.upper, symbol in env.size_like))
+        return tuple(ranges), frozenset(
+            tuple(self._fact_text(part, sizes) for part in fact)
+            for fact in known
+            if any(not names.keys().isdisjoint(self._symbols(part)) for part in fact)
+        )
+
+    def _fact_text(self, expression: Any, sizes: SegmentSizes) -> str:
+        """The text of an expression of which some symbols may have no name yet."""
+        known = sizes.texts.get(expression)
+        if known is None:
+            known = _text(expression, sizes.names)
+            if self._symbols(expression) <= sizes.names.keys():
+                sizes.texts[expression] = known
+        return known
+
+    def _symbols(self, expression: Any) -> frozenset[Any]:
+        found = self._symbols_of.get(expression)
+        if found is None:
+            found = self._symbols_of[expression] = frozenset(expression.free_symbols)
+        return found
+
+
+def expression_of(size: int | torch.SymInt) -> Any:
+    """A number, or the expression of a symbolic size."""
+    return size if isinstance(size, int) else size.node.expr
+
+
+def _text(expression: Any, names: Mapping[Any, str]) -> str:
+    """An expression with other names, in an order that those give.
+
+    SymPy's own order is that of texts, in which ``u10`` comes before ``u9``.
+    """
+    if not expression.args:
+        return names.get(expression) or str(expression)
+    parts = [_text(each, names) for each in expression.args]
+    if expression.is_Add or expression.is_Mul:
+        parts.sort()
+    return f"{type(expression).__name__}({', '.join(parts)})"
+
+
+def _is_size(symbol: Any) -> bool:
+    return _SYMBOL.fullmatch(symbol.name) is not None
+
+
+def _number(symbol: Any) -> int:
+    """Symbols are numbered as they are made."""
+    return int(symbol.name[1:])
