@@ -1,4 +1,4 @@
-"""Stored graphs of a run: what identifies them, which ranks share one, and how a start gets its own.
+"""Stored graphs of a run: what identifies them, which ranks share one, how a start gets its own.
 
 ::
 
