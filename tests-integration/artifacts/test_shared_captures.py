@@ -157,8 +157,10 @@ def test_what_inductor_compiled_is_found_by_a_later_start_and_trains_to_the_same
         (
             replace(LLAMA3, parallelism={"data_parallel_shard_degree": 3}),
             3,
-            "2 groups of ranks\n  ranks 0-1: captured by 0, compared with rank 1\n"
-            "  rank 2: captured by 2; apart because their tensors have other shapes",
+            (
+                "2 groups of ranks\n  ranks 0-1: captured by 0, compared with rank 1\n"
+                "  rank 2: captured by 2; apart because their tensors have other shapes"
+            ),
         ),
     ],
     ids=["tensor parallelism", "uneven shards"],
