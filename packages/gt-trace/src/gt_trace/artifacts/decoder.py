@@ -22,6 +22,7 @@ from gt_trace._torch_internals import (
     FakeTensorMode,
     ShapeEnv,
     TensorMetadata,
+    add_node,
     fake_over_meta,
     lazy_graph_module,
     pytree,
@@ -113,13 +114,11 @@ class Decoder:
             target = self._operators[_index(target)]
         elif type(target) is not str or (op == "g" and not target.isidentifier()):
             raise ArtifactError(f"node {name!r} has the target {target!r}")
-        node = graph.create_node(_OPS[op], target, name=name)
+        operands = tuple([self._argument(each, before) for each in args])
+        named = {key: self._argument(each, before) for key, each in kwargs.items()}
+        node = add_node(graph, _OPS[op], target, operands, named, name=name)
         if node.name != name:
             raise ArtifactError(f"two nodes are named {name!r}, or that is no name")
-        # Given afterwards: a graph looks through the arguments of new nodes, twenty us for each.
-        node.args = tuple([self._argument(each, before) for each in args])
-        if kwargs:
-            node.kwargs = {key: self._argument(each, before) for key, each in kwargs.items()}
         node.meta = {
             key: self.value(held) if key in _OWN_VALUES else self.shared(held) for key, held in meta
         }

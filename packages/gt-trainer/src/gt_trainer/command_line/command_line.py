@@ -156,6 +156,8 @@ def parse_command_line(arguments: Sequence[str]) -> CommandLine:
         reading.problems.append(
             f"{name} starts no processes, so --nproc means nothing: say --world-size"
         )
+    if {"dry-run", _PRECOMPILE} <= {*reading.actions}:
+        reading.problems.append("--dry-run stores nothing, and precompile does: leave out one")
     if action == _PRECOMPILE and not any(
         each.partition("=")[0] == "--compile.artifacts" for each in reading.overrides
     ):
@@ -367,7 +369,8 @@ HARDWARE_FOR = (
 """Refuses it for a run whose configuration balances and plans nothing."""
 
 _USAGE = """\
-usage: gt-train [precompile] [--module NAME] [--config NAME] [OPTION ...] [--GROUP.FLAG VALUE ...]
+usage: gt-train [precompile] [--module NAME] [--config NAME] [OPTION ...]
+                [--GROUP.FLAG VALUE ...]
 
 Train one of torchtitan's models with its training step captured as one graph.
 Without arguments: a small Llama 3, on the sources of Python's standard library, in
