@@ -11,7 +11,8 @@ from gt_pipeline.graph.exposed_collectives import exposed_collectives
 from gt_pipeline.graph.pipeline_stage import GraphPipelineStage
 from gt_pipeline.graph.stage_capture import StageCapture, StageLoss, capture_stage
 from gt_pipeline.graph.stage_cut import cut_stage
-from gt_pipeline.graph.stage_graphs import StageGraphs
+from gt_pipeline.graph.stage_document import decode_stage, encode_stage
+from gt_pipeline.graph.stage_graphs import RewrittenStage, StageGraphs
 
 __all__ = [
     "AccumulatedResult",
@@ -20,11 +21,14 @@ __all__ = [
     "ActivationPlacement",
     "GraphPipelineStage",
     "MicrobatchGraph",
+    "RewrittenStage",
     "StageCapture",
     "StageGraphs",
     "StageLoss",
     "capture_stage",
     "cut_accumulation",
     "cut_stage",
+    "decode_stage",
+    "encode_stage",
     "exposed_collectives",
 ]
