@@ -16,6 +16,8 @@ from gt_trace.annotate import (
     annotate_method,
     phase,
 )
+from gt_trace.artifacts.mesh_axes import MeshAxes
+from gt_trace.artifacts.save_step import load, save
 from gt_trace.capture.argument_structure import structure_differences
 from gt_trace.capture.block_masks import register_block_masks
 from gt_trace.capture.copied_calls import calls_of_one_place, traced_call
@@ -25,6 +27,9 @@ from gt_trace.capture.subclass_layout import TensorLayout, flatten_tensor, unfla
 from gt_trace.capture.trace import trace_step
 from gt_trace.capture.traced_step import BoundStep, TracedStep
 from gt_trace.errors import (
+    ArtifactDamagedError,
+    ArtifactError,
+    ArtifactVersionError,
     CaptureError,
     ConstantCapturedError,
     InputMismatchError,
@@ -43,12 +48,16 @@ __version__ = "0.1.0"
 __all__ = [
     "AnnotationHandle",
     "ArgumentSignature",
+    "ArtifactDamagedError",
+    "ArtifactError",
+    "ArtifactVersionError",
     "BoundStep",
     "CaptureError",
     "ConstantCapturedError",
     "GraphInput",
     "InputMismatchError",
     "InputPreparer",
+    "MeshAxes",
     "StateMismatchError",
     "TensorLayout",
     "TraceInputs",
@@ -60,11 +69,13 @@ __all__ = [
     "flatten_tensor",
     "flex_attention_on_cpu",
     "graph_text",
+    "load",
     "module_fqn",
     "phase",
     "phase_of",
     "read_annotation",
     "register_block_masks",
+    "save",
     "structure_differences",
     "trace_step",
     "traced_call",

@@ -6,6 +6,7 @@ seconds to start. ``python killed_writers.py FOLDER '{"kills": 40, ...}'`` print
 
 from __future__ import annotations
 
+import glob
 import importlib.util
 import json
 import os
@@ -78,6 +79,11 @@ def _write_until_killed(folder: Any) -> NoReturn:
         os._exit(1)
 
 
+def _temporary_files(path: Path, pattern: str) -> list[str]:
+    # Not Path.glob, which fails where a folder is removed meanwhile.
+    return glob.glob(f"{path}/*/.writing-{pattern}")
+
+
 def _started(folder: Any) -> int:
     pid = os.fork()
     if pid == 0:
@@ -88,7 +94,6 @@ def _started(folder: Any) -> int:
 def _main(path: Path, *, kills: int, writers: int, max_bytes: int | None) -> dict[str, Any]:
     from container_cases import FINGERPRINT, KIND, container_bytes
 
-    from gt_trace.artifacts.atomic_file import TEMPORARY_PREFIX
     from gt_trace.artifacts.container import open_container
     from gt_trace.artifacts.folder import ArtifactFolder
     from gt_trace.errors import ArtifactError
@@ -96,17 +101,22 @@ def _main(path: Path, *, kills: int, writers: int, max_bytes: int | None) -> dic
     folder = ArtifactFolder(path, max_bytes=max_bytes)
     interrupted = read = evicted = 0
     problems = []
-    known: set[Path] = set()
+    begin = time.monotonic()
+    for digest in DIGESTS:
+        for name in NAMES:
+            folder.write(digest, name, lambda file: file.write(container_bytes()) and None)
+    known = {entry.path for entry in folder.entries()}
+    longest = 3 * (time.monotonic() - begin) / len(known)
     running = [_started(folder) for _ in range(writers)]
     try:
         for _ in range(kills):
-            time.sleep(random.uniform(0.0, 0.02))
+            time.sleep(random.uniform(0.0, longest))
             victim = running.pop(random.randrange(writers))
             os.kill(victim, signal.SIGKILL)
             _, status = os.waitpid(victim, 0)
             if not os.WIFSIGNALED(status):
                 problems.append(f"a writer ended by itself, with status {status}")
-            left = list(path.glob(f"*/{TEMPORARY_PREFIX}*-{victim}-*"))
+            left = _temporary_files(path, f"*-{victim}-*")
             interrupted += len(left)
             for temporary in left:
                 os.utime(temporary, (0, 0))
@@ -127,15 +137,14 @@ def _main(path: Path, *, kills: int, writers: int, max_bytes: int | None) -> dic
         for pid in running:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-    for temporary in path.glob(f"*/{TEMPORARY_PREFIX}*"):
+    for temporary in _temporary_files(path, "*"):
         os.utime(temporary, (0, 0))
     folder.write(DIGESTS[0], NAMES[0], lambda file: file.write(container_bytes()) and None)
     return {
         "interrupted": interrupted,
-        "left": [str(left) for left in path.glob(f"*/{TEMPORARY_PREFIX}*")],
+        "left": _temporary_files(path, "*"),
         "problems": problems,
         "entries": len(folder.entries()),
-        "total_bytes": sum(entry.num_bytes for entry in folder.entries()),
         "read": read,
         "evicted": evicted,
         "torch": "torch" in sys.modules,

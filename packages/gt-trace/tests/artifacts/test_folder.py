@@ -136,12 +136,16 @@ def test_a_folder_that_is_none_is_refused(tmp_path: Path) -> None:
     assert folder.entries() == ()
     with pytest.raises(ArtifactError, match=r"x cannot be written: Not a directory"):
         folder.write(A, "x", writes(b"1"))
+    (tmp_path / A).touch()
+    folder = ArtifactFolder(tmp_path, max_bytes=None)
+    with pytest.raises(ArtifactError, match=r"x cannot be written: File exists"):
+        folder.write(A, "x", writes(b"1"))
 
 
 def test_a_folder_that_another_job_removes_is_made_again(
     folder: ArtifactFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between making the folder and a file in it, whoever evicts the digest finds it empty."""
+    """Whoever evicts the digest finds it empty: after it was made, or while it is looked for."""
     make, made = Path.mkdir, []
 
     def mkdir(path: Path, mode: int = 0o777, parents: bool = False, exist_ok: bool = False) -> None:
@@ -150,6 +154,8 @@ def test_a_folder_that_another_job_removes_is_made_again(
             made.append(path)
             if len(made) <= 3:
                 path.rmdir()
+            if len(made) == 3:
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
 
     folder.path.mkdir()
     monkeypatch.setattr(Path, "mkdir", mkdir)
@@ -311,12 +317,12 @@ def check_killed_writers(path: Path, *, kills: int, writers: int, max_bytes: int
     assert report["problems"] == []
     assert report["left"] == []
     assert report["interrupted"] > kills / 10, "the kills came when nothing was being written"
-    assert report["read"] > kills
     assert not report["torch"]
     if max_bytes is None:
         assert report["entries"] == 6
-        assert report["evicted"] == 0
+        assert report["read"] == 6 * kills
     else:
+        assert report["read"] > kills
         assert report["evicted"] > 0
 
 

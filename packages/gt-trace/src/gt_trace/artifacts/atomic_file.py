@@ -54,13 +54,15 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], None]) -> None:
 def _open_beside(path: Path) -> tuple[BinaryIO, Path]:
     host = re.sub(r"[^A-Za-z0-9-]", "-", socket.gethostname())[:64]
     temporary = path.with_name(f"{TEMPORARY_PREFIX}{host}-{os.getpid()}-{os.urandom(8).hex()}")
-    for _ in range(_ATTEMPTS - 1):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # Between these lines another job may find the folder empty, and remove it.
-        with suppress(FileNotFoundError):
+    for attempts_left in reversed(range(_ATTEMPTS)):
+        # Another job may find the folder empty and remove it, between these lines or within mkdir.
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
             return temporary.open("xb"), temporary
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return temporary.open("xb"), temporary
+        except (FileNotFoundError, FileExistsError):
+            if not attempts_left:
+                raise
+    raise AssertionError("the last attempt raises")
 
 
 def _bring_to_disk(folder: Path) -> None:

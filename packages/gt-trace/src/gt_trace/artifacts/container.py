@@ -78,18 +78,20 @@ def write_container(
     """Write a container; equal content in equal order gives equal bytes.
 
     Args:
-        destination: an open file, or a path that gets all of it or is left as it was.
+        destination: an open file; or a path, which gets all of it or is left as it was, and whose
+            folder is made if missing.
         kind: what the sections are together, a short text; whoever opens the file asks for it.
         fingerprint: of all that went into the content.
-        documents: by the names of their sections: dicts with texts as keys, lists, and scalars.
-            Dicts keep their order; tuples become lists.
+        documents: by the names of their sections: dicts, lists and scalars. Dicts keep their order;
+            tuples become lists, and keys that are scalars texts, as ``json`` has it.
         blobs: contiguous bytes by the names of their sections.
 
     Raises:
         ArtifactError: a section is larger than ``MAX_SECTION_BYTES``, or the operating system
             refused to write to a path.
         TypeError: a document holds something that JSON has not.
-        ValueError: a document and a blob have one name, or a document nests too deeply.
+        ValueError: a document and a blob have one name, or a document nests too deeply, or in
+            itself, or holds a text that is no Unicode.
     """
     if shared := sorted({*documents} & {*blobs}):
         raise ValueError(f"these names are of a document and of a blob: {', '.join(shared)}")

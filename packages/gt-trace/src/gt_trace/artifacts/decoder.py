@@ -195,6 +195,8 @@ class Decoder:
         known = self._storages.get(position)
         if known is None:
             nbytes = self.value(self._nbytes[position])
+            if isinstance(nbytes, int) and nbytes < 0:
+                raise ArtifactError(f"a tensor lies in {nbytes} bytes")
             if isinstance(nbytes, int):
                 known = torch.UntypedStorage(nbytes, device="meta")  # type: ignore[no-untyped-call]  # torch's
             else:

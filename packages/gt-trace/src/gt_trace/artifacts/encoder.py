@@ -46,6 +46,11 @@ _OWN_VALUES = frozenset({"val", "eager_input_vals", "seq_nr"})
 """Metadata that is another for each node; all other metadata stands in the table of values."""
 
 
+_PROVENANCE = frozenset({"from_node", "nn_module_stack", "source_fn_stack", "torch_fn"})
+"""Metadata in which PyTorch's tracers note where a node is from, as objects of their own. Nothing
+here reads it, and annotations and stack traces say it too."""
+
+
 class Encoder:
     """Encodes the parts of one document; ``document`` puts them together with their tables.
 
@@ -120,6 +125,7 @@ class Encoder:
         meta = [
             [key, self.value(value) if key in _OWN_VALUES else self.shared(value)]
             for key, value in node.meta.items()
+            if key not in _PROVENANCE
         ]
         return [_OPS[node.op], node.name, target, args, kwargs, meta]
 

@@ -22,12 +22,13 @@ def json_bytes(document: object, *, indent: int | None = None) -> bytes:
     """One line of UTF-8 text, or indented lines; keys keep their order.
 
     Args:
-        document: dicts with texts as keys, lists, tuples (which are read as lists), and scalars.
+        document: dicts, lists, scalars; tuples become lists, and keys that are scalars texts.
         indent: spaces for each level; None for one line without spaces.
 
     Raises:
         TypeError: it holds something else.
-        ValueError: it nests too deeply for ``parse_json``, or in itself.
+        ValueError: it nests too deeply for ``parse_json``, or in itself, or holds a text that is no
+            Unicode.
     """
     separators = (",", ":") if indent is None else None
     text = json.dumps(document, ensure_ascii=False, indent=indent, separators=separators)

@@ -122,7 +122,7 @@ class _GraphComparison:
 
     def _attributes(self, ours: Any, theirs: Any) -> list[tuple[str, str]]:
         if not isinstance(ours, GraphModule) or not isinstance(theirs, GraphModule):
-            return [] if ours is theirs else [("attributes", f"{ours} and {theirs}")]
+            return [] if _equal_data(ours, theirs) else [("attributes", f"{ours} and {theirs}")]
         difference = subgraph_difference(ours, theirs)
         if difference is not None:
             return [("subgraphs", difference)]
@@ -177,6 +177,13 @@ class _GraphComparison:
             for known, t in zip(self._memory, (ours, theirs), strict=True)
         ]
         return memory[0] == memory[1] and self._values(*sizes)
+
+
+def _equal_data(ours: Any, theirs: Any) -> bool:
+    """Whether two constant tensors of graphs hold the same; anything else is the same as itself."""
+    if ours is theirs or not all(isinstance(each, torch.Tensor) for each in (ours, theirs)):
+        return ours is theirs
+    return _plain_facts(ours) == _plain_facts(theirs) and torch.equal(ours, theirs)
 
 
 def same_constant(ours: Any, theirs: Any) -> bool:
