@@ -431,6 +431,8 @@ def record_types() -> Mapping[str, tuple[type, tuple[str, ...]]]:
     if order is not None:
         types[order] = ("tensor_dim", "mesh_dims")
     for kind in vars(descriptors).values():
-        if isinstance(kind, type) and issubclass(kind, descriptors.AOTInput | descriptors.AOTOutput):
+        if isinstance(kind, type) and issubclass(
+            kind, descriptors.AOTInput | descriptors.AOTOutput
+        ):
             types[kind] = tuple(field.name for field in dataclasses.fields(kind))
     return {kind.__name__: (kind, fields) for kind, fields in types.items()}

@@ -114,7 +114,9 @@ def test_axes_over_the_same_ranks_are_told_apart_where_they_can_be() -> None:
 @given(
     sizes=st.lists(st.integers(1, 4), min_size=1, max_size=3),
     lines=st.lists(
-        st.tuples(st.integers(0, 2), st.integers(-5, 50), st.integers(-9, 9)), min_size=1, max_size=4
+        st.tuples(st.integers(0, 2), st.integers(-5, 50), st.integers(-9, 9)),
+        min_size=1,
+        max_size=4,
     ),
 )
 def test_documents_by_rule_are_those_of_each_rank(

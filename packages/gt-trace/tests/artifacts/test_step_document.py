@@ -94,7 +94,9 @@ def test_refuses_a_graph_for_which_code_was_generated() -> None:
     node = next(node for node in graph.nodes if node.op == "call_function")
     node.target = lambda *args: args  # as a compiler's product is
 
-    with pytest.raises(ArtifactError, match=rf"node {node.name}: a stored graph cannot call .*code"):
+    with pytest.raises(
+        ArtifactError, match=rf"node {node.name}: a stored graph cannot call .*code"
+    ):
         encode_step(case.step, MeshAxes.of())
 
 

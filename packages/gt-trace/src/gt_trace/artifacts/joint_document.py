@@ -145,7 +145,9 @@ def _decoded_joint_graph(decoder: Decoder, content: Any) -> JointGraph:
         results=results,
         outputs=tuple(_decoded_output(decoder, each) for each in content["outputs"]),
         output_spec=decoder.tree(content["output_spec"]),
-        differentiable=frozenset((_input_kind(kind), name) for kind, name in content["differentiable"]),
+        differentiable=frozenset(
+            (_input_kind(kind), name) for kind, name in content["differentiable"]
+        ),
         gradient_layouts=_decoded_layouts(decoder, content["gradient_layouts"]),
     )
 
@@ -208,9 +210,7 @@ def _decoded_output(decoder: Decoder, content: Any) -> OutputSignature:
     )
 
 
-def _decoded_layouts(
-    decoder: Decoder, content: Any
-) -> dict[tuple[InputKind, str], TensorLayout]:
+def _decoded_layouts(decoder: Decoder, content: Any) -> dict[tuple[InputKind, str], TensorLayout]:
     return {
         (_input_kind(kind), str(name)): decoder.layout(layout) or PLAIN
         for kind, name, layout in content
