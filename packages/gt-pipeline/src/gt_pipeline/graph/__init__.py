@@ -6,6 +6,7 @@ from gt_pipeline.graph.accumulation_cut import (
     MicrobatchGraph,
     cut_accumulation,
 )
+from gt_pipeline.graph.accumulation_document import decode_accumulation, encode_accumulation
 from gt_pipeline.graph.activations import ActivationPlacement
 from gt_pipeline.graph.exposed_collectives import exposed_collectives
 from gt_pipeline.graph.pipeline_stage import GraphPipelineStage
@@ -28,7 +29,9 @@ __all__ = [
     "capture_stage",
     "cut_accumulation",
     "cut_stage",
+    "decode_accumulation",
     "decode_stage",
+    "encode_accumulation",
     "encode_stage",
     "exposed_collectives",
 ]

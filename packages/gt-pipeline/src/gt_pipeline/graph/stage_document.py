@@ -11,18 +11,15 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Collection, Iterable
-from operator import attrgetter
+from collections.abc import Callable, Collection
 from typing import Any, get_args
-
-from torch.fx import GraphModule, Node
-from torch.fx.node import map_arg
 
 from gt_passes import Verifier
 from gt_passes.verifier.verifier import GraphInterface
 from gt_pipeline.errors import StageCutError
 from gt_pipeline.graph._torch_internals import FakeTensorMode
 from gt_pipeline.graph.activations import ActivationPlacement
+from gt_pipeline.graph.changed_graphs import is_unchanged, refuse_problems
 from gt_pipeline.graph.slots import Slot, SlotKind
 from gt_pipeline.graph.stage_capture import StageCapture, input_slot
 from gt_pipeline.graph.stage_cut import cut_stage
@@ -116,7 +113,7 @@ def stage_content(encoder: Encoder, stage: RewrittenStage) -> dict[str, Any]:
         "changed_actions": {
             cut.kind: encoder.graph(stage.actions[cut.kind].graph_module)
             for cut in stage.graphs
-            if not _is_unchanged(cut.graph_module, stage.actions[cut.kind].graph_module)
+            if not is_unchanged(cut.graph_module, stage.actions[cut.kind].graph_module)
         },
     }
 
@@ -128,12 +125,11 @@ def decoded_stage(decoder: Decoder, content: Any, *, verify: bool = True) -> Rew
         ArtifactError: as for ``decode_stage``.
     """
     capture = _decoded_capture(decoder, content)
+    subject = f"stage {capture.stage_index}"
     verifier = Verifier()
     if verify:
-        _refuse(
-            f"the joint graph of stage {capture.stage_index}",
-            verifier.verify(capture.traced.graph_module).problems,
-        )
+        joint = verifier.verify(capture.traced.graph_module)
+        refuse_problems(f"the joint graph of {subject}", joint.problems)
     try:
         graphs = cut_stage(capture, verify=False)
     except StageCutError as error:
@@ -148,7 +144,7 @@ def decoded_stage(decoder: Decoder, content: Any, *, verify: bool = True) -> Rew
         graph_module = decoder.graph(changed[cut.kind])
         if verify:
             report = verifier.verify(graph_module, interface=GraphInterface.of(cut.graph_module))
-            _refuse(f"{cut.kind} of stage {capture.stage_index}", report.problems)
+            refuse_problems(f"{cut.kind} of {subject}", report.problems)
         actions[cut.kind] = dataclasses.replace(cut, graph_module=graph_module)
     return RewrittenStage(graphs=graphs, actions=actions)
 
@@ -177,7 +173,7 @@ def _decoded_capture(decoder: Decoder, content: Any) -> StageCapture:
         differentiates=bool(content["differentiates"]),
         gradient_layouts={name: each for name, each in layouts.items() if each is not None},
     )
-    _refuse(f"stage {capture.stage_index}", _misfits(capture))
+    refuse_problems(f"stage {capture.stage_index}", _misfits(capture))
     return capture
 
 
@@ -205,12 +201,6 @@ def _misfits(capture: StageCapture) -> list[str]:
     return problems
 
 
-def _refuse(what: str, problems: Iterable[object]) -> None:
-    if found := list(problems):
-        lines = "\n  - ".join(map(str, found))
-        raise ArtifactError(f"the document describes {what} wrongly:\n  - {lines}")
-
-
 def _signature_content(encoder: Encoder, signature: ActivationSignature) -> Any:
     return encoder.value((signature.shape, signature.dtype, signature.requires_grad))
 
@@ -232,28 +222,3 @@ def _slot(kind: Any, name: Any, leaf: Any) -> Slot:
     if kind not in get_args(SlotKind):
         raise ArtifactError(f"a result of a stage is a {kind!r}")
     return Slot(kind=kind, name=str(name), leaf=int(leaf))
-
-
-def _is_unchanged(cut: GraphModule, now: GraphModule) -> bool:
-    """Whether a copy of a graph is still that graph, with the very objects as metadata."""
-    if cut is now:
-        return True
-    nodes, others = list(cut.graph.nodes), list(now.graph.nodes)
-    if len(nodes) != len(others):
-        return False
-    same = dict(zip(nodes, others, strict=True))
-    return all(_is_same_node(node, other, same) for node, other in same.items())
-
-
-def _is_same_node(node: Node, other: Node, same: dict[Node, Node]) -> bool:
-    if (node.op, node.name, node.target) != (other.op, other.name, other.target):
-        return False
-    operands = [map_arg(each, same.__getitem__) for each in (node.args, node.kwargs)]
-    if operands != [other.args, other.kwargs] or node.meta.keys() != other.meta.keys():
-        return False
-    if node.op == "get_attr":
-        roots = node.graph.owning_module, other.graph.owning_module
-        held, others_ = (attrgetter(str(node.target))(root) for root in roots)
-        if held is not others_:
-            return False
-    return all(value is other.meta[key] for key, value in node.meta.items())
