@@ -226,6 +226,14 @@ def test_refuses_data_without_a_canonical_form_and_names_its_path(part):
         take(**{part: {"odd": {1}}})
 
 
+def test_plain_data_has_a_fingerprint_by_the_names_of_its_parts():
+    assert dict(Fingerprint.of({"model": {"dim": 8}, "torch": "2.15.0"}).fields) == {
+        "model": "mapping of 1",
+        'model["dim"]': "8",
+        "torch": '"2.15.0"',
+    }
+
+
 def test_refuses_an_empty_environment():
     with pytest.raises(ValueError, match="environment is empty: give the versions"):
         take(environment={})

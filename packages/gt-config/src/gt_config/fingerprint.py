@@ -48,6 +48,18 @@ class Fingerprint:
         # A read-only mapping does not pickle, and a checked document is the better wire format.
         return (Fingerprint.from_json, (self.to_json(),))
 
+    @classmethod
+    def of(cls, parts: Mapping[str, object]) -> Fingerprint:
+        """The fingerprint of plain data, by the names with which the paths of its fields begin.
+
+        Raises:
+            FingerprintTypeError: names the path of a value that has no canonical form.
+        """
+        entries: dict[str, str] = {}
+        for name, part in parts.items():
+            entries |= flatten(part, path=name)
+        return cls(fields=entries)
+
     def to_json(self) -> str:
         """The fingerprint as a JSON document that ``from_json`` reads."""
         document = {

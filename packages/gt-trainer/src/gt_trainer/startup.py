@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
-StartupPart = Literal["imports", "setup", "capture", "passes", "execution"]
+StartupPart = Literal["imports", "setup", "capture", "passes", "load", "execution"]
 
 PROCESS_START_VARIABLE = "GT_PROCESS_START"
 """Environment variable with the launcher's start, in seconds since the epoch."""

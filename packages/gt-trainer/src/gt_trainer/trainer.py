@@ -24,6 +24,7 @@ from torchtitan.tools import filesystem
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
+from gt_trainer.artifacts.run_identity import Machine, RunSettings, topology_of_run
 from gt_trainer.compile_options import TrainerCompileConfig
 from gt_trainer.decoder.attention import attention_mask_for
 from gt_trainer.device_transfer import copy_to_host, local_part, send_to_device
@@ -356,6 +357,17 @@ class GraphTrainer(Trainer):
                 split=self.post_dataloading_process, context=self.train_context
             ),
             parallel_dims=self.parallel_dims,
+            settings=RunSettings(
+                compile=config.compile,
+                topology=topology_of_run(self.parallel_dims, config.training, config.parallelism),
+                model=self.model_config,
+                loss=config.loss,
+                parallelism=config.parallelism,
+                training=config.training,
+                debug=config.debug,
+                machine=Machine.here(self.device),
+            ),
+            device=self.device,
             reshard_after_forward=config.parallelism.fsdp_reshard_after_forward,
             dump_folder=Path(config.dump_folder),
             clock=self.startup,

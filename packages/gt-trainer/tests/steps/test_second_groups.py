@@ -42,7 +42,7 @@ def test_reductions_and_exchanges_have_groups_of_their_own_where_ep_takes_all_ra
         reductions = SeparateReductionGroup().second_group(fsdp)
         exchanges = SeparateExchangeGroup().second_group(ep)
         assert len(dist.distributed_c10d._world.pg_map) == num_groups  # none was missing
-        assert {reductions, exchanges} < {each.group_name for each in given}
+        assert {reductions, exchanges} < {each.group_name for each in given.values()}
     assert fsdp == ep
     assert len({fsdp, reductions, exchanges}) == 3
 
@@ -58,7 +58,8 @@ def test_all_ranks_make_the_groups_of_the_same_axes_in_the_same_order(rank: int)
         before = set(dist.distributed_c10d._world.pg_map)
         given = create_second_groups(options, dims)
         made = [g for g in dist.distributed_c10d._world.pg_map if g not in before]
-        assert list(given) == made
+        assert list(given.values()) == made
+        assert list(given) == ["reductions of fsdp", "reductions of efsdp", "exchanges of ep"]
         descriptions = [group.group_desc for group in made]
     assert descriptions == [
         f"gt_passes: reductions of {fsdp}",

@@ -113,15 +113,13 @@ class Decoder:
             target = self._operators[_index(target)]
         elif type(target) is not str or (op == "g" and not target.isidentifier()):
             raise ArtifactError(f"node {name!r} has the target {target!r}")
-        node = graph.create_node(
-            _OPS[op],
-            target,
-            tuple([self._argument(each, before) for each in args]),
-            {key: self._argument(each, before) for key, each in kwargs.items()},
-            name=name,
-        )
+        node = graph.create_node(_OPS[op], target, name=name)
         if node.name != name:
             raise ArtifactError(f"two nodes are named {name!r}, or that is no name")
+        # Given afterwards: a graph looks through the arguments of new nodes, twenty us for each.
+        node.args = tuple([self._argument(each, before) for each in args])
+        if kwargs:
+            node.kwargs = {key: self._argument(each, before) for key, each in kwargs.items()}
         node.meta = {
             key: self.value(held) if key in _OWN_VALUES else self.shared(held) for key, held in meta
         }

@@ -4,30 +4,36 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterable, Mapping
-from typing import TYPE_CHECKING
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
-from gt_config import Fingerprint
+from torch import nn
+
 from gt_trace._torch_internals import FakeTensorMode
 from gt_trace.artifacts.container import open_container, write_container
-from gt_trace.artifacts.mesh_axes import MeshAxes
+from gt_trace.artifacts.mesh_axes import MeshAxes, meshes_of
 from gt_trace.artifacts.operators import NAMESPACES
 from gt_trace.artifacts.step_document import decode_step, encode_step
+from gt_trace.artifacts.step_identity import identity_of_module, identity_of_step
+from gt_trace.capture.module_state import collect_state
+from gt_trace.capture.subclass_layout import flatten_tensor
 from gt_trace.capture.traced_step import TracedStep
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-STEP_KIND = "traced step"
+_KIND = "traced step"
 _DOCUMENT = "step"
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 def save(
     step: TracedStep,
     path: str | os.PathLike[str],
     *,
-    fingerprint: Fingerprint,
+    identity: Mapping[str, Any] = _NOTHING,
     meshes: Iterable[DeviceMesh] = (),
-    groups: Mapping[str, str] | None = None,
+    groups: Mapping[str, str] = _NOTHING,
     namespaces: Collection[str] = (),
 ) -> None:
     """Write a captured step to a file, all of it or nothing.
@@ -35,21 +41,25 @@ def save(
     Args:
         step: as captured, or after passes; not after code was generated for it.
         path: of the file, which is replaced.
-        fingerprint: of what the step was captured from; who loads it gives an equal one.
-        meshes: on which the step computes, if any; the same, in one order, for ``load``.
-        groups: names of process groups that are no axes of them, by labels of the caller's.
+        identity: plain data that tells what the step was captured from, beside what it tells
+            itself (names, shapes and placements of the state, versions): the model's configuration,
+            say. Who loads it must give the same.
+        meshes: on which the step computes, beside those of its parameters.
+        groups: names of process groups that are no axes of meshes, by labels of the caller's.
         namespaces: of operators of other libraries that the graph calls.
 
     Raises:
         ArtifactError: the step holds something that no file can hold, which is named, or the
             file cannot be written.
+        gt_config.FingerprintTypeError: ``identity`` is no plain data.
     """
-    axes = MeshAxes.of(meshes, groups=groups)
+    own = [mesh for layout in step.state_layouts for mesh in meshes_of(layout)]
+    axes = MeshAxes.of([*own, *meshes], groups=groups)
     encoded = encode_step(step, axes, namespaces=NAMESPACES | set(namespaces))
     write_container(
         path,
-        kind=STEP_KIND,
-        fingerprint=fingerprint,
+        kind=_KIND,
+        fingerprint=identity_of_step(step, axes, identity),
         documents={_DOCUMENT: encoded.document},
         blobs=encoded.blobs,
     )
@@ -57,37 +67,44 @@ def save(
 
 def load(
     path: str | os.PathLike[str],
+    module: nn.Module | None = None,
     *,
-    fingerprint: Fingerprint,
+    identity: Mapping[str, Any] = _NOTHING,
     meshes: Iterable[DeviceMesh] = (),
-    groups: Mapping[str, str] | None = None,
+    groups: Mapping[str, str] = _NOTHING,
     namespaces: Collection[str] = (),
     fake_mode: FakeTensorMode | None = None,
 ) -> TracedStep:
     """Read a captured step that ``save`` wrote, in this process or another.
 
-    Nothing of the file runs. ``TracedStep.bind`` compares the module with the captured one, and
-    ``gt_passes.Verifier`` the shapes that the file claims with those that its operators give.
+    Nothing of the file runs. ``TracedStep.bind`` compares modes and hooks of the module with the
+    captured ones; ``gt_passes.Verifier`` compares the shapes that the file claims with those that
+    its operators give.
 
     Args:
         path: of the file.
-        fingerprint: of what would be captured here. It is compared first.
+        module: that which the step is to be bound to; None for a step without one.
+        identity: as for ``save``.
         meshes: as for ``save``, of this rank.
         groups: as for ``save``, of this rank.
         namespaces: as for ``save``.
         fake_mode: as for ``trace_step``.
 
     Raises:
-        StaleFingerprintError: (gt-config's) the file was made of something else; names every field
-            that differs.
+        StaleFingerprintError: (gt-config's) the file is of something else: names every field that
+            differs, before anything else of the file is read.
         ArtifactDamagedError: the file is not the one that was written.
         ArtifactVersionError: it was written in another format.
         ArtifactError: it cannot be read, or names an operator or axis that there is not here.
     """
-    with open_container(path, kind=STEP_KIND, fingerprint=fingerprint) as container:
+    slots = collect_state(module)
+    own = [mesh for slot in slots for mesh in meshes_of(flatten_tensor(slot.tensor)[1])]
+    axes = MeshAxes.of([*own, *meshes], groups=groups)
+    fingerprint = identity_of_module(module, axes, identity)
+    with open_container(path, kind=_KIND, fingerprint=fingerprint) as container:
         return decode_step(
             container.document(_DOCUMENT),
-            MeshAxes.of(meshes, groups=groups),
+            axes,
             blob=container.blob,
             fake_mode=fake_mode,
             namespaces=NAMESPACES | set(namespaces),

@@ -1,9 +1,9 @@
 """Which ranks can run one captured graph: found by comparing captures, and not assumed.
 
 Ranks with equal fingerprints know nothing in which they differ. What their graphs depend on besides
-is found so: of each such class the lowest rank captures, and beside it a witness, which stands
-elsewhere on as many mesh axes as possible. If the two documents are equal, node by node, the class
-has one graph. If not, more witnesses capture, one axis at a time: a number that follows one
+is found so: of each such class the lowest rank captures, and beside it a witness, the highest,
+which stands elsewhere on the mesh. If the two documents are equal, node by node, the class has one
+graph. If not, more witnesses capture, which tell the axes apart: a number that follows one
 coordinate in a straight line becomes a value by coordinate, and anything else divides the class
 along the axes that explain it. Each part is then a class of its own, with witnesses of its own.
 
@@ -25,6 +25,7 @@ from gt_trace.artifacts.rank_differences import (
     RankDifference,
     document_differences,
     rules_of,
+    telling_ranks,
 )
 
 Coordinates = Mapping[str, int]
@@ -58,36 +59,15 @@ class AlikeRanks:
         return tuple(places.values())
 
     @property
-    def sizes(self) -> dict[str, int]:
-        """How many places each of ``axes`` has."""
-        return {axis: 1 + max(at[axis] for at in self.coordinates.values()) for axis in self.axes}
+    def telling(self) -> tuple[int, ...]:
+        """Ranks whose captures leave no doubt what a graph depends on; the lowest rank first."""
+        ranks = self.ranks
+        return tuple(ranks[n] for n in telling_ranks([self.coordinates[r] for r in ranks]))
 
+    @property
     def first_two(self) -> tuple[int, ...]:
-        """The lowest rank, and the one that stands elsewhere on most axes; one of one rank."""
-        origin, *others = self.ranks
-        if not others:
-            return (origin,)
-        # Of several, the one that is furthest away.
-        return origin, max(others, key=lambda rank: (len(self._apart(origin, rank)), rank))
-
-    def witnesses(self) -> tuple[int, ...]:
-        """Ranks whose captures tell along which axis a difference arises, beside ``first_two``.
-
-        For each axis the rank at its other end, and where there are more places one between, each
-        as near to the lowest rank on all other axes as there is one.
-        """
-        origin = self.ranks[0]
-        found: dict[int, None] = {}
-        for axis in self.axes:
-            start = self.coordinates[origin][axis]
-            places = sorted({at[axis] for at in self.coordinates.values()} - {start})
-            far = max(places, key=lambda place: abs(place - start))
-            between = [place for place in places if place != far][:1]
-            for place in (far, *between):
-                there = [r for r in self.ranks if self.coordinates[r][axis] == place]
-                nearest = min(there, key=lambda rank: (len(self._apart(origin, rank)), rank))
-                found.setdefault(nearest)
-        return tuple(rank for rank in found if rank not in self.first_two())
+        """The lowest rank and the highest, which stands elsewhere on most axes; one of one rank."""
+        return self.telling[:2]
 
     def divided(self, axes: Sequence[str]) -> tuple[AlikeRanks, ...]:
         """The ranks by their places on some axes, in the order of the lowest rank of each."""
@@ -96,10 +76,6 @@ class AlikeRanks:
             place = tuple(self.coordinates[rank][axis] for axis in axes)
             parts.setdefault(place, {})[rank] = self.coordinates[rank]
         return tuple(AlikeRanks(coordinates=part) for part in parts.values())
-
-    def _apart(self, one: int, other: int) -> list[str]:
-        here, there = self.coordinates[one], self.coordinates[other]
-        return [axis for axis in self.axes if here[axis] != there[axis]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +92,7 @@ class Judgement:
     """Differences that follow no rule, a few of them."""
 
     needs_more: bool = False
-    """Whether nothing can be said before ``AlikeRanks.witnesses`` have captured."""
+    """Whether nothing can be said before all of ``AlikeRanks.telling`` have captured."""
 
 
 _MOST_EXAMPLES = 3
@@ -128,7 +104,7 @@ def judge(alike: AlikeRanks, captures: Mapping[int, Any], *, has_all_witnesses: 
     Args:
         alike: the ranks.
         captures: documents by rank; that of the lowest rank is what others are compared with.
-        has_all_witnesses: whether all of ``first_two`` and ``witnesses`` are there.
+        has_all_witnesses: whether all of ``AlikeRanks.telling`` are there.
     """
     origin = alike.ranks[0]
     others = [rank for rank in sorted(captures) if rank != origin]
@@ -137,7 +113,7 @@ def judge(alike: AlikeRanks, captures: Mapping[int, Any], *, has_all_witnesses: 
     if not has_all_witnesses:
         return Judgement(needs_more=True)
     compared = [(alike.coordinates[rank], captures[rank]) for rank in (origin, *others)]
-    rules, unruled = rules_of(compared, alike.sizes)
+    rules, unruled = rules_of(compared, [alike.coordinates[rank] for rank in alike.ranks])
     if not unruled:
         return Judgement(rules=rules)
     return Judgement(

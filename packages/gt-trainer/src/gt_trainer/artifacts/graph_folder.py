@@ -7,11 +7,13 @@ the mesh. A rank then adds its places on these to its fingerprint, and looks aga
 from __future__ import annotations
 
 import io
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, BinaryIO, Generic, TypeVar
 
 from torchtitan.tools.logging import logger
 
@@ -19,8 +21,9 @@ from gt_config import Fingerprint
 from gt_config.errors import StaleFingerprintError
 from gt_passes import GtPassesError
 from gt_trace import StateMismatchError
-from gt_trace.artifacts.container import Container, open_container, write_container
+from gt_trace.artifacts.container import open_container, write_container
 from gt_trace.artifacts.folder import ArtifactFolder
+from gt_trace.artifacts.mesh_axes import MeshAxes
 from gt_trace.errors import ArtifactError
 from gt_trainer.artifacts.storable_graph import STEP_SECTION, StorableGraph, StoredGraph
 
@@ -52,10 +55,12 @@ class GraphFolder:
 
     Args:
         folder: where they lie.
+        axes: of the run.
     """
 
-    def __init__(self, folder: ArtifactFolder) -> None:
+    def __init__(self, folder: ArtifactFolder, *, axes: MeshAxes) -> None:
         self._folder = folder
+        self._axes = axes
 
     def find(
         self, identity: Fingerprint, graph: StorableGraph[CapturedT]
@@ -67,13 +72,14 @@ class GraphFolder:
         path = self._folder.find(identity.digest, _GRAPH)
         if path is not None:
             with self._setting_aside(path):
-                with open_container(path, kind=graph.kind, fingerprint=identity) as container:
-                    return Loaded(captured=graph.decode(container), path=path)
+                return _load(path, identity, graph)
         path = self._folder.find(identity.digest, _DIVISION)
         if path is not None:
-            with self._setting_aside(path):
-                with open_container(path, kind=_DIVISION_KIND, fingerprint=identity) as container:
-                    return _division(container.document(_DIVISION))
+            with (
+                self._setting_aside(path),
+                open_container(path, kind=_DIVISION_KIND, fingerprint=identity) as container,
+            ):
+                return self._division(container.document(_DIVISION), identity)
         return None
 
     def write_graph(self, identity: Fingerprint, kind: str, stored: StoredGraph) -> bytes:
@@ -90,12 +96,23 @@ class GraphFolder:
             blobs=stored.blobs,
         )
         data = buffer.getvalue()
-        self.write_bytes(identity, data)
+        self._write(identity, _GRAPH, data)
         return data
 
-    def write_bytes(self, identity: Fingerprint, data: bytes) -> Path | None:
-        """Store what ``write_graph`` returned on another rank; None if that cannot be."""
-        return self._write(identity, _GRAPH, data)
+    def take(
+        self, identity: Fingerprint, graph: StorableGraph[CapturedT], data: bytes
+    ) -> Loaded[CapturedT] | None:
+        """The graph that ``write_graph`` returned on another rank, stored here too if it can be.
+
+        None if it cannot be used, which is warned of.
+        """
+        if self._write(identity, _GRAPH, data) is not None:
+            found = self.find(identity, graph)
+            return found if isinstance(found, Loaded) else None
+        with tempfile.TemporaryDirectory() as scratch:
+            path = Path(scratch) / _GRAPH
+            path.write_bytes(data)
+            return _load(path, identity, graph)
 
     def write_division(self, identity: Fingerprint, division: Division) -> None:
         """Store that ranks must be divided; warned of as in ``write_graph``."""
@@ -110,9 +127,22 @@ class GraphFolder:
         )
         self._write(identity, _DIVISION, buffer.getvalue())
 
+    def _division(self, document: Any, identity: Fingerprint) -> Division:
+        """Read what ``write_division`` wrote; whatever else would divide without end."""
+        match document:
+            case {"axes": [_, *_] as axes, "reason": str(reason)}:
+                if all(axis in self._axes.coordinates for axis in axes) and not any(
+                    _place(axis) in identity.fields for axis in axes
+                ):
+                    return Division(axes=tuple(axes), reason=reason)
+        raise ArtifactError(
+            f"a division of ranks names a reason and axes among {', '.join(self._axes.coordinates)}"
+            f" by which they are not divided yet, and not {document!r}"
+        )
+
     def _write(self, identity: Fingerprint, name: str, data: bytes) -> Path | None:
         try:
-            return self._folder.write(identity.digest, name, lambda file: _write_all(file, data))
+            return self._folder.write(identity.digest, name, partial(_write_all, data))
         except ArtifactError as error:
             logger.warning(f"--compile.artifacts: not stored: {error}")
             return None
@@ -138,26 +168,22 @@ class GraphFolder:
         )
 
 
+def _load(path: Path, identity: Fingerprint, graph: StorableGraph[CapturedT]) -> Loaded[CapturedT]:
+    with open_container(path, kind=graph.kind, fingerprint=identity) as container:
+        return Loaded(captured=graph.decode(container), path=path)
+
+
 def at_places(
     identity: Fingerprint, axes: Sequence[str], coordinates: Mapping[str, int]
 ) -> Fingerprint:
     """The fingerprint of those ranks of ``identity`` that stand at the same places on ``axes``."""
-    places = {f'place["{axis}"]': str(coordinates[axis]) for axis in axes}
+    places = {_place(axis): str(coordinates[axis]) for axis in axes}
     return Fingerprint(fields={**identity.fields, **places})
 
 
-def _division(document: Any) -> Division:
-    axes = document.get("axes") if isinstance(document, dict) else None
-    reason = document.get("reason") if isinstance(document, dict) else None
-    if (
-        not isinstance(axes, list)
-        or not axes
-        or not all(isinstance(axis, str) for axis in axes)
-        or not isinstance(reason, str)
-    ):
-        raise ArtifactError(f"a division of ranks names axes and a reason, and not {document!r}")
-    return Division(axes=tuple(axes), reason=reason)
+def _place(axis: str) -> str:
+    return f'place["{axis}"]'
 
 
-def _write_all(file: io.BufferedIOBase, data: bytes) -> None:
+def _write_all(data: bytes, file: BinaryIO) -> None:
     file.write(data)

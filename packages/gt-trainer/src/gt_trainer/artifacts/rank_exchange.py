@@ -28,6 +28,9 @@ class RankExchange:
     device: torch.device
     """Where the process group communicates."""
 
+    is_alone: bool = False
+    """Whether this rank speaks to no other, though there may be some."""
+
     @property
     def rank(self) -> int:
         """Of this process among those that exchange."""
@@ -112,3 +115,7 @@ class RankExchange:
 def _summary(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
+
+
+ALONE = RankExchange(device=torch.device("cpu"), is_alone=True)
+"""One rank that asks nobody."""

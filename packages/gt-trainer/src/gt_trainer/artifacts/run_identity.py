@@ -57,6 +57,14 @@ NO_PART_OF_THE_GRAPH = frozenset(
 """Fields of torchtitan's configuration that a captured graph does not depend on."""
 
 
+_ATTENTION_KERNELS = (
+    "flash_sdp_enabled",
+    "mem_efficient_sdp_enabled",
+    "math_sdp_enabled",
+    "cudnn_sdp_enabled",
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
     """The device that a graph is for, as far as a capture asks about it."""
@@ -256,15 +264,13 @@ def _arguments(arguments: Sequence[Any]) -> dict[str, object]:
 
 def _global_modes() -> dict[str, object]:
     """Switches of PyTorch by which operators are chosen while a step is traced."""
+    kernels = torch.backends.cuda
     return {
         "autocast": {kind: repr(dtype) for kind, dtype in CapturedMode.now(None).autocast.items()},
         "default dtype": repr(torch.get_default_dtype()),
         "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
         "float32 matmul precision": torch.get_float32_matmul_precision(),
-        "flash attention": torch.backends.cuda.flash_sdp_enabled(),
-        "memory-efficient attention": torch.backends.cuda.mem_efficient_sdp_enabled(),
-        "attention by operators": torch.backends.cuda.math_sdp_enabled(),
-        "cuDNN attention": torch.backends.cuda.cudnn_sdp_enabled(),
+        **{f"attention: {name}": bool(getattr(kernels, name)()) for name in _ATTENTION_KERNELS},
     }
 
 

@@ -15,14 +15,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from torchtitan.tools.logging import logger
 
-from gt_config import Fingerprint
+from gt_config import Fingerprint, explain_difference
 from gt_trace.artifacts.mesh_axes import MeshAxes
 from gt_trace.artifacts.rank_differences import with_rules
 from gt_trace.errors import ArtifactError
@@ -33,10 +33,12 @@ from gt_trainer.artifacts.alike_ranks import (
     judge,
 )
 from gt_trainer.artifacts.graph_folder import Division, GraphFolder, Loaded, at_places
-from gt_trainer.artifacts.rank_exchange import RankExchange
+from gt_trainer.artifacts.rank_exchange import ALONE, RankExchange
 from gt_trainer.artifacts.storable_graph import StorableGraph, StoredGraph
 
 CapturedT = TypeVar("CapturedT")
+
+_MOST_PATHS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,8 +77,7 @@ class _Class:
     @property
     def wanted(self) -> tuple[int, ...]:
         """Who must have captured before the next judgement."""
-        more = self.alike.witnesses() if self.has_all_witnesses else ()
-        return (*self.alike.first_two(), *more)
+        return self.alike.telling if self.has_all_witnesses else self.alike.first_two
 
 
 def share_capture(
@@ -103,6 +104,24 @@ def share_capture(
         CaptureFailedElsewhereError: another rank's capture failed.
     """
     return _Sharing(identity, graph, folder=folder, axes=axes, exchange=exchange).run()
+
+
+def capture_alone(
+    identity: Fingerprint,
+    graph: StorableGraph[CapturedT],
+    *,
+    folder: GraphFolder,
+    axes: MeshAxes,
+) -> SharedGraph[CapturedT]:
+    """The graph of this rank without a word to others: stored before, or captured here.
+
+    Nothing says then that it is the graph of any other rank, so that it is stored for ranks that
+    stand where this one stands.
+
+    Raises what ``share_capture`` raises.
+    """
+    identity = at_places(identity, tuple(axes.coordinates), axes.coordinates)
+    return share_capture(identity, graph, folder=folder, axes=axes, exchange=ALONE)
 
 
 class _Sharing(Generic[CapturedT]):
@@ -132,6 +151,7 @@ class _Sharing(Generic[CapturedT]):
 
     def run(self) -> SharedGraph[CapturedT]:
         classes, holders = self._look()
+        self._explain(classes)
         searching = [each for each in classes if not holders[each.digest]]
         settled = [each for each in classes if holders[each.digest]]
         while searching:
@@ -208,6 +228,19 @@ class _Sharing(Generic[CapturedT]):
             for digest, ranks in members.items()
         ]
         return classes, holders
+
+    def _explain(self, classes: list[_Class]) -> None:
+        """Say of each class why it is not that of the lowest rank, by what they know before."""
+        if len(classes) < 2:
+            return
+        own = self._identity.to_json().encode() if self._rank == classes[0].origin else None
+        first = Fingerprint.from_json(
+            self._exchange.broadcast(own, source=classes[0].origin).decode()
+        )
+        paths = [each.path for each in explain_difference(first, self._identity)]
+        reasons = self._exchange.gather(_listed(paths))
+        for each in classes[1:]:
+            each.reason = each.reason or reasons[each.origin]
 
     def _capture_where_wanted(self, classes: list[_Class]) -> None:
         wanted = {rank for each in classes for rank in each.wanted} - self._digests.keys()
@@ -322,26 +355,24 @@ class _Sharing(Generic[CapturedT]):
 
     def _hand_on(self, classes: list[_Class], holders: Mapping[str, list[int]]) -> None:
         """Let every rank of a class have the graph of the rank that has it."""
-        data: bytes | None = None
         own = next(each for each in classes if self._rank in each.alike.coordinates)
-        source = _source(own, holders)
-        if source == self._rank and own.can_be_stored:
-            if self._loaded is not None:
-                data = self._loaded.path.read_bytes()
-            elif self._stored is not None:
-                data = self._folder.write_graph(self._identity, self._graph.kind, self._stored)
-        self._exchange.gather(None)  # what is stored is there
+        is_source = self._rank == _source(own, holders)
+        written: bytes | None = None
+        if is_source and own.can_be_stored and self._stored is not None:
+            written = self._folder.write_graph(self._identity, self._graph.kind, self._stored)
+        self._exchange.gather(None)  # from here on, what is stored can be found
         if self._lacks(own):
             self._find_again()
         lacking = self._exchange.gather(self._lacks(own))
         for each in classes:
-            if any(lacking[rank] for rank in each.alike.ranks):
-                source = _source(each, holders)
-                is_source = self._rank == source
-                received = self._exchange.broadcast(data if is_source else None, source=source)
-                if self._rank in each.alike.coordinates and self._lacks(own):
-                    self._folder.write_bytes(self._identity, received)
-                    self._find_again()
+            if not any(lacking[rank] for rank in each.alike.ranks):
+                continue
+            data: bytes | None = None
+            if each is own and is_source:
+                data = written if self._loaded is None else self._loaded.path.read_bytes()
+            received = self._exchange.broadcast(data, source=_source(each, holders))
+            if each is own and self._lacks(own):
+                self._loaded = self._folder.take(self._identity, self._graph, received)
 
     def _lacks(self, own: _Class) -> bool:
         return own.can_be_stored and self._loaded is None and self._captured is None
@@ -350,6 +381,12 @@ class _Sharing(Generic[CapturedT]):
         found = self._folder.find(self._identity, self._graph)
         if isinstance(found, Loaded):
             self._loaded = found
+
+
+def _listed(paths: Sequence[str]) -> str:
+    shown = ", ".join(paths[:_MOST_PATHS])
+    more = len(paths) - _MOST_PATHS
+    return f"other ranks have another {shown}" + (f" and {more} more" if more > 0 else "")
 
 
 def _source(of: _Class, holders: Mapping[str, list[int]]) -> int:

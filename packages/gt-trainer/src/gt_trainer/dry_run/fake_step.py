@@ -50,7 +50,7 @@ class FakeStep:
 
 
 @contextmanager
-def fake_step(config: GraphTrainer.Config, world_size: int) -> Iterator[FakeStep]:
+def fake_step(config: GraphTrainer.Config, world_size: int, *, rank: int = 0) -> Iterator[FakeStep]:
     """Build and place the model of ``config`` on ``world_size`` ranks, of which none is started.
 
     The fake process group exists while the context lasts.
@@ -58,18 +58,19 @@ def fake_step(config: GraphTrainer.Config, world_size: int) -> Iterator[FakeStep
     Args:
         config: a finished configuration that ``preflight`` accepts.
         world_size: number of ranks.
+        rank: which of them this process stands for.
 
     Raises:
         RuntimeError: a process group exists already.
         Exception: whatever building or placing raises, as in a real run.
     """
-    with fake_ranks(world_size):
+    with fake_ranks(world_size, rank=rank):
         yield _build(config, world_size)
 
 
 @contextmanager
-def fake_ranks(world_size: int) -> Iterator[None]:
-    """Make this process rank 0 of a fake process group while the context lasts.
+def fake_ranks(world_size: int, *, rank: int = 0) -> Iterator[None]:
+    """Make this process one rank, the first by default, of a fake group while the context lasts.
 
     Raises:
         RuntimeError: a process group exists already.
@@ -78,7 +79,7 @@ def fake_ranks(world_size: int) -> Iterator[None]:
         raise RuntimeError(
             "a fake step needs a process without a process group, and this one has one"
         )
-    dist_utils.init_fake_mode(world_size)
+    dist_utils.init_fake_mode(world_size, rank=rank)
     try:
         yield
     finally:

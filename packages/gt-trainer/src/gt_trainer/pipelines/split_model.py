@@ -254,7 +254,7 @@ def captured_stages(
         pipeline_group=parallel_dims.get_mesh("pp").get_group(),
         collective_groups=[
             *_collective_groups(parallel_dims),
-            *create_second_groups(compile_config, parallel_dims),
+            *create_second_groups(compile_config, parallel_dims).values(),
         ],
         new_passes=_new_passes(compile_config, plan, Path(dump_folder), compiler),
         device=torch.device("cpu") if device.type == "cpu" else device,  # tensors have no index

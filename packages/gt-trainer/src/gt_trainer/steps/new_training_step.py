@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torchtitan.distributed import ParallelDims
 
+from gt_trainer.artifacts.run_artifacts import RunArtifacts, artifact_folder
+from gt_trainer.artifacts.run_identity import RunSettings
 from gt_trainer.compile_options import TrainerCompileConfig
 from gt_trainer.startup import StartupClock
-from gt_trainer.steps.captured_step import CapturedTrainingStep, Recipe
+from gt_trainer.steps.captured_step import Recipe
+from gt_trainer.steps.captured_training_step import CapturedTrainingStep
 from gt_trainer.steps.joint_step import JointForward, JointStep
 from gt_trainer.steps.pipelined_step import PipelinedStep
-from gt_trainer.steps.recipe import ReshardChoice, recipe_of
+from gt_trainer.steps.recipe import ReshardChoice, passes_of, recipe_of
 from gt_trainer.steps.reduce_once_step import ReduceOnceStep
 from gt_trainer.steps.second_groups import create_second_groups
 from gt_trainer.steps.training_step import (
@@ -44,6 +49,10 @@ class StepParts:
 
     preparation: BatchPreparation
     parallel_dims: ParallelDims
+    settings: RunSettings
+    """What identifies the graphs of the run."""
+
+    device: torch.device
     reshard_after_forward: ReshardChoice
     dump_folder: Path
     clock: StartupClock
@@ -59,6 +68,7 @@ def new_training_step(parts: StepParts) -> TrainingStep:
     if options.mode == "none":
         return EagerStep(parts.run_eagerly)
     (model,) = parts.model_parts
+    second_groups = create_second_groups(options, parts.parallel_dims)
     if options.mode == "aot_joint":
         forward = JointForward(
             model,
@@ -81,6 +91,7 @@ def new_training_step(parts: StepParts) -> TrainingStep:
             ep_overlap=options.ep_overlap,
             capture_layers=options.capture_layers,
             verify=options.verify_passes,
+            artifacts=_artifacts(parts, second_groups),
         )
     return CapturedTrainingStep(
         model,
@@ -92,11 +103,29 @@ def new_training_step(parts: StepParts) -> TrainingStep:
         on_capture=parts.on_capture,
         ep_overlap=options.ep_overlap,
         capture_layers=options.capture_layers,
+        artifacts=_artifacts(parts, second_groups),
+    )
+
+
+def _artifacts(
+    parts: StepParts, second_groups: Mapping[str, dist.ProcessGroup]
+) -> RunArtifacts | None:
+    folder = artifact_folder(parts.options)
+    if folder is None:
+        return None
+    return RunArtifacts(
+        folder=folder,
+        settings=parts.settings,
+        parallel_dims=parts.parallel_dims,
+        second_groups=second_groups,
+        device=parts.device,
+        passes_of=partial(
+            passes_of, parts.options, reshard_after_forward=parts.reshard_after_forward
+        ),
     )
 
 
 def _recipe_of(parts: StepParts) -> Recipe:
-    create_second_groups(parts.options, parts.parallel_dims)
     return recipe_of(
         parts.options,
         reshard_after_forward=parts.reshard_after_forward,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,11 +26,14 @@ from gt_pipeline.graph import (
     AccumulationGraphs,
     cut_accumulation,
 )
+from gt_trace import TracedStep
+from gt_trainer.artifacts.run_artifacts import RunArtifacts
 from gt_trainer.startup import StartupClock
 from gt_trainer.steps.captured_step import Recipe, trace_training_step
 from gt_trainer.steps.gradients import accumulate_gradients
 from gt_trainer.steps.layer_tracer import CaptureLayersReport
 from gt_trainer.steps.per_shape import PerShape
+from gt_trainer.steps.stored_step import StoredTrace
 from gt_trainer.steps.training_step import (
     Batch,
     BatchPreparation,
@@ -105,6 +109,7 @@ def capture_accumulation(
     capture_layers: CaptureLayers = "auto",
     meta_device: torch.device | str = "meta",
     verify: bool = True,
+    obtain: Callable[[Callable[[], TracedStep]], TracedStep] = lambda trace: trace(),
 ) -> AccumulationReport:
     """Capture one microbatch, cut it for all of a step, and run the passes on every graph.
 
@@ -119,20 +124,28 @@ def capture_accumulation(
         capture_layers: see ``model``.
         meta_device: see ``model``.
         verify: whether to verify the graphs as cut.
+        obtain: given what traces the step, gives the step: that or one that was stored.
 
     Raises:
         StageCutError: what is gathered or reduced cannot be shared.
         ForwardChunkingError, ChunkMetadataError: as ``capture_training_step``.
     """
-    with clock.part("capture"):
-        traced, stamping = trace_training_step(
-            model,
-            loss_fn,
-            *args,
-            ep_overlap=ep_overlap,
-            capture_layers=capture_layers,
-            meta_device=meta_device,
-        )
+    stamping: CaptureLayersReport | None = None
+
+    def trace() -> TracedStep:
+        nonlocal stamping
+        with clock.part("capture"):
+            traced, stamping = trace_training_step(
+                model,
+                loss_fn,
+                *args,
+                ep_overlap=ep_overlap,
+                capture_layers=capture_layers,
+                meta_device=meta_device,
+            )
+        return traced
+
+    traced = obtain(trace)
     with clock.part("passes"):
         graphs = cut_accumulation(
             traced, num_results=1, num_microbatches=num_microbatches, verify=verify
@@ -153,7 +166,7 @@ class ReduceOnceStep:
     reach parameters when all microbatches have run.
 
     Arguments are those of ``CapturedTrainingStep``, and ``verify``: whether to verify the graphs as
-    cut.
+    cut. With ``artifacts``, what is stored is the step before it is cut.
     """
 
     is_captured = True
@@ -172,6 +185,7 @@ class ReduceOnceStep:
         ep_overlap: EpOverlapConfig | None = None,
         capture_layers: CaptureLayers = "auto",
         verify: bool = True,
+        artifacts: RunArtifacts | None = None,
     ) -> None:
         self._model = model
         self._loss_fn = loss_fn
@@ -182,6 +196,7 @@ class ReduceOnceStep:
         self._ep_overlap = ep_overlap
         self._capture_layers: CaptureLayers = capture_layers
         self._verify = verify
+        self._artifacts = artifacts
         self.reports: tuple[AccumulationReport, ...] = ()
         self._steps: list[AccumulatedStep] = []
         self._calls = PerShape(self._capture, policy=on_shape_change)
@@ -223,16 +238,18 @@ class ReduceOnceStep:
     ) -> Callable[..., AccumulatedResult]:
         batches, global_valid_tokens = args
         assert not kwargs
+        arguments = self._arguments(batches[0], global_valid_tokens)
         report = capture_accumulation(
             self._model,
             self._loss_fn,
-            *self._arguments(batches[0], global_valid_tokens),
+            *arguments,
             num_microbatches=len(batches),
             recipe=self._recipe,
             clock=self._clock,
             ep_overlap=self._ep_overlap,
             capture_layers=self._capture_layers,
             verify=self._verify,
+            obtain=partial(self._obtain, arguments, num_microbatches=len(batches)),
         )
         self._on_capture(report)
         if not self.reports:
@@ -254,6 +271,22 @@ class ReduceOnceStep:
             return step(self._arguments(batch, tokens) for batch in batches)
 
         return run
+
+    def _obtain(
+        self, arguments: tuple[Any, ...], trace: Callable[[], TracedStep], *, num_microbatches: int
+    ) -> TracedStep:
+        if self._artifacts is None:
+            return trace()
+        axes = self._artifacts.axes(self._model)
+        return self._artifacts.obtain(
+            StoredTrace(trace=trace, model=self._model, axes=axes, clock=self._clock),
+            graph_kind="MICROBATCH",
+            model=self._model,
+            loss_fn=self._loss_fn,
+            arguments=arguments,
+            num_microbatches=num_microbatches,
+            is_first=not self.reports,
+        )
 
     def _arguments(
         self, microbatch: Microbatch, global_valid_tokens: torch.Tensor

@@ -15,8 +15,11 @@ from gt_trainer._torch_internals import process_group_named
 
 def create_second_groups(
     options: CompileConfig, parallel_dims: ParallelDims
-) -> tuple[dist.ProcessGroup, ...]:
-    """The second groups that ``options`` ask for, in the same order on every rank."""
+) -> dict[str, dist.ProcessGroup]:
+    """The second groups that ``options`` ask for, by labels such as "reductions of fsdp".
+
+    Labels and their order are the same on every rank.
+    """
     wanted: list[tuple[str, GroupPurpose]] = []
     if options.fsdp_second_group:
         # A plan reduces gradients over any axis, and in a pipeline each stage over others.
@@ -24,9 +27,10 @@ def create_second_groups(
         wanted += [(axis, "reductions") for axis in ("fsdp", "efsdp", *further)]
     if options.ep_overlap.enabled:
         wanted += [("ep", "exchanges")]
-    names = [
-        second_group_of(mesh.get_group().group_name, purpose=purpose)
+    return {
+        f"{purpose} of {axis}": process_group_named(
+            second_group_of(mesh.get_group().group_name, purpose=purpose)
+        )
         for axis, purpose in wanted
         if (mesh := parallel_dims.get_optional_mesh(axis)) is not None
-    ]
-    return tuple(process_group_named(name) for name in names)
+    }

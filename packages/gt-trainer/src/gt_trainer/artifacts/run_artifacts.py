@@ -1,0 +1,132 @@
+"""The stored graphs of one run: what its steps ask for one, whatever form of step they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchtitan.distributed import ParallelDims
+from torchtitan.tools.logging import logger
+
+from gt_config import CompileConfig
+from gt_config.graph_kinds import GraphKind
+from gt_passes import GraphPass
+from gt_trace.artifacts.folder import ArtifactFolder
+from gt_trace.artifacts.mesh_axes import MeshAxes, meshes_of
+from gt_trace.capture.module_state import collect_state
+from gt_trace.capture.subclass_layout import flatten_tensor
+from gt_trainer.artifacts.alike_ranks import groups_text
+from gt_trainer.artifacts.graph_folder import GraphFolder
+from gt_trainer.artifacts.rank_exchange import RankExchange
+from gt_trainer.artifacts.run_identity import RunSettings, step_identity
+from gt_trainer.artifacts.shared_capture import SharedGraph, capture_alone, share_capture
+from gt_trainer.artifacts.storable_graph import StorableGraph
+
+CapturedT = TypeVar("CapturedT")
+
+_AXES = ("dp_replicate", "fsdp", "tp", "ep", "efsdp", "cp", "pp")
+"""torchtitan's names of the axes over which a captured graph may communicate."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunArtifacts:
+    """Where a run takes its graphs from, and puts them.
+
+    See ``--compile.artifacts``.
+    """
+
+    folder: ArtifactFolder
+    settings: RunSettings
+    parallel_dims: ParallelDims
+    second_groups: Mapping[str, dist.ProcessGroup] = field(default_factory=dict)
+    """Process groups that are no axes, by labels that are the same on every rank."""
+
+    device: torch.device
+    """Where the process group communicates."""
+
+    passes_of: Callable[[GraphKind], Sequence[GraphPass]]
+    """The passes of the run on a kind of graph."""
+
+    def obtain(
+        self,
+        graph: StorableGraph[CapturedT],
+        *,
+        graph_kind: GraphKind,
+        model: nn.Module,
+        loss_fn: object,
+        arguments: Sequence[Any],
+        is_first: bool,
+        num_microbatches: int = 1,
+    ) -> CapturedT:
+        """A graph that was stored before, was captured by another rank, or is captured now.
+
+        Logs which of these, and on the first rank which ranks share a graph, and why.
+
+        Args:
+            graph: how it is captured and stored.
+            graph_kind: of the graphs that run.
+            model: as for ``step_identity``; so are those that are not told here.
+            loss_fn: see ``model``.
+            arguments: see ``model``.
+            is_first: whether all ranks of the run ask together. Later, ranks with other shapes
+                may ask at other times: each then asks for itself.
+            num_microbatches: see ``model``.
+
+        Raises:
+            Exception: whatever the capture raises.
+            CaptureFailedElsewhereError: the capture of another rank failed.
+        """
+        identity = step_identity(
+            self.settings,
+            model=model,
+            loss_fn=loss_fn,
+            arguments=arguments,
+            passes=self.passes_of(graph_kind),
+            num_microbatches=num_microbatches,
+        )
+        axes = self.axes(model)
+        folder = GraphFolder(self.folder, axes=axes)
+        if is_first:
+            exchange = RankExchange(device=self.device)
+            shared = share_capture(identity, graph, folder=folder, axes=axes, exchange=exchange)
+        else:
+            shared = capture_alone(identity, graph, folder=folder, axes=axes)
+        self._tell(shared)
+        return shared.captured
+
+    def axes(self, model: nn.Module) -> MeshAxes:
+        """Names of this rank's process groups, the same on every rank."""
+        meshes = [
+            mesh
+            for slot in collect_state(model)
+            for mesh in meshes_of(flatten_tensor(slot.tensor)[1])
+        ]
+        for axis in _AXES:
+            mesh = self.parallel_dims.get_optional_mesh(axis)
+            if mesh is not None:
+                meshes.append(mesh)
+        groups = {label: group.group_name for label, group in self.second_groups.items()}
+        return MeshAxes.of(meshes, groups=groups)
+
+    def _tell(self, shared: SharedGraph[Any]) -> None:
+        if shared.loaded_from is not None:
+            logger.info(f"--compile.artifacts: loaded {shared.loaded_from}")
+        else:
+            logger.info(
+                f"--compile.artifacts: captured {shared.identity.digest}, for {self.folder.path}"
+            )
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            logger.info(f"--compile.artifacts: {groups_text(shared.groups)}")
+
+
+def artifact_folder(options: CompileConfig) -> ArtifactFolder | None:
+    """The folder that ``options`` ask for; None if they ask for none."""
+    if options.artifacts is None:
+        return None
+    max_bytes = int(options.artifacts_max_gib * 2**30)
+    return ArtifactFolder(Path(options.artifacts), max_bytes=max_bytes)

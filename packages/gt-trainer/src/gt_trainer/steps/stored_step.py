@@ -1,0 +1,93 @@
+"""Captured training steps as graphs that are stored, for other ranks and for later starts.
+
+A step is stored behind the passes that rewrite it and before those that generate code. A step that
+is yet to be cut into graphs of microbatches is stored as captured, and cut whenever it is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import nn
+
+from gt_passes import PassManager, PassManagerReport, pass_report_as_data, pass_report_from_data
+from gt_trace import TracedStep
+from gt_trace.artifacts.container import Container
+from gt_trace.artifacts.mesh_axes import MeshAxes
+from gt_trace.artifacts.step_document import decode_step, encode_step
+from gt_trainer.artifacts.storable_graph import STEP_SECTION, StoredGraph
+from gt_trainer.startup import StartupClock
+from gt_trainer.steps.captured_step import CaptureReport, context_of
+
+_PASSES = "passes"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredTrainingStep:
+    """The graph of a step behind its passes; see ``StorableGraph``."""
+
+    trace: Callable[[], CaptureReport]
+    """Captures, and runs the passes that generate no code."""
+
+    model: nn.Module
+    axes: MeshAxes
+    clock: StartupClock
+    kind = "training step"
+
+    def capture(self) -> CaptureReport:
+        """See ``StorableGraph``."""
+        return self.trace()
+
+    def encode(self, captured: CaptureReport) -> StoredGraph:
+        """See ``StorableGraph``."""
+        encoded = encode_step(captured.traced, self.axes)
+        return StoredGraph(
+            step=encoded.document,
+            documents={_PASSES: pass_report_as_data(captured.passes[0])},
+            blobs=encoded.blobs,
+        )
+
+    def decode(self, container: Container) -> CaptureReport:
+        """See ``StorableGraph``."""
+        with self.clock.part("load"):
+            stored = pass_report_from_data(container.document(_PASSES))
+            traced, verification = _loaded(container, self.axes, self.model)
+            return CaptureReport(
+                traced=traced, passes=(stored.followed_by(verification),), is_loaded=True
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredTrace:
+    """The graph of a step as captured, before anything else; see ``StorableGraph``."""
+
+    trace: Callable[[], TracedStep]
+    model: nn.Module
+    axes: MeshAxes
+    clock: StartupClock
+    kind = "trace of a training step"
+
+    def capture(self) -> TracedStep:
+        """See ``StorableGraph``."""
+        return self.trace()
+
+    def encode(self, captured: TracedStep) -> StoredGraph:
+        """See ``StorableGraph``."""
+        encoded = encode_step(captured, self.axes)
+        return StoredGraph(step=encoded.document, blobs=encoded.blobs)
+
+    def decode(self, container: Container) -> TracedStep:
+        """See ``StorableGraph``."""
+        with self.clock.part("load"):
+            return _loaded(container, self.axes, self.model)[0]
+
+
+def _loaded(
+    container: Container, axes: MeshAxes, model: nn.Module
+) -> tuple[TracedStep, PassManagerReport]:
+    """The step in a container, seen to fit the model, and what the verifier says of it."""
+    traced = decode_step(container.document(STEP_SECTION), axes, blob=container.blob)
+    traced.bind(model)
+    # No passes: the verifier, and recompilation.
+    return traced, PassManager((), context=context_of(traced)).run(traced.graph_module)

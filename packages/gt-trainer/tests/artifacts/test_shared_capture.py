@@ -1,0 +1,181 @@
+"""Few ranks capture, all have the graph that they would have captured, and a failure ends all."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from artifacts.ranks_as_threads import Coordinates, Start, start
+from torchtitan.tools.logging import logger
+
+from gt_trace.artifacts.folder import ArtifactFolder
+from gt_trainer.artifacts.rank_exchange import CaptureFailedElsewhereError
+
+MESH = [{"fsdp": fsdp, "tp": tp} for fsdp in range(2) for tp in range(4)]
+
+
+@pytest.fixture(autouse=True)
+def heard(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """torchtitan's logger passes nothing on."""
+    logger.addHandler(caplog.handler)
+    caplog.set_level(logging.INFO, logger=logger.name)
+    yield
+    logger.removeHandler(caplog.handler)
+
+
+def like(at: Coordinates) -> list[Any]:
+    return [1, 2, 3]
+
+
+def by_tp(at: Coordinates) -> list[Any]:
+    return [7, 256 * at["tp"]]
+
+
+def squared(at: Coordinates) -> list[Any]:
+    return [at["tp"] ** 2, at["fsdp"]]
+
+
+def shared_folder(path: Path) -> Any:
+    folder = ArtifactFolder(path, max_bytes=None)
+    return lambda rank: folder
+
+
+def own_folders(path: Path) -> Any:
+    return lambda rank: ArtifactFolder(path / str(rank), max_bytes=None)
+
+
+def check(found: Start, numbers_of: Any) -> None:
+    """Every rank has what it would have captured."""
+    for at, shared in zip(MESH, found.shared, strict=True):
+        if isinstance(shared, Exception):
+            raise shared
+        assert shared.captured == numbers_of(at)
+
+
+@pytest.mark.parametrize("folders", [shared_folder, own_folders])
+def test_alike_ranks_have_the_graph_of_the_lowest(folders: Any, tmp_path: Path):
+    found = start(MESH, like, folder_of=folders(tmp_path))
+    check(found, like)
+    assert found.captures == [0, 7]
+    assert found.num_broadcasts == (folders is own_folders)
+    (group,) = found.shared[3].groups
+    assert str(group) == "ranks 0-7: captured by 0, compared with rank 7"
+    assert all(each.groups == (group,) for each in found.shared)
+
+
+@pytest.mark.parametrize("folders", [shared_folder, own_folders])
+@pytest.mark.parametrize("numbers_of", [like, by_tp, squared])
+def test_a_later_start_captures_nothing(folders: Any, numbers_of: Any, tmp_path: Path):
+    start(MESH, numbers_of, folder_of=folders(tmp_path))
+    again = start(MESH, numbers_of, folder_of=folders(tmp_path))
+    check(again, numbers_of)
+    if folders is shared_folder:
+        assert again.captures == []
+        assert all(each.loaded_from is not None for each in again.shared)
+
+
+def test_numbers_that_follow_a_place_become_values_by_coordinate(tmp_path: Path):
+    found = start(MESH, by_tp, folder_of=shared_folder(tmp_path))
+    check(found, by_tp)
+    assert len(found.captures) < len(MESH)
+    (group,) = found.shared[0].groups
+    assert group.num_rules == 1
+    assert group.rule_axes == ("tp",)
+
+
+def test_ranks_that_differ_otherwise_are_divided_and_share_in_parts(tmp_path: Path):
+    found = start(MESH, squared, folder_of=shared_folder(tmp_path))
+    check(found, squared)
+    groups = found.shared[0].groups
+    assert [each.ranks for each in groups] == [(0, 4), (1, 5), (2, 6), (3, 7)]
+    assert all(each.num_rules == 1 for each in groups)
+    assert "0 and 4" in groups[0].reason or "and" in groups[0].reason
+
+
+def test_ranks_that_know_how_they_differ_are_groups_from_the_start(tmp_path: Path):
+    def identity_of(at: Coordinates) -> dict[str, str]:
+        return {"model": "one", "rows": "8" if at["fsdp"] == 0 else "7"}
+
+    found = start(MESH, like, folder_of=shared_folder(tmp_path), identity_of=identity_of)
+    check(found, like)
+    assert found.captures == [0, 3, 4, 7]
+    first, second = found.shared[0].groups
+    assert first.reason == ""
+    assert second.reason == "other ranks have another rows"
+
+
+def test_a_rank_that_does_not_see_the_folder_has_the_graph_from_one_that_does(tmp_path: Path):
+    start(MESH, by_tp, folder_of=shared_folder(tmp_path / "seen"))
+    seen, unseen = shared_folder(tmp_path / "seen"), shared_folder(tmp_path / "unseen")
+    found = start(MESH, by_tp, folder_of=lambda rank: (seen if rank != 5 else unseen)(rank))
+    check(found, by_tp)
+    assert found.captures == []
+    assert found.num_broadcasts == 1
+    assert start(MESH[5:6], by_tp, folder_of=unseen).captures == []
+
+
+@pytest.mark.parametrize("rank", [0, 7])
+def test_a_capture_that_fails_ends_all_ranks(rank: int, tmp_path: Path):
+    found = start(MESH, like, folder_of=shared_folder(tmp_path), fails_on=rank)
+    for number, error in enumerate(found.shared):
+        if number == rank:
+            assert isinstance(error, ZeroDivisionError)
+        else:
+            assert isinstance(error, CaptureFailedElsewhereError)
+            assert str(error) == (
+                f"rank {rank} could not capture its graph: ZeroDivisionError: no capture here"
+            )
+
+
+def test_what_cannot_be_stored_is_captured_by_every_rank(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    found = start(MESH, by_tp, folder_of=shared_folder(tmp_path), is_storable=False)
+    check(found, by_tp)
+    assert sorted(found.captures) == list(range(8))
+    assert "this graph cannot be stored: the operator mine::own is not in the list" in caplog.text
+    assert not tmp_path.joinpath("anything").exists()
+
+
+def test_a_damaged_graph_is_set_aside_and_captured_anew(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    folder_of = shared_folder(tmp_path)
+    start(MESH, like, folder_of=folder_of)
+    (entry,) = folder_of(0).entries()
+    entry.path.write_bytes(entry.path.read_bytes()[:-3])
+    found = start(MESH, like, folder_of=folder_of)
+    check(found, like)
+    assert found.captures == [0, 7]
+    assert "cannot be used, and is captured anew" in caplog.text
+    assert len(list((tmp_path / "damaged").iterdir())) >= 2
+    assert start(MESH, like, folder_of=folder_of).captures == []
+
+
+def test_a_graph_of_another_run_under_this_digest_is_set_aside(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    folder_of = shared_folder(tmp_path)
+    start(MESH, like, folder_of=folder_of, identity_of=lambda at: {"model": "one", "rows": "8"})
+    (theirs,) = folder_of(0).entries()
+    start(MESH, like, folder_of=folder_of)
+    (ours,) = [each for each in folder_of(0).entries() if each.digest != theirs.digest]
+    ours.path.write_bytes(theirs.path.read_bytes())
+    found = start(MESH, like, folder_of=folder_of)
+    check(found, like)
+    assert found.captures == [0, 7]
+    assert "it lies under the digest of another run" in caplog.text
+    assert "rows" in caplog.text
+
+
+def test_a_folder_that_cannot_be_written_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    (tmp_path / "file").write_text("in the way")
+    found = start(MESH, by_tp, folder_of=shared_folder(tmp_path / "file"))
+    check(found, by_tp)
+    assert len(found.captures) < len(MESH)  # the others have it all the same
+    assert "--compile.artifacts: not stored:" in caplog.text

@@ -1,0 +1,94 @@
+"""What the workers of ``test_shared_captures.py`` run: training with graphs from a folder."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torchtitan.tools.logging import logger
+from training_cases import NUM_STEPS, Case, close, trainer_of
+
+from gt_trace import graph_text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """What a rank saw of five optimizer steps."""
+
+    bits: tuple[str, ...]
+    """Digests of loss, gradients and buffers of each pass, and of the parameters in the end."""
+
+    losses: tuple[float, ...]
+    num_gradients: int
+    is_loaded: bool
+    """Whether the graph came from the folder."""
+
+    passes: tuple[str, ...]
+    """Names of the passes of the first graph."""
+
+    graphs: tuple[str, ...]
+    """Text of each graph that ran, without names of process groups."""
+
+    log: tuple[str, ...]
+    """What was said of artifacts."""
+
+
+class _Said(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        if text.startswith("--compile.artifacts"):
+            self.lines.append(text)
+
+
+def trained(
+    case: Case,
+    folder: str,
+    artifacts: str | None,
+    options: Mapping[str, Any] = MappingProxyType({}),
+) -> Trained:
+    """Train on this worker's rank, with graphs from ``artifacts`` if that is not None."""
+    said = _Said()
+    logger.addHandler(said)
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    try:
+        trainer = trainer_of(
+            case, "aot_fx_trace", folder, options={**options, "artifacts": artifacts}
+        )
+        for _ in range(NUM_STEPS):
+            trainer.take_step()
+    finally:
+        logger.removeHandler(said)
+        logger.setLevel(level)
+    bits = [
+        _digest({"loss": each.loss, **each.gradients, **each.buffers}) for each in trainer.passes
+    ]
+    reports = trainer.training_step.reports
+    found = Trained(
+        bits=(*bits, _digest(trainer.parameters())),
+        losses=tuple(each.loss.item() for each in trainer.passes),
+        num_gradients=min(len(each.gradients) for each in trainer.passes),
+        is_loaded=any(line.startswith("--compile.artifacts: loaded") for line in said.lines),
+        passes=tuple(record.name for record in reports[0].passes[0].records),
+        graphs=tuple(graph_text(each) for each in reports[0].graph_modules),
+        log=tuple(said.lines),
+    )
+    close(trainer)
+    return found
+
+
+def _digest(tensors: Mapping[str, torch.Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,99 @@
+"""Four ranks train with graphs that one of them captured, now or in an earlier run: the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from artifacts.cases import Trained, trained
+from training_cases import Case
+
+from gt_config import EpOverlapConfig
+from gt_trace.testing import GlooWorkers
+
+LLAMA3 = Case(
+    module="llama3",
+    config="llama3_debugmodel",
+    seq_len=32,
+    parallelism={"data_parallel_shard_degree": 2, "tensor_parallel_degree": 2},
+)
+DEEPSEEK_V3 = Case(
+    module="deepseek_v3",
+    config="deepseek_v3_debugmodel",
+    seq_len=32,
+    parallelism={"data_parallel_shard_degree": 4, "expert_parallel_degree": 2},
+)
+QWEN3_MOE = replace(DEEPSEEK_V3, module="qwen3", config="qwen3_moe_debugmodel")
+
+
+def run(
+    case: Case, folder: Path, artifacts: Path | None, options: Mapping[str, Any]
+) -> list[Trained]:
+    """Train in processes of their own, as a start does."""
+    where = None if artifacts is None else str(artifacts)
+    with GlooWorkers(4, timeout=600, preload=["gt_trainer.testing"]) as workers:
+        return workers.run(trained, case, str(folder), where, dict(options))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expected:
+    """A run, and who captures in it at a cold start."""
+
+    case: Case
+    options: dict[str, Any] = field(default_factory=dict)
+    captures: tuple[int, ...] = (0, 3)
+    says: str = "1 group of ranks\n  ranks 0-3: captured by 0, compared with rank 3"
+
+
+TP = Expected(
+    case=LLAMA3,
+    captures=(0, 1, 3),
+    says="captured by 0, compared with ranks 1, 3; ",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "expected",
+    [
+        TP,
+        replace(TP, options={"memory_policy": "selective"}),
+        replace(TP, options={"memory_policy": "full_recompute"}),
+        replace(TP, options={"memory_policy": "offload"}),
+        replace(TP, options={"fsdp_second_group": True, "inductor_compilation": "regional"}),
+        replace(TP, case=replace(LLAMA3, gradient_accumulation_steps=2)),
+        replace(
+            TP,
+            case=replace(LLAMA3, gradient_accumulation_steps=2),
+            options={"accumulation": "reduce_once"},
+        ),
+        Expected(case=DEEPSEEK_V3),
+        Expected(case=DEEPSEEK_V3, options={"ep_overlap": EpOverlapConfig(enabled=True)}),
+        Expected(
+            case=DEEPSEEK_V3,
+            options={"ep_overlap": EpOverlapConfig(enabled=True, strategy="eager")},
+        ),
+        Expected(case=QWEN3_MOE),
+    ],
+    ids=lambda each: f"{each.case.config}-{each.case.gradient_accumulation_steps}-{each.options}",
+)
+def test_graphs_captured_by_few_ranks_or_before_train_all_to_the_same_bits(
+    expected: Expected, tmp_path: Path
+):
+    artifacts = tmp_path / "artifacts"
+    alone = run(expected.case, tmp_path / "alone", None, expected.options)
+    cold = run(expected.case, tmp_path / "cold", artifacts, expected.options)
+    warm = run(expected.case, tmp_path / "warm", artifacts, expected.options)
+    assert [n for n, each in enumerate(cold) if not each.is_loaded] == [*expected.captures]
+    assert all(each.is_loaded for each in warm)
+    assert expected.says in cold[0].log[-1]
+    assert "captured before" in warm[0].log[-1]
+    for a, b, c in zip(alone, cold, warm, strict=True):
+        assert a.num_gradients > 0
+        assert a.bits == b.bits == c.bits
+        assert a.losses == b.losses == c.losses
+        assert a.passes == b.passes == c.passes
+        assert a.graphs == b.graphs == c.graphs
