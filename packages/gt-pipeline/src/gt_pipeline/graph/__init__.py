@@ -10,10 +10,11 @@ from gt_pipeline.graph.accumulation_document import decode_accumulation, encode_
 from gt_pipeline.graph.activations import ActivationPlacement
 from gt_pipeline.graph.exposed_collectives import exposed_collectives
 from gt_pipeline.graph.pipeline_stage import GraphPipelineStage
+from gt_pipeline.graph.rewrite_stage import RewrittenStage, rewrite_stage
 from gt_pipeline.graph.stage_capture import StageCapture, StageLoss, capture_stage
 from gt_pipeline.graph.stage_cut import cut_stage
 from gt_pipeline.graph.stage_document import decode_stage, encode_stage
-from gt_pipeline.graph.stage_graphs import RewrittenStage, StageGraphs
+from gt_pipeline.graph.stage_graphs import StageGraphs
 
 __all__ = [
     "AccumulatedResult",
@@ -34,4 +35,5 @@ __all__ = [
     "encode_accumulation",
     "encode_stage",
     "exposed_collectives",
+    "rewrite_stage",
 ]

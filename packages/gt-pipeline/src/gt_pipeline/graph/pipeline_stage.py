@@ -25,11 +25,14 @@ from gt_pipeline.graph.launched_executable import LaunchedExecutable
 from gt_pipeline.graph.overlapped_actions import OverlappedActions, overlap_actions
 from gt_pipeline.graph.recorded_actions import StageRecordings
 from gt_pipeline.graph.replayed_steps import ReplayedSteps, StageReads
+from gt_pipeline.graph.rewrite_stage import (
+    RewrittenStage,
+    refuse_other_stage,
+    rewrite_stage,
+)
 from gt_pipeline.graph.stage_capture import StageCapture, StageLoss, capture_stage
-from gt_pipeline.graph.stage_cut import cut_stage
 from gt_pipeline.graph.stage_evaluations import EvaluationForward, StageEvaluations
 from gt_pipeline.graph.stage_gradients import StageGradients
-from gt_pipeline.graph.stage_graphs import RewrittenStage, refuse_other_stage
 from gt_pipeline.graph.stage_inputs import MicrobatchReader, StageState
 from gt_pipeline.graph.stage_values import StageValues
 from gt_pipeline.runner.stage_protocol import (
@@ -128,11 +131,9 @@ class GraphPipelineStage:
             capture = self._capture(fake_mode=fake_mode)
             if prepare_capture is not None:
                 prepare_capture(capture)
-            self.graphs = cut_stage(capture, verify=verify)
-            changed = {each.kind: self._edited(each, transform) for each in self.graphs}
-            rewritten = RewrittenStage(graphs=self.graphs, actions=changed)
+            rewritten = rewrite_stage(capture, transform=transform, verify=verify)
         else:
-            self.graphs, capture = rewritten.graphs, rewritten.graphs.capture
+            capture = rewritten.graphs.capture
             refuse_other_stage(
                 capture,
                 stage_index=stage_index,
@@ -140,6 +141,7 @@ class GraphPipelineStage:
                 activations=activations,
                 has_loss=loss_fn is not None,
             )
+        self.graphs = rewritten.graphs
         self.rewritten = rewritten
         """What code was generated for: what ``encode_stage`` stores."""
 
@@ -554,8 +556,6 @@ class GraphPipelineStage:
         return self._edited(self._edited(action, self._transform), self._generate_code)
 
     def _edited(self, action: ActionGraph, transform: GraphTransform | None) -> ActionGraph:
-        if transform is None or action.is_empty:
-            return action
         return transformed(action, transform, fake_mode=self.fake_mode, verify=self._verify)
 
 

@@ -20,10 +20,10 @@ from gt_pipeline.errors import StageCutError
 from gt_pipeline.graph._torch_internals import FakeTensorMode
 from gt_pipeline.graph.activations import ActivationPlacement
 from gt_pipeline.graph.changed_graphs import is_unchanged, refuse_problems
+from gt_pipeline.graph.rewrite_stage import RewrittenStage
 from gt_pipeline.graph.slots import Slot, SlotKind
 from gt_pipeline.graph.stage_capture import StageCapture, input_slot
 from gt_pipeline.graph.stage_cut import cut_stage
-from gt_pipeline.graph.stage_graphs import RewrittenStage
 from gt_pipeline.runner.stage_protocol import ActivationSignature
 from gt_trace import TensorLayout
 from gt_trace.artifacts.decoder import Decoder

@@ -56,7 +56,7 @@ class RunArtifacts:
         self,
         graph: StorableGraph[CapturedT],
         *,
-        graph_kind: GraphKind,
+        passes: Sequence[GraphPass],
         model: nn.Module,
         loss_fn: object,
         arguments: Sequence[Any],
@@ -69,13 +69,13 @@ class RunArtifacts:
 
         Args:
             graph: how it is captured and stored.
-            graph_kind: of the graphs that run.
-            model: as for ``step_identity``; so are those that are not told here.
-            loss_fn: see ``model``.
-            arguments: see ``model``.
+            passes: as for ``step_identity``; so are those that are not told here.
+            model: see ``passes``.
+            loss_fn: see ``passes``.
+            arguments: see ``passes``.
             is_first: whether all ranks of the run ask together. Later, ranks with other shapes
                 may ask at other times: each then asks for itself.
-            num_microbatches: see ``model``.
+            num_microbatches: see ``passes``.
 
         Raises:
             Exception: whatever the capture raises.
@@ -86,7 +86,7 @@ class RunArtifacts:
             model=model,
             loss_fn=loss_fn,
             arguments=arguments,
-            passes=self.passes_of(graph_kind),
+            passes=passes,
             num_microbatches=num_microbatches,
         )
         axes = self.axes(model)

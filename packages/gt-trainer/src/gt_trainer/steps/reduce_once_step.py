@@ -280,7 +280,7 @@ class ReduceOnceStep:
         axes = self._artifacts.axes(self._model)
         return self._artifacts.obtain(
             StoredTrace(trace=trace, model=self._model, axes=axes, clock=self._clock),
-            graph_kind="MICROBATCH",
+            passes=self._artifacts.passes_of("MICROBATCH"),
             model=self._model,
             loss_fn=self._loss_fn,
             arguments=arguments,
