@@ -82,6 +82,7 @@ def new_training_step(parts: StepParts) -> TrainingStep:
             on_shape_change=options.on_shape_change,
             clock=parts.clock,
             on_capture=parts.on_capture,
+            artifacts=_artifacts(parts, second_groups),
         )
         return JointStep(forward, parts.loss_fn, preparation=parts.preparation)
     if options.accumulation == "reduce_once":

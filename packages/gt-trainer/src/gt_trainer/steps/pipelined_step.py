@@ -8,20 +8,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.fx import GraphModule
 from torchtitan.tools.logging import logger
 
 from gt_config import CaptureLayers, EpOverlapConfig, ShapeChangePolicy
-from gt_passes import PassManagerReport
 from gt_passes.ep_overlap import settle_chunk_annotations
 from gt_pipeline.graph import GraphPipelineStage, StageLoss, capture_stage, rewrite_stage
-from gt_pipeline.graph.action_graph import ActionGraph
 from gt_pipeline.runner import ActivationSignature, GraphPPRunner, MicrobatchInputs
 from gt_pipeline.schedules import Schedule
 from gt_pipeline.split import SharedGroup
@@ -29,49 +25,10 @@ from gt_trainer.artifacts.run_artifacts import RunArtifacts
 from gt_trainer.decoder.eager_chunks import chunked_for_capture
 from gt_trainer.decoder.expert_regions import annotate_expert_regions
 from gt_trainer.startup import StartupClock
+from gt_trainer.steps.captured_stage import CapturedStage, StageCaptureReport, StoredStage
 from gt_trainer.steps.layer_tracer import CaptureLayersReport, layer_tracer
 from gt_trainer.steps.stage_recipe import StagePasses
-from gt_trainer.steps.stored_stage import CapturedStage, StoredStage
-from gt_trainer.steps.training_step import ForwardBackward, LossFunction, num_operators
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageCaptureReport:
-    """What the capture of a stage produced, for the log."""
-
-    num_stages: int
-    """Of the whole pipeline."""
-
-    actions: tuple[ActionGraph, ...]
-    """Of the stage, after passes."""
-
-    passes: tuple[PassManagerReport, ...]
-    """What they did on the joint graph, and on those of the actions."""
-
-    stamping: CaptureLayersReport | None = None
-    """How the joint graph's layers were stamped, or why not; None if that was not asked for, or not
-    done here."""
-
-    is_loaded: bool = False
-    """Whether the graphs were captured by another rank or run, and stored."""
-
-    @property
-    def graph_modules(self) -> tuple[GraphModule, ...]:
-        """The graphs of the stage's actions, after passes."""
-        return tuple(action.graph_module for action in self.actions)
-
-    def memory_text(self) -> None:
-        """A stage keeps what its schedule asks for, which no graph of one action shows."""
-
-    def __str__(self) -> str:
-        """One line: the stage, and the operators of its actions."""
-        counts = ", ".join(f"{a.kind} {num_operators(a.graph_module):,}" for a in self.actions)
-        verb = "Loaded" if self.is_loaded else "Captured"
-        stamping = f" ({self.stamping})" if self.stamping and self.stamping.stamped else ""
-        return (
-            f"{verb} stage {self.actions[0].stage_index} of {self.num_stages}{stamping}; "
-            f"operators of its actions after passes: {counts}"
-        )
+from gt_trainer.steps.training_step import ForwardBackward, LossFunction
 
 
 class PipelinedStep:
