@@ -127,11 +127,10 @@ def test_graphs_captured_by_few_ranks_or_before_train_all_to_the_same_bits(
     ],
     ids=lambda each: f"{each.model.config}-{each.schedule}",
 )
-def test_stages_captured_before_train_all_to_the_same_bits(
-    case: PipelineCase, tmp_path: Path, four: GlooWorkers
-):
+def test_stages_captured_before_train_all_to_the_same_bits(case: PipelineCase, tmp_path: Path):
     def run_stages(name: str, artifacts: str | None) -> list[Trained]:
-        return four.run(trained_in_stages, case, str(tmp_path / name), artifacts)
+        with GlooWorkers(4, timeout=600, preload=["gt_trainer.testing"]) as workers:
+            return workers.run(trained_in_stages, case, str(tmp_path / name), artifacts)
 
     artifacts = str(tmp_path / "artifacts")
     alone = run_stages("alone", None)
