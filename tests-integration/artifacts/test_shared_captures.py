@@ -122,6 +122,7 @@ def test_graphs_captured_by_few_ranks_or_before_train_all_to_the_same_bits(
                 parallelism={"data_parallel_shard_degree": 2, "expert_parallel_degree": 2},
             ),
             schedule="DualPipeV",
+            microbatch_size=2,
             overlap=EpOverlapConfig(enabled=True),
         ),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +27,7 @@ from gt_pipeline.graph import (
 )
 from gt_pipeline.runner import MicrobatchInputs
 from gt_trace.artifacts.mesh_axes import MeshAxes
+from gt_trace.artifacts.rank_differences import document_differences
 from gt_trace.errors import ArtifactError
 from gt_trace.stamping.compare_steps import step_differences
 from gt_trace.testing import GlooWorkers
@@ -158,6 +160,37 @@ def test_a_microbatch_may_state_a_default_that_was_left_out() -> None:
 
 def test_gathers_reductions_and_exchanges_are_those_of_the_loading_rank(two: GlooWorkers) -> None:
     assert two.run(load_like_captured) == [(True, []), (True, [])]
+
+
+class Layers(nn.Module):
+    """Some layers of a model, by the names that the model has for them."""
+
+    def __init__(self, *numbers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({str(number): Block() for number in numbers})
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers.values():
+            x = layer(x)
+        return x
+
+
+def test_equal_stages_have_one_document_but_for_names_and_numbers() -> None:
+    first = new_stage(Layers(3, 4), num_stages=4)
+    # Captured behind the first: autograd's numbers go on, and nothing else knows of it.
+    second = new_stage(Layers(5, 6), num_stages=4, stage_index=2, fake_mode=first.fake_mode)
+    text, other = stored(first)[0], stored(second)[0]
+    for number, instead in ((3, 5), (4, 6)):
+        text = re.sub(rf"(?<=layers[._]){number}(?=[._\"])", str(instead), text)
+    renamed = json.loads(text)
+    renamed["content"]["stage_index"] = 2
+    differences = document_differences(renamed, json.loads(other))
+    nodes = renamed["content"]["joint"]["graph"]["nodes"]
+    for each in differences:
+        *_, node, of_metadata, entry, _ = each.path
+        assert of_metadata == 5
+        assert nodes[node][5][entry][0] == "seq_nr"
+    assert len({each.theirs - each.ours for each in differences}) == 1
 
 
 def test_graphs_of_another_stage_are_refused() -> None:
