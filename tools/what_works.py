@@ -65,6 +65,7 @@ FEATURES: Mapping[str, Mapping[str, object]] = {
     "second reduction group": {**_SHARD, "compile.fsdp_second_group": True},
     "reduce once": {**_SHARD, "compile.accumulation": "reduce_once"},
     "async TP": {**_TP, "compile.async_tensor_parallel": True},
+    "stored graphs": {"compile.artifacts": "graphs"},
 }
 """What each asks for, with the least of what it cannot be without."""
 

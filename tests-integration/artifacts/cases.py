@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import logging
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+import torch._dynamo.utils
+import torch.distributed as dist
 from pipelines.batches import (
     LocalAdamW,
     local_parameters,
@@ -24,6 +27,7 @@ from torchtitan.tools.logging import logger
 from training_cases import NUM_STEPS, Case, close, trainer_of
 
 from gt_trace import graph_text
+from gt_trainer.precompile import precompile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,3 +148,40 @@ def trained_in_stages(case: PipelineCase, folder: str, artifacts: str | None) ->
     )
     trainer.close()
     return result
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compiled:
+    """What a rank compiled with Inductor."""
+
+    trained: Trained
+    hits: int
+    """Graphs that Inductor found in its caches."""
+
+    misses: int
+
+
+def compiled(case: Case, folder: str, artifacts: str, options: Mapping[str, Any]) -> Compiled:
+    """Train with a cache of Inductor's that nobody has used before."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/inductor"
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    result = trained(case, folder, artifacts, options)
+    found = {**counters["aot_autograd"], **counters["inductor"]}
+    return Compiled(
+        trained=result,
+        hits=found.get("autograd_cache_hit", 0) + found.get("fxgraph_cache_hit", 0),
+        misses=found.get("autograd_cache_miss", 0) + found.get("fxgraph_cache_miss", 0),
+    )
+
+
+def precompiled(case: Case, folder: str, artifacts: str, world_size: int) -> str:
+    """Store the graphs of ranks that do not exist; what is said of it."""
+    config = case.build("aot_fx_trace", folder, options={"artifacts": artifacts})
+    data_ranks = world_size // config.parallelism.tensor_parallel_degree
+    config.training.global_batch_size = config.training.local_batch_size * data_ranks
+    dist.destroy_process_group()  # the worker's own
+    try:
+        return str(precompile(config, world_size))
+    finally:
+        dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())

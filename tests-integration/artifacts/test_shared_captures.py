@@ -1,4 +1,4 @@
-"""Four ranks train with graphs that one of them captured, now or in an earlier run: the same bits."""
+"""Ranks train with graphs that one of them captured, now or in an earlier run: the same bits."""
 
 from __future__ import annotations
 
@@ -8,7 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from artifacts.cases import Trained, trained, trained_in_stages
+from artifacts.cases import (
+    Compiled,
+    Trained,
+    compiled,
+    precompiled,
+    trained,
+    trained_in_stages,
+)
 from pipelines.cases import PipelineCase
 from training_cases import Case
 
@@ -27,15 +34,22 @@ DEEPSEEK_V3 = Case(
     seq_len=32,
     parallelism={"data_parallel_shard_degree": 4, "expert_parallel_degree": 2},
 )
+SMALL = replace(LLAMA3, num_layers=1, batch_size=1, parallelism={"tensor_parallel_degree": 2})
+ONE_RANK = Case(module="llama3", config="llama3_debugmodel", seq_len=32)
 QWEN3_MOE = replace(DEEPSEEK_V3, module="qwen3", config="qwen3_moe_debugmodel")
 
 
 def run(
-    case: Case, folder: Path, artifacts: Path | None, options: Mapping[str, Any]
+    case: Case,
+    folder: Path,
+    artifacts: Path | None,
+    options: Mapping[str, Any],
+    *,
+    num_ranks: int = 4,
 ) -> list[Trained]:
     """Train in processes of their own, as a start does."""
     where = None if artifacts is None else str(artifacts)
-    with GlooWorkers(4, timeout=600, preload=["gt_trainer.testing"]) as workers:
+    with GlooWorkers(num_ranks, timeout=600, preload=["gt_trainer.testing"]) as workers:
         return workers.run(trained, case, str(folder), where, dict(options))
 
 
@@ -54,6 +68,23 @@ TP = Expected(
     captures=(0, 1, 3),
     says="captured by 0, compared with ranks 1, 3; ",
 )
+
+
+def test_a_later_start_trains_from_what_an_earlier_one_stored(tmp_path: Path):
+    artifacts = tmp_path / "artifacts"
+    runs = [
+        run(SMALL, tmp_path / name, where, {}, num_ranks=2)
+        for name, where in (("alone", None), ("cold", artifacts), ("warm", artifacts))
+    ]
+    assert [each.is_loaded for each in runs[1]] == [False, False]
+    assert [each.is_loaded for each in runs[2]] == [True, True]
+    assert "captured by 0, compared with rank 1; " in runs[1][0].log[-1]
+    assert "numbers follow from the place along tp" in runs[1][0].log[-1]
+    for alone, cold, warm in zip(*runs, strict=True):
+        assert alone.num_gradients > 0
+        assert alone.bits == cold.bits == warm.bits
+        assert alone.graphs == cold.graphs == warm.graphs
+        assert alone.passes == cold.passes == warm.passes
 
 
 @pytest.mark.slow
@@ -145,3 +176,45 @@ def test_stages_captured_before_train_all_to_the_same_bits(case: PipelineCase, t
         assert a.losses == b.losses == c.losses
         assert a.passes == b.passes == c.passes
         assert a.graphs == b.graphs == c.graphs
+
+
+@pytest.mark.slow
+def test_what_inductor_compiled_is_found_by_a_later_start_and_trains_to_the_same_bits(
+    tmp_path: Path,
+):
+    def start(name: str) -> Compiled:
+        with GlooWorkers(1, timeout=600, preload=["gt_trainer.testing"]) as workers:
+            options = {"inductor_compilation": "regional"}
+            folder = str(tmp_path / name)
+            (found,) = workers.run(compiled, ONE_RANK, folder, str(tmp_path / "artifacts"), options)
+        return found
+
+    cold, warm = start("cold"), start("warm")
+    assert not cold.trained.is_loaded
+    assert warm.trained.is_loaded
+    assert cold.misses > 0
+    assert warm.misses == 0
+    assert warm.hits > 0
+    assert warm.trained.bits == cold.trained.bits
+    assert "compile-regions" in warm.trained.passes
+    (products,) = (tmp_path / "artifacts").glob("*/products")
+    products.chmod(0o666)  # whoever may write there may run code here
+    refused = start("refused")
+    assert refused.misses > 0
+    assert "is not used, since others may write to" in "".join(refused.trained.log)
+
+
+@pytest.mark.slow
+def test_ranks_that_did_not_exist_when_their_graphs_were_stored_train_to_the_same_bits(
+    tmp_path: Path,
+):
+    artifacts = tmp_path / "artifacts"
+    with GlooWorkers(1, timeout=600, preload=["gt_trainer.testing"]) as workers:
+        (report,) = workers.run(precompiled, LLAMA3, str(tmp_path / "nobody"), str(artifacts), 4)
+    assert report.startswith("1 group of ranks\n  ranks 0-3: captured by 0, compared with")
+    alone = run(LLAMA3, tmp_path / "alone", None, {})
+    warm = run(LLAMA3, tmp_path / "warm", artifacts, {})
+    assert all(each.is_loaded for each in warm)
+    for a, b in zip(alone, warm, strict=True):
+        assert a.bits == b.bits
+        assert a.graphs == b.graphs

@@ -252,9 +252,7 @@ def test_further_parts_count_under_their_names():
 
 def test_refuses_a_further_part_under_the_name_of_an_argument():
     with pytest.raises(ValueError, match="further names batch, model, which are arguments"):
-        fingerprint(
-            CompileConfig(), TOPOLOGY, MODEL, BATCH, ENVIRONMENT, {"model": 1, "batch": 2}
-        )
+        fingerprint(CompileConfig(), TOPOLOGY, MODEL, BATCH, ENVIRONMENT, {"model": 1, "batch": 2})
 
 
 def test_fields_are_read_only():

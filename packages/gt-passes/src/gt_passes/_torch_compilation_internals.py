@@ -22,6 +22,7 @@ __all__ = [
     "known_inductor_options",
     "load_symmetric_memory_operators",
     "process_group_backend",
+    "product_of",
     "symmetric_memory_backend",
     "symmetric_memory_workspaces",
 ]
@@ -67,6 +68,16 @@ def compile_with_inductor(
             body, list(inputs), dynamic_shapes="from_tracing_context"
         )
     return compiled
+
+
+def product_of(compiled: object) -> bytes | None:
+    """What Inductor's caches have of a graph that ``compile_with_inductor`` compiled, if anything.
+
+    ``torch.compiler.save_cache_artifacts`` gives it for a process and not for a graph, and lacks
+    what ``standalone_compile`` makes, which keeps that to itself.
+    """
+    artifacts = getattr(compiled, "_artifacts", None)
+    return artifacts[0] if artifacts else None
 
 
 def buffer_operator() -> Callable[..., torch.Tensor]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._ops import OpOverload  # one way to call an operator; no public name
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
-__all__ = ["OpOverload", "is_cuda_lost_by_fork", "process_group_named"]
+__all__ = ["OpOverload", "is_cuda_lost_by_fork", "local_shape_at", "process_group_named"]
 
 
 def is_cuda_lost_by_fork() -> bool:
@@ -31,3 +34,14 @@ def process_group_named(name: str) -> dist.ProcessGroup:
     resolve: Any = vars(dist.distributed_c10d)["_resolve_process_group"]
     group: dist.ProcessGroup = resolve(name)
     return group
+
+
+def local_shape_at(tensor: DTensor, coordinates: Sequence[int]) -> tuple[int, ...]:
+    """The shape of a tensor's part on the rank at these coordinates of its mesh.
+
+    The public ``compute_local_shape_and_global_offset`` knows the part of this rank alone.
+    """
+    shape, _ = _compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh.shape, list(coordinates), tensor.placements, True
+    )
+    return tuple(shape)

@@ -281,6 +281,18 @@ def test_a_failed_run_is_status_1(capsys, monkeypatch, no_models):
     assert shown.err.endswith("gt-train: failed: ValueError: no such thing\n")
 
 
+def test_precompile_prints_its_report_for_the_world_size_asked_for_or_intended(
+    capsys, monkeypatch, no_models
+):
+    monkeypatch.setattr(
+        "gt_trainer.precompile.precompile", lambda config, world_size: world_size * 10
+    )
+    asked = ["precompile", "--compile.artifacts", "graphs"]
+    assert cli.main([*asked, "--world-size", "6"]) == 0
+    assert cli.main([*asked, "--config", "llama3_70b"]) == 0
+    assert capsys.readouterr() == ("gt-train: a run of 6\n60\ngt-train: a run of 256\n2560\n", "")
+
+
 def test_a_dry_run_prints_its_report_for_the_world_size_and_machine_asked_for_or_intended(
     capsys, monkeypatch, no_models, tmp_path
 ):

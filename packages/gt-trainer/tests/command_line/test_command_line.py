@@ -168,13 +168,22 @@ def test_all_mistakes_are_reported_at_once():
         (
             ["--world-size", "4"],
             (
-                "--world-size says how many ranks a --dry-run pretends to have. To start "
-                "processes, use --nproc"
+                "--world-size says how many ranks a --dry-run or precompile pretends to have. To "
+                "start processes, use --nproc"
             ),
         ),
         (
             ["--nproc", "4", "--dry-run"],
             "--dry-run starts no processes, so --nproc means nothing: say --world-size",
+        ),
+        (
+            ["precompile", "--nproc", "4", "--compile.artifacts=graphs"],
+            "precompile starts no processes, so --nproc means nothing: say --world-size",
+        ),
+        (["precompile"], "precompile needs --compile.artifacts, the folder to write to"),
+        (
+            ["precompile", "--dry-run", "--compile.artifacts", "graphs"],
+            "--dry-run stores nothing, and precompile does: leave out one",
         ),
         (
             ["--trace", "step.json"],
@@ -244,6 +253,20 @@ def test_nproc_inside_a_launched_job_is_refused():
     assert str(refused.value) == (
         "--dry-run needs one process only, and this is rank 1 of 8 of a job started by torchrun"
     )
+    with pytest.raises(UsageError, match=r"^precompile needs one process only"):
+        check_launch(
+            parse_command_line(["precompile", "--compile.artifacts", "graphs"]), rendezvous
+        )
+
+
+def test_precompile_is_the_first_word():
+    command = parse_command_line(
+        ["precompile", "--world-size", "4", "--compile.artifacts", "graphs"]
+    )
+    assert (command.action, command.world_size) == ("precompile", 4)
+    assert command.overrides == ("--compile.artifacts", "graphs")
+    later = parse_command_line(["--compile.artifacts", "precompile"])
+    assert later.action == "train"
 
 
 def test_only_matches_as_near_as_the_nearest_are_offered():

@@ -16,9 +16,14 @@ from typing import Any, Protocol
 import torch
 from torch.fx import GraphModule
 
-from gt_passes._torch_compilation_internals import compile_with_inductor, known_inductor_options
+from gt_passes._torch_compilation_internals import (
+    compile_with_inductor,
+    known_inductor_options,
+    product_of,
+)
 from gt_passes._torch_internals import value_of
 from gt_passes.analysis.outlined_region import Runner
+from gt_passes.compilation.compiler_products import note_product
 from gt_passes.compilation.saved_values import keep_saved_values
 from gt_passes.errors import InductorOptionError
 
@@ -95,6 +100,9 @@ class InductorCompiler:
         inputs = [value_of(node) for node in body.graph.find_nodes(op="placeholder")]
         program = keep_saved_values(body)
         compiled = compile_with_inductor(program, inputs, self.effective_options(options))
+        product = product_of(compiled)
+        if product is not None:
+            note_product(product)
         outputs = [value_of(node) for node in body.graph.output_node().args[0]]  # type: ignore[union-attr, arg-type]  # a tuple of nodes, as Outliner makes it
         return _CheckedOnce(compiled, outputs)
 

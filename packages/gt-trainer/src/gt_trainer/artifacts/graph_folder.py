@@ -7,13 +7,13 @@ the mesh. A rank then adds its places on these to its fingerprint, and looks aga
 from __future__ import annotations
 
 import io
+import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, Generic, TypeVar
+from typing import BinaryIO, Generic, TypeVar
 
 from torchtitan.tools.logging import logger
 
@@ -30,8 +30,11 @@ from gt_trainer.artifacts.storable_graph import STEP_SECTION, StorableGraph, Sto
 _GRAPH = "graph"
 _DIVISION = "division"
 _DIVISION_KIND = "division of ranks"
+_PRODUCTS = "products"
+_PRODUCTS_KIND = "products of a compiler"
 
 CapturedT = TypeVar("CapturedT")
+FoundT = TypeVar("FoundT")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,15 +74,10 @@ class GraphFolder:
         """
         path = self._folder.find(identity.digest, _GRAPH)
         if path is not None:
-            with self._setting_aside(path):
-                return _load(path, identity, graph)
+            return self._usable(path, partial(_load, path, identity, graph))
         path = self._folder.find(identity.digest, _DIVISION)
         if path is not None:
-            with (
-                self._setting_aside(path),
-                open_container(path, kind=_DIVISION_KIND, fingerprint=identity) as container,
-            ):
-                return self._division(container.document(_DIVISION), identity)
+            return self._usable(path, partial(self._division, path, identity))
         return None
 
     def write_graph(self, identity: Fingerprint, kind: str, stored: StoredGraph) -> bytes:
@@ -127,8 +125,40 @@ class GraphFolder:
         )
         self._write(identity, _DIVISION, buffer.getvalue())
 
-    def _division(self, document: Any, identity: Fingerprint) -> Division:
+    def find_products(self, identity: Fingerprint) -> tuple[bytes, ...] | None:
+        """What a compiler made for the graph of a fingerprint; None if nothing is there to be used.
+
+        It is code. So it is used only from a file and folders that nobody but this user, or the
+        machine's own, can write to; else that is warned of.
+        """
+        path = self._folder.find(identity.digest, _PRODUCTS)
+        if path is None:
+            return None
+        stranger = _writable_by_others(path)
+        if stranger is not None:
+            logger.warning(
+                f"--compile.artifacts: {path} holds compiled code and is not used, since others "
+                f"may write to {stranger}; chmod go-w there to use it"
+            )
+            return None
+        return self._usable(path, partial(_products, path, identity))
+
+    def write_products(self, identity: Fingerprint, products: Sequence[bytes]) -> None:
+        """Store what a compiler made for the graph of a fingerprint."""
+        buffer = io.BytesIO()
+        write_container(
+            buffer,
+            kind=_PRODUCTS_KIND,
+            fingerprint=identity,
+            documents={},
+            blobs={str(number): product for number, product in enumerate(products)},
+        )
+        self._write(identity, _PRODUCTS, buffer.getvalue())
+
+    def _division(self, path: Path, identity: Fingerprint) -> Division:
         """Read what ``write_division`` wrote; whatever else would divide without end."""
+        with open_container(path, kind=_DIVISION_KIND, fingerprint=identity) as container:
+            document = container.document(_DIVISION)
         match document:
             case {"axes": [_, *_] as axes, "reason": str(reason)}:
                 if all(axis in self._axes.coordinates for axis in axes) and not any(
@@ -147,14 +177,15 @@ class GraphFolder:
             logger.warning(f"--compile.artifacts: not stored: {error}")
             return None
 
-    @contextmanager
-    def _setting_aside(self, path: Path) -> Iterator[None]:
+    def _usable(self, path: Path, read: Callable[[], FoundT]) -> FoundT | None:
+        """What ``read`` gives; None, and the entry is set aside, if it cannot be used."""
         try:
-            yield
+            return read()
         except StaleFingerprintError as error:
             self._set_aside(path, f"it lies under the digest of another run: {error}")
         except (ArtifactError, GtPassesError, StateMismatchError) as error:
             self._set_aside(path, str(error))
+        return None
 
     def _set_aside(self, path: Path, reason: str) -> None:
         try:
@@ -166,6 +197,20 @@ class GraphFolder:
         logger.warning(
             f"--compile.artifacts: {path} cannot be used, and is captured anew: {reason}\n  {where}"
         )
+
+
+def _writable_by_others(path: Path) -> Path | None:
+    """The file, or the first of its two folders, that another user may have written."""
+    for each in (path, path.parent, path.parent.parent):
+        status = each.stat()
+        if status.st_uid not in (os.geteuid(), 0) or status.st_mode & 0o022:
+            return each
+    return None
+
+
+def _products(path: Path, identity: Fingerprint) -> tuple[bytes, ...]:
+    with open_container(path, kind=_PRODUCTS_KIND, fingerprint=identity) as container:
+        return tuple(container.blob(name) for name in container.sections)
 
 
 def _load(path: Path, identity: Fingerprint, graph: StorableGraph[CapturedT]) -> Loaded[CapturedT]:

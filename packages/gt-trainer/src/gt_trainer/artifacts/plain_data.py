@@ -135,9 +135,15 @@ class _Conversion:
         return json.dumps(converted, sort_keys=True, default=repr)
 
 
-def tensor_text(tensor: torch.Tensor) -> str:
-    """One line: all that a graph knows of a tensor, on this rank."""
-    parts = [f"{tensor.dtype}{_sizes(tensor.shape)} on {tensor.device.type}"]
+def tensor_text(tensor: torch.Tensor, *, meta_device: str = "meta") -> str:
+    """One line: all that a graph knows of a tensor, on this rank.
+
+    Args:
+        tensor: none of its values is read.
+        meta_device: the type of device that a tensor on meta stands for.
+    """
+    device = meta_device if tensor.device.type == "meta" else tensor.device.type
+    parts = [f"{tensor.dtype}{_sizes(tensor.shape)} on {device}"]
     if tensor.requires_grad:
         parts.append("requires grad")
     if isinstance(tensor, DTensor):

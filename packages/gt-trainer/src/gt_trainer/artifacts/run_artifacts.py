@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,9 +14,10 @@ from torch import nn
 from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
 
-from gt_config import CompileConfig
+from gt_config import CompileConfig, Fingerprint
 from gt_config.graph_kinds import GraphKind
 from gt_passes import GraphPass
+from gt_passes.compilation.compiler_products import collected_products, reuse_products
 from gt_trace.artifacts.folder import ArtifactFolder
 from gt_trace.artifacts.mesh_axes import MeshAxes, meshes_of
 from gt_trace.capture.module_state import collect_state
@@ -62,7 +64,7 @@ class RunArtifacts:
         arguments: Sequence[Any],
         is_first: bool,
         num_microbatches: int = 1,
-    ) -> CapturedT:
+    ) -> SharedGraph[CapturedT]:
         """A graph that was stored before, was captured by another rank, or is captured now.
 
         Logs which of these, and on the first rank which ranks share a graph, and why.
@@ -81,12 +83,11 @@ class RunArtifacts:
             Exception: whatever the capture raises.
             CaptureFailedElsewhereError: the capture of another rank failed.
         """
-        identity = step_identity(
-            self.settings,
+        identity = self.identity(
+            passes=passes,
             model=model,
             loss_fn=loss_fn,
             arguments=arguments,
-            passes=passes,
             num_microbatches=num_microbatches,
         )
         axes = self.axes(model)
@@ -97,7 +98,45 @@ class RunArtifacts:
         else:
             shared = capture_alone(identity, graph, folder=folder, axes=axes)
         self._tell(shared)
-        return shared.captured
+        return shared
+
+    @contextmanager
+    def generating_code(self, shared: SharedGraph[Any], *, model: nn.Module) -> Iterator[None]:
+        """Inside, code is generated for a graph: from what a compiler made of it before, if stored.
+
+        Else the lowest of the ranks that share the graph stores what the compiler makes.
+
+        Args:
+            shared: the graph.
+            model: as for ``obtain``.
+        """
+        folder = GraphFolder(self.folder, axes=self.axes(model))
+        stored = folder.find_products(shared.identity)
+        if stored is not None:
+            reuse_products(stored)
+        with collected_products() as products:
+            yield
+        if stored is None and products and shared.is_lowest:
+            folder.write_products(shared.identity, products)
+
+    def identity(
+        self,
+        *,
+        passes: Sequence[GraphPass],
+        model: nn.Module,
+        loss_fn: object,
+        arguments: Sequence[Any],
+        num_microbatches: int = 1,
+    ) -> Fingerprint:
+        """``step_identity`` in this run."""
+        return step_identity(
+            self.settings,
+            model=model,
+            loss_fn=loss_fn,
+            arguments=arguments,
+            passes=passes,
+            num_microbatches=num_microbatches,
+        )
 
     def axes(self, model: nn.Module) -> MeshAxes:
         """Names of this rank's process groups, the same on every rank."""

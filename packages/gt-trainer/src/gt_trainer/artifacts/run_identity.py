@@ -149,7 +149,8 @@ def step_identity(
 
     Args:
         settings: of the run.
-        model: placed; of its tensors, names, shapes, dtypes and placements are read.
+        model: placed; of its tensors, names, shapes, dtypes and placements are read. Those on meta
+            stand for tensors on the device of the machine.
         loss_fn: as built.
         arguments: of the step, which a capture would be given; likewise.
         passes: that will run on the graph, in order.
@@ -169,8 +170,12 @@ def step_identity(
         model={
             "config": plain(settings.model, "model"),
             "modules": folded(_modules(model)),
-            "parameters": folded(_tensors(model.named_parameters(remove_duplicate=False))),
-            "buffers": folded(_tensors(model.named_buffers(remove_duplicate=False))),
+            "parameters": folded(
+                _tensors(model.named_parameters(remove_duplicate=False), settings.machine)
+            ),
+            "buffers": folded(
+                _tensors(model.named_buffers(remove_duplicate=False), settings.machine)
+            ),
         },
         batch={**_arguments(arguments), "num_microbatches": num_microbatches},
         environment=environment(settings.machine),
@@ -234,11 +239,11 @@ def _modules(model: nn.Module) -> dict[str, str]:
     }
 
 
-def _tensors(named: Iterator[tuple[str, torch.Tensor]]) -> dict[str, str]:
+def _tensors(named: Iterator[tuple[str, torch.Tensor]], machine: Machine) -> dict[str, str]:
     """Tensors as texts; of one with several names, its first name in the place of the others."""
     first: dict[int, str] = {}
     return {
-        name: tensor_text(tensor)
+        name: tensor_text(tensor, meta_device=machine.device)
         if first.setdefault(id(tensor), name) == name
         else f"the same as {first[id(tensor)]}"
         for name, tensor in named

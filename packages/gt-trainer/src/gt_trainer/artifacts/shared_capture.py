@@ -52,6 +52,9 @@ class SharedGraph(Generic[CapturedT]):
     loaded_from: Path | None
     """None where this rank captured it."""
 
+    is_lowest: bool
+    """Whether this rank is the lowest of those that share the graph."""
+
     groups: tuple[RankGroup, ...]
     """Of all ranks, in the order of the lowest of each."""
 
@@ -171,6 +174,7 @@ class _Sharing(Generic[CapturedT]):
             captured=captured,
             identity=self._identity,
             loaded_from=self._loaded.path if self._loaded is not None else None,
+            is_lowest=self._rank in (each.origin for each in settled),
             groups=tuple(
                 RankGroup(
                     ranks=each.alike.ranks,

@@ -141,6 +141,9 @@ def _run(command: CommandLine, rendezvous: Rendezvous | None, started: float) ->
     if command.action == "dry-run":
         world_size = command.world_size or INTENDED_WORLD_SIZE.get(command.config, 1)
         return _dry_run(config, world_size, asked=asked, command=command)
+    if command.action == "precompile":
+        world_size = command.world_size or INTENDED_WORLD_SIZE.get(command.config, 1)
+        return _precompile(config, world_size, asked=asked)
     is_planned = config.compile.autoparallel or balance_of(config.parallelism) != "layers"
     if command.hardware is not None and not is_planned:
         raise UsageError(HARDWARE_FOR)
@@ -302,6 +305,26 @@ def _dry_run(
                 timeline_path=command.timeline,
             )
             _print(f"{found}\n")
+
+    return launch(report, num_ranks=1, log_folder=Path(config.dump_folder) / "logs")
+
+
+def _precompile(config: GraphTrainer.Config, world_size: int, *, asked: Collection[str]) -> int:
+    from gt_trainer.precompile import precompile
+    from gt_trainer.preflight.preflight import check_configuration
+    from gt_trainer.preflight.settled_defaults import describe_run, settle_defaults
+
+    config, withdrawn = settle_defaults(config, world_size, asked=asked)
+    check_configuration(config, world_size, will_train=False)
+    if config.parallelism.pipeline_parallel_degree > 1 or config.compile.mode == "aot_joint":
+        raise UsageError(
+            "precompile captures whole steps, and this run has pipeline stages or mode aot_joint: "
+            "its first start with --compile.artifacts stores its graphs"
+        )
+    _print(_lines(withdrawn, describe_run(config, world_size)))
+
+    def report() -> None:
+        _print(f"{precompile(config, world_size)}\n")
 
     return launch(report, num_ranks=1, log_folder=Path(config.dump_folder) / "logs")
 

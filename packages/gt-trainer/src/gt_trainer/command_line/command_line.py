@@ -21,9 +21,15 @@ from gt_trainer.command_line.near_matches import did_you_mean
 from gt_trainer.launcher.rendezvous import Rendezvous
 from gt_trainer.models.catalog import CATALOG, CatalogEntry
 
-CommandAction = Literal["train", "dry-run", "help", "help-all", "list", "version"]
+CommandAction = Literal["train", "dry-run", "precompile", "help", "help-all", "list", "version"]
 
 _DEFAULT_MODULE = "llama3"
+_PRECOMPILE: CommandAction = "precompile"
+"""The one action that is a word, and the first on the command line: it makes what runs use."""
+
+_PRETENDING: tuple[CommandAction, ...] = ("dry-run", _PRECOMPILE)
+"""Actions on ranks that do not exist."""
+
 _FLAGS: Mapping[str, CommandAction] = {
     "--dry-run": "dry-run",
     "--help": "help",
@@ -125,10 +131,10 @@ def parse_command_line(arguments: Sequence[str]) -> CommandLine:
     world_size = _count(reading, "--world-size")
     module, config = _choose_config(reading)
     shown = _ranks(reading, num_processes or 1)
-    if world_size is not None and action != "dry-run":
+    if world_size is not None and action not in _PRETENDING:
         reading.problems.append(
-            "--world-size says how many ranks a --dry-run pretends to have. To start processes, "
-            "use --nproc"
+            "--world-size says how many ranks a --dry-run or precompile pretends to have. To start "
+            "processes, use --nproc"
         )
     trace = _written(
         reading,
@@ -144,10 +150,17 @@ def parse_command_line(arguments: Sequence[str]) -> CommandLine:
         otherwise="--timeline writes the schedule of a pipeline that a --dry-run simulates",
     )
     hardware = _hardware(reading)
-    if num_processes is not None and action == "dry-run":
+    if num_processes is not None and action in _PRETENDING:
+        name = "precompile" if action == _PRECOMPILE else "--dry-run"
         reading.problems.append(
-            "--dry-run starts no processes, so --nproc means nothing: say --world-size"
+            f"{name} starts no processes, so --nproc means nothing: say --world-size"
         )
+    if {"dry-run", _PRECOMPILE} <= {*reading.actions}:
+        reading.problems.append("--dry-run stores nothing, and precompile does: leave out one")
+    if action == _PRECOMPILE and not any(
+        each.partition("=")[0] == "--compile.artifacts" for each in reading.overrides
+    ):
+        reading.problems.append("precompile needs --compile.artifacts, the folder to write to")
     if reading.problems:
         raise UsageError(*reading.problems)
     return CommandLine(
@@ -180,8 +193,9 @@ def check_launch(command: CommandLine, rendezvous: Rendezvous | None) -> None:
             f"--nproc {command.num_processes} starts local ranks, but this process already is "
             f"{job}: leave out one of the two"
         )
-    if command.action == "dry-run" and rendezvous.world_size > 1:
-        raise UsageError(f"--dry-run needs one process only, and this is {job}")
+    if command.action in _PRETENDING and rendezvous.world_size > 1:
+        name = "precompile" if command.action == _PRECOMPILE else "--dry-run"
+        raise UsageError(f"{name} needs one process only, and this is {job}")
 
 
 def listing() -> str:
@@ -207,6 +221,9 @@ def _line(entry: CatalogEntry, width: int) -> str:
 def _read(arguments: Sequence[str]) -> _Reading:
     reading = _Reading()
     rest = list(arguments)
+    if rest and rest[0] == _PRECOMPILE:
+        reading.actions.append(_PRECOMPILE)
+        rest.pop(0)
     while rest:
         argument = rest.pop(0)
         name, has_value, value = argument.partition("=")
@@ -351,7 +368,8 @@ HARDWARE_FOR = (
 """Refuses it for a run whose configuration balances and plans nothing."""
 
 _USAGE = """\
-usage: gt-train [--module NAME] [--config NAME] [OPTION ...] [--GROUP.FLAG VALUE ...]
+usage: gt-train [precompile] [--module NAME] [--config NAME] [OPTION ...]
+                [--GROUP.FLAG VALUE ...]
 
 Train one of torchtitan's models with its training step captured as one graph.
 Without arguments: a small Llama 3, on the sources of Python's standard library, in
@@ -365,8 +383,13 @@ examples:
   gt-train --nproc 4 --parallelism.data_parallel_shard_degree 2 \\
            --parallelism.tensor_parallel_degree 2 --dump_folder runs/fsdp_tp
   gt-train --module deepseek_v3 --config deepseek_v3_16b --dry-run --world-size 32
+  gt-train precompile --world-size 4 --compile.artifacts graphs \\
+           --parallelism.tensor_parallel_degree 2
   torchrun --nproc-per-node 8 -m gt_trainer --config llama3_8b
   srun gt-train --config llama3_70b
+
+precompile: capture the graphs of a run whose ranks do not exist, and store them in
+the folder of --compile.artifacts, from which its ranks then start
 
 options:
   --module NAME      model family, or the dotted path of a Python module with functions
@@ -377,8 +400,8 @@ options:
                      the others write to logs/rank_N.log in the dump folder
   --dry-run          check everything, build the model without memory, place and capture
                      it, print its size and collectives, and stop
-  --world-size N     with --dry-run: number of ranks to pretend (default: what the
-                     configuration is meant for)
+  --world-size N     with --dry-run and precompile: number of ranks to pretend (default:
+                     what the configuration is meant for)
   --trace FILE       with --dry-run: write the simulated step to FILE, for ui.perfetto.dev
   --timeline FILE    with --dry-run of a pipeline: draw all of its ranks as an HTML page
   --hardware FILE    with --dry-run, --parallelism.pipeline_parallel_balance simulated or

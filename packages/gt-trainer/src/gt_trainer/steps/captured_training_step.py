@@ -146,7 +146,7 @@ class CapturedTrainingStep:
             axes=artifacts.axes(self._model),
             clock=self._clock,
         )
-        report = artifacts.obtain(
+        shared = artifacts.obtain(
             stored,
             passes=artifacts.passes_of("STEP"),
             model=self._model,
@@ -154,9 +154,13 @@ class CapturedTrainingStep:
             arguments=args,
             is_first=not self.reports,
         )
+        report = shared.captured
         if not managers:
             recipe(context_of(report.traced), "STEP")
-        with self._clock.part("passes"):
+        with (
+            self._clock.part("passes"),
+            artifacts.generating_code(shared, model=self._model),
+        ):
             passes = managers[-1].run_from_code(
                 report.traced.graph_module, earlier=report.passes[0], is_verified=True
             )

@@ -118,7 +118,7 @@ class JointForward:
             axes=artifacts.axes(self._model),
             clock=self._clock,
         )
-        report = artifacts.obtain(
+        shared = artifacts.obtain(
             stored,
             passes=(*artifacts.passes_of("JOINT_FORWARD"), *artifacts.passes_of("JOINT_BACKWARD")),
             model=self._model,
@@ -126,7 +126,8 @@ class JointForward:
             arguments=arguments,
             is_first=not self.reports,
         )
-        with self._clock.part("passes"):
+        report = shared.captured
+        with self._clock.part("passes"), artifacts.generating_code(shared, model=self._model):
             forward, backward = managers or [recipe(*c) for c in contexts_of(report.parts)]
             parts, (first, second) = report.parts, report.passes
             return replace(

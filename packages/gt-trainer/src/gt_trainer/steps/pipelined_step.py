@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from gt_pipeline.runner import ActivationSignature, GraphPPRunner, MicrobatchInp
 from gt_pipeline.schedules import Schedule
 from gt_pipeline.split import SharedGroup
 from gt_trainer.artifacts.run_artifacts import RunArtifacts
+from gt_trainer.artifacts.shared_capture import SharedGraph
 from gt_trainer.decoder.eager_chunks import chunked_for_capture
 from gt_trainer.decoder.expert_regions import annotate_expert_regions
 from gt_trainer.startup import StartupClock
@@ -203,13 +205,16 @@ class PipelinedStep:
         def trace() -> CapturedStage:
             return self._trace(part, passes, fake_mode=fake_mode, **options)
 
+        generating: AbstractContextManager[None] = nullcontext()
         if self._artifacts is None:
             captured = trace()
         else:
-            captured = self._obtain(part, passes, trace, self._artifacts, fake_mode, options)
+            shared = self._obtain(part, passes, trace, self._artifacts, fake_mode, options)
+            captured = shared.captured
+            generating = self._artifacts.generating_code(shared, model=part)
             if captured.is_loaded:
                 passes.take_reports(captured.passes)
-        with self._clock.part("passes"):
+        with self._clock.part("passes"), generating:
             stage = GraphPipelineStage(
                 part,
                 transform=passes.rewrite,
@@ -263,7 +268,7 @@ class PipelinedStep:
         artifacts: RunArtifacts,
         fake_mode: Any,
         options: Mapping[str, Any],
-    ) -> CapturedStage:
+    ) -> SharedGraph[CapturedStage]:
         """A stage that this rank or another has captured, now or before."""
         stored = StoredStage(
             trace=trace,

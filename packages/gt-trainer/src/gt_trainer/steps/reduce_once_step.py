@@ -178,7 +178,7 @@ class ReduceOnceStep:
             axes=artifacts.axes(self._model),
             clock=self._clock,
         )
-        report = artifacts.obtain(
+        shared = artifacts.obtain(
             stored,
             passes=artifacts.passes_of("MICROBATCH"),
             model=self._model,
@@ -187,7 +187,8 @@ class ReduceOnceStep:
             num_microbatches=num_microbatches,
             is_first=not self.reports,
         )
-        with self._clock.part("passes"):
+        report = shared.captured
+        with self._clock.part("passes"), artifacts.generating_code(shared, model=self._model):
             managers = managers or [
                 recipe(each, "MICROBATCH") for each in contexts_of(report.graphs)
             ]
