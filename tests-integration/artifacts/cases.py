@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import logging
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -143,11 +144,17 @@ def trained_in_stages(case: PipelineCase, folder: str, artifacts: str | None) ->
         num_gradients=min(counts),
         is_loaded=all(each.is_loaded for each in reports),
         passes=tuple(record.name for r in reports for p in r.passes for record in p.records),
-        graphs=tuple(graph_text(each) for report in reports for each in report.graph_modules),
+        graphs=tuple(_renumbered(graph_text(g)) for each in reports for g in each.graph_modules),
         log=tuple(said),
     )
     trainer.close()
     return result
+
+
+def _renumbered(text: str) -> str:
+    """With sizes at run time numbered as they appear: stages share the numbers of one fake mode."""
+    names: dict[str, str] = {}
+    return re.sub(r"\bu\d+\b", lambda found: names.setdefault(found[0], f"u{len(names)}"), text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

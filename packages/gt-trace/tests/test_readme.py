@@ -18,7 +18,7 @@ def test_examples_print_what_the_readme_says() -> None:
     examples = re.findall(
         r"```python\n(.*?)```\n\nprints\n\n```text\n(.*?)```", _README.read_text(), re.DOTALL
     )
-    assert len(examples) == 4
+    assert len(examples) == 5
     for code, printed in examples:
         if "gt_passes" in code and not find_spec("gt_passes"):
             continue  # the wheel is tested without it

@@ -6,10 +6,8 @@ Everything that surrounds a pass is here, so that a pass is only its idea.
 from __future__ import annotations
 
 import functools
-import gc
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,6 +25,7 @@ from gt_passes.pass_order import order_passes
 from gt_passes.structured_trace import trace_text
 from gt_passes.verifier.declared_bounds import GraphSize, find_bound_problems
 from gt_passes.verifier.verification_session import VerificationSession
+from gt_trace.garbage_collection import held_garbage_collection
 from gt_trace.graph_text import graph_text
 
 
@@ -80,7 +79,7 @@ class PassManager:
                 module is then left as that pass left it, not recompiled, and must not be used.
             GraphInputError: the graph has no fake values.
         """
-        with _without_garbage_collection():
+        with held_garbage_collection():
             return _Run(graph_module, self, passes=self.passes).run()
 
     def run_before_code(self, graph_module: GraphModule) -> PassManagerReport:
@@ -90,7 +89,7 @@ class PassManager:
 
         Raises what ``run`` raises.
         """
-        with _without_garbage_collection():
+        with held_garbage_collection():
             return _Run(graph_module, self, passes=self.passes[: self._num_before_code]).run()
 
     def run_from_code(
@@ -112,7 +111,7 @@ class PassManager:
         passes = self.passes[self._num_before_code :]
         if is_verified and not passes:
             return earlier
-        with _without_garbage_collection():
+        with held_garbage_collection():
             return _Run(
                 graph_module, self, passes=passes, earlier=earlier, is_verified=is_verified
             ).run()
@@ -122,22 +121,6 @@ class PassManager:
         """How many passes run before the first that generates code."""
         positions = (at for at, each in enumerate(self.passes) if each.generates_code)
         return next(positions, len(self.passes))
-
-
-@contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    """Hold back cyclic garbage collection.
-
-    Editing a graph allocates much and leaves few cycles; one full collection over the objects of a
-    large capture costs more than all passes together.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 class _Run:

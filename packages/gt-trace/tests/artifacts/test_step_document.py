@@ -125,7 +125,7 @@ def test_an_operator_outside_of_the_list_is_refused_before_anything_is_made(
     document = document_of(tied().step)
     document["operators"][0] = operator
 
-    with pytest.raises(ArtifactError, match="stored graph calls|named by text"):
+    with pytest.raises(ArtifactError, match=r"stored graph calls|named by text"):
         loaded(document)
 
 

@@ -37,6 +37,7 @@ from gt_config.fingerprint import FINGERPRINT_FORMAT
 from gt_trace.artifacts.atomic_file import write_atomically
 from gt_trace.artifacts.strict_json import json_bytes, parse_json
 from gt_trace.errors import ArtifactDamagedError, ArtifactError, ArtifactVersionError
+from gt_trace.garbage_collection import held_garbage_collection
 
 CONTAINER_FORMAT = 1
 """Raised by one whenever the header, or what any section means, changes."""
@@ -165,7 +166,8 @@ class Container:
         """
         raw = self._section(name, "json")
         try:
-            return parse_json(raw)
+            with held_garbage_collection():
+                return parse_json(raw)
         except ValueError as error:
             raise _damaged(self.path, f"its section {name!r} is no strict JSON: {error}") from error
 

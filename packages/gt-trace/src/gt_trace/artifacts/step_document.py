@@ -15,6 +15,7 @@ from gt_trace.artifacts.operators import NAMESPACES
 from gt_trace.capture.subclass_layout import PLAIN, TensorLayout
 from gt_trace.capture.traced_step import TracedStep
 from gt_trace.errors import ArtifactError
+from gt_trace.garbage_collection import held_garbage_collection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +64,7 @@ def decode_step(
     Raises:
         ArtifactError: the document is damaged, or names what there is not here.
     """
-    with readable():
+    with readable(), held_garbage_collection():
         decoder = Decoder(document, axes, blob=blob, fake_mode=fake_mode, namespaces=namespaces)
         return decoded_step(decoder, decoder.content)
 

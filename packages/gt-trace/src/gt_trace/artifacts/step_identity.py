@@ -72,7 +72,7 @@ def _identity(
     }
     environment = {
         "python": platform.python_version(),
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "gt-trace": version("gt-trace"),
     }
     return Fingerprint.of({"state": state, "environment": environment, "identity": dict(further)})

@@ -9,8 +9,7 @@ tensor, a lost ``.grad``, a re-registered buffer) is an error, not a surprise at
 from __future__ import annotations
 
 import contextlib
-import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
@@ -42,6 +41,7 @@ from gt_trace.capture.random_draws import refuse_repeated_draws
 from gt_trace.capture.stack_traces import memoised_stack_traces
 from gt_trace.capture.subclass_layout import TensorLayout, flatten_tensor
 from gt_trace.capture.traced_step import TracedStep
+from gt_trace.garbage_collection import held_garbage_collection
 
 ConstantPolicy = Literal["error", "allow"]
 
@@ -156,18 +156,6 @@ def trace_without_code(
         )
 
     return capture
-
-
-@contextlib.contextmanager
-def held_garbage_collection() -> Iterator[None]:
-    """Inside, the collector does not run by itself: what a trace makes lives until it ends."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 @contextlib.contextmanager

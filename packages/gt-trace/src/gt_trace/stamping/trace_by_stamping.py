@@ -27,12 +27,12 @@ from gt_trace.capture.live_state import LiveState
 from gt_trace.capture.module_state import StateSlot, collect_state
 from gt_trace.capture.trace import (
     ConstantPolicy,
-    held_garbage_collection,
     trace_step,
     trace_without_code,
     tracing_contexts,
 )
 from gt_trace.capture.traced_step import TracedStep
+from gt_trace.garbage_collection import held_garbage_collection
 from gt_trace.stamping.compare_steps import step_differences
 from gt_trace.stamping.layer_difference import layer_difference
 from gt_trace.stamping.layer_list import (
