@@ -14,10 +14,10 @@ from gt_trainer.dry_run.dry_run import dry_run
 from gt_trainer.dry_run.fake_step import FakeStep, fake_step
 from gt_trainer.models.llama3 import llama3_debugmodel
 from gt_trainer.startup import StartupClock
+from gt_trainer.steps.captured_microbatches import capture_accumulation
 from gt_trainer.steps.captured_step import capture_training_step
 from gt_trainer.steps.gradients import accumulate_gradients
 from gt_trainer.steps.recipe import recipe_of
-from gt_trainer.steps.reduce_once_step import capture_accumulation
 from gt_trainer.trainer import GraphTrainer
 
 WORLD_SIZE = 8

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import logging
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch._dynamo.utils
+from pipelines.batches import (
+    LocalAdamW,
+    local_parameters,
+    microbatches,
+    set_weights,
+    taken_gradients,
+)
+from pipelines.cases import PipelineCase, evaluate, step_losses
 from torchtitan.tools.logging import logger
 from training_cases import NUM_STEPS, Case, close, trainer_of
 
@@ -53,6 +64,20 @@ class _Said(logging.Handler):
             self.lines.append(text)
 
 
+@contextmanager
+def _listening() -> Iterator[list[str]]:
+    """Gather what is said of artifacts."""
+    said = _Said()
+    logger.addHandler(said)
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    try:
+        yield said.lines
+    finally:
+        logger.removeHandler(said)
+        logger.setLevel(level)
+
+
 def trained(
     case: Case,
     folder: str,
@@ -60,19 +85,12 @@ def trained(
     options: Mapping[str, Any] = MappingProxyType({}),
 ) -> Trained:
     """Train on this worker's rank, with graphs from ``artifacts`` if that is not None."""
-    said = _Said()
-    logger.addHandler(said)
-    level = logger.level
-    logger.setLevel(logging.INFO)
-    try:
+    with _listening() as said:
         trainer = trainer_of(
             case, "aot_fx_trace", folder, options={**options, "artifacts": artifacts}
         )
         for _ in range(NUM_STEPS):
             trainer.take_step()
-    finally:
-        logger.removeHandler(said)
-        logger.setLevel(level)
     bits = [
         _digest({"loss": each.loss, **each.gradients, **each.buffers}) for each in trainer.passes
     ]
@@ -81,10 +99,10 @@ def trained(
         bits=(*bits, _digest(trainer.parameters())),
         losses=tuple(each.loss.item() for each in trainer.passes),
         num_gradients=min(len(each.gradients) for each in trainer.passes),
-        is_loaded=any(line.startswith("--compile.artifacts: loaded") for line in said.lines),
+        is_loaded=any(line.startswith("--compile.artifacts: loaded") for line in said),
         passes=tuple(record.name for record in reports[0].passes[0].records),
         graphs=tuple(graph_text(each) for each in reports[0].graph_modules),
-        log=tuple(said.lines),
+        log=tuple(said),
     )
     close(trainer)
     return found
@@ -96,6 +114,47 @@ def _digest(tensors: Mapping[str, torch.Tensor]) -> str:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
+
+
+def trained_in_stages(case: PipelineCase, folder: str, artifacts: str | None) -> Trained:
+    """Evaluate and train in pipeline stages, with graphs from ``artifacts`` if that is not None."""
+    case = dataclasses.replace(case, options={**case.options, "artifacts": artifacts})
+    with _listening() as said:
+        trainer = case.trainer("aot_fx_trace", folder)
+        parts = trainer.model_parts
+        for part in parts:
+            set_weights(part)
+        optimizer = LocalAdamW(parts)
+        bits: list[str] = []
+        losses: list[float] = []
+        counts: list[int] = []
+        for batch in range(NUM_STEPS):
+            evaluated = evaluate(trainer, microbatches(trainer, batch))
+            found = step_losses(trainer, batch)
+            gradients = taken_gradients(parts)
+            numbers = {f"loss {n}": each for n, each in enumerate((*evaluated, *found))}
+            bits.append(_digest({**numbers, **gradients}))
+            losses += [loss.item() for loss in (*evaluated, *found)]
+            counts.append(len(gradients))
+            optimizer.step(gradients)
+    reports = trainer.training_step.reports
+    result = Trained(
+        bits=(*bits, _digest(local_parameters(parts))),
+        losses=tuple(losses),
+        num_gradients=min(counts),
+        is_loaded=all(each.is_loaded for each in reports),
+        passes=tuple(record.name for r in reports for p in r.passes for record in p.records),
+        graphs=tuple(_renumbered(graph_text(g)) for each in reports for g in each.graph_modules),
+        log=tuple(said),
+    )
+    trainer.close()
+    return result
+
+
+def _renumbered(text: str) -> str:
+    """With sizes at run time numbered as they appear: stages share the numbers of one fake mode."""
+    names: dict[str, str] = {}
+    return re.sub(r"\bu\d+\b", lambda found: names.setdefault(found[0], f"u{len(names)}"), text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from artifacts.cases import Compiled, Trained, compiled, precompiled, trained
+from artifacts.cases import (
+    Compiled,
+    Trained,
+    compiled,
+    precompiled,
+    trained,
+    trained_in_stages,
+)
+from pipelines.cases import PipelineCase
 from training_cases import Case
 
 from gt_config import EpOverlapConfig
@@ -101,6 +109,8 @@ def test_a_later_start_trains_from_what_an_earlier_one_stored(tmp_path: Path):
             options={"ep_overlap": EpOverlapConfig(enabled=True, strategy="eager")},
         ),
         Expected(case=QWEN3_MOE),
+        replace(TP, options={"mode": "aot_joint"}),
+        replace(TP, options={"mode": "aot_joint", "joint_partitioner": "save_all"}),
     ],
     ids=lambda each: f"{each.case.config}-{each.case.gradient_accumulation_steps}-{each.options}",
 )
@@ -115,6 +125,51 @@ def test_graphs_captured_by_few_ranks_or_before_train_all_to_the_same_bits(
     assert all(each.is_loaded for each in warm)
     assert expected.says in cold[0].log[-1]
     assert "captured before" in warm[0].log[-1]
+    for a, b, c in zip(alone, cold, warm, strict=True):
+        assert a.num_gradients > 0
+        assert a.bits == b.bits == c.bits
+        assert a.losses == b.losses == c.losses
+        assert a.passes == b.passes == c.passes
+        assert a.graphs == b.graphs == c.graphs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case",
+    [
+        PipelineCase(
+            model=replace(LLAMA3, num_layers=4, parallelism={"data_parallel_shard_degree": 2}),
+            schedule="1F1B",
+        ),
+        PipelineCase(
+            model=replace(LLAMA3, num_layers=4, parallelism={"tensor_parallel_degree": 2}),
+            schedule="ZBVZeroBubble",
+            options={"memory_policy": "offload", "inductor_compilation": "regional"},
+        ),
+        PipelineCase(
+            model=replace(
+                DEEPSEEK_V3,
+                num_layers=4,
+                parallelism={"data_parallel_shard_degree": 2, "expert_parallel_degree": 2},
+            ),
+            schedule="DualPipeV",
+            microbatch_size=2,
+            overlap=EpOverlapConfig(enabled=True),
+        ),
+    ],
+    ids=lambda each: f"{each.model.config}-{each.schedule}",
+)
+def test_stages_captured_before_train_all_to_the_same_bits(case: PipelineCase, tmp_path: Path):
+    def run_stages(name: str, artifacts: str | None) -> list[Trained]:
+        with GlooWorkers(4, timeout=600, preload=["gt_trainer.testing"]) as workers:
+            return workers.run(trained_in_stages, case, str(tmp_path / name), artifacts)
+
+    artifacts = str(tmp_path / "artifacts")
+    alone = run_stages("alone", None)
+    cold = run_stages("cold", artifacts)
+    warm = run_stages("warm", artifacts)
+    assert not any(each.is_loaded for each in (*alone, *cold))
+    assert all(each.is_loaded for each in warm)
     for a, b, c in zip(alone, cold, warm, strict=True):
         assert a.num_gradients > 0
         assert a.bits == b.bits == c.bits

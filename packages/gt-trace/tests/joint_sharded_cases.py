@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import torch
@@ -10,20 +11,28 @@ from fsdp_cases import Cell, batch, build, local, mesh_of, shard_ours, train
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from gt_trace.joint import export_joint_graph, partition
+from gt_trace.artifacts.joint_document import decode_joint, encode_joint
+from gt_trace.artifacts.mesh_axes import MeshAxes
+from gt_trace.joint import ForwardBackward, export_joint_graph, partition
 
 
 class Captured:
-    """A module whose forward runs as captured graphs, for code that trains modules."""
+    """A module whose forward runs as captured graphs, for code that trains modules.
+
+    With ``axes`` they are stored and loaded first, those of rank 0 if ``of_rank_0``.
+    """
 
     def __init__(
         self,
         module: nn.Module,
         *,
         gradient_placements: dict[str, Any] | None = None,
+        axes: MeshAxes | None = None,
+        of_rank_0: bool = False,
         **choices: Any,
     ) -> None:
         self.module = module
+        self.axes, self.of_rank_0 = axes, of_rank_0
         self.gradient_placements = gradient_placements
         self.choices = choices
         self.bound: Any = None
@@ -34,17 +43,40 @@ class Captured:
             joint = export_joint_graph(
                 self.module, args, gradient_placements=self.gradient_placements
             )
-            self.bound = partition(joint, **self.choices).bind(self.module)
+            parts = partition(joint, **self.choices)
+            if self.axes is not None:
+                parts = stored_and_loaded(parts, self.axes, of_rank_0=self.of_rank_0)
+            self.bound = parts.bind(self.module)
         return self.bound(*args)
 
 
-def differs_from_eager(cell: Cell, choices: dict[str, str]) -> list[str]:
-    """Losses, first gradients and parameters that differ in some bit after three steps of Adam."""
+def stored_and_loaded(
+    parts: ForwardBackward, axes: MeshAxes, *, of_rank_0: bool
+) -> ForwardBackward:
+    """This rank's graphs through JSON, or those that rank 0 gives to all."""
+    texts = [json.dumps(encode_joint(parts, axes).document)]
+    if of_rank_0:
+        dist.broadcast_object_list(texts, 0)
+    return decode_joint(json.loads(texts[0]), axes, blob={}.__getitem__)
+
+
+def differs_from_eager(
+    cell: Cell, choices: dict[str, str], stored_by: str | None = None
+) -> list[str]:
+    """Losses, first gradients and parameters that differ in some bit after three steps of Adam.
+
+    Args:
+        cell: how the module is sharded.
+        choices: of ``partition``.
+        stored_by: whose graphs run as loaded: "this rank" or "rank 0"; None loads none.
+    """
     modules = [build(cell), build(cell)]
     for module in modules:
         shard_ours(module, cell)
     eager = train(modules[0], cell, steps=3)
-    captured = train(Captured(modules[1], **choices), cell, steps=3)
+    axes = None if stored_by is None else MeshAxes.of_module(modules[1])
+    replacement = Captured(modules[1], axes=axes, of_rank_0=stored_by == "rank 0", **choices)
+    captured = train(replacement, cell, steps=3)
     differences = [] if eager.losses == captured.losses else ["losses"]
     if captured.placements != eager.placements:
         differences.append("placements")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -13,8 +14,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from gt_pipeline.graph import AccumulatedStep, AccumulationGraphs, cut_accumulation
+from gt_pipeline.graph import (
+    AccumulatedStep,
+    AccumulationGraphs,
+    cut_accumulation,
+    decode_accumulation,
+    encode_accumulation,
+)
 from gt_trace import TracedStep, collective_counts, trace_step
+from gt_trace.artifacts.mesh_axes import MeshAxes
 from gt_trace.fsdp import shard
 
 BATCH = (4, 8)
@@ -41,8 +49,21 @@ def cut(module: nn.Module, num_microbatches: int) -> AccumulationGraphs:
     return cut_accumulation(captured(module), num_results=1, num_microbatches=num_microbatches)
 
 
-def train_like_eager(num_microbatches: int) -> tuple[list[str], dict[str, dict[str, int]]]:
+def through_json(graphs: AccumulationGraphs, axes: MeshAxes) -> AccumulationGraphs:
+    """The graphs of a step as they are loaded."""
+    encoded = encode_accumulation(graphs, axes)
+    document = json.loads(json.dumps(encoded.document))
+    return decode_accumulation(document, axes, blob=encoded.blobs.__getitem__)
+
+
+def train_like_eager(
+    num_microbatches: int, is_stored: bool = False
+) -> tuple[list[str], dict[str, dict[str, int]]]:
     """Some microbatches, against gradients that are summed over them and then once over ranks.
+
+    Args:
+        num_microbatches: of a step.
+        is_stored: whether its graphs run as they are loaded.
 
     Returns:
         What differs in any bit, and the collectives of each graph.
@@ -54,6 +75,8 @@ def train_like_eager(num_microbatches: int) -> tuple[list[str], dict[str, dict[s
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("fsdp",))
     shard(module, mesh, mode="shard", reduction="sum")
     graphs = cut(module, num_microbatches)
+    if is_stored:
+        graphs = through_json(graphs, MeshAxes.of([mesh]))
     torch.manual_seed(dist.get_rank())
     batches = [(torch.randn(BATCH), torch.randn(BATCH)) for _ in range(num_microbatches)]
     found = AccumulatedStep(graphs, module)(iter(batches))

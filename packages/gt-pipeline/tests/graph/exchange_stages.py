@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import functools
+import json
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from stage_models import ACTIVATION, WIDTH
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from gt_config.node_keys import OverlappedBackward
-from gt_pipeline.graph import GraphPipelineStage, StageGraphs, capture_stage, cut_stage
+from gt_pipeline.graph import (
+    GraphPipelineStage,
+    StageGraphs,
+    capture_stage,
+    cut_stage,
+    decode_stage,
+    encode_stage,
+)
 from gt_pipeline.graph.overlapped_actions import OverlappedActions, overlap_actions
 from gt_pipeline.runner import MicrobatchInputs
+from gt_trace.artifacts.mesh_axes import MeshAxes
+from gt_trace.fsdp import shard
 
 
 class Exchange(torch.autograd.Function):
@@ -145,6 +156,38 @@ def overlap_like_one_after_the_other(by_data: bool, same_stage: bool) -> list[bo
             )
         runs.append(_run(stage, other, overlaps=overlaps))
     return [torch.equal(a, b) for a, b in zip(*runs, strict=True)]
+
+
+def load_like_captured() -> tuple[bool, list[str]]:
+    """A sharded stage that exchanges rows by data, captured, and loaded of rank 0's document.
+
+    Returns:
+        Whether this rank's document is that of rank 0, and the results that differ in any bit.
+    """
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("fsdp",))
+    axes = MeshAxes.of([mesh], groups={"world": dist.group.WORLD.group_name})
+    module = ExchangeStage(2, by_data=True)
+    for parameter in module.parameters():
+        dist.broadcast(parameter.data, 0)
+    shard(module, mesh, mode="shard")
+    captured = GraphPipelineStage(module, stage_index=1, num_stages=4, activations=[ACTIVATION])
+    encoded = encode_stage(captured.rewritten, axes)
+    own = json.dumps(encoded.document)
+    texts = [own]
+    dist.broadcast_object_list(texts, 0)
+    stage = GraphPipelineStage(
+        module,
+        stage_index=1,
+        num_stages=4,
+        activations=[ACTIVATION],
+        rewritten=decode_stage(json.loads(texts[0]), axes, blob=encoded.blobs.__getitem__),
+    )
+    results = []
+    for each in (captured, stage):
+        each.unshard()
+        results.append(_run(each, each, overlaps=True))
+    pairs = enumerate(zip(*results, strict=True))
+    return own == texts[0], [str(n) for n, (one, two) in pairs if not torch.equal(one, two)]
 
 
 def _run(stage: GraphPipelineStage, other: GraphPipelineStage, *, overlaps: bool) -> list[Tensor]:

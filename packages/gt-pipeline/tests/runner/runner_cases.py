@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -19,10 +20,11 @@ from toy_pipeline import (
     toy,
 )
 
-from gt_pipeline.graph import GraphPipelineStage
+from gt_pipeline.graph import GraphPipelineStage, decode_stage, encode_stage
 from gt_pipeline.runner import GraphPPRunner, MicrobatchInputs, StepRecord
 from gt_pipeline.schedules import Schedule, schedule_of
 from gt_pipeline.split import SharedGroup
+from gt_trace.artifacts.mesh_axes import MeshAxes
 
 
 def schedule(name: str, num_ranks: int = 4, num_microbatches: int = NUM_MICROBATCHES) -> Schedule:
@@ -37,9 +39,16 @@ def schedule(name: str, num_ranks: int = 4, num_microbatches: int = NUM_MICROBAT
 
 
 def graph_stages(
-    planned: Schedule, rank: int, *, place: Callable[[nn.Module], object] = lambda module: None
+    planned: Schedule,
+    rank: int,
+    *,
+    place: Callable[[nn.Module], object] = lambda module: None,
+    documents: Mapping[int, str] | None = None,
 ) -> list[GraphPipelineStage]:
-    """As `eager_stages`, but captured, of modules that ``place`` has edited."""
+    """As `eager_stages`, but captured, of modules that ``place`` has edited.
+
+    Where there are documents, by stage index, they are loaded instead.
+    """
     stages: list[GraphPipelineStage] = []
     for stage in eager_stages(planned, rank):
         place(stage.module)
@@ -48,6 +57,11 @@ def graph_stages(
         inputs = MicrobatchInputs(
             args=(tokens,) if is_first else (), target=target if is_last else None
         )
+        fake_mode = stages[0].fake_mode if stages else None  # stages of one rank may overlap
+        rewritten = None
+        if documents is not None:
+            document = json.loads(documents[stage.stage_index])
+            rewritten = decode_stage(document, MeshAxes.of(), blob=_NO_BLOBS, fake_mode=fake_mode)
         stages.append(
             GraphPipelineStage(
                 stage.module,
@@ -56,17 +70,36 @@ def graph_stages(
                 activations=stage.input_signature,
                 inputs=inputs,
                 loss_fn=loss_fn if is_last else None,
-                # Stages of one rank may overlap.
-                fake_mode=stages[0].fake_mode if stages else None,
+                prepare_capture=None if documents is None else _refuse_to_capture,
+                rewritten=rewritten,
+                fake_mode=fake_mode,
             )
         )
     return stages
 
 
-def train_graphs(name: str) -> tuple[list[Tensor], list[Tensor], dict[str, Tensor], int]:
+_NO_BLOBS: Callable[[str], bytes] = {}.__getitem__
+
+
+def _refuse_to_capture(capture: object) -> None:
+    raise AssertionError("a stage was captured")
+
+
+def stage_documents(planned: Schedule) -> dict[int, str]:
+    """All stages of a pipeline as JSON, by stage index, captured rank by rank in this process."""
+    return {
+        stage.stage_index: json.dumps(encode_stage(stage.rewritten, MeshAxes.of()).document)
+        for rank in range(planned.num_ranks)
+        for stage in graph_stages(planned, rank)
+    }
+
+
+def train_graphs(
+    name: str, documents: Mapping[int, str] | None = None
+) -> tuple[list[Tensor], list[Tensor], dict[str, Tensor], int]:
     """As `train_and_evaluate` of graph stages, evaluated first; and the peak of live chunks."""
     planned = schedule(name, dist.get_world_size())
-    stages = graph_stages(planned, dist.get_rank())
+    stages = graph_stages(planned, dist.get_rank(), documents=documents)
     with GraphPPRunner(stages, planned) as runner:
         tokens, target = batch(0)
         evaluated = list(runner.eval(tokens, target=target).losses)

@@ -5,6 +5,7 @@ Each has its reason beside it, so that a new PyTorch needs one edit.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import sys
@@ -455,9 +456,10 @@ def value_range(lower: Any, upper: Any) -> Any:
 def record_types() -> Mapping[str, tuple[type, tuple[str, ...]]]:
     """Return small classes of which layouts and metadata hold objects, with their fields, by name.
 
-    Placements of DTensor and what it keeps of a whole tensor, and the steps of the paths at which a
-    value has a size; half of them are private.
+    Placements of DTensor and what it keeps of a whole tensor, the steps of the paths at which a
+    value has a size, and what AOTAutograd says of inputs and results; most of them are private.
     """
+    from torch._functorch._aot_autograd import descriptors
     from torch.distributed.tensor import Partial, Replicate, Shard, _dtensor_spec
     from torch.fx.experimental import symbolic_shapes
 
@@ -476,4 +478,9 @@ def record_types() -> Mapping[str, tuple[type, tuple[str, ...]]]:
     order = getattr(_dtensor_spec, "ShardOrderEntry", None)  # not before 2.14
     if order is not None:
         types[order] = ("tensor_dim", "mesh_dims")
+    for kind in vars(descriptors).values():
+        if isinstance(kind, type) and issubclass(
+            kind, descriptors.AOTInput | descriptors.AOTOutput
+        ):
+            types[kind] = tuple(field.name for field in dataclasses.fields(kind))
     return {kind.__name__: (kind, fields) for kind, fields in types.items()}

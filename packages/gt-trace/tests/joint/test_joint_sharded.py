@@ -36,6 +36,18 @@ def test_training_is_bitwise_that_of_eager(cell: Cell, choice: str, two: GlooWor
 
 
 @pytest.mark.parametrize(
+    ("cell", "stored_by"),
+    [
+        (CELLS[0], "this rank"),  # the ranks' shards are uneven, and so their graphs
+        (CELLS[3], "rank 0"),
+    ],
+    ids=str,
+)
+def test_stored_graphs_give_the_same_bits(cell: Cell, stored_by: str, two: GlooWorkers) -> None:
+    assert two.run(differs_from_eager, cell, CHOICES["min_cut"], stored_by) == [[], []]
+
+
+@pytest.mark.parametrize(
     "cell",
     [
         Cell(mode="shard", extents=(2,), tp=2),

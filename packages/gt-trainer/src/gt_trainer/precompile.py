@@ -39,10 +39,11 @@ from gt_trainer.artifacts.storable_graph import StoredGraph
 from gt_trainer.dry_run.fake_step import FakeStep, fake_step
 from gt_trainer.launcher import run_in_child
 from gt_trainer.startup import StartupClock
-from gt_trainer.steps.captured_step import capture_training_step, trace_training_step
+from gt_trainer.steps.captured_microbatches import StoredAccumulation, capture_accumulation
+from gt_trainer.steps.captured_step import capture_training_step
 from gt_trainer.steps.recipe import passes_of, recipe_of
 from gt_trainer.steps.second_groups import create_second_groups
-from gt_trainer.steps.stored_step import StoredTrace, StoredTrainingStep
+from gt_trainer.steps.stored_step import StoredTrainingStep
 from gt_trainer.trainer import GraphTrainer
 
 _MOST_PATHS = 5
@@ -228,36 +229,36 @@ def _capture(config: GraphTrainer.Config, world_size: int, rank: int) -> _RankCa
             "capture_layers": options.capture_layers,
             "meta_device": step.meta_device,
         }
+        num_microbatches = artifacts.settings.topology.gradient_accumulation_steps if is_cut else 1
         identity = artifacts.identity(
-            graph_kind="MICROBATCH" if is_cut else "STEP",
+            passes=artifacts.passes_of("MICROBATCH" if is_cut else "STEP"),
             model=step.model,
             loss_fn=step.loss_fn,
             arguments=step.inputs,
-            num_microbatches=artifacts.settings.topology.gradient_accumulation_steps
-            if is_cut
-            else 1,
+            num_microbatches=num_microbatches,
         )
-        graph: StoredTrace | StoredTrainingStep
+        trace["recipe"] = recipe_of(
+            options, reshard_after_forward=config.parallelism.fsdp_reshard_after_forward
+        )
+        fits: dict[str, Any] = {"model": step.model, "axes": axes, "clock": clock}
+        graph: StoredAccumulation | StoredTrainingStep
         if is_cut:
-            traced, _ = trace_training_step(step.model, step.loss_fn, *step.inputs, **trace)
-            graph = StoredTrace(trace=lambda: traced, model=step.model, axes=axes, clock=clock)
-            stored = graph.encode(traced)
-        else:
-            recipe = recipe_of(
-                options, reshard_after_forward=config.parallelism.fsdp_reshard_after_forward
-            )
-            report = capture_training_step(
+            microbatches = capture_accumulation(
                 step.model,
                 step.loss_fn,
                 *step.inputs,
-                recipe=recipe,
+                num_microbatches=num_microbatches,
                 clock=clock,
                 until_code=True,
                 **trace,
             )
-            graph = StoredTrainingStep(
-                trace=lambda: report, model=step.model, axes=axes, clock=clock
+            graph = StoredAccumulation(trace=lambda: microbatches, **fits)
+            stored = graph.encode(microbatches)
+        else:
+            report = capture_training_step(
+                step.model, step.loss_fn, *step.inputs, clock=clock, until_code=True, **trace
             )
+            graph = StoredTrainingStep(trace=lambda: report, **fits)
             stored = graph.encode(report)
         return _RankCapture(
             identity=identity,

@@ -11,7 +11,8 @@ from gt_config.graph_kinds import GraphKind
 from gt_passes import PassContext, PassManager, RemoveDeadCode
 from gt_trace import InputMismatchError
 from gt_trainer.startup import StartupClock
-from gt_trainer.steps.joint_step import JointCaptureReport, JointForward
+from gt_trainer.steps.captured_joint import JointCaptureReport
+from gt_trainer.steps.joint_step import JointForward
 
 
 def recipe(context: PassContext, graph: GraphKind) -> PassManager:

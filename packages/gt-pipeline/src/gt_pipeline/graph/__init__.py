@@ -6,11 +6,14 @@ from gt_pipeline.graph.accumulation_cut import (
     MicrobatchGraph,
     cut_accumulation,
 )
+from gt_pipeline.graph.accumulation_document import decode_accumulation, encode_accumulation
 from gt_pipeline.graph.activations import ActivationPlacement
 from gt_pipeline.graph.exposed_collectives import exposed_collectives
 from gt_pipeline.graph.pipeline_stage import GraphPipelineStage
+from gt_pipeline.graph.rewrite_stage import RewrittenStage, rewrite_stage
 from gt_pipeline.graph.stage_capture import StageCapture, StageLoss, capture_stage
 from gt_pipeline.graph.stage_cut import cut_stage
+from gt_pipeline.graph.stage_document import decode_stage, encode_stage
 from gt_pipeline.graph.stage_graphs import StageGraphs
 
 __all__ = [
@@ -20,11 +23,17 @@ __all__ = [
     "ActivationPlacement",
     "GraphPipelineStage",
     "MicrobatchGraph",
+    "RewrittenStage",
     "StageCapture",
     "StageGraphs",
     "StageLoss",
     "capture_stage",
     "cut_accumulation",
     "cut_stage",
+    "decode_accumulation",
+    "decode_stage",
+    "encode_accumulation",
+    "encode_stage",
     "exposed_collectives",
+    "rewrite_stage",
 ]

@@ -117,8 +117,28 @@ def cut_accumulation(
         StageGraphError: a graph is broken.
     """
     clean_up(traced, verify=verify)
+    graphs = cut_tidied(traced, num_results=num_results, num_microbatches=num_microbatches)
+    problems = [
+        f"{each.role}: {problem}"
+        for each in graphs.graphs
+        if verify
+        for problem in Verifier().verify(each.graph_module).problems
+    ]
+    if problems:
+        raise StageGraphError(what="the step was cut wrongly", problems=problems)
+    return graphs
+
+
+def cut_tidied(
+    traced: TracedStep, *, num_results: int, num_microbatches: int
+) -> AccumulationGraphs:
+    """As ``cut_accumulation``, of a step that it has tidied before, and with nothing verified.
+
+    Raises:
+        StageCutError: as for ``cut_accumulation``.
+    """
     cut = _Cut(traced, num_results)
-    graphs = AccumulationGraphs(
+    return AccumulationGraphs(
         traced=traced,
         num_microbatches=num_microbatches,
         num_results=num_results,
@@ -129,15 +149,6 @@ def cut_accumulation(
         further=cut.later("further") if num_microbatches > 2 else None,
         last=cut.later("last"),
     )
-    problems = [
-        f"{each.role}: {problem}"
-        for each in graphs.graphs
-        if verify
-        for problem in Verifier().verify(each.graph_module).problems
-    ]
-    if problems:
-        raise StageGraphError(what="the step was cut wrongly", problems=problems)
-    return graphs
 
 
 class _Cut:

@@ -24,13 +24,21 @@ graph takes and gives."""
 
 
 def transformed(
-    action: ActionGraph, transform: GraphTransform, *, fake_mode: FakeTensorMode, verify: bool
+    action: ActionGraph,
+    transform: GraphTransform | None,
+    *,
+    fake_mode: FakeTensorMode,
+    verify: bool,
 ) -> ActionGraph:
     """A copy of an action whose graph the transform has edited; the action stays as it is.
+
+    Where there is no transform, or nothing to edit, the action itself.
 
     Raises:
         StageGraphError: it takes or gives something else now, or is broken.
     """
+    if transform is None or action.is_empty:
+        return action
     result = copied(action)
     interface = GraphInterface.of(result.graph_module)
     context = PassContext(

@@ -25,8 +25,12 @@ from gt_pipeline.graph.launched_executable import LaunchedExecutable
 from gt_pipeline.graph.overlapped_actions import OverlappedActions, overlap_actions
 from gt_pipeline.graph.recorded_actions import StageRecordings
 from gt_pipeline.graph.replayed_steps import ReplayedSteps, StageReads
+from gt_pipeline.graph.rewrite_stage import (
+    RewrittenStage,
+    refuse_other_stage,
+    rewrite_stage,
+)
 from gt_pipeline.graph.stage_capture import StageCapture, StageLoss, capture_stage
-from gt_pipeline.graph.stage_cut import cut_stage
 from gt_pipeline.graph.stage_evaluations import EvaluationForward, StageEvaluations
 from gt_pipeline.graph.stage_gradients import StageGradients
 from gt_pipeline.graph.stage_inputs import MicrobatchReader, StageState
@@ -68,7 +72,13 @@ class GraphPipelineStage:
         loss_fn: of the last stage: part of its forward.
         device: where the stage runs.
         prepare_capture: edits the joint graph before it is cut.
-        transform: edits each action's graph.
+        transform: edits each action's graph; what it makes of it can be stored if it calls
+            operators alone.
+        generate_code: edits each action's graph after that: puts in compiled kernels, or marks it
+            to be recorded.
+        rewritten: of a stage like this one, in this process or as loaded (``decode_stage``). No
+            training graph is then captured, cut or transformed. Evaluations are captured as ever,
+            when they are first asked for, and pairs made of these graphs.
         fake_mode: ``fake_mode`` of another stage of this rank; the graphs of stages that overlap
             need one and the same.
         verify: whether to verify every graph, as captured, as cut and as transformed.
@@ -76,7 +86,8 @@ class GraphPipelineStage:
 
     Raises:
         StageCaptureError, StageCutError, StageGraphError: as ``capture_stage`` and ``cut_stage``;
-            the last also for a transform that breaks a graph.
+            the first also for ``rewritten`` of another stage, the last for a transform that breaks
+            a graph.
     """
 
     def __init__(
@@ -91,6 +102,8 @@ class GraphPipelineStage:
         device: torch.device | str = "cpu",
         prepare_capture: JointTransform | None = None,
         transform: GraphTransform | None = None,
+        generate_code: GraphTransform | None = None,
+        rewritten: RewrittenStage | None = None,
         fake_mode: FakeTensorMode | None = None,
         verify: bool = True,
         **capture_options: object,
@@ -100,6 +113,7 @@ class GraphPipelineStage:
         self.device = torch.device(device)
         self._module = module
         self._transform = transform
+        self._generate_code = generate_code
         self._verify = verify
         self._capture = functools.partial(
             capture_stage,
@@ -113,14 +127,30 @@ class GraphPipelineStage:
             verify=verify,
             **capture_options,  # type: ignore[arg-type]  # checked where they arrive
         )
-        capture = self._capture(fake_mode=fake_mode)
-        if prepare_capture is not None:
-            prepare_capture(capture)
-        self.graphs = cut_stage(capture, verify=verify)
+        if rewritten is None:
+            capture = self._capture(fake_mode=fake_mode)
+            if prepare_capture is not None:
+                prepare_capture(capture)
+            rewritten = rewrite_stage(capture, transform=transform, verify=verify)
+        else:
+            capture = rewritten.graphs.capture
+            refuse_other_stage(
+                capture,
+                stage_index=stage_index,
+                num_stages=num_stages,
+                activations=activations,
+                has_loss=loss_fn is not None,
+            )
+        self.graphs = rewritten.graphs
+        self.rewritten = rewritten
+        """What code was generated for: what ``encode_stage`` stores."""
+
         self._state = state = StageState(capture, module)
         self._reader = MicrobatchReader(capture)
         self._recordings = StageRecordings()
-        actions = {each.kind: self._transformed(each) for each in self.graphs}
+        actions = {
+            kind: self._edited(each, generate_code) for kind, each in rewritten.actions.items()
+        }
         self._marks = [_mark_of(each) for each in actions.values() if not each.is_empty]
         """How each graph of a training step is to be recorded."""
 
@@ -540,9 +570,10 @@ class GraphPipelineStage:
         return actions, executable
 
     def _transformed(self, action: ActionGraph) -> ActionGraph:
-        if self._transform is None or action.is_empty:
-            return action
-        return transformed(action, self._transform, fake_mode=self.fake_mode, verify=self._verify)
+        return self._edited(self._edited(action, self._transform), self._generate_code)
+
+    def _edited(self, action: ActionGraph, transform: GraphTransform | None) -> ActionGraph:
+        return transformed(action, transform, fake_mode=self.fake_mode, verify=self._verify)
 
 
 def _mark_of(action: ActionGraph) -> WholeRecording | None:

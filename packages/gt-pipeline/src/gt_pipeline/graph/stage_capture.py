@@ -185,7 +185,7 @@ def capture_stage(
         input_signature=tuple(map(signature_of, entering)),
         output_signature=stage.output_signature,
         output_placements=stage.output_placements,
-        inputs=tuple(map(_input_slot, traced.inputs)),
+        inputs=tuple(map(input_slot, traced.inputs)),
         results=tuple(_result_slots(traced, stage)),
         kwarg_names=tuple(kwargs),
         left_out={n: default for n, default in defaults.items() if n not in kwargs},
@@ -310,7 +310,8 @@ def _accepted_kwargs(module: nn.Module) -> tuple[dict[str, Any], bool]:
     )
 
 
-def _input_slot(given: GraphInput) -> Slot:
+def input_slot(given: GraphInput) -> Slot:
+    """The slot of one placeholder of a stage's joint graph."""
     kind: SlotKind = "argument"
     if given.kind == "parameter" or given.kind == "buffer":
         kind = given.kind

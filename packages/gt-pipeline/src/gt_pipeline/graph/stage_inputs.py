@@ -119,7 +119,7 @@ class MicrobatchReader:
             for name, value in kwargs.items()
             if name not in self._kwarg_names
             and (self._takes_any_kwargs or name in self._left_out)
-            and value is not self._left_out.get(name, _NOTHING)
+            and not _is_default(value, self._left_out.get(name, _NOTHING))
         ]
 
     def _read(self, inputs: MicrobatchInputs) -> list[Any]:
@@ -211,9 +211,19 @@ def _laid_out(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
     ).copy_(tensor)
 
 
+def _is_default(value: Any, default: Any) -> bool:
+    if value is default:
+        return True
+    return isinstance(value, bool | int | float | str) and _same_constant(value, default)
+
+
+def _same_constant(value: Any, captured: Any) -> bool:
+    return type(value) is type(captured) and bool(value == captured)
+
+
 def _fits(leaf: Any, signature: ArgumentSignature) -> bool:
     if not signature.is_tensor:
-        return type(leaf) is type(signature.constant) and leaf == signature.constant
+        return _same_constant(leaf, signature.constant)
     return (
         isinstance(leaf, torch.Tensor)
         and leaf.shape == signature.shape

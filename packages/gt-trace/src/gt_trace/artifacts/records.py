@@ -1,7 +1,7 @@
 """Small objects that layouts and metadata are made of, by the names of their classes and fields.
 
 Which classes there may be is a list: placements of DTensor, the paths at which a value has a size
-that only a run will tell, and symbols of such sizes.
+that only a run will tell, symbols of such sizes, and AOTAutograd's descriptors of joint graphs.
 """
 
 from __future__ import annotations

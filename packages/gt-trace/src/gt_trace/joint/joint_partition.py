@@ -192,5 +192,6 @@ def _settle_phase(graph_module: GraphModule, phase: PhaseAnnotation) -> None:
     for module in graph_module.modules():
         if isinstance(module, GraphModule):
             for node in module.graph.nodes:
+                node.meta.pop("recompute", None)  # for the partitioner alone, which is done
                 if node.op not in ("placeholder", "output"):
                     write_annotation(node, phase)

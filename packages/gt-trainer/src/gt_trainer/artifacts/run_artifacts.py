@@ -58,7 +58,7 @@ class RunArtifacts:
         self,
         graph: StorableGraph[CapturedT],
         *,
-        graph_kind: GraphKind,
+        passes: Sequence[GraphPass],
         model: nn.Module,
         loss_fn: object,
         arguments: Sequence[Any],
@@ -71,20 +71,20 @@ class RunArtifacts:
 
         Args:
             graph: how it is captured and stored.
-            graph_kind: of the graphs that run.
-            model: as for ``step_identity``; so are those that are not told here.
-            loss_fn: see ``model``.
-            arguments: see ``model``.
+            passes: as for ``step_identity``; so are those that are not told here.
+            model: see ``passes``.
+            loss_fn: see ``passes``.
+            arguments: see ``passes``.
             is_first: whether all ranks of the run ask together. Later, ranks with other shapes
                 may ask at other times: each then asks for itself.
-            num_microbatches: see ``model``.
+            num_microbatches: see ``passes``.
 
         Raises:
             Exception: whatever the capture raises.
             CaptureFailedElsewhereError: the capture of another rank failed.
         """
         identity = self.identity(
-            graph_kind=graph_kind,
+            passes=passes,
             model=model,
             loss_fn=loss_fn,
             arguments=arguments,
@@ -122,19 +122,19 @@ class RunArtifacts:
     def identity(
         self,
         *,
-        graph_kind: GraphKind,
+        passes: Sequence[GraphPass],
         model: nn.Module,
         loss_fn: object,
         arguments: Sequence[Any],
         num_microbatches: int = 1,
     ) -> Fingerprint:
-        """``step_identity`` in this run, of graphs on which its passes run."""
+        """``step_identity`` in this run."""
         return step_identity(
             self.settings,
             model=model,
             loss_fn=loss_fn,
             arguments=arguments,
-            passes=self.passes_of(graph_kind),
+            passes=passes,
             num_microbatches=num_microbatches,
         )
 

@@ -330,6 +330,11 @@ def _precompile(config: GraphTrainer.Config, world_size: int, *, asked: Collecti
 
     config, withdrawn = settle_defaults(config, world_size, asked=asked)
     check_configuration(config, world_size, will_train=False)
+    if config.parallelism.pipeline_parallel_degree > 1 or config.compile.mode == "aot_joint":
+        raise UsageError(
+            "precompile captures whole steps, and this run has pipeline stages or mode aot_joint: "
+            "its first start with --compile.artifacts stores its graphs"
+        )
     _print(_lines(withdrawn, describe_run(config, world_size)))
 
     def report() -> None:

@@ -29,10 +29,10 @@ from gt_trainer.dry_run.step_facts import degrees_of, step_facts
 from gt_trainer.placement.kept_plan import plan_file_of, with_plan_file
 from gt_trainer.placement.planned_machine import PlannedMachine, planned_for
 from gt_trainer.startup import StartupClock
+from gt_trainer.steps.captured_microbatches import AccumulationReport, capture_accumulation
 from gt_trainer.steps.captured_step import CaptureReport, capture_training_step
 from gt_trainer.steps.layer_tracer import CaptureLayersReport
 from gt_trainer.steps.recipe import recipe_of
-from gt_trainer.steps.reduce_once_step import AccumulationReport, capture_accumulation
 from gt_trainer.trainer import GraphTrainer
 
 Allows = Callable[[GraphTrainer.Config], bool]

@@ -25,7 +25,7 @@ from gt_trainer.pipelines.pipeline_plan import PipelinePlan, pipeline_plan
 from gt_trainer.pipelines.split_model import captured_plan, captured_stages, placed_stages
 from gt_trainer.placement.planned_loss import LossOfParts, loss_of
 from gt_trainer.startup import StartupClock
-from gt_trainer.steps.pipelined_step import StageCaptureReport
+from gt_trainer.steps.captured_stage import StageCaptureReport
 from gt_trainer.trainer import GraphTrainer
 
 

@@ -110,11 +110,10 @@ def read_elsewhere(run: RunOptions) -> Iterator[str]:
     if graphs:
         yield from ("verify_passes", "debug_graph_passes")  # what surrounds the passes
         yield "on_shape_change"
-    is_whole = not STEP_GRAPHS.isdisjoint(graphs)
-    if is_whole:
         yield "artifacts"
         if options.artifacts is not None:
             yield "artifacts_max_gib"
+    is_whole = not STEP_GRAPHS.isdisjoint(graphs)
     if is_whole or "STAGE" in graphs:
         yield "capture_layers"
     if "STAGE" in graphs:

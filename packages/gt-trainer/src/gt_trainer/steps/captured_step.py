@@ -35,6 +35,20 @@ Recipe = Callable[[PassContext, GraphKind], PassManager]
 """Builds the passes for one captured graph, of the kind given."""
 
 
+def remembering(recipe: Recipe) -> tuple[Recipe, list[PassManager]]:
+    """A recipe, and the managers that it will have built, in order.
+
+    A manager that has run the passes before code is generated runs the others later.
+    """
+    managers: list[PassManager] = []
+
+    def build(context: PassContext, graph: GraphKind) -> PassManager:
+        managers.append(recipe(context, graph))
+        return managers[-1]
+
+    return build, managers
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaptureReport:
     """What a capture produced, for the log."""

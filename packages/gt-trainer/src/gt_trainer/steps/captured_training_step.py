@@ -148,7 +148,7 @@ class CapturedTrainingStep:
         )
         shared = artifacts.obtain(
             stored,
-            graph_kind="STEP",
+            passes=artifacts.passes_of("STEP"),
             model=self._model,
             loss_fn=self._loss_fn,
             arguments=args,

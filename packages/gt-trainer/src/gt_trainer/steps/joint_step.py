@@ -8,100 +8,35 @@ it piece by piece (``decoder/chunked_loss.py``). Both, and ``loss.backward()``, 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.fx import GraphModule
 
 from gt_config import JointPartitioner, ShapeChangePolicy
-from gt_passes import PassContext, PassManagerReport, release_cuda_graphs
+from gt_passes import (
+    release_cuda_graphs,
+)
 from gt_passes.verifier.collective_exchange import exchange_collective_digest
-from gt_trace.joint import ForwardBackward, export_joint_graph, partition
 from gt_trace.joint.bound_joint import BoundJoint
-from gt_trainer.decoder.expert_regions import annotate_expert_regions
+from gt_trainer.artifacts.run_artifacts import RunArtifacts
 from gt_trainer.startup import StartupClock
-from gt_trainer.steps.captured_step import Recipe
+from gt_trainer.steps.captured_joint import (
+    JointCaptureReport,
+    StoredJoint,
+    capture_joint,
+    contexts_of,
+)
+from gt_trainer.steps.captured_step import Recipe, remembering
 from gt_trainer.steps.per_shape import PerShape
 from gt_trainer.steps.training_step import (
     Batch,
     BatchPreparation,
     LossFunction,
     loss_of_batch,
-    num_operators,
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JointCaptureReport:
-    """What a capture produced, for the log."""
-
-    parts: ForwardBackward
-    passes: tuple[PassManagerReport, PassManagerReport]
-    """What they did to the forward graph and to the backward graph."""
-
-    def __str__(self) -> str:
-        """One line: the operators that run, and the passes that made them."""
-        return (
-            f"Captured the model: {self.num_nodes_forward:,} operators forward and "
-            f"{self.num_nodes_backward:,} backward after {len(self.passes[0].records)} and "
-            f"{len(self.passes[1].records)} passes"
-        )
-
-    def memory_text(self) -> None:
-        """No graph has both the forward and the backward."""
-
-    @property
-    def graph_modules(self) -> tuple[GraphModule, ...]:
-        """The graphs that run, after passes."""
-        return (self.parts.forward, self.parts.backward)
-
-    @property
-    def num_nodes_forward(self) -> int:
-        """Operators in the forward graph that runs."""
-        return num_operators(self.parts.forward)
-
-    @property
-    def num_nodes_backward(self) -> int:
-        """Operators in the backward graph that runs."""
-        return num_operators(self.parts.backward)
-
-
-def capture_joint(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    *,
-    partitioner: JointPartitioner,
-    recipe: Recipe,
-    clock: StartupClock,
-) -> JointCaptureReport:
-    """Export the joint graph of a call of ``model``, cut it, and run the passes on both parts.
-
-    Args:
-        model: parallelized, on its device or on meta.
-        args: example arguments.
-        kwargs: likewise.
-        partitioner: how the joint graph is cut.
-        recipe: builds the passes, once for each part.
-        clock: counts capture and passes as parts of the start-up.
-    """
-    with clock.part("capture"), annotate_expert_regions(model):
-        joint = export_joint_graph(model, args, kwargs)
-        parts = partition(joint, partitioner=partitioner)
-    with clock.part("passes"):
-        forward = PassContext(
-            fake_mode=joint.fake_mode, static_input_names=parts.static_input_names
-        )
-        backward = PassContext(fake_mode=joint.fake_mode)
-        return JointCaptureReport(
-            parts=parts,
-            passes=(
-                recipe(forward, "JOINT_FORWARD").run(parts.forward),
-                recipe(backward, "JOINT_BACKWARD").run(parts.backward),
-            ),
-        )
 
 
 class JointForward:
@@ -117,6 +52,7 @@ class JointForward:
             other graphs for the new shapes and keeps both.
         clock: counts capture and passes as parts of the start-up.
         on_capture: called after each capture, before the graphs first run.
+        artifacts: where graphs are looked for and stored; None: every rank captures for itself.
     """
 
     def __init__(
@@ -128,12 +64,14 @@ class JointForward:
         on_shape_change: ShapeChangePolicy,
         clock: StartupClock,
         on_capture: Callable[[JointCaptureReport], None],
+        artifacts: RunArtifacts | None = None,
     ) -> None:
         self._model = model
         self._partitioner = partitioner
         self._recipe = recipe
         self._clock = clock
         self._on_capture = on_capture
+        self._artifacts = artifacts
         self.reports: tuple[JointCaptureReport, ...] = ()
         self._calls = PerShape(self._capture, policy=on_shape_change)
 
@@ -146,14 +84,18 @@ class JointForward:
         return self._calls(*args, **kwargs)
 
     def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BoundJoint:
-        report = capture_joint(
+        capturing = partial(
+            capture_joint,
             self._model,
             args,
             kwargs,
             partitioner=self._partitioner,
-            recipe=self._recipe,
             clock=self._clock,
         )
+        if self._artifacts is None:
+            report = capturing(recipe=self._recipe)
+        else:
+            report = self._shared((args, kwargs), capturing, self._artifacts)
         self._on_capture(report)
         if not self.reports:
             # Only then: later, ranks with other shapes may capture at other times.
@@ -161,6 +103,40 @@ class JointForward:
                 exchange_collective_digest(graph_module)
         self.reports = (*self.reports, report)
         return report.parts.bind(self._model)
+
+    def _shared(
+        self,
+        arguments: tuple[Any, ...],
+        capturing: Callable[..., JointCaptureReport],
+        artifacts: RunArtifacts,
+    ) -> JointCaptureReport:
+        """What this rank or another has captured, now or before; code is generated here."""
+        recipe, managers = remembering(self._recipe)
+        stored = StoredJoint(
+            trace=partial(capturing, recipe=recipe, until_code=True),
+            model=self._model,
+            axes=artifacts.axes(self._model),
+            clock=self._clock,
+        )
+        shared = artifacts.obtain(
+            stored,
+            passes=(*artifacts.passes_of("JOINT_FORWARD"), *artifacts.passes_of("JOINT_BACKWARD")),
+            model=self._model,
+            loss_fn=None,  # it stays outside
+            arguments=arguments,
+            is_first=not self.reports,
+        )
+        report = shared.captured
+        with self._clock.part("passes"), artifacts.generating_code(shared, model=self._model):
+            forward, backward = managers or [recipe(*c) for c in contexts_of(report.parts)]
+            parts, (first, second) = report.parts, report.passes
+            return replace(
+                report,
+                passes=(
+                    forward.run_from_code(parts.forward, earlier=first, is_verified=True),
+                    backward.run_from_code(parts.backward, earlier=second, is_verified=True),
+                ),
+            )
 
 
 class JointStep:

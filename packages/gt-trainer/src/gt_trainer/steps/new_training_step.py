@@ -63,7 +63,12 @@ def new_training_step(parts: StepParts) -> TrainingStep:
     """The step that ``parts.options`` ask for; nothing is captured before its first run."""
     options = parts.options
     if isinstance(parts.schedule, PipelinedStep):
-        parts.schedule.attach(run=parts.run_eagerly, clock=parts.clock, on_capture=parts.on_capture)
+        parts.schedule.attach(
+            run=parts.run_eagerly,
+            clock=parts.clock,
+            on_capture=parts.on_capture,
+            artifacts=_artifacts(parts, create_second_groups(options, parts.parallel_dims)),
+        )
         return parts.schedule
     if options.mode == "none":
         return EagerStep(parts.run_eagerly)
@@ -77,6 +82,7 @@ def new_training_step(parts: StepParts) -> TrainingStep:
             on_shape_change=options.on_shape_change,
             clock=parts.clock,
             on_capture=parts.on_capture,
+            artifacts=_artifacts(parts, second_groups),
         )
         return JointStep(forward, parts.loss_fn, preparation=parts.preparation)
     if options.accumulation == "reduce_once":

@@ -8,64 +8,30 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.fx import GraphModule
 from torchtitan.tools.logging import logger
 
 from gt_config import CaptureLayers, EpOverlapConfig, ShapeChangePolicy
-from gt_passes import PassManagerReport
 from gt_passes.ep_overlap import settle_chunk_annotations
-from gt_pipeline.graph import GraphPipelineStage, StageCapture, StageLoss
-from gt_pipeline.graph.action_graph import ActionGraph
+from gt_pipeline.graph import GraphPipelineStage, StageLoss, capture_stage, rewrite_stage
 from gt_pipeline.runner import ActivationSignature, GraphPPRunner, MicrobatchInputs
 from gt_pipeline.schedules import Schedule
 from gt_pipeline.split import SharedGroup
 from gt_trainer._torch_internals import process_group_named
+from gt_trainer.artifacts.run_artifacts import RunArtifacts
+from gt_trainer.artifacts.shared_capture import SharedGraph
 from gt_trainer.decoder.eager_chunks import chunked_for_capture
 from gt_trainer.decoder.expert_regions import annotate_expert_regions
 from gt_trainer.startup import StartupClock
+from gt_trainer.steps.captured_stage import CapturedStage, StageCaptureReport, StoredStage
 from gt_trainer.steps.layer_tracer import CaptureLayersReport, layer_tracer
 from gt_trainer.steps.stage_recipe import StagePasses
-from gt_trainer.steps.training_step import ForwardBackward, LossFunction, num_operators
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageCaptureReport:
-    """What the capture of a stage produced, for the log."""
-
-    num_stages: int
-    """Of the whole pipeline."""
-
-    actions: tuple[ActionGraph, ...]
-    """Of the stage, after passes."""
-
-    passes: tuple[PassManagerReport, ...]
-    """What they did on the joint graph, and on those of the actions."""
-
-    stamping: CaptureLayersReport | None = None
-    """How the joint graph's layers were stamped, or why not; None if that was not asked for."""
-
-    @property
-    def graph_modules(self) -> tuple[GraphModule, ...]:
-        """The graphs of the stage's actions, after passes."""
-        return tuple(action.graph_module for action in self.actions)
-
-    def memory_text(self) -> None:
-        """A stage keeps what its schedule asks for, which no graph of one action shows."""
-
-    def __str__(self) -> str:
-        """One line: the stage, and the operators of its actions."""
-        counts = ", ".join(f"{a.kind} {num_operators(a.graph_module):,}" for a in self.actions)
-        stamping = f" ({self.stamping})" if self.stamping and self.stamping.stamped else ""
-        return (
-            f"Captured stage {self.actions[0].stage_index} of {self.num_stages}{stamping}; "
-            f"operators of its actions after passes: {counts}"
-        )
+from gt_trainer.steps.training_step import ForwardBackward, LossFunction
 
 
 class PipelinedStep:
@@ -128,6 +94,7 @@ class PipelinedStep:
 
         self._clock = StartupClock()
         self._on_capture: Callable[[StageCaptureReport], None] = lambda report: None
+        self._artifacts: RunArtifacts | None = None
         self.run: ForwardBackward = _unattached
         self.reports: tuple[StageCaptureReport, ...] = ()
         self.stages: dict[int, GraphPipelineStage] = {}
@@ -139,6 +106,7 @@ class PipelinedStep:
         run: ForwardBackward,
         clock: StartupClock,
         on_capture: Callable[[StageCaptureReport], None],
+        artifacts: RunArtifacts | None = None,
     ) -> None:
         """Tell what there was not yet when torchtitan had this built: its trainer.
 
@@ -146,10 +114,12 @@ class PipelinedStep:
             run: torchtitan's ``forward_backward_step``, which calls ``step``.
             clock: counts capture and passes as parts of the start-up.
             on_capture: called after the capture of each stage.
+            artifacts: where graphs are looked for and stored; None: every rank captures for itself.
         """
         self.run = run
         self._clock = clock
         self._on_capture = on_capture
+        self._artifacts = artifacts
 
     def step(
         self,
@@ -219,43 +189,110 @@ class PipelinedStep:
             fake_mode: of the stages captured before; None for the first.
         """
         num_stages = self._schedule.num_stages
-        is_last = stage_index == num_stages - 1
         passes = self._new_passes(stage_index)
+        options: dict[str, Any] = {
+            "stage_index": stage_index,
+            "num_stages": num_stages,
+            "activations": () if stage_index == 0 else (self._activation(microbatch),),
+            "inputs": microbatch,
+            "loss_fn": _stage_loss(self._loss_fn) if stage_index == num_stages - 1 else None,
+            "device": self._device,
+            "verify": self._verify,
+        }
+
+        def trace() -> CapturedStage:
+            return self._trace(part, passes, fake_mode=fake_mode, **options)
+
+        generating: AbstractContextManager[None] = nullcontext()
+        if self._artifacts is None:
+            captured = trace()
+        else:
+            shared = self._obtain(part, passes, trace, self._artifacts, fake_mode, options)
+            captured = shared.captured
+            generating = self._artifacts.generating_code(shared, model=part)
+            if captured.is_loaded:
+                passes.take_reports(captured.passes)
+        with self._clock.part("passes"), generating:
+            stage = GraphPipelineStage(
+                part,
+                transform=passes.rewrite,
+                generate_code=passes.generate_code if passes.generates_code else None,
+                rewritten=captured.rewritten,
+                trace=layer_tracer(self._capture_layers, lambda report: None),
+                **options,
+            )
+        report = StageCaptureReport(
+            num_stages=num_stages,
+            actions=tuple(stage.actions.values()),
+            passes=tuple(each for _, each in passes.reports),
+            stamping=captured.stamping,
+            is_loaded=captured.is_loaded,
+        )
+        self.reports = (*self.reports, report)
+        self._on_capture(report)
+        return stage
+
+    def _trace(
+        self, part: nn.Module, passes: StagePasses, *, verify: bool, **options: Any
+    ) -> CapturedStage:
+        """Capture a stage, cut it, and run the passes that generate no code."""
         stamped: list[CaptureLayersReport] = []
         with (
             self._clock.part("capture"),
             annotate_expert_regions(part),
             chunked_for_capture(part, self._ep_overlap, is_stage=True) as chunked,
         ):
-
-            def prepare(capture: StageCapture) -> None:
-                roots = chunked.roots if chunked is not None else ()
-                settle_chunk_annotations(capture.traced.graph_module, roots=roots)
-                passes.on_capture(capture)
-
-            stage = GraphPipelineStage(
+            capture = capture_stage(
                 part,
-                stage_index=stage_index,
-                num_stages=num_stages,
-                activations=() if stage_index == 0 else (self._activation(microbatch),),
-                inputs=microbatch,
-                loss_fn=_stage_loss(self._loss_fn) if is_last else None,
-                device=self._device,
-                prepare_capture=prepare,
-                transform=passes.on_action,
-                fake_mode=fake_mode,
-                verify=self._verify,
+                verify=verify,
                 trace=layer_tracer(self._capture_layers, stamped.append),
+                **options,
             )
-        report = StageCaptureReport(
-            num_stages=num_stages,
-            actions=tuple(stage.actions.values()),
-            passes=tuple(passes.reports),
+            roots = chunked.roots if chunked is not None else ()
+            settle_chunk_annotations(capture.traced.graph_module, roots=roots)
+            passes.on_capture(capture)
+            rewritten = rewrite_stage(capture, transform=passes.rewrite, verify=verify)
+        return CapturedStage(
+            rewritten=rewritten,
+            passes=passes.reports,
             stamping=stamped[-1] if stamped else None,  # the forward was traced before
         )
-        self.reports = (*self.reports, report)
-        self._on_capture(report)
-        return stage
+
+    def _obtain(
+        self,
+        part: nn.Module,
+        passes: StagePasses,
+        trace: Callable[[], CapturedStage],
+        artifacts: RunArtifacts,
+        fake_mode: Any,
+        options: Mapping[str, Any],
+    ) -> SharedGraph[CapturedStage]:
+        """A stage that this rank or another has captured, now or before."""
+        stored = StoredStage(
+            trace=trace,
+            model=part,
+            axes=artifacts.axes(part),
+            clock=self._clock,
+            fake_mode=fake_mode,
+        )
+        facts = {
+            "stage_index": options["stage_index"],
+            "num_stages": options["num_stages"],
+            "num_live_microbatches": passes.num_live_microbatches,
+        }
+        microbatch: MicrobatchInputs = options["inputs"]
+        taken = microbatch.args, dict(microbatch.kwargs), microbatch.target
+        counts = {len(self._schedule.stages_of_rank(r)) for r in range(self._schedule.num_ranks)}
+        return artifacts.obtain(
+            stored,
+            passes=passes.all_passes(),
+            model=part,
+            loss_fn=self._loss_fn,
+            arguments=(facts, options["activations"], *taken),
+            # Together only if all have as many stages to ask for.
+            is_first=not self._runners and len(counts) == 1,
+            num_microbatches=self._schedule.num_microbatches,
+        )
 
     def _microbatches(
         self,

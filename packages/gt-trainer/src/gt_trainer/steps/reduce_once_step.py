@@ -8,39 +8,35 @@ graphs: of the first microbatch, which gathers, of those between, and of the las
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.fx import GraphModule
 from torchtitan.tools.logging import logger
 
 from gt_config import CaptureLayers, EpOverlapConfig, ShapeChangePolicy
-from gt_passes import PassContext, PassManagerReport, estimate_memory, residency_table
 from gt_passes.verifier.collective_exchange import exchange_collective_digest
 from gt_pipeline.graph import (
     AccumulatedResult,
     AccumulatedStep,
-    AccumulationGraphs,
-    cut_accumulation,
 )
-from gt_trace import TracedStep
 from gt_trainer.artifacts.run_artifacts import RunArtifacts
-from gt_trainer.artifacts.shared_capture import SharedGraph
 from gt_trainer.startup import StartupClock
-from gt_trainer.steps.captured_step import Recipe, trace_training_step
+from gt_trainer.steps.captured_microbatches import (
+    AccumulationReport,
+    StoredAccumulation,
+    capture_accumulation,
+    contexts_of,
+)
+from gt_trainer.steps.captured_step import Recipe, remembering
 from gt_trainer.steps.gradients import accumulate_gradients
-from gt_trainer.steps.layer_tracer import CaptureLayersReport
 from gt_trainer.steps.per_shape import PerShape
-from gt_trainer.steps.stored_step import StoredTrace
 from gt_trainer.steps.training_step import (
     Batch,
     BatchPreparation,
     LossFunction,
-    num_operators,
 )
 
 Microbatch = tuple[Batch, torch.Tensor]
@@ -51,118 +47,6 @@ class UnlikeMicrobatchesError(ValueError):
     """Microbatches of one step have different shapes, and share graphs."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AccumulationReport:
-    """What a capture produced, for the log."""
-
-    graphs: AccumulationGraphs
-    passes: tuple[PassManagerReport, ...]
-    """What they did, on each graph."""
-
-    stamping: CaptureLayersReport | None = None
-    """How layers were stamped, or why not; None if that was not asked for."""
-
-    @property
-    def graph_modules(self) -> tuple[GraphModule, ...]:
-        """The graphs that run, after passes."""
-        return tuple(each.graph_module for each in self.graphs.graphs)
-
-    @property
-    def num_nodes_captured(self) -> int:
-        """Operators of the step as captured."""
-        return num_operators(self.graphs.traced.graph_module)
-
-    @property
-    def num_nodes(self) -> int:
-        """Operators of one microbatch as it runs, where graphs differ the most."""
-        return max(map(num_operators, self.graph_modules))
-
-    def __str__(self) -> str:
-        """One line: the operators of each microbatch."""
-        counts = ", ".join(
-            f"{each.role} {num_operators(each.graph_module):,}" for each in self.graphs.graphs
-        )
-        return (
-            f"Captured the microbatches of a training step, {self.graphs.num_microbatches} of "
-            f"them; operators after {len(self.passes[0].records)} passes: {counts}"
-        )
-
-    def memory_text(self) -> str:
-        """What is kept for the backward, and the estimated memory, as tables; the last has most."""
-        last = self.graphs.last
-        memory = estimate_memory(
-            last.graph_module,
-            num_static_inputs=self.graphs.traced.num_static_inputs,
-            released_inputs=last.released_inputs,
-            input_kinds=last.input_kinds,
-        )
-        table = residency_table(last.graph_module)
-        return f"Kept for the backward:\n{table}\nEstimated memory:\n{memory}"
-
-
-def capture_accumulation(
-    model: nn.Module,
-    loss_fn: LossFunction,
-    *args: Any,
-    num_microbatches: int,
-    recipe: Recipe,
-    clock: StartupClock,
-    ep_overlap: EpOverlapConfig | None = None,
-    capture_layers: CaptureLayers = "auto",
-    meta_device: torch.device | str = "meta",
-    verify: bool = True,
-    obtain: Callable[[Callable[[], TracedStep]], TracedStep] = lambda trace: trace(),
-    generating_code: Callable[[], AbstractContextManager[None]] = nullcontext,
-) -> AccumulationReport:
-    """Capture one microbatch, cut it for all of a step, and run the passes on every graph.
-
-    Args:
-        model: as for ``capture_training_step``; so are those that are not told here.
-        loss_fn: see ``model``.
-        args: see ``model``.
-        num_microbatches: of a step, two or more.
-        recipe: see ``model``.
-        clock: see ``model``.
-        ep_overlap: see ``model``.
-        capture_layers: see ``model``.
-        meta_device: see ``model``.
-        verify: whether to verify the graphs as cut.
-        obtain: given what traces the step, gives the step: that or one that was stored.
-        generating_code: a context in which the passes run.
-
-    Raises:
-        StageCutError: what is gathered or reduced cannot be shared.
-        ForwardChunkingError, ChunkMetadataError: as ``capture_training_step``.
-    """
-    stamping: CaptureLayersReport | None = None
-
-    def trace() -> TracedStep:
-        nonlocal stamping
-        with clock.part("capture"):
-            traced, stamping = trace_training_step(
-                model,
-                loss_fn,
-                *args,
-                ep_overlap=ep_overlap,
-                capture_layers=capture_layers,
-                meta_device=meta_device,
-            )
-        return traced
-
-    traced = obtain(trace)
-    with clock.part("passes"), generating_code():
-        graphs = cut_accumulation(
-            traced, num_results=1, num_microbatches=num_microbatches, verify=verify
-        )
-        reports = []
-        for each in graphs.graphs:
-            context = PassContext(
-                fake_mode=traced.fake_mode, static_input_names=each.static_input_names
-            )
-            reports.append(recipe(context, "MICROBATCH").run(each.graph_module))
-    return AccumulationReport(graphs=graphs, passes=tuple(reports), stamping=stamping)
-
-
 class ReduceOnceStep:
     """All microbatches of a step, as captured graphs that gather and reduce once.
 
@@ -170,7 +54,7 @@ class ReduceOnceStep:
     reach parameters when all microbatches have run.
 
     Arguments are those of ``CapturedTrainingStep``, and ``verify``: whether to verify the graphs as
-    cut. With ``artifacts``, what is stored is the step before it is cut.
+    cut.
     """
 
     is_captured = True
@@ -243,23 +127,21 @@ class ReduceOnceStep:
         batches, global_valid_tokens = args
         assert not kwargs
         arguments = self._arguments(batches[0], global_valid_tokens)
-        capture = partial(
+        capturing = partial(
             capture_accumulation,
             self._model,
             self._loss_fn,
             *arguments,
             num_microbatches=len(batches),
-            recipe=self._recipe,
             clock=self._clock,
             ep_overlap=self._ep_overlap,
             capture_layers=self._capture_layers,
             verify=self._verify,
         )
-        report = (
-            capture()
-            if self._artifacts is None
-            else self._shared(capture, arguments, self._artifacts, num_microbatches=len(batches))
-        )
+        if self._artifacts is None:
+            report = capturing(recipe=self._recipe)
+        else:
+            report = self._shared(arguments, len(batches), capturing, self._artifacts)
         self._on_capture(report)
         if not self.reports:
             # Only then: later, ranks with other shapes may capture at other times.
@@ -283,38 +165,40 @@ class ReduceOnceStep:
 
     def _shared(
         self,
-        capture: Callable[..., AccumulationReport],
         arguments: tuple[Any, ...],
-        artifacts: RunArtifacts,
-        *,
         num_microbatches: int,
+        capturing: Callable[..., AccumulationReport],
+        artifacts: RunArtifacts,
     ) -> AccumulationReport:
-        """With a step that this rank or another has traced, now or before."""
-        shared: SharedGraph[TracedStep] | None = None
-
-        def obtain(trace: Callable[[], TracedStep]) -> TracedStep:
-            nonlocal shared
-            shared = artifacts.obtain(
-                StoredTrace(
-                    trace=trace,
-                    model=self._model,
-                    axes=artifacts.axes(self._model),
-                    clock=self._clock,
-                ),
-                graph_kind="MICROBATCH",
-                model=self._model,
-                loss_fn=self._loss_fn,
-                arguments=arguments,
-                num_microbatches=num_microbatches,
-                is_first=not self.reports,
-            )
-            return shared.captured
-
-        def generating_code() -> AbstractContextManager[None]:
-            assert shared is not None  # the step comes before its passes
-            return artifacts.generating_code(shared, model=self._model)
-
-        return capture(obtain=obtain, generating_code=generating_code)
+        """What this rank or another has captured, now or before; code is generated here."""
+        recipe, managers = remembering(self._recipe)
+        stored = StoredAccumulation(
+            trace=partial(capturing, recipe=recipe, until_code=True),
+            model=self._model,
+            axes=artifacts.axes(self._model),
+            clock=self._clock,
+        )
+        shared = artifacts.obtain(
+            stored,
+            passes=artifacts.passes_of("MICROBATCH"),
+            model=self._model,
+            loss_fn=self._loss_fn,
+            arguments=arguments,
+            num_microbatches=num_microbatches,
+            is_first=not self.reports,
+        )
+        report = shared.captured
+        with self._clock.part("passes"), artifacts.generating_code(shared, model=self._model):
+            managers = managers or [
+                recipe(each, "MICROBATCH") for each in contexts_of(report.graphs)
+            ]
+            passes = [
+                manager.run_from_code(graph_module, earlier=earlier, is_verified=True)
+                for manager, graph_module, earlier in zip(
+                    managers, report.graph_modules, report.passes, strict=True
+                )
+            ]
+        return replace(report, passes=tuple(passes))
 
     def _arguments(
         self, microbatch: Microbatch, global_valid_tokens: torch.Tensor

@@ -1,7 +1,6 @@
 """Captured training steps as graphs that are stored, for other ranks and for later starts.
 
-A step is stored behind the passes that rewrite it and before those that generate code. A step that
-is yet to be cut into graphs of microbatches is stored as captured, and cut whenever it is loaded.
+A step is stored behind the passes that rewrite it and before those that generate code.
 """
 
 from __future__ import annotations
@@ -56,31 +55,6 @@ class StoredTrainingStep:
             return CaptureReport(
                 traced=traced, passes=(stored.followed_by(verification),), is_loaded=True
             )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredTrace:
-    """The graph of a step as captured, before anything else; see ``StorableGraph``."""
-
-    trace: Callable[[], TracedStep]
-    model: nn.Module
-    axes: MeshAxes
-    clock: StartupClock
-    kind = "trace of a training step"
-
-    def capture(self) -> TracedStep:
-        """See ``StorableGraph``."""
-        return self.trace()
-
-    def encode(self, captured: TracedStep) -> StoredGraph:
-        """See ``StorableGraph``."""
-        encoded = encode_step(captured, self.axes)
-        return StoredGraph(step=encoded.document, blobs=encoded.blobs)
-
-    def decode(self, container: Container) -> TracedStep:
-        """See ``StorableGraph``."""
-        with self.clock.part("load"):
-            return _loaded(container, self.axes, self.model)[0]
 
 
 def _loaded(
