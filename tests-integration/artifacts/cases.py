@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch._dynamo.utils
-import torch.distributed as dist
 from pipelines.batches import (
     LocalAdamW,
     local_parameters,
@@ -28,6 +27,7 @@ from torchtitan.tools.logging import logger
 from training_cases import NUM_STEPS, Case, close, trainer_of
 
 from gt_trace import graph_text
+from gt_trainer.dry_run.fake_step import fake_ranks
 from gt_trainer.precompile import precompile
 
 
@@ -193,11 +193,6 @@ def compiled(case: Case, folder: str, artifacts: str, options: Mapping[str, Any]
 
 def precompiled(case: Case, folder: str, artifacts: str, world_size: int) -> str:
     """Store the graphs of ranks that do not exist; what is said of it."""
-    config = case.build("aot_fx_trace", folder, options={"artifacts": artifacts})
-    data_ranks = world_size // config.parallelism.tensor_parallel_degree
-    config.training.global_batch_size = config.training.local_batch_size * data_ranks
-    dist.destroy_process_group()  # the worker's own
-    try:
-        return str(precompile(config, world_size))
-    finally:
-        dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    with fake_ranks(world_size):
+        config = case.build("aot_fx_trace", folder, options={"artifacts": artifacts})
+    return str(precompile(config, world_size))

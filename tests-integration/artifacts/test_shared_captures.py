@@ -206,15 +206,28 @@ def test_what_inductor_compiled_is_found_by_a_later_start_and_trains_to_the_same
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "num_ranks", "says"),
+    [
+        (LLAMA3, 4, "1 group of ranks\n  ranks 0-3: captured by 0, compared with"),
+        (
+            replace(LLAMA3, parallelism={"data_parallel_shard_degree": 3}),
+            3,
+            (
+                "2 groups of ranks\n  ranks 0-1: captured by 0, compared with rank 1\n"
+                "  rank 2: captured by 2; apart because their tensors have other shapes"
+            ),
+        ),
+    ],
+    ids=["tensor parallelism", "uneven shards"],
+)
 def test_ranks_that_did_not_exist_when_their_graphs_were_stored_train_to_the_same_bits(
-    tmp_path: Path,
+    case: Case, num_ranks: int, says: str, tmp_path: Path
 ):
     artifacts = tmp_path / "artifacts"
-    with GlooWorkers(1, timeout=600, preload=["gt_trainer.testing"]) as workers:
-        (report,) = workers.run(precompiled, LLAMA3, str(tmp_path / "nobody"), str(artifacts), 4)
-    assert report.startswith("1 group of ranks\n  ranks 0-3: captured by 0, compared with")
-    alone = run(LLAMA3, tmp_path / "alone", None, {})
-    warm = run(LLAMA3, tmp_path / "warm", artifacts, {})
+    assert precompiled(case, str(tmp_path / "nobody"), str(artifacts), num_ranks).startswith(says)
+    alone = run(case, tmp_path / "alone", None, {}, num_ranks=num_ranks)
+    warm = run(case, tmp_path / "warm", artifacts, {}, num_ranks=num_ranks)
     assert all(each.is_loaded for each in warm)
     for a, b in zip(alone, warm, strict=True):
         assert a.bits == b.bits

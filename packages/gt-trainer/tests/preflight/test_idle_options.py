@@ -27,6 +27,7 @@ from gt_config.graph_kinds import EVERY_GRAPH, PIPELINE_ACTIONS, GraphKind
 from gt_config.option_paths import default_option, option_choices, option_paths, with_option
 from gt_passes import PassContext, known_passes
 from gt_trainer import trainer
+from gt_trainer.artifacts import run_artifacts
 from gt_trainer.decoder import eager_chunks
 from gt_trainer.models import llama3
 from gt_trainer.pipelines import split_model
@@ -91,6 +92,8 @@ SAMPLES: dict[str, tuple[object, ...]] = {
     "pipeline_gathered_gib": (4.0,),
     "pipeline_deferred_weights": (2,),
     "ep_overlap.num_chunks": (4,),
+    "artifacts": ("graphs",),
+    "artifacts_max_gib": (1.0,),
 }
 """Values of the options whose values cannot be listed."""
 
@@ -100,6 +103,7 @@ COMPANIONS: dict[str, dict[str, Any]] = {
     "offload_host_gib": {"memory_policy": "offload"},
     "offload_prefetch_layers": {"memory_policy": "offload"},
     "offload_defer_layers": {"memory_policy": "offload"},
+    "artifacts_max_gib": {"artifacts": "graphs"},
     **{
         path: {"ep_overlap.enabled": True, "ep_overlap.module_fqn": "layers.*.moe"}
         for path in option_paths(CompileConfig)
@@ -119,6 +123,8 @@ READERS = {
     "pipeline_deferred_weights": split_model,
     "joint_partitioner": new_training_step,
     "capture_layers": new_training_step,
+    "artifacts": run_artifacts,
+    "artifacts_max_gib": run_artifacts,
     "ep_overlap.num_chunks": eager_chunks,
     "ep_overlap.chunk_dim": eager_chunks,
     "ep_overlap.module_fqn": eager_chunks,
@@ -316,6 +322,7 @@ def test_what_is_read_elsewhere_is_read_where_it_is_said_to_be():
     ]
     eager = EpOverlapConfig(enabled=True, strategy="eager")
     runs.append(RunOptions(options=CompileConfig(ep_overlap=eager), topology=MESH))
+    runs.append(RunOptions(options=CompileConfig(artifacts="graphs"), topology=MESH))
     assert {path for run in runs for path in read_elsewhere(run)} == {*READERS}
     for path, module in READERS.items():
         name = path.rpartition(".")[2]

@@ -129,6 +129,17 @@ def _unusable_folders(config: GraphTrainer.Config, num_readers: int) -> Iterator
             fix=f"{unwritable}: choose another folder",
         )
         return
+    graphs = config.compile.artifacts
+    # One that is there may be there to be read alone.
+    if graphs is not None and not Path(graphs).is_dir():
+        unwritable = _why_unwritable(graphs)
+        if unwritable is not None:
+            yield Violation(
+                flag="--compile.artifacts",
+                value=graphs,
+                allowed="a folder, or one that can be made",
+                fix=f"{unwritable}: choose another folder",
+            )
     profiler = config.profiler
     traces = filesystem.join(config.dump_folder, profiler.save_traces_folder)
     if profiler.enable_profiling and (unwritable := _why_unwritable(traces)) is not None:

@@ -1,0 +1,99 @@
+"""What lies in a folder of graphs is used, refused, or set aside with a message."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from artifacts.ranks_as_threads import NumberGraph
+from torchtitan.tools.logging import logger
+
+from gt_config import Fingerprint
+from gt_trace.artifacts.folder import ArtifactFolder
+from gt_trace.artifacts.mesh_axes import MeshAxes
+from gt_trainer.artifacts.graph_folder import Division, GraphFolder, Loaded, at_places
+
+IDENTITY = Fingerprint(fields={"model": "one"})
+AT = {"tp": 1}
+GRAPH = NumberGraph(rank=0, coordinates=AT, numbers_of=lambda at: [1])
+
+
+@pytest.fixture(autouse=True)
+def heard(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """torchtitan's logger passes nothing on."""
+    logger.addHandler(caplog.handler)
+    yield
+    logger.removeHandler(caplog.handler)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> GraphFolder:
+    tmp_path.chmod(0o755)
+    return GraphFolder(ArtifactFolder(tmp_path, max_bytes=None), axes=MeshAxes(coordinates=AT))
+
+
+def test_a_graph_is_found_under_its_fingerprint_alone(folder: GraphFolder):
+    assert folder.find(IDENTITY, GRAPH) is None
+    folder.write_graph(IDENTITY, GRAPH.kind, GRAPH.encode([1, 2]))
+    found = folder.find(IDENTITY, GRAPH)
+    assert isinstance(found, Loaded)
+    assert found.captured == [1, 2]
+    assert folder.find(Fingerprint(fields={"model": "two"}), GRAPH) is None
+
+
+def test_a_division_names_axes_and_reason(folder: GraphFolder):
+    division = Division(axes=("tp",), reason="1 and 4")
+    folder.write_division(IDENTITY, division)
+    assert folder.find(IDENTITY, GRAPH) == division
+    part = at_places(IDENTITY, division.axes, AT)
+    assert part.fields['place["tp"]'] == "1"
+    assert part.digest != IDENTITY.digest
+
+
+@pytest.mark.parametrize("axes", [("fsdp",), ()], ids=["unknown", "none"])
+def test_a_division_by_no_axis_of_the_run_is_set_aside(
+    axes: tuple[str, ...], folder: GraphFolder, caplog: pytest.LogCaptureFixture
+):
+    folder.write_division(IDENTITY, Division(axes=axes, reason=""))
+    assert folder.find(IDENTITY, GRAPH) is None
+    assert "a division of ranks names a reason and axes among tp" in caplog.text
+    assert folder.find(IDENTITY, GRAPH) is None  # it is gone
+
+
+def test_a_division_that_was_made_already_does_not_divide_without_end(
+    folder: GraphFolder, caplog: pytest.LogCaptureFixture
+):
+    part = at_places(IDENTITY, ("tp",), AT)
+    folder.write_division(part, Division(axes=("tp",), reason=""))
+    assert folder.find(part, GRAPH) is None
+    assert "by which they are not divided yet" in caplog.text
+
+
+def test_products_of_a_compiler_come_back_in_order(folder: GraphFolder):
+    assert folder.find_products(IDENTITY) is None
+    folder.write_products(IDENTITY, [b"first", b"second"])
+    assert folder.find_products(IDENTITY) == (b"first", b"second")
+
+
+@pytest.mark.parametrize("level", [0, 1, 2], ids=["file", "its folder", "the folder"])
+def test_products_that_others_may_have_written_are_not_used(
+    level: int, folder: GraphFolder, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    folder.write_products(IDENTITY, [b"code"])
+    path = tmp_path / IDENTITY.digest / "products"
+    (path, *path.parents)[level].chmod(0o777)
+    assert folder.find_products(IDENTITY) is None
+    assert "holds compiled code and is not used, since others may write to" in caplog.text
+    assert path.exists()
+
+
+def test_damaged_products_are_set_aside(
+    folder: GraphFolder, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    folder.write_products(IDENTITY, [b"code"])
+    path = tmp_path / IDENTITY.digest / "products"
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    assert folder.find_products(IDENTITY) is None
+    assert "cannot be used" in caplog.text
+    assert not path.exists()
