@@ -52,6 +52,15 @@ class Trained:
     log: tuple[str, ...]
     """What was said of artifacts."""
 
+    def texts(self, numbered: bool) -> tuple[str, ...]:
+        """The graphs; unless ``numbered``, without the numbers in names of nodes.
+
+        Of a joint graph ranks number the pieces that they make of a tensor and do not need.
+        """
+        if numbered:
+            return self.graphs
+        return tuple(re.sub(r"\b([a-z_]+)_\d+\b", r"\1", each) for each in self.graphs)
+
 
 class _Said(logging.Handler):
     def __init__(self) -> None:

@@ -130,7 +130,8 @@ def test_graphs_captured_by_few_ranks_or_before_train_all_to_the_same_bits(
         assert a.bits == b.bits == c.bits
         assert a.losses == b.losses == c.losses
         assert a.passes == b.passes == c.passes
-        assert a.graphs == b.graphs == c.graphs
+        numbered = expected.options.get("mode") != "aot_joint"
+        assert a.texts(numbered) == b.texts(numbered) == c.texts(numbered)
 
 
 @pytest.mark.slow

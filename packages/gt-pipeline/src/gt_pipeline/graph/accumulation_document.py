@@ -23,6 +23,7 @@ from gt_trace.artifacts.mesh_axes import MeshAxes
 from gt_trace.artifacts.operators import NAMESPACES
 from gt_trace.artifacts.step_document import EncodedStep, decoded_step, readable, step_content
 from gt_trace.errors import ArtifactError
+from gt_trace.garbage_collection import held_garbage_collection
 
 
 def encode_accumulation(
@@ -66,7 +67,7 @@ def decode_accumulation(
         ArtifactError: the document is damaged, names what there is not here, or describes graphs
             that are broken or cannot be cut; every problem of a graph is listed.
     """
-    with readable():
+    with readable(), held_garbage_collection():
         decoder = Decoder(document, axes, blob=blob, fake_mode=fake_mode, namespaces=namespaces)
         return decoded_accumulation(decoder, decoder.content, verify=verify)
 

@@ -22,6 +22,7 @@ from gt_trace.artifacts.step_document import EncodedStep, readable
 from gt_trace.capture.graph_inputs import GraphInput, InputKind
 from gt_trace.capture.subclass_layout import PLAIN, TensorLayout
 from gt_trace.errors import ArtifactError
+from gt_trace.garbage_collection import held_garbage_collection
 from gt_trace.joint.bound_joint import ForwardBackward
 from gt_trace.joint.joint_graph import GraphResult, JointGraph, OutputSignature, ResultKind
 
@@ -66,7 +67,7 @@ def decode_joint(
     Raises:
         ArtifactError: the document is damaged, or names what there is not here.
     """
-    with readable():
+    with readable(), held_garbage_collection():
         decoder = Decoder(document, axes, blob=blob, fake_mode=fake_mode, namespaces=namespaces)
         return decoded_joint(decoder, decoder.content)
 
