@@ -182,7 +182,7 @@ def test_a_folder_of_graphs_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "file").write_text("in the way")
     inside = str(tmp_path / "file" / "graphs")
     config = changed(llama3.llama3_debugmodel(), tmp_path / "run", compile={"artifacts": inside})
-    text = refusal(config)
+    text = refusal(config, 1)
     assert f"  1. --compile.artifacts is {inside!r}" in text
     assert "allowed: a folder, or one that can be made" in text
     check_configuration(
