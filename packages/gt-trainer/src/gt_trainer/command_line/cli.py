@@ -115,7 +115,7 @@ def _run(command: CommandLine, rendezvous: Rendezvous | None, started: float) ->
         if known_help is not None:
             return _print(known_help)
     num_ranks = command.num_processes or 1
-    if command.action == "dry-run":
+    if command.action in ("dry-run", "precompile"):  # for ranks that do not exist
         world_size = command.world_size or INTENDED_WORLD_SIZE.get(command.config, 1)
     else:
         world_size = num_ranks if rendezvous is None else rendezvous.world_size
@@ -149,7 +149,6 @@ def _run(command: CommandLine, rendezvous: Rendezvous | None, started: float) ->
     if command.action == "dry-run":
         return _dry_run(config, world_size, asked=asked, command=command)
     if command.action == "precompile":
-        world_size = command.world_size or INTENDED_WORLD_SIZE.get(command.config, 1)
         return _precompile(config, world_size, asked=asked)
     is_planned = config.compile.autoparallel or balance_of(config.parallelism) != "layers"
     if command.hardware is not None and not is_planned:
