@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from gt_config.errors import FingerprintTypeError
-from gt_trainer.artifacts.plain_data import code_digest, folded, plain_data, tensor_text
+from gt_trace.capture.code_digest import code_digest
+from gt_trainer.artifacts.plain_data import folded, plain_data, tensor_text
 
 
 def plain(value: object) -> Any:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from gt_trace._torch_internals import pytree
-from gt_trace.capture.code_digest import code_digest
+from gt_trace.capture.code_digest import function_digest
 
 _FUNCTIONS = (FunctionType, partial)
 
@@ -80,14 +80,14 @@ class StoredCode:
     """What a file says of a function: equal to those with the same code."""
 
     digest: str
-    """As ``code_digest`` gives it."""
+    """As ``function_digest`` gives it."""
 
     name: str
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, StoredCode):
             return self.digest == other.digest
-        return isinstance(other, _Code) and self.digest == code_digest(other)
+        return isinstance(other, _Code) and self.digest == function_digest(other)
 
     def __hash__(self) -> int:
         return hash(self.digest)
@@ -103,7 +103,7 @@ def stored_code(value: Any) -> StoredCode | None:
         return value
     if not isinstance(value, _Code):
         return None
-    return StoredCode(digest=code_digest(value), name=value.text(with_lines=False))
+    return StoredCode(digest=function_digest(value), name=value.text(with_lines=False))
 
 
 def mask_attributes(spec: pytree.TreeSpec) -> tuple[tuple[str, Any], ...] | None:

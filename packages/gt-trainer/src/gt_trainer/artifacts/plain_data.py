@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import itertools
 import json
 from collections.abc import Mapping, Sequence, Set
 from enum import Enum
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from gt_config.errors import FingerprintTypeError
+from gt_trace.capture.code_digest import code_digest
 from gt_trainer._torch_internals import OpOverload
 
 _SCALARS = (str, int, float, bool, type(None))
@@ -197,24 +197,6 @@ def _runs(items: list[Any]) -> list[Any]:
 
 def _sizes(sizes: Sequence[int | torch.SymInt]) -> str:
     return f"[{', '.join(map(str, sizes))}]"
-
-
-def code_digest(code: CodeType) -> str:
-    """SHA-256 of what a function does, in hexadecimal: nothing of where it is written."""
-    digest = hashlib.sha256(code.co_code)
-    for names in (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars):
-        digest.update(repr(names).encode())
-    for constant in code.co_consts:
-        inner = code_digest(constant) if isinstance(constant, CodeType) else _constant(constant)
-        digest.update(inner.encode())
-    return digest.hexdigest()
-
-
-def _constant(constant: object) -> str:
-    """Text of a constant of a function: one of these may be a set, whose order is by chance."""
-    if isinstance(constant, frozenset):
-        return f"frozenset {sorted(map(repr, constant))}"
-    return f"{type(constant).__name__} {constant!r}"
 
 
 def _name(named: Any) -> str:
