@@ -42,6 +42,23 @@ def test_numbers_that_a_node_takes_and_places_of_pieces_may_follow_a_rule() -> N
     ]
 
 
+def test_operands_that_changed_places_follow_no_rule() -> None:
+    places = places_of(tp=2)
+    captures = []
+    for place in places:
+        made = document()
+        made["content"]["graph"]["nodes"][1][3] = [["n", place["tp"]], ["n", 1 - place["tp"]]]
+        captures.append((place, made))
+
+    rules, unruled = rules_of(captures, places)
+
+    assert rules == {}
+    assert [str(each) for each in unruled] == [
+        "content/graph/nodes/1/3/0: ['n', 0] and ['n', 1]",
+        "content/graph/nodes/1/3/1: ['n', 1] and ['n', 0]",
+    ]
+
+
 def test_shapes_may_not() -> None:
     (found,) = document_differences(document(shape=4), document(shape=3))
 

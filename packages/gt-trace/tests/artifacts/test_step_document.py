@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from gt_trace import InputMismatchError, TracedStep, graph_text, trace_step
 from gt_trace.artifacts.mesh_axes import MeshAxes
+from gt_trace.artifacts.rank_differences import document_differences
 from gt_trace.artifacts.step_document import decode_step, encode_step
 from gt_trace.errors import ArtifactError
 from gt_trace.stamping.compare_steps import step_differences
@@ -72,6 +73,22 @@ def test_a_mask_of_other_code_is_refused() -> None:
 
     with pytest.raises(InputMismatchError, match="mask"):
         bound(x, other)
+
+
+def test_documents_of_steps_with_other_constants_differ() -> None:
+    steps = [
+        trace_step(lambda x, value=value: x * torch.tensor([1.0, value]), constants="allow")(
+            torch.ones(2)
+        )
+        for value in (0.0, 1.0)
+    ]
+
+    (difference,) = document_differences(*map(document_of, steps))
+
+    assert not difference.is_number
+    document, other = (encode_step(each, MeshAxes.of()) for each in steps)
+    with pytest.raises(ArtifactError, match="is not the one that the graph was made with"):
+        decode_step(document.document, MeshAxes.of(), blob=other.blobs.__getitem__)
 
 
 def test_refuses_dynamic_sizes_by_name() -> None:

@@ -18,6 +18,7 @@ from gt_trainer.artifacts.run_identity import (
     PACKAGES,
     Machine,
     RunSettings,
+    definitions,
     step_identity,
     topology_of_run,
 )
@@ -203,11 +204,43 @@ def test_ranks_that_are_alike_have_one_identity():
 
 
 def test_what_is_left_out_are_fields_that_exist():
-    fields: set[str] = set()
     config = llama3.llama3_debugmodel()
-    for each in (config.training, config.parallelism, config.debug, config.model_spec.model):
-        fields |= {field.name for field in dataclasses.fields(each)}
-    assert fields >= NO_PART_OF_THE_GRAPH
+    parts = {
+        "model": config.model_spec.model,
+        "loss": config.loss,
+        "parallelism": config.parallelism,
+        "training": config.training,
+        "debug": config.debug,
+    }
+    assert parts.keys() == NO_PART_OF_THE_GRAPH.keys()
+    for name, part in parts.items():
+        assert {field.name for field in dataclasses.fields(part)} >= NO_PART_OF_THE_GRAPH[name]
+
+
+def test_code_in_a_folder_of_the_users_counts_with_all_of_its_package(tmp_path, monkeypatch):
+    package = tmp_path / "users_model"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "operations.py").write_text("def act(x): return x * 2")
+    (package / "model.py").write_text(
+        "from torch import nn\nfrom users_model.operations import act\n"
+        "class Net(nn.Module):\n    def forward(self, x): return act(x)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def digest() -> str:
+        return in_child(_digest_of_users_model)
+
+    before = digest()
+    assert digest() == before
+    (package / "operations.py").write_text("def act(x): return x * 300")
+    assert digest() != before
+
+
+def _digest_of_users_model() -> str:
+    from users_model.model import Net
+
+    return str(dict(definitions(Net(), None)))
 
 
 def test_neither_names_of_machines_nor_paths_enter():

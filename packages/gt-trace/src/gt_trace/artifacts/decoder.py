@@ -7,6 +7,7 @@ verifier to say.
 
 from __future__ import annotations
 
+import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -148,8 +149,14 @@ class Decoder:
             return self.graph(first)
         if tag != "constant":
             raise ArtifactError(f"an attribute of a graph is a {tag!r}")
-        dtype, device, shape = map(self.value, facts)
-        plain = torch.frombuffer(bytearray(self._blob(first)), dtype=torch.uint8)
+        digest, *described = facts
+        held_bytes = self._blob(first)
+        if hashlib.sha256(held_bytes).hexdigest() != digest:
+            raise ArtifactError(
+                f"the constant {first!r} is not the one that the graph was made with"
+            )
+        dtype, device, shape = map(self.value, described)
+        plain = torch.frombuffer(bytearray(held_bytes), dtype=torch.uint8)
         tensor = plain.view(dtype).reshape(shape)
         return tensor.to(device)
 

@@ -8,6 +8,7 @@ that views of one memory are views of one memory again.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections import OrderedDict
@@ -179,7 +180,8 @@ class Encoder:
         dense = tensor.cpu().contiguous()
         self.blobs[name] = dense.reshape(-1).view(torch.uint8).numpy().tobytes()
         facts = [self.value(each) for each in (tensor.dtype, tensor.device, tuple(tensor.shape))]
-        return ["constant", name, *facts]
+        # So that documents of ranks with other constants differ.
+        return ["constant", name, hashlib.sha256(self.blobs[name]).hexdigest(), *facts]
 
     # ---- values ---------------------------------------------------------------------------------
 

@@ -186,8 +186,8 @@ class ArtifactFolder:
     def _remove_leftovers(self, written: Path) -> None:
         try:
             now = written.stat().st_mtime  # by the clock that the other files have their times from
-        except FileNotFoundError:
-            return  # evicted by another job already
+        except OSError:
+            return  # evicted by another job already, or out of reach for now
         for path, status in self._files():
             is_temporary = path.name.startswith(TEMPORARY_PREFIX)
             if is_temporary and now - status.st_mtime > LEFTOVER_SECONDS:

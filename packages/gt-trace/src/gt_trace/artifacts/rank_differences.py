@@ -24,6 +24,8 @@ _ARGUMENTS = (3, 4)
 _NAME = 1
 _META = 5
 _OFFSET = 3
+_REFERENCES = frozenset({"n", "op"})
+"""Lists that begin so name another node or an operator by its position: no number of a rank's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,13 +172,17 @@ def _differences(ours: Any, theirs: Any, path: Path) -> Iterator[RankDifference]
     elif isinstance(ours, list):
         if ours == theirs:
             return
-        if len(ours) != len(theirs):
+        if len(ours) != len(theirs) or _is_reference(ours) or _is_reference(theirs):
             yield RankDifference(path=path, ours=ours, theirs=theirs)
             return
         for index, (one, other) in enumerate(zip(ours, theirs, strict=True)):
             yield from _differences(one, other, (*path, index))
     elif ours != theirs and not _is_name(path):
         yield RankDifference(path=path, ours=ours, theirs=theirs)
+
+
+def _is_reference(item: Sequence[Any]) -> bool:
+    return bool(item) and isinstance(item[0], str) and item[0] in _REFERENCES
 
 
 def _is_name(path: Path) -> bool:

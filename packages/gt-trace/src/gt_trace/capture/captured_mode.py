@@ -58,7 +58,7 @@ class CapturedMode:
     def now(cls, module: nn.Module | None) -> CapturedMode:
         """The modes of ``module``, and of autocast, at this moment."""
         named = {} if module is None else dict(module.named_modules())
-        counts = {name: sum(map(len, _hooks_of(each))) for name, each in named.items()}
+        counts = {name: sum(map(len, _hook_tables_of(each))) for name, each in named.items()}
         return cls(
             training={name: each.training for name, each in named.items()},
             num_hooks={name: count for name, count in counts.items() if count},
@@ -121,7 +121,7 @@ class ModeGuard:
             self._refuse(problems)
         self._modules = [] if self._module is None else list(self._module.modules())
         self._training = [each.training for each in self._modules]
-        self._hooks = [hooks for each in self._modules for hooks in _hooks_of(each)]
+        self._hooks = [hooks for each in self._modules for hooks in _hook_tables_of(each)]
         self._hook_ids = list(chain.from_iterable(self._hooks))
         self._parameters = [] if self._module is None else list(self._module.parameters())
         self._trainable = [each.requires_grad for each in self._parameters]
@@ -214,7 +214,12 @@ def as_captured() -> AbstractContextManager[object]:
     return stack
 
 
-def _hooks_of(module: nn.Module) -> list[Mapping[int, Any]]:
+def hooks_of(module: nn.Module) -> list[Any]:
+    """Forward and backward hooks of a module."""
+    return [hook for hooks in _hook_tables_of(module) for hook in hooks.values()]
+
+
+def _hook_tables_of(module: nn.Module) -> list[Mapping[int, Any]]:
     return [getattr(module, name) for name in _MODULE_HOOKS]
 
 

@@ -19,12 +19,10 @@ from torchtitan.tools.logging import logger
 
 from gt_config import Fingerprint
 from gt_config.errors import StaleFingerprintError
-from gt_passes import GtPassesError
-from gt_trace import StateMismatchError
 from gt_trace.artifacts.container import open_container, write_container
 from gt_trace.artifacts.folder import ArtifactFolder
 from gt_trace.artifacts.mesh_axes import MeshAxes
-from gt_trace.errors import ArtifactError
+from gt_trace.errors import ArtifactDamagedError, ArtifactError, ArtifactVersionError
 from gt_trainer.artifacts.storable_graph import STEP_SECTION, StorableGraph, StoredGraph
 
 _GRAPH = "graph"
@@ -83,16 +81,21 @@ class GraphFolder:
     def write_graph(self, identity: Fingerprint, kind: str, stored: StoredGraph) -> bytes:
         """Store a graph; its bytes are returned for ranks that do not see this folder.
 
-        A folder that cannot be written is warned of: the run has its graph.
+        A folder that cannot be written is warned of, and so is a graph that no file can hold, of
+        which no bytes are returned: this rank has its graph.
         """
         buffer = io.BytesIO()
-        write_container(
-            buffer,
-            kind=kind,
-            fingerprint=identity,
-            documents={STEP_SECTION: stored.step, **stored.documents},
-            blobs=stored.blobs,
-        )
+        try:
+            write_container(
+                buffer,
+                kind=kind,
+                fingerprint=identity,
+                documents={STEP_SECTION: stored.step, **stored.documents},
+                blobs=stored.blobs,
+            )
+        except (ArtifactError, ValueError) as error:
+            logger.warning(f"--compile.artifacts: not stored: {error}")
+            return b""
         data = buffer.getvalue()
         self._write(identity, _GRAPH, data)
         return data
@@ -110,7 +113,7 @@ class GraphFolder:
         with tempfile.TemporaryDirectory() as scratch:
             path = Path(scratch) / _GRAPH
             path.write_bytes(data)
-            return _load(path, identity, graph)
+            return self._usable(path, partial(_load, path, identity, graph))
 
     def write_division(self, identity: Fingerprint, division: Division) -> None:
         """Store that ranks must be divided; warned of as in ``write_graph``."""
@@ -165,7 +168,7 @@ class GraphFolder:
                     _place(axis) in identity.fields for axis in axes
                 ):
                     return Division(axes=tuple(axes), reason=reason)
-        raise ArtifactError(
+        raise ArtifactDamagedError(
             f"a division of ranks names a reason and axes among {', '.join(self._axes.coordinates)}"
             f" by which they are not divided yet, and not {document!r}"
         )
@@ -173,18 +176,22 @@ class GraphFolder:
     def _write(self, identity: Fingerprint, name: str, data: bytes) -> Path | None:
         try:
             return self._folder.write(identity.digest, name, partial(_write_all, data))
-        except ArtifactError as error:
+        except (ArtifactError, OSError) as error:
             logger.warning(f"--compile.artifacts: not stored: {error}")
             return None
 
     def _usable(self, path: Path, read: Callable[[], FoundT]) -> FoundT | None:
-        """What ``read`` gives; None, and the entry is set aside, if it cannot be used."""
+        """What ``read`` gives; None if it cannot be used. What no rank can use is set aside."""
         try:
             return read()
         except StaleFingerprintError as error:
             self._set_aside(path, f"it lies under the digest of another run: {error}")
-        except (ArtifactError, GtPassesError, StateMismatchError) as error:
+        except (ArtifactDamagedError, ArtifactVersionError) as error:
             self._set_aside(path, str(error))
+        except Exception as error:  # noqa: BLE001  # other ranks wait, and a capture is always right
+            logger.warning(
+                f"--compile.artifacts: {path} cannot be used by this rank, which captures: {error}"
+            )
         return None
 
     def _set_aside(self, path: Path, reason: str) -> None:
@@ -216,6 +223,15 @@ def _products(path: Path, identity: Fingerprint) -> tuple[bytes, ...]:
 def _load(path: Path, identity: Fingerprint, graph: StorableGraph[CapturedT]) -> Loaded[CapturedT]:
     with open_container(path, kind=graph.kind, fingerprint=identity) as container:
         return Loaded(captured=graph.decode(container), path=path)
+
+
+def contents_of(path: Path) -> bytes:
+    """The bytes of a stored graph; none if it is gone, as when another job has evicted it."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        logger.warning(f"--compile.artifacts: {path} is gone: {error}")
+        return b""
 
 
 def at_places(

@@ -189,10 +189,15 @@ def _spans(numbers: Sequence[str]) -> str:
 
 def _runs(items: list[Any]) -> list[Any]:
     """A list in which equal neighbours, as the layers of a model, stand once with their number."""
-    runs = [(item, len(list(equal))) for item, equal in itertools.groupby(items)]
+    # By text, for 1, 1.0 and True are equal to Python.
+    runs = [list(equal) for _, equal in itertools.groupby(items, key=_as_text)]
     if len(runs) == len(items):
         return items
-    return [{"count": count, "item": item} for item, count in runs]
+    return [{"count": len(run), "item": run[0]} for run in runs]
+
+
+def _as_text(item: object) -> str:
+    return json.dumps(item, sort_keys=True, default=repr)
 
 
 def _sizes(sizes: Sequence[int | torch.SymInt]) -> str:

@@ -60,12 +60,14 @@ class RankExchange:
         ]
 
     def broadcast(self, data: bytes | None, *, source: int) -> bytes:
-        """The bytes that ``source`` gives, on every rank; others give None."""
+        """The bytes that ``source`` gives, on every rank; others give None. They may be none."""
         if not self._is_real():
             assert data is not None
             return data
         length = torch.tensor([len(data) if data is not None else 0], device=self.device)
         dist.broadcast(length, source)
+        if not int(length):
+            return b""
         tensor = (
             torch.empty(int(length), dtype=torch.uint8, device=self.device)
             if data is None
@@ -106,7 +108,9 @@ class RankExchange:
                 raise CaptureFailedElsewhereError(f"rank {rank} {what}: {failure}")
 
     def _is_real(self) -> bool:
-        return dist.is_initialized() and dist.get_world_size() > 1 and dist.get_backend() != "fake"
+        if self.is_alone or not dist.is_initialized():
+            return False
+        return dist.get_world_size() > 1 and dist.get_backend() != "fake"
 
     def _tensor(self, data: bytes) -> torch.Tensor:
         return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device)

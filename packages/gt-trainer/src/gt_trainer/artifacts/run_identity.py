@@ -21,6 +21,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -33,28 +34,28 @@ from torchtitan.distributed import ParallelDims
 from gt_config import CompileConfig, Fingerprint, Topology, fingerprint
 from gt_passes import GraphPass
 from gt_trace import register_block_masks
-from gt_trace.capture.captured_mode import CapturedMode
+from gt_trace.capture.captured_mode import CapturedMode, hooks_of
 from gt_trainer.artifacts.plain_data import folded, plain_data, tensor_text
 
 PACKAGES = ("gt_config", "gt_trace", "gt_passes", "gt_pipeline", "gt_autoparallel", "gt_trainer")
 """Whose sources count. Not every run imports all of them; one of them shapes the graph or not by
 what it is asked, and to tell would be to trust one more thing."""
 
-NO_PART_OF_THE_GRAPH = frozenset(
+NO_PART_OF_THE_GRAPH: Mapping[str, frozenset[str]] = MappingProxyType(
     {
-        "param_init",  # values of parameters
-        "steps",  # how long a run is, and what surrounds its steps
-        "max_norm",
-        "gc_freq",
-        "gc_debug",
-        "seed",
-        "print_config",
-        "save_config_file",
-        "enable_structured_logging",
-        "pipeline_parallel_schedule_csv",  # a path; the stages that it gives are the model
+        "model": frozenset({"param_init"}),  # values of parameters
+        "loss": frozenset(),
+        # A path; the stages that it gives are the model.
+        "parallelism": frozenset({"pipeline_parallel_schedule_csv"}),
+        # How long a run is, and what surrounds its steps.
+        "training": frozenset({"steps", "max_norm", "gc_freq", "gc_debug"}),
+        "debug": frozenset(
+            {"seed", "print_config", "save_config_file", "enable_structured_logging"}
+        ),
     }
 )
-"""Fields of torchtitan's configuration that a captured graph does not depend on."""
+"""Fields of torchtitan's configurations that a captured graph does not depend on, by the part of
+the identity that a configuration is."""
 
 
 _ATTENTION_KERNELS = (
@@ -162,7 +163,8 @@ def step_identity(
     """
 
     def plain(value: object, path: str) -> Any:
-        return plain_data(value, path=path, leave_out=NO_PART_OF_THE_GRAPH)
+        left_out = NO_PART_OF_THE_GRAPH.get(path, frozenset())
+        return plain_data(value, path=path, leave_out=left_out)
 
     return fingerprint(
         settings.compile,
@@ -186,7 +188,7 @@ def step_identity(
             "debug": plain(settings.debug, "debug"),
             "passes": [{"name": each.name, **plain(each, each.name)} for each in passes],
             "global_modes": _global_modes(),
-            "definitions": _definitions([*model.modules(), loss_fn]),
+            "definitions": definitions(model, loss_fn, passes),
         },
     )
 
@@ -210,12 +212,15 @@ def environment(machine: Machine) -> dict[str, str | None]:
 
 @functools.cache
 def sources_digest(package: str) -> str | None:
-    """SHA-256 of all Python files of a package, in hexadecimal; None where it is not installed."""
+    """SHA-256 of all Python files of a package, or of a module; None where there is none."""
     spec = importlib.util.find_spec(package)
     if spec is None:
         return None
     digest = hashlib.sha256()
-    for folder in map(Path, spec.submodule_search_locations or ()):
+    folders = list(map(Path, spec.submodule_search_locations or ()))
+    if not folders and spec.origin is not None and Path(spec.origin).is_file():
+        return hashlib.sha256(Path(spec.origin).read_bytes()).hexdigest()
+    for folder in folders:
         for path in sorted(folder.rglob("*.py")):
             digest.update(f"{path.relative_to(folder).as_posix()}\0".encode())
             digest.update(hashlib.sha256(path.read_bytes()).digest())
@@ -279,19 +284,36 @@ def _global_modes() -> dict[str, object]:
     }
 
 
-def _definitions(objects: Sequence[object]) -> Mapping[str, str]:
-    """Digests of the sources of all classes that ``objects`` are of, with their bases."""
+def definitions(
+    model: nn.Module, loss_fn: object, passes: Sequence[GraphPass] = ()
+) -> Mapping[str, str]:
+    """Digests of the sources that define the model, its hooks, the loss and the passes.
+
+    Of classes with their bases, by the names of their modules. They are read once in a process:
+    ask for them before anybody has time to edit what was imported.
+    """
+    objects: list[object] = [*model.modules(), loss_fn, *passes]
     modules = {base.__module__ for each in objects for base in type(each).__mro__}
+    functions = [*(hook for each in model.modules() for hook in hooks_of(each)), loss_fn]
+    modules |= {str(each.__module__) for each in functions if hasattr(each, "__module__")}
     return {name: digest for name in sorted(modules) if (digest := _module_digest(name))}
 
 
 @functools.cache
 def _module_digest(name: str) -> str | None:
-    """None of PyTorch and of Python itself, whose versions say it, and of what has no source."""
+    """None of PyTorch and of Python itself, whose versions say it, and of what has no source.
+
+    Of code that is not installed but lies in somebody's folder, with all of its package: a model
+    calls functions that stand in other files.
+    """
     package = name.partition(".")[0]
     if package == "torch" or package in sys.stdlib_module_names:
         return None
     module = importlib.import_module(name)
+    if "site-packages" not in Path(getattr(module, "__file__", None) or "site-packages").parts:
+        whole = sources_digest(package)
+        if whole is not None:
+            return whole
     try:
         return hashlib.sha256(inspect.getsource(module).encode()).hexdigest()
     except (OSError, TypeError):

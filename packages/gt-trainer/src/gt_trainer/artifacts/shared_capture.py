@@ -32,7 +32,13 @@ from gt_trainer.artifacts.alike_ranks import (
     RankGroup,
     judge,
 )
-from gt_trainer.artifacts.graph_folder import Division, GraphFolder, Loaded, at_places
+from gt_trainer.artifacts.graph_folder import (
+    Division,
+    GraphFolder,
+    Loaded,
+    at_places,
+    contents_of,
+)
 from gt_trainer.artifacts.rank_exchange import ALONE, RankExchange
 from gt_trainer.artifacts.storable_graph import StorableGraph, StoredGraph
 
@@ -272,7 +278,14 @@ class _Sharing(Generic[CapturedT]):
     def _judge(self, classes: list[_Class]) -> list[_Class]:
         """Settle classes, ask for more witnesses, or divide; the classes there are then."""
         judged: list[_Class] = []
-        verdicts = self._exchange.gather(self._own_verdict(self._collect(classes)))
+        failed: Exception | None = None
+        own_verdict: dict[str, Any] | None = None
+        try:
+            own_verdict = self._own_verdict(self._collect(classes))
+        except Exception as error:  # noqa: BLE001  # other ranks must hear of whatever it is
+            failed = error
+        self._exchange.all_succeeded(failed, what="could not compare captures")
+        verdicts = self._exchange.gather(own_verdict)
         for each in classes:
             each.captured_by = [r for r in each.alike.ranks if r in self._digests]
             verdict = verdicts[each.origin]
@@ -361,7 +374,7 @@ class _Sharing(Generic[CapturedT]):
         """Let every rank of a class have the graph of the rank that has it."""
         own = next(each for each in classes if self._rank in each.alike.coordinates)
         is_source = self._rank == _source(own, holders)
-        written: bytes | None = None
+        written = b""
         if is_source and own.can_be_stored and self._stored is not None:
             written = self._folder.write_graph(self._identity, self._graph.kind, self._stored)
         self._exchange.gather(None)  # from here on, what is stored can be found
@@ -373,9 +386,9 @@ class _Sharing(Generic[CapturedT]):
                 continue
             data: bytes | None = None
             if each is own and is_source:
-                data = written if self._loaded is None else self._loaded.path.read_bytes()
+                data = written if self._loaded is None else contents_of(self._loaded.path)
             received = self._exchange.broadcast(data, source=_source(each, holders))
-            if each is own and self._lacks(own):
+            if received and each is own and self._lacks(own):
                 self._loaded = self._folder.take(self._identity, self._graph, received)
 
     def _lacks(self, own: _Class) -> bool:

@@ -14,7 +14,7 @@ from torch import nn
 from torchtitan.distributed import ParallelDims
 
 from gt_trainer.artifacts.run_artifacts import RunArtifacts, artifact_folder
-from gt_trainer.artifacts.run_identity import RunSettings
+from gt_trainer.artifacts.run_identity import RunSettings, definitions
 from gt_trainer.compile_options import TrainerCompileConfig
 from gt_trainer.startup import StartupClock
 from gt_trainer.steps.captured_step import Recipe
@@ -119,6 +119,9 @@ def _artifacts(
     folder = artifact_folder(parts.options)
     if folder is None:
         return None
+    for part in parts.model_parts:
+        # Now, and not at the first step: until then somebody may have edited what runs.
+        definitions(part, parts.loss_fn)
     return RunArtifacts(
         folder=folder,
         settings=parts.settings,
