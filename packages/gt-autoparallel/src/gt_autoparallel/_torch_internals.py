@@ -157,4 +157,4 @@ def shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 
     Storages compare by address only if they have one, which fake ones have not.
     """
-    return torch._C._is_alias_of(one, other)
+    return bool(torch._C._is_alias_of(one, other))  # type: ignore[attr-defined]  # not in its stub
