@@ -30,6 +30,7 @@ __all__ = [
     "operator_name",
     "operator_path",
     "returns_new_storage",
+    "shares_memory",
     "views_first_argument",
     "writes_to_arguments",
 ]
@@ -149,3 +150,11 @@ def module_hooks(module: torch.nn.Module) -> tuple[str, ...]:
     There is no public way to ask for the hooks of a module.
     """
     return tuple(method for held, method in _REGISTERED_BY.items() if getattr(module, held))
+
+
+def shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors lie in one storage; fake ones, too.
+
+    Storages compare by address only if they have one, which fake ones have not.
+    """
+    return bool(torch._C._is_alias_of(one, other))  # type: ignore[attr-defined]  # not in its stub

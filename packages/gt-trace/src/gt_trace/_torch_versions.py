@@ -48,7 +48,9 @@ def traced_backward() -> Iterator[None]:
     run = graph._engine_run_backward
 
     def run_with_hooks(outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        roots = [each.grad_fn for each in outputs if isinstance(each, torch.Tensor)]
+        roots = [
+            each.node if isinstance(each, graph.GradientEdge) else each.grad_fn for each in outputs
+        ]
         setup_stacktrace_preservation_hooks([root for root in roots if root is not None])
         return run(outputs, *args, **kwargs)
 

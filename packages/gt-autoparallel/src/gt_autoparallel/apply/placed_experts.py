@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from gt_autoparallel.apply.recorded_forward import RecordedForward, record_forward
 from gt_autoparallel.apply.run_redistribution import annotated
 from gt_autoparallel.errors import PlanMismatchError
 from gt_autoparallel.graph.experts import FIRST_WEIGHT_OPERAND, ExpertBlock, expert_parallel_axes
@@ -19,22 +20,13 @@ from gt_trace.capture.forward_in_backward import forward_in_backward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Recorded:
-    """A forward that autograd has recorded."""
-
-    leaves: tuple[torch.Tensor, ...]
-    """What is differentiated by: tokens, scores, weights."""
-
-    result: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedExperts:
     """Runs the forward and the backward node of one block.
 
     The forward is recorded by autograd, and its backward runs when the backward node does: what
-    routing decided is kept in between, as it is where nobody planned. Where the plan recomputes it,
-    nothing is recorded in the forward, and the backward runs it once more before itself.
+    routing decided is kept in between, as it is where nobody planned, and operands are not, which
+    the plan may gather again. Where the plan recomputes the forward, nothing of it is recorded, and
+    the backward runs it once more before itself.
     """
 
     name: str
@@ -84,28 +76,28 @@ class PlacedExperts:
         if self.runs_again:
             with torch.no_grad():
                 return (self._run(operands, again=False),)
-        recorded = state[self.name] = self._recorded(operands, again=False)
-        return (recorded.result.detach(),)
+        result, state[self.name] = self._recorded(operands, again=False)
+        return (result,)
 
     def backward(self, operands: Sequence[torch.Tensor], state: dict[str, Any]) -> Sequence[Any]:
         """Gradient of the result first, then as forward -> of tokens, scores and each weight."""
         if self.runs_again:
             # Its operators would say that they belong to the forward.
             with forward_in_backward(), annotated(PhaseAnnotation(phase="backward")):
-                recorded = self._recorded(operands[1:], again=True)
+                _, recorded = self._recorded(operands[1:], again=True)
         else:
             recorded = state[self.name]
-        gradients: tuple[torch.Tensor, ...] = torch.autograd.grad(
-            recorded.result, recorded.leaves, operands[0]
-        )
-        return gradients
+        return recorded.gradients(operands[0], operands[1:])
 
-    def _recorded(self, operands: Sequence[torch.Tensor], *, again: bool) -> _Recorded:
-        tokens, scores, expert_ids, token_counts, *weights = operands
-        leaves = [value.detach().requires_grad_() for value in (tokens, scores, *weights)]
-        with torch.enable_grad():
-            routed = [*leaves[:2], expert_ids, token_counts, *leaves[2:]]
-            return _Recorded(leaves=tuple(leaves), result=self._run(routed, again=again))
+    def _recorded(
+        self, operands: Sequence[torch.Tensor], *, again: bool
+    ) -> tuple[torch.Tensor, RecordedForward]:
+        tokens, scores, weights = 0, 1, range(FIRST_WEIGHT_OPERAND, len(operands))
+        return record_forward(
+            lambda given: self._run(given, again=again),
+            operands,
+            differentiate=(tokens, scores, *weights),
+        )
 
     def _run(self, operands: Sequence[torch.Tensor], *, again: bool) -> torch.Tensor:
         tokens, scores, expert_ids, token_counts, *weights = operands

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+import torch
+
 from gt_autoparallel.graph.experts import FIRST_WEIGHT_OPERAND, expert_parallel_axes
 from gt_autoparallel.graph.layouts import MeshShape, local_shape
 from gt_autoparallel.graph.options import NodeOption
@@ -51,7 +53,8 @@ def experts_inner_bytes(
 ) -> int:
     """Bytes that a forward makes and its backward reads, of either's node, besides their operands.
 
-    The rows as they arrived, what each matrix but the last made of them, and the results.
+    The rows as they arrived, what each matrix but the last made of them, and the results in
+    float32, in which they are multiplied by their scores.
     """
     first = FIRST_WEIGHT_OPERAND + (node.phase == "backward")
     tokens, weights = operands[first - FIRST_WEIGHT_OPERAND], operands[first:]
@@ -63,5 +66,5 @@ def experts_inner_bytes(
         for weight, layout in zip(weights, layouts, strict=True)
     ]
     # A gated unit keeps each projection, its activation and their product.
-    kept = 2 * model_dim + sum(widths[:-1]) + 2 * (widths[-1] if widths else 0)
-    return rows * kept * tokens.dtype.itemsize
+    kept = model_dim + sum(widths[:-1]) + 2 * (widths[-1] if widths else 0)
+    return rows * (kept * tokens.dtype.itemsize + model_dim * torch.float32.itemsize)

@@ -68,11 +68,12 @@ def memory_budget(solver: AutoParallelConfig) -> MemoryBudget:
 def loss_bytes(
     mesh: MeshShape, training: TrainingConfig, *, num_samples: int, vocab_size: int
 ) -> int:
-    """What a rank holds for the loss, beside the logits, when most is alive.
+    """What a rank holds for the loss when most is alive, logits included.
 
-    Their gradient; and of the chunk that is computed a copy, the float32 logits, log-probabilities
-    and their gradient, and its gradient: what a captured step has for torchtitan's
-    ``CrossEntropyLoss`` under ``planned_loss``.
+    That is what a captured step has for torchtitan's ``CrossEntropyLoss`` under ``planned_loss``,
+    at the first chunk or at the last. At the first: the logits, a copy of each chunk, and its own
+    in float32. At the last: the gradient of all logits; and of its chunk a copy, the float32
+    logits, log-probabilities and their gradient, and the gradient once more.
 
     Args:
         mesh: that is planned.
@@ -82,5 +83,7 @@ def loss_bytes(
     """
     shape = local_token_shape(mesh, training.seq_len, num_samples=num_samples, width=vocab_size)
     dtype = TORCH_DTYPE_MAP[training.mixed_precision_param]
-    of_chunk = 3 * torch.float32.itemsize + 2 * dtype.itemsize
-    return math.prod(shape) * (dtype.itemsize + of_chunk // num_chunks(shape[1]))
+    chunks, wide = num_chunks(shape[1]), torch.float32.itemsize
+    first = (2 * chunks - 1) * dtype.itemsize + wide
+    last = (chunks + 2) * dtype.itemsize + 3 * wide
+    return math.prod(shape) * max(first, last) // chunks
