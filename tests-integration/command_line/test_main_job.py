@@ -40,8 +40,11 @@ def test_main_job_captures_trains_and_resumes(tmp_path: Path) -> None:
     assert final < 0.8 * metrics[0]["loss"]
     assert (tmp_path / DUMP_FOLDER / "checkpoint/step-20/.metadata").exists()
     parts = json.loads((tmp_path / DUMP_FOLDER / "startup.json").read_text())
-    assert set(parts) == {"imports", "setup", "capture", "passes", "execution", "total"}
-    assert abs(sum(v for k, v in parts.items() if k != "total") - parts["total"]) < 1e-3
+    named = {"imports", "setup", "capture", "passes", "execution", "total"}
+    assert set(parts) == named | {f"cpu_{name}" for name in named}
+    for prefix in ("", "cpu_"):
+        of_whole = sum(parts[prefix + name] for name in named - {"total"})
+        assert abs(of_whole - parts[f"{prefix}total"]) < 1e-3
 
     again = gt_train(tmp_path)
     assert again.returncode == 0
