@@ -138,7 +138,7 @@ def test_stages_leave_room_for_what_they_receive_and_for_the_loss() -> None:
     model = config.model_spec.model
     tokens = 2 * length // 2  # of a rank
     received = 2 * tokens * model.dim
-    of_chunk = 4 + 4 + 4 + 2 + 2  # of eight
-    of_loss = (2 + of_chunk // 8) * tokens * model.vocab_size
+    first_chunk = 8 * 2 + 7 * 2 + 4  # logits, copies of the other chunks, and its own in float32
+    of_loss = tokens * model.vocab_size * first_chunk // 8
     assert last == 2**30 - microbatches_of(plan).num_live * received - of_loss
     assert stage_budget_bytes(1, parts[1], 1, plan, config.training, axes, microbatch_size=2) == 1

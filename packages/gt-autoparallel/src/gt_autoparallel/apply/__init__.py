@@ -7,6 +7,7 @@
     placed_forward      the forward of the placed model; hooks that it would not run
     placed_tensors, placed_inputs, placed_experts
                         parameters, arguments and routed experts of the placed model
+    recorded_forward    experts' forwards, of which autograd keeps no operands
     local_program, execution_order
                         the planned graph as one rank runs it
     run_redistribution  the steps of a redistribution, as functional collectives
