@@ -400,11 +400,19 @@ def higher_order_operator(name: str) -> HigherOrderOperator:
     return found
 
 
+def sympy_of_torch() -> Any:
+    """Return the module sympy as PyTorch has it: PyTorch needs it, and this package does not."""
+    from torch.utils._sympy import functions
+
+    return vars(functions)["sympy"]
+
+
 @functools.cache
 def sympy_functions() -> Mapping[str, Any]:
     """Return the functions of which PyTorch makes expressions of sizes, by the names of classes."""
-    import sympy  # type: ignore[import-untyped]  # it has no types
     from torch.utils._sympy import functions
+
+    sympy = sympy_of_torch()
 
     plain = ("Add", "Mul", "Pow", "Eq", "Ne", "And", "Or", "Not", "Rational")
     relations = ("GreaterThan", "LessThan", "StrictGreaterThan", "StrictLessThan")

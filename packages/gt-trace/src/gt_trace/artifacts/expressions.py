@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from gt_trace._torch_internals import sympy_functions
+from gt_trace._torch_internals import sympy_functions, sympy_of_torch
 from gt_trace.errors import ArtifactError
 
 
@@ -45,8 +45,7 @@ def decoded_expression(encoded: Any, symbols: Mapping[str, Any]) -> Any:
     Raises:
         ArtifactError: a symbol or function that there is not.
     """
-    import sympy  # type: ignore[import-untyped]  # it has no types
-
+    sympy = sympy_of_torch()
     if isinstance(encoded, bool):
         return sympy.true if encoded else sympy.false
     if isinstance(encoded, int):
