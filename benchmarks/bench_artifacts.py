@@ -11,14 +11,12 @@ Models are built and placed in both, which is not counted, nor are imports.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
+from own_process import record_of
 from report import Report, Row, Sample
 
 _LAYERS = {"8B": 32, "405B": 126}
@@ -81,21 +79,7 @@ def _compare(workload: str, report: Report, *, num_samples: int) -> None:
 
 def _start(way: str, workload: str, file: Path) -> dict[str, Any]:
     """One start in a process of its own."""
-    print(f"{way}, {workload}", file=sys.stderr, flush=True)
-    layers = str(_LAYERS[workload])
-    command = [sys.executable, "-m", "artifacts.one_start", way, workload, layers, str(file)]
-    ran = subprocess.run(
-        command,
-        cwd=Path(__file__).parent,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if ran.returncode != 0:
-        raise RuntimeError(f"{' '.join(command[2:])} failed:\n{ran.stderr[-4000:]}")
-    record: dict[str, Any] = json.loads(ran.stdout.strip().splitlines()[-1])
-    return record
+    return record_of("artifacts.one_start", way, workload, str(_LAYERS[workload]), str(file))
 
 
 if __name__ == "__main__":

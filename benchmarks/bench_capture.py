@@ -14,13 +14,11 @@ Before it is measured, each model is captured both ways once, and compared node 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+from own_process import record_of
 from report import Report, Row, Sample
 
 _PEER_NAME = "torchtitan graph_trainer"
@@ -146,20 +144,7 @@ def _drawing(seconds: dict[tuple[str, int], float]) -> str:
 
 def _capture(contestant: str, workload: str, num_layers: int) -> dict[str, Any]:
     """Run one capture in a process of its own."""
-    print(f"{contestant}, {workload}, {num_layers} layers", file=sys.stderr, flush=True)
-    command = [sys.executable, "-m", "capture.one_capture", contestant, workload, str(num_layers)]
-    ran = subprocess.run(
-        command,
-        cwd=Path(__file__).parent,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if ran.returncode != 0:
-        raise RuntimeError(f"{' '.join(command[2:])} failed:\n{ran.stderr[-4000:]}")
-    record: dict[str, Any] = json.loads(ran.stdout.strip().splitlines()[-1])
-    return record
+    return record_of("capture.one_capture", contestant, workload, str(num_layers))
 
 
 if __name__ == "__main__":
