@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
@@ -19,6 +20,7 @@ from gt_trainer.parallelism_options import balance_of
 from gt_trainer.placement.kept_plan import plan_file_of
 from gt_trainer.placement.planned_machine import PlannedMachine, planned_for
 from gt_trainer.preflight.checkpoint_folder import can_be_resumed
+from gt_trainer.run_lock import locked
 from gt_trainer.step_folders import is_complete, newest_checkpoint, step_folders
 from gt_trainer.trainer import GraphTrainer
 
@@ -46,12 +48,15 @@ def train(config: GraphTrainer.Config, *, hardware: Hardware | None = None) -> N
             that is asked for; H100 SXM by default.
 
     Raises:
+        FolderInUseError: Another run writes to the same folder.
         DiskFullError: A file or a checkpoint had no room.
         CheckpointFailedError: A checkpoint could not be saved or loaded for another reason.
         Exception: Whatever building or training raises.
     """
     try:
-        with planned_for(PlannedMachine(hardware=hardware)):
+        is_first = os.environ.get("RANK", "0") == "0"
+        lock = locked(Path(config.dump_folder)) if is_first else contextlib.nullcontext()
+        with lock, planned_for(PlannedMachine(hardware=hardware)):
             _train(_balanced(config, hardware))
     except CheckpointException as error:
         raise _what_ended(error, config) from None

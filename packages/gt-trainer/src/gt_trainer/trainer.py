@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import torch
 from torch import distributed as dist
+from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.validate import Validator
 from torchtitan.distributed import utils as dist_utils
@@ -25,6 +26,7 @@ from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
 from gt_trainer.artifacts.run_identity import Machine, RunSettings, topology_of_run
+from gt_trainer.checkpoints.manager import CheckedCheckpointManager
 from gt_trainer.compile_options import TrainerCompileConfig
 from gt_trainer.decoder.attention import attention_mask_for
 from gt_trainer.device_transfer import copy_to_host, local_part, send_to_device
@@ -76,6 +78,8 @@ class GraphTrainer(Trainer):
             # Not ``super()``: dataclasses with slots are other classes than the ones written here.
             Trainer.Config.__post_init__(self)
             self.parallelism = with_own_options(self.parallelism)
+            if type(self.checkpoint) is CheckpointManager.Config:
+                self.checkpoint = CheckedCheckpointManager.Config.like(self.checkpoint)
 
     config: Config
 

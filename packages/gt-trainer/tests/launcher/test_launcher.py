@@ -8,7 +8,13 @@ import textwrap
 
 import pytest
 
-from gt_trainer.launcher import Rendezvous, RunStoppedError, launch, prepare_environment
+from gt_trainer.launcher import (
+    Rendezvous,
+    Restarts,
+    RunStoppedError,
+    launch,
+    prepare_environment,
+)
 from gt_trainer.launcher.fork_safety import thread_names
 
 RENDEZVOUS_VARIABLES = (
@@ -239,6 +245,72 @@ def test_what_stops_a_run_with_a_reason_is_shown_without_a_traceback(tmp_path, n
     assert finished.returncode == 1
     assert "Traceback" not in finished.stderr
     assert "the disk is full\n  free some\n" in finished.stderr
+
+
+_RESTARTED = """
+import os, signal, sys
+from pathlib import Path
+from gt_trainer.launcher import Restarts, RunStoppedError, launch, prepare_environment
+
+prepare_environment(os.environ, num_ranks=2)
+import torch.distributed as dist
+
+folder, how, at_most = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+
+def run():
+    dist.init_process_group("gloo")
+    starts = len(list(folder.glob("start-*")))
+    if dist.get_rank() == 1 and starts < 2:
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "raised":
+            raise ValueError("a passing weakness")
+        raise RunStoppedError("nothing that another start would mend")
+    dist.barrier()
+    print("rank", dist.get_rank(), "after", starts, "starts again", flush=True)
+    dist.destroy_process_group()
+
+def before_each():
+    (folder / f"start-{len(list(folder.glob('start-*')))}").touch()
+
+restarts = Restarts(at_most=at_most, before_each=before_each)
+sys.exit(launch(run, num_ranks=2, log_folder=folder, shown_ranks=(0, 1), restarts=restarts))
+"""
+
+
+@pytest.mark.parametrize("how", ["killed", "raised"])
+def test_ranks_start_again_after_one_of_them_died(tmp_path, how):
+    finished = run_program(_RESTARTED, tmp_path, how, 2)
+    assert finished.returncode == 0, finished.stderr
+    assert sorted(finished.stdout.splitlines()) == [
+        "rank 0 after 2 starts again",
+        "rank 1 after 2 starts again",
+    ]
+    again = [line for line in finished.stderr.splitlines() if "again" in line]
+    assert again == [
+        "gt-train: starting again, 1 of --restarts 2",
+        "gt-train: starting again, 2 of --restarts 2",
+    ]
+
+
+def test_ranks_start_again_no_more_often_than_was_asked(tmp_path):
+    finished = run_program(_RESTARTED, tmp_path, "killed", 1)
+    assert finished.returncode == 128 + signal.SIGKILL
+    assert finished.stderr.count("starting again") == 1
+    assert finished.stdout == ""
+
+
+def test_ranks_that_stop_with_a_reason_do_not_start_again(tmp_path):
+    finished = run_program(_RESTARTED, tmp_path, "stopped", 2)
+    assert finished.returncode == 1
+    assert "nothing that another start would mend" in finished.stderr
+    assert "again" not in finished.stderr
+
+
+def test_one_rank_in_this_process_cannot_start_again(tmp_path):
+    restarts = Restarts(at_most=1, before_each=lambda: None)
+    with pytest.raises(ValueError, match="restarts are of forked ranks, and num_ranks is 1"):
+        launch(lambda: None, num_ranks=1, log_folder=tmp_path, restarts=restarts)
 
 
 def test_a_rank_of_a_given_job_runs_in_this_process(tmp_path, clean_environment, capsys):

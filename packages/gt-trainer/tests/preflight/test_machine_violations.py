@@ -159,6 +159,7 @@ def test_all_of_it_is_told_at_once(tmp_path, monkeypatch):
         "gt_trainer.preflight.machine_violations.available_memory_bytes", lambda: GIB
     )
     (tmp_path / "checkpoint" / "step-3").mkdir(parents=True)
+    (tmp_path / "checkpoint" / "step-3" / ".metadata").write_bytes(b"")
     config = changed(
         deepseek_v3.deepseek_v3_debugmodel(),
         tmp_path,

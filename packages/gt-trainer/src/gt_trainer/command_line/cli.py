@@ -39,6 +39,7 @@ from gt_trainer.launcher import (
     ForkUnsafeError,
     Rendezvous,
     RendezvousError,
+    Restarts,
     find_rendezvous,
     launch,
     prepare_environment,
@@ -168,6 +169,18 @@ def _run(command: CommandLine, rendezvous: Rendezvous | None, started: float) ->
     if rendezvous is None or rendezvous.rank == 0:
         described = settled_defaults.describe_run(config, world_size)
         _print(_lines([*withdrawn, *_hints()], described))
+    restarts = None
+    if command.restarts:
+        if not config.checkpoint.enable:
+            raise UsageError(
+                "--restarts goes on from checkpoints, and --checkpoint.enable is False"
+            )
+        restarts = Restarts(
+            at_most=command.restarts,
+            before_each=partial(
+                _set_aside_damaged, Path(config.dump_folder, config.checkpoint.folder)
+            ),
+        )
     status = launch(
         partial(run.train, config, hardware=hardware),
         num_ranks=num_ranks,
@@ -175,6 +188,7 @@ def _run(command: CommandLine, rendezvous: Rendezvous | None, started: float) ->
         rendezvous=rendezvous,
         shown_ranks=command.shown_ranks | {_rank_with_loss(config, num_ranks)},
         num_threads=num_threads,
+        restarts=restarts,
     )
     if status == 0 and (rendezvous is None or rendezvous.rank == 0):
         _tell_results(config)
@@ -249,6 +263,14 @@ def _with_own_folder(config: GraphTrainer.Config, name: str) -> GraphTrainer.Con
     if config.dump_folder != default:
         return config
     return dataclasses.replace(config, dump_folder=str(Path(config.dump_folder, name)))
+
+
+def _set_aside_damaged(folder: Path) -> None:
+    """Let the newest checkpoint be an intact one, and say so if it was not."""
+    from gt_trainer.checkpoints.damages import set_aside_damaged
+
+    for moved in set_aside_damaged(folder):
+        _tell(f"gt-train: {moved}")
 
 
 def _rank_with_loss(config: GraphTrainer.Config, world_size: int) -> int:

@@ -43,6 +43,7 @@ _VALUED = (
     "--module",
     "--config",
     "--nproc",
+    "--restarts",
     "--world-size",
     "--log-rank",
     "--trace",
@@ -79,6 +80,8 @@ class CommandLine:
     """A name of the catalog, or of a function in that module."""
     num_processes: int | None = None
     """--nproc; None if it was not given."""
+    restarts: int = 0
+    """--restarts: how often the processes start again after one of them died."""
     world_size: int | None = None
     """--world-size; None if it was not given."""
     trace: Path | None = None
@@ -132,6 +135,11 @@ def parse_command_line(arguments: Sequence[str]) -> CommandLine:
     world_size = _count(reading, "--world-size")
     module, config = _choose_config(reading)
     shown = _ranks(reading, num_processes or 1)
+    restarts = _count(reading, "--restarts")
+    if restarts is not None and (num_processes or 1) == 1:
+        reading.problems.append(
+            "--restarts starts the processes of --nproc again, and one alone has nobody who would"
+        )
     if world_size is not None and action not in _PRETENDING:
         reading.problems.append(
             "--world-size says how many ranks a --dry-run or precompile pretends to have. To start "
@@ -169,6 +177,7 @@ def parse_command_line(arguments: Sequence[str]) -> CommandLine:
         module=module,
         config=config,
         num_processes=num_processes,
+        restarts=restarts or 0,
         world_size=world_size,
         trace=trace,
         timeline=timeline,
@@ -397,6 +406,8 @@ options:
                      that return a configuration (default: llama3)
   --config NAME      configuration (default: the module's debug model)
   --nproc N          start N processes on this machine (default: 1, this one)
+  --restarts N       with --nproc: after a process died, start all again from the newest
+                     intact checkpoint, at most N times (default: 0)
   --log-rank RANKS   with --nproc: ranks whose output is shown: 0,2 or all (default: 0);
                      the others write to logs/rank_N.log in the dump folder
   --dry-run          check everything, build the model without memory, place and capture

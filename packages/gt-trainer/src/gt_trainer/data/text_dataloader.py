@@ -13,6 +13,7 @@ from typing import Any
 from torchtitan.components.dataloader import ParallelAwareDataloader
 
 from gt_config import ConfigError, Violation
+from gt_trainer.checkpoints.plain_reader import plain_value_of
 from gt_trainer.data.packed_text import DataResumeError, DocumentTokenizer, PackedText
 from gt_trainer.data.text_source import (
     DEFAULT_VALIDATION_FRACTION,
@@ -142,6 +143,7 @@ class StdlibTextDataLoader(ParallelAwareDataloader):
         Raises:
             DataResumeError: It was taken with another number of data-parallel ranks, has nothing
                 for this rank, or belongs to other text.
+            NotPlainDataError: It is no plain value.
         """
         if not state_dict:
             return
@@ -154,4 +156,5 @@ class StdlibTextDataLoader(ParallelAwareDataloader):
                 "the same data-parallel degree, or leave the position out with "
                 "--checkpoint.exclude_from_loading dataloader"
             )
+        plain_value_of(state_dict[self._rank_id])  # torchtitan would run what it names
         super().load_state_dict(state_dict)

@@ -11,7 +11,7 @@
 
 from gt_trainer.launcher.child import ChildFailedError, run_in_child
 from gt_trainer.launcher.fork_safety import ForkUnsafeError, prepare_environment
-from gt_trainer.launcher.launch import launch
+from gt_trainer.launcher.launch import Restarts, launch
 from gt_trainer.launcher.rendezvous import Rendezvous, RendezvousError, find_rendezvous
 from gt_trainer.launcher.stop import RunStoppedError
 
@@ -20,6 +20,7 @@ __all__ = [
     "ForkUnsafeError",
     "Rendezvous",
     "RendezvousError",
+    "Restarts",
     "RunStoppedError",
     "find_rendezvous",
     "launch",

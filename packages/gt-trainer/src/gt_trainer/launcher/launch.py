@@ -22,10 +22,19 @@ from typing import NoReturn
 
 from gt_trainer.launcher.rendezvous import Rendezvous
 from gt_trainer.launcher.stop import RunStoppedError
-from gt_trainer.launcher.supervise import RankPlan, run_ranks
+from gt_trainer.launcher.supervise import Outcome, RankPlan, run_ranks
 
 _LOOPBACK = "127.0.0.1"
 _SHOW_CURSOR = "\x1b[?25h"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restarts:
+    """How a run goes on by itself after a rank died or raised."""
+
+    at_most: int
+    before_each: Callable[[], None]
+    """What to do when all ranks have ended, before they start again."""
 
 
 def launch(
@@ -36,6 +45,7 @@ def launch(
     rendezvous: Rendezvous | None = None,
     shown_ranks: Collection[int] = (0,),
     num_threads: int | None = None,
+    restarts: Restarts | None = None,
 ) -> int:
     """Run ``run`` on every rank that this process is responsible for, and wait.
 
@@ -50,13 +60,15 @@ def launch(
         rendezvous: The job that this process is a rank of; then ``num_ranks`` must be 1.
         shown_ranks: Forked ranks whose output goes to the terminal instead of a log.
         num_threads: OpenMP threads of each forked rank; None leaves it to the environment.
+        restarts: How often forked ranks start again after one of them died; None for never.
 
     Returns:
         The exit status: 0; 1 if ``run`` failed; 128 + n after signal n.
 
     Raises:
         ForkUnsafeError: Ranks must not be forked from this process.
-        ValueError: ``num_ranks`` is not positive, or contradicts ``rendezvous``.
+        ValueError: ``num_ranks`` is not positive, or contradicts ``rendezvous``; or the only rank,
+            which runs in this process, is to start again.
     """
     if num_ranks < 1:
         raise ValueError(f"num_ranks is {num_ranks}, and must be at least 1")
@@ -65,6 +77,8 @@ def launch(
             f"num_ranks is {num_ranks}, but this process is already rank {rendezvous.rank} of "
             f"{rendezvous.world_size} of a job started by {rendezvous.source}"
         )
+    if restarts is not None and num_ranks == 1:
+        raise ValueError("restarts are of forked ranks, and num_ranks is 1")
     if rendezvous is not None:
         return _run_here(run, rendezvous)
     if num_ranks == 1:
@@ -72,13 +86,22 @@ def launch(
         alone = _local_rendezvous(0, world_size=1, port=0)
         with _loopback_for_gloo(), _handling(signal.SIGTERM, _raise_terminated):
             return _run_here(run, alone)
-    return _fork_and_wait(
-        run,
-        num_ranks=num_ranks,
-        log_folder=log_folder,
-        shown_ranks=frozenset(shown_ranks),
-        num_threads=num_threads,
-    )
+    starts = 0
+    while True:
+        outcome = _fork_and_wait(
+            run,
+            num_ranks=num_ranks,
+            log_folder=log_folder,
+            shown_ranks=frozenset(shown_ranks),
+            num_threads=num_threads,
+        )
+        if outcome.message is not None:
+            _tell(outcome.message)
+        if restarts is None or not outcome.is_accident or starts == restarts.at_most:
+            return outcome.status
+        starts += 1
+        _tell(f"gt-train: starting again, {starts} of --restarts {restarts.at_most}")
+        restarts.before_each()
 
 
 def _fork_and_wait(
@@ -88,7 +111,7 @@ def _fork_and_wait(
     log_folder: Path,
     shown_ranks: frozenset[int],
     num_threads: int | None,
-) -> int:
+) -> Outcome:
     if not shown_ranks.issuperset(range(num_ranks)):
         log_folder.mkdir(parents=True, exist_ok=True)
     with socket.create_server((_LOOPBACK, 0), backlog=max(128, 2 * num_ranks)) as listener:
@@ -99,7 +122,7 @@ def _fork_and_wait(
             return {**rendezvous.environment(), "TORCHELASTIC_USE_AGENT_STORE": "True"}
 
         with _loopback_for_gloo():
-            outcome = run_ranks(
+            return run_ranks(
                 run,
                 plan=RankPlan(
                     num_ranks=num_ranks,
@@ -110,9 +133,6 @@ def _fork_and_wait(
                 ),
                 host=lambda: _serving_store(listener, port),
             )
-    if outcome.message is not None:
-        _tell(outcome.message)
-    return outcome.status
 
 
 def _local_rendezvous(rank: int, *, world_size: int, port: int) -> Rendezvous:

@@ -63,6 +63,9 @@ class Outcome:
     """The exit status that says so: 0, 1, or 128 + signal."""
     message: str | None
     """What to tell the user; None if all went well."""
+    is_accident: bool = False
+    """Whether a rank died or raised, so that the same ranks may do better from where it was:
+    nobody ended them, and no rank stopped by itself, with its reason."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -328,16 +331,18 @@ def _failure(rank: _Rank, num_ranks: int) -> Outcome:
         return Outcome(
             status=1,
             message=f"{rank.report.traceback}{name} failed: {rank.report.summary}\n  {rest}{log}",
+            is_accident=rank.report.traceback != "",
         )
     tail = _log_tail(rank)
     if rank.exit_code > 0:
         what = f"ended with status {rank.exit_code} and no exception"
-        return Outcome(status=1, message=f"{tail}{name} {what}\n  {rest}{log}")
+        return Outcome(status=1, message=f"{tail}{name} {what}\n  {rest}{log}", is_accident=True)
     number = signal.Signals(-rank.exit_code)
     hint = " (the kernel does this when memory runs out)" if number == signal.SIGKILL else ""
     return Outcome(
         status=128 + number,
         message=f"{tail}{name} was killed by {number.name}{hint}\n  {rest}{log}",
+        is_accident=True,
     )
 
 

@@ -2,11 +2,11 @@
 
 torchtitan resumes from the newest step folder that holds a ``.metadata`` file, and passes over all
 others without a word (``torchtitan/components/checkpointer/dcp.py``, ``_find_load_step``). A folder
-without that file is a save that was cut off. If an older complete one exists, resuming from it is
-right, and worth a warning; if none does, training would silently start over in the same folder, and
-that is refused. A complete checkpoint whose files are missing or short would fail on some rank,
-deep in the load; it is refused here, and so is one that holds another model, or weights alone where
-a run would resume from it.
+without that file is a save that was cut off. Resuming from an older complete one, or from the
+beginning if there is none, is right, and worth a warning: nothing that was saved is lost. A
+complete checkpoint whose files are missing or short would fail on some rank, deep in the load; it
+is refused here, and so is one that holds another model, or weights alone where a run would resume
+from it. Whether each byte is what was saved is seen by the ranks, which share the reading.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 from torchtitan.components.checkpointer import BaseCheckpointManager
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools import filesystem
 
 from gt_config import Violation
+from gt_trainer.checkpoints.plain_reader import NotPlainDataError, PlainReader
 from gt_trainer.model_identity import (
     explain_difference,
     explain_tensors,
@@ -91,18 +91,13 @@ def check_checkpoints(
                 f"resuming from {chosen.name}",
                 stacklevel=2,
             )
-    elif steps:
-        yield Violation(
-            flag="--checkpoint.folder",
-            value=str(folder),
-            allowed="complete checkpoints, or none",
-            fix=(
-                f"{incomplete} cut off while being saved (no {METADATA}): delete "
-                "to start over, or choose another --dump_folder"
-            ),
-        )
-        return
     else:
+        if steps:
+            warnings.warn(
+                f"{incomplete} in {folder} cut off while being saved (no {METADATA}), and there is "
+                "no other: training starts from its beginning",
+                stacklevel=2,
+            )
         yield from _check_initial(checkpoint, spec)
         return
     has_steps_left = checkpoint.load_step != -1 or step_of(chosen) < num_steps
@@ -237,7 +232,9 @@ def _intact_metadata(path: Path) -> Metadata | None:
     if not has_metadata(path):
         return None
     try:
-        metadata = FileSystemReader(path).read_metadata()
+        metadata = PlainReader(path).read_metadata()
+    except NotPlainDataError as error:
+        raise _UnusableError(f"{METADATA} is none: {error}") from error
     except Exception as error:  # unpickling damaged bytes can raise anything
         raise _UnusableError(f"{METADATA} cannot be read ({type(error).__name__})") from error
     needed: dict[str, int] = {}

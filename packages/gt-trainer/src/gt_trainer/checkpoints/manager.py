@@ -1,0 +1,144 @@
+"""torchtitan's checkpoint manager, for checkpoints that are damaged or were never finished."""
+
+from __future__ import annotations
+
+import shutil
+from concurrent.futures import Future
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import (
+    AsyncCheckpointerType,
+    AsyncSaveResponse,
+    async_save,
+    save,
+)
+from torchtitan.components.checkpoint import AsyncMode, CheckpointManager
+from torchtitan.tools import filesystem
+from torchtitan.tools.utils import GarbageCollection
+
+from gt_trainer.checkpoints.checked_writer import CheckedWriter
+from gt_trainer.checkpoints.checksums import Checksums, sha256_of
+from gt_trainer.checkpoints.damages import check_on_all_ranks
+from gt_trainer.checkpoints.plain_reader import PlainLoadPlanner, PlainReader
+from gt_trainer.step_folders import is_complete, step_folders
+
+_SHARDED = "sharded"
+
+
+class CheckedCheckpointManager(CheckpointManager):
+    """As torchtitan's, and what is loaded is what was saved.
+
+    Saves have checksums, loads compare them before they read, ranks sharing the files. Nothing that
+    a checkpoint names is called. What purging keeps is counted in complete checkpoints. Weights in
+    Hugging Face's form are left once, and not by rank too. Remote folders are torchtitan's alone.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(CheckpointManager.Config):
+        """The flags below ``--checkpoint.``."""
+
+        @classmethod
+        def like(cls, other: CheckpointManager.Config) -> CheckedCheckpointManager.Config:
+            """Return the same flags, for this manager."""
+            return cls(**{each.name: getattr(other, each.name) for each in fields(other)})
+
+    def dcp_save(
+        self,
+        state_dict: dict[str, Any],
+        checkpoint_id: str,
+        async_mode: AsyncMode,
+        enable_garbage_collection: bool = False,
+        to_hf: bool = False,
+    ) -> Future[Any] | AsyncSaveResponse | None:
+        """As torchtitan's, with checksums.
+
+        Args:
+            state_dict: tensors and values by name.
+            checkpoint_id: the folder to write.
+            async_mode: what the caller waits for.
+            enable_garbage_collection: whether to collect when it is done.
+            to_hf: whether to write Hugging Face's form.
+        """
+        if filesystem.is_remote(checkpoint_id) or to_hf:
+            saved = super().dcp_save(
+                state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf
+            )
+            if to_hf:
+                _finish_hugging_face(Path(checkpoint_id))
+            return saved
+        writer = CheckedWriter(Path(checkpoint_id))
+        found: Future[Any] | AsyncSaveResponse | None = None
+        if async_mode == AsyncMode.DISABLED:
+            save(state_dict, storage_writer=writer)
+        elif async_mode == AsyncMode.ASYNC:
+            found = async_save(state_dict, storage_writer=writer, process_group=self.pg)
+        else:
+            found = async_save(
+                state_dict,
+                storage_writer=writer,
+                process_group=self.pg,
+                async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+                async_stager=self.stager,
+            )
+        if enable_garbage_collection:
+            GarbageCollection.collect("GC collection invoked by checkpointer.")
+        return found
+
+    def dcp_load(
+        self,
+        state_dict: dict[str, Any],
+        checkpoint_id: str,
+        from_hf: bool,
+        from_quantized: bool,
+    ) -> None:
+        """As torchtitan's, of a checkpoint that is what was saved.
+
+        Args:
+            state_dict: tensors and values by name, to be filled.
+            checkpoint_id: the folder to read.
+            from_hf: whether it has Hugging Face's form.
+            from_quantized: whether that is quantized.
+
+        Raises:
+            DamagedCheckpointError: It is not, on every rank.
+            pickle.UnpicklingError: It names what is no plain data.
+        """
+        if filesystem.is_remote(checkpoint_id):
+            super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
+            return
+        check_on_all_ranks(Path(checkpoint_id))
+        if from_hf:
+            super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
+            return
+        load(state_dict, storage_reader=PlainReader(checkpoint_id), planner=PlainLoadPlanner())
+        if "model" in self.states:
+            self.states["model"].load_state_dict(state_dict)
+
+    def _purge_stale_checkpoints(self) -> None:  # torchtitan leaves it unannotated
+        """Delete what is older than the newest complete checkpoints that are to be kept.
+
+        torchtitan counts folders: saves that were cut off would push out what they were to replace.
+        """
+        if not self._should_purge() or filesystem.is_remote(self.folder):
+            super()._purge_stale_checkpoints()  # type: ignore[no-untyped-call]  # torchtitan
+            return
+        folders = step_folders(Path(self.folder))
+        kept = [path for path in folders if is_complete(path)][-self.keep_latest_k :]
+        if len(kept) < self.keep_latest_k:
+            return
+        for path in folders[: folders.index(kept[0])]:
+            self.purge_queue.put(str(path))
+
+
+def _finish_hugging_face(folder: Path) -> None:
+    """Leave one copy of the weights, and their checksums, when all ranks have written theirs."""
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder / _SHARDED, ignore_errors=True)
+        names = [path.name for path in folder.iterdir() if path.is_file()]
+        Checksums(sha256={name: sha256_of(folder / name) for name in names}).write(folder)
+    dist.barrier()
