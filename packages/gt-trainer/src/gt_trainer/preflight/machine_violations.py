@@ -70,6 +70,13 @@ def _missing_devices(num_local_ranks: int | None) -> Iterator[Violation]:
 def _options_for_another_device(config: GraphTrainer.Config) -> Iterator[Violation]:
     if installed_device_type() != "cpu":
         return
+    if getattr(config.checkpoint, "async_mode", "") == "async_with_pinned_mem":
+        yield Violation(
+            flag="--checkpoint.async_mode",
+            value="async_with_pinned_mem",
+            allowed="'disabled' or 'async' on cpu: pinned memory is that of copies from a device",
+            fix="choose one of these",
+        )
     for name, needs in (
         ("cuda_graphs", "CUDA graphs record the work of a CUDA device"),
         ("async_tensor_parallel", "it needs symmetric memory between CUDA devices"),
