@@ -39,7 +39,7 @@ class CheckedCheckpointManager(CheckpointManager):
 
     @dataclass(kw_only=True, slots=True)
     class Config(CheckpointManager.Config):
-        """The flags below ``--checkpoint.``."""
+        """When checkpoints are saved, how many are kept, and what a run starts from."""
 
         @classmethod
         def like(cls, other: CheckpointManager.Config) -> CheckedCheckpointManager.Config:
