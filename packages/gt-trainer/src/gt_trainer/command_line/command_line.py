@@ -19,6 +19,7 @@ from typing import Literal
 
 from gt_trainer.command_line.known_flags import explain_flags, with_underscores
 from gt_trainer.command_line.near_matches import did_you_mean
+from gt_trainer.command_line.short_names import SHORT_NAMES, written_out
 from gt_trainer.launcher.rendezvous import Rendezvous
 from gt_trainer.models.catalog import CATALOG, CatalogEntry
 
@@ -243,7 +244,7 @@ def _read(arguments: Sequence[str]) -> _Reading:
         elif option in _FLAGS:
             reading.problems.append(f"{option} takes no value, and was given {value!r}")
         elif option not in _VALUED:
-            reading.overrides.append(argument)
+            reading.overrides.append(written_out(argument))
         elif option in reading.values:
             reading.problems.append(f"{option} is given twice")
             if not has_value and rest and not rest[0].startswith("--"):
@@ -260,7 +261,7 @@ def _read(arguments: Sequence[str]) -> _Reading:
 
 def _check_overrides(reading: _Reading) -> None:
     """Point at misspelled flags. An undotted one may have been meant for an option of ours."""
-    ours = [*_FLAGS, *_VALUED]
+    ours = [*_FLAGS, *_VALUED, *SHORT_NAMES]
     rest: list[str] = []
     for argument in reading.overrides:
         option = argument.partition("=")[0].replace("_", "-")
@@ -388,7 +389,7 @@ one object a step; checkpoints, from which the next run with that folder goes on
 
 examples:
   gt-train
-  gt-train --training.steps 100 --dump_folder runs/first
+  gt-train --steps 100 --lr 1e-3 --dump_folder runs/first
   gt-train --compile.mode none --dump_folder runs/eager    (the same losses, bit for bit)
   gt-train --nproc 4 --parallelism.data_parallel_shard_degree 2 \\
            --parallelism.tensor_parallel_degree 2 --dump_folder runs/fsdp_tp
@@ -400,6 +401,13 @@ examples:
 
 precompile: capture the graphs of a run whose ranks do not exist, and store them in
 the folder of --compile.artifacts, from which its ranks then start
+
+flags that are changed most:
+  --steps N          updates of the parameters (--training.steps)
+  --lr LR            learning rate, after --lr_scheduler.warmup_steps
+                     (--optimizer.param_groups.0.optimizer_kwargs.lr)
+  --batch N          sequences of each data-parallel rank (--training.local_batch_size)
+  --seq-len N        tokens of a sequence (--training.seq_len)
 
 options:
   --module NAME      model family, or the dotted path of a Python module with functions
@@ -429,9 +437,8 @@ flags of the configuration (all of them: --help-all):
   --parallelism.*    data_parallel_shard_degree, data_parallel_replicate_degree,
                      tensor_parallel_degree, expert_parallel_degree, ...
   --compile.*        mode (none, aot_fx_trace, aot_joint), passes, disable_passes, ...
-  --optimizer.param_groups.0.optimizer_kwargs.lr LR
-                     learning rate (weight_decay, betas, eps: likewise), after
-                     --lr_scheduler.warmup_steps
+  --optimizer.param_groups.0.optimizer_kwargs.weight_decay W
+                     weight decay (betas, eps: likewise)
   --optimizer.*  --lr_scheduler.*  --checkpoint.*  --validator.*  --metrics.*
   --dataloader.*  --debug.*  --profiler.*  --comm.*  --dump_folder  --hf_assets_path
   An item of a list is named by its number, as in param_groups.0.
