@@ -106,7 +106,9 @@ def groups_of_stages(
 
 def _named(stages: Sequence[int]) -> str:
     first, last = stages[0], stages[-1]
-    return f"stage {first}" if first == last else f"stages {first}-{last}"
+    if len(stages) > 1 and list(stages) == [*range(first, last + 1)]:
+        return f"stages {first}-{last}"
+    return f"stage {' and '.join(map(str, stages))}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
