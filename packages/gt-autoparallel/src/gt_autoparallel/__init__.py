@@ -20,7 +20,13 @@ file imports from its own folder and from those below it: the workspace's ``pypr
 which.
 """
 
-from gt_autoparallel.apply import allow_evaluation, apply_plan, make_expert_meshes
+from gt_autoparallel.apply import (
+    PlacedModel,
+    allow_evaluation,
+    apply_plan,
+    make_expert_meshes,
+    placed_model,
+)
 from gt_autoparallel.audit import audit_plan
 from gt_autoparallel.errors import (
     ConstraintError,
@@ -41,6 +47,7 @@ from gt_autoparallel.plan import (
     compare,
     decode_plan,
     encode_plan,
+    plan_digest,
     plan_report,
     predicted_collectives,
     write_report_page,
@@ -71,6 +78,7 @@ __all__ = [
     "ModelInterface",
     "ModuleOutput",
     "PartToPlace",
+    "PlacedModel",
     "PlacementError",
     "PlacementPlan",
     "PlacementPrices",
@@ -95,6 +103,8 @@ __all__ = [
     "load_plan",
     "make_expert_meshes",
     "place",
+    "placed_model",
+    "plan_digest",
     "plan_on_first_rank",
     "plan_report",
     "planner_of_model",

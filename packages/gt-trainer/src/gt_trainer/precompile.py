@@ -26,6 +26,7 @@ from gt_trace.artifacts.rank_differences import with_rules
 from gt_trace.errors import ArtifactError
 from gt_trainer._torch_internals import local_shape_at, process_group_named
 from gt_trainer.artifacts.alike_ranks import (
+    NUM_ROUNDS,
     AlikeRanks,
     Judgement,
     RankGroup,
@@ -147,9 +148,7 @@ def _settle(
         axes: along which the ranks were divided already.
         reason: why.
     """
-    found, judgement = _judged(alike, alike.first_two, capture, has_all_witnesses=False)
-    if judgement.needs_more:
-        found, judgement = _judged(alike, alike.telling, capture, has_all_witnesses=True)
+    found, judgement = _judged(alike, capture)
     first = found[alike.ranks[0]]
     graphs = GraphFolder(folder, axes=MeshAxes(coordinates=first.coordinates))
     identity = at_places(first.identity, axes, first.coordinates)
@@ -177,31 +176,34 @@ def _settle(
             ranks=alike.ranks,
             captured_by=tuple(sorted(found)),
             num_rules=len(judgement.rules),
-            rule_axes=tuple(sorted({rule.axis for rule in judgement.rules.values()})),
+            rule_axes=tuple(judgement.rule_axes),
             reason=reason,
         )
     )
 
 
 def _judged(
-    alike: AlikeRanks,
-    ranks: tuple[int, ...],
-    capture: Callable[[int], _RankCapture],
-    *,
-    has_all_witnesses: bool,
+    alike: AlikeRanks, capture: Callable[[int], _RankCapture]
 ) -> tuple[dict[int, _RankCapture], Judgement]:
-    found = {rank: capture(rank) for rank in ranks}
-    first = found[ranks[0]]
-    for rank, each in found.items():
-        # What was computed for all ranks from the first must be so on those that are looked at.
-        differences = [each.path for each in explain_difference(first.identity, each.identity)]
-        if differences or each.coordinates != alike.coordinates[rank]:
-            raise ArtifactError(
-                f"ranks {ranks[0]} and {rank} cannot be stored for: they were thought alike, and "
-                f"differ in {', '.join(differences[:_MOST_PATHS]) or 'where they stand'}"
-            )
-    documents = {rank: each.stored.step for rank, each in found.items()}
-    return found, judge(alike, documents, has_all_witnesses=has_all_witnesses)
+    """Captures of ranks that seem alike, as many as it takes, and what they say."""
+    judgement = Judgement(needs_more=True)
+    for round_number in range(NUM_ROUNDS):
+        ranks = alike.witnesses(round_number)
+        found = {rank: capture(rank) for rank in ranks}
+        first = found[ranks[0]]
+        for rank, each in found.items():
+            # What was computed for all ranks from the first must be so on those looked at.
+            differences = [each.path for each in explain_difference(first.identity, each.identity)]
+            if differences or each.coordinates != alike.coordinates[rank]:
+                raise ArtifactError(
+                    f"ranks {ranks[0]} and {rank} cannot be stored for: they were thought alike, "
+                    f"and differ in {', '.join(differences[:_MOST_PATHS]) or 'where they stand'}"
+                )
+        documents = {rank: each.stored.step for rank, each in found.items()}
+        judgement = judge(alike, documents, round_number=round_number)
+        if not judgement.needs_more:
+            break
+    return found, judgement
 
 
 def _capture_once(
@@ -292,7 +294,7 @@ def _artifacts(config: GraphTrainer.Config, step: FakeStep) -> RunArtifacts:
             machine=Machine.here(titan_utils.device_type),
         ),
         parallel_dims=step.parallel_dims,
-        second_groups=create_second_groups(config.compile, step.parallel_dims),
+        second_groups=create_second_groups(config.compile, step.parallel_dims, [step.model]),
         device=torch.device("cpu"),
         passes_of=partial(
             passes_of,

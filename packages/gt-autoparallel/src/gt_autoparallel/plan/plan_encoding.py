@@ -7,6 +7,7 @@ a cost model that has it.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, get_args
@@ -14,6 +15,7 @@ from typing import Any, get_args
 from gt_autoparallel.argument_checks import check_arguments, prices_problem
 from gt_autoparallel.errors import PlanMismatchError
 from gt_autoparallel.graph.graph_encoding import (
+    canonical_json,
     decode_graph,
     decode_layout,
     encode_graph,
@@ -67,6 +69,28 @@ def encode_plan(plan: PlacementPlan) -> JsonObject:
         "solver": asdict(plan.solver),
         "replicated_nodes": list(plan.replicated_nodes),
     }
+
+
+def plan_digest(plan: PlacementPlan) -> str:
+    """SHA-256 over what a plan decides, in hex: two plans of one digest place a model alike.
+
+    What it would cost, what it was asked for and how it was found do not count.
+
+    Raises:
+        PlacementInputError: what is given is no plan.
+    """
+    check_arguments("plan_digest", plan_problem(plan))
+    decided = {
+        "mesh": asdict(plan.mesh),
+        "graph_digest": plan.signature.graph_digest,
+        "options": [_encode_option(option) for option in plan.options],
+        "recomputed": [plan.graph.nodes[index].name for index in plan.recomputed],
+        "steps": [
+            [consumer, position, [asdict(step) for step in steps]]
+            for (consumer, position), steps in sorted(plan.steps_of_uses().items())
+        ],
+    }
+    return hashlib.sha256(canonical_json(decided)).hexdigest()
 
 
 def decode_plan(content: Mapping[str, Any], prices: StepPrices) -> PlacementPlan:

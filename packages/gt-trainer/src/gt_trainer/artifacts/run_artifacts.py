@@ -28,6 +28,7 @@ from gt_trainer.artifacts.rank_exchange import RankExchange
 from gt_trainer.artifacts.run_identity import RunSettings, step_identity
 from gt_trainer.artifacts.shared_capture import SharedGraph, capture_alone, share_capture
 from gt_trainer.artifacts.storable_graph import StorableGraph
+from gt_trainer.placement.placed_parts import expert_groups
 
 CapturedT = TypeVar("CapturedT")
 
@@ -149,7 +150,8 @@ class RunArtifacts:
             mesh = self.parallel_dims.get_optional_mesh(axis)
             if mesh is not None:
                 meshes.append(mesh)
-        groups = {label: group.group_name for label, group in self.second_groups.items()}
+        groups = expert_groups(self.settings.compile, model)
+        groups |= {label: group.group_name for label, group in self.second_groups.items()}
         return MeshAxes.of(meshes, groups=groups)
 
     def _tell(self, shared: SharedGraph[Any]) -> None:

@@ -36,6 +36,7 @@ from gt_passes import GraphPass
 from gt_trace import register_block_masks
 from gt_trace.capture.captured_mode import CapturedMode, hooks_of
 from gt_trainer.artifacts.plain_data import folded, plain_data, tensor_text
+from gt_trainer.placement.placed_parts import identity_of_plan
 
 PACKAGES = ("gt_config", "gt_trace", "gt_passes", "gt_pipeline", "gt_autoparallel", "gt_trainer")
 """Whose sources count. Not every run imports all of them; one of them shapes the graph or not by
@@ -188,6 +189,7 @@ def step_identity(
             "debug": plain(settings.debug, "debug"),
             "passes": [{"name": each.name, **plain(each, each.name)} for each in passes],
             "global_modes": _global_modes(),
+            "plan": identity_of_plan(settings.compile, model),
             "definitions": definitions(model, loss_fn, passes),
         },
     )

@@ -72,7 +72,7 @@ class _Class:
     digest: str
     alike: AlikeRanks
     reason: str = ""
-    has_all_witnesses: bool = False
+    round_number: int = 0
     is_settled: bool = False
     can_be_stored: bool = True
     num_rules: int = 0
@@ -86,7 +86,7 @@ class _Class:
     @property
     def wanted(self) -> tuple[int, ...]:
         """Who must have captured before the next judgement."""
-        return self.alike.telling if self.has_all_witnesses else self.alike.first_two
+        return self.alike.witnesses(self.round_number)
 
 
 def share_capture(
@@ -292,7 +292,7 @@ class _Sharing(Generic[CapturedT]):
             if verdict["axes"]:
                 judged += self._divide(each, verdict)
                 continue
-            each.has_all_witnesses = each.has_all_witnesses or verdict["needs_more"]
+            each.round_number += verdict["needs_more"]
             each.is_settled = not verdict["needs_more"]
             each.can_be_stored = verdict["can_be_stored"]
             each.num_rules, each.rule_axes = verdict["num_rules"], tuple(verdict["rule_axes"])
@@ -329,14 +329,14 @@ class _Sharing(Generic[CapturedT]):
             assert self._stored is not None
             document = json.loads(_document_bytes(self._stored.step))
             captures = {rank: self._documents.get(rank, document) for rank in own.wanted}
-            judgement = judge(own.alike, captures, has_all_witnesses=own.has_all_witnesses)
+            judgement = judge(own.alike, captures, round_number=own.round_number)
             self._finish(own, judgement, document)
         return {
             "axes": list(judgement.divided_by),
             "needs_more": judgement.needs_more,
             "can_be_stored": can_be_stored,
             "num_rules": len(judgement.rules),
-            "rule_axes": sorted({rule.axis for rule in judgement.rules.values()}),
+            "rule_axes": judgement.rule_axes,
             "reason": "; ".join(map(str, judgement.examples)),
         }
 

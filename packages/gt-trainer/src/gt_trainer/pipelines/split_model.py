@@ -240,7 +240,7 @@ def captured_stages(
         dump_folder: see ``pipeline``.
         compiler: in place of Inductor, for graphs that are not going to run.
     """
-    create_second_groups(compile_config, parallel_dims)
+    create_second_groups(compile_config, parallel_dims, list(parts.values()))
     return PipelinedStep(
         parts,
         plan.schedule,
