@@ -169,6 +169,7 @@ def _settle(
         step=with_rules(first.stored.step, judgement.rules),
         documents=first.stored.documents,
         blobs=first.stored.blobs,
+        rule_axes=tuple(judgement.rule_axes),
     )
     graphs.write_graph(identity, first.kind, stored)
     progress.groups.append(

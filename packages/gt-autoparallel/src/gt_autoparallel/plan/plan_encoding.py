@@ -8,7 +8,7 @@ a cost model that has it.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any, get_args
 
@@ -71,10 +71,15 @@ def encode_plan(plan: PlacementPlan) -> JsonObject:
     }
 
 
-def plan_digest(plan: PlacementPlan) -> str:
+def plan_digest(plan: PlacementPlan, *, renamed: Callable[[str], str] = str) -> str:
     """SHA-256 over what a plan decides, in hex: two plans of one digest place a model alike.
 
     What it would cost, what it was asked for and how it was found do not count.
+
+    Args:
+        plan: the plan.
+        renamed: changes names in the text of which the digest is taken, so that plans of parts that
+            are alike but for names have one digest.
 
     Raises:
         PlacementInputError: what is given is no plan.
@@ -82,15 +87,15 @@ def plan_digest(plan: PlacementPlan) -> str:
     check_arguments("plan_digest", plan_problem(plan))
     decided = {
         "mesh": asdict(plan.mesh),
-        "graph_digest": plan.signature.graph_digest,
+        "graph": encode_graph(plan.graph),
         "options": [_encode_option(option) for option in plan.options],
-        "recomputed": [plan.graph.nodes[index].name for index in plan.recomputed],
+        "recomputed": list(plan.recomputed),
         "steps": [
             [consumer, position, [asdict(step) for step in steps]]
             for (consumer, position), steps in sorted(plan.steps_of_uses().items())
         ],
     }
-    return hashlib.sha256(canonical_json(decided)).hexdigest()
+    return hashlib.sha256(renamed(canonical_json(decided).decode()).encode()).hexdigest()
 
 
 def decode_plan(content: Mapping[str, Any], prices: StepPrices) -> PlacementPlan:

@@ -340,9 +340,14 @@ class Encoder:
         return {
             "training": dict(mode.training),
             "num_hooks": dict(mode.num_hooks),
-            "trainable": sorted(mode.trainable),
+            "trainable": sorted(mode.trainable, key=_by_numbers),
             "autocast": {device: self.value(dtype) for device, dtype in mode.autocast.items()},
         }
+
+
+def _by_numbers(name: str) -> list[tuple[int, str]]:
+    """A name as what it is sorted by: a tenth layer stands behind the ninth."""
+    return [(int(each), "") if each.isdigit() else (-1, each) for each in name.split(".")]
 
 
 def _group_arguments(node: Node) -> frozenset[int | str]:

@@ -46,6 +46,9 @@ CapturedT = TypeVar("CapturedT")
 
 _MOST_PATHS = 3
 
+PIPELINE_AXIS = "pp"
+"""The axis along which ranks hold other parts of a model, that may be alike but for their names."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedGraph(Generic[CapturedT]):
@@ -58,8 +61,13 @@ class SharedGraph(Generic[CapturedT]):
     loaded_from: Path | None
     """None where this rank captured it."""
 
-    is_lowest: bool
-    """Whether this rank is the lowest of those that share the graph."""
+    rule_axes: tuple[str, ...]
+    """The axes from which numbers of the graph follow: ranks at other places on these share the
+    graph as it is stored, and run others."""
+
+    is_first_of_its_kind: bool
+    """Whether this rank is the lowest of those that run the very same graph, its numbers too, and
+    stand at the same place of a pipeline."""
 
     groups: tuple[RankGroup, ...]
     """Of all ranks, in the order of the lowest of each."""
@@ -172,15 +180,19 @@ class _Sharing(Generic[CapturedT]):
         self._hand_on(settled, holders)
         if self._loaded is None and self._captured is None:
             self._captured = self._graph.capture()
-        captured = self._captured
+        own = next(each for each in settled if self._rank in each.alike.coordinates)
+        captured, rule_axes = self._captured, own.rule_axes
         if captured is None:
             assert self._loaded is not None
             captured = self._loaded.captured
+        if self._loaded is not None:
+            rule_axes = self._loaded.rule_axes
         return SharedGraph(
             captured=captured,
             identity=self._identity,
             loaded_from=self._loaded.path if self._loaded is not None else None,
-            is_lowest=self._rank in (each.origin for each in settled),
+            rule_axes=rule_axes,
+            is_first_of_its_kind=_is_first(own.alike, self._rank, rule_axes),
             groups=tuple(
                 RankGroup(
                     ranks=each.alike.ranks,
@@ -353,6 +365,7 @@ class _Sharing(Generic[CapturedT]):
                 step=with_rules(document, judgement.rules),
                 documents=self._stored.documents,
                 blobs=self._stored.blobs,
+                rule_axes=tuple(judgement.rule_axes),
             )
 
     def _divide(self, divided: _Class, verdict: Mapping[str, Any]) -> list[_Class]:
@@ -404,6 +417,12 @@ def _listed(paths: Sequence[str]) -> str:
     shown = ", ".join(paths[:_MOST_PATHS])
     more = len(paths) - _MOST_PATHS
     return f"other ranks have another {shown}" + (f" and {more} more" if more > 0 else "")
+
+
+def _is_first(alike: AlikeRanks, rank: int, rule_axes: Sequence[str]) -> bool:
+    axes = [axis for axis in (*rule_axes, PIPELINE_AXIS) if axis in alike.coordinates[rank]]
+    (part,) = (part for part in alike.divided(axes) if rank in part.coordinates)
+    return part.ranks[0] == rank
 
 
 def _source(of: _Class, holders: Mapping[str, list[int]]) -> int:

@@ -5,7 +5,7 @@ Asked for a model that no plan places, everything here is empty, and the solver 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 from torch import nn
@@ -13,14 +13,19 @@ from torch import nn
 from gt_config import CompileConfig
 
 
-def identity_of_plan(options: CompileConfig, model: nn.Module) -> str | None:
-    """The digest of what the plan of a model, or of a stage, decides; None without a plan."""
+def identity_of_plan(
+    options: CompileConfig, model: nn.Module, renamed: Callable[[str], str] = str
+) -> str | None:
+    """The digest of what the plan of a model, or of a stage, decides; None without a plan.
+
+    ``renamed`` gives names of layers, in a text, other names: those that alike stages have.
+    """
     if not options.autoparallel:
         return None
     from gt_autoparallel import placed_model, plan_digest
 
     placed = placed_model(model)
-    return None if placed is None else plan_digest(placed.plan)
+    return None if placed is None else plan_digest(placed.plan, renamed=renamed)
 
 
 def expert_groups(options: CompileConfig, model: nn.Module) -> dict[str, str]:

@@ -25,6 +25,7 @@ from gt_pipeline.split import SharedGroup
 from gt_trainer._torch_internals import process_group_named
 from gt_trainer.artifacts.run_artifacts import RunArtifacts
 from gt_trainer.artifacts.shared_capture import SharedGraph
+from gt_trainer.artifacts.stage_names import StageNames
 from gt_trainer.decoder.eager_chunks import chunked_for_capture
 from gt_trainer.decoder.expert_regions import annotate_expert_regions
 from gt_trainer.startup import StartupClock
@@ -209,7 +210,9 @@ class PipelinedStep:
         else:
             shared = self._obtain(part, passes, trace, self._artifacts, fake_mode, options)
             captured = shared.captured
-            generating = self._artifacts.generating_code(shared, model=part)
+            generating = self._artifacts.generating_code(
+                shared, model=part, part=f"stage {stage_index}"
+            )
             if captured.is_loaded:
                 passes.take_reports(captured.passes)
         with self._clock.part("passes"), generating:
@@ -268,15 +271,18 @@ class PipelinedStep:
         options: Mapping[str, Any],
     ) -> SharedGraph[CapturedStage]:
         """A stage that this rank or another has captured, now or before."""
+        names = StageNames.of(
+            part, stage_index=options["stage_index"], num_stages=options["num_stages"]
+        )
         stored = StoredStage(
             trace=trace,
             model=part,
+            names=names,
             axes=artifacts.axes(part),
             clock=self._clock,
             fake_mode=fake_mode,
         )
         facts = {
-            "stage_index": options["stage_index"],
             "num_stages": options["num_stages"],
             "num_live_microbatches": passes.num_live_microbatches,
         }
@@ -292,6 +298,7 @@ class PipelinedStep:
             # Together only if all have as many stages to ask for.
             is_first=not self._runners and len(counts) == 1,
             num_microbatches=self._schedule.num_microbatches,
+            stage=names,
         )
 
     def _microbatches(
