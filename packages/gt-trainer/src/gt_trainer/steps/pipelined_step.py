@@ -287,13 +287,17 @@ class PipelinedStep:
             "num_live_microbatches": passes.num_live_microbatches,
         }
         microbatch: MicrobatchInputs = options["inputs"]
-        taken = microbatch.args, dict(microbatch.kwargs), microbatch.target
+        taken = (  # of what the rank is given, for any of its stages
+            microbatch.args if options["stage_index"] == 0 else (),
+            dict(microbatch.kwargs),
+            None if options["loss_fn"] is None else microbatch.target,
+        )
         counts = {len(self._schedule.stages_of_rank(r)) for r in range(self._schedule.num_ranks)}
         return artifacts.obtain(
             stored,
             passes=passes.all_passes(),
             model=part,
-            loss_fn=self._loss_fn,
+            loss_fn=None if options["loss_fn"] is None else self._loss_fn,
             arguments=(facts, options["activations"], *taken),
             # Together only if all have as many stages to ask for.
             is_first=not self._runners and len(counts) == 1,
