@@ -58,8 +58,8 @@ def captured_runner(
         each
         for stage in stages
         for each in (
-            *stage._executables.values(),
-            *(pair for _, pair in stage._overlaps.values()),
+            *stage._executables.computing.values(),
+            *(pair for _, pair in stage._executables.pairs.values()),
         )
     ]
     last_results = [_watch(each) for each in executables]

@@ -36,11 +36,11 @@ class Exchanges:
 
 def exchanges_of(stage: GraphPipelineStage) -> Iterator[Exchanges]:
     """Of every graph of a stage that has exchanges or chunks, pairs that were asked for too."""
-    for kind, executable in stage._executables.items():
+    for kind, executable in stage._executables.computing.items():
         graph_module = executable.action.graph_module
         exposed = map(str, exposed_exchanges(graph_module))
         yield from _found(stage, kind, graph_module, tuple(exposed))
-    for (backward_stage, kind), (_, pair) in stage._overlaps.items():
+    for (backward_stage, kind), (_, pair) in stage._executables.pairs.items():
         graph_module = pair.action.graph_module
         tokens = {node.name for node in graph_module.graph.nodes if _sends_tokens(node)}
         found = exposed_collectives(graph_module)  # of tensor parallelism too

@@ -132,7 +132,7 @@ def _run_otherwise(
 ) -> None:
     """Replace the second run of the graph of an action of this rank's stage."""
     (stage,) = trainer.pp_schedule.stages.values()
-    executable = stage._executables[action]
+    executable = stage._executables.computing[action]
     own, calls = executable.run, itertools.count()
     executable.run = lambda inputs: instead(own, inputs) if next(calls) == 1 else own(inputs)
 

@@ -109,7 +109,9 @@ def test_a_mask_is_split_with_its_samples(
     name: str,
 ) -> None:
     schedule = schedule_of(name, num_ranks=1, num_stages=2, num_microbatches=NUM_MICROBATCHES)
-    assert operators(stages[1]._executables["FORWARD"].action) == []  # they are in regions
+    assert (
+        operators(stages[1]._executables.computing["FORWARD"].action) == []
+    )  # they are in regions
     evaluated, trained = step(stages, schedule, 1)
     losses, gradients = trained_eagerly
     assert torch.equal(torch.stack(evaluated.losses), losses)

@@ -177,7 +177,7 @@ def test_a_step_that_fails_drops_the_recording_before_groups_are_closed(
 def test_where_one_graph_cannot_be_recorded_actions_are() -> None:
     recorder = FakeRecorder()
     stages = new_stages(2, recorder)
-    stages[1]._marks[0] = None
+    stages[1]._executables.marks[0] = None
     with GraphPPRunner(stages, planned_schedule("Interleaved1F1B", 2)) as runner:
         assert not runner.replays_steps
     assert all(stage._recordings.is_used for stage in stages)
@@ -191,7 +191,7 @@ def test_actions_that_are_recorded_keep_gathered_parameters_which_no_bound_allow
     planned = planned_schedule("Interleaved1F1B", 2)
     with GraphPPRunner(stages, planned, max_unsharded_bytes=100) as runner:
         assert runner.replays_steps
-    stages[1]._marks[0] = None
+    stages[1]._executables.marks[0] = None
     with pytest.raises(RunnerSetupError) as caught:
         GraphPPRunner(stages, planned, max_unsharded_bytes=100)
     assert caught.value.problems == tuple(

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch._functorch.config  # settings of AOTAutograd and its partitioner; no public name
 import torch.distributed as dist
+import torch.fx.experimental._config  # settings of sizes known at run time; no public name
 from torch._ops import OpOverload  # one way to call an operator; no public name
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
-__all__ = ["OpOverload", "is_cuda_lost_by_fork", "local_shape_at", "process_group_named"]
+__all__ = [
+    "OpOverload",
+    "is_cuda_lost_by_fork",
+    "local_shape_at",
+    "process_group_named",
+    "torch_settings",
+]
 
 
 def is_cuda_lost_by_fork() -> bool:
@@ -45,3 +53,12 @@ def local_shape_at(tensor: DTensor, coordinates: Sequence[int]) -> tuple[int, ..
         tensor.shape, tensor.device_mesh.shape, list(coordinates), tensor.placements, True
     )
     return tuple(shape)
+
+
+def torch_settings() -> Mapping[str, Mapping[str, Any]]:
+    """Every setting by which AOTAutograd traces and cuts and symbols get sizes, by its module."""
+    modules: dict[str, Any] = {
+        "functorch": torch._functorch.config,
+        "symbols": torch.fx.experimental._config,
+    }
+    return {name: module.get_config_copy() for name, module in modules.items()}

@@ -77,6 +77,7 @@ class NumberGraph:
     coordinates: Coordinates
     numbers_of: Callable[[Coordinates], list[Any]]
     fails_on: int | None = None
+    refuses_on: int | None = None
     is_storable: bool = True
     captures: list[int] = field(default_factory=list)
     """Ranks that captured."""
@@ -95,6 +96,8 @@ class NumberGraph:
         return StoredGraph(step={"nodes": [["c", "name", 0, captured, {}, []]]})
 
     def decode(self, container: Container) -> list[Any]:
+        if self.rank == self.refuses_on:
+            raise ArtifactError("a value is missing here")
         document = at_coordinates(container.document(STEP_SECTION), self.coordinates)
         (node,) = document["nodes"]
         numbers: list[Any] = node[3]

@@ -103,3 +103,47 @@ def test_names_of_layers_are_folded_and_nothing_is_lost():
     }
     swapped = {**named, "layers.1.w": "c", "layers.2.w": "b"}
     assert folded(swapped)["layers.*.w"] == "0, 2: b; 1: c"
+
+
+class Dispatcher:
+    def __init__(self, **held: object) -> None:
+        vars(self).update(held)
+
+
+def test_any_object_is_its_class_and_attributes_where_it_may_be():
+    with pytest.raises(FingerprintTypeError, match="Dispatcher, and nothing says in what two"):
+        plain_data(Dispatcher(top_k=2), path="experts")
+
+    def of(value: object) -> object:
+        return plain_data(value, path="experts", takes_any_object=True)
+
+    assert of(Dispatcher(top_k=2)) == of(Dispatcher(top_k=2)) != of(Dispatcher(top_k=3))
+    inner = Dispatcher(inside=Dispatcher(top_k=2))
+    assert of(inner) != of(Dispatcher(inside=Dispatcher(top_k=3)))
+    deeper = of(Dispatcher(inside=inner))
+    assert deeper == of(Dispatcher(inside=Dispatcher(inside=Dispatcher(top_k=3))))
+    lock = torch.Generator()  # PyTorch's own: what it holds is of this process
+    assert of(lock) == {"class": "torch._C.Generator"}
+    knot = Dispatcher()
+    knot.itself = knot
+    assert of(knot) == of(knot)
+
+
+def test_a_name_that_stands_for_nothing_yet_is_no_error():
+    def outer() -> object:
+        def inner() -> object:
+            return later
+
+        found = plain_data(inner, path="f")
+        later = 1
+        return found, later
+
+    found, _ = outer()
+    assert found["cells"] == ["nothing yet"]
+
+
+def test_tensors_on_meta_stand_for_those_of_a_device():
+    tensor = torch.zeros(2)
+    meta = tensor.to("meta")
+    assert plain_data([meta], path="x", meta_device="cpu") == plain_data([tensor], path="x")
+    assert plain_data([meta], path="x") != plain_data([tensor], path="x")

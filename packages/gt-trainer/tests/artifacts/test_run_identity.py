@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._functorch.config
 
 from gt_config import Fingerprint, explain_difference, refuse_stale
 from gt_config.errors import StaleFingerprintError
@@ -114,6 +115,23 @@ def with_another_layer(parts: dict[str, Any]) -> None:
     )
 
 
+def with_scale_set_by_hand(parts: dict[str, Any]) -> None:
+    parts["model"].layers["0"].attention.scaling = 0.5
+
+
+def with_attribute_of_the_users(parts: dict[str, Any]) -> None:
+    parts["model"].norm.clamp_to = 3
+
+
+def with_other_forward(parts: dict[str, Any]) -> None:
+    own = parts["model"].norm.forward
+    parts["model"].norm.forward = lambda x: own(x) * 2
+
+
+def with_partitioner_budget(parts: dict[str, Any]) -> None:
+    torch._functorch.config.activation_memory_budget = 0.5
+
+
 def with_autocast(parts: dict[str, Any]) -> None:
     torch.set_autocast_enabled("cpu", True)
 
@@ -151,6 +169,13 @@ CHANGES: dict[str, tuple[Change, str]] = {
     "mask": (with_other_mask, 'batch["leaves"]["[3][\'attention_masks\']"]'),
     "pass": (without_last_pass, "passes"),
     "autocast": (with_autocast, 'global_modes["autocast"]'),
+    "scale": (with_scale_set_by_hand, 'model["attributes"]["layers.*.attention.scaling"]'),
+    "attribute": (with_attribute_of_the_users, 'model["attributes"]["norm.clamp_to"]'),
+    "forward": (with_other_forward, 'model["attributes"]["norm.forward"]'),
+    "partitioner": (
+        with_partitioner_budget,
+        'pytorch["functorch.activation_memory_budget"]',
+    ),
     "microbatches": (lambda parts: parts.update(num_microbatches=2), 'batch["num_microbatches"]'),
 }
 
@@ -206,13 +231,14 @@ def test_ranks_that_are_alike_have_one_identity():
 def test_what_is_left_out_are_fields_that_exist():
     config = llama3.llama3_debugmodel()
     parts = {
+        "run": config,
         "model": config.model_spec.model,
         "loss": config.loss,
         "parallelism": config.parallelism,
         "training": config.training,
         "debug": config.debug,
     }
-    assert parts.keys() == NO_PART_OF_THE_GRAPH.keys()
+    assert {*parts, "pytorch"} == NO_PART_OF_THE_GRAPH.keys()
     for name, part in parts.items():
         assert {field.name for field in dataclasses.fields(part)} >= NO_PART_OF_THE_GRAPH[name]
 

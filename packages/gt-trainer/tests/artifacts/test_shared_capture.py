@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from artifacts.ranks_as_threads import Coordinates, Start, start
+from artifacts.ranks_as_threads import SECONDS, Coordinates, Start, start
 from torchtitan.tools.logging import logger
 
 from gt_trace.artifacts.folder import ArtifactFolder
@@ -128,6 +129,33 @@ def test_a_capture_that_fails_ends_all_ranks(rank: int, tmp_path: Path):
             assert str(error) == (
                 f"rank {rank} could not capture its graph: ZeroDivisionError: no capture here"
             )
+
+
+@pytest.mark.parametrize("folders", [shared_folder, own_folders])
+def test_a_rank_that_refuses_what_others_load_captures_for_itself(
+    folders: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    start(MESH, like, folder_of=folders(tmp_path))
+    found = start(MESH, like, folder_of=folders(tmp_path), refuses_on=5)
+    check(found, like)
+    assert found.captures == [5]
+    assert "this rank, which captures: a value is missing here" in caplog.text
+
+
+@pytest.mark.parametrize("folders", [shared_folder, own_folders])
+def test_a_rank_that_refuses_what_others_load_and_cannot_capture_ends_all(
+    folders: Any, tmp_path: Path
+):
+    start(MESH, like, folder_of=folders(tmp_path))
+    begin = time.monotonic()
+    found = start(MESH, like, folder_of=folders(tmp_path), refuses_on=5, fails_on=5)
+    assert time.monotonic() - begin < SECONDS  # or threads would have waited in vain
+    for number, error in enumerate(found.shared):
+        if number == 5:
+            assert isinstance(error, ZeroDivisionError)
+        else:
+            assert isinstance(error, CaptureFailedElsewhereError)
+            assert "rank 5 could not capture its graph: ZeroDivisionError" in str(error)
 
 
 def test_what_cannot_be_stored_is_captured_by_every_rank(

@@ -8,27 +8,32 @@ tells.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection
-from typing import Any
+from collections.abc import Collection
+from functools import partial
+from typing import Any, Unpack
 
 from gt_passes import Verifier
 from gt_passes.verifier.verifier import GraphInterface
 from gt_pipeline.errors import StageCutError
-from gt_pipeline.graph._torch_internals import FakeTensorMode
 from gt_pipeline.graph.accumulation_cut import AccumulationGraphs, MicrobatchGraph, cut_tidied
 from gt_pipeline.graph.changed_graphs import refuse_problems
 from gt_trace.artifacts.decoder import Decoder
+from gt_trace.artifacts.encoded_document import (
+    DecodingOptions,
+    EncodedDocument,
+    decode_document,
+    encode_document,
+)
 from gt_trace.artifacts.encoder import Encoder
 from gt_trace.artifacts.mesh_axes import MeshAxes
 from gt_trace.artifacts.operators import NAMESPACES
-from gt_trace.artifacts.step_document import EncodedStep, decoded_step, readable, step_content
+from gt_trace.artifacts.step_document import decoded_step, step_content
 from gt_trace.errors import ArtifactError
-from gt_trace.garbage_collection import held_garbage_collection
 
 
 def encode_accumulation(
     graphs: AccumulationGraphs, axes: MeshAxes, *, namespaces: Collection[str] = NAMESPACES
-) -> EncodedStep:
+) -> EncodedDocument:
     """A step of several microbatches as a document that is the same on all ranks that are alike.
 
     Args:
@@ -39,37 +44,26 @@ def encode_accumulation(
     Raises:
         ArtifactError: they hold something that no document can hold; it is named.
     """
-    encoder = Encoder(axes, namespaces=namespaces)
-    document = encoder.document(accumulation_content(encoder, graphs))
-    return EncodedStep(document=document, blobs=encoder.blobs)
+    return encode_document(graphs, axes, accumulation_content, namespaces=namespaces)
 
 
 def decode_accumulation(
-    document: Any,
-    axes: MeshAxes,
-    *,
-    blob: Callable[[str], bytes],
-    fake_mode: FakeTensorMode | None = None,
-    namespaces: Collection[str] = NAMESPACES,
-    verify: bool = True,
+    document: Any, axes: MeshAxes, *, verify: bool = True, **options: Unpack[DecodingOptions]
 ) -> AccumulationGraphs:
     """The step of a document, as this rank would have captured and cut it.
 
     Args:
         document: as ``encode_accumulation`` made it, through JSON.
         axes: names of this rank's process groups, and where it stands.
-        blob: gives the bytes of a constant tensor by its name.
-        fake_mode: as for ``trace_step``.
-        namespaces: of operators that graphs may call.
         verify: whether to verify every stored graph.
+        **options: ``DecodingOptions``.
 
     Raises:
         ArtifactError: the document is damaged, names what there is not here, or describes graphs
             that are broken or cannot be cut; every problem of a graph is listed.
     """
-    with readable(), held_garbage_collection():
-        decoder = Decoder(document, axes, blob=blob, fake_mode=fake_mode, namespaces=namespaces)
-        return decoded_accumulation(decoder, decoder.content, verify=verify)
+    decoded = partial(decoded_accumulation, verify=verify)
+    return decode_document(document, axes, decoded, **options)
 
 
 def accumulation_content(encoder: Encoder, graphs: AccumulationGraphs) -> dict[str, Any]:

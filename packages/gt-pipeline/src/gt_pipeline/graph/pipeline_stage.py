@@ -1,28 +1,22 @@
-"""A pipeline stage whose every action runs a graph made before: no autograd at run time."""
+"""A pipeline stage whose every action runs a graph made before: no autograd at run time.
+
+Here is what a stage holds from action to action. The graphs are ``stage_executables``.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import get_args
 
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule
 
 from gt_config.node_keys import OverlappedBackward, PipelineAction
-from gt_passes.cuda_graphs.whole_recording import WholeRecording, whole_recording
-from gt_passes.verifier.collective_order import CollectiveSequence
 from gt_pipeline.errors import StageInputError, StageOrderError
 from gt_pipeline.graph._torch_internals import FakeTensorMode
 from gt_pipeline.graph.action_graph import ActionGraph
-from gt_pipeline.graph.executables import (
-    Executable,
-    GraphTransform,
-    transformed,
-)
-from gt_pipeline.graph.launched_executable import LaunchedExecutable
-from gt_pipeline.graph.overlapped_actions import OverlappedActions, overlap_actions
+from gt_pipeline.graph.executables import Executable, GraphTransform
+from gt_pipeline.graph.overlapped_actions import OverlappedActions
 from gt_pipeline.graph.recorded_actions import StageRecordings
 from gt_pipeline.graph.replayed_steps import ReplayedSteps, StageReads
 from gt_pipeline.graph.rewrite_stage import (
@@ -31,7 +25,8 @@ from gt_pipeline.graph.rewrite_stage import (
     rewrite_stage,
 )
 from gt_pipeline.graph.stage_capture import StageCapture, StageLoss, capture_stage
-from gt_pipeline.graph.stage_evaluations import EvaluationForward, StageEvaluations
+from gt_pipeline.graph.stage_evaluations import EvaluationForward
+from gt_pipeline.graph.stage_executables import StageExecutables
 from gt_pipeline.graph.stage_gradients import StageGradients
 from gt_pipeline.graph.stage_inputs import MicrobatchReader, StageState
 from gt_pipeline.graph.stage_values import StageValues
@@ -112,10 +107,7 @@ class GraphPipelineStage:
         self.num_stages = num_stages
         self.device = torch.device(device)
         self._module = module
-        self._transform = transform
-        self._generate_code = generate_code
-        self._verify = verify
-        self._capture = functools.partial(
+        capture_now = functools.partial(
             capture_stage,
             module,
             stage_index=stage_index,
@@ -128,7 +120,7 @@ class GraphPipelineStage:
             **capture_options,  # type: ignore[arg-type]  # checked where they arrive
         )
         if rewritten is None:
-            capture = self._capture(fake_mode=fake_mode)
+            capture = capture_now(fake_mode=fake_mode)
             if prepare_capture is not None:
                 prepare_capture(capture)
             rewritten = rewrite_stage(capture, transform=transform, verify=verify)
@@ -148,41 +140,30 @@ class GraphPipelineStage:
         self._state = state = StageState(capture, module)
         self._reader = MicrobatchReader(capture)
         self._recordings = StageRecordings()
-        actions = {
-            kind: self._edited(each, generate_code) for kind, each in rewritten.actions.items()
-        }
-        self._marks = [_mark_of(each) for each in actions.values() if not each.is_empty]
-        """How each graph of a training step is to be recorded."""
-
-        self._unshard = LaunchedExecutable(actions.pop("UNSHARD"), verify=verify)
-        self._values = StageValues(state, self._unshard, self._recordings)
-        self._reduce = LaunchedExecutable(actions.pop("REDUCE_GRAD"), verify=verify)
-        self._executables: dict[PipelineAction, Executable] = {
-            kind: Executable(action, self._recordings) for kind, action in actions.items()
-        }
+        self._executables = StageExecutables(
+            rewritten,
+            module,
+            capture_evaluation=lambda: capture_now(fake_mode=self.fake_mode, differentiate=False),
+            transform=transform,
+            generate_code=generate_code,
+            recordings=self._recordings,
+            verify=verify,
+        )
+        self._computing = self._executables.computing
+        self._values = StageValues(state, self._executables.unshard, self._recordings)
         self._num_outputs = len(capture.output_signature)
         self._num_arriving = sum(each.requires_grad for each in capture.output_signature)
         self._num_leaving = sum(each.requires_grad for each in capture.input_signature)
-        self._evaluations = StageEvaluations(
-            module,
-            self.graphs,
-            capture=lambda: self._capture(fake_mode=self.fake_mode, differentiate=False),
-            transform=self._transformed,
-            verify=verify,
-        )
         self._evaluation: EvaluationForward | None = None
         """The one that ran last."""
 
-        self._overlaps: dict[
-            tuple[int, OverlappedBackward], tuple[OverlappedActions, Executable]
-        ] = {}
         self.reads: StageReads | None = None
         """While a whole step is recorded: its state and microbatches."""
 
         self._saved: dict[int, list[Tensor]] = {}
         self._between: dict[int, list[Tensor]] = {}
         self._gradients = StageGradients(
-            capture, self._executables["FULL_BACKWARD"].gradient_slots, self._reduce
+            capture, self._computing["FULL_BACKWARD"].gradient_slots, self._executables.reduce
         )
 
     @property
@@ -193,8 +174,7 @@ class GraphPipelineStage:
     @property
     def actions(self) -> Mapping[PipelineAction, ActionGraph]:
         """The graph that each action runs, after the transform, by kind."""
-        computing = [each.action for each in self._executables.values()]
-        return {each.kind: each for each in (self._unshard.action, *computing, self._reduce.action)}
+        return self._executables.actions
 
     @property
     def fake_mode(self) -> FakeTensorMode:
@@ -227,31 +207,14 @@ class GraphPipelineStage:
         Returns:
             A line for each, by the action that launches it; actions without any are missing.
         """
-        named: dict[str, GraphModule] = {
-            kind: each.graph_module for kind, each in self.actions.items()
-        }
-        for (backward_stage, kind), (_, pair) in self._overlaps.items():
-            named[f"FORWARD with {kind} of stage {backward_stage}"] = pair.action.graph_module
-        for number, graph_module in enumerate(self._evaluations.graph_modules()):
-            named[f"FORWARD of evaluation {number}"] = graph_module
-        lines = {
-            name: tuple(call.text for call in CollectiveSequence.of(graph_module).calls)
-            for name, graph_module in named.items()
-        }
-        return {name: of_action for name, of_action in lines.items() if of_action}
+        return self._executables.collectives()
 
     def group_names(self) -> tuple[str, ...]:
         """The process groups in which its actions communicate, by name, each once.
 
         Pairs of actions and evaluations use no others.
         """
-        return tuple(
-            {
-                call.group_name: None
-                for action in self.actions.values()
-                for call in CollectiveSequence.of(action.graph_module).calls
-            }
-        )
+        return self._executables.group_names()
 
     # ---- parameters -----------------------------------------------------------------------------
 
@@ -278,7 +241,7 @@ class GraphPipelineStage:
         return self._values.of(executable, None if reads is None else reads.state)
 
     def _static_of_forward(self) -> tuple[Tensor, ...]:
-        forward = self._executables["FORWARD"]
+        forward = self._computing["FORWARD"]
         if not self._values.are_known_to(forward):
             # Once for each time that parameters are gathered, not for each microbatch.
             self.check_state()
@@ -297,7 +260,7 @@ class GraphPipelineStage:
         """
         arguments = self._arguments(microbatch, activations, inputs)
         static = self._static_of_forward()
-        results = self._executables["FORWARD"].run_microbatch(
+        results = self._computing["FORWARD"].run_microbatch(
             [*static, *arguments], self._gradients.sums, forward=self._recordings.enter(microbatch)
         )
         return self._keep_saved(microbatch, results)
@@ -327,7 +290,7 @@ class GraphPipelineStage:
         Raises:
             StageOrderError: its ``backward_input`` did not run.
         """
-        executable = self._executables["BACKWARD_WEIGHT"]
+        executable = self._computing["BACKWARD_WEIGHT"]
         if microbatch not in self._between:
             raise StageOrderError(
                 f"stage {self.stage_index} was asked for BACKWARD_WEIGHT of microbatch "
@@ -362,9 +325,9 @@ class GraphPipelineStage:
                 "a GraphPipelineStage overlaps with another, and this is a "
                 f"{type(backward_stage).__name__}"
             )
-        actions, pair = self._overlap(other, backward_kind)
+        actions, pair = self._executables.pair(other._executables, backward_kind)
         arguments = self._arguments(microbatch, activations, inputs)
-        executable = other._executables[backward_kind]
+        executable = other._computing[backward_kind]
         of_backward, of_forward = other._static(executable), self._static_of_forward()
         static = [*of_backward, *[of_forward[i] for i in actions.forward_static]]
         saved = other._take_saved(backward_microbatch, output_gradients, executable)
@@ -393,7 +356,7 @@ class GraphPipelineStage:
             StageCutError: the two stages were captured with different fake modes.
             ValueError: there is no such kind of backward.
         """
-        return self._overlap(backward_stage, backward_kind)[0]
+        return self._executables.pair(backward_stage._executables, backward_kind)[0]
 
     def overlapped_action(
         self, backward_stage: GraphPipelineStage, backward_kind: OverlappedBackward
@@ -403,7 +366,7 @@ class GraphPipelineStage:
         Raises:
             StageCutError, ValueError: as for ``prepare_overlap``.
         """
-        return self._overlap(backward_stage, backward_kind)[1].action
+        return self._executables.pair(backward_stage._executables, backward_kind)[1].action
 
     def evaluate(self, microbatch: int, activations: Tensors, inputs: MicrobatchInputs) -> Tensors:
         """As ``forward``, with nothing kept.
@@ -416,19 +379,19 @@ class GraphPipelineStage:
         evaluation = self._evaluation
         if evaluation is None or not self._values.are_known_to(evaluation.forward):
             # Once for each time that parameters are gathered, not for each microbatch.
-            self._evaluation = evaluation = self._evaluations.now()
+            self._evaluation = evaluation = self._executables.evaluations.now()
         evaluation.reader.check_activations(activations)
         arguments = [*activations, *evaluation.reader.read(inputs)]
         return tuple(evaluation.forward.run([*self._static(evaluation.forward), *arguments]))
 
     def prepare_evaluation(self) -> None:
         """Capture what ``evaluate`` runs in the module's present mode now, not at its first use."""
-        self._evaluations.now()
+        self._executables.evaluations.now()
 
     @property
     def num_reduction_parts(self) -> int:
         """The launch, and one for each wait that stands between two reductions or at the end."""
-        return self._reduce.num_parts
+        return self._executables.reduce.num_parts
 
     def reduce_gradients(self) -> None:
         """Launch the reduction of the accumulated gradients over data-parallel ranks."""
@@ -471,12 +434,9 @@ class GraphPipelineStage:
             stages: of this rank, by index.
         """
         graphs = {i: stage for i, stage in stages.items() if isinstance(stage, GraphPipelineStage)}
-        marks = [mark for stage in graphs.values() for mark in stage._marks]
-        marks += [
-            _mark_of(pair.action)
-            for stage in graphs.values()
-            for _, pair in stage._overlaps.values()
-        ]
+        all_executables = [stage._executables for stage in graphs.values()]
+        marks = [mark for each in all_executables for mark in each.marks]
+        marks += [mark for each in all_executables for mark in each.marks_of_pairs()]
         how = next((mark for mark in marks if mark is not None), None)
         records_whole = how is not None and None not in marks and len(graphs) == len(stages)
         for stage in graphs.values():
@@ -542,7 +502,7 @@ class GraphPipelineStage:
     def _run_backward(
         self, kind: OverlappedBackward, microbatch: int, output_gradients: Tensors
     ) -> Sequence[Tensor]:
-        executable = self._executables[kind]
+        executable = self._computing[kind]
         saved = self._take_saved(microbatch, output_gradients, executable)
         inputs = [*self._static(executable), *output_gradients, *saved]
         del saved  # the list is emptied as it is used, so that memory is freed early
@@ -552,29 +512,3 @@ class GraphPipelineStage:
     def _keep_between(self, microbatch: int, results: Sequence[Tensor]) -> Tensors:
         self._between[microbatch] = list(results[self._num_leaving :])
         return tuple(results[: self._num_leaving])
-
-    def _overlap(
-        self, other: GraphPipelineStage, kind: OverlappedBackward
-    ) -> tuple[OverlappedActions, Executable]:
-        key = (other.stage_index, kind)
-        if (found := self._overlaps.get(key)) is not None:
-            return found
-        if kind not in (allowed := get_args(OverlappedBackward)):
-            raise ValueError(
-                f"backward_kind is {kind!r}; allowed: {' or '.join(map(repr, allowed))}"
-            )
-        backward = other.graphs.of(kind)
-        actions = overlap_actions(self.graphs.forward, backward, verify=self._verify)
-        executable = Executable(self._transformed(actions.action), self._recordings)
-        self._overlaps[key] = actions, executable
-        return actions, executable
-
-    def _transformed(self, action: ActionGraph) -> ActionGraph:
-        return self._edited(self._edited(action, self._transform), self._generate_code)
-
-    def _edited(self, action: ActionGraph, transform: GraphTransform | None) -> ActionGraph:
-        return transformed(action, transform, fake_mode=self.fake_mode, verify=self._verify)
-
-
-def _mark_of(action: ActionGraph) -> WholeRecording | None:
-    return whole_recording(action.graph_module)

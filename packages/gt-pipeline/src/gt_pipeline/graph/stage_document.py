@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Collection
-from typing import Any, get_args
+from collections.abc import Collection
+from functools import partial
+from typing import Any, Unpack, get_args
 
 from gt_passes import Verifier
 from gt_passes.verifier.verifier import GraphInterface
 from gt_pipeline.errors import StageCutError
-from gt_pipeline.graph._torch_internals import FakeTensorMode
 from gt_pipeline.graph.activations import ActivationPlacement
 from gt_pipeline.graph.changed_graphs import is_unchanged, refuse_problems
 from gt_pipeline.graph.rewrite_stage import RewrittenStage
@@ -27,17 +27,22 @@ from gt_pipeline.graph.stage_cut import cut_stage
 from gt_pipeline.runner.stage_protocol import ActivationSignature
 from gt_trace import TensorLayout
 from gt_trace.artifacts.decoder import Decoder
+from gt_trace.artifacts.encoded_document import (
+    DecodingOptions,
+    EncodedDocument,
+    decode_document,
+    encode_document,
+)
 from gt_trace.artifacts.encoder import Encoder
 from gt_trace.artifacts.mesh_axes import MeshAxes
 from gt_trace.artifacts.operators import NAMESPACES
-from gt_trace.artifacts.step_document import EncodedStep, decoded_step, readable, step_content
+from gt_trace.artifacts.step_document import decoded_step, step_content
 from gt_trace.errors import ArtifactError
-from gt_trace.garbage_collection import held_garbage_collection
 
 
 def encode_stage(
     stage: RewrittenStage, axes: MeshAxes, *, namespaces: Collection[str] = NAMESPACES
-) -> EncodedStep:
+) -> EncodedDocument:
     """A stage's graphs as a document that is the same on all ranks that are alike.
 
     Args:
@@ -48,37 +53,26 @@ def encode_stage(
     Raises:
         ArtifactError: it holds something that no document can hold; it is named.
     """
-    encoder = Encoder(axes, namespaces=namespaces)
-    document = encoder.document(stage_content(encoder, stage))
-    return EncodedStep(document=document, blobs=encoder.blobs)
+    return encode_document(stage, axes, stage_content, namespaces=namespaces)
 
 
 def decode_stage(
-    document: Any,
-    axes: MeshAxes,
-    *,
-    blob: Callable[[str], bytes],
-    fake_mode: FakeTensorMode | None = None,
-    namespaces: Collection[str] = NAMESPACES,
-    verify: bool = True,
+    document: Any, axes: MeshAxes, *, verify: bool = True, **options: Unpack[DecodingOptions]
 ) -> RewrittenStage:
     """The stage of a document, as this rank would have captured it.
 
     Args:
         document: as ``encode_stage`` made it, through JSON.
         axes: names of this rank's process groups, and where it stands.
-        blob: gives the bytes of a constant tensor by its name.
-        fake_mode: of the other stages of this rank; the graphs of stages that overlap need one.
-        namespaces: of operators that graphs may call.
         verify: whether to verify every stored graph.
+        **options: ``DecodingOptions``; the graphs of stages that overlap need one ``fake_mode``.
 
     Raises:
         ArtifactError: the document is damaged, names what there is not here, or describes graphs
             that are broken or cannot be cut; every problem of a graph is listed.
     """
-    with readable(), held_garbage_collection():
-        decoder = Decoder(document, axes, blob=blob, fake_mode=fake_mode, namespaces=namespaces)
-        return decoded_stage(decoder, decoder.content, verify=verify)
+    decoded = partial(decoded_stage, verify=verify)
+    return decode_document(document, axes, decoded, **options)
 
 
 def stage_content(encoder: Encoder, stage: RewrittenStage) -> dict[str, Any]:

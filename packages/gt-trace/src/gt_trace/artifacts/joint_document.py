@@ -7,29 +7,32 @@ them, and compared with the graphs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict
-from typing import Any, get_args
+from typing import Any, Unpack, get_args
 
 from torch.fx import GraphModule
 
-from gt_trace._torch_internals import FakeTensorMode
 from gt_trace.artifacts.decoder import Decoder
+from gt_trace.artifacts.encoded_document import (
+    DecodingOptions,
+    EncodedDocument,
+    decode_document,
+    encode_document,
+)
 from gt_trace.artifacts.encoder import Encoder
 from gt_trace.artifacts.mesh_axes import MeshAxes
 from gt_trace.artifacts.operators import NAMESPACES
-from gt_trace.artifacts.step_document import EncodedStep, readable
 from gt_trace.capture.graph_inputs import GraphInput, InputKind
 from gt_trace.capture.subclass_layout import PLAIN, TensorLayout
 from gt_trace.errors import ArtifactError
-from gt_trace.garbage_collection import held_garbage_collection
 from gt_trace.joint.bound_joint import ForwardBackward
 from gt_trace.joint.joint_graph import GraphResult, JointGraph, OutputSignature, ResultKind
 
 
 def encode_joint(
     parts: ForwardBackward, axes: MeshAxes, *, namespaces: Collection[str] = NAMESPACES
-) -> EncodedStep:
+) -> EncodedDocument:
     """A forward and a backward as a document that is the same on all ranks that are alike.
 
     Args:
@@ -40,18 +43,11 @@ def encode_joint(
     Raises:
         ArtifactError: they hold something that no document can hold; it is named.
     """
-    encoder = Encoder(axes, namespaces=namespaces)
-    document = encoder.document(joint_content(encoder, parts))
-    return EncodedStep(document=document, blobs=encoder.blobs)
+    return encode_document(parts, axes, joint_content, namespaces=namespaces)
 
 
 def decode_joint(
-    document: Any,
-    axes: MeshAxes,
-    *,
-    blob: Callable[[str], bytes],
-    fake_mode: FakeTensorMode | None = None,
-    namespaces: Collection[str] = NAMESPACES,
+    document: Any, axes: MeshAxes, **options: Unpack[DecodingOptions]
 ) -> ForwardBackward:
     """The forward and backward of a document, as this rank would have captured and cut them.
 
@@ -60,16 +56,12 @@ def decode_joint(
     Args:
         document: as ``encode_joint`` made it, through JSON.
         axes: names of this rank's process groups, and where it stands.
-        blob: gives the bytes of a constant tensor by its name.
-        fake_mode: as for ``trace_step``.
-        namespaces: of operators that graphs may call.
+        **options: ``DecodingOptions``.
 
     Raises:
         ArtifactError: the document is damaged, or names what there is not here.
     """
-    with readable(), held_garbage_collection():
-        decoder = Decoder(document, axes, blob=blob, fake_mode=fake_mode, namespaces=namespaces)
-        return decoded_joint(decoder, decoder.content)
+    return decode_document(document, axes, decoded_joint, **options)
 
 
 def joint_content(encoder: Encoder, parts: ForwardBackward) -> dict[str, Any]:

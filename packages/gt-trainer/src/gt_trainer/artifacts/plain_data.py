@@ -13,7 +13,7 @@ import itertools
 import json
 from collections.abc import Mapping, Sequence, Set
 from enum import Enum
-from types import BuiltinFunctionType, FunctionType, MethodType
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -29,7 +29,31 @@ _SCALARS = (str, int, float, bool, type(None))
 _AS_TEXT = (torch.dtype, torch.layout, torch.memory_format, Placement, OpOverload)
 
 
-def plain_data(value: object, *, path: str, leave_out: Set[str] = frozenset()) -> Any:
+_OPAQUE = frozenset(
+    {
+        "torch",
+        "builtins",
+        "gt_trace",
+        "gt_passes",
+        "gt_pipeline",
+        "gt_autoparallel",  # of placed models the plan counts
+        "gt_trainer",
+    }
+)
+"""Packages whose objects are told by their classes alone, where any object is taken."""
+
+_MOST_OBJECTS = 2
+"""So many objects inside of one another are looked into."""
+
+
+def plain_data(
+    value: object,
+    *,
+    path: str,
+    leave_out: Set[str] = frozenset(),
+    meta_device: str = "meta",
+    takes_any_object: bool = False,
+) -> Any:
     """``value`` as mappings, lists, enums, texts and numbers.
 
     Args:
@@ -37,18 +61,25 @@ def plain_data(value: object, *, path: str, leave_out: Set[str] = frozenset()) -
             classes. Of a module, only the class counts.
         path: what to call the value in an error.
         leave_out: names of dataclass fields, at any depth, that no graph depends on.
+        meta_device: the type of device that a tensor on meta stands for.
+        takes_any_object: whether a value of another kind is no error: its class counts then, and
+            its attributes, unless it is PyTorch's or this project's.
 
     Raises:
         FingerprintTypeError: names the path of a value of another kind.
     """
-    return _Conversion(leave_out).convert(value, path)
+    conversion = _Conversion(leave_out, meta_device=meta_device, takes_any_object=takes_any_object)
+    return conversion.convert(value, path)
 
 
 class _Conversion:
     """One conversion; knows what it is inside of, since functions may close over themselves."""
 
-    def __init__(self, leave_out: Set[str]) -> None:
+    def __init__(self, leave_out: Set[str], *, meta_device: str, takes_any_object: bool) -> None:
         self._leave_out = leave_out
+        self._meta_device = meta_device
+        self._takes_any_object = takes_any_object
+        self._num_objects = 0
         self._above: list[object] = []
 
     def convert(self, value: object, path: str) -> Any:
@@ -66,7 +97,7 @@ class _Conversion:
 
     def _compound(self, value: object, path: str) -> Any:
         if isinstance(value, torch.Tensor):
-            return tensor_text(value)
+            return tensor_text(value, meta_device=self._meta_device)
         if isinstance(value, torch.device):
             return value.type  # its index is the rank's
         if isinstance(value, DeviceMesh):
@@ -102,9 +133,23 @@ class _Conversion:
             return _runs(items) if is_plain else {"class": _name(type(value)), "items": items}
         if isinstance(value, Set):
             return {"set": sorted(self._text(each, f"an element of {path}") for each in value)}
+        if self._takes_any_object:
+            return self._object(value, path)
         raise FingerprintTypeError(
             f"{path} is of type {_name(type(value))}, and nothing says in what two of these differ"
         )
+
+    def _object(self, value: object, path: str) -> Any:
+        name = _name(type(value))
+        is_opaque = name.partition(".")[0] in _OPAQUE or not hasattr(value, "__dict__")
+        if is_opaque or self._num_objects == _MOST_OBJECTS:
+            return {"class": name}
+        self._num_objects += 1
+        try:
+            held = {key: self.convert(each, f"{path}.{key}") for key, each in vars(value).items()}
+        finally:
+            self._num_objects -= 1
+        return {"class": name, "attributes": held}
 
     def _function(self, function: Any, path: str) -> Any:
         if isinstance(function, functools.partial):
@@ -116,7 +161,7 @@ class _Conversion:
             of = type(function.__self__)
             return {"of": _name(of), **self._function(function.__func__, path)}
         cells = [
-            self.convert(cell.cell_contents, f"{path}, closed over {name!r}")
+            self.convert(_contents_of(cell), f"{path}, closed over {name!r}")
             for name, cell in zip(
                 function.__code__.co_freevars, function.__closure__ or (), strict=True
             )
@@ -133,6 +178,13 @@ class _Conversion:
         """Of what has to be put in order, or to be a key."""
         converted = self.convert(value, path)
         return json.dumps(converted, sort_keys=True, default=repr)
+
+
+def _contents_of(cell: CellType) -> object:
+    try:
+        return cell.cell_contents
+    except ValueError:  # a function that a name will stand for only later
+        return "nothing yet"
 
 
 def tensor_text(tensor: torch.Tensor, *, meta_device: str = "meta") -> str:

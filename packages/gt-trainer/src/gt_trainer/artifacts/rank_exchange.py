@@ -6,7 +6,8 @@ Nothing is pickled: what a rank receives is data, whoever sent it.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,11 +19,19 @@ class CaptureFailedElsewhereError(ConnectionError):
     """Another rank could not capture its graph; it says why itself."""
 
 
+class RankLostError(ConnectionError):
+    """Another rank has ended, or did not answer in time: nobody says why but that rank."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankExchange:
     """All ranks of a run; each method but ``send`` and ``receive`` is called by all together.
 
     Without a process group, and in a world of fake ranks, this rank is alone.
+
+    Raises:
+        RankLostError: from each method, if a rank has ended or did not answer within the time limit
+            of the process group.
     """
 
     device: torch.device
@@ -44,7 +53,10 @@ class RankExchange:
         """
         if not self._is_real():
             return [row]
-        own = json.dumps(row).encode()
+        with _losing_ranks():
+            return self._gathered(json.dumps(row).encode())
+
+    def _gathered(self, own: bytes) -> list[Any]:
         num_ranks = dist.get_world_size()
         lengths = torch.zeros(num_ranks, dtype=torch.int64, device=self.device)
         dist.all_gather_into_tensor(lengths, torch.tensor([len(own)], device=self.device))
@@ -64,30 +76,33 @@ class RankExchange:
         if not self._is_real():
             assert data is not None
             return data
-        length = torch.tensor([len(data) if data is not None else 0], device=self.device)
-        dist.broadcast(length, source)
-        if not int(length):
-            return b""
-        tensor = (
-            torch.empty(int(length), dtype=torch.uint8, device=self.device)
-            if data is None
-            else self._tensor(data)
-        )
-        dist.broadcast(tensor, source)
-        return tensor.cpu().numpy().tobytes()
+        with _losing_ranks():
+            length = torch.tensor([len(data) if data is not None else 0], device=self.device)
+            dist.broadcast(length, source)
+            if not int(length):
+                return b""
+            tensor = (
+                torch.empty(int(length), dtype=torch.uint8, device=self.device)
+                if data is None
+                else self._tensor(data)
+            )
+            dist.broadcast(tensor, source)
+            return tensor.cpu().numpy().tobytes()
 
     def send(self, data: bytes, *, to: int) -> None:
         """Give bytes to one rank, which calls ``receive``."""
-        dist.send(torch.tensor([len(data)], device=self.device), to)
-        dist.send(self._tensor(data), to)
+        with _losing_ranks():
+            dist.send(torch.tensor([len(data)], device=self.device), to)
+            dist.send(self._tensor(data), to)
 
     def receive(self, *, source: int) -> bytes:
         """The bytes that ``source`` sends to this rank."""
-        length = torch.zeros(1, dtype=torch.int64, device=self.device)
-        dist.recv(length, source)
-        tensor = torch.empty(int(length), dtype=torch.uint8, device=self.device)
-        dist.recv(tensor, source)
-        return tensor.cpu().numpy().tobytes()
+        with _losing_ranks():
+            length = torch.zeros(1, dtype=torch.int64, device=self.device)
+            dist.recv(length, source)
+            tensor = torch.empty(int(length), dtype=torch.uint8, device=self.device)
+            dist.recv(tensor, source)
+            return tensor.cpu().numpy().tobytes()
 
     def all_succeeded(self, failed: BaseException | None, *, what: str) -> None:
         """Make sure that no rank failed; to be called where a rank may have.
@@ -114,6 +129,18 @@ class RankExchange:
 
     def _tensor(self, data: bytes) -> torch.Tensor:
         return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device)
+
+
+@contextmanager
+def _losing_ranks() -> Iterator[None]:
+    """Inside, ranks wait for each other; what a process group raises means that one is lost."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RankLostError(
+            "another rank has ended, or captured for longer than --comm.init_timeout_seconds, "
+            f"while ranks share captured graphs; its own log says why ({_summary(error)})"
+        ) from error
 
 
 def _summary(error: BaseException) -> str:

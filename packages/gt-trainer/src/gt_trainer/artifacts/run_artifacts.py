@@ -25,7 +25,7 @@ from gt_trace.capture.module_state import collect_state
 from gt_trace.capture.subclass_layout import flatten_tensor
 from gt_trainer.artifacts.alike_ranks import groups_text
 from gt_trainer.artifacts.graph_folder import GraphFolder, at_places
-from gt_trainer.artifacts.rank_exchange import RankExchange
+from gt_trainer.artifacts.rank_exchange import ALONE, RankExchange
 from gt_trainer.artifacts.run_identity import RunSettings, step_identity
 from gt_trainer.artifacts.shared_capture import SharedGraph, capture_alone, share_capture
 from gt_trainer.artifacts.stage_names import StageNames
@@ -86,20 +86,25 @@ class RunArtifacts:
 
         Raises:
             Exception: whatever the capture raises.
-            CaptureFailedElsewhereError: the capture of another rank failed.
+            CaptureFailedElsewhereError: the capture of another rank failed, or it could not say
+                what its graph depends on.
+            RankLostError: another rank has ended, or did not answer in time.
         """
-        identity = self.identity(
-            passes=passes,
-            model=model,
-            loss_fn=loss_fn,
-            arguments=arguments,
-            num_microbatches=num_microbatches,
-            stage=stage,
+        exchange = RankExchange(device=self.device) if is_first else ALONE
+        identity = _or_all_fail(
+            lambda: self.identity(
+                passes=passes,
+                model=model,
+                loss_fn=loss_fn,
+                arguments=arguments,
+                num_microbatches=num_microbatches,
+                stage=stage,
+            ),
+            exchange,
         )
         axes = self.axes(model)
         folder = GraphFolder(self.folder, axes=axes)
         if is_first:
-            exchange = RankExchange(device=self.device)
             shared = share_capture(identity, graph, folder=folder, axes=axes, exchange=exchange)
         else:
             shared = capture_alone(identity, graph, folder=folder, axes=axes)
@@ -178,6 +183,19 @@ class RunArtifacts:
             )
         if not dist.is_initialized() or dist.get_rank() == 0:
             logger.info(f"--compile.artifacts: {groups_text(shared.groups)}")
+
+
+def _or_all_fail(identity: Callable[[], Fingerprint], exchange: RankExchange) -> Fingerprint:
+    """What ``identity`` gives; if a rank cannot tell, all ranks end."""
+    found: Fingerprint | None = None
+    failed: Exception | None = None
+    try:
+        found = identity()
+    except Exception as error:  # noqa: BLE001  # other ranks must hear of whatever it is
+        failed = error
+    exchange.all_succeeded(failed, what="could not tell what its graph depends on")
+    assert found is not None
+    return found
 
 
 def artifact_folder(options: CompileConfig) -> ArtifactFolder | None:

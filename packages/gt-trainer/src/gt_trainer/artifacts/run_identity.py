@@ -35,6 +35,8 @@ from gt_config import CompileConfig, Fingerprint, Topology, fingerprint
 from gt_passes import GraphPass
 from gt_trace import register_block_masks
 from gt_trace.capture.captured_mode import CapturedMode, hooks_of
+from gt_trainer._torch_internals import torch_settings
+from gt_trainer.artifacts.module_attributes import attribute_texts
 from gt_trainer.artifacts.plain_data import folded, plain_data, tensor_text
 from gt_trainer.artifacts.stage_names import StageNames
 from gt_trainer.placement.placed_parts import identity_of_plan
@@ -45,6 +47,25 @@ what it is asked, and to tell would be to trust one more thing."""
 
 NO_PART_OF_THE_GRAPH: Mapping[str, frozenset[str]] = MappingProxyType(
     {
+        # What surrounds a step. Of the others the model has what they do to it: activation
+        # checkpointing wraps its modules, and overrides change its configuration.
+        "run": frozenset(
+            {
+                "activation_checkpoint",
+                "checkpoint",
+                "comm",
+                "dataloader",
+                "dump_folder",
+                "hf_assets_path",
+                "lr_scheduler",
+                "metrics",
+                "optimizer",
+                "override",
+                "profiler",
+                "tokenizer",
+                "validator",
+            }
+        ),
         "model": frozenset({"param_init"}),  # values of parameters
         "loss": frozenset(),
         # A path; the stages that it gives are the model.
@@ -54,10 +75,27 @@ NO_PART_OF_THE_GRAPH: Mapping[str, frozenset[str]] = MappingProxyType(
         "debug": frozenset(
             {"seed", "print_config", "save_config_file", "enable_structured_logging"}
         ),
+        # Reports, and caches of torch.compile, whose keys are its own affair.
+        "pytorch": frozenset(
+            {
+                "functorch.debug_partitioner",
+                "functorch.visualize_memory_budget_pareto",
+                "functorch.memory_budget_pareto_dir",
+                "functorch.torch_compile_graph_format",
+                "functorch.enable_autograd_cache",
+                "functorch.enable_remote_autograd_cache",
+                "functorch.bundled_autograd_cache",
+                "functorch.bypass_autograd_cache_key",
+                "functorch.strict_autograd_cache",
+                "functorch.force_autograd_cache",
+                "symbols.print_specializations",
+                "symbols.enrich_profiler_metadata",
+            }
+        ),
     }
 )
-"""Fields of torchtitan's configurations that a captured graph does not depend on, by the part of
-the identity that a configuration is."""
+"""Fields that a captured graph does not depend on, by the part of the identity that they are of:
+of torchtitan's configurations, and of PyTorch's settings."""
 
 
 _ATTENTION_KERNELS = (
@@ -184,6 +222,15 @@ def step_identity(
         model={
             "config": plain(settings.model, "model"),
             "modules": named(_modules(model)),
+            "attributes": named(
+                dict(
+                    attribute_texts(
+                        model,
+                        leave_out=NO_PART_OF_THE_GRAPH["model"],
+                        meta_device=settings.machine.device,
+                    )
+                )
+            ),
             "parameters": named(_tensors(parameters, settings.machine)),
             "buffers": named(_tensors(buffers, settings.machine)),
         },
@@ -196,6 +243,7 @@ def step_identity(
             "debug": plain(settings.debug, "debug"),
             "passes": plain_passes,
             "global_modes": _global_modes(),
+            "pytorch": _pytorch_settings(),
             "plan": identity_of_plan(
                 settings.compile, model, str if stage is None else stage.text_without
             ),
@@ -308,6 +356,16 @@ def _global_modes() -> dict[str, object]:
         "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
         "float32 matmul precision": torch.get_float32_matmul_precision(),
         **{f"attention: {name}": bool(getattr(kernels, name)()) for name in _ATTENTION_KERNELS},
+    }
+
+
+def _pytorch_settings() -> dict[str, object]:
+    """Settings of PyTorch's own by which a graph is traced and cut, but for caches and reports."""
+    return {
+        f"{module}.{name}": plain_data(value, path=f"{module}.{name}", takes_any_object=True)
+        for module, settings in torch_settings().items()
+        for name, value in settings.items()
+        if f"{module}.{name}" not in NO_PART_OF_THE_GRAPH["pytorch"]
     }
 
 

@@ -119,6 +119,7 @@ def share_capture(
     Raises:
         Exception: whatever the capture raises, on the rank that captured.
         CaptureFailedElsewhereError: another rank's capture failed.
+        RankLostError: another rank has ended, or did not answer in time.
     """
     return _Sharing(identity, graph, folder=folder, axes=axes, exchange=exchange).run()
 
@@ -178,8 +179,7 @@ class _Sharing(Generic[CapturedT]):
             searching = [each for each in searching if not each.is_settled]
         settled.sort(key=lambda each: each.origin)
         self._hand_on(settled, holders)
-        if self._loaded is None and self._captured is None:
-            self._captured = self._graph.capture()
+        self._capture_what_nobody_gave()
         own = next(each for each in settled if self._rank in each.alike.coordinates)
         captured, rule_axes = self._captured, own.rule_axes
         if captured is None:
@@ -317,6 +317,7 @@ class _Sharing(Generic[CapturedT]):
         Those that equal its own stay where they are.
         """
         own: _Class | None = None
+        arrived: dict[int, bytes] = {}
         for each in classes:
             if each.origin == self._rank:
                 own = each
@@ -328,7 +329,9 @@ class _Sharing(Generic[CapturedT]):
                     assert self._stored is not None
                     self._exchange.send(_document_bytes(self._stored.step), to=each.origin)
                 elif self._rank == each.origin:
-                    self._documents[rank] = json.loads(self._exchange.receive(source=rank))
+                    arrived[rank] = self._exchange.receive(source=rank)
+        # Only now, since a rank that failed here would leave others waiting to be heard.
+        self._documents.update({rank: json.loads(data) for rank, data in arrived.items()})
         return own
 
     def _own_verdict(self, own: _Class | None) -> dict[str, Any] | None:
@@ -403,6 +406,16 @@ class _Sharing(Generic[CapturedT]):
             received = self._exchange.broadcast(data, source=_source(each, holders))
             if received and each is own and self._lacks(own):
                 self._loaded = self._folder.take(self._identity, self._graph, received)
+
+    def _capture_what_nobody_gave(self) -> None:
+        """Capture where what others have cannot be used; they hear of it if that fails."""
+        failed: Exception | None = None
+        if self._loaded is None and self._captured is None:
+            try:
+                self._captured = self._graph.capture()
+            except Exception as error:  # noqa: BLE001  # other ranks must hear of whatever it is
+                failed = error
+        self._exchange.all_succeeded(failed, what="could not capture its graph")
 
     def _lacks(self, own: _Class) -> bool:
         return own.can_be_stored and self._loaded is None and self._captured is None

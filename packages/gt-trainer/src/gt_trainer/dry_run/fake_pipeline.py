@@ -7,6 +7,7 @@ depends on its stages alone.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from torchtitan.tools import utils as titan_utils
 from gt_passes import DescribeOnly
 from gt_pipeline.graph import GraphPipelineStage
 from gt_pipeline.runner import MicrobatchInputs
+from gt_trainer.artifacts.run_artifacts import RunArtifacts
 from gt_trainer.dry_run.equal_stages import equal_stages
 from gt_trainer.dry_run.fake_step import MetaModel, example_inputs
 from gt_trainer.pipelines.pipeline_plan import PipelinePlan, pipeline_plan
@@ -50,14 +52,20 @@ class FakePipeline:
         return tuple(dict.fromkeys(self.stages))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CapturedStages:
+    """Some stages of a pipeline, captured in the order of their indices."""
+
+    stages: Mapping[int, GraphPipelineStage]
+    clock: StartupClock
+    reports: tuple[StageCaptureReport, ...]
+
+
 def planned_pipeline(config: GraphTrainer.Config) -> PipelinePlan:
     """The pipeline of captured stages that ``config`` asks for."""
-    spec = config.model_spec
-    assert spec is not None
-    assert isinstance(spec.model, Decoder.Config)
     plan = pipeline_plan(
         config.parallelism,
-        num_layers=len(spec.model.layers),
+        num_layers=len(_decoder_config(config).layers),
         local_batch_size=config.training.local_batch_size,
     )
     return captured_plan(plan, config.compile)
@@ -83,15 +91,50 @@ def capture_divided(
     Raises:
         Exception: whatever placing or capturing raises, as in a real run.
     """
-    assert config.model_spec is not None
-    model_config = config.model_spec.model
-    assert isinstance(model_config, Decoder.Config)
+    model_config = _decoder_config(config)
     like = equal_stages(plan.names_per_stage, model_config.layers)
+    captured = capture_stages(
+        config, built, plan, sorted(set(like)), publishes_plans=publishes_plans
+    )
+    return FakePipeline(
+        plan=plan,
+        stages=tuple(captured.stages[index] for index in like),
+        parallel_dims=built.parallel_dims,
+        num_parameters=built.num_parameters,
+        flops_per_token=built.flops_per_token,
+        clock=captured.clock,
+        reports=captured.reports,
+    )
+
+
+def capture_stages(
+    config: GraphTrainer.Config,
+    built: MetaModel,
+    plan: PipelinePlan,
+    indices: Sequence[int],
+    *,
+    artifacts: RunArtifacts | None = None,
+    publishes_plans: bool = True,
+) -> CapturedStages:
+    """Cut, place and capture some stages of a model; within ``fake_ranks``.
+
+    Args:
+        config: as for ``capture_divided``.
+        built: see ``config``.
+        plan: see ``config``.
+        indices: of the stages, ascending.
+        artifacts: as for ``PipelinedStep.attach``.
+        publishes_plans: see ``config``.
+
+    Raises:
+        Exception: whatever placing or capturing raises, as in a real run.
+    """
+    model_config = _decoder_config(config)
     parts = placed_stages(
         built.model,
         plan,
-        sorted(set(like)),
-        all_indices=sorted(set(like)),
+        indices,
+        all_indices=indices,
         parallel_dims=built.parallel_dims,
         training=config.training,
         parallelism=config.parallelism,
@@ -101,8 +144,8 @@ def capture_divided(
         publishes_plans=publishes_plans,
     )
     loss_fn = loss_of(config).build(compile_config=config.compile)
-    last: Any = parts[like[-1]]
-    if isinstance(loss_fn, ChunkedLossWrapper):
+    last: Any = parts[indices[-1]]
+    if isinstance(loss_fn, ChunkedLossWrapper) and indices[-1] == plan.schedule.num_stages - 1:
         # As torchtitan's trainer does on the rank of the last stage.
         loss_fn.set_lm_head(last.lm_head)
         last._skip_lm_head = True
@@ -122,7 +165,7 @@ def capture_divided(
         compiler=DescribeOnly(),
     )
     clock = StartupClock()
-    step.attach(run=_never, clock=clock, on_capture=lambda report: None)
+    step.attach(run=_never, clock=clock, on_capture=lambda report: None, artifacts=artifacts)
     # A part makes masks as a run's trainer lets it, of placed stages for a part of a batch.
     tokens, labels, token_count, extra = example_inputs(
         config, last, batch_size=config.parallelism.pipeline_parallel_microbatch_size
@@ -138,15 +181,13 @@ def capture_divided(
         part.train()
         captured[index] = step.capture(index, part, microbatch, fake_mode)
         fake_mode = captured[index].fake_mode
-    return FakePipeline(
-        plan=plan,
-        stages=tuple(captured[index] for index in like),
-        parallel_dims=built.parallel_dims,
-        num_parameters=built.num_parameters,
-        flops_per_token=built.flops_per_token,
-        clock=clock,
-        reports=step.reports,
-    )
+    return CapturedStages(stages=captured, clock=clock, reports=step.reports)
+
+
+def _decoder_config(config: GraphTrainer.Config) -> Decoder.Config:
+    assert config.model_spec is not None
+    assert isinstance(config.model_spec.model, Decoder.Config)
+    return config.model_spec.model
 
 
 def _never(**batch: object) -> torch.Tensor:

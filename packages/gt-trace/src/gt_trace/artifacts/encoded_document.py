@@ -1,0 +1,111 @@
+"""What documents of all kinds have in common: a value as JSON with the bytes beside it, and back.
+
+A step, a joint graph, a pipeline stage or a step of several microbatches differ in what their
+content is. Each says so in two functions; one encoder, and the limits within which a document is
+believed, are here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NotRequired, TypedDict, TypeVar, Unpack
+
+from gt_trace._torch_internals import FakeTensorMode
+from gt_trace.artifacts.decoder import Decoder
+from gt_trace.artifacts.encoder import Encoder
+from gt_trace.artifacts.mesh_axes import MeshAxes
+from gt_trace.artifacts.operators import NAMESPACES
+from gt_trace.errors import ArtifactError
+from gt_trace.garbage_collection import held_garbage_collection
+
+ValueT = TypeVar("ValueT")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncodedDocument:
+    """Captured graphs as JSON, and the bytes of the constant tensors that it names."""
+
+    document: Mapping[str, Any]
+    blobs: Mapping[str, bytes]
+
+
+class DecodingOptions(TypedDict):
+    """What a document needs to become graphs again."""
+
+    blob: Callable[[str], bytes]
+    """Gives the bytes of a constant tensor by its name."""
+
+    fake_mode: NotRequired[FakeTensorMode | None]
+    """As for ``trace_step``."""
+
+    namespaces: NotRequired[Collection[str]]
+    """Of operators that graphs may call."""
+
+
+def encode_document(
+    value: ValueT,
+    axes: MeshAxes,
+    content: Callable[[Encoder, ValueT], Mapping[str, Any]],
+    *,
+    namespaces: Collection[str] = NAMESPACES,
+) -> EncodedDocument:
+    """A value as a document that is the same on all ranks that are alike.
+
+    Args:
+        value: captured graphs, as captured or after passes that generate no code.
+        axes: names of this rank's process groups.
+        content: describes the value with an encoder.
+        namespaces: of operators that graphs may call.
+
+    Raises:
+        ArtifactError: the value holds something that no document can hold; it is named.
+    """
+    encoder = Encoder(axes, namespaces=namespaces)
+    document = encoder.document(content(encoder, value))
+    return EncodedDocument(document=document, blobs=encoder.blobs)
+
+
+def decode_document(
+    document: Any,
+    axes: MeshAxes,
+    decoded: Callable[[Decoder, Any], ValueT],
+    **options: Unpack[DecodingOptions],
+) -> ValueT:
+    """The value of a document, as this rank would have captured it.
+
+    Args:
+        document: as ``encode_document`` made it, through JSON.
+        axes: names of this rank's process groups, and where it stands.
+        decoded: makes the value of what ``content`` described.
+        **options: ``DecodingOptions``.
+
+    Raises:
+        ArtifactError: the document is damaged, or names what there is not here.
+    """
+    with _whatever_is_wrong_is_damage(), held_garbage_collection():
+        decoder = Decoder(
+            document,
+            axes,
+            blob=options["blob"],
+            fake_mode=options.get("fake_mode"),
+            namespaces=options.get("namespaces", NAMESPACES),
+        )
+        return decoded(decoder, decoder.content)
+
+
+@contextmanager
+def _whatever_is_wrong_is_damage() -> Iterator[None]:
+    try:
+        yield
+    except ArtifactError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        what = f"{type(error).__name__}: {error}"
+        raise ArtifactError(f"the document is not one that was written here ({what})") from error
+    except (RuntimeError, RecursionError) as error:
+        first_line = str(error).partition("\n")[0]
+        raise ArtifactError(
+            f"the document describes what there cannot be ({first_line})"
+        ) from error
