@@ -41,7 +41,13 @@ from gt_autoparallel.find_parts import PartToPlace, find_placements
 from gt_autoparallel.graph.experts import ExpertBlock
 from gt_autoparallel.graph.layouts import MeshShape
 from gt_autoparallel.graph.placement_graph import ModelInterface
-from gt_autoparallel.place import SharedPlan, place, plan_on_first_rank, plans_on_first_rank
+from gt_autoparallel.place import (
+    SharedPlan,
+    makes_plans,
+    place,
+    plan_on_first_rank,
+    plans_on_first_rank,
+)
 from gt_autoparallel.plan import (
     PlacementPlan,
     compare,
@@ -102,6 +108,7 @@ __all__ = [
     "find_placements",
     "load_plan",
     "make_expert_meshes",
+    "makes_plans",
     "place",
     "placed_model",
     "plan_digest",

@@ -180,9 +180,12 @@ class RankGroup:
     reason: str = ""
     """Why these ranks and no others; "" where there is one group."""
 
+    part: str = ""
+    """Of which part of the model the graph is, as "stage 1"; "" of the whole."""
+
     def __str__(self) -> str:
         """One line."""
-        text = f"{ranks_text(self.ranks)}: "
+        text = f"{ranks_text(self.ranks)}{f', {self.part}' if self.part else ''}: "
         first, *witnesses = self.captured_by or (None,)
         if first is None:
             text += "captured before"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -126,6 +126,15 @@ class StoredStage:
                 passes=_reports(container.document(_PASSES)),
                 is_loaded=True,
             )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageToStore:
+    """A stage whose graph can be stored, and what the graph depends on."""
+
+    graph: StoredStage
+    identified_by: Mapping[str, Any]
+    """Arguments of ``RunArtifacts.identity``."""
 
 
 def _reports(document: Any) -> tuple[tuple[GraphKind, PassManagerReport], ...]:
