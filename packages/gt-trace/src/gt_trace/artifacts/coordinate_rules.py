@@ -182,10 +182,10 @@ class _Echelon:
             if reduced[pivot]:
                 factor = reduced[pivot] / known[pivot]
                 reduced = [a - factor * b for a, b in zip(reduced, known, strict=True)]
-        pivot = next((n for n, each in enumerate(reduced) if each), None)
-        if pivot is None:
+        first = next((n for n, each in enumerate(reduced) if each), None)
+        if first is None:
             return False
-        self._rows.append((pivot, reduced))
+        self._rows.append((first, reduced))
         return True
 
     def solve(self, width: int) -> list[Fraction] | None:

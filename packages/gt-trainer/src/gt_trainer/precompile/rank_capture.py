@@ -19,6 +19,7 @@ from gt_trainer.artifacts.run_identity import Machine, RunSettings, topology_of_
 from gt_trainer.artifacts.storable_graph import StorableGraph, StoredGraph
 from gt_trainer.dry_run.fake_pipeline import place_fake_stages, planned_pipeline
 from gt_trainer.dry_run.fake_step import FakeStep, fake_ranks, fake_step, meta_model
+from gt_trainer.placement.planned_loss import loss_of
 from gt_trainer.startup import StartupClock
 from gt_trainer.steps.captured_joint import StoredJoint, capture_joint
 from gt_trainer.steps.captured_microbatches import StoredAccumulation, capture_accumulation
@@ -88,7 +89,7 @@ def artifacts_of(
             compile=config.compile,
             topology=topology_of_run(parallel_dims, config.training, config.parallelism),
             model=config.model_spec.model,
-            loss=config.loss,
+            loss=loss_of(config),
             parallelism=config.parallelism,
             training=config.training,
             debug=config.debug,
