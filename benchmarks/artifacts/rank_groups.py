@@ -1,9 +1,9 @@
-"""How many graphs the ranks of a run need: ``python -m artifacts.rank_groups WORKLOAD [STAGE ...]``.
+"""How many graphs ranks need: ``python -m artifacts.rank_groups WORKLOAD [STAGE ...]``.
 
 No rank exists: witnesses capture one after another, each in a child, and documents are compared as
 in a run (``gt_trainer.artifacts.alike_ranks``). Of a pipeline each distinct stage is looked at, or
-those that are named, on the pipeline rank that holds it. Prints the groups with their reasons, and
-one line of JSON.
+those that are named, on the pipeline rank that holds it. Prints one line of JSON: by graph, numbers
+of groups, ranks and captures, and the groups with their reasons.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from gt_trainer import device
 device.install("cpu")  # before the imports below, whose modules copy their device
 
 import torch  # noqa: E402
+from artifacts.grouped_workloads import GROUPED, WORLD_SIZE  # noqa: E402
 from torch import nn  # noqa: E402
 
 from gt_config import Fingerprint  # noqa: E402
@@ -42,20 +43,12 @@ from gt_trainer.dry_run.fake_step import MetaModel, fake_ranks, meta_model  # no
 from gt_trainer.pipelines.pipeline_plan import PipelinePlan  # noqa: E402
 from gt_trainer.pipelines.split_model import placed_stages  # noqa: E402
 
-__all__ = ["WORKLOADS", "groups_of_stages", "main"]
-
-WORKLOADS = {
-    "llama3 405B, FSDP 128 x TP 8": ("llama3", "llama3_405b"),
-    "deepseek_v3 671B, PP 16 x EP 64": ("deepseek_v3", "deepseek_v3_671b_pp"),
-}
-"""Module and configuration by name; each on ``WORLD_SIZE`` ranks."""
-
-WORLD_SIZE = 1024
+__all__ = ["groups_of_stages", "main"]
 
 
 def main(workload: str, *stages: str) -> None:
     """Print what was found."""
-    module, name = WORKLOADS[workload]
+    module, name = GROUPED[workload]
     config = getattr(importlib.import_module(f"gt_trainer.models.{module}"), name)()
     with tempfile.TemporaryDirectory() as folder:
         config.compile = dataclasses.replace(config.compile, artifacts=folder)
@@ -71,12 +64,11 @@ def main(workload: str, *stages: str) -> None:
                 "groups": len(groups),
                 "ranks": sum(len(each.ranks) for each in groups),
                 "captures": sum(len(each.captured_by) for each in groups),
+                "text": " ".join(groups_text(groups).split()),
             }
             for graph, groups in found.items()
         },
     }
-    for graph, groups in found.items():
-        sys.stdout.write(f"{graph}: {groups_text(groups)}\n")
     sys.stdout.write(json.dumps(record) + "\n")
 
 
@@ -108,9 +100,13 @@ def groups_of_stages(
                 axes=(),
                 reason="their tensors have other shapes" if progress.groups else "",
             )
-        like = ", ".join(map(str, world.like[stage]))
-        found[f"stage {like}"] = tuple(progress.groups)
+        found[_named(world.like[stage])] = tuple(progress.groups)
     return found
+
+
+def _named(stages: Sequence[int]) -> str:
+    first, last = stages[0], stages[-1]
+    return f"stage {first}" if first == last else f"stages {first}-{last}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ __all__ = [
     "buffer_operator",
     "compile_with_inductor",
     "fake_mode_is_active",
+    "inductor_cache_folder",
     "known_inductor_options",
     "load_symmetric_memory_operators",
     "process_group_backend",
@@ -31,6 +33,13 @@ __all__ = [
 def fake_mode_is_active() -> bool:
     """Whether operators are being run on fake tensors; there is no public way to ask."""
     return active_fake_mode() is not None
+
+
+def inductor_cache_folder() -> Path:
+    """Where Inductor keeps what it makes; only it knows the folder that holds by default."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return Path(cache_dir())
 
 
 @functools.cache

@@ -13,18 +13,29 @@ from contextvars import ContextVar
 
 import torch
 
+from gt_passes.compilation.compiled_libraries import (
+    are_libraries,
+    packed_libraries,
+    unpack_libraries,
+)
+
 _COLLECTED: ContextVar[list[bytes] | None] = ContextVar("products of compilations", default=None)
 
 
 @contextmanager
 def collected_products() -> Iterator[list[bytes]]:
-    """Collect the products of all compilations inside, in order; equal ones once."""
+    """Collect the products of all compilations inside, in order; equal ones once.
+
+    If there are any, the libraries that they need come last, when all is compiled.
+    """
     collected: list[bytes] = []
     token = _COLLECTED.set(collected)
     try:
         yield collected
     finally:
         _COLLECTED.reset(token)
+    if collected and (libraries := packed_libraries()) is not None:
+        collected.append(libraries)
 
 
 def note_product(product: bytes) -> None:
@@ -37,4 +48,7 @@ def note_product(product: bytes) -> None:
 def reuse_products(products: Iterable[bytes]) -> None:
     """Put products where later compilations of this process look first."""
     for product in products:
-        torch.compiler.load_cache_artifacts(product)
+        if are_libraries(product):
+            unpack_libraries(product)
+        else:
+            torch.compiler.load_cache_artifacts(product)

@@ -1,0 +1,113 @@
+"""Shared libraries that Inductor had a C++ compiler build for a CPU, as bytes and back.
+
+The bundles of Inductor's own caches have kernels for GPUs, but for CPUs their sources alone: a
+start that loads a bundle compiles every kernel again. Inductor looks for a library where it would
+build it, under a name that follows from the source and the command line; so libraries that lie
+there are not built. One is for the machine that ``-march=native`` saw, and is offered to such only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import os
+import platform
+import re
+import tempfile
+from pathlib import Path
+
+from gt_passes._torch_compilation_internals import inductor_cache_folder
+
+_MAGIC = b"gt compiled libraries 1\n"
+_NAME = re.compile(r"[a-z0-9]{2}/[a-z0-9]+(\.main)?\.so")
+_PROBED = ".load_ok"
+"""Ending of Inductor's note that it could load a library with which it probes instruction sets."""
+
+
+def packed_libraries() -> bytes | None:
+    """The libraries that this process has from Inductor's folder; None if there are none.
+
+    Those that are loaded, and those that probe which instruction sets a compiler and the machine
+    have. Elsewhere than on Linux nobody says what is loaded.
+    """
+    machine = _machine()
+    folder = inductor_cache_folder().resolve()
+    if machine is None:
+        return None
+    probes = (path.with_name(path.name.removesuffix(_PROBED)) for path in folder.glob("??/*.so.*"))
+    found = {path.relative_to(folder).as_posix(): path for path in (*_loaded(folder), *probes)}
+    libraries = {
+        name: path.read_bytes()
+        for name, path in sorted(found.items())
+        if _NAME.fullmatch(name) and path.is_file()
+    }
+    if not libraries:
+        return None
+    sizes = [[name, len(content)] for name, content in libraries.items()]
+    header = json.dumps({"machine": machine, "libraries": sizes}).encode()
+    return b"".join((_MAGIC, header, b"\n", *libraries.values()))
+
+
+def are_libraries(product: bytes) -> bool:
+    """Whether that is what ``packed_libraries`` returned."""
+    return product.startswith(_MAGIC)
+
+
+def unpack_libraries(product: bytes) -> None:
+    """Put libraries where Inductor looks for them, if they are for such a machine as this.
+
+    Those that are there already stay, and those that cannot be loaded here are left to be built.
+
+    Args:
+        product: of ``packed_libraries``; it is code that will run, so it must be trusted.
+
+    Raises:
+        ValueError: it is damaged, or names files elsewhere.
+    """
+    header, end, content = product.removeprefix(_MAGIC).partition(b"\n")
+    facts = json.loads(header)
+    sizes: dict[str, int] = dict(facts["libraries"])
+    odd = [name for name in sizes if not _NAME.fullmatch(name)]
+    if odd or not end or sum(sizes.values()) != len(content):
+        raise ValueError(f"these are no libraries of Inductor's: {odd or 'sizes do not add up'}")
+    if facts["machine"] != _machine():
+        return
+    folder, start = inductor_cache_folder(), 0
+    for name, size in sizes.items():
+        _put(folder / name, content[start : start + size])
+        start += size
+
+
+def _put(path: Path, content: bytes) -> None:
+    """Write a library, complete or not at all."""
+    if path.exists():
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, unfinished = tempfile.mkstemp(dir=path.parent)
+    with os.fdopen(handle, "wb") as file:
+        file.write(content)
+    try:
+        ctypes.CDLL(unfinished)
+    except OSError:
+        os.unlink(unfinished)
+        return
+    os.replace(unfinished, path)
+
+
+def _loaded(folder: Path) -> list[Path]:
+    """Files under a folder that are mapped into this process."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    files = {line.split(maxsplit=5)[-1] for line in lines if line.endswith(".so")}
+    return [Path(file) for file in files if Path(file).is_relative_to(folder)]
+
+
+def _machine() -> str | None:
+    """A digest of what this processor can do and of its C library; None where nothing says it."""
+    try:
+        first, _, _ = Path("/proc/cpuinfo").read_text().partition("\n\n")
+    except OSError:
+        return None
+    told = [line for line in first.splitlines() if line.startswith(("model name", "flags"))]
+    told += [platform.machine(), *platform.libc_ver()]
+    return hashlib.sha256("\n".join(told).encode()).hexdigest()
