@@ -206,11 +206,12 @@ def groups_text(groups: Sequence[RankGroup]) -> str:
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """Ranks in ascending order with equal steps as spans: "0-6 by 2, 9"."""
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(_spans(sorted(ranks)))
+    """Ranks in a few words: "ranks 0-6 by 2, 9"."""
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(spans(sorted(ranks)))
 
 
-def _spans(ranks: Sequence[int]) -> Iterator[str]:
+def spans(ranks: Sequence[int]) -> Iterator[str]:
+    """Numbers in ascending order, those with equal steps as one text: "0-6 by 2", "9"."""
     start = 0
     while start < len(ranks):
         end = start + 1

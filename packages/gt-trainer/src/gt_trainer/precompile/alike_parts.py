@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from gt_trace.artifacts.mesh_axes import MeshAxes
 from gt_trainer._torch_internals import local_shape_at, process_group_named
-from gt_trainer.artifacts.alike_ranks import AlikeRanks, Coordinates
+from gt_trainer.artifacts.alike_ranks import AlikeRanks, Coordinates, spans
 from gt_trainer.artifacts.shared_capture import PIPELINE_AXIS
 from gt_trainer.dry_run.fake_pipeline import place_fake_stages, planned_pipeline
 from gt_trainer.dry_run.fake_step import fake_ranks, fake_step, meta_model
@@ -42,7 +42,7 @@ class AlikeParts:
         found = sorted({*self.stages.values()})
         if not found:
             return ""
-        return f"stage{'s' if len(found) > 1 else ''} {', '.join(map(str, found))}"
+        return f"stage{'s' if len(found) > 1 else ''} {', '.join(spans(found))}"
 
 
 def alike_parts(config: GraphTrainer.Config, world_size: int) -> tuple[AlikeParts, ...]:
@@ -75,8 +75,8 @@ def _alike_stages(config: GraphTrainer.Config, world_size: int) -> tuple[AlikePa
         built = meta_model(config, world_size)
         plan = planned_pipeline(config)
         placed = place_fake_stages(config, built, plan, range(plan.schedule.num_stages))
-        found: dict[object, dict[int, Coordinates]] = {}
-        stages: dict[object, dict[int, int]] = {}
+        found: dict[tuple[str, object], dict[int, Coordinates]] = {}
+        stages: dict[tuple[str, object], dict[int, int]] = {}
         artifacts = artifacts_of(config, built.parallel_dims, list(placed.parts.values()))
         for index, part in placed.parts.items():
             axes = artifacts.axes(part)
@@ -87,14 +87,21 @@ def _alike_stages(config: GraphTrainer.Config, world_size: int) -> tuple[AlikePa
                 if index in plan.schedule.stages_of_rank(places[rank][PIPELINE_AXIS]):
                     found.setdefault((identity, shapes), {})[rank] = places[rank]
                     stages.setdefault((identity, shapes), {}).setdefault(rank, index)
-        return tuple(
-            AlikeParts(
-                alike=AlikeRanks(coordinates=ranks),
-                stages=stages[key],
-                reason="their stage is another, or has other shapes" if number else "",
+        parts: list[AlikeParts] = []
+        known: set[str] = set()
+        for (identity, shapes), ranks in found.items():
+            reason = "their tensors have other shapes" if identity in known else ""
+            if known and not reason:
+                reason = "they hold another stage"
+            known.add(identity)
+            parts.append(
+                AlikeParts(
+                    alike=AlikeRanks(coordinates=ranks),
+                    stages=stages[identity, shapes],
+                    reason=reason,
+                )
             )
-            for number, (key, ranks) in enumerate(found.items())
-        )
+        return tuple(parts)
 
 
 def _places(axes: MeshAxes, world_size: int) -> dict[int, dict[str, int]]:

@@ -8,8 +8,8 @@ is decided as in a run (``artifacts.alike_ranks``).
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -91,8 +91,6 @@ def precompile(
         ChildFailedError: a capture failed; the text is its traceback.
         ArtifactError: a graph cannot be stored.
     """
-    folder = artifact_folder(config.compile)
-    assert folder is not None
     environment(Machine(device="cpu"))  # reads sources once, for all children
     with planned_for(PlannedMachine(hardware=hardware)):
         given = plan_file_of(config)
@@ -102,22 +100,38 @@ def precompile(
         if config.compile.autoparallel and given is None:
             found = Path(config.dump_folder) / PLAN_FILE  # which the first rank has written
             config = _planned_by(config, found)
-        progress = _Progress()
-        for part in parts:
-            _settle(
-                part.alike,
-                part,
-                capture=partial(_capture_once, progress, config, world_size, part),
-                folder=folder,
-                progress=progress,
-                axes=(),
-                reason=part.reason,
-            )
+        return replace(store_graphs(config, world_size, parts), plan_file=found)
+
+
+def store_graphs(
+    config: GraphTrainer.Config, world_size: int, parts: Sequence[AlikeParts]
+) -> PrecompileReport:
+    """Capture and store the graphs of ranks that seem alike.
+
+    Args:
+        config: as for ``precompile``; with a solver it names the file of the plan.
+        world_size: as for ``precompile``.
+        parts: of ``alike_parts``, all or some.
+
+    Raises what ``precompile`` raises.
+    """
+    folder = artifact_folder(config.compile)
+    assert folder is not None
+    progress = _Progress()
+    for part in parts:
+        _settle(
+            part.alike,
+            part,
+            capture=partial(_capture_once, progress, config, world_size, part),
+            folder=folder,
+            progress=progress,
+            axes=(),
+            reason=part.reason,
+        )
     return PrecompileReport(
         folder=folder,
         num_captures=len(progress.captures),
-        groups=tuple(sorted(progress.groups, key=lambda group: (group.part, group.ranks))),
-        plan_file=found,
+        groups=tuple(progress.groups),
     )
 
 

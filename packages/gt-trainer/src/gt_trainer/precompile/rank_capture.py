@@ -196,7 +196,9 @@ def _capture_stage(
 ) -> RankCapture:
     with fake_ranks(world_size, rank=rank):
         built = meta_model(config, world_size)
-        placed = place_fake_stages(config, built, planned_pipeline(config), [stage])
+        plan = planned_pipeline(config)
+        # Plans are those of a file by now, and of this stage alone.
+        placed = place_fake_stages(config, built, plan, [stage], publishes_plans=False)
         part = placed.parts[stage]
         artifacts = artifacts_of(config, built.parallel_dims, [part])
         asked = placed.step.to_store(stage, part, placed.microbatch, artifacts)
