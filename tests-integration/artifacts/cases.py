@@ -28,7 +28,7 @@ from training_cases import NUM_STEPS, Case, close, trainer_of
 
 from gt_trace import graph_text
 from gt_trainer.dry_run.fake_step import fake_ranks
-from gt_trainer.precompile import precompile
+from gt_trainer.precompile.precompile import PrecompileReport, precompile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,8 +191,20 @@ def compiled(case: Case, folder: str, artifacts: str, options: Mapping[str, Any]
     )
 
 
-def precompiled(case: Case, folder: str, artifacts: str, world_size: int) -> str:
-    """Store the graphs of ranks that do not exist; what is said of it."""
+def precompiled(
+    case: Case | PipelineCase,
+    folder: str,
+    artifacts: str,
+    world_size: int,
+    options: Mapping[str, Any] = MappingProxyType({}),
+) -> PrecompileReport:
+    """Store the graphs of ranks that do not exist."""
+    mode = options.get("mode", "aot_fx_trace")
+    asked = {**options, "artifacts": artifacts}
     with fake_ranks(world_size):
-        config = case.build("aot_fx_trace", folder, options={"artifacts": artifacts})
-    return str(precompile(config, world_size))
+        if isinstance(case, PipelineCase):
+            case = dataclasses.replace(case, options={**case.options, **asked})
+            config = case.build(mode, folder)
+        else:
+            config = case.build(mode, folder, options=asked)
+    return precompile(config, world_size)

@@ -55,7 +55,7 @@ def test_the_four_ranks_of_a_stage_with_experts_are_one_group(
     found = rank_groups.groups_of_stages(config_of_two_stages(tmp_path), 8, [1])
     ((stage, (group,)),) = found.items()
     assert stage == "stage 1"
-    assert str(group) == "ranks 4-7: captured by 4, compared with rank 7"
+    assert (group.ranks, group.captured_by, group.part) == ((4, 5, 6, 7), (4, 7), "stage 1")
 
 
 @pytest.mark.slow

@@ -7,10 +7,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from plan_doubles import FSDP, plan_by_hand
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from gt_autoparallel import ConstraintError, PlacementError, place, plan_on_first_rank
+from gt_autoparallel import (
+    ConstraintError,
+    PlacementError,
+    makes_plans,
+    place,
+    plan_on_first_rank,
+)
 from gt_autoparallel.errors import PlacementInputError
 from gt_trace.testing import fake_world
 
@@ -45,6 +52,16 @@ def test_every_failure_of_rank_0_is_sent_to_the_others(
     (received,) = broadcasts
     assert type(received) is sent
     assert str(error.value) == str(received) == message
+
+
+def test_a_fake_rank_to_which_nobody_sends_plans_for_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(dist, "broadcast_object_list", lambda *_, **__: pytest.fail("sent"))
+    plan = plan_by_hand(("dp", 2, FSDP))
+    with fake_world(rank=1, world_size=2):
+        assert makes_plans()
+        assert plan_on_first_rank(lambda: plan, device="cpu").plan is plan
 
 
 def test_names_every_argument_that_is_not_what_it_must_be() -> None:

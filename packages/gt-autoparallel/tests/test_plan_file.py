@@ -20,7 +20,7 @@ from plan_doubles import (
     two_layer_graph,
 )
 
-from gt_autoparallel import find_placement
+from gt_autoparallel import decode_plan, find_placement, plan_digest
 from gt_autoparallel.errors import PlanMismatchError
 from gt_autoparallel.graph.graph_encoding import canonical_json
 from gt_autoparallel.graph.layouts import MeshShape, short_text
@@ -47,6 +47,27 @@ REQUEST = ResolvedRequest(
 @pytest.fixture(scope="module")
 def plan():
     return plan_by_hand(("dp", 2, FSDP), ("tp", 2, TENSOR_PARALLEL), request=REQUEST)
+
+
+def test_a_digest_tells_what_a_plan_decides_and_not_how_it_was_found(plan):
+    digest = plan_digest(plan)
+    again = decode_plan(json.loads(canonical_json(encode_plan(plan))), Prices())
+    assert plan_digest(again) == digest
+    assert plan_digest(replace(plan, request=ResolvedRequest())) == digest
+    others = [
+        plan_by_hand(("dp", 2, FSDP), ("tp", 2, FSDP)),
+        plan_by_hand(("dp", 2, FSDP), ("other", 2, TENSOR_PARALLEL)),
+        replace(plan, recomputed=(4,)),
+        replace(plan, redistributions=plan.redistributions[1:]),
+    ]
+    assert len({digest, *map(plan_digest, others)}) == 5
+
+
+def test_plans_of_parts_that_are_alike_but_for_names_can_have_one_digest(plan):
+    named = {node.name for node in plan.graph.nodes}
+    assert "x" in named
+    renamed = plan_digest(plan, renamed=lambda text: text.replace('"name":"x"', '"name":"y"'))
+    assert renamed != plan_digest(plan)
 
 
 def test_reading_gives_back_the_plan_that_was_written(plan, tmp_path: Path):

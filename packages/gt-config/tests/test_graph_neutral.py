@@ -35,4 +35,8 @@ def test_exactly_these_fields_opt_out():
     assert neutral == {
         f"CompileConfig.{name}"
         for name in ("artifacts", "artifacts_max_gib", "debug_graph_passes", "on_shape_change")
+    } | {
+        # What a plan decides has a digest of its own.
+        f"AutoParallelConfig.{name}"
+        for name in ("plan", "relative_gap", "time_limit_seconds")
     }

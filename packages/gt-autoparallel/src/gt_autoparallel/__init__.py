@@ -20,7 +20,13 @@ file imports from its own folder and from those below it: the workspace's ``pypr
 which.
 """
 
-from gt_autoparallel.apply import allow_evaluation, apply_plan, make_expert_meshes
+from gt_autoparallel.apply import (
+    PlacedModel,
+    allow_evaluation,
+    apply_plan,
+    make_expert_meshes,
+    placed_model,
+)
 from gt_autoparallel.audit import audit_plan
 from gt_autoparallel.errors import (
     ConstraintError,
@@ -35,12 +41,19 @@ from gt_autoparallel.find_parts import PartToPlace, find_placements
 from gt_autoparallel.graph.experts import ExpertBlock
 from gt_autoparallel.graph.layouts import MeshShape
 from gt_autoparallel.graph.placement_graph import ModelInterface
-from gt_autoparallel.place import SharedPlan, place, plan_on_first_rank, plans_on_first_rank
+from gt_autoparallel.place import (
+    SharedPlan,
+    makes_plans,
+    place,
+    plan_on_first_rank,
+    plans_on_first_rank,
+)
 from gt_autoparallel.plan import (
     PlacementPlan,
     compare,
     decode_plan,
     encode_plan,
+    plan_digest,
     plan_report,
     predicted_collectives,
     write_report_page,
@@ -71,6 +84,7 @@ __all__ = [
     "ModelInterface",
     "ModuleOutput",
     "PartToPlace",
+    "PlacedModel",
     "PlacementError",
     "PlacementPlan",
     "PlacementPrices",
@@ -94,7 +108,10 @@ __all__ = [
     "find_placements",
     "load_plan",
     "make_expert_meshes",
+    "makes_plans",
     "place",
+    "placed_model",
+    "plan_digest",
     "plan_on_first_rank",
     "plan_report",
     "planner_of_model",

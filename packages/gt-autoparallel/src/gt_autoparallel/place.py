@@ -31,6 +31,9 @@ Key = TypeVar("Key")
 """Names a plan."""
 
 
+_FAKE_BACKEND = "fake"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedPlan:
     """The one plan of all ranks, and how the planned model is called."""
@@ -144,14 +147,15 @@ def plans_on_first_rank(
     """
     sent: list[Any] = [None]
     plans: Mapping[Key, PlacementPlan] = {}
-    if dist.get_rank() == 0:
+    if makes_plans():
         try:
             plans = find()
             encoded = {key: (encode_plan(p), p.graph.interface) for key, p in plans.items()}
             sent = [encoded]
         except Exception as error:  # noqa: BLE001  # whatever it is, the others wait for it
             sent = [_failure(error)]
-    dist.broadcast_object_list(sent, src=0, device=torch.device(device))
+    if dist.get_rank() == 0 or not makes_plans():
+        dist.broadcast_object_list(sent, src=0, device=torch.device(device))
     (received,) = sent
     if isinstance(received, PlacementError):
         raise received
@@ -162,6 +166,14 @@ def plans_on_first_rank(
         )
         for key, (content, interface) in received.items()
     }
+
+
+def makes_plans() -> bool:
+    """Whether this rank plans for all: the first does, and any of a world of fake ranks.
+
+    Nobody sends anything to a fake rank (PyTorch's backend ``fake``).
+    """
+    return dist.get_rank() == 0 or dist.get_backend() == _FAKE_BACKEND
 
 
 def _failure(error: Exception) -> PlacementError:

@@ -40,10 +40,16 @@ class AutoParallelConfig:
     None: nine tenths of what the device has; of a dry run, of an H100; on CPUs, of a rank's part of
     the machine's memory."""
 
-    time_limit_seconds: float = 120.0
+    time_limit_seconds: float = field(
+        default=120.0,
+        metadata=graph_neutral("bounds a search; what was found is told by the plan's own digest"),
+    )
     """Stop solving here, and take the best plan so far."""
 
-    relative_gap: float = 0.001
+    relative_gap: float = field(
+        default=0.001,
+        metadata=graph_neutral("bounds a search; what was found is told by the plan's own digest"),
+    )
     """Accept a plan proven to be within this fraction of the optimum."""
 
     experts: ExpertPlacement = "any"
@@ -53,7 +59,10 @@ class AutoParallelConfig:
     own_tokens: each rank's tokens stay, and the experts' weights are replicated or gathered.
     expert_parallel needs --parallelism.expert_parallel_degree, which gives it its axis."""
 
-    plan: str | None = None
+    plan: str | None = field(
+        default=None,
+        metadata=graph_neutral("says where a plan lies; what it decides is told by its digest"),
+    )
     """File of a plan to train with, as placement.json of another run, in place of a search.
     Of a pipeline it holds a plan for each stage. It must be of this model, mesh, batch and machine;
     memory_budget_gib and experts hold for it.

@@ -8,12 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gt_trace.artifacts.rank_differences import (
+from gt_trace.artifacts.coordinate_rules import (
     CoordinateRule,
+    telling_ranks,
+    telling_ranks_of_sums,
+)
+from gt_trace.artifacts.rank_differences import (
     at_coordinates,
     document_differences,
     rules_of,
-    telling_ranks,
     with_rules,
 )
 
@@ -80,7 +83,7 @@ def test_two_captures_that_do_not_tell_two_axes_apart_give_no_rule() -> None:
 
     rules, unruled = rules_of([captures[0], captures[3], captures[1]], places)
     assert unruled == []
-    assert rules == {(*NODE, 3, 1): CoordinateRule(axis="tp", base=0, step=8)}
+    assert rules == {(*NODE, 3, 1): CoordinateRule(base=0, steps={"tp": 8})}
 
 
 def test_what_is_no_straight_line_follows_no_rule() -> None:
@@ -125,7 +128,85 @@ def test_axes_over_the_same_ranks_are_told_apart_where_they_can_be() -> None:
     rules, unruled = rules_of([captures[rank] for rank in telling_ranks(places)], places)
 
     assert unruled == []
-    assert [rule.axis for rule in rules.values()] == ["ep"]
+    assert [[*rule.steps] for rule in rules.values()] == [["ep"]]
+
+
+def found_of(sums: Any, places: list[dict[str, int]], ranks: list[int]) -> Any:
+    """What captures of ``ranks`` say of a number that is ``sums`` of a place."""
+    return rules_of([(places[rank], document(sums(places[rank]))) for rank in ranks], places)
+
+
+def test_what_follows_two_axes_at_once_is_a_rule_if_a_rank_at_each_corner_has_it() -> None:
+    places = places_of(fsdp=2, tp=2)
+
+    def place_in_memory(at: dict[str, int]) -> int:
+        return 5 + 64 * at["fsdp"] + 8 * at["tp"]
+
+    _, unruled = found_of(place_in_memory, places, telling_ranks(places))
+    assert len(unruled) == 1
+
+    rules, unruled = found_of(place_in_memory, places, telling_ranks_of_sums(places))
+    assert unruled == []
+    assert [*rules.values()] == [CoordinateRule(base=5, steps={"fsdp": 64, "tp": 8})]
+
+
+@pytest.mark.parametrize(
+    "number",
+    [
+        lambda at: at["fsdp"] * at["tp"],
+        lambda at: at["fsdp"] ^ at["tp"],
+        lambda at: at["fsdp"] + at["tp"] ** 2,
+        lambda at: 8 * at["fsdp"] + (at["tp"] + 1) // 2,
+    ],
+    ids=["product", "parity", "square", "half"],
+)
+def test_what_is_no_sum_of_steps_is_no_rule(number: Any) -> None:
+    places = places_of(fsdp=3, tp=4)
+    rules, unruled = found_of(number, places, telling_ranks_of_sums(places))
+
+    assert rules == {}
+    assert len(unruled) == 1
+
+
+@pytest.mark.parametrize(
+    ("sizes", "num_ranks"),
+    [
+        ({"fsdp": 2, "tp": 2}, 4),
+        ({"fsdp": 128, "tp": 8}, 6),
+        ({"dp": 4, "fsdp": 16, "tp": 8}, 10),
+        ({"fsdp": 4}, 3),
+        ({}, 1),
+    ],
+)
+def test_ranks_that_tell_sums_are_few_and_those_that_tell_lines_are_among_them(
+    sizes: dict[str, int], num_ranks: int
+) -> None:
+    places = places_of(**sizes)
+    found = telling_ranks_of_sums(places)
+
+    assert len(found) == num_ranks
+    assert found[: len(telling_ranks(places))] == telling_ranks(places)
+
+
+@given(
+    sizes=st.lists(st.integers(1, 4), min_size=1, max_size=3),
+    steps=st.lists(st.integers(-9, 9), min_size=3, max_size=3),
+    base=st.integers(-5, 50),
+)
+def test_documents_by_sums_are_those_of_each_rank(
+    sizes: list[int], steps: list[int], base: int
+) -> None:
+    names = ["a", "b", "c"][: len(sizes)]
+    places = places_of(**dict(zip(names, sizes, strict=True)))
+
+    def number(at: dict[str, int]) -> int:
+        return base + sum(step * at[name] for step, name in zip(steps, names, strict=False))
+
+    rules, unruled = found_of(number, places, telling_ranks_of_sums(places))
+    shared = with_rules(document(number(places[0])), rules)
+
+    assert unruled == []
+    assert [at_coordinates(shared, at) for at in places] == [document(number(at)) for at in places]
 
 
 @given(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from typing import Any
 
 import pytest
 
 from gt_trainer.artifacts.alike_ranks import (
+    NUM_ROUNDS,
     AlikeRanks,
     Coordinates,
     RankGroup,
@@ -30,21 +32,24 @@ def document(*numbers: object) -> dict[str, Any]:
     return {"content": {"graph": {"nodes": [["c", "name", 0, list(numbers), {}, []]]}}}
 
 
-def judged(alike: AlikeRanks, graph_of: Any, *, ranks: tuple[int, ...] | None = None) -> Any:
-    """What captures by all telling ranks say."""
-    chosen = alike.telling if ranks is None else ranks
-    captures = {rank: graph_of(alike.coordinates[rank]) for rank in chosen}
-    return judge(alike, captures, has_all_witnesses=ranks is None)
+def judged(alike: AlikeRanks, graph_of: Any, *, only_round: int | None = None) -> Any:
+    """What captures say, of all rounds that it takes or of one of them."""
+    for number in range(NUM_ROUNDS):
+        captures = {rank: graph_of(alike.coordinates[rank]) for rank in alike.witnesses(number)}
+        judgement = judge(alike, captures, round_number=number)
+        if number == only_round or (only_round is None and not judgement.needs_more):
+            return judgement
+    raise AssertionError("more witnesses were wanted than there are")
 
 
 def test_the_lowest_and_the_highest_rank_come_first():
-    assert mesh(fsdp=2, tp=4).first_two == (0, 7)
-    assert mesh(tp=1).first_two == (0,)
+    assert mesh(fsdp=2, tp=4).witnesses(0) == (0, 7)
+    assert [mesh(tp=1).witnesses(number) for number in range(NUM_ROUNDS)] == [(0,)] * 3
 
 
 def test_equal_captures_at_two_places_settle_a_class():
     alike = mesh(fsdp=128, tp=8)
-    judgement = judged(alike, lambda at: document(1, 2), ranks=alike.first_two)
+    judgement = judged(alike, lambda at: document(1, 2), only_round=0)
     assert not judgement.needs_more
     assert judgement.rules == {}
     assert judgement.divided_by == ()
@@ -52,9 +57,9 @@ def test_equal_captures_at_two_places_settle_a_class():
 
 def test_a_difference_asks_for_more_witnesses():
     alike = mesh(fsdp=2, tp=2)
-    judgement = judged(alike, lambda at: document(at["tp"]), ranks=alike.first_two)
+    judgement = judged(alike, lambda at: document(at["tp"]), only_round=0)
     assert judgement.needs_more
-    assert len(alike.telling) == 3
+    assert len(alike.witnesses(1)) == 3
 
 
 @pytest.mark.parametrize("sizes", [{"fsdp": 2, "tp": 2}, {"fsdp": 128, "tp": 8}, {"tp": 3}])
@@ -63,8 +68,27 @@ def test_a_number_in_a_straight_line_becomes_a_rule(sizes: dict[str, int]):
     judgement = judged(alike, lambda at: document(7, 100 * at["tp"] + 5))
     assert judgement.divided_by == ()
     (rule,) = judgement.rules.values()
-    assert (rule.axis, rule.base, rule.step) == ("tp", 5, 100)
-    assert len(alike.telling) <= 6
+    assert (rule.base, dict(rule.steps)) == (5, {"tp": 100})
+    assert len(alike.witnesses(1)) <= 6
+
+
+def test_a_number_that_follows_two_axes_asks_for_still_more_witnesses_and_becomes_a_rule():
+    alike = mesh(fsdp=4, tp=2)
+    graph_of = partial(_two_axes, wrong=None)
+    assert judged(alike, graph_of, only_round=1).needs_more
+    (rule,) = judged(alike, graph_of).rules.values()
+    assert (rule.base, dict(rule.steps)) == (3, {"fsdp": 16, "tp": 4})
+
+
+def test_a_number_that_follows_two_axes_but_for_one_corner_divides():
+    judgement = judged(mesh(fsdp=2, tp=2), partial(_two_axes, wrong=(1, 0)))
+    assert judgement.rules == {}
+    assert judgement.divided_by
+
+
+def _two_axes(at: Coordinates, *, wrong: tuple[int, int] | None) -> Any:
+    is_wrong = (at["fsdp"], at["tp"]) == wrong
+    return document(3 + 16 * at["fsdp"] + 4 * at["tp"] + is_wrong)
 
 
 def test_a_number_in_no_straight_line_divides_along_its_axis():
@@ -89,7 +113,7 @@ def test_what_is_no_number_divides_and_rules_along_another_axis_stay_for_the_par
     assert judgement.divided_by == ("fsdp",)
     for part in alike.divided(judgement.divided_by):
         inner = judged(part, graph_of)
-        assert {rule.axis for rule in inner.rules.values()} == {"tp"}
+        assert inner.rule_axes == ["tp"]
         assert inner.divided_by == ()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,21 @@ def test_a_graph_is_found_under_its_fingerprint_alone(folder: GraphFolder):
     assert isinstance(found, Loaded)
     assert found.captured == [1, 2]
     assert folder.find(Fingerprint(fields={"model": "two"}), GRAPH) is None
+
+
+def test_a_graph_says_from_which_axes_numbers_follow(folder: GraphFolder):
+    folder.write_graph(IDENTITY, GRAPH.kind, replace(GRAPH.encode([1]), rule_axes=("tp",)))
+    found = folder.find(IDENTITY, GRAPH)
+    assert isinstance(found, Loaded)
+    assert found.rule_axes == ("tp",)
+
+
+def test_a_graph_that_names_no_axis_of_the_run_is_set_aside(
+    folder: GraphFolder, caplog: pytest.LogCaptureFixture
+):
+    folder.write_graph(IDENTITY, GRAPH.kind, replace(GRAPH.encode([1]), rule_axes=("fsdp",)))
+    assert folder.find(IDENTITY, GRAPH) is None
+    assert "a graph names axes among tp, from which numbers follow, and not ['fsdp']" in caplog.text
 
 
 def test_a_division_names_axes_and_reason(folder: GraphFolder):

@@ -23,6 +23,7 @@ from gt_trainer.artifacts.run_identity import (
     step_identity,
     topology_of_run,
 )
+from gt_trainer.artifacts.stage_names import StageNames
 from gt_trainer.dry_run.fake_step import fake_step
 from gt_trainer.launcher import run_in_child
 from gt_trainer.models import llama3
@@ -136,6 +137,15 @@ def with_autocast(parts: dict[str, Any]) -> None:
     torch.set_autocast_enabled("cpu", True)
 
 
+def with_stage(parts: dict[str, Any]) -> None:
+    layers = tuple(range(len(parts["settings"].model.layers)))
+    parts["stage"] = StageNames(stage_index=0, num_stages=1, layers=layers)
+
+
+def with_plan(parts: dict[str, Any]) -> None:
+    run_identity.identity_of_plan = lambda options, model, renamed: "a digest"  # in a child
+
+
 CHANGES: dict[str, tuple[Change, str]] = {
     "memory policy": (
         with_settings(compile={"memory_policy": "selective"}),
@@ -176,6 +186,8 @@ CHANGES: dict[str, tuple[Change, str]] = {
         with_partitioner_budget,
         'pytorch["functorch.activation_memory_budget"]',
     ),
+    "stage": (with_stage, 'stage["is_first"]'),
+    "plan": (with_plan, "plan"),
     "microbatches": (lambda parts: parts.update(num_microbatches=2), 'batch["num_microbatches"]'),
 }
 

@@ -87,6 +87,36 @@ def test_numbers_that_follow_a_place_become_values_by_coordinate(tmp_path: Path)
     assert group.rule_axes == ("tp",)
 
 
+@pytest.mark.parametrize(
+    ("numbers_of", "first"),
+    [(like, [0]), (by_tp, [0, 1, 2, 3]), (squared, [0, 1, 2, 3, 4, 5, 6, 7])],
+)
+def test_what_is_made_of_a_graph_is_stored_by_the_first_rank_that_runs_it(
+    numbers_of: Any, first: list[int], tmp_path: Path
+):
+    for _ in ("captured", "loaded"):
+        found = start(MESH, numbers_of, folder_of=shared_folder(tmp_path))
+        assert [n for n, each in enumerate(found.shared) if each.is_first_of_its_kind] == first
+
+
+def test_ranks_along_a_pipeline_run_graphs_of_other_names(tmp_path: Path):
+    mesh = [{"pp": pp, "fsdp": fsdp} for pp in range(2) for fsdp in range(2)]
+    found = start(mesh, like, folder_of=shared_folder(tmp_path))
+    assert found.captures == [0, 3]
+    assert [n for n, each in enumerate(found.shared) if each.is_first_of_its_kind] == [0, 2]
+
+
+def test_numbers_that_follow_two_axes_become_values_by_both(tmp_path: Path):
+    def by_both(at: Coordinates) -> list[Any]:
+        return [5 + 64 * at["fsdp"] + 8 * at["tp"]]
+
+    found = start(MESH, by_both, folder_of=shared_folder(tmp_path))
+    check(found, by_both)
+    (group,) = found.shared[0].groups
+    assert (group.num_rules, group.rule_axes) == (1, ("fsdp", "tp"))
+    assert len(found.captures) < len(MESH)
+
+
 def test_ranks_that_differ_otherwise_are_divided_and_share_in_parts(tmp_path: Path):
     found = start(MESH, squared, folder_of=shared_folder(tmp_path))
     check(found, squared)

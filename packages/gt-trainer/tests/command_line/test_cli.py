@@ -292,33 +292,13 @@ def test_precompile_prints_its_report_for_the_world_size_asked_for_or_intended(
     capsys, monkeypatch, no_models
 ):
     monkeypatch.setattr(
-        "gt_trainer.precompile.precompile", lambda config, world_size: world_size * 10
+        "gt_trainer.precompile.precompile.precompile",
+        lambda config, world_size, *, hardware: world_size * 10,
     )
     asked = ["precompile", "--compile.artifacts", "graphs"]
     assert cli.main([*asked, "--world-size", "6"]) == 0
     assert cli.main([*asked, "--config", "llama3_70b"]) == 0
     assert capsys.readouterr() == ("gt-train: a run of 6\n60\ngt-train: a run of 256\n2560\n", "")
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"parallelism": ParallelismConfig(pipeline_parallel_degree=2)},
-        {"compile": CompileConfig(mode="aot_joint")},
-    ],
-    ids=["a pipeline", "aot_joint"],
-)
-def test_precompile_refuses_what_is_no_whole_step(settings, capsys, monkeypatch, no_models):
-    monkeypatch.setattr(
-        "gt_trainer.preflight.settled_defaults.settle_defaults",
-        lambda config, world_size, *, asked: (SimpleNamespace(**{**vars(config), **settings}), ()),
-    )
-    asked = ["precompile", "--compile.artifacts", "graphs", "--world-size", "6"]
-    assert cli.main(asked) != 0
-    assert capsys.readouterr().err == (
-        "gt-train: precompile captures whole steps, and this run has pipeline stages or mode "
-        "aot_joint: its first start with --compile.artifacts stores its graphs\n"
-    )
 
 
 def test_a_dry_run_prints_its_report_for_the_world_size_and_machine_asked_for_or_intended(

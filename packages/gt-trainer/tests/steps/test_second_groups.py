@@ -36,7 +36,7 @@ def test_reductions_and_exchanges_have_groups_of_their_own_where_ep_takes_all_ra
     options = CompileConfig(fsdp_second_group=True, ep_overlap=EpOverlapConfig(enabled=True))
     with fake_world(rank=0, world_size=NUM_RANKS):
         dims = dims_of(ep=NUM_RANKS, world_size=NUM_RANKS)
-        given = create_second_groups(options, dims)
+        given = create_second_groups(options, dims, [])
         num_groups = len(dist.distributed_c10d._world.pg_map)
         fsdp, ep = (dims.get_mesh(axis).get_group().group_name for axis in ("fsdp", "ep"))
         reductions = SeparateReductionGroup().second_group(fsdp)
@@ -56,7 +56,7 @@ def test_all_ranks_make_the_groups_of_the_same_axes_in_the_same_order(rank: int)
             dims.get_mesh(axis).get_group().group_name for axis in ("fsdp", "efsdp", "ep")
         )
         before = set(dist.distributed_c10d._world.pg_map)
-        given = create_second_groups(options, dims)
+        given = create_second_groups(options, dims, [])
         made = [g for g in dist.distributed_c10d._world.pg_map if g not in before]
         assert list(given.values()) == made
         assert list(given) == ["reductions of fsdp", "reductions of efsdp", "exchanges of ep"]

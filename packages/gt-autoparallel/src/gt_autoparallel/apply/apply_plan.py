@@ -97,11 +97,12 @@ def apply_plan(
         problems.append(str(error))
     if problems or rank is None or interface is None:
         raise PlanMismatchError("the plan does not fit:\n  " + "\n  ".join(problems))
+    meshes = make_expert_meshes([plan], mesh) if expert_meshes is None else expert_meshes
     program = local_program(
         plan,
         rank,
         interface=interface,
-        experts=_expert_nodes(plan, mesh, experts or {}, expert_meshes),
+        experts=_expert_nodes(plan, meshes, experts or {}),
     )
     place_parameters(model, plan.parameter_layouts(), mesh, rank)
     forward = PlacedForward(
@@ -109,6 +110,11 @@ def apply_plan(
         program,
         interface=interface,
         inputs=InputReader(plan, interface, program.inputs),
+        mesh=mesh,
+        expert_meshes={
+            tuple(plan.mesh.names[axis] for axis in axes): meshes[axes]
+            for axes in sorted(expert_axes(plan))
+        },
         called_modules=None if ignore_hooks else frozenset(experts or {}),
     )
     object.__setattr__(model, "forward", forward)
@@ -176,13 +182,10 @@ def make_expert_meshes(
 
 def _expert_nodes(
     plan: PlacementPlan,
-    mesh: DeviceMesh,
+    expert_meshes: Mapping[tuple[int, ...], DeviceMesh],
     experts: Mapping[str, ExpertBlock],
-    expert_meshes: Mapping[tuple[int, ...], DeviceMesh] | None,
 ) -> dict[str, RunNode]:
     """How each node of kind experts runs: forward and backward of a block share what is kept."""
-    if expert_meshes is None:
-        expert_meshes = make_expert_meshes([plan], mesh)
     placed = {
         name: PlacedExperts.of(plan, expert_meshes.__getitem__, name=name, block=block)
         for name, block in experts.items()

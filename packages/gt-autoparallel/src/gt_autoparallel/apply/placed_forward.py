@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
@@ -43,12 +44,20 @@ class PlacedForward:
         *,
         interface: ModelInterface,
         inputs: InputReader,
+        mesh: DeviceMesh,
+        expert_meshes: Mapping[tuple[str, ...], DeviceMesh],
         called_modules: frozenset[str] | None = frozenset(),
     ) -> None:
         self._model = model
         self._program = program
         self._interface = interface
         self._inputs = inputs
+        self.mesh = mesh
+        """With the planned axes."""
+
+        self.expert_meshes = expert_meshes
+        """Over which experts exchange tokens, by the names of the axes in each."""
+
         self._called_modules = called_modules
         self.may_evaluate = False
         """Whether evaluation computes what the planned forward does; see ``allow_evaluation``."""

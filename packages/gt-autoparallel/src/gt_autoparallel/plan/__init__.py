@@ -15,7 +15,7 @@
 
 from gt_autoparallel.plan.comparison import compare
 from gt_autoparallel.plan.placement_plan import PlacementPlan
-from gt_autoparallel.plan.plan_encoding import decode_plan, encode_plan
+from gt_autoparallel.plan.plan_encoding import decode_plan, encode_plan, plan_digest
 from gt_autoparallel.plan.prediction import predicted_collectives
 from gt_autoparallel.plan.report import plan_report
 from gt_autoparallel.plan.report_page import write_report_page
@@ -25,6 +25,7 @@ __all__ = [
     "compare",
     "decode_plan",
     "encode_plan",
+    "plan_digest",
     "plan_report",
     "predicted_collectives",
     "write_report_page",

@@ -7,13 +7,15 @@ a cost model that has it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any, get_args
 
 from gt_autoparallel.argument_checks import check_arguments, prices_problem
 from gt_autoparallel.errors import PlanMismatchError
 from gt_autoparallel.graph.graph_encoding import (
+    canonical_json,
     decode_graph,
     decode_layout,
     encode_graph,
@@ -67,6 +69,33 @@ def encode_plan(plan: PlacementPlan) -> JsonObject:
         "solver": asdict(plan.solver),
         "replicated_nodes": list(plan.replicated_nodes),
     }
+
+
+def plan_digest(plan: PlacementPlan, *, renamed: Callable[[str], str] = str) -> str:
+    """SHA-256 over what a plan decides, in hex: two plans of one digest place a model alike.
+
+    What it would cost, what it was asked for and how it was found do not count.
+
+    Args:
+        plan: the plan.
+        renamed: changes names in the text of which the digest is taken, so that plans of parts that
+            are alike but for names have one digest.
+
+    Raises:
+        PlacementInputError: what is given is no plan.
+    """
+    check_arguments("plan_digest", plan_problem(plan))
+    decided = {
+        "mesh": asdict(plan.mesh),
+        "graph": encode_graph(plan.graph),
+        "options": [_encode_option(option) for option in plan.options],
+        "recomputed": list(plan.recomputed),
+        "steps": [
+            [consumer, position, [asdict(step) for step in steps]]
+            for (consumer, position), steps in sorted(plan.steps_of_uses().items())
+        ],
+    }
+    return hashlib.sha256(renamed(canonical_json(decided).decode()).encode()).hexdigest()
 
 
 def decode_plan(content: Mapping[str, Any], prices: StepPrices) -> PlacementPlan:

@@ -9,7 +9,6 @@ from gt_config._rules import mesh
 from gt_config._rules import autoparallel
 from gt_config._rules import dependent_options
 from gt_config._rules import accumulation
-from gt_config._rules import artifacts
 from gt_config._rules import names
 from gt_config._rules import ep_overlap
 from gt_config._rules import pipelines
@@ -19,7 +18,6 @@ from gt_config._rules.rule import RULES
 __all__ = [
     "RULES",
     "accumulation",
-    "artifacts",
     "autoparallel",
     "dependent_options",
     "ep_overlap",

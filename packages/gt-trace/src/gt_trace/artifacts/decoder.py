@@ -30,6 +30,7 @@ from gt_trace._torch_internals import (
     set_conj,
     set_neg,
 )
+from gt_trace.artifacts.coordinate_rules import decoded_rule
 from gt_trace.artifacts.expressions import decoded_expression
 from gt_trace.artifacts.mesh_axes import MeshAxes
 from gt_trace.artifacts.operators import NAMESPACES, find_operator
@@ -228,9 +229,8 @@ class Decoder:
         return {self.value(key): self.value(each) for key, each in item[1:]}
 
     def _by_coordinate(self, item: Any) -> int:
-        _, axis, base, step = item
-        number: int = base + step * self._axes.coordinate(axis)
-        return number
+        rule = decoded_rule(item)
+        return rule.at({axis: self._axes.coordinate(axis) for axis in rule.steps})
 
     def _symbol(self, item: Any) -> Any:
         return decoded_expression(str(item[1]), self._symbols)

@@ -46,6 +46,8 @@ _OPS = {"placeholder": "p", "call_function": "c", "get_attr": "g", "output": "o"
 _OWN_VALUES = frozenset({"val", "eager_input_vals", "seq_nr"})
 """Metadata that is another for each node; all other metadata stands in the table of values."""
 
+_SEQUENCE_NUMBER = "seq_nr"
+
 
 _PROVENANCE = frozenset({"from_node", "nn_module_stack", "source_fn_stack", "torch_fn"})
 """Metadata in which PyTorch's tracers note where a node is from, as objects of their own. Nothing
@@ -72,6 +74,9 @@ class Encoder:
         self._storages: dict[int, tuple[int, Any]] = {}
         self._sizes: dict[Any, Any] = {}
         self._shape_env: Any = None
+        self._first_number: int | None = None
+        """Autograd's sequence number from which those of the document are counted."""
+
         self.blobs: dict[str, bytes] = {}
         """Constant tensors' bytes, by the names that the document refers to."""
 
@@ -124,11 +129,23 @@ class Encoder:
             for name, arg in node.kwargs.items()
         }
         meta = [
-            [key, self.value(value) if key in _OWN_VALUES else self.shared(value)]
+            [key, self._own(key, value) if key in _OWN_VALUES else self.shared(value)]
             for key, value in node.meta.items()
             if key not in _PROVENANCE
         ]
         return [_OPS[node.op], node.name, target, args, kwargs, meta]
+
+    def _own(self, key: str, value: Any) -> Any:
+        """Metadata of one node; sequence numbers count from the first that stands in the document.
+
+        Autograd's own say, besides, what the process did before: where a plan is searched for, it
+        is more than elsewhere.
+        """
+        if key != _SEQUENCE_NUMBER or type(value) is not int:
+            return self.value(value)
+        if self._first_number is None:
+            self._first_number = value
+        return value - self._first_number
 
     def _operator(self, target: object) -> int:
         known = self._operator_of.get(target)
@@ -323,9 +340,14 @@ class Encoder:
         return {
             "training": dict(mode.training),
             "num_hooks": dict(mode.num_hooks),
-            "trainable": sorted(mode.trainable),
+            "trainable": sorted(mode.trainable, key=_by_numbers),
             "autocast": {device: self.value(dtype) for device, dtype in mode.autocast.items()},
         }
+
+
+def _by_numbers(name: str) -> list[tuple[int, str]]:
+    """A name as what it is sorted by: a tenth layer stands behind the ninth."""
+    return [(int(each), "") if each.isdigit() else (-1, each) for each in name.split(".")]
 
 
 def _group_arguments(node: Node) -> frozenset[int | str]:

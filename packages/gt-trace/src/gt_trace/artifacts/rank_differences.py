@@ -2,18 +2,24 @@
 
 What a graph depends on is found by comparison: captures of ranks that stand at different places are
 laid side by side, node by node. Process groups, meshes and devices have names that mean the same on
-every rank, so that most graphs are equal. With tensor parallelism some numbers are not: the first
-row of a part of a vocabulary, or which piece of a sequence is this rank's. Such a number is a
-function of one coordinate, ``base + step * coordinate``, and becomes a value by coordinate,
-``["by", axis, base, step]``. Whatever else differs makes the ranks unlike.
+every rank, so that most graphs are equal. Numbers that are not may follow where a rank stands
+(``coordinate_rules``), and become values by coordinate. Whatever else differs makes the ranks
+unlike.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from gt_trace.artifacts.coordinate_rules import (
+    CoordinateRule,
+    SumFinder,
+    decoded_rule,
+    encoded_rule,
+    only_rule_of_an_axis,
+)
 
 Path = tuple[str | int, ...]
 """Where something stands in a document: keys of objects and positions in lists."""
@@ -50,19 +56,6 @@ class RankDifference:
         return f"{where}: {_short(self.ours)} and {_short(self.theirs)}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CoordinateRule:
-    """A number that follows from where a rank stands: ``base + step * coordinate`` on an axis."""
-
-    axis: str
-    base: int
-    step: int
-
-    def at(self, coordinates: Mapping[str, int]) -> int:
-        """The number of a rank."""
-        return self.base + self.step * coordinates[self.axis]
-
-
 def document_differences(ours: Any, theirs: Any) -> list[RankDifference]:
     """Every place at which two documents differ, in order; names of nodes do not count.
 
@@ -76,8 +69,10 @@ def rules_of(
 ) -> tuple[dict[Path, CoordinateRule], list[RankDifference]]:
     """How the numbers that differ follow from places on a mesh, as far as the captures tell.
 
-    A rule is given only if all captures have it, and no rule of another axis that would give some
-    rank another number. Those of ranks that ``telling_ranks`` names leave no doubt.
+    A rule of one axis is given only if all captures have it, and no rule of another axis that would
+    give some rank another number. Those of ranks that ``telling_ranks`` names leave no doubt. A
+    rule of several axes is given only if, besides, no function of places whatever that has squares
+    and products of coordinates would do: ranks that ``telling_ranks_of_sums`` names exclude them.
 
     Args:
         captures: coordinates of a rank by axis, and its document; the others are compared with the
@@ -88,6 +83,7 @@ def rules_of(
         The rules, by place in the document, and one difference for each place that follows none.
     """
     (origin, first), *others = captures
+    sums = SumFinder([place for place, _ in captures], places)
     found: dict[Path, dict[int, RankDifference]] = {}
     for number, (_, document) in enumerate(others):
         for difference in document_differences(first, document):
@@ -102,7 +98,9 @@ def rules_of(
             (place, seen[number].theirs if number in seen else some.ours)
             for number, (place, _) in enumerate(others)
         ]
-        rule = None if odd is not None else _only_rule(points, places)
+        rule = None
+        if odd is None:
+            rule = only_rule_of_an_axis(points, places) or sums.rule([value for _, value in points])
         if rule is None:
             unruled.append(odd or some)
         else:
@@ -110,42 +108,9 @@ def rules_of(
     return rules, unruled
 
 
-def telling_ranks(places: Sequence[Mapping[str, int]]) -> list[int]:
-    """Ranks whose captures leave no doubt about what a graph depends on, the fewest first.
-
-    The first and the last; of an axis of more than two ranks also one between, so that what is no
-    straight line is found out; and, where these do not tell two axes apart, ranks that do.
-
-    Args:
-        places: coordinates of every rank that is to be like the others, by axis; alike in which
-            axes there are.
-
-    Returns:
-        Positions in ``places``, the first rank's first.
-    """
-    chosen = list(dict.fromkeys((0, len(places) - 1)))
-    axes = list(places[0])
-
-    def add_first(is_wanted: Callable[[Mapping[str, int]], bool]) -> None:
-        position = next((n for n, place in enumerate(places) if is_wanted(place)), None)
-        if position is not None and position not in chosen:
-            chosen.append(position)
-
-    for axis in axes:
-        known = {places[position][axis] for position in chosen}
-        if len(known) < 3:
-            add_first(lambda place, axis=axis, known=known: place[axis] not in known)  # type: ignore[misc]  # mypy does not take defaults of a lambda
-    for one, other in itertools.permutations(axes, 2):
-        points = [(places[position], places[position][other]) for position in chosen]
-        line = _rule(one, points)
-        if line is not None:  # so far the one axis gives the other
-            add_first(lambda place, line=line, other=other: line.at(place) != place[other])  # type: ignore[misc]  # likewise
-    return chosen
-
-
 def with_rules(document: Any, rules: Mapping[Path, CoordinateRule]) -> Any:
     """A copy of a document with values by coordinate in the places of ``rules``."""
-    return _replaced(document, (), {path: _encoded(rule) for path, rule in rules.items()})
+    return _replaced(document, (), {path: encoded_rule(rule) for path, rule in rules.items()})
 
 
 def at_coordinates(document: Any, coordinates: Mapping[str, int]) -> Any:
@@ -154,9 +119,8 @@ def at_coordinates(document: Any, coordinates: Mapping[str, int]) -> Any:
         return {key: at_coordinates(each, coordinates) for key, each in document.items()}
     if not isinstance(document, list):
         return document
-    if document and document[0] == "by" and len(document) == 4:
-        _, axis, base, step = document
-        return CoordinateRule(axis=axis, base=base, step=step).at(coordinates)
+    if document and document[0] == "by" and len(document) > 3:
+        return decoded_rule(document).at(coordinates)
     return [at_coordinates(each, coordinates) for each in document]
 
 
@@ -205,36 +169,6 @@ def _inside_node(path: Path) -> Path:
     if "nodes" not in path:
         return ()
     return path[len(path) - path[::-1].index("nodes") + 1 :]
-
-
-def _rule(axis: str, points: Sequence[tuple[Mapping[str, int], int]]) -> CoordinateRule | None:
-    """The straight line through all points along an axis; None if there is none, or it is level."""
-    by_coordinate: dict[int, int] = {}
-    for coordinates, value in points:
-        if by_coordinate.setdefault(coordinates[axis], value) != value:
-            return None  # so that another axis matters
-    if len(by_coordinate) < 2:
-        return None
-    (c0, v0), (c1, v1), *_ = sorted(by_coordinate.items())
-    step, rest = divmod(v1 - v0, c1 - c0)
-    if rest or any(v0 + step * (c - c0) != v for c, v in by_coordinate.items()):
-        return None
-    return CoordinateRule(axis=axis, base=v0 - step * c0, step=step)
-
-
-def _only_rule(
-    points: Sequence[tuple[Mapping[str, int], int]], places: Sequence[Mapping[str, int]]
-) -> CoordinateRule | None:
-    """The rule of which no other gives any rank another number."""
-    axes = list(points[0][0])
-    found = [rule for axis in axes if (rule := _rule(axis, points)) is not None]
-    if not found or any(len({rule.at(place) for rule in found}) > 1 for place in places):
-        return None
-    return found[0]
-
-
-def _encoded(rule: CoordinateRule) -> list[Any]:
-    return ["by", rule.axis, rule.base, rule.step]
 
 
 def _replaced(item: Any, path: Path, values: Mapping[Path, Any]) -> Any:

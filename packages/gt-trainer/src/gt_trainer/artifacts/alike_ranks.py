@@ -4,8 +4,9 @@ Ranks with equal fingerprints know nothing in which they differ. What their grap
 is found so: of each such class the lowest rank captures, and beside it a witness, the highest,
 which stands elsewhere on the mesh. If the two documents are equal, node by node, the class has one
 graph. If not, more witnesses capture, which tell the axes apart: a number that follows one
-coordinate in a straight line becomes a value by coordinate, and anything else divides the class
-along the axes that explain it. Each part is then a class of its own, with witnesses of its own.
+coordinate in a straight line becomes a value by coordinate. If numbers are left, still more
+capture, which tell what follows several coordinates at once. Anything else divides the class along
+the axes that explain it. Each part is then a class of its own, with witnesses of its own.
 
 Everything here is a function of where ranks stand and of documents, the same on every rank: who
 captures next needs no word between them.
@@ -19,17 +20,24 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from gt_trace.artifacts.rank_differences import (
+from gt_trace.artifacts.coordinate_rules import (
     CoordinateRule,
+    telling_ranks,
+    telling_ranks_of_sums,
+)
+from gt_trace.artifacts.rank_differences import (
     Path,
     RankDifference,
     document_differences,
     rules_of,
-    telling_ranks,
 )
 
 Coordinates = Mapping[str, int]
 """Where a rank stands: its position by mesh axis, from 0."""
+
+
+NUM_ROUNDS = 3
+"""How many times more witnesses may be asked for, the first included."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,16 +66,18 @@ class AlikeRanks:
                 places.setdefault(column, axis)
         return tuple(places.values())
 
-    @property
-    def telling(self) -> tuple[int, ...]:
-        """Ranks whose captures leave no doubt what a graph depends on; the lowest rank first."""
-        ranks = self.ranks
-        return tuple(ranks[n] for n in telling_ranks([self.coordinates[r] for r in ranks]))
+    def witnesses(self, round_number: int) -> tuple[int, ...]:
+        """Ranks that have captured after a round, the lowest first; those of rounds before too.
 
-    @property
-    def first_two(self) -> tuple[int, ...]:
-        """The lowest rank and the highest, which stands elsewhere on most axes; one of one rank."""
-        return self.telling[:2]
+        In the first round of ``NUM_ROUNDS`` the lowest rank and the highest, which stands elsewhere
+        on most axes; in the second ranks whose captures leave no doubt on which axis a number
+        depends; in the third, on which axes.
+        """
+        ranks = self.ranks
+        places = [self.coordinates[rank] for rank in ranks]
+        telling = telling_ranks_of_sums if round_number == 2 else telling_ranks
+        found = tuple(ranks[position] for position in telling(places))
+        return found[:2] if round_number == 0 else found
 
     def divided(self, axes: Sequence[str]) -> tuple[AlikeRanks, ...]:
         """The ranks by their places on some axes, in the order of the lowest rank of each."""
@@ -92,30 +102,38 @@ class Judgement:
     """Differences that follow no rule, a few of them."""
 
     needs_more: bool = False
-    """Whether nothing can be said before all of ``AlikeRanks.telling`` have captured."""
+    """Whether nothing can be said before the witnesses of the next round have captured."""
+
+    @property
+    def rule_axes(self) -> list[str]:
+        """The axes from which numbers follow, in alphabetical order."""
+        return sorted({axis for rule in self.rules.values() for axis in rule.steps})
 
 
 _MOST_EXAMPLES = 3
 
 
-def judge(alike: AlikeRanks, captures: Mapping[int, Any], *, has_all_witnesses: bool) -> Judgement:
+def judge(alike: AlikeRanks, captures: Mapping[int, Any], *, round_number: int) -> Judgement:
     """Compare documents of some of the ranks.
 
     Args:
         alike: the ranks.
         captures: documents by rank; that of the lowest rank is what others are compared with.
-        has_all_witnesses: whether all of ``AlikeRanks.telling`` are there.
+        round_number: of ``AlikeRanks.witnesses``, the last who all have captured; from 0.
     """
     origin = alike.ranks[0]
     others = [rank for rank in sorted(captures) if rank != origin]
     if not any(document_differences(captures[origin], captures[rank]) for rank in others):
         return Judgement()
-    if not has_all_witnesses:
+    if round_number == 0:
         return Judgement(needs_more=True)
     compared = [(alike.coordinates[rank], captures[rank]) for rank in (origin, *others)]
     rules, unruled = rules_of(compared, [alike.coordinates[rank] for rank in alike.ranks])
     if not unruled:
         return Judgement(rules=rules)
+    is_last = round_number == NUM_ROUNDS - 1
+    if not is_last and any(difference.is_number for difference in unruled):
+        return Judgement(needs_more=True)
     return Judgement(
         divided_by=_explaining_axes(alike, captures, rules),
         examples=tuple(unruled[:_MOST_EXAMPLES]),
@@ -162,9 +180,12 @@ class RankGroup:
     reason: str = ""
     """Why these ranks and no others; "" where there is one group."""
 
+    part: str = ""
+    """Of which part of the model the graph is, as "stage 1"; "" of the whole."""
+
     def __str__(self) -> str:
         """One line."""
-        text = f"{ranks_text(self.ranks)}: "
+        text = f"{ranks_text(self.ranks)}{f', {self.part}' if self.part else ''}: "
         first, *witnesses = self.captured_by or (None,)
         if first is None:
             text += "captured before"
@@ -185,11 +206,12 @@ def groups_text(groups: Sequence[RankGroup]) -> str:
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """Ranks in ascending order with equal steps as spans: "0-6 by 2, 9"."""
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(_spans(sorted(ranks)))
+    """Ranks in a few words: "ranks 0-6 by 2, 9"."""
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(spans(sorted(ranks)))
 
 
-def _spans(ranks: Sequence[int]) -> Iterator[str]:
+def spans(ranks: Sequence[int]) -> Iterator[str]:
+    """Numbers in ascending order, those with equal steps as one text: "0-6 by 2", "9"."""
     start = 0
     while start < len(ranks):
         end = start + 1

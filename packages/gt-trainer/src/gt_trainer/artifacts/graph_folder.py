@@ -26,6 +26,7 @@ from gt_trace.errors import ArtifactDamagedError, ArtifactError, ArtifactVersion
 from gt_trainer.artifacts.storable_graph import STEP_SECTION, StorableGraph, StoredGraph
 
 _GRAPH = "graph"
+_RULE_AXES = "axes"
 _DIVISION = "division"
 _DIVISION_KIND = "division of ranks"
 _PRODUCTS = "products"
@@ -41,6 +42,8 @@ class Loaded(Generic[CapturedT]):
 
     captured: CapturedT
     path: Path
+    rule_axes: tuple[str, ...]
+    """As ``StoredGraph`` has them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +75,7 @@ class GraphFolder:
         """
         path = self._folder.find(identity.digest, _GRAPH)
         if path is not None:
-            return self._usable(path, partial(_load, path, identity, graph))
+            return self._usable(path, partial(self._load, path, identity, graph))
         path = self._folder.find(identity.digest, _DIVISION)
         if path is not None:
             return self._usable(path, partial(self._division, path, identity))
@@ -90,7 +93,11 @@ class GraphFolder:
                 buffer,
                 kind=kind,
                 fingerprint=identity,
-                documents={STEP_SECTION: stored.step, **stored.documents},
+                documents={
+                    STEP_SECTION: stored.step,
+                    _RULE_AXES: list(stored.rule_axes),
+                    **stored.documents,
+                },
                 blobs=stored.blobs,
             )
         except (ArtifactError, ValueError) as error:
@@ -113,7 +120,7 @@ class GraphFolder:
         with tempfile.TemporaryDirectory() as scratch:
             path = Path(scratch) / _GRAPH
             path.write_bytes(data)
-            return self._usable(path, partial(_load, path, identity, graph))
+            return self._usable(path, partial(self._load, path, identity, graph))
 
     def write_division(self, identity: Fingerprint, division: Division) -> None:
         """Store that ranks must be divided; warned of as in ``write_graph``."""
@@ -157,6 +164,21 @@ class GraphFolder:
             blobs={str(number): product for number, product in enumerate(products)},
         )
         self._write(identity, _PRODUCTS, buffer.getvalue())
+
+    def _load(
+        self, path: Path, identity: Fingerprint, graph: StorableGraph[CapturedT]
+    ) -> Loaded[CapturedT]:
+        with open_container(path, kind=graph.kind, fingerprint=identity) as container:
+            axes = container.document(_RULE_AXES)
+            if not isinstance(axes, list) or not all(
+                isinstance(axis, str) and axis in self._axes.coordinates for axis in axes
+            ):
+                raise ArtifactDamagedError(
+                    f"a graph names axes among {', '.join(self._axes.coordinates) or 'none'}, from "
+                    f"which numbers follow, and not {axes!r}"
+                )
+            captured = graph.decode(container)
+        return Loaded(captured=captured, path=path, rule_axes=tuple(axes))
 
     def _division(self, path: Path, identity: Fingerprint) -> Division:
         """Read what ``write_division`` wrote; whatever else would divide without end."""
@@ -218,11 +240,6 @@ def _writable_by_others(path: Path) -> Path | None:
 def _products(path: Path, identity: Fingerprint) -> tuple[bytes, ...]:
     with open_container(path, kind=_PRODUCTS_KIND, fingerprint=identity) as container:
         return tuple(container.blob(name) for name in container.sections)
-
-
-def _load(path: Path, identity: Fingerprint, graph: StorableGraph[CapturedT]) -> Loaded[CapturedT]:
-    with open_container(path, kind=graph.kind, fingerprint=identity) as container:
-        return Loaded(captured=graph.decode(container), path=path)
 
 
 def contents_of(path: Path) -> bytes:

@@ -29,7 +29,17 @@ _SCALARS = (str, int, float, bool, type(None))
 _AS_TEXT = (torch.dtype, torch.layout, torch.memory_format, Placement, OpOverload)
 
 
-_OPAQUE = frozenset({"torch", "builtins", "gt_trace", "gt_passes", "gt_pipeline", "gt_trainer"})
+_OPAQUE = frozenset(
+    {
+        "torch",
+        "builtins",
+        "gt_trace",
+        "gt_passes",
+        "gt_pipeline",
+        "gt_autoparallel",  # of placed models the plan counts
+        "gt_trainer",
+    }
+)
 """Packages whose objects are told by their classes alone, where any object is taken."""
 
 _MOST_OBJECTS = 2

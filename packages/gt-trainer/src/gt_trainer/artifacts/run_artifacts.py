@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,11 +24,13 @@ from gt_trace.artifacts.mesh_axes import MeshAxes, meshes_of
 from gt_trace.capture.module_state import collect_state
 from gt_trace.capture.subclass_layout import flatten_tensor
 from gt_trainer.artifacts.alike_ranks import groups_text
-from gt_trainer.artifacts.graph_folder import GraphFolder
+from gt_trainer.artifacts.graph_folder import GraphFolder, at_places
 from gt_trainer.artifacts.rank_exchange import ALONE, RankExchange
 from gt_trainer.artifacts.run_identity import RunSettings, step_identity
 from gt_trainer.artifacts.shared_capture import SharedGraph, capture_alone, share_capture
+from gt_trainer.artifacts.stage_names import StageNames
 from gt_trainer.artifacts.storable_graph import StorableGraph
+from gt_trainer.placement.placed_parts import expert_groups
 
 CapturedT = TypeVar("CapturedT")
 
@@ -64,6 +67,7 @@ class RunArtifacts:
         arguments: Sequence[Any],
         is_first: bool,
         num_microbatches: int = 1,
+        stage: StageNames | None = None,
     ) -> SharedGraph[CapturedT]:
         """A graph that was stored before, was captured by another rank, or is captured now.
 
@@ -78,6 +82,7 @@ class RunArtifacts:
             is_first: whether all ranks of the run ask together. Later, ranks with other shapes
                 may ask at other times: each then asks for itself.
             num_microbatches: see ``passes``.
+            stage: see ``passes``.
 
         Raises:
             Exception: whatever the capture raises.
@@ -93,6 +98,7 @@ class RunArtifacts:
                 loss_fn=loss_fn,
                 arguments=arguments,
                 num_microbatches=num_microbatches,
+                stage=stage,
             ),
             exchange,
         )
@@ -106,23 +112,31 @@ class RunArtifacts:
         return shared
 
     @contextmanager
-    def generating_code(self, shared: SharedGraph[Any], *, model: nn.Module) -> Iterator[None]:
+    def generating_code(
+        self, shared: SharedGraph[Any], *, model: nn.Module, part: str = "model"
+    ) -> Iterator[None]:
         """Inside, code is generated for a graph: from what a compiler made of it before, if stored.
 
-        Else the lowest of the ranks that share the graph stores what the compiler makes.
+        Else what the compiler makes is stored, once for all ranks that run the very same graph:
+        code holds the numbers that follow from a rank's place, and the names of a stage's layers.
 
         Args:
             shared: the graph.
             model: as for ``obtain``.
+            part: tells what the graph is of, if graphs of other parts of a model equal it but for
+                names.
         """
-        folder = GraphFolder(self.folder, axes=self.axes(model))
-        stored = folder.find_products(shared.identity)
+        axes = self.axes(model)
+        folder = GraphFolder(self.folder, axes=axes)
+        at = at_places(shared.identity, shared.rule_axes, axes.coordinates)
+        identity = Fingerprint(fields={**at.fields, "part": json.dumps(part)})
+        stored = folder.find_products(identity)
         if stored is not None:
             reuse_products(stored)
         with collected_products() as products:
             yield
-        if stored is None and products and shared.is_lowest:
-            folder.write_products(shared.identity, products)
+        if stored is None and products and shared.is_first_of_its_kind:
+            folder.write_products(identity, products)
 
     def identity(
         self,
@@ -132,6 +146,7 @@ class RunArtifacts:
         loss_fn: object,
         arguments: Sequence[Any],
         num_microbatches: int = 1,
+        stage: StageNames | None = None,
     ) -> Fingerprint:
         """``step_identity`` in this run."""
         return step_identity(
@@ -141,6 +156,7 @@ class RunArtifacts:
             arguments=arguments,
             passes=passes,
             num_microbatches=num_microbatches,
+            stage=stage,
         )
 
     def axes(self, model: nn.Module) -> MeshAxes:
@@ -154,7 +170,8 @@ class RunArtifacts:
             mesh = self.parallel_dims.get_optional_mesh(axis)
             if mesh is not None:
                 meshes.append(mesh)
-        groups = {label: group.group_name for label, group in self.second_groups.items()}
+        groups = expert_groups(self.settings.compile, model)
+        groups |= {label: group.group_name for label, group in self.second_groups.items()}
         return MeshAxes.of(meshes, groups=groups)
 
     def _tell(self, shared: SharedGraph[Any]) -> None:

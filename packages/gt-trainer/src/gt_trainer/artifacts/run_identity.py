@@ -38,6 +38,8 @@ from gt_trace.capture.captured_mode import CapturedMode, hooks_of
 from gt_trainer._torch_internals import torch_settings
 from gt_trainer.artifacts.module_attributes import attribute_texts
 from gt_trainer.artifacts.plain_data import folded, plain_data, tensor_text
+from gt_trainer.artifacts.stage_names import StageNames
+from gt_trainer.placement.placed_parts import identity_of_plan
 
 PACKAGES = ("gt_config", "gt_trace", "gt_passes", "gt_pipeline", "gt_autoparallel", "gt_trainer")
 """Whose sources count. Not every run imports all of them; one of them shapes the graph or not by
@@ -183,6 +185,7 @@ def step_identity(
     arguments: Sequence[Any],
     passes: Sequence[GraphPass],
     num_microbatches: int = 1,
+    stage: StageNames | None = None,
 ) -> Fingerprint:
     """The fingerprint of a training step on this rank.
 
@@ -194,6 +197,7 @@ def step_identity(
         arguments: of the step, which a capture would be given; likewise.
         passes: that will run on the graph, in order.
         num_microbatches: for which one capture is cut into graphs.
+        stage: which stage of a pipeline ``model`` is; alike ones have one fingerprint.
 
     Raises:
         FingerprintTypeError: something is of a kind of which nothing says in what two differ; the
@@ -204,13 +208,21 @@ def step_identity(
         left_out = NO_PART_OF_THE_GRAPH.get(path, frozenset())
         return plain_data(value, path=path, leave_out=left_out)
 
+    def named(texts: Mapping[str, str]) -> dict[str, str]:
+        if stage is None:
+            return folded(texts)
+        return folded({stage.of_module(name): text for name, text in texts.items()})
+
+    parameters = model.named_parameters(remove_duplicate=False)
+    buffers = model.named_buffers(remove_duplicate=False)
+    plain_passes = [{"name": each.name, **plain(each, each.name)} for each in passes]
     return fingerprint(
         settings.compile,
         settings.topology,
         model={
             "config": plain(settings.model, "model"),
-            "modules": folded(_modules(model)),
-            "attributes": folded(
+            "modules": named(_modules(model)),
+            "attributes": named(
                 dict(
                     attribute_texts(
                         model,
@@ -219,12 +231,8 @@ def step_identity(
                     )
                 )
             ),
-            "parameters": folded(
-                _tensors(model.named_parameters(remove_duplicate=False), settings.machine)
-            ),
-            "buffers": folded(
-                _tensors(model.named_buffers(remove_duplicate=False), settings.machine)
-            ),
+            "parameters": named(_tensors(parameters, settings.machine)),
+            "buffers": named(_tensors(buffers, settings.machine)),
         },
         batch={**_arguments(arguments), "num_microbatches": num_microbatches},
         environment=environment(settings.machine),
@@ -233,12 +241,31 @@ def step_identity(
             "parallelism": plain(settings.parallelism, "parallelism"),
             "training": plain(settings.training, "training"),
             "debug": plain(settings.debug, "debug"),
-            "passes": [{"name": each.name, **plain(each, each.name)} for each in passes],
+            "passes": plain_passes,
             "global_modes": _global_modes(),
             "pytorch": _pytorch_settings(),
+            "plan": identity_of_plan(
+                settings.compile, model, str if stage is None else stage.text_without
+            ),
+            "stage": None if stage is None else _stage(stage, settings.model, plain_passes),
             "definitions": definitions(model, loss_fn, passes),
         },
     )
+
+
+def _stage(stage: StageNames, model: Any, passes: object) -> dict[str, object]:
+    """What of its place in a pipeline the graphs of a stage depend on.
+
+    Where a pass names a layer by its number, they depend on which layers these are.
+    """
+    of_layers = [model.layers[number] for number in stage.layers]
+    left_out = NO_PART_OF_THE_GRAPH["model"]
+    return {
+        "is_first": stage.stage_index == 0,
+        "is_last": stage.stage_index == stage.num_stages - 1,
+        "layers": plain_data(of_layers, path="stage.layers", leave_out=left_out),
+        "numbers": list(stage.layers) if stage.names_a_layer(passes) else None,
+    }
 
 
 def environment(machine: Machine) -> dict[str, str | None]:

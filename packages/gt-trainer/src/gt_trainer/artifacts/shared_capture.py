@@ -46,6 +46,9 @@ CapturedT = TypeVar("CapturedT")
 
 _MOST_PATHS = 3
 
+PIPELINE_AXIS = "pp"
+"""The axis along which ranks hold other parts of a model, that may be alike but for their names."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedGraph(Generic[CapturedT]):
@@ -58,8 +61,13 @@ class SharedGraph(Generic[CapturedT]):
     loaded_from: Path | None
     """None where this rank captured it."""
 
-    is_lowest: bool
-    """Whether this rank is the lowest of those that share the graph."""
+    rule_axes: tuple[str, ...]
+    """The axes from which numbers of the graph follow: ranks at other places on these share the
+    graph as it is stored, and run others."""
+
+    is_first_of_its_kind: bool
+    """Whether this rank is the lowest of those that run the very same graph, its numbers too, and
+    stand at the same place of a pipeline."""
 
     groups: tuple[RankGroup, ...]
     """Of all ranks, in the order of the lowest of each."""
@@ -72,7 +80,7 @@ class _Class:
     digest: str
     alike: AlikeRanks
     reason: str = ""
-    has_all_witnesses: bool = False
+    round_number: int = 0
     is_settled: bool = False
     can_be_stored: bool = True
     num_rules: int = 0
@@ -86,7 +94,7 @@ class _Class:
     @property
     def wanted(self) -> tuple[int, ...]:
         """Who must have captured before the next judgement."""
-        return self.alike.telling if self.has_all_witnesses else self.alike.first_two
+        return self.alike.witnesses(self.round_number)
 
 
 def share_capture(
@@ -172,15 +180,19 @@ class _Sharing(Generic[CapturedT]):
         settled.sort(key=lambda each: each.origin)
         self._hand_on(settled, holders)
         self._capture_what_nobody_gave()
-        captured = self._captured
+        own = next(each for each in settled if self._rank in each.alike.coordinates)
+        captured, rule_axes = self._captured, own.rule_axes
         if captured is None:
             assert self._loaded is not None
             captured = self._loaded.captured
+        if self._loaded is not None:
+            rule_axes = self._loaded.rule_axes
         return SharedGraph(
             captured=captured,
             identity=self._identity,
             loaded_from=self._loaded.path if self._loaded is not None else None,
-            is_lowest=self._rank in (each.origin for each in settled),
+            rule_axes=rule_axes,
+            is_first_of_its_kind=_is_first(own.alike, self._rank, rule_axes),
             groups=tuple(
                 RankGroup(
                     ranks=each.alike.ranks,
@@ -292,7 +304,7 @@ class _Sharing(Generic[CapturedT]):
             if verdict["axes"]:
                 judged += self._divide(each, verdict)
                 continue
-            each.has_all_witnesses = each.has_all_witnesses or verdict["needs_more"]
+            each.round_number += verdict["needs_more"]
             each.is_settled = not verdict["needs_more"]
             each.can_be_stored = verdict["can_be_stored"]
             each.num_rules, each.rule_axes = verdict["num_rules"], tuple(verdict["rule_axes"])
@@ -332,14 +344,14 @@ class _Sharing(Generic[CapturedT]):
             assert self._stored is not None
             document = json.loads(_document_bytes(self._stored.step))
             captures = {rank: self._documents.get(rank, document) for rank in own.wanted}
-            judgement = judge(own.alike, captures, has_all_witnesses=own.has_all_witnesses)
+            judgement = judge(own.alike, captures, round_number=own.round_number)
             self._finish(own, judgement, document)
         return {
             "axes": list(judgement.divided_by),
             "needs_more": judgement.needs_more,
             "can_be_stored": can_be_stored,
             "num_rules": len(judgement.rules),
-            "rule_axes": sorted({rule.axis for rule in judgement.rules.values()}),
+            "rule_axes": judgement.rule_axes,
             "reason": "; ".join(map(str, judgement.examples)),
         }
 
@@ -356,6 +368,7 @@ class _Sharing(Generic[CapturedT]):
                 step=with_rules(document, judgement.rules),
                 documents=self._stored.documents,
                 blobs=self._stored.blobs,
+                rule_axes=tuple(judgement.rule_axes),
             )
 
     def _divide(self, divided: _Class, verdict: Mapping[str, Any]) -> list[_Class]:
@@ -417,6 +430,12 @@ def _listed(paths: Sequence[str]) -> str:
     shown = ", ".join(paths[:_MOST_PATHS])
     more = len(paths) - _MOST_PATHS
     return f"other ranks have another {shown}" + (f" and {more} more" if more > 0 else "")
+
+
+def _is_first(alike: AlikeRanks, rank: int, rule_axes: Sequence[str]) -> bool:
+    axes = [axis for axis in (*rule_axes, PIPELINE_AXIS) if axis in alike.coordinates[rank]]
+    (part,) = (part for part in alike.divided(axes) if rank in part.coordinates)
+    return part.ranks[0] == rank
 
 
 def _source(of: _Class, holders: Mapping[str, list[int]]) -> int:

@@ -28,6 +28,9 @@ class StoredGraph:
     blobs: Mapping[str, bytes] = field(default_factory=lambda: MappingProxyType({}))
     """Constant tensors of the graph by name."""
 
+    rule_axes: tuple[str, ...] = ()
+    """The axes of the mesh from which numbers of the graph follow."""
+
 
 class StorableGraph(Protocol[CapturedT]):
     """A graph that is captured, or made from what was stored; nothing in it is compiled yet."""

@@ -140,7 +140,6 @@ def _run(command: CommandLine, rendezvous: Rendezvous | None, started: float) ->
             config = _load_configuration(command)
         from gt_trainer import run
         from gt_trainer.command_line import overrides
-        from gt_trainer.parallelism_options import balance_of
         from gt_trainer.placement.planned_machine import PlannedMachine, planned_for
         from gt_trainer.preflight import preflight, settled_defaults
     if command.action == "help-all":
@@ -150,11 +149,10 @@ def _run(command: CommandLine, rendezvous: Rendezvous | None, started: float) ->
     if command.action == "dry-run":
         return _dry_run(config, world_size, asked=asked, command=command)
     if command.action == "precompile":
-        return _precompile(config, world_size, asked=asked)
-    is_planned = config.compile.autoparallel or balance_of(config.parallelism) != "layers"
-    if command.hardware is not None and not is_planned:
-        raise UsageError(HARDWARE_FOR)
-    hardware = _hardware(command)
+        return _precompile(
+            config, world_size, asked=asked, hardware=_planning_hardware(command, config)
+        )
+    hardware = _planning_hardware(command, config)
     config, withdrawn = settled_defaults.settle_defaults(config, world_size, asked=asked)
     with planned_for(PlannedMachine(hardware=hardware)):
         preflight.check_configuration(
@@ -344,24 +342,37 @@ def _dry_run(
     return launch(report, num_ranks=1, log_folder=Path(config.dump_folder) / "logs")
 
 
-def _precompile(config: GraphTrainer.Config, world_size: int, *, asked: Collection[str]) -> int:
-    from gt_trainer.precompile import precompile
+def _precompile(
+    config: GraphTrainer.Config,
+    world_size: int,
+    *,
+    asked: Collection[str],
+    hardware: Hardware | None,
+) -> int:
+    from gt_trainer.placement.planned_machine import PlannedMachine, planned_for
+    from gt_trainer.precompile.precompile import precompile
     from gt_trainer.preflight.preflight import check_configuration
     from gt_trainer.preflight.settled_defaults import describe_run, settle_defaults
 
     config, withdrawn = settle_defaults(config, world_size, asked=asked)
-    check_configuration(config, world_size, will_train=False)
-    if config.parallelism.pipeline_parallel_degree > 1 or config.compile.mode == "aot_joint":
-        raise UsageError(
-            "precompile captures whole steps, and this run has pipeline stages or mode aot_joint: "
-            "its first start with --compile.artifacts stores its graphs"
-        )
+    with planned_for(PlannedMachine(hardware=hardware)):
+        check_configuration(config, world_size, will_train=False)
     _print(_lines(withdrawn, describe_run(config, world_size)))
 
     def report() -> None:
-        _print(f"{precompile(config, world_size)}\n")
+        _print(f"{precompile(config, world_size, hardware=hardware)}\n")
 
     return launch(report, num_ranks=1, log_folder=Path(config.dump_folder) / "logs")
+
+
+def _planning_hardware(command: CommandLine, config: GraphTrainer.Config) -> Hardware | None:
+    """As ``_hardware``, of a run that does not simulate: for its planning alone."""
+    from gt_trainer.parallelism_options import balance_of
+
+    is_planned = config.compile.autoparallel or balance_of(config.parallelism) != "layers"
+    if command.hardware is not None and not is_planned:
+        raise UsageError(HARDWARE_FOR)
+    return _hardware(command)
 
 
 def _hardware(command: CommandLine) -> Hardware | None:

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torchtitan.components.loss import ChunkedLossWrapper
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.tools import utils as titan_utils
 
-from gt_passes import DescribeOnly
+from gt_passes import DescribeOnly, SubgraphCompiler
 from gt_pipeline.graph import GraphPipelineStage
 from gt_pipeline.runner import MicrobatchInputs
 from gt_trainer.artifacts.run_artifacts import RunArtifacts
@@ -28,6 +29,8 @@ from gt_trainer.pipelines.split_model import captured_plan, captured_stages, pla
 from gt_trainer.placement.planned_loss import LossOfParts, loss_of
 from gt_trainer.startup import StartupClock
 from gt_trainer.steps.captured_stage import StageCaptureReport
+from gt_trainer.steps.pipelined_step import PipelinedStep
+from gt_trainer.steps.training_step import LossFunction
 from gt_trainer.trainer import GraphTrainer
 
 
@@ -50,6 +53,19 @@ class FakePipeline:
     def captured(self) -> tuple[GraphPipelineStage, ...]:
         """Each distinct stage once."""
         return tuple(dict.fromkeys(self.stages))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedStages:
+    """Some stages of a pipeline, placed and in training mode, not captured yet."""
+
+    parts: Mapping[int, nn.Module]
+    """By stage index, on meta."""
+
+    step: PipelinedStep
+    loss_fn: LossFunction
+    microbatch: MicrobatchInputs
+    """Of zeros, as a run would give it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,6 +145,41 @@ def capture_stages(
     Raises:
         Exception: whatever placing or capturing raises, as in a real run.
     """
+    placed = place_fake_stages(
+        config, built, plan, indices, compiler=DescribeOnly(), publishes_plans=publishes_plans
+    )
+    clock = StartupClock()
+    placed.step.attach(run=_never, clock=clock, on_capture=lambda report: None, artifacts=artifacts)
+    captured: dict[int, GraphPipelineStage] = {}
+    fake_mode = None
+    for index, part in placed.parts.items():
+        captured[index] = placed.step.capture(index, part, placed.microbatch, fake_mode)
+        fake_mode = captured[index].fake_mode
+    return CapturedStages(stages=captured, clock=clock, reports=placed.step.reports)
+
+
+def place_fake_stages(
+    config: GraphTrainer.Config,
+    built: MetaModel,
+    plan: PipelinePlan,
+    indices: Sequence[int],
+    *,
+    compiler: SubgraphCompiler | None = None,
+    publishes_plans: bool = True,
+) -> PlacedStages:
+    """Cut and place some stages of a model, to be captured; within ``fake_ranks``.
+
+    Args:
+        config: as for ``capture_stages``.
+        built: see ``config``.
+        plan: see ``config``.
+        indices: see ``config``.
+        compiler: of passes that compile; None for that of a run.
+        publishes_plans: see ``config``.
+
+    Raises:
+        Exception: whatever placing raises, as in a real run.
+    """
     model_config = _decoder_config(config)
     parts = placed_stages(
         built.model,
@@ -162,26 +213,24 @@ def capture_stages(
         model_config=model_config,
         device=torch.device(titan_utils.device_type),
         dump_folder=config.dump_folder,
-        compiler=DescribeOnly(),
+        compiler=compiler,
     )
-    clock = StartupClock()
-    step.attach(run=_never, clock=clock, on_capture=lambda report: None, artifacts=artifacts)
     # A part makes masks as a run's trainer lets it, of placed stages for a part of a batch.
     tokens, labels, token_count, extra = example_inputs(
         config, last, batch_size=config.parallelism.pipeline_parallel_microbatch_size
     )
-    microbatch = MicrobatchInputs(
-        args=(tokens,),
-        kwargs=extra,
-        target=(labels, {"global_valid_tokens": token_count}),
-    )
-    captured: dict[int, GraphPipelineStage] = {}
-    fake_mode = None
-    for index, part in parts.items():
+    for part in parts.values():
         part.train()
-        captured[index] = step.capture(index, part, microbatch, fake_mode)
-        fake_mode = captured[index].fake_mode
-    return CapturedStages(stages=captured, clock=clock, reports=step.reports)
+    return PlacedStages(
+        parts=parts,
+        step=step,
+        loss_fn=loss_fn,
+        microbatch=MicrobatchInputs(
+            args=(tokens,),
+            kwargs=extra,
+            target=(labels, {"global_valid_tokens": token_count}),
+        ),
+    )
 
 
 def _decoder_config(config: GraphTrainer.Config) -> Decoder.Config:

@@ -181,11 +181,12 @@ def placed_stages(
     parts = cut_stages(model, plan, indices)
     if compile_config.autoparallel:
         # Imported here: no other run pays for the solver.
+        from gt_autoparallel import makes_plans
         from gt_trainer.pipelines.place_stages import StagesToPlace, place_stages
 
         place_stages(
             parts,
-            cut_stages(model, plan, all_indices) if dist.get_rank() == 0 else {},
+            cut_stages(model, plan, all_indices) if makes_plans() else {},
             StagesToPlace(
                 plan=plan,
                 is_tied=model.enable_weight_tying,
@@ -240,7 +241,7 @@ def captured_stages(
         dump_folder: see ``pipeline``.
         compiler: in place of Inductor, for graphs that are not going to run.
     """
-    create_second_groups(compile_config, parallel_dims)
+    create_second_groups(compile_config, parallel_dims, list(parts.values()))
     return PipelinedStep(
         parts,
         plan.schedule,

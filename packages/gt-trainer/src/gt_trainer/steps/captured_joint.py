@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from torch.fx import GraphModule
 
@@ -81,6 +82,7 @@ def capture_joint(
     recipe: Recipe,
     clock: StartupClock,
     until_code: bool = False,
+    meta_device: torch.device | str = "meta",
 ) -> JointCaptureReport:
     """Export the joint graph of a call of ``model``, cut it, and run the passes on both parts.
 
@@ -92,9 +94,10 @@ def capture_joint(
         recipe: builds the passes, once for each part.
         clock: counts capture and passes as parts of the start-up.
         until_code: whether to leave out the passes that generate code, and those behind them.
+        meta_device: the device for which a model on meta is captured.
     """
     with clock.part("capture"), annotate_expert_regions(model):
-        joint = export_joint_graph(model, args, kwargs)
+        joint = export_joint_graph(model, args, kwargs, meta_device=meta_device)
         parts = partition(joint, partitioner=partitioner)
     with clock.part("passes"):
         forward, backward = (recipe(*each) for each in contexts_of(parts))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -17,6 +17,7 @@ from gt_pipeline.graph.stage_inputs import StageState
 from gt_trace.artifacts.container import Container
 from gt_trace.artifacts.mesh_axes import MeshAxes
 from gt_trace.errors import ArtifactError
+from gt_trainer.artifacts.stage_names import StageNames
 from gt_trainer.artifacts.storable_graph import STEP_SECTION, StoredGraph
 from gt_trainer.startup import StartupClock
 from gt_trainer.steps.layer_tracer import CaptureLayersReport
@@ -81,12 +82,13 @@ class CapturedStage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredStage:
-    """The graphs of a stage; see ``StorableGraph``."""
+    """The graphs of a stage, stored as alike stages have them; see ``StorableGraph``."""
 
     trace: Callable[[], CapturedStage]
     model: nn.Module
     """The part of the model that is the stage."""
 
+    names: StageNames
     axes: MeshAxes
     clock: StartupClock
     fake_mode: Any
@@ -103,13 +105,17 @@ class StoredStage:
         """See ``StorableGraph``."""
         encoded = encode_stage(captured.rewritten, self.axes)
         reports = [[kind, pass_report_as_data(report)] for kind, report in captured.passes]
-        return StoredGraph(step=encoded.document, documents={_PASSES: reports}, blobs=encoded.blobs)
+        return StoredGraph(
+            step=self.names.without(encoded.document),
+            documents={_PASSES: reports},
+            blobs=encoded.blobs,
+        )
 
     def decode(self, container: Container) -> CapturedStage:
         """See ``StorableGraph``."""
         with self.clock.part("load"):
             rewritten = decode_stage(
-                container.document(STEP_SECTION),
+                self.names.restored(container.document(STEP_SECTION)),
                 self.axes,
                 blob=container.blob,
                 fake_mode=self.fake_mode,
@@ -120,6 +126,15 @@ class StoredStage:
                 passes=_reports(container.document(_PASSES)),
                 is_loaded=True,
             )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageToStore:
+    """A stage whose graph can be stored, and what the graph depends on."""
+
+    graph: StoredStage
+    identified_by: Mapping[str, Any]
+    """Arguments of ``RunArtifacts.identity``."""
 
 
 def _reports(document: Any) -> tuple[tuple[GraphKind, PassManagerReport], ...]:

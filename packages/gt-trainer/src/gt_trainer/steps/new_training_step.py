@@ -67,13 +67,13 @@ def new_training_step(parts: StepParts) -> TrainingStep:
             run=parts.run_eagerly,
             clock=parts.clock,
             on_capture=parts.on_capture,
-            artifacts=_artifacts(parts, create_second_groups(options, parts.parallel_dims)),
+            artifacts=_artifacts(parts, _second_groups(parts)),
         )
         return parts.schedule
     if options.mode == "none":
         return EagerStep(parts.run_eagerly)
     (model,) = parts.model_parts
-    second_groups = create_second_groups(options, parts.parallel_dims)
+    second_groups = _second_groups(parts)
     if options.mode == "aot_joint":
         forward = JointForward(
             model,
@@ -111,6 +111,10 @@ def new_training_step(parts: StepParts) -> TrainingStep:
         capture_layers=options.capture_layers,
         artifacts=_artifacts(parts, second_groups),
     )
+
+
+def _second_groups(parts: StepParts) -> dict[str, dist.ProcessGroup]:
+    return create_second_groups(parts.options, parts.parallel_dims, parts.model_parts)
 
 
 def _artifacts(

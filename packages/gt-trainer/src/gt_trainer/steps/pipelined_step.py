@@ -24,11 +24,16 @@ from gt_pipeline.schedules import Schedule
 from gt_pipeline.split import SharedGroup
 from gt_trainer._torch_internals import process_group_named
 from gt_trainer.artifacts.run_artifacts import RunArtifacts
-from gt_trainer.artifacts.shared_capture import SharedGraph
+from gt_trainer.artifacts.stage_names import StageNames
 from gt_trainer.decoder.eager_chunks import chunked_for_capture
 from gt_trainer.decoder.expert_regions import annotate_expert_regions
 from gt_trainer.startup import StartupClock
-from gt_trainer.steps.captured_stage import CapturedStage, StageCaptureReport, StoredStage
+from gt_trainer.steps.captured_stage import (
+    CapturedStage,
+    StageCaptureReport,
+    StageToStore,
+    StoredStage,
+)
 from gt_trainer.steps.layer_tracer import CaptureLayersReport, layer_tracer
 from gt_trainer.steps.stage_recipe import StagePasses
 from gt_trainer.steps.training_step import ForwardBackward, LossFunction
@@ -188,28 +193,26 @@ class PipelinedStep:
             microbatch: as the schedule is given it; may be on meta.
             fake_mode: of the stages captured before; None for the first.
         """
-        num_stages = self._schedule.num_stages
         passes = self._new_passes(stage_index)
-        options: dict[str, Any] = {
-            "stage_index": stage_index,
-            "num_stages": num_stages,
-            "activations": () if stage_index == 0 else (self._activation(microbatch),),
-            "inputs": microbatch,
-            "loss_fn": _stage_loss(self._loss_fn) if stage_index == num_stages - 1 else None,
-            "device": self._device,
-            "verify": self._verify,
-        }
-
-        def trace() -> CapturedStage:
-            return self._trace(part, passes, fake_mode=fake_mode, **options)
-
+        options = self._options(stage_index, microbatch)
         generating: AbstractContextManager[None] = nullcontext()
         if self._artifacts is None:
-            captured = trace()
+            captured = self._trace(part, passes, fake_mode=fake_mode, **options)
         else:
-            shared = self._obtain(part, passes, trace, self._artifacts, fake_mode, options)
+            asked = self._to_store(part, passes, options, fake_mode, self._artifacts)
+            counts = {
+                len(self._schedule.stages_of_rank(rank)) for rank in range(self._schedule.num_ranks)
+            }
+            shared = self._artifacts.obtain(
+                asked.graph,
+                # Together only if all have as many stages to ask for.
+                is_first=not self._runners and len(counts) == 1,
+                **asked.identified_by,
+            )
             captured = shared.captured
-            generating = self._artifacts.generating_code(shared, model=part)
+            generating = self._artifacts.generating_code(
+                shared, model=part, part=f"stage {stage_index}"
+            )
             if captured.is_loaded:
                 passes.take_reports(captured.passes)
         with self._clock.part("passes"), generating:
@@ -222,7 +225,7 @@ class PipelinedStep:
                 **options,
             )
         report = StageCaptureReport(
-            num_stages=num_stages,
+            num_stages=self._schedule.num_stages,
             actions=tuple(stage.actions.values()),
             passes=tuple(each for _, each in passes.reports),
             stamping=captured.stamping,
@@ -231,6 +234,37 @@ class PipelinedStep:
         self.reports = (*self.reports, report)
         self._on_capture(report)
         return stage
+
+    def to_store(
+        self,
+        stage_index: int,
+        part: nn.Module,
+        microbatch: MicrobatchInputs,
+        artifacts: RunArtifacts,
+    ) -> StageToStore:
+        """A stage as it would be stored, for whoever runs none.
+
+        Args:
+            stage_index: as for ``capture``; so are the next two.
+            part: see ``stage_index``.
+            microbatch: see ``stage_index``.
+            artifacts: of the run.
+        """
+        passes, options = self._new_passes(stage_index), self._options(stage_index, microbatch)
+        return self._to_store(part, passes, options, None, artifacts)
+
+    def _options(self, stage_index: int, microbatch: MicrobatchInputs) -> dict[str, Any]:
+        """What a stage is captured with, whoever traces it."""
+        num_stages = self._schedule.num_stages
+        return {
+            "stage_index": stage_index,
+            "num_stages": num_stages,
+            "activations": () if stage_index == 0 else (self._activation(microbatch),),
+            "inputs": microbatch,
+            "loss_fn": _stage_loss(self._loss_fn) if stage_index == num_stages - 1 else None,
+            "device": self._device,
+            "verify": self._verify,
+        }
 
     def _trace(
         self, part: nn.Module, passes: StagePasses, *, verify: bool, **options: Any
@@ -258,40 +292,45 @@ class PipelinedStep:
             stamping=stamped[-1] if stamped else None,  # the forward was traced before
         )
 
-    def _obtain(
+    def _to_store(
         self,
         part: nn.Module,
         passes: StagePasses,
-        trace: Callable[[], CapturedStage],
-        artifacts: RunArtifacts,
-        fake_mode: Any,
         options: Mapping[str, Any],
-    ) -> SharedGraph[CapturedStage]:
-        """A stage that this rank or another has captured, now or before."""
-        stored = StoredStage(
-            trace=trace,
-            model=part,
-            axes=artifacts.axes(part),
-            clock=self._clock,
-            fake_mode=fake_mode,
+        fake_mode: Any,
+        artifacts: RunArtifacts,
+    ) -> StageToStore:
+        names = StageNames.of(
+            part, stage_index=options["stage_index"], num_stages=options["num_stages"]
         )
         facts = {
-            "stage_index": options["stage_index"],
             "num_stages": options["num_stages"],
             "num_live_microbatches": passes.num_live_microbatches,
         }
         microbatch: MicrobatchInputs = options["inputs"]
-        taken = microbatch.args, dict(microbatch.kwargs), microbatch.target
-        counts = {len(self._schedule.stages_of_rank(r)) for r in range(self._schedule.num_ranks)}
-        return artifacts.obtain(
-            stored,
-            passes=passes.all_passes(),
-            model=part,
-            loss_fn=self._loss_fn,
-            arguments=(facts, options["activations"], *taken),
-            # Together only if all have as many stages to ask for.
-            is_first=not self._runners and len(counts) == 1,
-            num_microbatches=self._schedule.num_microbatches,
+        is_last = options["loss_fn"] is not None
+        taken = (  # of what the rank is given, for any of its stages
+            microbatch.args if options["stage_index"] == 0 else (),
+            dict(microbatch.kwargs),
+            microbatch.target if is_last else None,
+        )
+        return StageToStore(
+            graph=StoredStage(
+                trace=lambda: self._trace(part, passes, fake_mode=fake_mode, **options),
+                model=part,
+                names=names,
+                axes=artifacts.axes(part),
+                clock=self._clock,
+                fake_mode=fake_mode,
+            ),
+            identified_by={
+                "passes": passes.all_passes(),
+                "model": part,
+                "loss_fn": self._loss_fn if is_last else None,
+                "arguments": (facts, options["activations"], *taken),
+                "num_microbatches": self._schedule.num_microbatches,
+                "stage": names,
+            },
         )
 
     def _microbatches(

@@ -5,32 +5,45 @@ Else a rank whose capture fails would leave the others waiting for it to join a 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch.distributed as dist
+from torch import nn
 from torchtitan.distributed import ParallelDims
 
 from gt_config import CompileConfig
 from gt_passes import GroupPurpose, second_group_of
 from gt_trainer._torch_internals import process_group_named
+from gt_trainer.placement.placed_parts import planned_groups
 
 
 def create_second_groups(
-    options: CompileConfig, parallel_dims: ParallelDims
+    options: CompileConfig, parallel_dims: ParallelDims, parts: Sequence[nn.Module]
 ) -> dict[str, dist.ProcessGroup]:
     """The second groups that ``options`` ask for, by labels such as "reductions of fsdp".
 
     Labels and their order are the same on every rank.
+
+    Args:
+        options: of the run.
+        parallel_dims: its meshes.
+        parts: placed; of those that a solver placed, gradients may be reduced over any axis.
     """
-    wanted: list[tuple[str, GroupPurpose]] = []
+    wanted: list[tuple[str, GroupPurpose, dist.ProcessGroup]] = []
     if options.fsdp_second_group:
-        # A plan reduces gradients over any axis, and in a pipeline each stage over others.
-        further = ("dp_replicate", "tp", "ep") if options.autoparallel else ()
-        wanted += [(axis, "reductions") for axis in ("fsdp", "efsdp", *further)]
+        groups = planned_groups(options, parts) or _groups(parallel_dims, "fsdp", "efsdp")
+        wanted += [(axis, "reductions", group) for axis, group in groups.items()]
     if options.ep_overlap.enabled:
-        wanted += [("ep", "exchanges")]
+        wanted += [("ep", "exchanges", g) for g in _groups(parallel_dims, "ep").values()]
     return {
         f"{purpose} of {axis}": process_group_named(
-            second_group_of(mesh.get_group().group_name, purpose=purpose)
+            second_group_of(group.group_name, purpose=purpose)
         )
-        for axis, purpose in wanted
-        if (mesh := parallel_dims.get_optional_mesh(axis)) is not None
+        for axis, purpose, group in wanted
     }
+
+
+def _groups(parallel_dims: ParallelDims, *axes: str) -> dict[str, dist.ProcessGroup]:
+    """Of the axes that there are."""
+    meshes = ((axis, parallel_dims.get_optional_mesh(axis)) for axis in axes)
+    return {axis: mesh.get_group() for axis, mesh in meshes if mesh is not None}

@@ -1,0 +1,61 @@
+"""What stored graphs need to know of a model that a solver placed: its plan, and its groups.
+
+Asked for a model that no plan places, everything here is empty, and the solver is not imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch.distributed as dist
+from torch import nn
+
+from gt_config import CompileConfig
+
+
+def identity_of_plan(
+    options: CompileConfig, model: nn.Module, renamed: Callable[[str], str] = str
+) -> str | None:
+    """The digest of what the plan of a model, or of a stage, decides; None without a plan.
+
+    ``renamed`` gives names of layers, in a text, other names: those that alike stages have.
+    """
+    if not options.autoparallel:
+        return None
+    from gt_autoparallel import placed_model, plan_digest
+
+    placed = placed_model(model)
+    return None if placed is None else plan_digest(placed.plan, renamed=renamed)
+
+
+def expert_groups(options: CompileConfig, model: nn.Module) -> dict[str, str]:
+    """Names of the process groups over several axes in which experts exchange tokens, by labels.
+
+    Groups of one axis are that axis of the mesh. The labels are the same on every rank.
+    """
+    if not options.autoparallel:
+        return {}
+    from gt_autoparallel import placed_model
+
+    placed = placed_model(model)
+    return {
+        f"experts over {' and '.join(axes)}": mesh.get_group().group_name
+        for axes, mesh in (() if placed is None else placed.expert_meshes.items())
+        if len(axes) > 1
+    }
+
+
+def planned_groups(
+    options: CompileConfig, parts: Sequence[nn.Module]
+) -> dict[str, dist.ProcessGroup]:
+    """The process groups of the axes of the planned mesh, by name; all parts have one mesh."""
+    if not options.autoparallel:
+        return {}
+    from gt_autoparallel import placed_model
+
+    for part in parts:
+        placed = placed_model(part)
+        if placed is not None:
+            names = placed.mesh.mesh_dim_names or ()
+            return {name: placed.mesh.get_group(dim) for dim, name in enumerate(names)}
+    return {}

@@ -1,0 +1,1 @@
+"""Stored graphs for ranks that do not exist: where they stand, and what each captures."""

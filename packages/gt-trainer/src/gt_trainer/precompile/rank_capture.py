@@ -1,0 +1,235 @@
+"""What one rank of a run captures, as data: in a process that is that rank of a fake group."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torchtitan.distributed import ParallelDims
+from torchtitan.tools import utils as titan_utils
+
+from gt_config import Fingerprint
+from gt_trainer.artifacts.run_artifacts import RunArtifacts, artifact_folder
+from gt_trainer.artifacts.run_identity import Machine, RunSettings, topology_of_run
+from gt_trainer.artifacts.storable_graph import StorableGraph, StoredGraph
+from gt_trainer.dry_run.fake_pipeline import place_fake_stages, planned_pipeline
+from gt_trainer.dry_run.fake_step import FakeStep, fake_ranks, fake_step, meta_model
+from gt_trainer.placement.planned_loss import loss_of
+from gt_trainer.startup import StartupClock
+from gt_trainer.steps.captured_joint import StoredJoint, capture_joint
+from gt_trainer.steps.captured_microbatches import StoredAccumulation, capture_accumulation
+from gt_trainer.steps.captured_step import capture_training_step
+from gt_trainer.steps.recipe import passes_of, recipe_of
+from gt_trainer.steps.second_groups import create_second_groups
+from gt_trainer.steps.stored_step import StoredTrainingStep
+from gt_trainer.trainer import GraphTrainer
+
+CapturedT = TypeVar("CapturedT")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankCapture:
+    """What one rank captured, as data that a child can hand over."""
+
+    identity: Fingerprint
+    kind: str
+    stored: StoredGraph
+    coordinates: Mapping[str, int]
+
+
+def capture_as_rank(
+    config: GraphTrainer.Config, world_size: int, rank: int, stage: int | None
+) -> RankCapture:
+    """In a process without a group: capture as ``rank``.
+
+    Args:
+        config: a finished configuration that ``preflight`` accepts.
+        world_size: number of ranks.
+        rank: which of them this process becomes.
+        stage: of a pipeline; None without one.
+
+    Raises:
+        ArtifactError: what was captured holds something that cannot be stored.
+        Exception: whatever placing or capturing raises, as in a real run.
+    """
+    if stage is not None:
+        return _capture_stage(config, world_size, rank, stage)
+    with fake_step(config, world_size, rank=rank) as step:
+        if config.compile.mode == "aot_joint":
+            return _capture_joint(config, step)
+        if config.compile.accumulation == "reduce_once":
+            return _capture_accumulation(config, step)
+        return _capture_step(config, step)
+
+
+def artifacts_of(
+    config: GraphTrainer.Config, parallel_dims: ParallelDims, parts: Sequence[nn.Module]
+) -> RunArtifacts:
+    """What a run's steps would ask for their graphs.
+
+    Args:
+        config: of the run, with a folder for artifacts.
+        parallel_dims: of the fake group.
+        parts: the placed model, or stages of it.
+    """
+    folder = artifact_folder(config.compile)
+    assert folder is not None
+    assert config.model_spec is not None
+    torch.use_deterministic_algorithms(
+        config.debug.deterministic, warn_only=config.debug.deterministic_warn_only
+    )
+    return RunArtifacts(
+        folder=folder,
+        settings=RunSettings(
+            compile=config.compile,
+            topology=topology_of_run(parallel_dims, config.training, config.parallelism),
+            model=config.model_spec.model,
+            loss=loss_of(config),
+            parallelism=config.parallelism,
+            training=config.training,
+            debug=config.debug,
+            machine=Machine.here(titan_utils.device_type),
+        ),
+        parallel_dims=parallel_dims,
+        second_groups=create_second_groups(config.compile, parallel_dims, parts),
+        device=torch.device("cpu"),
+        passes_of=partial(
+            passes_of,
+            config.compile,
+            reshard_after_forward=config.parallelism.fsdp_reshard_after_forward,
+        ),
+    )
+
+
+def _capture_step(config: GraphTrainer.Config, step: FakeStep) -> RankCapture:
+    artifacts = artifacts_of(config, step.parallel_dims, [step.model])
+    clock = StartupClock()
+    graph = StoredTrainingStep(
+        trace=partial(
+            capture_training_step,
+            step.model,
+            step.loss_fn,
+            *step.inputs,
+            clock=clock,
+            until_code=True,
+            **_trace_options(config, step),
+        ),
+        model=step.model,
+        axes=artifacts.axes(step.model),
+        clock=clock,
+    )
+    identity = artifacts.identity(
+        passes=artifacts.passes_of("STEP"),
+        model=step.model,
+        loss_fn=step.loss_fn,
+        arguments=step.inputs,
+    )
+    return _captured(identity, graph, artifacts.axes(step.model).coordinates)
+
+
+def _capture_accumulation(config: GraphTrainer.Config, step: FakeStep) -> RankCapture:
+    artifacts = artifacts_of(config, step.parallel_dims, [step.model])
+    clock = StartupClock()
+    num_microbatches = artifacts.settings.topology.gradient_accumulation_steps
+    graph = StoredAccumulation(
+        trace=partial(
+            capture_accumulation,
+            step.model,
+            step.loss_fn,
+            *step.inputs,
+            num_microbatches=num_microbatches,
+            clock=clock,
+            until_code=True,
+            **_trace_options(config, step),
+        ),
+        model=step.model,
+        axes=artifacts.axes(step.model),
+        clock=clock,
+    )
+    identity = artifacts.identity(
+        passes=artifacts.passes_of("MICROBATCH"),
+        model=step.model,
+        loss_fn=step.loss_fn,
+        arguments=step.inputs,
+        num_microbatches=num_microbatches,
+    )
+    return _captured(identity, graph, artifacts.axes(step.model).coordinates)
+
+
+def _capture_joint(config: GraphTrainer.Config, step: FakeStep) -> RankCapture:
+    artifacts = artifacts_of(config, step.parallel_dims, [step.model])
+    clock = StartupClock()
+    tokens, _, _, extra = step.inputs
+    graph = StoredJoint(
+        trace=partial(
+            capture_joint,
+            step.model,
+            (tokens,),
+            extra,
+            partitioner=config.compile.joint_partitioner,
+            recipe=_trace_options(config, step)["recipe"],
+            clock=clock,
+            until_code=True,
+            meta_device=step.meta_device,
+        ),
+        model=step.model,
+        axes=artifacts.axes(step.model),
+        clock=clock,
+    )
+    passes = artifacts.passes_of
+    identity = artifacts.identity(
+        passes=[*passes("JOINT_FORWARD"), *passes("JOINT_BACKWARD")],
+        model=step.model,
+        loss_fn=None,
+        arguments=((tokens,), extra),
+    )
+    return _captured(identity, graph, artifacts.axes(step.model).coordinates)
+
+
+def _capture_stage(
+    config: GraphTrainer.Config, world_size: int, rank: int, stage: int
+) -> RankCapture:
+    with fake_ranks(world_size, rank=rank):
+        built = meta_model(config, world_size)
+        plan = planned_pipeline(config)
+        # Plans are those of a file by now, and of this stage alone.
+        placed = place_fake_stages(config, built, plan, [stage], publishes_plans=False)
+        part = placed.parts[stage]
+        artifacts = artifacts_of(config, built.parallel_dims, [part])
+        asked = placed.step.to_store(stage, part, placed.microbatch, artifacts)
+        identity = artifacts.identity(**asked.identified_by)
+        return _captured(identity, asked.graph, artifacts.axes(part).coordinates)
+
+
+def _trace_options(config: GraphTrainer.Config, step: FakeStep) -> dict[str, Any]:
+    options = config.compile
+    return {
+        "recipe": recipe_of(
+            options, reshard_after_forward=config.parallelism.fsdp_reshard_after_forward
+        ),
+        "ep_overlap": options.ep_overlap,
+        "capture_layers": options.capture_layers,
+        "meta_device": step.meta_device,
+    }
+
+
+def _captured(
+    identity: Fingerprint, graph: StorableGraph[CapturedT], coordinates: Mapping[str, int]
+) -> RankCapture:
+    """Capture a graph, whose identity was taken before that."""
+    stored = graph.encode(graph.capture())
+    return RankCapture(
+        identity=identity,
+        kind=graph.kind,
+        stored=StoredGraph(
+            step=json.loads(json.dumps(stored.step)),
+            documents=dict(stored.documents),
+            blobs=dict(stored.blobs),
+        ),
+        coordinates=dict(coordinates),
+    )
