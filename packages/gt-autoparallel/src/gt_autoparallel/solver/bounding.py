@@ -42,10 +42,10 @@ class SearchSettings:
     restricted_nodes: int = 200
     """Branch-and-bound nodes of HiGHS on a restricted MILP, at most."""
 
-    mixture_pairs: tuple[int, ...] = (0, 1_000, 4_000)
+    mixture_pairs: tuple[int, ...] = (0, 1_000)
     """About how many pairs are mixed, in turn until a mixture is good enough; 0: the LP's own."""
 
-    mixture_nodes: int = 500
+    mixture_nodes: int = 200
     """Branch-and-bound nodes of HiGHS on a mixture, at most."""
 
     relaxed_pairs: int = 12_000

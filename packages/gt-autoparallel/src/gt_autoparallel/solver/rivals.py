@@ -17,7 +17,7 @@ from gt_autoparallel.solver.bounding import Bounding, SearchPart, SearchSettings
 from gt_autoparallel.solver.dominance import drop_dominated
 from gt_autoparallel.solver.incumbent import Incumbent
 from gt_autoparallel.solver.message_passing import Prices
-from gt_autoparallel.solver.problem import BoolArray
+from gt_autoparallel.solver.problem import BoolArray, FloatArray
 from gt_autoparallel.solver.reduced_problem import ReducedProblem
 from gt_autoparallel.solver.search import Search
 
@@ -43,9 +43,15 @@ def beat_rivals(
     it ended with. Rivals that leave no choice are passed over, and those that are left at the
     deadline (by ``time.perf_counter``).
     """
+    if not rivals or time.perf_counter() >= deadline:
+        return
+    bounds = SearchPart(whole.copy(), prices).option_bounds()
     for rival in rivals:
         if time.perf_counter() >= deadline:
             break
+        known = min(incumbent.objective_us, incumbent.below_us)
+        if _least(rival, whole, bounds) >= known:
+            continue
         part = SearchPart(whole.copy(), prices)
         masks = [
             allowed[node.options] for allowed, node in zip(rival, part.reduced.nodes, strict=True)
@@ -62,7 +68,7 @@ def beat_rivals(
             progress=None,
             settings=settings,
             start=time.perf_counter(),
-            below_us=min(incumbent.objective_us, incumbent.below_us),
+            below_us=known,
         )
         contest.prices = part.prices
         bounding = Bounding(incumbent.problem, contest.incumbent, settings, contest.is_late)
@@ -70,3 +76,12 @@ def beat_rivals(
             contest.run()
         if contest.incumbent.objective_us < math.inf:
             incumbent.offer(contest.incumbent.choices)
+
+
+def _least(rival: Rival, whole: ReducedProblem, bounds: Sequence[FloatArray]) -> float:
+    """No choice of a rival costs less: of every node it takes one of the options that it may."""
+    least = -math.inf
+    for allowed, node, values in zip(rival, whole.nodes, bounds, strict=True):
+        among = values[allowed[node.options]]
+        least = max(least, float(among.min()) if len(among) else math.inf)
+    return least
