@@ -53,7 +53,7 @@ def test_a_block_is_what_the_layers_in_between_have_for_themselves() -> None:
     assert "layers.1.up/mm" in names
     assert not {name for name in names if "layers.1/add" in name}
     windows = {placement.problem.windows[number].name for number in block.windows}
-    assert windows == {"layers.1", "layers.1 backward"}
+    assert windows == {"layers.1 forward", "layers.1 backward", "layers.1 optimizer"}
     assert block.row is not None
     assert placement.problem.memory[block.row].name == "layers.1 backward"
     assert any(each.any() for each in block.passing_bytes)
