@@ -24,7 +24,7 @@ and gives.
 from __future__ import annotations
 
 from gt_autoparallel.solver.evaluation import evaluate
-from gt_autoparallel.solver.mixed_search import MixedSolution, solve_mixed
+from gt_autoparallel.solver.mixed_search import solve_mixed
 from gt_autoparallel.solver.mixtures import Mixture, evaluate_mixture
 from gt_autoparallel.solver.rivals import Rival
 from gt_autoparallel.solver.solution import (
@@ -34,13 +34,11 @@ from gt_autoparallel.solver.solution import (
     Solution,
     WarmStart,
 )
-from gt_autoparallel.solver.solution import relative_gap as gap_between
 from gt_autoparallel.solver.solve import solve
 
 __all__ = [
     "ForbiddenPairsError",
     "MemoryBudgetError",
-    "MixedSolution",
     "Mixture",
     "Progress",
     "Rival",
@@ -48,7 +46,6 @@ __all__ = [
     "WarmStart",
     "evaluate",
     "evaluate_mixture",
-    "gap_between",
     "solve",
     "solve_mixed",
 ]
