@@ -69,6 +69,8 @@ class Row:
     peer_name: str | None = None
     goal: float | None = None
     """The largest ratio that we would be content with."""
+    at_most: float | None = None
+    """The largest value of ours that we would be content with, in the row's unit."""
     simulated: bool = False
 
     @property
@@ -96,6 +98,9 @@ class Row:
         if self.goal is not None:
             record["goal"] = self.goal
             record["goal_met"] = self.ratio is not None and self.ratio <= self.goal
+        if self.at_most is not None:
+            record["at_most"] = self.at_most
+            record["at_most_met"] = self.ours.median <= self.at_most
         if self.simulated:
             record["simulated"] = True
         return record
@@ -149,6 +154,9 @@ def _cells(row: Row) -> tuple[str, ...]:
     if row.goal is not None:
         met = "met" if ratio is not None and ratio <= row.goal else "missed"
         goal = f"<= {row.goal:g}: {met}"
+    if row.at_most is not None:
+        met = "met" if row.ours.median <= row.at_most else "missed"
+        goal += f"{', ' if goal else ''}<= {row.at_most:g} {row.unit}: {met}"
     return (
         row.metric + (" (simulated)" if row.simulated else ""),
         row.unit,

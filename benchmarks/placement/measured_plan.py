@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.distributed.tensor import Replicate, Shard
 
-from gt_autoparallel import Constraints, PlacementPlan
+from gt_autoparallel import Constraints
 from gt_autoparallel import planner as planner_module
 from gt_autoparallel.planner import Planner
 from placement.workloads import WORKLOADS
@@ -54,7 +54,7 @@ class _SolverCpu:
 
 
 def main(name: str) -> None:
-    """Plan ``name``, then, on 8 x 8, ask again with a constraint and with a budget."""
+    """Plan ``name``, then ask again with what its workload has for that."""
     workload = WORKLOADS[name]
     limits = {
         "relative_gap": workload.relative_gap,
@@ -78,8 +78,23 @@ def main(name: str) -> None:
         "plan_gib": plan.memory.total / _BYTES_PER_GIB,
         "num_nodes": float(len(plan.graph.nodes)),
     }
-    if name == "llama3_8b 8x8":
-        metrics |= _asked_again(planner, plan, limits)
+    batch = (Shard(0),) + (Replicate(),) * (planner.mesh.num_axes - 1)
+    pinned = Constraints(inputs={"tokens": batch})
+    if workload.asks_again:
+        metrics |= _asked(planner, "replan_constraint", limits, constraints=pinned)
+    for share in workload.shares_of_memory:
+        budget = round(share * plan.memory.total)
+        metrics |= _asked(planner, f"replan_{share:g}", limits, memory_budget_bytes=budget)
+    for gib in workload.budgets_gib:
+        budget = round(gib * _BYTES_PER_GIB)
+        metrics |= _asked(planner, f"replan_{gib:g}gib", limits, memory_budget_bytes=budget)
+    if workload.larger_mesh is not None:
+        larger = Planner(
+            planner.graph, workload.larger_mesh, signature=planner.signature, progress=say
+        )
+        budget = round(workload.larger_budget_gib * _BYTES_PER_GIB)
+        asked = f"ranks_{larger.mesh.num_ranks}_{workload.larger_budget_gib:g}gib"
+        metrics |= _asked(larger, asked, limits, memory_budget_bytes=budget)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     metrics["peak_gib"] = peak / _KIB_PER_GIB
     notes = [
@@ -91,26 +106,16 @@ def main(name: str) -> None:
     print(json.dumps({"metrics": metrics, "notes": notes}))
 
 
-def _asked_again(planner: Planner, plan: PlacementPlan, limits: dict[str, float]) -> dict[str, Any]:
-    """Times of further requests to a planner that has made ``plan`` without constraint or budget.
-
-    One pins the inputs, as a data loader gives them. One has a budget that the plan keeps. Two have
-    budgets of nine and of seven tenths of what the plan takes, which only a plan keeps that gathers
-    and computes again in the backward. The first of these builds that problem.
-    """
-    batch = (Shard(0),) + (Replicate(),) * (planner.mesh.num_axes - 1)
-    requests: dict[str, dict[str, Any]] = {
-        "replan_constraint": {"constraints": Constraints(inputs={"tokens": batch})},
-        "replan_loose_budget": {"memory_budget_bytes": round(1.1 * plan.memory.total)},
-        "replan_tight_budget": {"memory_budget_bytes": round(0.9 * plan.memory.total)},
-        "replan_tighter_budget": {"memory_budget_bytes": round(0.7 * plan.memory.total)},
+def _asked(planner: Planner, name: str, limits: dict[str, float], **request: Any) -> dict[str, Any]:
+    """What a further request to a planner takes, and what comes out."""
+    stopwatch = _Stopwatch()
+    plan = planner.find(**request, **limits)
+    return {
+        **stopwatch.seconds(name),
+        f"{name}_gap": plan.solver.gap,
+        f"{name}_objective_us": plan.objective_us,
+        f"{name}_plan_gib": plan.memory.total / _BYTES_PER_GIB,
     }
-    metrics: dict[str, Any] = {}
-    for name, request in requests.items():
-        stopwatch = _Stopwatch()
-        planner.find(**request, **limits)
-        metrics |= stopwatch.seconds(name)
-    return metrics
 
 
 if __name__ == "__main__":

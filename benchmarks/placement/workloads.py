@@ -39,6 +39,20 @@ class Workload:
     memory_budget_gib: float | None = None
     relative_gap: float = 1e-3
     time_limit_seconds: float = 120.0
+    asks_again: bool = False
+    """Whether to ask once more with the inputs pinned, as a data loader gives them."""
+
+    shares_of_memory: tuple[float, ...] = ()
+    """Budgets to ask again with, of what the first plan takes. The first one that is less builds
+    the problem in which values are computed again."""
+
+    budgets_gib: tuple[float, ...] = ()
+    """Budgets to ask again with."""
+
+    larger_mesh: MeshShape | None = None
+    """On which the same graph is planned within ``larger_budget_gib``, by a planner of its own."""
+
+    larger_budget_gib: float = 0.0
 
     @property
     def memory_budget_bytes(self) -> int | None:
@@ -80,7 +94,13 @@ class Workload:
 
 WORKLOADS = {
     "llama3_8b 8x8": Workload(
-        config="llama3_8b", axes=("data", "model"), sizes=(8, 8), batch=16, seq_len=8192
+        config="llama3_8b",
+        axes=("data", "model"),
+        sizes=(8, 8),
+        batch=16,
+        seq_len=8192,
+        asks_again=True,
+        shares_of_memory=(1.1, 0.9, 0.7),
     ),
     "llama3_8b 64": Workload(
         config="llama3_8b", axes=("data",), sizes=(64,), batch=128, seq_len=8192
@@ -92,5 +112,8 @@ WORKLOADS = {
         batch=16,
         seq_len=8192,
         relative_gap=0.01,
+        budgets_gib=(118.0,),  # nine tenths of an H200's 141 GB
+        larger_mesh=MeshShape(names=("data", "sequence", "model"), sizes=(16, 4, 2)),
+        larger_budget_gib=72.0,
     ),
 }

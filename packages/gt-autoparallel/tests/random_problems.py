@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from gt_autoparallel.solver.evaluation import evaluate
-from gt_autoparallel.solver.problem import Edge, FloatArray, MemoryRow, Problem, Variable, Window
+from gt_autoparallel.solver.problem import (
+    Block,
+    Edge,
+    FloatArray,
+    MemoryRow,
+    Problem,
+    Variable,
+    Window,
+)
 
 
 def random_problem(
@@ -117,3 +127,114 @@ def brute_force(problem: Problem) -> tuple[float, float]:
         if not any(found.excess_bytes(problem)):
             best = min(best, found.objective_us)
     return best, best_without_budgets
+
+
+def random_block_problem(
+    seed: int, *, size: int = 3, inner: int = 3, outer: int = 2, max_options: int = 2
+) -> Problem:
+    """A random problem of whose variables the first ``inner`` stand for ``size`` alike things.
+
+    Every window belongs to the things. The first memory row, if there is one, has passing bytes.
+    """
+    problem = random_problem(
+        seed, num_variables=inner + outer, max_options=max_options, forbidden=0.05
+    )
+    rng = np.random.default_rng(seed)
+    variables = [
+        replace(variable, memory_bytes=tuple(row * size for row in variable.memory_bytes))
+        for variable in problem.variables
+    ]
+    passing = [
+        rng.integers(0, 5, len(variable.cost_us)) * 1e9
+        if problem.memory and variable.memory_bytes[0].any()
+        else np.zeros(len(variable.cost_us))
+        for variable in variables[:inner]
+    ]
+    for index, bytes_at_work in enumerate(passing):
+        rows = variables[index].memory_bytes
+        if rows:
+            variables[index] = replace(
+                variables[index], memory_bytes=(rows[0] + bytes_at_work, *rows[1:])
+            )
+    memory = []
+    for number, row in enumerate(problem.memory):
+        low = sum(float(v.memory_bytes[number].min()) for v in variables)
+        high = sum(float(v.memory_bytes[number].max()) for v in variables)
+        budget = row.fixed_bytes + math.floor(low + float(rng.uniform()) * (high - low))
+        memory.append(replace(row, budget_bytes=budget))
+    block = Block(
+        name="things",
+        size=size,
+        variables=tuple(range(inner)),
+        windows=tuple(range(len(problem.windows))),
+        row=0 if problem.memory else None,
+        passing_bytes=tuple(passing),
+    )
+    return replace(
+        problem,
+        variables=tuple(variables),
+        windows=tuple(replace(window, multiplicity=size) for window in problem.windows),
+        memory=tuple(memory),
+        blocks=(block,),
+    )
+
+
+def cost_of_mixture(
+    problem: Problem, things: Sequence[Sequence[int]], outer: Sequence[int]
+) -> tuple[float, list[float]]:
+    """What a problem of one block, of its first variables, costs, and bytes of each memory row.
+
+    ``things`` are the options of each thing, ``outer`` those of the other variables. Straight from
+    what the problem's numbers mean: costs and kept bytes are those of all things together.
+    """
+    (block,) = problem.blocks
+    inner, size = len(block.variables), block.size
+    total = problem.fixed_us
+    at_most = [-math.inf] * len(problem.memory)
+    kept = [row.fixed_bytes for row in problem.memory]
+    compute = [[0.0] * size for _ in problem.windows]
+    communication = [[0.0] * size for _ in problem.windows]
+    passing = [0.0] * size
+    for thing in range(size):
+        choices = (*things[thing], *outer)
+        for index, (variable, choice) in enumerate(zip(problem.variables, choices, strict=True)):
+            share = 1.0 / size if index < inner else float(thing == 0)
+            total += share * variable.cost_us[choice] if share else 0.0
+            if variable.window is not None:
+                compute[variable.window][thing] += variable.window_compute_us[choice]
+            for number, row in enumerate(variable.memory_bytes):
+                own = block.passing_bytes[index][choice] if index < inner and number == 0 else 0.0
+                kept[number] += share * (row[choice] - own)
+                if number == 0:
+                    passing[thing] += own
+        for each in problem.edges:
+            pair = (each.left_labels[choices[each.left]], each.right_labels[choices[each.right]])
+            is_inner = each.left < inner or each.right < inner
+            if is_inner or thing == 0:
+                total += each.cost_us[pair] / (size if is_inner else 1)
+            if each.window is not None:
+                communication[each.window][thing] += each.window_communication_us[pair]
+    for window in range(len(problem.windows)):
+        total += sum(map(max, compute[window], communication[window]))
+    for number in range(len(problem.memory)):
+        at_most[number] = kept[number] + (max(passing) if number == 0 else 0.0)
+    return total, at_most
+
+
+def brute_force_mixtures(problem: Problem) -> float:
+    """The least objective of any mixture within the budgets; inf for none."""
+    (block,) = problem.blocks
+    counts = [len(variable.cost_us) for variable in problem.variables]
+    inner = list(itertools.product(*(range(n) for n in counts[: len(block.variables)])))
+    outer = list(itertools.product(*(range(n) for n in counts[len(block.variables) :])))
+    best = math.inf
+    for rest in outer:
+        # Things are alike: who takes which variant does not matter.
+        for things in itertools.combinations_with_replacement(inner, block.size):
+            cost, taken = cost_of_mixture(problem, things, rest)
+            fits = all(
+                used <= row.budget_bytes for used, row in zip(taken, problem.memory, strict=True)
+            )
+            if fits:
+                best = min(best, cost)
+    return best

@@ -125,7 +125,12 @@ def explain(
         alternatives.append(
             _alternative(plan, placement, number, layout, forced, warm_start, time_limit_seconds)
         )
-    members = [plan.graph.nodes[index].name for index in placement.clustering.members[number]]
+    # Alike layers need not be placed alike.
+    members = [
+        plan.graph.nodes[index].name
+        for index in placement.clustering.members[number]
+        if _layout(plan.graph.nodes[index], plan.options[index]) == chosen
+    ]
     names = ", ".join(row.name for row in ranged_rows((each, None) for each in members))
     return Explanation(
         name=f"weights in {names}" if node.kind == "experts" else names,

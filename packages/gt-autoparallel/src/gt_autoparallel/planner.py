@@ -22,7 +22,6 @@ from gt_autoparallel.plan.placement_plan import ModelSignature, PlacementPlan, S
 from gt_autoparallel.plan.plan_assembly import assemble_plan
 from gt_autoparallel.prices.costs import PlacementPrices, StepPrices
 from gt_autoparallel.prices.microbatches import Microbatches
-from gt_autoparallel.problem.clustering import Clustering
 from gt_autoparallel.problem.constraints import (
     Constraints,
     LayoutConstraint,
@@ -35,7 +34,7 @@ from gt_autoparallel.problem.infeasible_requests import explained
 from gt_autoparallel.problem.problem_of_graph import PlacementProblem, placement_problem
 from gt_autoparallel.problem.problem_parts import PartsKey, ProblemParts
 from gt_autoparallel.problem.recomputed_choices import (
-    bounded_solution,
+    mixture_without_idle_work,
     recomputing,
     without_idle_work,
 )
@@ -48,9 +47,8 @@ from gt_autoparallel.solver import (
     MemoryBudgetError,
     Solution,
     WarmStart,
-    gap_between,
-    relax,
     solve,
+    solve_mixed,
 )
 
 ReportProgress = Callable[[str], None]
@@ -60,9 +58,8 @@ _GIB = 2**30
 _LEAST_SHARE = 0.1
 """Of the time limit: what a search under a budget has at least, however long one without took."""
 
-_SHARE_OF_COUNTING = 0.2
-"""Of the gap that is asked for: what the choice among counted layers may lose. The rest is for the
-bound, which is of another problem."""
+_COUNTED = "layers counted by what they do"
+"""How a mixture was found."""
 
 
 class Planner:
@@ -164,16 +161,15 @@ class Planner:
             microbatches=self._microbatches,
         )
         found = self._cheapest(request, relative_gap, time_limit_seconds)
-        placement, solution = found.placement, found.solution
         plan = assemble_plan(
             graph=self.graph,
             mesh=self.mesh,
-            options=placement.options_of_nodes(solution.choices),
-            recomputed=placement.recomputed_nodes(solution.choices),
+            options=found.options,
+            recomputed=found.recomputed,
             prices=self.prices,
             request=request,
             signature=self.signature,
-            solver=_solver_report(placement, solution),
+            solver=found.report,
         )
         if audit:
             self._say(str(audit_plan(plan)))
@@ -205,68 +201,59 @@ class Planner:
         free = self._unlimited.get((unlimited, relative_gap))
         if free is None:
             free = self._found(unlimited, relative_gap, time_limit_seconds)
-            if free.solution.proven:  # more time would find no other
+            if free.report.proven:  # more time would find no other
                 self._unlimited[unlimited, relative_gap] = free
-        if budget is None or max(free.solution.memory_bytes) <= budget:
+        if budget is None or free.memory_bytes <= budget:
             return free
-        options = free.placement.options_of_nodes(free.solution.choices)
         least = _LEAST_SHARE * time_limit_seconds
         ends = max(started + time_limit_seconds, time.perf_counter() + least)
         if request.recomputes and relative_gap > 0:
-            found = self._counted(request, relative_gap, ends, options)
-            if found is not None:
-                return found
+            mixed = self._mixed(request, relative_gap, ends, free.options)
+            if mixed is not None:
+                return mixed
         left = max(ends - time.perf_counter(), least)
-        return self._found(request, relative_gap, left, options)
+        return self._found(request, relative_gap, left, free.options)
 
-    def _counted(
+    def _mixed(
         self,
         request: ResolvedRequest,
         relative_gap: float,
         ends: float,
         near: Sequence[NodeOption],
     ) -> _Found | None:
-        """A placement within the gap of which alike layers may recompute different values.
+        """A placement of which alike layers may place and recompute differently.
 
         ``near`` are options of nodes that are nearly right, ``ends`` is on the clock of
-        ``time.perf_counter``. None if the bound leaves a larger gap.
+        ``time.perf_counter``. None if none was found.
         """
-        shared = self.problem(request)
-        self._say_size(shared)
-        began = time.perf_counter()
-        bounded = relax(
-            shared.problem,
+        placement = self.problem(request)
+        self._say_size(placement)
+        found = solve_mixed(
+            placement.problem,
             relative_gap=relative_gap,
             time_limit_seconds=ends - time.perf_counter(),
-            warm_start=self._start(shared, near, ends - time.perf_counter()),
-            rivals=expert_rivals(shared, self._pins()),
+            warm_start=self._start(placement, near, ends - time.perf_counter()),
+            rivals=expert_rivals(placement, self._pins()),
             progress=lambda progress: self._say(str(progress)),
         )
-        if not bounded.choices:
+        if found.mixture is None:
             return None
-        self._warm_starts[_shape(shared)] = bounded.warm_start
-        gap = gap_between(bounded.objective_us, bounded.lower_bound_us)
-        if gap <= relative_gap * (1 + 1e-9):
-            solution = bounded_solution(shared, bounded.choices, bounded, gap, began)
-            return _Found(placement=shared, solution=without_idle_work(shared, solution))
-        options = shared.options_of_nodes(bounded.choices)
-        counted = self.problem(request, counted=shared.clustering, options=options)
-        alike = counted.solution_of(options, shared.recomputed_nodes(bounded.choices))
-        solution = solve(
-            counted.problem,
-            relative_gap=_SHARE_OF_COUNTING * relative_gap,
-            time_limit_seconds=max(ends - time.perf_counter(), 1.0),
-            warm_start=WarmStart(choices=alike),
+        self._warm_starts[_shape(placement)] = found.warm_start
+        mixture = mixture_without_idle_work(placement, found.mixture)
+        return _Found(
+            options=placement.options_of_nodes(mixture),
+            recomputed=placement.recomputed_nodes(mixture),
+            memory_bytes=max(mixture.memory_bytes),
+            report=_solver_report(
+                placement,
+                objective_us=mixture.objective_us,
+                lower_bound_us=min(found.lower_bound_us, mixture.objective_us),
+                method=_COUNTED,
+                seconds=found.seconds,
+                memory_prices=found.memory_prices,
+                proven=found.gap <= relative_gap * (1 + 1e-9),
+            ),
         )
-        gap = gap_between(solution.objective_us, bounded.lower_bound_us)
-        self._say(
-            f"layers counted: {solution.objective_us:.2f} us, bound "
-            f"{bounded.lower_bound_us:.2f} us, gap {gap:.2%}"
-        )
-        if gap > relative_gap * (1 + 1e-9):
-            return None
-        solution = bounded_solution(counted, solution.choices, bounded, gap, began)
-        return _Found(placement=counted, solution=without_idle_work(counted, solution))
 
     def _found(
         self,
@@ -284,7 +271,20 @@ class Planner:
         solution = self._solve(placement, request, relative_gap, time_limit_seconds, warm_start)
         solution = without_idle_work(placement, solution)
         self._warm_starts[_shape(placement)] = solution.warm_start
-        return _Found(placement=placement, solution=solution)
+        return _Found(
+            options=placement.options_of_nodes(solution.choices),
+            recomputed=placement.recomputed_nodes(solution.choices),
+            memory_bytes=max(solution.memory_bytes),
+            report=_solver_report(
+                placement,
+                objective_us=solution.objective_us,
+                lower_bound_us=solution.lower_bound_us,
+                method=solution.method,
+                seconds=solution.seconds["total"],
+                memory_prices=solution.memory_prices,
+                proven=solution.proven,
+            ),
+        )
 
     def _start(
         self, placement: PlacementProblem, near: Sequence[NodeOption], time_limit_seconds: float
@@ -293,8 +293,8 @@ class Planner:
         start = recomputing(placement, near, time_limit_seconds)
         known = self._warm_starts.get(_shape(placement))
         if known is None:
-            return WarmStart(choices=start)
-        return replace(known, choices=start, candidates=(known.choices, *known.candidates))
+            return start
+        return replace(known, choices=start.choices, candidates=(known.choices, *known.candidates))
 
     def _say_size(self, placement: PlacementProblem) -> None:
         self._say(
@@ -302,31 +302,20 @@ class Planner:
             f"{sum(map(len, placement.choices))} options, {len(placement.problem.edges)} edges"
         )
 
-    def problem(
-        self,
-        request: ResolvedRequest,
-        *,
-        counted: Clustering | None = None,
-        options: Sequence[NodeOption] | None = None,
-    ) -> PlacementProblem:
-        """The optimization problem of a request.
-
-        With ``options`` of nodes, one for each, only what is recomputed is left to choose; with
-        ``counted``, a clustering, by groups of its alike layers (``counted_layers``).
-        """
+    def problem(self, request: ResolvedRequest) -> PlacementProblem:
+        """The optimization problem of a request."""
         found = placement_problem(
             self.graph,
             self.mesh,
-            self._options_of if options is None else (lambda node: (options[node.index],)),
+            self._options_of,
             self.prices,
             memory_budget_bytes=request.memory_budget_bytes,
             optimizer_state_copies=request.optimizer_state_copies,
             constraints=request.constraints,
             recomputes=request.recomputes and request.memory_budget_bytes is not None,
             microbatches=request.microbatches,
-            counted=counted,
             tables=self._tables,
-            parts=self._parts if options is None else None,
+            parts=self._parts,
         )
         self._check_constraints(found, request)
         return found
@@ -389,8 +378,14 @@ class Planner:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Found:
-    placement: PlacementProblem
-    solution: Solution
+    options: tuple[NodeOption, ...]
+    """Of each node."""
+
+    recomputed: tuple[int, ...]
+    memory_bytes: float
+    """Of the memory row that takes most."""
+
+    report: SolverReport
 
 
 def _shape(placement: PlacementProblem) -> tuple[int, ...]:
@@ -398,16 +393,24 @@ def _shape(placement: PlacementProblem) -> tuple[int, ...]:
     return tuple(map(len, placement.choices))
 
 
-def _solver_report(placement: PlacementProblem, solution: Solution) -> SolverReport:
-    prices = solution.memory_prices
+def _solver_report(
+    placement: PlacementProblem,
+    *,
+    objective_us: float,
+    lower_bound_us: float,
+    method: str,
+    seconds: float,
+    memory_prices: Sequence[float],
+    proven: bool,
+) -> SolverReport:
     return SolverReport(
-        objective_us=solution.objective_us,
-        lower_bound_us=solution.lower_bound_us,
-        method=solution.method,
-        seconds=solution.seconds["total"],
+        objective_us=objective_us,
+        lower_bound_us=lower_bound_us,
+        method=method,
+        seconds=seconds,
         num_variables=len(placement.problem.variables),
         num_options=sum(map(len, placement.choices)),
         num_nodes=len(placement.graph.nodes),
-        memory_price_us_per_gib=abs(sum(prices)) * _GIB,
-        proven=solution.proven,
+        memory_price_us_per_gib=abs(sum(memory_prices)) * _GIB,
+        proven=proven,
     )

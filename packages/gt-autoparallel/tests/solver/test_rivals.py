@@ -13,7 +13,11 @@ from small_problems import edge, variable
 from gt_autoparallel.errors import PlacementInputError
 from gt_autoparallel.solver import Rival, Solution, solve
 from gt_autoparallel.solver.bounding import SearchSettings
+from gt_autoparallel.solver.incumbent import Incumbent
+from gt_autoparallel.solver.message_passing import Prices
+from gt_autoparallel.solver.price_model import PriceModel
 from gt_autoparallel.solver.problem import Problem
+from gt_autoparallel.solver.reduced_problem import reduce_problem
 
 
 @pytest.fixture
@@ -73,14 +77,46 @@ def test_rivals_that_are_left_when_it_is_late_are_not_looked_at(
 
     monkeypatch.setattr(contesting, "SearchPart", of_part)
     assert solved(problem, all_options).objective_us < alone.objective_us
-    assert len(looked_at) == 1
+    assert (
+        len(looked_at) == 2
+    )  # the whole, whose bounds exclude no rival here, and the rival's part
 
-    def late(*args: object, deadline: float) -> None:
-        real(*args, deadline=-math.inf)
+    def late(*args: object, deadline: float, **rest: object) -> None:
+        real(*args, deadline=-math.inf, **rest)
 
     monkeypatch.setattr(solving, "beat_rivals", late)
     assert solved(problem, all_options).objective_us == alone.objective_us
-    assert len(looked_at) == 1
+    assert len(looked_at) == 2
+
+
+@pytest.mark.parametrize(("known", "num_searched"), [(0, 0), (1, 1)])
+def test_a_rival_that_option_bounds_exclude_is_not_searched(
+    monkeypatch: pytest.MonkeyPatch, known: int, num_searched: int
+) -> None:
+    problem = Problem(
+        variables=(variable("a", [0.0, 100.0]), variable("b", [0.0, 0.0])),
+        edges=(),
+        windows=(),
+        memory=(),
+    )
+    contesting = importlib.import_module("gt_autoparallel.solver.rivals")
+    searched: list[object] = []
+    real = contesting.Search
+    monkeypatch.setattr(
+        contesting, "Search", lambda **fields: searched.append(fields) or real(**fields)
+    )
+    incumbent = Incumbent(problem, 0.0, PriceModel(problem=problem))
+    incumbent.offer((known, 0))
+    contesting.beat_rivals(
+        incumbent,
+        reduce_problem(problem),
+        [[np.array([True, False]), np.array([True, True])]],
+        prices=Prices(windows=np.zeros(0), memory=np.zeros(0)),
+        settings=SearchSettings(),
+        deadline=math.inf,
+    )
+    assert incumbent.objective_us == 0.0
+    assert len(searched) == num_searched
 
 
 def test_rivals_without_any_choice_are_passed_over() -> None:

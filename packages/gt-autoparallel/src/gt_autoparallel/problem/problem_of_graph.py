@@ -39,14 +39,9 @@ from gt_autoparallel.prices.memory import needed_storages
 from gt_autoparallel.prices.microbatches import Microbatches
 from gt_autoparallel.prices.recomputability import experts_of
 from gt_autoparallel.prices.saved_storages import SavedStorages, Status, saved_storages
+from gt_autoparallel.problem.alike_layers import crossing_nodes, layer_blocks, members_by_layer
 from gt_autoparallel.problem.clustering import Clustering, cluster_layers
 from gt_autoparallel.problem.constraints import LayoutConstraint
-from gt_autoparallel.problem.counted_layers import (
-    crossing_nodes,
-    kinds_of_choices,
-    layer_groups,
-    with_equal_crossings,
-)
 from gt_autoparallel.problem.problem_parts import (
     Choice,
     OptionsOf,
@@ -56,6 +51,7 @@ from gt_autoparallel.problem.problem_parts import (
     problem_parts,
 )
 from gt_autoparallel.problem.redistribution_tables import RedistributionTables
+from gt_autoparallel.solver import Mixture, evaluate_mixture
 from gt_autoparallel.solver.problem import MemoryRow, Problem, Variable, Window
 
 Demand = tuple[str, int, tuple[Placement | None, ...]]
@@ -73,14 +69,11 @@ class PlacementProblem:
     choices: tuple[tuple[Choice, ...], ...]
     """What each option of each variable means."""
 
-    def options_of_nodes(self, solution: Sequence[int]) -> tuple[NodeOption, ...]:
-        """The option of each node under a choice for each variable."""
-        return tuple(
-            self.choices[variable][solution[variable]].option
-            for variable in self.clustering.class_of_node
-        )
+    def options_of_nodes(self, solution: Sequence[int] | Mixture) -> tuple[NodeOption, ...]:
+        """The option of each node under a choice for each variable, or a mixture."""
+        return tuple(choice.option for choice in self._choices_of_nodes(solution))
 
-    def recomputed_nodes(self, solution: Sequence[int]) -> tuple[int, ...]:
+    def recomputed_nodes(self, solution: Sequence[int] | Mixture) -> tuple[int, ...]:
         """The nodes that run again in the backward under a choice for each variable, in order.
 
         Those that a choice lets run again for nobody, which may cost nothing, are not among them.
@@ -88,15 +81,24 @@ class PlacementProblem:
         chosen = frozenset(self.chosen_again(solution))
         return needed_storages(self.graph, self.options_of_nodes(solution), chosen).recomputed
 
-    def chosen_again(self, solution: Sequence[int]) -> tuple[int, ...]:
+    def chosen_again(self, solution: Sequence[int] | Mixture) -> tuple[int, ...]:
         """All nodes that a choice for each variable lets run again, in order."""
         forward_of = {backward: forward for forward, backward in experts_of(self.graph).items()}
         found = []
-        for node, variable in enumerate(self.clustering.class_of_node):
-            status = self.choices[variable][solution[variable]].status
-            if status in ("recomputed", "repeated"):
-                found.append(node if status == "recomputed" else forward_of[node])
+        for node, choice in enumerate(self._choices_of_nodes(solution)):
+            if choice.status in ("recomputed", "repeated"):
+                found.append(node if choice.status == "recomputed" else forward_of[node])
         return tuple(sorted(found))
+
+    def _choices_of_nodes(self, solution: Sequence[int] | Mixture) -> list[Choice]:
+        found: dict[int, Choice] = {}
+        taken = solution.choices if isinstance(solution, Mixture) else [(c,) for c in solution]
+        members_of = members_by_layer(self.graph, self.clustering)
+        for choices, members, things in zip(self.choices, members_of, taken, strict=True):
+            of_members = things * len(members) if len(things) == 1 else things
+            for node, choice in zip(members, of_members, strict=True):
+                found[node] = choices[choice]
+        return [found[node] for node in range(len(found))]
 
     def solution_of(
         self, options: Sequence[NodeOption], recomputed: Collection[int] = ()
@@ -108,31 +110,58 @@ class PlacementProblem:
         Raises:
             KeyError: a node cannot take its option.
         """
+        return tuple(things[0] for things in self._things_of(options, recomputed))
+
+    def mixture_of(
+        self, options: Sequence[NodeOption], recomputed: Collection[int] = ()
+    ) -> Mixture:
+        """The mixture that means ``options`` of nodes, and that ``recomputed`` nodes run again.
+
+        Raises:
+            KeyError: a node cannot take its option.
+        """
+        return evaluate_mixture(self.problem, self._things_of(options, recomputed))
+
+    def _things_of(
+        self, options: Sequence[NodeOption], recomputed: Collection[int]
+    ) -> list[tuple[int, ...]]:
+        """For each variable the choice of each thing of its block, or that of the first node."""
         storages = needed_storages(self.graph, options, recomputed)
         forward_of = {backward: forward for forward, backward in experts_of(self.graph).items()}
-        found = []
-        for choices, members in zip(self.choices, self.clustering.members, strict=True):
-            node = self.graph.nodes[members[0]]
-            wanted = options[node.index]
+        in_blocks = {variable for block in self.problem.blocks for variable in block.variables}
+
+        def statuses_of(node: PlacementNode) -> tuple[Status, ...]:
+            if node.index in forward_of:
+                return ("repeated" if forward_of[node.index] in recomputed else "kept",)
+            if node.index in recomputed:
+                return ("recomputed",)
+            # Where views are as large as what they view, only "moved" may be offered.
+            if node.index in storages.kept:
+                return ("moved", "kept")
+            if node.index not in storages.aliased:
+                return ("idle",)
+            viewed = node.operands[0]
+            is_counted = self.saved.counts_while_kept(self.graph, viewed)
+            lies_below = is_counted or viewed.node in storages.recomputed
+            return ("aliased", "moved") if lies_below else ("moved",)
+
+        def choice_of(index: int, choices: Sequence[Choice]) -> int:
+            node = self.graph.nodes[index]
+            wanted = options[index]
             positions = [i for i, choice in enumerate(choices) if choice.option == wanted]
             if not positions:
                 raise KeyError(f"{node.name} has no option {wanted}")
-            # Where views are as large as what they view, only "moved" may be offered.
-            statuses: tuple[Status, ...] = ("idle",)
-            if node.index in forward_of:
-                statuses = ("repeated" if forward_of[node.index] in recomputed else "kept",)
-            elif node.index in recomputed:
-                statuses = ("recomputed",)
-            elif node.index in storages.kept:
-                statuses = ("moved", "kept")
-            elif node.index in storages.aliased:
-                viewed = node.operands[0]
-                is_counted = self.saved.counts_while_kept(self.graph, viewed)
-                lies_below = is_counted or viewed.node in storages.recomputed
-                statuses = ("aliased", "moved") if lies_below else ("moved",)
-            fitting = [i for each in statuses for i in positions if choices[i].status == each]
-            found.append((fitting or positions)[0])
-        return tuple(found)
+            fitting = [
+                i for each in statuses_of(node) for i in positions if choices[i].status == each
+            ]
+            return (fitting or positions)[0]
+
+        members_of = members_by_layer(self.graph, self.clustering)
+        found = []
+        for variable, (choices, members) in enumerate(zip(self.choices, members_of, strict=True)):
+            deciding = members if variable in in_blocks else members[:1]
+            found.append(tuple(choice_of(index, choices) for index in deciding))
+        return found
 
 
 def placement_problem(
@@ -146,14 +175,11 @@ def placement_problem(
     constraints: Sequence[LayoutConstraint] = (),
     recomputes: bool = False,
     microbatches: Microbatches | None = None,
-    counted: Clustering | None = None,
     tables: RedistributionTables | None = None,
     parts: dict[PartsKey, ProblemParts] | None = None,
 ) -> PlacementProblem:
     """The problem whose solution is the best placement of ``graph``.
 
-    ``counted`` is the clustering of a problem of the same graph, whose alike layers are to choose
-    in groups (``counted_layers``); None: all do the same.
     ``recomputes`` says whether nodes of the forward may run again, which saves nothing but memory;
     ``microbatches`` how a step runs the graph, if it does so several times.
 
@@ -168,14 +194,11 @@ def placement_problem(
         of_node[each.node] = (*of_node.get(each.node, ()), demand)
     saved = saved_storages(graph, recomputes=recomputes, microbatches=microbatches)
     unshards, reduces = parameter_chains(graph), gradient_chains(graph)
-    groups = {} if counted is None else layer_groups(graph, counted)
-    crossing = crossing_nodes(graph) if recomputes else frozenset()
     # What alike nodes must have in common besides themselves.
     described: dict[int, Hashable] = {
         node.index: (
             of_node.get(node.name),
             saved.description(node),
-            groups.get(layer_of_module(node.module) or ""),
             node.index in unshards,
             node.index in reduces,
             tuple(
@@ -222,9 +245,15 @@ def placement_problem(
                 window_compute_us=found.compute_us[number],
                 memory_bytes=found.memory_bytes[number],
                 further_compute_us=found.again_us[number],
-                kinds=None if node.index in crossing else kinds_of_choices(choices),
             )
         )
+    blocks = layer_blocks(
+        graph,
+        clustering,
+        crossing=crossing_nodes(graph),
+        rows=found.memory_rows,
+        passing_bytes=found.passing_bytes,
+    )
     problem = Problem(
         variables=tuple(variables),
         edges=found.edges,
@@ -235,9 +264,8 @@ def placement_problem(
         memory=tuple(
             MemoryRow(name=name, budget_bytes=budget, fixed_bytes=0.0) for name in found.memory_rows
         ),
+        blocks=blocks if recomputes else (),
     )
-    if counted is not None:
-        problem = with_equal_crossings(problem, found.choices, clustering, counted, crossing)
     return PlacementProblem(
         problem=problem, graph=graph, clustering=clustering, saved=saved, choices=found.choices
     )

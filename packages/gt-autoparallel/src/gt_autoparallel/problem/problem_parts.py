@@ -55,6 +55,9 @@ class ProblemParts:
     memory_bytes: tuple[tuple[FloatArray, ...], ...]
     """Of each variable, for each row."""
 
+    passing_bytes: tuple[FloatArray, ...]
+    """Of each variable: what is made again of one layer, in the row of its kind."""
+
     edges: tuple[Edge, ...]
 
 
@@ -73,6 +76,7 @@ def problem_parts(
         again_us=tuple(builder.again_us(*each) for each in enumerate(choices)),
         memory_rows=tuple(builder.memory_rows(choices)),
         memory_bytes=builder.memory_bytes(choices, optimizer_state_copies),
+        passing_bytes=tuple(builder.passing_bytes(*each) for each in enumerate(choices)),
         edges=(*builder.use_edges(choices), *builder.link_edges(choices)),
     )
 
@@ -157,14 +161,20 @@ class PartsBuilder:
         for number, each in enumerate(choices):
             kept = self._kept_bytes(number, each, optimizer_state_copies)
             of_rows = dict.fromkeys(rows, kept)
-            again = _makes_again(each)
-            if again.any():
-                node = self._first(number)
-                made = [recomputed_bytes(self.graph, node, c.option, self.mesh) for c in each]
+            if _makes_again(each).any():
                 name = self.clustering.window_names[self._backward_window(number)]
-                of_rows[name] = kept + np.where(again, np.array(made, dtype=np.float64), 0.0)
+                of_rows[name] = kept + self.passing_bytes(number, each)
             found.append(tuple(of_rows.values()))
         return tuple(found)
+
+    def passing_bytes(self, number: int, choices: Sequence[Choice]) -> FloatArray:
+        """[choices] Bytes that one node of a class makes again in the backward of its layer."""
+        node = self._first(number)
+        made = [
+            recomputed_bytes(self.graph, node, choice.option, self.mesh) if again else 0.0
+            for choice, again in zip(choices, _makes_again(choices).tolist(), strict=True)
+        ]
+        return np.array(made, dtype=np.float64)
 
     def _backward_window(self, number: int) -> int:
         node = self._first(number)

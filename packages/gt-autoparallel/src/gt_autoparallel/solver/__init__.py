@@ -15,7 +15,8 @@ and gives.
                        lower bounds and prices without a linear program
     highs_model, restricted_programs
                        linear and mixed-integer programs
-    relaxation         a bound for choices in which alike things differ a little
+    mixed_search, mixtures
+                       choices in which alike things differ, counted by variants, and their bound
     rivals, ties, infeasibility
                        what must not be cheaper; fewer bytes at equal cost; why there is no choice
 """
@@ -23,7 +24,8 @@ and gives.
 from __future__ import annotations
 
 from gt_autoparallel.solver.evaluation import evaluate
-from gt_autoparallel.solver.relaxation import Relaxation, relax
+from gt_autoparallel.solver.mixed_search import solve_mixed
+from gt_autoparallel.solver.mixtures import Mixture, evaluate_mixture
 from gt_autoparallel.solver.rivals import Rival
 from gt_autoparallel.solver.solution import (
     ForbiddenPairsError,
@@ -32,19 +34,18 @@ from gt_autoparallel.solver.solution import (
     Solution,
     WarmStart,
 )
-from gt_autoparallel.solver.solution import relative_gap as gap_between
 from gt_autoparallel.solver.solve import solve
 
 __all__ = [
     "ForbiddenPairsError",
     "MemoryBudgetError",
+    "Mixture",
     "Progress",
-    "Relaxation",
     "Rival",
     "Solution",
     "WarmStart",
     "evaluate",
-    "gap_between",
-    "relax",
+    "evaluate_mixture",
     "solve",
+    "solve_mixed",
 ]

@@ -42,6 +42,12 @@ class SearchSettings:
     restricted_nodes: int = 200
     """Branch-and-bound nodes of HiGHS on a restricted MILP, at most."""
 
+    mixture_pairs: tuple[int, ...] = (0, 1_000)
+    """About how many pairs are mixed, in turn until a mixture is good enough; 0: the LP's own."""
+
+    mixture_nodes: int = 200
+    """Branch-and-bound nodes of HiGHS on a mixture, at most."""
+
     relaxed_pairs: int = 12_000
     """About how many pairs the LP over promising options has."""
 
@@ -218,7 +224,7 @@ class Bounding:
                     self._offer(part, positions)
             room = 1e-9 * max(abs(budget), 1.0)
             masks = [
-                node.whole_kinds(bound <= budget + room)
+                node.bounds_of_one(bound) <= budget + room
                 for node, bound in zip(reduced.nodes, ascent.option_bounds(), strict=True)
             ]
             if not all(mask.all() for mask in masks) and not part.drop(masks):
@@ -236,7 +242,7 @@ class Bounding:
     def _below_cutoff(self, part: SearchPart, ascent: DualAscent) -> list[BoolArray]:
         cutoff = self.incumbent.cutoff_us
         return [
-            node.whole_kinds(bound < cutoff)
+            node.bounds_of_one(bound) < cutoff
             for node, bound in zip(part.reduced.nodes, ascent.option_bounds(), strict=True)
         ]
 

@@ -46,10 +46,6 @@ class Variable:
     further_compute_us: Mapping[int, FloatArray] = field(default_factory=dict)
     """Other windows in which options compute too -> [num_options] time there."""
 
-    kinds: IntArray | None = None
-    """[num_options] Kind of each option; None: each is one of its own. Of what a variable stands
-    for, ``relax`` lets each take another option of one kind, and counts a bound for that."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Edge:
@@ -96,6 +92,33 @@ class MemoryRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """Alike things, layers of a model, that variables stand for together.
+
+    Choices of a problem are the same for all of them. In a mixture (``mixtures``) each thing takes
+    options of its own for the block's variables; nothing outside of a thing sees which.
+    """
+
+    name: str
+    size: int
+    """How many things there are."""
+
+    variables: tuple[int, ...]
+    """What each thing may choose for itself. Their edges end in the block, or at variables of no
+    block."""
+
+    windows: tuple[int, ...]
+    """Windows of which each thing has one to itself: their multiplicity is ``size``."""
+
+    row: int | None
+    """Memory row of the bytes that a thing has while it is at work; None without such bytes."""
+
+    passing_bytes: tuple[FloatArray, ...]
+    """For each of the variables [num_options]: of its bytes in ``row``, those of a thing at work.
+    They are there for one thing at a time; the other bytes are those of all things together."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
     """The whole problem. A variable that stands for several nodes holds the sums of their costs."""
 
@@ -105,3 +128,6 @@ class Problem:
     memory: tuple[MemoryRow, ...]
     fixed_us: float = 0.0
     """Cost in us, whatever is chosen."""
+
+    blocks: tuple[Block, ...] = ()
+    """Things that may choose differently in mixtures; ``solve`` knows nothing of them."""

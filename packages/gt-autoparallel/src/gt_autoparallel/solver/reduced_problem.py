@@ -37,17 +37,23 @@ class Node:
     memory: FloatArray
     """[memory rows, K] bytes."""
 
-    kinds: IntArray | None = None
-    """[K] Kind of each option, see ``Variable``."""
+    num_alike: int = 1
+    """How many things the node stands for that may each take another option (``mixtures``)."""
 
     links: list[int] = field(default_factory=list)
     """Indices of the links that end here."""
 
-    def whole_kinds(self, mask: BoolArray) -> BoolArray:
-        """[K] The options of a mask, and all of their kinds."""
-        if self.kinds is None or mask.all():
-            return mask
-        return np.isin(self.kinds, self.kinds[mask])
+    def bounds_of_one(self, bounds: FloatArray) -> FloatArray:
+        """[K] From bounds for the case that all things take an option to those for one of them.
+
+        At fixed prices things are independent of each other: n of them that all take the option
+        exceed the least bound n times as far as one does.
+        """
+        if self.num_alike == 1:
+            return bounds
+        least = bounds.min()
+        single: FloatArray = least + (bounds - least) / self.num_alike
+        return single
 
 
 @dataclass(slots=True)
@@ -159,7 +165,6 @@ class ReducedProblem:
         node.compute = {w: times[mask] for w, times in node.compute.items()}
         node.communication = {w: times[mask] for w, times in node.communication.items()}
         node.memory = node.memory[:, mask]
-        node.kinds = None if node.kinds is None else node.kinds[mask]
         for position in node.links:
             link = self.links[position]
             if link is not None:
@@ -268,10 +273,11 @@ def _take_labels(link: Link, side: int, *, kept: IntArray, new: IntArray) -> Non
     link.messages[side] = link.messages[side][kept]
 
 
-def reduce_problem(problem: Problem) -> ReducedProblem:
+def reduce_problem(problem: Problem, *, mixed: bool = False) -> ReducedProblem:
     """The working form of ``problem``, without the options of infinite cost.
 
-    A node may be left without options; arc consistency finds that.
+    A node may be left without options; arc consistency finds that. ``mixed`` says whether things of
+    the problem's blocks may take different options.
     """
     reduced = ReducedProblem(problem)
     for variable in problem.variables:
@@ -294,9 +300,11 @@ def reduce_problem(problem: Problem) -> ReducedProblem:
                 compute={w: times[finite] for w, times in compute.items() if times[finite].any()},
                 communication={},
                 memory=memory[:, finite],
-                kinds=None if variable.kinds is None else variable.kinds[finite],
             )
         )
+    for block in problem.blocks if mixed else ():
+        for index in block.variables:
+            reduced.nodes[index].num_alike = block.size
     for edge in problem.edges:
         if edge.left == edge.right:
             _add_self_edge(reduced, edge)

@@ -17,6 +17,7 @@ import numpy as np
 from gt_autoparallel.solver.bounding import SearchPart, SearchSettings
 from gt_autoparallel.solver.highs_model import HighsModel, HighsResult
 from gt_autoparallel.solver.incumbent import Incumbent
+from gt_autoparallel.solver.mixtures import Mixture, best_mixture
 from gt_autoparallel.solver.problem import BoolArray, FloatArray, IntArray
 from gt_autoparallel.solver.reduced_problem import ReducedProblem
 
@@ -83,6 +84,30 @@ class RestrictedPrograms:
         )
         self.take(rest, result)
 
+    def mix(self, part: SearchPart, *, pairs: int, gap: float) -> Mixture | None:
+        """The best mixture of the options with weight, and the next best ones up to ``pairs``."""
+        base = [
+            _among(node.options, {*weights, *known})
+            for node, weights, known in zip(
+                part.reduced.nodes, part.weights, self._best(part), strict=True
+            )
+        ]
+        masks = base
+        if pairs:
+            masks = self._promising(part, self._spread(part), pairs, base=base)
+        return best_mixture(
+            self.incumbent.problem,
+            [node.options[mask] for node, mask in zip(part.reduced.nodes, masks, strict=True)],
+            relative_gap=gap,
+            seconds=self.time_left(),
+            max_nodes=self.settings.mixture_nodes,
+        )
+
+    def _best(self, part: SearchPart) -> list[tuple[int, ...]]:
+        """The option of each node in the best choice, if there is any."""
+        choices = self.incumbent.choices
+        return [(choice,) for choice in choices] or [()] * len(part.reduced.nodes)
+
     def take(self, reduced: ReducedProblem, result: HighsResult) -> bool:
         """Offers what HiGHS found; whether any of it keeps the budgets."""
         kept = False
@@ -95,7 +120,10 @@ class RestrictedPrograms:
     @staticmethod
     def _spread(part: SearchPart) -> list[FloatArray]:
         """For each node [K]: by how much an option's bound exceeds the least one's."""
-        return [values - values.min() for values in part.option_bounds()]
+        return [
+            node.bounds_of_one(values) - values.min()
+            for node, values in zip(part.reduced.nodes, part.option_bounds(), strict=True)
+        ]
 
     def _promising(
         self,

@@ -13,9 +13,11 @@ import math
 import time
 from collections.abc import Sequence
 
-from gt_autoparallel.solver.bounding import Bounding, SearchPart
+from gt_autoparallel.solver.bounding import Bounding, SearchPart, SearchSettings
 from gt_autoparallel.solver.dominance import drop_dominated
-from gt_autoparallel.solver.problem import BoolArray
+from gt_autoparallel.solver.incumbent import Incumbent
+from gt_autoparallel.solver.message_passing import Prices
+from gt_autoparallel.solver.problem import BoolArray, FloatArray
 from gt_autoparallel.solver.reduced_problem import ReducedProblem
 from gt_autoparallel.solver.search import Search
 
@@ -27,17 +29,30 @@ _SWEEPS = 6
 
 
 def beat_rivals(
-    search: Search, whole: ReducedProblem, rivals: Sequence[Rival], *, deadline: float
+    incumbent: Incumbent,
+    whole: ReducedProblem,
+    rivals: Sequence[Rival],
+    *,
+    prices: Prices,
+    settings: SearchSettings,
+    deadline: float,
 ) -> None:
-    """Offers a search that has ended what is cheaper than its best choice in any rival's part.
+    """Offers ``incumbent``, what a search ended with, what is cheaper in any rival's part.
 
-    ``whole`` is the problem before the search dropped anything from it. Rivals that leave no choice
-    are passed over, and those that are left at the deadline (by ``time.perf_counter``).
+    ``whole`` is the problem before the search dropped anything from it, ``prices`` are those that
+    it ended with. Rivals that leave no choice are passed over, and those that are left at the
+    deadline (by ``time.perf_counter``).
     """
+    if not rivals or time.perf_counter() >= deadline:
+        return
+    bounds = SearchPart(whole.copy(), prices).option_bounds()
     for rival in rivals:
         if time.perf_counter() >= deadline:
             break
-        part = SearchPart(whole.copy(), search.prices)
+        known = min(incumbent.objective_us, incumbent.below_us)
+        if _least(rival, whole, bounds) >= known:
+            continue
+        part = SearchPart(whole.copy(), prices)
         masks = [
             allowed[node.options] for allowed, node in zip(rival, part.reduced.nodes, strict=True)
         ]
@@ -46,18 +61,27 @@ def beat_rivals(
         drop_dominated(part.reduced)
         part.reduced.compact_links()
         contest = Search(
-            problem=search.problem,
+            problem=incumbent.problem,
             reduced=part.reduced,
             gap=0.0,
             deadline=deadline,
             progress=None,
-            settings=search.settings,
-            start=search.start,
-            below_us=search.incumbent.objective_us,
+            settings=settings,
+            start=time.perf_counter(),
+            below_us=known,
         )
         contest.prices = part.prices
-        bounding = Bounding(search.problem, contest.incumbent, search.settings, contest.is_late)
+        bounding = Bounding(incumbent.problem, contest.incumbent, settings, contest.is_late)
         if bounding.settle(part, part.prices, sweeps=_SWEEPS):
             contest.run()
         if contest.incumbent.objective_us < math.inf:
-            search.incumbent.offer(contest.incumbent.choices)
+            incumbent.offer(contest.incumbent.choices)
+
+
+def _least(rival: Rival, whole: ReducedProblem, bounds: Sequence[FloatArray]) -> float:
+    """No choice of a rival costs less: of every node it takes one of the options that it may."""
+    least = -math.inf
+    for allowed, node, values in zip(rival, whole.nodes, bounds, strict=True):
+        among = values[allowed[node.options]]
+        least = max(least, float(among.min()) if len(among) else math.inf)
+    return least

@@ -33,10 +33,13 @@ from gt_autoparallel.solver.price_model import PriceModel
 from gt_autoparallel.solver.problem import Problem
 from gt_autoparallel.solver.reduced_problem import ReducedProblem
 from gt_autoparallel.solver.restricted_programs import RestrictedPrograms, weights_of_options
-from gt_autoparallel.solver.solution import Progress, ProgressCallback, WarmStart, relative_gap
-
-_MOST_CANDIDATES = 40
-"""Choices that a warm start hands on, besides the best one."""
+from gt_autoparallel.solver.solution import (
+    MOST_CANDIDATES,
+    Progress,
+    ProgressCallback,
+    WarmStart,
+    relative_gap,
+)
 
 _SWEEPS = 12
 """Sweeps of dual ascent after each LP on the whole problem; on its parts half of that."""
@@ -56,9 +59,6 @@ class Search:
     start: float
     below_us: float = math.inf
     """Choices that cost this or more are not looked for."""
-
-    only_relaxes: bool = False
-    """Whether to bound the whole problem and go no further: no branching, no bound of a MILP."""
 
     lower_bound_us: float = -math.inf
     prices: Prices = field(init=False)
@@ -124,24 +124,18 @@ class Search:
 
     def begin_at(self, warm_start: WarmStart) -> None:
         """Takes what another solve learned; what does not fit this problem is left out."""
-        variables = self.problem.variables
-        for choices in (warm_start.choices, *warm_start.candidates):
-            if len(choices) == len(variables) and all(
-                0 <= choice < len(variable.cost_us)
-                for choice, variable in zip(choices, variables, strict=True)
-            ):
-                self.incumbent.offer(choices)
-                self.programs.see(choices)
-        windows, memory = warm_start.window_prices, warm_start.memory_prices
-        if (len(windows), len(memory)) == (len(self.problem.windows), len(self.problem.memory)):
-            prices = Prices(windows=np.array(windows), memory=np.array(memory))
+        for choices in warm_start.fitting_choices(self.problem):
+            self.incumbent.offer(choices)
+            self.programs.see(choices)
+        prices = warm_start.fitting_prices(self.problem)
+        if prices is not None:
             self.prices = with_settled_windows(self.reduced, prices)
             self._is_warm = True
 
     def warm_start(self) -> WarmStart:
         """What another solve can learn from this one."""
         best = self.incumbent.choices
-        recent = [cut.choices for cut in self.incumbent.price_model.cuts[-_MOST_CANDIDATES:]]
+        recent = [cut.choices for cut in self.incumbent.price_model.cuts[-MOST_CANDIDATES:]]
         return WarmStart(
             choices=best,
             candidates=tuple(choices for choices in recent if choices != best),
@@ -195,9 +189,6 @@ class Search:
             if self.is_late():
                 return [part]
         if part.reduced.num_pairs <= self.settings.small_pairs and self._solve_whole(part):
-            return []
-        if self.only_relaxes:
-            self._settled_bound_us = part.lower_bound_us
             return []
         if self.is_late():
             return [part]
@@ -281,10 +272,6 @@ class Search:
         self._report("LP relaxation", part)
         if part.lower_bound_us >= self.incumbent.cutoff_us:
             return True
-        if self.only_relaxes:
-            with self.timed("rounding"):
-                self.programs.round(part, pairs=self.settings.restricted_pairs)
-            return False
         if part.depth == 0:
             with self.timed("budgets"):
                 if not self._bounding.keep_budgets(part):

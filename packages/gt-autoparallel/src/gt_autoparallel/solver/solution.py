@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import numpy as np
+
 from gt_autoparallel.errors import InfeasiblePlacementError
+from gt_autoparallel.solver.message_passing import Prices
+from gt_autoparallel.solver.problem import Problem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +41,9 @@ class Progress:
         )
 
 
+MOST_CANDIDATES = 40
+"""Choices that a warm start hands on, besides the best one."""
+
 ProgressCallback = Callable[[Progress], None]
 
 
@@ -59,6 +66,26 @@ class WarmStart:
 
     memory_prices: tuple[float, ...] = ()
     """For each memory row: us per byte."""
+
+    def fitting_choices(self, problem: Problem) -> list[tuple[int, ...]]:
+        """The choices and candidates that are choices of ``problem``."""
+        counts = [len(variable.cost_us) for variable in problem.variables]
+        return [
+            choices
+            for choices in (self.choices, *self.candidates)
+            if len(choices) == len(counts)
+            and all(0 <= choice < count for choice, count in zip(choices, counts, strict=True))
+        ]
+
+    def fitting_prices(self, problem: Problem) -> Prices | None:
+        """The prices, if they are those of a problem with as many windows and memory rows."""
+        counts = (len(problem.windows), len(problem.memory))
+        if (len(self.window_prices), len(self.memory_prices)) != counts:
+            return None
+        return Prices(
+            windows=np.array(self.window_prices, dtype=np.float64),
+            memory=np.array(self.memory_prices, dtype=np.float64),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

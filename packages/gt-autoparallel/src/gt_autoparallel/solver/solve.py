@@ -88,7 +88,14 @@ def solve(
     if search.relative_gap > _PROOF_GAP:
         most = max(ended - start, _LAST * time_limit_seconds)
         with search.timed("rivals"):
-            beat_rivals(search, whole, rivals, deadline=min(deadline, ended + most))
+            beat_rivals(
+                search.incumbent,
+                whole,
+                rivals,
+                prices=search.prices,
+                settings=search.settings,
+                deadline=min(deadline, ended + most),
+            )
     if search.incumbent.objective_us == math.inf:
         raise SolverError(
             f"no choice that keeps all budgets was found within {time_limit_seconds} seconds; "

@@ -8,7 +8,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from gt_autoparallel.errors import PlacementInputError
-from gt_autoparallel.solver.problem import BoolArray, Edge, FloatArray, Problem, Variable
+from gt_autoparallel.solver.problem import (
+    Block,
+    BoolArray,
+    Edge,
+    FloatArray,
+    Problem,
+    Variable,
+)
 
 
 def check_problem(problem: Problem, rivals: Sequence[Sequence[BoolArray]] = ()) -> None:
@@ -45,6 +52,53 @@ def check_problem(problem: Problem, rivals: Sequence[Sequence[BoolArray]] = ()) 
     ]
     if violations:
         raise PlacementInputError("placement problem: " + "; ".join(violations))
+
+
+def check_blocks(problem: Problem) -> None:
+    """Raises if what the blocks of ``problem`` say does not fit its variables, edges and windows.
+
+    Raises:
+        PlacementInputError: lists every violation.
+    """
+    block_of: dict[int, int] = {}
+    violations: list[str] = []
+    for number, block in enumerate(problem.blocks):
+        violations += [f"block {block.name!r}: {text}" for text in _of_block(problem, block)]
+        violations += [
+            f"variable {problem.variables[variable].name!r} is in two blocks"
+            for variable in block.variables
+            if block_of.setdefault(variable, number) != number
+        ]
+    for edge in problem.edges:
+        blocks = {block_of[end] for end in (edge.left, edge.right) if end in block_of}
+        if len(blocks) > 1:
+            violations.append(f"edge {edge.name!r} ends in two blocks")
+        windows = {window for number in blocks for window in problem.blocks[number].windows}
+        if blocks and edge.window is not None and edge.window not in windows:
+            violations.append(f"edge {edge.name!r} ends in a block that does not have its window")
+    if violations:
+        raise PlacementInputError("placement problem: " + "; ".join(violations))
+
+
+def _of_block(problem: Problem, block: Block) -> list[str]:
+    violations = []
+    if len(block.passing_bytes) != len(block.variables):
+        violations.append(
+            f"has passing bytes of {len(block.passing_bytes)} variables, and "
+            f"{len(block.variables)} variables"
+        )
+    violations += [
+        f"window {problem.windows[window].name!r} has multiplicity "
+        f"{problem.windows[window].multiplicity}; it must be one for each of {block.size} things"
+        for window in block.windows
+        if problem.windows[window].multiplicity != block.size
+    ]
+    for number in block.variables:
+        variable = problem.variables[number]
+        own = () if variable.window is None else (variable.window,)
+        if not {*own, *variable.further_compute_us} <= {*block.windows}:
+            violations.append(f"variable {variable.name!r} computes in a window of others")
+    return violations
 
 
 def _of_variable(problem: Problem, variable: Variable) -> list[str]:

@@ -1,0 +1,203 @@
+"""Mixtures and their bounds against every mixture there is, and where they help."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+from random_problems import brute_force_mixtures, cost_of_mixture, random_block_problem
+from small_problems import edge, variable
+
+from gt_autoparallel.errors import PlacementInputError
+from gt_autoparallel.solver import WarmStart, evaluate_mixture, solve, solve_mixed
+from gt_autoparallel.solver.bounding import SearchSettings
+from gt_autoparallel.solver.mixtures import best_mixture, doubling_groups
+from gt_autoparallel.solver.problem import Block, MemoryRow, Problem, Window
+
+NUM_PROBLEMS = 60
+
+STAGES = {
+    "LP of all options": SearchSettings(),
+    "LP of promising options": SearchSettings(small_pairs=0, relaxed_pairs=12, rounds=4),
+    "without prices at first": SearchSettings(small_pairs=0, relaxed_pairs=8, rounds=0),
+}
+
+
+@pytest.fixture(params=list(STAGES))
+def stage(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    module = importlib.import_module("gt_autoparallel.solver.mixed_search")
+    monkeypatch.setattr(module, "SearchSettings", lambda: STAGES[request.param])
+    return str(request.param)
+
+
+@cache
+def drawn(seed: int) -> tuple[Problem, float]:
+    """A random problem, and what its cheapest mixture costs."""
+    problem = random_block_problem(seed, inner=2, outer=1 + seed % 2, max_options=4 - seed % 2)
+    return problem, brute_force_mixtures(problem)
+
+
+def shelves(budget: float, *, size: int = 6) -> Problem:
+    """Things that each keep 8 bytes, or none for 5 us; at work one without has 2 bytes for it."""
+    return Problem(
+        variables=(
+            variable(
+                "kept?", [0.0, 5.0 * size], memory_bytes=[[8.0 * size, 2.0], [8.0 * size, 0.0]]
+            ),
+        ),
+        edges=(),
+        windows=(),
+        memory=(
+            MemoryRow(name="at work", budget_bytes=budget, fixed_bytes=0.0),
+            MemoryRow(name="elsewhere", budget_bytes=budget, fixed_bytes=0.0),
+        ),
+        blocks=(
+            Block(
+                name="shelves",
+                size=size,
+                variables=(0,),
+                windows=(),
+                row=0,
+                passing_bytes=(np.array([0.0, 2.0]),),
+            ),
+        ),
+    )
+
+
+@pytest.mark.parametrize("size", range(1, 40))
+def test_groups_make_any_number(size: int) -> None:
+    groups = doubling_groups(size)
+    sums = {0}
+    for group in groups:
+        sums |= {each + group for each in sums}
+    assert sums == set(range(size + 1))
+    assert len(groups) <= 1 + size.bit_length()
+
+
+def test_a_mixture_costs_what_its_things_cost_one_by_one() -> None:
+    rng = np.random.default_rng(0)
+    for seed in range(60):
+        problem = random_block_problem(seed, size=4, max_options=3)
+        counts = [len(each.cost_us) for each in problem.variables]
+        things = [[int(rng.integers(n)) for n in counts[:3]] for _ in range(4)]
+        outer = [int(rng.integers(n)) for n in counts[3:]]
+        cost, taken = cost_of_mixture(problem, things, outer)
+        choices = [tuple(thing[v] for thing in things) for v in range(3)]
+        found = evaluate_mixture(problem, [*choices, *((choice,) for choice in outer)])
+        assert found.choices == (*choices, *((choice,) for choice in outer))
+        assert found.objective_us == cost or math.isclose(found.objective_us, cost, rel_tol=1e-9)
+        assert np.allclose(found.memory_bytes, taken, rtol=1e-9), seed
+
+
+def test_finds_the_cheapest_of_all_mixtures() -> None:
+    solved = 0
+    for seed in range(NUM_PROBLEMS):
+        problem, best = drawn(seed)
+        found = best_mixture(
+            problem,
+            [np.arange(len(each.cost_us)) for each in problem.variables],
+            relative_gap=0.0,
+            seconds=60.0,
+            max_nodes=10_000,
+        )
+        if found is None:
+            assert best == math.inf, seed
+            continue
+        assert math.isclose(found.objective_us, best, rel_tol=1e-8, abs_tol=1e-8), seed
+        solved += 1
+    assert solved > 20
+
+
+def test_bounds_are_below_every_mixture(stage: str) -> None:
+    closed = mixed = 0
+    for seed in range(NUM_PROBLEMS):
+        problem, best = drawn(seed)
+        found = solve_mixed(problem, relative_gap=1e-3, time_limit_seconds=1e4)
+        assert found.lower_bound_us <= best + 1e-9 * abs(best), seed
+        if found.mixture is None:
+            continue
+        mixture = evaluate_mixture(problem, found.mixture.choices)
+        assert mixture.objective_us >= best - 1e-9 * abs(best), seed
+        assert math.isclose(mixture.objective_us, found.mixture.objective_us, rel_tol=1e-12)
+        for used, row in zip(mixture.memory_bytes, problem.memory, strict=True):
+            assert used <= row.budget_bytes, seed
+        if found.gap <= 1e-3:
+            assert mixture.objective_us <= best * (1 + 1.1e-3) + 1e-9, seed
+            closed += 1
+        mixed += any(len(set(things)) > 1 for things in found.mixture.choices)
+    assert closed > 10
+    assert mixed > 3
+
+
+def test_some_things_do_what_others_do_not() -> None:
+    # 26 bytes: three keep (24), and one of the others is at work.
+    problem = shelves(26.0)
+    found = solve_mixed(problem, relative_gap=0.1, time_limit_seconds=60.0)
+    assert found.mixture is not None
+    assert sorted(found.mixture.choices[0]) == [0, 0, 0, 1, 1, 1]
+    assert found.mixture.objective_us == 15.0
+    assert found.mixture.memory_bytes == (26.0, 24.0)
+    assert found.lower_bound_us <= 15.0
+    # Doing all the same, none may keep.
+    assert solve(problem).objective_us == 30.0
+
+
+def test_the_best_of_choices_that_are_alike_is_a_mixture() -> None:
+    problem = shelves(48.0)
+    start = WarmStart(choices=solve(problem).choices)
+    found = solve_mixed(problem, relative_gap=0.0, time_limit_seconds=60.0, warm_start=start)
+    assert found.mixture is not None
+    assert (found.mixture.objective_us, found.lower_bound_us, found.gap) == (0.0, 0.0, 0.0)
+
+
+def test_nothing_that_keeps_a_budget_is_told_by_the_bound() -> None:
+    found = solve_mixed(shelves(1.0), relative_gap=0.1, time_limit_seconds=60.0)
+    assert (found.mixture, found.lower_bound_us) == (None, math.inf)
+
+
+def test_the_same_problem_gives_the_same_mixture(stage: str) -> None:
+    problem = random_block_problem(7, size=5, inner=6, outer=3, max_options=4)
+    first, second = (
+        solve_mixed(problem, relative_gap=1e-3, time_limit_seconds=1e4) for _ in range(2)
+    )
+    assert first.mixture == second.mixture
+    assert first.lower_bound_us == second.lower_bound_us
+
+
+def test_a_mixture_does_not_lose_to_a_rival() -> None:
+    problem = shelves(26.0)
+    rival = [np.array([False, True])]
+    found = solve_mixed(problem, relative_gap=10.0, time_limit_seconds=60.0, rivals=[rival])
+    assert found.mixture is not None
+    assert found.mixture.objective_us <= 30.0
+
+
+def test_lists_everything_that_is_wrong_with_blocks() -> None:
+    problem = shelves(26.0)
+    (block,) = problem.blocks
+    wrong = replace(
+        problem,
+        variables=(replace(problem.variables[0], window=0), problem.variables[0]),
+        windows=(Window(name="w", multiplicity=2),),
+        edges=(
+            edge("between", 0, 1, [[0.0, 0.0], [0.0, 0.0]], window=0),
+            edge("within", 0, 0, [[0.0, 0.0], [0.0, 0.0]], window=0),
+        ),
+        blocks=(
+            replace(block, passing_bytes=()),
+            replace(block, name="others", variables=(1, 0), windows=(0,), passing_bytes=(1, 2)),
+        ),
+    )
+    with pytest.raises(PlacementInputError) as error:
+        solve_mixed(wrong, relative_gap=0.1, time_limit_seconds=1.0)
+    assert str(error.value) == (
+        "placement problem: block 'shelves': has passing bytes of 0 variables, and 1 variables; "
+        "block 'shelves': variable 'kept?' computes in a window of others; "
+        "block 'others': window 'w' has multiplicity 2; it must be one for each of 6 things; "
+        "variable 'kept?' is in two blocks; edge 'between' ends in two blocks; "
+        "edge 'within' ends in a block that does not have its window"
+    )
