@@ -177,6 +177,8 @@ def _planner_of(plan: PlacementPlan) -> Planner:
         replicate_unknown=plan.request.replicate_unknown,
         optimizer_state_copies=plan.request.optimizer_state_copies,
         microbatches=plan.request.microbatches,
+        loss_bytes=plan.request.loss_bytes,
+        accumulates_gradients=plan.request.accumulates_gradients,
     )
 
 
@@ -242,6 +244,8 @@ def _alternative(
         optimizer_state_copies=plan.request.optimizer_state_copies,
         recomputed=placement.recomputed_nodes(solution.choices),
         microbatches=plan.request.microbatches,
+        loss_bytes=plan.request.loss_bytes,
+        accumulates_gradients=plan.request.accumulates_gradients,
     )
     asked_about = set(placement.clustering.members[number])
     moved = sum(

@@ -19,7 +19,12 @@ from gt_autoparallel.graph.options import NodeOption
 from gt_autoparallel.graph.parameter_chains import ParameterMove
 from gt_autoparallel.graph.placement_graph import PlacementGraph, PlacementNode, Use, Value
 from gt_autoparallel.prices.costs import StepPrices
-from gt_autoparallel.prices.memory import option_bytes, recomputed_bytes
+from gt_autoparallel.prices.memory import (
+    GradientCopies,
+    gradient_bytes,
+    option_bytes,
+    recomputed_bytes,
+)
 from gt_autoparallel.prices.saved_storages import SavedStorages, Status
 from gt_autoparallel.problem.clustering import Clustering
 from gt_autoparallel.problem.redistribution_tables import (
@@ -60,6 +65,9 @@ class ProblemParts:
 
 PartsKey = tuple[Clustering, bool]
 """A clustering, and whether nodes may run again."""
+
+LOSS_ROW = "loss"
+"""Name of the memory row of the moment at which the loss is computed."""
 
 
 def problem_parts(
@@ -102,6 +110,10 @@ class PartsBuilder:
     forward_of: Mapping[int, int]
     """From the backward of routed experts to its forward."""
 
+    gradients: GradientCopies
+    has_loss: bool
+    """Whether the loss takes memory of its own: else the backward is always the fuller moment."""
+
     def choices(self, options_of: OptionsOf) -> tuple[tuple[Choice, ...], ...]:
         """For each class its nodes' options, with what may become of the results."""
         result = []
@@ -140,29 +152,38 @@ class PartsBuilder:
         return {self._backward_window(number): times} if times.any() else {}
 
     def memory_rows(self, choices: Sequence[Sequence[Choice]]) -> dict[str, None]:
-        """A row for each kind of layer that may make something again; one if there is none."""
+        """A row for the backward of each kind of layer that may make something again.
+
+        One if there is none; and one for the loss.
+        """
         names = {
             self.clustering.window_names[self._backward_window(number)]: None
             for number, each in enumerate(choices)
             if _makes_again(each).any()
         }
-        return names or {"memory": None}
+        return (names or {"memory": None}) | ({LOSS_ROW: None} if self.has_loss else {})
 
     def memory_bytes(
         self, choices: Sequence[Sequence[Choice]], optimizer_state_copies: float
     ) -> tuple[tuple[FloatArray, ...], ...]:
-        """For each class and each row [choices]: what is kept of the class, and made again."""
+        """For each class and each row [choices]: what is there of the class at that moment."""
         rows = self.memory_rows(choices)
         found = []
         for number, each in enumerate(choices):
             kept = self._kept_bytes(number, each, optimizer_state_copies)
-            of_rows = dict.fromkeys(rows, kept)
+            gradients = self._gradient_bytes(number, each)
+            of_rows = dict.fromkeys(rows, kept + gradients * self.gradients.in_backward)
+            if self.has_loss:
+                of_rows[LOSS_ROW] = kept + gradients * self.gradients.at_loss
             again = _makes_again(each)
             if again.any():
                 node = self._first(number)
-                made = [recomputed_bytes(self.graph, node, c.option, self.mesh) for c in each]
+                made = [
+                    recomputed_bytes(self.graph, node, c.option, self.mesh) / self.saved.num_graphs
+                    for c in each
+                ]
                 name = self.clustering.window_names[self._backward_window(number)]
-                of_rows[name] = kept + np.where(again, np.array(made, dtype=np.float64), 0.0)
+                of_rows[name] = of_rows[name] + np.where(again, np.array(made, np.float64), 0.0)
             found.append(tuple(of_rows.values()))
         return tuple(found)
 
@@ -175,7 +196,7 @@ class PartsBuilder:
     def _kept_bytes(
         self, number: int, choices: Sequence[Choice], optimizer_state_copies: float
     ) -> FloatArray:
-        """[choices] Bytes of all nodes of a class, without what is made again."""
+        """[choices] Bytes of all nodes of a class from the forward on."""
         single = [
             option_bytes(
                 self.graph,
@@ -186,6 +207,15 @@ class PartsBuilder:
                 status=choice.status,
                 optimizer_state_copies=optimizer_state_copies,
             )
+            for choice in choices
+        ]
+        return np.array(single, dtype=np.float64) * len(self.clustering.members[number])
+
+    def _gradient_bytes(self, number: int, choices: Sequence[Choice]) -> FloatArray:
+        """[choices] Bytes of parameters' gradients that all nodes of a class make."""
+        node, accumulated = self._first(number), self.saved.accumulated
+        single = [
+            gradient_bytes(self.graph, node, choice.option, self.mesh, accumulated=accumulated)
             for choice in choices
         ]
         return np.array(single, dtype=np.float64) * len(self.clustering.members[number])
