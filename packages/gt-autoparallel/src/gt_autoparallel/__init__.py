@@ -35,6 +35,7 @@ from gt_autoparallel.find_parts import PartToPlace, find_placements
 from gt_autoparallel.graph.experts import ExpertBlock
 from gt_autoparallel.graph.layouts import MeshShape
 from gt_autoparallel.graph.placement_graph import ModelInterface
+from gt_autoparallel.next_best import next_best_layouts
 from gt_autoparallel.place import SharedPlan, place, plan_on_first_rank, plans_on_first_rank
 from gt_autoparallel.plan import (
     PlacementPlan,
@@ -94,6 +95,7 @@ __all__ = [
     "find_placements",
     "load_plan",
     "make_expert_meshes",
+    "next_best_layouts",
     "place",
     "plan_on_first_rank",
     "plan_report",

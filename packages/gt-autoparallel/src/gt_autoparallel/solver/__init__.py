@@ -16,6 +16,7 @@ and gives.
     highs_model, restricted_programs
                        linear and mixed-integer programs
     relaxation         a bound for choices in which alike things differ a little
+    option_bounds      what every option costs at least
     rivals, ties, infeasibility
                        what must not be cheaper; fewer bytes at equal cost; why there is no choice
 """
@@ -23,6 +24,7 @@ and gives.
 from __future__ import annotations
 
 from gt_autoparallel.solver.evaluation import evaluate
+from gt_autoparallel.solver.option_bounds import option_bounds
 from gt_autoparallel.solver.relaxation import Relaxation, relax
 from gt_autoparallel.solver.rivals import Rival
 from gt_autoparallel.solver.solution import (
@@ -45,6 +47,7 @@ __all__ = [
     "WarmStart",
     "evaluate",
     "gap_between",
+    "option_bounds",
     "relax",
     "solve",
 ]

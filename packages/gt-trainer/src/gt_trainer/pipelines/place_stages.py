@@ -49,6 +49,7 @@ from gt_trainer.placement.masks_of_parts import make_masks_of_parts
 from gt_trainer.placement.memory_budget import asked_budget_bytes, memory_budget
 from gt_trainer.placement.planned_machine import planned_machine
 from gt_trainer.placement.planned_mesh import num_batch_shards, planned_mesh
+from gt_trainer.placement.reasons import reasons_of_dry_run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,13 +224,21 @@ def _loaded(
 
 def _publish(plans: Mapping[int, PlacementPlan], folder: Path) -> None:
     first_with: dict[object, int] = {}
+    reasons: dict[int, Mapping[str, object]] = {}
     for index, plan in plans.items():
         name = stage_name(index)
         first = first_with.setdefault(plan.options, index)
         if first == index:
             logger.info(f"Placement of {name}:\n{plan_report(plan)}")
+            reasons[index] = reasons_of_dry_run(plan)
         else:
             logger.info(f"Placement of {name}: as {stage_name(first)}")
-        write_report_page(plan, folder / f"placement_stage_{index}.html")
+        # Alike stages have alike parameters, in the same order.
+        parameters = (str(node.target) for node in plan.graph.of_kind("parameter"))
+        write_report_page(
+            plan,
+            folder / f"placement_stage_{index}.html",
+            reasons=dict(zip(parameters, reasons[first].values(), strict=False)),
+        )
     write_plans({stage_name(index): plan for index, plan in plans.items()}, folder / PLAN_FILE)
     logger.info(f"Placement: the plans as pages are {folder / 'placement_stage_*.html'}")

@@ -49,6 +49,7 @@ from gt_trainer.placement.planned_mesh import (
     planned_mesh,
     token_layout,
 )
+from gt_trainer.placement.reasons import reasons_of_dry_run
 
 
 def place_decoder(
@@ -191,5 +192,6 @@ def demands_of_run(
 def _publish(plan: PlacementPlan, folder: Path) -> None:
     logger.info(f"Placement:\n{plan_report(plan)}")
     write_plan(plan, folder / PLAN_FILE)
-    page = write_report_page(plan, folder / "placement.html")
+    reasons = reasons_of_dry_run(plan)
+    page = write_report_page(plan, folder / "placement.html", reasons=reasons)
     logger.info(f"Placement: the plan as a page is {page}")
