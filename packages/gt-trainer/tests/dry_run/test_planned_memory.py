@@ -39,6 +39,7 @@ def account_and_estimate(
         return plan
 
     monkeypatch.setattr(placing, "placement_plan", noting)
+    monkeypatch.setattr(placing, "reasons_of_dry_run", lambda plan: {})  # which take seconds
     with device.intended_for("cuda"):
         settled, _ = settle_defaults(config, RANKS)
         report = dry_run(settled, RANKS)
