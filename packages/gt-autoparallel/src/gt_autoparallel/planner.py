@@ -412,7 +412,8 @@ def _solver_report(placement: PlacementProblem, solution: Solution) -> SolverRep
     prices = solution.memory_prices
     return SolverReport(
         objective_us=solution.objective_us,
-        lower_bound_us=solution.lower_bound_us,
+        # All costs are at least 0, also where time was over before there was any other bound.
+        lower_bound_us=max(solution.lower_bound_us, 0.0),
         method=solution.method,
         seconds=solution.seconds["total"],
         num_variables=len(placement.problem.variables),
