@@ -255,7 +255,6 @@ def test_names_what_of_a_step_takes_other_memory_than_was_planned_for(planned):
     step = {
         "made_for_budget_bytes": budget - 1,
         "optimizer_state_copies": 0,
-        "loss_bytes": 512,
         "accumulates_gradients": True,
     }
     for read in (check_plan_file, load_plan):
@@ -266,10 +265,19 @@ def test_names_what_of_a_step_takes_other_memory_than_was_planned_for(planned):
             "  - several microbatches add up gradients, planned for a run in which each step makes "
             "new gradients\n"
             "  - the optimizer's state is 0 times the parameters' bytes, planned for 2 times\n"
-            "  - the loss takes 512 bytes, planned for 0\n"
             f"  - the memory budget is {budget - 1:,} bytes on each rank, planned for "
             f"{budget:,} bytes"
         )
+
+
+def test_names_a_loss_that_takes_something_else_where_all_else_agrees(planned):
+    _, arguments = planned
+    with pytest.raises(PlanMismatchError) as error:
+        check_plan_file(*arguments, loss_bytes=512)
+    assert str(error.value) == (
+        "the plan was made for something else; plan again:\n"
+        "  - the loss takes 512 bytes, planned for 0"
+    )
 
 
 def test_an_axis_of_one_rank_is_another_mesh(planned):

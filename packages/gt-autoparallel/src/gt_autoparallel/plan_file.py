@@ -216,15 +216,18 @@ def check_plan_file(
             made_for_budget_bytes,
             microbatches=microbatches,
             optimizer_state_copies=optimizer_state_copies,
-            loss_bytes=loss_bytes,
             accumulates_gradients=accumulates_gradients,
         ),
         *_model_problems(plan, model, mesh_shape(mesh)),
         *_input_problems(plan, model, example_inputs, example_kwargs or {}),
     ]
-    # Demands name inputs and axes, of which only the same ones can be asked for anything.
+    # Demands name inputs and axes, of which only the same ones can be asked for anything; and what
+    # the loss takes follows from them.
     if not problems:
         problems += _demand_problems(plan, constraints, memory_budget_bytes)
+        if loss_bytes != plan.request.loss_bytes:
+            planned = f"{plan.request.loss_bytes:,}"
+            problems.append(f"the loss takes {loss_bytes:,} bytes, planned for {planned}")
     _raise_mismatch(problems)
     return plan
 
@@ -363,7 +366,6 @@ def _request_problems(
     *,
     microbatches: Microbatches | None,
     optimizer_state_copies: float,
-    loss_bytes: int,
     accumulates_gradients: bool,
 ) -> Iterator[str]:
     """What decides the memory of a step, and is neither in the model nor in its inputs."""
@@ -384,8 +386,6 @@ def _request_problems(
             f"the optimizer's state is {optimizer_state_copies:g} times the parameters' bytes, "
             f"planned for {planned.optimizer_state_copies:g} times"
         )
-    if loss_bytes != planned.loss_bytes:
-        yield f"the loss takes {loss_bytes:,} bytes, planned for {planned.loss_bytes:,}"
     budget = planned.memory_budget_bytes
     if made_for_budget_bytes not in (None, budget):
         planned_for = "none" if budget is None else f"{budget:,} bytes"

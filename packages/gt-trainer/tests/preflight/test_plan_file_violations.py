@@ -173,11 +173,15 @@ def test_a_plan_of_another_run_is_refused(plan, tmp_path, changes, differences):
 
 def test_a_plan_that_exceeds_the_budget_is_refused(plan, tmp_path):
     config = configuration(tmp_path, str(plan))
-    solver = AutoParallelConfig(plan=str(plan), memory_budget_gib=0.001)
+    made_for = 2.0**-11
+    other = edited(
+        plan,
+        tmp_path,
+        lambda content: content["request"].update(memory_budget_bytes=int(made_for * 2**30)),
+    )
+    solver = AutoParallelConfig(plan=other, memory_budget_gib=made_for)
     config.compile = dataclasses.replace(config.compile, autoparallel_solver=solver)
-    found = problem(config)
-    assert "bytes of memory on each rank, and 1,073,741 are allowed" in found
-    assert "the memory budget is 1,073,741 bytes on each rank, planned for " in found
+    assert "bytes of memory on each rank, and 524,288 are allowed" in problem(config)
 
 
 def test_a_plan_for_another_budget_is_refused_though_it_keeps_it(plan, tmp_path):
