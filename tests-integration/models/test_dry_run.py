@@ -108,6 +108,8 @@ def test_a_solver_plans_the_attention_that_gpus_run(
     options = {"autoparallel": True, "autoparallel_solver": AutoParallelConfig(relative_gap=0.03)}
     report = run("llama3", "llama3_debugmodel", 4, options, tensor_parallel_degree=2)
     assert report.num_parameters_per_rank < report.num_parameters
+    (page,) = tmp_path.rglob("placement.html")
+    assert '<details class="why"><summary><svg' in page.read_text()
     (path,) = tmp_path.rglob("placement.json")
     nodes = json.loads(path.read_text())["content"]["graph"]["nodes"]
     operators = [node["target"]["operator"] for node in nodes if node["kind"] == "operator"]

@@ -18,7 +18,7 @@ from gt_autoparallel._torch_internals import operator_name
 from gt_autoparallel.apply import apply_plan
 from gt_autoparallel.graph.capture import capture_placement_graph
 from gt_autoparallel.graph.layouts import MeshShape, short_text
-from gt_autoparallel.graph.placement_graph import Value
+from gt_autoparallel.graph.placement_graph import PlacementNode, Value
 from gt_autoparallel.plan.placement_plan import PlacementPlan
 from gt_trace import flex_attention_on_cpu, trace_step
 
@@ -90,6 +90,9 @@ class Compared:
     ways: frozenset[str]
     """In which layouts queries and keys of FlexAttention were, over all plans."""
 
+    num_run_again: int
+    """How often FlexAttention ran once more in a backward."""
+
 
 def compare_random_plans_of_attention(seeds: list[int]) -> Compared:
     """Outputs and gradients of random plans, run eagerly and captured, on unseen documents."""
@@ -102,12 +105,14 @@ def _compare(seeds: list[int]) -> Compared:
     graph = capture_placement_graph(reference, batch(0))
     problems: list[str] = []
     ways: set[str] = set()
+    num_run_again = 0
     for seed in seeds:
         placed = model()
-        plan = random_plan(placed, graph, MeshShape.of(mesh), seed=seed)
+        plan = random_plan(placed, graph, MeshShape.of(mesh), seed=seed, recomputes=seed % 2 == 1)
         apply_plan(placed, plan, mesh)
         (layout,) = output_layouts(plan)
         ways |= _ways(plan)
+        num_run_again += sum(_is_attention(graph.nodes[index]) for index in plan.recomputed)
 
         def step(x: Any, mask: Any, tangent: Any, placed: nn.Module = placed) -> Any:
             out = placed(x, mask)
@@ -132,7 +137,7 @@ def _compare(seeds: list[int]) -> Compared:
                 for name, error in differences.items()
                 if error > 1e-5
             ]
-    return Compared(problems=tuple(problems), ways=frozenset(ways))
+    return Compared(problems=tuple(problems), ways=frozenset(ways), num_run_again=num_run_again)
 
 
 def local(plan: PlacementPlan, mesh: DeviceMesh, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -153,8 +158,12 @@ def _ways(plan: PlacementPlan) -> set[str]:
     return {
         " ".join(short_text(layout) for layout in plan.options[node.index].operands[:2])
         for node in plan.graph.of_kind("operator")
-        if operator_name(node.target).startswith("higher_order.")
+        if _is_attention(node)
     }
+
+
+def _is_attention(node: PlacementNode) -> bool:
+    return node.kind == "operator" and operator_name(node.target).startswith("higher_order.")
 
 
 def _generator(seed: int) -> torch.Generator:

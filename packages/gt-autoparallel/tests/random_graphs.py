@@ -195,12 +195,21 @@ class Exhaustive:
         graph: what is placed.
         mesh: sizes of the axes.
         class_of_node: of each node.
+        loss_bytes: what the loss takes.
+        accumulates_gradients: whether there are gradients of microbatches before.
     """
 
     def __init__(
-        self, graph: PlacementGraph, mesh: MeshShape, class_of_node: Sequence[int]
+        self,
+        graph: PlacementGraph,
+        mesh: MeshShape,
+        class_of_node: Sequence[int],
+        *,
+        loss_bytes: int = 0,
+        accumulates_gradients: bool = False,
     ) -> None:
         self._graph, self._mesh, self._classes = graph, mesh, class_of_node
+        self._loss_bytes, self._accumulates = loss_bytes, accumulates_gradients
         self._again: frozenset[int] = frozenset()
         """Classes of the nodes that run again, in the walk that is under way."""
         self._prices = PlacementPrices()
@@ -347,9 +356,9 @@ class Exhaustive:
         return self._pairs(partner, node, np.array(table))
 
     def _memory(self, zero: NDArray[Any]) -> NDArray[Any]:
-        """Parameters four times (with gradient and Adam's state), and what is saved, once."""
+        """Parameters three times (with Adam's state), what is saved once; and the fuller moment."""
         graph, mesh = self._graph, self._mesh
-        total = zero
+        total = gradients = zero
         needed: dict[Value, Any] = {}
         made: dict[str, Any] = {}
         for node in reversed(graph.nodes):
@@ -357,7 +366,7 @@ class Exhaustive:
             if node.kind == "parameter":
                 total = total + self._along(node, 3.0 * self._output_bytes(node, options, 0))
             elif node.kind == "gradient":
-                total = total + self._along(node, self._operand_bytes(node, options))
+                gradients = gradients + self._along(node, self._operand_bytes(node, options))
             if node.phase == "backward" or self._runs_again(node):
                 for value in node.operands:
                     if graph.nodes[value.node].phase == "forward":
@@ -380,8 +389,10 @@ class Exhaustive:
                     total = total + wanted * mine
         # Views hand on what is needed of them; several outputs of one view are one storage.
         total = total + self._views(zero, needed, mesh)
+        before = gradients if self._accumulates else zero
         # Layers of one class make the same again, one after the other.
-        return total + functools.reduce(np.maximum, made.values(), zero)
+        again = functools.reduce(np.maximum, made.values(), zero)
+        return total + before + np.maximum(gradients + again, self._loss_bytes)
 
     def _views(self, zero: NDArray[Any], needed: dict[Value, Any], mesh: MeshShape) -> Any:
         graph, total = self._graph, zero

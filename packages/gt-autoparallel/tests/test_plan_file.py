@@ -142,7 +142,7 @@ def test_something_else_is_refused(tmp_path: Path):
         assert str(error.value) == f"{path} is no plan: its format is not 'gt-autoparallel plan'"
 
 
-@pytest.mark.parametrize(("version", "age"), [(1, "an older"), (6, "another"), ("5", "another")])
+@pytest.mark.parametrize(("version", "age"), [(1, "an older"), (7, "another"), ("6", "another")])
 def test_another_version_is_refused(plan, tmp_path: Path, version: object, age: str):
     path = write_plan(plan, tmp_path / "plan.json")
     document = json.loads(path.read_bytes())
@@ -154,7 +154,7 @@ def test_another_version_is_refused(plan, tmp_path: Path, version: object, age: 
         read_plan(path, prices=Prices())
     assert str(error.value) == (
         f"{path} was written by {age} version of gt-autoparallel: its format version is "
-        f"{version!r}, and 5 is read here; plan again"
+        f"{version!r}, and 6 is read here; plan again"
     )
 
 
@@ -169,19 +169,20 @@ def test_a_file_has_the_fields_of_its_version(plan):
         "constraint": content["request"]["constraints"][0],
         "step": content["redistributions"][0]["steps"][0],
     }
-    assert FORMAT_VERSION == 5
+    assert FORMAT_VERSION == 6
     assert {name: " ".join(sorted(part)) for name, part in parts.items()} == {
         "content": "compute_us graph memory mesh options prices_digest recomputed redistributions "
         "replicated_nodes request signature solver windows",
         "constraint": "node placements position side",
         "graph": "nodes parameter_aliases",
-        "memory": "gradients optimizer_state parameters recomputed saved_activations",
+        "memory": "gradients gradients_before loss optimizer_state parameters recomputed "
+        "saved_activations",
         "mesh": "names sizes strides",
         "node": "args kind kwargs module name outputs phase target",
         "options": "by_rule operands outputs",
         "redistributions": "again consumer hidden_us in_full_us position steps window",
-        "request": "constraints memory_budget_bytes microbatches optimizer_state_copies recomputes "
-        "replicate_unknown",
+        "request": "accumulates_gradients constraints loss_bytes memory_budget_bytes microbatches "
+        "optimizer_state_copies recomputes replicate_unknown",
         "signature": "graph_digest modules parameters",
         "solver": "lower_bound_us memory_price_us_per_gib method num_nodes num_options "
         "num_variables objective_us proven seconds",
@@ -265,6 +266,38 @@ def test_names_everything_that_is_demanded_and_not_kept(planned):
         "the plan was made for something else; plan again:\n"
         f"  - input input is {short_text(layout)} along dp, and S(1) is demanded\n"
         f"  - it takes {found.memory.total:,} bytes of memory on each rank, and 10 are allowed"
+    )
+
+
+def test_names_what_of_a_step_takes_other_memory_than_was_planned_for(planned):
+    found, arguments = planned
+    budget = found.request.memory_budget_bytes
+    assert check_plan_file(*arguments, made_for_budget_bytes=budget) == found
+    step = {
+        "made_for_budget_bytes": budget - 1,
+        "optimizer_state_copies": 0,
+        "accumulates_gradients": True,
+    }
+    for read in (check_plan_file, load_plan):
+        with pytest.raises(PlanMismatchError) as error:
+            read(*arguments, **step)
+        assert str(error.value) == (
+            "the plan was made for something else; plan again:\n"
+            "  - several microbatches add up gradients, planned for a run in which each step makes "
+            "new gradients\n"
+            "  - the optimizer's state is 0 times the parameters' bytes, planned for 2 times\n"
+            f"  - the memory budget is {budget - 1:,} bytes on each rank, planned for "
+            f"{budget:,} bytes"
+        )
+
+
+def test_names_a_loss_that_takes_something_else_where_all_else_agrees(planned):
+    _, arguments = planned
+    with pytest.raises(PlanMismatchError) as error:
+        check_plan_file(*arguments, loss_bytes=512)
+    assert str(error.value) == (
+        "the plan was made for something else; plan again:\n"
+        "  - the loss takes 512 bytes, planned for 0"
     )
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +23,7 @@ from gt_autoparallel.errors import (
 from gt_autoparallel.find import find_placement, planner_of_model
 from gt_autoparallel.graph.layer_names import window_name
 from gt_autoparallel.graph.layouts import MeshShape
+from gt_autoparallel.plan_file import read_plan, write_plan
 from gt_autoparallel.planner import Planner
 from gt_autoparallel.prices.saved_storages import saved_storages
 from gt_autoparallel.problem.constraints import (
@@ -28,6 +32,7 @@ from gt_autoparallel.problem.constraints import (
     ResolvedRequest,
     resolve_constraints,
 )
+from gt_autoparallel.solver import Solution, solve
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 MESH = MeshShape(names=("data",), sizes=(4,))
@@ -264,6 +269,20 @@ def test_a_saved_part_that_stays_where_it_is_counts_as_the_whole() -> None:
     moved = planner.find(constraints=from_loader, memory_budget_bytes=needed - 1)
     assert moved.memory.total < needed
     assert moved.objective_us > plan.objective_us
+
+
+def test_a_plan_whose_search_ended_before_any_bound_is_known_to_cost_something(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def hurried(*args: Any, **kwargs: Any) -> Solution:
+        return replace(solve(*args, **kwargs), lower_bound_us=-math.inf, proven=False)
+
+    monkeypatch.setattr("gt_autoparallel.planner.solve", hurried)
+    planner = planner_of_model(Block().to("meta"), MESH, (torch.empty(8, 32, device="meta"),))
+    plan = planner.find()
+    assert plan.solver.lower_bound_us == 0.0
+    path = write_plan(plan, tmp_path / "plan.json")  # JSON has no infinities
+    assert read_plan(path, prices=plan.prices) == plan
 
 
 def test_refuses_a_mesh_axis_larger_than_every_dim() -> None:

@@ -33,6 +33,7 @@ def test_names_every_argument_that_is_not_what_it_must_be() -> None:
         example_kwargs=3,
         cost_model="h100",
         optimizer_state_copies=-1,
+        loss_bytes=-1,
         compute_dtype="bf16",
         reduce_dtype=torch.int8,
         experts={"moe": object()},
@@ -49,6 +50,7 @@ def test_names_every_argument_that_is_not_what_it_must_be() -> None:
         "  example_kwargs is an int; allowed: a mapping of the forward's keyword arguments, or None\n"
         "  cost_model is a str; allowed: a gt_passes.simulation.CostModel, or None for H100s\n"
         "  optimizer_state_copies is -1; allowed: a number of at least 0\n"
+        "  loss_bytes is -1; allowed: an integer of at least 0\n"
         "  compute_dtype is 'bf16'; allowed: a floating-point torch.dtype, or None\n"
         "  reduce_dtype is torch.int8; allowed: a floating-point torch.dtype, or None\n"
         "  experts['moe'], of type object, lacks module, weight_names, hidden_dims, run; allowed: an ExpertBlock\n"

@@ -41,6 +41,7 @@ from gt_autoparallel.find_parts import PartToPlace, find_placements
 from gt_autoparallel.graph.experts import ExpertBlock
 from gt_autoparallel.graph.layouts import MeshShape
 from gt_autoparallel.graph.placement_graph import ModelInterface
+from gt_autoparallel.next_best import next_best_layouts
 from gt_autoparallel.place import (
     SharedPlan,
     makes_plans,
@@ -109,6 +110,7 @@ __all__ = [
     "load_plan",
     "make_expert_meshes",
     "makes_plans",
+    "next_best_layouts",
     "place",
     "placed_model",
     "plan_digest",

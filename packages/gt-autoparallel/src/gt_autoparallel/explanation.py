@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gt_autoparallel.argument_checks import check_arguments, kind_problem
-from gt_autoparallel.errors import ConstraintError, InfeasiblePlacementError
+from gt_autoparallel.errors import ConstraintError, InfeasiblePlacementError, SolverError
 from gt_autoparallel.graph.experts import expert_weight_layout
 from gt_autoparallel.graph.layouts import Layout, short_text
 from gt_autoparallel.graph.options import NodeOption
@@ -51,9 +51,29 @@ class Alternative:
     impossible: str = ""
     """Why there is no plan with this layout; then the numbers are inf or 0."""
 
+    @classmethod
+    def bounded(cls, layout: Layout, *, at_least_us: float) -> Alternative:
+        """One that no plan was looked for with; ``at_least_us`` is inf if there is none."""
+        impossible = "the plan's constraints exclude it" if at_least_us == np.inf else ""
+        return cls(
+            layout=layout,
+            at_least_us=at_least_us,
+            at_most_us=np.inf,
+            memory_bytes=0,
+            num_moved_nodes=0,
+            impossible=impossible,
+        )
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether only a bound is known: no plan with this layout was found, or looked for."""
+        return np.isinf(self.at_most_us) and not self.impossible
+
     @property
     def is_exact(self) -> bool:
         """Whether the difference is known exactly: the other plan is a proven optimum."""
+        if not np.isfinite(self.at_most_us):
+            return False
         return self.at_most_us - self.at_least_us <= _EXACT_US * max(1.0, abs(self.at_most_us))
 
 
@@ -103,43 +123,20 @@ def explain(
     name_problem = kind_problem(name, "name", str, "the name of a node or parameter")
     check_arguments("explain", plan_problem(plan), name_problem)
     node = _node(plan, name)
-    planner = planner or _planner_of(plan)
+    planner = planner or new_planner(plan)
     placement = planner.problem(plan.request)
-    number = placement.clustering.class_of_node[node.index]
-    of_option = [_layout(node, choice.option) for choice in placement.choices[number]]
-    chosen = _layout(node, plan.options[node.index])
-    offered = [layout for layout in dict.fromkeys(of_option) if layout != chosen]
+    start = placement.solution_of(plan.options, plan.recomputed)
+    question = Question.of(plan, placement, node, start)
+    chosen, offered = question.chosen, question.offered
     asked = offered if layouts is None else [layout for layout in layouts if layout != chosen]
     unknown = [layout for layout in asked if layout not in offered]
     if unknown:
         raise ConstraintError(
             f"node {node.name!r} cannot lie in {[short_text(each) for each in unknown]!r}; it can "
-            f"in {[short_text(each) for each in dict.fromkeys(of_option)]!r}"
+            f"in {[short_text(each) for each in dict.fromkeys(question.of_option)]!r}"
         )
-    start = placement.solution_of(plan.options, plan.recomputed)
-    warm_start = WarmStart(choices=start)
-    alternatives = []
-    for layout in asked:
-        allowed = np.array([each == layout for each in of_option])
-        forced = _forced(placement.problem, number, allowed)
-        alternatives.append(
-            _alternative(plan, placement, number, layout, forced, warm_start, time_limit_seconds)
-        )
-    # Alike layers need not be placed alike.
-    members = [
-        plan.graph.nodes[index].name
-        for index in placement.clustering.members[number]
-        if _layout(plan.graph.nodes[index], plan.options[index]) == chosen
-    ]
-    names = ", ".join(row.name for row in ranged_rows((each, None) for each in members))
-    return Explanation(
-        name=f"weights in {names}" if node.kind == "experts" else names,
-        layout=chosen,
-        alternatives=tuple(
-            sorted(alternatives, key=lambda a: (a.at_most_us, short_text(a.layout)))
-        ),
-        costs_here=tuple(_costs_here(plan, node)),
-        memory_price_us_per_gib=plan.solver.memory_price_us_per_gib,
+    return question.explained(
+        [question.answer(layout, time_limit_seconds=time_limit_seconds) for layout in asked]
     )
 
 
@@ -159,7 +156,7 @@ def explain_parameters(
         PlacementInputError: what is given is no plan.
     """
     check_arguments("explain_parameters", plan_problem(plan))
-    planner = planner or _planner_of(plan)
+    planner = planner or new_planner(plan)
     clustering = planner.problem(plan.request).clustering
     of_class: dict[int, Explanation] = {}
     reasons = {}
@@ -173,7 +170,8 @@ def explain_parameters(
     return reasons
 
 
-def _planner_of(plan: PlacementPlan) -> Planner:
+def new_planner(plan: PlacementPlan) -> Planner:
+    """One that plans what ``plan`` is for."""
     return Planner(
         plan.graph,
         plan.mesh,
@@ -182,7 +180,94 @@ def _planner_of(plan: PlacementPlan) -> Planner:
         replicate_unknown=plan.request.replicate_unknown,
         optimizer_state_copies=plan.request.optimizer_state_copies,
         microbatches=plan.request.microbatches,
+        loss_bytes=plan.request.loss_bytes,
+        accumulates_gradients=plan.request.accumulates_gradients,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """Why one node, and those that share its choice, lie as they do."""
+
+    plan: PlacementPlan
+    placement: PlacementProblem
+    node: PlacementNode
+    number: int
+    """Of the node's variable."""
+
+    of_option: tuple[Layout, ...]
+    """Layout of each of its options."""
+
+    start: tuple[int, ...]
+    """The plan, as a choice for each variable."""
+
+    @classmethod
+    def of(
+        cls,
+        plan: PlacementPlan,
+        placement: PlacementProblem,
+        node: PlacementNode,
+        start: tuple[int, ...],
+    ) -> Question:
+        """The question about ``node`` of a plan; ``start`` is the plan's choice in its problem."""
+        number = placement.clustering.class_of_node[node.index]
+        layouts = (_layout(node, choice.option) for choice in placement.choices[number])
+        return cls(
+            plan=plan,
+            placement=placement,
+            node=node,
+            number=number,
+            of_option=tuple(layouts),
+            start=start,
+        )
+
+    @property
+    def chosen(self) -> Layout:
+        """The layout that is asked about."""
+        return _layout(self.node, self.plan.options[self.node.index])
+
+    @property
+    def offered(self) -> list[Layout]:
+        """The others that the node has."""
+        return [layout for layout in dict.fromkeys(self.of_option) if layout != self.chosen]
+
+    def allows(self, layout: Layout) -> NDArray[np.bool_]:
+        """[options] Which of them have the layout."""
+        return np.array([each == layout for each in self.of_option])
+
+    def answer(self, layout: Layout, *, time_limit_seconds: float) -> Alternative:
+        """The best plan in which the node lies otherwise."""
+        return _alternative(
+            self.plan,
+            self.placement,
+            self.number,
+            layout,
+            _forced(self.placement.problem, self.number, self.allows(layout)),
+            WarmStart(choices=self.start),
+            time_limit_seconds,
+        )
+
+    def explained(self, alternatives: Sequence[Alternative]) -> Explanation:
+        """The whole answer."""
+        nodes, node = self.plan.graph.nodes, self.node
+        # Alike layers need not be placed alike.
+        members = [
+            nodes[index].name
+            for index in self.placement.clustering.members[self.number]
+            if _layout(nodes[index], self.plan.options[index]) == self.chosen
+        ]
+        names = ", ".join(row.name for row in ranged_rows((each, None) for each in members))
+        return Explanation(
+            name=f"weights in {names}" if node.kind == "experts" else names,
+            layout=self.chosen,
+            alternatives=tuple(
+                sorted(
+                    alternatives, key=lambda a: (a.at_most_us, a.at_least_us, short_text(a.layout))
+                )
+            ),
+            costs_here=tuple(_costs_here(self.plan, node)),
+            memory_price_us_per_gib=self.plan.solver.memory_price_us_per_gib,
+        )
 
 
 def _node(plan: PlacementPlan, name: str) -> PlacementNode:
@@ -230,6 +315,9 @@ def _alternative(
 ) -> Alternative:
     try:
         solution = solve(problem, time_limit_seconds=time_limit_seconds, warm_start=warm_start)
+    except SolverError:
+        # Time was over before a plan was found, and a bound was: nothing is known.
+        return Alternative.bounded(layout, at_least_us=-np.inf)
     except InfeasiblePlacementError as error:
         return Alternative(
             layout=layout,
@@ -247,6 +335,8 @@ def _alternative(
         optimizer_state_copies=plan.request.optimizer_state_copies,
         recomputed=placement.recomputed_nodes(solution.choices),
         microbatches=plan.request.microbatches,
+        loss_bytes=plan.request.loss_bytes,
+        accumulates_gradients=plan.request.accumulates_gradients,
     )
     asked_about = set(placement.clustering.members[number])
     moved = sum(
@@ -293,6 +383,9 @@ def _lines(explanation: Explanation) -> Iterator[str]:
         text = short_text(each.layout)
         if each.impossible:
             yield f"  {text} is impossible: {each.impossible}"
+            continue
+        if each.is_bound:
+            yield f"  {text} costs at least {max(each.at_least_us, 0.0):+,.1f} us (a bound)"
             continue
         if each.is_exact:
             cost = f"costs {each.at_most_us:+,.1f} us"

@@ -59,6 +59,14 @@ class PlacementRequest:
     pipeline does with its stages: parameters are gathered and gradients reduced once. None: the
     example inputs are the whole step."""
 
+    loss_bytes: int = 0
+    """What a rank holds for the loss when most is alive, of all that is no result of the model: it
+    is there with all that is saved, and gone before a layer computes anything again."""
+
+    accumulates_gradients: bool = False
+    """Whether a step runs the model several times, as a whole, and adds up gradients: they are then
+    there from the first time on. ``microbatches`` says that of what a pipeline does."""
+
     experts: Mapping[str, ExpertBlock] | None = None
     """Routed experts, by the names of their modules: each is placed as a whole."""
 
@@ -133,6 +141,8 @@ def planner_for(
         cost_model=request.cost_model,
         optimizer_state_copies=request.optimizer_state_copies,
         microbatches=request.microbatches,
+        loss_bytes=request.loss_bytes,
+        accumulates_gradients=request.accumulates_gradients,
         compute_dtype=request.compute_dtype,
         reduce_dtype=request.reduce_dtype,
         experts=request.experts,
@@ -169,6 +179,8 @@ def planner_of_model(
     cost_model: CostModel | None = None,
     optimizer_state_copies: float = 2.0,
     microbatches: Microbatches | None = None,
+    loss_bytes: int = 0,
+    accumulates_gradients: bool = False,
     compute_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
     experts: Mapping[str, ExpertBlock] | None = None,
@@ -189,6 +201,7 @@ def planner_of_model(
         function="find_placement",
         cost_model=cost_model,
         optimizer_state_copies=optimizer_state_copies,
+        loss_bytes=loss_bytes,
         compute_dtype=compute_dtype,
         reduce_dtype=reduce_dtype,
         experts=experts,
@@ -218,5 +231,7 @@ def planner_of_model(
         replicate_unknown=replicate_unknown,
         optimizer_state_copies=optimizer_state_copies,
         microbatches=microbatches,
+        loss_bytes=loss_bytes,
+        accumulates_gradients=accumulates_gradients,
         progress=progress,
     )

@@ -2,7 +2,7 @@
 
 ::
 
-    {"format": "gt-autoparallel plan", "version": 5, "sha256": "...", "content": {...}}
+    {"format": "gt-autoparallel plan", "version": 6, "sha256": "...", "content": {...}}
 
 A file may hold the plans of several parts of a model instead: ``"content": {"parts": {...}}``, by
 their names. The digest covers the canonical spelling of the content, so that white space may change
@@ -48,9 +48,10 @@ from gt_autoparallel.request_checks import check_model_arguments, mesh_shape
 from gt_passes.simulation import CostModel
 
 FORMAT = "gt-autoparallel plan"
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 """1 did not know the classes and modes of modules; 2 what of a redistribution hides, nor strides of
-meshes; 3 what is recomputed; 4 microbatches, nor gradients of inputs."""
+meshes; 3 what is recomputed; 4 microbatches, nor gradients of inputs; 5 what the loss takes, nor
+gradients of microbatches before."""
 
 
 def write_plan(plan: PlacementPlan, path: str | os.PathLike[str]) -> Path:
@@ -164,6 +165,10 @@ def check_plan_file(
     part: str | None = None,
     constraints: Constraints | None = None,
     memory_budget_bytes: int | None = None,
+    made_for_budget_bytes: int | None = None,
+    optimizer_state_copies: float = 2.0,
+    loss_bytes: int = 0,
+    accumulates_gradients: bool = False,
 ) -> PlacementPlan:
     """Read a plan, and see that it is for a model, as far as can be told without capturing it.
 
@@ -180,6 +185,10 @@ def check_plan_file(
         part: which of a file's plans it is, as for ``read_plan``.
         constraints: what the plan must keep, whatever it was asked for.
         memory_budget_bytes: what it may take on each rank, likewise; None for no limit.
+        made_for_budget_bytes: the budget that it must have been made for; None for any.
+        optimizer_state_copies: optimizer state in units of the parameters' bytes: 2 for Adam.
+        loss_bytes: as in ``PlacementRequest``.
+        accumulates_gradients: likewise.
 
     Raises:
         PlanMismatchError: the file is damaged, or model, inputs, mesh or cost model are not those
@@ -202,13 +211,23 @@ def check_plan_file(
     )
     plan = read_plan(path, prices=PlacementPrices(cost_model, microbatches=microbatches), part=part)
     problems = [
-        *_microbatch_problems(plan, microbatches),
+        *_request_problems(
+            plan,
+            made_for_budget_bytes,
+            microbatches=microbatches,
+            optimizer_state_copies=optimizer_state_copies,
+            accumulates_gradients=accumulates_gradients,
+        ),
         *_model_problems(plan, model, mesh_shape(mesh)),
         *_input_problems(plan, model, example_inputs, example_kwargs or {}),
     ]
-    # Demands name inputs and axes, of which only the same ones can be asked for anything.
+    # Demands name inputs and axes, of which only the same ones can be asked for anything; and what
+    # the loss takes follows from them.
     if not problems:
         problems += _demand_problems(plan, constraints, memory_budget_bytes)
+        if loss_bytes != plan.request.loss_bytes:
+            planned = f"{plan.request.loss_bytes:,}"
+            problems.append(f"the loss takes {loss_bytes:,} bytes, planned for {planned}")
     _raise_mismatch(problems)
     return plan
 
@@ -225,6 +244,10 @@ def load_plan(
     part: str | None = None,
     constraints: Constraints | None = None,
     memory_budget_bytes: int | None = None,
+    made_for_budget_bytes: int | None = None,
+    optimizer_state_copies: float = 2.0,
+    loss_bytes: int = 0,
+    accumulates_gradients: bool = False,
     compute_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
     experts: Mapping[str, ExpertBlock] | None = None,
@@ -245,6 +268,10 @@ def load_plan(
         part: which of a file's plans it is, as for ``read_plan``.
         constraints: what the plan must keep, whatever it was asked for.
         memory_budget_bytes: what it may take on each rank, likewise; None for no limit.
+        made_for_budget_bytes: the budget that it must have been made for; None for any.
+        optimizer_state_copies: optimizer state in units of the parameters' bytes: 2 for Adam.
+        loss_bytes: as in ``PlacementRequest``.
+        accumulates_gradients: likewise.
         compute_dtype: dtype to which parameters are cast for use.
         reduce_dtype: dtype in which gradients of cast parameters are summed over ranks.
         experts: routed experts, by the names of their modules.
@@ -282,6 +309,10 @@ def load_plan(
         part=part,
         constraints=constraints,
         memory_budget_bytes=memory_budget_bytes,
+        made_for_budget_bytes=made_for_budget_bytes,
+        optimizer_state_copies=optimizer_state_copies,
+        loss_bytes=loss_bytes,
+        accumulates_gradients=accumulates_gradients,
     )
     with opaque_experts(model, experts or {}):
         graph = capture_placement_graph(
@@ -329,11 +360,39 @@ def check_plan_fits(
     _raise_mismatch(problems)
 
 
-def _microbatch_problems(plan: PlacementPlan, found: Microbatches | None) -> Iterator[str]:
-    planned = plan.request.microbatches
-    if found != planned:
-        of_found, of_planned = ("none" if m is None else str(m) for m in (found, planned))
+def _request_problems(
+    plan: PlacementPlan,
+    made_for_budget_bytes: int | None,
+    *,
+    microbatches: Microbatches | None,
+    optimizer_state_copies: float,
+    accumulates_gradients: bool,
+) -> Iterator[str]:
+    """What decides the memory of a step, and is neither in the model nor in its inputs."""
+    planned = plan.request
+    if microbatches != planned.microbatches:
+        of_found, of_planned = (
+            "none" if m is None else str(m) for m in (microbatches, planned.microbatches)
+        )
         yield f"microbatches are {of_found}, planned for {of_planned}"
+    if accumulates_gradients != planned.accumulates_gradients:
+        of_found, of_planned = (
+            "several microbatches add up gradients" if each else "each step makes new gradients"
+            for each in (accumulates_gradients, planned.accumulates_gradients)
+        )
+        yield f"{of_found}, planned for a run in which {of_planned}"
+    if optimizer_state_copies != planned.optimizer_state_copies:
+        yield (
+            f"the optimizer's state is {optimizer_state_copies:g} times the parameters' bytes, "
+            f"planned for {planned.optimizer_state_copies:g} times"
+        )
+    budget = planned.memory_budget_bytes
+    if made_for_budget_bytes not in (None, budget):
+        planned_for = "none" if budget is None else f"{budget:,} bytes"
+        yield (
+            f"the memory budget is {made_for_budget_bytes:,} bytes on each rank, planned for "
+            f"{planned_for}"
+        )
 
 
 def _model_problems(plan: PlacementPlan, model: nn.Module, mesh: MeshShape) -> list[str]:

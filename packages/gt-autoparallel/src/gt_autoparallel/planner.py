@@ -74,6 +74,8 @@ class Planner:
         optimizer_state_copies: in units of the parameters' bytes: 2 for Adam.
         microbatches: how a step runs the graph for several microbatches; ``prices`` must be those
             of so many. None: the graph is the step.
+        loss_bytes: as in ``PlacementRequest``.
+        accumulates_gradients: likewise.
         progress: told what is being done.
 
     Raises:
@@ -91,6 +93,8 @@ class Planner:
         replicate_unknown: Collection[str] = (),
         optimizer_state_copies: float = 2.0,
         microbatches: Microbatches | None = None,
+        loss_bytes: int = 0,
+        accumulates_gradients: bool = False,
         progress: ReportProgress | None = None,
     ) -> None:
         check_operators(graph, replicate_unknown=replicate_unknown)
@@ -104,6 +108,8 @@ class Planner:
         self.replicate_unknown = tuple(sorted(replicate_unknown))
         self._optimizer_state_copies = optimizer_state_copies
         self._microbatches = microbatches
+        self._loss_bytes = loss_bytes
+        self._accumulates_gradients = accumulates_gradients
         self._say = progress or (lambda line: None)
         self._tables = RedistributionTables(mesh, self.prices)
         self._parts: dict[PartsKey, ProblemParts] = {}
@@ -159,6 +165,8 @@ class Planner:
             optimizer_state_copies=self._optimizer_state_copies,
             replicate_unknown=self.replicate_unknown,
             microbatches=self._microbatches,
+            loss_bytes=self._loss_bytes,
+            accumulates_gradients=self._accumulates_gradients,
         )
         found = self._cheapest(request, relative_gap, time_limit_seconds)
         plan = assemble_plan(
@@ -314,6 +322,8 @@ class Planner:
             constraints=request.constraints,
             recomputes=request.recomputes and request.memory_budget_bytes is not None,
             microbatches=request.microbatches,
+            loss_bytes=request.loss_bytes,
+            accumulates_gradients=request.accumulates_gradients,
             tables=self._tables,
             parts=self._parts,
         )
@@ -405,7 +415,8 @@ def _solver_report(
 ) -> SolverReport:
     return SolverReport(
         objective_us=objective_us,
-        lower_bound_us=lower_bound_us,
+        # All costs are at least 0, also where time was over before there was any other bound.
+        lower_bound_us=max(lower_bound_us, 0.0),
         method=method,
         seconds=seconds,
         num_variables=len(placement.problem.variables),

@@ -48,6 +48,7 @@ def check_model_arguments(
     experts: object,
     device: object,
     optimizer_state_copies: object = 2.0,
+    loss_bytes: object = 0,
     replicate_unknown: object = (),
     progress: object = None,
     path: object = "",
@@ -88,6 +89,8 @@ def check_model_arguments(
         problems.append(
             f"optimizer_state_copies is {optimizer_state_copies!r}; allowed: a number of at least 0"
         )
+    if type(loss_bytes) is not int or loss_bytes < 0:
+        problems.append(f"loss_bytes is {loss_bytes!r}; allowed: an integer of at least 0")
     problems += [
         f"{name} is {dtype!r}; allowed: a floating-point torch.dtype, or None"
         for name, dtype in (("compute_dtype", compute_dtype), ("reduce_dtype", reduce_dtype))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from plan_doubles import FSDP, TENSOR_PARALLEL, plan_by_hand
-from planned_models import plan
+from plan_doubles import FSDP, S0, TENSOR_PARALLEL, plan_by_hand
+from planned_models import MESH, example, model, plan
 
+from gt_autoparallel.find import PlacementRequest, find_placement
 from gt_autoparallel.plan.memory_over_step import memory_over_step
+from gt_autoparallel.plan.report import plan_report
 from gt_autoparallel.plan.report_page import report_page
+from gt_autoparallel.problem.constraints import Constraints
 
 
 def test_saved_values_grow_to_what_the_plan_counts_and_are_all_given_back() -> None:
@@ -24,6 +27,23 @@ def test_saved_values_grow_to_what_the_plan_counts_and_are_all_given_back() -> N
     assert saved[len(forward) :] == sorted(saved[len(forward) :], reverse=True)
     assert saved[-1] < peak
     assert max(each.total for each in moments) <= found.memory.total
+
+
+def test_the_loss_is_a_moment_between_forward_and_backward_without_gradients() -> None:
+    of_loss = 2**26
+    request = PlacementRequest(constraints=Constraints(inputs={"x": [S0]}), loss_bytes=of_loss)
+    found = find_placement(model(), MESH, example(), request)
+    moments = memory_over_step(found)
+    windows = [each.window for each in moments]
+    (at,) = [place for place, window in enumerate(windows) if window == "loss"]
+    assert windows[at - 1].endswith(" forward")
+    assert windows[at + 1].endswith(" backward")
+    assert moments[at].total == found.memory.total == sum(found.memory.at_loss.values())
+    assert moments[at].parts["loss"] == of_loss
+    assert "gradients" not in moments[at].parts
+    assert moments[at + 1].parts["gradients"] == found.memory.gradients > 0
+    assert found.memory.in_backward.keys() == moments[at + 1].parts.keys()
+    assert "Most is there at the loss; in the backward it is " in str(plan_report(found))
 
 
 def test_the_page_has_a_column_for_each_moment() -> None:

@@ -125,9 +125,11 @@ def test_memory_is_a_bar_as_long_as_the_budget(plan):
 
 
 def test_reasons_open_on_click_and_only_where_there_are_some(plan):
-    assert "<summary>why</summary>" not in report_page(plan)
+    assert 'class="why"' not in report_page(plan)
     page = report_page(plan, reasons={"layers.1.weight": "S(0) costs <b>", "x": "not shown"})
-    assert page.count("<summary>why</summary><pre>S(0) costs &lt;b&gt;</pre>") == 1
+    # The drawing of the tensor is what is clicked on.
+    assert page.count("</svg> why</summary><pre>S(0) costs &lt;b&gt;</pre></details>") == 1
+    assert page.count('<details class="why"><summary><svg class="shards"') == 1
     assert "not shown" not in page
 
 

@@ -48,9 +48,10 @@ def test_what_is_saved_is_there_for_each_live_microbatch_and_parameters_once() -
     of_a_microbatch = (three.memory.saved_activations - one.memory.saved_activations) // 2
     # Nobody asks for the gradient of x, and so for the first of eight parameters.
     assert one.memory.saved_activations - of_a_microbatch == 4 * NUM_PARAMETERS * 7 // 8
-    # Sums of gradients are whole until all are there.
+    # Sums of gradients are whole until all are there, and so is what a microbatch adds to them.
     assert whole.memory.gradients == NUM_PARAMETERS
-    assert one.memory.gradients == 4 * NUM_PARAMETERS
+    assert one.memory.gradients_before == 4 * NUM_PARAMETERS
+    assert one.memory.gradients == 2 * 4 * NUM_PARAMETERS
     assert one.memory.parameters == whole.memory.parameters
 
 
@@ -107,7 +108,8 @@ def test_the_audit_counts_them_anew() -> None:
     forgetful = plan_memory(found.graph, found.options, found.mesh, optimizer_state_copies=2.0)
     with pytest.raises(AuditError) as error:
         audit_plan(dataclasses.replace(found, memory=forgetful))
-    assert "gradients take 33,554,432 bytes, planned as 8,388,608" in str(error.value)
+    # The sums in full, and once more what one microbatch adds to them.
+    assert "gradients take 67,108,864 bytes, planned as 8,388,608" in str(error.value)
     assert "saved activations take" in str(error.value)
 
 
@@ -117,6 +119,18 @@ def test_a_gradient_is_summed_where_it_is_computed() -> None:
     assert len(sums) == len(graph.of_kind("gradient"))
     assert {graph.nodes[value.node].name.rpartition("/")[2] for value in sums} == {"mm"}
     assert set(sums.values()) == {4}
+
+
+def test_graphs_that_take_turns_count_a_part_of_what_only_the_running_one_has() -> None:
+    alone, one_of_two = (
+        sharded(Microbatches(num_in_step=4, num_live=1, num_graphs=number)) for number in (1, 2)
+    )
+    audit_plan(one_of_two)
+    sums = alone.memory.gradients_before
+    assert one_of_two.memory.gradients_before == sums
+    assert alone.memory.gradients == 2 * sums
+    assert one_of_two.memory.gradients == sums + sums // 2
+    assert one_of_two.memory.saved_activations == alone.memory.saved_activations
 
 
 @pytest.mark.parametrize(("count", "live"), [(0, 0), (4, 0), (4, 5)])

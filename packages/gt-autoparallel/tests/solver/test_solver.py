@@ -7,6 +7,7 @@ import importlib
 import math
 from typing import Any
 
+import highspy
 import numpy as np
 import pytest
 from random_problems import brute_force, random_problem
@@ -156,6 +157,24 @@ def test_returns_the_best_choice_yet_when_time_is_over(transformer: Problem) -> 
     assert late.objective_us <= solution.objective_us
     assert not late.proven
     assert "time limit" in late.method
+
+
+def test_a_program_of_which_highs_knows_nothing_ends_no_search(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    problem = random_problem(1, max_options=3)
+    expected = solve(problem)
+    real = highspy.Highs.getModelStatus
+    asked: list[object] = []
+
+    def status(highs: highspy.Highs) -> highspy.HighsModelStatus:
+        asked.append(highs)
+        is_first = len(asked) == 1
+        return highspy.HighsModelStatus.kUnknown if is_first else real(highs)
+
+    monkeypatch.setattr(highspy.Highs, "getModelStatus", status)
+    assert solve(problem).objective_us == pytest.approx(expected.objective_us)
+    assert len(asked) > 1
 
 
 def test_reports_progress() -> None:

@@ -248,6 +248,31 @@ def test_along_two_axes_the_first_gathering_is_two_blocks_early():
     ]  # fmt: skip
 
 
+def test_what_is_gathered_once_is_one_block_early_beside_what_is_gathered_twice():
+    """
+    outer  [= 0 =]          [= 1 =]          [= 2 =]
+    inner         [= 0, 0' =]      [= 1, 1' =]      [= 2, 2' =]
+    """
+
+    def step(a, b, c, d, e, f, x):
+        for number, (twice, once) in enumerate(((a, b), (c, d), (e, f))):
+            name = f"layers.{number}.twice"
+            x = x.cos() @ gathered(gathered(twice, name), name, group="inner")[:4]
+            x = x.sin() @ gathered(once, f"layers.{number}.once", group="inner")
+        return x
+
+    weights = [torch.ones(2, 4) + number for number in range(6)]
+    graph_module = capture(step, *weights, X)
+    run_pass(DelayWaits(), graph_module)
+    run_pass(PrefetchAllGathers(), graph_module)
+    names = [node.name for node in graph_module.graph.nodes]
+    begins = [names.index(name) for name in ("cos", "cos_1", "cos_2")]
+    # Of block 2: the first of two gatherings before block 0 computes, the others before block 1.
+    third = [f"all_gather_into_tensor_{number}" for number in (6, 7, 8)]
+    before = [sum(begin < names.index(name) for begin in begins) for name in third]
+    assert before == [1, 2, 2]
+
+
 def test_along_two_axes_reductions_by_one_operator_are_both_delayed():
     def backward(x, dy):
         gradients = []

@@ -1,8 +1,4 @@
-"""A plan's account of memory, with that of the loss, holds what the captured step is estimated at.
-
-The account may be above the estimate: it adds up the loss and what a layer computes again, which
-are not alive at one time.
-"""
+"""A plan's account of memory is what the captured step is estimated at, to a twentieth."""
 
 from __future__ import annotations
 
@@ -12,33 +8,38 @@ from pathlib import Path
 import pytest
 
 from gt_autoparallel import PlacementPlan
+from gt_config import AutoParallelConfig
 from gt_trainer import device
 from gt_trainer.dry_run.dry_run import DryRunReport, dry_run
 from gt_trainer.models import deepseek_v3, llama3
 from gt_trainer.placement import place_decoder as placing
-from gt_trainer.placement.memory_budget import loss_bytes
 from gt_trainer.preflight.settled_defaults import settle_defaults
 from gt_trainer.trainer import GraphTrainer
 
 RANKS, GIB = 4, 2**30
 MODELS = {"llama3": llama3.llama3_debugmodel, "deepseek_v3": deepseek_v3.deepseek_v3_debugmodel}
+CASES = [
+    ("llama3", 0.65, 0.95),  # the loss is the fuller moment
+    ("deepseek_v3", 0.9, 0.93),  # the backward is, of which gradients of activations do not count
+]
+"""Models of two layers, shares of what a plan takes without need, and the least of the account in
+units of the estimate."""
 
 
 def account_and_estimate(
     config: GraphTrainer.Config, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[int, int]:
-    """Bytes of the plan and the loss, and of the captured step and the optimizer."""
+    """Bytes of the plan, and of the captured step and the optimizer."""
     found: list[int] = []
     original = placing.placement_plan
 
     def noting(model, mesh, blocks, *, training, solver) -> PlacementPlan:
         plan = original(model, mesh, blocks, training=training, solver=solver)
-        samples, vocab = training.local_batch_size, model.config.vocab_size
-        of_loss = loss_bytes(mesh, training, num_samples=samples, vocab_size=vocab)
-        found.append(plan.memory.total + of_loss)
+        found.append(plan.memory.total)
         return plan
 
     monkeypatch.setattr(placing, "placement_plan", noting)
+    monkeypatch.setattr(placing, "reasons_of_dry_run", lambda plan: {})  # which take seconds
     with device.intended_for("cuda"):
         settled, _ = settle_defaults(config, RANKS)
         report = dry_run(settled, RANKS)
@@ -47,19 +48,19 @@ def account_and_estimate(
     return found[-1], report.simulated.peak_bytes
 
 
-@pytest.mark.parametrize("name", list(MODELS))
-def test_no_captured_step_takes_a_twentieth_more_than_its_plan_says(
-    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize(("name", "share", "least"), CASES)
+def test_a_plan_takes_what_its_step_does(
+    name: str, share: float, least: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     config = MODELS[name]()
     assert config.model_spec is not None
     config.model_spec.model.layers = config.model_spec.model.layers[:2]
     config.dump_folder = str(tmp_path)
     config.compile = replace(config.compile, autoparallel=True)
-    account, estimate = account_and_estimate(config, monkeypatch)
-    assert 0.95 * estimate <= account <= 1.1 * estimate
-    solver = replace(config.compile.autoparallel_solver, memory_budget_gib=0.9 * account / GIB)
+    free, estimate = account_and_estimate(config, monkeypatch)
+    assert 0.95 * estimate <= free <= 1.05 * estimate
+    solver = AutoParallelConfig(memory_budget_gib=share * free / GIB)
     config.compile = replace(config.compile, autoparallel_solver=solver)
-    less, estimate = account_and_estimate(config, monkeypatch)
-    assert less <= 0.9 * account
-    assert 0.95 * estimate <= less <= 1.15 * estimate
+    account, estimate = account_and_estimate(config, monkeypatch)
+    assert account <= share * free
+    assert least * estimate <= account <= 1.05 * estimate

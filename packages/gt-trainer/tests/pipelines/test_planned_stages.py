@@ -18,6 +18,7 @@ from gt_trainer.pipelines.planned_stages import (
     microbatches_of,
     stage_batch,
     stage_budget_bytes,
+    stage_loss_bytes,
 )
 from gt_trainer.pipelines.split_model import cut_stages
 from gt_trainer.placement.planned_mesh import local_token_shape, token_layout
@@ -122,11 +123,14 @@ def test_a_schedule_says_what_is_live_and_how_stages_share_a_rank(
 ) -> None:
     schedule = schedule_of(name, num_ranks=2, num_stages=num_stages, num_microbatches=6)
     plan = PipelinePlan(schedule=schedule, names_per_stage=((),) * num_stages)
-    assert microbatches_of(plan) == Microbatches(num_in_step=6, num_live=live)
+    num_graphs = num_stages // 2
+    assert microbatches_of(plan) == Microbatches(
+        num_in_step=6, num_live=live, num_graphs=num_graphs
+    )
     assert 100 * plan.memory_share(0) == budget
 
 
-def test_stages_leave_room_for_what_they_receive_and_for_the_loss() -> None:
+def test_stages_leave_room_for_what_they_receive_and_the_last_one_knows_its_loss() -> None:
     plan, parts, config = stages(llama3, "llama3_debugmodel")
     axes, length = mesh(tp=2, fsdp=4), config.training.seq_len
     config.training.mixed_precision_param = "bfloat16"
@@ -140,5 +144,9 @@ def test_stages_leave_room_for_what_they_receive_and_for_the_loss() -> None:
     received = 2 * tokens * model.dim
     first_chunk = 8 * 2 + 7 * 2 + 4  # logits, copies of the other chunks, and its own in float32
     of_loss = tokens * model.vocab_size * first_chunk // 8
-    assert last == 2**30 - microbatches_of(plan).num_live * received - of_loss
+    assert last == 2**30 - microbatches_of(plan).num_live * received
     assert stage_budget_bytes(1, parts[1], 1, plan, config.training, axes, microbatch_size=2) == 1
+    assert [
+        stage_loss_bytes(parts[i], i, plan, config.training, axes, microbatch_size=2)
+        for i in (0, 1)
+    ] == [0, of_loss]

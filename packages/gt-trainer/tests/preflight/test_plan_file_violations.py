@@ -173,10 +173,36 @@ def test_a_plan_of_another_run_is_refused(plan, tmp_path, changes, differences):
 
 def test_a_plan_that_exceeds_the_budget_is_refused(plan, tmp_path):
     config = configuration(tmp_path, str(plan))
-    solver = AutoParallelConfig(plan=str(plan), memory_budget_gib=0.001)
+    made_for = 2.0**-11
+    other = edited(
+        plan,
+        tmp_path,
+        lambda content: content["request"].update(memory_budget_bytes=int(made_for * 2**30)),
+    )
+    solver = AutoParallelConfig(plan=other, memory_budget_gib=made_for)
     config.compile = dataclasses.replace(config.compile, autoparallel_solver=solver)
-    # Beside 524,288 of the loss: twice 4 bytes of 2,048 logits of 32 tokens.
-    assert "bytes of memory on each rank, and 549,453 are allowed" in problem(config)
+    assert "bytes of memory on each rank, and 524,288 are allowed" in problem(config)
+
+
+def test_a_plan_for_another_budget_is_refused_though_it_keeps_it(plan, tmp_path):
+    config = configuration(tmp_path, str(plan))
+    solver = AutoParallelConfig(plan=str(plan), memory_budget_gib=2.0)
+    config.compile = dataclasses.replace(config.compile, autoparallel_solver=solver)
+    made_for = json.loads(plan.read_bytes())["content"]["request"]["memory_budget_bytes"]
+    assert problem(config) == wrong(
+        f"{SOMETHING_ELSE}\n"
+        f"       - the memory budget is {2 * 2**30:,} bytes on each rank, planned for "
+        f"{made_for:,} bytes"
+    )
+
+
+def test_a_plan_for_steps_of_one_microbatch_is_refused_where_gradients_add_up(plan, tmp_path):
+    config = configuration(tmp_path, str(plan), training={"global_batch_size": 8})
+    assert problem(config) == wrong(
+        f"{SOMETHING_ELSE}\n"
+        "       - several microbatches add up gradients, planned for a run in which each step "
+        "makes new gradients"
+    )
 
 
 # ---- plans of stages --------------------------------------------------------------------------

@@ -86,6 +86,25 @@ def test_a_solver_takes_the_memory_policy_back_and_the_run_by_hand_keeps_it():
     assert asked.compile.memory_policy == "selective"
 
 
+def test_a_solver_takes_the_overlap_of_a_configuration_back_unless_it_was_asked_for():
+    published = deepseek_v3.deepseek_v3_671b_pp()
+    config = replace(published, compile=replace(published.compile, autoparallel=True))
+    planned, lines = settle_defaults(config, 2048)
+    assert lines == (
+        (
+            "--compile.ep_overlap.enabled True gives way: chunks are cut along one dim of a batch, "
+            "and a plan may cut it along another"
+        ),
+    )
+    assert not planned.compile.ep_overlap.enabled
+    by_hand = settled_by_hand(config, 2048)
+    assert by_hand is not None
+    assert by_hand.compile.ep_overlap == published.compile.ep_overlap
+    asked, lines = settle_defaults(config, 2048, asked=["--compile.ep_overlap.enabled"])
+    assert asked.compile.ep_overlap.enabled
+    assert lines == ()
+
+
 def test_an_exchange_of_tokens_takes_cuda_graphs_back_unless_they_were_asked_for():
     with intended_for("cuda"):
         config = deepseek_v3.deepseek_v3_16b()

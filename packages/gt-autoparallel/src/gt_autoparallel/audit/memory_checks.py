@@ -8,13 +8,14 @@ themselves. What runs again in the backward reads what is saved as any node of t
 and what it makes is not saved (``recomputation_checks``).
 
 Where a step runs the graph for several microbatches, each live one has what it saved, but of
-gathered parameters there is one for all, and gradients are the sums that are not reduced yet.
+gathered parameters there is one for all, and gradients are the sums that are not reduced yet. Where
+one step after the other adds to the gradients, the sum is there beside what is added.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 
 from gt_autoparallel.audit.parameter_ways import after_parameters, before_gradients
 from gt_autoparallel.audit.recomputation_checks import recomputed_bytes
@@ -31,7 +32,7 @@ _SOURCES = ("parameter", "buffer", "input")
 def memory_problems(plan: PlacementPlan) -> Iterator[str]:
     """Parts of the plan's memory that its layouts do not take, and a budget that is broken."""
     found = recounted_memory(plan)
-    for part in ("parameters", "gradients", "optimizer_state", "saved_activations", "recomputed"):
+    for part in (field.name for field in fields(MemoryBreakdown)):
         ours, planned = getattr(found, part), getattr(plan.memory, part)
         if ours != planned:
             yield f"{part.replace('_', ' ')} take {ours:,} bytes, planned as {planned:,}"
@@ -52,13 +53,30 @@ def recounted_memory(plan: PlacementPlan) -> MemoryBreakdown:
         if plan.request.microbatches is None
         else sum(_sums(plan).values())
     )
+    request = plan.request
     return MemoryBreakdown(
         parameters=parameters,
-        gradients=gradients,
+        gradients=_with_new_ones(plan, gradients),
         optimizer_state=round(parameters * plan.request.optimizer_state_copies),
         saved_activations=_saved_bytes(plan),
-        recomputed=recomputed_bytes(plan),
+        recomputed=recomputed_bytes(plan) // _graphs_in_turn(plan),
+        loss=request.loss_bytes,
+        gradients_before=(
+            gradients if request.accumulates_gradients or request.microbatches is not None else 0
+        ),
     )
+
+
+def _with_new_ones(plan: PlacementPlan, gradients: int) -> int:
+    """Sums, if there are any, and the gradients of the microbatch that runs."""
+    if plan.request.microbatches is None:
+        return 2 * gradients if plan.request.accumulates_gradients else gradients
+    return gradients + gradients // _graphs_in_turn(plan)
+
+
+def _graphs_in_turn(plan: PlacementPlan) -> int:
+    microbatches = plan.request.microbatches
+    return 1 if microbatches is None else microbatches.num_graphs
 
 
 def _saved_bytes(plan: PlacementPlan) -> int:

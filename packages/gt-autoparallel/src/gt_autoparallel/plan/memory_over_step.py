@@ -1,7 +1,8 @@
 """What a rank's memory holds while a step runs: for each layer forward and backward, by kind.
 
 As a plan counts it (``prices.memory``): what a layer saves is there from its forward to the end of
-its backward, what it computes again during its backward, and everything else all the time.
+its backward, what it computes again during its backward, what the loss takes between the two, and
+everything else all the time; gradients from the backward on, or from microbatches before.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ class MemoryAt:
     """Bytes of a rank at the end of a forward window, or at the beginning of a backward one."""
 
     window: str
-    """``"layers.3 forward"``: as ``PlannedWindow.name``."""
+    """``"layers.3 forward"``: as ``PlannedWindow.name``; or ``"loss"``."""
 
     parts: Mapping[str, int]
     """By kind, as ``MemoryBreakdown.parts``."""
@@ -45,21 +46,24 @@ def memory_over_step(plan: PlacementPlan) -> tuple[MemoryAt, ...]:
     for window in plan.windows:
         if window.name.endswith(_FORWARD):
             saved += of_layers.saved.get(window.name.removesuffix(_FORWARD), 0)
-            found.append(_at(plan, window.name, saved, 0))
+            found.append(_at(window.name, plan.memory.at_loss, saved))
+    if plan.memory.loss:
+        found.append(_at("loss", plan.memory.at_loss, saved, loss=plan.memory.loss))
     for window in plan.windows:
         if window.name.endswith(_BACKWARD):
             layer = window.name.removesuffix(_BACKWARD)
-            found.append(_at(plan, window.name, saved, of_layers.again.get(layer, 0)))
+            again = of_layers.again.get(layer, 0)
+            found.append(_at(window.name, plan.memory.in_backward, saved, recomputed=again))
             saved -= of_layers.saved.get(layer, 0)
     return tuple(found)
 
 
-def _at(plan: PlacementPlan, window: str, saved: int, again: int) -> MemoryAt:
-    always = {
-        kind: size
-        for kind, size in plan.memory.parts.items()
-        if kind not in ("saved activations", "recomputed")
-    }
+def _at(
+    window: str, moment: Mapping[str, int], saved: int, *, loss: int = 0, recomputed: int = 0
+) -> MemoryAt:
+    """What there is all the time, as at a ``moment`` of the plan, with what comes and goes."""
+    parts = {**moment, "saved activations": saved, "loss": loss, "recomputed": recomputed}
+    always = ("parameters", "optimizer state", "saved activations")
     return MemoryAt(
-        window=window, parts={**always, "saved activations": saved, "recomputed": again}
+        window=window, parts={kind: size for kind, size in parts.items() if size or kind in always}
     )

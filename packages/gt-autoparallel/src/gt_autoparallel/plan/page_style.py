@@ -21,7 +21,7 @@ i.held { background: #3b7dd8 } i.sum { background: #e08a2b } i.compute { backgro
 i.hidden { background: #9b5fc0 } i.exposed { background: #d0453e }
 i.parameters { background: #3b7dd8 } i.gradients { background: #3a9d5d }
 i.optimizer_state { background: #2aa3a3 } i.saved_activations { background: #e08a2b }
-i.recomputed { background: #9b5fc0 }
+i.recomputed { background: #9b5fc0 } i.loss { background: #d0453e }
 .step { display: flex; align-items: flex-end; height: 9rem; border-bottom: 1px solid var(--line) }
 .step div { flex: 1; height: 100%; display: flex; flex-direction: column-reverse }
 .step i { display: block }
@@ -29,7 +29,7 @@ article { border: 1px solid var(--line); border-radius: 6px; padding: .8rem; mar
 .tensor-row { display: flex; flex-wrap: wrap; gap: .4rem 1rem; align-items: center;
   padding: .4rem 0; border-top: 1px solid #8883 }
 .tensor-row .name { flex: 1 1 16rem; overflow-wrap: anywhere } .ways { flex: 2 1 20rem }
-.tensor-row details { flex-basis: 100% }
+.tensor-row .why[open] { flex-basis: 100%; order: 1 }
 .way { display: flex; gap: .8rem; align-items: center; margin: .2rem 0 }
 .way span { flex: 1; text-align: right; font-size: .9em; overflow-wrap: anywhere }
 .shards, .arrow { flex: none }

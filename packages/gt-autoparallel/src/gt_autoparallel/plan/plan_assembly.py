@@ -43,7 +43,8 @@ def assemble_plan(
 ) -> PlacementPlan:
     """The plan in which each node runs with its option, and ``recomputed`` nodes run twice."""
     runs_again = frozenset(recomputed)
-    compute: dict[str, list[float]] = defaultdict(list)
+    # By their first node, which is not what runs again in one.
+    compute: dict[str, list[float]] = {window_name(node): [] for node in graph.nodes}
     communication: dict[str, list[float]] = defaultdict(list)
     compute_us = []
     for node in graph.nodes:
@@ -107,6 +108,8 @@ def assemble_plan(
             optimizer_state_copies=request.optimizer_state_copies,
             recomputed=runs_again,
             microbatches=request.microbatches,
+            loss_bytes=request.loss_bytes,
+            accumulates_gradients=request.accumulates_gradients,
         ),
         request=request,
         prices=prices,

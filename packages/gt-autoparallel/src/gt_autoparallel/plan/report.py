@@ -169,7 +169,18 @@ def _memory(plan: PlacementPlan) -> ReportTable:
         title="Memory of each rank",
         header=("what", "on each rank"),
         rows=tuple((what, size_text(num_bytes)) for what, num_bytes in rows),
+        note=_moments(plan),
     )
+
+
+def _moments(plan: PlacementPlan) -> str:
+    """Which of the two moments the table is of, where there are two."""
+    memory = plan.memory
+    if not memory.loss:
+        return ""
+    loss, backward = (sum(parts.values()) for parts in (memory.at_loss, memory.in_backward))
+    fuller, other = ("at the loss", "in the backward")[:: 1 if loss > backward else -1]
+    return f"Most is there {fuller}; {other} it is {size_text(min(loss, backward))}."
 
 
 def _replicated(plan: PlacementPlan) -> Iterator[ReportTable]:

@@ -43,8 +43,9 @@ def report_page(plan: PlacementPlan, *, reasons: Mapping[str, object] | None = N
 
     Args:
         plan: the plan.
-        reasons: why parameters lie as they do, by their names, as ``explain_parameters`` finds out:
-            shown on click, as text. None shows none.
+        reasons: why parameters lie as they do, by their names, as ``next_best_layouts`` finds out
+            in seconds and ``explain_parameters`` in full: text that a click on the drawing of the
+            parameter shows. None shows none.
     """
     report = plan_report(plan)
     body = "\n".join(
@@ -213,13 +214,15 @@ def _parameter(parameter: DrawnParameter, mesh: MeshShape, reasons: Mapping[str,
     tensor = parameter.tensor
     ways = "".join(_way(each, mesh) for each in parameter.moves)
     reason = reasons.get(parameter.full_name)
-    why = ""
+    drawing = tensor_drawing(tensor, mesh)
     if reason is not None:
-        why = f"<details><summary>why</summary><pre>{escape(str(reason))}</pre></details>"
+        drawing = (
+            f'<details class="why"><summary>{drawing} why</summary>'
+            f"<pre>{escape(str(reason))}</pre></details>"
+        )
     return (
         f'<div class="tensor-row"><div class="name"><b>{escape(parameter.name)}</b><br/>'
-        f"{_tensor_words(tensor)}</div>{tensor_drawing(tensor, mesh)}"
-        f'<div class="ways">{ways}</div>{why}</div>'
+        f'{_tensor_words(tensor)}</div>{drawing}<div class="ways">{ways}</div></div>'
     )
 
 

@@ -1,7 +1,11 @@
 """Bytes that a placed model takes on each rank: of single choices, and of a whole plan.
 
-    parameters + gradients + optimizer state + what the forward saves for the backward
-    + what the backward computes again in the layer where that is most
+Most is there at one of two moments, of which the fuller one counts:
+
+    at the loss       parameters + optimizer state + what the forward saves for the backward
+                      + the loss + gradients of microbatches before
+    in the backward   parameters + optimizer state + what the forward saves for the backward
+                      + gradients + what is computed again in the layer where that is most
 
 Saved is each storage that a forward node makes and a backward node reads, whole and once, however
 many values lie in it and however small a part of it they are (``saved_storages``). Gathered
@@ -35,7 +39,7 @@ from gt_autoparallel.prices.saved_storages import SOURCES, SavedStorages, Status
 
 _MARGIN = 0.1
 """Share of a device's memory that no plan may count on. It is for what a plan does not count:
-results of operators that nobody saves, the loss and its gradient, buffers of collectives, what an
+results of operators that nobody saves, gradients of activations, buffers of collectives, what an
 allocator loses between blocks."""
 
 
@@ -46,10 +50,12 @@ def device_budget_bytes(capacity_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryBreakdown:
-    """Bytes on each rank."""
+    """Bytes on each rank, of all that is there at the loss or in the backward."""
 
     parameters: int
     gradients: int
+    """At the end of the backward; with those of microbatches before, where they are kept apart."""
+
     optimizer_state: int
     saved_activations: int
     """Forward values that the backward reads, each storage once."""
@@ -57,20 +63,41 @@ class MemoryBreakdown:
     recomputed: int = 0
     """What one layer's backward computes again, of the layer where that is most."""
 
+    loss: int = 0
+    """What the loss takes, which is let go before the first layer's backward."""
+
+    gradients_before: int = 0
+    """Those of microbatches before, which are there at the loss."""
+
+    @property
+    def at_loss(self) -> dict[str, int]:
+        """Bytes by kind, in words, when the loss is computed."""
+        return self._parts(gradients=self.gradients_before, loss=self.loss)
+
+    @property
+    def in_backward(self) -> dict[str, int]:
+        """Bytes by kind, in words, in the backward of the layer that computes most again."""
+        return self._parts(gradients=self.gradients, recomputed=self.recomputed)
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Those of the fuller of the two moments."""
+        return max(self.in_backward, self.at_loss, key=lambda parts: sum(parts.values()))
+
     @property
     def total(self) -> int:
         """Sum of all parts."""
         return sum(self.parts.values())
 
-    @property
-    def parts(self) -> dict[str, int]:
-        """Bytes by kind, in words; nothing of what is recomputed where nothing is."""
+    def _parts(self, *, gradients: int, loss: int = 0, recomputed: int = 0) -> dict[str, int]:
+        """Nothing of what is not everywhere, where it is not there."""
         return {
             "parameters": self.parameters,
-            "gradients": self.gradients,
+            **({"gradients": gradients} if gradients else {}),
             "optimizer state": self.optimizer_state,
             "saved activations": self.saved_activations,
-            **({"recomputed": self.recomputed} if self.recomputed else {}),
+            **({"loss": loss} if loss else {}),
+            **({"recomputed": recomputed} if recomputed else {}),
         }
 
 
@@ -84,10 +111,10 @@ def option_bytes(
     status: Status | None,
     optimizer_state_copies: float,
 ) -> float:
-    """Bytes that one node takes on each rank if it runs with ``option``.
+    """Bytes that one node takes on each rank from the forward on if it runs with ``option``.
 
-    ``status`` is that of a node whose bytes depend on it, else None. What is recomputed is not
-    among them: see ``recomputed_bytes``.
+    ``status`` is that of a node whose bytes depend on it, else None. Neither gradients nor what is
+    recomputed are among them: see ``gradient_bytes`` and ``recomputed_bytes``.
     """
     total = 0
     if status not in ("idle", "recomputed"):
@@ -104,12 +131,29 @@ def option_bytes(
     if node.kind == "parameter":
         (spec,) = node.outputs
         return _bytes(spec, option.outputs[0], mesh) * (1 + optimizer_state_copies)
-    if node.kind == "gradient" and saved.accumulated is None:
-        total += _bytes(graph.spec(node.operands[0]), option.operands[0], mesh)
     if node.kind == "experts" and node.phase == "backward" and status != "repeated":
         operands = graph.operand_specs(node)
         total += experts_inner_bytes(node, operands, option, mesh) * saved.num_live
-    return total + _accumulated_bytes(graph, node, option, mesh, saved.accumulated or {})
+    return total
+
+
+def gradient_bytes(
+    graph: PlacementGraph,
+    node: PlacementNode,
+    option: NodeOption,
+    mesh: MeshShape,
+    *,
+    accumulated: Mapping[Value, int] | None,
+) -> int:
+    """Bytes of parameters' gradients that one node makes on each rank.
+
+    ``accumulated`` are the sums over microbatches that gradients wait in; None: they are reduced.
+    """
+    if accumulated is not None:
+        return _accumulated_bytes(graph, node, option, mesh, accumulated)
+    if node.kind != "gradient":
+        return 0
+    return _bytes(graph.spec(node.operands[0]), option.operands[0], mesh)
 
 
 def recomputed_bytes(
@@ -139,10 +183,13 @@ def plan_memory(
     optimizer_state_copies: float,
     recomputed: Collection[int] = (),
     microbatches: Microbatches | None = None,
+    loss_bytes: int = 0,
+    accumulates_gradients: bool = False,
 ) -> MemoryBreakdown:
     """The bytes of a whole plan.
 
-    ``options`` are the chosen ones of all nodes, ``recomputed`` the nodes that run again.
+    ``options`` are the chosen ones of all nodes, ``recomputed`` the nodes that run again; the rest
+    is as in ``ResolvedRequest``.
     """
     accumulated = None if microbatches is None else accumulated_gradients(graph)
     parameters = gradients = 0
@@ -150,17 +197,40 @@ def plan_memory(
         option = options[node.index]
         if node.kind == "parameter":
             parameters += _bytes(node.outputs[0], option.outputs[0], mesh)
-        elif node.kind == "gradient" and accumulated is None:
-            gradients += _bytes(graph.spec(node.operands[0]), option.operands[0], mesh)
-        gradients += _accumulated_bytes(graph, node, option, mesh, accumulated or {})
+        gradients += gradient_bytes(graph, node, option, mesh, accumulated=accumulated)
     of_layers = layer_memory(graph, options, mesh, recomputed=recomputed, microbatches=microbatches)
+    copies = gradient_copies(microbatches, accumulates_gradients=accumulates_gradients)
     return MemoryBreakdown(
         parameters=parameters,
-        gradients=gradients,
+        gradients=int(gradients * copies.in_backward),
         optimizer_state=round(parameters * optimizer_state_copies),
         saved_activations=sum(of_layers.saved.values()),
         recomputed=max(of_layers.again.values(), default=0),
+        loss=loss_bytes,
+        gradients_before=gradients * copies.at_loss,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientCopies:
+    """How often the gradients of all parameters are there, at two moments of a microbatch."""
+
+    at_loss: int
+    in_backward: float
+    """The second ones are those of one microbatch, of which a graph counts its part."""
+
+
+def gradient_copies(
+    microbatches: Microbatches | None, *, accumulates_gradients: bool
+) -> GradientCopies:
+    """Those of the last microbatch of a step: the sums, and what is going to be added to them.
+
+    ``accumulates_gradients`` says that whoever runs the graph adds them up.
+    """
+    if microbatches is not None:
+        return GradientCopies(at_loss=1, in_backward=1 + 1 / microbatches.num_graphs)
+    before = int(accumulates_gradients)
+    return GradientCopies(at_loss=before, in_backward=1 + before)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,7 +241,7 @@ class LayerMemory:
     """What the forward makes and the backward reads."""
 
     again: Mapping[str, int]
-    """What the backward computes again."""
+    """What the backward computes again; of several graphs that take turns, this one's part."""
 
 
 def layer_memory(
@@ -184,6 +254,7 @@ def layer_memory(
 ) -> LayerMemory:
     """What each layer of a plan keeps and makes again; arguments as for ``plan_memory``."""
     num_live = 1 if microbatches is None else microbatches.num_live
+    num_graphs = 1 if microbatches is None else microbatches.num_graphs
     gathered = frozenset[int]() if microbatches is None else gathered_parameters(graph)
     saved: dict[str, int] = defaultdict(int)
     again: dict[str, int] = defaultdict(int)
@@ -207,7 +278,9 @@ def layer_memory(
                 _bytes(node.outputs[position], option.outputs[position], mesh)
                 for position in storages.kept[node.index]
             )
-    return LayerMemory(saved=saved, again=again)
+    return LayerMemory(
+        saved=saved, again={scope: size // num_graphs for scope, size in again.items()}
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,11 @@
 Such a step gathers parameters before the first microbatch and lets them go after the last, adds up
 gradients as the backward makes them, and reduces the sums once (``gt_pipeline.graph``). So what is
 done for parameters costs a microbatch its share, gathered parameters are there once, and of what a
-forward saves there is as much as microbatches are between forward and backward.
+forward saves there is as much as microbatches are between forward and backward. A backward hands
+out the gradients of its microbatch together, and then they are added to the sums.
+
+Where a rank holds several graphs that take turns, what there is only while one of them runs is
+there once: each graph counts its part of that.
 """
 
 from __future__ import annotations
@@ -27,15 +31,21 @@ class Microbatches:
     num_live: int
     """At most so many of them have saved what their backward needs, at one time."""
 
+    num_graphs: int = 1
+    """Graphs that a rank holds, of which one runs at a time; each may take an equal part of it."""
+
     def __post_init__(self) -> None:
         if not 1 <= self.num_live <= self.num_in_step:
             raise PlacementInputError(
                 f"num_live is {self.num_live!r} of {self.num_in_step!r} microbatches in a step; "
                 "allowed: from 1 to as many as there are"
             )
+        if self.num_graphs < 1:
+            raise PlacementInputError(f"num_graphs is {self.num_graphs!r}; allowed: at least 1")
 
     def __str__(self) -> str:
-        return f"{self.num_in_step} in a step, {self.num_live} of them live"
+        live = f"{self.num_in_step} in a step, {self.num_live} of them live"
+        return live if self.num_graphs == 1 else f"{live}, of {self.num_graphs} graphs in turn"
 
 
 def gathered_parameters(graph: PlacementGraph) -> frozenset[int]:

@@ -7,8 +7,9 @@ checkpointing. Nor does what only the backward reads: it would run the first tim
 Besides:
 
 - random operators would draw other numbers;
-- operators that decide between equals, as ``topk``, may decide otherwise the second time on a GPU;
-- operators of operators are compiled with their backward.
+- operators that decide between equals, as ``topk``, may decide otherwise the second time on a GPU.
+
+FlexAttention runs again as any operator does: it is the largest of what a layer would keep.
 
 Routed experts are differentiated as one, with what autograd recorded. Their forward may run again
 as a part of their backward, which has all that it takes.
@@ -18,12 +19,18 @@ from __future__ import annotations
 
 import torch
 
-from gt_autoparallel._torch_internals import OpOverload, operator_path
+from gt_autoparallel._torch_internals import (
+    HigherOrderOperator,
+    OpOverload,
+    operator_name,
+    operator_path,
+)
 from gt_autoparallel.graph.layer_names import layer_of_module, window_scope
 from gt_autoparallel.graph.parameter_chains import is_view_like
 from gt_autoparallel.graph.placement_graph import PlacementGraph, PlacementNode
 
 _DECISIONS = frozenset({"topk", "sort", "argsort", "histc", "bincount"})
+_FLEX_ATTENTION = "higher_order.flex_attention"
 
 
 def recomputable_nodes(graph: PlacementGraph) -> frozenset[int]:
@@ -70,6 +77,8 @@ def may_run_twice(node: PlacementNode) -> bool:
     """Whether a node gives the same bits again, by its operator alone."""
     if node.kind == "share":
         return True
+    if node.kind == "operator" and isinstance(node.target, HigherOrderOperator):
+        return operator_name(node.target) == _FLEX_ATTENTION
     if node.kind != "operator" or not isinstance(node.target, OpOverload):
         return False
     is_random = torch.Tag.nondeterministic_seeded in node.target.tags

@@ -66,6 +66,9 @@ class SavedStorages:
     num_live: int = 1
     """Microbatches of which all that is saved is there at one time."""
 
+    num_graphs: int = 1
+    """Graphs that take turns, of which each counts its part of what there is once."""
+
     gathered: frozenset[int] = frozenset()
     """Nodes of whose results there is one for all microbatches."""
 
@@ -153,6 +156,7 @@ def saved_storages(
         values=frozenset(counts),
         statuses=statuses,
         num_live=microbatches.num_live,
+        num_graphs=microbatches.num_graphs,
         gathered=gathered,
         accumulated=accumulated_gradients(graph),
     )

@@ -114,6 +114,13 @@ class ResolvedRequest:
     microbatches: Microbatches | None = None
     """How a step runs the graph for several microbatches; None: it is the whole step."""
 
+    loss_bytes: int = 0
+    """What a rank holds for the loss when most is alive, of all that is no result of the model."""
+
+    accumulates_gradients: bool = False
+    """Whether a step runs all of the graph several times and adds up gradients, which then are
+    there from the first time on."""
+
 
 def resolve_constraints(
     constraints: Constraints, graph: PlacementGraph, mesh: MeshShape

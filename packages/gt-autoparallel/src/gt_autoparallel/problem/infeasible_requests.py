@@ -55,7 +55,7 @@ def _shortage(
     request: ResolvedRequest,
     mesh: MeshShape,
 ) -> str:
-    # Rows differ in the layer whose recomputed values they count: a plan has to keep all of them.
+    # Rows are of several moments: a plan has to keep all of them.
     shortage = max(error.shortages, key=lambda each: each.minimum_bytes)
     options = placement.options_of_nodes(error.frugal)
     smallest = plan_memory(
@@ -65,6 +65,8 @@ def _shortage(
         optimizer_state_copies=request.optimizer_state_copies,
         recomputed=placement.recomputed_nodes(error.frugal),
         microbatches=request.microbatches,
+        loss_bytes=request.loss_bytes,
+        accumulates_gradients=request.accumulates_gradients,
     )
     budget, least = shortage.budget_bytes, shortage.minimum_bytes
     taken = "" if smallest.total <= least else f"; one takes {_size(smallest.total)}"

@@ -9,7 +9,8 @@
 
 A node of the forward may run again in the backward (``saved_storages``): its compute and its
 operands' redistributions then count a second time, in the backward's window as far as windows count
-them. Bytes have a row for each layer that may make something again, with what it makes.
+them. Bytes have a row for each layer that may make something again, with what it makes, and one for
+the loss (``prices.memory``).
 
 What of parameters' and gradients' own redistributions (``parameter_chains``) can hide goes to their
 windows' communication, all else counts in full. A gradient is not redistributed before its cast:
@@ -35,7 +36,7 @@ from gt_autoparallel.graph.parameter_chains import (
 )
 from gt_autoparallel.graph.placement_graph import PlacementGraph, PlacementNode
 from gt_autoparallel.prices.costs import StepPrices
-from gt_autoparallel.prices.memory import needed_storages
+from gt_autoparallel.prices.memory import gradient_copies, needed_storages
 from gt_autoparallel.prices.microbatches import Microbatches
 from gt_autoparallel.prices.recomputability import experts_of
 from gt_autoparallel.prices.saved_storages import SavedStorages, Status, saved_storages
@@ -43,6 +44,7 @@ from gt_autoparallel.problem.alike_layers import crossing_nodes, layer_blocks, m
 from gt_autoparallel.problem.clustering import Clustering, cluster_layers
 from gt_autoparallel.problem.constraints import LayoutConstraint
 from gt_autoparallel.problem.problem_parts import (
+    LOSS_ROW,
     Choice,
     OptionsOf,
     PartsBuilder,
@@ -175,13 +177,16 @@ def placement_problem(
     constraints: Sequence[LayoutConstraint] = (),
     recomputes: bool = False,
     microbatches: Microbatches | None = None,
+    loss_bytes: int = 0,
+    accumulates_gradients: bool = False,
     tables: RedistributionTables | None = None,
     parts: dict[PartsKey, ProblemParts] | None = None,
 ) -> PlacementProblem:
     """The problem whose solution is the best placement of ``graph``.
 
     ``recomputes`` says whether nodes of the forward may run again, which saves nothing but memory;
-    ``microbatches`` how a step runs the graph, if it does so several times.
+    ``microbatches`` how a step runs the graph, if it does so several times; ``loss_bytes`` and
+    ``accumulates_gradients`` are as in ``ResolvedRequest``.
 
     ``options_of`` gives alike nodes the same options. Options that break a constraint are
     forbidden, and a node with constraints shares its choice only with alike nodes that have the
@@ -225,6 +230,10 @@ def placement_problem(
                 summed_later=summed_later(graph),
                 tables=RedistributionTables(mesh, prices) if tables is None else tables,
                 forward_of={backward: forward for forward, backward in experts_of(graph).items()},
+                gradients=gradient_copies(
+                    microbatches, accumulates_gradients=accumulates_gradients
+                ),
+                has_loss=loss_bytes > 0,
             ),
             options_of,
             optimizer_state_copies,
@@ -262,7 +271,12 @@ def placement_problem(
             for name, size in zip(clustering.window_names, clustering.window_sizes, strict=True)
         ),
         memory=tuple(
-            MemoryRow(name=name, budget_bytes=budget, fixed_bytes=0.0) for name in found.memory_rows
+            MemoryRow(
+                name=name,
+                budget_bytes=budget,
+                fixed_bytes=float(loss_bytes) if name == LOSS_ROW else 0.0,
+            )
+            for name in found.memory_rows
         ),
         blocks=blocks if recomputes else (),
     )

@@ -19,7 +19,12 @@ from gt_autoparallel.graph.options import NodeOption
 from gt_autoparallel.graph.parameter_chains import ParameterMove
 from gt_autoparallel.graph.placement_graph import PlacementGraph, PlacementNode, Use, Value
 from gt_autoparallel.prices.costs import StepPrices
-from gt_autoparallel.prices.memory import option_bytes, recomputed_bytes
+from gt_autoparallel.prices.memory import (
+    GradientCopies,
+    gradient_bytes,
+    option_bytes,
+    recomputed_bytes,
+)
 from gt_autoparallel.prices.saved_storages import SavedStorages, Status
 from gt_autoparallel.problem.clustering import Clustering
 from gt_autoparallel.problem.redistribution_tables import (
@@ -64,6 +69,9 @@ class ProblemParts:
 PartsKey = tuple[Clustering, bool]
 """A clustering, and whether nodes may run again."""
 
+LOSS_ROW = "loss"
+"""Name of the memory row of the moment at which the loss is computed."""
+
 
 def problem_parts(
     builder: PartsBuilder, options_of: OptionsOf, optimizer_state_copies: float
@@ -106,6 +114,10 @@ class PartsBuilder:
     forward_of: Mapping[int, int]
     """From the backward of routed experts to its forward."""
 
+    gradients: GradientCopies
+    has_loss: bool
+    """Whether the loss takes memory of its own: else the backward is always the fuller moment."""
+
     def choices(self, options_of: OptionsOf) -> tuple[tuple[Choice, ...], ...]:
         """For each class its nodes' options, with what may become of the results."""
         result = []
@@ -144,26 +156,32 @@ class PartsBuilder:
         return {self._backward_window(number): times} if times.any() else {}
 
     def memory_rows(self, choices: Sequence[Sequence[Choice]]) -> dict[str, None]:
-        """A row for each kind of layer that may make something again; one if there is none."""
+        """A row for the backward of each kind of layer that may make something again.
+
+        One if there is none; and one for the loss.
+        """
         names = {
             self.clustering.window_names[self._backward_window(number)]: None
             for number, each in enumerate(choices)
             if _makes_again(each).any()
         }
-        return names or {"memory": None}
+        return (names or {"memory": None}) | ({LOSS_ROW: None} if self.has_loss else {})
 
     def memory_bytes(
         self, choices: Sequence[Sequence[Choice]], optimizer_state_copies: float
     ) -> tuple[tuple[FloatArray, ...], ...]:
-        """For each class and each row [choices]: what is kept of the class, and made again."""
+        """For each class and each row [choices]: what is there of the class at that moment."""
         rows = self.memory_rows(choices)
         found = []
         for number, each in enumerate(choices):
             kept = self._kept_bytes(number, each, optimizer_state_copies)
-            of_rows = dict.fromkeys(rows, kept)
+            gradients = self._gradient_bytes(number, each)
+            of_rows = dict.fromkeys(rows, kept + gradients * self.gradients.in_backward)
+            if self.has_loss:
+                of_rows[LOSS_ROW] = kept + gradients * self.gradients.at_loss
             if _makes_again(each).any():
                 name = self.clustering.window_names[self._backward_window(number)]
-                of_rows[name] = kept + self.passing_bytes(number, each)
+                of_rows[name] = of_rows[name] + self.passing_bytes(number, each)
             found.append(tuple(of_rows.values()))
         return tuple(found)
 
@@ -171,7 +189,9 @@ class PartsBuilder:
         """[choices] Bytes that one node of a class makes again in the backward of its layer."""
         node = self._first(number)
         made = [
-            recomputed_bytes(self.graph, node, choice.option, self.mesh) if again else 0.0
+            recomputed_bytes(self.graph, node, choice.option, self.mesh) / self.saved.num_graphs
+            if again
+            else 0.0
             for choice, again in zip(choices, _makes_again(choices).tolist(), strict=True)
         ]
         return np.array(made, dtype=np.float64)
@@ -185,7 +205,7 @@ class PartsBuilder:
     def _kept_bytes(
         self, number: int, choices: Sequence[Choice], optimizer_state_copies: float
     ) -> FloatArray:
-        """[choices] Bytes of all nodes of a class, without what is made again."""
+        """[choices] Bytes of all nodes of a class from the forward on."""
         single = [
             option_bytes(
                 self.graph,
@@ -196,6 +216,15 @@ class PartsBuilder:
                 status=choice.status,
                 optimizer_state_copies=optimizer_state_copies,
             )
+            for choice in choices
+        ]
+        return np.array(single, dtype=np.float64) * len(self.clustering.members[number])
+
+    def _gradient_bytes(self, number: int, choices: Sequence[Choice]) -> FloatArray:
+        """[choices] Bytes of parameters' gradients that all nodes of a class make."""
+        node, accumulated = self._first(number), self.saved.accumulated
+        single = [
+            gradient_bytes(self.graph, node, choice.option, self.mesh, accumulated=accumulated)
             for choice in choices
         ]
         return np.array(single, dtype=np.float64) * len(self.clustering.members[number])

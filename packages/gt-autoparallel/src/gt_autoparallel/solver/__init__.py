@@ -17,6 +17,7 @@ and gives.
                        linear and mixed-integer programs
     mixed_search, mixtures
                        choices in which alike things differ, counted by variants, and their bound
+    option_bounds      what every option costs at least
     rivals, ties, infeasibility
                        what must not be cheaper; fewer bytes at equal cost; why there is no choice
 """
@@ -26,6 +27,7 @@ from __future__ import annotations
 from gt_autoparallel.solver.evaluation import evaluate
 from gt_autoparallel.solver.mixed_search import solve_mixed
 from gt_autoparallel.solver.mixtures import Mixture, evaluate_mixture
+from gt_autoparallel.solver.option_bounds import option_bounds
 from gt_autoparallel.solver.rivals import Rival
 from gt_autoparallel.solver.solution import (
     ForbiddenPairsError,
@@ -46,6 +48,7 @@ __all__ = [
     "WarmStart",
     "evaluate",
     "evaluate_mixture",
+    "option_bounds",
     "solve",
     "solve_mixed",
 ]

@@ -220,6 +220,7 @@ class HighsModel:
             statuses.kTimeLimit: None,
             statuses.kIterationLimit: None,
             statuses.kSolutionLimit: None,  # also of nodes
+            statuses.kUnknown: None,  # for rounding it ends at none: as at a limit
         }
         if status not in known:
             raise SolverError(f"HiGHS ended with status {highs.modelStatusToString(status)!r}")

@@ -136,6 +136,19 @@ def chain_levels(graph: Graph) -> dict[Node, int]:
     return levels
 
 
+def waits_to_come(graph: Graph) -> dict[Node, int]:
+    """How many FSDP collectives are waited for from each FSDP node on, one after another.
+
+    From the launch of a parameter's only gathering that is one; from that of the first of two, two.
+    """
+    to_come: dict[Node, int] = {}
+    for node in reversed(graph.nodes):
+        if fsdp_collective(node) is not None:
+            behind = (to_come[user] + is_wait(user) for user in node.users if user in to_come)
+            to_come[node] = max(behind, default=0)
+    return to_come
+
+
 def _reason_against(node: Node) -> str | None:
     users = list(node.users)
     if len(users) != 1 or not is_wait(users[0]):

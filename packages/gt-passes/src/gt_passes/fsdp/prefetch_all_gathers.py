@@ -12,7 +12,7 @@ from torch.fx import GraphModule, Node
 from gt_config.graph_kinds import JOINT_GRAPHS, STEP_GRAPHS, GraphKind
 from gt_passes.analysis.code_motion import CodeMotion
 from gt_passes.contract import PassContext, PassReport, Refusal
-from gt_passes.fsdp.fsdp_launches import FsdpLaunch, chain_levels
+from gt_passes.fsdp.fsdp_launches import FsdpLaunch, waits_to_come
 from gt_passes.fsdp.fsdp_pass import FsdpPass
 from gt_passes.registry import register_pass
 
@@ -27,7 +27,8 @@ class PrefetchAllGathers(FsdpPass):
     Gatherings stay in their order, forward and backward being one sequence. After
     ``bucket-all-gathers`` and ``delay-waits``; without the latter, what is launched early is also
     waited for early. Where parameters are gathered along one axis and then along another, the first
-    gathering is launched so many blocks earlier again, so that a block hides it, too.
+    gathering is launched so many blocks earlier again, so that a block hides it, too; what is
+    gathered once beside it is not.
 
     *Before*, for two blocks::
 
@@ -62,16 +63,15 @@ class PrefetchAllGathers(FsdpPass):
         found = self.find_launches(graph, _ALL_GATHER)
         motion = CodeMotion(graph)
         blocks = _blocks(each for each in found.launches if each.kind == "unshard")
-        levels = chain_levels(graph)
-        places = [_first_wait(block, levels, motion) for block in blocks]
+        to_come = waits_to_come(graph)
+        places = [_first_wait(block, to_come, motion) for block in blocks]
         refusals = list(found.refusals)
         num_prefetched = 0
         for index, block in enumerate(blocks):
             if self.blocks_ahead == 0 or index == 0:
                 continue
-            last = max(levels[each.launch] for each in block)
-            for launch in sorted(block, key=lambda each: levels[each.launch]):
-                ahead = self.blocks_ahead * (1 + last - levels[launch.launch])
+            for launch in sorted(block, key=lambda each: -to_come[each.launch]):
+                ahead = self.blocks_ahead * to_come[launch.launch]
                 outcome = _hoist(launch, places[max(0, index - ahead)], motion)
                 if isinstance(outcome, str):
                     refusals.append(Refusal(node_name=launch.launch.name, reason=outcome))
@@ -88,13 +88,12 @@ def _blocks(launches: Iterable[FsdpLaunch]) -> list[list[FsdpLaunch]]:
     return list(blocks.values())
 
 
-def _first_wait(block: list[FsdpLaunch], levels: Mapping[Node, int], motion: CodeMotion) -> Node:
+def _first_wait(block: list[FsdpLaunch], to_come: Mapping[Node, int], motion: CodeMotion) -> Node:
     """Where a block begins to compute: its first wait of those that no prefetch moves.
 
     What is gathered along one axis only to be gathered along another is waited for earlier.
     """
-    last = max(levels[each.launch] for each in block)
-    waits = (each.wait for each in block if levels[each.launch] == last)
+    waits = (each.wait for each in block if to_come[each.wait] == 0)
     return min(waits, key=motion.position.__getitem__)
 
 

@@ -6,7 +6,8 @@ a run that breaks these rules is refused at once. Nothing is accepted here. What
 judged again, with everything else, once the configuration has been imported (``preflight``).
 
 The defaults of a device give way to what does not go with them, and which device there is only
-torch can say. So what is refused is refused with whichever of them is left.
+torch can say. So what is refused is refused with whichever of them is left. A configuration's EP
+overlap gives way to a solver (``preflight.settled_defaults``).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 from itertools import combinations
 
 from gt_config import CompileConfig, ConfigError, Violation, find_violations
-from gt_config.option_paths import with_option
+from gt_config.option_paths import default_option, with_option
 from gt_trainer.command_line.command_line import CommandLine, UsageError
 from gt_trainer.command_line.known_flags import KnownSettings, known_settings, typed_values
 from gt_trainer.preflight.plain_settings import (
@@ -24,6 +25,7 @@ from gt_trainer.preflight.plain_settings import (
 )
 
 _COMPILE = "--compile."
+_OVERLAP = "--compile.ep_overlap."
 _NOT_YET = (
     "Found before anything was imported. What depends on the machine, files and graphs is checked\n"
     "once this is right."
@@ -51,6 +53,12 @@ def refuse_early(command: CommandLine, world_size: int) -> None:
     typed = typed_values(command.overrides)
     defaults = {flag: value for flag, value in known.gpu_defaults.items() if flag not in typed}
     settings = {**known.values, **{k: v for k, v in typed.items() if k in known.values}}
+    if settings.get("--compile.autoparallel") and not any(f.startswith(_OVERLAP) for f in typed):
+        settings |= {
+            flag: default_option(CompileConfig, flag.removeprefix(_COMPILE))
+            for flag in settings
+            if flag.startswith(_OVERLAP)
+        }
     found = _violations(settings, world_size, known)
     for count in range(1, len(defaults) + 1):
         for chosen in combinations(defaults.items(), count):

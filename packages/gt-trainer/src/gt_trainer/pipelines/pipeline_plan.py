@@ -43,11 +43,16 @@ class PipelinePlan:
         """Of a step."""
         return self.schedule.num_microbatches
 
+    @property
+    def stages_of_fullest_rank(self) -> int:
+        """How many stages share a rank's memory, on the rank that has most."""
+        schedule = self.schedule
+        return max(len(schedule.stages_of_rank(rank)) for rank in range(schedule.num_ranks))
+
     def memory_share(self, stage: int) -> float:
         """What a stage may take of its rank's memory: an equal part for each that a rank has."""
-        schedule = self.schedule
-        assert stage in range(schedule.num_stages)
-        return 1 / max(len(schedule.stages_of_rank(rank)) for rank in range(schedule.num_ranks))
+        assert stage in range(self.schedule.num_stages)
+        return 1 / self.stages_of_fullest_rank
 
 
 def pipeline_plan(

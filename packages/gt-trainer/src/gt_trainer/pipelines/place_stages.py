@@ -40,14 +40,16 @@ from gt_trainer.pipelines.planned_stages import (
     microbatches_of,
     stage_batch,
     stage_budget_bytes,
+    stage_loss_bytes,
     stage_name,
 )
 from gt_trainer.placement.expert_blocks import expert_blocks, uncounted_routing
 from gt_trainer.placement.kept_plan import PLAN_FILE
 from gt_trainer.placement.masks_of_parts import make_masks_of_parts
-from gt_trainer.placement.memory_budget import memory_budget
+from gt_trainer.placement.memory_budget import asked_budget_bytes, memory_budget
 from gt_trainer.placement.planned_machine import planned_machine
 from gt_trainer.placement.planned_mesh import num_batch_shards, planned_mesh
+from gt_trainer.placement.reasons import reasons_of_dry_run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,19 +125,15 @@ def stage_plans(
 ) -> dict[int, PlacementPlan]:
     """The plan of each stage: searched for, or read from ``solver.plan`` and seen to be for it."""
     solver, training = stages.solver, stages.training
-    budget = memory_budget(solver)
-    may_take = {
-        index: stage_budget_bytes(
-            budget.num_bytes,
-            part,
-            index,
-            stages.plan,
-            training,
-            mesh,
-            microbatch_size=stages.microbatch_size,
+    budget, asked_bytes = memory_budget(solver), asked_budget_bytes(solver)
+
+    def share_of(num_bytes: int, index: int) -> int:
+        part, size = every_part[index], stages.microbatch_size
+        return stage_budget_bytes(
+            num_bytes, part, index, stages.plan, training, mesh, microbatch_size=size
         )
-        for index, part in every_part.items()
-    }
+
+    may_take = {index: share_of(budget.num_bytes, index) for index in every_part}
     logger.info(
         f"Placement: {budget}, of which stages may take "
         + ", ".join(f"{each / 2**30:.2f} GiB" for each in sorted({*may_take.values()}))
@@ -161,6 +159,14 @@ def stage_plans(
                     ),
                     memory_budget_bytes=may_take[index],
                     microbatches=microbatches_of(stages.plan),
+                    loss_bytes=stage_loss_bytes(
+                        part,
+                        index,
+                        stages.plan,
+                        training,
+                        mesh,
+                        microbatch_size=stages.microbatch_size,
+                    ),
                     compute_dtype=TORCH_DTYPE_MAP[training.mixed_precision_param],
                     reduce_dtype=TORCH_DTYPE_MAP[training.mixed_precision_reduce],
                     experts=expert_blocks(part),
@@ -173,10 +179,26 @@ def stage_plans(
         if solver.plan is None:
             return find_placements(asked, mesh)
         logger.info(f"Placement: the plans of {solver.plan}")
-        return {index: _loaded(part, index, solver.plan, mesh) for index, part in asked.items()}
+        return {
+            index: _loaded(
+                part,
+                index,
+                solver.plan,
+                mesh,
+                made_for_budget_bytes=None if asked_bytes is None else share_of(asked_bytes, index),
+            )
+            for index, part in asked.items()
+        }
 
 
-def _loaded(part: PartToPlace, index: int, path: str, mesh: MeshShape) -> PlacementPlan:
+def _loaded(
+    part: PartToPlace,
+    index: int,
+    path: str,
+    mesh: MeshShape,
+    *,
+    made_for_budget_bytes: int | None,
+) -> PlacementPlan:
     request = part.request
     assert isinstance(request.memory_budget_bytes, int)
     assert isinstance(request.constraints, Constraints)
@@ -191,6 +213,8 @@ def _loaded(part: PartToPlace, index: int, path: str, mesh: MeshShape) -> Placem
         cost_model=request.cost_model,
         constraints=request.constraints,
         memory_budget_bytes=request.memory_budget_bytes,
+        made_for_budget_bytes=made_for_budget_bytes,
+        loss_bytes=request.loss_bytes,
         compute_dtype=request.compute_dtype,
         reduce_dtype=request.reduce_dtype,
         experts=request.experts,
@@ -200,13 +224,21 @@ def _loaded(part: PartToPlace, index: int, path: str, mesh: MeshShape) -> Placem
 
 def _publish(plans: Mapping[int, PlacementPlan], folder: Path) -> None:
     first_with: dict[object, int] = {}
+    reasons: dict[int, Mapping[str, object]] = {}
     for index, plan in plans.items():
         name = stage_name(index)
         first = first_with.setdefault(plan.options, index)
         if first == index:
             logger.info(f"Placement of {name}:\n{plan_report(plan)}")
+            reasons[index] = reasons_of_dry_run(plan)
         else:
             logger.info(f"Placement of {name}: as {stage_name(first)}")
-        write_report_page(plan, folder / f"placement_stage_{index}.html")
+        # Alike stages have alike parameters, in the same order.
+        parameters = (str(node.target) for node in plan.graph.of_kind("parameter"))
+        write_report_page(
+            plan,
+            folder / f"placement_stage_{index}.html",
+            reasons=dict(zip(parameters, reasons[first].values(), strict=False)),
+        )
     write_plans({stage_name(index): plan for index, plan in plans.items()}, folder / PLAN_FILE)
     logger.info(f"Placement: the plans as pages are {folder / 'placement_stage_*.html'}")

@@ -92,7 +92,8 @@ def _units_with(tensors: Collection[str]) -> list[str]:
 def microbatches_of(plan: PipelinePlan) -> Microbatches:
     """How a step runs each stage."""
     count = plan.num_microbatches
-    return Microbatches(num_in_step=count, num_live=min(plan.live_microbatches, count))
+    live = min(plan.live_microbatches, count)
+    return Microbatches(num_in_step=count, num_live=live, num_graphs=plan.stages_of_fullest_rank)
 
 
 def stage_budget_bytes(
@@ -107,8 +108,7 @@ def stage_budget_bytes(
 ) -> int:
     """What the plan of a stage may take of a rank's memory.
 
-    It leaves room for what no plan has: what stages before have sent for each live microbatch, and
-    on the last stage the loss.
+    It leaves room for what no plan has: what stages before have sent for each live microbatch.
 
     Args:
         budget_bytes: of a rank.
@@ -120,9 +120,6 @@ def stage_budget_bytes(
         microbatch_size: see ``stage_batch``.
     """
     may_take = int(budget_bytes * plan.memory_share(index))
-    if index == plan.schedule.num_stages - 1:
-        vocab_size = part.config.vocab_size
-        may_take -= loss_bytes(mesh, training, num_samples=microbatch_size, vocab_size=vocab_size)
     if index > 0:
         shape = local_token_shape(
             mesh, training.seq_len, num_samples=microbatch_size, width=part.config.dim
@@ -130,6 +127,22 @@ def stage_budget_bytes(
         dtype = TORCH_DTYPE_MAP[training.mixed_precision_param]
         may_take -= math.prod(shape) * dtype.itemsize * microbatches_of(plan).num_live
     return max(1, may_take)
+
+
+def stage_loss_bytes(
+    part: Decoder,
+    index: int,
+    plan: PipelinePlan,
+    training: TrainingConfig,
+    mesh: MeshShape,
+    *,
+    microbatch_size: int,
+) -> int:
+    """What a microbatch's loss takes, on the last stage; see ``stage_budget_bytes``."""
+    if index < plan.schedule.num_stages - 1:
+        return 0
+    vocab_size = part.config.vocab_size
+    return loss_bytes(mesh, training, num_samples=microbatch_size, vocab_size=vocab_size)
 
 
 def stage_batch(

@@ -15,7 +15,7 @@ from gt_config import AutoParallelConfig
 from gt_trainer.device import machine_memory_bytes
 from gt_trainer.placement.planned_loss import num_chunks
 from gt_trainer.placement.planned_machine import planned_machine
-from gt_trainer.placement.planned_mesh import local_token_shape
+from gt_trainer.placement.planned_mesh import local_token_shape, num_batch_shards
 
 _GIB = 2**30
 
@@ -63,6 +63,16 @@ def memory_budget(solver: AutoParallelConfig) -> MemoryBudget:
         capacity = machine_memory_bytes() // num_ranks
         source = f"a rank's part of this machine's {capacity * num_ranks / _GIB:.2f} GiB"
     return MemoryBudget(num_bytes=device_budget_bytes(capacity), source=f"nine tenths of {source}")
+
+
+def adds_up_gradients(mesh: MeshShape, training: TrainingConfig) -> bool:
+    """Whether a step has several microbatches, of which each is one run of the planned model.
+
+    Args:
+        mesh: that is planned.
+        training: gives the samples of a rank's microbatch, and of a step.
+    """
+    return training.global_batch_size > training.local_batch_size * num_batch_shards(mesh)
 
 
 def loss_bytes(

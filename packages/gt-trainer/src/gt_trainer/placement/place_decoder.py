@@ -34,7 +34,12 @@ from gt_trainer.placement.example_batch import example_inputs, example_kwargs
 from gt_trainer.placement.expert_blocks import TitanExpertBlock, expert_blocks, uncounted_routing
 from gt_trainer.placement.kept_plan import PLAN_FILE
 from gt_trainer.placement.masks_of_parts import make_masks_of_parts
-from gt_trainer.placement.memory_budget import loss_bytes, memory_budget
+from gt_trainer.placement.memory_budget import (
+    adds_up_gradients,
+    asked_budget_bytes,
+    loss_bytes,
+    memory_budget,
+)
 from gt_trainer.placement.planned_machine import planned_machine
 from gt_trainer.placement.planned_mesh import (
     batch_layout,
@@ -44,6 +49,7 @@ from gt_trainer.placement.planned_mesh import (
     planned_mesh,
     token_layout,
 )
+from gt_trainer.placement.reasons import reasons_of_dry_run
 
 
 def place_decoder(
@@ -111,9 +117,10 @@ def placement_plan(
         solver.experts, mesh, seq_len=training.seq_len, has_experts=bool(blocks)
     )
     budget = memory_budget(solver)
-    budget_bytes = beside_loss_bytes(budget.num_bytes, model, training, mesh)
+    of_loss = decoder_loss_bytes(model, training, mesh)
+    accumulates = adds_up_gradients(mesh, training)
     cost_model = planned_machine().cost_model()
-    logger.info(f"Placement: {budget}, {budget_bytes / 2**30:.2f} GiB of it beside the loss")
+    logger.info(f"Placement: {budget}, of which the loss takes {of_loss / 2**30:.2f} GiB")
     with uncounted_routing(model):
         if solver.plan is not None:
             logger.info(f"Placement: the plan of {solver.plan}")
@@ -125,7 +132,10 @@ def placement_plan(
                 example_kwargs=kwargs,
                 cost_model=cost_model,
                 constraints=constraints,
-                memory_budget_bytes=budget_bytes,
+                memory_budget_bytes=budget.num_bytes,
+                made_for_budget_bytes=asked_budget_bytes(solver),
+                loss_bytes=of_loss,
+                accumulates_gradients=accumulates,
                 compute_dtype=compute_dtype,
                 reduce_dtype=reduce_dtype,
                 experts=blocks,
@@ -137,7 +147,9 @@ def placement_plan(
             inputs,
             PlacementRequest(
                 constraints=constraints,
-                memory_budget_bytes=budget_bytes,
+                memory_budget_bytes=budget.num_bytes,
+                loss_bytes=of_loss,
+                accumulates_gradients=accumulates,
                 cost_model=cost_model,
                 compute_dtype=compute_dtype,
                 reduce_dtype=reduce_dtype,
@@ -151,17 +163,14 @@ def placement_plan(
         )
 
 
-def beside_loss_bytes(
-    budget_bytes: int, model: Decoder, training: TrainingConfig, mesh: MeshShape
-) -> int:
-    """What a plan may take of a rank's memory, for what is planned does not hold the loss."""
-    of_loss = loss_bytes(
+def decoder_loss_bytes(model: Decoder, training: TrainingConfig, mesh: MeshShape) -> int:
+    """``loss_bytes`` of a whole decoder's batch."""
+    return loss_bytes(
         mesh,
         training,
         num_samples=training.local_batch_size,
         vocab_size=model.config.vocab_size,
     )
-    return max(1, budget_bytes - of_loss)
 
 
 def demands_of_run(
@@ -183,5 +192,6 @@ def demands_of_run(
 def _publish(plan: PlacementPlan, folder: Path) -> None:
     logger.info(f"Placement:\n{plan_report(plan)}")
     write_plan(plan, folder / PLAN_FILE)
-    page = write_report_page(plan, folder / "placement.html")
+    reasons = reasons_of_dry_run(plan)
+    page = write_report_page(plan, folder / "placement.html", reasons=reasons)
     logger.info(f"Placement: the plan as a page is {page}")

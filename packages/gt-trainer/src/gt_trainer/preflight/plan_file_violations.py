@@ -68,8 +68,8 @@ def _check(path: Path, config: GraphTrainer.Config, topology: Topology) -> None:
 
     from gt_autoparallel import check_plan_file
     from gt_trainer.placement.example_batch import example_inputs, example_kwargs
-    from gt_trainer.placement.memory_budget import asked_budget_bytes
-    from gt_trainer.placement.place_decoder import beside_loss_bytes, demands_of_run
+    from gt_trainer.placement.memory_budget import adds_up_gradients, asked_budget_bytes
+    from gt_trainer.placement.place_decoder import decoder_loss_bytes, demands_of_run
     from gt_trainer.placement.planned_machine import planned_machine
     from gt_trainer.placement.planned_mesh import num_batch_shards, planned_axes
 
@@ -98,9 +98,10 @@ def _check(path: Path, config: GraphTrainer.Config, topology: Topology) -> None:
             solver.experts, mesh, seq_len=config.training.seq_len, has_experts=routes
         ),
         # Not what the device has: to ask CUDA would keep ranks from being forked.
-        memory_budget_bytes=None
-        if budget is None
-        else beside_loss_bytes(budget, model, config.training, mesh),
+        memory_budget_bytes=budget,
+        made_for_budget_bytes=budget,
+        loss_bytes=decoder_loss_bytes(model, config.training, mesh),
+        accumulates_gradients=adds_up_gradients(mesh, config.training),
     )
 
 
@@ -114,6 +115,7 @@ def _check_stages(path: Path, config: GraphTrainer.Config, mesh: MeshShape) -> N
         microbatches_of,
         stage_batch,
         stage_budget_bytes,
+        stage_loss_bytes,
         stage_name,
         stages_of_plan,
     )
@@ -137,14 +139,14 @@ def _check_stages(path: Path, config: GraphTrainer.Config, mesh: MeshShape) -> N
     )
     num_stages = plan.schedule.num_stages
     budget = asked_budget_bytes(solver)
+    size = parallelism.pipeline_parallel_microbatch_size
     for index, part in cut_stages(model, plan, range(num_stages)).items():
-        batch = stage_batch(
-            part,
-            index,
-            config.training,
-            mesh,
-            microbatch_size=parallelism.pipeline_parallel_microbatch_size,
-        )
+        batch = stage_batch(part, index, config.training, mesh, microbatch_size=size)
+        may_take = None
+        if budget is not None:
+            may_take = stage_budget_bytes(
+                budget, part, index, plan, config.training, mesh, microbatch_size=size
+            )
         check_plan_file(
             path,
             part,
@@ -162,18 +164,10 @@ def _check_stages(path: Path, config: GraphTrainer.Config, mesh: MeshShape) -> N
                 seq_len=config.training.seq_len,
                 is_tied=model.enable_weight_tying,
             ),
-            memory_budget_bytes=(
-                None
-                if budget is None
-                else stage_budget_bytes(
-                    budget,
-                    part,
-                    index,
-                    plan,
-                    config.training,
-                    mesh,
-                    microbatch_size=parallelism.pipeline_parallel_microbatch_size,
-                )
+            memory_budget_bytes=may_take,
+            made_for_budget_bytes=may_take,
+            loss_bytes=stage_loss_bytes(
+                part, index, plan, config.training, mesh, microbatch_size=size
             ),
         )
 

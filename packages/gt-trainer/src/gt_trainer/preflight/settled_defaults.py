@@ -1,7 +1,8 @@
 """The defaults of a device, settled with what the user chose, and what then runs, in one line.
 
 A default gives way to whatever it does not go with, and the run says so at its start; the same
-option is refused if it was asked for.
+option is refused if it was asked for. So does the EP overlap that a configuration is shipped with,
+to a solver.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ _EXCHANGE = "how many tokens ranks exchange is known on the device alone"
 _PIPELINE = "no GPU has replayed the actions of a pipeline yet"
 _MICROBATCHES = "no GPU has replayed a step of several microbatches yet"
 _PLANNED = "the plan says what the backward computes and gathers again"
+_OVERLAP = "ep_overlap"
+_CUT = "chunks are cut along one dim of a batch, and a plan may cut it along another"
 _ACTIVATIONS = {
     "save_all": "activations kept",
     "selective": "cheap activations recomputed",
@@ -43,7 +46,7 @@ _ACTIVATIONS = {
 def settle_defaults(
     config: GraphTrainer.Config, world_size: int, *, asked: Collection[str] = ()
 ) -> tuple[GraphTrainer.Config, tuple[str, ...]]:
-    """Take back the defaults of the intended device that do not go with the other options.
+    """Take back the defaults that do not go with the other options.
 
     Args:
         config: finished. Not changed.
@@ -61,6 +64,11 @@ def settle_defaults(
         and option_at(config.compile, option) != _neutral(option)
     ]
     lines: list[str] = []
+    asked_overlap = any(flag.startswith(_COMPILE + _OVERLAP) for flag in asked)
+    if config.compile.autoparallel and config.compile.ep_overlap.enabled and not asked_overlap:
+        lines.append(f"{_COMPILE}{_OVERLAP}.enabled True gives way: {_CUT}")
+        options = with_option(config.compile, _OVERLAP, _neutral(_OVERLAP))
+        config = replace(config, compile=options)
     while open_options and (reasons := _reasons(config, world_size, open_options)):
         for option, reason in reasons.items():
             value = option_at(config.compile, option)
