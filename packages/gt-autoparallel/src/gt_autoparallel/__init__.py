@@ -15,9 +15,9 @@ of the story:
     apply       the placed model
     backend     what is done to the captured step of a placed model
 
-and above them ``planner``, ``find``, ``explanation``, ``expert_table``, ``plan_file``, ``place``. A
-file imports from its own folder and from those below it: the workspace's ``pyproject.toml`` says
-which.
+and above them ``planner``, ``find``, ``explanation``, ``expert_table``, ``simulated_rivals``,
+``plan_file``, ``place``. A file imports from its own folder and from those below it: the
+workspace's ``pyproject.toml`` says which.
 """
 
 from gt_autoparallel.apply import allow_evaluation, apply_plan, make_expert_meshes
@@ -37,6 +37,9 @@ from gt_autoparallel.graph.layouts import MeshShape
 from gt_autoparallel.graph.placement_graph import ModelInterface
 from gt_autoparallel.place import SharedPlan, place, plan_on_first_rank, plans_on_first_rank
 from gt_autoparallel.plan import (
+    Candidate,
+    JudgedStep,
+    Judgement,
     PlacementPlan,
     compare,
     decode_plan,
@@ -58,14 +61,19 @@ from gt_autoparallel.prices.memory import device_budget_bytes
 from gt_autoparallel.prices.microbatches import Microbatches
 from gt_autoparallel.problem.constraints import Constraints, ModuleOutput
 from gt_autoparallel.rules import register_rule
+from gt_autoparallel.simulated_rivals import Judge
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Candidate",
     "ConstraintError",
     "Constraints",
     "ExpertBlock",
     "InfeasiblePlacementError",
+    "Judge",
+    "JudgedStep",
+    "Judgement",
     "MeshShape",
     "Microbatches",
     "ModelInterface",

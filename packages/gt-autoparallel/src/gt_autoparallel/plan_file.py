@@ -2,7 +2,7 @@
 
 ::
 
-    {"format": "gt-autoparallel plan", "version": 5, "sha256": "...", "content": {...}}
+    {"format": "gt-autoparallel plan", "version": 6, "sha256": "...", "content": {...}}
 
 A file may hold the plans of several parts of a model instead: ``"content": {"parts": {...}}``, by
 their names. The digest covers the canonical spelling of the content, so that white space may change
@@ -48,9 +48,9 @@ from gt_autoparallel.request_checks import check_model_arguments, mesh_shape
 from gt_passes.simulation import CostModel
 
 FORMAT = "gt-autoparallel plan"
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 """1 did not know the classes and modes of modules; 2 what of a redistribution hides, nor strides of
-meshes; 3 what is recomputed; 4 microbatches, nor gradients of inputs."""
+meshes; 3 what is recomputed; 4 microbatches, nor gradients of inputs; 5 rivals."""
 
 
 def write_plan(plan: PlacementPlan, path: str | os.PathLike[str]) -> Path:

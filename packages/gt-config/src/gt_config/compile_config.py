@@ -53,6 +53,11 @@ class AutoParallelConfig:
     own_tokens: each rank's tokens stay, and the experts' weights are replicated or gathered.
     expert_parallel needs --parallelism.expert_parallel_degree, which gives it its axis."""
 
+    simulate_rivals: bool = True
+    """Simulate the step of the plan that is found, and those of what experts would do: FSDP, with
+    tensor or expert parallelism or without. Train with the fastest that fits.
+    Stages of a pipeline are planned without rivals."""
+
     plan: str | None = None
     """File of a plan to train with, as placement.json of another run, in place of a search.
     Of a pipeline it holds a plan for each stage. It must be of this model, mesh, batch and machine;
