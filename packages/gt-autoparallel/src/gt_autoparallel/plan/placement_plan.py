@@ -145,7 +145,8 @@ class PlacementPlan:
 
     recomputed: tuple[int, ...] = ()
     """Indices of the forward's nodes that run once more in the backward, in order: what they make
-    is not kept, and what they read is."""
+    is not kept, and what they read is. A backward of routed experts among them makes again what
+    lies between the matrix products of its forward, whose results are kept."""
 
     memory: MemoryBreakdown
     request: ResolvedRequest

@@ -94,8 +94,10 @@ class PlacementProblem:
         found = []
         for node, variable in enumerate(self.clustering.class_of_node):
             status = self.choices[variable][solution[variable]].status
-            if status in ("recomputed", "repeated"):
-                found.append(node if status == "recomputed" else forward_of[node])
+            if status in ("recomputed", "products"):
+                found.append(node)
+            elif status == "repeated":
+                found.append(forward_of[node])
         return tuple(sorted(found))
 
     def solution_of(
@@ -120,7 +122,9 @@ class PlacementProblem:
             # Where views are as large as what they view, only "moved" may be offered.
             statuses: tuple[Status, ...] = ("idle",)
             if node.index in forward_of:
-                statuses = ("repeated" if forward_of[node.index] in recomputed else "kept",)
+                statuses = ("products" if node.index in recomputed else "kept",)
+                if forward_of[node.index] in recomputed:
+                    statuses = ("repeated",)
             elif node.index in recomputed:
                 statuses = ("recomputed",)
             elif node.index in storages.kept:

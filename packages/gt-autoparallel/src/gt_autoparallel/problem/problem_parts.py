@@ -124,6 +124,8 @@ class PartsBuilder:
         """Time of a node, with that of the forward that it repeats."""
         operands = self.graph.operand_specs(node)
         time_us = self.prices.compute_us(node, operands, choice.option, self.mesh)
+        if choice.status == "products":
+            time_us += self.prices.between_products_us(node, operands, choice.option, self.mesh)
         if choice.status == "repeated":
             forward = self.graph.nodes[self.forward_of[node.index]]
             option = replace(choice.option, operands=choice.option.operands[1:])
@@ -160,7 +162,16 @@ class PartsBuilder:
             again = _makes_again(each)
             if again.any():
                 node = self._first(number)
-                made = [recomputed_bytes(self.graph, node, c.option, self.mesh) for c in each]
+                made = [
+                    recomputed_bytes(
+                        self.graph,
+                        node,
+                        c.option,
+                        self.mesh,
+                        keeps_products=c.status == "products",
+                    )
+                    for c in each
+                ]
                 name = self.clustering.window_names[self._backward_window(number)]
                 of_rows[name] = kept + np.where(again, np.array(made, dtype=np.float64), 0.0)
             found.append(tuple(of_rows.values()))
@@ -354,7 +365,8 @@ def _runs_again(choices: Sequence[Choice]) -> NDArray[np.bool_]:
 
 def _makes_again(choices: Sequence[Choice]) -> NDArray[np.bool_]:
     """[choices] Whether memory has in the backward what nodes of a class make again there."""
-    return np.array([choice.status in ("recomputed", "repeated") for choice in choices])
+    again = ("recomputed", "products", "repeated")
+    return np.array([choice.status in again for choice in choices])
 
 
 def _linked_layouts(node: PlacementNode, option: NodeOption) -> Hashable:
