@@ -31,8 +31,8 @@ def account_and_estimate(
     found: list[int] = []
     original = placing.placement_plan
 
-    def noting(model, mesh, blocks, *, training, solver) -> PlacementPlan:
-        plan = original(model, mesh, blocks, training=training, solver=solver)
+    def noting(model, mesh, blocks, *, training, solver, judge) -> PlacementPlan:
+        plan = original(model, mesh, blocks, training=training, solver=solver, judge=judge)
         samples, vocab = training.local_batch_size, model.config.vocab_size
         of_loss = loss_bytes(mesh, training, num_samples=samples, vocab_size=vocab)
         found.append(plan.memory.total + of_loss)

@@ -24,6 +24,14 @@ class JudgedStep:
     fits: bool
     """Whether the machine has so much memory."""
 
+    def is_better_than(self, other: JudgedStep) -> bool:
+        """Whether it alone fits, or is faster; where neither fits, whether it takes less memory."""
+        if self.fits != other.fits:
+            return self.fits
+        if self.fits:
+            return self.step_us < other.step_us
+        return self.peak_bytes < other.peak_bytes
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
@@ -76,10 +84,10 @@ def fastest(candidates: Sequence[Candidate]) -> Candidate:
     Args:
         candidates: of which at least one was simulated.
     """
-
-    def rank(candidate: Candidate) -> tuple[bool, float]:
-        assert candidate.step is not None
-        step = candidate.step
-        return not step.fits, step.step_us if step.fits else step.peak_bytes
-
-    return min((each for each in candidates if each.step is not None), key=rank)
+    first, *others = [each for each in candidates if each.step is not None]
+    for each in others:
+        assert each.step is not None
+        assert first.step is not None
+        if each.step.is_better_than(first.step):
+            first = each
+    return first

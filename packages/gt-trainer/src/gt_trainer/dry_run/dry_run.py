@@ -29,7 +29,7 @@ from gt_trainer.dry_run.fake_step import FakeStep, fake_step
 from gt_trainer.dry_run.pipeline_dry_run import PipelineDryRunReport, pipeline_dry_run
 from gt_trainer.dry_run.simulated_run import SimulatedRun, simulate_run
 from gt_trainer.dry_run.step_facts import degrees_of, step_facts
-from gt_trainer.dry_run.step_judge import step_judge
+from gt_trainer.dry_run.step_judge import judged_step, step_judge
 from gt_trainer.placement.kept_plan import plan_file_of, with_plan_file
 from gt_trainer.placement.plan_judge import judged_by
 from gt_trainer.placement.planned_machine import PlannedMachine, planned_for
@@ -267,14 +267,22 @@ def _captured(
             trace_path=trace_path,
             timeline_path=timeline_path,
         )
-    simulate = functools.partial(_report, hardware=hardware)
+    best: list[DryRunReport] = []
+
+    def simulate(step: FakeStep) -> SimulatedRun:
+        report = _report(config, step, hardware=hardware)
+        if not best or judged_step(report.simulated).is_better_than(judged_step(best[0].simulated)):
+            best[:] = [report]
+        return report.simulated
+
     with (
-        judged_by(step_judge(config, lambda step: simulate(config, step).simulated)) as judging,
+        judged_by(step_judge(config, simulate)) as judging,
         fake_step(config, world_size) as step,
         flex_attention_on_cpu(),
     ):
-        report = simulate(config, step, trace_path=trace_path)
-    return replace(report, judgement=judging.judgement)
+        if judging.judgement is None or trace_path is not None:
+            best[:] = [_report(config, step, hardware=hardware, trace_path=trace_path)]
+    return replace(best[0], judgement=judging.judgement)
 
 
 def plan_before_training(
@@ -293,11 +301,11 @@ def plan_before_training(
         Exception: whatever building, placing or capturing raises.
     """
     config = replace(config, compile=replace(config.compile, mode="aot_fx_trace"))
-    simulate = functools.partial(_report, config, hardware=hardware)
-    with (
-        judged_by(step_judge(config, lambda step: simulate(step).simulated)) as judging,
-        fake_step(config, world_size),
-    ):
+
+    def simulate(step: FakeStep) -> SimulatedRun:
+        return _report(config, step, hardware=hardware).simulated
+
+    with judged_by(step_judge(config, simulate)) as judging, fake_step(config, world_size):
         return judging.judgement
 
 

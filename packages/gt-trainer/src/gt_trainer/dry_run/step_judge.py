@@ -45,9 +45,13 @@ def step_judge(
                 SharedPlan(plan=plan, interface=interface),
             )
             with flex_attention_on_cpu():
-                found = simulate(step_of_placed(config, built.model, built))
-            return JudgedStep(step_us=found.step_us, peak_bytes=found.peak_bytes, fits=found.fits)
+                return judged_step(simulate(step_of_placed(config, built.model, built)))
 
         return judge
 
     return new_judge
+
+
+def judged_step(found: SimulatedRun) -> JudgedStep:
+    """What of a simulated step plans are chosen by."""
+    return JudgedStep(step_us=found.step_us, peak_bytes=found.peak_bytes, fits=found.fits)
