@@ -37,10 +37,9 @@ from gt_autoparallel.graph.layouts import MeshShape
 from gt_autoparallel.graph.placement_graph import ModelInterface
 from gt_autoparallel.place import SharedPlan, place, plan_on_first_rank, plans_on_first_rank
 from gt_autoparallel.plan import (
-    Candidate,
     JudgedStep,
-    Judgement,
     PlacementPlan,
+    PlanJudgement,
     compare,
     decode_plan,
     encode_plan,
@@ -66,14 +65,12 @@ from gt_autoparallel.simulated_rivals import Judge
 __version__ = "0.1.0"
 
 __all__ = [
-    "Candidate",
     "ConstraintError",
     "Constraints",
     "ExpertBlock",
     "InfeasiblePlacementError",
     "Judge",
     "JudgedStep",
-    "Judgement",
     "MeshShape",
     "Microbatches",
     "ModelInterface",
@@ -83,6 +80,7 @@ __all__ = [
     "PlacementPlan",
     "PlacementPrices",
     "PlacementRequest",
+    "PlanJudgement",
     "PlanMismatchError",
     "SharedPlan",
     "__version__",

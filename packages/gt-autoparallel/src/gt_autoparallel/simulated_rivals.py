@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from gt_autoparallel.audit import audit_plan
 from gt_autoparallel.expert_table import ExpertPlan, expert_plans
-from gt_autoparallel.plan.judgement import Candidate, JudgedStep, Judgement, fastest
+from gt_autoparallel.plan.judgement import Candidate, JudgedStep, PlanJudgement, fastest
 from gt_autoparallel.plan.placement_plan import PlacementPlan
 from gt_autoparallel.plan.plan_assembly import assemble_plan
 from gt_autoparallel.planner import Planner
@@ -72,7 +72,7 @@ def with_rivals(
             step = judge(found)
         candidates.append(Candidate(name=rival.name, objective_us=cost, step=step, reason=reason))
     chosen = fastest(candidates).name
-    judgement = Judgement(chosen=chosen, candidates=tuple(candidates))
+    judgement = PlanJudgement(chosen=chosen, candidates=tuple(candidates))
     return replace(plans[chosen], judgement=judgement)
 
 

@@ -8,8 +8,8 @@ from itertools import product
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gt_autoparallel import Candidate, JudgedStep, Judgement
-from gt_autoparallel.plan.judgement import fastest
+from gt_autoparallel import JudgedStep, PlanJudgement
+from gt_autoparallel.plan.judgement import Candidate, fastest
 
 STEPS = st.none() | st.builds(
     JudgedStep,
@@ -53,7 +53,7 @@ def test_no_step_is_better_than_itself_nor_two_than_each_other() -> None:
 def test_a_judgement_says_what_was_taken_and_why_others_were_not_simulated() -> None:
     slow = JudgedStep(step_us=2e3, peak_bytes=2**30, fits=True)
     large = JudgedStep(step_us=1e3, peak_bytes=2**31, fits=False)
-    judgement = Judgement(
+    judgement = PlanJudgement(
         chosen="planner",
         candidates=(
             candidate("planner", slow),

@@ -15,7 +15,7 @@
 """
 
 from gt_autoparallel.plan.comparison import compare
-from gt_autoparallel.plan.judgement import Candidate, JudgedStep, Judgement
+from gt_autoparallel.plan.judgement import JudgedStep, PlanJudgement
 from gt_autoparallel.plan.placement_plan import PlacementPlan
 from gt_autoparallel.plan.plan_encoding import decode_plan, encode_plan
 from gt_autoparallel.plan.prediction import predicted_collectives
@@ -23,10 +23,9 @@ from gt_autoparallel.plan.report import plan_report
 from gt_autoparallel.plan.report_page import write_report_page
 
 __all__ = [
-    "Candidate",
     "JudgedStep",
-    "Judgement",
     "PlacementPlan",
+    "PlanJudgement",
     "compare",
     "decode_plan",
     "encode_plan",

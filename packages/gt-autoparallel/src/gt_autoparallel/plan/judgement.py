@@ -58,7 +58,7 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Judgement:
+class PlanJudgement:
     """Which plan was taken, and all that could have been."""
 
     chosen: str

@@ -18,7 +18,7 @@ from gt_autoparallel.graph.layouts import Layout, MeshShape
 from gt_autoparallel.graph.options import NodeOption
 from gt_autoparallel.graph.placement_graph import NodePhase, PlacementGraph, Use, Value
 from gt_autoparallel.graph.redistribution import RedistributionStep
-from gt_autoparallel.plan.judgement import Judgement
+from gt_autoparallel.plan.judgement import PlanJudgement
 from gt_autoparallel.prices.costs import StepPrices
 from gt_autoparallel.prices.memory import MemoryBreakdown
 from gt_autoparallel.problem.constraints import ResolvedRequest
@@ -156,7 +156,7 @@ class PlacementPlan:
     replicated_nodes: tuple[str, ...] = ()
     """Nodes without a rule that run replicated because the request allowed it."""
 
-    judgement: Judgement | None = None
+    judgement: PlanJudgement | None = None
     """The simulated steps of this plan and its rivals; None if it was not set beside any."""
 
     def __eq__(self, other: object) -> bool:

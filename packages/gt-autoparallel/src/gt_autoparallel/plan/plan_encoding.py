@@ -24,7 +24,7 @@ from gt_autoparallel.graph.options import AxisOption, NodeOption
 from gt_autoparallel.graph.placement_graph import PlacementGraph, Use
 from gt_autoparallel.graph.redistribution import RedistributionStep
 from gt_autoparallel.graph.redistribution_ways import StepKind
-from gt_autoparallel.plan.judgement import Candidate, JudgedStep, Judgement
+from gt_autoparallel.plan.judgement import Candidate, JudgedStep, PlanJudgement
 from gt_autoparallel.plan.placement_plan import (
     ModelSignature,
     PlacementPlan,
@@ -211,14 +211,14 @@ def _decode_request(content: Mapping[str, Any]) -> ResolvedRequest:
     )
 
 
-def _decode_judgement(content: Mapping[str, Any] | None) -> Judgement | None:
+def _decode_judgement(content: Mapping[str, Any] | None) -> PlanJudgement | None:
     if content is None:
         return None
     candidates = tuple(
         Candidate(**{**each, "step": None if each["step"] is None else JudgedStep(**each["step"])})
         for each in content["candidates"]
     )
-    return Judgement(chosen=content["chosen"], candidates=candidates)
+    return PlanJudgement(chosen=content["chosen"], candidates=candidates)
 
 
 def _layout(text: str | None) -> Layout:

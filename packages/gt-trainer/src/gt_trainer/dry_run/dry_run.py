@@ -16,7 +16,7 @@ from pathlib import Path
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from gt_autoparallel import Judgement
+from gt_autoparallel import PlanJudgement
 from gt_config.compile_config import MemoryPolicy
 from gt_config.node_keys import EpExchangeAnnotation
 from gt_passes import DescribeOnly
@@ -84,7 +84,7 @@ class DryRunReport:
     beside_by_hand: PlacedByHand | None = None
     """The step placed by hand, if a solver placed this one and the run could be placed so."""
 
-    judgement: Judgement | None = None
+    judgement: PlanJudgement | None = None
     """The plan and its rivals, if a solver placed the step and rivals were simulated."""
 
     remedy: str | None = None
@@ -287,7 +287,7 @@ def _captured(
 
 def plan_before_training(
     config: GraphTrainer.Config, world_size: int, *, hardware: Hardware | None = None
-) -> Judgement | None:
+) -> PlanJudgement | None:
     """Find the plan that a run will train with; it is written to the dump folder.
 
     For a process that has no process group yet. Eager runs get the plan of captured ones.

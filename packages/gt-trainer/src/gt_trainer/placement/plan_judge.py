@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.distributed import ParallelDims
 
-from gt_autoparallel import Judge, Judgement
+from gt_autoparallel import Judge, PlanJudgement
 
 NewJudge = Callable[[ParallelDims, DeviceMesh], Judge]
 """Makes the judge of plans for the mesh that is planned, of a run's meshes."""
@@ -25,7 +25,7 @@ class Judging:
     """A judge to be, and what came of it."""
 
     new_judge: NewJudge | None
-    judgement: Judgement | None = None
+    judgement: PlanJudgement | None = None
     """Of the plan that a model was placed by inside of ``judged_by``."""
 
 
@@ -51,7 +51,7 @@ def judge_of(parallel_dims: ParallelDims, mesh: DeviceMesh) -> Judge | None:
     return judging.new_judge(parallel_dims, mesh)
 
 
-def note_judgement(judgement: Judgement | None) -> None:
+def note_judgement(judgement: PlanJudgement | None) -> None:
     """Tell whoever made the judge what came of it."""
     judging = _JUDGING.get()
     if judging is not None:
