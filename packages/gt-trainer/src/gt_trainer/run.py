@@ -99,30 +99,30 @@ def _with_plan(config: GraphTrainer.Config, hardware: Hardware | None) -> GraphT
     """The configuration with the file of its plan, if rivals are simulated for it, on rank 0.
 
     In a child and before CUDA and the process group, for the reasons of ``_balanced``. Rank 0 hands
-    the plan over once there is a group.
+    the plan over once there is a group. The others wait so long: after half of the time that they
+    do, the run goes on without rivals, and says so.
     """
     options = config.compile
     is_judged = options.autoparallel and options.autoparallel_solver.simulate_rivals
     is_pipelined = config.parallelism.pipeline_parallel_degree > 1
-    if not is_judged or is_pipelined or plan_file_of(config) is not None:
+    if not is_judged or is_pipelined or os.environ.get("RANK", "0") != "0":
         return config
-    if os.environ.get("RANK", "0") == "0":
-        world_size = int(os.environ.get("WORLD_SIZE", "1"))
-        seconds = config.comm.init_timeout_seconds
-        try:
-            found = run_in_child(
-                partial(plan_before_training, config, world_size, hardware=hardware),
-                timeout_seconds=seconds,
-            )
-        except ChildFailedError as error:
-            raise RunStoppedError(
-                "--compile.autoparallel: no plan was found, and other ranks wait for no more than "
-                f"--comm.init_timeout_seconds {seconds}. A dry run writes the plan too, for "
-                "--compile.autoparallel_solver.plan; without its rivals "
-                "(--compile.autoparallel_solver.no_simulate_rivals) it takes less: "
-                f"{error}"
-            ) from None
-        logger.info(f"Plans by their simulated steps:\n{found}")
+    if plan_file_of(config) is not None:
+        return config
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    try:
+        found = run_in_child(
+            partial(plan_before_training, config, world_size, hardware=hardware),
+            timeout_seconds=config.comm.init_timeout_seconds / 2,
+        )
+    except ChildFailedError as error:
+        logger.warning(
+            "The plan has no rivals and is the cheapest by its prices, since their steps could not "
+            f"be simulated in half of --comm.init_timeout_seconds: {str(error).splitlines()[-1]}. "
+            "A dry run simulates them, and writes a plan for --compile.autoparallel_solver.plan"
+        )
+        return config
+    logger.info(f"Plans by their simulated steps:\n{found}")
     path = Path(config.dump_folder) / PLAN_FILE
     return replace(config, compile=with_plan_file(options, path))
 
