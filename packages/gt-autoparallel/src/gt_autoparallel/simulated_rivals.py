@@ -8,8 +8,9 @@ judge that simulates steps. Decision: docs/decisions/0044-rivals-by-simulated-st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import Protocol
 
 from gt_autoparallel.audit import audit_plan
 from gt_autoparallel.expert_table import ExpertPlan, expert_plans
@@ -21,9 +22,6 @@ from gt_autoparallel.prices.costs import PlacementPrices
 from gt_autoparallel.prices.queued import QueuedPrices, largest_layer_bytes
 from gt_autoparallel.problem.axis_styles import AxisStyle, expert_styles
 
-Judge = Callable[[PlacementPlan], JudgedStep]
-"""Simulates the step of a plan: places a model by it, captures it, and prices what is captured."""
-
 OWN = "planner"
 """Name of the plan that was found without an expert's pins."""
 
@@ -33,6 +31,14 @@ QUEUED = "planner, with queues"
 _WORTH_SIMULATING = 1.3
 """In units of the own plan's cost. Of the steps that were compared by both, prices and simulation
 differ by less."""
+
+
+class Judge(Protocol):
+    """Simulates the step of a plan: places a model by it, captures it, and prices the capture."""
+
+    def __call__(self, plan: PlacementPlan, /) -> JudgedStep:
+        """Time and memory of the step; whatever it raises ends the search."""
+        ...
 
 
 def with_rivals(
