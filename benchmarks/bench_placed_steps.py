@@ -4,7 +4,7 @@ Each shipped configuration, at the size it is meant for, is planned, captured, p
 recipe and simulated; and so are the steps that an expert would run instead
 (``placed_steps.experts``)::
 
-    python benchmarks/bench_placed_steps.py [--json FILE] [--workload llama3_8b]
+    python benchmarks/bench_placed_steps.py [--json FILE] [--workload llama3_8b] [--budget-gib 40]
 
 Every row is simulated. The peer is the fastest step by hand that fits: a ratio below 1 says that
 the plan is better. All steps by hand are notes, and so is what cannot be planned. Pipelines are
@@ -30,7 +30,7 @@ from placed_steps.experts import ExpertRun, expert_runs  # noqa: E402
 from report import Report, Row, Sample  # noqa: E402
 
 from gt_autoparallel import PlacementError  # noqa: E402
-from gt_config import ConfigError  # noqa: E402
+from gt_config import AutoParallelConfig, ConfigError  # noqa: E402
 from gt_trainer.dry_run.dry_run import DryRunReport, dry_run  # noqa: E402
 from gt_trainer.dry_run.simulated_run import SimulatedRun  # noqa: E402
 from gt_trainer.models.catalog import CATALOG, CatalogEntry  # noqa: E402
@@ -58,17 +58,24 @@ def main(arguments: list[str] | None = None) -> int:
     for entry in workloads():
         if options.workload in entry.config:
             with device.intended_for("cuda"):
-                _compare(entry, report)
+                _compare(entry, report, options)
     sys.stdout.write(report.table() + "\n")
     if options.json is not None:
         report.write(options.json)
     return 0
 
 
-def _compare(entry: CatalogEntry, report: Report) -> None:
+def _compare(entry: CatalogEntry, report: Report, asked: argparse.Namespace) -> None:
     module = importlib.import_module(f"gt_trainer.models.{entry.module}")
     config = getattr(module, entry.config)()
-    config.compile = dataclasses.replace(config.compile, autoparallel=True)
+    solver = dataclasses.replace(
+        config.compile.autoparallel_solver,
+        memory_budget_gib=asked.budget_gib,
+        time_limit_seconds=asked.time_limit_seconds,
+    )
+    config.compile = dataclasses.replace(
+        config.compile, autoparallel=True, autoparallel_solver=solver
+    )
     begin = time.process_time()
     try:
         planned = _planned(config, entry.world_size)
@@ -77,8 +84,11 @@ def _compare(entry: CatalogEntry, report: Report) -> None:
         return
     seconds = time.process_time() - begin
     degrees = " x ".join(f"{name} {degree}" for name, degree in planned.degrees)
-    ours = ExpertRun(name=f"planned on {degrees}", run=planned.simulated)
+    budget = "" if asked.budget_gib is None else f" in {asked.budget_gib:g} GiB"
+    ours = ExpertRun(name=f"planned on {degrees}{budget}", run=planned.simulated)
     report.notes.append(f"{entry.config}: {ours}; {seconds:.0f} CPU s")
+    if planned.judgement is not None:
+        report.notes += [f"{entry.config}: plan {line}" for line in planned.judgement.lines()]
     experts = []
     for expert in expert_runs(config, entry.world_size):
         experts.append(expert)
@@ -124,6 +134,15 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     parser.add_argument(
         "--workload", default="", help="only configurations whose name contains this"
+    )
+    parser.add_argument(
+        "--budget-gib", type=float, help="what a plan may take of a rank; by default of an H100"
+    )
+    parser.add_argument(
+        "--time-limit-seconds",
+        type=float,
+        default=AutoParallelConfig().time_limit_seconds,
+        help="of each search, by the clock: more on a machine that does other things",
     )
     return parser.parse_args(arguments)
 

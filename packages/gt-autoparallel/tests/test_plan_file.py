@@ -171,7 +171,7 @@ def test_a_file_has_the_fields_of_its_version(plan):
     }
     assert FORMAT_VERSION == 6
     assert {name: " ".join(sorted(part)) for name, part in parts.items()} == {
-        "content": "compute_us graph memory mesh options prices_digest recomputed redistributions "
+        "content": "compute_us graph judgement memory mesh options prices_digest recomputed redistributions "
         "replicated_nodes request signature solver windows",
         "constraint": "node placements position side",
         "graph": "nodes parameter_aliases",

@@ -15,9 +15,9 @@ of the story:
     apply       the placed model
     backend     what is done to the captured step of a placed model
 
-and above them ``planner``, ``find``, ``explanation``, ``expert_table``, ``plan_file``, ``place``. A
-file imports from its own folder and from those below it: the workspace's ``pyproject.toml`` says
-which.
+and above them ``planner``, ``find``, ``explanation``, ``expert_table``, ``simulated_rivals``,
+``plan_file``, ``place``. A file imports from its own folder and from those below it: the
+workspace's ``pyproject.toml`` says which.
 """
 
 from gt_autoparallel.apply import (
@@ -50,7 +50,9 @@ from gt_autoparallel.place import (
     plans_on_first_rank,
 )
 from gt_autoparallel.plan import (
+    JudgedStep,
     PlacementPlan,
+    PlanJudgement,
     compare,
     decode_plan,
     encode_plan,
@@ -72,6 +74,7 @@ from gt_autoparallel.prices.memory import device_budget_bytes
 from gt_autoparallel.prices.microbatches import Microbatches
 from gt_autoparallel.problem.constraints import Constraints, ModuleOutput
 from gt_autoparallel.rules import register_rule
+from gt_autoparallel.simulated_rivals import Judge
 
 __version__ = "0.1.0"
 
@@ -80,6 +83,8 @@ __all__ = [
     "Constraints",
     "ExpertBlock",
     "InfeasiblePlacementError",
+    "Judge",
+    "JudgedStep",
     "MeshShape",
     "Microbatches",
     "ModelInterface",
@@ -90,6 +95,7 @@ __all__ = [
     "PlacementPlan",
     "PlacementPrices",
     "PlacementRequest",
+    "PlanJudgement",
     "PlanMismatchError",
     "SharedPlan",
     "__version__",

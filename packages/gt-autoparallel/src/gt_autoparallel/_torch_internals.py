@@ -17,10 +17,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 # make_fx is the tracer itself; it has no public name.
 from torch.fx.experimental.proxy_tensor import make_fx
 
+# To keep what operators made, and to give it in their places; it has no public name.
+from torch.utils._python_dispatch import TorchDispatchMode
+
 __all__ = [
     "FakeTensor",
     "HigherOrderOperator",
     "OpOverload",
+    "TorchDispatchMode",
     "argument_defaults",
     "draws_random_numbers",
     "functional_twin",

@@ -9,6 +9,7 @@ from gt_autoparallel.errors import ConstraintError, InfeasiblePlacementError
 from gt_autoparallel.plan.placement_plan import PlacementPlan
 from gt_autoparallel.planner import Planner
 from gt_autoparallel.problem.axis_styles import AxisStyle, expert_styles, pinned_constraints
+from gt_autoparallel.problem.constraints import LayoutConstraint
 from gt_autoparallel.problem.tensor_parallel_names import TensorParallelNames
 
 
@@ -26,7 +27,9 @@ def expert_plans(
     *,
     styles: Mapping[str, Mapping[str, AxisStyle]] | None = None,
     names: TensorParallelNames | None = None,
+    constraints: Sequence[LayoutConstraint] = (),
     memory_budget_bytes: int | None = None,
+    recomputes: bool = True,
     relative_gap: float = 1e-3,
     time_limit_seconds: float = 120.0,
 ) -> Iterator[ExpertPlan]:
@@ -37,7 +40,11 @@ def expert_plans(
         styles: names, and what is done along each axis; by default ``expert_styles``, with
             expert parallelism if the model has routed experts.
         names: which parameters tensor parallelism cuts.
+        constraints: what each must keep besides. Where these say how an input lies, an expert does
+            not.
         memory_budget_bytes: on each rank; None for no limit.
+        recomputes: whether the backward may run parts of the forward again, as for
+            ``Planner.find``.
         relative_gap: how much each may cost above the cheapest that does the same.
         time_limit_seconds: for each.
     """
@@ -54,8 +61,9 @@ def expert_plans(
         )
         try:
             plan = planner.find(
-                constraints=pins,
+                constraints=(*constraints, *_without_given(pins, constraints, planner)),
                 memory_budget_bytes=memory_budget_bytes,
+                recomputes=recomputes,
                 relative_gap=relative_gap,
                 time_limit_seconds=time_limit_seconds,
             )
@@ -63,6 +71,15 @@ def expert_plans(
             yield ExpertPlan(name=name, plan=None, impossible=" ".join(str(error).split()))
         else:
             yield ExpertPlan(name=name, plan=plan)
+
+
+def _without_given(
+    pins: Sequence[LayoutConstraint], given: Sequence[LayoutConstraint], planner: Planner
+) -> Iterator[LayoutConstraint]:
+    """An expert's pins but those of inputs that are given otherwise: data come as they come."""
+    inputs = {node.name for node in planner.graph.of_kind("input")}
+    fixed = inputs.intersection(each.node for each in given)
+    return (pin for pin in pins if pin.node not in fixed)
 
 
 def expert_table(plan: PlacementPlan, experts: Sequence[ExpertPlan]) -> str:

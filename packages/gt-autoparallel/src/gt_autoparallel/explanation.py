@@ -358,8 +358,13 @@ def _alternative(
 def _costs_here(plan: PlacementPlan, node: PlacementNode) -> Iterator[tuple[str, float]]:
     if plan.compute_us[node.index]:
         yield "compute", plan.compute_us[node.index]
-        if node.index in plan.recomputed:
+        if node.index in plan.recomputed and node.phase == "forward":
             yield "compute again in the backward", plan.compute_us[node.index]
+        elif node.index in plan.recomputed:
+            time_us = plan.prices.between_products_us(
+                node, plan.graph.operand_specs(node), plan.options[node.index], plan.mesh
+            )
+            yield "compute again what lies between products", time_us
     for each in plan.redistributions:
         kinds = " and ".join(
             f"{step.kind} along {plan.mesh.names[step.axis]}" for step in each.steps

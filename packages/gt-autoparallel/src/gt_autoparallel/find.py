@@ -23,6 +23,7 @@ from gt_autoparallel.prices.memory import device_budget_bytes
 from gt_autoparallel.prices.microbatches import Microbatches
 from gt_autoparallel.problem.constraints import Constraints, LayoutConstraint
 from gt_autoparallel.request_checks import check_model_arguments, mesh_shape
+from gt_autoparallel.simulated_rivals import Judge, with_rivals
 from gt_passes.simulation import CostModel
 
 
@@ -83,6 +84,10 @@ class PlacementRequest:
 
     time_limit_seconds: float = 120.0
     """Seconds for the solver; then the best plan yet is given with its gap."""
+
+    judge: Judge | None = None
+    """Simulates the step of a plan. With one, what experts would do is simulated beside the
+    cheapest plan, and the fastest step is taken (``simulated_rivals``); None: the cheapest plan."""
 
     progress: ReportProgress | None = None
     """Takes a line about each stage."""
@@ -154,10 +159,19 @@ def planner_for(
 
 def find_with(planner: Planner, request: PlacementRequest) -> PlacementPlan:
     """The plan of a request by the planner that ``planner_for`` made for it."""
-    return planner.find(
+    plan = planner.find(
         constraints=request.constraints,
         memory_budget_bytes=_budget_bytes(request),
         recomputes=request.recomputes,
+        relative_gap=request.relative_gap,
+        time_limit_seconds=request.time_limit_seconds,
+    )
+    if request.judge is None:
+        return plan
+    return with_rivals(
+        planner,
+        plan,
+        request.judge,
         relative_gap=request.relative_gap,
         time_limit_seconds=request.time_limit_seconds,
     )

@@ -50,8 +50,8 @@ from gt_passes.simulation import CostModel
 FORMAT = "gt-autoparallel plan"
 FORMAT_VERSION = 6
 """1 did not know the classes and modes of modules; 2 what of a redistribution hides, nor strides of
-meshes; 3 what is recomputed; 4 microbatches, nor gradients of inputs; 5 what the loss takes, nor
-gradients of microbatches before."""
+meshes; 3 what is recomputed; 4 microbatches, nor gradients of inputs; 5 what the loss takes,
+gradients of microbatches before, nor rivals."""
 
 
 def write_plan(plan: PlacementPlan, path: str | os.PathLike[str]) -> Path:

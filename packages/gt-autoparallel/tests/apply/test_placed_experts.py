@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -58,8 +59,14 @@ def operands() -> list[Tensor]:
     ]
 
 
-def placed(block: Block, *, runs_again: bool) -> PlacedExperts:
-    return PlacedExperts(name="experts", block=block, expert_mesh=None, runs_again=runs_again)
+def placed(block: Block, *, runs_again: bool, keeps_products: bool = False) -> PlacedExperts:
+    return PlacedExperts(
+        name="experts",
+        block=block,
+        expert_mesh=None,
+        runs_again=runs_again,
+        keeps_products=keeps_products,
+    )
 
 
 @pytest.mark.parametrize("runs_again", [False, True])
@@ -78,14 +85,33 @@ def test_a_forward_is_recorded_once_and_kept_only_where_it_does_not_run_again(
 def test_gradients_are_those_of_what_is_kept_bit_for_bit() -> None:
     gradient = torch.randn(TOKENS, WIDTH)
     found = []
-    for runs_again in (False, True):
+    for runs_again, keeps_products in ((False, False), (True, False), (True, True)):
         state: dict[str, Any] = {}
-        node = placed(Block(), runs_again=runs_again)
+        node = placed(Block(), runs_again=runs_again, keeps_products=keeps_products)
         (result,) = node.forward(operands(), state)
         found.append((result, *node.backward([gradient, *operands()], state)))
     assert len(found[0]) == 5
-    for kept, again in zip(*found, strict=True):
+    for kept, again, thinned in zip(*found, strict=True):
         assert torch.equal(kept, again)
+        assert torch.equal(kept, thinned)
+
+
+def test_products_that_are_kept_are_computed_once() -> None:
+    def step(keeps_products: bool) -> Sequence[Tensor]:
+        state: dict[str, Any] = {}
+        node = placed(Block(), runs_again=True, keeps_products=keeps_products)
+        (result,) = node.forward(operands(), state)
+        return node.backward([torch.ones_like(result), *operands()], state)
+
+    def count(keeps_products: bool) -> tuple[int, int]:
+        graph = trace_step(partial(step, keeps_products))().graph_module.graph
+        graph.eliminate_dead_code()
+        targets = [str(node.target) for node in graph.nodes]
+        return targets.count("aten.bmm.default"), targets.count("aten.tanh.default")
+
+    (products, activations), (fewer, as_many) = count(False), count(True)
+    assert fewer == products - 2
+    assert as_many == activations == 2
 
 
 class Loss(torch.autograd.Function):

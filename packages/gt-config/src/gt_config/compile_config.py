@@ -59,6 +59,11 @@ class AutoParallelConfig:
     own_tokens: each rank's tokens stay, and the experts' weights are replicated or gathered.
     expert_parallel needs --parallelism.expert_parallel_degree, which gives it its axis."""
 
+    simulate_rivals: bool = True
+    """Simulate the step of the plan that is found, and those of what experts would do: FSDP, with
+    tensor or expert parallelism or without. Train with the fastest that fits.
+    Stages of a pipeline are planned without rivals."""
+
     plan: str | None = field(
         default=None,
         metadata=graph_neutral("says where a plan lies; what it decides is told by its digest"),

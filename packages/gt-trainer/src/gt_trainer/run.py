@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import shutil
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -14,10 +15,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torchtitan.tools.logging import logger
 
 from gt_passes.simulation import Hardware
+from gt_trainer.dry_run.dry_run import plan_before_training
 from gt_trainer.dry_run.simulated_balance import balance_before_training, with_stages
 from gt_trainer.launcher import ChildFailedError, RunStoppedError, run_in_child
 from gt_trainer.parallelism_options import balance_of
-from gt_trainer.placement.kept_plan import plan_file_of
+from gt_trainer.placement.kept_plan import PLAN_FILE, plan_file_of, with_plan_file
 from gt_trainer.placement.planned_machine import PlannedMachine, planned_for
 from gt_trainer.preflight.checkpoint_folder import can_be_resumed
 from gt_trainer.run_lock import locked
@@ -57,7 +59,7 @@ def train(config: GraphTrainer.Config, *, hardware: Hardware | None = None) -> N
         is_first = os.environ.get("RANK", "0") == "0"
         lock = locked(Path(config.dump_folder)) if is_first else contextlib.nullcontext()
         with lock, planned_for(PlannedMachine(hardware=hardware)):
-            _train(_balanced(config, hardware))
+            _train(_with_plan(_balanced(config, hardware), hardware))
     except CheckpointException as error:
         raise _what_ended(error, config) from None
     except OSError as error:
@@ -96,6 +98,38 @@ def _balanced(config: GraphTrainer.Config, hardware: Hardware | None) -> GraphTr
     for line in str(found).splitlines():
         logger.info(line)
     return with_stages(config, found.names_per_stage)
+
+
+def _with_plan(config: GraphTrainer.Config, hardware: Hardware | None) -> GraphTrainer.Config:
+    """The configuration with the file of its plan, if rivals are simulated for it, on rank 0.
+
+    In a child and before CUDA and the process group, for the reasons of ``_balanced``. Rank 0 hands
+    the plan over once there is a group. The others wait so long: after half of the time that they
+    do, the run goes on without rivals, and says so.
+    """
+    options = config.compile
+    is_judged = options.autoparallel and options.autoparallel_solver.simulate_rivals
+    is_pipelined = config.parallelism.pipeline_parallel_degree > 1
+    if not is_judged or is_pipelined or os.environ.get("RANK", "0") != "0":
+        return config
+    if plan_file_of(config) is not None:
+        return config
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    try:
+        found = run_in_child(
+            partial(plan_before_training, config, world_size, hardware=hardware),
+            timeout_seconds=config.comm.init_timeout_seconds / 2,
+        )
+    except ChildFailedError as error:
+        logger.warning(
+            "The plan has no rivals and is the cheapest by its prices, since their steps could not "
+            f"be simulated in half of --comm.init_timeout_seconds: {str(error).splitlines()[-1]}. "
+            "A dry run simulates them, and writes a plan for --compile.autoparallel_solver.plan"
+        )
+        return config
+    logger.info(f"Plans by their simulated steps:\n{found}")
+    path = Path(config.dump_folder) / PLAN_FILE
+    return replace(config, compile=with_plan_file(options, path))
 
 
 def _train(config: GraphTrainer.Config) -> None:

@@ -33,8 +33,8 @@ def account_and_estimate(
     found: list[int] = []
     original = placing.placement_plan
 
-    def noting(model, mesh, blocks, *, training, solver) -> PlacementPlan:
-        plan = original(model, mesh, blocks, training=training, solver=solver)
+    def noting(model, mesh, blocks, *, training, solver, judge) -> PlacementPlan:
+        plan = original(model, mesh, blocks, training=training, solver=solver, judge=judge)
         found.append(plan.memory.total)
         return plan
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from gt_autoparallel import MeshShape, PlacementError, find_placement
+from gt_config import AutoParallelConfig
 from gt_trace.testing import fake_world
 from gt_trainer.placement import place_decoder as placing
 
@@ -29,7 +30,7 @@ def test_a_dump_folder_that_cannot_be_written_to_is_said_to_the_others(
     monkeypatch.setattr(
         dist, "broadcast_object_list", lambda objects, **_: broadcasts.extend(objects)
     )
-    arguments: Any = {"parallel_dims": None, "training": None, "solver": None}
+    arguments: Any = {"parallel_dims": None, "training": None, "solver": AutoParallelConfig()}
     with fake_world(rank=0, world_size=2), pytest.raises(PlacementError) as error:
         placing.place_decoder(torch.nn.Linear(2, 2), dump_folder=str(no_folder), **arguments)  # type: ignore[arg-type]  # never looked at
     (received,) = broadcasts

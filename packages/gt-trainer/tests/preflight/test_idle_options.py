@@ -80,6 +80,7 @@ SAMPLES: dict[str, tuple[object, ...]] = {
     "autoparallel_solver.memory_budget_gib": (8.0,),
     "autoparallel_solver.time_limit_seconds": (60.0,),
     "autoparallel_solver.relative_gap": (0.01,),
+    "autoparallel_solver.simulate_rivals": (False,),
     "autoparallel_solver.plan": ("placement.json",),
     "full_recompute_saved_ops": (("layers.*::aten.mm",),),
     "offload_host_gib": (4.0,),
@@ -131,6 +132,7 @@ READERS = {
     "autoparallel_solver.memory_budget_gib": memory_budget,
     "autoparallel_solver.time_limit_seconds": place_decoder,
     "autoparallel_solver.relative_gap": place_decoder,
+    "autoparallel_solver.simulate_rivals": place_decoder,
     "autoparallel_solver.experts": place_decoder,
     "autoparallel_solver.plan": place_decoder,
 }

@@ -73,6 +73,8 @@ class CostWalk:
                 self.problems.append(f"node {node.name!r} costs {price} us, planned as {planned}")
             self._compute[_window(node)].append(price)
             if node.index in self._runs_again:
+                if node.phase == "backward":
+                    price = plan.prices.between_products_us(node, operands, option, plan.mesh)
                 self._compute[f"{scope(node)} backward"].append(price)
 
     def _walk_uses(self) -> None:

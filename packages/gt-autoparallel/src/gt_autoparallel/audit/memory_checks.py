@@ -23,7 +23,7 @@ from gt_autoparallel.audit.shards import shard_bytes
 from gt_autoparallel.audit.viewed_storage import viewed_operand
 from gt_autoparallel.graph.placement_graph import Value
 from gt_autoparallel.plan.placement_plan import PlacementPlan
-from gt_autoparallel.prices.experts import experts_saved_bytes
+from gt_autoparallel.prices.experts import experts_product_bytes, experts_saved_bytes
 from gt_autoparallel.prices.memory import MemoryBreakdown
 
 _SOURCES = ("parameter", "buffer", "input")
@@ -81,6 +81,7 @@ def _graphs_in_turn(plan: PlacementPlan) -> int:
 
 def _saved_bytes(plan: PlacementPlan) -> int:
     nodes, runs_again = plan.graph.nodes, frozenset(plan.recomputed)
+    thinned = {nodes[index].target for index in runs_again if nodes[index].phase == "backward"}
     bytes_of_storage: dict[object, int] = {}
     for node in nodes:
         if node.phase == "forward" and node.index not in runs_again:
@@ -89,11 +90,11 @@ def _saved_bytes(plan: PlacementPlan) -> int:
             if nodes[value.node].phase == "forward":
                 bytes_of_storage.update(_storage(plan, value, runs_again))
     kept_by_experts = sum(
-        experts_saved_bytes(
+        (experts_product_bytes if node.target in thinned else experts_saved_bytes)(
             node, plan.graph.operand_specs(node), plan.options[node.index], plan.mesh
         )
         for node in plan.graph.of_kind("experts")
-        if node.index not in runs_again
+        if node.phase == "forward" and node.index not in runs_again
     )
     microbatches = plan.request.microbatches
     if microbatches is None:

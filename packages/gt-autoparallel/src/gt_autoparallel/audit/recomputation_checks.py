@@ -3,7 +3,8 @@
 A node of a layer may run again if its operator gives the same bits, if nothing but its own layer
 reads it, nor what views it in place, and if what it reads can be had in the backward: kept, or made
 again, too. What is kept for it is counted with everything that is kept (``memory_checks``). Routed
-experts run again inside of their backward, which reads what they read.
+experts run again inside of their backward, which reads what they read: all of them, or what lies
+between their products; then it is the backward's node that is said to run again.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from gt_autoparallel.audit.shards import shard_bytes
 from gt_autoparallel.audit.viewed_storage import viewed_operand
 from gt_autoparallel.graph.placement_graph import PlacementNode, Value
 from gt_autoparallel.plan.placement_plan import PlacementPlan
-from gt_autoparallel.prices.experts import experts_inner_bytes
+from gt_autoparallel.prices.experts import experts_inner_bytes, experts_product_bytes
 from gt_autoparallel.prices.recomputability import may_run_twice
 
 
@@ -43,7 +44,10 @@ def recomputed_bytes(plan: PlacementPlan) -> int:
         position = viewed_operand(node)
         if node.kind == "experts":
             operands = plan.graph.operand_specs(node)
-            of_scope[scope(node)] += experts_inner_bytes(node, operands, option, plan.mesh)
+            inner = experts_inner_bytes(node, operands, option, plan.mesh)
+            if node.phase == "backward":
+                inner -= min(inner, experts_product_bytes(node, operands, option, plan.mesh))
+            of_scope[scope(node)] += inner
             continue
         if position is None:
             outputs = [Value(index, at) for at, spec in enumerate(node.outputs) if spec is not None]
@@ -66,16 +70,19 @@ def scope(node: PlacementNode) -> str:
 def _reason_against(
     plan: PlacementPlan, node: PlacementNode, readers: dict[int, list[PlacementNode]]
 ) -> str | None:
-    if node.phase == "backward" or node.kind not in ("operator", "share", "experts"):
+    is_of_backward = node.phase == "backward" and node.kind != "experts"
+    if is_of_backward or node.kind not in ("operator", "share", "experts"):
         return "it is no computation of the forward"
     if node.kind != "experts" and not may_run_twice(node):
         return "its operator may give something else the second time"
     if not any(part.isdigit() for part in node.module.split(".")):
         return "it is in no layer"
     if node.kind == "experts":
-        others = (n for n in plan.graph.of_kind("experts") if n.target == node.target)
-        is_differentiated = any(each.phase == "backward" for each in others)
-        return None if is_differentiated else "nothing in the backward reads it"
+        others = [n for n in plan.graph.of_kind("experts") if n.target == node.target]
+        if not any(each.phase == "backward" for each in others):
+            return "nothing in the backward reads it"
+        is_twice = sum(each.index in plan.recomputed for each in others) > 1
+        return "its backward does, too" if is_twice else None
     position = viewed_operand(node)
     if position is not None:
         stays = plan.layout(node.operands[position]) == plan.options[node.index].operands[position]

@@ -5,6 +5,7 @@
     placement_plan      what a plan is
     plan_assembly       from the chosen options to a plan
     model_signature     what a plan was made for, and in what another model differs
+    judgement           the simulated steps of a plan and its rivals
     plan_encoding       a plan as JSON
     prediction          which collectives will run
     report, comparison, layer_ranges, numbers_as_text
@@ -14,6 +15,7 @@
 """
 
 from gt_autoparallel.plan.comparison import compare
+from gt_autoparallel.plan.judgement import JudgedStep, PlanJudgement
 from gt_autoparallel.plan.placement_plan import PlacementPlan
 from gt_autoparallel.plan.plan_encoding import decode_plan, encode_plan, plan_digest
 from gt_autoparallel.plan.prediction import predicted_collectives
@@ -21,7 +23,9 @@ from gt_autoparallel.plan.report import plan_report
 from gt_autoparallel.plan.report_page import write_report_page
 
 __all__ = [
+    "JudgedStep",
     "PlacementPlan",
+    "PlanJudgement",
     "compare",
     "decode_plan",
     "encode_plan",

@@ -18,6 +18,7 @@ from gt_autoparallel.graph.layouts import Layout, MeshShape
 from gt_autoparallel.graph.options import NodeOption
 from gt_autoparallel.graph.placement_graph import NodePhase, PlacementGraph, Use, Value
 from gt_autoparallel.graph.redistribution import RedistributionStep
+from gt_autoparallel.plan.judgement import PlanJudgement
 from gt_autoparallel.prices.costs import StepPrices
 from gt_autoparallel.prices.memory import MemoryBreakdown
 from gt_autoparallel.problem.constraints import ResolvedRequest
@@ -122,7 +123,8 @@ class PlacementPlan:
     """A placement of every tensor and operator of a training step on a mesh.
 
     Two plans are equal if they place the same graph on the same mesh in the same way, by the same
-    prices and for the same request; how long the solver took does not matter.
+    prices and for the same request; how long the solver took does not matter, nor what rivals the
+    plan had.
     """
 
     mesh: MeshShape
@@ -143,7 +145,8 @@ class PlacementPlan:
 
     recomputed: tuple[int, ...] = ()
     """Indices of the forward's nodes that run once more in the backward, in order: what they make
-    is not kept, and what they read is."""
+    is not kept, and what they read is. A backward of routed experts among them makes again what
+    lies between the matrix products of its forward, whose results are kept."""
 
     memory: MemoryBreakdown
     request: ResolvedRequest
@@ -152,6 +155,9 @@ class PlacementPlan:
     signature: ModelSignature
     replicated_nodes: tuple[str, ...] = ()
     """Nodes without a rule that run replicated because the request allowed it."""
+
+    judgement: PlanJudgement | None = None
+    """The simulated steps of this plan and its rivals; None if it was not set beside any."""
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, PlacementPlan):

@@ -52,7 +52,10 @@ def assemble_plan(
         compute_us.append(prices.compute_us(node, operands, options[node.index], mesh))
         compute[window_name(node)].append(compute_us[-1])
         if node.index in runs_again:
-            compute[backward_window(node)].append(compute_us[-1])
+            again_us = compute_us[-1]
+            if node.phase == "backward":
+                again_us = prices.between_products_us(node, operands, options[node.index], mesh)
+            compute[backward_window(node)].append(again_us)
     unshards, reduces = parameter_chains(graph), gradient_chains(graph)
     redistributions = []
     for use in graph.uses():

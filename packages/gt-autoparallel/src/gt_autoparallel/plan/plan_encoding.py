@@ -26,6 +26,7 @@ from gt_autoparallel.graph.options import AxisOption, NodeOption
 from gt_autoparallel.graph.placement_graph import PlacementGraph, Use
 from gt_autoparallel.graph.redistribution import RedistributionStep
 from gt_autoparallel.graph.redistribution_ways import StepKind
+from gt_autoparallel.plan.judgement import Candidate, JudgedStep, PlanJudgement
 from gt_autoparallel.plan.placement_plan import (
     ModelSignature,
     PlacementPlan,
@@ -68,6 +69,7 @@ def encode_plan(plan: PlacementPlan) -> JsonObject:
         "memory": asdict(plan.memory),
         "solver": asdict(plan.solver),
         "replicated_nodes": list(plan.replicated_nodes),
+        "judgement": None if plan.judgement is None else asdict(plan.judgement),
     }
 
 
@@ -145,6 +147,7 @@ def _decode(content: Mapping[str, Any], prices: StepPrices) -> PlacementPlan:
         solver=SolverReport(**content["solver"]),
         signature=ModelSignature(**content["signature"]),
         replicated_nodes=tuple(content["replicated_nodes"]),
+        judgement=_decode_judgement(content["judgement"]),
     )
 
 
@@ -235,6 +238,16 @@ def _decode_request(content: Mapping[str, Any]) -> ResolvedRequest:
             "microbatches": None if microbatches is None else Microbatches(**microbatches),
         }
     )
+
+
+def _decode_judgement(content: Mapping[str, Any] | None) -> PlanJudgement | None:
+    if content is None:
+        return None
+    candidates = tuple(
+        Candidate(**{**each, "step": None if each["step"] is None else JudgedStep(**each["step"])})
+        for each in content["candidates"]
+    )
+    return PlanJudgement(chosen=content["chosen"], candidates=candidates)
 
 
 def _layout(text: str | None) -> Layout:

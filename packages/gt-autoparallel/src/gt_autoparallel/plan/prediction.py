@@ -80,7 +80,7 @@ def predicted_collectives(plan: PlacementPlan) -> tuple[PlannedCollective, ...]:
     for node in plan.graph.of_kind("experts"):
         exchanges = _of_experts(plan, node)
         of_node.setdefault(node.index, []).extend(exchanges)
-        if node.index in plan.recomputed:
+        if node.phase == "forward" and node.index in plan.recomputed:
             again = [replace(each, phase="backward") for each in exchanges]
             of_node.setdefault(backward_of[node.index], []).extend(again)
     return tuple(each for index in sorted(of_node) for each in of_node[index])

@@ -83,6 +83,9 @@ def _summary(plan: PlacementPlan) -> Iterator[tuple[str, str]]:
     yield "memory of a rank", f"{size_text(total)}, {limit}"
     if solver.memory_price_us_per_gib > 0:
         yield "one GiB more", f"would save {us_text(solver.memory_price_us_per_gib)} at the margin"
+    if plan.judgement is not None:
+        for line in plan.judgement.lines():
+            yield "simulated step", line
     yield (
         "problem",
         f"{solver.num_nodes} nodes, {solver.num_variables} choices, {solver.num_options} options",

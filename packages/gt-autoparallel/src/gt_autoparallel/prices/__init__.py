@@ -3,6 +3,7 @@
 ::
 
     costs            time of nodes and steps: a roofline, and NCCL's alpha-beta model
+    queued           the same where activations wait for parameters, for searches alone
     memory           bytes of a choice, and of a whole plan
     saved_storages   what the forward keeps for the backward
     recomputability  what the backward may compute again instead

@@ -37,13 +37,14 @@ from gt_autoparallel.graph.redistribution import RedistributionStep
 from gt_autoparallel.graph.redistribution_ways import StepKind
 from gt_autoparallel.prices.experts import (
     experts_exchanged_bytes,
+    experts_inner_bytes,
     experts_local_rows,
     experts_saved_bytes,
 )
 from gt_autoparallel.prices.microbatches import Microbatches
 from gt_passes.simulation import CostModel, MatmulShape, OpWork, device_time, optimizer_step_us
 
-_VERSION = 2
+_VERSION = 3
 """Version of the formulas in this file: a stored plan remembers by which it was priced."""
 
 
@@ -85,6 +86,19 @@ class StepPrices(Protocol):
         That of a parameter is the optimizer's, which takes as long as there is to update.
 
         ``operands`` are the global tensors of its operands, in their order.
+        """
+        ...
+
+    def between_products_us(
+        self,
+        node: PlacementNode,
+        operands: tuple[TensorSpec, ...],
+        option: NodeOption,
+        mesh: MeshShape,
+    ) -> float:
+        """Time in which a backward of routed experts makes again what its forward did not keep.
+
+        That is all that it reads but its operands and results of matrix products and exchanges.
         """
         ...
 
@@ -168,6 +182,16 @@ class PlacementPrices:
             stand_in = _stand_in(node, shards, results)
             known = self._compute[key] = self.cost_model.cost(stand_in).duration_us
         return known
+
+    def between_products_us(
+        self,
+        node: PlacementNode,
+        operands: tuple[TensorSpec, ...],
+        option: NodeOption,
+        mesh: MeshShape,
+    ) -> float:
+        """Time of what routed experts make again, as in ``StepPrices``: all is read and written."""
+        return self._copy_us(experts_inner_bytes(node, operands, option, mesh))
 
     def step_time(
         self,

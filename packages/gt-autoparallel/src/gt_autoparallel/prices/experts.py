@@ -68,3 +68,23 @@ def experts_inner_bytes(
     # A gated unit keeps each projection, its activation and their product.
     kept = model_dim + sum(widths[:-1]) + 2 * (widths[-1] if widths else 0)
     return rows * (kept * tokens.dtype.itemsize + model_dim * torch.float32.itemsize)
+
+
+def experts_product_bytes(
+    node: PlacementNode, operands: tuple[TensorSpec, ...], option: NodeOption, mesh: MeshShape
+) -> int:
+    """Bytes of ``experts_inner_bytes`` that are results of matrix products and exchanges.
+
+    With expert parallelism these are the rows that arrive, and those that come back.
+    """
+    first = FIRST_WEIGHT_OPERAND + (node.phase == "backward")
+    tokens, weights = operands[first - FIRST_WEIGHT_OPERAND], operands[first:]
+    layouts = option.operands[first:]
+    rows = experts_local_rows(node, operands, option, mesh)
+    model_dim = tokens.shape[-1]
+    widths = [
+        math.prod(local_shape(weight.shape, layout, mesh)[1:]) // model_dim
+        for weight, layout in zip(weights, layouts, strict=True)
+    ]
+    exchanged = 2 * model_dim if expert_parallel_axes(node, option) else 0
+    return rows * (sum(widths[:-1]) + model_dim + exchanged) * tokens.dtype.itemsize

@@ -28,7 +28,7 @@ from gt_autoparallel.graph.layouts import Layout, MeshShape, num_local_elements
 from gt_autoparallel.graph.options import NodeOption
 from gt_autoparallel.graph.parameter_chains import is_view_like
 from gt_autoparallel.graph.placement_graph import PlacementGraph, PlacementNode, TensorSpec, Value
-from gt_autoparallel.prices.experts import experts_inner_bytes
+from gt_autoparallel.prices.experts import experts_inner_bytes, experts_product_bytes
 from gt_autoparallel.prices.microbatches import (
     Microbatches,
     accumulated_gradients,
@@ -132,8 +132,9 @@ def option_bytes(
         (spec,) = node.outputs
         return _bytes(spec, option.outputs[0], mesh) * (1 + optimizer_state_copies)
     if node.kind == "experts" and node.phase == "backward" and status != "repeated":
+        inner_bytes = experts_product_bytes if status == "products" else experts_inner_bytes
         operands = graph.operand_specs(node)
-        total += experts_inner_bytes(node, operands, option, mesh) * saved.num_live
+        total += inner_bytes(node, operands, option, mesh) * saved.num_live
     return total
 
 
@@ -157,15 +158,25 @@ def gradient_bytes(
 
 
 def recomputed_bytes(
-    graph: PlacementGraph, node: PlacementNode, option: NodeOption, mesh: MeshShape
+    graph: PlacementGraph,
+    node: PlacementNode,
+    option: NodeOption,
+    mesh: MeshShape,
+    *,
+    keeps_products: bool = False,
 ) -> int:
     """Bytes that one node makes on each rank if it runs again: all its outputs.
 
     A view-like node runs again only if it is moved, and makes what arrives. Routed experts make
-    what their backward reads, at whose node it may be asked for, too.
+    what their backward reads, at whose node it may be asked for, too; but for results of products
+    if it ``keeps_products``.
     """
     if node.kind == "experts":
-        return experts_inner_bytes(node, graph.operand_specs(node), option, mesh)
+        operands = graph.operand_specs(node)
+        made = experts_inner_bytes(node, operands, option, mesh)
+        if not keeps_products:
+            return made
+        return max(0, made - experts_product_bytes(node, operands, option, mesh))
     if is_view_like(node):
         return _bytes(graph.spec(node.operands[0]), option.operands[0], mesh)
     return sum(
@@ -262,11 +273,15 @@ def layer_memory(
     forward_of = {backward: forward for forward, backward in experts_of(graph).items()}
     for node in graph.nodes:
         option, scope = options[node.index], window_scope(node)
+        keeps_products = node.phase == "backward" and node.index in storages.recomputed
         if node.index in forward_of and forward_of[node.index] not in storages.recomputed:
+            inner_bytes = experts_product_bytes if keeps_products else experts_inner_bytes
             operands = graph.operand_specs(node)
-            saved[scope] += experts_inner_bytes(node, operands, option, mesh) * num_live
+            saved[scope] += inner_bytes(node, operands, option, mesh) * num_live
         if node.index in storages.recomputed:
-            again[scope] += recomputed_bytes(graph, node, option, mesh)
+            again[scope] += recomputed_bytes(
+                graph, node, option, mesh, keeps_products=keeps_products
+            )
         if node.index not in storages.kept:
             continue
         num_copies = 1 if node.index in gathered else num_live
@@ -296,7 +311,8 @@ class NeededStorages:
 
     recomputed: tuple[int, ...]
     """Nodes that run again, and not for nobody, in order. Of routed experts what their backward
-    reads besides their operands; their result is kept if it is needed."""
+    reads besides their operands; their result is kept if it is needed. A backward of routed experts
+    among them makes again what lies between the products of its forward."""
 
 
 def needed_storages(
@@ -311,6 +327,8 @@ def needed_storages(
     for node in reversed(graph.nodes):
         if node.phase == "backward":
             needed.update(node.operands)
+            if node.kind == "experts" and node.index in recomputed:
+                again.append(node.index)
             continue
         outputs = tuple(
             position

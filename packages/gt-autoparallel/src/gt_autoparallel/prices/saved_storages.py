@@ -17,6 +17,7 @@ The backward of routed experts reads what their forward reads, and what autograd
 has a status for that:
 
     kept        since the forward
+    products    of that what matrix products and exchanges made; the rest is made again from it
     repeated    it runs the forward once more, right before itself; nothing of it is kept
 
 Of several results of one node, those that the backward does not read itself count for nobody while
@@ -46,7 +47,9 @@ from gt_autoparallel.prices.microbatches import (
 )
 from gt_autoparallel.prices.recomputability import recomputable_nodes, repeatable_experts
 
-Status = Literal["idle", "kept", "moved", "aliased", "recomputed", "repeated"]
+Status = Literal["idle", "kept", "moved", "aliased", "recomputed", "products", "repeated"]
+
+_OF_EXPERTS: tuple[Status, ...] = ("kept", "products", "repeated")
 
 SOURCES = ("parameter", "buffer", "input")
 """Kinds of nodes whose storages are there anyway."""
@@ -130,7 +133,7 @@ def saved_storages(
     counted: dict[int, bool] = {}
     statuses: dict[int, tuple[Status, ...]] = {} if makers is None else makers.statuses()
     if recomputes:
-        statuses |= dict.fromkeys(repeatable_experts(graph).values(), ("kept", "repeated"))
+        statuses |= dict.fromkeys(repeatable_experts(graph).values(), _OF_EXPERTS)
     for index, source in views.items():
         if index not in needed:
             continue

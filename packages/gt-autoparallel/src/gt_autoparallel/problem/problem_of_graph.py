@@ -88,8 +88,10 @@ class PlacementProblem:
         forward_of = {backward: forward for forward, backward in experts_of(self.graph).items()}
         found = []
         for node, choice in enumerate(self._choices_of_nodes(solution)):
-            if choice.status in ("recomputed", "repeated"):
-                found.append(node if choice.status == "recomputed" else forward_of[node])
+            if choice.status in ("recomputed", "products"):
+                found.append(node)
+            elif choice.status == "repeated":
+                found.append(forward_of[node])
         return tuple(sorted(found))
 
     def _choices_of_nodes(self, solution: Sequence[int] | Mixture) -> list[Choice]:
@@ -134,7 +136,9 @@ class PlacementProblem:
 
         def statuses_of(node: PlacementNode) -> tuple[Status, ...]:
             if node.index in forward_of:
-                return ("repeated" if forward_of[node.index] in recomputed else "kept",)
+                if forward_of[node.index] in recomputed:
+                    return ("repeated",)
+                return ("products" if node.index in recomputed else "kept",)
             if node.index in recomputed:
                 return ("recomputed",)
             # Where views are as large as what they view, only "moved" may be offered.

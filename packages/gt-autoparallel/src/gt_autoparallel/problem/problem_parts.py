@@ -140,6 +140,8 @@ class PartsBuilder:
         """Time of a node, with that of the forward that it repeats."""
         operands = self.graph.operand_specs(node)
         time_us = self.prices.compute_us(node, operands, choice.option, self.mesh)
+        if choice.status == "products":
+            time_us += self.prices.between_products_us(node, operands, choice.option, self.mesh)
         if choice.status == "repeated":
             forward = self.graph.nodes[self.forward_of[node.index]]
             option = replace(choice.option, operands=choice.option.operands[1:])
@@ -189,7 +191,14 @@ class PartsBuilder:
         """[choices] Bytes that one node of a class makes again in the backward of its layer."""
         node = self._first(number)
         made = [
-            recomputed_bytes(self.graph, node, choice.option, self.mesh) / self.saved.num_graphs
+            recomputed_bytes(
+                self.graph,
+                node,
+                choice.option,
+                self.mesh,
+                keeps_products=choice.status == "products",
+            )
+            / self.saved.num_graphs
             if again
             else 0.0
             for choice, again in zip(choices, _makes_again(choices).tolist(), strict=True)
@@ -393,7 +402,8 @@ def _runs_again(choices: Sequence[Choice]) -> NDArray[np.bool_]:
 
 def _makes_again(choices: Sequence[Choice]) -> NDArray[np.bool_]:
     """[choices] Whether memory has in the backward what nodes of a class make again there."""
-    return np.array([choice.status in ("recomputed", "repeated") for choice in choices])
+    again = ("recomputed", "products", "repeated")
+    return np.array([choice.status in again for choice in choices])
 
 
 def _linked_layouts(node: PlacementNode, option: NodeOption) -> Hashable:

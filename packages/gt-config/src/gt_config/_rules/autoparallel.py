@@ -73,6 +73,7 @@ _PLAN = "config.autoparallel_solver.plan"
 _OF_THE_SEARCH = (
     "config.autoparallel_solver.time_limit_seconds",
     "config.autoparallel_solver.relative_gap",
+    "config.autoparallel_solver.simulate_rivals",
 )
 
 

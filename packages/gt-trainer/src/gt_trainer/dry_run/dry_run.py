@@ -16,17 +16,22 @@ from pathlib import Path
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from gt_autoparallel import PlanJudgement
 from gt_config.compile_config import MemoryPolicy
+from gt_config.node_keys import EpExchangeAnnotation
 from gt_passes import DescribeOnly
-from gt_passes.simulation import Hardware
-from gt_trace import collective_counts, flex_attention_on_cpu
+from gt_passes.simulation import Hardware, HostModel
+from gt_pipeline.graph import AccumulationGraphs
+from gt_trace import TracedStep, collective_counts, flex_attention_on_cpu, read_annotation
 from gt_trainer.decoder.attention import DocumentCausalSDPA
 from gt_trainer.dry_run.beside_by_hand import PlacedByHand
 from gt_trainer.dry_run.fake_step import FakeStep, fake_step
 from gt_trainer.dry_run.pipeline_dry_run import PipelineDryRunReport, pipeline_dry_run
 from gt_trainer.dry_run.simulated_run import SimulatedRun, simulate_run
 from gt_trainer.dry_run.step_facts import degrees_of, step_facts
+from gt_trainer.dry_run.step_judge import judged_step, step_judge
 from gt_trainer.placement.kept_plan import plan_file_of, with_plan_file
+from gt_trainer.placement.plan_judge import judged_by
 from gt_trainer.placement.planned_machine import PlannedMachine, planned_for
 from gt_trainer.startup import StartupClock
 from gt_trainer.steps.captured_microbatches import AccumulationReport, capture_accumulation
@@ -79,6 +84,9 @@ class DryRunReport:
     beside_by_hand: PlacedByHand | None = None
     """The step placed by hand, if a solver placed this one and the run could be placed so."""
 
+    judgement: PlanJudgement | None = None
+    """The plan and its rivals, if a solver placed the step and rivals were simulated."""
+
     remedy: str | None = None
     """What would make a run fit that does not; None if it fits."""
 
@@ -101,9 +109,15 @@ class DryRunReport:
             f"  passes           {self.passes_seconds:.1f} s",
             str(self.simulated),
             *([f"  to make it fit   {self.remedy}"] if self.remedy else []),
+            *(self._judged() if self.judgement else []),
             *([str(self.beside_by_hand)] if self.beside_by_hand else []),
         )
         return "\n".join(lines)
+
+    def _judged(self) -> Iterator[str]:
+        assert self.judgement is not None
+        yield "Plans by their simulated steps, of which the fastest that fits is taken"
+        yield from (f"  {line}" for line in self.judgement.lines())
 
 
 def dry_run(
@@ -253,15 +267,54 @@ def _captured(
             trace_path=trace_path,
             timeline_path=timeline_path,
         )
-    with fake_step(config, world_size) as step, flex_attention_on_cpu():
-        return _report(config, step, hardware, trace_path)
+    best: list[DryRunReport] = []
+
+    def simulate(step: FakeStep) -> SimulatedRun:
+        report = _report(config, step, hardware=hardware)
+        if not best or judged_step(report.simulated).is_better_than(judged_step(best[0].simulated)):
+            best[:] = [report]
+        return report.simulated
+
+    with (
+        judged_by(step_judge(config, simulate)) as judging,
+        fake_step(config, world_size) as step,
+        flex_attention_on_cpu(),
+    ):
+        if judging.judgement is None or trace_path is not None:
+            best[:] = [_report(config, step, hardware=hardware, trace_path=trace_path)]
+    return replace(best[0], judgement=judging.judgement)
+
+
+def plan_before_training(
+    config: GraphTrainer.Config, world_size: int, *, hardware: Hardware | None = None
+) -> PlanJudgement | None:
+    """Find the plan that a run will train with; it is written to the dump folder.
+
+    For a process that has no process group yet. Eager runs get the plan of captured ones.
+
+    Args:
+        config: as for ``dry_run``, with a solver and without a pipeline. Not changed.
+        world_size: as for ``dry_run``.
+        hardware: the machine to plan for and to simulate; H100 SXM by default.
+
+    Raises:
+        Exception: whatever building, placing or capturing raises.
+    """
+    config = replace(config, compile=replace(config.compile, mode="aot_fx_trace"))
+
+    def simulate(step: FakeStep) -> SimulatedRun:
+        return _report(config, step, hardware=hardware).simulated
+
+    with judged_by(step_judge(config, simulate)) as judging, fake_step(config, world_size):
+        return judging.judgement
 
 
 def _report(
     config: GraphTrainer.Config,
     step: FakeStep,
+    *,
     hardware: Hardware | None,
-    trace_path: Path | None,
+    trace_path: Path | None = None,
 ) -> DryRunReport:
     stored = [p.to_local() if isinstance(p, DTensor) else p for p in step.model.parameters()]
     begin = time.perf_counter()
@@ -278,7 +331,7 @@ def _report(
         facts,
         parallel_dims=step.parallel_dims,
         hardware=hardware,
-        host="cuda_graph" if config.compile.cuda_graphs else "eager",
+        host=_host(config, captured),
         attention_note=_attention_note(step.model),
         trace_path=trace_path,
     )
@@ -300,6 +353,16 @@ def _report(
         memory_policy=config.compile.memory_policy,
         simulated=simulated,
     )
+
+
+def _host(config: GraphTrainer.Config, captured: TracedStep | AccumulationGraphs) -> HostModel:
+    """Who launches kernels. What exchanges tokens is recorded up to the first exchange at best."""
+    if not config.compile.cuda_graphs:
+        return "eager"
+    graphs = [captured] if isinstance(captured, TracedStep) else captured.graphs
+    nodes = (node for each in graphs for node in each.graph_module.graph.nodes)
+    has_exchange = any(read_annotation(node, EpExchangeAnnotation) is not None for node in nodes)
+    return "eager" if has_exchange else "cuda_graph"
 
 
 def _capture(

@@ -99,9 +99,14 @@ class MetaModel:
     """torchtitan's count."""
 
 
-def meta_model(config: GraphTrainer.Config, world_size: int) -> MetaModel:
-    """Build the model of ``config`` without memory; within ``fake_ranks``."""
-    parallel_dims = ParallelDims.from_config(config.parallelism, world_size)
+def meta_model(
+    config: GraphTrainer.Config, world_size: int, *, parallel_dims: ParallelDims | None = None
+) -> MetaModel:
+    """Build the model of ``config`` without memory; within ``fake_ranks``.
+
+    With ``parallel_dims`` it is one more model for meshes that exist.
+    """
+    parallel_dims = parallel_dims or ParallelDims.from_config(config.parallelism, world_size)
     dist_utils.set_spmd_backend(config.parallelism.spmd_backend)
     spec = config.model_spec
     assert spec is not None
@@ -120,17 +125,29 @@ def meta_model(config: GraphTrainer.Config, world_size: int) -> MetaModel:
 
 def _build(config: GraphTrainer.Config, world_size: int) -> FakeStep:
     built = meta_model(config, world_size)
-    spec, parallel_dims = config.model_spec, built.parallel_dims
+    spec = config.model_spec
     assert spec is not None
     model: Any = spec.parallelize_fn(
         built.model,
-        parallel_dims=parallel_dims,
+        parallel_dims=built.parallel_dims,
         training=config.training,
         parallelism=config.parallelism,
         compile_config=config.compile,
         ac_config=config.activation_checkpoint,
         dump_folder=config.dump_folder,
     )
+    return step_of_placed(config, model, built)
+
+
+def step_of_placed(config: GraphTrainer.Config, model: Any, built: MetaModel) -> FakeStep:
+    """The step of a model that has been placed.
+
+    Args:
+        config: of the run.
+        model: ``built.model``, placed.
+        built: what it was.
+    """
+    parallel_dims = built.parallel_dims
     model.train()
     loss_fn = loss_of(config).build(compile_config=config.compile)
     if isinstance(loss_fn, ChunkedLossWrapper):

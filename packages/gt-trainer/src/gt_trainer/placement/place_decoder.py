@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.config import TORCH_DTYPE_MAP, TrainingConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.common.decoder import Decoder
@@ -17,9 +18,11 @@ from torchtitan.tools.logging import logger
 
 from gt_autoparallel import (
     Constraints,
+    Judge,
     MeshShape,
     PlacementPlan,
     PlacementRequest,
+    SharedPlan,
     apply_plan,
     find_placement,
     load_plan,
@@ -40,6 +43,7 @@ from gt_trainer.placement.memory_budget import (
     loss_bytes,
     memory_budget,
 )
+from gt_trainer.placement.plan_judge import judge_of, note_judgement
 from gt_trainer.placement.planned_machine import planned_machine
 from gt_trainer.placement.planned_mesh import (
     batch_layout,
@@ -80,8 +84,16 @@ def place_decoder(
     blocks = expert_blocks(model)
 
     def published_plan() -> PlacementPlan:
-        plan = placement_plan(model, MeshShape.of(mesh), blocks, training=training, solver=solver)
+        plan = placement_plan(
+            model,
+            MeshShape.of(mesh),
+            blocks,
+            training=training,
+            solver=solver,
+            judge=judge_of(parallel_dims, mesh) if solver.simulate_rivals else None,
+        )
         _publish(plan, Path(dump_folder))
+        note_judgement(plan.judgement)
         return plan
 
     shared = plan_on_first_rank(
@@ -89,11 +101,22 @@ def place_decoder(
         device=titan_utils.device_type,
         cost_model=planned_machine().cost_model(),
     )
+    place_by_plan(model, mesh, blocks, shared)
+    return model
+
+
+def place_by_plan(
+    model: Decoder, mesh: DeviceMesh, blocks: dict[str, TitanExpertBlock], shared: SharedPlan
+) -> None:
+    """Place a decoder on the planned mesh by a plan.
+
+    Raises:
+        PlacementError: the plan is not of this model.
+    """
     apply_plan(model, shared.plan, mesh, experts=blocks, interface=shared.interface)
     if num_batch_shards(MeshShape.of(mesh)) > 1:
         make_masks_of_parts(model)
     draw_whole_weights(model)
-    return model
 
 
 def placement_plan(
@@ -103,10 +126,12 @@ def placement_plan(
     *,
     training: TrainingConfig,
     solver: AutoParallelConfig,
+    judge: Judge | None = None,
 ) -> PlacementPlan:
     """The plan of a decoder on a mesh, with batches as torchtitan's data loaders give them.
 
-    It is searched for, or read from ``solver.plan`` and seen to be for this run.
+    It is searched for, and with a ``judge`` the fastest of it and its rivals is taken; or it is
+    read from ``solver.plan`` and seen to be for this run.
     """
     num_shards = num_batch_shards(mesh)
     inputs = example_inputs(training, num_shards)
@@ -157,6 +182,7 @@ def placement_plan(
                 device=titan_utils.device_type,
                 relative_gap=solver.relative_gap,
                 time_limit_seconds=solver.time_limit_seconds,
+                judge=judge,
                 progress=lambda line: logger.info(f"Placement: {line}"),
             ),
             example_kwargs=kwargs,

@@ -35,6 +35,7 @@ from gt_trainer.steps.recipe import ReshardChoice, graphs_of, passes_of
 
 _COMPILE = "--compile."
 _RESHARD = "--parallelism.fsdp_reshard_after_forward"
+_RIVALS = "autoparallel_solver.simulate_rivals"
 _PIPELINE = "--parallelism.pipeline_parallel_degree"
 _NAMES = ("passes", "disable_passes")
 
@@ -106,7 +107,8 @@ def read_elsewhere(run: RunOptions) -> Iterator[str]:
     yield from ("mode", "autoparallel")  # what is captured, and who places the model
     yield "bitwise"  # what is refused
     if options.autoparallel:
-        yield from (p for p in option_paths(type(options)) if p.startswith("autoparallel_solver."))
+        of_solver = (p for p in option_paths(type(options)) if p.startswith("autoparallel_solver."))
+        yield from (p for p in of_solver if run.topology.pp == 1 or p != _RIVALS)
     if graphs:
         yield from ("verify_passes", "debug_graph_passes")  # what surrounds the passes
         yield "on_shape_change"

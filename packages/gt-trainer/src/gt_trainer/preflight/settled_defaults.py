@@ -167,7 +167,9 @@ def _reasons(
     reasons = {}
     if "memory_policy" in options and config.compile.autoparallel:
         reasons["memory_policy"] = _PLANNED
-    if "cuda_graphs" in options and config.parallelism.expert_parallel_degree > 1:
+    # Where a solver places experts, tokens may stay where they are.
+    exchanges = config.parallelism.expert_parallel_degree > 1 and not config.compile.autoparallel
+    if "cuda_graphs" in options and exchanges:
         reasons["cuda_graphs"] = _EXCHANGE
     elif "cuda_graphs" in options and config.parallelism.pipeline_parallel_degree > 1:
         reasons["cuda_graphs"] = _PIPELINE

@@ -1,0 +1,177 @@
+"""The planner's plan beside those of experts, by simulated steps: the fastest is taken.
+
+What experts do (FSDP, with tensor or expert parallelism) is a part of the planner's own problem,
+so that by its prices nothing of it is cheaper. Its prices may be wrong. Here the cheapest plan that
+does what each expert does is found under the same demands and budget, and whoever asks brings a
+judge that simulates steps. Decision: docs/decisions/0044-rivals-by-simulated-steps.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Protocol
+
+from gt_autoparallel.audit import audit_plan
+from gt_autoparallel.expert_table import ExpertPlan, expert_plans
+from gt_autoparallel.plan.judgement import Candidate, JudgedStep, PlanJudgement, fastest
+from gt_autoparallel.plan.placement_plan import PlacementPlan
+from gt_autoparallel.plan.plan_assembly import assemble_plan
+from gt_autoparallel.planner import Planner
+from gt_autoparallel.prices.costs import PlacementPrices
+from gt_autoparallel.prices.queued import QueuedPrices, largest_layer_bytes
+from gt_autoparallel.problem.axis_styles import AxisStyle, expert_styles
+
+OWN = "planner"
+"""Name of the plan that was found without an expert's pins."""
+
+QUEUED = "planner, with queues"
+"""Name of the plan that was found by ``QueuedPrices``."""
+
+_WORTH_SIMULATING = 1.3
+"""In units of the own plan's cost. Of the steps that were compared by both, prices and simulation
+differ by less."""
+
+
+class Judge(Protocol):
+    """Simulates the step of a plan: places a model by it, captures it, and prices the capture."""
+
+    def __call__(self, plan: PlacementPlan, /) -> JudgedStep:
+        """Time and memory of the step; whatever it raises ends the search."""
+        ...
+
+
+def with_rivals(
+    planner: Planner,
+    plan: PlacementPlan,
+    judge: Judge,
+    *,
+    relative_gap: float,
+    time_limit_seconds: float,
+) -> PlacementPlan:
+    """The fastest by ``judge`` of a plan and of what experts would do; it says who was compared.
+
+    Rivals keep what was asked of ``plan``: constraints, budget, recomputation. Who replicates
+    parameters is no rival, and neither is who costs 1.3 times as much by the planner's prices.
+
+    Args:
+        planner: that found ``plan``.
+        plan: found without the pins of an expert.
+        judge: called once for each plan that differs from those before it.
+        relative_gap: how much each rival may cost above the cheapest that does the same.
+        time_limit_seconds: for each rival's search.
+
+    Raises:
+        Exception: whatever ``judge`` raises.
+    """
+    plans = {OWN: plan}
+    candidates = [Candidate(name=OWN, objective_us=plan.objective_us, step=judge(plan))]
+    for rival in _rivals(planner, plan, relative_gap, time_limit_seconds):
+        found, same = rival.plan, None
+        if found is not None:
+            same = next((name for name, known in plans.items() if _is_same(known, found)), None)
+        reason = _reason_against(rival, plan, same)
+        cost = None if found is None else found.objective_us
+        step = None
+        if found is not None and not reason:
+            plans[rival.name] = found
+            step = judge(found)
+        candidates.append(Candidate(name=rival.name, objective_us=cost, step=step, reason=reason))
+    chosen = fastest(candidates).name
+    judgement = PlanJudgement(chosen=chosen, candidates=tuple(candidates))
+    return replace(plans[chosen], judgement=judgement)
+
+
+def _rivals(
+    planner: Planner, plan: PlacementPlan, relative_gap: float, time_limit_seconds: float
+) -> Iterator[ExpertPlan]:
+    queued = _queued(planner, plan, relative_gap, time_limit_seconds)
+    if queued is not None:
+        yield ExpertPlan(name=QUEUED, plan=queued)
+    yield from _experts(planner, plan, relative_gap, time_limit_seconds)
+
+
+def _queued(
+    planner: Planner, plan: PlacementPlan, relative_gap: float, time_limit_seconds: float
+) -> PlacementPlan | None:
+    """The cheapest plan if activations wait for parameters along all axes but the innermost."""
+    mesh, prices, request = planner.mesh, planner.prices, plan.request
+    if mesh.num_axes == 1 or not isinstance(prices, PlacementPrices):
+        return None
+    inner = min(range(mesh.num_axes), key=lambda axis: mesh.strides[axis])
+    searching = Planner(
+        planner.graph,
+        mesh,
+        signature=planner.signature,
+        prices=QueuedPrices(
+            prices.cost_model,
+            microbatches=request.microbatches,
+            layer_bytes=largest_layer_bytes(planner.graph),
+            axes={*range(mesh.num_axes)} - {inner},
+        ),
+        replicate_unknown=planner.replicate_unknown,
+        optimizer_state_copies=request.optimizer_state_copies,
+        microbatches=request.microbatches,
+    )
+    found = searching.find(
+        constraints=request.constraints,
+        memory_budget_bytes=request.memory_budget_bytes,
+        recomputes=request.recomputes,
+        relative_gap=relative_gap,
+        time_limit_seconds=time_limit_seconds,
+        audit=False,  # of the plan at its own prices, below
+    )
+    at_own_prices = assemble_plan(
+        graph=planner.graph,
+        mesh=mesh,
+        options=found.options,
+        recomputed=found.recomputed,
+        prices=prices,
+        request=request,
+        signature=planner.signature,
+        solver=found.solver,
+    )
+    solver = replace(
+        found.solver,
+        objective_us=at_own_prices.objective_us,
+        lower_bound_us=plan.solver.lower_bound_us,
+        proven=False,
+    )
+    at_own_prices = replace(at_own_prices, solver=solver)
+    audit_plan(at_own_prices)
+    return at_own_prices
+
+
+def _experts(
+    planner: Planner, plan: PlacementPlan, relative_gap: float, time_limit_seconds: float
+) -> Iterator[ExpertPlan]:
+    return expert_plans(
+        planner,
+        styles=_styles(planner),
+        constraints=plan.request.constraints,
+        memory_budget_bytes=plan.request.memory_budget_bytes,
+        recomputes=plan.request.recomputes,
+        relative_gap=relative_gap,
+        time_limit_seconds=time_limit_seconds,
+    )
+
+
+def _styles(planner: Planner) -> dict[str, Mapping[str, AxisStyle]]:
+    has_experts = bool(planner.graph.of_kind("experts"))
+    styles = expert_styles(planner.mesh, routed_experts=has_experts)
+    return {name: axes for name, axes in styles.items() if not name.startswith("DDP")}
+
+
+def _is_same(first: PlacementPlan, second: PlacementPlan) -> bool:
+    return first.options == second.options and first.recomputed == second.recomputed
+
+
+def _reason_against(expert: ExpertPlan, own: PlacementPlan, same: str | None) -> str:
+    if expert.plan is None:
+        return f"no such plan: {expert.impossible.partition(';')[0]}"
+    if same is not None:
+        return f"not simulated: the same as {same}"
+    ratio = expert.plan.objective_us / own.objective_us if own.objective_us else 1.0
+    if ratio > _WORTH_SIMULATING:
+        return f"not simulated: {ratio:.2f} times the cost by the planner's prices"
+    return ""

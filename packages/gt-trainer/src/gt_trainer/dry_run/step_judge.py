@@ -1,0 +1,57 @@
+"""Simulates the steps of plans, so that the fastest is taken and not the cheapest by prices alone.
+
+Each plan gets a model of its own on meta, which is placed, captured, put through the recipe and
+priced as the run's own step is: on the fake ranks that exist already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch.distributed.device_mesh import DeviceMesh
+from torchtitan.distributed import ParallelDims
+
+from gt_autoparallel import Judge, JudgedStep, PlacementPlan, SharedPlan
+from gt_trace import flex_attention_on_cpu
+from gt_trainer.dry_run.fake_step import FakeStep, meta_model, step_of_placed
+from gt_trainer.dry_run.simulated_run import SimulatedRun
+from gt_trainer.placement.expert_blocks import expert_blocks
+from gt_trainer.placement.place_decoder import place_by_plan
+from gt_trainer.placement.plan_judge import NewJudge
+from gt_trainer.trainer import GraphTrainer
+
+
+def step_judge(
+    config: GraphTrainer.Config, simulate: Callable[[FakeStep], SimulatedRun]
+) -> NewJudge | None:
+    """Make the judges of a run's plans; None if it plans nothing.
+
+    Args:
+        config: of the run; its step is one graph.
+        simulate: captures a step and prices it.
+    """
+    if not config.compile.autoparallel:
+        return None
+
+    def new_judge(parallel_dims: ParallelDims, mesh: DeviceMesh) -> Judge:
+        def judge(plan: PlacementPlan) -> JudgedStep:
+            built = meta_model(config, parallel_dims.world_size, parallel_dims=parallel_dims)
+            interface = plan.graph.interface
+            assert interface is not None, "the plan's model was captured in this process"
+            place_by_plan(
+                built.model,
+                mesh,
+                expert_blocks(built.model),
+                SharedPlan(plan=plan, interface=interface),
+            )
+            with flex_attention_on_cpu():
+                return judged_step(simulate(step_of_placed(config, built.model, built)))
+
+        return judge
+
+    return new_judge
+
+
+def judged_step(found: SimulatedRun) -> JudgedStep:
+    """What of a simulated step plans are chosen by."""
+    return JudgedStep(step_us=found.step_us, peak_bytes=found.peak_bytes, fits=found.fits)
