@@ -407,6 +407,23 @@ def sympy_of_torch() -> Any:
     return vars(functions)["sympy"]
 
 
+def stand_in_symbol(number: int) -> Any:
+    """Return a symbol for a size that is not negative, and that no shape environment makes."""
+    from torch.utils._sympy.symbol import SymT, make_symbol
+
+    return make_symbol(SymT.UNBACKED_INT, 10**9 + number, integer=True, nonnegative=True)
+
+
+def set_expression(size: torch.SymInt, expression: Any) -> None:
+    """Let a symbolic size stand for another expression, in all tensors that have it.
+
+    Nothing public makes a tensor of symbolic sizes without PyTorch working out facts of their
+    expressions, again for each tensor, which takes long where these are long.
+    """
+    node: Any = size.node
+    node._expr, node._expr_cache = expression, None
+
+
 @functools.cache
 def sympy_functions() -> Mapping[str, Any]:
     """Return the functions of which PyTorch makes expressions of sizes, by the names of classes."""

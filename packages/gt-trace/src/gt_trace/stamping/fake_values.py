@@ -189,7 +189,9 @@ class ValueMaker:
         num_bytes = self._symbols.size(old.untyped_storage().nbytes(), replaced)
         if isinstance(num_bytes, int):
             return torch.UntypedStorage(num_bytes, device="meta")  # type: ignore[no-untyped-call]  # torch's
-        return torch.empty((num_bytes,), dtype=torch.uint8, device="meta").untyped_storage()
+        made = torch.empty((num_bytes,), dtype=torch.uint8, device="meta").untyped_storage()
+        self._symbols.derived(made.nbytes(), old.untyped_storage().nbytes(), replaced)
+        return made
 
     def _tensor(
         self, old: torch.Tensor, storage: torch.UntypedStorage, replaced: dict[Any, Any]
@@ -203,6 +205,9 @@ class ValueMaker:
             offset = self._symbols.size(offset, replaced)
         element = torch.empty((0,), dtype=old.dtype, device="meta")
         element.set_(storage, offset, shape, stride)
+        if replaced:
+            # It may have been asked for already, and is then what it was.
+            self._symbols.derived(element.numel(), old.numel(), replaced)
         return fake_over(old, element)
 
 

@@ -109,6 +109,7 @@ class StampedGraph:
         for node in short.body[short.tail :]:
             self._take(node, self._names.in_tail(node), self._numbers.in_tail(node))
         results = [made(self) for made in outputs]
+        self._symbols.settle()
         output = self.graph.create_node("output", "output", (results,), name="output")
         output.meta = short.output.meta
         return self.graph

@@ -15,6 +15,7 @@ import torch
 from torch.fx import Node
 
 from gt_trace._torch_internals import ShapeEnv, forget_conclusions
+from gt_trace.stamping.long_sums import LongSums
 from gt_trace.stamping.report import NotStampable
 
 
@@ -42,6 +43,8 @@ class UnitSymbols:
         self._own = frozenset(ours)
         self._to_last = dict(zip(ours, theirs, strict=True))
         self._sizes: dict[Any, torch.SymInt] = {}
+        self._told: dict[Any, Any] = {}
+        self._long_sums = LongSums(shape_env)
         self._known: _Known | None = None
         if ours:
             assert shape_env is not None
@@ -74,12 +77,32 @@ class UnitSymbols:
         expression = size.node.expr
         if not expression.free_symbols & self._own:
             return size
-        told = expression.xreplace(replaced)
-        made = self._sizes.get(told)
+        key = (expression, replaced[self._ours[0]])
+        made = self._sizes.get(key)
         if made is None:
             shape_env: Any = self._shape_env
-            made = self._sizes[told] = shape_env.create_symintnode(told, hint=None)
+            short = self._long_sums.shortened(expression, key[1]).xreplace(replaced)
+            made = self._sizes[key] = shape_env.create_symintnode(short, hint=None)
+            self.derived(made, size, replaced)
         return made
+
+    def derived(self, made: Any, size: Any, replaced: dict[Any, Any]) -> None:
+        """``made`` came out of sizes of another unit as ``size`` did out of those of the first.
+
+        It stands for the whole expression once ``settle`` is called.
+        """
+        if isinstance(made, int):
+            return
+        expression = size.node.expr
+        key = (expression, replaced[self._ours[0]])
+        told = self._told.get(key)
+        if told is None:
+            told = self._told[key] = expression.xreplace(replaced)
+        self._long_sums.remember(made, told)
+
+    def settle(self) -> None:
+        """Sizes that were made stand for their whole expressions from now on."""
+        self._long_sums.settle()
 
     def _require_equal_facts(self, shape_env: Any) -> None:
         theirs = _facts(shape_env, {each: each for each in self._to_last.values()})
