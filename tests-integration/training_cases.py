@@ -36,7 +36,7 @@ class Case:
 
     module: str
     config: str
-    parallelism: dict[str, int] = field(default_factory=dict)
+    parallelism: dict[str, int | str | None] = field(default_factory=dict)
     num_layers: int = 2
     batch_size: int = BATCH_SIZE
     seq_len: int = SEQ_LEN
@@ -80,6 +80,7 @@ class Case:
         training.steps = NUM_STEPS
         training.mixed_precision_param = self.param_dtype
         model_ranks = config.parallelism.tensor_parallel_degree
+        model_ranks *= config.parallelism.context_parallel_degree
         data_ranks = dist.get_world_size() // model_ranks
         training.global_batch_size = self.batch_size * data_ranks * self.gradient_accumulation_steps
         assert isinstance(config.loss, GraphChunkedLoss.Config)
@@ -261,7 +262,7 @@ def compare_modes(
         differences += differing(eager.buffers(), captured.buffers(), f"after step {step} buffer")
     differences += differing(eager.parameters(), captured.parameters(), "final parameter")
     eager.passes, captured.passes = [], []
-    take_unseen(eager, captured)
+    take_unseen(eager, captured, length=case.seq_len)
     compare_passes("unseen batch")
     found = Comparison(
         differences=tuple(differences),

@@ -249,6 +249,17 @@ def test_a_sequence_that_the_losss_chunks_do_not_divide_is_refused(tmp_path):
     check_configuration(changed(config, tmp_path, compile={"autoparallel": True}, **parallel), 2)
 
 
+def test_ranks_that_share_a_sequence_each_need_the_losss_chunks(tmp_path):
+    shared = {"parallelism": {"context_parallel_degree": 4}, "training": {"seq_len": 264}}
+    assert refusal(changed(llama3.llama3_debugmodel(), tmp_path, **shared), 4) == (
+        "the configuration has 1 problem:\n"
+        "  1. --training.seq_len is 264\n"
+        "     allowed: a multiple of 32, for the loss's equal chunks (--loss.num_chunks) on each of "
+        "4 ranks that share it\n"
+        "     fix: use 288, or --loss.num_chunks 6"
+    )
+
+
 def test_profiler_settings_that_would_fail_when_training_starts_are_refused(tmp_path):
     profiler = Profiler.Config(enable_profiling=True, profile_freq=3, profiler_repeat=-1)
     config = changed(llama3.llama3_debugmodel(), tmp_path, profiler=profiler)

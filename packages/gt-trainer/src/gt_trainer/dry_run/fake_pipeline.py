@@ -125,7 +125,10 @@ def capture_divided(
     step.attach(run=_never, clock=clock, on_capture=lambda report: None)
     # A part makes masks as a run's trainer lets it, of placed stages for a part of a batch.
     tokens, labels, token_count, extra = example_inputs(
-        config, last, batch_size=config.parallelism.pipeline_parallel_microbatch_size
+        config,
+        last,
+        built.parallel_dims,
+        batch_size=config.parallelism.pipeline_parallel_microbatch_size,
     )
     microbatch = MicrobatchInputs(
         args=(tokens,),

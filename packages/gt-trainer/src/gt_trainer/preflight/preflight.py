@@ -24,6 +24,7 @@ from gt_passes import known_passes
 from gt_trainer.decoder.expert_layers import expert_layers
 from gt_trainer.device import intended_device_type
 from gt_trainer.preflight.bitwise_violations import bitwise_violations
+from gt_trainer.preflight.context_parallel_violations import context_parallel_violations
 from gt_trainer.preflight.idle_options import idle_option_violations
 from gt_trainer.preflight.machine_violations import machine_violations
 from gt_trainer.preflight.pipeline_violations import pipeline_violations
@@ -101,6 +102,7 @@ def configuration_violations(config: GraphTrainer.Config, world_size: int) -> It
     yield from _exchanges_of_unknown_operators(config)
     yield from _shapes_of_documents(config)
     yield from pipeline_violations(config)
+    yield from context_parallel_violations(config, topology)
     yield from autoparallel_violations(config, topology)
 
 
