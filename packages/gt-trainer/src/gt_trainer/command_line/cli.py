@@ -315,7 +315,7 @@ def _dry_run(
             "--timeline draws the ranks of a pipeline, and --parallelism.pipeline_parallel_degree "
             f"is {config.parallelism.pipeline_parallel_degree}: use --trace"
         )
-    hardware = _hardware(command)
+    hardware = _hardware(command) or _published_hardware(command)
     machine = PlannedMachine(hardware=hardware, is_simulated=True)
     with intended_for("cuda"), planned_for(machine):
         by_hand = settled_by_hand(config, world_size, asked=asked)
@@ -373,6 +373,15 @@ def _hardware(command: CommandLine) -> Hardware | None:
         return load_hardware(command.hardware.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, HardwareDataError) as error:
         raise UsageError(f"--hardware {command.hardware}: {error}") from None
+
+
+def _published_hardware(command: CommandLine) -> Hardware | None:
+    from gt_passes import simulation
+
+    if command.published is None:
+        return None
+    hardware: Hardware = getattr(simulation, command.published.hardware)()
+    return hardware
 
 
 def _already_finished(config: GraphTrainer.Config) -> str | None:
