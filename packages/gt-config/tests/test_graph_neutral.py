@@ -34,5 +34,11 @@ def test_exactly_these_fields_opt_out():
     }
     assert neutral == {
         f"CompileConfig.{name}"
-        for name in ("artifacts", "artifacts_max_gib", "debug_graph_passes", "on_shape_change")
+        for name in (
+            "artifacts",
+            "artifacts_max_gib",
+            "debug_graph_passes",
+            "on_shape_change",
+            "require_float8",
+        )
     }

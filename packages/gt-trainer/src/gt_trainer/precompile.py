@@ -38,6 +38,7 @@ from gt_trainer.artifacts.run_identity import Machine, RunSettings, environment,
 from gt_trainer.artifacts.storable_graph import StoredGraph
 from gt_trainer.dry_run.fake_step import FakeStep, fake_step
 from gt_trainer.launcher import run_in_child
+from gt_trainer.quantization.quantized_model import with_quantized_model
 from gt_trainer.startup import StartupClock
 from gt_trainer.steps.captured_microbatches import StoredAccumulation, capture_accumulation
 from gt_trainer.steps.captured_step import capture_training_step
@@ -103,6 +104,7 @@ def precompile(config: GraphTrainer.Config, world_size: int) -> PrecompileReport
         ChildFailedError: a capture failed; the text is its traceback.
         ArtifactError: a graph cannot be stored.
     """
+    config = with_quantized_model(config)
     folder = artifact_folder(config.compile)
     assert folder is not None
     environment(Machine(device="cpu"))  # reads sources once, for all children

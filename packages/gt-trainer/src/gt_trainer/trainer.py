@@ -39,6 +39,8 @@ from gt_trainer.pipelines.pipeline_plan import PipelinePlan, pipeline_plan
 from gt_trainer.pipelines.tied_weight import TiedSchedule, clip_gradients, settle_tied_weight
 from gt_trainer.placement.kept_plan import PLAN_FILE, keep_plan, plan_file_of, with_plan_file
 from gt_trainer.placement.planned_loss import LossOfParts, loss_of
+from gt_trainer.quantization.quantization_options import QuantizationConfig
+from gt_trainer.quantization.quantized_model import with_quantized_model
 from gt_trainer.startup import StartupClock
 from gt_trainer.steps.capture_log import CaptureLog
 from gt_trainer.steps.new_training_step import StepParts, new_training_step
@@ -75,6 +77,7 @@ class GraphTrainer(Trainer):
             default_factory=TrainerCompileConfig
         )
         validator: Validator.Config = field(default_factory=GraphValidator.Config)
+        quantization: QuantizationConfig = field(default_factory=QuantizationConfig)
 
         def __post_init__(self) -> None:
             # Not ``super()``: dataclasses with slots are other classes than the ones written here.
@@ -95,7 +98,9 @@ class GraphTrainer(Trainer):
             options = with_plan_file(config.compile, plan_file_of(config))
             config = replace(config, loss=loss_of(config), compile=options)
         assert config.model_spec is not None
+        # As it is before it is quantized: checkpoints are the same.
         self._model_identity = identity_of(config.model_spec)
+        config = with_quantized_model(config)
         self.startup = StartupClock()
         with self.startup.part("setup"):
             super().__init__(config)

@@ -10,6 +10,7 @@ from gt_config._rules import autoparallel
 from gt_config._rules import dependent_options
 from gt_config._rules import accumulation
 from gt_config._rules import artifacts
+from gt_config._rules import float8
 from gt_config._rules import names
 from gt_config._rules import ep_overlap
 from gt_config._rules import pipelines
@@ -23,6 +24,7 @@ __all__ = [
     "autoparallel",
     "dependent_options",
     "ep_overlap",
+    "float8",
     "mesh",
     "names",
     "pipelines",

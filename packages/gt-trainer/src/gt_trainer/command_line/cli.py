@@ -168,7 +168,7 @@ def _run(command: CommandLine, rendezvous: Rendezvous | None, started: float) ->
         return 0
     if rendezvous is None or rendezvous.rank == 0:
         described = settled_defaults.describe_run(config, world_size)
-        _print(_lines([*withdrawn, *_hints()], described))
+        _print(_lines([*withdrawn, *_hints()], described) + _precisions(config))
     restarts = None
     if command.restarts:
         if not config.checkpoint.enable:
@@ -291,6 +291,22 @@ def _lines(withdrawn: Sequence[str], description: str) -> str:
     return "".join(f"gt-train: {line}\n" for line in (*withdrawn, description))
 
 
+def _precisions(config: GraphTrainer.Config) -> str:
+    """Of a quantized model, the table of its products."""
+    from gt_trainer.quantization.precision_table import precision_lines
+    from gt_trainer.quantization.quantized_model import with_quantized_model
+
+    spec = with_quantized_model(config).model_spec
+    if spec is None:
+        return ""
+    lines = precision_lines(
+        spec.model,
+        config.quantization,
+        own_precision=config.training.mixed_precision_param,
+    )
+    return "".join(f"gt-train: {line}\n" for line in lines)
+
+
 def _hints() -> list[str]:
     import torch
 
@@ -322,7 +338,7 @@ def _dry_run(
         config, withdrawn = settle_defaults(config, world_size, asked=asked)
         check_configuration(config, world_size, will_train=False)
         description = describe_run(config, world_size)
-    _print(_lines(withdrawn, description))
+    _print(_lines(withdrawn, description) + _precisions(config))
     from gt_trainer.dry_run.dry_run import dry_run
 
     def is_allowed(changed: GraphTrainer.Config) -> bool:
@@ -356,7 +372,7 @@ def _precompile(config: GraphTrainer.Config, world_size: int, *, asked: Collecti
             "precompile captures whole steps, and this run has pipeline stages or mode aot_joint: "
             "its first start with --compile.artifacts stores its graphs"
         )
-    _print(_lines(withdrawn, describe_run(config, world_size)))
+    _print(_lines(withdrawn, describe_run(config, world_size)) + _precisions(config))
 
     def report() -> None:
         _print(f"{precompile(config, world_size)}\n")

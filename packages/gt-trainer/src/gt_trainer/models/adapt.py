@@ -127,11 +127,6 @@ def adapt_debug(
     )
 
 
-def say_converters_dropped(config: str, converters: str) -> None:
-    """Log, once a job, that a model is trained without the converters it is published with."""
-    _say(f"{config} is published with {converters}; here it trains in bfloat16 without them")
-
-
 def _adapt_model(published: ModelSpec) -> ModelSpec:
     if intended_device_type() == "cpu":
         replaced = replace_inner_attention(published.model)

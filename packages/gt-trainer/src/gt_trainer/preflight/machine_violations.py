@@ -24,6 +24,7 @@ from gt_trainer.decoder.attention import has_document_mask
 from gt_trainer.device import available_memory_bytes, installed_device_type
 from gt_trainer.preflight.checkpoint_folder import check_checkpoints
 from gt_trainer.preflight.cuda_violations import cuda_violations
+from gt_trainer.preflight.quantization_violations import device_violations
 from gt_trainer.run_lock import use_of
 from gt_trainer.trainer import GraphTrainer
 
@@ -44,6 +45,7 @@ def machine_violations(
     if installed_device_type() == "cuda":
         yield from cuda_violations(config)
     yield from _options_for_another_device(config)
+    yield from device_violations(config)
     yield from _masks_exceed_memory(config, num_local_ranks or 1, context_parallel=topology.cp)
     num_readers = topology.dp_replicate * topology.dp_shard
     yield from _unusable_folders(config, num_readers)

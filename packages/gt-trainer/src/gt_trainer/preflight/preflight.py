@@ -39,6 +39,10 @@ from gt_trainer.preflight.plain_settings import (
     topology_of_settings,
 )
 from gt_trainer.preflight.plan_file_violations import plan_file_violations
+from gt_trainer.preflight.quantization_violations import (
+    quantization_violations,
+    torchao_violations,
+)
 from gt_trainer.trainer import GraphTrainer
 
 _LEAVE_OUT = "leave the flag out"
@@ -64,6 +68,7 @@ def check_configuration(
     """
     violations = list(configuration_violations(config, world_size))
     topology = topology_of(config, world_size)
+    violations += torchao_violations(config)
     if will_train:
         violations += machine_violations(config, topology, num_local_ranks=num_local_ranks)
     else:
@@ -93,6 +98,7 @@ def configuration_violations(config: GraphTrainer.Config, world_size: int) -> It
     # gt-config refuses some of these too, and knows better why.
     yield from (each for each in idle if each.flag not in told)
     yield from bitwise_violations(config.compile, topology)
+    yield from quantization_violations(config)
     yield from unsupported_placement(
         config.parallelism, config.training, activation_checkpoint=config.activation_checkpoint
     )
