@@ -5,8 +5,8 @@ torch, so that ``--help`` and the check of a misspelled name need no import of t
 
 What a row says is given as it says it. What it leaves open is set as torchtitan did at that time:
 parameters gathered once a transformer block, one block ahead (FSDP2); "torch.compile" compiles each
-block as a whole; "Float8" is one scale for each tensor, of all linear layers but the last; of
-pipelines microbatches of one sequence. Nothing is chosen by what we simulate.
+block as a whole; "Float8" is one scale for each tensor, of all linear layers but the last; there
+are as many microbatches as pipeline ranks. Nothing is chosen by what we simulate.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-_SOURCE = "https://github.com/pytorch/torchtitan/blob/main/benchmarks/llama3_h100_202412_torchtitan.md"
+_SOURCE = (
+    "https://github.com/pytorch/torchtitan/blob/main/benchmarks/llama3_h100_202412_torchtitan.md"
+)
 
 _COMPILED = ("--compile.inductor_compilation", "full")
 _EAGER = ("--compile.inductor_compilation", "none")
@@ -149,7 +151,13 @@ def _of_70b(
 
 
 def _of_405b(
-    table: int, name: str, description: str, *flags: str, throughput: float, memory_gib: float
+    table: int,
+    name: str,
+    description: str,
+    *flags: str,
+    batch: int,
+    throughput: float,
+    memory_gib: float,
 ) -> PublishedRun:
     return PublishedRun(
         name=f"llama3_405b_{name}",
@@ -165,6 +173,10 @@ def _of_405b(
             *_COMPILED,
             *_FLOAT8,
             *_ASYNC_TP,
+            "--training.local_batch_size",
+            str(batch),
+            "--parallelism.pipeline_parallel_microbatch_size",
+            str(batch // 8),
             *flags,
         ),
         tokens_per_second_per_gpu=throughput,
@@ -182,12 +194,11 @@ def _long_405b(
         f"1F1B, {thousands}k tokens, FSDP {8 // context_parallel}, CP {context_parallel}",
         "--parallelism.pipeline_parallel_schedule",
         "1F1B",
-        "--training.local_batch_size",
-        "8",
         "--training.seq_len",
         str(thousands * 1024),
         "--parallelism.context_parallel_degree",
         str(context_parallel),
+        batch=8,
         throughput=throughput,
         memory_gib=memory_gib,
     )
@@ -208,10 +219,13 @@ _RUNS = (
         "1F1B, FSDP 8",
         "--parallelism.pipeline_parallel_schedule",
         "1F1B",
+        batch=32,
         throughput=100,
         memory_gib=82.5,
     ),
-    _of_405b(5, "interleaved", "interleaved 1F1B, FSDP 8", throughput=128, memory_gib=72.7),
+    _of_405b(
+        5, "interleaved", "interleaved 1F1B, FSDP 8", batch=32, throughput=128, memory_gib=72.7
+    ),
     _long_405b(1, 32, 76, 75.3),
     _long_405b(2, 64, 47, 75.9),
     _long_405b(4, 128, 31, 77.1),
