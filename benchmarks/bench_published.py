@@ -6,7 +6,7 @@ command line (``gt_trainer.models.published_runs``), and dry-run at its size, on
     python benchmarks/bench_published.py [--json FILE] [--workload 405b]
 
 The machine's constants come from other sources and were fixed before the first of these rows was
-simulated (docs/decisions/0007-cost-model.md). Needs gt-trainer[float8], in which most rows multiply.
+simulated (docs/decisions/0007-cost-model.md). Most rows need gt-trainer[float8].
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from gt_passes import simulation  # noqa: E402
 from gt_trainer.command_line.command_line import flags_given  # noqa: E402
 from gt_trainer.command_line.overrides import apply_overrides  # noqa: E402
 from gt_trainer.dry_run.dry_run import dry_run  # noqa: E402
+from gt_trainer.models.adapt import with_positions  # noqa: E402
 from gt_trainer.models.published_runs import PUBLISHED_RUNS  # noqa: E402
 from gt_trainer.preflight.preflight import check_configuration  # noqa: E402
 from gt_trainer.preflight.settled_defaults import settle_defaults  # noqa: E402
@@ -41,7 +42,10 @@ def main(name: str) -> None:
     published = PUBLISHED_RUNS[name]
     with device.intended_for("cuda"):
         module = importlib.import_module(f"gt_trainer.models.{published.module}")
-        config = apply_overrides(getattr(module, published.config)(), published.flags)
+        config = getattr(module, published.config)()
+        if published.positions is not None:
+            config = with_positions(config, published.positions)
+        config = apply_overrides(config, published.flags)
         config, _ = settle_defaults(
             config, published.world_size, asked=flags_given(published.flags)
         )

@@ -251,6 +251,12 @@ def _load_configuration(command: CommandLine) -> GraphTrainer.Config:
         )
     # What was assigned to it since it was made may be torchtitan's own: it is given our options.
     config = dataclasses.replace(config)
+    if command.published is not None:
+        if command.published.positions is not None:
+            from gt_trainer.models.adapt import with_positions
+
+            config = with_positions(config, command.published.positions)
+        return _with_own_folder(config, command.published.name)
     return _with_own_folder(config, command.config if is_ours else f"{name}.{command.config}")
 
 

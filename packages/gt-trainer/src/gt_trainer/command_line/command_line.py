@@ -446,8 +446,8 @@ options:
   --module NAME      model family, or the dotted path of a Python module with functions
                      that return a configuration (default: llama3)
   --config NAME      configuration (default: the module's debug model)
-  --published NAME   in place of both: repeat a run whose throughput was published, on its number
-                     of GPUs; with --dry-run on its machine (names: --list)
+  --published NAME   in place of both: repeat a run whose throughput was published, on as
+                     many GPUs; with --dry-run on its machine (names: --list)
   --nproc N          start N processes on this machine (default: 1, this one)
   --restarts N       with --nproc: after a process died, start all again from the newest
                      intact checkpoint, at most N times (default: 0)

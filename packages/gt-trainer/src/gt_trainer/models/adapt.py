@@ -8,9 +8,10 @@ Whatever a user would notice is said in the log.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import os
-from typing import Any
+from typing import Any, cast
 
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.loss import BaseLoss, ChunkedLossWrapper
@@ -76,6 +77,21 @@ def adapt_published(
             ),
         }
     )
+
+
+def with_positions(config: GraphTrainer.Config, positions: int) -> GraphTrainer.Config:
+    """Let a model be built for longer sequences than it was trained for.
+
+    Args:
+        config: Of a model with rotary embeddings. Not changed.
+        positions: Up to which position.
+    """
+    changed = copy.deepcopy(config)
+    assert changed.model_spec is not None
+    for layer in cast("Decoder.Config", changed.model_spec.model).layers:
+        attention: Any = layer.attention
+        attention.rope = dataclasses.replace(attention.rope, max_seq_len=positions)
+    return changed
 
 
 def adapt_debug(

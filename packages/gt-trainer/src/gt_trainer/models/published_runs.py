@@ -42,6 +42,10 @@ class PublishedRun:
     flags: tuple[str, ...]
     """Of the configuration, as typed."""
 
+    positions: int | None = None
+    """Up to which position the model is built, where a run is longer than the model was trained
+    for; None leaves it as it is. Throughput does not ask what is learned."""
+
     tokens_per_second_per_gpu: float
     memory_gib: float
     """The largest over GPUs, as reserved by PyTorch's allocator."""
@@ -53,12 +57,18 @@ class PublishedRun:
     """Name of the machine's data in gt_passes."""
 
 
+def _positions(thousands: int) -> int | None:
+    """Llama 3.1 reaches 128k tokens."""
+    return thousands * 1024 if thousands > 128 else None
+
+
 def _of_8b(
     table: int,
     name: str,
     description: str,
     *flags: str,
     world_size: int,
+    positions: int | None = None,
     tokens_per_second_per_gpu: float,
     memory_gib: float,
 ) -> PublishedRun:
@@ -69,6 +79,7 @@ def _of_8b(
         config="llama3_8b",
         world_size=world_size,
         flags=("--parallelism.tensor_parallel_degree", "1", "--compile.no_cuda_graphs", *flags),
+        positions=positions,
         tokens_per_second_per_gpu=tokens_per_second_per_gpu,
         memory_gib=memory_gib,
         source=f"{_SOURCE}, table {table}",
@@ -120,6 +131,7 @@ def _long_8b(
         *_COMPILED,
         *_FLOAT8,
         world_size=8,
+        positions=_positions(thousands),
         tokens_per_second_per_gpu=throughput,
         memory_gib=memory_gib,
     )
@@ -156,6 +168,7 @@ def _of_405b(
     description: str,
     *flags: str,
     batch: int,
+    positions: int | None = None,
     throughput: float,
     memory_gib: float,
 ) -> PublishedRun:
@@ -179,6 +192,7 @@ def _of_405b(
             str(batch // 8),
             *flags,
         ),
+        positions=positions,
         tokens_per_second_per_gpu=throughput,
         memory_gib=memory_gib,
         source=f"{_SOURCE}, table {table}",
@@ -199,6 +213,7 @@ def _long_405b(
         "--parallelism.context_parallel_degree",
         str(context_parallel),
         batch=8,
+        positions=_positions(thousands),
         throughput=throughput,
         memory_gib=memory_gib,
     )
