@@ -17,6 +17,8 @@ PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python;
 
 BIN := .venv/bin
 STAMP := .venv/.installed
+TORCHAO := .torchao
+TORCHAO_STAMP := $(TORCHAO)/.installed
 
 .PHONY: help train test test-all test-gpu check check-ruff check-types check-layers check-dependencies \
 	check-workspace format build smoke bench fuzz test-torch clean
@@ -44,26 +46,36 @@ $(STAMP): pyproject.toml $(PACKAGES:%=packages/%/pyproject.toml) Makefile
 		$(PACKAGES:%=--editable packages/%)
 	@touch $@
 
+# Not in .venv: what is said where it is missing has tests too, and each start would import it.
+$(TORCHAO_STAMP): $(STAMP)
+	$(BIN)/uv pip install --quiet --no-deps --python $(BIN)/python --target $(TORCHAO) --group float8
+	@touch $@
+
 train: $(STAMP)
 	$(BIN)/gt-train $(ARGS)
 
-# One thread for each of the processes that a distributed test starts. Two runs, since each has one
-# server that worker processes are forked from: one knows torch alone, the other torchtitan too.
+# One thread for each of the processes that a distributed test starts. Three runs, since each has one
+# server that worker processes are forked from: one knows torch alone, the second torchtitan too, the
+# third torchao as well.
 # Most tests of the packages keep one core busy, so two run side by side, a file in one process;
 # integration tests start four processes themselves. `ARGS="-n 0"` for one process, as pdb needs.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest
 PACKAGES_PYTEST := $(PYTEST) -n 2 --dist loadfile
+QUANTIZATION := tests-integration/quantization
+QUANTIZATION_PYTEST := PYTHONPATH=$(TORCHAO) $(PYTEST)
 
-test: $(STAMP)
+test: $(STAMP) $(TORCHAO_STAMP)
 	@status=0; \
 	$(PACKAGES_PYTEST) -m 'not slow' packages tools $(ARGS) || status=1; \
-	$(PYTEST) -m 'not slow' tests-integration $(ARGS) || status=1; \
+	$(PYTEST) -m 'not slow' tests-integration --ignore $(QUANTIZATION) $(ARGS) || status=1; \
+	$(QUANTIZATION_PYTEST) -m 'not slow' $(QUANTIZATION) $(ARGS) || status=1; \
 	exit $$status
 
-test-all: $(STAMP)
+test-all: $(STAMP) $(TORCHAO_STAMP)
 	@status=0; \
 	$(PACKAGES_PYTEST) packages tools $(ARGS) || status=1; \
-	$(PYTEST) tests-integration $(ARGS) || status=1; \
+	$(PYTEST) tests-integration --ignore $(QUANTIZATION) $(ARGS) || status=1; \
+	$(QUANTIZATION_PYTEST) $(QUANTIZATION) $(ARGS) || status=1; \
 	exit $$status
 
 # The folder has a pytest.ini of its own and needs only torch, pytest and our sources: tests-integration/README.md.
@@ -129,5 +141,5 @@ fuzz: $(STAMP)
 		--num-cases $(NUM_CASES) --seed $(SEED) $(ARGS)
 
 clean:
-	rm -rf .venv .hatch .smoke dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv .torchao .hatch .smoke dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find packages tests-integration tools benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -38,6 +38,7 @@ from gt_trainer.dry_run.pipeline_dry_run import (  # noqa: E402
 )
 from gt_trainer.preflight.preflight import check_configuration  # noqa: E402
 from gt_trainer.preflight.settled_defaults import settle_defaults  # noqa: E402
+from gt_trainer.quantization.quantization_options import QuantizationConfig  # noqa: E402
 
 _WORLD_SIZE = 512
 _IDLE_BAND = 0.05
@@ -134,6 +135,7 @@ def _predicted(published: Published) -> PipelineDryRunReport:
         config.training = dataclasses.replace(
             config.training, local_batch_size=published.batch_size, seq_len=published.seq_len
         )
+        config.quantization = QuantizationConfig()  # in bfloat16
         config.parallelism.pipeline_parallel_schedule = published.schedule
         config.parallelism.pipeline_parallel_microbatch_size = published.microbatch_size
         config, _ = settle_defaults(config, _WORLD_SIZE)

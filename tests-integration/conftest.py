@@ -32,6 +32,13 @@ def one() -> Iterator[GlooWorkers]:
         yield workers
 
 
+@pytest.fixture(scope="module")
+def two() -> Iterator[GlooWorkers]:
+    """Two ranks, for slow tests alone: no longer than a file needs them."""
+    with GlooWorkers(2, timeout=600, preload=_PRELOAD) as workers:
+        yield workers
+
+
 @pytest.fixture(scope="session")
 def four() -> Iterator[GlooWorkers]:
     """Four ranks."""

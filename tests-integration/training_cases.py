@@ -22,6 +22,7 @@ from gt_config.compile_config import FsdpBucketing
 from gt_config.node_keys import EpExchangeAnnotation, EpRegionAnnotation
 from gt_trace import phase_of, read_annotation
 from gt_trainer.decoder.chunked_loss import GraphChunkedLoss
+from gt_trainer.quantization.quantization_options import QuantizationConfig
 from gt_trainer.trainer import GraphTrainer
 
 NUM_STEPS = 5
@@ -36,7 +37,7 @@ class Case:
 
     module: str
     config: str
-    parallelism: dict[str, int] = field(default_factory=dict)
+    parallelism: dict[str, int | str | None] = field(default_factory=dict)
     num_layers: int = 2
     batch_size: int = BATCH_SIZE
     seq_len: int = SEQ_LEN
@@ -45,6 +46,7 @@ class Case:
     param_dtype: str = "float32"
     on_shape_change: ShapeChangePolicy = "error"
     fsdp_bucketing: FsdpBucketing = "transformer_block"
+    quantization: QuantizationConfig = field(default_factory=QuantizationConfig)
 
     def build(
         self,
@@ -75,11 +77,13 @@ class Case:
             **options,
         }
         config.compile = dataclasses.replace(config.compile, **asked)
+        config.quantization = self.quantization
         training = config.training
         training.seq_len, training.local_batch_size = self.seq_len, self.batch_size
         training.steps = NUM_STEPS
         training.mixed_precision_param = self.param_dtype
         model_ranks = config.parallelism.tensor_parallel_degree
+        model_ranks *= config.parallelism.context_parallel_degree
         data_ranks = dist.get_world_size() // model_ranks
         training.global_batch_size = self.batch_size * data_ranks * self.gradient_accumulation_steps
         assert isinstance(config.loss, GraphChunkedLoss.Config)
@@ -225,6 +229,9 @@ class Comparison:
     matmul_dtypes: frozenset[str]
     """Of the captured graph."""
 
+    float8_dtypes: frozenset[str]
+    """Of all values of the captured graph, those of 8 bits."""
+
     num_captures: int
     verified: bool
 
@@ -261,7 +268,7 @@ def compare_modes(
         differences += differing(eager.buffers(), captured.buffers(), f"after step {step} buffer")
     differences += differing(eager.parameters(), captured.parameters(), "final parameter")
     eager.passes, captured.passes = [], []
-    take_unseen(eager, captured)
+    take_unseen(eager, captured, length=case.seq_len)
     compare_passes("unseen batch")
     found = Comparison(
         differences=tuple(differences),
@@ -270,6 +277,7 @@ def compare_modes(
         num_idle_experts=num_idle_experts(captured.passes[-2], captured.passes[-1]),
         num_tied_parameters=num_names - len(names),
         matmul_dtypes=matmul_dtypes(captured),
+        float8_dtypes=float8_dtypes(captured),
         num_captures=len(captured.training_step.reports),
         verified=all(
             p.verified for report in captured.training_step.reports for p in report.passes
@@ -297,6 +305,18 @@ def matmul_dtypes(captured: RecordingTrainer) -> frozenset[str]:
         if node.target in (torch.ops.aten.mm.default, torch.ops.aten._grouped_mm.default)
     )
     return frozenset(str(dtype).removeprefix("torch.") for dtype in found)
+
+
+def float8_dtypes(captured: RecordingTrainer) -> frozenset[str]:
+    """Floating-point dtypes of 8 bits that values of the captured graphs have."""
+    return frozenset(
+        str(value.dtype).removeprefix("torch.")
+        for graph_module in captured.training_step.reports[0].graph_modules
+        for node in graph_module.graph.nodes
+        if isinstance(value := node.meta.get("val"), torch.Tensor)
+        and value.dtype.is_floating_point
+        and value.dtype.itemsize == 1
+    )
 
 
 def unseen_batches(shape: tuple[int, int]) -> list[dict[str, Any]]:

@@ -133,6 +133,7 @@ def check(found: list[Comparison], case: Case) -> None:
         assert len(comparison.num_idle_experts) == NUM_MOE_LAYERS.get(case.config, 0)
         assert all(num_idle > 0 for num_idle in comparison.num_idle_experts)
         assert comparison.matmul_dtypes == {case.param_dtype}
+        assert comparison.float8_dtypes == set()
         assert comparison.num_captures == 1
         assert comparison.verified
 

@@ -56,6 +56,8 @@ def run(
         for field, value in parallelism.items():
             setattr(config.parallelism, field, value)
         config.compile = dataclasses.replace(config.compile, **(options or {}))
+        if config.quantization:
+            pytest.importorskip("torchao", reason="torchao is not installed: PYTHONPATH=.torchao")
         by_hand = settled_by_hand(config, world_size)
         config, _ = settle_defaults(config, world_size)
         check_configuration(config, world_size, will_train=False)

@@ -24,6 +24,7 @@ from gt_trainer.decoder.attention import DocumentCausalSDPA
 from gt_trainer.decoder.chunked_loss import GraphChunkedLoss
 from gt_trainer.models.catalog import CATALOG
 from gt_trainer.placement.parallelize import parallelize
+from gt_trainer.quantization.quantization_options import QuantizationConfig
 from gt_trainer.trainer import GraphTrainer
 
 ENTRIES = [entry for table in CATALOG.values() for entry in table.values()]
@@ -150,12 +151,12 @@ def test_the_description_names_the_parallel_degrees(entry):
     assert (1 if shards is None else int(shards[1])) == num_shards
 
 
-def test_the_published_converters_of_405b_are_dropped_and_it_says_so(caplog):
-    with caplog.at_level("INFO"):
-        make_config(CATALOG["llama3"]["llama3_405b"])
-    said = [r.getMessage() for r in caplog.records if "Float8" in r.getMessage()]
-    line = "llama3_405b is published with Float8LinearConverter; here it trains in bfloat16 "
-    assert said == [line + "without them"]
+@pytest.mark.parametrize("name", ["llama3_405b", "llama3_405b_pp"])
+def test_405b_keeps_the_converter_that_it_is_published_with(name):
+    # torchtitan's: Float8LinearConverter, recipe rowwise, filter_fqns lm_head.
+    assert make_config(CATALOG["llama3"][name]).quantization == QuantizationConfig(
+        linears="float8_rowwise", skip=("lm_head",)
+    )
 
 
 def test_replaced_attention_is_said_once_for_a_configuration(caplog):

@@ -34,7 +34,13 @@ def test_exactly_these_fields_opt_out():
     }
     assert neutral == {
         f"CompileConfig.{name}"
-        for name in ("artifacts", "artifacts_max_gib", "debug_graph_passes", "on_shape_change")
+        for name in (
+            "artifacts",
+            "artifacts_max_gib",
+            "debug_graph_passes",
+            "on_shape_change",
+            "require_float8",
+        )
     } | {
         # What a plan decides has a digest of its own.
         f"AutoParallelConfig.{name}"

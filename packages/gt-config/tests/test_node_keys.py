@@ -17,6 +17,7 @@ from gt_config.node_keys import (
     NODE_METADATA_VERSION,
     VERSION_KEY,
     ChunkAnnotation,
+    CpCollectiveAnnotation,
     EpExchangeAnnotation,
     EpRegionAnnotation,
     FsdpCollectiveAnnotation,
@@ -32,6 +33,7 @@ EXAMPLES = [
     FsdpCollectiveAnnotation(
         kind="unshard", parameter_names=("layers.0.wq.weight",), mesh_axis="fsdp"
     ),
+    CpCollectiveAnnotation(kind="gather", mesh_axis="cp"),
     EpRegionAnnotation(kind="dispatch"),
     EpExchangeAnnotation(kind="token_exchange"),
     ChunkAnnotation(
@@ -57,6 +59,7 @@ def test_keys_are_distinct_and_under_one_prefix():
         "gt.module",
         "gt.phase",
         "gt.fsdp_collective",
+        "gt.cp_collective",
         "gt.ep_region",
         "gt.ep_exchange",
         "gt.chunk",

@@ -128,3 +128,14 @@ def test_options_of_the_search_do_nothing_for_a_saved_plan():
     assert only(CompileConfig(autoparallel=True, autoparallel_solver=solver)).flag == (
         "--compile.autoparallel_solver.relative_gap"
     )
+
+
+def test_plans_cut_sequences_themselves():
+    assert only(AUTOPARALLEL, mesh(world=2, cp=2)) == Violation(
+        flag="--parallelism.context_parallel_degree",
+        value=2,
+        allowed="1 with --compile.autoparallel: a plan takes whole sequences, and cuts them itself "
+        "where that is cheapest",
+        fix="leave the flag out, and use --parallelism.tensor_parallel_degree for an axis along "
+        "which a plan may cut sequences; or drop --compile.autoparallel",
+    )

@@ -220,6 +220,14 @@ class CompileConfig:
     """Keep every bit of an eager run: a default of the device that is reordered or approximate
     gives way. What is asked for and is one of them is refused."""
 
+    require_float8: tuple[str, ...] = field(
+        default=(),
+        metadata=graph_neutral("refuses a run, and changes none that starts"),
+    )
+    """Modules whose linear layers and experts must all multiply in 8 bits, as 'layers.*'.
+    A run in which one does not is refused, and says which and why.
+    An asterisk stands for one component of a module's name; what lies inside is matched too."""
+
     cuda_graphs: bool = False
     """Record the compiled step as CUDA graphs and replay them."""
 

@@ -10,6 +10,7 @@ key                       dataclass                     read by
 ``gt.module``             ``ModuleAnnotation``          bucketing, memory policy, chunking
 ``gt.phase``              ``PhaseAnnotation``           all
 ``gt.fsdp_collective``    ``FsdpCollectiveAnnotation``  bucketing, prefetch, pipeline split
+``gt.cp_collective``      ``CpCollectiveAnnotation``    context-parallel scheduling, reports
 ``gt.ep_region``          ``EpRegionAnnotation``        EP overlap
 ``gt.ep_exchange``        ``EpExchangeAnnotation``      EP overlap
 ``gt.chunk``              ``ChunkAnnotation``           the overlap scheduler
@@ -39,6 +40,7 @@ VERSION_KEY = "gt.version"
 MODULE_KEY = "gt.module"
 PHASE_KEY = "gt.phase"
 FSDP_COLLECTIVE_KEY = "gt.fsdp_collective"
+CP_COLLECTIVE_KEY = "gt.cp_collective"
 EP_REGION_KEY = "gt.ep_region"
 EP_EXCHANGE_KEY = "gt.ep_exchange"
 CHUNK_KEY = "gt.chunk"
@@ -48,6 +50,7 @@ RESIDENCY_KEY = "gt.residency"
 Phase = Literal["forward", "loss", "backward", "optimizer"]
 Direction = Literal["forward", "backward"]
 FsdpCollectiveKind = Literal["unshard", "reduce_grad", "sum_parts"]
+CpCollectiveKind = Literal["gather", "reduce_grad"]
 EpRegionKind = Literal["dispatch", "compute", "combine"]
 EpExchangeKind = Literal["token_count_exchange", "token_exchange"]
 ChunkRole = Literal["split_boundary", "body", "materialization"]
@@ -175,6 +178,20 @@ class FsdpCollectiveAnnotation(NodeAnnotation):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CpCollectiveAnnotation(NodeAnnotation):
+    """A collective of attention between ranks that share a sequence, its wait or views around."""
+
+    KEY: ClassVar[str] = CP_COLLECTIVE_KEY
+
+    kind: CpCollectiveKind
+    """gather brings keys or values of the whole sequence to a rank; reduce_grad adds up, for each
+    rank's part of them, the gradients that all ranks have."""
+
+    mesh_axis: str
+    """Name of the mesh axis over which it runs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EpRegionAnnotation(NodeAnnotation):
     """The part of an expert-parallel layer to which the node belongs."""
 
@@ -262,6 +279,7 @@ ANNOTATION_TYPES: tuple[type[NodeAnnotation], ...] = (
     ModuleAnnotation,
     PhaseAnnotation,
     FsdpCollectiveAnnotation,
+    CpCollectiveAnnotation,
     EpRegionAnnotation,
     EpExchangeAnnotation,
     ChunkAnnotation,

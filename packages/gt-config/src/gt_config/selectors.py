@@ -37,6 +37,23 @@ def is_module_pattern(text: str) -> bool:
     return re.fullmatch(_MODULE_PATTERN, text) is not None
 
 
+def is_inside(module_fqn: str, module_pattern: str) -> bool:
+    """Whether a module is one that a pattern matches, or lies in one.
+
+    Args:
+        module_fqn: fully qualified name of the module.
+        module_pattern: dotted module name; an asterisk stands for any characters within one
+            component.
+    """
+    patterns = module_pattern.split(".")
+    components = module_fqn.split(".")
+    return len(components) >= len(patterns) and all(
+        # The leading components decide; any further ones lie inside the matched module.
+        fnmatchcase(component, pattern)
+        for component, pattern in zip(components, patterns, strict=False)
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedOpSelector:
     """The operators that one selector picks."""
@@ -67,13 +84,7 @@ class SavedOpSelector:
                 A module inside a matched one is matched as well.
             op: the operator with its overload, as ``aten.mm.default``.
         """
-        patterns = self.module_pattern.split(".")
-        components = module_fqn.split(".")
-        inside = len(components) >= len(patterns) and all(
-            # The leading components decide; any further ones lie inside the matched module.
-            fnmatchcase(component, pattern)
-            for component, pattern in zip(components, patterns, strict=False)
-        )
+        inside = is_inside(module_fqn, self.module_pattern)
         return inside and (op == self.op or op.startswith(f"{self.op}."))
 
     def __str__(self) -> str:

@@ -13,11 +13,23 @@ from torch._ops import OpOverload  # one way to call an operator; no public name
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
+# By which torchtitan divides tokens and masks among ranks that share a sequence; without a public
+# name.
+from torch.distributed.tensor.experimental._attention import (
+    _context_parallel_shard,
+    _HeadTailLoadBalancer,
+    _PTRRLoadBalancer,
+)
+from torch.nn.attention.flex_attention import BlockMask
+
 __all__ = [
     "OpOverload",
+    "block_mask_of_first_rank",
+    "head_tail_order",
     "is_cuda_lost_by_fork",
     "local_shape_at",
     "process_group_named",
+    "round_robin_order",
     "torch_settings",
 ]
 
@@ -62,3 +74,49 @@ def torch_settings() -> Mapping[str, Mapping[str, Any]]:
         "symbols": torch.fx.experimental._config,
     }
     return {name: module.get_config_copy() for name, module in modules.items()}
+
+
+def head_tail_order(seq_len: int, num_ranks: int, device: torch.device | str) -> torch.Tensor:
+    """(1, L) tokens in the order of ranks, each with a part of the head and one of the tail."""
+    order: torch.Tensor = _HeadTailLoadBalancer(seq_len, num_ranks, device)._generate_indices()
+    return order
+
+
+def round_robin_order(mask: BlockMask, num_ranks: int) -> torch.Tensor:
+    """(B, L) tokens in the order of ranks, each with blocks that have as many keys as others'."""
+    order: torch.Tensor = _PTRRLoadBalancer(mask, num_ranks)._generate_indices()
+    return order
+
+
+class _RanksOnMeta:
+    """Of a mesh, what a mask is divided by; a mesh of tensors on meta cannot be made."""
+
+    device_type = "meta"
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+
+    def size(self) -> int:
+        return self._num_ranks
+
+    def get_local_rank(self) -> int:
+        return 0
+
+
+def block_mask_of_first_rank(mask: BlockMask, num_ranks: int, balancer: str | None) -> BlockMask:
+    """On meta, the first rank's part of a mask, as torchtitan divides it among ranks.
+
+    Args:
+        mask: of whole sequences, on meta.
+        num_ranks: that share them.
+        balancer: "headtail", "ptrr" or None.
+    """
+    balancers: dict[str | None, Any] = {
+        None: lambda: None,
+        "headtail": lambda: _HeadTailLoadBalancer(mask.seq_lengths[0], num_ranks, "meta"),
+        "ptrr": lambda: _PTRRLoadBalancer(mask, num_ranks),
+    }
+    ranks: Any = _RanksOnMeta(num_ranks)
+    (part,) = _context_parallel_shard(ranks, [mask], [2], balancers[balancer]())
+    assert isinstance(part, BlockMask)
+    return part

@@ -28,7 +28,9 @@ from torchtitan.trainer import Trainer
 from gt_trainer.artifacts.run_identity import Machine, RunSettings, topology_of_run
 from gt_trainer.checkpoints.manager import CheckedCheckpointManager
 from gt_trainer.compile_options import TrainerCompileConfig
-from gt_trainer.decoder.attention import attention_mask_for
+from gt_trainer.context_parallel.batch_of_rank import batch_of_rank
+from gt_trainer.context_parallel.token_order import load_balancer_of
+from gt_trainer.decoder.attention import attention_mask_for, has_document_mask
 from gt_trainer.device_transfer import copy_to_host, local_part, send_to_device
 from gt_trainer.metrics.metrics_jsonl import GraphMetricsProcessor
 from gt_trainer.model_identity import identity_of, write_identity
@@ -37,6 +39,8 @@ from gt_trainer.pipelines.pipeline_plan import PipelinePlan, pipeline_plan
 from gt_trainer.pipelines.tied_weight import TiedSchedule, clip_gradients, settle_tied_weight
 from gt_trainer.placement.kept_plan import PLAN_FILE, keep_plan, plan_file_of, with_plan_file
 from gt_trainer.placement.planned_loss import LossOfParts, loss_of
+from gt_trainer.quantization.quantization_options import QuantizationConfig
+from gt_trainer.quantization.quantized_model import with_quantized_model
 from gt_trainer.startup import StartupClock
 from gt_trainer.steps.capture_log import CaptureLog
 from gt_trainer.steps.new_training_step import StepParts, new_training_step
@@ -73,6 +77,7 @@ class GraphTrainer(Trainer):
             default_factory=TrainerCompileConfig
         )
         validator: Validator.Config = field(default_factory=GraphValidator.Config)
+        quantization: QuantizationConfig = field(default_factory=QuantizationConfig)
 
         def __post_init__(self) -> None:
             # Not ``super()``: dataclasses with slots are other classes than the ones written here.
@@ -93,7 +98,9 @@ class GraphTrainer(Trainer):
             options = with_plan_file(config.compile, plan_file_of(config))
             config = replace(config, loss=loss_of(config), compile=options)
         assert config.model_spec is not None
+        # As it is before it is quantized: checkpoints are the same.
         self._model_identity = identity_of(config.model_spec)
+        config = with_quantized_model(config)
         self.startup = StartupClock()
         with self.startup.part("setup"):
             super().__init__(config)
@@ -122,6 +129,17 @@ class GraphTrainer(Trainer):
             input_dict: "input" (B, L) token ids and "positions" (B, L).
             labels: (B, L) token ids.
         """
+        if self.parallel_dims.cp_enabled and has_document_mask(self.model_config):
+            shared = batch_of_rank(
+                input_dict,
+                labels,
+                self.parallel_dims.get_mesh("cp"),
+                load_balancer=load_balancer_of(
+                    self.config.parallelism.context_parallel_load_balancer
+                ),
+            )
+            self.ntokens_seen += shared[1].numel()
+            return shared
         inputs, labels, extra_kwargs = super().post_dataloading_process(input_dict, labels)
         mask = attention_mask_for(self.model_config, extra_kwargs.get("positions"))
         if mask is not None:
@@ -304,8 +322,12 @@ class GraphTrainer(Trainer):
         if not self.parallel_dims.dp_cp_enabled:
             return {"loss": loss, "max_loss": loss, "n_tokens_seen": seen}
         mesh = self.parallel_dims.get_mesh("loss")
-        # A rank's loss is its sum over the tokens of all ranks; its mean is over its own.
-        largest = loss * batches.global_valid_tokens / batches.local_valid_tokens
+        # A rank's loss is its sum over the tokens of all ranks; its mean is over its own, which it
+        # may share with others.
+        own = loss
+        if self.parallel_dims.cp_enabled:
+            own = dist_utils.dist_sum_tensor(loss, self.parallel_dims.get_mesh("cp"))
+        largest = own * batches.global_valid_tokens / batches.local_valid_tokens
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=mesh.get_group())
         return {
             "loss": dist_utils.dist_sum_tensor(loss, mesh),

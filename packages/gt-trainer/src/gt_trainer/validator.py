@@ -9,7 +9,9 @@ import torch
 from torch import nn
 from torchtitan.components.validate import Validator
 
-from gt_trainer.decoder.attention import attention_mask_for
+from gt_trainer.context_parallel.batch_of_rank import batch_of_rank
+from gt_trainer.context_parallel.token_order import load_balancer_of
+from gt_trainer.decoder.attention import attention_mask_for, has_document_mask
 
 
 class GraphValidator(Validator):
@@ -32,10 +34,18 @@ class GraphValidator(Validator):
             labels: (B, L) token ids.
             model_parts: the model, in one part.
         """
+        config = model_parts[0].config
+        if self.parallel_dims.cp_enabled and has_document_mask(config):
+            return batch_of_rank(
+                input_dict,
+                labels,
+                self.parallel_dims.get_mesh("cp"),
+                load_balancer=load_balancer_of(self.parallelism.context_parallel_load_balancer),
+            )
         inputs, labels, extra_kwargs = super().post_dataloading_process(
             input_dict, labels, model_parts
         )
-        mask = attention_mask_for(model_parts[0].config, extra_kwargs.get("positions"))
+        mask = attention_mask_for(config, extra_kwargs.get("positions"))
         if mask is not None:
             extra_kwargs["attention_masks"] = mask
         return inputs, labels, extra_kwargs

@@ -20,6 +20,7 @@ from gt_config import CompileConfig, ConfigError, Violation
 from gt_trainer.command_line import cli
 from gt_trainer.command_line.command_line import usage
 from gt_trainer.command_line.interruption import ending_at_once
+from gt_trainer.quantization.quantization_options import QuantizationConfig
 from gt_trainer.trainer import GraphTrainer
 
 MANY_MODULES = 350
@@ -207,6 +208,8 @@ def no_models(monkeypatch):
         checkpoint=CheckpointManager.Config(enable=True),
         parallelism=ParallelismConfig(),
         compile=CompileConfig(),
+        model_spec=None,
+        quantization=QuantizationConfig(),
     )
     checks = []
     monkeypatch.setattr(cli, "_load_configuration", lambda command: config)

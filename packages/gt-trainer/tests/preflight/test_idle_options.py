@@ -32,7 +32,7 @@ from gt_trainer.decoder import eager_chunks
 from gt_trainer.models import llama3
 from gt_trainer.pipelines import split_model
 from gt_trainer.placement import memory_budget, place_decoder
-from gt_trainer.preflight import bitwise_violations
+from gt_trainer.preflight import bitwise_violations, quantization_violations
 from gt_trainer.preflight.idle_options import RunOptions, idle_option_violations, read_elsewhere
 from gt_trainer.preflight.preflight import (
     check_configuration,
@@ -77,6 +77,7 @@ COMPOSITIONS = {
 
 SAMPLES: dict[str, tuple[object, ...]] = {
     "regional_modules": (("layers.*.feed_forward",),),
+    "require_float8": (("layers.*.feed_forward",),),
     "autoparallel_solver.memory_budget_gib": (8.0,),
     "autoparallel_solver.time_limit_seconds": (60.0,),
     "autoparallel_solver.relative_gap": (0.01,),
@@ -117,6 +118,7 @@ READERS = {
     "mode": new_training_step,
     "autoparallel": trainer,
     "bitwise": bitwise_violations,
+    "require_float8": quantization_violations,
     "verify_passes": recipe,
     "debug_graph_passes": recipe,
     "on_shape_change": new_training_step,

@@ -51,6 +51,14 @@ def test_masks_that_exceed_the_memory_are_refused_before_the_system_ends_the_run
     fits = changed(config, tmp_path, training={"seq_len": 65536})
     check_configuration(fits, 1, num_local_ranks=1)
     assert "they take 40.0 GiB (2 rank(s) x" in refusal(fits, 2, num_local_ranks=2)
+    shared = changed(fits, tmp_path, parallelism={"context_parallel_degree": 2})
+    check_configuration(shared, 2, num_local_ranks=2)
+    four = refusal(shared, 4, num_local_ranks=4)
+    assert "they take 40.0 GiB (4 rank(s) x local_batch_size 1 x seq_len^2 x 5 bytes / " in four
+    assert (
+        "context_parallel_degree 2), and 20.0 GiB are available\n     fix: use at most 32768"
+        in four
+    )
 
 
 def text_problem(tmp_path, path, **options):

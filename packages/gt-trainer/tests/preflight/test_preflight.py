@@ -83,7 +83,10 @@ def test_the_debug_models_pass_in_the_layouts_they_are_for(tmp_path):
 
 
 @pytest.mark.parametrize("name", INTENDED_WORLD_SIZE)
-def test_every_configuration_passes_at_the_world_size_it_is_meant_for(name):
+def test_every_configuration_passes_at_the_world_size_it_is_meant_for(name, monkeypatch):
+    monkeypatch.setattr(
+        "gt_trainer.preflight.quantization_violations._torchao_problem", lambda: None
+    )
     module = next(module for module, configs in CATALOG.items() if name in configs)
     config = getattr(importlib.import_module(f"gt_trainer.models.{module}"), name)()
     check_configuration(config, INTENDED_WORLD_SIZE[name], will_train=False)
@@ -247,6 +250,17 @@ def test_a_sequence_that_the_losss_chunks_do_not_divide_is_refused(tmp_path):
     # A planned step applies the loss to whole logits.
     parallel = {"parallelism": {"data_parallel_shard_degree": 2}}
     check_configuration(changed(config, tmp_path, compile={"autoparallel": True}, **parallel), 2)
+
+
+def test_ranks_that_share_a_sequence_each_need_the_losss_chunks(tmp_path):
+    shared = {"parallelism": {"context_parallel_degree": 4}, "training": {"seq_len": 264}}
+    assert refusal(changed(llama3.llama3_debugmodel(), tmp_path, **shared), 4) == (
+        "the configuration has 1 problem:\n"
+        "  1. --training.seq_len is 264\n"
+        "     allowed: a multiple of 32, for the loss's equal chunks (--loss.num_chunks) on each of "
+        "4 ranks that share it\n"
+        "     fix: use 288, or --loss.num_chunks 6"
+    )
 
 
 def test_profiler_settings_that_would_fail_when_training_starts_are_refused(tmp_path):

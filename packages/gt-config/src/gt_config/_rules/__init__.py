@@ -9,6 +9,7 @@ from gt_config._rules import mesh
 from gt_config._rules import autoparallel
 from gt_config._rules import dependent_options
 from gt_config._rules import accumulation
+from gt_config._rules import float8
 from gt_config._rules import names
 from gt_config._rules import ep_overlap
 from gt_config._rules import pipelines
@@ -21,6 +22,7 @@ __all__ = [
     "autoparallel",
     "dependent_options",
     "ep_overlap",
+    "float8",
     "mesh",
     "names",
     "pipelines",

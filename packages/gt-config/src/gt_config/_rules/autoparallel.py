@@ -104,6 +104,7 @@ def _a_saved_plan_is_applied_and_not_searched(subject: Subject) -> Iterator[Viol
     "config.mode",
     "config.inductor_compilation",
     "config.ep_overlap.enabled",
+    "topology.cp",
 )
 def _autoparallel_does_without(subject: Subject) -> Iterator[Violation]:
     config = subject.config
@@ -124,4 +125,13 @@ def _autoparallel_does_without(subject: Subject) -> Iterator[Violation]:
             allowed="False with --compile.autoparallel: chunks are cut along one dim of a batch, "
             "and a plan may cut it along another",
             fix="turn EP overlap off, or drop --compile.autoparallel",
+        )
+    if subject.topology.cp > 1:
+        yield violation(
+            subject,
+            "topology.cp",
+            allowed="1 with --compile.autoparallel: a plan takes whole sequences, and cuts them "
+            "itself where that is cheapest",
+            fix=f"leave the flag out, and use {flag_of('topology.tp')} for an axis along which a "
+            "plan may cut sequences; or drop --compile.autoparallel",
         )

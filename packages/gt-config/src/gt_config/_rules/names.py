@@ -32,10 +32,20 @@ def _saved_ops_are_selectors(subject: Subject) -> Iterator[Violation]:
 
 @rule("config.regional_modules")
 def _regional_modules_are_patterns(subject: Subject) -> Iterator[Violation]:
-    for text in subject.config.regional_modules:
+    yield from _no_patterns(subject, "config.regional_modules")
+
+
+@rule("config.require_float8")
+def _required_modules_are_patterns(subject: Subject) -> Iterator[Violation]:
+    yield from _no_patterns(subject, "config.require_float8")
+
+
+def _no_patterns(subject: Subject, path: str) -> Iterator[Violation]:
+    texts: tuple[str, ...] = value_at(subject, path)
+    for text in texts:
         if not is_module_pattern(text):
             yield Violation(
-                flag=flag_of("config.regional_modules"),
+                flag=flag_of(path),
                 value=text,
                 allowed=MODULE_PATTERN_SYNTAX,
                 fix="write it in that form",

@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 from torch.fx import GraphModule, Node
 
-from gt_config.node_keys import EpExchangeAnnotation
+from gt_config.node_keys import CpCollectiveAnnotation, EpExchangeAnnotation
 from gt_passes.analysis.fsdp_collective import fsdp_collective
 from gt_passes.analysis.liveness import MemoryKind, MemoryProfile, estimate_memory
 from gt_passes.analysis.outlined_region import region_of
@@ -35,7 +35,8 @@ class CollectiveRecord:
     node_name: str
     kind: CollectiveKind
     purpose: str
-    """FSDP unshard, FSDP reduce_grad, EP token exchange, or the label of its group."""
+    """FSDP unshard, FSDP reduce_grad, CP gather, CP reduce_grad, EP token exchange, or the label of
+    its group."""
 
     group_name: str
     module: str
@@ -251,6 +252,9 @@ def _purpose(node: Node, group_name: str, labels: Mapping[str, str]) -> str:
     fsdp = fsdp_collective(node)
     if fsdp is not None:
         return f"FSDP {fsdp.kind}"
+    cp = read_annotation(node, CpCollectiveAnnotation)
+    if cp is not None:
+        return f"CP {cp.kind}"
     exchange = read_annotation(node, EpExchangeAnnotation)
     if exchange is not None:
         return f"EP {exchange.kind.replace('_', ' ')}"

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from torch.fx import Graph, GraphModule, Node
 
 from gt_config.node_keys import (
+    CpCollectiveAnnotation,
     FsdpCollectiveAnnotation,
     ModuleAnnotation,
     Phase,
@@ -84,11 +85,14 @@ def _inherit(node: Node, forward_of: Mapping[int, Node]) -> None:
     if source is None:
         return
     own = read_annotation(node, FsdpCollectiveAnnotation)
+    own_of_sequence = read_annotation(node, CpCollectiveAnnotation)
     copy_annotations(source, node)
     collective = read_annotation(node, FsdpCollectiveAnnotation)
+    # What is said by a collective itself stays: by a reduction that knows its own axis, or a
+    # gathering that activation checkpointing runs again inside the backward.
+    if own_of_sequence is not None:
+        write_annotation(node, own_of_sequence)
     if own is not None:
-        # Said by the collective itself: a reduction that knows its own axis, or an unshard that
-        # activation checkpointing runs again inside the backward.
         write_annotation(node, own)
     elif collective is not None and collective.kind == "unshard":
         write_annotation(

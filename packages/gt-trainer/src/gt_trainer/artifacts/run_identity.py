@@ -278,6 +278,7 @@ def environment(machine: Machine) -> dict[str, str | None]:
         "torch git": torch.version.git_version,
         "torch cuda": torch.version.cuda,
         "torchtitan": _version("torchtitan"),
+        "torchao": _version("torchao"),
         "device": machine.device,
         "device name": machine.name,
         "device capability": machine.capability,

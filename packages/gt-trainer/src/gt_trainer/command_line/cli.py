@@ -166,7 +166,7 @@ def _run(command: CommandLine, rendezvous: Rendezvous | None, started: float) ->
         return 0
     if rendezvous is None or rendezvous.rank == 0:
         described = settled_defaults.describe_run(config, world_size)
-        _print(_lines([*withdrawn, *_hints()], described))
+        _print(_lines([*withdrawn, *_hints()], described) + _precisions(config))
     restarts = None
     if command.restarts:
         if not config.checkpoint.enable:
@@ -249,6 +249,12 @@ def _load_configuration(command: CommandLine) -> GraphTrainer.Config:
         )
     # What was assigned to it since it was made may be torchtitan's own: it is given our options.
     config = dataclasses.replace(config)
+    if command.published is not None:
+        if command.published.positions is not None:
+            from gt_trainer.models.adapt import with_positions
+
+            config = with_positions(config, command.published.positions)
+        return _with_own_folder(config, command.published.name)
     return _with_own_folder(config, command.config if is_ours else f"{name}.{command.config}")
 
 
@@ -289,6 +295,22 @@ def _lines(withdrawn: Sequence[str], description: str) -> str:
     return "".join(f"gt-train: {line}\n" for line in (*withdrawn, description))
 
 
+def _precisions(config: GraphTrainer.Config) -> str:
+    """Of a quantized model, the table of its products."""
+    from gt_trainer.quantization.precision_table import precision_lines
+    from gt_trainer.quantization.quantized_model import with_quantized_model
+
+    spec = with_quantized_model(config).model_spec
+    if spec is None:
+        return ""
+    lines = precision_lines(
+        spec.model,
+        config.quantization,
+        own_precision=config.training.mixed_precision_param,
+    )
+    return "".join(f"gt-train: {line}\n" for line in lines)
+
+
 def _hints() -> list[str]:
     import torch
 
@@ -313,14 +335,14 @@ def _dry_run(
             "--timeline draws the ranks of a pipeline, and --parallelism.pipeline_parallel_degree "
             f"is {config.parallelism.pipeline_parallel_degree}: use --trace"
         )
-    hardware = _hardware(command)
+    hardware = _hardware(command) or _published_hardware(command)
     machine = PlannedMachine(hardware=hardware, is_simulated=True)
     with intended_for("cuda"), planned_for(machine):
         by_hand = settled_by_hand(config, world_size, asked=asked)
         config, withdrawn = settle_defaults(config, world_size, asked=asked)
         check_configuration(config, world_size, will_train=False)
         description = describe_run(config, world_size)
-    _print(_lines(withdrawn, description))
+    _print(_lines(withdrawn, description) + _precisions(config))
     from gt_trainer.dry_run.dry_run import dry_run
 
     def is_allowed(changed: GraphTrainer.Config) -> bool:
@@ -357,7 +379,7 @@ def _precompile(
     config, withdrawn = settle_defaults(config, world_size, asked=asked)
     with planned_for(PlannedMachine(hardware=hardware)):
         check_configuration(config, world_size, will_train=False)
-    _print(_lines(withdrawn, describe_run(config, world_size)))
+    _print(_lines(withdrawn, describe_run(config, world_size)) + _precisions(config))
 
     def report() -> None:
         _print(f"{precompile(config, world_size, hardware=hardware)}\n")
@@ -384,6 +406,15 @@ def _hardware(command: CommandLine) -> Hardware | None:
         return load_hardware(command.hardware.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, HardwareDataError) as error:
         raise UsageError(f"--hardware {command.hardware}: {error}") from None
+
+
+def _published_hardware(command: CommandLine) -> Hardware | None:
+    from gt_passes import simulation
+
+    if command.published is None:
+        return None
+    hardware: Hardware = getattr(simulation, command.published.hardware)()
+    return hardware
 
 
 def _already_finished(config: GraphTrainer.Config) -> str | None:

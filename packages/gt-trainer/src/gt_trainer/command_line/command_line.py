@@ -22,6 +22,7 @@ from gt_trainer.command_line.near_matches import did_you_mean
 from gt_trainer.command_line.short_names import SHORT_NAMES, written_out
 from gt_trainer.launcher.rendezvous import Rendezvous
 from gt_trainer.models.catalog import CATALOG, CatalogEntry
+from gt_trainer.models.published_runs import PUBLISHED_RUNS, PublishedRun
 
 CommandAction = Literal["train", "dry-run", "precompile", "help", "help-all", "list", "version"]
 
@@ -43,6 +44,7 @@ _FLAGS: Mapping[str, CommandAction] = {
 _VALUED = (
     "--module",
     "--config",
+    "--published",
     "--nproc",
     "--restarts",
     "--world-size",
@@ -79,6 +81,8 @@ class CommandLine:
     """A name of the catalog, or a dotted path of a Python module with configurations."""
     config: str = ""
     """A name of the catalog, or of a function in that module."""
+    published: PublishedRun | None = None
+    """The run that somebody published, and that this one repeats; None for another."""
     num_processes: int | None = None
     """--nproc; None if it was not given."""
     restarts: int = 0
@@ -134,7 +138,10 @@ def parse_command_line(arguments: Sequence[str]) -> CommandLine:
         return CommandLine(action=action)
     num_processes = _count(reading, "--nproc")
     world_size = _count(reading, "--world-size")
-    module, config = _choose_config(reading)
+    published = _choose_published(reading)
+    module, config = (
+        _choose_config(reading) if published is None else (published.module, published.config)
+    )
     shown = _ranks(reading, num_processes or 1)
     restarts = _count(reading, "--restarts")
     if restarts is not None and (num_processes or 1) == 1:
@@ -177,14 +184,16 @@ def parse_command_line(arguments: Sequence[str]) -> CommandLine:
         action=action,
         module=module,
         config=config,
+        published=published,
         num_processes=num_processes,
         restarts=restarts or 0,
-        world_size=world_size,
+        world_size=world_size or (None if published is None else published.world_size),
         trace=trace,
         timeline=timeline,
         hardware=hardware,
         shown_ranks=shown,
-        overrides=tuple(reading.overrides),
+        # What is typed comes last, and counts.
+        overrides=(*(() if published is None else published.flags), *reading.overrides),
     )
 
 
@@ -217,6 +226,13 @@ def listing() -> str:
     for module, configs in CATALOG.items():
         lines.append(f"--module {module}")
         lines += [_line(entry, width) for entry in configs.values()]
+    width = max(map(len, PUBLISHED_RUNS))
+    lines.append("--published, with what was measured, as tokens/s/GPU and GiB")
+    lines += [
+        f"  {run.name:<{width}}  {run.description} "
+        f"({run.tokens_per_second_per_gpu:,.0f}, {run.memory_gib})"
+        for run in PUBLISHED_RUNS.values()
+    ]
     return "\n".join(lines)
 
 
@@ -336,6 +352,23 @@ def _ranks(reading: _Reading, num_processes: int) -> frozenset[int]:
     return frozenset(int(part) for part in parts)
 
 
+def _choose_published(reading: _Reading) -> PublishedRun | None:
+    name = reading.values.get("--published")
+    if name is None:
+        return None
+    others = [option for option in ("--module", "--config") if option in reading.values]
+    if others:
+        reading.problems.append(
+            f"--published {name} says which model is run: leave out {' and '.join(others)}"
+        )
+    if name not in PUBLISHED_RUNS:
+        reading.problems.append(
+            f"no published run {name!r}.{did_you_mean(name, PUBLISHED_RUNS)}\n"
+            f"published runs: {', '.join(PUBLISHED_RUNS)}"
+        )
+    return PUBLISHED_RUNS.get(name)
+
+
 def _choose_config(reading: _Reading) -> tuple[str, str]:
     """Return module and configuration; either may be left out where the other implies it."""
     module, config = reading.values.get("--module"), reading.values.get("--config")
@@ -413,6 +446,8 @@ options:
   --module NAME      model family, or the dotted path of a Python module with functions
                      that return a configuration (default: llama3)
   --config NAME      configuration (default: the module's debug model)
+  --published NAME   in place of both: repeat a run whose throughput was published, on as
+                     many GPUs; with --dry-run on its machine (names: --list)
   --nproc N          start N processes on this machine (default: 1, this one)
   --restarts N       with --nproc: after a process died, start all again from the newest
                      intact checkpoint, at most N times (default: 0)

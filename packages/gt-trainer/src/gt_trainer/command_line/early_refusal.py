@@ -12,6 +12,7 @@ overlap gives way to a solver (``preflight.settled_defaults``).
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations
 
 from gt_config import CompileConfig, ConfigError, Violation, find_violations
@@ -50,6 +51,9 @@ def refuse_early(command: CommandLine, world_size: int) -> None:
     known = known_settings(command.config)
     if known is None:
         return
+    if command.published is not None and known.model is not None:
+        positions = command.published.positions or known.model.max_seq_len
+        known = replace(known, model=replace(known.model, max_seq_len=positions))
     typed = typed_values(command.overrides)
     defaults = {flag: value for flag, value in known.gpu_defaults.items() if flag not in typed}
     settings = {**known.values, **{k: v for k, v in typed.items() if k in known.values}}

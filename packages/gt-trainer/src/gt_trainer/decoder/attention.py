@@ -34,17 +34,33 @@ _FOR_EAGER_ONLY = frozenset({"wrap_inductor_compiled_regions"})
 class AttentionMaskError(ValueError):
     """A mask or the positions it is built from have the wrong type or shape."""
 
+    @classmethod
+    def without_positions(cls) -> AttentionMaskError:
+        """The error of a batch that does not say where its documents begin."""
+        return cls(
+            "the model attends within documents, but the batch holds no 'positions': the data "
+            "loader must give the position of each token in its document, shape (batch, sequence)"
+        )
 
-def document_causal_mask(positions: torch.Tensor) -> torch.Tensor:
+
+def document_causal_mask(
+    positions: torch.Tensor,
+    *,
+    queries: torch.Tensor | None = None,
+    keys: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Say which tokens each token may attend to: itself and earlier ones of its own document.
 
     Args:
         positions: (B, L) integers, the position of each token in its document. A 0 starts a new
             document, as in torchtitan's ``get_document_mask_mod``. What precedes the first 0 of a
             sample, the rest of a document that began earlier, is a document too.
+        queries: (B, Lq) indices of the tokens that attend, in any order; None for all, in theirs.
+        keys: (B, Lk) indices of the tokens that are attended to, likewise.
 
     Returns:
-        (B, 1, L, L) bool on the device of ``positions``; [b, 0, q, k] is True where q attends to k.
+        (B, 1, Lq, Lk) bool on the device of ``positions``; [b, 0, q, k] is True where q attends to
+        k.
 
     Raises:
         AttentionMaskError: ``positions`` is not two-dimensional.
@@ -54,14 +70,20 @@ def document_causal_mask(positions: torch.Tensor) -> torch.Tensor:
             f"positions have shape {tuple(positions.shape)}; allowed: (batch, sequence)"
         )
     document_BL = torch.cumsum((positions == 0).to(torch.int32), dim=1)
-    token_L = torch.arange(positions.shape[1], device=positions.device)
-    same_document_BLL = document_BL.unsqueeze(2) == document_BL.unsqueeze(1)
-    causal_LL = token_L.unsqueeze(1) >= token_L.unsqueeze(0)
-    return (same_document_BLL & causal_LL).unsqueeze(1)
+    token_L = torch.arange(positions.shape[1], device=positions.device).unsqueeze(0)
+    query_BQ, key_BK = (token_L if given is None else given for given in (queries, keys))
+    document_BQ, document_BK = (
+        document_BL if given is None else document_BL.gather(1, given) for given in (queries, keys)
+    )
+    same_document_BQK = document_BQ.unsqueeze(2) == document_BK.unsqueeze(1)
+    causal_BQK = query_BQ.unsqueeze(2) >= key_BK.unsqueeze(1)
+    return (same_document_BQK & causal_BQK).unsqueeze(1)
 
 
 class DocumentCausalSDPA(Module):
-    """Inner attention by ``F.scaled_dot_product_attention`` under a (B, 1, L, L) boolean mask.
+    """Inner attention by ``F.scaled_dot_product_attention`` under a (B, 1, Lq, Lk) boolean mask.
+
+    There are more keys than queries where ranks share a sequence.
 
     Always one kernel, torch's flash attention for CPU, or an error: eager execution and a captured
     graph then hold the same operator, hence the same bits. The kernel parallelizes over batch and
@@ -94,20 +116,20 @@ class DocumentCausalSDPA(Module):
         """Attend within documents.
 
         Args:
-            q_BLNH: (B, L, heads, width) queries.
-            k_BLNH: (B, L, key-value heads, width) keys.
-            v_BLNH: (B, L, key-value heads, value width) values; not wider than the queries.
-            attention_masks: (B, 1, L, L) bool from ``document_causal_mask``.
+            q_BLNH: (B, Lq, heads, width) queries.
+            k_BLNH: (B, Lk, key-value heads, width) keys.
+            v_BLNH: (B, Lk, key-value heads, value width) values; not wider than the queries.
+            attention_masks: (B, 1, Lq, Lk) bool from ``document_causal_mask``.
             scale: Factor on the scores; None is 1 / sqrt(width).
             enable_gqa: Whether there are fewer key-value heads than heads.
 
         Returns:
-            (B, L, heads, value width).
+            (B, Lq, heads, value width).
 
         Raises:
             AttentionMaskError: No such mask was given.
         """
-        _check_mask(attention_masks, batch=q_BLNH.shape[0], length=q_BLNH.shape[1])
+        _check_mask(attention_masks, (q_BLNH.shape[0], 1, q_BLNH.shape[1], k_BLNH.shape[1]))
         value_width = v_BLNH.shape[-1]
         padding = q_BLNH.shape[-1] - value_width
         if padding > 0:
@@ -171,10 +193,7 @@ def attention_mask_for(model_config: object, positions: torch.Tensor | None) -> 
     if not has_document_mask(model_config):
         return None
     if positions is None:
-        raise AttentionMaskError(
-            "the model attends within documents, but the batch holds no 'positions': the data "
-            "loader must give the position of each token in its document, shape (batch, sequence)"
-        )
+        raise AttentionMaskError.without_positions()
     return document_causal_mask(positions)
 
 
@@ -194,14 +213,14 @@ def flex_attention_options() -> dict[str, object] | None:
     return {name: value for name, value in options if name not in _FOR_EAGER_ONLY}
 
 
-def _check_mask(mask: object, *, batch: int, length: int) -> None:
-    wanted = f"a bool tensor of shape ({batch}, 1, {length}, {length})"
+def _check_mask(mask: object, shape: tuple[int, ...]) -> None:
+    wanted = f"a bool tensor of shape {shape}"
     if not isinstance(mask, torch.Tensor):
         raise AttentionMaskError(
             f"attention_masks is {type(mask).__name__}; allowed: {wanted}, from "
             "document_causal_mask(positions)"
         )
-    if mask.dtype != torch.bool or tuple(mask.shape) != (batch, 1, length, length):
+    if mask.dtype != torch.bool or tuple(mask.shape) != shape:
         raise AttentionMaskError(
             f"attention_masks has dtype {mask.dtype} and shape {tuple(mask.shape)}; allowed: "
             f"{wanted}, from document_causal_mask(positions)"

@@ -33,6 +33,7 @@ from gt_trainer.dry_run.step_judge import judged_step, step_judge
 from gt_trainer.placement.kept_plan import plan_file_of, with_plan_file
 from gt_trainer.placement.plan_judge import judged_by
 from gt_trainer.placement.planned_machine import PlannedMachine, planned_for
+from gt_trainer.quantization.quantized_model import with_quantized_model
 from gt_trainer.startup import StartupClock
 from gt_trainer.steps.captured_microbatches import AccumulationReport, capture_accumulation
 from gt_trainer.steps.captured_step import CaptureReport, capture_training_step
@@ -147,6 +148,7 @@ def dry_run(
         RuntimeError: a process group exists already.
         Exception: whatever building, placing or capturing raises, as in a real run.
     """
+    config = with_quantized_model(config)
     # The plan with which the run would go on.
     config = replace(config, compile=with_plan_file(config.compile, plan_file_of(config)))
     with planned_for(PlannedMachine(hardware=hardware, is_simulated=True)):

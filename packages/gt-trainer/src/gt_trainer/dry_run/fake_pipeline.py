@@ -217,7 +217,10 @@ def place_fake_stages(
     )
     # A part makes masks as a run's trainer lets it, of placed stages for a part of a batch.
     tokens, labels, token_count, extra = example_inputs(
-        config, last, batch_size=config.parallelism.pipeline_parallel_microbatch_size
+        config,
+        last,
+        built.parallel_dims,
+        batch_size=config.parallelism.pipeline_parallel_microbatch_size,
     )
     for part in parts.values():
         part.train()

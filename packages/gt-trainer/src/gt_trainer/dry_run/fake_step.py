@@ -20,7 +20,10 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools import utils as titan_utils
 
-from gt_trainer.decoder.attention import attention_mask_for
+from gt_trainer._torch_internals import block_mask_of_first_rank
+from gt_trainer.context_parallel.batch_of_rank import batch_of_rank
+from gt_trainer.context_parallel.token_order import load_balancer_of
+from gt_trainer.decoder.attention import attention_mask_for, has_document_mask
 from gt_trainer.placement.example_batch import example_block_mask
 from gt_trainer.placement.planned_loss import LossOfParts, loss_of
 from gt_trainer.steps.training_step import LossFunction
@@ -158,7 +161,9 @@ def step_of_placed(config: GraphTrainer.Config, model: Any, built: MetaModel) ->
     return FakeStep(
         model=model,
         loss_fn=loss_fn,
-        inputs=example_inputs(config, model, batch_size=config.training.local_batch_size),
+        inputs=example_inputs(
+            config, model, parallel_dims, batch_size=config.training.local_batch_size
+        ),
         parallel_dims=parallel_dims,
         num_parameters=built.num_parameters,
         flops_per_token=built.flops_per_token,
@@ -166,14 +171,42 @@ def step_of_placed(config: GraphTrainer.Config, model: Any, built: MetaModel) ->
     )
 
 
-def example_inputs(config: GraphTrainer.Config, model: Any, *, batch_size: int) -> tuple[Any, ...]:
-    """A batch of zeros of the configured length: (tokens, labels, token count, extra inputs)."""
+def example_inputs(
+    config: GraphTrainer.Config, model: Any, parallel_dims: ParallelDims, *, batch_size: int
+) -> tuple[Any, ...]:
+    """A batch of zeros of the configured length: (tokens, labels, token count, extra inputs).
+
+    Of a sequence that ranks share, it has the first rank's tokens. Masks are on meta, since those
+    of long sequences have more bytes than this machine.
+    """
     shape = (batch_size, config.training.seq_len)
+    whole = torch.arange(shape[1], device="meta").expand(shape).contiguous()
     device = titan_utils.device_type
-    tokens = torch.zeros(shape, dtype=torch.int64, device=device)
-    positions = torch.arange(shape[1], device=device).expand(shape).contiguous()
-    extra: dict[str, Any] = {"positions": positions}
-    for mask in (attention_mask_for(model.config, positions), example_block_mask(model, positions)):
-        if mask is not None:
-            extra["attention_masks"] = mask
+    tokens = torch.zeros(
+        (batch_size, shape[1] // parallel_dims.cp), dtype=torch.int64, device=device
+    )
+    extra: dict[str, Any] = {"positions": torch.zeros_like(tokens)}
+    mask = _example_mask(config, model, parallel_dims, whole)
+    if mask is not None:
+        extra["attention_masks"] = mask
     return tokens, tokens.clone(), torch.tensor(tokens.numel(), device=device), extra
+
+
+def _example_mask(
+    config: GraphTrainer.Config, model: Any, parallel_dims: ParallelDims, positions: torch.Tensor
+) -> Any:
+    """The mask of this rank's tokens; ``positions`` (B, L) are of whole sequences, on meta."""
+    num_ranks = parallel_dims.cp
+    balancer = load_balancer_of(config.parallelism.context_parallel_load_balancer)
+    blocks = example_block_mask(model, positions)
+    if blocks is not None and num_ranks > 1:
+        with torch.compiler.set_stance("force_eager"):
+            return block_mask_of_first_rank(blocks, num_ranks, balancer)
+    if blocks is not None or num_ranks == 1:
+        return blocks if blocks is not None else attention_mask_for(model.config, positions)
+    if not has_document_mask(model.config):
+        return None
+    batch = {"input": positions, "positions": positions}
+    mesh = parallel_dims.get_mesh("cp")
+    _, _, extra = batch_of_rank(batch, positions, mesh, load_balancer=balancer)
+    return extra["attention_masks"]

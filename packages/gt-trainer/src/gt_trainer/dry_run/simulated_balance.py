@@ -47,6 +47,7 @@ from gt_trainer.dry_run.simulated_pipeline import ADAM_STATES
 from gt_trainer.dry_run.simulated_run import group_labels
 from gt_trainer.pipelines.pipeline_plan import PipelinePlan, ranks_of_pipelines
 from gt_trainer.pipelines.split_model import gathered_bytes_limit
+from gt_trainer.quantization.quantized_model import with_quantized_model
 from gt_trainer.trainer import GraphTrainer
 
 
@@ -133,6 +134,7 @@ def balance_before_training(
     config: GraphTrainer.Config, world_size: int, *, hardware: Hardware | None = None
 ) -> SimulatedBalance:
     """As ``simulated_balance``, for a process that has no process group yet."""
+    config = with_quantized_model(config)
     with fake_ranks(world_size), flex_attention_on_cpu():
         return simulated_balance(config, meta_model(config, world_size), hardware=hardware)
 

@@ -8,9 +8,10 @@ Whatever a user would notice is said in the log.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import os
-from typing import Any
+from typing import Any, cast
 
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.loss import BaseLoss, ChunkedLossWrapper
@@ -78,6 +79,21 @@ def adapt_published(
     )
 
 
+def with_positions(config: GraphTrainer.Config, positions: int) -> GraphTrainer.Config:
+    """Let a model be built for longer sequences than it was trained for.
+
+    Args:
+        config: Of a model with rotary embeddings. Not changed.
+        positions: Up to which position.
+    """
+    changed = copy.deepcopy(config)
+    assert changed.model_spec is not None
+    for layer in cast("Decoder.Config", changed.model_spec.model).layers:
+        attention: Any = layer.attention
+        attention.rope = dataclasses.replace(attention.rope, max_seq_len=positions)
+    return changed
+
+
 def adapt_debug(
     published: Trainer.Config, *, learning_rate: float, batch_size: int
 ) -> GraphTrainer.Config:
@@ -125,11 +141,6 @@ def adapt_debug(
         ),
         debug=DebugConfig(seed=_DEBUG_SEED),
     )
-
-
-def say_converters_dropped(config: str, converters: str) -> None:
-    """Log, once a job, that a model is trained without the converters it is published with."""
-    _say(f"{config} is published with {converters}; here it trains in bfloat16 without them")
 
 
 def _adapt_model(published: ModelSpec) -> ModelSpec:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from torchtitan.components.checkpoint import CheckpointManager
@@ -17,7 +18,8 @@ from torchtitan.models.llama3 import config_registry, model_registry
 from torchtitan.tools.profiler import Profiler
 from torchtitan.trainer import Trainer
 
-from gt_trainer.models.adapt import adapt_debug, adapt_published, say_converters_dropped
+from gt_trainer.models.adapt import adapt_debug, adapt_published
+from gt_trainer.quantization.quantization_options import QuantizationConfig
 from gt_trainer.trainer import GraphTrainer
 
 
@@ -38,7 +40,7 @@ def llama3_70b() -> GraphTrainer.Config:
 
 def llama3_405b() -> GraphTrainer.Config:
     """405B parameters; 1024 ranks: FSDP 128 x TP 8."""
-    return _of_405b("llama3_405b", local_batch_size=2, tensor_parallel_degree=8)
+    return _of_405b(local_batch_size=2, tensor_parallel_degree=8)
 
 
 def llama3_405b_pp() -> GraphTrainer.Config:
@@ -48,7 +50,6 @@ def llama3_405b_pp() -> GraphTrainer.Config:
     (``benchmarks/llama3_h100_202412_torchtitan.md`` there, table 5); microbatches of one sequence.
     """
     return _of_405b(
-        "llama3_405b_pp",
         local_batch_size=32,
         tensor_parallel_degree=8,
         pipeline_parallel_degree=8,
@@ -56,14 +57,14 @@ def llama3_405b_pp() -> GraphTrainer.Config:
     )
 
 
-def _of_405b(name: str, *, local_batch_size: int, **parallelism: Any) -> GraphTrainer.Config:
-    """Our own, and not torchtitan's function, which builds Float8 converters and so needs torchao.
+def _of_405b(*, local_batch_size: int, **parallelism: Any) -> GraphTrainer.Config:
+    """Our own, and not torchtitan's function, which builds Float8 converters where it is called.
 
-    Steps, schedule of the learning rate and recomputation are as published there.
+    It needs torchao and a device for that, and a dry run needs none. The converter is named in the
+    options; steps, schedule of the learning rate and recomputation are as published there.
     """
-    say_converters_dropped(name, "Float8LinearConverter")
     model_spec = model_registry("405B")
-    return adapt_published(
+    adapted = adapt_published(
         Trainer.Config(
             model_spec=model_spec,
             hf_assets_path="./assets/hf/Llama-3.1-405B",
@@ -81,4 +82,7 @@ def _of_405b(name: str, *, local_batch_size: int, **parallelism: Any) -> GraphTr
             profiler=Profiler.Config(enable_profiling=True, profile_freq=100),
         ),
         **parallelism,
+    )
+    return dataclasses.replace(
+        adapted, quantization=QuantizationConfig(linears="float8_rowwise", skip=("lm_head",))
     )

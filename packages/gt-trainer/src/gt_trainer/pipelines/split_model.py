@@ -347,7 +347,8 @@ def _activation(
     layers pass it on in parts (sequence parallelism), else the whole on every rank. ``shape`` is
     (b, L) of another microbatch than those of training.
     """
-    b, length = shape or (parallelism.pipeline_parallel_microbatch_size, training.seq_len)
+    here = training.seq_len // parallel_dims.cp
+    b, length = shape or (parallelism.pipeline_parallel_microbatch_size, here)
     dtype = TORCH_DTYPE_MAP[training.mixed_precision_param]
     whole = (b, length, model_config.dim)
     if not parallel_dims.tp_enabled:
@@ -357,8 +358,8 @@ def _activation(
     placement = ActivationPlacement(
         mesh_axes=("tp",), placements=(Shard(1) if in_parts else Replicate(),), shape=whole
     )
-    here = (b, length // mesh.size() if in_parts else length, model_config.dim)
-    signature = ActivationSignature(shape=here, dtype=dtype, requires_grad=True)
+    part = (b, length // mesh.size() if in_parts else length, model_config.dim)
+    signature = ActivationSignature(shape=part, dtype=dtype, requires_grad=True)
     return placement.example(signature, mesh)
 
 

@@ -23,6 +23,7 @@ from torchtitan.models.common.moe import RoutedExperts
 
 from gt_config import CompileConfig
 from gt_trace.fsdp import MixedPrecision, ShardingMode, shard
+from gt_trainer.context_parallel.attend_to_all_ranks import attend_to_all_ranks
 from gt_trainer.decoder.initialization import draw_whole_weights
 
 
@@ -46,7 +47,8 @@ def parallelize(
 ) -> Decoder:
     """Place ``model`` in place, and return it.
 
-    TP and EP come first, by the model's own ``parallelize``. Then routed experts are sharded over
+    Attention over ranks that share a sequence comes first, then TP and EP, by the model's own
+    ``parallelize``. Then routed experts are sharded over
     the ranks that hold the same experts, and everything else over all data-parallel ranks.
     Gradients are summed over ranks, not averaged: the loss is divided by the token count of all
     ranks. Also a model that no data parallelism shards goes through ``simple_fsdp``, which casts to
@@ -77,6 +79,8 @@ def parallelize(
             solver=compile_config.autoparallel_solver,
             dump_folder=dump_folder,
         )
+    if parallel_dims.cp_enabled:
+        attend_to_all_ranks(model, parallel_dims.get_mesh("cp"))
     if parallel_dims.tp_enabled or parallel_dims.ep_enabled:
         model.parallelize(parallel_dims)
     precision = MixedPrecision(

@@ -39,6 +39,7 @@ from gt_trainer.placement.kept_plan import PLAN_FILE, plan_file_of, with_plan_fi
 from gt_trainer.placement.planned_machine import PlannedMachine, planned_for
 from gt_trainer.precompile.alike_parts import AlikeParts, alike_parts
 from gt_trainer.precompile.rank_capture import RankCapture, capture_as_rank
+from gt_trainer.quantization.quantized_model import with_quantized_model
 from gt_trainer.trainer import GraphTrainer
 
 _MOST_PATHS = 5
@@ -91,6 +92,7 @@ def precompile(
         ChildFailedError: a capture failed; the text is its traceback.
         ArtifactError: a graph cannot be stored.
     """
+    config = with_quantized_model(config)
     environment(Machine(device="cpu"))  # reads sources once, for all children
     with planned_for(PlannedMachine(hardware=hardware)):
         given = plan_file_of(config)

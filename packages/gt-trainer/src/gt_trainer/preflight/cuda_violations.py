@@ -86,7 +86,7 @@ def _bfloat16_unsupported(config: GraphTrainer.Config) -> Iterator[Violation]:
         )
         if value == "bfloat16"
     ]
-    capability = _best_compute_capability() if asked else None
+    capability = best_compute_capability() if asked else None
     if capability is None or capability >= _BFLOAT16_SINCE:
         return
     for flag, value in asked:
@@ -134,8 +134,8 @@ def _missing_to_compile() -> tuple[str, str] | None:
     return None
 
 
-def _best_compute_capability() -> float | None:
-    """The highest of this machine's devices, as 9.0; None if the driver's own tool does not say."""
+def best_compute_capability() -> float | None:
+    """Return that of this machine's best device, as 9.0; None if the driver's tool does not say."""
     try:
         said = subprocess.run(
             ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"],

@@ -105,7 +105,7 @@ def read_elsewhere(run: RunOptions) -> Iterator[str]:
     """The paths of the options that something else than passes reads in ``run``."""
     options, graphs = run.options, run.graphs
     yield from ("mode", "autoparallel")  # what is captured, and who places the model
-    yield "bitwise"  # what is refused
+    yield from ("bitwise", "require_float8")  # what is refused
     if options.autoparallel:
         of_solver = (p for p in option_paths(type(options)) if p.startswith("autoparallel_solver."))
         yield from (p for p in of_solver if run.topology.pp == 1 or p != _RIVALS)
@@ -159,7 +159,7 @@ def idle_option_violations(
         if not _does_something(run, flag):
             allowed = f"its default {default!r}"
             yield _violation(run, flag, value, allowed=allowed, what="the option")
-        elif isinstance(value, tuple):
+        elif isinstance(value, tuple) and flag.removeprefix(_COMPILE) not in read_elsewhere(run):
             for item in _idle_items(run, flag, value):
                 yield _violation(run, flag, item, allowed="to leave it out", what="it")
 

@@ -24,6 +24,7 @@ from gt_trainer.decoder.attention import has_document_mask
 from gt_trainer.device import available_memory_bytes, installed_device_type
 from gt_trainer.preflight.checkpoint_folder import check_checkpoints
 from gt_trainer.preflight.cuda_violations import cuda_violations
+from gt_trainer.preflight.quantization_violations import device_violations
 from gt_trainer.run_lock import use_of
 from gt_trainer.trainer import GraphTrainer
 
@@ -44,7 +45,8 @@ def machine_violations(
     if installed_device_type() == "cuda":
         yield from cuda_violations(config)
     yield from _options_for_another_device(config)
-    yield from _masks_exceed_memory(config, num_local_ranks or 1)
+    yield from device_violations(config)
+    yield from _masks_exceed_memory(config, num_local_ranks or 1, context_parallel=topology.cp)
     num_readers = topology.dp_replicate * topology.dp_shard
     yield from _unusable_folders(config, num_readers)
     yield from _unusable_tokenizer(config)
@@ -98,7 +100,9 @@ def _options_for_another_device(config: GraphTrainer.Config) -> Iterator[Violati
             )
 
 
-def _masks_exceed_memory(config: GraphTrainer.Config, num_ranks: int) -> Iterator[Violation]:
+def _masks_exceed_memory(
+    config: GraphTrainer.Config, num_ranks: int, *, context_parallel: int
+) -> Iterator[Violation]:
     """A mask of all pairs of tokens can be more than there is, and the system ends such a run.
 
     Counted is the mask and the copy of it, in the dtype of the scores, that the kernel reads.
@@ -110,18 +114,19 @@ def _masks_exceed_memory(config: GraphTrainer.Config, num_ranks: int) -> Iterato
         return
     bytes_per_pair = 1 + TORCH_DTYPE_MAP[training.mixed_precision_param].itemsize
     num_samples = num_ranks * training.local_batch_size
-    needed = num_samples * training.seq_len**2 * bytes_per_pair
+    needed = num_samples * training.seq_len**2 * bytes_per_pair // context_parallel
     available = available_memory_bytes()
     if needed <= available:
         return
-    fits = math.isqrt(available // (num_samples * bytes_per_pair))
+    fits = math.isqrt(available * context_parallel // (num_samples * bytes_per_pair))
+    shared = f" / context_parallel_degree {context_parallel}" if context_parallel > 1 else ""
     yield Violation(
         flag="--training.seq_len",
         value=training.seq_len,
         allowed=(
             f"attention masks that fit into memory: they take {needed / 2**30:.1f} GiB "
             f"({num_ranks} rank(s) x local_batch_size {training.local_batch_size} x seq_len^2 x "
-            f"{bytes_per_pair} bytes), and {available / 2**30:.1f} GiB are available"
+            f"{bytes_per_pair} bytes{shared}), and {available / 2**30:.1f} GiB are available"
         ),
         fix=f"use at most {2 ** (fits.bit_length() - 1)}, or fewer samples or ranks",
     )

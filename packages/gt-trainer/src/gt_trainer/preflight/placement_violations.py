@@ -29,13 +29,6 @@ def unsupported_placement(
             allowed="'partial_dtensor', whose collectives a capture records",
             fix=_LEAVE_OUT,
         )
-    if parallelism.context_parallel_degree != 1:
-        yield Violation(
-            flag="--parallelism.context_parallel_degree",
-            value=parallelism.context_parallel_degree,
-            allowed="1: context parallelism is not supported",
-            fix=f"{_LEAVE_OUT}, and use tensor parallelism for long sequences",
-        )
     for flag, is_set in (
         ("--parallelism.enable_fsdp_symm_mem", parallelism.enable_fsdp_symm_mem),
         ("--training.enable_cpu_offload", training.enable_cpu_offload),

@@ -141,7 +141,7 @@ def number_violations(
         yield from _model_does_not_divide(model, topology)
     # A planned step applies the loss to whole logits.
     if _NUM_CHUNKS in settings and not settings["--compile.autoparallel"]:
-        yield from _uneven_loss_chunks(settings[_NUM_CHUNKS], topology.seq_len)
+        yield from _uneven_loss_chunks(settings[_NUM_CHUNKS], topology)
 
 
 def _unsound_counts(settings: Settings, flags: Sequence[str]) -> Iterator[Violation]:
@@ -216,18 +216,22 @@ def _model_does_not_divide(model: ModelNumbers, topology: Topology) -> Iterator[
         )
 
 
-def _uneven_loss_chunks(chunks: int, seq_len: int) -> Iterator[Violation]:
-    if seq_len < 1 or (chunks > 0 and seq_len % chunks == 0):
+def _uneven_loss_chunks(chunks: int, topology: Topology) -> Iterator[Violation]:
+    """A rank cuts its part of a sequence, so that all parts must have equal chunks."""
+    seq_len, parts = topology.seq_len, max(1, topology.cp)
+    if seq_len < 1 or (chunks > 0 and seq_len % (chunks * parts) == 0):
         return
     if chunks < 1:
         yield Violation(flag=_NUM_CHUNKS, value=chunks, allowed="1 or more", fix="give 1 or more")
         return
-    fits = max(divisor for divisor in _divisors(seq_len) if divisor <= chunks)
+    fits = max(divisor for divisor in _divisors(max(1, seq_len // parts)) if divisor <= chunks)
+    multiple = chunks * parts
+    on_each = f" on each of {parts} ranks that share it" if parts > 1 else ""
     yield Violation(
         flag=_TRAINING + "seq_len",
         value=seq_len,
-        allowed=f"a multiple of {chunks}, for the loss's equal chunks ({_NUM_CHUNKS})",
-        fix=f"use {-(-seq_len // chunks) * chunks}, or {_NUM_CHUNKS} {fits}",
+        allowed=f"a multiple of {multiple}, for the loss's equal chunks ({_NUM_CHUNKS}){on_each}",
+        fix=f"use {-(-seq_len // multiple) * multiple}, or {_NUM_CHUNKS} {fits}",
     )
 
 

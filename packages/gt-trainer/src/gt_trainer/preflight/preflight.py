@@ -24,6 +24,7 @@ from gt_passes import known_passes
 from gt_trainer.decoder.expert_layers import expert_layers
 from gt_trainer.device import intended_device_type
 from gt_trainer.preflight.bitwise_violations import bitwise_violations
+from gt_trainer.preflight.context_parallel_violations import context_parallel_violations
 from gt_trainer.preflight.idle_options import idle_option_violations
 from gt_trainer.preflight.machine_violations import machine_violations
 from gt_trainer.preflight.pipeline_violations import pipeline_violations
@@ -38,6 +39,10 @@ from gt_trainer.preflight.plain_settings import (
     topology_of_settings,
 )
 from gt_trainer.preflight.plan_file_violations import plan_file_violations
+from gt_trainer.preflight.quantization_violations import (
+    quantization_violations,
+    torchao_violations,
+)
 from gt_trainer.trainer import GraphTrainer
 
 _LEAVE_OUT = "leave the flag out"
@@ -63,6 +68,7 @@ def check_configuration(
     """
     violations = list(configuration_violations(config, world_size))
     topology = topology_of(config, world_size)
+    violations += torchao_violations(config)
     if will_train:
         violations += machine_violations(config, topology, num_local_ranks=num_local_ranks)
     else:
@@ -92,6 +98,7 @@ def configuration_violations(config: GraphTrainer.Config, world_size: int) -> It
     # gt-config refuses some of these too, and knows better why.
     yield from (each for each in idle if each.flag not in told)
     yield from bitwise_violations(config.compile, topology)
+    yield from quantization_violations(config)
     yield from unsupported_placement(
         config.parallelism, config.training, activation_checkpoint=config.activation_checkpoint
     )
@@ -101,6 +108,7 @@ def configuration_violations(config: GraphTrainer.Config, world_size: int) -> It
     yield from _exchanges_of_unknown_operators(config)
     yield from _shapes_of_documents(config)
     yield from pipeline_violations(config)
+    yield from context_parallel_violations(config, topology)
     yield from autoparallel_violations(config, topology)
 
 

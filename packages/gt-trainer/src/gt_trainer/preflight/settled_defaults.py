@@ -123,6 +123,8 @@ def describe_run(config: GraphTrainer.Config, world_size: int) -> str:
         changes = what_changes_bits(run)
     except (RecipeError, PassOrderError):
         return f"On {device}: passes that do not fit together"  # refused before anything runs
+    if config.quantization:
+        changes = {**changes, "products in 8 bits": "approximate"}
     compiled = [text for name, text in _COMPILED.items() if name in names]
     if "compile-regions" in names and options.regional_modules:
         compiled = [f"Inductor for {', '.join(options.regional_modules)}"]

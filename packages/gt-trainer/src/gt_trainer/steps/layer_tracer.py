@@ -19,7 +19,7 @@ from gt_trace.stamping import (
     trace_step_by_stamping,
 )
 
-_KNOWN_FUNCTIONS = frozenset({"gt_trainer", "gt_passes", "torchtitan"})
+_KNOWN_FUNCTIONS = frozenset({"gt_trainer", "gt_passes", "torchtitan", "torchao"})
 """Packages whose autograd functions do in the backward what they keep says, layer by layer."""
 
 _INITIALIZERS = frozenset({"_param_init"})

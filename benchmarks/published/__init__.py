@@ -1,0 +1,1 @@
+"""One published run, simulated in a process of its own."""

@@ -1,0 +1,194 @@
+"""What stands in the way of products in 8 bits is said before the start, with the exact text."""
+
+import importlib.metadata
+
+import pytest
+from refused_configurations import changed, refusal
+
+from gt_trainer.device import intended_for
+from gt_trainer.models import deepseek_v3, llama3
+from gt_trainer.preflight import quantization_violations
+from gt_trainer.preflight.preflight import check_configuration
+
+PROBLEM = "the configuration has 1 problem:\n  1. {}\n     allowed: {}\n     fix: {}"
+ROWWISE = {"linears": "float8_rowwise", "only": ("feed_forward",)}
+FEED_FORWARD = "layers.0-5.feed_forward.w1, layers.0-5.feed_forward.w2, layers.0-5.feed_forward.w3"
+
+
+@pytest.fixture
+def torchao(monkeypatch):
+    """Pretends that a version of torchao is installed; None for none."""
+
+    def install(version):
+        def of(name):
+            if name != "torchao":
+                return importlib.metadata.metadata(name)["Version"]
+            if version is None:
+                raise importlib.metadata.PackageNotFoundError(name)
+            return version
+
+        monkeypatch.setattr(quantization_violations.importlib.metadata, "version", of)
+
+    install("0.18.0")
+    return install
+
+
+def refused(tmp_path, make=llama3.llama3_debugmodel, will_train=False, **sections):
+    return refusal(changed(make(), tmp_path, **sections), 1, will_train=will_train)
+
+
+def test_a_run_without_torchao_is_told_what_needs_it(torchao, tmp_path):
+    torchao(None)
+    assert refused(tmp_path, quantization=ROWWISE) == PROBLEM.format(
+        "--quantization.linears is 'float8_rowwise'",
+        f"'none' here: torchao is not installed, and 18 linear layers need it: {FEED_FORWARD}",
+        "pip install 'gt-trainer[float8]', or give none to multiply in the run's precision",
+    )
+
+
+def test_so_is_a_published_configuration_that_names_a_converter(torchao, tmp_path):
+    torchao(None)
+    with intended_for("cuda"):
+        config = changed(llama3.llama3_405b(), tmp_path)
+        text = refusal(config, 1024, will_train=False)
+    assert "torchao is not installed, and 630 linear layers need it: layers.0-125.attention" in text
+    assert "lm_head" not in text
+    with intended_for("cuda"):
+        check_configuration(
+            changed(config, tmp_path, quantization={"linears": "none", "skip": ()}),
+            1024,
+            will_train=False,
+        )
+
+
+def test_a_torchao_that_is_too_old_is_refused(torchao, tmp_path):
+    torchao("0.9.1+cu126")
+    quantization = {"experts": "mxfp8"}
+    text = refused(tmp_path, deepseek_v3.deepseek_v3_debugmodel, quantization=quantization)
+    assert text == PROBLEM.format(
+        "--quantization.experts is 'mxfp8'",
+        "'none' here: torchao 0.9.1+cu126 is too old (0.18 or newer is needed), and 5 experts "
+        "need it: layers.1-5.moe.routed_experts.inner_experts",
+        "pip install 'gt-trainer[float8]', or give none to multiply in the run's precision",
+    )
+
+
+def test_a_cpu_has_no_kernel_and_may_emulate_it(torchao, tmp_path):
+    assert refused(tmp_path, will_train=True, quantization=ROWWISE) == PROBLEM.format(
+        "--quantization.linears is 'float8_rowwise'",
+        "'none' on cpu, which has no kernel for it (NVIDIA's have from 8.9 on), and 18 linear "
+        f"layers need one: {FEED_FORWARD}",
+        "give --quantization.emulate to round the same way and multiply in the run's precision, "
+        "or none",
+    )
+    emulated = changed(
+        llama3.llama3_debugmodel(), tmp_path, quantization={**ROWWISE, "emulate": True}
+    )
+    check_configuration(emulated, 1)
+
+
+@pytest.mark.parametrize(
+    ("capability", "precision", "since"),
+    [(8.0, "float8_rowwise", 8.9), (9.0, "float8_rowwise", None), (9.0, "mxfp8", 10.0)],
+)
+def test_a_gpu_without_the_kernel_is_refused(capability, precision, since, tmp_path, monkeypatch):
+    monkeypatch.setattr(quantization_violations, "installed_device_type", lambda: "cuda")
+    monkeypatch.setattr(quantization_violations, "best_compute_capability", lambda: capability)
+    quantization = {**ROWWISE, "linears": precision}
+    config = changed(llama3.llama3_debugmodel(), tmp_path, quantization=quantization)
+    told = [each.allowed for each in quantization_violations.device_violations(config)]
+    assert told == (
+        []
+        if since is None
+        else [
+            (
+                f"'none' on a device of compute capability {capability}, which has no kernel for it "
+                f"(NVIDIA's have from {since} on), and 18 linear layers need one: {FEED_FORWARD}"
+            )
+        ]
+    )
+
+
+def test_a_required_layer_that_falls_back_is_refused_by_name(torchao, tmp_path):
+    text = refused(
+        tmp_path,
+        quantization={"linears": "float8_rowwise", "skip": ("lm_head", "layers.3.attention.wo")},
+        compile={"require_float8": ("layers.*.attention", "lm_head", "layers.*.feed_forward")},
+    )
+    fix = "quantize them (--quantization.linears, --quantization.experts), or name fewer"
+    assert text == (
+        "the configuration has 2 problems:\n"
+        "  1. --compile.require_float8 is 'layers.*.attention'\n"
+        "     allowed: modules that multiply in 8 bits, and these do not: layers.3.attention.wo "
+        "(--quantization.skip names 'layers.3.attention.wo')\n"
+        f"     fix: {fix}\n"
+        "  2. --compile.require_float8 is 'lm_head'\n"
+        "     allowed: modules that multiply in 8 bits, and these do not: lm_head "
+        "(--quantization.skip names 'lm_head')\n"
+        f"     fix: {fix}"
+    )
+
+
+def test_required_modules_that_multiply_nothing_are_refused(torchao, tmp_path):
+    text = refused(tmp_path, quantization=ROWWISE, compile={"require_float8": ("layers.*.norm",)})
+    assert "modules with linear layers or experts, which are lm_head, layers.0-5.attention" in text
+
+
+def test_nothing_is_in_8_bits_where_all_that_is_required_is(torchao, tmp_path):
+    text = refused(tmp_path, compile={"require_float8": ("lm_head",)})
+    assert "these do not: lm_head (--quantization.linears is none)" in text
+
+
+def test_products_in_8_bits_are_not_bitwise(torchao, tmp_path):
+    text = refused(tmp_path, quantization=ROWWISE, compile={"bitwise": True})
+    assert text == PROBLEM.format(
+        "--quantization.linears is 'float8_rowwise'",
+        "'none' with --compile.bitwise: products in 8 bits are approximate",
+        "leave out one of the two",
+    )
+
+
+def test_a_solver_places_no_scales(torchao, tmp_path):
+    text = refused(tmp_path, quantization=ROWWISE, compile={"autoparallel": True})
+    assert (
+        "--quantization.linears is 'float8_rowwise'\n     allowed: 'none' with "
+        "--compile.autoparallel: a scale is a maximum over a tensor, and no rule says what that "
+        "costs of one that is sharded\n     fix: leave out one of the two"
+    ) in text
+
+
+def test_tokens_that_blocks_do_not_divide_are_refused(torchao, tmp_path):
+    text = refused(
+        tmp_path,
+        quantization={**ROWWISE, "linears": "mxfp8"},
+        training={"local_batch_size": 1, "seq_len": 48},
+    )
+    assert text == PROBLEM.format(
+        "--training.seq_len is 48",
+        "one with which a rank's 48 tokens are a multiple of 32, as the gradients of weights need "
+        "with --quantization.linears mxfp8",
+        "use a multiple of 32",
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "flag", "allowed"),
+    [
+        ({"emulate": True}, "emulate", "its default False, since nothing is quantized and"),
+        ({"skip": ("lm_head",)}, "skip", "its default (), since --quantization.linears is none"),
+        ({"experts": "mxfp8"}, "experts", "'none': the model has no experts that it would"),
+        (
+            {"linears": "mxfp8", "skip": ("layers", "lm_head")},
+            "linears",
+            (
+                "'none': the model has no linear layers that it would quantize (--quantization.skip "
+                "names 'layers'; --quantization.skip names 'lm_head')"
+            ),
+        ),
+        ({"linears": "mxfp8", "skip": ("lmhead",)}, "skip", "parts of the names of linear layers"),
+    ],
+)
+def test_options_that_would_do_nothing_are_refused(options, flag, allowed, torchao, tmp_path):
+    text = refused(tmp_path, quantization=options)
+    assert text.startswith(f"the configuration has 1 problem:\n  1. --quantization.{flag} is ")
+    assert allowed in text

@@ -1,0 +1,191 @@
+"""Models whose ranks share sequences: bits of eager training, numbers of whole sequences."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+from context_parallel.cases import (
+    compare_options,
+    compare_with_flex_attention,
+    distance_to_whole_sequences,
+    losses_of_changed_tokens,
+    reported,
+    tokens_as_torchtitans,
+)
+from training_cases import NUM_STEPS, NUM_UNSEEN_BATCHES, Case, compare_modes, compare_resumed
+
+from gt_trace.testing import GlooWorkers
+
+BALANCERS = ("headtail", "ptrr", None)
+_BLOCK = 128
+"""Tokens that ptrr and FlexAttention's masks do not divide."""
+
+
+def shared(ranks: int, config: str = "llama3_debugmodel", **case: Any) -> Case:
+    """``ranks`` share each sequence; further degrees and the balancer may be given."""
+    names = {field.name for field in dataclasses.fields(Case)}
+    settings = {name: value for name, value in case.items() if name in names}
+    further = {name: value for name, value in case.items() if name not in names}
+    return Case(
+        module=config.removesuffix("_debugmodel"),
+        config=config,
+        parallelism={"context_parallel_degree": ranks, **further},
+        **settings,
+    )
+
+
+FSDP_2 = {"data_parallel_shard_degree": 2}
+TP_2 = {"tensor_parallel_degree": 2}
+EP_2 = {"expert_parallel_degree": 2}
+# Four shards: gloo sums buckets in another order than single gradients.
+UNBUCKETED = {"fsdp_bucketing": "off"}
+
+
+def slow(case: Case, name: str) -> Any:
+    return pytest.param(case, id=name, marks=pytest.mark.slow)
+
+
+ON_TWO = [
+    slow(shared(2), "llama3"),
+    slow(
+        shared(2, context_parallel_load_balancer="ptrr", seq_len=2 * _BLOCK), "llama3, round robin"
+    ),
+    slow(shared(2, context_parallel_load_balancer=None), "llama3, tokens in order"),
+    slow(shared(2, param_dtype="bfloat16"), "llama3, bfloat16"),
+    slow(shared(2, gradient_accumulation_steps=2), "llama3, gradient accumulation"),
+    slow(shared(2, "deepseek_v3_debugmodel", **EP_2), "deepseek_v3, EP 2"),
+]
+ON_FOUR = [
+    pytest.param(shared(2, **TP_2), id="llama3, TP 2"),
+    slow(shared(2, **FSDP_2, **UNBUCKETED), "llama3, FSDP 2"),
+    slow(shared(2, data_parallel_replicate_degree=2), "llama3, replicas 2"),
+    slow(shared(4, **UNBUCKETED), "llama3, on four"),
+    slow(
+        shared(4, context_parallel_load_balancer="ptrr", seq_len=4 * _BLOCK, **UNBUCKETED),
+        "llama3, on four, round robin",
+    ),
+    slow(shared(2, "deepseek_v3_debugmodel", **EP_2, **TP_2), "deepseek_v3, TP 2 x EP 2"),
+]
+
+
+def check(found: list[Any], case: Case) -> None:
+    num_passes = NUM_STEPS * case.gradient_accumulation_steps + NUM_UNSEEN_BATCHES
+    for rank, comparison in enumerate(found):
+        assert comparison.differences == (), f"rank {rank}"
+        assert len(set(comparison.losses)) == num_passes
+        assert comparison.without_gradient == ()
+        assert comparison.num_captures == 1
+        assert comparison.verified
+
+
+@pytest.mark.parametrize("case", ON_TWO)
+def test_captured_equals_eager_on_two_ranks(case: Case, two: GlooWorkers, tmp_path: Path) -> None:
+    check(two.run(compare_modes, case, str(tmp_path)), case)
+
+
+@pytest.mark.parametrize("case", ON_FOUR)
+def test_captured_equals_eager_on_four_ranks(case: Case, four: GlooWorkers, tmp_path: Path) -> None:
+    check(four.run(compare_modes, case, str(tmp_path)), case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("balancer", BALANCERS)
+def test_captured_flex_attention_equals_torchtitans_own_context_parallelism(
+    balancer: str | None, two: GlooWorkers, tmp_path: Path
+) -> None:
+    case = shared(2, context_parallel_load_balancer=balancer, seq_len=2 * _BLOCK)
+    check(two.run(compare_with_flex_attention, case, str(tmp_path)), case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("balancer", BALANCERS)
+def test_ranks_have_the_tokens_and_masks_that_torchtitan_gives_them(
+    balancer: str | None, four: GlooWorkers
+) -> None:
+    assert four.run(tokens_as_torchtitans, balancer) == [[True] * 4] * 4
+
+
+TO_WHOLE = [
+    slow(shared(2, **FSDP_2), "llama3, FSDP 2"),
+    slow(shared(2, **TP_2), "llama3, TP 2"),
+    slow(shared(4), "llama3, on four"),
+    slow(
+        shared(4, context_parallel_load_balancer="ptrr", seq_len=4 * _BLOCK),
+        "llama3, on four, round robin",
+    ),
+    slow(shared(2, "deepseek_v3_debugmodel", **FSDP_2, **EP_2), "deepseek_v3, FSDP 2 x EP 2"),
+]
+
+
+@pytest.mark.parametrize("case", TO_WHOLE)
+def test_numbers_are_those_of_whole_sequences(
+    case: Case, four: GlooWorkers, tmp_path: Path
+) -> None:
+    for found in four.run(distance_to_whole_sequences, case, str(tmp_path)):
+        assert found.loss < 1e-6
+        furthest = max(found.gradients, key=found.gradients.__getitem__)
+        assert found.gradients[furthest] < 1e-6, furthest
+
+
+@pytest.mark.parametrize(
+    ("balancer", "mode"),
+    [
+        ("headtail", "aot_fx_trace"),
+        pytest.param("headtail", "none", marks=pytest.mark.slow),
+        pytest.param(None, "aot_fx_trace", marks=pytest.mark.slow),
+    ],
+)
+def test_nobody_attends_across_documents_or_into_the_future(
+    balancer: str | None, mode: str, four: GlooWorkers, tmp_path: Path
+) -> None:
+    case = shared(4, context_parallel_load_balancer=balancer)
+    for losses in four.run(losses_of_changed_tokens, case, mode, str(tmp_path)):
+        same = losses["nothing"]
+        for what in ("the document before", "the document after", "later tokens"):
+            assert losses[what] == same, what
+        assert losses["earlier tokens"] != same
+
+
+OPTIONS = {
+    "selective": {"memory_policy": "selective"},
+    "full_recompute": {"memory_policy": "full_recompute"},
+    "offload": {"memory_policy": "offload"},
+    "joint": {"mode": "aot_joint"},
+    "stamped": {"capture_layers": "stamped"},
+    "second group": {"fsdp_second_group": True},
+}
+
+
+@pytest.mark.slow
+def test_options_change_no_bit(two: GlooWorkers, tmp_path: Path) -> None:
+    case = shared(2, num_layers=5)
+    for rank, found in enumerate(two.run(compare_options, case, str(tmp_path), OPTIONS)):
+        assert found.keys() == OPTIONS.keys()
+        for name, result in found.items():
+            assert result.differences == (), f"rank {rank}, {name}"
+            assert result.verified
+        assert found["stamped"].stamped
+
+
+@pytest.mark.slow
+def test_reported_losses_are_those_of_whole_sequences(two: GlooWorkers, tmp_path: Path) -> None:
+    """Ranks that share their samples have one mean over them; a validation has their masks too."""
+    case = shared(2, num_layers=2, seq_len=128)
+    whole = dataclasses.replace(case, parallelism={"data_parallel_shard_degree": 2}, batch_size=1)
+    (found, _), (expected, _) = (
+        two.run(reported, each, str(tmp_path / name))
+        for name, each in (("shared", case), ("whole", whole))
+    )
+    assert len(found) == 4
+    for (loss, largest), (loss_of_whole, _) in zip(found, expected, strict=True):
+        assert loss == pytest.approx(loss_of_whole, rel=1e-5)
+        assert largest is None or largest == pytest.approx(loss, rel=1e-6)
+
+
+@pytest.mark.slow
+def test_resumed_run_equals_one_that_never_stopped(four: GlooWorkers, tmp_path: Path) -> None:
+    case = shared(2, **FSDP_2, **UNBUCKETED)
+    assert four.run(compare_resumed, case, str(tmp_path)) == [([], 2)] * 4
