@@ -61,9 +61,23 @@ def test_so_is_a_published_configuration_that_names_a_converter(torchao, tmp_pat
         )
 
 
+def test_a_dry_run_without_a_gpu_captures_linear_layers_in_float8_alone(torchao, tmp_path):
+    linear = changed(llama3.llama3_debugmodel(), tmp_path, quantization=ROWWISE)
+    check_configuration(linear, 1, will_train=False)
+    mxfp8 = {**ROWWISE, "linears": "mxfp8"}
+    assert refused(tmp_path, quantization=mxfp8) == PROBLEM.format(
+        "--quantization.linears is 'mxfp8'",
+        "'none' in a capture on a machine without a GPU: torchao casts by kernels that only a GPU "
+        f"has, of 18 linear layers: {FEED_FORWARD}",
+        "leave the flag out, or capture on a machine with a GPU",
+    )
+    emulated = changed(linear, tmp_path, quantization={**mxfp8, "emulate": True})
+    check_configuration(emulated, 1, will_train=False)
+
+
 def test_a_torchao_that_is_too_old_is_refused(torchao, tmp_path):
     torchao("0.9.1+cu126")
-    quantization = {"experts": "mxfp8"}
+    quantization = {"experts": "mxfp8", "emulate": True}
     text = refused(tmp_path, deepseek_v3.deepseek_v3_debugmodel, quantization=quantization)
     assert text == PROBLEM.format(
         "--quantization.experts is 'mxfp8'",
@@ -160,7 +174,7 @@ def test_a_solver_places_no_scales(torchao, tmp_path):
 def test_tokens_that_blocks_do_not_divide_are_refused(torchao, tmp_path):
     text = refused(
         tmp_path,
-        quantization={**ROWWISE, "linears": "mxfp8"},
+        quantization={**ROWWISE, "linears": "mxfp8", "emulate": True},
         training={"local_batch_size": 1, "seq_len": 48},
     )
     assert text == PROBLEM.format(
@@ -176,16 +190,24 @@ def test_tokens_that_blocks_do_not_divide_are_refused(torchao, tmp_path):
     [
         ({"emulate": True}, "emulate", "its default False, since nothing is quantized and"),
         ({"skip": ("lm_head",)}, "skip", "its default (), since --quantization.linears is none"),
-        ({"experts": "mxfp8"}, "experts", "'none': the model has no experts that it would"),
         (
-            {"linears": "mxfp8", "skip": ("layers", "lm_head")},
+            {"experts": "mxfp8", "emulate": True},
+            "experts",
+            "'none': the model has no experts that it would",
+        ),
+        (
+            {"linears": "float8_rowwise", "skip": ("layers", "lm_head")},
             "linears",
             (
                 "'none': the model has no linear layers that it would quantize (--quantization.skip "
                 "names 'layers'; --quantization.skip names 'lm_head')"
             ),
         ),
-        ({"linears": "mxfp8", "skip": ("lmhead",)}, "skip", "parts of the names of linear layers"),
+        (
+            {"linears": "float8_rowwise", "skip": ("lmhead",)},
+            "skip",
+            "parts of the names of linear layers",
+        ),
     ],
 )
 def test_options_that_would_do_nothing_are_refused(options, flag, allowed, torchao, tmp_path):

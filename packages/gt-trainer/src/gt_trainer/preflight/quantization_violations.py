@@ -18,6 +18,7 @@ from gt_config.selectors import is_inside, is_module_pattern
 from gt_trainer.device import installed_device_type
 from gt_trainer.preflight.cuda_violations import best_compute_capability
 from gt_trainer.quantization.products import (
+    FLOAT8_PREFIX,
     MULTIPLES,
     Product,
     ProductKind,
@@ -103,6 +104,30 @@ def device_violations(config: GraphTrainer.Config) -> Iterator[Violation]:
             f"on), and {len(names)} {_NOUNS[kind]} need one: {names_in_short(names)}",
             fix="give --quantization.emulate to round the same way and multiply in the run's "
             "precision, or none",
+        )
+
+
+def untraceable_violations(config: GraphTrainer.Config) -> Iterator[Violation]:
+    """Yield the products that no capture without a device can be made of; for dry runs.
+
+    Row-wise and tensor-wise scales of linear layers are plain operators, which are captured
+    anywhere; MXFP8 and experts cast by kernels, which torchao gives to a GPU alone.
+
+    Args:
+        config: The finished configuration. Not changed.
+    """
+    options, spec = config.quantization, config.model_spec
+    if not options or options.emulate or spec is None or installed_device_type() != "cpu":
+        return
+    for kind, precision, names in _asked(config, spec.model):
+        if kind == "linear" and precision.startswith(FLOAT8_PREFIX):
+            continue
+        yield Violation(
+            flag=_FLAGS[kind],
+            value=precision,
+            allowed="'none' in a capture on a machine without a GPU: torchao casts by kernels "
+            f"that only a GPU has, of {len(names)} {_NOUNS[kind]}: {names_in_short(names)}",
+            fix="leave the flag out, or capture on a machine with a GPU",
         )
 
 

@@ -78,11 +78,12 @@ def products_of(model: BaseModel.Config, options: QuantizationConfig) -> Iterato
         )
 
 
-def names_in_short(names: Iterable[str]) -> str:
+def names_in_short(names: Iterable[str], *, most: int | None = _MAX_TOLD) -> str:
     """Name modules, with the layers of like ones as a range: ``layers.0-3,7.attention.wo``.
 
     Args:
-        names: fully qualified. After eight, the number of the others stands for them.
+        names: fully qualified.
+        most: after so many, the number of the others stands for them; None names all.
     """
     layers: dict[tuple[str, str], list[int]] = {}
     for name in names:
@@ -93,8 +94,8 @@ def names_in_short(names: Iterable[str]) -> str:
         f"{head}.{_ranges(numbers)}.{tail}" if tail else head
         for (head, tail), numbers in layers.items()
     ]
-    if len(told) > _MAX_TOLD:
-        told = [*told[:_MAX_TOLD], f"and {len(told) - _MAX_TOLD} more"]
+    if most is not None and len(told) > most:
+        told = [*told[:most], f"and {len(told) - most} more"]
     return ", ".join(told)
 
 
