@@ -116,10 +116,10 @@ def test_the_table_names_every_product_with_its_precision_and_why_not() -> None:
     shared = ", ".join(f"layers.1-5.moe.shared_experts.w{number}" for number in (1, 2, 3))
     assert lines == (
         "Precision of matrix products, emulated:",
-        f"  18 linear layers in float8_rowwise: {dense}, {shared}",
-        "  5 mixtures' experts in mxfp8: layers.1-5.moe.routed_experts.inner_experts",
+        f"  linear layers in float8_rowwise, 18: {dense}, {shared}",
+        "  experts of mixtures in mxfp8, 5: layers.1-5.moe.routed_experts.inner_experts",
         (
-            "  30 linear layers in float32 (--quantization.only does not name it): lm_head, "
+            "  linear layers in float32 (--quantization.only does not name it), 30: lm_head, "
             f"{attention}, layers.1-5.moe.router.gate"
         ),
     )

@@ -11,6 +11,7 @@ import importlib.metadata
 import re
 from collections.abc import Iterator
 
+from torchtitan.components.loss import ChunkedLossWrapper
 from torchtitan.protocols.model import BaseModel
 
 from gt_config import Violation
@@ -52,7 +53,7 @@ def quantization_violations(config: GraphTrainer.Config) -> Iterator[Violation]:
     products = list(products_of(config.model_spec.model, config.quantization))
     yield from _idle_options(config, products)
     yield from _contradictions(config)
-    yield from _odd_tokens(config)
+    yield from _odd_tokens(config, products)
     for pattern in config.compile.require_float8:
         if is_module_pattern(pattern):  # else it is told elsewhere
             yield from _fallbacks(pattern, products)
@@ -75,7 +76,8 @@ def torchao_violations(config: GraphTrainer.Config) -> Iterator[Violation]:
             value=precision,
             allowed=f"'none' here: torchao {problem}, and {len(names)} {_NOUNS[kind]} need it: "
             f"{names_in_short(names)}",
-            fix="pip install 'gt-trainer[float8]', or give none to multiply in the run's precision",
+            fix=f"pip install 'gt-trainer[float8]', or give {_FLAGS[kind]} none to multiply in the "
+            "run's precision",
         )
 
 
@@ -103,7 +105,7 @@ def device_violations(config: GraphTrainer.Config) -> Iterator[Violation]:
             allowed=f"'none' on {here}, which has no kernel for it (NVIDIA's have from {since} "
             f"on), and {len(names)} {_NOUNS[kind]} need one: {names_in_short(names)}",
             fix="give --quantization.emulate to round the same way and multiply in the run's "
-            "precision, or none",
+            f"precision, or {_FLAGS[kind]} none",
         )
 
 
@@ -214,6 +216,14 @@ def _contradictions(config: GraphTrainer.Config) -> Iterator[Violation]:
                 allowed="'none' with --compile.bitwise: products in 8 bits are approximate",
                 fix=_DROP,
             )
+        if config.compile.ep_overlap.enabled:
+            yield Violation(
+                flag=flag,
+                value=value,
+                allowed="'none' with --compile.ep_overlap.enabled: a scale is a maximum over "
+                "tokens, and a chunk of them has another",
+                fix=_DROP,
+            )
         if config.compile.autoparallel:
             yield Violation(
                 flag=flag,
@@ -224,18 +234,26 @@ def _contradictions(config: GraphTrainer.Config) -> Iterator[Violation]:
             )
 
 
-def _odd_tokens(config: GraphTrainer.Config) -> Iterator[Violation]:
+def _odd_tokens(config: GraphTrainer.Config, products: list[Product]) -> Iterator[Violation]:
     """Gradients of weights are products over tokens, in blocks of so many."""
-    training = config.training
-    num_tokens = training.local_batch_size * training.seq_len
+    training, parallelism = config.training, config.parallelism
+    is_pipelined = parallelism.pipeline_parallel_degree > 1
+    num_samples = (
+        parallelism.pipeline_parallel_microbatch_size if is_pipelined else training.local_batch_size
+    )
+    num_tokens = num_samples * training.seq_len
+    has_head = any(each.name == "lm_head" and each.precision is not None for each in products)
+    if has_head and isinstance(config.loss, ChunkedLossWrapper.Config):
+        num_tokens //= config.loss.num_chunks
     linears = config.quantization.linears
     multiple = MULTIPLES.get(linears.partition("_")[0], 1)
     if num_tokens % multiple:
         yield Violation(
             flag="--training.seq_len",
             value=training.seq_len,
-            allowed=f"one with which a rank's {num_tokens} tokens are a multiple of {multiple}, "
-            f"as the gradients of weights need with --quantization.linears {linears}",
+            allowed=f"one with which the {num_tokens} tokens that a layer multiplies at once are a "
+            f"multiple of {multiple}, as gradients of weights need with --quantization.linears "
+            f"{linears}",
             fix=f"use a multiple of {multiple}",
         )
 

@@ -24,7 +24,7 @@ def precision_lines(
     """
     rows: dict[tuple[bool, str], list[str]] = {}
     for product in products_of(model, options):
-        what = "mixtures' experts" if product.kind == "experts" else "linear layers"
+        what = "experts of mixtures" if product.kind == "experts" else "linear layers"
         how = product.precision or f"{own_precision} ({product.why_not})"
         key = (product.precision is None, f"{what} in {how}")
         rows.setdefault(key, []).append(product.name)
@@ -34,7 +34,7 @@ def precision_lines(
     return (
         f"{title}, emulated:" if options.emulate else f"{title}:",
         *(
-            f"  {len(names)} {what}: {names_in_short(names, most=None)}"
+            f"  {what}, {len(names)}: {names_in_short(names, most=None)}"
             for (_, what), names in sorted(rows.items(), key=lambda row: row[0][0])
         ),
     )
