@@ -21,7 +21,7 @@ from gt_trainer.preflight.cuda_violations import best_compute_capability
 from gt_trainer.quantization.products import (
     FLOAT8_PREFIX,
     MULTIPLES,
-    Product,
+    MatrixProduct,
     ProductKind,
     names_in_short,
     products_of,
@@ -160,7 +160,9 @@ def _torchao_problem() -> str | None:
     return f"{version} is too old ({'.'.join(map(str, _TORCHAO_SINCE))} or newer is needed)"
 
 
-def _idle_options(config: GraphTrainer.Config, products: list[Product]) -> Iterator[Violation]:
+def _idle_options(
+    config: GraphTrainer.Config, products: list[MatrixProduct]
+) -> Iterator[Violation]:
     options = config.quantization
     if options.linears == "none":
         for name in ("only", "skip"):
@@ -234,7 +236,7 @@ def _contradictions(config: GraphTrainer.Config) -> Iterator[Violation]:
             )
 
 
-def _odd_tokens(config: GraphTrainer.Config, products: list[Product]) -> Iterator[Violation]:
+def _odd_tokens(config: GraphTrainer.Config, products: list[MatrixProduct]) -> Iterator[Violation]:
     """Gradients of weights are products over tokens, in blocks of so many."""
     training, parallelism = config.training, config.parallelism
     is_pipelined = parallelism.pipeline_parallel_degree > 1
@@ -258,7 +260,7 @@ def _odd_tokens(config: GraphTrainer.Config, products: list[Product]) -> Iterato
         )
 
 
-def _fallbacks(pattern: str, products: list[Product]) -> Iterator[Violation]:
+def _fallbacks(pattern: str, products: list[MatrixProduct]) -> Iterator[Violation]:
     required = [each for each in products if is_inside(each.name, pattern)]
     if not required:
         yield Violation(

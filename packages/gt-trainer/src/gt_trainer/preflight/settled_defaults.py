@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from typing import Any
 
 from gt_config import AutoParallelConfig, CompileConfig
 from gt_config.numerics import NUMERICS, Numerics
@@ -55,7 +56,7 @@ def settle_defaults(
     """
     if config.quantization.linears == "none":
         # Whoever turns off a published precision need not clear what chose its layers.
-        kept = {
+        kept: dict[str, Any] = {
             name: getattr(config.quantization, name) if f"--quantization.{name}" in asked else ()
             for name in ("only", "skip")
         }

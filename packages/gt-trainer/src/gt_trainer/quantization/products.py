@@ -34,7 +34,7 @@ _MAX_TOLD = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Product:
+class MatrixProduct:
     """A linear layer, or the experts of one mixture."""
 
     name: str
@@ -49,7 +49,7 @@ class Product:
     """Why it is in the run's own precision; None if it is not."""
 
 
-def products_of(model: BaseModel.Config, options: QuantizationConfig) -> Iterator[Product]:
+def products_of(model: BaseModel.Config, options: QuantizationConfig) -> Iterator[MatrixProduct]:
     """Yield every linear layer of a model, then the experts of every mixture.
 
     Args:
@@ -60,7 +60,7 @@ def products_of(model: BaseModel.Config, options: QuantizationConfig) -> Iterato
         assert isinstance(linear, Linear.Config)
         precision = _precision_of_linear(linear)
         why_not = None if precision else _why_not_linear(name, linear, options)
-        yield Product(
+        yield MatrixProduct(
             name=name,
             kind="linear",
             precision=precision or (options.linears if why_not is None else None),
@@ -70,7 +70,7 @@ def products_of(model: BaseModel.Config, options: QuantizationConfig) -> Iterato
         assert isinstance(experts, GroupedExperts.Config)
         precision = _precision_of_experts(experts)
         why_not = None if precision else _why_not_experts(experts, options)
-        yield Product(
+        yield MatrixProduct(
             name=name,
             kind="experts",
             precision=precision or (options.experts if why_not is None else None),
