@@ -78,6 +78,11 @@ def test_a_recipe_is_the_one_that_torchtitan_s_converter_takes(
     assert quantize(theirs, nothing_asked) is theirs
     found = {each.name: each.precision for each in products_of(theirs, nothing_asked)}
     assert found["lm_head"] is None
+    rest = quantize(theirs, QuantizationConfig(linears="mxfp8"))
+    assert {each.name: each.precision for each in products_of(rest, nothing_asked)} == {
+        **found,
+        "lm_head": "mxfp8",
+    }
     assert found["layers.0.attention.wo"] == "float8_rowwise"
 
 
