@@ -62,7 +62,7 @@ train: $(STAMP)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest
 PACKAGES_PYTEST := $(PYTEST) -n 2 --dist loadfile
 QUANTIZATION := tests-integration/quantization
-QUANTIZATION_PYTEST := PYTHONPATH=$(TORCHAO) $(PYTEST)
+QUANTIZATION_PYTEST := PYTHONPATH=$(CURDIR)/$(TORCHAO) $(PYTEST)
 
 test: $(STAMP) $(TORCHAO_STAMP)
 	@status=0; \

@@ -66,6 +66,7 @@ FEATURES: Mapping[str, Mapping[str, object]] = {
     "reduce once": {**_SHARD, "compile.accumulation": "reduce_once"},
     "async TP": {**_TP, "compile.async_tensor_parallel": True},
     "stored graphs": {"compile.artifacts": "graphs"},
+    "float8": {"quantization.linears": "float8_rowwise"},
 }
 """What each asks for, with the least of what it cannot be without."""
 
@@ -87,16 +88,20 @@ def configuration_of(settings: Mapping[str, object]) -> tuple[GraphTrainer.Confi
     config = _WITH_EXPERTS if has_experts else _DENSE
     compile_options = config.compile
     degrees: dict[str, Any] = {}
+    quantization: dict[str, Any] = {}
     for path, value in settings.items():
         section, _, name = path.partition(".")
         if section == "compile":
             compile_options = with_option(compile_options, name, value)
+        elif section == "quantization":
+            quantization[name] = value
         else:
             degrees[name] = value
     config = replace(
         config,
         compile=compile_options,
         parallelism=replace(config.parallelism, **degrees),
+        quantization=replace(config.quantization, **quantization),
         # Several microbatches a step, of whatever ranks there are.
         training=replace(config.training, local_batch_size=8, global_batch_size=8 * 8),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from capture.cases import compare_variants
 from training_cases import NUM_STEPS, NUM_UNSEEN_BATCHES, Case, compare_modes
 
 from gt_trace.testing import GlooWorkers
@@ -72,7 +73,7 @@ FOUR_RANKS = {
     "deepseek_v3, MXFP8, FSDP 4 x EP 2": deepseek_v3("mxfp8", "mxfp8", FSDP_EP),
 }
 # `make test-all` runs the others.
-SHORT = {"llama3, float8_tensorwise", "llama3, mxfp8, FSDP 2 x TP 2"}
+SHORT = {"llama3, float8_rowwise, FSDP 2 x TP 2"}
 
 
 def but_for_short(names: dict[str, Case]) -> list[object]:
@@ -94,6 +95,26 @@ def check(case: Case, workers: GlooWorkers, folder: Path) -> None:
 @pytest.mark.parametrize("name", but_for_short(ONE_RANK))
 def test_captured_equals_eager_in_one_process(name: str, one: GlooWorkers, tmp_path: Path) -> None:
     check(ONE_RANK[name], one, tmp_path)
+
+
+@pytest.mark.slow
+def test_every_way_to_capture_and_to_keep_activations_equals_eager(
+    one: GlooWorkers, tmp_path: Path
+) -> None:
+    variants = {
+        "joint": {"mode": "aot_joint"},
+        "selective": {"memory_policy": "selective"},
+        "full_recompute": {"memory_policy": "full_recompute"},
+        "stamped": {"capture_layers": "stamped"},
+        "stored": {"artifacts": str(tmp_path / "graphs")},
+        "loaded": {"artifacts": str(tmp_path / "graphs")},
+    }
+    case = llama3("float8_rowwise", {}, num_layers=6)
+    (found,) = one.run(compare_variants, case, str(tmp_path), variants)
+    for name, result in found.items():
+        assert result.differences == (), name
+        assert len(set(result.losses)) == NUM_STEPS + NUM_UNSEEN_BATCHES
+    assert found["stamped"].stamped
 
 
 @pytest.mark.parametrize("name", but_for_short(FOUR_RANKS))

@@ -334,6 +334,22 @@ def test_can_make_regions_of_all_that_memory_bounds():
     assert not run_on(CompileRegions(compiler=compiler), captured_step(Model(), X))[0].changed
 
 
+def test_the_cast_to_float8_with_its_scale_is_one_region():
+    """Scale by the largest element, as torchao's tensor-wise float8 does, and cast."""
+
+    def step(x):
+        scale = 448.0 / torch.max(torch.abs(x)).double().clamp(min=1e-12)
+        return (x * scale.float()).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
+
+    compiler = CountingCompiler()
+    graph_module = capture(step, torch.ones(4, 4))
+    run_pass(CompileRegions(compiler=compiler, **MEMORY_BOUND), graph_module)
+    (body,) = compiler.bodies
+    inside = [str(n.target) for n in body.graph.nodes if n.op == "call_function"]
+    assert "aten.max.default" in inside
+    assert not any(str(node.target).startswith("aten") for node in graph_module.graph.nodes)
+
+
 @pytest.mark.slow  # compiles with Inductor
 def test_what_memory_bounds_stays_close_to_the_captured():
     torch.manual_seed(0)

@@ -76,6 +76,24 @@ def test_a_grouped_product_is_one_product_a_group(a, b, expected):
     assert (found.kind, found.matmul) == ("grouped_matmul", expected)
 
 
+def test_products_of_float8_are_products_at_the_rate_of_8_bits():
+    def products(x, y, tokens, experts, ends):
+        one, rows, groups = torch.ones(()), torch.ones(64), torch.ones(4, 16)
+        aten._scaled_mm.default(x, y.t(), one, one, out_dtype=BF16)
+        aten._scaled_grouped_mm.default(
+            tokens, experts.transpose(-2, -1), rows, groups, ends, out_dtype=BF16
+        )
+
+    float8 = torch.float8_e4m3fn
+    inputs = [torch.ones(shape).to(float8) for shape in ((16, 32), (48, 32), (64, 16), (4, 16, 16))]
+    graph = capture(products, *inputs, torch.arange(1, 5, dtype=torch.int32) * 16)
+    one = work(graph, aten._scaled_mm.default)
+    assert (one.kind, one.matmul, one.dtype) == ("matmul", MatmulShape(16, 48, 32), float8)
+    experts = work(graph, aten._scaled_grouped_mm.default)
+    assert experts.kind == "grouped_matmul"
+    assert (experts.matmul, experts.dtype) == (MatmulShape(16, 16, 16, 4), float8)
+
+
 def test_a_convolution_agrees_with_the_flop_counter_of_torch():
     def convolve(x, w):
         return F.conv2d(x, w, stride=2, padding=1)

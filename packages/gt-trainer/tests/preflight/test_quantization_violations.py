@@ -5,6 +5,7 @@ import importlib.metadata
 import pytest
 from refused_configurations import changed, refusal
 
+from gt_config import EpOverlapConfig
 from gt_trainer.device import intended_for
 from gt_trainer.models import deepseek_v3, llama3
 from gt_trainer.preflight import quantization_violations
@@ -42,7 +43,8 @@ def test_a_run_without_torchao_is_told_what_needs_it(torchao, tmp_path):
     assert refused(tmp_path, quantization=ROWWISE) == PROBLEM.format(
         "--quantization.linears is 'float8_rowwise'",
         f"'none' here: torchao is not installed, and 18 linear layers need it: {FEED_FORWARD}",
-        "pip install 'gt-trainer[float8]', or give none to multiply in the run's precision",
+        "pip install 'gt-trainer[float8]', or give --quantization.linears none to multiply in the "
+        "run's precision",
     )
 
 
@@ -61,15 +63,30 @@ def test_so_is_a_published_configuration_that_names_a_converter(torchao, tmp_pat
         )
 
 
+def test_a_dry_run_without_a_gpu_captures_linear_layers_in_float8_alone(torchao, tmp_path):
+    linear = changed(llama3.llama3_debugmodel(), tmp_path, quantization=ROWWISE)
+    check_configuration(linear, 1, will_train=False)
+    mxfp8 = {**ROWWISE, "linears": "mxfp8"}
+    assert refused(tmp_path, quantization=mxfp8) == PROBLEM.format(
+        "--quantization.linears is 'mxfp8'",
+        "'none' in a capture on a machine without a GPU: torchao casts by kernels that only a GPU "
+        f"has, of 18 linear layers: {FEED_FORWARD}",
+        "leave the flag out, or capture on a machine with a GPU",
+    )
+    emulated = changed(linear, tmp_path, quantization={**mxfp8, "emulate": True})
+    check_configuration(emulated, 1, will_train=False)
+
+
 def test_a_torchao_that_is_too_old_is_refused(torchao, tmp_path):
     torchao("0.9.1+cu126")
-    quantization = {"experts": "mxfp8"}
+    quantization = {"experts": "mxfp8", "emulate": True}
     text = refused(tmp_path, deepseek_v3.deepseek_v3_debugmodel, quantization=quantization)
     assert text == PROBLEM.format(
         "--quantization.experts is 'mxfp8'",
         "'none' here: torchao 0.9.1+cu126 is too old (0.18 or newer is needed), and 5 experts "
         "need it: layers.1-5.moe.routed_experts.inner_experts",
-        "pip install 'gt-trainer[float8]', or give none to multiply in the run's precision",
+        "pip install 'gt-trainer[float8]', or give --quantization.experts none to multiply in the "
+        "run's precision",
     )
 
 
@@ -79,7 +96,7 @@ def test_a_cpu_has_no_kernel_and_may_emulate_it(torchao, tmp_path):
         "'none' on cpu, which has no kernel for it (NVIDIA's have from 8.9 on), and 18 linear "
         f"layers need one: {FEED_FORWARD}",
         "give --quantization.emulate to round the same way and multiply in the run's precision, "
-        "or none",
+        "or --quantization.linears none",
     )
     emulated = changed(
         llama3.llama3_debugmodel(), tmp_path, quantization={**ROWWISE, "emulate": True}
@@ -160,14 +177,39 @@ def test_a_solver_places_no_scales(torchao, tmp_path):
 def test_tokens_that_blocks_do_not_divide_are_refused(torchao, tmp_path):
     text = refused(
         tmp_path,
-        quantization={**ROWWISE, "linears": "mxfp8"},
+        quantization={**ROWWISE, "linears": "mxfp8", "emulate": True},
         training={"local_batch_size": 1, "seq_len": 48},
     )
     assert text == PROBLEM.format(
         "--training.seq_len is 48",
-        "one with which a rank's 48 tokens are a multiple of 32, as the gradients of weights need "
-        "with --quantization.linears mxfp8",
+        "one with which the 48 tokens that a layer multiplies at once are a multiple of 32, as "
+        "gradients of weights need with --quantization.linears mxfp8",
         "use a multiple of 32",
+    )
+
+
+def test_the_output_layer_multiplies_the_tokens_of_a_chunk_of_the_loss(torchao, tmp_path):
+    text = refused(
+        tmp_path,
+        quantization={"linears": "float8_rowwise"},
+        training={"local_batch_size": 1, "seq_len": 64},
+    )
+    assert "one with which the 8 tokens that a layer multiplies at once are a multiple of" in text
+
+
+def test_chunks_have_scales_of_their_own(torchao, tmp_path):
+    config = changed(
+        deepseek_v3.deepseek_v3_debugmodel(),
+        tmp_path,
+        quantization={"linears": "float8_rowwise", "skip": ("lm_head", "router.gate")},
+        parallelism={"data_parallel_shard_degree": 2, "expert_parallel_degree": 2},
+        compile={"ep_overlap": EpOverlapConfig(enabled=True)},
+    )
+    assert refusal(config, 2, will_train=False) == PROBLEM.format(
+        "--quantization.linears is 'float8_rowwise'",
+        "'none' with --compile.ep_overlap.enabled: a scale is a maximum over tokens, and a chunk "
+        "of them has another",
+        "leave out one of the two",
     )
 
 
@@ -176,16 +218,24 @@ def test_tokens_that_blocks_do_not_divide_are_refused(torchao, tmp_path):
     [
         ({"emulate": True}, "emulate", "its default False, since nothing is quantized and"),
         ({"skip": ("lm_head",)}, "skip", "its default (), since --quantization.linears is none"),
-        ({"experts": "mxfp8"}, "experts", "'none': the model has no experts that it would"),
         (
-            {"linears": "mxfp8", "skip": ("layers", "lm_head")},
+            {"experts": "mxfp8", "emulate": True},
+            "experts",
+            "'none': the model has no experts that it would",
+        ),
+        (
+            {"linears": "float8_rowwise", "skip": ("layers", "lm_head")},
             "linears",
             (
                 "'none': the model has no linear layers that it would quantize (--quantization.skip "
                 "names 'layers'; --quantization.skip names 'lm_head')"
             ),
         ),
-        ({"linears": "mxfp8", "skip": ("lmhead",)}, "skip", "parts of the names of linear layers"),
+        (
+            {"linears": "float8_rowwise", "skip": ("lmhead",)},
+            "skip",
+            "parts of the names of linear layers",
+        ),
     ],
 )
 def test_options_that_would_do_nothing_are_refused(options, flag, allowed, torchao, tmp_path):

@@ -14,6 +14,7 @@ from gt_trainer.models.adapt import adapt_published
 from gt_trainer.preflight.bitwise_violations import bitwise_violations
 from gt_trainer.preflight.preflight import check_configuration, configuration_violations
 from gt_trainer.preflight.settled_defaults import describe_run, settle_defaults, settled_by_hand
+from gt_trainer.quantization.quantization_options import QuantizationConfig
 from gt_trainer.trainer import GraphTrainer
 
 
@@ -253,3 +254,18 @@ def test_a_dry_run_of_an_eager_run_is_refused():
         config, _ = settled(llama3.llama3_8b(), mode="none")
         with pytest.raises(ConfigError, match="'aot_fx_trace' in a dry run"):
             check_configuration(config, 8, will_train=False)
+
+
+def test_a_published_precision_that_is_turned_off_takes_its_choice_of_layers_along():
+    config = llama3.llama3_405b()
+    config.quantization.linears = "none"
+    settled, lines = settle_defaults(config, 1024, asked=["--quantization.linears"])
+    assert (settled.quantization, lines) == (QuantizationConfig(), ())
+    kept, _ = settle_defaults(config, 1024, asked=["--quantization.skip"])
+    assert kept.quantization.skip == ("lm_head",)
+
+
+def test_products_in_8_bits_make_a_run_approximate(tmp_path):
+    config = llama3.llama3_debugmodel()
+    config.quantization = QuantizationConfig(linears="float8_rowwise", emulate=True)
+    assert describe_run(config, 1).endswith("approximate (products in 8 bits)")

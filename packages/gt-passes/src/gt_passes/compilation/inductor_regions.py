@@ -48,7 +48,7 @@ _TAG = "compile_with_inductor"
 _FLEX_ATTENTION = frozenset({"flex_attention", "flex_attention_backward"})
 _MEMORY_BOUND = frozenset(
     {
-        *("_to_copy", "clone", "cat", "sum", "mean", "amax", "amin", "var", "var_mean"),
+        *("_to_copy", "clone", "cat", "sum", "mean", "amax", "amin", "max", "var", "var_mean"),
         *("_softmax", "_softmax_backward_data", "_log_softmax", "_log_softmax_backward_data"),
         *("native_layer_norm", "native_layer_norm_backward"),
         *("_fused_rms_norm", "_fused_rms_norm_backward"),

@@ -188,7 +188,7 @@ def _product(node: Node, left: int, right: int, sizes: SymbolSizes) -> OpWork:
 
 
 def _grouped_product(node: Node, sizes: SymbolSizes) -> OpWork:
-    """``_grouped_mm``: one product for each group of rows (or of the inner dimension).
+    """``_grouped_mm``, ``_scaled_grouped_mm``: one product for each group of rows (or of K).
 
     (M, K) x (G, K, N), (G, M, K) x (K, N) split G ways, (M, K) x (K, N) with K split, or batched.
     Groups count as equally large.
@@ -260,6 +260,7 @@ _MATMULS: Mapping[str, WorkRule] = {
     "addmv": lambda node, sizes: _product(node, 1, 2, sizes),
     "baddbmm": lambda node, sizes: _product(node, 1, 2, sizes),
     "_grouped_mm": _grouped_product,
+    "_scaled_grouped_mm": _grouped_product,
     "convolution": _convolution,
     "convolution_backward": _convolution_backward,
 }

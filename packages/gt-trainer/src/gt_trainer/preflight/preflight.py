@@ -42,6 +42,7 @@ from gt_trainer.preflight.plan_file_violations import plan_file_violations
 from gt_trainer.preflight.quantization_violations import (
     quantization_violations,
     torchao_violations,
+    untraceable_violations,
 )
 from gt_trainer.trainer import GraphTrainer
 
@@ -73,6 +74,7 @@ def check_configuration(
         violations += machine_violations(config, topology, num_local_ranks=num_local_ranks)
     else:
         violations += _not_dry_run(config)
+        violations += untraceable_violations(config)
     if not violations:  # for it builds the model
         violations += plan_file_violations(config, topology)
     if violations:

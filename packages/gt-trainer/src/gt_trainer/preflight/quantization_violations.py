@@ -11,6 +11,7 @@ import importlib.metadata
 import re
 from collections.abc import Iterator
 
+from torchtitan.components.loss import ChunkedLossWrapper
 from torchtitan.protocols.model import BaseModel
 
 from gt_config import Violation
@@ -18,8 +19,9 @@ from gt_config.selectors import is_inside, is_module_pattern
 from gt_trainer.device import installed_device_type
 from gt_trainer.preflight.cuda_violations import best_compute_capability
 from gt_trainer.quantization.products import (
+    FLOAT8_PREFIX,
     MULTIPLES,
-    Product,
+    MatrixProduct,
     ProductKind,
     names_in_short,
     products_of,
@@ -51,7 +53,7 @@ def quantization_violations(config: GraphTrainer.Config) -> Iterator[Violation]:
     products = list(products_of(config.model_spec.model, config.quantization))
     yield from _idle_options(config, products)
     yield from _contradictions(config)
-    yield from _odd_tokens(config)
+    yield from _odd_tokens(config, products)
     for pattern in config.compile.require_float8:
         if is_module_pattern(pattern):  # else it is told elsewhere
             yield from _fallbacks(pattern, products)
@@ -74,7 +76,8 @@ def torchao_violations(config: GraphTrainer.Config) -> Iterator[Violation]:
             value=precision,
             allowed=f"'none' here: torchao {problem}, and {len(names)} {_NOUNS[kind]} need it: "
             f"{names_in_short(names)}",
-            fix="pip install 'gt-trainer[float8]', or give none to multiply in the run's precision",
+            fix=f"pip install 'gt-trainer[float8]', or give {_FLAGS[kind]} none to multiply in the "
+            "run's precision",
         )
 
 
@@ -102,7 +105,31 @@ def device_violations(config: GraphTrainer.Config) -> Iterator[Violation]:
             allowed=f"'none' on {here}, which has no kernel for it (NVIDIA's have from {since} "
             f"on), and {len(names)} {_NOUNS[kind]} need one: {names_in_short(names)}",
             fix="give --quantization.emulate to round the same way and multiply in the run's "
-            "precision, or none",
+            f"precision, or {_FLAGS[kind]} none",
+        )
+
+
+def untraceable_violations(config: GraphTrainer.Config) -> Iterator[Violation]:
+    """Yield the products that no capture without a device can be made of; for dry runs.
+
+    Row-wise and tensor-wise scales of linear layers are plain operators, which are captured
+    anywhere; MXFP8 and experts cast by kernels, which torchao gives to a GPU alone.
+
+    Args:
+        config: The finished configuration. Not changed.
+    """
+    options, spec = config.quantization, config.model_spec
+    if not options or options.emulate or spec is None or installed_device_type() != "cpu":
+        return
+    for kind, precision, names in _asked(config, spec.model):
+        if kind == "linear" and precision.startswith(FLOAT8_PREFIX):
+            continue
+        yield Violation(
+            flag=_FLAGS[kind],
+            value=precision,
+            allowed="'none' in a capture on a machine without a GPU: torchao casts by kernels "
+            f"that only a GPU has, of {len(names)} {_NOUNS[kind]}: {names_in_short(names)}",
+            fix="leave the flag out, or capture on a machine with a GPU",
         )
 
 
@@ -133,7 +160,9 @@ def _torchao_problem() -> str | None:
     return f"{version} is too old ({'.'.join(map(str, _TORCHAO_SINCE))} or newer is needed)"
 
 
-def _idle_options(config: GraphTrainer.Config, products: list[Product]) -> Iterator[Violation]:
+def _idle_options(
+    config: GraphTrainer.Config, products: list[MatrixProduct]
+) -> Iterator[Violation]:
     options = config.quantization
     if options.linears == "none":
         for name in ("only", "skip"):
@@ -189,6 +218,14 @@ def _contradictions(config: GraphTrainer.Config) -> Iterator[Violation]:
                 allowed="'none' with --compile.bitwise: products in 8 bits are approximate",
                 fix=_DROP,
             )
+        if config.compile.ep_overlap.enabled:
+            yield Violation(
+                flag=flag,
+                value=value,
+                allowed="'none' with --compile.ep_overlap.enabled: a scale is a maximum over "
+                "tokens, and a chunk of them has another",
+                fix=_DROP,
+            )
         if config.compile.autoparallel:
             yield Violation(
                 flag=flag,
@@ -199,23 +236,31 @@ def _contradictions(config: GraphTrainer.Config) -> Iterator[Violation]:
             )
 
 
-def _odd_tokens(config: GraphTrainer.Config) -> Iterator[Violation]:
+def _odd_tokens(config: GraphTrainer.Config, products: list[MatrixProduct]) -> Iterator[Violation]:
     """Gradients of weights are products over tokens, in blocks of so many."""
-    training = config.training
-    num_tokens = training.local_batch_size * training.seq_len
+    training, parallelism = config.training, config.parallelism
+    is_pipelined = parallelism.pipeline_parallel_degree > 1
+    num_samples = (
+        parallelism.pipeline_parallel_microbatch_size if is_pipelined else training.local_batch_size
+    )
+    num_tokens = num_samples * training.seq_len
+    has_head = any(each.name == "lm_head" and each.precision is not None for each in products)
+    if has_head and isinstance(config.loss, ChunkedLossWrapper.Config):
+        num_tokens //= config.loss.num_chunks
     linears = config.quantization.linears
     multiple = MULTIPLES.get(linears.partition("_")[0], 1)
     if num_tokens % multiple:
         yield Violation(
             flag="--training.seq_len",
             value=training.seq_len,
-            allowed=f"one with which a rank's {num_tokens} tokens are a multiple of {multiple}, "
-            f"as the gradients of weights need with --quantization.linears {linears}",
+            allowed=f"one with which the {num_tokens} tokens that a layer multiplies at once are a "
+            f"multiple of {multiple}, as gradients of weights need with --quantization.linears "
+            f"{linears}",
             fix=f"use a multiple of {multiple}",
         )
 
 
-def _fallbacks(pattern: str, products: list[Product]) -> Iterator[Violation]:
+def _fallbacks(pattern: str, products: list[MatrixProduct]) -> Iterator[Violation]:
     required = [each for each in products if is_inside(each.name, pattern)]
     if not required:
         yield Violation(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from typing import Any
 
 from gt_config import AutoParallelConfig, CompileConfig
 from gt_config.numerics import NUMERICS, Numerics
@@ -56,6 +57,13 @@ def settle_defaults(
     Returns:
         The configuration, and for each default that gave way one line that says why.
     """
+    if config.quantization.linears == "none":
+        # Whoever turns off a published precision need not clear what chose its layers.
+        kept: dict[str, Any] = {
+            name: getattr(config.quantization, name) if f"--quantization.{name}" in asked else ()
+            for name in ("only", "skip")
+        }
+        config = replace(config, quantization=replace(config.quantization, **kept))
     open_options = [
         option
         for option in _OF_DEVICE

@@ -20,7 +20,6 @@ from torchtitan.components.quantization import (
     Float8Linear,
     MXFP8GroupedExpertsConverter,
 )
-from torchtitan.components.quantization.utils import has_quantization
 from torchtitan.config.override import derive
 from torchtitan.models.common.linear import Linear
 from torchtitan.models.common.moe import GroupedExperts
@@ -37,19 +36,21 @@ def quantize(model: BaseModel.Config, options: QuantizationConfig) -> BaseModel.
     """Return a model whose selected products are in 8 bits.
 
     Args:
-        model: Not changed. One that is quantized already, by torchtitan's converters say, is
-            returned as it is.
+        model: Not changed. What of it is quantized already, by torchtitan's converters say, stays
+            as it is.
         options: which products, and how.
     """
-    if not options or has_quantization(model):
+    already = {each.name for each in products_of(model, QuantizationConfig()) if each.precision}
+    to_do = [each for each in products_of(model, options) if each.precision is not None]
+    selected = {each.name for each in to_do if each.name not in already}
+    if not selected:
         return model
     model = copy.deepcopy(model)
-    selected = {each.name for each in products_of(model, options) if each.why_not is None}
     for name, linear, parent, attribute in list(model.traverse(Linear.Config)):
         if name in selected:
             assert isinstance(linear, Linear.Config)
             _put(parent, attribute, _quantized_linear(linear, options))
-    if options.experts != "none":
+    if any(each.kind == "experts" and each.name in selected for each in to_do):
         _quantize_experts(model, options)
     return model
 

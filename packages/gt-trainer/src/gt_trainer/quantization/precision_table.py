@@ -22,25 +22,19 @@ def precision_lines(
         options: of the run.
         own_precision: of what is not quantized, as "bfloat16".
     """
-    rows: dict[tuple[str, str], list[str]] = {}
-    is_quantized = False
+    rows: dict[tuple[bool, str], list[str]] = {}
     for product in products_of(model, options):
-        what = "experts" if product.kind == "experts" else "linear"
-        reason = f" ({product.why_not})" if product.precision is None else ""
-        key = (f"{product.precision or own_precision}{reason}", what)
+        what = "experts of mixtures" if product.kind == "experts" else "linear layers"
+        how = product.precision or f"{own_precision} ({product.why_not})"
+        key = (product.precision is None, f"{what} in {how}")
         rows.setdefault(key, []).append(product.name)
-        is_quantized |= product.precision is not None
-    if not is_quantized:
+    if all(falls_back for falls_back, _ in rows):
         return ()
-    title = (
-        "Precision of matrix products, emulated"
-        if options.emulate
-        else ("Precision of matrix products")
-    )
+    title = "Precision of matrix products"
     return (
-        f"{title}:",
+        f"{title}, emulated:" if options.emulate else f"{title}:",
         *(
-            f"  {len(names)} {what}: {precision}: {names_in_short(names)}"
-            for (precision, what), names in rows.items()
+            f"  {what}, {len(names)}: {names_in_short(names, most=None)}"
+            for (_, what), names in sorted(rows.items(), key=lambda row: row[0][0])
         ),
     )

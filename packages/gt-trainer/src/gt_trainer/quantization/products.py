@@ -34,7 +34,7 @@ _MAX_TOLD = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Product:
+class MatrixProduct:
     """A linear layer, or the experts of one mixture."""
 
     name: str
@@ -49,7 +49,7 @@ class Product:
     """Why it is in the run's own precision; None if it is not."""
 
 
-def products_of(model: BaseModel.Config, options: QuantizationConfig) -> Iterator[Product]:
+def products_of(model: BaseModel.Config, options: QuantizationConfig) -> Iterator[MatrixProduct]:
     """Yield every linear layer of a model, then the experts of every mixture.
 
     Args:
@@ -60,7 +60,7 @@ def products_of(model: BaseModel.Config, options: QuantizationConfig) -> Iterato
         assert isinstance(linear, Linear.Config)
         precision = _precision_of_linear(linear)
         why_not = None if precision else _why_not_linear(name, linear, options)
-        yield Product(
+        yield MatrixProduct(
             name=name,
             kind="linear",
             precision=precision or (options.linears if why_not is None else None),
@@ -70,7 +70,7 @@ def products_of(model: BaseModel.Config, options: QuantizationConfig) -> Iterato
         assert isinstance(experts, GroupedExperts.Config)
         precision = _precision_of_experts(experts)
         why_not = None if precision else _why_not_experts(experts, options)
-        yield Product(
+        yield MatrixProduct(
             name=name,
             kind="experts",
             precision=precision or (options.experts if why_not is None else None),
@@ -78,11 +78,12 @@ def products_of(model: BaseModel.Config, options: QuantizationConfig) -> Iterato
         )
 
 
-def names_in_short(names: Iterable[str]) -> str:
+def names_in_short(names: Iterable[str], *, most: int | None = _MAX_TOLD) -> str:
     """Name modules, with the layers of like ones as a range: ``layers.0-3,7.attention.wo``.
 
     Args:
-        names: fully qualified. After eight, the number of the others stands for them.
+        names: fully qualified.
+        most: after so many, the number of the others stands for them; None names all.
     """
     layers: dict[tuple[str, str], list[int]] = {}
     for name in names:
@@ -93,8 +94,8 @@ def names_in_short(names: Iterable[str]) -> str:
         f"{head}.{_ranges(numbers)}.{tail}" if tail else head
         for (head, tail), numbers in layers.items()
     ]
-    if len(told) > _MAX_TOLD:
-        told = [*told[:_MAX_TOLD], f"and {len(told) - _MAX_TOLD} more"]
+    if most is not None and len(told) > most:
+        told = [*told[:most], f"and {len(told) - most} more"]
     return ", ".join(told)
 
 
