@@ -105,6 +105,8 @@ def read_elsewhere(run: RunOptions) -> Iterator[str]:
     options, graphs = run.options, run.graphs
     yield from ("mode", "autoparallel")  # what is captured, and who places the model
     yield "bitwise"  # what is refused
+    if run.topology.cp > 1:
+        yield "context_parallel"  # what attention is placed
     if options.autoparallel:
         yield from (p for p in option_paths(type(options)) if p.startswith("autoparallel_solver."))
     if graphs:
