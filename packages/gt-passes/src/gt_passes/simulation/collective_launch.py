@@ -88,7 +88,7 @@ def _num_parts(splits: object) -> int | None:
     """How many of the sizes are not 0; None if one is known at run time only."""
     if not isinstance(splits, list | tuple) or not all(isinstance(n, int) for n in splits):
         return None
-    return sum(size != 0 for size in splits)
+    return len([size for size in splits if size != 0])
 
 
 def ranks_of_torch_group(group_name: str) -> tuple[int, ...]:
