@@ -132,7 +132,7 @@ class _RingAttention(torch.autograd.Function):
                 coming = _launched(here, axis, "pass_on")
             keys, values = _unpacked(here, k, v)
             dq, dk, dv = block.gradients(gradient, q, keys, values, out, lse, mask)
-            of_queries = dq.float() if of_queries is None else of_queries + dq.float()
+            of_queries = dq.float() if of_queries is None else of_queries + dq
             of_block = _packed(dk, dv)
             if sums is not None:
                 of_block = of_block + _waited_for(sums, axis, "pass_on_grad")
@@ -154,13 +154,13 @@ def _merged(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Softmax over two sets of keys, from that over each: weighted by their shares of the sum.
 
-    The first block is a rank's own, in which every query has a key: no share is 0 / 0.
+    The first block is a rank's own, in which every query has a key, so that the share of a block
+    without keys is 0 and not 0 / 0.
     """
     if out is None or lse is None:
         return block_out, block_lse
-    total = torch.logaddexp(lse, block_lse)
-    share, share_of_block = ((each - total).exp().unsqueeze(-1) for each in (lse, block_lse))
-    return out * share + block_out * share_of_block, total
+    share_of_block = torch.sigmoid(block_lse - lse).unsqueeze(-1)
+    return torch.lerp(out, block_out, share_of_block), torch.logaddexp(lse, block_lse)
 
 
 def _packed(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
