@@ -259,3 +259,22 @@ def reported(case: Case, folder: str) -> list[tuple[float, float]]:
         for line in Path(folder, name).read_text().splitlines()
     ]
     return [(line.get("loss", line.get("validation_loss")), line.get("max_loss")) for line in lines]
+
+
+def losses_with_stored_graphs(
+    case: Case, folder: str, strategy: str
+) -> list[tuple[list[float], bool]]:
+    """Losses of two steps, and whether their graph was loaded: without a folder, and twice with."""
+    found = []
+    for number, stored in enumerate(({}, {"artifacts": f"{folder}/graphs"})):
+        for start in range(1 + number):
+            options = {"context_parallel": strategy, **stored}
+            run = f"{folder}/{number}{start}"
+            trainer = trainer_of(case, "aot_fx_trace", run, options=options)
+            trainer.take_step()
+            trainer.take_step()
+            (report,) = trainer.training_step.reports
+            losses = [each.loss.item() for each in trainer.passes]
+            found.append((losses, getattr(report, "is_loaded", False)))
+            close(trainer)
+    return found

@@ -13,6 +13,7 @@ from context_parallel.cases import (
     compare_with_flex_attention,
     distance_to_whole_sequences,
     losses_of_changed_tokens,
+    losses_with_stored_graphs,
     reported,
     tokens_as_torchtitans,
 )
@@ -208,6 +209,17 @@ def test_options_change_no_bit(two: GlooWorkers, tmp_path: Path) -> None:
             assert result.differences == (), f"rank {rank}, {name}"
             assert result.verified
         assert found["stamped"].stamped
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["gather", "ring"])
+def test_stored_graphs_have_the_numbers_of_captured_ones(
+    strategy: str, four: GlooWorkers, tmp_path: Path
+) -> None:
+    """Those of a ring name a rank's neighbours, which are no straight line of its place."""
+    case = shared(4, **UNBUCKETED)
+    for plain, _, warm in four.run(losses_with_stored_graphs, case, str(tmp_path), strategy):
+        assert warm == (plain[0], True)
 
 
 @pytest.mark.slow
