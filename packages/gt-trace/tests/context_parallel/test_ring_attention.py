@@ -10,8 +10,8 @@ from gt_trace.testing import GlooWorkers
 
 def _check(workers: GlooWorkers) -> None:
     for furthest, is_repeatable in workers.run(compare_ring):
-        # Sums of exponentials are merged in float32, whatever a block computes in.
-        assert furthest < 2e-6
+        # Logarithms of sums are float32, an ulp of which is 1e-6 of a sum, whatever else is.
+        assert furthest < 5e-6
         assert is_repeatable
 
 
