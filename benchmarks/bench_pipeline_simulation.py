@@ -96,7 +96,7 @@ PUBLISHED = (
         peak_gib=75.3,
     ),
 )
-"""Tables 5 and 6. The other rows of table 6 need context parallelism, which is refused."""
+"""Tables 5 and 6, but for the rows that have context parallelism."""
 
 
 def main(arguments: list[str] | None = None) -> int:

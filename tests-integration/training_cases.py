@@ -241,13 +241,15 @@ def compare_modes(
     folder: str,
     mode: str = "aot_fx_trace",
     options: Mapping[str, Any] = MappingProxyType({}),
+    both: Mapping[str, Any] = MappingProxyType({}),
 ) -> Comparison:
     """Train eagerly and captured, five optimizer steps each, and compare every bit.
 
-    Step by step, so that no more than one step's gradients are in memory.
+    Step by step, so that no more than one step's gradients are in memory. ``options`` are of the
+    captured run, ``both`` of the eager one too.
     """
-    eager = trainer_of(case, "none", f"{folder}/eager")
-    captured = trainer_of(case, mode, f"{folder}/captured", options=options)
+    eager = trainer_of(case, "none", f"{folder}/eager", options=both)
+    captured = trainer_of(case, mode, f"{folder}/captured", options={**both, **options})
     differences = differing(eager.parameters(), captured.parameters(), "initial parameter")
     names = {name for name, _ in captured.model_parts[0].named_parameters()}
     num_names = sum(1 for _ in captured.model_parts[0].named_parameters(remove_duplicate=False))

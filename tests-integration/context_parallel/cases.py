@@ -6,7 +6,7 @@ import dataclasses
 import json
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -91,12 +91,12 @@ def compare_with_flex_attention(case: Case, folder: str) -> Comparison:
     """Captured steps against eager ones in which torchtitan gathers keys and values itself."""
     gathers: list[str] = []
 
-    def place(model: Any, mesh: Any) -> int:
+    def place(model: Any, mesh: Any, **options: Any) -> int:
         attention = [block.attention.inner_attention for block in model.layers.values()]
         if gathers.pop(0) == "torchtitan":
             apply_cp_to_forward(attention, mesh)
             return len(attention)
-        return ours(model, mesh)
+        return ours(model, mesh, **options)
 
     ours = parallelize.attend_to_all_ranks
     with own_flex_attention(), _eager_block_masks(), pytest.MonkeyPatch.context() as patch:
@@ -105,6 +105,17 @@ def compare_with_flex_attention(case: Case, folder: str) -> Comparison:
         found = compare_modes(case, folder, options={"capture_layers": "full"})
         assert gathers == []
         return found
+
+
+def compare_rings(case: Case, folder: str, attention: str) -> tuple[Comparison, Distance]:
+    """Rings of captured steps against rings of eager ones; and one step against whole sequences."""
+    ring = {"context_parallel": "ring"}
+    with ExitStack() as entered:
+        if attention == "flex":
+            entered.enter_context(own_flex_attention())
+            entered.enter_context(_eager_block_masks())
+        found = compare_modes(case, f"{folder}/bits", options={"capture_layers": "full"}, both=ring)
+        return found, distance_to_whole_sequences(case, f"{folder}/distance", ring)
 
 
 # ---- a whole sequence on every rank --------------------------------------------------------------
@@ -122,18 +133,17 @@ class Distance:
 def distance_to_whole_sequences(
     case: Case,
     folder: str,
-    *,
-    whole: Mapping[str, Any] = MappingProxyType({}),
+    options: Mapping[str, Any] = MappingProxyType({}),
 ) -> Distance:
-    """The captured step of ``case`` against an eager one of ``whole`` parallelism, on one batch.
+    """The captured step of ``case`` against an eager one with data parallelism alone, on one batch.
 
     Every data-parallel rank has the same batch, so that their gradients add up to as many times
     those of one, and the loss is divided by as many tokens.
     """
-    unshared = dataclasses.replace(case, parallelism=dict(whole))
+    unshared = dataclasses.replace(case, parallelism={})
     runs = []
-    for number, (each, mode) in enumerate(((unshared, "none"), (case, "aot_fx_trace"))):
-        trainer = trainer_of(each, mode, f"{folder}/{number}")
+    for each, mode, asked in ((unshared, "none", {}), (case, "aot_fx_trace", options)):
+        trainer = trainer_of(each, mode, f"{folder}/{mode}", options=asked)
         loss = trainer.forward_backward_step(**batch_of_documents(trainer, length=case.seq_len))
         total = local(loss).double()
         dist.all_reduce(total, group=trainer.parallel_dims.get_mesh("loss").get_group())
@@ -190,9 +200,11 @@ def _whole(gradient: Any) -> torch.Tensor:
 # ---- who sees whom -------------------------------------------------------------------------------
 
 
-def losses_of_changed_tokens(case: Case, mode: str, folder: str) -> dict[str, float]:
+def losses_of_changed_tokens(
+    case: Case, mode: str, folder: str, options: Mapping[str, Any] = MappingProxyType({})
+) -> dict[str, float]:
     """The loss at tokens of one document up to a token, with others changed, by what was changed."""
-    trainer = trainer_of(case, mode, folder)
+    trainer = trainer_of(case, mode, folder, options=options)
     tokens = torch.randint(2048, (2, LENGTH), generator=torch.Generator().manual_seed(3))
     positions = torch.arange(LENGTH).repeat(2, 1)
     for start in (DOCUMENT.start, DOCUMENT.stop):
@@ -247,3 +259,22 @@ def reported(case: Case, folder: str) -> list[tuple[float, float]]:
         for line in Path(folder, name).read_text().splitlines()
     ]
     return [(line.get("loss", line.get("validation_loss")), line.get("max_loss")) for line in lines]
+
+
+def losses_with_stored_graphs(
+    case: Case, folder: str, strategy: str
+) -> list[tuple[list[float], bool]]:
+    """Losses of two steps, and whether their graph was loaded: without a folder, and twice with."""
+    found = []
+    for number, stored in enumerate(({}, {"artifacts": f"{folder}/graphs"})):
+        for start in range(1 + number):
+            options = {"context_parallel": strategy, **stored}
+            run = f"{folder}/{number}{start}"
+            trainer = trainer_of(case, "aot_fx_trace", run, options=options)
+            trainer.take_step()
+            trainer.take_step()
+            (report,) = trainer.training_step.reports
+            losses = [each.loss.item() for each in trainer.passes]
+            found.append((losses, getattr(report, "is_loaded", False)))
+            close(trainer)
+    return found

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 from context_parallel.cases import (
     compare_options,
+    compare_rings,
     compare_with_flex_attention,
     distance_to_whole_sequences,
     losses_of_changed_tokens,
+    losses_with_stored_graphs,
     reported,
     tokens_as_torchtitans,
 )
@@ -130,19 +132,58 @@ def test_numbers_are_those_of_whole_sequences(
         assert found.gradients[furthest] < 1e-6, furthest
 
 
+RINGS = [
+    slow(shared(2, param_dtype="float32"), "llama3"),
+    slow(shared(2, context_parallel_load_balancer=None), "llama3, tokens in order"),
+    slow(shared(2, "deepseek_v3_debugmodel", **EP_2), "deepseek_v3, EP 2"),
+]
+
+
+@pytest.mark.parametrize("case", RINGS)
+def test_rings_have_the_bits_of_eager_rings_and_the_numbers_of_whole_sequences(
+    case: Case, two: GlooWorkers, tmp_path: Path
+) -> None:
+    _check_rings(two.run(compare_rings, case, str(tmp_path), "dense"), case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("balancer", BALANCERS)
+def test_so_do_rings_of_flex_attention(
+    balancer: str | None, two: GlooWorkers, tmp_path: Path
+) -> None:
+    case = shared(2, context_parallel_load_balancer=balancer, seq_len=2 * _BLOCK)
+    _check_rings(two.run(compare_rings, case, str(tmp_path), "flex"), case)
+
+
+@pytest.mark.slow
+def test_so_do_rings_of_four_tensor_parallel_ranks(four: GlooWorkers, tmp_path: Path) -> None:
+    case = shared(2, **TP_2)
+    _check_rings(four.run(compare_rings, case, str(tmp_path), "dense"), case)
+
+
+def _check_rings(found: list[Any], case: Case) -> None:
+    check([comparison for comparison, _ in found], case)
+    for _, distance in found:
+        assert distance.loss < 1e-6
+        furthest = max(distance.gradients, key=distance.gradients.__getitem__)
+        assert distance.gradients[furthest] < 1e-6, furthest
+
+
 @pytest.mark.parametrize(
-    ("balancer", "mode"),
+    ("balancer", "mode", "strategy"),
     [
-        ("headtail", "aot_fx_trace"),
-        pytest.param("headtail", "none", marks=pytest.mark.slow),
-        pytest.param(None, "aot_fx_trace", marks=pytest.mark.slow),
+        ("headtail", "aot_fx_trace", "gather"),
+        ("headtail", "aot_fx_trace", "ring"),
+        pytest.param("headtail", "none", "gather", marks=pytest.mark.slow),
+        pytest.param(None, "aot_fx_trace", "gather", marks=pytest.mark.slow),
     ],
 )
 def test_nobody_attends_across_documents_or_into_the_future(
-    balancer: str | None, mode: str, four: GlooWorkers, tmp_path: Path
+    balancer: str | None, mode: str, strategy: str, four: GlooWorkers, tmp_path: Path
 ) -> None:
     case = shared(4, context_parallel_load_balancer=balancer)
-    for losses in four.run(losses_of_changed_tokens, case, mode, str(tmp_path)):
+    options = {"context_parallel": strategy}
+    for losses in four.run(losses_of_changed_tokens, case, mode, str(tmp_path), options):
         same = losses["nothing"]
         for what in ("the document before", "the document after", "later tokens"):
             assert losses[what] == same, what
@@ -171,14 +212,25 @@ def test_options_change_no_bit(two: GlooWorkers, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_reported_losses_are_those_of_whole_sequences(two: GlooWorkers, tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", ["gather", "ring"])
+def test_stored_graphs_have_the_numbers_of_captured_ones(
+    strategy: str, four: GlooWorkers, tmp_path: Path
+) -> None:
+    """Those of a ring name a rank's neighbours, which are no straight line of its place."""
+    case = shared(4, **UNBUCKETED)
+    for plain, _, warm in four.run(losses_with_stored_graphs, case, str(tmp_path), strategy):
+        assert warm == (plain[0], True)
+
+
+@pytest.mark.slow
+def test_reported_losses_are_those_of_whole_sequences(
+    one: GlooWorkers, two: GlooWorkers, tmp_path: Path
+) -> None:
     """Ranks that share their samples have one mean over them; a validation has their masks too."""
-    case = shared(2, num_layers=2, seq_len=128)
-    whole = dataclasses.replace(case, parallelism={"data_parallel_shard_degree": 2}, batch_size=1)
-    (found, _), (expected, _) = (
-        two.run(reported, each, str(tmp_path / name))
-        for name, each in (("shared", case), ("whole", whole))
-    )
+    case = shared(2)
+    whole = dataclasses.replace(case, parallelism={})
+    found, _ = two.run(reported, case, str(tmp_path / "shared"))
+    (expected,) = one.run(reported, whole, str(tmp_path / "whole"))
     assert len(found) == 4
     for (loss, largest), (loss_of_whole, _) in zip(found, expected, strict=True):
         assert loss == pytest.approx(loss_of_whole, rel=1e-5)

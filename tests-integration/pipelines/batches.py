@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from training_cases import local
 
+from gt_trainer.context_parallel.attend_to_all_ranks import attend_to_all_ranks
 from gt_trainer.decoder.initialization import _part
 from gt_trainer.trainer import GraphTrainer
 
@@ -21,9 +22,14 @@ Microbatch = tuple[torch.Tensor, torch.Tensor, dict[str, Any]]
 
 
 def new_model(trainer: GraphTrainer, part_of: Callable[[Any], nn.Module]) -> Any:
-    """The model, or a stage of it, with tensor and expert parallelism and no data parallelism."""
+    """The model, or a stage of it, with tensor and expert parallelism and no data parallelism.
+
+    Ranks that share sequences still do.
+    """
     with torch.device("meta"):
         model: Any = part_of(trainer.model_config.build())
+    if trainer.parallel_dims.cp_enabled:
+        attend_to_all_ranks(model, trainer.parallel_dims.get_mesh("cp"))
     if trainer.parallel_dims.ep_enabled or trainer.parallel_dims.tp_enabled:
         model.parallelize(trainer.parallel_dims)
     model.to_empty(device="cpu")

@@ -53,6 +53,7 @@ def on(model: Case, schedule: str, **parallelism: int | bool) -> PipelineCase:
 TP = {"tensor_parallel_degree": 2}
 FSDP = {"data_parallel_shard_degree": 2}
 EP = {"expert_parallel_degree": 2}
+CP = {"context_parallel_degree": 2}
 
 
 def slow(case: PipelineCase, name: str) -> Any:
@@ -70,6 +71,8 @@ ON_FOUR = [
         on(LLAMA3, "1F1B", **TP, enable_sequence_parallel=False),
         "llama3, TP 2 of whole sequences-1F1B",
     ),
+    slow(on(LLAMA3, "1F1B", **CP), "llama3, CP 2-1F1B"),
+    slow(on(LLAMA3, "ZBVZeroBubble", **CP), "llama3, CP 2-ZBVZeroBubble"),
     slow(on(DEEPSEEK_V3, "1F1B", **FSDP, **EP), "deepseek_v3, EP 2-1F1B"),
     # The same in chunks is not slow: ``test_chunked_stages.py``.
     slow(on(DEEPSEEK_V3, "DualPipeV", **FSDP, **EP), "deepseek_v3, EP 2-DualPipeV"),
@@ -101,7 +104,8 @@ def _check(case: PipelineCase, found: list[Found]) -> None:
     assert all(each.num_gradients > 10 for each in found)
     assert {len(each.losses) for each in found} == {0, 2 * NUM_BATCHES * case.num_microbatches}
     # Nothing is gathered that every rank has whole.
-    gathers = "data_parallel_shard_degree" in case.model.parallelism
+    sharding = {"data_parallel_shard_degree", "context_parallel_degree"}
+    gathers = not sharding.isdisjoint(case.model.parallelism)
     # Tensor-parallel ranks have parts of what norms are given, however sequences lie.
     reduces = bool(case.model.parallelism)
     assert all(("UNSHARD" in each.actions) == gathers for each in found)

@@ -99,6 +99,17 @@ def test_dense_regions_need_expert_parallelism():
     assert found(CompileConfig(fsdp_second_group=True), mesh(world=2, dp_shard=2)) == ()
 
 
+def test_a_ring_needs_ranks_that_share_a_sequence():
+    ring = CompileConfig(context_parallel="ring")
+    assert only(ring) == Violation(
+        flag="--compile.context_parallel",
+        value="ring",
+        allowed="its default 'gather', since no ranks share a sequence and it would do nothing",
+        fix="drop the option, or use a context-parallel degree above 1",
+    )
+    assert found(ring, mesh(world=2, cp=2)) == ()
+
+
 def test_async_tensor_parallelism_needs_tensor_parallelism():
     config = CompileConfig(async_tensor_parallel=True)
     assert only(config) == Violation(

@@ -152,3 +152,20 @@ def test_ep_overlap_goes_with_recordings_and_asynchronous_tensor_parallelism():
     topology = dataclasses.replace(EP_TOPOLOGY, world=2 * EP_TOPOLOGY.world, tp=2)
     config = dataclasses.replace(overlap(), cuda_graphs=True, async_tensor_parallel=True)
     assert found(config, topology) == ()
+
+
+def test_graph_chunks_of_whole_layers_cannot_hold_rings():
+    shared = dataclasses.replace(EP_TOPOLOGY, cp=2, world=2 * EP_TOPOLOGY.world)
+    ring = dataclasses.replace(overlap(), context_parallel="ring")
+    assert only(ring, shared) == Violation(
+        flag="--compile.context_parallel",
+        value="ring",
+        allowed="'gather' with EP overlap of whole layers by the strategy graph: a ring's message "
+        "has all samples in one row, of which no chunk can be told",
+        fix="use gather, --compile.ep_overlap.strategy eager, or --compile.ep_overlap.module_fqn "
+        "'layers.*.moe'",
+    )
+    for changes in ({"strategy": "eager"}, {"module_fqn": "layers.*.moe"}):
+        accepted = dataclasses.replace(overlap(**changes), context_parallel="ring")
+        assert found(accepted, shared) == ()
+    assert found(overlap(), shared) == ()

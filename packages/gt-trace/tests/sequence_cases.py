@@ -13,7 +13,7 @@ from torch.distributed.tensor.experimental._context_parallel._cp_custom_ops impo
 
 from gt_config.node_keys import CpCollectiveAnnotation
 from gt_trace import phase_of, read_annotation, trace_step
-from gt_trace.context_parallel import SequenceAxis, gather_sequence
+from gt_trace.context_parallel import SequenceAxis, gather_sequence, ring_attention
 
 BATCH, LENGTH = 2, 3  # of a rank
 
@@ -86,3 +86,87 @@ def refused_mesh() -> str:
     except ValueError as error:
         return str(error)
     return "no error"
+
+
+class Exact:
+    """A block in float64, by the definition; its gradients by hand."""
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = self._scores(q, k, mask)
+        lse = torch.logsumexp(scores, dim=-1)
+        weights = torch.where(lse.isneginf().unsqueeze(-1), 0.0, scores.softmax(dim=-1))
+        return torch.einsum("bnqk,bknw->bqnw", weights, v), lse.transpose(1, 2).float()
+
+    def gradients(
+        self,
+        gradient: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        mask: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        weights = (self._scores(q, k, mask) - lse.transpose(1, 2).unsqueeze(-1)).exp()
+        of_weights = torch.einsum("bqnw,bknw->bnqk", gradient, v)
+        mean = (gradient * out).sum(dim=-1).transpose(1, 2).unsqueeze(-1)
+        of_scores = weights * (of_weights - mean)
+        return (
+            torch.einsum("bnqk,bknh->bqnh", of_scores, k),
+            torch.einsum("bnqk,bqnh->bknh", of_scores, q),
+            torch.einsum("bnqk,bqnw->bknw", weights, gradient),
+        )
+
+    def _scores(self, q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return torch.einsum("bqnh,bknh->bnqk", q, k).masked_fill(~mask, float("-inf"))
+
+
+def compare_ring() -> tuple[float, bool]:
+    """The ring against attention to gathered keys, by norms; and whether it repeats its bits."""
+    here = axis()
+    size, rank = here.num_ranks, here.rank
+    token = torch.arange(size * LENGTH)
+    mine = token[rank * LENGTH : (rank + 1) * LENGTH]
+    causal = mine.unsqueeze(1) >= token  # (l, L): other ranks' keys are nobody's, or everybody's
+    owners = [(rank - step) % size for step in range(size)]
+    masks = [causal[:, n * LENGTH : (n + 1) * LENGTH] for n in owners]
+
+    def run(in_a_ring: bool) -> list[torch.Tensor]:
+        keys, values = (each.detach().double().requires_grad_() for each in keys_and_values())
+        queries = (keys.detach() * 1.5).requires_grad_()
+        if in_a_ring:
+            out = ring_attention(queries, keys, values, masks, Exact(), here)
+        else:
+            out, _ = Exact().attend(queries, *gather_sequence((keys, values), here), causal)
+        gradients = torch.autograd.grad((out * weights(out)).sum(), (queries, keys, values))
+        return [out.detach(), *gradients]
+
+    ring, again, gathered = run(True), run(True), run(False)
+    furthest = max(((a - b).norm() / b.norm()).item() for a, b in zip(ring, gathered, strict=True))
+    return furthest, all(torch.equal(a, b) for a, b in zip(ring, again, strict=True))
+
+
+def order_of_a_ring() -> list[str]:
+    """Of a traced ring: sends, waits and what is attended to, in order; sends by their kind."""
+    here = axis()
+    mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool)
+
+    def step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> Any:
+        out = ring_attention(q, k, v, [mask] * here.num_ranks, Exact(), here)
+        return torch.autograd.grad(out.sum(), [q, k, v])
+
+    keys, values = keys_and_values()
+    traced = trace_step(step)(keys.detach().clone().requires_grad_(), keys, values, mask)
+    found = []
+    for node in traced.graph_module.graph.nodes:
+        annotation = read_annotation(node, CpCollectiveAnnotation)
+        name = str(node.target)
+        if annotation is not None and "all_to_all" in name:
+            found.append(f"{phase_of(node)}: {annotation.kind}")
+        elif annotation is not None and "wait_tensor" in name:
+            found.append(f"{phase_of(node)}: wait for {annotation.kind}")
+        elif "masked_fill" in name:
+            found.append(f"{phase_of(node)}: attend")
+    return found

@@ -24,6 +24,7 @@ FsdpBucketing = Literal["off", "transformer_block"]
 JointPartitioner = Literal["min_cut", "save_all"]
 ShapeChangePolicy = Literal["error", "recapture"]
 ExpertPlacement = Literal["any", "expert_parallel", "own_tokens"]
+ContextParallelStrategy = Literal["gather", "ring"]
 Accumulation = Literal["every_microbatch", "reduce_once"]
 EpChunkDim = Literal["batch", "seq"]
 EpModuleFqn = Literal["layers.*", "layers.*.moe"]
@@ -209,6 +210,12 @@ class CompileConfig:
     async_tensor_parallel: bool = False
     """Pipeline tensor-parallel collectives with the matrix products next to them.
     Needs symmetric memory: CUDA devices that reach each other directly."""
+
+    context_parallel: ContextParallelStrategy = "gather"
+    """How a rank attends to tokens of the ranks with which it shares sequences.
+    gather: it gathers the keys and values of all of them.
+    ring: keys and values go around, each send beside the attention to a block.
+    The second holds two blocks at a time and rounds otherwise. Eager steps have it too."""
 
     ep_overlap: EpOverlapConfig = field(default_factory=EpOverlapConfig)
     """Hide the expert-parallel token exchange behind compute."""

@@ -50,7 +50,7 @@ RESIDENCY_KEY = "gt.residency"
 Phase = Literal["forward", "loss", "backward", "optimizer"]
 Direction = Literal["forward", "backward"]
 FsdpCollectiveKind = Literal["unshard", "reduce_grad", "sum_parts"]
-CpCollectiveKind = Literal["gather", "reduce_grad"]
+CpCollectiveKind = Literal["gather", "reduce_grad", "pass_on", "pass_on_grad"]
 EpRegionKind = Literal["dispatch", "compute", "combine"]
 EpExchangeKind = Literal["token_count_exchange", "token_exchange"]
 ChunkRole = Literal["split_boundary", "body", "materialization"]
@@ -185,7 +185,8 @@ class CpCollectiveAnnotation(NodeAnnotation):
 
     kind: CpCollectiveKind
     """gather brings keys or values of the whole sequence to a rank; reduce_grad adds up, for each
-    rank's part of them, the gradients that all ranks have."""
+    rank's part of them, the gradients that all ranks have. pass_on sends keys and values to the
+    next rank; pass_on_grad sends the sums of their gradients."""
 
     mesh_axis: str
     """Name of the mesh axis over which it runs."""

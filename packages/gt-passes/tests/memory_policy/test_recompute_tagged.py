@@ -142,6 +142,29 @@ def test_copies_keep_their_module_and_belong_to_the_backward():
     assert copied.meta["seq_nr"] == node_of(graph_module, "silu_1").meta["seq_nr"]
 
 
+class TwoProducts(nn.Module):
+    """A layer that reads first what it has computed last, as a collective that was launched early."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(dim, 2 * dim))
+        self.gate = nn.Parameter(torch.randn(dim, 2 * dim))
+        self.down = nn.Parameter(torch.randn(2 * dim, dim))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        early, late = x @ self.up, x @ self.gate
+        return (late - early) @ self.down
+
+
+def test_what_one_reader_needs_comes_in_the_order_of_the_forward():
+    _, graph_module = recomputed(capture_stack([TwoProducts(4), TwoProducts(4)]))
+    names = [node.name for node in graph_module.graph.nodes if node.name.endswith("_recomputed")]
+    assert names == [
+        *("mm_3_recomputed", "mm_4_recomputed", "sub_1_recomputed"),
+        *("mm_recomputed", "mm_1_recomputed", "sub_recomputed"),
+    ]
+
+
 class Doubling(nn.Module):
     """A layer whose backward reads much less than what it is computed from."""
 

@@ -29,6 +29,7 @@ from gt_trainer.artifacts.run_identity import Machine, RunSettings, topology_of_
 from gt_trainer.checkpoints.manager import CheckedCheckpointManager
 from gt_trainer.compile_options import TrainerCompileConfig
 from gt_trainer.context_parallel.batch_of_rank import batch_of_rank
+from gt_trainer.context_parallel.ring_masks import ring_masks
 from gt_trainer.context_parallel.token_order import load_balancer_of
 from gt_trainer.decoder.attention import attention_mask_for, has_document_mask
 from gt_trainer.device_transfer import copy_to_host, local_part, send_to_device
@@ -111,6 +112,8 @@ class GraphTrainer(Trainer):
                 self._plan_file = (Path(config.dump_folder) / PLAN_FILE).read_bytes()
             if config.compile.autoparallel and config.validator.enable:
                 self._allow_validation()
+            if config.validator.enable and isinstance(self.validator, GraphValidator):
+                self.validator.context_parallel = config.compile.context_parallel
         self._second_copies = self._settle_tied_weight()
         self._step_check = StepCheck(self.device)
         for part in self.model_parts:
@@ -137,6 +140,7 @@ class GraphTrainer(Trainer):
                 load_balancer=load_balancer_of(
                     self.config.parallelism.context_parallel_load_balancer
                 ),
+                strategy=self.config.compile.context_parallel,
             )
             self.ntokens_seen += shared[1].numel()
             return shared
@@ -144,6 +148,11 @@ class GraphTrainer(Trainer):
         mask = attention_mask_for(self.model_config, extra_kwargs.get("positions"))
         if mask is not None:
             extra_kwargs["attention_masks"] = mask
+        if self.parallel_dims.cp_enabled and self.config.compile.context_parallel == "ring":
+            mesh = self.parallel_dims.get_mesh("cp")
+            extra_kwargs["attention_masks"] = ring_masks(
+                extra_kwargs["attention_masks"], num_ranks=mesh.size(), rank=mesh.get_local_rank()
+            )
         return inputs, labels, extra_kwargs
 
     def forward_backward_step(

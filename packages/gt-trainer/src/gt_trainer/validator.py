@@ -9,7 +9,9 @@ import torch
 from torch import nn
 from torchtitan.components.validate import Validator
 
+from gt_config import ContextParallelStrategy
 from gt_trainer.context_parallel.batch_of_rank import batch_of_rank
+from gt_trainer.context_parallel.ring_masks import ring_masks
 from gt_trainer.context_parallel.token_order import load_balancer_of
 from gt_trainer.decoder.attention import attention_mask_for, has_document_mask
 
@@ -20,6 +22,9 @@ class GraphValidator(Validator):
     @dataclass(kw_only=True, slots=True)
     class Config(Validator.Config):
         """The options of torchtitan's validator."""
+
+    context_parallel: ContextParallelStrategy = "gather"
+    """How the layers attend to other ranks' tokens; the trainer sets it."""
 
     def post_dataloading_process(
         self,
@@ -41,6 +46,7 @@ class GraphValidator(Validator):
                 labels,
                 self.parallel_dims.get_mesh("cp"),
                 load_balancer=load_balancer_of(self.parallelism.context_parallel_load_balancer),
+                strategy=self.context_parallel,
             )
         inputs, labels, extra_kwargs = super().post_dataloading_process(
             input_dict, labels, model_parts
@@ -48,4 +54,9 @@ class GraphValidator(Validator):
         mask = attention_mask_for(config, extra_kwargs.get("positions"))
         if mask is not None:
             extra_kwargs["attention_masks"] = mask
+        if self.parallel_dims.cp_enabled and self.context_parallel == "ring":
+            mesh = self.parallel_dims.get_mesh("cp")
+            extra_kwargs["attention_masks"] = ring_masks(
+                extra_kwargs["attention_masks"], num_ranks=mesh.size(), rank=mesh.get_local_rank()
+            )
         return inputs, labels, extra_kwargs

@@ -31,7 +31,7 @@ from gt_trainer.artifacts import run_artifacts
 from gt_trainer.decoder import eager_chunks
 from gt_trainer.models import llama3
 from gt_trainer.pipelines import split_model
-from gt_trainer.placement import memory_budget, place_decoder
+from gt_trainer.placement import memory_budget, parallelize, place_decoder
 from gt_trainer.preflight import bitwise_violations, quantization_violations
 from gt_trainer.preflight.idle_options import RunOptions, idle_option_violations, read_elsewhere
 from gt_trainer.preflight.preflight import (
@@ -119,6 +119,7 @@ READERS = {
     "autoparallel": trainer,
     "bitwise": bitwise_violations,
     "require_float8": quantization_violations,
+    "context_parallel": parallelize,
     "verify_passes": recipe,
     "debug_graph_passes": recipe,
     "on_shape_change": new_training_step,
@@ -327,6 +328,8 @@ def test_what_is_read_elsewhere_is_read_where_it_is_said_to_be():
     eager = EpOverlapConfig(enabled=True, strategy="eager")
     runs.append(RunOptions(options=CompileConfig(ep_overlap=eager), topology=MESH))
     runs.append(RunOptions(options=CompileConfig(artifacts="graphs"), topology=MESH))
+    shared = replace(MESH, dp_shard=2, cp=2)
+    runs.append(RunOptions(options=CompileConfig(context_parallel="ring"), topology=shared))
     assert {path for run in runs for path in read_elsewhere(run)} == {*READERS}
     for path, module in READERS.items():
         name = path.rpartition(".")[2]

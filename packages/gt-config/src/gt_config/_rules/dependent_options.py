@@ -86,6 +86,17 @@ def _fsdp_schedule_needs_something_to_schedule(subject: Subject) -> Iterator[Vio
         )
 
 
+@rule("config.context_parallel", "topology.cp")
+def _context_parallel_strategy_needs_shared_sequences(subject: Subject) -> Iterator[Violation]:
+    if subject.topology.cp == 1:
+        yield from must_be_default(
+            subject,
+            "config.context_parallel",
+            because="no ranks share a sequence",
+            switch="a context-parallel degree above 1",
+        )
+
+
 @rule("config.mode", "config.async_tensor_parallel", "topology.tp")
 def _async_tensor_parallel_needs_tensor_parallelism(subject: Subject) -> Iterator[Violation]:
     if subject.config.mode == "none" or subject.topology.tp > 1:

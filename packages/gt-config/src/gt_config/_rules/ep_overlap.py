@@ -129,6 +129,28 @@ def _ep_overlap_on_the_graph_by_samples_with_tp(subject: Subject) -> Iterator[Vi
         )
 
 
+@rule(
+    "config.context_parallel",
+    "config.ep_overlap.enabled",
+    "config.ep_overlap.strategy",
+    "config.ep_overlap.module_fqn",
+    "topology.cp",
+)
+def _ep_overlap_on_the_graph_around_rings(subject: Subject) -> Iterator[Violation]:
+    overlap = subject.config.ep_overlap
+    on_graph = overlap.enabled and overlap.strategy == "graph"
+    is_ring = subject.config.context_parallel == "ring" and subject.topology.cp > 1
+    if on_graph and overlap.module_fqn == "layers.*" and is_ring:
+        yield violation(
+            subject,
+            "config.context_parallel",
+            allowed="'gather' with EP overlap of whole layers by the strategy graph: a ring's "
+            "message has all samples in one row, of which no chunk can be told",
+            fix="use gather, --compile.ep_overlap.strategy eager, or "
+            "--compile.ep_overlap.module_fqn 'layers.*.moe'",
+        )
+
+
 @rule("config.ep_overlap.enabled", "config.inductor_compilation")
 def _ep_overlap_with_a_graph_that_keeps_its_order(subject: Subject) -> Iterator[Violation]:
     if subject.config.ep_overlap.enabled and subject.config.inductor_compilation == "full":

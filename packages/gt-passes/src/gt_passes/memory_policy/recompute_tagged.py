@@ -101,6 +101,7 @@ class _Recomputation:
         self._graph: Graph = graph_module.graph
         self.storages = storages = Storages(graph_module)  # of the graph as it was
         recomputability = Recomputability(storages, recompute_collectives=recompute_collectives)
+        self._position = {node: place for place, node in enumerate(storages.nodes)}
         self._tagged, self.refusals = _split_tagged(storages, recomputability)
         self.late_reads: tuple[Node, ...] = tuple(
             node
@@ -120,9 +121,7 @@ class _Recomputation:
         for reader in self.late_reads:
             self._old_arguments.append((reader, reader.args, reader.kwargs))
             with self._graph.inserting_before(reader):
-                for argument in reader.all_input_nodes:
-                    if argument in self._tagged:
-                        self._copy(argument)
+                self._copy_what_is_missing(reader)
             reader.args = map_arg(reader.args, self._current)
             reader.kwargs = map_arg(reader.kwargs, self._current)
 
@@ -148,22 +147,20 @@ class _Recomputation:
             unused += [source for source in sources if source in self.copies and not source.users]
         return num_erased
 
-    def _copy(self, wanted: Node) -> None:
-        """Copy a node, after everything tagged that it reads. A stack, since chains can be long."""
-        stack = [wanted]
+    def _copy_what_is_missing(self, reader: Node) -> None:
+        """Copy what a node reads and what that is made of, in the order of the forward.
+
+        So a collective that the forward launches before it needs it is launched early again.
+        """
+        missing: set[Node] = set()
+        stack = [reader]
         while stack:
-            node = stack[-1]
-            missing = [
-                source
-                for source in node.all_input_nodes
-                if source in self._tagged and source not in self.copies
-            ]
-            if missing and node not in self.copies:
-                stack += reversed(missing)
-                continue
-            stack.pop()
-            if node not in self.copies:
-                self.copies[node] = self._one_copy(node)
+            for source in stack.pop().all_input_nodes:
+                if source in self._tagged and source not in self.copies and source not in missing:
+                    missing.add(source)
+                    stack.append(source)
+        for node in sorted(missing, key=self._position.__getitem__):
+            self.copies[node] = self._one_copy(node)
 
     def _one_copy(self, node: Node) -> Node:
         copy = self._graph.create_node(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch.fx import Node
 
 from gt_passes._torch_internals import OpOverload, torch_group_ranks
@@ -72,7 +73,22 @@ def collective_launch(node: Node, sizes: SymbolSizes) -> CollectiveLaunch:
     taken = sum(operand.num_bytes for operand in output_operands(node, sizes))
     if "_out" in name:  # the result is an argument as well
         given -= taken
-    return CollectiveLaunch(kind=kinds[0], num_bytes=max(given, taken), group_name=group_name)
+    kind = "send_receive" if _is_permutation(node) else kinds[0]
+    return CollectiveLaunch(kind=kind, num_bytes=max(given, taken), group_name=group_name)
+
+
+def _is_permutation(node: Node) -> bool:
+    """Whether an all-to-all has one part: each rank sends to one other, as around a ring."""
+    if node.target is not torch.ops._c10d_functional.all_to_all_single.default:
+        return False
+    return all(_num_parts(splits) == 1 for splits in node.args[1:3])
+
+
+def _num_parts(splits: object) -> int | None:
+    """How many of the sizes are not 0; None if one is known at run time only."""
+    if not isinstance(splits, list | tuple) or not all(isinstance(n, int) for n in splits):
+        return None
+    return len([size for size in splits if size != 0])
 
 
 def ranks_of_torch_group(group_name: str) -> tuple[int, ...]:

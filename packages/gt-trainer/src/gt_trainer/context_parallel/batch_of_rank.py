@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from gt_config import ContextParallelStrategy
 from gt_trainer.context_parallel.token_order import LoadBalancer, token_order
 from gt_trainer.decoder.attention import AttentionMaskError, document_causal_mask
 
@@ -22,6 +23,7 @@ def batch_of_rank(
     mesh: DeviceMesh,
     *,
     load_balancer: LoadBalancer | None,
+    strategy: ContextParallelStrategy = "gather",
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
     """What torchtitan's ``post_dataloading_process`` returns, for this rank's tokens.
 
@@ -30,10 +32,12 @@ def batch_of_rank(
         labels: (B, L), likewise.
         mesh: the one axis of the ranks that share them.
         load_balancer: which tokens are this rank's.
+        strategy: in which order their keys will be attended to.
 
     Returns:
         Tokens and labels (B, l); and "positions" (B, l) with "attention_masks" (B, 1, l, L), whose
-        keys are in the order of the ranks.
+        keys are in the order of the ranks; in a ring this rank's first, and then those of the
+        ranks before it.
 
     Raises:
         AttentionMaskError: the batch has no positions.
@@ -43,8 +47,11 @@ def batch_of_rank(
         raise AttentionMaskError.without_positions()
     num_ranks, rank = mesh.size(), mesh.get_local_rank()
     order = token_order(positions, num_ranks=num_ranks, load_balancer=load_balancer)
-    mine = order.chunk(num_ranks, dim=1)[rank]
+    of_ranks = order.chunk(num_ranks, dim=1)
+    mine, keys = of_ranks[rank], order
+    if strategy == "ring":
+        keys = torch.cat([of_ranks[(rank - step) % num_ranks] for step in range(num_ranks)], dim=1)
     parts = {name: value.gather(1, mine) for name, value in batch.items()}
     extra: dict[str, Any] = {name: part for name, part in parts.items() if name != "input"}
-    extra["attention_masks"] = document_causal_mask(positions, queries=mine, keys=order)
+    extra["attention_masks"] = document_causal_mask(positions, queries=mine, keys=keys)
     return parts["input"], labels.gather(1, mine), extra

@@ -22,6 +22,7 @@ from torchtitan.tools import utils as titan_utils
 
 from gt_trainer._torch_internals import block_mask_of_first_rank
 from gt_trainer.context_parallel.batch_of_rank import batch_of_rank
+from gt_trainer.context_parallel.ring_masks import ring_masks
 from gt_trainer.context_parallel.token_order import load_balancer_of
 from gt_trainer.decoder.attention import attention_mask_for, has_document_mask
 from gt_trainer.placement.example_batch import example_block_mask
@@ -201,12 +202,15 @@ def _example_mask(
     blocks = example_block_mask(model, positions)
     if blocks is not None and num_ranks > 1:
         with torch.compiler.set_stance("force_eager"):
-            return block_mask_of_first_rank(blocks, num_ranks, balancer)
+            mine = block_mask_of_first_rank(blocks, num_ranks, balancer)
+        in_a_ring = config.compile.context_parallel == "ring"
+        return ring_masks(mine, num_ranks=num_ranks, rank=0) if in_a_ring else mine
     if blocks is not None or num_ranks == 1:
         return blocks if blocks is not None else attention_mask_for(model.config, positions)
     if not has_document_mask(model.config):
         return None
     batch = {"input": positions, "positions": positions}
     mesh = parallel_dims.get_mesh("cp")
-    _, _, extra = batch_of_rank(batch, positions, mesh, load_balancer=balancer)
+    strategy = config.compile.context_parallel
+    _, _, extra = batch_of_rank(batch, positions, mesh, load_balancer=balancer, strategy=strategy)
     return extra["attention_masks"]

@@ -62,8 +62,8 @@ def parallelize(
         parallel_dims: torchtitan's meshes.
         training: Gives the mixed-precision dtypes.
         parallelism: Not read: ``gt_trainer.preflight`` has refused what this placement does not do.
-        compile_config: Says whether a solver places the model; nothing else of it is read, since
-            capture and compilation come after placement.
+        compile_config: Says whether a solver places the model, and how ranks that share sequences
+            attend; nothing else of it is read, since capture and compilation come after placement.
         ac_config: torchtitan's activation checkpointing; None, since recomputation is a graph pass
             here, and refused likewise.
         dump_folder: Where a solver's plan is written.
@@ -80,7 +80,10 @@ def parallelize(
             dump_folder=dump_folder,
         )
     if parallel_dims.cp_enabled:
-        attend_to_all_ranks(model, parallel_dims.get_mesh("cp"))
+        assert isinstance(compile_config, CompileConfig)
+        attend_to_all_ranks(
+            model, parallel_dims.get_mesh("cp"), strategy=compile_config.context_parallel
+        )
     if parallel_dims.tp_enabled or parallel_dims.ep_enabled:
         model.parallelize(parallel_dims)
     precision = MixedPrecision(

@@ -106,6 +106,8 @@ def read_elsewhere(run: RunOptions) -> Iterator[str]:
     options, graphs = run.options, run.graphs
     yield from ("mode", "autoparallel")  # what is captured, and who places the model
     yield from ("bitwise", "require_float8")  # what is refused
+    if run.topology.cp > 1:
+        yield "context_parallel"  # what attention is placed
     if options.autoparallel:
         of_solver = (p for p in option_paths(type(options)) if p.startswith("autoparallel_solver."))
         yield from (p for p in of_solver if run.topology.pp == 1 or p != _RIVALS)

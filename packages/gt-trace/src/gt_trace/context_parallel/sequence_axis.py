@@ -1,0 +1,38 @@
+"""The ranks that share a sequence, as collectives name them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch.distributed.device_mesh import DeviceMesh
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceAxis:
+    """The mesh axis whose ranks share a sequence, as its collectives need it."""
+
+    name: str
+    group_name: str
+    num_ranks: int
+    rank: int
+    """This process's coordinate on the axis."""
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh) -> SequenceAxis:
+        """The axis of a mesh that has one.
+
+        Raises:
+            ValueError: the mesh has another number of axes, or none has a name.
+        """
+        names = mesh.mesh_dim_names
+        if mesh.ndim != 1 or not names:
+            raise ValueError(
+                f"{mesh} has the axes {names}; allowed: one named axis, whose ranks share a "
+                "sequence"
+            )
+        return cls(
+            name=names[0],
+            group_name=mesh.get_group().group_name,
+            num_ranks=mesh.size(),
+            rank=mesh.get_local_rank(),
+        )
