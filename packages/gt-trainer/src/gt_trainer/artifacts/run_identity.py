@@ -234,7 +234,7 @@ def step_identity(
             "parameters": named(_tensors(parameters, settings.machine)),
             "buffers": named(_tensors(buffers, settings.machine)),
         },
-        batch={**_arguments(arguments), "num_microbatches": num_microbatches},
+        batch={**_arguments(arguments, settings.machine), "num_microbatches": num_microbatches},
         environment=environment(settings.machine),
         further={
             "loss": plain(settings.loss, "loss"),
@@ -331,7 +331,7 @@ def _tensors(named: Iterator[tuple[str, torch.Tensor]], machine: Machine) -> dic
     }
 
 
-def _arguments(arguments: Sequence[Any]) -> dict[str, object]:
+def _arguments(arguments: Sequence[Any], machine: Machine) -> dict[str, object]:
     """Leaves of the arguments of a step by their paths, and what these are the leaves of.
 
     Masks of FlexAttention are trees too: what they close over are leaves.
@@ -342,7 +342,9 @@ def _arguments(arguments: Sequence[Any]) -> dict[str, object]:
     return {
         "structure": json.dumps(structure, sort_keys=True),
         "leaves": {
-            pytree.keystr(path): plain_data(leaf, path=f"batch{pytree.keystr(path)}")
+            pytree.keystr(path): tensor_text(leaf, meta_device=machine.device)
+            if isinstance(leaf, torch.Tensor)
+            else plain_data(leaf, path=f"batch{pytree.keystr(path)}")
             for path, leaf in leaves
         },
     }
