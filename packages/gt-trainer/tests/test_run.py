@@ -11,6 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.config import ParallelismConfig
 
+from gt_config import CompileConfig
 from gt_trainer import run
 from gt_trainer.metrics.metrics_history import MetricsFileError
 
@@ -42,6 +43,7 @@ def running(folder, train):
         dump_folder=str(folder),
         checkpoint=CheckpointManager.Config(enable=True),
         parallelism=ParallelismConfig(),
+        compile=CompileConfig(),
         build=lambda: trainer,
     )
 

@@ -415,7 +415,8 @@ def test_tokens_that_do_not_divide_into_chunks_are_refused(tmp_path):
 
 def test_the_newest_checkpoint_is_judged_too(tmp_path):
     (tmp_path / "checkpoint" / "step-3").mkdir(parents=True)
-    assert "--checkpoint.folder is 'RUN/checkpoint'" in refusal(
+    (tmp_path / "checkpoint" / "step-3" / ".metadata").write_bytes(b"")
+    assert "--checkpoint.folder is 'RUN/checkpoint/step-3'" in refusal(
         changed(llama3.llama3_debugmodel(), tmp_path), 1
     )
 

@@ -48,7 +48,7 @@ what it is asked, and to tell would be to trust one more thing."""
 NO_PART_OF_THE_GRAPH: Mapping[str, frozenset[str]] = MappingProxyType(
     {
         # What surrounds a step. Of the others the model has what they do to it: activation
-        # checkpointing wraps its modules, and overrides change its configuration.
+        # checkpointing wraps its modules, overrides and quantization change its configuration.
         "run": frozenset(
             {
                 "activation_checkpoint",
@@ -62,6 +62,7 @@ NO_PART_OF_THE_GRAPH: Mapping[str, frozenset[str]] = MappingProxyType(
                 "optimizer",
                 "override",
                 "profiler",
+                "quantization",
                 "tokenizer",
                 "validator",
             }
