@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from gt_autoparallel.audit import audit_plan
+from gt_autoparallel.errors import InfeasiblePlacementError, SolverError
 from gt_autoparallel.expert_table import ExpertPlan, expert_plans
 from gt_autoparallel.plan.judgement import Candidate, JudgedStep, PlanJudgement, fastest
 from gt_autoparallel.plan.placement_plan import PlacementPlan
@@ -87,13 +88,13 @@ def _rivals(
 ) -> Iterator[ExpertPlan]:
     queued = _queued(planner, plan, relative_gap, time_limit_seconds)
     if queued is not None:
-        yield ExpertPlan(name=QUEUED, plan=queued)
+        yield queued
     yield from _experts(planner, plan, relative_gap, time_limit_seconds)
 
 
 def _queued(
     planner: Planner, plan: PlacementPlan, relative_gap: float, time_limit_seconds: float
-) -> PlacementPlan | None:
+) -> ExpertPlan | None:
     """The cheapest plan if activations wait for parameters along all axes but the innermost."""
     mesh, prices, request = planner.mesh, planner.prices, plan.request
     if mesh.num_axes == 1 or not isinstance(prices, PlacementPrices):
@@ -112,15 +113,20 @@ def _queued(
         replicate_unknown=planner.replicate_unknown,
         optimizer_state_copies=request.optimizer_state_copies,
         microbatches=request.microbatches,
+        loss_bytes=request.loss_bytes,
+        accumulates_gradients=request.accumulates_gradients,
     )
-    found = searching.find(
-        constraints=request.constraints,
-        memory_budget_bytes=request.memory_budget_bytes,
-        recomputes=request.recomputes,
-        relative_gap=relative_gap,
-        time_limit_seconds=time_limit_seconds,
-        audit=False,  # of the plan at its own prices, below
-    )
+    try:
+        found = searching.find(
+            constraints=request.constraints,
+            memory_budget_bytes=request.memory_budget_bytes,
+            recomputes=request.recomputes,
+            relative_gap=relative_gap,
+            time_limit_seconds=time_limit_seconds,
+            audit=False,  # of the plan at its own prices, below
+        )
+    except (SolverError, InfeasiblePlacementError) as error:
+        return ExpertPlan(name=QUEUED, plan=None, impossible=str(error))
     at_own_prices = assemble_plan(
         graph=planner.graph,
         mesh=mesh,
@@ -139,7 +145,7 @@ def _queued(
     )
     at_own_prices = replace(at_own_prices, solver=solver)
     audit_plan(at_own_prices)
-    return at_own_prices
+    return ExpertPlan(name=QUEUED, plan=at_own_prices)
 
 
 def _experts(

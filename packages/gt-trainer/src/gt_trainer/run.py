@@ -12,12 +12,18 @@ from pathlib import Path
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
+from torchtitan.tools import filesystem
 from torchtitan.tools.logging import logger
 
 from gt_passes.simulation import Hardware
 from gt_trainer.dry_run.dry_run import plan_before_training
 from gt_trainer.dry_run.simulated_balance import balance_before_training, with_stages
-from gt_trainer.launcher import ChildFailedError, RunStoppedError, run_in_child
+from gt_trainer.launcher import (
+    ChildFailedError,
+    ChildTimedOutError,
+    RunStoppedError,
+    run_in_child,
+)
 from gt_trainer.parallelism_options import balance_of
 from gt_trainer.placement.kept_plan import PLAN_FILE, plan_file_of, with_plan_file
 from gt_trainer.placement.planned_machine import PlannedMachine, planned_for
@@ -57,7 +63,9 @@ def train(config: GraphTrainer.Config, *, hardware: Hardware | None = None) -> N
     """
     try:
         is_first = os.environ.get("RANK", "0") == "0"
-        lock = locked(Path(config.dump_folder)) if is_first else contextlib.nullcontext()
+        is_local = not filesystem.is_remote(config.dump_folder)
+        folder = Path(config.dump_folder)
+        lock = locked(folder) if is_first and is_local else contextlib.nullcontext()
         with lock, planned_for(PlannedMachine(hardware=hardware)):
             _train(_with_plan(_balanced(config, hardware), hardware))
     except CheckpointException as error:
@@ -120,13 +128,18 @@ def _with_plan(config: GraphTrainer.Config, hardware: Hardware | None) -> GraphT
             partial(plan_before_training, config, world_size, hardware=hardware),
             timeout_seconds=config.comm.init_timeout_seconds / 2,
         )
-    except ChildFailedError as error:
+    except ChildTimedOutError:
         logger.warning(
             "The plan has no rivals and is the cheapest by its prices, since their steps could not "
-            f"be simulated in half of --comm.init_timeout_seconds: {str(error).splitlines()[-1]}. "
-            "A dry run simulates them, and writes a plan for --compile.autoparallel_solver.plan"
+            "be simulated in half of --comm.init_timeout_seconds. A dry run simulates them, and "
+            "writes a plan for --compile.autoparallel_solver.plan"
         )
         return config
+    except ChildFailedError as error:
+        raise RunStoppedError(
+            "plans could not be simulated before training (to train without: "
+            f"--compile.autoparallel_solver.no_simulate_rivals): {error}"
+        ) from None
     logger.info(f"Plans by their simulated steps:\n{found}")
     path = Path(config.dump_folder) / PLAN_FILE
     return replace(config, compile=with_plan_file(options, path))

@@ -7,6 +7,7 @@ the process that holds it, however that ends, so that nothing has to be deleted 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import socket
@@ -14,9 +15,14 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from torchtitan.tools.logging import logger
+
 from gt_trainer.launcher import RunStoppedError
 
 _LOCK_FILE = "run.lock"
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+_PATIENCE_SECONDS = 5.0
+"""For who only asks, and for what a killed run started and has not ended yet."""
 
 
 class FolderInUseError(RunStoppedError):
@@ -27,17 +33,32 @@ class FolderInUseError(RunStoppedError):
 def locked(folder: Path) -> Iterator[None]:
     """Hold a run's folder, which is made if missing.
 
+    Where the file system has no locks nothing is held, and the log says so.
+
     Raises:
         FolderInUseError: Another process holds it.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / _LOCK_FILE).open("a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise FolderInUseError(
-                f"{_words(folder)}; wait for it, or choose another --dump_folder"
-            ) from None
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise FolderInUseError(
+                        f"{_words(folder)}; wait for it, or choose another --dump_folder"
+                    ) from None
+                time.sleep(0.1)
+            except OSError as error:
+                if error.errno not in _NO_LOCKS:
+                    raise
+                logger.warning(
+                    f"{folder} cannot be locked ({error.strerror}): see to it yourself that no "
+                    "other run writes to it"
+                )
+                break
         file.truncate(0)
         started = time.strftime("%Y-%m-%d %H:%M:%S")
         file.write(f"process {os.getpid()} on {socket.gethostname()} since {started}\n")
@@ -55,6 +76,9 @@ def use_of(folder: Path) -> str | None:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return _words(folder)
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
     return None
 
 

@@ -11,8 +11,13 @@ from pathlib import Path
 METADATA = ".metadata"
 """The file that ends a save of PyTorch's form."""
 
+HF_INDEX = "model.safetensors.index.json"
+"""The file that ends a save of Hugging Face's form."""
+
+SHARDED = "sharded"
+"""The folder in which ranks put their parts of a save of Hugging Face's form."""
+
 _STEP_FOLDER = re.compile(r"step-(\d+)")
-_HF_INDEX = "model.safetensors.index.json"
 
 
 def step_folders(folder: Path) -> list[Path]:
@@ -27,7 +32,7 @@ def step_folders(folder: Path) -> list[Path]:
 
 def is_complete(path: Path) -> bool:
     """Whether a save of either form came to its end."""
-    return has_metadata(path) or (path / _HF_INDEX).is_file()
+    return has_metadata(path) or (path / HF_INDEX).is_file()
 
 
 def newest_checkpoint(folder: Path) -> Path | None:

@@ -154,19 +154,24 @@ def test_a_damaged_checkpoint_is_refused_with_the_newest_intact_one(folder):
         data = next(folder.with_name(damaged).glob("*.distcp"))
         data.write_bytes(data.read_bytes()[:-1] + b"?")
     with pytest.raises(DamagedCheckpointError) as refused:
-        check_on_all_ranks(folder)
+        check_on_all_ranks(folder, is_own=True)
     intact = folder.with_name("step-3")
     assert str(refused.value) == (
         f"the checkpoint {folder} is damaged: __0_0.distcp is not what was saved\n"
         f"  The newest intact one is {intact}: --checkpoint.load_step 3"
     )
-    check_on_all_ranks(intact)
+    check_on_all_ranks(intact, is_own=True)
+    with pytest.raises(DamagedCheckpointError) as refused:
+        check_on_all_ranks(folder, is_own=False)
+    assert str(refused.value).endswith(
+        f"  The newest intact one beside it: --checkpoint.initial_load_path {intact}"
+    )
 
 
 def test_a_damaged_checkpoint_alone_is_refused_with_where_to_start(folder):
     (folder / ".metadata").write_bytes(b"")
     with pytest.raises(DamagedCheckpointError) as refused:
-        check_on_all_ranks(folder)
+        check_on_all_ranks(folder, is_own=True)
     assert str(refused.value) == (
         f"the checkpoint {folder} is damaged: .metadata is not what was saved\n"
         "  No other one there is intact: start anew in another --dump_folder"
@@ -175,7 +180,7 @@ def test_a_damaged_checkpoint_alone_is_refused_with_where_to_start(folder):
 
 def test_a_checkpoint_without_checksums_is_loaded_as_it_is_and_said(folder, caplog):
     (folder / CHECKSUMS).unlink()
-    check_on_all_ranks(folder)
+    check_on_all_ranks(folder, is_own=True)
     assert f"{folder} has no checksums.json: whether it is intact is not known" in caplog.text
 
 
@@ -195,9 +200,38 @@ def test_a_save_over_an_older_one_is_incomplete_until_it_is_whole(folder):
 
     with pytest.raises(BaseException, match="the disk went away"):
         dcp.save(states(), storage_writer=FailingWriter(folder))
-    assert {path.name for path in folder.iterdir()} == {"__0_0.distcp"}
+    assert [*folder.iterdir()] == []
     save(folder)
     assert damages_of(folder) == []
+
+
+def test_what_another_save_left_is_no_part_of_a_new_one(folder):
+    """One with more ranks, or in Hugging Face's form, or that was cut off."""
+    sharded = folder / "sharded"
+    sharded.mkdir()
+    left = [folder / "__7_0.distcp", folder / "model.safetensors", sharded / "a.safetensors"]
+    for path in (*left, folder / "model.safetensors.index.json"):
+        path.write_bytes(b"of another save")
+    save(folder)
+    assert damages_of(folder) == []
+    assert {path.name for path in folder.iterdir()} == {".metadata", "__0_0.distcp", CHECKSUMS}
+
+
+def test_a_rank_with_nothing_to_save_writes_no_file(one_rank, tmp_path):
+    dcp.save({}, storage_writer=CheckedWriter(tmp_path / "step-1"))
+    assert damages_of(tmp_path / "step-1") == []
+    assert not [*(tmp_path / "step-1").glob("*.distcp")]
+
+
+def test_a_file_that_cannot_be_read_is_a_damage(folder, monkeypatch):
+    def unreadable(path):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("gt_trainer.checkpoints.checksums.sha256_of", unreadable)
+    assert damages_of(folder) == [
+        ".metadata cannot be read (Input/output error)",
+        "__0_0.distcp cannot be read (Input/output error)",
+    ]
 
 
 class _RunsACommand:

@@ -261,19 +261,22 @@ def run():
     dist.init_process_group("gloo")
     starts = len(list(folder.glob("start-*")))
     if dist.get_rank() == 1 and starts < 2:
-        if how == "killed":
+        if how in ("killed", "finished", "unready"):
             os.kill(os.getpid(), signal.SIGKILL)
         if how == "raised":
             raise ValueError("a passing weakness")
         raise RunStoppedError("nothing that another start would mend")
     dist.barrier()
-    print("rank", dist.get_rank(), "after", starts, "starts again", flush=True)
+    os.write(1, f"rank {dist.get_rank()} after {starts} starts again\\n".encode())
     dist.destroy_process_group()
 
-def before_each():
+def prepare():
     (folder / f"start-{len(list(folder.glob('start-*')))}").touch()
+    if how == "unready":
+        raise RunStoppedError("the folder is another run's")
+    return how != "finished"
 
-restarts = Restarts(at_most=at_most, before_each=before_each)
+restarts = Restarts(at_most=at_most, prepare=prepare)
 sys.exit(launch(run, num_ranks=2, log_folder=folder, shown_ranks=(0, 1), restarts=restarts))
 """
 
@@ -307,8 +310,19 @@ def test_ranks_that_stop_with_a_reason_do_not_start_again(tmp_path):
     assert "again" not in finished.stderr
 
 
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [("finished", ""), ("unready", "gt-train: not started again: the folder is another run's")],
+)
+def test_ranks_do_not_start_again_where_nothing_is_left_or_cannot_be(tmp_path, how, said):
+    finished = run_program(_RESTARTED, tmp_path, how, 2)
+    assert finished.returncode == 128 + signal.SIGKILL
+    assert "starting again" not in finished.stderr
+    assert said in finished.stderr
+
+
 def test_one_rank_in_this_process_cannot_start_again(tmp_path):
-    restarts = Restarts(at_most=1, before_each=lambda: None)
+    restarts = Restarts(at_most=1, prepare=lambda: True)
     with pytest.raises(ValueError, match="restarts are of forked ranks, and num_ranks is 1"):
         launch(lambda: None, num_ranks=1, log_folder=tmp_path, restarts=restarts)
 

@@ -9,7 +9,6 @@ from torchtitan.tools.profiler import Profiler
 from gt_trainer.data.shipped_tokenizer import shipped_tokenizer_path
 from gt_trainer.models import deepseek_v3, llama3
 from gt_trainer.preflight.preflight import check_configuration
-from gt_trainer.run_lock import locked
 
 GIB = 2**30
 
@@ -197,13 +196,6 @@ def test_pinned_memory_is_refused_where_there_is_no_device_to_copy_from(tmp_path
     text = refusal(config, 1)
     assert "  1. --checkpoint.async_mode is 'async_with_pinned_mem'" in text
     assert "'disabled' or 'async' on cpu" in text
-
-
-def test_a_folder_in_use_by_another_run_is_refused(tmp_path):
-    with locked(tmp_path):
-        text = refusal(changed(llama3.llama3_debugmodel(), tmp_path), 1)
-    assert "  1. --dump_folder is 'RUN'" in text
-    assert "another run writes to RUN: process " in text
 
 
 def test_a_folder_of_graphs_that_cannot_be_made_is_refused(tmp_path):

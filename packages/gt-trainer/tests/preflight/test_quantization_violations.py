@@ -83,7 +83,7 @@ def test_a_torchao_that_is_too_old_is_refused(torchao, tmp_path):
     text = refused(tmp_path, deepseek_v3.deepseek_v3_debugmodel, quantization=quantization)
     assert text == PROBLEM.format(
         "--quantization.experts is 'mxfp8'",
-        "'none' here: torchao 0.9.1+cu126 is too old (0.18 or newer is needed), and 5 experts "
+        "'none' here: torchao 0.9.1+cu126 is installed, and 0.18 is needed, and 5 experts "
         "need it: layers.1-5.moe.routed_experts.inner_experts",
         "pip install 'gt-trainer[float8]', or give --quantization.experts none to multiply in the "
         "run's precision",

@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import io
 import os
+import shutil
 from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from gt_trainer.checkpoints.checksums import CHECKSUMS, Checksums, make_names_durable
-from gt_trainer.step_folders import METADATA
+from gt_trainer.step_folders import HF_INDEX, METADATA, SHARDED
 
 
 class CheckedWriter(FileSystemWriter):
@@ -36,16 +37,16 @@ class CheckedWriter(FileSystemWriter):
         self.fs = _HashedFiles()
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """As PyTorch's; first, what an older save in this folder was complete by is removed."""
-        folder = Path(self.path)
-        for name in (METADATA, CHECKSUMS):
-            (folder / name).unlink(missing_ok=True)
-        make_names_durable(folder)
+        """As PyTorch's; first, an older save in this folder is removed."""
+        clear_older_save(Path(self.path))
         return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """As PyTorch's; each result has the digest of the file that it is in."""
         hashed: Future[list[WriteResult]] = Future()
+        if not plan.items:  # PyTorch would write an empty file, of which no result tells
+            hashed.set_result([])
+            return hashed
         hashed.set_result(
             [
                 _HashedResult(
@@ -64,6 +65,20 @@ class CheckedWriter(FileSystemWriter):
         for each in (result for of_rank in results for result in of_rank):
             self.fs.sha256[each.storage_data.relative_path] = cast("_HashedResult", each).sha256
         super().finish(metadata, results)
+
+
+def clear_older_save(folder: Path) -> None:
+    """Remove what another save left in a checkpoint's folder, what made it complete first.
+
+    One rank calls this before any writes.
+    """
+    for name in (METADATA, HF_INDEX, CHECKSUMS):
+        (folder / name).unlink(missing_ok=True)
+    make_names_durable(folder)
+    make_names_durable(folder.parent)
+    for path in [*folder.glob("*.distcp"), *folder.glob("*.safetensors")]:
+        path.unlink()
+    shutil.rmtree(folder / SHARDED, ignore_errors=True)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ damage; it does not tell who wrote a file.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -55,10 +56,16 @@ class Checksums:
             saved = self.sha256.get(name)
             if saved is None:
                 yield f"{name} was not there when it was saved"
-            elif not (folder / name).is_file():
+                continue
+            try:
+                is_what_was_saved = sha256_of(folder / name) == saved
+            except FileNotFoundError:
                 yield f"{name} is missing"
-            elif sha256_of(folder / name) != saved:
-                yield f"{name} is not what was saved"
+            except OSError as error:
+                yield f"{name} cannot be read ({error.strerror})"
+            else:
+                if not is_what_was_saved:
+                    yield f"{name} is not what was saved"
 
 
 def read_checksums(folder: Path) -> Checksums | None:
@@ -95,9 +102,15 @@ def sha256_of(path: Path) -> str:
 
 
 def make_names_durable(folder: Path) -> None:
-    """Have the disk keep which files a folder has: names are not written with a file's bytes."""
+    """Have the disk keep which files a folder has: names are not written with a file's bytes.
+
+    Some file systems of networks do not offer it, and keep names in their own way.
+    """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise
     finally:
         os.close(descriptor)

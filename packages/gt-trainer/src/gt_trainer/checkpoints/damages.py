@@ -11,7 +11,7 @@ from torchtitan.tools.logging import logger
 
 from gt_trainer.checkpoints.checksums import CHECKSUMS, ChecksumsUnreadableError, read_checksums
 from gt_trainer.launcher import RunStoppedError
-from gt_trainer.step_folders import METADATA, is_complete, step_folders, step_of
+from gt_trainer.step_folders import METADATA, has_metadata, is_complete, step_folders, step_of
 
 _MAX_TOLD = 3
 
@@ -20,7 +20,7 @@ class DamagedCheckpointError(RunStoppedError):
     """Files of a checkpoint are not what was saved."""
 
 
-def check_on_all_ranks(folder: Path) -> None:
+def check_on_all_ranks(folder: Path, *, is_own: bool) -> None:
     """See that a checkpoint is what was saved. Every rank calls this, and reads some of the files.
 
     A checkpoint without checksums is none of ours, or older than they are: it is loaded as it is,
@@ -28,61 +28,70 @@ def check_on_all_ranks(folder: Path) -> None:
 
     Args:
         folder: of the checkpoint, which all ranks see.
+        is_own: whether the run itself saved it, and resumes from it.
 
     Raises:
         DamagedCheckpointError: It is not, said by every rank alike.
     """
-    try:
-        checksums = read_checksums(folder)
-    except ChecksumsUnreadableError as error:
-        found = [str(error)]
-    else:
-        if checksums is None:
-            logger.warning(f"{folder} has no {CHECKSUMS}: whether it is intact is not known")
-            found = []
-        else:
-            names = sorted({*checksums.sha256, *_data_files(folder)})
-            found = [*checksums.damages(folder, names[dist.get_rank() :: dist.get_world_size()])]
-    all_found: list[list[str] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(all_found, found)
-    damages = sorted({each for of_rank in all_found for each in of_rank or ()})
+    if not (folder / CHECKSUMS).exists():
+        logger.warning(f"{folder} has no {CHECKSUMS}: whether it is intact is not known")
+    damages = _damages_by_all_ranks(folder)
     if not damages:
         return
-    text = [_text_of(folder, damages) if dist.get_rank() == 0 else ""]
-    dist.broadcast_object_list(text)
-    raise DamagedCheckpointError(text[0])
+    others: list[list[Path]] = [_others(folder) if dist.get_rank() == 0 else []]
+    dist.broadcast_object_list(others)
+    intact = next((path for path in others[0] if not _damages_by_all_ranks(path)), None)
+    raise DamagedCheckpointError(
+        f"the checkpoint {folder} is damaged: {_told(damages)}\n  {_advice(intact, is_own)}"
+    )
 
 
-def damages_of(folder: Path) -> list[str]:
-    """Return, in words, what of a checkpoint is not what was saved; all of it is read.
+def damages_of(folder: Path, *, rank: int = 0, num_ranks: int = 1) -> list[str]:
+    """Return, in words, what of a checkpoint is not what was saved.
 
     One without checksums has none that could be told.
+
+    Args:
+        folder: of the checkpoint.
+        rank: which part of the files to read.
+        num_ranks: into how many parts they are divided.
     """
     try:
         checksums = read_checksums(folder)
+        if checksums is None:
+            return []
+        names = sorted({*checksums.sha256, *_data_files(folder)})
     except ChecksumsUnreadableError as error:
         return [str(error)]
-    if checksums is None:
+    except OSError as error:
+        return [f"it cannot be read ({error.strerror})"]
+    return [*checksums.damages(folder, names[rank::num_ranks])]
+
+
+def _damages_by_all_ranks(folder: Path) -> list[str]:
+    """The same on all ranks, each of which reads a part."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    found: list[list[str] | None] = [None] * num_ranks
+    dist.all_gather_object(found, damages_of(folder, rank=rank, num_ranks=num_ranks))
+    return sorted({each for of_rank in found for each in of_rank or ()})
+
+
+def _others(folder: Path) -> list[Path]:
+    """The other checkpoints beside one that a run can go on from, the newest first."""
+    if not re.fullmatch(r"step-\d+", folder.name):
         return []
-    return [*checksums.damages(folder, sorted({*checksums.sha256, *_data_files(folder)}))]
+    beside = [path for path in step_folders(folder.parent) if path.name != folder.name]
+    return [path for path in reversed(beside) if has_metadata(path)]
 
 
-def _text_of(folder: Path, damages: list[str]) -> str:
-    lines = [f"the checkpoint {folder} is damaged: {_told(damages)}"]
-    if re.fullmatch(r"step-\d+", folder.name):
-        older = [
-            path
-            for path in step_folders(folder.parent)
-            if is_complete(path) and step_of(path) != step_of(folder)
-        ]
-        intact = next((path for path in reversed(older) if not damages_of(path)), None)
-        if intact is None:
-            lines.append("  No other one there is intact: start anew in another --dump_folder")
-        else:
-            lines.append(
-                f"  The newest intact one is {intact}: --checkpoint.load_step {step_of(intact)}"
-            )
-    return "\n".join(lines)
+def _advice(intact: Path | None, is_own: bool) -> str:
+    if intact is None and is_own:
+        return "No other one there is intact: start anew in another --dump_folder"
+    if intact is None:
+        return "Give another --checkpoint.initial_load_path"
+    if is_own:
+        return f"The newest intact one is {intact}: --checkpoint.load_step {step_of(intact)}"
+    return f"The newest intact one beside it: --checkpoint.initial_load_path {intact}"
 
 
 def _told(damages: list[str]) -> str:

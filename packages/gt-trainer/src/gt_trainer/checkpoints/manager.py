@@ -20,13 +20,17 @@ from torchtitan.components.checkpoint import AsyncMode, CheckpointManager
 from torchtitan.tools import filesystem
 from torchtitan.tools.utils import GarbageCollection
 
-from gt_trainer.checkpoints.checked_writer import CheckedWriter
+from gt_trainer.checkpoints.checked_writer import CheckedWriter, clear_older_save
 from gt_trainer.checkpoints.checksums import Checksums, sha256_of
 from gt_trainer.checkpoints.damages import check_on_all_ranks
 from gt_trainer.checkpoints.plain_reader import PlainLoadPlanner, PlainReader
-from gt_trainer.step_folders import is_complete, step_folders
-
-_SHARDED = "sharded"
+from gt_trainer.step_folders import (
+    SHARDED,
+    is_complete,
+    newest_checkpoint,
+    step_folders,
+    step_of,
+)
 
 
 class CheckedCheckpointManager(CheckpointManager):
@@ -46,6 +50,9 @@ class CheckedCheckpointManager(CheckpointManager):
             """Return the same flags, for this manager."""
             return cls(**{each.name: getattr(other, each.name) for each in fields(other)})
 
+    _newest: Path | None = None
+    """The folder of the newest save of this run, if that is local."""
+
     def dcp_save(
         self,
         state_dict: dict[str, Any],
@@ -63,7 +70,10 @@ class CheckedCheckpointManager(CheckpointManager):
             enable_garbage_collection: whether to collect when it is done.
             to_hf: whether to write Hugging Face's form.
         """
+        self._newest = None if filesystem.is_remote(checkpoint_id) else Path(checkpoint_id)
         if filesystem.is_remote(checkpoint_id) or to_hf:
+            if to_hf:
+                _begin_hugging_face(Path(checkpoint_id))
             saved = super().dcp_save(
                 state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf
             )
@@ -110,7 +120,8 @@ class CheckedCheckpointManager(CheckpointManager):
         if filesystem.is_remote(checkpoint_id):
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
             return
-        check_on_all_ranks(Path(checkpoint_id))
+        folder = Path(checkpoint_id)
+        check_on_all_ranks(folder, is_own=folder.parent == Path(self.folder))
         if from_hf:
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
             return
@@ -118,15 +129,25 @@ class CheckedCheckpointManager(CheckpointManager):
         if "model" in self.states:
             self.states["model"].load_state_dict(state_dict)
 
+    def _find_load_step(self, folder: str = "") -> int:
+        """The newest complete step, by folders named step-N alone; -1 if there is none."""
+        folder = folder or self.folder
+        if filesystem.is_remote(folder):
+            return int(super()._find_load_step(folder))
+        newest = newest_checkpoint(Path(folder))
+        return -1 if newest is None else step_of(newest)
+
     def _purge_stale_checkpoints(self) -> None:  # torchtitan leaves it unannotated
         """Delete what is older than the newest complete checkpoints that are to be kept.
 
         torchtitan counts folders: saves that were cut off would push out what they were to replace.
+        A run that went back to an older step counts its own, and leaves those of later steps.
         """
-        if not self._should_purge() or filesystem.is_remote(self.folder):
+        if not self._should_purge() or self._newest is None:
             super()._purge_stale_checkpoints()  # type: ignore[no-untyped-call]  # torchtitan
             return
-        folders = step_folders(Path(self.folder))
+        newest = step_of(self._newest)
+        folders = [path for path in step_folders(Path(self.folder)) if step_of(path) <= newest]
         kept = [path for path in folders if is_complete(path)][-self.keep_latest_k :]
         if len(kept) < self.keep_latest_k:
             return
@@ -134,11 +155,24 @@ class CheckedCheckpointManager(CheckpointManager):
             self.purge_queue.put(str(path))
 
 
+def _begin_hugging_face(folder: Path) -> None:
+    """Remove what an older save left in the folder, before any rank writes."""
+    if dist.get_rank() == 0 and folder.is_dir():
+        clear_older_save(folder)
+    dist.barrier()
+
+
 def _finish_hugging_face(folder: Path) -> None:
     """Leave one copy of the weights, and their checksums, when all ranks have written theirs."""
     dist.barrier()
-    if dist.get_rank() == 0:
-        shutil.rmtree(folder / _SHARDED, ignore_errors=True)
-        names = [path.name for path in folder.iterdir() if path.is_file()]
-        Checksums(sha256={name: sha256_of(folder / name) for name in names}).write(folder)
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    names = sorted(path.name for path in folder.iterdir() if path.is_file())
+    digests: list[dict[str, str] | None] = [None] * num_ranks
+    dist.all_gather_object(
+        digests, {name: sha256_of(folder / name) for name in names[rank::num_ranks]}
+    )
+    if rank == 0:
+        shutil.rmtree(folder / SHARDED, ignore_errors=True)
+        of_all = {name: sha256 for of_rank in digests for name, sha256 in (of_rank or {}).items()}
+        Checksums(sha256=of_all).write(folder)
     dist.barrier()

@@ -71,7 +71,7 @@ class PlainLoadPlanner(DefaultLoadPlanner):
         """Set what is no tensor.
 
         Raises:
-            pickle.UnpicklingError: It is no plain value; PyTorch's text says what it names.
+            pickle.UnpicklingError: It is no plain value; the text says what it names.
         """
         torch.load(value, weights_only=True)
         value.seek(0)

@@ -142,6 +142,7 @@ def _run(command: CommandLine, rendezvous: Rendezvous | None, started: float) ->
         from gt_trainer.command_line import overrides
         from gt_trainer.placement.planned_machine import PlannedMachine, planned_for
         from gt_trainer.preflight import preflight, settled_defaults
+        from gt_trainer.run_lock import use_of
     if command.action == "help-all":
         return _print(help_text(overrides.help_entries(config)))
     config = overrides.apply_overrides(config, command.overrides)
@@ -167,18 +168,10 @@ def _run(command: CommandLine, rendezvous: Rendezvous | None, started: float) ->
     if rendezvous is None or rendezvous.rank == 0:
         described = settled_defaults.describe_run(config, world_size)
         _print(_lines([*withdrawn, *_hints()], described) + _precisions(config))
-    restarts = None
-    if command.restarts:
-        if not config.checkpoint.enable:
-            raise UsageError(
-                "--restarts goes on from checkpoints, and --checkpoint.enable is False"
-            )
-        restarts = Restarts(
-            at_most=command.restarts,
-            before_each=partial(
-                _set_aside_damaged, Path(config.dump_folder, config.checkpoint.folder)
-            ),
-        )
+    # Ranks of a launched job would find their own; its first takes the lock, or says who has it.
+    if rendezvous is None and (use := use_of(Path(config.dump_folder))) is not None:
+        raise UsageError(f"{use}; wait for it, or choose another --dump_folder")
+    restarts = _restarts(command.restarts, config) if command.restarts else None
     status = launch(
         partial(run.train, config, hardware=hardware),
         num_ranks=num_ranks,
@@ -269,12 +262,37 @@ def _with_own_folder(config: GraphTrainer.Config, name: str) -> GraphTrainer.Con
     return dataclasses.replace(config, dump_folder=str(Path(config.dump_folder, name)))
 
 
-def _set_aside_damaged(folder: Path) -> None:
-    """Let the newest checkpoint be an intact one, and say so if it was not."""
-    from gt_trainer.checkpoints.damages import set_aside_damaged
+def _restarts(at_most: int, config: GraphTrainer.Config) -> Restarts:
+    """How the run goes on after a process died: from its newest intact checkpoint, if any is left.
 
-    for moved in set_aside_damaged(folder):
-        _tell(f"gt-train: {moved}")
+    Raises:
+        UsageError: It would not.
+    """
+    checkpoint = config.checkpoint
+    if not checkpoint.enable or checkpoint.load_only:
+        flag = "load_only is True" if checkpoint.enable else "enable is False"
+        raise UsageError(f"--restarts goes on from checkpoints, and --checkpoint.{flag}")
+    if checkpoint.load_step != -1:
+        raise UsageError(
+            "--restarts goes on from the newest checkpoint, and --checkpoint.load_step "
+            f"{checkpoint.load_step} names one: leave out one of the two"
+        )
+    folder = Path(config.dump_folder)
+
+    def prepare() -> bool:
+        from gt_trainer.checkpoints.damages import set_aside_damaged
+        from gt_trainer.run_lock import locked
+
+        if (finished := _already_finished(config)) is not None:
+            _tell(finished)
+            return False
+        with locked(folder):
+            for moved in set_aside_damaged(folder / checkpoint.folder):
+                _tell(f"gt-train: {moved}")
+        os.environ[PROCESS_START_VARIABLE] = str(time.time())
+        return True
+
+    return Restarts(at_most=at_most, prepare=prepare)
 
 
 def _rank_with_loss(config: GraphTrainer.Config, world_size: int) -> int:

@@ -143,8 +143,8 @@ def parse_command_line(arguments: Sequence[str]) -> CommandLine:
         _choose_config(reading) if published is None else (published.module, published.config)
     )
     shown = _ranks(reading, num_processes or 1)
-    restarts = _count(reading, "--restarts")
-    if restarts is not None and (num_processes or 1) == 1:
+    restarts = _count(reading, "--restarts", least=0)
+    if restarts and (num_processes or 1) == 1:
         reading.problems.append(
             "--restarts starts the processes of --nproc again, and one alone has nobody who would"
         )
@@ -298,12 +298,13 @@ def _choose_action(reading: _Reading) -> CommandAction:
     return asked[0] if asked else "train"
 
 
-def _count(reading: _Reading, option: str) -> int | None:
+def _count(reading: _Reading, option: str, *, least: int = 1) -> int | None:
     text = reading.values.get(option)
     if text is None:
         return None
-    if not text.isdecimal() or int(text) < 1:
-        reading.problems.append(f"{option} is {text!r}, and must be a positive integer")
+    if not text.isdecimal() or int(text) < least:
+        kind = "a positive integer" if least == 1 else f"an integer from {least} on"
+        reading.problems.append(f"{option} is {text!r}, and must be {kind}")
         return None
     return int(text)
 

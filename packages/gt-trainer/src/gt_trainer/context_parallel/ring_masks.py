@@ -19,6 +19,13 @@ def ring_masks(mask: BlockMask, *, num_ranks: int, rank: int) -> tuple[BlockMask
     Returns:
         Masks for the keys of this rank, of the rank before it, and so on around.
     """
+    num_queries, num_keys = mask.seq_lengths
+    keys_of_block = mask.BLOCK_SIZE[1]
+    if num_keys % (num_ranks * keys_of_block):
+        raise ValueError(
+            f"{num_keys} keys are no multiple of {num_ranks} ranks * {keys_of_block} keys, a block "
+            "of the mask: choose a smaller block_size, or --compile.context_parallel gather"
+        )
     partial = _marked(mask.kv_num_blocks, mask.kv_indices)
     full = (
         None
@@ -26,7 +33,6 @@ def ring_masks(mask: BlockMask, *, num_ranks: int, rank: int) -> tuple[BlockMask
         else _marked(mask.full_kv_num_blocks, mask.full_kv_indices)
     )
     num_blocks = partial.shape[-1] // num_ranks
-    num_queries, num_keys = mask.seq_lengths
     masks = []
     for step in range(num_ranks):
         owner = (rank - step) % num_ranks

@@ -8,17 +8,24 @@ child (``fork_safety``). So it runs for a limited time.
 from __future__ import annotations
 
 import multiprocessing
+import os
 import traceback
 import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import TypeVar
 
+from gt_trainer.launcher.rank_process import die_with
+
 ResultT = TypeVar("ResultT")
 
 
 class ChildFailedError(RuntimeError):
     """What a child raised, in words, or how it ended."""
+
+
+class ChildTimedOutError(ChildFailedError):
+    """A child was not done in time."""
 
 
 def run_in_child(function: Callable[[], ResultT], *, timeout_seconds: float) -> ResultT:
@@ -29,12 +36,12 @@ def run_in_child(function: Callable[[], ResultT], *, timeout_seconds: float) -> 
         timeout_seconds: After which the child is killed.
 
     Raises:
-        ChildFailedError: It raised; the text is the child's traceback. Or the child was killed, or
-            took too long.
+        ChildFailedError: It raised; the text is the child's traceback. Or the child was killed.
+        ChildTimedOutError: It took too long.
     """
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
-    child = context.Process(target=_run, args=(function, sender), daemon=True)
+    child = context.Process(target=_run, args=(function, sender, os.getpid()), daemon=True)
     with warnings.catch_warnings():
         # Python's of forks from a process with threads: the time limit is what is done about them.
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -43,7 +50,7 @@ def run_in_child(function: Callable[[], ResultT], *, timeout_seconds: float) -> 
     if not receiver.poll(timeout_seconds):
         child.kill()
         child.join()
-        raise ChildFailedError(f"it was not done after {timeout_seconds:g} s")
+        raise ChildTimedOutError(f"it was not done after {timeout_seconds:g} s")
     try:
         succeeded, value = receiver.recv()
     except EOFError:
@@ -56,9 +63,11 @@ def run_in_child(function: Callable[[], ResultT], *, timeout_seconds: float) -> 
     return result
 
 
-def _run(function: Callable[[], object], sender: Connection) -> None:
+def _run(function: Callable[[], object], sender: Connection, parent_pid: int) -> None:
     import torch
 
+    # Else it would hold what a killed parent held, such as the lock of a run's folder.
+    die_with(parent_pid)
     torch.set_num_threads(1)  # OpenMP's threads, if there were any, were not forked
     try:
         sender.send((True, function()))

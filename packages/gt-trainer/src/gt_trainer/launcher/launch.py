@@ -33,8 +33,8 @@ class Restarts:
     """How a run goes on by itself after a rank died or raised."""
 
     at_most: int
-    before_each: Callable[[], None]
-    """What to do when all ranks have ended, before they start again."""
+    prepare: Callable[[], bool]
+    """Called when all ranks have ended: gets ready, and says whether they are to start again."""
 
 
 def launch(
@@ -99,9 +99,14 @@ def launch(
             _tell(outcome.message)
         if restarts is None or not outcome.is_accident or starts == restarts.at_most:
             return outcome.status
+        try:
+            if not restarts.prepare():
+                return outcome.status
+        except (RunStoppedError, OSError) as error:
+            _tell(f"gt-train: not started again: {error}")
+            return outcome.status
         starts += 1
         _tell(f"gt-train: starting again, {starts} of --restarts {restarts.at_most}")
-        restarts.before_each()
 
 
 def _fork_and_wait(

@@ -67,7 +67,7 @@ class RankProcess:
     def __call__(self) -> None:
         """Do the work; on failure write the report and end with status 1, at once."""
         os.setpgid(0, 0)
-        _die_with(self.supervisor_pid)
+        die_with(self.supervisor_pid)
         _restore_signals()
         os.environ.update(self.environment)
         if self.log_file is not None:
@@ -146,8 +146,12 @@ def _is_connection_error(error: BaseException) -> bool:
     return any(sign in text for sign in ("Connection closed by peer", "Connection reset by peer"))
 
 
-def _die_with(supervisor_pid: int) -> None:
-    """Arrange that SIGKILL of the supervisor ends this process too."""
+def die_with(supervisor_pid: int) -> None:
+    """Arrange that the end of its parent, SIGKILL included, ends this process too.
+
+    Args:
+        supervisor_pid: of the parent, which may have ended already.
+    """
     if not _set_parent_death_signal():
         threading.Thread(target=_poll_parent, args=(supervisor_pid,), daemon=True).start()
     if os.getppid() != supervisor_pid:  # it died before the arrangement was made

@@ -19,7 +19,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkProcess
 from pathlib import Path
@@ -151,6 +151,8 @@ def run_ranks(
         # Whatever comes after this moment is a consequence of ending the ranks.
         outcome = _judge(ranks, plan=plan, signals=signals)
         _end(ranks, signals, plan.grace_seconds)
+        if signals.received:  # also while ranks were being ended: somebody wants the end
+            outcome = replace(outcome, is_accident=False)
     return outcome
 
 

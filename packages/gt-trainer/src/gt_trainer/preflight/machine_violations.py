@@ -25,7 +25,6 @@ from gt_trainer.device import available_memory_bytes, installed_device_type
 from gt_trainer.preflight.checkpoint_folder import check_checkpoints
 from gt_trainer.preflight.cuda_violations import cuda_violations
 from gt_trainer.preflight.quantization_violations import device_violations
-from gt_trainer.run_lock import use_of
 from gt_trainer.trainer import GraphTrainer
 
 _LEAVE_OUT = "leave the flag out"
@@ -140,14 +139,6 @@ def _unusable_folders(config: GraphTrainer.Config, num_readers: int) -> Iterator
             value=config.dump_folder,
             allowed="a folder that can be made and written",
             fix=f"{unwritable}: choose another folder",
-        )
-        return
-    if (use := use_of(Path(config.dump_folder))) is not None:
-        yield Violation(
-            flag="--dump_folder",
-            value=config.dump_folder,
-            allowed="a folder that no other run writes to",
-            fix=f"{use}; wait for it, or choose another folder",
         )
         return
     graphs = config.compile.artifacts

@@ -8,6 +8,7 @@ refuses a run in which that is one of the modules it names.
 from __future__ import annotations
 
 import importlib.metadata
+import math
 import re
 from collections.abc import Iterator
 
@@ -29,7 +30,9 @@ from gt_trainer.quantization.products import (
 from gt_trainer.quantization.quantization_options import QuantizationConfig
 from gt_trainer.trainer import GraphTrainer
 
-_TORCHAO_SINCE = (0, 18)
+_TORCHAO = (0, 18)
+"""The minor version of the extra: its MXFP8 and experts are prototypes there."""
+
 _SINCE = {"float8": 8.9, "mxfp8": 10.0}
 """Compute capability from which on NVIDIA's devices multiply so; as torchtitan's converters ask."""
 
@@ -155,9 +158,9 @@ def _torchao_problem() -> str | None:
     except importlib.metadata.PackageNotFoundError:
         return "is not installed"
     release = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
-    if release >= _TORCHAO_SINCE:
+    if release == _TORCHAO:
         return None
-    return f"{version} is too old ({'.'.join(map(str, _TORCHAO_SINCE))} or newer is needed)"
+    return f"{version} is installed, and {'.'.join(map(str, _TORCHAO))} is needed"
 
 
 def _idle_options(
@@ -243,10 +246,12 @@ def _odd_tokens(config: GraphTrainer.Config, products: list[MatrixProduct]) -> I
     num_samples = (
         parallelism.pipeline_parallel_microbatch_size if is_pipelined else training.local_batch_size
     )
-    num_tokens = num_samples * training.seq_len
+    # Of a sequence that ranks share, a layer multiplies a rank's part.
+    parts = parallelism.context_parallel_degree
     has_head = any(each.name == "lm_head" and each.precision is not None for each in products)
     if has_head and isinstance(config.loss, ChunkedLossWrapper.Config):
-        num_tokens //= config.loss.num_chunks
+        parts *= config.loss.num_chunks
+    num_tokens = num_samples * training.seq_len // parts
     linears = config.quantization.linears
     multiple = MULTIPLES.get(linears.partition("_")[0], 1)
     if num_tokens % multiple:
@@ -256,7 +261,7 @@ def _odd_tokens(config: GraphTrainer.Config, products: list[MatrixProduct]) -> I
             allowed=f"one with which the {num_tokens} tokens that a layer multiplies at once are a "
             f"multiple of {multiple}, as gradients of weights need with --quantization.linears "
             f"{linears}",
-            fix=f"use a multiple of {multiple}",
+            fix=f"use a multiple of {multiple * parts // math.gcd(num_samples, multiple * parts)}",
         )
 
 
