@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import _ctypes
 import ctypes
+import errno
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -85,6 +88,34 @@ def test_what_cannot_be_loaded_is_left_to_be_built(product: bytes, tmp_path: Pat
     magic = product.partition(b"\n")[0]
     unpack_libraries(b"\n".join((magic, header, bytes(len(content)))))
     assert files(tmp_path / "second") == []
+
+
+def test_nothing_is_left_of_a_library_that_a_full_disk_cuts_off(
+    product: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    open_as_before = os.fdopen
+    monkeypatch.setattr(os, "fdopen", lambda handle, mode: FullDisk(open_as_before(handle, mode)))
+    with pytest.raises(OSError, match="No space left"):
+        unpack_libraries(product)
+    assert (tmp_path / "second/ab").is_dir()
+    assert files(tmp_path / "second") == []
+
+
+class FullDisk:
+    """A file of which no more than the first bytes find room."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+
+    def __enter__(self) -> FullDisk:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def write(self, content: bytes) -> None:
+        self._file.write(content[:9])
+        raise OSError(errno.ENOSPC, "No space left on device")
 
 
 @pytest.mark.parametrize("name", ["../outside.so", "/etc/x.so", "ab/c/../../d.so", "ab/c.py"])

@@ -10,6 +10,7 @@ import torch._functorch.config  # settings of AOTAutograd and its partitioner; n
 import torch.distributed as dist
 import torch.fx.experimental._config  # settings of sizes known at run time; no public name
 from torch._ops import OpOverload  # one way to call an operator; no public name
+from torch._subclasses import FakeTensor  # a tensor without values; no public name
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
@@ -23,6 +24,7 @@ from torch.distributed.tensor.experimental._attention import (
 from torch.nn.attention.flex_attention import BlockMask
 
 __all__ = [
+    "FakeTensor",
     "OpOverload",
     "block_mask_of_first_rank",
     "head_tail_order",

@@ -15,6 +15,7 @@ import os
 import platform
 import re
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from gt_passes._torch_compilation_internals import inductor_cache_folder
@@ -64,6 +65,7 @@ def unpack_libraries(product: bytes) -> None:
 
     Raises:
         ValueError: it is damaged, or names files elsewhere.
+        OSError: Inductor's folder cannot be written to; no half of a library is left there.
     """
     header, end, content = product.removeprefix(_MAGIC).partition(b"\n")
     facts = json.loads(header)
@@ -85,14 +87,22 @@ def _put(path: Path, content: bytes) -> None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, unfinished = tempfile.mkstemp(dir=path.parent)
-    with os.fdopen(handle, "wb") as file:
-        file.write(content)
     try:
-        ctypes.CDLL(unfinished)
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        if _can_be_loaded(unfinished):
+            os.replace(unfinished, path)
+    finally:
+        with suppress(FileNotFoundError):  # it is in its place
+            os.unlink(unfinished)
+
+
+def _can_be_loaded(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
     except OSError:
-        os.unlink(unfinished)
-        return
-    os.replace(unfinished, path)
+        return False
+    return True
 
 
 def _loaded(folder: Path) -> list[Path]:

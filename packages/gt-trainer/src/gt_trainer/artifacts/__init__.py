@@ -3,6 +3,7 @@
 ::
 
     plain_data      whatever shapes a graph, as data of which a fingerprint can be taken
+    whole_values    what values hold that have no attributes to look into
     run_identity    the fingerprint of the graph that a rank is about to capture
     alike_ranks     which ranks can run one graph, as captures by some of them say
     rank_exchange   what ranks tell each other

@@ -2,9 +2,10 @@
 
 A forward reads attributes: scales, numbers of heads, functions put in the place of methods. Those
 of torchtitan's modules follow from its configuration, until somebody sets one by hand. All count,
-as far as they are data or functions. Of other objects their classes count, and of those that a
-model's author wrote their attributes too; PyTorch's own (process groups, streams) and this
-project's say by rank and by run what no graph holds.
+as far as they are data or functions; of tensors the values too, unless they are parameters or
+buffers, which are inputs of a graph where others are its constants. Of other objects their classes
+count, and of those that a model's author wrote their attributes too; PyTorch's own (process groups,
+streams) and this project's say by rank and by run what no graph holds.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ def attribute_texts(
         meta_device: the type of device that a tensor on meta stands for.
     """
     known: dict[int, str] = {}
+    state = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     for prefix, module in model.named_modules():
         for name, value in vars(module).items():
             if name in _NO_PART or name.startswith(_OURS):
@@ -51,6 +53,7 @@ def attribute_texts(
                     leave_out=leave_out,
                     meta_device=meta_device,
                     takes_any_object=True,
+                    is_constant=lambda tensor: id(tensor) not in state,
                 )
                 known[id(value)] = _short(json.dumps(converted, sort_keys=True, default=repr))
             yield path, known[id(value)]

@@ -1,8 +1,8 @@
 """Whatever a graph may depend on, as plain data of which ``gt_config.fingerprint`` can be taken.
 
 Functions are told apart by their names and by what they do: their code, and what they close over.
-Of tensors, shape, dtype and layout count, never values. What differs between ranks that are alike
-(ranks, names of process groups, addresses) never enters.
+Of tensors, shape, dtype and layout count; values only of those that a caller calls constants. What
+differs between ranks that are alike (ranks, names of process groups, addresses) never enters.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ import dataclasses
 import functools
 import itertools
 import json
-from collections.abc import Mapping, Sequence, Set
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence, Set
 from enum import Enum
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -24,6 +26,12 @@ from torch.distributed.tensor import DTensor, Placement
 from gt_config.errors import FingerprintTypeError
 from gt_trace.capture.code_digest import code_digest
 from gt_trainer._torch_internals import OpOverload
+from gt_trainer.artifacts.whole_values import (
+    array_text,
+    attributes_of,
+    contents_text,
+    printed_value,
+)
 
 _SCALARS = (str, int, float, bool, type(None))
 _AS_TEXT = (torch.dtype, torch.layout, torch.memory_format, Placement, OpOverload)
@@ -53,32 +61,47 @@ def plain_data(
     leave_out: Set[str] = frozenset(),
     meta_device: str = "meta",
     takes_any_object: bool = False,
+    is_constant: Callable[[torch.Tensor], bool] = lambda tensor: False,
 ) -> Any:
     """``value`` as mappings, lists, enums, texts and numbers.
 
     Args:
-        value: made of dataclasses, containers, enums, functions, tensors, placements, meshes and
-            classes. Of a module, only the class counts.
+        value: made of dataclasses, containers, enums, functions, numbers, arrays, tensors,
+            placements, meshes and classes. Of a module, only the class counts.
         path: what to call the value in an error.
         leave_out: names of dataclass fields, at any depth, that no graph depends on.
         meta_device: the type of device that a tensor on meta stands for.
         takes_any_object: whether a value of another kind is no error: its class counts then, and
             its attributes, unless it is PyTorch's or this project's.
+        is_constant: whether a graph may hold a tensor's values, which count then.
 
     Raises:
         FingerprintTypeError: names the path of a value of another kind.
     """
-    conversion = _Conversion(leave_out, meta_device=meta_device, takes_any_object=takes_any_object)
+    conversion = _Conversion(
+        leave_out,
+        meta_device=meta_device,
+        takes_any_object=takes_any_object,
+        is_constant=is_constant,
+    )
     return conversion.convert(value, path)
 
 
 class _Conversion:
     """One conversion; knows what it is inside of, since functions may close over themselves."""
 
-    def __init__(self, leave_out: Set[str], *, meta_device: str, takes_any_object: bool) -> None:
+    def __init__(
+        self,
+        leave_out: Set[str],
+        *,
+        meta_device: str,
+        takes_any_object: bool,
+        is_constant: Callable[[torch.Tensor], bool],
+    ) -> None:
         self._leave_out = leave_out
         self._meta_device = meta_device
         self._takes_any_object = takes_any_object
+        self._is_constant = is_constant
         self._num_objects = 0
         self._above: list[object] = []
 
@@ -97,7 +120,9 @@ class _Conversion:
 
     def _compound(self, value: object, path: str) -> Any:
         if isinstance(value, torch.Tensor):
-            return tensor_text(value, meta_device=self._meta_device)
+            text = tensor_text(value, meta_device=self._meta_device)
+            contents = contents_text(value) if self._is_constant(value) else None
+            return text if contents is None else f"{text}, {contents}"
         if isinstance(value, torch.device):
             return value.type  # its index is the rank's
         if isinstance(value, DeviceMesh):
@@ -117,6 +142,9 @@ class _Conversion:
                     if field.compare and field.name not in self._leave_out
                 },
             }
+        printed = printed_value(value)
+        if printed is not None:
+            return {"class": _name(type(value)), "value": printed}
         return self._container(value, path)
 
     def _container(self, value: object, path: str) -> Any:
@@ -127,7 +155,14 @@ class _Conversion:
                 )
                 for key, inner in value.items()
             }
-        if isinstance(value, (list, tuple)):
+        if isinstance(value, slice):
+            return {"slice": self.convert((value.start, value.stop, value.step), path)}
+        if isinstance(value, np.ndarray):
+            elements = array_text(value)
+            if value.dtype.hasobject:  # whose bytes are addresses
+                elements = self.convert((value.shape, value.tolist()), path)
+            return {"class": _name(type(value)), "array": elements}
+        if isinstance(value, (list, tuple, deque)):
             items = [self.convert(each, f"{path}[{index}]") for index, each in enumerate(value)]
             is_plain = type(value) in (list, tuple, torch.Size)
             return _runs(items) if is_plain else {"class": _name(type(value)), "items": items}
@@ -141,12 +176,13 @@ class _Conversion:
 
     def _object(self, value: object, path: str) -> Any:
         name = _name(type(value))
-        is_opaque = name.partition(".")[0] in _OPAQUE or not hasattr(value, "__dict__")
-        if is_opaque or self._num_objects == _MOST_OBJECTS:
+        is_opaque = name.partition(".")[0] in _OPAQUE
+        attributes = None if is_opaque else attributes_of(value)
+        if attributes is None or self._num_objects == _MOST_OBJECTS:
             return {"class": name}
         self._num_objects += 1
         try:
-            held = {key: self.convert(each, f"{path}.{key}") for key, each in vars(value).items()}
+            held = {key: self.convert(each, f"{path}.{key}") for key, each in attributes.items()}
         finally:
             self._num_objects -= 1
         return {"class": name, "attributes": held}

@@ -132,7 +132,14 @@ class RunArtifacts:
         identity = Fingerprint(fields={**at.fields, "part": json.dumps(part)})
         stored = folder.find_products(identity)
         if stored is not None:
-            reuse_products(stored)
+            try:
+                reuse_products(stored)
+            except (OSError, ValueError) as error:  # other ranks wait, and a compiler can do it
+                logger.warning(
+                    "--compile.artifacts: what a compiler made before cannot be used by this rank, "
+                    f"which compiles: {error}"
+                )
+                stored = None
         with collected_products() as products:
             yield
         if stored is None and products and shared.is_first_of_its_kind:
