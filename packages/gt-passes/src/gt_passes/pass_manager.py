@@ -167,7 +167,7 @@ class _Run:
                     session.verify_completely(),
                     after="all passes",
                     reproduce="run Verifier().verify(graph_module) after each pass: one of them "
-                    'changed a value in node.meta["val"] in place, or the name of a node',
+                    'changed a value in node.meta["val"] in place',
                 )
         with Elapsed() as recompilation:
             self._graph_module.recompile()

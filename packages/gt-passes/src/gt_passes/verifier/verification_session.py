@@ -94,12 +94,9 @@ class VerificationSession:
     def verify_completely(self) -> tuple[GraphProblem, ...]:
         """Everything that can be said of the graph as the latest pass that was verified left it.
 
-        What changed was looked at after each pass, but for values that a pass wrote into, and for
-        names of nodes, which must differ.
+        What changed was looked at after each pass, but for values that a pass wrote into.
         """
-        num_names = len({node.name for node in self._scan.position})
-        are_names_unique = num_names == len(self._scan.position)
-        if are_names_unique and not self._verifier.may_be_rewritten(self._scan):
+        if not self._verifier.may_be_rewritten(self._scan):
             self.unverified = self._verifier.unverified()
             return ()
         return self._verify_completely(self._scan)

@@ -7,24 +7,20 @@ must then read equal values. By induction along the new graph all nodes that bot
 them the outputs, are what they were: an equality over unknowns can only speak of such as stand
 before the node at hand.
 
-Equal values may lie elsewhere in memory, or beside other elements, which operators like
-``as_strided`` can tell. So a cut shows nothing where the memory that one of these reads was
-touched, nor where a pass touched what an operator with an effect of its own reads. Where it does
-not show that all is as before, ``check_dataflow`` follows both graphs from their inputs, and finds
-what differs if anything does.
+A cut can be too coarse, never wrong. Where it does not show that all is as before,
+``check_dataflow`` follows both graphs from their inputs, and finds what differs if anything does.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch.fx import Node
 
 from gt_passes._torch_internals import fast_tensor_attributes
-from gt_passes.analysis.aliasing import shared_nodes
 from gt_passes.analysis.call_form import call_form
 from gt_passes.analysis.graph_scan import GraphScan, NodeCall
 from gt_passes.verifier.dataflow.flat_contents import atoms_of
@@ -117,7 +113,7 @@ class _Comparison:
         self._same_groups = same_groups
         self._table, self._unknowns = cut.table, cut.unknowns
         self._written = before.memory_of.keys() | after.memory_of.keys()
-        # They depend on more than the values of their operands, or do more than compute a value.
+        # What they compute depends on more than the values of their operands.
         self._unusual = {
             node
             for scan in (before.scan, after.scan)
@@ -126,7 +122,6 @@ class _Comparison:
                 *scan.random,
                 *scan.writers,
                 *scan.messages,
-                *scan.effects,
                 *scan.layout_readers,
             )
         }
@@ -136,7 +131,6 @@ class _Comparison:
         self._reached: set[Node] = set()  # reads one of those
         self._position = after.scan.position
         self._changed = after.scan.changed_nodes(before.scan)
-        self._layout_readers = after.scan.layout_readers
         made = (self._new[node] for node in self._changed if node not in self._old)
         # What was made in place of something is followed, and so is its like that was left alone.
         self._followed = cut.followed
@@ -169,10 +163,6 @@ class _Comparison:
                 for user in node.users:
                     if user in self._old:
                         heapq.heappush(pending, position[user])
-        # An equal value does not tell strides, nor what else its storage holds.
-        touched = {*self._changed, *self._differing, *self._reached}
-        if not touched.isdisjoint(_memory_read(self._layout_readers)):
-            raise _NotShownError
 
     def exchanges(self, known: Exchanges) -> Exchanges:
         """The exchanges of the new graph.
@@ -311,21 +301,6 @@ class _Comparison:
 
     def _group(self, name: str) -> str:
         return self._same_groups.get(name, name)
-
-
-def _memory_read(readers: Iterable[Node]) -> set[Node]:
-    """The arguments of some nodes, and all that these may be views of, up to who made the storage.
-
-    If none of them was touched, neither was the memory behind the arguments.
-    """
-    found: set[Node] = set()
-    pending = [argument for reader in readers for argument in reader.all_input_nodes]
-    while pending:
-        node = pending.pop()
-        if node not in found:
-            found.add(node)
-            pending += shared_nodes(node)
-    return found
 
 
 def have_same_effects(before: MemoryOrder, after: MemoryOrder) -> bool:
