@@ -25,7 +25,7 @@ from gt_passes.verifier.collective_races import find_race_problems
 from gt_passes.verifier.collective_waits import find_repeated_waits
 from gt_passes.verifier.dataflow.check_dataflow import Dataflow
 from gt_passes.verifier.dataflow.touched_dataflow import (
-    DataflowCut,
+    Cut,
     Exchanges,
     captured_exchanges,
     exchanges_after,
@@ -70,7 +70,7 @@ class VerificationSession:
         self._values = ValueTable()
         self._order: MemoryOrder | None = None
         self._traffic: Mapping[Node, Traffic] = {}
-        self._cut = DataflowCut()
+        self._cut = Cut()
         self._exchanges: Exchanges = captured_exchanges(self._scan)
         self._dataflow: Dataflow | None = None  # of the graph as it is, once it had to be followed
         self.unverified: tuple[UnverifiedNode, ...] = ()
@@ -122,7 +122,7 @@ class VerificationSession:
         self._earlier_scan = before._scan
         self._order = self._dataflow = None
         if not self._passes[position].keeps_dataflow:
-            self._cut = DataflowCut()
+            self._cut = Cut()
         problems = self._verifier.find_new_problems(
             before._scan, self._scan, interface=self._interface, tolerated_waits=self._tolerated
         )
@@ -204,7 +204,7 @@ class VerificationSession:
             if found is not None:
                 self._exchanges = found
                 return
-            self._cut = DataflowCut()  # nodes may stand for other values now
+            self._cut = Cut()  # nodes may stand for other values now
             before._dataflow = self._dataflow_of(made_again(before._scan))
             self._dataflow = self._dataflow_of(self._scan)
         else:

@@ -12,11 +12,7 @@ from torch.fx import GraphModule
 from gt_passes.analysis.graph_scan import GraphScanner
 from gt_passes.analysis.scanned_graph import made_again
 from gt_passes.verifier.dataflow.check_dataflow import Dataflow
-from gt_passes.verifier.dataflow.touched_dataflow import (
-    DataflowCut,
-    captured_exchanges,
-    exchanges_after,
-)
+from gt_passes.verifier.dataflow.touched_dataflow import Cut, captured_exchanges, exchanges_after
 from gt_passes.verifier.memory_order import MemoryOrder
 from gt_trace.graph_text import graph_text
 
@@ -34,7 +30,7 @@ def is_shown(step: Callable[..., object], edit: Callable[[GraphModule], None]) -
     found = exchanges_after(
         before,
         after,
-        cut=DataflowCut(),
+        cut=Cut(),
         exchanges=captured_exchanges(before.scan),
         same_groups={},
         keeps_dataflow=True,

@@ -34,7 +34,7 @@ the captured graph in its order, then what passes made of something else."""
 
 
 @dataclass(slots=True)
-class DataflowCut:
+class Cut:
     """What is known of the values of one graph while passes that keep its dataflow change it.
 
     A node that a pass left alone, or was shown to leave its value, is the same unknown in all of
@@ -68,7 +68,7 @@ def exchanges_after(
     before: MemoryOrder,
     after: MemoryOrder,
     *,
-    cut: DataflowCut,
+    cut: Cut,
     exchanges: Exchanges,
     same_groups: Mapping[str, str],
     keeps_dataflow: bool,
@@ -104,7 +104,7 @@ class _Comparison:
         self,
         before: MemoryOrder,
         after: MemoryOrder,
-        cut: DataflowCut,
+        cut: Cut,
         same_groups: Mapping[str, str],
     ) -> None:
         if not have_same_effects(before, after):
