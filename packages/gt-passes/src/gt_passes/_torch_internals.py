@@ -29,10 +29,7 @@ from torch._subclasses.fake_tensor import (
     maybe_get_fake_mode,
     unset_fake_temporarily,
 )
-from torch.fx import Graph, GraphModule, Node
-
-# Graphs that are only looked at need no code, and code of a large one takes seconds.
-from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
+from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 # To measure which memory is alive while a graph runs: the tensors of every operator, and whether
@@ -54,7 +51,6 @@ __all__ = [
     "WeakIdKeyDictionary",
     "fake_mode_of",
     "fast_tensor_attributes",
-    "graph_module_without_code",
     "has_declared_effect",
     "is_fake_tensor",
     "pytree",
@@ -98,17 +94,6 @@ def fake_mode_of(graph_module: GraphModule) -> FakeTensorMode | None:
             if mode is not None:
                 return mode
     return None
-
-
-def graph_module_without_code(attributes: GraphModule, graph: Graph) -> GraphModule:
-    """A module of a graph whose code is generated when somebody asks for it.
-
-    Args:
-        attributes: has what ``get_attr`` nodes of the graph name.
-        graph: any.
-    """
-    with _use_lazy_graph_module(True):
-        return _make_graph_module(attributes, graph)
 
 
 @contextmanager

@@ -6,8 +6,6 @@ would cost as much as all of them together do from here.
 
 from __future__ import annotations
 
-import itertools
-import operator
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -19,12 +17,7 @@ from torch.fx import GraphModule, Node
 from gt_passes._torch_internals import OpOverload, has_declared_effect
 from gt_passes.analysis.aliasing import has_unknown_effects
 from gt_passes.analysis.call_form import CallForm, call_form
-from gt_passes.analysis.collectives import (
-    is_collective,
-    is_declared_launch,
-    is_pure_collective,
-    is_wait,
-)
+from gt_passes.analysis.collectives import is_collective, is_declared_launch, is_wait
 from gt_passes.analysis.graph_constants import FrozenAttribute, freeze_attribute
 from gt_passes.analysis.operator_effects import (
     draws_random_numbers,
@@ -71,7 +64,6 @@ class CallKind(NamedTuple):
     may_be_random: bool
     is_barrier: bool
     is_launch: bool
-    is_message: bool
     is_wait: bool
     has_effect: bool
     is_declared_launch: bool
@@ -109,9 +101,6 @@ class GraphScan:
     launches: tuple[Node, ...]
     """Launches of functional collectives."""
 
-    messages: tuple[Node, ...]
-    """The launches among them that send to, or receive from, one other rank, or write in place."""
-
     declared_launches: tuple[Node, ...]
     """Launches that are none, of operators that ``declare_launch`` made known."""
 
@@ -137,11 +126,6 @@ class GraphScan:
             (index for node, index in self.position.items() if node.op != "placeholder"),
             len(self.position),
         )
-
-    def is_reordered(self, before: GraphScan) -> bool:
-        """Whether nodes that ``before`` has too changed places since."""
-        places = [place for place in map(before.position.get, self.position) if place is not None]
-        return not all(map(operator.lt, places, itertools.islice(places, 1, None)))
 
     def still_holds(self) -> bool:
         """Whether nothing in the graph changed since, the order and its constants included."""
@@ -179,7 +163,7 @@ class GraphScan:
         return changed
 
 
-_ORDINARY = CallKind(*[False] * len(CallKind._fields))
+_ORDINARY = CallKind(False, False, False, False, False, False, False, False)
 
 
 @dataclass(slots=True)
@@ -238,7 +222,6 @@ class GraphScanner:
             ),
             barriers=tuple(node for node, kind in kinds.items() if kind.is_barrier),
             launches=tuple(node for node, kind in kinds.items() if kind.is_launch),
-            messages=tuple(node for node, kind in kinds.items() if kind.is_message),
             declared_launches=tuple(
                 node for node, kind in kinds.items() if kind.is_declared_launch
             ),
@@ -270,7 +253,6 @@ def _kind_of(node: Node) -> CallKind:
         may_be_random=False,
         is_barrier=is_barrier(node),
         is_launch=is_collective(node),
-        is_message=is_collective(node) and not is_pure_collective(node),
         is_wait=is_wait(node),
         has_effect=False,
         is_declared_launch=False,

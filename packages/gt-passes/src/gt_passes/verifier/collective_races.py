@@ -29,8 +29,6 @@ def find_race_problems(order: MemoryOrder) -> Iterator[GraphProblem]:
         return
     position = order.scan.position
     for launch in (*order.scan.launches, *order.scan.declared_launches):
-        if order.memory_of.keys().isdisjoint(launch.all_input_nodes):
-            continue  # nearly all read what nobody writes to
         end = _end_of_flight(launch, order.scan)
         written = {id(order.memory_of[argument]) for argument in written_nodes(launch)}
         for argument in launch.all_input_nodes:

@@ -61,6 +61,9 @@ class Repropagator:
     Use one for graphs of one fake mode; it is not safe to share between threads.
     """
 
+    unverified: list[UnverifiedNode] = field(default_factory=list)
+    """What of the latest graph could not be re-propagated."""
+
     _answers: dict[Hashable, int] = field(default_factory=dict)
     """The number of what a form of call gives on operands with certain numbers."""
 
@@ -76,28 +79,6 @@ class Repropagator:
     _calls: Mapping[Node, NodeCall] = field(default_factory=dict)
     """What the nodes stood for then."""
 
-    _unverified: dict[Node, UnverifiedNode] = field(default_factory=dict)
-    """Nodes that could not be re-propagated when they were last looked at."""
-
-    def unverified(self) -> tuple[UnverifiedNode, ...]:
-        """What of the latest graph could not be re-propagated, in its order."""
-        found = self._unverified
-        return tuple(found[node] for node in self._calls if node in found) if found else ()
-
-    def find_rewritten(self, scan: GraphScan, fake_mode: FakeTensorMode) -> list[Node]:
-        """The nodes of the latest graph whose recorded value may not be what was last looked at.
-
-        A value that a pass wrote into is the same object. Of sizes that depend on data nothing is
-        remembered, so that nodes with such are always among them.
-        """
-        before = dict(self._number_of)
-        self._look_at(scan.calls, _RecordedValues(scan, fake_mode))
-        return [
-            node
-            for node in scan.calls
-            if (number := self._number_of[node]) is None or number != before.get(node)
-        ]
-
     def find_problems(
         self, scan: GraphScan, fake_mode: FakeTensorMode, *, only: Collection[Node] | None = None
     ) -> Iterator[GraphProblem]:
@@ -109,12 +90,12 @@ class Repropagator:
             only: nodes to look at, among them all that changed since the latest look, whose scan
                 this one was made with; None for all.
         """
+        self.unverified = []
         recorded = _RecordedValues(scan, fake_mode)
         calls, answers, number_of = scan.calls, self._answers, self._number_of
         if only is None:
             only = calls
             number_of.clear()
-            self._unverified.clear()
             self._look_at(only, recorded)  # and see what was written into a recorded value
         else:
             seen = self._calls.get
@@ -137,7 +118,6 @@ class Repropagator:
                     yield _problem(node, f"captured graphs have no {node.op} nodes")
 
     def _problem_of(self, node: Node, values: _RecordedValues) -> GraphProblem | None:
-        self._unverified.pop(node, None)
         form, operands = values.scan.calls[node].split()
         position = values.scan.position
         if any(position.get(each, position[node]) >= position[node] for each in operands):
@@ -153,8 +133,10 @@ class Repropagator:
             try:
                 result = _run(node, values)
             except CANNOT_REPROPAGATE as error:
-                self._unverified[node] = UnverifiedNode(
-                    node_name=node.name, target=str(node.target), reason=_first_line(error)
+                self.unverified.append(
+                    UnverifiedNode(
+                        node_name=node.name, target=str(node.target), reason=_first_line(error)
+                    )
                 )
                 return None
             except Exception as error:  # noqa: BLE001 - whatever an operator says of its inputs

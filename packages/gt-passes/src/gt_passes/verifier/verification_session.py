@@ -15,8 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from torch.fx import GraphModule, Node
 
 from gt_passes._torch_internals import OpOverload
+from gt_passes.analysis.collectives import is_pure_collective
 from gt_passes.analysis.graph_scan import GraphScan
-from gt_passes.analysis.scanned_graph import made_again
 from gt_passes.contract import GraphPass
 from gt_passes.graph_problem import GraphProblem
 from gt_passes.verifier.barrier_order import find_barrier_problems
@@ -24,13 +24,6 @@ from gt_passes.verifier.collective_order import note_exchanges
 from gt_passes.verifier.collective_races import find_race_problems
 from gt_passes.verifier.collective_waits import find_repeated_waits
 from gt_passes.verifier.dataflow.check_dataflow import Dataflow
-from gt_passes.verifier.dataflow.touched_dataflow import (
-    Cut,
-    Exchanges,
-    captured_exchanges,
-    exchanges_after,
-    have_same_effects,
-)
 from gt_passes.verifier.dataflow.value_table import ValueTable
 from gt_passes.verifier.declared_bounds import (
     Traffic,
@@ -40,7 +33,6 @@ from gt_passes.verifier.declared_bounds import (
 )
 from gt_passes.verifier.memory_order import MemoryOrder, find_memory_order_problems
 from gt_passes.verifier.repropagation import UnverifiedNode
-from gt_passes.verifier.storage_lifetimes import surely_held_no_longer
 from gt_passes.verifier.verifier import GraphInterface, Verifier
 
 
@@ -70,13 +62,10 @@ class VerificationSession:
         self._values = ValueTable()
         self._order: MemoryOrder | None = None
         self._traffic: Mapping[Node, Traffic] = {}
-        self._cut = Cut()
-        self._exchanges: Exchanges = captured_exchanges(self._scan)
-        self._dataflow: Dataflow | None = None  # of the graph as it is, once it had to be followed
+        self._dataflow: Dataflow | None = None  # of the graph as it is, where a pass must keep it
         self.unverified: tuple[UnverifiedNode, ...] = ()
-        """What of the graph could not be re-propagated when all of it was last looked at."""
+        """What the latest complete verification could not re-propagate."""
 
-        self._earlier_scan = self._scan
         self.is_unchanged = False
         """Whether the latest pass that was verified left the graph as it was."""
 
@@ -92,14 +81,9 @@ class VerificationSession:
         self._note(position=-1)
 
     def verify_completely(self) -> tuple[GraphProblem, ...]:
-        """Everything that can be said of the graph as the latest pass that was verified left it.
-
-        What changed was looked at after each pass, but for values that a pass wrote into.
-        """
-        if not self._verifier.may_be_rewritten(self._scan):
-            self.unverified = self._verifier.unverified()
-            return ()
-        return self._verify_completely(self._scan)
+        """Everything that can be said of the graph as it is now, whatever was verified before."""
+        scan = self._verifier.scan(self._graph_module, before=self._scan)
+        return self._verify_completely(scan)
 
     def _verify_completely(self, scan: GraphScan) -> tuple[GraphProblem, ...]:
         report = self._verifier.verify(
@@ -119,10 +103,7 @@ class VerificationSession:
             self._note(position)
             return ()
         self._scan = self._verifier.scan(self._graph_module, before=before._scan)
-        self._earlier_scan = before._scan
         self._order = self._dataflow = None
-        if not self._passes[position].keeps_dataflow:
-            self._cut = Cut()
         problems = self._verifier.find_new_problems(
             before._scan, self._scan, interface=self._interface, tolerated_waits=self._tolerated
         )
@@ -130,15 +111,6 @@ class VerificationSession:
             return problems
         self._note(position, before)
         return tuple(self._change_problems(self._passes[position], before))
-
-    @property
-    def surely_holds_nothing_longer(self) -> bool:
-        """Whether what the latest pass did cannot have raised the peak of memory."""
-        return self.is_unchanged or surely_held_no_longer(self._earlier_scan, self._scan)
-
-    def graph_before(self) -> GraphModule:
-        """The graph before the latest pass that changed it, made again."""
-        return made_again(self._earlier_scan).graph_module
 
     def _change_problems(
         self, graph_pass: GraphPass, before: VerificationSession
@@ -156,11 +128,11 @@ class VerificationSession:
             traffic_before=before._traffic,
             traffic_after=self._traffic,
         )
-        if graph_pass.keeps_dataflow and self._dataflow is not before._dataflow:
-            assert before._dataflow is not None  # _follow has made both
+        if graph_pass.keeps_dataflow:
+            assert before._dataflow is not None
             assert self._dataflow is not None
             yield from before._dataflow.find_differences(self._dataflow)
-        elif not graph_pass.keeps_dataflow and not _hands_code_over(before._scan, self._scan):
+        elif not _hands_code_over(before._scan, self._scan):
             # The dataflow knows what memory holds. Without it, the order of reads and writes is
             # all that can be compared; of code inside compiled or recorded regions, not even that.
             yield from find_memory_order_problems(before._order, self._order)
@@ -176,49 +148,17 @@ class VerificationSession:
                 changed=self._scan.changed_nodes(before._scan) if before else (),
             )
         near = self._passes[max(position, 0) : position + 2]
-        if any(each.keeps_dataflow for each in near):
-            if before is not None:
-                self._follow(before, keeps_dataflow=self._passes[position].keeps_dataflow)
-            note_exchanges(self._exchanges)
-
-    def _follow(self, before: VerificationSession, *, keeps_dataflow: bool) -> None:
-        """Find the exchanges of the graph as it is, and its dataflow unless that is as before.
-
-        The dataflow of both graphs is followed where looking at what a pass touched does not
-        suffice; from then on it is known, and only what changes is followed.
-        """
-        assert before._order is not None  # both have been noted
-        assert self._order is not None
-        if _computes_the_same(before._order, self._order):
+        if before and before._order and _computes_the_same(before._order, self._order):
             self._dataflow = before._dataflow
-            return
-        if before._dataflow is None:
-            found = exchanges_after(
-                before._order,
-                self._order,
-                cut=self._cut,
-                exchanges=self._exchanges,
+        if self._dataflow is None and any(each.keeps_dataflow for each in near):
+            self._dataflow = Dataflow.of(
+                self._graph_module,
+                table=self._values,
+                scan=self._scan,
                 same_groups=self._same_groups,
-                keeps_dataflow=keeps_dataflow,
+                before=before._dataflow if before else None,
             )
-            if found is not None:
-                self._exchanges = found
-                return
-            self._cut = Cut()  # nodes may stand for other values now
-            before._dataflow = self._dataflow_of(made_again(before._scan))
-            self._dataflow = self._dataflow_of(self._scan)
-        else:
-            self._dataflow = self._dataflow_of(self._scan, before=before._dataflow)
-        self._exchanges = self._dataflow.exchanges
-
-    def _dataflow_of(self, scan: GraphScan, *, before: Dataflow | None = None) -> Dataflow:
-        return Dataflow.of(
-            scan.graph_module,
-            table=self._values,
-            scan=scan,
-            same_groups=self._same_groups,
-            before=before,
-        )
+            note_exchanges(self._dataflow.exchanges)
 
 
 def _computes_the_same(before: MemoryOrder, after: MemoryOrder) -> bool:
@@ -228,7 +168,21 @@ def _computes_the_same(before: MemoryOrder, after: MemoryOrder) -> bool:
 
     The dataflow is then the same, and need not be followed again.
     """
-    return not after.scan.changed_nodes(before.scan) and have_same_effects(before, after)
+    old, new = before.scan, after.scan
+    return (
+        not new.changed_nodes(old)
+        and old.writers == new.writers
+        and old.effects == new.effects
+        and before.overwritten == after.overwritten
+        and before.left_behind == after.left_behind
+        and old.random == new.random
+        and old.barriers == new.barriers
+        and _messages(old) == _messages(new)
+    )
+
+
+def _messages(scan: GraphScan) -> list[Node]:
+    return [launch for launch in scan.launches if not is_pure_collective(launch)]
 
 
 def _hands_code_over(before: GraphScan, after: GraphScan) -> bool:

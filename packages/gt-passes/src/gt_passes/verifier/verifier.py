@@ -13,6 +13,7 @@ that stands here too: a pass that breaks a graph is found at that pass, not in a
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -125,21 +126,8 @@ class Verifier:
         if is_well_formed:
             problems += find_race_problems(MemoryOrder.of(scan))
         return VerificationReport(
-            problems=tuple(problems), unverified=self._repropagator.unverified()
+            problems=tuple(problems), unverified=tuple(self._repropagator.unverified)
         )
-
-    def may_be_rewritten(self, scan: GraphScan) -> bool:
-        """Whether a value that is recorded may have changed since the latest check, as one object.
-
-        Args:
-            scan: of the graph that was checked last, as it still is.
-        """
-        fake_mode = fake_mode_of(scan.graph_module)
-        return fake_mode is None or bool(self._repropagator.find_rewritten(scan, fake_mode))
-
-    def unverified(self) -> tuple[UnverifiedNode, ...]:
-        """What of the graph that was checked last could not be re-propagated."""
-        return self._repropagator.unverified()
 
     def find_new_problems(
         self,
@@ -187,7 +175,7 @@ def _is_well_formed(before: GraphScan, after: GraphScan, changed: Sequence[Node]
             return False
         if node.op == "output" and position[node] != len(position) - 1:
             return False
-    for node in position if after.is_reordered(before) else changed:
+    for node in position if _is_reordered(before, after) else changed:
         index = position[node]
         if node.op == "placeholder" and index >= before.num_placeholders:
             return False
@@ -206,6 +194,12 @@ def _touches_interface(before: GraphScan, after: GraphScan, reached: Collection[
         for node, old in zip(placeholders, old_placeholders, strict=False)
     )
     return not same_inputs or any(node.op in ("placeholder", "output") for node in reached)
+
+
+def _is_reordered(before: GraphScan, after: GraphScan) -> bool:
+    """Whether nodes of both graphs changed places."""
+    old = [before.position[node] for node in after.position if node in before.position]
+    return not all(map(operator.lt, old, itertools.islice(old, 1, None)))
 
 
 def _is_surely_sound(scan: GraphScan) -> bool:

@@ -18,6 +18,7 @@ from torch.fx import Node
 from gt_passes._torch_internals import OpOverload, value_of
 from gt_passes.analysis.aliasing import shared_nodes, written_nodes
 from gt_passes.analysis.call_form import call_form
+from gt_passes.analysis.collectives import is_pure_collective
 from gt_passes.analysis.graph_constants import frozen_literal
 from gt_passes.analysis.graph_scan import GraphScan
 from gt_passes.analysis.operator_effects import is_only_a_view, reads_only_metadata
@@ -95,7 +96,11 @@ class SymbolicExecution:
         )
         if same_groups:
             self._unusual |= self._launches
-        self._messages = frozenset(scan.messages) - self._writers
+        self._messages = {
+            node
+            for node in scan.launches
+            if not is_pure_collective(node) and node not in self._writers
+        }
         self._unusual |= self._messages
         table.begin_graph()
 
