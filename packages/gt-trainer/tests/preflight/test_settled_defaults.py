@@ -265,6 +265,18 @@ def test_a_published_precision_that_is_turned_off_takes_its_choice_of_layers_alo
     assert kept.quantization.skip == ("lm_head",)
 
 
+def test_a_published_precision_gives_way_to_a_solver_unless_it_is_asked_for():
+    config = llama3.llama3_405b()
+    config.compile = replace(config.compile, autoparallel=True)
+    settled, lines = settle_defaults(config, 1024)
+    assert settled.quantization == QuantizationConfig()
+    assert lines[0].startswith("--quantization.linears float8_rowwise gives way: a scale is a max")
+    by_hand = settled_by_hand(config, 1024)
+    assert by_hand.quantization == QuantizationConfig()
+    asked, _ = settle_defaults(config, 1024, asked=["--quantization.linears"])
+    assert asked.quantization == config.quantization
+
+
 def test_products_in_8_bits_make_a_run_approximate(tmp_path):
     config = llama3.llama3_debugmodel()
     config.quantization = QuantizationConfig(linears="float8_rowwise", emulate=True)

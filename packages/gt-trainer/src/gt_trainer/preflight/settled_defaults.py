@@ -1,8 +1,8 @@
 """The defaults of a device, settled with what the user chose, and what then runs, in one line.
 
 A default gives way to whatever it does not go with, and the run says so at its start; the same
-option is refused if it was asked for. So does the EP overlap that a configuration is shipped with,
-to a solver.
+option is refused if it was asked for. So do the EP overlap and the 8-bit products that a
+configuration is shipped with, to a solver.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from gt_trainer.parallelism_options import TrainerParallelismConfig, balance_of
 from gt_trainer.preflight.bitwise_violations import what_changes_bits
 from gt_trainer.preflight.idle_options import RunOptions
 from gt_trainer.preflight.preflight import configuration_violations, topology_of
+from gt_trainer.quantization.quantization_options import QuantizationConfig
 from gt_trainer.trainer import GraphTrainer
 
 _COMPILE = "--compile."
@@ -36,6 +37,7 @@ _MICROBATCHES = "no GPU has replayed a step of several microbatches yet"
 _PLANNED = "the plan says what the backward computes and gathers again"
 _OVERLAP = "ep_overlap"
 _CUT = "chunks are cut along one dim of a batch, and a plan may cut it along another"
+_SCALES = "a scale is a maximum over a tensor, and no rule says what that costs of a sharded one"
 _ACTIVATIONS = {
     "save_all": "activations kept",
     "selective": "cheap activations recomputed",
@@ -72,6 +74,10 @@ def settle_defaults(
         and option_at(config.compile, option) != _neutral(option)
     ]
     lines: list[str] = []
+    if config.compile.autoparallel and config.quantization and not _asks_precision(asked):
+        linears = config.quantization.linears
+        lines.append(f"--quantization.linears {linears} gives way: {_SCALES}")
+        config = replace(config, quantization=QuantizationConfig())
     asked_overlap = any(flag.startswith(_COMPILE + _OVERLAP) for flag in asked)
     if config.compile.autoparallel and config.compile.ep_overlap.enabled and not asked_overlap:
         lines.append(f"{_COMPILE}{_OVERLAP}.enabled True gives way: {_CUT}")
@@ -101,11 +107,17 @@ def settled_by_hand(
         return None
     options = replace(config.compile, autoparallel=False, autoparallel_solver=AutoParallelConfig())
     by_hand = replace(config, compile=options)
+    if not _asks_precision(asked):  # as the planned one
+        by_hand.quantization = QuantizationConfig()
     parallelism = config.parallelism
     if balance_of(parallelism) == "planned":  # by what a solver places
         assert isinstance(parallelism, TrainerParallelismConfig)
         by_hand.parallelism = replace(parallelism, pipeline_parallel_balance="layers")
     return settle_defaults(by_hand, world_size, asked=asked)[0]
+
+
+def _asks_precision(asked: Collection[str]) -> bool:
+    return any(flag.startswith("--quantization.") for flag in asked)
 
 
 def describe_run(config: GraphTrainer.Config, world_size: int) -> str:
