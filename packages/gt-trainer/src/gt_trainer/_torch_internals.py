@@ -11,6 +11,10 @@ import torch.distributed as dist
 import torch.fx.experimental._config  # settings of sizes known at run time; no public name
 from torch._ops import OpOverload  # one way to call an operator; no public name
 from torch._subclasses import FakeTensor  # a tensor without values; no public name
+
+# The public ``FileSystemWriter`` is a stager of asynchronous saves, too, by which states on a GPU
+# are copied to the host otherwise than without a writer of one's own.
+from torch.distributed.checkpoint.filesystem import _FileSystemWriter as PlainFileSystemWriter
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
@@ -26,6 +30,7 @@ from torch.nn.attention.flex_attention import BlockMask
 __all__ = [
     "FakeTensor",
     "OpOverload",
+    "PlainFileSystemWriter",
     "block_mask_of_first_rank",
     "head_tail_order",
     "is_cuda_lost_by_fork",

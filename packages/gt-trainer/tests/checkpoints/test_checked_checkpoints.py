@@ -84,6 +84,15 @@ def test_checksums_are_those_of_all_files_and_the_reader_gets_what_was_saved(fol
     assert loaded["dataloader"] == states()["dataloader"]
 
 
+def test_an_asynchronous_save_has_what_was_there_when_it_began(one_rank, tmp_path):
+    saving = states()
+    done = dcp.async_save(saving, storage_writer=CheckedWriter(tmp_path / "step-1"))
+    saving["weight"].zero_()
+    done.result()
+    assert damages_of(tmp_path / "step-1") == []
+    assert torch.equal(load(tmp_path / "step-1")["weight"], states()["weight"])
+
+
 def test_a_checkpoint_with_checksums_is_one_for_pytorch_too(folder):
     into = states()
     into["weight"].zero_()

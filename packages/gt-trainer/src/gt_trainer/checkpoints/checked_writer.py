@@ -16,17 +16,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from gt_trainer._torch_internals import PlainFileSystemWriter
 from gt_trainer.checkpoints.checksums import CHECKSUMS, Checksums, make_names_durable
 from gt_trainer.step_folders import HF_INDEX, METADATA, SHARDED
 
 
-class CheckedWriter(FileSystemWriter):
+class CheckedWriter(PlainFileSystemWriter):
     """PyTorch's writer of checkpoints, which also takes down the digest of each file it writes."""
 
     fs: _HashedFiles
