@@ -14,6 +14,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.tools import utils as titan_utils
 
 from gt_config import Fingerprint
+from gt_config.graph_kinds import GraphKind
 from gt_trainer.artifacts.run_artifacts import RunArtifacts, artifact_folder
 from gt_trainer.artifacts.run_identity import Machine, RunSettings, topology_of_run
 from gt_trainer.artifacts.storable_graph import StorableGraph, StoredGraph
@@ -123,13 +124,7 @@ def _capture_step(config: GraphTrainer.Config, step: FakeStep) -> RankCapture:
         axes=artifacts.axes(step.model),
         clock=clock,
     )
-    identity = artifacts.identity(
-        passes=artifacts.passes_of("STEP"),
-        model=step.model,
-        loss_fn=step.loss_fn,
-        arguments=step.inputs,
-    )
-    return _captured(identity, graph, artifacts.axes(step.model).coordinates)
+    return _captured_step(artifacts, step, graph, kind="STEP")
 
 
 def _capture_accumulation(config: GraphTrainer.Config, step: FakeStep) -> RankCapture:
@@ -151,14 +146,9 @@ def _capture_accumulation(config: GraphTrainer.Config, step: FakeStep) -> RankCa
         axes=artifacts.axes(step.model),
         clock=clock,
     )
-    identity = artifacts.identity(
-        passes=artifacts.passes_of("MICROBATCH"),
-        model=step.model,
-        loss_fn=step.loss_fn,
-        arguments=step.inputs,
-        num_microbatches=num_microbatches,
+    return _captured_step(
+        artifacts, step, graph, kind="MICROBATCH", num_microbatches=num_microbatches
     )
-    return _captured(identity, graph, artifacts.axes(step.model).coordinates)
 
 
 def _capture_joint(config: GraphTrainer.Config, step: FakeStep) -> RankCapture:
@@ -216,6 +206,25 @@ def _trace_options(config: GraphTrainer.Config, step: FakeStep) -> dict[str, Any
         "capture_layers": options.capture_layers,
         "meta_device": step.meta_device,
     }
+
+
+def _captured_step(
+    artifacts: RunArtifacts,
+    step: FakeStep,
+    graph: StorableGraph[CapturedT],
+    *,
+    kind: GraphKind,
+    num_microbatches: int = 1,
+) -> RankCapture:
+    """Capture the graph of a step, or of its microbatches."""
+    identity = artifacts.identity(
+        passes=artifacts.passes_of(kind),
+        model=step.model,
+        loss_fn=step.loss_fn,
+        arguments=step.inputs,
+        num_microbatches=num_microbatches,
+    )
+    return _captured(identity, graph, artifacts.axes(step.model).coordinates)
 
 
 def _captured(
