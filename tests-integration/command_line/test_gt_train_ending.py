@@ -61,7 +61,10 @@ def test_ctrl_c_ends_all_ranks_with_one_message(tmp_path):
     os.killpg(process.pid, signal.SIGINT)
     errors = process.communicate(timeout=120)[1]
     assert process.returncode == 130
-    assert errors == "gt-train: interrupted; all 2 ranks were ended\n"
+    assert errors == (
+        "gt-train: interrupted; all 2 ranks were ended\n"
+        f"  nothing is left to go on from: no checkpoint is complete in {tmp_path / 'checkpoint'}\n"
+    )
     assert not any(map(is_alive, ranks))
     steps = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").open()]
     assert steps == list(range(1, len(steps) + 1))
@@ -76,6 +79,7 @@ def test_a_killed_rank_ends_the_other_with_one_message(tmp_path):
         "gt-train: rank 1 of 2 was killed by SIGKILL (the kernel does this when memory runs out)\n"
         "  the other ranks were ended\n"
         f"  its output: {tmp_path / 'logs' / 'rank_1.log'}\n"
+        f"  nothing is left to go on from: no checkpoint is complete in {tmp_path / 'checkpoint'}\n"
     )
     assert "Traceback" not in errors
     assert not any(map(is_alive, ranks))

@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from gt_trainer.trainer import GraphTrainer
 
 _BAD_INPUT = 2
+_SIGNALLED = 128
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -140,6 +141,7 @@ def _run(command: CommandLine, rendezvous: Rendezvous | None, started: float) ->
             config = _load_configuration(command)
         from gt_trainer import run
         from gt_trainer.command_line import overrides
+        from gt_trainer.command_line.what_is_left import left_by_ended, results_of
         from gt_trainer.placement.planned_machine import PlannedMachine, planned_for
         from gt_trainer.preflight import preflight, settled_defaults
         from gt_trainer.run_lock import use_of
@@ -181,8 +183,11 @@ def _run(command: CommandLine, rendezvous: Rendezvous | None, started: float) ->
         num_threads=num_threads,
         restarts=restarts,
     )
-    if status == 0 and (rendezvous is None or rendezvous.rank == 0):
-        _tell_results(config)
+    if rendezvous is None or rendezvous.rank == 0:
+        if status == 0:
+            _print(f"{results_of(config)}\n")
+        elif status > _SIGNALLED:
+            _tell(left_by_ended(config))
     return status
 
 
@@ -454,21 +459,6 @@ def _already_finished(config: GraphTrainer.Config) -> str | None:
         f"  To train on:    {train_on}\n"
         "  To start anew:  --dump_folder with a folder that holds no checkpoint"
     )
-
-
-def _tell_results(config: GraphTrainer.Config) -> None:
-    """Say where the results are, as far as they are there."""
-    from gt_trainer.step_folders import newest_checkpoint
-
-    folder = Path(config.dump_folder)
-    lines = [f"gt-train: finished {config.training.steps} steps"]
-    if (folder / "metrics.jsonl").exists():
-        lines.append(f"  metrics:    {folder / 'metrics.jsonl'}")
-    if config.checkpoint.enable and (
-        newest := newest_checkpoint(folder / config.checkpoint.folder)
-    ):
-        lines.append(f"  checkpoint: {newest}")
-    _print("\n".join(lines) + "\n")
 
 
 def _tell_once_a_machine(message: str) -> None:
