@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import torch
 import torch.distributed as dist
+
+from gt_trace import trace_step
 
 collectives = torch.ops._c10d_functional
 
@@ -25,3 +29,20 @@ def overlap(num_rounds: int) -> float:
         for result in launched[1:]:
             collectives.wait_tensor(result)
     return total.item()
+
+
+def wait_in_vain() -> list[str]:
+    """The notes of the error that rank 0 gets where rank 1 never joins its captured all-reduce."""
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=1))
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return collectives.wait_tensor(collectives.all_reduce(x, "sum", group.group_name)) + 1
+
+    bound = trace_step(step)(torch.ones(2)).bind()
+    if dist.get_rank() == 1:
+        return []
+    try:
+        bound(torch.ones(2))
+    except RuntimeError as error:
+        return error.__notes__
+    raise AssertionError("an all-reduce of one rank ended")

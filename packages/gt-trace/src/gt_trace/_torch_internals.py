@@ -101,6 +101,15 @@ def concatenate_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
     return DeviceMesh._concatenate(list(meshes))
 
 
+def process_group(name: str) -> Any:
+    """The process group of that name, by which functional collectives call it; None without one."""
+    resolve: Any = vars(torch.distributed.distributed_c10d)["_resolve_process_group"]
+    try:
+        return resolve(name)
+    except (RuntimeError, KeyError, ValueError):
+        return None
+
+
 def strided_shard(dim: int, *, split_factor: int) -> Placement:
     """Return FSDP2's placement of a dimension that tensor parallelism already splits."""
     return StridedShard(dim, split_factor=split_factor)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import gloo_cases
 import pytest
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from gt_trace import trace_step
 from gt_trace.capture.captured_mode import as_captured
 from gt_trace.joint import export_joint_graph, partition
+from gt_trace.testing import GlooWorkers
 
 
 class Words(nn.Module):
@@ -103,6 +105,16 @@ def test_forward_and_backward_of_a_joint_graph_name_theirs() -> None:
         loss.backward()
     (note,) = notes_of(caught.value)
     assert note.startswith("in a captured graph: node index (aten.index.Tensor), phase backward")
+
+
+def test_an_exchange_that_others_do_not_join_names_its_ranks() -> None:
+    with GlooWorkers(2) as workers:
+        (note,), _ = workers.run(gloo_cases.wait_in_vain)
+    first, *_ = note.splitlines()
+    assert first == (
+        "in a captured graph: node wait_tensor (_c10d_functional.wait_tensor.default), "
+        "phase forward, exchange of ranks 0, 1"
+    )
 
 
 def test_error_that_no_graph_raised_gets_no_note() -> None:
