@@ -21,7 +21,7 @@ TORCHAO := .torchao
 TORCHAO_STAMP := $(TORCHAO)/.installed
 
 .PHONY: help train test test-all test-gpu check check-ruff check-types check-layers check-dependencies \
-	check-workspace format build smoke bench fuzz test-torch clean
+	check-workspace format build smoke release bench fuzz test-torch clean
 
 help:
 	@echo 'make train       train the Llama 3 debug model as a captured graph (ARGS=... to gt-train)'
@@ -32,6 +32,7 @@ help:
 	@echo 'make format      let ruff format and fix'
 	@echo 'make build       wheels and source distributions of all packages in dist/'
 	@echo 'make smoke       each wheel passes its own tests in a fresh environment'
+	@echo 'make release     date, build, smoke, commit and tag what is unreleased (ARGS=--dry-run to see what)'
 	@echo 'make test-torch  torch-only packages against TORCH=2.11.0, 2.12.1, ... 2.15.0'
 	@echo 'make fuzz        NUM_CASES=2000 random steps x random passes, from SEED=0, compared to the bit'
 	@echo 'make bench       benchmarks, results in outputs/bench/ (BENCH=name for one)'
@@ -120,6 +121,10 @@ build: $(STAMP)
 
 smoke: build
 	$(BIN)/python tools/smoke.py --uv $(BIN)/uv $(ARGS)
+
+release: $(STAMP)
+	rm -rf dist
+	$(BIN)/python tools/release.py --uv $(BIN)/uv $(ARGS)
 
 test-torch: $(STAMP)
 	@status=0; for package in $(TORCH_ONLY); do \
