@@ -225,12 +225,13 @@ def _loaded(
 def _publish(plans: Mapping[int, PlacementPlan], folder: Path) -> None:
     first_with: dict[object, int] = {}
     reasons: dict[int, Mapping[str, object]] = {}
+    num_plans = len({plan.options for plan in plans.values()})
     for index, plan in plans.items():
         name = stage_name(index)
         first = first_with.setdefault(plan.options, index)
         if first == index:
             logger.info(f"Placement of {name}:\n{plan_report(plan)}")
-            reasons[index] = reasons_of_dry_run(plan)
+            reasons[index] = reasons_of_dry_run(plan, num_plans=num_plans)
         else:
             logger.info(f"Placement of {name}: as {stage_name(first)}")
         # Alike stages have alike parameters, in the same order.
