@@ -22,6 +22,8 @@ from gt_config.compile_config import FsdpBucketing
 from gt_config.node_keys import EpExchangeAnnotation, EpRegionAnnotation
 from gt_trace import phase_of, read_annotation
 from gt_trainer.decoder.chunked_loss import GraphChunkedLoss
+from gt_trainer.models.any_decoder import adapt_any
+from gt_trainer.models.torchtitan_modules import python_module
 from gt_trainer.quantization.quantization_options import QuantizationConfig
 from gt_trainer.trainer import GraphTrainer
 
@@ -39,6 +41,8 @@ class Case:
     config: str
     parallelism: dict[str, int | str | None] = field(default_factory=dict)
     num_layers: int = 2
+    expert_width: int | None = None
+    """Of each expert's hidden layer; None as in the debug configuration."""
     batch_size: int = BATCH_SIZE
     seq_len: int = SEQ_LEN
     gradient_accumulation_steps: int = 1
@@ -64,11 +68,16 @@ class Case:
             options: further options of ``--compile``.
             checkpoint: options of ``--checkpoint``.
         """
-        module = importlib.import_module(f"gt_trainer.models.{self.module}")
-        config: GraphTrainer.Config = getattr(module, self.config)()
+        module = importlib.import_module(python_module(self.module))
+        config = getattr(module, self.config)()
+        if not isinstance(config, GraphTrainer.Config):
+            config = adapt_any(config)
         assert config.model_spec is not None
         model: Any = config.model_spec.model
         model.layers = model.layers[: self.num_layers]
+        if self.expert_width is not None:
+            for layer in model.layers:
+                layer.moe.routed_experts.inner_experts.hidden_dim = self.expert_width
         config.parallelism = dataclasses.replace(config.parallelism, **self.parallelism)
         asked = {
             "mode": mode,
@@ -171,10 +180,15 @@ def trainer_of(
     **checkpoint: Any,
 ) -> RecordingTrainer:
     """A trainer in this worker's process group."""
-    rank, size = str(dist.get_rank()), str(dist.get_world_size())
-    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size)
+    use_this_group()
     config = case.build(mode, folder, options=options, **checkpoint)
     return RecordingTrainer(config, stop_after=stop_after)
+
+
+def use_this_group() -> None:
+    """Let trainers find the worker's rank where launchers write it."""
+    rank, size = str(dist.get_rank()), str(dist.get_world_size())
+    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size)
 
 
 def close(*trainers: RecordingTrainer) -> None:

@@ -81,7 +81,7 @@ class Workload:
             model = model_config.build()
         shape = (self.batch, self.seq_len)
         tokens, positions = (torch.empty(shape, dtype=torch.int64, device="meta") for _ in range(2))
-        mask = attention_mask_for(model.config, positions)
+        mask = attention_mask_for(model, positions)
         return planner_of_model(
             model,
             MeshShape(names=self.axes, sizes=self.sizes),

@@ -67,8 +67,8 @@ class PeerOnCpu(CommandedTraining):
         """As the trainer's, plus the mask that our attention takes."""
         trainer: Any = super()
         inputs, labels, extra_kwargs = trainer.post_dataloading_process(input_dict, labels)
-        model_config = self.model_config  # type: ignore[attr-defined]  # the trainer's
-        mask = attention_mask_for(model_config, extra_kwargs.get("positions"))
+        model = self.model_parts[0]  # type: ignore[attr-defined]  # the trainer's
+        mask = attention_mask_for(model, extra_kwargs.get("positions"))
         if mask is not None:
             extra_kwargs["attention_masks"] = mask
         return inputs, labels, extra_kwargs

@@ -103,7 +103,7 @@ def _placed_stages(
         tokens = torch.randint(0, 256, shape)
         positions = torch.arange(shape[1]).expand(shape).contiguous()
         kwargs: dict[str, Any] = {"positions": positions}
-        mask = attention_mask_for(model.config, positions)
+        mask = attention_mask_for(model, positions)
         if mask is not None:
             kwargs["attention_masks"] = mask
         target = torch.randint(0, 256, shape)

@@ -264,7 +264,7 @@ def placed_pass(trainer: GraphTrainer, step: int) -> float:
 
 def whole_pass(trainer: GraphTrainer, whole: Any, step: int) -> float:
     tokens, labels, positions = global_batch(trainer, step)
-    mask = attention_mask_for(trainer.model_config, positions)
+    mask = attention_mask_for(trainer.model_parts[0], positions)
     if attends_with_flex_attention(trainer.model_config):
         mask = whole.get_attention_masks(positions)
     prediction = whole(tokens, positions=positions, attention_masks=mask)

@@ -67,7 +67,7 @@ def planner(
             (tokens,),
             example_kwargs={
                 "positions": positions,
-                "attention_masks": attention_mask_for(model.config, positions),
+                "attention_masks": attention_mask_for(model, positions),
             },
             compute_dtype=torch.bfloat16,
             reduce_dtype=torch.float32,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gt_trace import CaptureError, StateMismatchError, TracedStep, trace_step
+from gt_trace.joint import export_joint_graph
 
 
 def model() -> nn.Sequential:
@@ -194,3 +195,48 @@ def test_a_step_captured_under_autocast_computes_what_it_does_eagerly():
 def test_a_mistyped_policy_of_constants_is_refused():
     with pytest.raises(ValueError, match="constants is 'allows'; allowed: 'error' or 'allow'"):
         trace_step(lambda: None, constants="allows")  # type: ignore[arg-type]
+
+
+class _HooksItself(nn.Module):
+    """Doubles what its first layer returns, by a hook that its first call installs too late."""
+
+    def __init__(self, *, each_time: bool = False) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 1)
+        self.each_time, self.is_hooked = each_time, False
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        if self.each_time or not self.is_hooked:
+            self.first.register_forward_hook(lambda _module, _args, output: output * 2)
+            self.is_hooked = True
+        return self.second(hidden)
+
+
+def test_hooks_that_the_first_call_installs_are_in_the_graph():
+    module = _HooksItself()
+    bound = captured(module).bind(module)
+    x = torch.rand(2, 4)
+    loss, gradients = bound(x)
+    expected = module(x).sum()
+    assert torch.equal(loss, expected)
+    for mine, its in zip(
+        gradients, torch.autograd.grad(expected, [*module.parameters()]), strict=True
+    ):
+        assert torch.equal(mine, its)
+
+
+def test_hooks_that_every_call_installs_are_refused():
+    with pytest.raises(CaptureError) as refused:
+        captured(_HooksItself(each_time=True))
+    assert str(refused.value) == (
+        "the step installs other hooks each time that it runs, and a graph has those of its "
+        "capture:\n  module first has 2 hooks, and had 1"
+    )
+
+
+def test_a_joint_graph_has_hooks_that_the_first_call_installs():
+    module = _HooksItself()
+    graph = export_joint_graph(module, (torch.ones(2, 4),))
+    assert graph.mode.num_hooks == {"first": 1}
+    assert any(node.target is torch.ops.aten.mul.Tensor for node in graph.graph_module.graph.nodes)

@@ -303,3 +303,41 @@ def test_gradient_hook_on_a_layer_that_is_not_traced_is_refused() -> None:
     model.layers[3].up.weight.register_hook(lambda gradient: 2 * gradient)
     with pytest.raises(CaptureError, match=r"parameter layers\.3\.up\.weight has a hook"):
         stamp(model)
+
+
+class HookedLate(Toy):
+    """Its first call installs a hook on every layer, when the layers have run."""
+
+    def __init__(self, hook: Callable[..., Tensor | None]) -> None:
+        super().__init__(num_layers=8)
+        self.hook = hook
+
+    def run_layers(self, x: Tensor) -> Tensor:
+        hidden: Tensor = super().run_layers(x)
+        for layer in self.layers:
+            if not layer._forward_hooks:
+                layer.register_forward_hook(self.hook)
+        return hidden
+
+
+def _twice(_module: nn.Module, _inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    return output * 2
+
+
+def _look(_module: nn.Module, _inputs: tuple[Tensor, ...], _output: Tensor) -> None:
+    pass
+
+
+# With a hook that changes what a layer computes, the model's first call is another than its second.
+@pytest.mark.parametrize(("hook", "is_stamped"), [(_look, True), (_twice, False)])
+def test_hooks_that_the_first_call_installs_are_part_of_the_step(
+    hook: Callable[..., Tensor | None], is_stamped: bool
+) -> None:
+    module = HookedLate(hook)
+    found = stamp(module)
+    assert found.report.stamped == is_stamped
+    assert len(found.step.mode.num_hooks) == 8
+    loss, gradients = found.step.bind(module)(tokens())
+    expected_loss, expected = step_of(module)(tokens())
+    assert torch.equal(loss, expected_loss)
+    assert all(map(torch.equal, gradients, expected))

@@ -145,7 +145,7 @@ class GraphTrainer(Trainer):
             self.ntokens_seen += shared[1].numel()
             return shared
         inputs, labels, extra_kwargs = super().post_dataloading_process(input_dict, labels)
-        mask = attention_mask_for(self.model_config, extra_kwargs.get("positions"))
+        mask = attention_mask_for(self.model_parts[0], extra_kwargs.get("positions"))
         if mask is not None:
             extra_kwargs["attention_masks"] = mask
         if self.parallel_dims.cp_enabled and self.config.compile.context_parallel == "ring":

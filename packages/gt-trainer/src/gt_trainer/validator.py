@@ -51,7 +51,7 @@ class GraphValidator(Validator):
         inputs, labels, extra_kwargs = super().post_dataloading_process(
             input_dict, labels, model_parts
         )
-        mask = attention_mask_for(config, extra_kwargs.get("positions"))
+        mask = attention_mask_for(model_parts[0], extra_kwargs.get("positions"))
         if mask is not None:
             extra_kwargs["attention_masks"] = mask
         if self.parallel_dims.cp_enabled and self.context_parallel == "ring":

@@ -20,6 +20,8 @@ from gt_config import CompileConfig, ConfigError, Violation
 from gt_trainer.command_line import cli
 from gt_trainer.command_line.command_line import usage
 from gt_trainer.command_line.interruption import ending_at_once
+from gt_trainer.models.catalog import CATALOG
+from gt_trainer.models.torchtitan_modules import torchtitan_modules
 from gt_trainer.quantization.quantization_options import QuantizationConfig
 from gt_trainer.trainer import GraphTrainer
 
@@ -98,7 +100,8 @@ def test_bad_input_is_one_message_and_status_2(capsys):
     assert shown.out == ""
     assert shown.err == (
         "gt-train: no module 'lama3'. Did you mean 'llama3'?\n"
-        "modules: llama3, qwen3, deepseek_v3; or the dotted path of a module of yours\n"
+        f"modules: {', '.join([*CATALOG, *torchtitan_modules()])}; or the dotted path of a module "
+        "of yours\n"
     )
 
 
@@ -383,8 +386,22 @@ def test_a_module_of_the_users_is_imported_and_judged(capsys, monkeypatch, tmp_p
     assert cli.main(["--module", "my_models.tiny", "--config", "tini"]) == 2
     assert cli.main(["--module", "my_models.tiny", "--config", "tiny"]) == 2
     assert cli.main(["--module", "my_models.small", "--config", "tiny"]) == 2
+    (tmp_path / "my_models" / "poor.py").write_text("import no_such\n")
+    assert cli.main(["--module", "my_models.poor", "--config", "tiny"]) == 2
     assert capsys.readouterr().err.splitlines() == [
         "gt-train: module 'my_models.tiny' has no function 'tini'. Did you mean 'tiny'?",
-        "gt-train: my_models.tiny.tiny returned 3, which is no GraphTrainer.Config",
+        "gt-train: my_models.tiny.tiny returned 3, which is no configuration of a trainer",
         "gt-train: --module my_models.small: there is no Python module 'my_models.small'",
+        "gt-train: --module my_models.poor: it needs the Python module 'no_such', which is not there",
     ]
+
+
+def test_what_torchtitan_trains_otherwise_is_refused_with_the_reasons(capsys, monkeypatch):
+    monkeypatch.setattr("gt_trainer.metrics.log_lines.init_logger", lambda: None)
+    assert cli.main(["--module", "flux", "--config", "flux_debugmodel"]) == 2
+    assert capsys.readouterr().err == (
+        "gt-train: torchtitan.models.flux.config_registry.flux_debugmodel cannot be trained here: it "
+        "is a FluxTrainer.Config, whose trainer reads encoder, inference; Graph Trainer replaces "
+        "torchtitan's common Trainer alone; its model is FluxModel, which is no Decoder of "
+        "torchtitan's: a step is captured from tokens to logits\n"
+    )

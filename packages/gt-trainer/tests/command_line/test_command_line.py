@@ -12,7 +12,9 @@ from gt_trainer.command_line.command_line import (
 from gt_trainer.command_line.near_matches import did_you_mean
 from gt_trainer.launcher import Rendezvous
 from gt_trainer.models.catalog import CATALOG
+from gt_trainer.models.torchtitan_modules import torchtitan_modules
 
+MODULES = ", ".join([*CATALOG, *torchtitan_modules()])
 MISSPELLED_SWITCH = (
     "no flag '--debug.no-determinstic'. "
     "Did you mean '--debug.no_deterministic' or '--debug.deterministic'?"
@@ -113,7 +115,23 @@ def test_asking_for_information_wins_over_mistakes(flag):
 def test_an_unknown_module_is_refused_with_near_matches_and_the_list():
     assert refusal("--module", "lama3") == (
         "no module 'lama3'. Did you mean 'llama3'?\n"
-        "modules: llama3, qwen3, deepseek_v3; or the dotted path of a module of yours"
+        f"modules: {MODULES}; or the dotted path of a module of yours"
+    )
+
+
+def test_a_model_of_torchtitans_is_found_by_its_name():
+    command = parse_command_line(["--module", "gpt_oss", "--training.some_flag", "1"])
+    assert (command.module, command.config) == ("gpt_oss", "gpt_oss_debugmodel")
+    assert parse_command_line(["--module", "qwen3_5"]).config == "qwen35_debugmodel"
+    command = parse_command_line(["--module", "gpt_oss", "--config", "gpt_oss_20b"])
+    assert command.config == "gpt_oss_20b"
+
+
+def test_an_unknown_configuration_of_torchtitans_is_refused_with_the_list():
+    assert refusal("--module", "muse_glimmer", "--config", "nonsense") == (
+        "module 'muse_glimmer' has no configuration 'nonsense'.\n"
+        "configurations of muse_glimmer: muse_glimmer_debugmodel, muse_glimmer_debugmodel_mm, "
+        "muse_glimmer_30b, muse_glimmer_30b_mm"
     )
 
 
@@ -153,7 +171,7 @@ def test_all_mistakes_are_reported_at_once():
         "  2. --nproc is '-2', and must be a positive integer\n"
         "  3. --world-size is 'x', and must be a positive integer\n"
         "  4. no module 'lama3'. Did you mean 'llama3'?\n"
-        "     modules: llama3, qwen3, deepseek_v3; or the dotted path of a module of yours\n"
+        f"     modules: {MODULES}; or the dotted path of a module of yours\n"
         "  5. --log-rank is '7', and must be 'all' or ranks from 0 to 0, separated by commas"
     )
 

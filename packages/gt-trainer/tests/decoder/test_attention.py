@@ -1,6 +1,7 @@
 """DocumentCausalSDPA: documents do not see each other, and one kernel computes it."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -163,6 +164,44 @@ def test_positions_of_a_wrong_shape_are_refused():
     assert str(refused.value) == "positions have shape (4,); allowed: (batch, sequence)"
 
 
+@every_shape
+def test_attention_that_is_written_out_is_the_kernels(shape):
+    found, expected = make_qkv(shape), make_qkv(shape)
+    mask = document_causal_mask(POSITIONS)
+    sums = []
+
+    def keep(out, lse):
+        sums.append(lse)
+        return out
+
+    out = attend(*found, mask, out_transform=keep)
+    out_of_kernel = attend(*expected, mask)
+    torch.testing.assert_close(out, out_of_kernel)
+    out.square().sum().backward()
+    out_of_kernel.square().sum().backward()
+    for mine, its in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine.grad, its.grad)
+    # The first token of a document sees itself alone.
+    query, key = (each.detach()[:, SPLIT, 0] for each in found[:2])
+    alone = (query * key).sum(-1) * query.shape[-1] ** -0.5
+    torch.testing.assert_close(sums[0][:, SPLIT, 0].detach(), alone)
+
+
+def test_sums_of_scores_are_differentiated():
+    q, k, v = make_qkv(SHAPES["grouped"], dtype=torch.float64)
+    mask = document_causal_mask(POSITIONS)
+    sinks = torch.randn(4, dtype=torch.float64).requires_grad_()
+
+    def with_sinks(q, k, v, sinks):
+        # As gpt_oss: another score, of which there is no value.
+        def rescale(out, lse):
+            return out * torch.sigmoid(lse - sinks.view(1, 1, -1)).unsqueeze(-1)
+
+        return attend(q, k, v, mask, out_transform=rescale)
+
+    assert torch.autograd.gradcheck(with_sinks, (q, k, v, sinks))
+
+
 def test_a_missing_mask_is_refused():
     with pytest.raises(AttentionMaskError) as refused:
         attend(*make_qkv(SHAPES["multi-head"]), None)
@@ -189,15 +228,19 @@ class _ModelConfig:
     first_attention = _Attention()
 
 
+class _Model:
+    config = _ModelConfig()
+
+
 def test_a_model_with_our_attention_gets_the_mask_of_its_positions():
-    mask = attention_mask_for(_ModelConfig(), POSITIONS)
+    mask = attention_mask_for(_Model(), POSITIONS)
     assert torch.equal(mask, document_causal_mask(POSITIONS))
-    assert attention_mask_for(object(), POSITIONS) is None
+    assert attention_mask_for(SimpleNamespace(config=object()), POSITIONS) is None
 
 
 def test_a_batch_without_positions_is_refused_when_the_model_needs_them():
     with pytest.raises(AttentionMaskError) as refused:
-        attention_mask_for(_ModelConfig(), None)
+        attention_mask_for(_Model(), None)
     assert str(refused.value) == (
         "the model attends within documents, but the batch holds no 'positions': the data loader "
         "must give the position of each token in its document, shape (batch, sequence)"

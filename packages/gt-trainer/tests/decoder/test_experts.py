@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torchtitan.models.common.moe import GroupedExperts
+from torchtitan.models.gpt_oss import config_registry as gpt_oss
+from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts
 
-from gt_trainer.decoder.experts import UncastExperts
+from gt_trainer.decoder.experts import UncastExperts, replace_inner_experts
 
 NUM_EXPERTS, DIM, HIDDEN_DIM = 4, 16, 24
 COUNTS = {
@@ -80,3 +84,26 @@ class _Dense(nn.Module):
                 )
             ]
         )
+
+
+def test_experts_of_a_models_own_stay_and_return_the_dtype_of_their_tokens() -> None:
+    model = gpt_oss.gpt_oss_debugmodel().model_spec.model
+    published = model.layers[0].moe.routed_experts.inner_experts
+    assert not replace_inner_experts(model)
+    kinds = {type(layer.moe.routed_experts.inner_experts) for layer in model.layers}
+    (kind,) = kinds
+    assert kind._owner is not GptOssGroupedExperts
+    assert issubclass(kind._owner, GptOssGroupedExperts)
+    found = replace(
+        model.layers[0].moe.routed_experts.inner_experts, dim=DIM, hidden_dim=HIDDEN_DIM
+    )
+    theirs = replace(published, dim=DIM, hidden_dim=HIDDEN_DIM)
+    counts, results = torch.tensor([2, 1, 0, 3, 0, 0, 0, 0]), []
+    for config in (found, theirs):
+        module = config.build()
+        generator = torch.Generator().manual_seed(0)
+        for parameter in module.parameters():
+            nn.init.normal_(parameter, std=0.3, generator=generator)
+        results.append(module(torch.randn(6, DIM, generator=generator), counts))
+    assert (results[0].dtype, results[1].dtype) == (torch.float32, torch.bfloat16)
+    assert torch.equal(results[0], results[1].float())

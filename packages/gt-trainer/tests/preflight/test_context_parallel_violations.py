@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 
 from torchtitan.models.common.attention import FlexAttention, VarlenAttention
+from torchtitan.models.muse_glimmer import config_registry
 
 from gt_config import ConfigError, Topology
-from gt_trainer.models import llama3
+from gt_trainer.models import any_decoder, llama3
 from gt_trainer.preflight.context_parallel_violations import context_parallel_violations
 
 TOPOLOGY = Topology(world=2, cp=2, batch_size=2, seq_len=512)
@@ -84,4 +85,16 @@ def test_attention_by_where_documents_begin_is_refused():
         "     allowed: 1 for a model that attends with VarlenAttention: it finds documents by where "
         "they begin and end, and has as many queries of each as keys\n"
         "     fix: leave the flag out, or choose a --config that attends with FlexAttention"
+    )
+
+
+def test_a_model_whose_layers_have_masks_of_their_own_is_refused():
+    config = any_decoder.adapt_any(config_registry.muse_glimmer_debugmodel())
+    config.parallelism = dataclasses.replace(config.parallelism, context_parallel_degree=2)
+    assert text(config) == (
+        "the configuration has 1 problem:\n"
+        "  1. --parallelism.context_parallel_degree is 2\n"
+        "     allowed: 1 for a model whose layers have masks of their own: it makes them for whole "
+        "sequences in their order, and ranks that share one have it in another\n"
+        "     fix: leave the flag out"
     )

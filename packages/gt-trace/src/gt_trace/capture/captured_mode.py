@@ -7,11 +7,11 @@ capture, and compared before every run.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -33,6 +33,8 @@ _REGISTERED_BY = {
 
 # Likewise of a module.
 _MODULE_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+Captured = TypeVar("Captured")
 
 _AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps")
 
@@ -183,6 +185,42 @@ def refuse_gradient_hooks(module: nn.Module | None) -> None:
         raise CaptureError("a capture loses hooks of parameters:\n  " + "\n  ".join(problems))
 
 
+def with_settled_hooks(module: nn.Module | None, capture: Callable[[], Captured]) -> Captured:
+    """Capture again if the module installed hooks while it ran for the first time.
+
+    Whether those ran in the first capture depends on where they were installed. In the second they
+    were there from the beginning, as in every later call.
+
+    Args:
+        module: that is captured.
+        capture: makes the capture.
+
+    Returns:
+        What ``capture`` returned, for the module with the hooks that it has.
+
+    Raises:
+        CaptureError: it installs others each time.
+    """
+    before = _hook_ids(module)
+    captured = capture()
+    settled = _hook_ids(module)
+    if settled == before:
+        return captured
+    captured = capture()
+    after = _hook_ids(module)
+    if after == settled:
+        return captured
+    problems = [
+        f"{_of(name)} has {len(after.get(name, ()))} hooks, and had {len(settled.get(name, ()))}"
+        for name in dict.fromkeys((*settled, *after))
+        if settled.get(name) != after.get(name)
+    ]
+    raise CaptureError(
+        "the step installs other hooks each time that it runs, and a graph has those of its "
+        "capture:\n  " + "\n  ".join(problems)
+    )
+
+
 class _Replay:
     """An error that leaves it gets a note of the node that failed."""
 
@@ -217,6 +255,13 @@ def as_captured() -> AbstractContextManager[object]:
 def hooks_of(module: nn.Module) -> list[Any]:
     """Forward and backward hooks of a module."""
     return [hook for hooks in _hook_tables_of(module) for hook in hooks.values()]
+
+
+def _hook_ids(module: nn.Module | None) -> dict[str, list[int]]:
+    """The hooks of each module that has any, in the order in which they run, by its name."""
+    named = {} if module is None else dict(module.named_modules())
+    found = {name: [id(hook) for hook in hooks_of(each)] for name, each in named.items()}
+    return {name: ids for name, ids in found.items() if ids}
 
 
 def _hook_tables_of(module: nn.Module) -> list[Mapping[int, Any]]:

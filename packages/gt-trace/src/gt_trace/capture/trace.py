@@ -29,7 +29,7 @@ from gt_trace._torch_internals import (
 )
 from gt_trace._torch_versions import non_strict_tracing, traced_backward
 from gt_trace.annotate import annotate_modules
-from gt_trace.capture.captured_mode import CapturedMode, refuse_gradient_hooks
+from gt_trace.capture.captured_mode import CapturedMode, refuse_gradient_hooks, with_settled_hooks
 from gt_trace.capture.flat_inputs import FlatInputs
 from gt_trace.capture.graph_inputs import name_placeholders
 from gt_trace.capture.inherit import inherit_annotations
@@ -61,7 +61,8 @@ def trace_step(
     Args:
         fn: runs forward and loss, calls ``torch.autograd.grad``, optionally steps the optimizer,
             and returns a tree of tensors. It reads ``module`` and ``optimizer`` by closure. It
-            runs once, on fake tensors; no kernel runs.
+            runs once, on fake tensors; no kernel runs. If it installed hooks of modules, it runs
+            again, with them.
         module: its parameters and buffers become the leading inputs of the graph. Nodes traced in
             the forward of a submodule carry that module's name. In-place updates of buffers are
             captured and happen at replay.
@@ -122,7 +123,7 @@ def trace_without_code(
 ) -> Callable[..., TracedStep]:
     """``trace_step`` for a graph of which another is made: its code is generated when asked for."""
 
-    def capture(*args: Any, **kwargs: Any) -> TracedStep:
+    def once(*args: Any, **kwargs: Any) -> TracedStep:
         refuse_gradient_hooks(module)
         captured_mode = CapturedMode.now(module)
         inputs = TraceInputs(args=args, kwargs=kwargs)
@@ -154,6 +155,9 @@ def trace_without_code(
             output_layouts=tuple(step.output_layouts),
             mode=captured_mode,
         )
+
+    def capture(*args: Any, **kwargs: Any) -> TracedStep:
+        return with_settled_hooks(module, lambda: once(*args, **kwargs))
 
     return capture
 

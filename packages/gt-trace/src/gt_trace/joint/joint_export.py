@@ -35,7 +35,7 @@ from gt_trace._torch_joint_internals import (
     own_backward_annotations,
 )
 from gt_trace.annotate import annotate_modules
-from gt_trace.capture.captured_mode import CapturedMode
+from gt_trace.capture.captured_mode import CapturedMode, with_settled_hooks
 from gt_trace.capture.flat_inputs import FlatInputs
 from gt_trace.capture.graph_inputs import InputKind, name_placeholders
 from gt_trace.capture.inherit import inherit_annotations
@@ -89,12 +89,22 @@ def export_joint_graph(
         ConstantCapturedError: a closed-over tensor would become a constant.
     """
     inputs = TraceInputs(args=args, kwargs=dict(kwargs or {}))
+    device, placements = torch.device(meta_device), dict(gradient_placements or {})
+    return with_settled_hooks(module, lambda: _joint_graph(module, inputs, device, placements))
+
+
+def _joint_graph(
+    module: nn.Module,
+    inputs: TraceInputs,
+    meta_device: torch.device,
+    gradient_placements: dict[str, Sequence[Placement]],
+) -> JointGraph:
     mode = CapturedMode.now(module)
     flat = FlatInputs.of(module.forward, collect_state(module), inputs)
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
-    fakes = flat.fake(fake_mode, torch.device(meta_device))
+    fakes = flat.fake(fake_mode, meta_device)
     state, fake_arguments = flat.rebuild(fakes)
-    shell = _Shell(module, flat, state, dict(gradient_placements or {}))
+    shell = _Shell(module, flat, state, gradient_placements)
     exported = _export(shell, module, fake_arguments, fake_mode)
     graph_module = exported.graph_module
     _mark_backward(graph_module)

@@ -20,7 +20,11 @@ import torch
 from torch import nn
 
 from gt_trace._torch_internals import FakeTensorMode, ShapeEnv, pytree
-from gt_trace.capture.captured_mode import CapturedMode, refuse_gradient_hooks
+from gt_trace.capture.captured_mode import (
+    CapturedMode,
+    refuse_gradient_hooks,
+    with_settled_hooks,
+)
 from gt_trace.capture.flat_inputs import FlatInputs
 from gt_trace.capture.input_preparers import InputPreparer, TraceInputs
 from gt_trace.capture.module_state import StateSlot, collect_state
@@ -130,7 +134,7 @@ def trace_step_by_stamping(
         started = time.process_time()
         try:
             with held_garbage_collection():
-                captured = stamper.capture()
+                captured = with_settled_hooks(module, stamper.capture)
         except NotStampable as refusal:
             level = logging.INFO if min_layers else logging.WARNING
             if stamper.num_layers < min_layers:

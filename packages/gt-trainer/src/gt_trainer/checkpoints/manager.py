@@ -18,11 +18,13 @@ from torch.distributed.checkpoint.state_dict_saver import (
 )
 from torchtitan.components.checkpoint import AsyncMode, CheckpointManager
 from torchtitan.tools import filesystem
+from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import GarbageCollection
 
 from gt_trainer.checkpoints.checked_writer import CheckedWriter, clear_older_save
 from gt_trainer.checkpoints.checksums import Checksums, sha256_of
 from gt_trainer.checkpoints.damages import check_on_all_ranks
+from gt_trainer.checkpoints.hugging_face_folder import complete_folder
 from gt_trainer.checkpoints.plain_reader import PlainLoadPlanner, PlainReader
 from gt_trainer.step_folders import (
     SHARDED,
@@ -38,7 +40,8 @@ class CheckedCheckpointManager(CheckpointManager):
 
     Saves have checksums, loads compare them before they read, ranks sharing the files. Nothing that
     a checkpoint names is called. What purging keeps is counted in complete checkpoints. Weights in
-    Hugging Face's form are left once, and not by rank too. Remote folders are torchtitan's alone.
+    Hugging Face's form are left once, and not by rank too, with a config.json. Remote folders are
+    torchtitan's alone.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -78,7 +81,7 @@ class CheckedCheckpointManager(CheckpointManager):
                 state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf
             )
             if to_hf:
-                _finish_hugging_face(Path(checkpoint_id))
+                _finish_hugging_face(Path(checkpoint_id), self.sd_adapter)
             return saved
         writer = CheckedWriter(Path(checkpoint_id))
         found: Future[Any] | AsyncSaveResponse | None = None
@@ -162,8 +165,16 @@ def _begin_hugging_face(folder: Path) -> None:
     dist.barrier()
 
 
-def _finish_hugging_face(folder: Path) -> None:
-    """Leave one copy of the weights, and their checksums, when all ranks have written theirs."""
+def _finish_hugging_face(folder: Path, adapter: object) -> None:
+    """Leave what transformers reads, once, with checksums, when all ranks have written theirs."""
+    dist.barrier()
+    if dist.get_rank() == 0:
+        assets: str | None = getattr(adapter, "hf_assets_path", None)
+        reason = complete_folder(
+            folder, getattr(adapter, "model_config", None), Path(assets) if assets else None
+        )
+        if reason is not None:
+            logger.warning(f"{folder} has weights without config.json: {reason}")
     dist.barrier()
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     names = sorted(path.name for path in folder.iterdir() if path.is_file())

@@ -44,10 +44,13 @@ from gt_trainer.launcher import (
     launch,
     prepare_environment,
 )
-from gt_trainer.models.catalog import INTENDED_WORLD_SIZE
+from gt_trainer.models.catalog import CATALOG, INTENDED_WORLD_SIZE
+from gt_trainer.models.torchtitan_modules import python_module
 from gt_trainer.startup import PROCESS_START_VARIABLE
 
 if TYPE_CHECKING:
+    from torchtitan.trainer import Trainer
+
     from gt_passes.simulation import Hardware
     from gt_trainer.trainer import GraphTrainer
 
@@ -112,7 +115,7 @@ def _version(name: str) -> str:
 
 
 def _run(command: CommandLine, rendezvous: Rendezvous | None, started: float) -> int:
-    if command.action == "help-all" and "." not in command.module:
+    if command.action == "help-all" and command.module in CATALOG:
         known_help = full_help(command.config)
         if known_help is not None:
             return _print(known_help)
@@ -217,18 +220,22 @@ def _load_configuration(command: CommandLine) -> GraphTrainer.Config:
         install()
     except DeviceUnavailableError as error:
         raise UsageError(str(error)) from None
+    from torchtitan.trainer import Trainer
+
     from gt_trainer.metrics.log_lines import start_logging
     from gt_trainer.trainer import GraphTrainer
 
     start_logging()
-    is_ours = "." not in command.module
-    name = f"gt_trainer.models.{command.module}" if is_ours else command.module
+    name = python_module(command.module)
     try:
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:
-        if is_ours or error.name is None or not name.startswith(error.name):
+        if command.module in CATALOG or error.name is None:
             raise
-        raise UsageError(f"--module {name}: there is no Python module {error.name!r}") from None
+        missing = f"there is no Python module {error.name!r}"
+        needs = f"it needs the Python module {error.name!r}, which is not there"
+        its_own = name == error.name or name.startswith(f"{error.name}.")
+        raise UsageError(f"--module {name}: {missing if its_own else needs}") from None
     function = getattr(module, command.config, None)
     if not callable(function):
         functions = [
@@ -241,9 +248,11 @@ def _load_configuration(command: CommandLine) -> GraphTrainer.Config:
             f"{did_you_mean(command.config, functions)}"
         )
     config = function()
+    if isinstance(config, Trainer.Config) and not isinstance(config, GraphTrainer.Config):
+        config = _adapted(config, f"{name}.{command.config}")
     if not isinstance(config, GraphTrainer.Config):
         raise UsageError(
-            f"{name}.{command.config} returned {config!r}, which is no GraphTrainer.Config"
+            f"{name}.{command.config} returned {config!r}, which is no configuration of a trainer"
         )
     # What was assigned to it since it was made may be torchtitan's own: it is given our options.
     config = dataclasses.replace(config)
@@ -253,7 +262,18 @@ def _load_configuration(command: CommandLine) -> GraphTrainer.Config:
 
             config = with_positions(config, command.published.positions)
         return _with_own_folder(config, command.published.name)
-    return _with_own_folder(config, command.config if is_ours else f"{name}.{command.config}")
+    is_short = "." not in command.module
+    return _with_own_folder(config, command.config if is_short else f"{name}.{command.config}")
+
+
+def _adapted(config: Trainer.Config, name: str) -> GraphTrainer.Config:
+    """What somebody published for torchtitan's own trainer."""
+    from gt_trainer.models.any_decoder import UnadaptableError, adapt_any
+
+    try:
+        return adapt_any(config)
+    except UnadaptableError as error:
+        raise UsageError(f"{name} cannot be trained here: {error}") from None
 
 
 def _with_own_folder(config: GraphTrainer.Config, name: str) -> GraphTrainer.Config:

@@ -23,6 +23,7 @@ from gt_trainer.command_line.short_names import SHORT_NAMES, written_out
 from gt_trainer.launcher.rendezvous import Rendezvous
 from gt_trainer.models.catalog import CATALOG, CatalogEntry
 from gt_trainer.models.published_runs import PUBLISHED_RUNS, PublishedRun
+from gt_trainer.models.torchtitan_modules import torchtitan_configs, torchtitan_modules
 
 CommandAction = Literal["train", "dry-run", "precompile", "help", "help-all", "list", "version"]
 
@@ -78,7 +79,8 @@ class CommandLine:
 
     action: CommandAction = "train"
     module: str = _DEFAULT_MODULE
-    """A name of the catalog, or a dotted path of a Python module with configurations."""
+    """A name of the catalog, another of torchtitan's models, or a dotted path of a Python module
+    with configurations."""
     config: str = ""
     """A name of the catalog, or of a function in that module."""
     published: PublishedRun | None = None
@@ -286,7 +288,7 @@ def _check_overrides(reading: _Reading) -> None:
             reading.problems.append(f"no option {option!r}.{did_you_mean(option, ours)}")
         else:
             rest.append(argument)
-    if "." not in reading.values.get("--module", ""):  # a module of the user's may have more flags
+    if reading.values.get("--module", _DEFAULT_MODULE) in CATALOG:  # others may have more flags
         reading.problems += explain_flags(rest)
 
 
@@ -378,11 +380,7 @@ def _choose_config(reading: _Reading) -> tuple[str, str]:
             reading.problems.append(f"--module {module} needs --config: a function in that module")
         return module, config or ""
     if module is not None and module not in CATALOG:
-        reading.problems.append(
-            f"no module {module!r}.{did_you_mean(module, CATALOG)}\n"
-            f"modules: {', '.join(CATALOG)}; or the dotted path of a module of yours"
-        )
-        return module, config or ""
+        return module, _choose_of_torchtitan(reading, module, config)
     homes = {name: home for home, configs in CATALOG.items() for name in configs}
     if config is None:
         module = module or _DEFAULT_MODULE
@@ -403,6 +401,27 @@ def _choose_config(reading: _Reading) -> tuple[str, str]:
             f"configurations of {module}: {', '.join(CATALOG[module])}"
         )
     return module, config
+
+
+def _choose_of_torchtitan(reading: _Reading, module: str, config: str | None) -> str:
+    """The configuration of a module that torchtitan has and the catalog has not."""
+    known = torchtitan_configs(module)
+    if not known:
+        names = [*CATALOG, *torchtitan_modules()]
+        reading.problems.append(
+            f"no module {module!r}.{did_you_mean(module, names)}\n"
+            f"modules: {', '.join(names)}; or the dotted path of a module of yours"
+        )
+        return config or ""
+    if config is None:
+        debug = (name for name in known if name.endswith("_debugmodel"))
+        config = next(debug, f"{module}_debugmodel")
+    if config not in known:
+        reading.problems.append(
+            f"module {module!r} has no configuration {config!r}.{did_you_mean(config, known)}\n"
+            f"configurations of {module}: {', '.join(known)}"
+        )
+    return config
 
 
 BALANCE_FLAG = "--parallelism.pipeline_parallel_balance"
@@ -444,8 +463,9 @@ flags that are changed most:
   --seq-len N        tokens of a sequence (--training.seq_len)
 
 options:
-  --module NAME      model family, or the dotted path of a Python module with functions
-                     that return a configuration (default: llama3)
+  --module NAME      model family, another of torchtitan's decoders, or the dotted path of
+                     a Python module with functions that return a configuration, ours or
+                     torchtitan's (default: llama3)
   --config NAME      configuration (default: the module's debug model)
   --published NAME   in place of both: repeat a run whose throughput was published, on as
                      many GPUs; with --dry-run on its machine (names: --list)

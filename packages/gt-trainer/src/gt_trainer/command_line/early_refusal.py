@@ -19,6 +19,7 @@ from gt_config import CompileConfig, ConfigError, Violation, find_violations
 from gt_config.option_paths import default_option, with_option
 from gt_trainer.command_line.command_line import CommandLine, UsageError
 from gt_trainer.command_line.known_flags import KnownSettings, known_settings, typed_values
+from gt_trainer.models.catalog import CATALOG
 from gt_trainer.preflight.plain_settings import (
     Settings,
     number_violations,
@@ -36,8 +37,8 @@ _NOT_YET = (
 def refuse_early(command: CommandLine, world_size: int) -> None:
     """Refuse a run that breaks a rule about plain numbers and names, without importing torch.
 
-    Configurations of the user's own modules are not judged here, nor those of another torchtitan
-    than the table of known flags was made with.
+    Configurations beyond the catalog are not judged here, nor those of another torchtitan than the
+    table of known flags was made with.
 
     Args:
         command: What was asked for.
@@ -46,7 +47,7 @@ def refuse_early(command: CommandLine, world_size: int) -> None:
     Raises:
         UsageError: Lists what is wrong.
     """
-    if "." in command.module:
+    if command.module not in CATALOG:
         return
     known = known_settings(command.config)
     if known is None:

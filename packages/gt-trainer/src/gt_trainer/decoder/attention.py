@@ -12,8 +12,9 @@ else runs eagerly. A captured graph has the bare operator, so its recipe compile
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from torchtitan.models.common.attention import FlexAttention, VarlenAttention
 from torchtitan.protocols.module import Module
 
+from gt_trainer.decoder.own_masks import makes_own_masks, own_masks
 from gt_trainer.device import intended_device_type
 
 if TYPE_CHECKING:
@@ -80,9 +82,13 @@ def document_causal_mask(
     return (same_document_BQK & causal_BQK).unsqueeze(1)
 
 
+OutTransform = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
 class DocumentCausalSDPA(Module):
     """Inner attention by ``F.scaled_dot_product_attention`` under a (B, 1, Lq, Lk) boolean mask.
 
+    The mask is that of documents, or what the model makes of it for some layers (``own_masks``).
     There are more keys than queries where ranks share a sequence.
 
     Always one kernel, torch's flash attention for CPU, or an error: eager execution and a captured
@@ -112,6 +118,7 @@ class DocumentCausalSDPA(Module):
         attention_masks: torch.Tensor,
         scale: float | None = None,
         enable_gqa: bool = False,
+        out_transform: OutTransform | None = None,
     ) -> torch.Tensor:
         """Attend within documents.
 
@@ -122,6 +129,9 @@ class DocumentCausalSDPA(Module):
             attention_masks: (B, 1, Lq, Lk) bool from ``document_causal_mask``.
             scale: Factor on the scores; None is 1 / sqrt(width).
             enable_gqa: Whether there are fewer key-value heads than heads.
+            out_transform: Given the output and (B, Lq, heads) logarithms of the sums of exponential
+                scores, returns the output in its place. The flash kernel's sums have no gradient,
+                so attention is then written out.
 
         Returns:
             (B, Lq, heads, value width).
@@ -130,6 +140,9 @@ class DocumentCausalSDPA(Module):
             AttentionMaskError: No such mask was given.
         """
         _check_mask(attention_masks, (q_BLNH.shape[0], 1, q_BLNH.shape[1], k_BLNH.shape[1]))
+        if out_transform is not None:
+            out_BLNH, lse_BLN = _attend_with_sums(q_BLNH, k_BLNH, v_BLNH, attention_masks, scale)
+            return out_transform(out_BLNH, lse_BLN)
         value_width = v_BLNH.shape[-1]
         padding = q_BLNH.shape[-1] - value_width
         if padding > 0:
@@ -180,20 +193,26 @@ def attends_with_flex_attention(model_config: object) -> bool:
     return isinstance(getattr(attention, "inner_attention", None), FlexAttention.Config)
 
 
-def attention_mask_for(model_config: object, positions: torch.Tensor | None) -> torch.Tensor | None:
+def attention_mask_for(model: Any, positions: torch.Tensor | None) -> Any:
     """Build the mask of one batch for a model whose inner attention is ours, else return None.
 
     Args:
-        model_config: Configuration of the model, as built by torchtitan.
+        model: A decoder, as built by torchtitan.
         positions: (B, L) positions in the document, or None where the batch has none.
+
+    Returns:
+        (B, 1, L, L) bool; of a model that makes its own masks, these, however it keeps them.
 
     Raises:
         AttentionMaskError: The model needs a mask and the batch has no positions.
+        OwnMasksError: The model makes masks that cannot be written out.
     """
-    if not has_document_mask(model_config):
+    if not has_document_mask(model.config):
         return None
     if positions is None:
         raise AttentionMaskError.without_positions()
+    if makes_own_masks(model.config):
+        return own_masks(model, positions)
     return document_causal_mask(positions)
 
 
@@ -211,6 +230,32 @@ def flex_attention_options() -> dict[str, object] | None:
         return None
     options = FlexAttention.inductor_configs.items()
     return {name: value for name, value in options if name not in _FOR_EAGER_ONLY}
+
+
+def _attend_with_sums(
+    q_BLNH: torch.Tensor,
+    k_BLNH: torch.Tensor,
+    v_BLNH: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention in the operators that it is made of: the output, and its sums as logarithms."""
+    num_groups = q_BLNH.shape[2] // k_BLNH.shape[2]
+    q_BNLH, k_BNLH, v_BNLH = (
+        each.transpose(1, 2)
+        for each in (
+            q_BLNH,
+            k_BLNH.repeat_interleave(num_groups, dim=2),
+            v_BLNH.repeat_interleave(num_groups, dim=2),
+        )
+    )
+    factor = q_BLNH.shape[-1] ** -0.5 if scale is None else scale
+    scores_BNQK = q_BNLH @ k_BNLH.transpose(2, 3)
+    scores_BNQK = scores_BNQK.to(torch.promote_types(scores_BNQK.dtype, torch.float32)) * factor
+    scores_BNQK = scores_BNQK.masked_fill(~mask, -torch.inf)
+    lse_BNQ = torch.logsumexp(scores_BNQK, dim=-1)
+    weights_BNQK = torch.exp(scores_BNQK - lse_BNQ.unsqueeze(-1)).to(v_BNLH.dtype)
+    return (weights_BNQK @ v_BNLH).transpose(1, 2), lse_BNQ.transpose(1, 2)
 
 
 def _check_mask(mask: object, shape: tuple[int, ...]) -> None:

@@ -9,8 +9,9 @@ torchtitan's.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -53,13 +54,39 @@ class UncastExperts(GroupedExperts):
 
 
 def replace_inner_experts(model_config: BaseModel.Config) -> bool:
-    """Make every mixture of a decoder's configuration use ``UncastExperts``, in place.
+    """Make every mixture of a decoder's configuration compute where it runs on CPU, in place.
+
+    torchtitan's common experts become ``UncastExperts``. Those of a model's own compute as they do,
+    and return their tokens in the dtype in which they came.
 
     Returns:
-        Whether the model has experts.
+        Whether there was a mixture of the common experts.
     """
-    mixtures = list(model_config.traverse(RoutedExperts.Config))
-    for _, mixture, _, _ in mixtures:
+    is_any_common = False
+    for _, mixture, _, _ in model_config.traverse(RoutedExperts.Config):
         assert isinstance(mixture, RoutedExperts.Config)
-        mixture.inner_experts = derive(mixture.inner_experts, UncastExperts.Config)
-    return bool(mixtures)
+        kind = mixture.inner_experts._owner
+        is_common = kind is GroupedExperts
+        wanted = UncastExperts if is_common else _returning_dtype(kind)
+        mixture.inner_experts = derive(mixture.inner_experts, wanted.Config)
+        is_any_common = is_any_common or is_common
+    return is_any_common
+
+
+@functools.cache
+def _returning_dtype(kind: Any) -> type[GroupedExperts]:
+    """Experts like ``kind``, whose result can be added to a sum in the run's precision."""
+
+    class ReturningDtype(kind):  # type: ignore[misc]  # a class that is an argument
+        """As torchtitan's, in the dtype of the tokens."""
+
+        @dataclass(kw_only=True, slots=True)
+        class Config(kind.Config):  # type: ignore[misc]  # likewise
+            """As torchtitan's."""
+
+        def forward(self, x_RD: torch.Tensor, num_tokens_E: torch.Tensor) -> torch.Tensor:
+            out_RD: torch.Tensor = super().forward(x_RD, num_tokens_E)
+            return out_RD.to(x_RD.dtype)
+
+    ReturningDtype.__name__ = ReturningDtype.__qualname__ = f"{kind.__name__}ReturningDtype"
+    return ReturningDtype

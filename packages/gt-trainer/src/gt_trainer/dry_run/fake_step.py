@@ -206,7 +206,7 @@ def _example_mask(
         in_a_ring = config.compile.context_parallel == "ring"
         return ring_masks(mine, num_ranks=num_ranks, rank=0) if in_a_ring else mine
     if blocks is not None or num_ranks == 1:
-        return blocks if blocks is not None else attention_mask_for(model.config, positions)
+        return blocks if blocks is not None else attention_mask_for(model, positions)
     if not has_document_mask(model.config):
         return None
     batch = {"input": positions, "positions": positions}

@@ -147,7 +147,7 @@ def _adapt_model(published: ModelSpec) -> ModelSpec:
     if intended_device_type() == "cpu":
         replaced = replace_inner_attention(published.model)
         if replaced:
-            _say(
+            say_once(
                 f"{' and '.join(replaced)} has no backward on cpu: {published.name} "
                 f"{published.flavor} attends with DocumentCausalSDPA here"
             )
@@ -168,7 +168,7 @@ def _adapt_model(published: ModelSpec) -> ModelSpec:
 
 def _replace_experts(spec: ModelSpec) -> None:
     if replace_inner_experts(spec.model):
-        _say(
+        say_once(
             f"{spec.name} {spec.flavor} has experts that compute in the run's precision on cpu "
             "(--training.mixed_precision_param); torchtitan's compute in bfloat16 whatever it is"
         )
@@ -196,6 +196,7 @@ def _adapt_validator(published: Validator.Config) -> GraphValidator.Config:
     )
 
 
-def _say(line: str) -> None:
+def say_once(line: str) -> None:
+    """Log a line on the first rank."""
     if os.environ.get("RANK", "0") == "0":
         logger.info(line)

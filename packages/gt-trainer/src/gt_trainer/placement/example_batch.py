@@ -26,7 +26,7 @@ def example_kwargs(model: Decoder, training: TrainingConfig, num_shards: int) ->
     positions = _integers(training, num_shards)
     kwargs: dict[str, Any] = {"positions": positions}
     for mask in (
-        attention_mask_for(model.config, positions),
+        attention_mask_for(model, positions),
         example_block_mask(model, positions),
     ):
         if mask is not None:

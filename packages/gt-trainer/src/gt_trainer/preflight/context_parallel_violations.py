@@ -13,6 +13,7 @@ from torchtitan.models.common.decoder import Decoder
 
 from gt_config import Topology, Violation
 from gt_trainer.context_parallel.token_order import ROUND_ROBIN_BLOCK, LoadBalancer
+from gt_trainer.decoder.own_masks import makes_own_masks
 
 _DEGREE = "--parallelism.context_parallel_degree"
 _BALANCER = "--parallelism.context_parallel_load_balancer"
@@ -51,6 +52,14 @@ def context_parallel_violations(config: Any, topology: Topology) -> Iterator[Vio
     model = config.model_spec.model if config.model_spec is not None else None
     if topology.cp == 1 or not isinstance(model, Decoder.Config):
         return
+    if makes_own_masks(model):
+        yield Violation(
+            flag=_DEGREE,
+            value=topology.cp,
+            allowed="1 for a model whose layers have masks of their own: it makes them for whole "
+            "sequences in their order, and ranks that share one have it in another",
+            fix=_LEAVE_OUT,
+        )
     inner = getattr(model.first_attention, "inner_attention", None)
     if isinstance(inner, VarlenAttention.Config):
         yield Violation(

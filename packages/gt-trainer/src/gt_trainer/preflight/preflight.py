@@ -25,6 +25,7 @@ from gt_trainer.decoder.expert_layers import expert_layers
 from gt_trainer.device import intended_device_type
 from gt_trainer.preflight.bitwise_violations import bitwise_violations
 from gt_trainer.preflight.context_parallel_violations import context_parallel_violations
+from gt_trainer.preflight.export_violations import export_violations
 from gt_trainer.preflight.idle_options import idle_option_violations
 from gt_trainer.preflight.machine_violations import machine_violations
 from gt_trainer.preflight.pipeline_violations import pipeline_violations
@@ -72,6 +73,7 @@ def check_configuration(
     violations += torchao_violations(config)
     if will_train:
         violations += machine_violations(config, topology, num_local_ranks=num_local_ranks)
+        violations += export_violations(config)
     else:
         violations += _not_dry_run(config)
         violations += untraceable_violations(config)

@@ -1,0 +1,114 @@
+"""Configurations of torchtitan's that nobody prepared, adapted or refused with the reason."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from torchtitan.components.dataloader import BaseDataLoader
+from torchtitan.models.common.attention import FlexAttention, VarlenAttention
+from torchtitan.models.gpt_oss import config_registry as gpt_oss
+from torchtitan.models.muse_glimmer import config_registry as muse_glimmer
+
+from gt_trainer.data.shipped_tokenizer import shipped_tokenizer_path
+from gt_trainer.data.text_dataloader import StdlibTextDataLoader
+from gt_trainer.decoder.attention import DocumentCausalSDPA
+from gt_trainer.device import intended_for
+from gt_trainer.models.any_decoder import UnadaptableError, adapt_any
+
+
+def refusal(published):
+    with pytest.raises(UnadaptableError) as refused:
+        adapt_any(published)
+    return str(refused.value)
+
+
+def test_a_debug_model_trains_on_the_text_at_hand():
+    published = gpt_oss.gpt_oss_debugmodel()
+    adapted = adapt_any(published)
+    for layer in published.model_spec.model.layers:  # not changed
+        assert isinstance(layer.attention.inner_attention, VarlenAttention.Config)
+    assert adapted.hf_assets_path == str(shipped_tokenizer_path())
+    assert isinstance(adapted.dataloader, StdlibTextDataLoader.Config)
+    assert adapted.optimizer.param_groups[0].optimizer_kwargs["lr"] == 8e-4
+    for layer in adapted.model_spec.model.layers:
+        assert isinstance(layer.attention.inner_attention, DocumentCausalSDPA.Config)
+
+
+def test_a_published_size_keeps_its_data_and_schedule():
+    published = gpt_oss.gpt_oss_20b()
+    adapted = adapt_any(published)
+    assert adapted.dataloader == published.dataloader
+    assert adapted.lr_scheduler == published.lr_scheduler
+    assert adapted.hf_assets_path == published.hf_assets_path
+
+
+def test_offsets_of_documents_become_masks_on_gpus(caplog):
+    with intended_for("cuda"):
+        adapted = adapt_any(gpt_oss.gpt_oss_20b())
+    model = adapted.model_spec.model
+    assert not list(model.traverse(VarlenAttention.Config))
+    assert len(list(model.traverse(FlexAttention.Config))) == len(model.layers)
+
+
+def with_images(*, may_be_none):
+    """A decoder with an encoder of images, which it can be built without or not."""
+    published = muse_glimmer.muse_glimmer_debugmodel()
+    config = published.model_spec.model
+    base = type(config)
+
+    @dataclasses.dataclass(kw_only=True, slots=True)
+    class Config(base):
+        vision_encoder: object = None if may_be_none else dataclasses.field(default_factory=object)
+
+    values = {each.name: getattr(config, each.name) for each in dataclasses.fields(config)}
+    model = Config(**values | {"vision_encoder": "an encoder"})
+    published.model_spec = dataclasses.replace(published.model_spec, model=model)
+    return published
+
+
+def test_an_encoder_of_images_is_left_out_where_it_may_be():
+    assert adapt_any(with_images(may_be_none=True)).model_spec.model.vision_encoder is None
+
+
+def test_a_decoder_that_needs_its_encoder_of_images_is_refused():
+    assert refusal(with_images(may_be_none=False)) == (
+        "Config cannot be built without vision_encoder, and is given text alone"
+    )
+
+
+def test_data_that_are_images_are_refused():
+    @dataclasses.dataclass(kw_only=True, slots=True)
+    class Images(BaseDataLoader.Config):
+        pass
+
+    published = with_images(may_be_none=True)
+    published.hf_assets_path, published.dataloader = "./assets/hf/model", Images()
+    assert refusal(published).startswith("its data are images (")
+    assert refusal(published).endswith(
+        "), of which every batch has another number where a graph has fixed shapes"
+    )
+
+
+def test_layers_of_gated_delta_rules_are_refused():
+    published = gpt_oss.gpt_oss_debugmodel()
+
+    @dataclasses.dataclass
+    class Hybrid:
+        delta_net: object
+
+    published.model_spec.model.layers[1:] = [Hybrid(object()), Hybrid(None)]
+    assert refusal(published) == (
+        "1 of its 3 layers are GatedDeltaNet, whose kernels (FLA, in Triton) run on GPUs alone and "
+        "take the offsets of documents as numbers, which differ in every batch where a graph has "
+        "fixed ones"
+    )
+
+
+def test_a_model_that_is_no_decoder_is_refused():
+    published = gpt_oss.gpt_oss_debugmodel()
+    published.model_spec = None
+    assert refusal(published) == (
+        "its model is NoneType, which is no Decoder of torchtitan's: a step is captured from tokens "
+        "to logits"
+    )
