@@ -78,6 +78,45 @@ def test_a_later_start_captures_nothing(folders: Any, numbers_of: Any, tmp_path:
         assert all(each.loaded_from is not None for each in again.shared)
 
 
+@pytest.mark.parametrize(
+    ("numbers_of", "cold", "warm"),
+    [
+        # Ranks 0 and 7 have captured.
+        pytest.param(like, [1], [0], id="one graph"),
+        # One rank for each place on "tp", of those that did not capture.
+        pytest.param(by_tp, None, [0, 1, 2, 3], id="numbers by a place"),
+    ],
+)
+def test_the_lowest_of_those_that_run_the_very_same_graph_verifies_it(
+    numbers_of: Any, cold: list[int] | None, warm: list[int], tmp_path: Path
+):
+    first = start(MESH, numbers_of, folder_of=shared_folder(tmp_path))
+    loaded = [rank for rank, each in enumerate(first.shared) if rank not in first.captures]
+    of_place = {MESH[rank]["tp"]: rank for rank in reversed(loaded)}
+    assert first.verifications == (sorted(of_place.values()) if cold is None else cold)
+    assert start(MESH, numbers_of, folder_of=shared_folder(tmp_path)).verifications == warm
+
+
+@pytest.mark.parametrize(
+    ("is_sound", "captures"),
+    [
+        pytest.param(lambda numbers: False, list(range(8)), id="for all"),
+        pytest.param(lambda numbers: numbers[1] != 256, [1, 5], id="for ranks at one place"),
+    ],
+)
+def test_what_one_rank_finds_unsound_no_rank_that_runs_it_uses(
+    is_sound: Any, captures: list[int], tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    start(MESH, by_tp, folder_of=shared_folder(tmp_path))
+    again = start(MESH, by_tp, folder_of=shared_folder(tmp_path), is_sound=is_sound)
+    check(again, by_tp)
+    assert again.captures == captures
+    assert (
+        "cannot be used by this rank, which captures: the numbers [7, 256] contradict each other"
+        in caplog.text
+    )
+
+
 def test_numbers_that_follow_a_place_become_values_by_coordinate(tmp_path: Path):
     found = start(MESH, by_tp, folder_of=shared_folder(tmp_path))
     check(found, by_tp)
