@@ -81,12 +81,15 @@ class _Class:
     digest: str
     alike: AlikeRanks
     reason: str = ""
-    round_number: int = 0
+    round_number: int = field(init=False)
     is_settled: bool = False
     can_be_stored: bool = True
     num_rules: int = 0
     rule_axes: tuple[str, ...] = ()
     captured_by: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.round_number = self.alike.first_round
 
     @property
     def origin(self) -> int:
