@@ -45,6 +45,7 @@ $(STAMP): pyproject.toml $(PACKAGES:%=packages/%/pyproject.toml) Makefile
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv==$(UV_VERSION)
 	$(BIN)/uv pip install --compile-bytecode --python $(BIN)/python --group dev \
 		$(PACKAGES:%=--editable packages/%)
+	$(BIN)/python -m compileall -q $(PACKAGES:%=packages/%/src)
 	@touch $@
 
 # Not in .venv: what is said where it is missing has tests too, and each start would import it.

@@ -16,8 +16,6 @@ from torchtitan.tools import filesystem
 from torchtitan.tools.logging import logger
 
 from gt_passes.simulation import Hardware
-from gt_trainer.dry_run.dry_run import plan_before_training
-from gt_trainer.dry_run.simulated_balance import balance_before_training, with_stages
 from gt_trainer.launcher import (
     ChildFailedError,
     ChildTimedOutError,
@@ -86,8 +84,10 @@ def _balanced(config: GraphTrainer.Config, hardware: Hardware | None) -> GraphTr
     balance = balance_of(config.parallelism)
     if balance == "layers" or os.environ.get("RANK", "0") != "0":
         return config
+    # Imported here, and below: no other run pays for the solver and the simulation.
+    from gt_trainer.dry_run.simulated_balance import balance_before_training, with_stages
+
     if (path := plan_file_of(config)) is not None:
-        # Imported here: no other run pays for the solver.
         from gt_trainer.pipelines.planned_stages import stages_of_plan
 
         return with_stages(config, stages_of_plan(path))
@@ -122,6 +122,8 @@ def _with_plan(config: GraphTrainer.Config, hardware: Hardware | None) -> GraphT
         return config
     if plan_file_of(config) is not None:
         return config
+    from gt_trainer.dry_run.dry_run import plan_before_training
+
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     try:
         found = run_in_child(

@@ -78,9 +78,13 @@ class NumberGraph:
     numbers_of: Callable[[Coordinates], list[Any]]
     fails_on: int | None = None
     refuses_on: int | None = None
+    is_sound: Callable[[list[Any]], bool] = lambda numbers: True
+    """What the verifier says of a graph."""
     is_storable: bool = True
     captures: list[int] = field(default_factory=list)
     """Ranks that captured."""
+    verifications: list[int] = field(default_factory=list)
+    """Ranks that verified what they loaded."""
 
     kind = "numbers"
 
@@ -103,6 +107,12 @@ class NumberGraph:
         numbers: list[Any] = node[3]
         return numbers
 
+    def verified(self, captured: list[Any]) -> list[Any]:
+        self.verifications.append(self.rank)
+        if not self.is_sound(captured):
+            raise ValueError(f"the numbers {captured} contradict each other")
+        return captured
+
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
@@ -110,6 +120,7 @@ class Start:
 
     shared: list[SharedGraph[list[Any]] | Exception]
     captures: list[int]
+    verifications: list[int]
     num_broadcasts: int
 
 
@@ -124,6 +135,7 @@ def start(
     """Let every rank obtain its graph."""
     wires = _Wires(len(places))
     captures: list[int] = []
+    verifications: list[int] = []
 
     def obtain(rank: int) -> SharedGraph[list[Any]] | Exception:
         axes = MeshAxes(coordinates=places[rank])
@@ -135,6 +147,7 @@ def start(
                     coordinates=places[rank],
                     numbers_of=numbers_of,
                     captures=captures,
+                    verifications=verifications,
                     **graph,
                 ),
                 folder=GraphFolder(folder_of(rank), axes=axes),
@@ -146,4 +159,9 @@ def start(
 
     with ThreadPoolExecutor(len(places)) as pool:
         shared = list(pool.map(obtain, range(len(places))))
-    return Start(shared=shared, captures=sorted(captures), num_broadcasts=wires.num_broadcasts)
+    return Start(
+        shared=shared,
+        captures=sorted(captures),
+        verifications=sorted(verifications),
+        num_broadcasts=wires.num_broadcasts,
+    )

@@ -55,6 +55,11 @@ def test_equal_captures_at_two_places_settle_a_class():
     assert judgement.divided_by == ()
 
 
+def test_ranks_of_tensor_parallelism_begin_with_those_who_would_be_asked_next():
+    assert mesh(fsdp=2, tp=4).first_round == 1
+    assert mesh(fsdp=4, tp=1).first_round == 0
+
+
 def test_a_difference_asks_for_more_witnesses():
     alike = mesh(fsdp=2, tp=2)
     judgement = judged(alike, lambda at: document(at["tp"]), only_round=0)

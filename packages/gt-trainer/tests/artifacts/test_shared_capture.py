@@ -60,10 +60,10 @@ def check(found: Start, numbers_of: Any) -> None:
 def test_alike_ranks_have_the_graph_of_the_lowest(folders: Any, tmp_path: Path):
     found = start(MESH, like, folder_of=folders(tmp_path))
     check(found, like)
-    assert found.captures == [0, 7]
+    assert found.captures == [0, 1, 7]
     assert found.num_broadcasts == (folders is own_folders)
     (group,) = found.shared[3].groups
-    assert str(group) == "ranks 0-7: captured by 0, compared with rank 7"
+    assert str(group) == "ranks 0-7: captured by 0, compared with ranks 1, 7"
     assert all(each.groups == (group,) for each in found.shared)
 
 
@@ -76,6 +76,45 @@ def test_a_later_start_captures_nothing(folders: Any, numbers_of: Any, tmp_path:
     if folders is shared_folder:
         assert again.captures == []
         assert all(each.loaded_from is not None for each in again.shared)
+
+
+@pytest.mark.parametrize(
+    ("numbers_of", "cold", "warm"),
+    [
+        # Ranks 0, 1 and 7 have captured.
+        pytest.param(like, [2], [0], id="one graph"),
+        # One rank for each place on "tp", of those that did not capture.
+        pytest.param(by_tp, None, [0, 1, 2, 3], id="numbers by a place"),
+    ],
+)
+def test_the_lowest_of_those_that_run_the_very_same_graph_verifies_it(
+    numbers_of: Any, cold: list[int] | None, warm: list[int], tmp_path: Path
+):
+    first = start(MESH, numbers_of, folder_of=shared_folder(tmp_path))
+    loaded = [rank for rank, each in enumerate(first.shared) if rank not in first.captures]
+    of_place = {MESH[rank]["tp"]: rank for rank in reversed(loaded)}
+    assert first.verifications == (sorted(of_place.values()) if cold is None else cold)
+    assert start(MESH, numbers_of, folder_of=shared_folder(tmp_path)).verifications == warm
+
+
+@pytest.mark.parametrize(
+    ("is_sound", "captures"),
+    [
+        pytest.param(lambda numbers: False, list(range(8)), id="for all"),
+        pytest.param(lambda numbers: numbers[1] != 256, [1, 5], id="for ranks at one place"),
+    ],
+)
+def test_what_one_rank_finds_unsound_no_rank_that_runs_it_uses(
+    is_sound: Any, captures: list[int], tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    start(MESH, by_tp, folder_of=shared_folder(tmp_path))
+    again = start(MESH, by_tp, folder_of=shared_folder(tmp_path), is_sound=is_sound)
+    check(again, by_tp)
+    assert again.captures == captures
+    assert (
+        "cannot be used by this rank, which captures: the numbers [7, 256] contradict each other"
+        in caplog.text
+    )
 
 
 def test_numbers_that_follow_a_place_become_values_by_coordinate(tmp_path: Path):
@@ -132,7 +171,7 @@ def test_ranks_that_know_how_they_differ_are_groups_from_the_start(tmp_path: Pat
 
     found = start(MESH, like, folder_of=shared_folder(tmp_path), identity_of=identity_of)
     check(found, like)
-    assert found.captures == [0, 3, 4, 7]
+    assert found.captures == [0, 1, 3, 4, 5, 7]
     first, second = found.shared[0].groups
     assert first.reason == ""
     assert second.reason == "other ranks have another rows"
@@ -207,7 +246,7 @@ def test_a_damaged_graph_is_set_aside_and_captured_anew(
     entry.path.write_bytes(entry.path.read_bytes()[:-3])
     found = start(MESH, like, folder_of=folder_of)
     check(found, like)
-    assert found.captures == [0, 7]
+    assert found.captures == [0, 1, 7]
     assert "cannot be used, and is captured anew" in caplog.text
     assert len(list((tmp_path / "damaged").iterdir())) >= 2
     assert start(MESH, like, folder_of=folder_of).captures == []
@@ -224,7 +263,7 @@ def test_a_graph_of_another_run_under_this_digest_is_set_aside(
     ours.path.write_bytes(theirs.path.read_bytes())
     found = start(MESH, like, folder_of=folder_of)
     check(found, like)
-    assert found.captures == [0, 7]
+    assert found.captures == [0, 1, 7]
     assert "it lies under the digest of another run" in caplog.text
     assert "rows" in caplog.text
 

@@ -138,7 +138,7 @@ class Container:
     Use it in a ``with``. One thread at a time.
     """
 
-    __slots__ = ("_file", "fingerprint", "kind", "path", "sections")
+    __slots__ = ("_file", "fingerprint", "kind", "path", "sections", "sha256")
 
     def __init__(
         self,
@@ -148,6 +148,7 @@ class Container:
         kind: str,
         fingerprint: Fingerprint,
         sections: Mapping[str, ContainerSection],
+        sha256: str,
     ) -> None:
         self._file = file
         self.path = path
@@ -155,6 +156,9 @@ class Container:
         self.fingerprint = fingerprint
         self.sections = MappingProxyType(dict(sections))
         """By name, in the order of the file."""
+
+        self.sha256 = sha256
+        """Of the header, in which the SHA-256 of each section stands: equal ones, equal content."""
 
     def document(self, name: str) -> Any:
         """The JSON document of a section.
@@ -303,6 +307,7 @@ def _read_header(file: BinaryIO, path: Path, file_bytes: int) -> Container:
         kind=header["kind"],
         fingerprint=_fingerprint(header["fingerprint"], path),
         sections=_sections(header["sections"], path=path, start=start, file_bytes=file_bytes),
+        sha256=first[2].decode(),
     )
 
 

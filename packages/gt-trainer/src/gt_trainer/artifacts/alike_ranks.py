@@ -36,6 +36,9 @@ Coordinates = Mapping[str, int]
 """Where a rank stands: its position by mesh axis, from 0."""
 
 
+TENSOR_AXIS = "tp"
+"""The axis of tensor parallelism."""
+
 NUM_ROUNDS = 3
 """How many times more witnesses may be asked for, the first included."""
 
@@ -65,6 +68,16 @@ class AlikeRanks:
             if len(set(column)) > 1:
                 places.setdefault(column, axis)
         return tuple(places.values())
+
+    @property
+    def first_round(self) -> int:
+        """The round with which to begin.
+
+        Ranks of tensor parallelism hold other rows of a vocabulary and other pieces of a sequence,
+        so that numbers will differ: those who would be asked next capture at once. That proves no
+        less, and nobody waits for two captures in a row.
+        """
+        return 1 if TENSOR_AXIS in self.axes else 0
 
     def witnesses(self, round_number: int) -> tuple[int, ...]:
         """Ranks that have captured after a round, the lowest first; those of rounds before too.

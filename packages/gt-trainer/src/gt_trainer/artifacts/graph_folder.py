@@ -42,6 +42,9 @@ class Loaded(Generic[CapturedT]):
 
     captured: CapturedT
     path: Path
+    sha256: str
+    """Of its container; as ``Container`` has it."""
+
     rule_axes: tuple[str, ...]
     """As ``StoredGraph`` has them."""
 
@@ -178,7 +181,7 @@ class GraphFolder:
                     f"which numbers follow, and not {axes!r}"
                 )
             captured = graph.decode(container)
-        return Loaded(captured=captured, path=path, rule_axes=tuple(axes))
+        return Loaded(captured=captured, path=path, sha256=container.sha256, rule_axes=tuple(axes))
 
     def _division(self, path: Path, identity: Fingerprint) -> Division:
         """Read what ``write_division`` wrote; whatever else would divide without end."""
@@ -211,10 +214,14 @@ class GraphFolder:
         except (ArtifactDamagedError, ArtifactVersionError) as error:
             self._set_aside(path, str(error))
         except Exception as error:  # noqa: BLE001  # other ranks wait, and a capture is always right
-            logger.warning(
-                f"--compile.artifacts: {path} cannot be used by this rank, which captures: {error}"
-            )
+            self.refuse(path, str(error))
         return None
+
+    def refuse(self, path: Path, reason: str) -> None:
+        """Warn that this rank captures, since it cannot use a graph that others may."""
+        logger.warning(
+            f"--compile.artifacts: {path} cannot be used by this rank, which captures: {reason}"
+        )
 
     def _set_aside(self, path: Path, reason: str) -> None:
         try:

@@ -3,12 +3,13 @@
 All ranks go through the same steps together, and tell each other what they found after each, so
 that they agree on who captures, and a rank that fails ends all:
 
-1. Each looks under its fingerprint (``graph_folder``).
+1. Each looks under its fingerprint (``graph_folder``). Of ranks that loaded the same bytes, and
+   run the same numbers of them, the lowest verifies the graph for all.
 2. Ranks of one fingerprint of which none found a graph are a class (``alike_ranks``). Its lowest
    rank and a witness capture; documents are compared where the lowest rank is; more witnesses
    capture, or the class is divided, until every class has one graph.
 3. The lowest rank stores it. The others take it from the folder, or get its bytes where they do not
-   see that folder.
+   see that folder. It is verified as in 1.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -80,12 +81,15 @@ class _Class:
     digest: str
     alike: AlikeRanks
     reason: str = ""
-    round_number: int = 0
+    round_number: int = field(init=False)
     is_settled: bool = False
     can_be_stored: bool = True
     num_rules: int = 0
     rule_axes: tuple[str, ...] = ()
     captured_by: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.round_number = self.alike.first_round
 
     @property
     def origin(self) -> int:
@@ -161,6 +165,9 @@ class _Sharing(Generic[CapturedT]):
         self._captured: CapturedT | None = None
         self._stored: StoredGraph | None = None
         self._loaded: Loaded[CapturedT] | None = None
+        self._is_verified = False
+        """Whether what is loaded has been verified, here or by a rank that loaded the same."""
+
         self._documents: dict[int, Any] = {}
         """Of ranks of the class of which this rank is the lowest, those that were compared."""
 
@@ -217,7 +224,7 @@ class _Sharing(Generic[CapturedT]):
                 {
                     "identity": self._identity.digest,
                     "coordinates": dict(self._coordinates),
-                    "is_loaded": isinstance(found, Loaded),
+                    "loaded": self._contents(found),
                     "division": {"axes": list(found.axes), "reason": found.reason}
                     if isinstance(found, Division)
                     else None,
@@ -233,12 +240,13 @@ class _Sharing(Generic[CapturedT]):
                 reasons[self._identity.digest] = division["reason"]
         if isinstance(found, Loaded):
             self._loaded = found
+        are_usable = self._verify_for_others([row["loaded"] for row in rows])
         members: dict[str, dict[int, Mapping[str, int]]] = {}
         holders: dict[str, list[int]] = {}
         for rank, row in enumerate(rows):
             members.setdefault(row["identity"], {})[rank] = row["coordinates"]
             holders.setdefault(row["identity"], [])
-            if row["is_loaded"]:
+            if are_usable[rank]:
                 holders[row["identity"]].append(rank)
         classes = [
             _Class(
@@ -406,6 +414,45 @@ class _Sharing(Generic[CapturedT]):
             received = self._exchange.broadcast(data, source=_source(each, holders))
             if received and each is own and self._lacks(own):
                 self._loaded = self._folder.take(self._identity, self._graph, received)
+        unverified = None if self._is_verified else self._contents(self._loaded)
+        self._verify_for_others(self._exchange.gather(unverified))
+
+    def _contents(self, found: Loaded[CapturedT] | Division | None) -> list[str] | None:
+        """What a loaded graph is told by: ranks with equal ones run the very same graph."""
+        if not isinstance(found, Loaded):
+            return None
+        axes = [axis for axis in (*found.rule_axes, PIPELINE_AXIS) if axis in self._coordinates]
+        places = [f"{axis} {self._coordinates[axis]}" for axis in axes]
+        return [self._identity.digest, found.sha256, *places]
+
+    def _verify_for_others(self, contents: Sequence[list[str] | None]) -> list[bool]:
+        """Verify each graph that ranks have loaded, on the lowest rank that has the very same one.
+
+        Args:
+            contents: by rank: ``_contents`` of what it loaded; None if nothing is to be verified.
+
+        Returns:
+            By rank, whether it has a graph that was found sound.
+        """
+        own = contents[self._rank]
+        problem: str | None = None
+        if own is not None and contents.index(own) == self._rank:
+            assert self._loaded is not None
+            try:
+                verified = self._graph.verified(self._loaded.captured)
+                self._loaded = replace(self._loaded, captured=verified)
+            except Exception as error:  # noqa: BLE001  # other ranks wait, and a capture is always right
+                problem = str(error)
+        if all(each is None for each in contents):
+            return [False] * len(contents)
+        problems: Sequence[str | None] = self._exchange.gather(problem)
+        if own is not None:
+            self._is_verified = True
+            refused = problems[contents.index(own)]
+            if refused is not None and self._loaded is not None:
+                self._folder.refuse(self._loaded.path, refused)
+                self._loaded, self._is_verified = None, False
+        return [each is not None and problems[contents.index(each)] is None for each in contents]
 
     def _capture_what_nobody_gave(self) -> None:
         """Capture where what others have cannot be used; they hear of it if that fails."""

@@ -50,10 +50,19 @@ class StorableGraph(Protocol[CapturedT]):
         """
 
     def decode(self, container: Container) -> CapturedT:
-        """The graph in a container, verified, and seen to fit the model of this rank.
+        """The graph in a container, seen to fit the model of this rank.
 
         Raises:
             ArtifactError: the container is damaged, or what is in it does not fit.
             VerificationError: the graph contradicts itself.
             StateMismatchError: it is for another model.
+        """
+
+    def verified(self, captured: CapturedT) -> CapturedT:
+        """A graph that ``decode`` gave, verified if that has not been done there.
+
+        One of the ranks that run the very same graph of the very same bytes does so for all.
+
+        Raises:
+            VerificationError: the graph contradicts itself.
         """

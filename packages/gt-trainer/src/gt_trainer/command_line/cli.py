@@ -214,16 +214,26 @@ def _without_garbage_collection() -> Iterator[None]:
 
 def _load_configuration(command: CommandLine) -> GraphTrainer.Config:
     """Import the module and call the function; this is where the heavy imports happen."""
-    from gt_trainer.device import DeviceUnavailableError, install
+    from gt_trainer.device import DeviceUnavailableError, install, intended_device_type
+    from gt_trainer.late_imports import compiling_nothing, imported_when_used
 
     try:
-        install()
+        installed = install()
     except DeviceUnavailableError as error:
         raise UsageError(str(error)) from None
-    from torchtitan.trainer import Trainer
+    if installed == "cpu":
+        # PyTorch asks for GPUs at each fake operator, and looks for the driver each time.
+        os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
+    # On a CPU models attend otherwise, and nothing calls the functions that torchtitan compiles.
+    attends_otherwise = intended_device_type() == "cpu"
+    with (
+        imported_when_used("datasets"),
+        compiling_nothing() if attends_otherwise else contextlib.nullcontext(),
+    ):
+        from torchtitan.trainer import Trainer
 
-    from gt_trainer.metrics.log_lines import start_logging
-    from gt_trainer.trainer import GraphTrainer
+        from gt_trainer.metrics.log_lines import start_logging
+        from gt_trainer.trainer import GraphTrainer
 
     start_logging()
     name = python_module(command.module)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -148,11 +148,16 @@ class StoredJoint:
             document = container.document(STEP_SECTION)
             parts = decode_joint(document, self.axes, blob=container.blob)
             BoundInputs(parts.joint, self.model)
+            forward, backward = map(pass_report_from_data, reports)
+            return JointCaptureReport(parts=parts, passes=(forward, backward), is_loaded=True)
+
+    def verified(self, captured: JointCaptureReport) -> JointCaptureReport:
+        """See ``StorableGraph``."""
+        parts, earlier = captured.parts, captured.passes
+        with self.clock.part("load"):
             forward, backward = (PassManager((), context=each) for each, _ in contexts_of(parts))
-            verified = forward.run(parts.forward), backward.run(parts.backward)
-            earlier = [pass_report_from_data(each) for each in reports]
-            return JointCaptureReport(
-                parts=parts,
-                passes=(earlier[0].followed_by(verified[0]), earlier[1].followed_by(verified[1])),
-                is_loaded=True,
+            passes = (
+                earlier[0].followed_by(forward.run(parts.forward)),
+                earlier[1].followed_by(backward.run(parts.backward)),
             )
+            return replace(captured, passes=passes)

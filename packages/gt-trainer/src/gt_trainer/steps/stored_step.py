@@ -6,12 +6,11 @@ A step is stored behind the passes that rewrite it and before those that generat
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
-from gt_passes import PassManager, PassManagerReport, pass_report_as_data, pass_report_from_data
-from gt_trace import TracedStep
+from gt_passes import PassManager, pass_report_as_data, pass_report_from_data
 from gt_trace.artifacts.container import Container
 from gt_trace.artifacts.mesh_axes import MeshAxes
 from gt_trace.artifacts.step_document import decode_step, encode_step
@@ -51,17 +50,14 @@ class StoredTrainingStep:
         """See ``StorableGraph``."""
         with self.clock.part("load"):
             stored = pass_report_from_data(container.document(_PASSES))
-            traced, verification = _loaded(container, self.axes, self.model)
-            return CaptureReport(
-                traced=traced, passes=(stored.followed_by(verification),), is_loaded=True
-            )
+            traced = decode_step(container.document(STEP_SECTION), self.axes, blob=container.blob)
+            traced.bind(self.model)
+            return CaptureReport(traced=traced, passes=(stored,), is_loaded=True)
 
-
-def _loaded(
-    container: Container, axes: MeshAxes, model: nn.Module
-) -> tuple[TracedStep, PassManagerReport]:
-    """The step in a container, seen to fit the model, and what the verifier says of it."""
-    traced = decode_step(container.document(STEP_SECTION), axes, blob=container.blob)
-    traced.bind(model)
-    # No passes: the verifier, and recompilation.
-    return traced, PassManager((), context=context_of(traced)).run(traced.graph_module)
+    def verified(self, captured: CaptureReport) -> CaptureReport:
+        """See ``StorableGraph``."""
+        with self.clock.part("load"):
+            # No passes: the verifier, and recompilation.
+            manager = PassManager((), context=context_of(captured.traced))
+            verification = manager.run(captured.traced.graph_module)
+            return replace(captured, passes=(captured.passes[0].followed_by(verification),))
