@@ -3,6 +3,8 @@
 import errno
 import os
 import shutil
+import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +16,7 @@ from torchtitan.config import ParallelismConfig
 from gt_config import CompileConfig
 from gt_trainer import run
 from gt_trainer.metrics.metrics_history import MetricsFileError
+from gt_trainer.models import llama3
 
 
 class Interrupting(dcp.FileSystemWriter):
@@ -123,3 +126,57 @@ def test_other_errors_of_the_system_stay_what_they_are(tmp_path):
 
     with pytest.raises(FileNotFoundError):
         run.train(running(tmp_path, train))
+
+
+class TestSearchForAPlan:
+    """A search that is not done in half of the time that other ranks wait for the first one."""
+
+    def plan_of(self, folder, search, monkeypatch):
+        """The file of the plan that the run goes on with."""
+        config = llama3.llama3_debugmodel()
+        config.dump_folder = str(folder)
+        config.compile = replace(config.compile, autoparallel=True)
+        config.comm.init_timeout_seconds = 1
+        monkeypatch.setattr(run, "plan_before_training", search)
+        return run._with_plan(config, None).compile.autoparallel_solver.plan
+
+    def test_the_best_plan_yet_is_taken_and_that_is_said(self, tmp_path, monkeypatch, caplog):
+        def search(config, world_size, *, best_path, hardware):
+            best_path.write_text("the best plan yet")
+            time.sleep(60)
+
+        plan = tmp_path / "placement.json"
+        assert self.plan_of(tmp_path, search, monkeypatch) == str(plan)
+        assert plan.read_text() == "the best plan yet"
+        assert list(tmp_path.iterdir()) == [plan]
+        assert caplog.messages[-1] == (
+            "The plan is the best that was found in half of --comm.init_timeout_seconds, which is "
+            "not enough to find and simulate all rivals. A dry run does, and writes a plan for "
+            "--compile.autoparallel_solver.plan"
+        )
+
+    def test_without_one_the_run_searches_by_prices_whatever_was_found_before(
+        self, tmp_path, monkeypatch, caplog
+    ):
+        (tmp_path / "placement.json").write_text("the plan of another run")
+        (tmp_path / ".placement.json.best").write_text("the best plan of a run that was killed")
+
+        def search(config, world_size, *, best_path, hardware):
+            time.sleep(60)
+
+        assert self.plan_of(tmp_path, search, monkeypatch) is None
+        assert caplog.messages[-1] == (
+            "The plan is the cheapest by its prices, and has no rivals: none was found in half of "
+            "--comm.init_timeout_seconds, which is not enough to find and simulate all rivals. A "
+            "dry run does, and writes a plan for --compile.autoparallel_solver.plan"
+        )
+
+    def test_a_search_in_time_leaves_no_other_file(self, tmp_path, monkeypatch):
+        def search(config, world_size, *, best_path, hardware):
+            best_path.write_text("the best plan yet")
+            best_path.with_name("placement.json").write_text("the plan")
+
+        plan = tmp_path / "placement.json"
+        assert self.plan_of(tmp_path, search, monkeypatch) == str(plan)
+        assert plan.read_text() == "the plan"
+        assert list(tmp_path.iterdir()) == [plan]

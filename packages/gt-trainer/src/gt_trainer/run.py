@@ -113,7 +113,7 @@ def _with_plan(config: GraphTrainer.Config, hardware: Hardware | None) -> GraphT
 
     In a child and before CUDA and the process group, for the reasons of ``_balanced``. Rank 0 hands
     the plan over once there is a group. The others wait so long: after half of the time that they
-    do, the run goes on without rivals, and says so.
+    do, the run goes on with the best plan yet, and says so.
     """
     options = config.compile
     is_judged = options.autoparallel and options.autoparallel_solver.simulate_rivals
@@ -125,26 +125,43 @@ def _with_plan(config: GraphTrainer.Config, hardware: Hardware | None) -> GraphT
     from gt_trainer.dry_run.dry_run import plan_before_training
 
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    path = Path(config.dump_folder) / PLAN_FILE
+    best_path = path.with_name(f".{PLAN_FILE}.best")
+    best_path.unlink(missing_ok=True)
     try:
         found = run_in_child(
-            partial(plan_before_training, config, world_size, hardware=hardware),
+            partial(
+                plan_before_training, config, world_size, best_path=best_path, hardware=hardware
+            ),
             timeout_seconds=config.comm.init_timeout_seconds / 2,
         )
+        logger.info(f"Plans by their simulated steps:\n{found}")
     except ChildTimedOutError:
-        logger.warning(
-            "The plan has no rivals and is the cheapest by its prices, since their steps could not "
-            "be simulated in half of --comm.init_timeout_seconds. A dry run simulates them, and "
-            "writes a plan for --compile.autoparallel_solver.plan"
-        )
-        return config
+        has_plan = best_path.is_file()
+        logger.warning(_out_of_time(has_plan=has_plan))
+        if not has_plan:
+            return config
+        best_path.replace(path)
     except ChildFailedError as error:
         raise RunStoppedError(
             "plans could not be simulated before training (to train without: "
             f"--compile.autoparallel_solver.no_simulate_rivals): {error}"
         ) from None
-    logger.info(f"Plans by their simulated steps:\n{found}")
-    path = Path(config.dump_folder) / PLAN_FILE
+    finally:
+        best_path.unlink(missing_ok=True)
     return replace(config, compile=with_plan_file(options, path))
+
+
+def _out_of_time(*, has_plan: bool) -> str:
+    what = (
+        "The plan is the best that was found"
+        if has_plan
+        else "The plan is the cheapest by its prices, and has no rivals: none was found"
+    )
+    return (
+        f"{what} in half of --comm.init_timeout_seconds, which is not enough to find and simulate "
+        "all rivals. A dry run does, and writes a plan for --compile.autoparallel_solver.plan"
+    )
 
 
 def _train(config: GraphTrainer.Config) -> None:

@@ -29,7 +29,7 @@ from gt_trainer.dry_run.fake_step import FakeStep, fake_step
 from gt_trainer.dry_run.pipeline_dry_run import PipelineDryRunReport, pipeline_dry_run
 from gt_trainer.dry_run.simulated_run import SimulatedRun, simulate_run
 from gt_trainer.dry_run.step_facts import degrees_of, step_facts
-from gt_trainer.dry_run.step_judge import judged_step, step_judge
+from gt_trainer.dry_run.step_judge import judged_step, keeping_the_best, step_judge
 from gt_trainer.placement.kept_plan import plan_file_of, with_plan_file
 from gt_trainer.placement.plan_judge import judged_by
 from gt_trainer.placement.planned_machine import PlannedMachine, planned_for
@@ -288,7 +288,11 @@ def _captured(
 
 
 def plan_before_training(
-    config: GraphTrainer.Config, world_size: int, *, hardware: Hardware | None = None
+    config: GraphTrainer.Config,
+    world_size: int,
+    *,
+    best_path: Path,
+    hardware: Hardware | None = None,
 ) -> PlanJudgement | None:
     """Find the plan that a run will train with; it is written to the dump folder.
 
@@ -297,6 +301,7 @@ def plan_before_training(
     Args:
         config: as for ``dry_run``, with a solver and without a pipeline. Not changed.
         world_size: as for ``dry_run``.
+        best_path: file for the best plan yet, for whoever ends the search.
         hardware: the machine to plan for and to simulate; H100 SXM by default.
 
     Raises:
@@ -307,7 +312,8 @@ def plan_before_training(
     def simulate(step: FakeStep) -> SimulatedRun:
         return _report(config, step, hardware=hardware).simulated
 
-    with judged_by(step_judge(config, simulate)) as judging, fake_step(config, world_size):
+    new_judge = keeping_the_best(step_judge(config, simulate), best_path)
+    with judged_by(new_judge) as judging, fake_step(config, world_size):
         return judging.judgement
 
 

@@ -7,11 +7,13 @@ priced as the run's own step is: on the fake ranks that exist already.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.distributed import ParallelDims
+from torchtitan.tools.logging import logger
 
-from gt_autoparallel import Judge, JudgedStep, PlacementPlan, SharedPlan
+from gt_autoparallel import Judge, JudgedStep, PlacementPlan, SharedPlan, write_plan
 from gt_trace import flex_attention_on_cpu
 from gt_trainer.dry_run.fake_step import FakeStep, meta_model, step_of_placed
 from gt_trainer.dry_run.simulated_run import SimulatedRun
@@ -55,3 +57,35 @@ def step_judge(
 def judged_step(found: SimulatedRun) -> JudgedStep:
     """What of a simulated step plans are chosen by."""
     return JudgedStep(step_us=found.step_us, peak_bytes=found.peak_bytes, fits=found.fits)
+
+
+def keeping_the_best(new_judge: NewJudge | None, path: Path) -> NewJudge | None:
+    """Judges like those of ``new_judge``, whose best plan until now is always in a file.
+
+    So a search that is ended has found something. The first plan is there before it is simulated.
+
+    Args:
+        new_judge: None if there is nothing to judge.
+        path: of the file.
+    """
+    if new_judge is None:
+        return None
+
+    def new_keeping_judge(parallel_dims: ParallelDims, mesh: DeviceMesh) -> Judge:
+        judge = new_judge(parallel_dims, mesh)
+        best: JudgedStep | None = None
+
+        def keeping_judge(plan: PlacementPlan) -> JudgedStep:
+            nonlocal best
+            if best is None:
+                write_plan(plan, path)
+            step = judge(plan)
+            if best is None or step.is_better_than(best):
+                best = step
+                write_plan(plan, path)
+                logger.info(f"Placement: the best plan yet takes {step.step_us / 1e3:,.1f} ms")
+            return step
+
+        return keeping_judge
+
+    return new_keeping_judge
