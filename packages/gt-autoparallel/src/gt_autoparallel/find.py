@@ -25,6 +25,7 @@ from gt_autoparallel.problem.constraints import Constraints, LayoutConstraint
 from gt_autoparallel.request_checks import check_model_arguments, mesh_shape
 from gt_autoparallel.simulated_rivals import Judge, with_rivals
 from gt_passes.simulation import CostModel
+from gt_trace.garbage_collection import held_garbage_collection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,6 +185,7 @@ def _budget_bytes(request: PlacementRequest) -> int | None:
     return device_budget_bytes(cost_model.hardware.hbm_capacity_bytes)
 
 
+@held_garbage_collection()
 def planner_of_model(
     model: nn.Module,
     mesh: DeviceMesh | MeshShape,

@@ -50,6 +50,8 @@ from gt_autoparallel.solver import (
     solve,
     solve_mixed,
 )
+from gt_autoparallel.solver.problem import FloatArray
+from gt_trace.garbage_collection import held_garbage_collection
 
 ReportProgress = Callable[[str], None]
 """Takes one line about what is being done."""
@@ -112,12 +114,14 @@ class Planner:
         self._accumulates_gradients = accumulates_gradients
         self._say = progress or (lambda line: None)
         self._tables = RedistributionTables(mesh, self.prices)
+        self._times: dict[int, FloatArray] = {}
         self._parts: dict[PartsKey, ProblemParts] = {}
         self._warm_starts: dict[object, WarmStart] = {}
         self._unlimited: dict[tuple[ResolvedRequest, float], _Found] = {}
         """What was found without a budget, by request and gap."""
         self._expert_pins: ExpertPins | None = None
 
+    @held_garbage_collection()
     def find(
         self,
         *,
@@ -325,6 +329,7 @@ class Planner:
             loss_bytes=request.loss_bytes,
             accumulates_gradients=request.accumulates_gradients,
             tables=self._tables,
+            times=self._times,
             parts=self._parts,
         )
         self._check_constraints(found, request)

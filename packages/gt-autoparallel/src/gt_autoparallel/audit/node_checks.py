@@ -34,7 +34,6 @@ class OfferedOptions(Protocol):
 def node_problems(plan: PlacementPlan, offered: OfferedOptions) -> Iterator[str]:
     """Nodes whose option is not one of theirs, or whose layouts do not fit their tensors."""
     unknown = plan.request.replicate_unknown
-    sets: dict[int, tuple[tuple[NodeOption, ...], frozenset[NodeOption]]] = {}
     for node, option in zip(plan.graph.nodes, plan.options, strict=True):
         operands = plan.graph.operand_specs(node)
         problem = _shape_problem(node, operands, option, plan.mesh)
@@ -44,9 +43,9 @@ def node_problems(plan: PlacementPlan, offered: OfferedOptions) -> Iterator[str]
                 if node.kind == "experts"
                 else offered(node, operands, plan.mesh, replicate_unknown=unknown)
             )
-            # Repeated layers get the same tuple; its set is made once and the tuple kept alive.
-            known = sets.setdefault(id(options), (options, frozenset(options)))
-            if option not in known[1]:
+            # The planner takes options from the very tuple; comparing them one by one is slow.
+            is_offered = any(option is each for each in options) or option in options
+            if not is_offered:
                 problem = "no rule offers its option"
         elif problem is None:
             problem = _kind_problem(node, option)

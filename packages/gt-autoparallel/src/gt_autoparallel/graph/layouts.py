@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
@@ -136,6 +137,11 @@ def local_shape(shape: Sequence[int], layout: Layout, mesh: MeshShape) -> tuple[
     Raises:
         ValueError: the layout does not fit the shape.
     """
+    return _local_shape(tuple(shape), layout, mesh)
+
+
+@lru_cache(maxsize=1 << 16)
+def _local_shape(shape: tuple[int, ...], layout: Layout, mesh: MeshShape) -> tuple[int, ...]:
     if not fits(shape, layout, mesh):
         raise ValueError(
             f"layout {short_text(layout)} does not cut shape {tuple(shape)!r} evenly on mesh "

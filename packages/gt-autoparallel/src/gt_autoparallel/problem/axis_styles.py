@@ -18,6 +18,7 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from gt_autoparallel.graph.experts import FIRST_WEIGHT_OPERAND
 from gt_autoparallel.graph.layer_names import layer_of_module
 from gt_autoparallel.graph.layouts import MeshShape, fits
+from gt_autoparallel.graph.options import NodeOption
 from gt_autoparallel.graph.parameter_chains import gradient_chains, parameter_chains
 from gt_autoparallel.graph.placement_graph import PlacementGraph, PlacementNode, TensorSpec, Value
 from gt_autoparallel.problem.constraints import LayoutConstraint
@@ -115,6 +116,9 @@ class _Pins:
         for use in graph.uses():
             self._readers[use.value.node].append(graph.nodes[use.consumer])
         self._expert_weights = _expert_weights(graph)
+        self._offers: dict[tuple[int, Placement], tuple[tuple[NodeOption, ...], bool]] = {}
+        """What ``_if_offered`` has found: repeated layers get the same tuple of options, which is
+        kept alive for its id."""
 
     def operands(self) -> Iterator[_Pin]:
         """Where routed experts are, along axes of data parallelism."""
@@ -171,13 +175,11 @@ class _Pins:
             if node.kind == "experts"
             else node_options(node, operands, self._mesh, replicate_unknown=self._replicate_unknown)
         )
-        for option in options:
-            layout = option.outputs[0]
-            if layout is not None and all(
-                pin is None or pin == there for pin, there in zip(wanted, layout, strict=True)
-            ):
-                yield node, 0, wanted
-                return
+        key = (id(options), placement)
+        if key not in self._offers:
+            self._offers[key] = (options, any(_lies(option, wanted) for option in options))
+        if self._offers[key][1]:
+            yield node, 0, wanted
 
     def _parameters(self) -> Iterator[_Pin]:
         """Parameters as stored, and what is shared of them between their users."""
@@ -274,6 +276,13 @@ class _Pins:
 
     def _read_elsewhere(self, share: PlacementNode, home: str | None) -> bool:
         return any(layer_of_module(n.module) != home for n in self._readers[share.index])
+
+
+def _lies(option: NodeOption, wanted: tuple[Placement | None, ...]) -> bool:
+    layout = option.outputs[0]
+    return layout is not None and all(
+        pin is None or pin == there for pin, there in zip(wanted, layout, strict=True)
+    )
 
 
 def _expert_weights(graph: PlacementGraph) -> frozenset[str]:

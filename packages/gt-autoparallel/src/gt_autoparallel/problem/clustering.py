@@ -13,9 +13,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-from torch.utils import _pytree as pytree
 
 from gt_autoparallel.graph.layer_names import layer_of_module, window_name
 from gt_autoparallel.graph.placement_graph import PlacementGraph, PlacementNode, Value
@@ -98,11 +95,9 @@ def _description(
 def _node_description(
     graph: PlacementGraph, node: PlacementNode, layer: str, place: Mapping[int, int]
 ) -> Hashable:
-    def described(leaf: Any) -> Any:
-        if isinstance(leaf, Value):
-            inside = place.get(leaf.node)
-            return graph.spec(leaf) if inside is None else Value(inside, leaf.output)
-        return leaf.removeprefix(layer) if isinstance(leaf, str) else leaf
+    def described(value: Value) -> Hashable:
+        inside = place.get(value.node)
+        return graph.spec(value) if inside is None else Value(inside, value.output)
 
     target = node.target
     return (
@@ -110,6 +105,7 @@ def _node_description(
         target.removeprefix(layer) if isinstance(target, str) else target,
         node.module.removeprefix(layer),
         node.phase,
-        repr(pytree.tree_map(described, (node.args, node.kwargs))),
+        node.constants.replace(f"'{layer}", "'"),
+        tuple(map(described, node.operands)),
         node.outputs,
     )

@@ -54,7 +54,7 @@ from gt_autoparallel.problem.problem_parts import (
 )
 from gt_autoparallel.problem.redistribution_tables import RedistributionTables
 from gt_autoparallel.solver import Mixture, evaluate_mixture
-from gt_autoparallel.solver.problem import MemoryRow, Problem, Variable, Window
+from gt_autoparallel.solver.problem import FloatArray, MemoryRow, Problem, Variable, Window
 
 Demand = tuple[str, int, tuple[Placement | None, ...]]
 """A layout constraint without its node: side, position, and a placement or None for each axis."""
@@ -184,6 +184,7 @@ def placement_problem(
     loss_bytes: int = 0,
     accumulates_gradients: bool = False,
     tables: RedistributionTables | None = None,
+    times: dict[int, FloatArray] | None = None,
     parts: dict[PartsKey, ProblemParts] | None = None,
 ) -> PlacementProblem:
     """The problem whose solution is the best placement of ``graph``.
@@ -194,8 +195,8 @@ def placement_problem(
 
     ``options_of`` gives alike nodes the same options. Options that break a constraint are
     forbidden, and a node with constraints shares its choice only with alike nodes that have the
-    same ones. ``tables`` and ``parts`` are of earlier problems of the same graph, mesh and prices;
-    they get what is made anew.
+    same ones. ``tables``, ``times`` and ``parts`` are of earlier problems of the same graph, mesh
+    and prices; they get what is made anew.
     """
     of_node: dict[str, tuple[Demand, ...]] = {}
     for each in constraints:
@@ -233,6 +234,7 @@ def placement_problem(
                 reduces=frozenset(reduces),
                 summed_later=summed_later(graph),
                 tables=RedistributionTables(mesh, prices) if tables is None else tables,
+                times={} if times is None else times,
                 forward_of={backward: forward for forward, backward in experts_of(graph).items()},
                 gradients=gradient_copies(
                     microbatches, accumulates_gradients=accumulates_gradients

@@ -78,10 +78,14 @@ def problem_parts(
 ) -> ProblemParts:
     """The parts that ``builder`` makes of the options of nodes."""
     choices = builder.choices(options_of)
+    compute_us = tuple(builder.compute_us(*each) for each in enumerate(choices))
     return ProblemParts(
         choices=choices,
-        compute_us=tuple(builder.compute_us(*each) for each in enumerate(choices)),
-        again_us=tuple(builder.again_us(*each) for each in enumerate(choices)),
+        compute_us=compute_us,
+        again_us=tuple(
+            builder.again_us(number, each, compute_us[number])
+            for number, each in enumerate(choices)
+        ),
         memory_rows=tuple(builder.memory_rows(choices)),
         memory_bytes=builder.memory_bytes(choices, optimizer_state_copies),
         passing_bytes=tuple(builder.passing_bytes(*each) for each in enumerate(choices)),
@@ -111,6 +115,9 @@ class PartsBuilder:
     reduces: frozenset[int]
     summed_later: frozenset[int]
     tables: RedistributionTables
+    times: dict[int, FloatArray]
+    """Of first nodes of classes of earlier problems [options]: times; gets further ones."""
+
     forward_of: Mapping[int, int]
     """From the backward of routed experts to its forward."""
 
@@ -124,37 +131,53 @@ class PartsBuilder:
         for members in self.clustering.members:
             node = self.graph.nodes[members[0]]
             options = options_of(node)
-            statuses = self.saved.statuses.get(node.index, (None,))
+            statuses = self._statuses(node)
             result.append(
                 tuple(Choice(option=o, status=status) for o in options for status in statuses)
             )
         return tuple(result)
 
     def compute_us(self, number: int, choices: Sequence[Choice]) -> FloatArray:
-        """[choices] Time of one node of a class."""
+        """[choices] Time of one node of a class, with that of the forward that it repeats."""
         node = self._first(number)
-        times = [self._compute_us(node, choice) for choice in choices]
-        return np.array(times, dtype=np.float64)
-
-    def _compute_us(self, node: PlacementNode, choice: Choice) -> float:
-        """Time of a node, with that of the forward that it repeats."""
         operands = self.graph.operand_specs(node)
-        time_us = self.prices.compute_us(node, operands, choice.option, self.mesh)
-        if choice.status == "products":
-            time_us += self.prices.between_products_us(node, operands, choice.option, self.mesh)
-        if choice.status == "repeated":
-            forward = self.graph.nodes[self.forward_of[node.index]]
-            option = replace(choice.option, operands=choice.option.operands[1:])
-            operands = self.graph.operand_specs(forward)
-            time_us += self.prices.compute_us(forward, operands, option, self.mesh)
-        return time_us
+        num_statuses = len(self._statuses(node))
+        if node.index not in self.times:
+            self.times[node.index] = np.array(
+                [
+                    self.prices.compute_us(node, operands, choice.option, self.mesh)
+                    for choice in choices[::num_statuses]
+                ],
+                dtype=np.float64,
+            )
+        times: FloatArray = np.repeat(self.times[node.index], num_statuses)
+        if node.index in self.forward_of:
+            times += [self._repeated_us(node, choice) for choice in choices]
+        return times
 
-    def again_us(self, number: int, choices: Sequence[Choice]) -> dict[int, FloatArray]:
+    def _repeated_us(self, node: PlacementNode, choice: Choice) -> float:
+        """What the backward of routed experts computes of their forward."""
+        operands = self.graph.operand_specs(node)
+        if choice.status == "products":
+            return self.prices.between_products_us(node, operands, choice.option, self.mesh)
+        if choice.status != "repeated":
+            return 0.0
+        forward = self.graph.nodes[self.forward_of[node.index]]
+        option = replace(choice.option, operands=choice.option.operands[1:])
+        operands = self.graph.operand_specs(forward)
+        return self.prices.compute_us(forward, operands, option, self.mesh)
+
+    def _statuses(self, node: PlacementNode) -> tuple[Status | None, ...]:
+        return self.saved.statuses.get(node.index, (None,))
+
+    def again_us(
+        self, number: int, choices: Sequence[Choice], compute_us: FloatArray
+    ) -> dict[int, FloatArray]:
         """The window in which a node of a class runs again -> [choices] its time there."""
         again = _runs_again(choices)
         if not again.any():
             return {}
-        times = np.where(again, self.compute_us(number, choices), 0.0)
+        times = np.where(again, compute_us, 0.0)
         return {self._backward_window(number): times} if times.any() else {}
 
     def memory_rows(self, choices: Sequence[Sequence[Choice]]) -> dict[str, None]:

@@ -138,7 +138,7 @@ class Bounding:
         attempt, stalled = 0, 0
         for turn in range(rounds):
             for forward in (True, False):
-                self._offer(part, ascent.sweep(forward=forward))
+                self._offer(part, ascent.decoding_sweep(forward=forward))
             bound = ascent.swept_bound
             if elimination is not None and turn >= 2:
                 exact = elimination.minimum(*ascent.potentials())
@@ -186,7 +186,7 @@ class Bounding:
         last = -math.inf
         for _ in range(sweeps):
             ascent.sweep(forward=True)
-            self._offer(part, ascent.sweep(forward=False))
+            self._offer(part, ascent.decoding_sweep(forward=False))
             bound = ascent.swept_bound
             part.lower_bound_us = max(part.lower_bound_us, bound)
             if part.lower_bound_us >= self.incumbent.cutoff_us:
@@ -219,9 +219,11 @@ class Bounding:
                 continue
             ascent = DualAscent(bytes_as_costs(reduced, row), part.prices)
             for sweep in range(self.settings.memory_sweeps):
-                positions = ascent.sweep(forward=sweep % 2 == 0)
+                forward = sweep % 2 == 0
                 if part.depth == 0:
-                    self._offer(part, positions)
+                    self._offer(part, ascent.decoding_sweep(forward=forward))
+                else:
+                    ascent.sweep(forward=forward)
             room = 1e-9 * max(abs(budget), 1.0)
             masks = [
                 node.bounds_of_one(bound) <= budget + room

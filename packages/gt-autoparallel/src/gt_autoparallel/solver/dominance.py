@@ -16,13 +16,14 @@ def drop_dominated(reduced: ReducedProblem) -> None:
     """Drops the dominated options of every node; at least one option of each stays."""
     for index, node in enumerate(reduced.nodes):
         labels = [
-            link.labels[link.side(index)]
+            link.labels[link.side(index)].tolist()
             for link in (reduced.links[position] for position in node.links)
             if link is not None
         ]
         groups: dict[tuple[int, ...], list[int]] = {}
-        for option in range(len(node.options)):
-            groups.setdefault(tuple(int(side[option]) for side in labels), []).append(option)
+        keys = zip(*labels, strict=True) if labels else [()] * len(node.options)
+        for option, key in enumerate(keys):
+            groups.setdefault(key, []).append(option)
         keep = np.zeros(len(node.options), dtype=bool)
         for group in groups.values():
             keep[_efficient(node, group)] = True

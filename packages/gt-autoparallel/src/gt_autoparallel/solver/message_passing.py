@@ -128,21 +128,29 @@ class DualAscent:
             values += links[end.link].messages[end.side][end.labels]  # type: ignore[union-attr]  # the link lives
         return values
 
-    def sweep(self, *, forward: bool) -> IntArray:
-        """Improves the messages once, in the order of the nodes or against it.
+    def sweep(self, *, forward: bool) -> None:
+        """Improves the messages once, in the order of the nodes or against it."""
+        self._sweep(forward=forward, positions=None)
 
-        Gives [nodes] positions of a choice decoded on the way: each node takes what costs least
-        given the nodes before it, and as the messages see the nodes after it.
+    def decoding_sweep(self, *, forward: bool) -> IntArray:
+        """Sweeps, and gives [nodes] positions of a choice decoded on the way.
+
+        Each node takes what costs least given the nodes before it, and as the messages see the
+        nodes after it.
         """
+        positions = np.zeros(len(self._ends), dtype=np.int64)
+        self._sweep(forward=forward, positions=positions)
+        return positions
+
+    def _sweep(self, *, forward: bool, positions: IntArray | None) -> None:
         count = len(self._ends)
-        positions = np.zeros(count, dtype=np.int64)
         self._option_bounds = [np.zeros(0)] * count
         total = self._constant + math.fsum(self._node_bounds)
         links = self._reduced.links
         for node in range(count) if forward else range(count - 1, -1, -1):
             ends = self._ends[node]
             belief = self._costs[node].copy()
-            given = belief.copy()
+            given = belief.copy() if positions is not None else belief
             ahead = []
             for end in ends:
                 link = links[end.link]
@@ -151,8 +159,9 @@ class DualAscent:
                 belief += message
                 if (end.other > node) == forward:
                     ahead.append((end, link))
-                    given += message
-                else:
+                    if positions is not None:
+                        given += message
+                elif positions is not None:
                     table = self._tables[end.link]
                     chosen = link.labels[1 - end.side][positions[end.other]]
                     row = table[:, chosen] if end.side == 0 else table[chosen]
@@ -161,8 +170,9 @@ class DualAscent:
             total += least - self._node_bounds[node]
             self._node_bounds[node] = least
             self._option_bounds[node] = belief + (total - least) if self._balanced else belief
-            best = int(given.argmin())
-            positions[node] = best if given[best] < math.inf else int(belief.argmin())
+            if positions is not None:
+                best = int(given.argmin())
+                positions[node] = best if given[best] < math.inf else int(belief.argmin())
             if not ahead:
                 continue
             later = self._later[node]
@@ -177,7 +187,6 @@ class DualAscent:
         # After a whole sweep the least entry of every table without its messages is 0, so that
         # the bounds of the nodes add up to the bound.
         self._balanced = True
-        return positions
 
     def option_bounds(self) -> list[FloatArray]:
         """For each node [K]: what any choice that takes the option costs at least.

@@ -257,12 +257,24 @@ def _merge_labels(link: Link) -> None:
     for side in (0, 1):
         tables = [link.cost, *link.communication.values()]
         rows = np.concatenate([table if side == 0 else table.T for table in tables], axis=1)
-        places: dict[bytes, int] = {}
-        new = np.array([places.setdefault(row.tobytes(), len(places)) for row in rows])
-        if len(places) < len(new):
-            kept = np.array([int((new == place).argmax()) for place in range(len(places))])
-            _take_labels(link, side, kept=kept, new=new)
+        first, new = _first_equal_rows(rows)
+        if len(first) < len(new):
+            _take_labels(link, side, kept=first, new=new)
     link.is_compact = True
+
+
+def _first_equal_rows(rows: FloatArray) -> tuple[IntArray, IntArray]:
+    """The first of each set of equal rows, in order, and [rows] the number of each row's set."""
+    content, width = rows.tobytes(), rows.shape[1] * rows.itemsize
+    numbers: dict[bytes, int] = {}
+    first: list[int] = []
+    number_of_row: list[int] = []
+    for row in range(len(rows)):
+        number = numbers.setdefault(content[row * width : (row + 1) * width], len(numbers))
+        if number == len(first):
+            first.append(row)
+        number_of_row.append(number)
+    return np.array(first, dtype=np.int64), np.array(number_of_row, dtype=np.int64)
 
 
 def _take_labels(link: Link, side: int, *, kept: IntArray, new: IntArray) -> None:
