@@ -1,8 +1,8 @@
 """Is a step that a solver placed faster than the one that experts place by hand, or smaller?
 
 Each shipped configuration, at the size it is meant for, is planned, captured, put through its
-recipe and simulated; and so are the steps that an expert would run instead
-(``placed_steps.experts``)::
+recipe and simulated, as ``gt-train --dry-run --compile.autoparallel`` does and prints it; and so
+are the steps that an expert would run instead (``placed_steps.experts``)::
 
     python benchmarks/bench_placed_steps.py [--json FILE] [--workload llama3_8b] [--budget-gib 40]
 
@@ -26,7 +26,12 @@ from gt_trainer import device
 device.install("cpu")
 
 # torchtitan copies the device when it is imported, hence not above.
-from placed_steps.experts import ExpertRun, expert_runs  # noqa: E402
+from placed_steps.experts import (  # noqa: E402
+    ExpertRun,
+    config_by_hand,
+    expert_runs,
+    name_of,
+)
 from report import Report, Row, Sample  # noqa: E402
 
 from gt_autoparallel import PlacementError  # noqa: E402
@@ -72,6 +77,7 @@ def _compare(entry: CatalogEntry, report: Report, asked: argparse.Namespace) -> 
         config.compile.autoparallel_solver,
         memory_budget_gib=asked.budget_gib,
         time_limit_seconds=asked.time_limit_seconds,
+        plan=asked.plan,
     )
     config.compile = dataclasses.replace(
         config.compile, autoparallel=True, autoparallel_solver=solver
@@ -84,13 +90,20 @@ def _compare(entry: CatalogEntry, report: Report, asked: argparse.Namespace) -> 
         return
     seconds = time.process_time() - begin
     degrees = " x ".join(f"{name} {degree}" for name, degree in planned.degrees)
+    read = "" if asked.plan is None else "; its plan was found before"
     budget = "" if asked.budget_gib is None else f" in {asked.budget_gib:g} GiB"
     ours = ExpertRun(name=f"planned on {degrees}{budget}", run=planned.simulated)
-    report.notes.append(f"{entry.config}: {ours}; {seconds:.0f} CPU s")
+    report.notes.append(f"{entry.config}: {ours}; the dry run took {seconds:.0f} CPU s{read}")
     if planned.judgement is not None:
         report.notes += [f"{entry.config}: plan {line}" for line in planned.judgement.lines()]
+    sys.stdout.write(f"{planned}\n")
+    assert planned.beside_by_hand is not None
+    by_hand = planned.beside_by_hand.by_hand
+    assert isinstance(by_hand, SimulatedRun)
+    name = name_of(planned.degrees, config.compile.memory_policy)
+    shipped = ExpertRun(name=name, run=by_hand)
     experts = []
-    for expert in expert_runs(config, entry.world_size):
+    for expert in expert_runs(config, entry.world_size, shipped):
         experts.append(expert)
         report.notes.append(f"{entry.config}: by hand, {expert}")
     fitting = [each for each in experts if each.run.fits]
@@ -100,9 +113,10 @@ def _compare(entry: CatalogEntry, report: Report, asked: argparse.Namespace) -> 
 
 
 def _planned(config: GraphTrainer.Config, world_size: int) -> DryRunReport:
+    by_hand = config_by_hand(config, config.compile.memory_policy, world_size)
     config, _ = settle_defaults(config, world_size)
     check_configuration(config, world_size, will_train=False)
-    found = dry_run(config, world_size)
+    found = dry_run(config, world_size, by_hand=by_hand)
     assert isinstance(found, DryRunReport)
     return found
 
@@ -143,6 +157,10 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         type=float,
         default=AutoParallelConfig().time_limit_seconds,
         help="of each search, by the clock: more on a machine that does other things",
+    )
+    parser.add_argument(
+        "--plan",
+        help="placement.json of a dry run of the one workload: nothing is searched for again",
     )
     return parser.parse_args(arguments)
 

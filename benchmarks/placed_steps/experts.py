@@ -7,7 +7,7 @@ the same ranks and as many tokens a step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from gt_config.compile_config import MemoryPolicy
@@ -17,7 +17,7 @@ from gt_trainer.preflight.preflight import check_configuration
 from gt_trainer.preflight.settled_defaults import settled_by_hand
 from gt_trainer.trainer import GraphTrainer
 
-__all__ = ["ExpertRun", "expert_runs"]
+__all__ = ["ExpertRun", "config_by_hand", "expert_runs", "name_of"]
 
 _POLICIES: tuple[MemoryPolicy, ...] = ("full_recompute", "selective", "save_all")
 """The more is kept, the faster is a step, and the more memory it takes."""
@@ -43,35 +43,51 @@ class ExpertRun:
         )
 
 
-def expert_runs(config: GraphTrainer.Config, world_size: int) -> Iterator[ExpertRun]:
-    """Simulate them; the first has the degrees and the policy of the configuration.
+def expert_runs(
+    config: GraphTrainer.Config, world_size: int, shipped: ExpertRun
+) -> Iterator[ExpertRun]:
+    """Simulate them; the first is ``shipped``.
 
     Args:
         config: as shipped, to be placed by a solver.
         world_size: ranks of the run.
+        shipped: the step by hand at the degrees and the policy of the configuration.
     """
     own = _POLICIES.index(config.compile.memory_policy)
-    for degrees in _degrees(config):
-        first = _by_hand(degrees, _POLICIES[own], world_size)
+    for number, degrees in enumerate(_degrees(config)):
+        first = _simulated(degrees, _POLICIES[own], world_size) if number else shipped
         yield first
         others = _POLICIES[own + 1 :] if first.run.fits else reversed(_POLICIES[:own])
         for policy in others:
-            found = _by_hand(degrees, policy, world_size)
+            found = _simulated(degrees, policy, world_size)
             yield found
             if found.run.fits != first.run.fits:
                 break
 
 
-def _by_hand(config: GraphTrainer.Config, policy: MemoryPolicy, world_size: int) -> ExpertRun:
+def config_by_hand(
+    config: GraphTrainer.Config, policy: MemoryPolicy, world_size: int
+) -> GraphTrainer.Config:
+    """The run without a solver, that saves what ``policy`` says; it may run."""
     options = replace(config.compile, memory_policy=policy)
     by_hand = settled_by_hand(replace(config, compile=options), world_size, asked=(_POLICY,))
     assert by_hand is not None, "the configuration asks for a solver"
     check_configuration(by_hand, world_size, will_train=False)
+    return by_hand
+
+
+def name_of(degrees: Sequence[tuple[str, int]], policy: MemoryPolicy) -> str:
+    """What a step by hand is called."""
+    return f"{' x '.join(f'{name} {degree}' for name, degree in degrees)}, {policy}"
+
+
+def _simulated(config: GraphTrainer.Config, policy: MemoryPolicy, world_size: int) -> ExpertRun:
     # Where no change is allowed, nobody looks for one that would fit.
-    found = dry_run(by_hand, world_size, is_allowed=lambda _: False)
+    found = dry_run(
+        config_by_hand(config, policy, world_size), world_size, is_allowed=lambda _: False
+    )
     assert isinstance(found, DryRunReport)
-    degrees = " x ".join(f"{name} {degree}" for name, degree in found.degrees)
-    return ExpertRun(name=f"{degrees}, {policy}", run=found.simulated)
+    return ExpertRun(name=name_of(found.degrees, policy), run=found.simulated)
 
 
 def _degrees(config: GraphTrainer.Config) -> Iterator[GraphTrainer.Config]:
