@@ -162,7 +162,7 @@ def test_size_of_which_more_is_known_is_another_question(mode: FakeTensorMode) -
     assert questions[0] != questions[1]
 
 
-def test_operator_that_tells_something_of_a_size_runs_each_time(mode: FakeTensorMode) -> None:
+def test_operator_that_tells_that_a_size_is_a_number_runs_each_time(mode: FakeTensorMode) -> None:
     known = KnownOperators({}, mode)
     (ours, our_sizes), (theirs, their_sizes) = counted_rows(), counted_rows()
     three = torch.rand(3, 1)
@@ -170,3 +170,12 @@ def test_operator_that_tells_something_of_a_size_runs_each_time(mode: FakeTensor
     known.learn(question, [ours, three], aten.add.Tensor(ours, three), our_sizes)
     assert known.question(aten.add.Tensor, 0, [theirs, three], their_sizes) == question
     assert known.answer(question, [theirs, three], their_sizes) is None
+
+
+def test_repeated_rows_are_answered_where_the_caller_says_how_many(mode: FakeTensorMode) -> None:
+    known = KnownOperators({}, mode)
+    repeat, counts = aten.repeat_interleave.Tensor, torch.tensor([2, 3]).neg()
+    assert known.question(repeat, 0, [counts]) is None
+    question = known.question(repeat, 0, [counts], is_sized=True)
+    known.learn(question, [counts], repeat(counts, output_size=5))
+    assert known.answer(question, [counts]).shape == (5,)

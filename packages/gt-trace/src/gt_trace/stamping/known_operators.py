@@ -29,6 +29,8 @@ from gt_trace._torch_internals import (
     storage_key,
 )
 from gt_trace.stamping.known_sizes import KnownSizes, SegmentSizes, expression_of
+from gt_trace.stamping.long_sums import LongSums
+from gt_trace.stamping.told_sizes import KnownBefore, ToldSizes
 
 _STATELESS = (Replicate, Shard, Partial, StridedShard)
 
@@ -43,6 +45,7 @@ class _Result:
     dtype: torch.dtype
     device: torch.device
     num_bytes: Any
+    numel: Any
     operand: int | None
     """Position of the operand of which the tensor is a view; None for memory of its own."""
 
@@ -59,6 +62,12 @@ class _Answer:
     """``torch.Tensor`` where the operator returned a single one, else the class of the sequence."""
 
     results: tuple[_Result, ...]
+
+    told: ToldSizes | None = None
+    """What the operator told PyTorch of sizes; told again when it is answered."""
+
+    names: tuple[tuple[Any, str], ...] = ()
+    """The symbols of which that is told, and what they are called in the segment."""
 
 
 Answers: TypeAlias = dict[Any, _Answer | None]
@@ -77,6 +86,7 @@ class KnownOperators:
         self._answers = answers
         self._mode = mode
         self._sizes = KnownSizes(mode.shape_env)
+        self._long_sums = LongSums(mode.shape_env)
         # Another mode than that of the fake tensors would have to see the operators too.
         self._is_off = num_dispatch_modes() > 1
 
@@ -86,12 +96,19 @@ class KnownOperators:
         token: int,
         operands: Sequence[torch.Tensor],
         sizes: SegmentSizes | None = None,
+        *,
+        is_sized: bool = False,
     ) -> Any:
         """What the result is known by; None if it depends on more.
 
-        ``token`` stands for the operator, its constants, and all facts of its operands.
+        ``token`` stands for the operator, its constants, and all facts of its operands;
+        ``is_sized`` says that the caller of a ``repeat_interleave`` told how long its result is.
         """
-        if self._is_off or not (is_functional(func) or _is_selection_by_number(func, operands)):
+        if self._is_off or not (
+            is_functional(func)
+            or _is_selection_by_number(func, operands)
+            or (func is torch.ops.aten.repeat_interleave.Tensor and is_sized)
+        ):
             return None
         facts = None if sizes is None else self._sizes.facts(sizes)
         return (token, torch.get_default_dtype(), torch.is_inference_mode_enabled(), facts)
@@ -103,8 +120,17 @@ class KnownOperators:
         known = self._answers.get(question)
         if known is None:
             return None
+        if known.told is not None:
+            assert sizes is not None  # it has read some
+            self._sizes.tell(known.told, known.names, sizes)
         made = [self._tensor(each, operands, sizes) for each in known.results]
         return made[0] if known.kind is torch.Tensor else known.kind(made)
+
+    def before(self, question: Any, sizes: SegmentSizes | None) -> KnownBefore | None:
+        """What ``learn`` compares with, of an operator that reads sizes; None if not needed."""
+        if question is None or sizes is None or question in self._answers:
+            return None
+        return self._sizes.before()
 
     def learn(
         self,
@@ -112,13 +138,22 @@ class KnownOperators:
         operands: Sequence[torch.Tensor],
         result: Any,
         sizes: SegmentSizes | None = None,
+        before: KnownBefore | None = None,
     ) -> None:
-        """Remember what an operator gave."""
+        """Remember what an operator gave, and what it told PyTorch of ``sizes`` since ``before``.
+
+        One that tells more than can be told again must run each time.
+        """
         if question in self._answers:
             return
-        # One that tells PyTorch something of sizes must run each time.
         has_told = sizes is not None and self._sizes.facts(sizes) != question[-1]
-        self._answers[question] = None if has_told else self._answer_of(result, operands, sizes)
+        told = before.told_since(sizes.names) if has_told and sizes and before else None
+        answer = None
+        if told is not None or not has_told:
+            answer = self._answer_of(result, operands, sizes)
+        if answer is not None and told is not None and sizes is not None:
+            answer = replace(answer, told=told, names=tuple(sizes.names.items()))
+        self._answers[question] = answer
 
     def another(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Another tensor in the same memory, as if it were detached; None if that must run."""
@@ -176,22 +211,48 @@ class KnownOperators:
     def _tensor(
         self, result: _Result, operands: Sequence[torch.Tensor], sizes: SegmentSizes | None
     ) -> torch.Tensor:
-        shape, stride, offset = result.shape, result.stride, result.offset
-        if result.names:
-            assert sizes is not None
-            *told, offset = (
-                self._sizes.size(each, result.names, sizes) for each in (*shape, *stride, offset)
-            )
-            shape, stride = tuple(told[: len(shape)]), tuple(told[len(shape) :])
         with no_dispatch():
             if result.operand is None:
-                element = torch.empty_strided(shape, stride, dtype=result.dtype, device="meta")
+                element = self._in_new_memory(result, sizes)
             else:
+                shape, stride, offset = result.shape, result.stride, result.offset
+                if result.names:
+                    assert sizes is not None
+                    *told, offset = (
+                        self._sizes.size(each, result.names, sizes)
+                        for each in (*shape, *stride, offset)
+                    )
+                    shape, stride = tuple(told[: len(shape)]), tuple(told[len(shape) :])
                 memory = _local(operands[result.operand]).untyped_storage()
                 element = torch.empty((0,), dtype=result.dtype, device="meta")
                 element.set_(memory, offset, shape, stride)
         fake = fake_over_meta(element, self._mode, result.device, dispatch_keys=None)
         return fake if result.spec is None else dtensor_over(fake, result.spec)
+
+    def _in_new_memory(self, result: _Result, sizes: SegmentSizes | None) -> torch.Tensor:
+        """A tensor on meta; no fact is asked of long sums of sizes while it is made."""
+        if not result.names:
+            shape, stride = result.shape, result.stride
+            return torch.empty_strided(shape, stride, dtype=result.dtype, device="meta")
+        assert sizes is not None
+        renaming, sums = sizes.renaming(result.names), self._long_sums
+        made: list[Any] = [
+            each if isinstance(each, int) else sums.size(renaming(each))
+            for each in (*result.shape, *result.stride)
+        ]
+        num_dims = len(result.shape)
+        element = torch.empty_strided(
+            made[:num_dims], made[num_dims:], dtype=result.dtype, device="meta"
+        )
+        derived: list[tuple[Any, Any]] = [
+            (element.untyped_storage().nbytes(), result.num_bytes),
+            (element.numel(), result.numel),
+        ]
+        for size, told in derived:
+            if isinstance(size, torch.SymInt):
+                sums.remember(size, renaming(told))
+        sums.settle()
+        return element
 
 
 def is_stateless(spec: Any) -> bool:
@@ -220,6 +281,7 @@ def _result(tensor: torch.Tensor, operand: int | None) -> _Result:
         dtype=local.dtype,
         device=local.device,
         num_bytes=expression_of(local.untyped_storage().nbytes()),
+        numel=expression_of(local.numel()),
         operand=operand,
         spec=getattr(tensor, "_spec", None),
     )
@@ -227,7 +289,7 @@ def _result(tensor: torch.Tensor, operand: int | None) -> _Result:
 
 def _with_names(result: _Result, sizes: SegmentSizes | None) -> _Result | None:
     """The result with names of its symbols; None if one of them has none in the segment."""
-    numbers = (*result.shape, *result.stride, result.offset, result.num_bytes)
+    numbers = (*result.shape, *result.stride, result.offset, result.num_bytes, result.numel)
     symbols = {symbol for each in numbers if type(each) is not int for symbol in each.free_symbols}
     if not symbols:
         return result

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 
 from gt_trace._torch_internals import ShapeEnv
+from gt_trace.stamping.renaming import Renaming
+from gt_trace.stamping.told_sizes import KnownBefore, ToldSizes
 
 _SYMBOL = re.compile(r"[usz]\d+")
 
@@ -36,6 +38,18 @@ class SegmentSizes:
 
     made: dict[tuple[Any, Any], torch.SymInt] = field(default_factory=dict)
     """Sizes made of expressions of another segment, by these and that segment's names."""
+
+    renamings: dict[Any, Renaming] = field(default_factory=dict)
+    """From symbols of other segments to those of this, by the names there."""
+
+    def renaming(self, learned: tuple[tuple[Any, str], ...]) -> Renaming:
+        """From symbols that had these names in another segment."""
+        made = self.renamings.get(learned)
+        if made is None:
+            own = {name: symbol for symbol, name in self.names.items()}
+            made = Renaming({symbol: own[name] for symbol, name in learned})
+            self.renamings[learned] = made
+        return made
 
     def text(self, size: Any) -> str:
         """A symbolic size in names of this segment.
@@ -77,11 +91,24 @@ class KnownSizes:
             return expression
         made = sizes.made.get((expression, learned))
         if made is None:
-            own = {name: symbol for symbol, name in sizes.names.items()}
-            told = expression.xreplace({symbol: own[name] for symbol, name in learned})
+            told = sizes.renaming(learned)(expression)
             made = self._shape_env.create_symintnode(told, hint=None)
             sizes.made[expression, learned] = made
         return made
+
+    def before(self) -> KnownBefore:
+        """What is known now, before an operator runs."""
+        return KnownBefore(self._shape_env)
+
+    def tell(
+        self, told: ToldSizes, learned: tuple[tuple[Any, str], ...], sizes: SegmentSizes
+    ) -> None:
+        """Tell of a segment's symbols what was told in another, where they had those names."""
+        told.tell(self._shape_env, sizes.renaming(learned), self._last)
+
+    def _last(self, expression: Any) -> Any:
+        """The symbol of an expression that was made last."""
+        return max(filter(_is_size, self._symbols(expression)), key=_number)
 
     def _facts(self, sizes: SegmentSizes) -> Any:
         env, names = self._shape_env, sizes.names

@@ -56,6 +56,14 @@ class LongSums:
                 return expression.func(*parts)
         return expression
 
+    def size(self, expression: Any) -> torch.SymInt:
+        """A size that stands for ``expression`` once ``settle`` is called."""
+        size: torch.SymInt = self._shape_env.create_symintnode(
+            self.shortened(expression, None), hint=None
+        )
+        self.remember(size, expression)
+        return size
+
     def remember(self, size: torch.SymInt, expression: Any) -> None:
         """``size`` is to stand for ``expression``."""
         self._sizes.append((size, expression))

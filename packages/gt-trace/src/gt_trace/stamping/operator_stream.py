@@ -132,12 +132,14 @@ class _OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torc
             token = recorder.operator(func, args, kwargs)
             operands = recorder.operands
             sizes = recorder.segments[recorder.current].sizes if recorder.has_sizes else None
-            question = self._known.question(func, token, operands, sizes)
+            is_sized = kwargs.get("output_size") is not None
+            question = self._known.question(func, token, operands, sizes, is_sized=is_sized)
             result = None if question is None else self._known.answer(question, operands, sizes)
             if result is None:
+                before = self._known.before(question, sizes)
                 result = func(*args, **kwargs)
                 if question is not None:
-                    self._known.learn(question, operands, result, sizes)
+                    self._known.learn(question, operands, result, sizes, before)
             recorder.result(result)
         return result
 

@@ -16,6 +16,7 @@ from torch.fx import Node
 
 from gt_trace._torch_internals import ShapeEnv, forget_conclusions
 from gt_trace.stamping.long_sums import LongSums
+from gt_trace.stamping.renaming import Renaming
 from gt_trace.stamping.report import NotStampable
 
 
@@ -43,7 +44,8 @@ class UnitSymbols:
         self._own = frozenset(ours)
         self._to_last = dict(zip(ours, theirs, strict=True))
         self._sizes: dict[Any, torch.SymInt] = {}
-        self._told: dict[Any, Any] = {}
+        self._renamings: dict[Any, Renaming] = {}  # by a unit's first symbol
+        self._is_own: dict[Any, bool] = {}
         self._long_sums = LongSums(shape_env)
         self._known: _Known | None = None
         if ours:
@@ -67,7 +69,8 @@ class UnitSymbols:
             made = {each: shape_env.create_unbacked_symint().node.expr for each in self._ours}
         if self._known is None:
             self._known = _Known.of(shape_env, self._own)
-        self._known.tell(shape_env, made)
+        renaming = self._renamings[made[self._ours[0]]] = Renaming(made)
+        self._known.tell(shape_env, renaming)
         return made
 
     def size(self, size: Any, replaced: dict[Any, Any]) -> Any:
@@ -75,13 +78,17 @@ class UnitSymbols:
         if isinstance(size, int) or not replaced:
             return size
         expression = size.node.expr
-        if not expression.free_symbols & self._own:
+        is_own = self._is_own.get(expression)
+        if is_own is None:
+            is_own = bool(expression.free_symbols & self._own)
+            self._is_own[expression] = is_own
+        if not is_own:
             return size
         key = (expression, replaced[self._ours[0]])
         made = self._sizes.get(key)
         if made is None:
             shape_env: Any = self._shape_env
-            short = self._long_sums.shortened(expression, key[1]).xreplace(replaced)
+            short = self._renamings[key[1]](self._long_sums.shortened(expression, key[1]))
             made = self._sizes[key] = shape_env.create_symintnode(short, hint=None)
             self.derived(made, size, replaced)
         return made
@@ -93,12 +100,8 @@ class UnitSymbols:
         """
         if isinstance(made, int):
             return
-        expression = size.node.expr
-        key = (expression, replaced[self._ours[0]])
-        told = self._told.get(key)
-        if told is None:
-            told = self._told[key] = expression.xreplace(replaced)
-        self._long_sums.remember(made, told)
+        renaming = self._renamings[replaced[self._ours[0]]]
+        self._long_sums.remember(made, renaming(size.node.expr))
 
     def settle(self) -> None:
         """Sizes that were made stand for their whole expressions from now on."""
@@ -164,21 +167,22 @@ class _Known:
             ),
         )
 
-    def tell(self, shape_env: Any, made: dict[Any, Any]) -> None:
+    def tell(self, shape_env: Any, renaming: Renaming) -> None:
         """Let the environment know the same of new symbols, by those that they stand beside."""
+        made = renaming.symbols
         for symbol, new in made.items():
             shape_env.var_to_range[new] = shape_env.var_to_range[symbol]
             if symbol in shape_env.size_like:
                 shape_env.size_like.add(new)
         for symbol, assertion in self.assertions:
-            told = replace(assertion, expr=assertion.expr.xreplace(made))
+            told = replace(assertion, expr=renaming(assertion.expr))
             key = made.get(symbol, symbol)
             shape_env.deferred_runtime_asserts.setdefault(key, []).append(told)
             shape_env.num_deferred_runtime_asserts += 1
         for expression, truth in self.axioms:
-            shape_env.axioms[expression.xreplace(made)] = truth
-        shape_env.divisible.update(each.xreplace(made) for each in self.divisible)
+            shape_env.axioms[renaming(expression)] = truth
+        shape_env.divisible.update(map(renaming, self.divisible))
         for symbol, value in self.replacements:
-            shape_env.replacements[made.get(symbol, symbol)] = value.xreplace(made)
+            shape_env.replacements[made.get(symbol, symbol)] = renaming(value)
         # Forget what was concluded without them.
         forget_conclusions(shape_env)
