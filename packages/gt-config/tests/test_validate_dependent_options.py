@@ -87,6 +87,18 @@ def test_fsdp_schedules_need_sharded_parameters(name):
     assert found(config, EP_TOPOLOGY) == ()
 
 
+def test_so_do_gathers_of_quantized_parameters():
+    config = CompileConfig(fsdp_quantized_gathers=False)
+    assert only(config) == Violation(
+        flag="--compile.fsdp_quantized_gathers",
+        value=False,
+        allowed="its default True, since no parameter is sharded over data-parallel ranks "
+        "and it would do nothing",
+        fix="drop the option, or use a dp_shard degree above 1",
+    )
+    assert found(config, mesh(world=2, dp_shard=2)) == ()
+
+
 def test_dense_regions_need_expert_parallelism():
     config = CompileConfig(fsdp_into_dense_regions=True)
     assert only(config, mesh(world=2, dp_shard=2)) == Violation(

@@ -45,12 +45,13 @@ def names(context: PassContext, **options: object) -> list[str]:
 
 
 CLEAN_UP = ["remove-dead-code", "merge-waits", "canonicalize-views", "share-all-gathers"]
+QUANTIZE = "quantize-before-gather"
 BUCKETS = ["bucket-all-gathers", "bucket-reduce-scatters", "bucket-all-reduces"]
 OVERLAP = ["delay-waits", "prefetch-all-gathers"]
 
 
 def test_the_recipe_of_a_whole_step(context: PassContext):
-    assert names(context) == [*CLEAN_UP, *BUCKETS, *OVERLAP]
+    assert names(context) == [*CLEAN_UP, QUANTIZE, *BUCKETS, *OVERLAP]
 
 
 @pytest.mark.parametrize(
@@ -67,7 +68,7 @@ def test_flex_attention_is_compiled_whatever_else_is_if_the_model_does_so(
     options = CompileConfig(inductor_compilation=compilation, cuda_graphs=True)
     asked = default_recipe(options, context=context, flex_attention_options={"max_autotune": True})
     found = {each.name: each for each in asked.passes}
-    assert [*found] == [*CLEAN_UP, *BUCKETS, *OVERLAP, *expected, "cuda-graphs"]
+    assert [*found] == [*CLEAN_UP, QUANTIZE, *BUCKETS, *OVERLAP, *expected, "cuda-graphs"]
     if compilation != "full":
         flex_attention = found["compile-flex-attention"]
         assert flex_attention.options == {"max_autotune": True}
@@ -75,13 +76,13 @@ def test_flex_attention_is_compiled_whatever_else_is_if_the_model_does_so(
         assert flex_attention.compiler == InductorCompiler(eager_rounding=False)
     left_out = CompileConfig(disable_passes=("compile-flex-attention",))
     passes = default_recipe(left_out, context=context, flex_attention_options={}).passes
-    assert [each.name for each in passes] == [*CLEAN_UP, *BUCKETS, *OVERLAP]
+    assert [each.name for each in passes] == [*CLEAN_UP, QUANTIZE, *BUCKETS, *OVERLAP]
 
 
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({"fsdp_bucketing": "off", "prefetch_layers": 0}, CLEAN_UP),
+        ({"fsdp_bucketing": "off", "prefetch_layers": 0}, [*CLEAN_UP, QUANTIZE]),
         (
             {"memory_policy": "full_recompute"},
             [
@@ -89,6 +90,7 @@ def test_flex_attention_is_compiled_whatever_else_is_if_the_model_does_so(
                 "tag-saved-tensors",
                 "recompute-tagged",
                 "reshard-after-forward",
+                QUANTIZE,
                 *BUCKETS,
                 *OVERLAP,
             ],
@@ -101,6 +103,7 @@ def test_flex_attention_is_compiled_whatever_else_is_if_the_model_does_so(
                 "recompute-tagged",
                 "offload-tagged",
                 "reshard-after-forward",
+                QUANTIZE,
                 *BUCKETS,
                 *OVERLAP,
             ],
@@ -109,6 +112,7 @@ def test_flex_attention_is_compiled_whatever_else_is_if_the_model_does_so(
             {"fsdp_second_group": True, "fsdp_into_dense_regions": True},
             [
                 *CLEAN_UP,
+                QUANTIZE,
                 *BUCKETS,
                 *OVERLAP,
                 "separate-reduction-group",
@@ -120,6 +124,7 @@ def test_flex_attention_is_compiled_whatever_else_is_if_the_model_does_so(
             [
                 *CLEAN_UP,
                 "chunk-modules",
+                QUANTIZE,
                 *BUCKETS,
                 *OVERLAP,
                 "schedule-ep-overlap",
@@ -137,6 +142,7 @@ def test_flex_attention_is_compiled_whatever_else_is_if_the_model_does_so(
             },
             [
                 *CLEAN_UP,
+                QUANTIZE,
                 *BUCKETS,
                 *OVERLAP,
                 "async-tensor-parallel",
@@ -148,7 +154,7 @@ def test_flex_attention_is_compiled_whatever_else_is_if_the_model_does_so(
         ),
         (
             {"inductor_compilation": "regional"},
-            [*CLEAN_UP, *BUCKETS, *OVERLAP, "compile-regions"],
+            [*CLEAN_UP, QUANTIZE, *BUCKETS, *OVERLAP, "compile-regions"],
         ),
     ],
 )
@@ -278,7 +284,7 @@ def test_options_of_options_reach_their_passes(context: PassContext):
 
 
 def test_passes_can_be_left_out(context: PassContext):
-    assert names(context, disable_passes=("canonicalize-views", *BUCKETS, *OVERLAP)) == [
+    assert names(context, disable_passes=("canonicalize-views", QUANTIZE, *BUCKETS, *OVERLAP)) == [
         "remove-dead-code",
         "merge-waits",
         "share-all-gathers",
@@ -287,7 +293,7 @@ def test_passes_can_be_left_out(context: PassContext):
 
 def test_added_passes_run_at_the_end_also_a_second_time(context: PassContext):
     found = names(context, passes=("remove-dead-code",))
-    assert found == [*CLEAN_UP, *BUCKETS, *OVERLAP, "remove-dead-code"]
+    assert found == [*CLEAN_UP, QUANTIZE, *BUCKETS, *OVERLAP, "remove-dead-code"]
 
 
 def test_all_unknown_names_are_one_error(context: PassContext):
@@ -318,7 +324,7 @@ def test_contradictions_are_one_error(context: PassContext, monkeypatch: pytest.
         str(error.value),
         """\
 the recipe cannot be built:
-  - 'cap-buckets' is disabled, and the recipe has only remove-dead-code, merge-waits, canonicalize-views, share-all-gathers, bucket-all-gathers, bucket-reduce-scatters, bucket-all-reduces, delay-waits, prefetch-all-gathers
+  - 'cap-buckets' is disabled, and the recipe has only remove-dead-code, merge-waits, canonicalize-views, share-all-gathers, quantize-before-gather, bucket-all-gathers, bucket-reduce-scatters, bucket-all-reduces, delay-waits, prefetch-all-gathers
   - 'cap-buckets' is both added and disabled
   - 'remove-dead-code' is both added and disabled
   - 'cap-buckets' cannot be added by name, for want of cap_bytes: give PassManager an instance""",

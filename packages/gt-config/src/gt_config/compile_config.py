@@ -182,6 +182,11 @@ class CompileConfig:
     fsdp_bucket_cap_mib: int | None = None
     """Largest bucket in MiB; a larger block gets several. None: no limit."""
 
+    fsdp_quantized_gathers: bool = True
+    """Quantize parameters before they are gathered, which are only read in 8 bits.
+    Half of the bytes of bfloat16 are gathered, and one maximum of each is reduced over ranks.
+    Where a scale is not of a whole tensor, parameters are gathered as they are."""
+
     prefetch_layers: int = 1
     """Gather a layer's parameters this many layers ahead of their use.
     0: gather where they are used, and wait for every collective at once."""

@@ -33,6 +33,7 @@ from gt_passes.fsdp.bucket_all_reduces import BucketAllReduces
 from gt_passes.fsdp.bucket_reduce_scatters import BucketReduceScatters
 from gt_passes.fsdp.delay_waits import DelayWaits
 from gt_passes.fsdp.prefetch_all_gathers import PrefetchAllGathers
+from gt_passes.fsdp.quantize_before_gather import QuantizeBeforeGather
 from gt_passes.fsdp.reshard_after_forward import ReshardAfterForward
 from gt_passes.fsdp.schedule_fsdp_into_dense_regions import ScheduleFsdpIntoDenseRegions
 from gt_passes.fsdp.separate_reduction_group import SeparateReductionGroup
@@ -198,6 +199,8 @@ def _fsdp(
         reshard_after_forward = options.memory_policy != "save_all"
     if reshard_after_forward:
         yield ReshardAfterForward()
+    if options.fsdp_quantized_gathers:
+        yield QuantizeBeforeGather()
     if options.fsdp_bucketing == "transformer_block":
         yield BucketAllGathers(cap_mib=options.fsdp_bucket_cap_mib)
         yield BucketReduceScatters(cap_mib=options.fsdp_bucket_cap_mib)

@@ -429,7 +429,7 @@ def test_names_that_fit_no_recipe_are_refused_before_the_run():
         """\
 --compile.disable_passes is ('reshard-after-forward',)
 allowed: names that fit the recipe
-fix: drop a name: 'reshard-after-forward' is disabled, and the recipe has only remove-dead-code, merge-waits, canonicalize-views, share-all-gathers, bucket-all-gathers, bucket-reduce-scatters, bucket-all-reduces, delay-waits, prefetch-all-gathers""",
+fix: drop a name: 'reshard-after-forward' is disabled, and the recipe has only remove-dead-code, merge-waits, canonicalize-views, share-all-gathers, quantize-before-gather, bucket-all-gathers, bucket-reduce-scatters, bucket-all-reduces, delay-waits, prefetch-all-gathers""",
     )
 
 

@@ -58,19 +58,20 @@ def _recorded_copies_to_the_host_are_not_compiled(subject: Subject) -> Iterator[
         )
 
 
-_FSDP_SCHEDULE = (
+_FSDP_OPTIONS = (
+    "config.fsdp_quantized_gathers",
     "config.fsdp_second_group",
     "config.fsdp_into_dense_regions",
 )
 
 
-@rule("config.mode", *_FSDP_SCHEDULE, "topology.dp_shard", "topology.cp", "topology.ep")
-def _fsdp_schedule_needs_something_to_schedule(subject: Subject) -> Iterator[Violation]:
+@rule("config.mode", *_FSDP_OPTIONS, "topology.dp_shard", "topology.cp", "topology.ep")
+def _fsdp_options_need_sharded_parameters(subject: Subject) -> Iterator[Violation]:
     mesh = subject.topology
     if subject.config.mode == "none":
         return
     if mesh.dp_shard * mesh.cp == 1:
-        for path in _FSDP_SCHEDULE:
+        for path in _FSDP_OPTIONS:
             yield from must_be_default(
                 subject,
                 path,

@@ -33,6 +33,9 @@ from gt_trainer.trainer import GraphTrainer
 _TORCHAO = (0, 18)
 """The minor version of the extra: its MXFP8 and experts are prototypes there."""
 
+_ONE_SCALE = "float8_tensorwise"
+"""The precision in which a weight has one scale, by which it can be gathered quantized."""
+
 _SINCE = {"float8": 8.9, "mxfp8": 10.0}
 """Compute capability from which on NVIDIA's devices multiply so; as torchtitan's converters ask."""
 
@@ -183,6 +186,15 @@ def _idle_options(
             value=True,
             allowed="its default False, since nothing is quantized and it would do nothing",
             fix="leave the flag out, or give --quantization.linears a precision",
+        )
+    is_gathered_as_it_is = not config.compile.fsdp_quantized_gathers
+    if is_gathered_as_it_is and all(each.precision != _ONE_SCALE for each in products):
+        yield Violation(
+            flag="--compile.fsdp_quantized_gathers",
+            value=False,
+            allowed="its default True, since no linear layer's weight has one scale and it would "
+            "do nothing",
+            fix=f"leave the flag out, or give --quantization.linears {_ONE_SCALE}",
         )
     for kind, precision in _precisions(options):
         of_kind = [each for each in products if each.kind == kind]

@@ -61,12 +61,30 @@ def all_gather(table: ValueTable, arguments: Arguments, recorded: Any) -> Value 
         return None
     kind = ("all_gather", (int, num_ranks), group)
     dtype = _dtype(table, source, recorded)
+    contents, own_dtype = table.without_bits(source.contents)
     columns = []
-    for unit, length in _units_of(table, kind, *_as_one_row(source.contents)):
-        atom = table.atom((*kind, unit), numel=num_ranks * length, dtype=dtype)
+    for unit, length in _units_of(table, kind, *_as_one_row(contents)):
+        atom = table.atom((*kind, unit), numel=num_ranks * length, dtype=own_dtype or dtype)
+        if own_dtype is not None:
+            atom = table.bits(atom, dtype)
         columns.append(Column(Piece(atom, 0, ((length, 1),) if length > 1 else ()), length))
     shape = (num_ranks * source.shape[0], *source.shape[1:])
     return table.tensor(shape, rows_of(num_ranks, columns))
+
+
+def as_gathered(table: ValueTable, like: Definition, contents: Contents) -> int:
+    """The atom of what ranks gather, each such contents, as something else was gathered.
+
+    Args:
+        table: remembers what is gathered as a unit.
+        like: the definition of what ``all_gather`` made of something else.
+        contents: what this rank gives.
+    """
+    kind, num_ranks = like[:-1], like[1]
+    assert isinstance(num_ranks, tuple)  # a constant: its type and itself
+    ((unit, length),) = _units_of(table, kind, *_as_one_row(contents), as_one=True)
+    dtype = next(map(table.dtype_of_atom, atoms_of(contents)))
+    return table.atom((*kind, unit), numel=num_ranks[1] * length, dtype=dtype)
 
 
 def reduce_scatter(table: ValueTable, arguments: Arguments, recorded: Any) -> Value | None:
@@ -111,7 +129,9 @@ def _as_one_row(contents: Contents) -> tuple[_Part, int]:
     return part, num_elements(contents)
 
 
-def _units_of(table: ValueTable, kind: Definition, part: _Part, row_length: int) -> list[_Unit]:
+def _units_of(
+    table: ValueTable, kind: Definition, part: _Part, row_length: int, *, as_one: bool = False
+) -> list[_Unit]:
     """What a collective is given, as what others of its kind were given; else as a new unit.
 
     Args:
@@ -119,6 +139,7 @@ def _units_of(table: ValueTable, kind: Definition, part: _Part, row_length: int)
         kind: operator, reduction and group.
         part: of what is given.
         row_length: number of elements in each row.
+        as_one: whether all of it is one unit, whatever of it was given to others.
     """
     known = table.units.setdefault(kind, {})
     found: list[_Unit] = []
@@ -129,7 +150,9 @@ def _units_of(table: ValueTable, kind: Definition, part: _Part, row_length: int)
             (
                 _Unit(number, length)
                 for number, length, contents in known.get(first_atom, ())
-                if position + length <= row_length and part(position, position + length) == contents
+                if length <= row_length - position
+                and (length == row_length or not as_one)
+                and part(position, position + length) == contents
             ),
             key=lambda unit: unit.row_length,
             default=None,

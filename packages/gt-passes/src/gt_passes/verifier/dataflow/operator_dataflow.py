@@ -20,7 +20,11 @@ from gt_passes.analysis.call_form import CallForm
 from gt_passes.analysis.graph_constants import frozen_literal
 from gt_passes.analysis.graph_scan import NodeCall
 from gt_passes.analysis.node_calls import with_defaults
-from gt_passes.verifier.dataflow import collective_dataflow, layout_dataflow
+from gt_passes.verifier.dataflow import (
+    collective_dataflow,
+    layout_dataflow,
+    quantized_gathers,
+)
 from gt_passes.verifier.dataflow.value_table import (
     Arguments,
     OtherValue,
@@ -71,6 +75,8 @@ def apply_rule(
         arguments = [group_of(item) if isinstance(item, str) else item for item in arguments]
     value = rule(table, arguments, call.value)
     of_one_piece = rule in _RULES_OF_ONE_PIECE or rule in _elementwise_rules
+    # What an atom stands for may matter to a cast to 8 bits.
+    of_one_piece &= not quantized_gathers.is_cast_to_float8(call.value)
     if of_one_piece and form.is_exact and len(operands) == 1:
         table.note(form, operands[0], value)
     return value
@@ -131,6 +137,9 @@ def _cast(table: ValueTable, arguments: Arguments, recorded: Any) -> Value | Non
 
 def _in_dtype(table: ValueTable, source: TensorValue, dtype: torch.dtype) -> TensorValue:
     def cast_atom(atom: int) -> int:
+        gathered = quantized_gathers.quantized_gather(table, atom, dtype)
+        if gathered is not None:
+            return gathered
         definition = ("cast", dtype, atom)
         return table.atom(definition, numel=table.numel_of(atom), dtype=dtype)
 
@@ -269,8 +278,11 @@ _RULES_OF_ONE_PIECE = frozenset(
 
 _COLLECTIVE_RULES = frozenset(_COLLECTIVES.values())
 
-# An overload of a name above that does something else.
-_WITHOUT_RULE = frozenset({_aten.view.dtype})
+_RULES_OF_OVERLOADS: Mapping[OpOverload, Rule] = {
+    _aten.view.dtype: quantized_gathers.same_bits,
+    _aten.max.default: quantized_gathers.maximum,
+}
+"""Of overloads that do something else than others of their name."""
 
 _elementwise_rules: set[Rule | None] = set()
 
@@ -280,8 +292,10 @@ _known_rules: dict[OpOverload, Rule | None] = {}
 def _rule_for(form: CallForm) -> Rule | None:
     assert isinstance(form.target, OpOverload)  # others have none
     rule = _rule_of(form.target)
-    # What treats every element of one tensor alike says nothing about two.
-    return None if form.num_operands > 1 and rule in _elementwise_rules else rule
+    if form.num_operands > 1 and rule in _elementwise_rules:
+        # What treats every element of one tensor alike says nothing about two.
+        return quantized_gathers.scaled if form.target is _aten.mul.Tensor else None
+    return rule
 
 
 def _rule_of(target: OpOverload) -> Rule | None:
@@ -291,8 +305,8 @@ def _rule_of(target: OpOverload) -> Rule | None:
 
 
 def _find_rule(target: OpOverload) -> Rule | None:
-    if target in _WITHOUT_RULE:
-        return None
+    if target in _RULES_OF_OVERLOADS:
+        return _RULES_OF_OVERLOADS[target]
     namespace, name = target._schema.name.split("::")
     if namespace in ("_c10d_functional", "_c10d_functional_autograd") and name in _COLLECTIVES:
         return _COLLECTIVES[name]

@@ -168,6 +168,34 @@ class ValueTable:
         """Number of elements of an atom."""
         return self._numels[atom]
 
+    def dtype_of_atom(self, atom: int) -> torch.dtype:
+        """The dtype of an atom's elements."""
+        return self._dtypes[atom]
+
+    def bits(self, atom: int, dtype: torch.dtype) -> int:
+        """The elements of an atom, bit for bit taken as those of another dtype of the same size."""
+        if self._dtypes[atom] == dtype:
+            return atom
+        definition = self.definitions[atom]
+        if definition[0] == "bits":
+            assert isinstance(definition[2], int)
+            return self.bits(definition[2], dtype)
+        return self.atom(("bits", dtype, atom), numel=self._numels[atom], dtype=dtype)
+
+    def without_bits(self, contents: Contents) -> tuple[Contents, torch.dtype | None]:
+        """What contents are bits of, and its dtype; themselves and None if they are not."""
+        dtypes: set[torch.dtype] = set()
+        for atom in atoms_of(contents):
+            definition = self.definitions[atom]
+            if definition[0] != "bits":
+                return contents, None
+            assert isinstance(definition[2], int)
+            dtypes.add(self._dtypes[definition[2]])
+        if len(dtypes) != 1:
+            return contents, None
+        (dtype,) = dtypes
+        return self.map_atoms(contents, lambda atom: self.bits(atom, dtype)), dtype
+
     def dtype_of(self, value: TensorValue) -> torch.dtype | None:
         """The dtype of a tensor; None if it has no elements."""
         for atom in atoms_of(value.contents):

@@ -1,0 +1,210 @@
+"""What may be said of a parameter before it is gathered as well as afterwards: its scaled cast.
+
+Three rules, each exact, by which a parameter that is quantized and then gathered is the parameter
+that was gathered and then quantized:
+
+- The largest magnitude of all that ranks gather is the largest of the largest of each rank's part::
+
+      max(abs(all_gather(x))) = all_reduce(max(abs(x)), "max")
+
+- Scaled by a number that all of these ranks have in common, and cast to 8 bits, an element is the
+  same on the rank that has it and on those that gather it::
+
+      q(x) = float8(clamp(float32(x) * s, -m, m))
+      q(all_gather(x)) = all_gather(q(x))
+
+- Bytes are gathered as what they stand for::
+
+      all_gather(view(x, uint8)) = view(all_gather(x), uint8)
+
+A maximum counts only if it is of everything that is gathered, each element once: of a part, other
+ranks may have cut elsewhere. A number is in common to the ranks of a group if it comes of a maximum
+reduced over that very group, by arithmetic with constants of the program that all of them run, and
+by further maxima over groups, which are axes of one mesh. Nothing else that treats elements alike
+is moved past a gathering: what it does may be another thing on another rank.
+
+A maximum of a tensor with NaN is NaN, and backends differ in whether reducing it over ranks is: the
+first rule is of numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from gt_passes.analysis.graph_constants import frozen_literal
+from gt_passes.verifier.dataflow.collective_dataflow import all_reduce, as_gathered
+from gt_passes.verifier.dataflow.flat_contents import Contents, Dims, Piece, whole
+from gt_passes.verifier.dataflow.value_table import (
+    Arguments,
+    Definition,
+    TensorValue,
+    Value,
+    ValueTable,
+)
+
+_aten = torch.ops.aten
+_FLOAT8 = frozenset(
+    {torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz}
+)
+
+
+def maximum(table: ValueTable, arguments: Arguments, recorded: Any) -> Value | None:
+    """``max`` of all elements, in any order: reduced over ranks, if it is of what they gather."""
+    source = arguments[0]
+    if len(arguments) != 1 or not isinstance(source, TensorValue) or not source.contents:
+        return None
+    of_all = _atom_of_all(table, source.contents)
+    atom = table.joined_atom(source.contents) if of_all is None else of_all
+    gathered = None if of_all is None else _magnitudes_gathered(table, of_all)
+    if gathered is None:
+        return table.tensor((), whole(_maximum_of(table, atom), 1))
+    (_, _, group, _), magnitudes = gathered
+    local = table.tensor((), whole(_maximum_of(table, table.joined_atom(magnitudes)), 1))
+    return all_reduce(table, (local, "max", group), recorded)
+
+
+def scaled(table: ValueTable, arguments: Arguments, recorded: Any) -> Value | None:
+    """``mul`` of a tensor and a tensor of one number, without dims: every element alike."""
+    source, scale = arguments
+    if not isinstance(source, TensorValue) or not isinstance(scale, TensorValue):
+        return None
+    if scale.shape or not isinstance(recorded, torch.Tensor):
+        return None
+    number = table.joined_atom(scale.contents)
+
+    def scaled_atom(atom: int) -> int:
+        return _scaled_atom(table, atom, number, recorded.dtype)
+
+    return table.tensor(source.shape, table.map_atoms(source.contents, scaled_atom))
+
+
+def same_bits(table: ValueTable, arguments: Arguments, recorded: Any) -> Value | None:
+    """``view`` as another dtype with elements of the same size."""
+    source = arguments[0]
+    if not isinstance(source, TensorValue) or not isinstance(recorded, torch.Tensor):
+        return None
+    given = table.dtype_of(source)
+    if given is None or given.itemsize != recorded.dtype.itemsize:
+        return None
+    atoms = table.map_atoms(source.contents, lambda atom: table.bits(atom, recorded.dtype))
+    return table.tensor(source.shape, atoms)
+
+
+def quantized_gather(table: ValueTable, atom: int, dtype: torch.dtype) -> int | None:
+    """The gathered parts, quantized, for the cast to 8 bits of a gathered tensor, scaled.
+
+    Args:
+        table: knows the atom.
+        atom: what is cast.
+        dtype: to which.
+
+    Returns:
+        None where the atom is anything else.
+    """
+    if dtype not in _FLOAT8:
+        return None
+    bounds = tuple(map(frozen_literal, (-torch.finfo(dtype).max, torch.finfo(dtype).max)))
+    clamped = table.definitions[atom]
+    is_clamped = clamped[:2] == ("elementwise", _aten.clamp.default) and clamped[3:] == bounds
+    product = table.definitions[_number(clamped[2])] if is_clamped else clamped
+    if product[0] != "scaled":
+        return None
+    wide, scale = _number(product[2]), _number(product[3])
+    if table.dtype_of_atom(wide) != torch.float32:
+        return None
+    given = table.definitions[wide]
+    is_cast = given[:2] == ("cast", torch.float32)
+    gathering = table.definitions[_number(given[2])] if is_cast else given
+    if gathering[0] != "all_gather" or not _is_common(table, scale, gathering[2]):
+        return None
+
+    def quantized(part: int) -> int:
+        if is_cast:
+            part = _derived(table, ("cast", torch.float32, part), part, torch.float32)
+        part = _scaled_atom(table, part, scale, torch.float32)
+        if is_clamped:
+            definition = ("elementwise", _aten.clamp.default, part, *bounds)
+            part = _derived(table, definition, part, torch.float32)
+        return _derived(table, ("cast", dtype, part), part, dtype)
+
+    return as_gathered(table, gathering, table.map_atoms(_parts(table, gathering), quantized))
+
+
+def is_cast_to_float8(recorded: object) -> bool:
+    """Whether a result has 8 bits, so that more than the form of a cast decides what it is."""
+    return isinstance(recorded, torch.Tensor) and recorded.dtype in _FLOAT8
+
+
+def _magnitudes_gathered(table: ValueTable, atom: int) -> tuple[Definition, Contents] | None:
+    """Of the magnitudes of a gathered tensor: the gathering, and the magnitudes of one part."""
+    definition = table.definitions[atom]
+    if definition[:2] != ("elementwise", _aten.abs.default):
+        return None
+    gathering = table.definitions[_number(definition[2])]
+    if gathering[0] != "all_gather":
+        return None
+    dtype = table.dtype_of_atom(atom)
+
+    def magnitude(part: int) -> int:
+        return _derived(table, ("elementwise", _aten.abs.default, part), part, dtype)
+
+    return gathering, table.map_atoms(_parts(table, gathering), magnitude)
+
+
+def _is_common(table: ValueTable, atom: int, group: object) -> bool:
+    """Whether a number comes of a maximum that was reduced over a group."""
+    while True:
+        definition = table.definitions[atom]
+        match definition:
+            case ("all_reduce", "max", over, int(reduced)):
+                if over == group:
+                    return True
+                atom = reduced
+            case ("cast", _, int(source)) | ("elementwise", _, int(source), *_):
+                atom = source
+            case _:
+                return False
+
+
+def _parts(table: ValueTable, gathering: Definition) -> Contents:
+    """What this rank gives to a gathering."""
+    unit = _number(gathering[-1])
+    return table.parts_of_joined(unit) or whole(unit, table.numel_of(unit))
+
+
+def _maximum_of(table: ValueTable, atom: int) -> int:
+    return table.atom(("maximum", atom), numel=1, dtype=table.dtype_of_atom(atom))
+
+
+def _scaled_atom(table: ValueTable, atom: int, scale: int, dtype: torch.dtype) -> int:
+    return _derived(table, ("scaled", dtype, atom, scale), atom, dtype)
+
+
+def _derived(table: ValueTable, definition: Definition, atom: int, dtype: torch.dtype) -> int:
+    return table.atom(definition, numel=table.numel_of(atom), dtype=dtype)
+
+
+def _atom_of_all(table: ValueTable, contents: Contents) -> int | None:
+    """The atom of which contents are all elements, each once, in whichever order."""
+    if len(contents) != 1 or not isinstance(contents[0], Piece):
+        return None
+    atom, offset, dims = contents[0]
+    is_all = math.prod(size for size, _ in dims) == table.numel_of(atom)
+    return atom if not offset and is_all and _takes_each_once(dims) else None
+
+
+def _takes_each_once(dims: Dims) -> bool:
+    expected = 1
+    for size, stride in sorted(dims, key=lambda dim: dim[1]):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _number(part: object) -> int:
+    assert type(part) is int  # where a definition has the number of a value
+    return part

@@ -1,0 +1,236 @@
+"""When quantizing and then gathering is gathering and then quantizing, and when it is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from pass_graphs import capture, collectives
+
+from gt_passes.analysis.bucket_copies import PACK_BUCKET, UNPACK_BUCKET
+from gt_passes.verifier.dataflow.check_dataflow import Dataflow
+from gt_passes.verifier.dataflow.value_table import ValueTable
+
+RANKS = 4
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+X = torch.ones(2, 4, dtype=torch.bfloat16)
+Y = torch.ones(2, 4, dtype=torch.bfloat16)
+
+
+def gather(x, group="fsdp"):
+    return collectives.wait_tensor(collectives.all_gather_into_tensor(x, RANKS, group))
+
+
+def reduce(x, reduction="max", group="fsdp"):
+    return collectives.wait_tensor(collectives.all_reduce(x, reduction, group))
+
+
+def scale_of(amax, dtype=E4M3, floor=1e-12):
+    return (amax.double().clamp(min=floor).reciprocal() * torch.finfo(dtype).max).float()
+
+
+def cast(x, scale, dtype=E4M3, bound=None):
+    bound = torch.finfo(dtype).max if bound is None else bound
+    return (x.float() * scale).clamp(-bound, bound).to(dtype)
+
+
+def gather_bytes(quantized, group="fsdp"):
+    return gather(quantized.view(torch.uint8), group).view(quantized.dtype)
+
+
+def quantized_after(x, y):
+    """Gathered, then quantized, transposed as a linear layer has it."""
+    whole = gather(x).t()
+    return cast(whole, scale_of(whole.abs().max()))
+
+
+def quantized_before(x, y):
+    return gather_bytes(cast(x, scale_of(reduce(x.abs().max())))).t()
+
+
+def differs(before: Callable[..., object], after: Callable[..., object], *args: object) -> bool:
+    table = ValueTable()
+    args = args or (X, Y)
+    first, second = (Dataflow.of(capture(each, *args), table=table) for each in (before, after))
+    return bool(list(first.find_differences(second)))
+
+
+def test_what_is_quantized_may_be_gathered_instead():
+    assert not differs(quantized_after, quantized_before)
+    assert not differs(quantized_before, quantized_after)
+
+
+def test_backends_that_know_float8_need_no_bytes():
+    def before(x, y):
+        return gather(cast(x, scale_of(reduce(x.abs().max())))).t()
+
+    assert not differs(quantized_after, before)
+
+
+def test_what_is_in_float32_is_not_cast_to_it():
+    assert not differs(quantized_after, quantized_before, X.float(), Y.float())
+
+
+def test_a_shard_may_be_cast_or_in_parts():
+    def before(x, y):
+        whole = gather(torch.cat([x, y]).to(torch.bfloat16))
+        return cast(whole, scale_of(whole.abs().max()))
+
+    def after(x, y):
+        shard = torch.cat([x, y]).to(torch.bfloat16)
+        return gather_bytes(cast(shard, scale_of(reduce(shard.abs().max()))))
+
+    assert not differs(before, after, X.float(), Y.float())
+
+
+def test_maxima_may_be_reduced_in_one_bucket_and_over_further_axes():
+    def before(x, y):
+        wholes = [gather(x).t(), gather(y).t()]
+        return [cast(w, scale_of(reduce(w.abs().max().double(), group="tp"))) for w in wholes]
+
+    def after(x, y):
+        maxima = [x.abs().max(), y.abs().max()]
+        packed = PACK_BUCKET(maxima, 1, torch.bfloat16)
+        scales = scale_of(reduce(reduce(packed).double(), group="tp"))
+        each = UNPACK_BUCKET(scales, 1, [1, 1])
+        shards = [cast(s, m.view([])) for s, m in zip((x, y), each, strict=True)]
+        packed = PACK_BUCKET([s.view(torch.uint8) for s in shards], 1, torch.uint8)
+        parts = UNPACK_BUCKET(gather(packed), RANKS, [8, 8])
+        return [part.view(8, 4).view(E4M3).t() for part in parts]
+
+    assert not differs(before, after)
+
+
+def with_scale(scale):
+    """The shard cast with what a function makes of both shards, then gathered."""
+    return lambda x, y: gather_bytes(cast(x, scale(x, y))).t()
+
+
+def largest(x, y):
+    return reduce(x.abs().max())
+
+
+MUTATIONS = {
+    "a constant scale": with_scale(lambda x, y: torch.full((), 2.0)),
+    "a scale by another constant": with_scale(lambda x, y: scale_of(largest(x, y), floor=1e-6)),
+    "the scale of another dtype": with_scale(lambda x, y: scale_of(largest(x, y), dtype=E5M2)),
+    "the scale of the shard alone": with_scale(lambda x, y: scale_of(x.abs().max())),
+    "the maximum of another parameter": with_scale(lambda x, y: scale_of(largest(y, x))),
+    "a maximum without magnitudes": with_scale(lambda x, y: scale_of(reduce(x.max()))),
+    "a maximum of a part": with_scale(lambda x, y: scale_of(reduce(x[:1].abs().max()))),
+    "a maximum of more than it": with_scale(
+        lambda x, y: scale_of(reduce(torch.cat([x, y]).abs().max()))
+    ),
+    "the largest row's sum": with_scale(lambda x, y: scale_of(reduce(x.abs().sum(0).max()))),
+    "a minimum of magnitudes": with_scale(lambda x, y: scale_of(reduce(x.abs().min()))),
+    "the sum of maxima": with_scale(lambda x, y: scale_of(reduce(x.abs().max(), "sum"))),
+    "the average of maxima": with_scale(lambda x, y: scale_of(reduce(x.abs().max(), "avg"))),
+    "the least of maxima": with_scale(lambda x, y: scale_of(reduce(x.abs().max(), "min"))),
+    "maxima of another group": with_scale(lambda x, y: scale_of(reduce(x.abs().max(), group="tp"))),
+    "one maximum for each row": with_scale(lambda x, y: scale_of(reduce(x.abs().amax(1, True)))),
+    "one maximum for each column": with_scale(lambda x, y: scale_of(reduce(x.abs().amax(0, True)))),
+    "gathered over another group": lambda x, y: gather_bytes(
+        cast(x, scale_of(largest(x, y))), "tp"
+    ).t(),
+    "another parameter": lambda x, y: gather_bytes(cast(y, scale_of(largest(x, y)))).t(),
+    "cast to another dtype": lambda x, y: (
+        gather_bytes(cast(x, scale_of(largest(x, y)), E5M2, 448.0)).view(E4M3).t()
+    ),
+    "clamped elsewhere": lambda x, y: gather_bytes(
+        cast(x, scale_of(largest(x, y)), bound=400.0)
+    ).t(),
+    "cast twice": lambda x, y: gather_bytes(
+        (x.float() * scale_of(largest(x, y))).clamp(-448, 448).bfloat16().to(E4M3)
+    ).t(),
+    "rounded before it is scaled": lambda x, y: gather_bytes(
+        (x.half().float() * scale_of(largest(x, y))).clamp(-448, 448).to(E4M3)
+    ).t(),
+    "divided by the scale": lambda x, y: gather_bytes(
+        (x.float() / scale_of(largest(x, y))).clamp(-448, 448).to(E4M3)
+    ).t(),
+    "gathered along another dim": lambda x, y: gather_bytes(
+        cast(x, scale_of(largest(x, y))).t().contiguous()
+    ).view(4, 8),
+}
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_anything_else_is_not_the_same(name: str):
+    assert differs(quantized_after, MUTATIONS[name])
+
+
+def test_bytes_taken_as_another_dtype_are_not_the_same():
+    def after(x, y):
+        return quantized_before(x, y).view(E5M2)
+
+    def before(x, y):
+        return quantized_after(x, y).to(E5M2)
+
+    assert differs(before, after)
+
+
+def test_the_shards_own_scale_is_not_made_common_by_gathering_what_it_scaled():
+    """Each rank scales its own part otherwise: one scale for all of them is another result."""
+
+    def before(x, y):
+        return cast(gather(x), scale_of(x.abs().max()))
+
+    def after(x, y):
+        return gather_bytes(cast(x, scale_of(x.abs().max())))
+
+    assert differs(before, after)
+
+
+@pytest.mark.parametrize("reduced", [("max", "tp"), ("sum", "fsdp")])
+def test_only_a_maximum_over_the_gatherings_own_group_makes_a_scale_common(reduced):
+    def before(x, y):
+        return cast(gather(x), scale_of(reduce(x.abs().max(), *reduced)))
+
+    def after(x, y):
+        return gather_bytes(cast(x, scale_of(reduce(x.abs().max(), *reduced))))
+
+    assert differs(before, after)
+
+
+def test_a_scale_that_each_rank_changes_by_its_own_data_is_not_common():
+    def before(x, y):
+        return cast(gather(x), scale_of(largest(x, y)) * y.float().mean())
+
+    def after(x, y):
+        return gather_bytes(cast(x, scale_of(largest(x, y)) * y.float().mean()))
+
+    assert differs(before, after)
+
+
+def test_nothing_is_said_of_gathered_parts_that_may_be_padding():
+    """The last ranks may have padded with anything: only they know what is cut off again."""
+
+    def before(x, y):
+        whole = gather(x)[:7]
+        return cast(whole, scale_of(whole.abs().max()))
+
+    def after(x, y):
+        return gather_bytes(cast(x, scale_of(largest(x, y))))[:7]
+
+    def padded(x, y):
+        shard = torch.cat([x[:1], torch.full((1, 4), 3.0, dtype=x.dtype)])
+        return gather_bytes(cast(shard, scale_of(largest(x, y))))[:7]
+
+    assert differs(before, after)
+    assert differs(before, padded)
+
+
+@pytest.mark.parametrize("operator", [torch.abs, torch.exp, lambda x: x * 3, lambda x: x.half()])
+def test_no_other_operator_is_moved_past_a_gathering(operator):
+    assert differs(lambda x, y: operator(gather(x)), lambda x, y: gather(operator(x)))
+
+
+def test_a_maximum_along_a_dim_is_not_that_of_all():
+    assert differs(lambda x, y: x.max(), lambda x, y: x.max(dim=0).values.max(dim=0).values)
+
+
+def test_a_maximum_is_that_of_the_same_elements_in_whichever_order():
+    assert not differs(lambda x, y: x.max(), lambda x, y: x.t().max())
+    assert differs(lambda x, y: x.max(), lambda x, y: x[:, :2].max())
+    assert differs(lambda x, y: x.max(), lambda x, y: y.max())

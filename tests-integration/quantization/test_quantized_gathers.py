@@ -1,0 +1,82 @@
+"""Parameters gathered in 8 bits: the same bits of every result, half the bytes, few all-reduces."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from quantization.quantized_gather_cases import NUM_STEPS, Both, compare_gathers
+from training_cases import NUM_UNSEEN_BATCHES, Case
+
+from gt_trace.testing import GlooWorkers
+from gt_trainer.quantization.quantization_options import QuantizationConfig
+
+pytest.importorskip(
+    "torchao", reason="torchao is not installed; `make test` runs this folder with it"
+)
+
+FSDP = {"data_parallel_shard_degree": 4}
+FSDP_TP = {"data_parallel_shard_degree": 2, "tensor_parallel_degree": 2}
+BLOCKS = ("layers.0", "layers.1")
+
+
+def run(
+    workers: GlooWorkers,
+    folder: Path,
+    parallelism: dict[str, int],
+    *,
+    param_dtype: str = "bfloat16",
+    **options: object,
+) -> list[Both]:
+    case = Case(
+        module="llama3",
+        config="llama3_debugmodel",
+        parallelism=parallelism,
+        seq_len=32,
+        param_dtype=param_dtype,
+        quantization=QuantizationConfig(
+            linears="float8_tensorwise", skip=("lm_head",), emulate=True
+        ),
+    )
+    found = workers.run(compare_gathers, case, str(folder), options)
+    for rank, each in enumerate(found):
+        assert each.differences == (), f"rank {rank}"
+        assert len(set(each.losses)) == NUM_STEPS + NUM_UNSEEN_BATCHES
+        assert each.verified
+        assert each.plain.num_maxima == {}
+        assert each.plain.bytes_as_quantized == 0
+    return found
+
+
+def check_bytes(each: Both, *, itemsize: int) -> None:
+    """What is gathered in 8 bits was gathered in so many bytes an element."""
+    saved = each.plain.bytes_as_they_are - each.quantized.bytes_as_they_are
+    assert each.quantized.bytes_as_quantized > 0
+    assert saved == itemsize * each.quantized.bytes_as_quantized
+
+
+def test_fsdp_gathers_half_the_bytes_after_one_reduction_of_maxima_a_block(
+    four: GlooWorkers, tmp_path: Path
+) -> None:
+    for each in run(four, tmp_path, FSDP):
+        check_bytes(each, itemsize=2)
+        assert each.quantized.num_maxima == dict.fromkeys(BLOCKS, 1)
+
+
+@pytest.mark.slow
+def test_tensor_parallel_maxima_are_reduced_once_more_for_a_block(
+    four: GlooWorkers, tmp_path: Path
+) -> None:
+    for each in run(four, tmp_path, FSDP_TP):
+        check_bytes(each, itemsize=2)
+        assert each.quantized.num_maxima == dict.fromkeys(BLOCKS, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("memory_policy", ["selective", "full_recompute"])
+def test_what_is_gathered_again_has_the_scales_of_the_forward(
+    memory_policy: str, four: GlooWorkers, tmp_path: Path
+) -> None:
+    for each in run(four, tmp_path, FSDP, param_dtype="float32", memory_policy=memory_policy):
+        check_bytes(each, itemsize=4)
+        assert each.quantized.num_maxima == dict.fromkeys(BLOCKS, 1)
