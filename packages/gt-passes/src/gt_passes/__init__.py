@@ -35,7 +35,7 @@ from gt_passes.memory_policy.offload_tagged import OffloadTagged
 from gt_passes.memory_policy.recompute_tagged import RecomputeTagged
 from gt_passes.memory_policy.residency_table import residency_table
 from gt_passes.memory_policy.tag_saved_tensors import TagSavedTensors
-from gt_passes.optimize import optimize
+from gt_passes.optimize_step import optimize
 from gt_passes.pass_manager import PassManager
 from gt_passes.pass_manager_report import PassManagerReport, PassRecord
 from gt_passes.pass_report_data import pass_report_as_data, pass_report_from_data
