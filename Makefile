@@ -21,14 +21,15 @@ TORCHAO := .torchao
 TORCHAO_STAMP := $(TORCHAO)/.installed
 
 .PHONY: help train test test-all test-gpu check check-ruff check-types check-layers check-dependencies \
-	check-workspace format build smoke release bench fuzz test-torch clean
+	check-workspace check-docs docs format build smoke release bench fuzz test-torch clean
 
 help:
 	@echo 'make train       train the Llama 3 debug model as a captured graph (ARGS=... to gt-train)'
 	@echo 'make test        every test but the slow ones (ARGS=... to pytest)'
 	@echo 'make test-all    every test'
 	@echo 'make test-gpu    what only a GPU can prove (ARGS=... to pytest); skipped with a reason without one'
-	@echo 'make check       ruff, mypy --strict, import layers, dependencies, workspace metadata'
+	@echo 'make check       ruff, mypy --strict, import layers, dependencies, workspace metadata, the site'
+	@echo 'make docs        the documentation as a site in outputs/site, from the programs that tests run'
 	@echo 'make format      let ruff format and fix'
 	@echo 'make build       wheels and source distributions of all packages in dist/'
 	@echo 'make smoke       each wheel passes its own tests in a fresh environment'
@@ -85,7 +86,7 @@ test-gpu: $(STAMP)
 	$(BIN)/python -m pytest tests-integration/gpu $(ARGS)
 
 # `make --keep-going check` reports what every tool found.
-check: check-ruff check-types check-layers check-dependencies check-workspace
+check: check-ruff check-types check-layers check-dependencies check-workspace check-docs
 
 check-ruff: $(STAMP)
 	$(BIN)/ruff check
@@ -110,6 +111,16 @@ check-dependencies: $(STAMP)
 
 check-workspace: $(STAMP)
 	$(BIN)/python tools/check_workspace.py
+
+# Without a network: fonts and scripts come with the theme.
+MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+check-docs: $(STAMP)
+	@site=$$(mktemp -d); $(MKDOCS) --site-dir $$site; status=$$?; rm -rf $$site; exit $$status
+
+docs: $(STAMP)
+	$(MKDOCS)
+	@echo outputs/site/index.html
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix

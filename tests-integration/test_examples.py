@@ -1,12 +1,14 @@
-"""The programs in examples/ run as their first lines say, and need neither gt-trainer nor torchtitan.
+"""The programs in examples/ run as their first lines say, and need the packages that they name.
 
 Pipelines run on four processes, with captured graphs and, marked slow, with PyTorch's runtime too. The
 placed model's loop runs on two ranks whose imports are shared and, marked slow, as a program on four.
+The others run on two processes or one.
 """
 
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 import subprocess
@@ -16,22 +18,46 @@ from pathlib import Path
 import pytest
 from example_cases import EXAMPLES, losses_of_placed_example
 
+import gt_trainer
 from gt_trace.testing import GlooWorkers
+from gt_trainer.report.dump_folder import read_run
+from gt_trainer.report.page import report_page
 
-ALLOWED = {"torch", "transformers", "gt_autoparallel", "gt_pipeline", *sys.stdlib_module_names}
+OURS = {"gt_config", "gt_trace", "gt_passes", "gt_autoparallel", "gt_pipeline"}
+ALLOWED = {"torch", "transformers", *OURS, *sys.stdlib_module_names}
+OF_TORCHTITAN = "torchtitan_trainer.py"
+LLAMA = "hugging_face_llama.py"
 
 
-def run_example(name: str, *options: str, search_path: Path | None = None) -> str:
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+def run_example(
+    name: str, *options: str, num_processes: int = 4, search_path: Path | None = None
+) -> str:
+    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_processes}"]
+    program = [*(launch if num_processes > 1 else []), str(EXAMPLES / name), *options]
+    return run_python(program, search_path=search_path)
+
+
+def run_python(arguments: list[str], *, search_path: Path | None = None) -> str:
+    paths = [str(search_path)] if search_path else []
+    inherited = os.environ.get("PYTHONPATH")  # a checkout whose packages are not installed
     finished = subprocess.run(
-        [sys.executable, *launch, str(EXAMPLES / name), *options],
+        [sys.executable, *arguments],
         capture_output=True,
         text=True,
         timeout=500,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(search_path or "")},
+        env={
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join([*paths, *([inherited] if inherited else [])]),
+        },
     )
-    assert finished.returncode == 0, finished.stderr
+    assert finished.returncode == 0, finished.stdout + finished.stderr
     return finished.stdout
+
+
+def the_only(pattern: str, printed: str) -> str:
+    (found,) = re.findall(pattern, printed)
+    return found
 
 
 # With both runtimes in one run; by default the graphs alone.
@@ -78,8 +104,78 @@ def test_the_loop_of_the_placed_model_has_the_losses_of_one_process_on_two_ranks
             assert placed == pytest.approx(alone, rel=1e-5)
 
 
+def test_a_captured_fsdp_loop_has_every_bit_of_the_eager_one():
+    printed = run_example("fsdp_loop.py", num_processes=2)
+    assert the_only(r"every loss is that of the eager loop, to the bit: (\w+)", printed) == "True"
+    assert re.search(r"bucket-all-gathers .* buckets 4", printed)
+    first, last = re.findall(r"loss (\S+) at first, (\S+) after", printed)[0]
+    assert float(last) < float(first) / 10
+
+
+def test_a_memory_policy_of_ones_own_takes_less_memory_and_keeps_every_bit():
+    printed = run_example("memory_policy.py", num_processes=1)
+    found = re.findall(r"(.+): estimated peak (\S+) MiB, gradients to the bit: True", printed)
+    peaks = {title: float(peak) for title, peak in found}
+    assert peaks["recompute all"] < peaks["of our own"] < peaks["save all"]
+
+
+def test_experts_of_ones_own_exchange_tokens_behind_computation():
+    printed = run_example("overlapped_experts.py", num_processes=2)
+    assert re.search(r"schedule-ep-overlap .* windows_interleaved 4", printed)
+    assert float(the_only(r"largest relative difference by the overlap: (\S+)", printed)) < 1e-5
+    first, last = re.findall(r"loss (\S+) at first, (\S+) after", printed)[0]
+    assert float(last) < float(first)
+
+
+def test_an_unmodified_llama_runs_in_stages_of_tensor_parallel_ranks():
+    printed = run_example("tensor_parallel_pipeline.py")
+    losses = re.findall(r"step \d: loss (\S+)", printed)
+    assert len(losses) == 5
+    assert float(losses[-1]) < float(losses[0])
+    assert float(the_only(r"largest relative difference from one process: (\S+)", printed)) < 1e-5
+
+
+MODES = ["aot_fx_trace", pytest.param("none", marks=pytest.mark.slow)]
+
+
+@pytest.fixture(scope="module")
+def losses_by_mode() -> dict[str, list[float]]:
+    return {}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_trainer_of_torchtitan_trains_with_captured_steps(
+    mode: str, losses_by_mode: dict[str, list[float]], tmp_path: Path
+):
+    tokenizer = Path(gt_trainer.__path__[0], "data", "tokenizer")
+    options = [
+        *("--module", f"examples.{OF_TORCHTITAN.removesuffix('.py')}", "--config", "counting"),
+        *("--parallelism.data_parallel_shard_degree", "2", "--compile.mode", mode),
+        *("--hf_assets_path", str(tokenizer), "--dump_folder", str(tmp_path)),
+    ]
+    printed = run_python(
+        ["-m", "gt_trainer", "--nproc", "2", *options],
+        search_path=EXAMPLES.parent,
+    )
+    assert ("Captured the training step" in printed) == (mode != "none")
+    assert float(the_only(r"The parameters are (\S+) from their average", printed)) > 0.1
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    losses_by_mode[mode] = losses = [json.loads(line)["loss"] for line in lines]
+    assert len(losses) == 5
+    assert losses[-1] < losses[0]
+    assert losses == losses_by_mode.get("aot_fx_trace", losses)
+    run = read_run(tmp_path)
+    (start,) = run.starts
+    assert (start["step"], start["last_step"], start["num_ranks"]) == (1, 5, 2)
+    assert start["model"] == "llama3 debugmodel"
+    assert start["compile"] == ({} if mode == "aot_fx_trace" else {"mode": mode})
+    page = report_page(run)
+    assert ("bucket-all-gathers" in page) == (mode != "none")
+    assert "rank_1.log" in page
+
+
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
-def test_they_import_torch_transformers_and_one_of_the_packages_alone(path: Path):
+def test_they_import_torch_transformers_and_packages_of_ours_alone(path: Path):
     tree = ast.parse(path.read_text(encoding="utf-8"))
     imported = {
         name.partition(".")[0]
@@ -92,8 +188,24 @@ def test_they_import_torch_transformers_and_one_of_the_packages_alone(path: Path
             else []
         )
     }
-    assert imported <= ALLOWED
+    allowed = {*ALLOWED, *({"torchtitan", "gt_trainer"} if path.name == OF_TORCHTITAN else ())}
+    assert imported <= allowed
     assert not {"gt_autoparallel", "gt_pipeline"} <= imported
+
+
+def test_pages_show_programs_and_parts_of_them_that_are_there():
+    shown = set()
+    for page in sorted((EXAMPLES.parent / "docs" / "tutorials").glob("*.md")):
+        text = page.read_text(encoding="utf-8")
+        snippets = re.findall(
+            r"^--8<--\n(examples/\w+\.py)(?::(\w+))?\n--8<--$", text, re.MULTILINE
+        )
+        assert len(re.findall(r"8 ?< ?--", text)) == 2 * len(snippets), page
+        for path, part in snippets:
+            program = (EXAMPLES.parent / path).read_text(encoding="utf-8")
+            assert not part or f"[start:{part}]" in program
+            shown.add(Path(path).name)
+    assert shown >= {path.name for path in EXAMPLES.glob("*.py")} - {"plain_pytorch.py", LLAMA}
 
 
 def test_every_example_is_in_the_readme_of_the_folder():

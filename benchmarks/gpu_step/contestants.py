@@ -76,8 +76,7 @@ def ours(
             kernels, as those of NCCL are.
     """
     traced = trace_step(eager_step(model), module=model)(*inputs)
-    names = tuple(entry.name for entry in traced.inputs[: traced.num_static_inputs])
-    context = PassContext(fake_mode=traced.fake_mode, static_input_names=names)
+    context = PassContext.of_step(traced)
     options = CompileConfig(inductor_compilation=compilation, memory_policy=memory_policy)
     passes = [*default_passes(options, graph="STEP", compiler=compiler)]
     if recorded:

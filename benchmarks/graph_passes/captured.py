@@ -55,11 +55,7 @@ class CapturedModel:
 
     def context(self) -> PassContext:
         """What our passes need to know of it."""
-        static_inputs = self.traced.inputs[: self.traced.num_static_inputs]
-        return PassContext(
-            fake_mode=self.traced.fake_mode,
-            static_input_names=tuple(entry.name for entry in static_inputs),
-        )
+        return PassContext.of_step(self.traced)
 
 
 @contextmanager

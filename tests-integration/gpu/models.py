@@ -151,8 +151,7 @@ def captured_step(
     """Capture a step of ``model``, and run passes on it, verified after each."""
     ((tokens, labels),) = batches(site, 1)
     step = trace_step(eager_step(model), module=model)(tokens, labels)
-    names = tuple(entry.name for entry in step.inputs[: step.num_static_inputs])
-    context = PassContext(fake_mode=step.fake_mode, static_input_names=names)
+    context = PassContext.of_step(step)
     report = PassManager(passes or [], context=context).run(step.graph_module)
     return CapturedStep(step=step, model=model, report=report)
 

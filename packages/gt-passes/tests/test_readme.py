@@ -8,9 +8,11 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 import gt_passes
-from gt_passes import registry
+from gt_passes import registry, simulation
+from gt_trace import trace_step
 
 README = Path(__file__).parents[1] / "README.md"
 
@@ -27,6 +29,29 @@ def test_an_example_prints_what_the_readme_shows(number: int, monkeypatch: pytes
     with contextlib.redirect_stdout(printed):
         exec(compile(program, str(README), "exec", dont_inherit=True), {"__name__": "readme"})
     assert without_times(printed.getvalue()) == without_times(shown)
+
+
+FRAGMENTS = re.findall(r"```py\n(.*?)```", README.read_text(encoding="utf-8"), flags=re.DOTALL)
+
+
+@pytest.mark.parametrize("fragment", FRAGMENTS, ids=["memory policy", "simulation"])
+def test_a_fragment_runs_on_a_graph(fragment: str):
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return (x @ x).relu().sum()
+
+    traced = trace_step(step)(torch.rand(4, 4))
+    node = next(each for each in traced.graph_module.graph.nodes if each.op == "call_function")
+    names = {
+        **{name: getattr(simulation, name) for name in simulation.__all__},
+        **{name: getattr(gt_passes, name) for name in gt_passes.__all__},
+        "graph_module": traced.graph_module,
+        "node": node,
+        "num_bytes": 2**20,
+        "ranks": tuple(range(8)),
+        "tasks": (),
+    }
+    with contextlib.redirect_stdout(io.StringIO()):
+        exec(compile(fragment, str(README), "exec", dont_inherit=True), names)
 
 
 def without_times(text: str) -> str:

@@ -1,10 +1,22 @@
-"""The README's map is complete."""
+"""The README's map is complete, and its program runs."""
 
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import gt_trainer
 
 README = Path(__file__).parents[1] / "README.md"
+
+
+def test_the_program_in_it_runs():
+    (program,) = re.findall(r"```python\n(.*?)```", README.read_text("utf-8"), flags=re.DOTALL)
+    finished = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=300
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert "simulated" in finished.stdout
 
 
 def test_the_map_names_every_shelf():

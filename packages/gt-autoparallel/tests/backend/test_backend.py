@@ -56,13 +56,6 @@ def traced() -> TracedStep:
     return trace_step(step, module=model)(torch.empty(512, 16))
 
 
-def context_of(traced: TracedStep) -> PassContext:
-    static = traced.inputs[: traced.num_static_inputs]
-    return PassContext(
-        fake_mode=traced.fake_mode, static_input_names=tuple(each.name for each in static)
-    )
-
-
 def recomputed(graph_module: GraphModule) -> list[str]:
     return [
         node.name
@@ -74,7 +67,9 @@ def recomputed(graph_module: GraphModule) -> list[str]:
 
 @pytest.mark.parametrize("budget", [None, 1 << 30])
 def test_nothing_is_recomputed_within_the_budget(traced: TracedStep, budget: int | None) -> None:
-    report = TagToMemoryBudget(budget_bytes=budget).run(traced.graph_module, context_of(traced))
+    report = TagToMemoryBudget(budget_bytes=budget).run(
+        traced.graph_module, PassContext.of_step(traced)
+    )
     assert not report.changed
     assert recomputed(traced.graph_module) == []
 
@@ -90,7 +85,7 @@ def test_as_much_is_recomputed_as_the_budget_asks_for(traced: TracedStep) -> Non
                 if key != ResidencyAnnotation.KEY
             }
         tagging = TagToMemoryBudget(budget_bytes=peak - excess, optimizer_state_copies=0)
-        report = tagging.run(traced.graph_module, context_of(traced))
+        report = tagging.run(traced.graph_module, PassContext.of_step(traced))
         assert report.counts["bytes_freed"] >= excess
         assert "bytes_over_budget" not in report.counts
         counts.append(report.counts["tensors_recompute"])
@@ -99,7 +94,7 @@ def test_as_much_is_recomputed_as_the_budget_asks_for(traced: TracedStep) -> Non
 
 
 def test_says_what_no_recomputation_can_free(traced: TracedStep) -> None:
-    report = TagToMemoryBudget(budget_bytes=0).run(traced.graph_module, context_of(traced))
+    report = TagToMemoryBudget(budget_bytes=0).run(traced.graph_module, PassContext.of_step(traced))
     assert report.counts["bytes_over_budget"] > 0
 
 
@@ -120,7 +115,7 @@ def test_the_caps_and_choices_of_a_user_reach_the_passes() -> None:
 
 
 def test_the_recipe_keeps_a_budget_and_compiles_one_graph(traced: TracedStep) -> None:
-    context = context_of(traced)
+    context = PassContext.of_step(traced)
     peak = estimate_peak_bytes(traced.graph_module)
     static = sum(p.numel() * 4 for p in Blocks().parameters())
     passes = backend_passes(memory_budget_bytes=peak - 40_000 + 2 * static, compiler=DescribeOnly())
@@ -136,7 +131,7 @@ def test_the_recipe_keeps_a_budget_and_compiles_one_graph(traced: TracedStep) ->
 
 def collected(step: Callable[..., torch.Tensor], *args: torch.Tensor) -> tuple[GraphModule, bool]:
     traced = trace_step(step)(*args)
-    report = OverlapCollectives().run(traced.graph_module, context_of(traced))
+    report = OverlapCollectives().run(traced.graph_module, PassContext.of_step(traced))
     traced.graph_module.graph.lint()
     return traced.graph_module, report.changed
 

@@ -2,9 +2,8 @@
 
 ::
 
-    context = PassContext.from_graph(graph_module)
-    report = default_recipe(context=context).run(graph_module)
-    print(report)
+    traced = gt_trace.trace_step(step, module=model)(*batch)
+    print(optimize(traced))  # what each pass of the default recipe did to traced.graph_module
 """
 
 from gt_passes.analysis.liveness import estimate_memory, estimate_peak_bytes
@@ -31,10 +30,12 @@ from gt_passes.fsdp.reshard_after_forward import ReshardAfterForward
 from gt_passes.fsdp.schedule_fsdp_into_dense_regions import ScheduleFsdpIntoDenseRegions
 from gt_passes.fsdp.separate_reduction_group import SeparateReductionGroup
 from gt_passes.fsdp.share_all_gathers import ShareAllGathers
+from gt_passes.memory_policy.memory_policy_pass import MemoryPolicyPass
 from gt_passes.memory_policy.offload_tagged import OffloadTagged
 from gt_passes.memory_policy.recompute_tagged import RecomputeTagged
 from gt_passes.memory_policy.residency_table import residency_table
 from gt_passes.memory_policy.tag_saved_tensors import TagSavedTensors
+from gt_passes.optimize_step import optimize
 from gt_passes.pass_manager import PassManager
 from gt_passes.pass_manager_report import PassManagerReport, PassRecord
 from gt_passes.pass_report_data import pass_report_as_data, pass_report_from_data
@@ -65,6 +66,7 @@ __all__ = [
     "GroupPurpose",
     "GtPassesError",
     "InductorCompiler",
+    "MemoryPolicyPass",
     "MergeWaits",
     "OffloadTagged",
     "PassContext",
@@ -95,6 +97,7 @@ __all__ = [
     "estimate_peak_bytes",
     "exchange_collective_digest",
     "known_passes",
+    "optimize",
     "pass_report_as_data",
     "pass_report_from_data",
     "register_pass",

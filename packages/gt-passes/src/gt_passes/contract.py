@@ -23,6 +23,7 @@ from gt_config.numerics import NUMERICS, Numerics
 from gt_passes._torch_internals import fake_mode_of
 from gt_passes.errors import GraphInputError, PassDeclarationError
 from gt_passes.facts import Fact
+from gt_trace import TracedStep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +90,15 @@ class PassContext:
                 '(make_fx(..., tracing_mode="fake"))'
             )
         return cls(fake_mode=fake_mode, static_input_names=static_input_names)
+
+    @classmethod
+    def of_step(cls, traced: TracedStep) -> Self:
+        """The context of a captured step: its fake mode, its parameters and buffers by name."""
+        static_inputs = traced.inputs[: traced.num_static_inputs]
+        return cls(
+            fake_mode=traced.fake_mode,
+            static_input_names=tuple(each.name for each in static_inputs),
+        )
 
     @property
     def num_static_inputs(self) -> int:

@@ -38,6 +38,7 @@ from gt_passes.fsdp.reshard_after_forward import ReshardAfterForward
 from gt_passes.fsdp.schedule_fsdp_into_dense_regions import ScheduleFsdpIntoDenseRegions
 from gt_passes.fsdp.separate_reduction_group import SeparateReductionGroup
 from gt_passes.fsdp.share_all_gathers import ShareAllGathers
+from gt_passes.memory_policy.memory_policy_pass import MemoryPolicyPass
 from gt_passes.memory_policy.offload_tagged import OffloadTagged
 from gt_passes.memory_policy.recompute_tagged import RecomputeTagged
 from gt_passes.memory_policy.tag_saved_tensors import TagSavedTensors
@@ -111,8 +112,9 @@ def default_passes(
     Args:
         options: what the user asks for. Passes named in ``options.passes`` run with their default
             options, after those that rewrite the graph and before compilation; a pass of the recipe
-            then runs a second time. Already validated (``gt_config.validate``): nothing is judged
-            here but what depends on the passes.
+            then runs a second time. A ``MemoryPolicyPass`` among them is the memory
+            policy. Already validated (``gt_config.validate``): nothing is judged here but what
+            depends on the passes.
         graph: the kind of graph.
         reshard_after_forward: whether FSDP parameters are gathered again for the backward; None:
             unless the memory policy is save_all.
@@ -123,13 +125,22 @@ def default_passes(
     Raises:
         UnknownPassError: a name that no registered pass has.
         RecipeError: a pass left out is part of the recipe of no kind of graph, or is added as well;
-            or a pass added by name has an option without a default. All of them at once.
+            a pass added by name has an option without a default; or there is more than one memory
+            policy. All of them at once.
         PassOrderError: what was left out provides what another pass requires.
     """
+    find_passes([*options.passes, *options.disable_passes])  # all unknown names in one error
+    classes = find_passes(options.passes)
+    problems = [*_unconstructible(classes), *_competing_policies(options, classes)]
+    added = [] if problems else [pass_class() for pass_class in classes]
+    own_policies = [each for each in added if isinstance(each, MemoryPolicyPass)]
+    if reshard_after_forward is None:
+        # Whoever keeps every activation has room for the parameters too.
+        reshard_after_forward = bool(own_policies) or options.memory_policy != "save_all"
     rewriting = [
         *_clean_up(options),
         *_chunking(options.ep_overlap, graph),
-        *_memory_policy(options, graph),
+        *(_own_memory_policy(own_policies) if own_policies else _memory_policy(options, graph)),
         *_fsdp(options, graph, reshard_after_forward=reshard_after_forward),
         *_numerics_changing(options),
     ]
@@ -137,11 +148,17 @@ def default_passes(
         *_flex_attention(options, compiler, flex_attention_options),
         *_compilation(options, graph, compiler or InductorCompiler()),
     ]
-    added = _added_passes(options, in_recipe=[each.name for each in (*rewriting, *compiling)])
+    others = [each for each in added if each not in own_policies]
+    problems = [
+        *_not_in_recipe(options, [each.name for each in (*rewriting, *compiling)]),
+        *problems,
+    ]
+    if problems:
+        raise RecipeError(problems)
     return order_passes(
         [
             graph_pass
-            for graph_pass in (*rewriting, *added, *compiling)
+            for graph_pass in (*rewriting, *others, *compiling)
             if graph in graph_pass.runs_on and graph_pass.name not in options.disable_passes
         ]
     )
@@ -191,12 +208,14 @@ def _memory_policy(options: CompileConfig, graph: GraphKind) -> Iterator[GraphPa
         )
 
 
+def _own_memory_policy(policies: Sequence[MemoryPolicyPass]) -> Iterator[GraphPass]:
+    yield from policies
+    yield RecomputeTagged()
+
+
 def _fsdp(
-    options: CompileConfig, graph: GraphKind, *, reshard_after_forward: bool | None
+    options: CompileConfig, graph: GraphKind, *, reshard_after_forward: bool
 ) -> Iterator[GraphPass]:
-    if reshard_after_forward is None:
-        # Whoever keeps every activation has room for the parameters too.
-        reshard_after_forward = options.memory_policy != "save_all"
     if reshard_after_forward:
         yield ReshardAfterForward()
     if options.fsdp_quantized_gathers:
@@ -255,30 +274,34 @@ def _compilation(
         yield CudaGraphs(whole=graph == "MICROBATCH")
 
 
-def _added_passes(options: CompileConfig, *, in_recipe: Sequence[str]) -> list[GraphPass]:
-    """Instances of the passes that the user added, once all names and options are in order."""
-    find_passes([*options.passes, *options.disable_passes])  # all unknown names in one error
-    added = find_passes(options.passes)
-    problems = [
-        f"{name!r} is disabled, and the recipe has only {', '.join(in_recipe)}"
-        for name in options.disable_passes
-        if name not in in_recipe
-    ]
-    problems += [
-        f"{name!r} is both added and disabled"
-        for name in options.disable_passes
-        if name in options.passes
-    ]
-    for pass_class in added:
+def _not_in_recipe(options: CompileConfig, in_recipe: Sequence[str]) -> Iterator[str]:
+    for name in options.disable_passes:
+        if name not in in_recipe:
+            yield f"{name!r} is disabled, and the recipe has only {', '.join(in_recipe)}"
+    for name in options.disable_passes:
+        if name in options.passes:
+            yield f"{name!r} is both added and disabled"
+
+
+def _unconstructible(classes: Sequence[type[GraphPass]]) -> Iterator[str]:
+    for pass_class in classes:
         needed = _options_without_default(pass_class)
         if needed:
-            problems.append(
+            yield (
                 f"{pass_class.name!r} cannot be added by name, for want of {', '.join(needed)}: "
                 "give PassManager an instance"
             )
-    if problems:
-        raise RecipeError(problems)
-    return [pass_class() for pass_class in added]
+
+
+def _competing_policies(
+    options: CompileConfig, classes: Sequence[type[GraphPass]]
+) -> Iterator[str]:
+    """Each would overwrite what the one before it decided."""
+    names = [repr(each.name) for each in classes if issubclass(each, MemoryPolicyPass)]
+    if names and options.memory_policy != "save_all":
+        names.append(f"--compile.memory_policy {options.memory_policy}")
+    if len(names) > 1:
+        yield f"{' and '.join(names)} are memory policies, and a graph has one"
 
 
 def _options_without_default(pass_class: type[GraphPass]) -> list[str]:

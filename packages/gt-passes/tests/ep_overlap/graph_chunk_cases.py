@@ -53,11 +53,6 @@ class Comparison:
     """Nodes that read a body and that nothing is said about, by operator."""
 
 
-def context_of(step: TracedStep) -> PassContext:
-    names = tuple(entry.name for entry in step.inputs[: step.num_static_inputs])
-    return PassContext(fake_mode=step.fake_mode, static_input_names=names)
-
-
 def chunk(
     step: TracedStep,
     modules: str,
@@ -73,7 +68,7 @@ def chunk(
         num_chunks=num_chunks,
         preserve_eager_order=preserve_eager_order,
     )
-    manager = PassManager([MergeWaits(), chunk_modules], context=context_of(step))
+    manager = PassManager([MergeWaits(), chunk_modules], context=PassContext.of_step(step))
     return manager.run(step.graph_module).records[-1].report
 
 
@@ -153,9 +148,9 @@ def compile_chunks(modules: str) -> tuple[float, list[int], list[int]]:
     expected = capture(whole, inputs).bind(whole)(*inputs)
     step = capture(chunked, inputs)
     chunk(step, modules, "batch", 2)
-    PassManager([ScheduleEpOverlap()], context=context_of(step)).run(step.graph_module)
+    PassManager([ScheduleEpOverlap()], context=PassContext.of_step(step)).run(step.graph_module)
     in_graph = _products_behind_exchanges(step.graph_module.code)
-    manager = PassManager([CompileWholeGraph(compiler=COMPILER)], context=context_of(step))
+    manager = PassManager([CompileWholeGraph(compiler=COMPILER)], context=PassContext.of_step(step))
     with fresh_cache():
         _, (program,) = run_and_get_code(manager.run, step.graph_module)
         found = step.bind(chunked)(*inputs)

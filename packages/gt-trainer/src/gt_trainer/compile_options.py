@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gt_config import CompileConfig
+from gt_config.option_paths import default_option, option_at, option_paths
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,3 +38,10 @@ class TrainerCompileConfig(CompileConfig):
     def enable_async_tensor_parallel(self) -> bool:
         """Whether torch.compile should pipeline tensor-parallel collectives: never."""
         return False
+
+
+def chosen_options(options: CompileConfig) -> dict[str, object]:
+    """The options that are not as they are by default, by their paths."""
+    kind = type(options)
+    values = {path: option_at(options, path) for path in option_paths(kind)}
+    return {path: each for path, each in values.items() if each != default_option(kind, path)}

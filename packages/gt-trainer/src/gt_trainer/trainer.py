@@ -27,13 +27,14 @@ from torchtitan.trainer import Trainer
 
 from gt_trainer.artifacts.run_identity import Machine, RunSettings, topology_of_run
 from gt_trainer.checkpoints.manager import CheckedCheckpointManager
-from gt_trainer.compile_options import TrainerCompileConfig
+from gt_trainer.compile_options import TrainerCompileConfig, chosen_options
 from gt_trainer.context_parallel.batch_of_rank import batch_of_rank
 from gt_trainer.context_parallel.ring_masks import ring_masks
 from gt_trainer.context_parallel.token_order import load_balancer_of
 from gt_trainer.decoder.attention import attention_mask_for, has_document_mask
 from gt_trainer.device_transfer import copy_to_host, local_part, send_to_device
 from gt_trainer.metrics.metrics_jsonl import GraphMetricsProcessor
+from gt_trainer.metrics.start_record import record_start
 from gt_trainer.model_identity import identity_of, write_identity
 from gt_trainer.parallelism_options import TrainerParallelismConfig, with_own_options
 from gt_trainer.pipelines.pipeline_plan import PipelinePlan, pipeline_plan
@@ -42,6 +43,7 @@ from gt_trainer.placement.kept_plan import PLAN_FILE, keep_plan, plan_file_of, w
 from gt_trainer.placement.planned_loss import LossOfParts, loss_of
 from gt_trainer.quantization.quantization_options import QuantizationConfig
 from gt_trainer.quantization.quantized_model import with_quantized_model
+from gt_trainer.run_files import CAPTURES_FILE, STARTUP_FILE
 from gt_trainer.startup import StartupClock
 from gt_trainer.steps.capture_log import CaptureLog
 from gt_trainer.steps.new_training_step import StepParts, new_training_step
@@ -120,6 +122,9 @@ class GraphTrainer(Trainer):
             # Whatever saves parameters asks a model for them.
             part.register_state_dict_pre_hook(self._settle)  # type: ignore[no-untyped-call]  # PyTorch leaves it unannotated
         self._has_stepped = False
+        if dist.get_rank() == 0:
+            # Those of an earlier start.
+            (Path(config.dump_folder) / CAPTURES_FILE).unlink(missing_ok=True)
         self.training_step: TrainingStep = new_training_step(self._step_parts(config))
         """Forward, loss and backward of one batch."""
 
@@ -231,7 +236,7 @@ class GraphTrainer(Trainer):
             self.metrics_processor.log_later(self.step, numbers, learning_rates)
         if is_first:
             numbers.wait()
-            path = Path(self.config.dump_folder) / "startup.json" if dist.get_rank() == 0 else None
+            path = Path(self.config.dump_folder) / STARTUP_FILE if dist.get_rank() == 0 else None
             self.startup.finish(path)
 
     def close(self) -> None:
@@ -282,6 +287,21 @@ class GraphTrainer(Trainer):
             if self.training_step.is_captured:
                 self.metrics_processor.display.phase("capturing")
         self._say_whose_checkpoints()
+        if dist.get_rank() == 0:
+            self._record_start()
+
+    def _record_start(self) -> None:
+        spec, options = self.config.model_spec, self.config.compile
+        folder = Path(self.config.dump_folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        facts: dict[str, object] = {
+            "model": None if spec is None else f"{spec.name} {spec.flavor}",
+            "device": self.device.type,
+            "num_ranks": dist.get_world_size(),
+            "last_step": self.config.training.steps,
+            "compile": chosen_options(options),
+        }
+        record_start(folder, step=self.step, facts=facts)
 
     def _next_batches(self, data_iterator: Any) -> _StepBatches:
         groups: list[list[tuple[Batch, torch.Tensor]]] = []
@@ -406,5 +426,8 @@ class GraphTrainer(Trainer):
             reshard_after_forward=config.parallelism.fsdp_reshard_after_forward,
             dump_folder=Path(config.dump_folder),
             clock=self.startup,
-            on_capture=CaptureLog(in_detail=config.compile.debug_graph_passes),
+            on_capture=CaptureLog(
+                Path(config.dump_folder) / CAPTURES_FILE,
+                in_detail=config.compile.debug_graph_passes,
+            ),
         )

@@ -58,6 +58,7 @@ def outside_any_job(monkeypatch):
         ["--nproc", "4", "--parallelism.tensor_parallel_degree", "3"],
         ["--dry-run", "--compile.passes", "nonsense"],
         ["--help-all", "--config", "qwen3_14b"],
+        ["report", "no/such/folder"],
     ],
     ids=" ".join,
 )
@@ -405,3 +406,16 @@ def test_what_torchtitan_trains_otherwise_is_refused_with_the_reasons(capsys, mo
         "torchtitan's common Trainer alone; its model is FluxModel, which is no Decoder of "
         "torchtitan's: a step is captured from tokens to logits\n"
     )
+
+
+def test_report_writes_a_page_into_the_folder_and_says_where(tmp_path, capsys):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.5, "grad_norm": 1.0}\n')
+    assert cli.main(["report", str(tmp_path)]) == 0
+    path = tmp_path / "report.html"
+    assert capsys.readouterr().out == f"{path}\n"
+    assert "<h1>Run " in path.read_text()
+
+
+def test_a_report_of_no_run_is_bad_input(tmp_path, capsys):
+    assert cli.main(["report", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith(f"gt-train: {str(tmp_path)!r} has no metrics.jsonl")

@@ -1,5 +1,7 @@
 """Our own options and the names of modules and configurations; no torch is needed."""
 
+from pathlib import Path
+
 import pytest
 
 from gt_trainer.command_line.command_line import (
@@ -285,6 +287,41 @@ def test_precompile_is_the_first_word():
     assert command.overrides == ("--compile.artifacts", "graphs")
     later = parse_command_line(["--compile.artifacts", "precompile"])
     assert later.action == "train"
+
+
+@pytest.mark.parametrize(
+    ("flag", "meant"),
+    [
+        ("--datset_path", "--dataloader.dataset_path"),
+        ("--sequence_length", "--training.seq_len"),
+        ("--memory-polcy", "--compile.memory_policy"),
+        ("--trainig.stps", "--training.steps"),
+        ("--learning_rate", "--optimizer.param_groups.0.optimizer_kwargs.lr"),
+        ("--tp", "--parallelism.tensor_parallel_degree"),
+        ("--fsdp", "--parallelism.data_parallel_shard_degree"),
+        ("--compile.artifact", "--compile.artifacts"),
+    ],
+)
+def test_the_nearest_of_all_flags_is_offered_with_or_without_its_group(flag: str, meant: str):
+    first = refusal(flag, "3").partition("?")[0].split("Did you mean ")[1].split(" or ")[0]
+    assert first == repr(meant)
+
+
+def test_what_is_near_nothing_is_refused_without_a_guess():
+    assert refusal("--xyzzy", "3") == "no flag '--xyzzy'."
+
+
+def test_a_report_is_of_one_folder():
+    command = parse_command_line(["report", "runs/first"])
+    assert (command.action, command.folder) == ("report", Path("runs/first"))
+    assert parse_command_line(["report", "--help"]).action == "help"
+
+
+@pytest.mark.parametrize("rest", [[], ["--nproc", "2"], ["runs/first", "runs/second"]])
+def test_a_report_of_anything_else_is_refused(rest: list[str]):
+    assert refusal("report", *rest) == (
+        "report takes the --dump_folder of a run and nothing else: gt-train report FOLDER"
+    )
 
 
 def test_only_matches_as_near_as_the_nearest_are_offered():

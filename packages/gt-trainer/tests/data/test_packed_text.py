@@ -235,7 +235,7 @@ def test_documents_that_are_not_utf8_are_skipped_counted_and_named_once(
     with caplog.at_level(logging.WARNING):
         assert len(take(text, 5)) == 5
     assert text.num_undecodable == 1
-    assert caplog.messages == [f"skipped {tmp_path / 'latin.txt'}: not UTF-8"]
+    assert caplog.messages == [f"skipped {tmp_path / 'latin.txt'}: not UTF-8 text"]
 
 
 def test_refuses_an_endless_stream_of_nothing() -> None:

@@ -49,7 +49,7 @@ def test_refuses_an_interpreter_without_sources_and_names_the_folder(
         python_stdlib()
     assert str(error.value) == (
         f"no Python sources in {zipped!r}, where '/opt/python' has its standard library (zipped, "
-        "or compiled files only); give a folder of .md, .py or .txt files with "
+        "or compiled files only); give a folder of .jsonl, .md, .parquet, .py or .txt files with "
         "--dataloader.dataset_path"
     )
 
@@ -65,9 +65,18 @@ def test_folder_gives_text_files_sorted_without_hidden_folders_and_caches(tmp_pa
 @pytest.mark.parametrize(
     ("make", "expected"),
     [
-        ("nothing", "text folder {path!r} does not exist; give a folder of .md, .py or .txt files"),
-        ("file", "text folder {path!r} is a file; give a folder of .md, .py or .txt files"),
-        ("empty", "text folder {path!r} has no .md, .py or .txt file, also not in its subfolders"),
+        (
+            "nothing",
+            "text folder {path!r} does not exist; give a folder of .jsonl, .md, .parquet, .py or .txt files",
+        ),
+        (
+            "file",
+            "text folder {path!r} is a file; give a folder of .jsonl, .md, .parquet, .py or .txt files",
+        ),
+        (
+            "empty",
+            "text folder {path!r} has no .jsonl, .md, .parquet, .py or .txt file, also not in its subfolders",
+        ),
     ],
 )
 def test_refuses_a_path_without_text_by_name(tmp_path: Path, make: str, expected: str) -> None:

@@ -75,14 +75,14 @@ the configuration has 1 problem:
 
 def test_text_that_is_not_there_is_refused(tmp_path):
     assert text_problem(tmp_path, tmp_path / "no" / "such") == NO_TEXT.format(
-        "text folder 'TEXT' does not exist; give a folder of .md, .py or .txt files"
+        "text folder 'TEXT' does not exist; give a folder of .jsonl, .md, .parquet, .py or .txt files"
     )
 
 
 def test_a_file_in_place_of_a_folder_of_text_is_refused(tmp_path):
     (tmp_path / "book.txt").write_text("call me")
     assert text_problem(tmp_path, tmp_path / "book.txt") == NO_TEXT.format(
-        "text folder 'TEXT' is a file; give a folder of .md, .py or .txt files"
+        "text folder 'TEXT' is a file; give a folder of .jsonl, .md, .parquet, .py or .txt files"
     )
 
 
@@ -90,7 +90,7 @@ def test_a_folder_without_text_is_refused(tmp_path):
     text = tmp_path / "text"
     text.mkdir()
     assert text_problem(tmp_path, text) == NO_TEXT.format(
-        "text folder 'TEXT' has no .md, .py or .txt file, also not in its subfolders"
+        "text folder 'TEXT' has no .jsonl, .md, .parquet, .py or .txt file, also not in its subfolders"
     )
 
 
@@ -102,7 +102,7 @@ def test_files_without_text_in_them_are_refused(tmp_path, content):
     assert text_problem(tmp_path, text) == NO_TEXT.format(
         "none of the 1 document(s) of 'TEXT' (train) has UTF-8 text in it"
     )
-    (text / "words.txt").write_text("words")
+    (text / "words.txt").write_text("words " * 1000)
     config = changed(
         llama3.llama3_debugmodel(),
         tmp_path,
@@ -116,8 +116,29 @@ def test_fewer_documents_than_readers_are_refused(tmp_path):
     text.mkdir()
     (text / "words.txt").write_text("words")
     assert text_problem(tmp_path, text, world_size=2) == NO_TEXT.format(
-        "'TEXT' (train) has 1 document(s), fewer than the 2 data-parallel ranks; give more files, "
-        "or use fewer ranks"
+        "'TEXT' (train) has 1 document(s), fewer than the 2 data-parallel ranks; give more "
+        "documents, or use fewer ranks"
+    )
+
+
+def test_less_text_than_one_step_takes_is_refused(tmp_path):
+    text = tmp_path / "text"
+    text.mkdir()
+    (text / "words.txt").write_text("words " * 100)
+    num_tokens = 16 * 256
+    assert text_problem(tmp_path, text) == NO_TEXT.format(
+        f"'TEXT' (train) has at most 602 tokens, and one step of all ranks takes {num_tokens:,}; "
+        "give more text, or lower --training.seq_len or --training.local_batch_size"
+    )
+
+
+def test_rows_without_the_field_of_text_are_refused(tmp_path):
+    text = tmp_path / "text"
+    text.mkdir()
+    (text / "rows.jsonl").write_text('{"content": "words"}\n')
+    assert text_problem(tmp_path, text) == NO_TEXT.format(
+        "'TEXT/rows.jsonl' has no field 'text'; it has 'content': name the one with the text by "
+        "--dataloader.text_field"
     )
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import pytest
+from torch.fx import Node
 from torchtitan.models.llama3 import config_registry
 
 from gt_config import AutoParallelConfig, ConfigError, EpOverlapConfig, Topology
+from gt_passes import MemoryPolicyPass, register_pass, registry
 from gt_trainer.device import intended_for
 from gt_trainer.models import deepseek_v3, llama3, qwen3
 from gt_trainer.models.adapt import adapt_published
@@ -65,6 +68,41 @@ def test_what_a_gpu_does_stands_in_one_line():
             "On cuda: cheap activations recomputed, Inductor for what memory bounds, CUDA graphs, "
             "approximate (compile-regions)"
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeepLayersOfNoNumber(MemoryPolicyPass):
+    name: ClassVar[str] = "keep-layers-of-no-number"
+
+    def keeps(self, node: Node) -> bool:
+        return False
+
+
+def test_a_memory_policy_of_ones_own_takes_the_place_of_the_default(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(registry, "_PASSES", dict(registry._PASSES))
+    register_pass(KeepLayersOfNoNumber)
+    with intended_for("cuda"):
+        config, lines = settled(llama3.llama3_8b(), passes=(KeepLayersOfNoNumber.name,))
+        assert lines == (
+            (
+                "--compile.memory_policy selective gives way: keep-layers-of-no-number is the "
+                "memory policy"
+            ),
+        )
+        assert describe_run(config, 8).startswith(
+            "On cuda: activations kept as keep-layers-of-no-number says, "
+        )
+        asked = settled(
+            llama3.llama3_8b(),
+            8,
+            "--compile.memory_policy",
+            memory_policy="selective",
+            passes=(KeepLayersOfNoNumber.name,),
+        )
+        with pytest.raises(ConfigError, match="are memory policies, and a graph has one"):
+            check_configuration(asked[0], 8, will_train=False)
 
 
 def test_a_solver_takes_the_memory_policy_back_and_the_run_by_hand_keeps_it():

@@ -16,7 +16,11 @@ from gt_passes.analysis.layer_names import LayerNames
 from gt_passes.analysis.storages import Storages
 from gt_passes.contract import ChangeBounds, GraphPass, PassContext, PassReport
 from gt_passes.memory_policy.recomputability import Recomputability
-from gt_passes.memory_policy.saved_tensor_policy import EXPENSIVE_OPERATORS, SavedTensorPolicy
+from gt_passes.memory_policy.saved_tensor_policy import (
+    EXPENSIVE_OPERATORS,
+    SavedTensorPolicy,
+    is_one_of,
+)
 from gt_trace import write_annotation
 
 
@@ -77,7 +81,7 @@ class TagToMemoryBudget(GraphPass):
         # Cheap operators first; only if these are not enough, what is expensive too.
         for kept_operators in (EXPENSIVE_OPERATORS, frozenset[str]()):
             policy = SavedTensorPolicy(
-                layers=LayerNames(self.layers), saved_operators=kept_operators
+                layers=LayerNames(self.layers), keeps=is_one_of(kept_operators)
             )
             decisions = policy.decide(storages, recomputability)
             shall = {storage for storage, way in decisions.items() if way == "recompute"}

@@ -17,7 +17,7 @@ optimum and take more than linear time; torch's own partitioner does that for jo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from torch.fx import Node
@@ -60,13 +60,18 @@ come on top. The list is torchtitan's, for selective activation checkpointing
 saved, not every second one, and of collectives all."""
 
 
+def is_one_of(operators: frozenset[str]) -> Callable[[Node], bool]:
+    """Whether a node calls one of the operators, named without overload."""
+    return lambda node: operator_name(node) in operators
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedTensorPolicy:
     """Decides which storages are saved and which are recomputed. Linear in the graph."""
 
     layers: LayerNames
-    saved_operators: frozenset[str]
-    """Operators whose results are not computed again."""
+    keeps: Callable[[Node], bool]
+    """Whether what an operator gives is not computed again."""
 
     saved_selectors: tuple[SavedOpSelector, ...] = ()
     """Results that are kept whenever they are needed, whatever they would cost."""
@@ -174,7 +179,7 @@ class _Decision:
         if self._recomputability.reason_against(storage) is not None:
             return False
         return not any(
-            operator_name(node) in self._policy.saved_operators or _changes_device(node)
+            self._policy.keeps(node) or _changes_device(node)
             for node in self._recomputability.making(storage)
         )
 

@@ -6,29 +6,26 @@ The decision is written on the nodes, and other passes carry it out: ``recompute
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from gt_config import MemoryPolicy, SavedOpSelector
 from gt_config.graph_kinds import STEP_GRAPHS, GraphKind
-from gt_config.node_keys import Residency, ResidencyAnnotation
 from gt_config.numerics import Numerics
 from gt_passes.analysis.layer_names import LayerNames
 from gt_passes.analysis.storages import Storages
 from gt_passes.contract import GraphPass, PassContext, PassReport
+from gt_passes.memory_policy.memory_policy_pass import counts_of, tags_of, write_tags
 from gt_passes.memory_policy.offload_choice import choose_offloaded
 from gt_passes.memory_policy.recomputability import Recomputability
 from gt_passes.memory_policy.saved_tensor_policy import (
     EXPENSIVE_OPERATORS,
     SavedTensorPolicy,
-    is_gathered,
+    is_one_of,
 )
 from gt_passes.registry import register_pass
-from gt_trace.node_metadata import read_annotation, write_annotation
 
 
 @register_pass
@@ -97,9 +94,11 @@ class TagSavedTensors(GraphPass):
             frozenset() if self.policy == "full_recompute" else self.expensive_operators
         )
         decisions = SavedTensorPolicy(
-            layers=layers, saved_operators=saved_operators, saved_selectors=self.saved_ops
+            layers=layers,
+            keeps=is_one_of(saved_operators),
+            saved_selectors=self.saved_ops,
         ).decide(storages, recomputability)
-        tags = _tags(decisions, storages, recomputability)
+        tags = tags_of(decisions, storages, recomputability)
         if self.policy == "offload":
             saved_in_layers = [
                 storage
@@ -121,43 +120,4 @@ class TagSavedTensors(GraphPass):
                     if view not in recomputability.is_backward:
                         tags[view] = "recompute"
                 tags[node] = "offload"
-        changed = _write(tags)
-        counts = Counter(decisions.values())
-        return PassReport(
-            changed=changed,
-            counts={
-                f"tensors_{residency}": counts[residency]
-                for residency in ("save", "recompute", "offload")
-                if counts[residency]
-            },
-        )
-
-
-def _tags(
-    decisions: Mapping[int, Residency], storages: Storages, recomputability: Recomputability
-) -> dict[Node, Residency]:
-    """Which tag each node gets: that of its storages, and recompute if they differ."""
-    tags: dict[Node, Residency] = {}
-    for node in storages.nodes:
-        if node.op != "call_function" or node in recomputability.is_backward:
-            continue
-        held = storages.of(node)
-        wanted = {decisions[storage] for storage in held if storage in decisions}
-        if wanted:
-            tags[node] = "recompute" if "recompute" in wanted else "save"
-        elif held and not is_gathered(node) and all(is_gathered(storages.maker[s]) for s in held):
-            # A view of a gathered parameter: the backward makes its own, so that the parameter can
-            # be let go and gathered again in between.
-            tags[node] = "recompute"
-    return tags
-
-
-def _write(tags: Mapping[Node, Residency]) -> bool:
-    """Annotate the nodes; returns whether that said anything new."""
-    changed = False
-    for node, residency in tags.items():
-        annotation = ResidencyAnnotation(residency=residency)
-        if read_annotation(node, ResidencyAnnotation) != annotation:
-            write_annotation(node, annotation)
-            changed = True
-    return changed
+        return PassReport(changed=write_tags(tags), counts=counts_of(decisions))

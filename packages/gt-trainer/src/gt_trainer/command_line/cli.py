@@ -46,6 +46,9 @@ from gt_trainer.launcher import (
 )
 from gt_trainer.models.catalog import CATALOG, INTENDED_WORLD_SIZE
 from gt_trainer.models.torchtitan_modules import python_module
+from gt_trainer.report.dump_folder import ReportError, read_run
+from gt_trainer.report.page import report_page
+from gt_trainer.run_files import REPORT_FILE
 from gt_trainer.startup import PROCESS_START_VARIABLE
 
 if TYPE_CHECKING:
@@ -73,6 +76,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command = parse_command_line(sys.argv[1:] if arguments is None else arguments)
         if command.action in ("help", "list", "version"):
             return _show(command)
+        if command.folder is not None:
+            return _report(command.folder)
         rendezvous = find_rendezvous(os.environ)
         check_launch(command, rendezvous)
         return _run(command, rendezvous, started)
@@ -94,6 +99,15 @@ def _show(command: CommandLine) -> int:
         "version": _versions,
     }
     return _print(texts[command.action]())
+
+
+def _report(folder: Path) -> int:
+    path = folder / REPORT_FILE
+    try:
+        path.write_text(report_page(read_run(folder)), encoding="utf-8")
+    except (ReportError, OSError) as error:
+        raise UsageError(str(error)) from None
+    return _print(f"{path}\n")
 
 
 def _print(text: str) -> int:
@@ -264,6 +278,10 @@ def _load_configuration(command: CommandLine) -> GraphTrainer.Config:
         raise UsageError(
             f"{name}.{command.config} returned {config!r}, which is no configuration of a trainer"
         )
+    from gt_trainer.models.adapt import adapt_published, is_as_published
+
+    if is_as_published(config):
+        config = adapt_published(config)
     # What was assigned to it since it was made may be torchtitan's own: it is given our options.
     config = dataclasses.replace(config)
     if command.published is not None:

@@ -25,11 +25,16 @@ from gt_trainer.models.catalog import CATALOG, CatalogEntry
 from gt_trainer.models.published_runs import PUBLISHED_RUNS, PublishedRun
 from gt_trainer.models.torchtitan_modules import torchtitan_configs, torchtitan_modules
 
-CommandAction = Literal["train", "dry-run", "precompile", "help", "help-all", "list", "version"]
+CommandAction = Literal[
+    "train", "dry-run", "precompile", "report", "help", "help-all", "list", "version"
+]
 
 _DEFAULT_MODULE = "llama3"
 _PRECOMPILE: CommandAction = "precompile"
-"""The one action that is a word, and the first on the command line: it makes what runs use."""
+"""An action that is a word, and the first on the command line: it makes what runs use."""
+
+_REPORT: CommandAction = "report"
+"""The other one; it takes a folder, and no flags."""
 
 _PRETENDING: tuple[CommandAction, ...] = ("dry-run", _PRECOMPILE)
 """Actions on ranks that do not exist."""
@@ -101,6 +106,8 @@ class CommandLine:
     """Ranks whose output is shown; the local ranks of --nproc."""
     overrides: tuple[str, ...] = ()
     """The flags of the configuration, as typed."""
+    folder: Path | None = None
+    """Of ``report``, the dump folder of the run."""
 
 
 @dataclass(slots=True)
@@ -134,6 +141,8 @@ def parse_command_line(arguments: Sequence[str]) -> CommandLine:
     Raises:
         UsageError: Lists everything that is wrong with our own options.
     """
+    if arguments and arguments[0] == _REPORT and not {"--help", "-h"} & {*arguments}:
+        return CommandLine(action=_REPORT, folder=_folder_of_report(arguments[1:]))
     reading = _read(arguments)
     action = _choose_action(reading)
     if action in ("help", "list", "version"):
@@ -197,6 +206,14 @@ def parse_command_line(arguments: Sequence[str]) -> CommandLine:
         # What is typed comes last, and counts.
         overrides=(*(() if published is None else published.flags), *reading.overrides),
     )
+
+
+def _folder_of_report(rest: Sequence[str]) -> Path:
+    if len(rest) != 1 or rest[0].startswith("-"):
+        raise UsageError(
+            "report takes the --dump_folder of a run and nothing else: gt-train report FOLDER"
+        )
+    return Path(rest[0])
 
 
 def check_launch(command: CommandLine, rendezvous: Rendezvous | None) -> None:
@@ -434,6 +451,7 @@ HARDWARE_FOR = (
 _USAGE = """\
 usage: gt-train [precompile] [--module NAME] [--config NAME] [OPTION ...]
                 [--GROUP.FLAG VALUE ...]
+       gt-train report FOLDER
 
 Train one of torchtitan's models with its training step captured as one graph.
 Without arguments: a small Llama 3, on the sources of Python's standard library, in
@@ -454,6 +472,9 @@ examples:
 
 precompile: capture the graphs of a run whose ranks do not exist, and store them in
 the folder of --compile.artifacts, from which its ranks then start
+
+report: draw the run in a --dump_folder as one page, FOLDER/report.html: loss, throughput
+and memory with restarts marked, what was captured, what passes did and refused
 
 flags that are changed most:
   --steps N          updates of the parameters (--training.steps)

@@ -85,7 +85,7 @@ def describe_corpus(source: TextSource) -> Corpus:
             num_undecodable += 1
             continue
         content = text.encode("utf-8")
-        path = document.path.encode("utf-8", "surrogateescape")
+        path = document.name.encode("utf-8", "surrogateescape")
         # Lengths first, so that moving bytes from one field to the next changes the digest.
         digest.update(f"{len(path)} {len(content)}\n".encode())
         digest.update(path)
@@ -182,8 +182,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--text",
         metavar="DIR",
-        help="folder of .txt, .md or .py files (default: the sources of this Python's standard "
-        "library)",
+        help="folder of .txt, .md, .py, .jsonl or .parquet files (default: the sources of this "
+        "Python's standard library)",
     )
     parser.add_argument(
         "--vocab-size", type=int, default=VOCAB_SIZE, help="tokens in all (default: %(default)s)"

@@ -28,7 +28,8 @@ import torch
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.utils.data import IterableDataset
 
-from gt_trainer.data.text_source import Document, TextSource, TextSourceError
+from gt_trainer.data.document_files import Document, TextSourceError
+from gt_trainer.data.text_source import TextSource
 
 logger = logging.getLogger(__name__)
 
@@ -202,7 +203,7 @@ class PackedText(IterableDataset[Batch], Stateful):
         """What the three integers of a position mean nothing without."""
         digest = hashlib.sha256()
         for document in self.source.documents:
-            digest.update(f"{document.num_bytes} {document.path}\n".encode(errors="replace"))
+            digest.update(f"{document.num_bytes} {document.name}\n".encode(errors="replace"))
         return {
             "documents": digest.hexdigest()[:16],
             "num_documents": len(self.source.documents),
@@ -211,11 +212,15 @@ class PackedText(IterableDataset[Batch], Stateful):
         }
 
     def _order(self, epoch: int) -> list[Document]:
-        """Return this rank's documents in the order of one epoch."""
+        """Return this rank's documents in the order of one epoch.
 
-        def key(document: Document) -> bytes:
-            text = f"{self.seed}/{epoch}/{document.path}"
-            return hashlib.sha256(text.encode(errors="replace")).digest()
+        Rows that are unpacked at once stay neighbours.
+        """
+
+        def key(document: Document) -> tuple[bytes, int]:
+            text = f"{self.seed}/{epoch}/{document.read_with}"
+            place = document.row or 0
+            return hashlib.sha256(text.encode(errors="replace")).digest(), place
 
         order = sorted(self.source.documents, key=key)
         return order[self.dp_rank :: self.dp_world_size] if self.infinite else order
@@ -260,9 +265,9 @@ class PackedText(IterableDataset[Batch], Stateful):
     def _tokens(self, document: Document) -> torch.Tensor:
         text = self.source.read(document)
         if text is None:
-            if document.path not in self._undecodable:
-                self._undecodable.add(document.path)
-                logger.warning("skipped %s: not UTF-8", self.source.root / document.path)
+            if document.name not in self._undecodable:
+                self._undecodable.add(document.name)
+                logger.warning("skipped %s: not UTF-8 text", self.source.root / document.name)
             return torch.empty(0, dtype=torch.int64)
         token_ids = self.tokenizer.encode(text, add_bos=True, add_eos=True)
         return torch.tensor(token_ids, dtype=torch.int64)

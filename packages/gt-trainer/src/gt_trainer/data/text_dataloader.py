@@ -16,6 +16,7 @@ from gt_config import ConfigError, Violation
 from gt_trainer.checkpoints.plain_reader import plain_value_of
 from gt_trainer.data.packed_text import DataResumeError, DocumentTokenizer, PackedText
 from gt_trainer.data.text_source import (
+    DEFAULT_TEXT_FIELD,
     DEFAULT_VALIDATION_FRACTION,
     Split,
     TextSource,
@@ -51,19 +52,23 @@ class StdlibTextDataLoader(ParallelAwareDataloader):
         """The text that comes with every machine: the running Python's standard library."""
 
         dataset_path: str | None = None
-        """Folder of .txt, .md and .py files to read instead, one document a file."""
+        """Folder to read instead: .txt, .md and .py files, one document each, and .jsonl and
+        .parquet files, one document a row."""
+
+        text_field: str = DEFAULT_TEXT_FIELD
+        """Field or column with the text of a document, in .jsonl and .parquet files."""
 
         split: Split = "train"
-        """Which side of the split to read; a hash of a file's relative path decides its side."""
+        """Which side of the split to read; a hash of a document's name decides its side."""
 
         validation_fraction: float = DEFAULT_VALIDATION_FRACTION
-        """Share of the files that is kept for validation."""
+        """Share of the documents that is kept for validation."""
 
         infinite: bool = True
-        """Start again, in a new order, when all files have been read."""
+        """Start again, in a new order, when all documents have been read."""
 
         seed: int = 0
-        """Chooses the order of the files."""
+        """Chooses the order of the documents."""
 
         def wrong_options(self, section: str = "--dataloader") -> Iterator[Violation]:
             """Yield the options that are out of range, by flags that begin with `section`."""
@@ -86,8 +91,8 @@ class StdlibTextDataLoader(ParallelAwareDataloader):
         def open_text(self) -> TextSource:
             """Return the documents that this configuration names.
 
-            Quick (it lists files and reads none), so that a launcher can call it to refuse bad
-            input before any process group exists.
+            Quick (of text files it reads none, of others where rows are), so that a launcher can
+            call it to refuse bad input before any process group exists.
 
             Raises:
                 ConfigError: Options are out of range.
@@ -97,7 +102,9 @@ class StdlibTextDataLoader(ParallelAwareDataloader):
             if wrong:
                 raise ConfigError(wrong)
             everything = (
-                python_stdlib() if self.dataset_path is None else text_directory(self.dataset_path)
+                python_stdlib()
+                if self.dataset_path is None
+                else text_directory(self.dataset_path, text_field=self.text_field)
             )
             return everything.split(self.split, validation_fraction=self.validation_fraction)
 

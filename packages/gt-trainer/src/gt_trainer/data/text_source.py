@@ -1,12 +1,13 @@
-"""Folders of text files as training documents; the standard library's sources above all.
+"""Folders of text as training documents; the standard library's sources above all.
 
 Every machine that runs us has some megabytes of text with real structure, and needs no network
 to read them: the sources of the Python that is running. They live here, apart from the
 dataloader, because building the tokenizer needs them too, and needs no torch.
 
-One file is one document. Documents are ordered by their path relative to the root, and fall
-into a training and a validation split by a hash of that path alone: a document never changes
-sides when others come or go, and validation never sees a training document.
+A text file is one document, and so is a row of a file of JSON lines or a Parquet file
+(``document_files``). Documents are ordered by their path relative to the root and their place in
+the file, and fall into a training and a validation split by a hash of these alone: a document never
+changes sides when others come or go, and validation never sees a training document.
 """
 
 import fnmatch
@@ -14,16 +15,28 @@ import hashlib
 import os
 import sys
 import sysconfig
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
+
+from gt_trainer.data.document_files import (
+    JSON_LINES,
+    PARQUET,
+    Document,
+    TextSourceError,
+    documents_of,
+    read_document,
+)
 
 Split = Literal["train", "validation"]
 
 DEFAULT_VALIDATION_FRACTION = 0.05
 """Share of the documents that go to validation (by expectation: it is a hash that decides)."""
 
-TEXT_SUFFIXES = (".md", ".py", ".txt")
+DEFAULT_TEXT_FIELD = "text"
+"""Field or column with the text, of files with rows."""
+
+TEXT_SUFFIXES = (JSON_LINES, ".md", PARQUET, ".py", ".txt")
 """What a user's folder is searched for."""
 
 # Beside the standard library in its folder, or in it and no text that a person wrote: other
@@ -45,47 +58,30 @@ _NOT_STDLIB_TEXT = (
 _NOT_USER_TEXT = (".*", "__pycache__", "site-packages", "node_modules")
 
 
-class TextSourceError(ValueError):
-    """There is no usable text where it was looked for."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Document:
-    """One file of a text source.
-
-    Args:
-        path: Path relative to the source's root, with forward slashes on every system.
-        num_bytes: Size of the file.
-    """
-
-    path: str
-    num_bytes: int
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextSource:
-    """An ordered, non-empty collection of text files under one folder.
+    """An ordered, non-empty collection of documents under one folder.
 
     Args:
         name: What messages call it.
         root: The folder.
-        documents: The files, sorted by relative path.
+        documents: By relative path, and by their place in the file.
+        text_field: Field or column with the text, of files with rows.
     """
 
     name: str
     root: Path
     documents: tuple[Document, ...]
+    text_field: str = DEFAULT_TEXT_FIELD
 
     def read(self, document: Document) -> str | None:
-        """Return the document's text, or None if it is not valid UTF-8.
+        """Return the document's text, None if it is not valid UTF-8 or a row without text.
 
         Raises:
+            TextSourceError: A row has no such field.
             OSError: The file cannot be read, or is gone.
         """
-        try:
-            return (self.root / document.path).read_bytes().decode("utf-8")
-        except UnicodeDecodeError:
-            return None
+        return read_document(self.root, document, text_field=self.text_field)
 
     def split(
         self, split: Split, *, validation_fraction: float = DEFAULT_VALIDATION_FRACTION
@@ -108,7 +104,7 @@ class TextSource:
         chosen = tuple(
             document
             for document in self.documents
-            if (_hash_fraction(document.path) < validation_fraction) == (split == "validation")
+            if (_hash_fraction(document.name) < validation_fraction) == (split == "validation")
         )
         if not chosen:
             raise TextSourceError(
@@ -116,7 +112,7 @@ class TextSource:
                 f"document(s), of which a share of {validation_fraction} goes to validation by a "
                 "hash of each path; use more files, or another validation_fraction"
             )
-        return TextSource(name=f"{self.name} ({split})", root=self.root, documents=chosen)
+        return replace(self, name=f"{self.name} ({split})", documents=chosen)
 
 
 def python_stdlib() -> TextSource:
@@ -135,17 +131,25 @@ def python_stdlib() -> TextSource:
             "library (zipped, or compiled files only); give a folder of "
             f"{_listed(TEXT_SUFFIXES)} files with --dataloader.dataset_path"
         )
-    documents = _find_documents(root, suffixes=(".py",), excluded=_NOT_STDLIB_TEXT)
+    files = _find_files(root, suffixes=(".py",), excluded=_NOT_STDLIB_TEXT)
+    documents = _documents(root, files, text_field=DEFAULT_TEXT_FIELD)
     version = ".".join(str(part) for part in sys.version_info[:3])
     name = f"the standard library of Python {version}"
     return TextSource(name=name, root=root, documents=documents)
 
 
-def text_directory(path: str | Path) -> TextSource:
-    """Return every .md, .py and .txt file below a folder, hidden folders and caches apart.
+def text_directory(path: str | Path, *, text_field: str = DEFAULT_TEXT_FIELD) -> TextSource:
+    """Return the documents of every text, JSON lines and Parquet file below a folder.
+
+    Hidden folders and caches are left out. Text files are those that end in .md, .py or .txt.
+
+    Args:
+        path: The folder.
+        text_field: Field or column with the text, of files with rows.
 
     Raises:
-        TextSourceError: The path is no folder, or holds no such file.
+        TextSourceError: The path is no folder, holds no such file or none with a row in it, or a
+            Parquet file is damaged or has no such column.
     """
     root = Path(path)
     if not root.is_dir():
@@ -153,25 +157,36 @@ def text_directory(path: str | Path) -> TextSource:
         raise TextSourceError(
             f"text folder {str(path)!r} {problem}; give a folder of {_listed(TEXT_SUFFIXES)} files"
         )
-    documents = _find_documents(root, suffixes=TEXT_SUFFIXES, excluded=_NOT_USER_TEXT)
-    if not documents:
+    files = _find_files(root, suffixes=TEXT_SUFFIXES, excluded=_NOT_USER_TEXT)
+    if not files:
         raise TextSourceError(
             f"text folder {str(path)!r} has no {_listed(TEXT_SUFFIXES)} file, also not in its "
             "subfolders"
         )
-    return TextSource(name=repr(str(path)), root=root, documents=documents)
+    documents = _documents(root, files, text_field=text_field)
+    if not documents:
+        raise TextSourceError(f"no file of the text folder {str(path)!r} has a row in it")
+    return TextSource(name=repr(str(path)), root=root, documents=documents, text_field=text_field)
 
 
-def _find_documents(
-    root: Path, *, suffixes: tuple[str, ...], excluded: tuple[str, ...]
-) -> tuple[Document, ...]:
+def _documents(root: Path, files: list[str], *, text_field: str) -> tuple[Document, ...]:
+    return tuple(
+        document
+        for relative in files
+        for document in documents_of(root / relative, relative=relative, text_field=text_field)
+    )
+
+
+def _find_files(root: Path, *, suffixes: tuple[str, ...], excluded: tuple[str, ...]) -> list[str]:
+    """Paths relative to the root, sorted."""
+
     def is_excluded(name: str) -> bool:
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in excluded)
 
     def refuse(error: OSError) -> None:
         raise error  # os.walk would otherwise leave out what it cannot read, silently
 
-    documents = []
+    found = []
     for folder, subfolders, files in os.walk(root, onerror=refuse):
         subfolders[:] = [name for name in subfolders if not is_excluded(name)]
         for name in files:
@@ -179,9 +194,8 @@ def _find_documents(
                 continue
             path = Path(folder, name)
             if path.is_file():  # a dangling link is no document
-                relative = path.relative_to(root).as_posix()
-                documents.append(Document(path=relative, num_bytes=path.stat().st_size))
-    return tuple(sorted(documents, key=lambda document: document.path))
+                found.append(path.relative_to(root).as_posix())
+    return sorted(found)
 
 
 def _hash_fraction(path: str) -> float:

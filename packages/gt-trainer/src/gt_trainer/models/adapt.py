@@ -26,6 +26,7 @@ from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
 from gt_config.compile_config import MemoryPolicy
+from gt_trainer.compile_options import TrainerCompileConfig
 from gt_trainer.data.shipped_tokenizer import shipped_tokenizer_path
 from gt_trainer.data.text_dataloader import StdlibTextDataLoader
 from gt_trainer.decoder.attention import replace_inner_attention
@@ -52,14 +53,20 @@ def adapt_published(
     """Make a published configuration capturable; everything else stays.
 
     Args:
-        published: What torchtitan's ``config_registry`` returns. Not changed.
+        published: What torchtitan's ``config_registry`` returns, or of a ``GraphTrainer`` of one's
+            own: the result is then of its class. Not changed.
         memory_policy: As for ``default_options``.
         **parallelism: Fields of ``ParallelismConfig`` to set, such as degrees.
     """
     if published.model_spec is None:
         raise ValueError("the published configuration has no model_spec, hence no model")
     fields = {field.name: getattr(published, field.name) for field in dataclasses.fields(published)}
-    return GraphTrainer.Config(
+    options = default_options(published.activation_checkpoint, memory_policy=memory_policy)
+    kind = GraphTrainer.Config
+    if isinstance(published, GraphTrainer.Config):
+        kind = type(published)
+        options = options if published.compile == TrainerCompileConfig() else published.compile
+    return kind(
         **fields
         | {
             "model_spec": _adapt_model(published.model_spec),
@@ -72,11 +79,15 @@ def adapt_published(
             ),
             "activation_checkpoint": None,
             # torchtitan's are of torch.compile.
-            "compile": default_options(
-                published.activation_checkpoint, memory_policy=memory_policy
-            ),
+            "compile": options,
         }
     )
+
+
+def is_as_published(config: GraphTrainer.Config) -> bool:
+    """Whether its model is still placed as torchtitan does, which no capture records."""
+    spec = config.model_spec
+    return spec is not None and spec.parallelize_fn.__module__.partition(".")[0] == "torchtitan"
 
 
 def with_positions(config: GraphTrainer.Config, positions: int) -> GraphTrainer.Config:

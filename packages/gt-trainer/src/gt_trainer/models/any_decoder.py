@@ -77,6 +77,11 @@ def _obstacles(published: Trainer.Config) -> Iterator[str]:
             f"it is a {type(published).__qualname__}, whose trainer reads "
             f"{', '.join(sorted(extra))}; Graph Trainer replaces torchtitan's common Trainer alone"
         )
+    elif published._owner is not Trainer:
+        yield (
+            f"it is of the trainer {_owner_name(published)}, which would not run: let it derive from "
+            "gt_trainer.trainer.GraphTrainer in place of torchtitan's Trainer"
+        )
     model = published.model_spec.model if published.model_spec is not None else None
     if not isinstance(model, Decoder.Config):
         yield (
@@ -101,6 +106,10 @@ def _obstacles(published: Trainer.Config) -> Iterator[str]:
     needed = [name for name in _ENCODERS if has_images and not _may_be_none(model, name)]
     if needed:
         yield f"{_name(model)} cannot be built without {', '.join(needed)}, and is given text alone"
+
+
+def _owner_name(published: Trainer.Config) -> str:
+    return getattr(published._owner, "__qualname__", repr(published._owner))
 
 
 _TEXT: tuple[type[BaseDataLoader.Config], ...] = (

@@ -18,8 +18,9 @@ from torchtitan.tools import filesystem
 from torchtitan.tools.logging import logger
 
 from gt_config import Topology, Violation
+from gt_trainer.data.document_files import TextSourceError
 from gt_trainer.data.text_dataloader import StdlibTextDataLoader
-from gt_trainer.data.text_source import TextSource, TextSourceError
+from gt_trainer.data.text_source import TextSource
 from gt_trainer.decoder.attention import has_document_mask
 from gt_trainer.device import available_memory_bytes, installed_device_type
 from gt_trainer.preflight.checkpoint_folder import check_checkpoints
@@ -49,10 +50,14 @@ def machine_violations(
     num_readers = topology.dp_replicate * topology.dp_shard
     yield from _unusable_folders(config, num_readers)
     yield from _unusable_tokenizer(config)
-    yield from _unusable_text("--dataloader", config.dataloader, num_readers)
-    validator = config.validator
-    if validator.enable:
-        yield from _unusable_text("--validator.dataloader", validator.dataloader, num_readers)
+    tokens_of_reader = config.training.local_batch_size * config.training.seq_len
+    sections = [("--dataloader", config.dataloader)]
+    if config.validator.enable:
+        sections.append(("--validator.dataloader", config.validator.dataloader))
+    for section, dataloader in sections:
+        yield from _unusable_text(
+            section, dataloader, num_readers, tokens_of_reader=tokens_of_reader
+        )
 
 
 def _missing_devices(num_local_ranks: int | None) -> Iterator[Violation]:
@@ -215,7 +220,11 @@ def _num_tokens(config: GraphTrainer.Config) -> int:
 
 
 def _unusable_text(
-    section: str, dataloader: BaseDataLoader.Config, num_readers: int
+    section: str,
+    dataloader: BaseDataLoader.Config,
+    num_readers: int,
+    *,
+    tokens_of_reader: int,
 ) -> Iterator[Violation]:
     if not isinstance(dataloader, StdlibTextDataLoader.Config):
         return
@@ -224,11 +233,13 @@ def _unusable_text(
     if wrong:
         return
     try:
-        text = dataloader.open_text()
+        problem = _why_unreadable(
+            dataloader.open_text(),
+            least_documents=num_readers if dataloader.infinite else 1,
+            num_tokens=num_readers * tokens_of_reader,
+        )
     except (TextSourceError, OSError) as error:
-        problem: str | None = str(error)
-    else:
-        problem = _why_unreadable(text, num_readers if dataloader.infinite else 1)
+        problem = str(error)
     if problem is not None:
         yield Violation(
             flag=f"{section}.dataset_path",
@@ -238,17 +249,27 @@ def _unusable_text(
         )
 
 
-def _why_unreadable(text: TextSource, num_readers: int) -> str | None:
-    """Say why ranks would find nothing to read. Reads up to the first file that is text."""
+def _why_unreadable(text: TextSource, *, least_documents: int, num_tokens: int) -> str | None:
+    """Say why ranks would find too little to read. Reads up to the first document that is text."""
     num_documents = len(text.documents)
-    if num_documents < num_readers:
+    if num_documents < least_documents:
         return (
-            f"{text.name} has {num_documents} document(s), fewer than the {num_readers} "
-            "data-parallel ranks; give more files, or use fewer ranks"
+            f"{text.name} has {num_documents} document(s), fewer than the {least_documents} "
+            "data-parallel ranks; give more documents, or use fewer ranks"
         )
     if not any(text.read(document) for document in text.documents):
         return f"none of the {num_documents} document(s) of {text.name} has UTF-8 text in it"
-    return None
+    if any(document.block is not None for document in text.documents):
+        return None  # of what Parquet has packed, sizes say nothing
+    # No token is less than a byte; one more begins a document, and one ends it.
+    most_tokens = sum(document.num_bytes + 2 for document in text.documents)
+    if most_tokens >= num_tokens:
+        return None
+    return (
+        f"{text.name} has at most {most_tokens:,} tokens, and one step of all ranks takes "
+        f"{num_tokens:,}; give more text, or lower --training.seq_len or "
+        "--training.local_batch_size"
+    )
 
 
 def _why_unwritable(folder: str) -> str | None:

@@ -14,7 +14,8 @@ from typing import Any
 from gt_config import AutoParallelConfig, CompileConfig
 from gt_config.numerics import NUMERICS, Numerics
 from gt_config.option_paths import default_option, option_at, with_option
-from gt_passes import PassOrderError, RecipeError
+from gt_passes import MemoryPolicyPass, PassOrderError, RecipeError, known_passes
+from gt_passes.registry import find_passes
 from gt_trainer.device import intended_device_type
 from gt_trainer.parallelism_options import TrainerParallelismConfig, balance_of
 from gt_trainer.preflight.bitwise_violations import what_changes_bits
@@ -178,8 +179,15 @@ def _numerics(
 def _activations(options: CompileConfig, names: Collection[str]) -> str:
     if options.mode == "aot_joint" and options.joint_partitioner == "min_cut":
         return "the fewest bytes kept between forward and backward"
+    for own in _own_memory_policies(options):
+        return f"activations kept as {own} says"
     policy = options.memory_policy if "recompute-tagged" in names else "save_all"
     return _ACTIVATIONS[policy]
+
+
+def _own_memory_policies(options: CompileConfig) -> list[str]:
+    known = [name for name in options.passes if name in known_passes()]
+    return [each.name for each in find_passes(known) if issubclass(each, MemoryPolicyPass)]
 
 
 def _reasons(
@@ -187,6 +195,9 @@ def _reasons(
 ) -> dict[str, str]:
     """Of the defaults that cannot stay, why."""
     reasons = {}
+    for own in _own_memory_policies(config.compile):
+        if "memory_policy" in options:
+            reasons["memory_policy"] = f"{own} is the memory policy"
     if "memory_policy" in options and config.compile.autoparallel:
         reasons["memory_policy"] = _PLANNED
     # Where a solver places experts, tokens may stay where they are.

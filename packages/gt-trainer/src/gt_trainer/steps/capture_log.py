@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 from torchtitan.tools.logging import logger
 
-from gt_passes import PassManagerReport
+from gt_passes import PassManagerReport, PassRecord
 from gt_trainer.steps.training_step import StepReport
 
 
 class CaptureLog:
-    """Logs every capture as it is made.
+    """Logs every capture as it is made, and writes down those of rank 0.
 
     Args:
+        path: the file of all captures so far, made anew with each; its folder is there by then.
         in_detail: whether to add tables of the passes, of their differences and of memory.
     """
 
-    def __init__(self, *, in_detail: bool) -> None:
+    def __init__(self, path: Path, *, in_detail: bool) -> None:
+        self._path = path
         self._in_detail = in_detail
+        self._captures: list[dict[str, Any]] = []
 
     def __call__(self, report: StepReport) -> None:
         """Log one line for the capture, and on rank 0 what the user asked for and did not get."""
@@ -34,6 +40,34 @@ class CaptureLog:
         memory = report.memory_text() if self._in_detail else None
         if memory is not None:
             logger.info(memory)
+        self._captures.append(
+            {
+                "captured": str(report),
+                "graphs": [[_as_data(each) for each in graph.records] for graph in report.passes],
+                "memory": memory,
+            }
+        )
+        self._path.write_text(json.dumps(self._captures) + "\n")
+
+
+def _as_data(record: PassRecord) -> dict[str, Any]:
+    return {
+        "pass": record.name,
+        "operators": [record.before.num_ops, record.after.num_ops],
+        "collective_bytes": [record.before.collective_bytes, record.after.collective_bytes],
+        "done": dict(record.report.counts),
+        "refused": [] if record.only_cleans_up else [*_refusals(record)],
+    }
+
+
+def _refusals(record: PassRecord) -> Iterator[str]:
+    """For each reason, how many places were left alone, and the first of them."""
+    places: dict[str, list[str]] = {}
+    for refusal in record.report.refusals:
+        places.setdefault(refusal.reason, []).append(refusal.node_name)
+    for reason, names in places.items():
+        where = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+        yield f"left {where} alone: {reason}"
 
 
 def explain_refusals(report: PassManagerReport) -> Iterator[str]:
@@ -42,11 +76,5 @@ def explain_refusals(report: PassManagerReport) -> Iterator[str]:
     Not of passes that clean up: those refuse often, and nobody asked for a certain place of theirs.
     """
     for record in report.records:
-        if record.only_cleans_up:
-            continue
-        places: dict[str, list[str]] = {}
-        for refusal in record.report.refusals:
-            places.setdefault(refusal.reason, []).append(refusal.node_name)
-        for reason, names in places.items():
-            where = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
-            yield f"{record.name} left {where} alone: {reason}"
+        if not record.only_cleans_up:
+            yield from (f"{record.name} {refusal}" for refusal in _refusals(record))

@@ -158,19 +158,10 @@ def capture_training_step(
             meta_device=meta_device,
         )
     with clock.part("passes"):
-        manager = recipe(context_of(traced), "STEP")
+        manager = recipe(PassContext.of_step(traced), "STEP")
         run = manager.run_before_code if until_code else manager.run
         report = run(traced.graph_module)
     return CaptureReport(traced=traced, passes=(report,), stamping=stamping)
-
-
-def context_of(traced: TracedStep) -> PassContext:
-    """What passes need to know of a captured step."""
-    static_inputs = traced.inputs[: traced.num_static_inputs]
-    return PassContext(
-        fake_mode=traced.fake_mode,
-        static_input_names=tuple(graph_input.name for graph_input in static_inputs),
-    )
 
 
 def trace_training_step(

@@ -21,7 +21,6 @@ from gt_trainer.steps.captured_step import (
     CaptureReport,
     Recipe,
     capture_training_step,
-    context_of,
 )
 from gt_trainer.steps.gradients import accumulate_gradients
 from gt_trainer.steps.per_shape import PerShape
@@ -156,7 +155,7 @@ class CapturedTrainingStep:
         )
         report = shared.captured
         if not managers:
-            recipe(context_of(report.traced), "STEP")
+            recipe(PassContext.of_step(report.traced), "STEP")
         with (
             self._clock.part("passes"),
             artifacts.generating_code(shared, model=self._model),

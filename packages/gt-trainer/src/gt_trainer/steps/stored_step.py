@@ -10,13 +10,13 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from gt_passes import PassManager, pass_report_as_data, pass_report_from_data
+from gt_passes import PassContext, PassManager, pass_report_as_data, pass_report_from_data
 from gt_trace.artifacts.container import Container
 from gt_trace.artifacts.mesh_axes import MeshAxes
 from gt_trace.artifacts.step_document import decode_step, encode_step
 from gt_trainer.artifacts.storable_graph import STEP_SECTION, StoredGraph
 from gt_trainer.startup import StartupClock
-from gt_trainer.steps.captured_step import CaptureReport, context_of
+from gt_trainer.steps.captured_step import CaptureReport
 
 _PASSES = "passes"
 
@@ -58,6 +58,6 @@ class StoredTrainingStep:
         """See ``StorableGraph``."""
         with self.clock.part("load"):
             # No passes: the verifier, and recompilation.
-            manager = PassManager((), context=context_of(captured.traced))
+            manager = PassManager((), context=PassContext.of_step(captured.traced))
             verification = manager.run(captured.traced.graph_module)
             return replace(captured, passes=(captured.passes[0].followed_by(verification),))

@@ -1,0 +1,189 @@
+"""The page of a run: one HTML file that needs no network, on any screen, light or dark."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from html import escape
+from typing import Any
+from urllib.parse import quote
+
+from gt_trainer.report.dump_folder import RunRecord
+from gt_trainer.report.line_chart import Point, line_chart
+
+_STYLE = """
+:root { color-scheme: light dark; --line: #2f6fd0; --faint: #8884 }
+@media (prefers-color-scheme: dark) { :root { --line: #7fb0ff } }
+body { font: 15px/1.5 system-ui, sans-serif; margin: 0 auto; max-width: 76rem; padding: 1rem }
+h1 { font-size: 1.5rem } h2 { font-size: 1.15rem; margin-top: 2rem }
+.charts { display: grid; gap: 1rem 2rem;
+  grid-template-columns: repeat(auto-fit, minmax(min(100%, 28rem), 1fr)) }
+figure { margin: 0 } figcaption { font-weight: 600 }
+svg { width: 100%; height: auto } text { font-size: 12px; fill: currentColor }
+.value { text-anchor: end } .grid { stroke: var(--faint) }
+polyline { fill: none; stroke: var(--line); stroke-width: 1.6; stroke-linecap: round }
+.restart { stroke: #d0612f; stroke-width: 1.5; stroke-dasharray: 5 4 }
+.wide { overflow-x: auto } table { border-collapse: collapse }
+td, th { padding: .2rem .8rem .2rem 0; text-align: left; vertical-align: top }
+td, th { border-bottom: 1px solid var(--faint) }
+td.number { text-align: right; font-variant-numeric: tabular-nums }
+pre { overflow-x: auto } code { overflow-wrap: anywhere }
+""".strip()
+
+_CHARTS = (
+    ("loss", "loss", "nats a token", False),
+    ("tokens_per_second", "throughput", "tokens a second, all ranks", True),
+    ("memory_gib", "memory", "GiB, peak of a rank", True),
+    ("grad_norm", "gradient norm", "before clipping", True),
+)
+"""Keys of ``metrics.jsonl``: what they are, their unit, whether 0 is on the axis."""
+
+
+def report_page(run: RunRecord) -> str:
+    """The page as text."""
+    title = f"Run {run.folder.resolve().name}"
+    sections = [
+        f"<h1>{escape(title)}</h1>",
+        _summary(run),
+        _charts(run),
+        _starts(run.starts),
+        _startup(run.startup),
+        _captures(run),
+        _files(run),
+    ]
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8"/>\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1"/>\n'
+        f"<title>{escape(title)}</title>\n<style>\n{_STYLE}\n</style>\n</head>\n<body>\n"
+        + "\n".join(filter(None, sections))
+        + "\n</body>\n</html>\n"
+    )
+
+
+def _summary(run: RunRecord) -> str:
+    start: Mapping[str, Any] = run.starts[-1] if run.starts else {}
+    facts: dict[str, object] = {}
+    if run.steps:
+        last = run.steps[-1]
+        of = f" of {start['last_step']}" if "last_step" in start else ""
+        facts["steps"] = f"{last['step']:,}{of}"
+        facts["loss"] = f"{run.steps[0]['loss']:.5g} at first, {last['loss']:.5g} at the last"
+    if run.validations:
+        facts["validation loss"] = f"{run.validations[-1]['loss']:.5g} at the last"
+    for name in ("model", "device", "num_ranks"):
+        if start.get(name) is not None:
+            facts[name.replace("num_ranks", "ranks")] = start[name]
+    options = start.get("compile") or {}
+    if options:
+        facts["options"] = " ".join(f"--compile.{name} {value}" for name, value in options.items())
+    return _table([(name, str(value)) for name, value in facts.items()])
+
+
+def _charts(run: RunRecord) -> str:
+    figures = []
+    for key, title, unit, from_zero in _CHARTS:
+        points: list[Point] = [(each["step"], each[key]) for each in run.steps if key in each]
+        if points:
+            drawn = line_chart(
+                points, title=title, unit=unit, marks=run.restarts, from_zero=from_zero
+            )
+            figures.append(f"<figure><figcaption>{title}</figcaption>\n{drawn}</figure>")
+    validation: list[Point] = [(each["step"], each["loss"]) for each in run.validations]
+    if validation:
+        drawn = line_chart(
+            validation,
+            title="validation loss",
+            unit="nats a token",
+            marks=run.restarts,
+            from_zero=False,
+        )
+        figures.append(f"<figure><figcaption>validation loss</figcaption>\n{drawn}</figure>")
+    note = ""
+    if run.restarts:
+        steps = ", ".join(f"{step:,}" for step in run.restarts)
+        note = f"<p>Dashed: started again, before step {steps}.</p>"
+    return f'<div class="charts">\n{"".join(figures)}\n</div>\n{note}'
+
+
+def _starts(starts: Sequence[Mapping[str, Any]]) -> str:
+    if not starts:
+        return ""
+    rows = [
+        (
+            f"{each['step']:,}",
+            time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(each["time"])),
+            f"{each['num_ranks']} on {each['device']}",
+        )
+        for each in starts
+    ]
+    return "<h2>Starts</h2>\n" + _table(rows, ("first step", "first update began", "ranks"))
+
+
+def _startup(parts: Mapping[str, float]) -> str:
+    rows = [
+        (name, f"{seconds:.1f}", f"{parts.get(f'cpu_{name}', 0.0):.1f}")
+        for name, seconds in parts.items()
+        if not name.startswith("cpu_")
+    ]
+    if not rows:
+        return ""
+    return "<h2>Before the first update, of the newest start</h2>\n" + _table(
+        rows, ("part", "seconds", "processor seconds of rank 0"), numbers=True
+    )
+
+
+def _captures(run: RunRecord) -> str:
+    if not run.captures:
+        return "<h2>Captured</h2>\n<p>Nothing: the run was eager, or kept no record of it.</p>"
+    return "\n".join(["<h2>Captured</h2>", *(_capture(each) for each in run.captures)])
+
+
+def _capture(capture: Mapping[str, Any]) -> str:
+    lines = [f"<p>{escape(capture['captured'])}</p>"]
+    for records in capture["graphs"]:
+        rows = [
+            (
+                each["pass"],
+                "{:,} → {:,}".format(*each["operators"]),
+                "{:,} → {:,}".format(*each["collective_bytes"]),
+                "; ".join(_what_a_pass_did(each)),
+            )
+            for each in records
+        ]
+        lines.append(_table(rows, ("pass", "operators", "bytes to collectives", "done")))
+    if capture["memory"]:
+        lines.append(f"<pre>{escape(capture['memory'])}</pre>")
+    return "\n".join(lines)
+
+
+def _what_a_pass_did(record: Mapping[str, Any]) -> Iterator[str]:
+    done = [f"{name.replace('_', ' ')} {count:,}" for name, count in record["done"].items()]
+    yield ", ".join(done) or "nothing"
+    yield from record["refused"]
+
+
+def _files(run: RunRecord) -> str:
+    if not run.files:
+        return ""
+    rows = "\n".join(
+        f'<tr><td><a href="{quote(each.path)}"><code>{escape(each.path)}</code></a></td>'
+        f"<td>{escape(each.meaning)}</td></tr>"
+        for each in run.files
+    )
+    return f'<h2>More</h2>\n<div class="wide"><table>\n{rows}\n</table></div>'
+
+
+def _table(
+    rows: Iterable[Sequence[str]], header: Sequence[str] = (), *, numbers: bool = False
+) -> str:
+    """A table; all columns but the first are numbers if asked."""
+    lines = []
+    if header:
+        lines.append("<tr>" + "".join(f"<th>{escape(each)}</th>" for each in header) + "</tr>")
+    for row in rows:
+        cells = (
+            f"<td{' class=number' if numbers and place else ''}>{escape(cell)}</td>"
+            for place, cell in enumerate(row)
+        )
+        lines.append("<tr>" + "".join(cells) + "</tr>")
+    return '<div class="wide"><table>\n' + "\n".join(lines) + "\n</table></div>"

@@ -1,0 +1,59 @@
+"""Where the links of a page of the repository lead to on the site.
+
+Pages link to each other as files of the repository do, so that they can be read there. On the site,
+``docs/`` is the root, everything else keeps its path, and what is no page (a source, a folder
+without a README) has nothing to link to: its text stays.
+"""
+
+import posixpath
+import re
+from collections.abc import Collection
+
+ROOT_README = "README.md"
+"""Its place on the site is that of the first page."""
+
+_FENCE = re.compile(r"^(`{3,}|~{3,}).*?^\1\s*$", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"\[(?P<text>[^\]\[]*(?:\[[^\]]*\][^\]\[]*)*)\]\((?P<target>[^)\s]+)\)")
+
+
+def site_path(repository_path: str) -> str:
+    """The path on the site of a page with that path in the repository."""
+    if repository_path == ROOT_README:
+        return "index.md"
+    return repository_path.removeprefix("docs/")
+
+
+def repository_path(on_site: str, pages: Collection[str]) -> str:
+    """The path in the repository of a page of the site; ``pages`` are those outside ``docs/``."""
+    return on_site if on_site in pages else f"docs/{on_site}"
+
+
+def with_site_links(markdown: str, *, source: str, site_pages: Collection[str]) -> str:
+    """The text of a page with its links as they lead on the site.
+
+    Args:
+        markdown: the text, with relative links between files of the repository.
+        source: path of the page in the repository.
+        site_pages: paths on the site of all pages.
+    """
+
+    def replaced(match: re.Match[str]) -> str:
+        text, target = match["text"], match["target"]
+        path, _, anchor = target.partition("#")
+        if not path or re.match(r"[a-z]+:", path):
+            return match[0]
+        wanted = posixpath.normpath(posixpath.join(posixpath.dirname(source), path))
+        for each in (wanted, f"{wanted}/README.md"):
+            page = site_path(each)
+            if page in site_pages:
+                folder = posixpath.dirname(site_path(source))
+                link = posixpath.relpath(page, folder or ".")
+                return f"[{text}]({link}{'#' * bool(anchor)}{anchor})"
+        return text
+
+    pieces: list[str] = []
+    start = 0
+    for fence in _FENCE.finditer(markdown):  # what looks like a link in a program is none
+        pieces += [_LINK.sub(replaced, markdown[start : fence.start()]), fence[0]]
+        start = fence.end()
+    return "".join([*pieces, _LINK.sub(replaced, markdown[start:])])
