@@ -1,0 +1,110 @@
+"""What of a model decides time and memory: parameters, and products of one token. Plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerCounts:
+    """One layer. Products are elements of the weights that a token is multiplied with."""
+
+    dense_parameters: int
+    expert_parameters: int = 0
+    """Of routed experts, which expert parallelism divides."""
+
+    dense_products: int
+    expert_products: float = 0.0
+    """Of the experts that a token is sent to."""
+
+    repeated_dense: int
+    """Of the products, those whose results the backward needs, so that a layer that is recomputed
+    multiplies again: all but the last of its feed-forward."""
+
+    repeated_experts: float = 0.0
+    attention_width: int
+    """Heads times width of a head, of the values."""
+
+    outputs_width: float
+    """Sum of the widths of all products' results, for one token."""
+
+    sent_copies: float = 0.0
+    """Experts that a token is sent to."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelCounts:
+    """A decoder of layers between an embedding and a projection to logits."""
+
+    layers: tuple[LayerCounts, ...]
+    embedding_parameters: int
+    output_parameters: int
+    """Of the projection, which every token is multiplied with."""
+
+    dim: int
+    seq_len: int
+    products_dtype: str
+    """Of activations and gathered weights, as ``bfloat16``."""
+
+    parameter_bytes: int
+    """Of one parameter as stored, of its gradient, and of each state of the optimizer."""
+
+    flops_per_token: int
+    """torchtitan's count, for MFU."""
+
+    max_tp: int
+    """Heads that tensor parallelism can divide: their greatest common divisor."""
+
+    num_experts: int | None
+
+    @property
+    def num_parameters(self) -> int:
+        """Of the whole model."""
+        ends = self.embedding_parameters + self.output_parameters
+        return ends + sum(each.dense_parameters + each.expert_parameters for each in self.layers)
+
+    @property
+    def activation_bytes(self) -> int:
+        """Of one element of an activation."""
+        return 4 if self.products_dtype == "float32" else 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageParts:
+    """What one stage of a pipeline has: some layers, and possibly an end of the model."""
+
+    layers: range
+    has_embedding: bool
+    has_output: bool
+
+    def parameters(self, model: ModelCounts) -> tuple[int, int]:
+        """Dense parameters, and those of experts."""
+        layers = [model.layers[index] for index in self.layers]
+        dense = sum(each.dense_parameters for each in layers)
+        dense += model.embedding_parameters * self.has_embedding
+        dense += model.output_parameters * self.has_output
+        return dense, sum(each.expert_parameters for each in layers)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineLayout:
+    """Which rank of a pipeline has which stages."""
+
+    stages: tuple[StageParts, ...]
+    rank_of_stage: tuple[int, ...]
+
+    def stages_of(self, rank: int) -> list[int]:
+        """Indices of the stages of a rank, ascending."""
+        return [stage for stage, of in enumerate(self.rank_of_stage) if of == rank]
+
+    @property
+    def ranks(self) -> Iterable[int]:
+        """All places in the pipeline."""
+        return range(max(self.rank_of_stage) + 1)
+
+
+def whole_model(model: ModelCounts) -> PipelineLayout:
+    """The layout without a pipeline."""
+    stage = StageParts(layers=range(len(model.layers)), has_embedding=True, has_output=True)
+    return PipelineLayout(stages=(stage,), rank_of_stage=(0,))
