@@ -106,6 +106,7 @@ def small_model(draw: random.Random) -> ModelCounts:
         layers=(layer,) * draw.choice([4, 7, 8, 12]),
         embedding_parameters=32_000 * dim,
         output_parameters=32_000 * dim,
+        output_products=32_000 * dim,
         dim=dim,
         seq_len=draw.choice([1024, 4096]),
         products_dtype=draw.choice(["bfloat16", "float32"]),

@@ -15,7 +15,7 @@ from gt_trainer.planning.model_counts import ModelCounts
 from gt_trainer.planning.run_recipe import RunRecipe
 
 SCHEDULES = ("1F1B", "Interleaved1F1B", "ZBVZeroBubble", "DualPipeV")
-"""Of pipelines: without and with several stages on a rank, and with deferred gradients of weights."""
+"""Of pipelines: one stage on a rank, several, and with gradients of weights put off."""
 
 MEMORY_POLICIES = ("save_all", "selective", "full_recompute")
 _MOST_CP = 64
@@ -54,11 +54,9 @@ def candidates(request: PlanRequest, model: ModelCounts) -> Iterator[RunRecipe]:
                 yield from (each for each in _variants(of_degrees) if _has(each, request.fixed))
 
 
-def nearest_batch(request: PlanRequest) -> str:
-    """What is wrong with a batch that no data-parallel degree divides, and the next that is right."""
-    return (
-        f"{request.global_batch} sequences a step cannot be divided among {request.num_gpus:,} GPUs"
-    )
+def divides(request: PlanRequest, model: ModelCounts) -> bool:
+    """Whether some degrees divide the batch among the GPUs."""
+    return next(_degrees(request, model), None) is not None
 
 
 def _degrees(request: PlanRequest, model: ModelCounts) -> Iterator[RunRecipe]:
@@ -120,4 +118,6 @@ def _divisors(number: int, *, at_most: int | None = None) -> list[int]:
 
 def _powers_of_two(number: int, *, at_most: int) -> list[int]:
     """Powers of two that divide a number."""
-    return [1 << n for n in range(at_most.bit_length()) if 1 << n <= at_most and number % (1 << n) == 0]
+    return [
+        1 << n for n in range(at_most.bit_length()) if 1 << n <= at_most and number % (1 << n) == 0
+    ]

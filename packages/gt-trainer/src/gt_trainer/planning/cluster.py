@@ -8,7 +8,7 @@ source. Which figures there are is told by ``Cluster``; nothing else is accepted
 ::
 
     name = "..."
-    hardware = "h100_sxm.json"                      # shipped with gt_passes, or a file beside this one
+    hardware = "h100_sxm.json"                      # of gt_passes, or beside this file
     [figures.failures_per_gpu_day]
     value = 0.0005
     source = "..."

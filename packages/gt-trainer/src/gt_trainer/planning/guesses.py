@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from gt_trainer.planning.model_counts import LayerCounts, ModelCounts, PipelineLayout
 from gt_trainer.planning.run_recipe import RunRecipe
-from gt_trainer.planning.step_bounds import StepBound, exchange_us, ring_us
+from gt_trainer.planning.step_bounds import StepBound, ring_us
 
 if TYPE_CHECKING:
     from gt_passes.simulation import Hardware
@@ -40,15 +40,19 @@ def guessed_us(
     repeats = recipe.memory_policy == "full_recompute"
     # Each layer gathers and scatters twice in either direction.
     tensor_us = (12 if repeats else 8) * layers * ring_us(activations, recipe.tp, 1, hardware)
-    context_us = (8 if repeats else 6) * layers * ring_us(
-        activations * recipe.cp / recipe.tp / 4, recipe.cp, recipe.tp, hardware
+    context_us = (
+        (8 if repeats else 6)
+        * layers
+        * ring_us(activations * recipe.cp / recipe.tp / 4, recipe.cp, recipe.tp, hardware)
     )
     computing = bound.compute_us * _BESIDE_PRODUCTS + bound.bubble_us
     hidden = bound.carried_us.get("fsdp", 0.0) + bound.carried_us.get("efsdp", 0.0)
     hidden *= 2 if recipe.memory_policy != "save_all" else 1.5
     exchanges = bound.carried_us.get("ep", 0.0) * _EXPOSED_EXCHANGES[recipe.ep_overlap]
     replicas_us = ring_us(
-        2 * bound.state_bytes / 3, recipe.dp_replicate, recipe.num_gpus // recipe.dp_replicate,
+        2 * bound.state_bytes / 3,
+        recipe.dp_replicate,
+        recipe.num_gpus // recipe.dp_replicate,
         hardware,
     )
     total = computing + tensor_us + context_us + exchanges + replicas_us
@@ -68,9 +72,8 @@ def guessed_bytes(
     )
     whole = 0.0
     if recipe.pp > 1 or recipe.reduces_once:  # gathered parameters, and sums of whole gradients
-        dense, experts = map(
-            sum, zip(*(layout.stages[s].parameters(model) for s in layout.stages_of(0)), strict=True)
-        )
+        parts = [layout.stages[index].parameters(model) for index in layout.stages_of(0)]
+        dense, experts = (sum(each) for each in zip(*parts, strict=True))
         whole = (dense / recipe.tp + experts / recipe.ep) * (model.activation_bytes + 4)
     elif recipe.num_microbatches > 1:
         state += bound.state_bytes / 3

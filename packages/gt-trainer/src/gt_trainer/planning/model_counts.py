@@ -40,7 +40,10 @@ class ModelCounts:
     layers: tuple[LayerCounts, ...]
     embedding_parameters: int
     output_parameters: int
-    """Of the projection, which every token is multiplied with."""
+    """Of what follows the layers."""
+
+    output_products: int
+    """Of the projection to logits."""
 
     dim: int
     seq_len: int

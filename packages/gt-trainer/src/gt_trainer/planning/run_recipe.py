@@ -1,4 +1,4 @@
-"""One way to run a model on a number of GPUs, as the flags that ask for it. Plain data, no torch."""
+"""One way to run a model on a number of GPUs, as the flags that ask for it. No torch."""
 
 from __future__ import annotations
 
@@ -88,7 +88,9 @@ class RunRecipe:
 
     def flags(self) -> tuple[str, ...]:
         """The settings as typed."""
-        return tuple(each for flag, value in self.settings().items() for each in _typed(flag, value))
+        return tuple(
+            each for flag, value in self.settings().items() for each in _typed(flag, value)
+        )
 
     def command(self, name: str, *, further: tuple[str, ...] = ()) -> str:
         """The command line that runs it.

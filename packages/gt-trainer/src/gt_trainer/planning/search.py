@@ -38,8 +38,8 @@ class Frontier(Generic[ItemT]):
 
     def __init__(self, candidates: Iterable[Bounded[ItemT]]) -> None:
         self._all = list(candidates)
-        num_goals = len(self._all[0].bounds) if self._all else 0
-        self._best: list[tuple[float, int]] = [(math.inf, -1)] * num_goals
+        self.num_goals = len(self._all[0].bounds) if self._all else 0
+        self._best: list[tuple[float, int]] = [(math.inf, -1)] * self.num_goals
         self._heap = [(each.guess, index) for index, each in enumerate(self._all)]
         heapq.heapify(self._heap)
         self._open = set(range(len(self._all)))
@@ -74,7 +74,7 @@ class Frontier(Generic[ItemT]):
         return None
 
     def take_also(self, is_wanted: Callable[[ItemT], bool]) -> list[tuple[int, ItemT]]:
-        """All that are wanted with one that was taken, and could win: they cost little beside it."""
+        """All that are wanted beside one that was taken, and could win."""
         found = [
             index
             for index in sorted(self._open)
@@ -82,6 +82,10 @@ class Frontier(Generic[ItemT]):
         ]
         self._open.difference_update(found)
         return [(index, self._all[index].item) for index in found]
+
+    def put_back(self, number: int) -> None:
+        """One that was taken was not simulated after all: it is left."""
+        self._open.add(number)
 
     def record(self, number: int, costs: Sequence[float]) -> None:
         """What was found for one that was taken; infinite for what cannot be.
@@ -92,7 +96,7 @@ class Frontier(Generic[ItemT]):
         for goal, cost in enumerate(costs):
             bound = self._all[number].bounds[goal]
             assert cost >= bound * (1 - 1e-9), (
-                f"{self._all[number].item} costs {cost:g}, and was thought to cost {bound:g} or more"
+                f"{self._all[number].item} costs {cost:g}, and its bound is {bound:g}"
             )
             if math.isfinite(cost):
                 self._best[goal] = min(self._best[goal], (cost, number))

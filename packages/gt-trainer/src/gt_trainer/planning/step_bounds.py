@@ -109,7 +109,7 @@ class ProductTimes:
 
     def forward_us(self, stage: StageParts) -> float:
         """A forward."""
-        total = self._model.output_parameters * self._ends_us * stage.has_output
+        total = self._model.output_products * self._ends_us * stage.has_output
         return total + sum(self._layer_us(self._model.layers[index]) for index in stage.layers)
 
     def backward_us(self, stage: StageParts) -> float:
@@ -122,7 +122,7 @@ class ProductTimes:
         return inputs
 
     def _backward_parts(self, stage: StageParts) -> tuple[float, float]:
-        inputs = weights = self._model.output_parameters * self._ends_us * stage.has_output
+        inputs = weights = self._model.output_products * self._ends_us * stage.has_output
         for index in stage.layers:
             layer = self._model.layers[index]
             products = self._products_us(layer)
@@ -165,9 +165,7 @@ def _stored_parameters(
     return sum(stored_parameters(recipe, dense, experts) for dense, experts in parts)
 
 
-def _layer_inputs(
-    rank: int, recipe: RunRecipe, model: ModelCounts, layout: PipelineLayout
-) -> int:
+def _layer_inputs(rank: int, recipe: RunRecipe, model: ModelCounts, layout: PipelineLayout) -> int:
     """Bytes of the inputs of a rank's layers, of one microbatch."""
     layers = sum(len(layout.stages[index].layers) for index in layout.stages_of(rank))
     tokens = recipe.microbatch * model.seq_len // (recipe.tp * recipe.cp)
