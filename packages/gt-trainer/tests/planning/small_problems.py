@@ -1,5 +1,6 @@
 """Random small problems, and a cost of their recipes that runs real schedules."""
 
+import itertools
 import math
 import random
 import zlib
@@ -81,8 +82,10 @@ def small_problem(seed: int, *, num_recipes: int) -> SmallProblem:
         nic_effective_bytes_per_s=draw.choice([1e9, 10e9, 47e9]),
         hbm_capacity_bytes=int(model.num_parameters * 16 / num_gpus * draw.uniform(1.05, 6)),
     )
-    recipes = [each for each in candidates(request, model) if _exists(each, model)]
-    kept = draw.sample(recipes, min(len(recipes), num_recipes))
+    recipes = list(candidates(request, model))
+    draw.shuffle(recipes)
+    existing = (each for each in recipes if _exists(each, model))
+    kept = itertools.islice(existing, num_recipes)
     return SmallProblem(model=model, hardware=hardware, recipes=tuple(kept))
 
 

@@ -10,7 +10,7 @@ from gt_trainer.command_line.known_flags import typed_values, with_underscores
 from gt_trainer.models.catalog import INTENDED_WORLD_SIZE
 from gt_trainer.planning.candidates import NoRecipeError
 from gt_trainer.planning.cluster import ClusterFileError, load_cluster
-from gt_trainer.planning.plan_run import PlanQuestion, make_plan
+from gt_trainer.planning.plan_run import PlanQuestion, make_plan, write_plan_page
 from gt_trainer.planning.run_recipe import RunRecipe
 from gt_trainer.trainer import GraphTrainer
 
@@ -69,6 +69,9 @@ def asked_plan(
     except (ClusterFileError, NoRecipeError) as error:
         raise UsageError(str(error)) from None
     show(f"{found}\n")
+    if options.page is not None:
+        written = write_plan_page(found, config, options.page, asked=flags_given(further))
+        show(f"written: {', '.join(map(str, written))}\n")
 
 
 def split_overrides(overrides: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:

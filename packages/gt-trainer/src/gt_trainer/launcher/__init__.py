@@ -12,7 +12,6 @@
 from gt_trainer.launcher.child import (
     ChildFailedError,
     ChildTimedOutError,
-    RunningChild,
     run_in_child,
 )
 from gt_trainer.launcher.fork_safety import ForkUnsafeError, prepare_environment
@@ -28,7 +27,6 @@ __all__ = [
     "RendezvousError",
     "Restarts",
     "RunStoppedError",
-    "RunningChild",
     "find_rendezvous",
     "launch",
     "prepare_environment",

@@ -43,6 +43,33 @@ class PlanReport:
         """The command line of a recipe, as a job on the cluster runs it."""
         return outcome.recipe.command(self.model_flags, further=self.further)
 
+    def as_data(self) -> dict[str, object]:
+        """The answer as plain data, for programs."""
+        plan = self.plan
+        return {
+            "model": self.model,
+            "hardware": self.cluster.hardware.name,
+            "num_gpus": self.num_gpus,
+            "global_batch_tokens": self.global_batch_tokens,
+            "num_candidates": plan.num_candidates,
+            "num_cut": plan.num_cut,
+            "num_simulated": len(plan.outcomes),
+            "num_left": plan.num_left,
+            "recipes": [
+                {
+                    "command": self.command(each),
+                    "step_us": each.step_us,
+                    "tokens_per_second_per_gpu": each.tokens_per_second_per_gpu,
+                    "mfu": each.mfu,
+                    "exposed_us": dict(each.exposed_us),
+                    "bubble": each.bubble,
+                    "peak_bytes": each.peak_bytes,
+                    "memory": dict(each.memory),
+                }
+                for each in self.ranked
+            ],
+        }
+
     def _lines(self) -> Iterator[str]:
         yield (
             f"Plan of {self.model} on {self.num_gpus:,} {self.cluster.hardware.name}, "

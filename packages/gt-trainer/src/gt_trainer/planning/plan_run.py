@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import json
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 
 from gt_trainer.dry_run.numbers_as_text import GIB
+from gt_trainer.launcher.child import RunningChild
 from gt_trainer.planning.candidates import NoRecipeError, PlanRequest, candidates, divides
 from gt_trainer.planning.cluster import Cluster
 from gt_trainer.planning.counted_model import counted_model
 from gt_trainer.planning.model_counts import ModelCounts
+from gt_trainer.planning.plan_page import plan_page
 from gt_trainer.planning.plan_report import PlanReport
 from gt_trainer.planning.planner import bounded_candidates, search_plan
+from gt_trainer.planning.simulate_recipes import simulate_recipes
 from gt_trainer.trainer import GraphTrainer
 
 _FLOAT8 = "float8_rowwise"
@@ -75,7 +81,7 @@ def make_plan(
         num_gpus=question.num_gpus,
         global_batch=tokens // seq_len,
         gpus_per_node=machine.gpus_per_node,
-        linears=_precisions(config),
+        linears=_precisions(config, question.fixed),
         fixed=question.fixed,
     )
     check_possible(request, model, question.cluster)
@@ -103,6 +109,50 @@ def make_plan(
         model_flags=question.model_flags,
         further=question.further,
     )
+
+
+def write_plan_page(
+    report: PlanReport, config: GraphTrainer.Config, path: Path, *, asked: Collection[str] = ()
+) -> list[Path]:
+    """Write the plan as a page; beside it as JSON, a trace of its first recipe, and its ranks.
+
+    Args:
+        report: of ``make_plan``.
+        config: as for ``make_plan``.
+        path: of the page.
+        asked: as for ``make_plan``.
+
+    Returns:
+        What was written.
+
+    Raises:
+        ChildFailedError: capturing the first recipe once more failed.
+    """
+    data = path.with_suffix(".json")
+    data.write_text(json.dumps(report.as_data(), indent=1) + "\n", encoding="utf-8")
+    beside = [("the plan as data", data)]
+    if report.ranked:
+        recipe = report.ranked[0].recipe
+        trace = path.with_suffix(".trace.json")
+        beside.append(("a trace of the fastest, for ui.perfetto.dev", trace))
+        timeline = path.with_suffix(".ranks.html") if recipe.pp > 1 else None
+        if timeline is not None:
+            beside.append(("the ranks of its pipeline", timeline))
+        RunningChild(
+            partial(
+                simulate_recipes,
+                config,
+                [recipe],
+                report.plan.machines[:1],
+                asked=asked,
+                trace_path=trace,
+                timeline_path=timeline,
+            )
+        ).result()
+    path.write_text(
+        plan_page(report, beside=[(what, each.name) for what, each in beside]), encoding="utf-8"
+    )
+    return [path, *(each for _, each in beside)]
 
 
 def check_possible(request: PlanRequest, model: ModelCounts, cluster: Cluster) -> None:
@@ -159,10 +209,12 @@ def _fits(request: PlanRequest, model: ModelCounts, cluster: Cluster) -> bool:
     return any(bound.peak_bytes <= capacity for _, bound in bounded)
 
 
-def _precisions(config: GraphTrainer.Config) -> list[str]:
-    """What a run has, and 8 bits where it can."""
+def _precisions(config: GraphTrainer.Config, fixed: Mapping[str, object]) -> list[str]:
+    """What was asked for; else the run's own precision, and 8 bits where they can be had."""
+    asked = fixed.get("--quantization.linears")
+    if asked is not None:
+        return [str(asked)]
     published = config.quantization.linears
-    precisions = ["none"] if published == "none" else ["none", published]
-    if published == "none" and importlib.util.find_spec("torchao") is not None:
-        precisions.append(_FLOAT8)
-    return precisions
+    if importlib.util.find_spec("torchao") is None:
+        return ["none"]
+    return ["none", _FLOAT8 if published == "none" else published]

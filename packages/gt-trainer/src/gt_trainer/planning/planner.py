@@ -20,7 +20,7 @@ from gt_config import ConfigError
 from gt_passes.simulation import Hardware
 from gt_pipeline.errors import GtPipelineError
 from gt_trainer.device import intended_for
-from gt_trainer.launcher import ChildFailedError, RunningChild
+from gt_trainer.launcher.child import ChildFailedError, RunningChild
 from gt_trainer.planning.candidates import PlanRequest, candidates
 from gt_trainer.planning.guesses import guessed_bytes, guessed_us, order
 from gt_trainer.planning.model_counts import ModelCounts, PipelineLayout, whole_model
@@ -68,9 +68,6 @@ class SearchedPlan:
     """By why a run cannot have a recipe, how many that came up."""
 
     failures: tuple[Unsimulated, ...]
-    least_state: tuple[RunRecipe, int] | None
-    """The candidate whose parameters and states take least, and their bytes."""
-
     seconds: float
 
     def ranked(self, machine: int = 0) -> list[RecipeOutcome]:
@@ -114,7 +111,6 @@ def search_plan(
     with intended_for("cuda"):
         batches = _batches(frontier, base, asked, found)
         _simulate(batches, frontier, base, machines, asked, found, begin + seconds, tell)
-    least = min(bounded, key=lambda each: each[1].state_bytes, default=None)
     return SearchedPlan(
         machines=tuple(machines),
         outcomes=tuple(found.outcomes),
@@ -124,7 +120,6 @@ def search_plan(
         num_left=frontier.num_left,
         refusals=tuple(found.refusals.most_common()),
         failures=tuple(found.failures),
-        least_state=None if least is None else (least[0].item, least[1].state_bytes),
         seconds=time.monotonic() - begin,
     )
 
