@@ -15,9 +15,8 @@ from gt_trainer.planning.model_counts import (
     LayerCounts,
     ModelCounts,
     PipelineLayout,
-    whole_model,
 )
-from gt_trainer.planning.pipeline_layouts import pipeline_layout
+from gt_trainer.planning.pipeline_layouts import PipelineLayouts
 from gt_trainer.planning.run_recipe import RunRecipe
 from gt_trainer.planning.search import Bounded
 from gt_trainer.planning.step_bounds import ProductTimes, step_bound
@@ -30,6 +29,7 @@ class SmallProblem:
     model: ModelCounts
     hardware: Hardware
     recipes: tuple[RunRecipe, ...]
+    layouts: PipelineLayouts
 
     def candidates(self) -> list[Bounded[RunRecipe]]:
         """With bounds and guesses, as the planner has them."""
@@ -37,7 +37,7 @@ class SmallProblem:
 
     def cost(self, recipe: RunRecipe) -> float:
         """By a schedule that is run: its actions take the least that they can, or more."""
-        layout = layout_of(recipe, self.model)
+        layout = self.layouts.of(recipe)
         bound = step_bound(recipe, self.model, layout, self.hardware)
         stretch = 1 + zlib.crc32(str(recipe).encode()) % 100 / 200
         if bound.peak_bytes * stretch > self.hardware.hbm_capacity_bytes:
@@ -53,7 +53,7 @@ class SmallProblem:
         return max(computing, *bound.carried_us.values()) * stretch + carried + bound.optimizer_us
 
     def _bounded(self, recipe: RunRecipe) -> Bounded[RunRecipe]:
-        layout = layout_of(recipe, self.model)
+        layout = self.layouts.of(recipe)
         bound = step_bound(recipe, self.model, layout, self.hardware)
         held = guessed_bytes(recipe, self.model, layout, bound)
         guess = guessed_us(recipe, self.model, bound, self.hardware)
@@ -84,9 +84,10 @@ def small_problem(seed: int, *, num_recipes: int) -> SmallProblem:
     )
     recipes = list(candidates(request, model))
     draw.shuffle(recipes)
-    existing = (each for each in recipes if _exists(each, model))
-    kept = itertools.islice(existing, num_recipes)
-    return SmallProblem(model=model, hardware=hardware, recipes=tuple(kept))
+    layouts = PipelineLayouts(model)
+    existing = (each for each in recipes if _exists(each, layouts))
+    kept = tuple(itertools.islice(existing, num_recipes))
+    return SmallProblem(model=model, hardware=hardware, recipes=kept, layouts=layouts)
 
 
 def small_model(draw: random.Random) -> ModelCounts:
@@ -120,16 +121,9 @@ def small_model(draw: random.Random) -> ModelCounts:
     )
 
 
-def layout_of(recipe: RunRecipe, model: ModelCounts) -> PipelineLayout:
-    """Stages of a recipe."""
-    if recipe.schedule is None:
-        return whole_model(model)
-    return pipeline_layout(recipe.schedule, recipe.pp, len(model.layers))
-
-
-def _exists(recipe: RunRecipe, model: ModelCounts) -> bool:
+def _exists(recipe: RunRecipe, layouts: PipelineLayouts) -> bool:
     try:
-        layout = layout_of(recipe, model)
+        layout = layouts.of(recipe)
         if recipe.schedule is not None:
             schedule_of(
                 recipe.schedule,

@@ -43,7 +43,7 @@ def test_every_kind_of_recipe_is_among_them():
 def test_experts_add_their_degree_and_overlap():
     model = next(m for s in range(9) if (m := small_model(random.Random(s))).num_experts)
     recipes = list(candidates(_request(), model))
-    assert {each.ep for each in recipes} > {1, 2, 4}
+    assert {each.ep for each in recipes} >= {1, 2, 4}
     assert {each.ep_overlap for each in recipes if each.ep > 1} == {False, True}
     assert {each.ep_overlap for each in recipes if each.ep == 1} == {False}
 

@@ -38,7 +38,8 @@ def test_typing_the_flags_gives_the_configuration_that_was_simulated(recipe):
         typed = apply_overrides(llama3_debugmodel(), recipe.flags())
         asked = recipe.settings()
         settled, _ = settle_defaults(typed, recipe.num_gpus, asked=asked)
-    assert planned == settled
+    for group in ("parallelism", "training", "compile", "quantization"):
+        assert getattr(planned, group) == getattr(settled, group)
 
 
 def test_counts_follow_from_degrees_and_batch():

@@ -6,8 +6,8 @@ import pytest
 
 from gt_passes.simulation import h100_sxm
 from gt_passes.simulation.collective_model import CollectiveModel
-from gt_trainer.planning.model_counts import LayerCounts, ModelCounts, whole_model
-from gt_trainer.planning.pipeline_layouts import pipeline_layout
+from gt_trainer.planning.model_counts import LayerCounts, ModelCounts
+from gt_trainer.planning.pipeline_layouts import PipelineLayouts
 from gt_trainer.planning.run_recipe import RunRecipe
 from gt_trainer.planning.step_bounds import exchange_us, ring_us, step_bound
 
@@ -44,11 +44,8 @@ _MACHINE = replace(
 _RECIPE = RunRecipe(dp_shard=4, microbatch=2, global_batch=16, memory_policy="save_all")
 
 
-def _bound(recipe, model=_MODEL):
-    layout = whole_model(model)
-    if recipe.schedule is not None:
-        layout = pipeline_layout(recipe.schedule, recipe.pp, len(model.layers))
-    return step_bound(recipe, model, layout, _MACHINE)
+def _bound(recipe, model=_MODEL, machine=_MACHINE):
+    return step_bound(recipe, model, PipelineLayouts(model).of(recipe), machine)
 
 
 def test_a_rank_multiplies_every_token_with_every_weight_three_times():
@@ -64,7 +61,7 @@ def test_layers_that_are_recomputed_multiply_again_but_for_their_last_product():
 
 def test_attention_counts_half_of_its_pairs():
     machine = replace(_MACHINE, attention_mask_density=0.5)
-    bound = step_bound(_RECIPE, _MODEL, whole_model(_MODEL), machine)
+    bound = _bound(_RECIPE, machine=machine)
     pairs = 4000 * 1000 / 2
     forward = 4 * pairs * 1000 * 6 / (1e15 * machine.attention_forward_efficiency)
     backward = 10 * pairs * 1000 * 6 / (1e15 * machine.attention_backward_efficiency)
@@ -73,11 +70,8 @@ def test_attention_counts_half_of_its_pairs():
 
 
 def test_the_fullest_rank_waits_for_the_stages_before_it():
-    # Stages of 4 and 2 layers: embedding and output count as one each. The first rank waits for
-    # nobody, and has more to do.
     pipeline = replace(_RECIPE, dp_shard=2, pp=2, schedule="1F1B")
-    layout = pipeline_layout("1F1B", 2, 6)
-    assert [len(stage.layers) for stage in layout.stages] == [3, 3]
+    assert [stage.num_layers for stage in PipelineLayouts(_MODEL).of(pipeline).stages] == [3, 3]
     bound = _bound(pipeline)
     forward = 2 * 2000 * 3 * 12e6 / 1e9
     inputs = forward
@@ -122,7 +116,7 @@ def test_exchanges_between_nodes_go_over_nics():
 @pytest.mark.parametrize("stride", [1, 2, 4, 8])
 @pytest.mark.parametrize("size", [2, 4, 8, 16])
 def test_no_collective_is_faster_than_its_bound(size, stride):
-    model, ranks = CollectiveModel(_MACHINE), list(range(0, size * stride, stride))
+    model, ranks = CollectiveModel(hardware=_MACHINE), list(range(0, size * stride, stride))
     for num_bytes in (1_000, 10_000_000, 10_000_000_000):
         least = ring_us(num_bytes, size, stride, _MACHINE)
         assert model.time_us("all_gather", num_bytes, ranks) > least

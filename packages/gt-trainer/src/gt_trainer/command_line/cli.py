@@ -424,10 +424,18 @@ def _dry_run(
 def _plan(config: GraphTrainer.Config, command: CommandLine) -> int:
     from gt_trainer.command_line.plan_command import asked_plan
 
-    def report() -> None:
-        asked_plan(config, command, tell=_tell, show=_print)
+    refusals: list[UsageError] = []
 
-    return launch(report, num_ranks=1, log_folder=Path(config.dump_folder) / "logs")
+    def report() -> None:
+        try:
+            asked_plan(config, command, tell=_tell, show=_print)
+        except UsageError as error:  # a run that fails is another thing
+            refusals.append(error)
+
+    status = launch(report, num_ranks=1, log_folder=Path(config.dump_folder) / "logs")
+    if refusals:
+        raise refusals[0]
+    return status
 
 
 def _precompile(

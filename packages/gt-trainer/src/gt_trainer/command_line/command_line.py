@@ -225,8 +225,8 @@ def check_launch(command: CommandLine, rendezvous: Rendezvous | None) -> None:
             f"--nproc {command.num_processes} starts local ranks, but this process already is "
             f"{job}: leave out one of the two"
         )
-    if command.action in _PRETENDING and rendezvous.world_size > 1:
-        name = "precompile" if command.action == _PRECOMPILE else "--dry-run"
+    if command.action in (*_PRETENDING, _PLAN) and rendezvous.world_size > 1:
+        name = command.action if command.action in _WORDS else "--dry-run"
         raise UsageError(f"{name} needs one process only, and this is {job}")
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gt_trainer.planning.model_counts import LayerCounts, ModelCounts, PipelineLayout
+from gt_trainer.planning.model_counts import ModelCounts, PipelineLayout, StageParts
 from gt_trainer.planning.run_recipe import RunRecipe
 from gt_trainer.planning.step_bounds import StepBound, ring_us
 
@@ -65,20 +65,17 @@ def guessed_bytes(
     """What the fullest rank is thought to hold."""
     state = bound.state_bytes * 4 / 3
     tokens = recipe.microbatch * model.seq_len / (recipe.tp * recipe.cp)
-    kept = tokens * sum(
-        _kept_bytes(recipe, model, model.layers[index])
-        for stage in layout.stages_of(0)
-        for index in layout.stages[stage].layers
-    )
+    stages = layout.of_rank(0)
+    kept = tokens * sum(_kept_bytes(recipe, model, stage) for stage in stages)
     whole = 0.0
     if recipe.pp > 1 or recipe.reduces_once:  # gathered parameters, and sums of whole gradients
-        parts = [layout.stages[index].parameters(model) for index in layout.stages_of(0)]
-        dense, experts = (sum(each) for each in zip(*parts, strict=True))
+        dense = sum(stage.dense_parameters for stage in stages)
+        experts = sum(stage.layers.expert_parameters for stage in stages)
         whole = (dense / recipe.tp + experts / recipe.ep) * (model.activation_bytes + 4)
     elif recipe.num_microbatches > 1:
         state += bound.state_bytes / 3
     ends = 8 * tokens * model.dim * model.activation_bytes
-    return state + kept * _in_flight(recipe, len(layout.stages_of(0))) + whole + ends
+    return state + kept * _in_flight(recipe, len(stages)) + whole + ends
 
 
 def order(guess_us: float, guess_bytes: float, hardware: Hardware) -> float:
@@ -87,11 +84,12 @@ def order(guess_us: float, guess_bytes: float, hardware: Hardware) -> float:
     return guess_us * (1.0 if over <= 1 else 2.0 * over)
 
 
-def _kept_bytes(recipe: RunRecipe, model: ModelCounts, layer: LayerCounts) -> float:
+def _kept_bytes(recipe: RunRecipe, model: ModelCounts, stage: StageParts) -> float:
+    """For one token of one microbatch."""
     width = _KEPT_WIDTHS.get(recipe.memory_policy)
     if width is None:
-        return model.dim * model.activation_bytes
-    return width * layer.outputs_width * model.activation_bytes
+        return stage.num_layers * model.dim * model.activation_bytes
+    return width * stage.layers.outputs_width * model.activation_bytes
 
 
 def _in_flight(recipe: RunRecipe, stages_per_rank: int) -> float:

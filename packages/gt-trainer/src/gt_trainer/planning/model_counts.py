@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,17 +77,32 @@ class ModelCounts:
 class StageParts:
     """What one stage of a pipeline has: some layers, and possibly an end of the model."""
 
-    layers: range
-    has_embedding: bool
-    has_output: bool
+    num_layers: int
+    layers: LayerCounts
+    """Sums over its layers."""
 
-    def parameters(self, model: ModelCounts) -> tuple[int, int]:
-        """Dense parameters, and those of experts."""
-        layers = [model.layers[index] for index in self.layers]
-        dense = sum(each.dense_parameters for each in layers)
-        dense += model.embedding_parameters * self.has_embedding
-        dense += model.output_parameters * self.has_output
-        return dense, sum(each.expert_parameters for each in layers)
+    dense_parameters: int
+    """Those of its ends too."""
+
+    output_products: int
+
+    @classmethod
+    def of(
+        cls, model: ModelCounts, layers: range, *, has_embedding: bool, has_output: bool
+    ) -> StageParts:
+        """The stage that has these layers of a model."""
+        chosen = [model.layers[index] for index in layers]
+        sums: dict[str, Any] = {
+            field.name: sum(getattr(layer, field.name) for layer in chosen)
+            for field in fields(LayerCounts)
+        }
+        ends = model.embedding_parameters * has_embedding + model.output_parameters * has_output
+        return cls(
+            num_layers=len(chosen),
+            layers=LayerCounts(**sums),
+            dense_parameters=sums["dense_parameters"] + ends,
+            output_products=model.output_products * has_output,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,19 +110,16 @@ class PipelineLayout:
     """Which rank of a pipeline has which stages."""
 
     stages: tuple[StageParts, ...]
-    rank_of_stage: tuple[int, ...]
+    by_rank: tuple[tuple[int, ...], ...]
+    """Indices of the stages of each rank, ascending."""
 
-    def stages_of(self, rank: int) -> list[int]:
-        """Indices of the stages of a rank, ascending."""
-        return [stage for stage, of in enumerate(self.rank_of_stage) if of == rank]
-
-    @property
-    def ranks(self) -> Iterable[int]:
-        """All places in the pipeline."""
-        return range(max(self.rank_of_stage) + 1)
+    def of_rank(self, rank: int) -> list[StageParts]:
+        """The stages of a rank."""
+        return [self.stages[index] for index in self.by_rank[rank]]
 
 
 def whole_model(model: ModelCounts) -> PipelineLayout:
     """The layout without a pipeline."""
-    stage = StageParts(layers=range(len(model.layers)), has_embedding=True, has_output=True)
-    return PipelineLayout(stages=(stage,), rank_of_stage=(0,))
+    layers = range(len(model.layers))
+    stage = StageParts.of(model, layers, has_embedding=True, has_output=True)
+    return PipelineLayout(stages=(stage,), by_rank=((0,),))

@@ -23,8 +23,8 @@ from gt_trainer.device import intended_for
 from gt_trainer.launcher.child import ChildFailedError, RunningChild
 from gt_trainer.planning.candidates import PlanRequest, candidates
 from gt_trainer.planning.guesses import guessed_bytes, guessed_us, order
-from gt_trainer.planning.model_counts import ModelCounts, PipelineLayout, whole_model
-from gt_trainer.planning.pipeline_layouts import pipeline_layout
+from gt_trainer.planning.model_counts import ModelCounts
+from gt_trainer.planning.pipeline_layouts import PipelineLayouts
 from gt_trainer.planning.recipe_config import recipe_config
 from gt_trainer.planning.recipe_outcome import RecipeOutcome, Unsimulated
 from gt_trainer.planning.run_recipe import RunRecipe
@@ -128,9 +128,11 @@ def bounded_candidates(
     recipes: Iterable[RunRecipe], model: ModelCounts, machines: Sequence[Hardware]
 ) -> Iterator[tuple[Bounded[RunRecipe], StepBound]]:
     """Recipes whose stages exist, with their bounds on each machine; and those on the first."""
+    layouts = PipelineLayouts(model)
     for recipe in recipes:
-        layout = _layout(recipe, model)
-        if layout is None:
+        try:
+            layout = layouts.of(recipe)
+        except GtPipelineError:
             continue
         bounds = [step_bound(recipe, model, layout, machine) for machine in machines]
         held = guessed_bytes(recipe, model, layout, bounds[0])
@@ -143,16 +145,6 @@ def bounded_candidates(
             for bound, machine in zip(bounds, machines, strict=True)
         )
         yield Bounded(item=recipe, bounds=costs, guess=min(orders)), bounds[0]
-
-
-def _layout(recipe: RunRecipe, model: ModelCounts) -> PipelineLayout | None:
-    """None if the pipeline has more stages than there are layers for."""
-    if recipe.schedule is None:
-        return whole_model(model)
-    try:
-        return pipeline_layout(recipe.schedule, recipe.pp, len(model.layers))
-    except GtPipelineError:
-        return None
 
 
 def _batches(

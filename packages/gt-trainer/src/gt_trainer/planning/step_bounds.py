@@ -18,12 +18,13 @@ Pure arithmetic on plain data; hardware is read by the names of its constants.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gt_trainer.planning.model_counts import LayerCounts, ModelCounts, PipelineLayout, StageParts
+from gt_trainer.planning.model_counts import ModelCounts, PipelineLayout, StageParts
 from gt_trainer.planning.run_recipe import RunRecipe
 
 if TYPE_CHECKING:
@@ -67,16 +68,23 @@ def step_bound(
 ) -> StepBound:
     """Bound a step of ``recipe``, whose stages are laid out as ``layout`` says."""
     times = ProductTimes(recipe, model, hardware)
-    by_rank = [_rank_us(rank, recipe, layout, times) for rank in layout.ranks]
-    compute_us, waits_us = max(by_rank, key=sum)
-    stored = max(_stored_parameters(rank, recipe, model, layout) for rank in layout.ranks)
+    ranks = [layout.of_rank(rank) for rank in range(len(layout.by_rank))]
+    compute_us, waits_us = max(_ranks_us(recipe, layout, times), key=sum)
+    shards = recipe.dp_shard * recipe.cp * recipe.tp
+    parameters = (
+        sum(each.dense_parameters + each.layers.expert_parameters for each in stages)
+        for stages in ranks
+    )
+    stored = max(parameters) / shards
+    layers = max(sum(each.num_layers for each in stages) for stages in ranks)
+    tokens = recipe.microbatch * model.seq_len // (recipe.tp * recipe.cp)
+    inputs = layers * tokens * model.dim * model.activation_bytes
     state_bytes = int(stored * model.parameter_bytes * (1 + ADAM_STATES))
-    inputs = max(_layer_inputs(rank, recipe, model, layout) for rank in layout.ranks)
     gradients = int(stored * model.parameter_bytes)
     return StepBound(
         compute_us=compute_us,
         bubble_us=waits_us,
-        carried_us=dict(_carried(recipe, model, layout, hardware)),
+        carried_us=dict(_carried(recipe, model, ranks, hardware)),
         optimizer_us=_optimizer_us(stored, model, hardware),
         state_bytes=state_bytes,
         peak_bytes=state_bytes + max(inputs, gradients),
@@ -109,67 +117,41 @@ class ProductTimes:
 
     def forward_us(self, stage: StageParts) -> float:
         """A forward."""
-        total = self._model.output_products * self._ends_us * stage.has_output
-        return total + sum(self._layer_us(self._model.layers[index]) for index in stage.layers)
+        attention = stage.layers.attention_width * self._attention_us
+        return self._products_us(stage) + attention
 
     def backward_us(self, stage: StageParts) -> float:
         """Gradients of inputs and weights, and what is computed again."""
-        return sum(self._backward_parts(stage))
+        return self.inputs_us(stage) + self._products_us(stage)
 
     def inputs_us(self, stage: StageParts) -> float:
         """Of a backward, gradients of inputs and what is computed again."""
-        inputs, _ = self._backward_parts(stage)
+        layers = stage.layers
+        inputs = self._products_us(stage) + layers.attention_width * self._attention_back_us
+        if self._repeats:
+            inputs += layers.repeated_dense * self._dense_us
+            inputs += layers.repeated_experts * self._experts_us
         return inputs
 
-    def _backward_parts(self, stage: StageParts) -> tuple[float, float]:
-        inputs = weights = self._model.output_products * self._ends_us * stage.has_output
-        for index in stage.layers:
-            layer = self._model.layers[index]
-            products = self._products_us(layer)
-            inputs += products + layer.attention_width * self._attention_back_us
-            weights += products
-            if self._repeats:
-                inputs += layer.repeated_dense * self._dense_us
-                inputs += layer.repeated_experts * self._experts_us
-        return inputs, weights
-
-    def _layer_us(self, layer: LayerCounts) -> float:
-        return self._products_us(layer) + layer.attention_width * self._attention_us
-
-    def _products_us(self, layer: LayerCounts) -> float:
-        return layer.dense_products * self._dense_us + layer.expert_products * self._experts_us
+    def _products_us(self, stage: StageParts) -> float:
+        layers = stage.layers
+        total = layers.dense_products * self._dense_us + layers.expert_products * self._experts_us
+        return total + stage.output_products * self._ends_us
 
 
-def _rank_us(
-    rank: int, recipe: RunRecipe, layout: PipelineLayout, times: ProductTimes
-) -> tuple[float, float]:
-    """What a rank computes in a step, and what it waits for at both ends."""
-    mine = [layout.stages[index] for index in layout.stages_of(rank)]
-    each = sum(times.forward_us(stage) + times.backward_us(stage) for stage in mine)
-    before = layout.stages[: min(layout.stages_of(rank))]
-    waits = sum(times.forward_us(stage) for stage in before)
-    if recipe.schedule not in SPLIT_BACKWARDS:
-        waits += sum(times.inputs_us(stage) for stage in before)
-    return recipe.num_microbatches * each, waits
-
-
-def stored_parameters(recipe: RunRecipe, dense: float, experts: float) -> float:
-    """Of so many parameters of a stage, those that one rank stores."""
-    return (dense + experts) / (recipe.dp_shard * recipe.cp * recipe.tp)
-
-
-def _stored_parameters(
-    rank: int, recipe: RunRecipe, model: ModelCounts, layout: PipelineLayout
-) -> float:
-    parts = [layout.stages[index].parameters(model) for index in layout.stages_of(rank)]
-    return sum(stored_parameters(recipe, dense, experts) for dense, experts in parts)
-
-
-def _layer_inputs(rank: int, recipe: RunRecipe, model: ModelCounts, layout: PipelineLayout) -> int:
-    """Bytes of the inputs of a rank's layers, of one microbatch."""
-    layers = sum(len(layout.stages[index].layers) for index in layout.stages_of(rank))
-    tokens = recipe.microbatch * model.seq_len // (recipe.tp * recipe.cp)
-    return layers * tokens * model.dim * model.activation_bytes
+def _ranks_us(
+    recipe: RunRecipe, layout: PipelineLayout, times: ProductTimes
+) -> Iterator[tuple[float, float]]:
+    """What each rank computes in a step, and what it waits for at both ends."""
+    is_whole = recipe.schedule not in SPLIT_BACKWARDS
+    through = [
+        times.forward_us(stage) + is_whole * times.inputs_us(stage) for stage in layout.stages
+    ]
+    waits = [0.0, *itertools.accumulate(through)]
+    each = [times.forward_us(stage) + times.backward_us(stage) for stage in layout.stages]
+    for stages in layout.by_rank:
+        mine = sum(each[stage] for stage in stages)
+        yield recipe.num_microbatches * mine, waits[min(stages)]
 
 
 def _optimizer_us(stored: float, model: ModelCounts, hardware: Hardware) -> float:
@@ -179,16 +161,18 @@ def _optimizer_us(stored: float, model: ModelCounts, hardware: Hardware) -> floa
 
 
 def _carried(
-    recipe: RunRecipe, model: ModelCounts, layout: PipelineLayout, hardware: Hardware
+    recipe: RunRecipe,
+    model: ModelCounts,
+    ranks: Sequence[Sequence[StageParts]],
+    hardware: Hardware,
 ) -> Iterator[tuple[str, float]]:
     """What process groups carry in a step at least, in microseconds."""
-    stages = [[layout.stages[index] for index in layout.stages_of(rank)] for rank in layout.ranks]
     # A pipeline gathers and reduces once, in lanes that may run side by side.
     once = recipe.pp > 1 or recipe.reduces_once
     times = 1 if once else recipe.num_microbatches
     passes = 1 if recipe.pp > 1 else 2
-    dense = max(sum(each.parameters(model)[0] for each in of_rank) for of_rank in stages)
-    experts = max(sum(each.parameters(model)[1] for each in of_rank) for of_rank in stages)
+    dense = max(sum(each.dense_parameters for each in stages) for stages in ranks)
+    experts = max(sum(each.layers.expert_parameters for each in stages) for stages in ranks)
     shards = recipe.dp_shard * recipe.cp
     together = dense if recipe.ep > 1 else dense + experts
     gathered = together / recipe.tp * model.activation_bytes * times * passes
@@ -197,10 +181,7 @@ def _carried(
         gathered = experts / recipe.ep * model.activation_bytes * times * passes
         yield "efsdp", ring_us(gathered, shards * recipe.tp // recipe.ep, recipe.ep, hardware)
         tokens = recipe.sequences * model.seq_len / (recipe.tp * recipe.cp)
-        copies = max(
-            sum(model.layers[index].sent_copies for each in of_rank for index in each.layers)
-            for of_rank in stages
-        )
+        copies = max(sum(each.layers.sent_copies for each in stages) for stages in ranks)
         # Dispatch and combine, forward and backward.
         sent = 4 * tokens * copies * model.dim * model.activation_bytes
         yield "ep", exchange_us(sent, recipe.ep, hardware)
