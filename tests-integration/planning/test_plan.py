@@ -12,7 +12,7 @@ import pytest
 
 from gt_trainer.planning.run_recipe import RunRecipe
 
-_FIRST = 10
+_FIRST = 4
 
 
 def gt_train(folder: Path, *arguments: str, timeout: float = 1200) -> str:
@@ -64,7 +64,7 @@ def test_the_first_recipes_of_a_plan_train_and_the_first_passes_its_dry_run(
     told = gt_train(
         tmp_path,
         *("plan", "--config", config, "--gpus", "4", "--global-batch-tokens", "4096"),
-        *("--minutes", "5", "--page", str(page), "--what-if", "memory=141"),
+        *("--minutes", "2", "--page", str(page), "--what-if", "memory=141"),
     )
     assert " failed, " in told
     assert ", 0 failed, " in told

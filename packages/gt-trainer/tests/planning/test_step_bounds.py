@@ -92,6 +92,13 @@ def test_states_and_gradients_are_sixteen_bytes_a_parameter():
     assert bound.peak_bytes == 16 * parameters
 
 
+def test_stages_hold_their_gradients_whole_beside_their_parameters():
+    bound = _bound(replace(_RECIPE, dp_shard=8, pp=2, schedule="1F1B"))
+    largest = 3 * 12e6 + 3e6
+    assert bound.state_bytes == 12 * largest / 8
+    assert bound.peak_bytes == bound.state_bytes + 4 * largest
+
+
 def test_inputs_of_layers_count_where_they_are_more_than_gradients():
     model = replace(_MODEL, seq_len=1_000_000)
     bound = _bound(_RECIPE, model)

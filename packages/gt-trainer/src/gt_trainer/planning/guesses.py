@@ -72,6 +72,7 @@ def guessed_bytes(
         dense = sum(stage.dense_parameters for stage in stages)
         experts = sum(stage.layers.expert_parameters for stage in stages)
         whole = (dense / recipe.tp + experts / recipe.ep) * (model.activation_bytes + 4)
+        whole *= 1 + 2 / 3 / len(stages)  # what the backward of one stage has just made
     elif recipe.num_microbatches > 1:
         state += bound.state_bytes / 3
     ends = 8 * tokens * model.dim * model.activation_bytes

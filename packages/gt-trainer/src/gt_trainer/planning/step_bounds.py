@@ -10,7 +10,8 @@ one could not have won there:
 - A process group has a stream of its own, and what it carries takes at least bytes / bandwidth.
 - The optimizer runs after all of it, and reads and writes its states.
 - When the backward begins, parameters, the optimizer's states and the inputs of all layers are
-  there; when it has ended, parameters, states and gradients.
+  there; when it has ended, parameters, states and gradients. A stage of a pipeline holds its
+  gradients whole until they are reduced, beside the parameters that its last backward reads.
 
 Pure arithmetic on plain data; hardware is read by the names of its constants.
 """
@@ -80,14 +81,16 @@ def step_bound(
     tokens = recipe.microbatch * model.seq_len // (recipe.tp * recipe.cp)
     inputs = layers * tokens * model.dim * model.activation_bytes
     state_bytes = int(stored * model.parameter_bytes * (1 + ADAM_STATES))
-    gradients = int(stored * model.parameter_bytes)
+    held = max(inputs, int(stored * model.parameter_bytes))
+    if recipe.pp > 1:
+        held = max(held, *(_whole_bytes(stage, recipe, model) for stage in layout.stages))
     return StepBound(
         compute_us=compute_us,
         bubble_us=waits_us,
         carried_us=dict(_carried(recipe, model, ranks, hardware)),
         optimizer_us=_optimizer_us(stored, model, hardware),
         state_bytes=state_bytes,
-        peak_bytes=state_bytes + max(inputs, gradients),
+        peak_bytes=state_bytes + held,
     )
 
 
@@ -152,6 +155,17 @@ def _ranks_us(
     for stages in layout.by_rank:
         mine = sum(each[stage] for stage in stages)
         yield recipe.num_microbatches * mine, waits[min(stages)]
+
+
+def _whole_bytes(stage: StageParts, recipe: RunRecipe, model: ModelCounts) -> int:
+    """A stage's gradients before they are reduced, and its gathered parameters beside them."""
+    whole = stage.dense_parameters / recipe.tp
+    is_gathered = recipe.dp_shard * recipe.cp > 1
+    if recipe.ep > 1:
+        whole += stage.layers.expert_parameters / recipe.ep
+    else:  # however tensor parallelism places them
+        whole += stage.layers.expert_parameters / recipe.tp
+    return int(whole * model.activation_bytes * (1 + is_gathered))
 
 
 def _optimizer_us(stored: float, model: ModelCounts, hardware: Hardware) -> float:
