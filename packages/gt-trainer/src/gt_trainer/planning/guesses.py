@@ -3,7 +3,7 @@
 Bounds say what may be cut; these guesses say in which order the rest is looked at. They add to a
 bound what it leaves out because it cannot be proven: communication that nothing hides, activations
 that a memory policy keeps, microbatches that are in flight. Their factors were read off dry runs of
-Llama 3 8B; a wrong one costs time, never the answer.
+Llama 3 8B and 405B; a wrong one costs time, never the answer.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from gt_trainer.planning.model_counts import ModelCounts, PipelineLayout, StageParts
 from gt_trainer.planning.run_recipe import RunRecipe
-from gt_trainer.planning.step_bounds import StepBound, ring_us
+from gt_trainer.planning.step_bounds import SPLIT_BACKWARDS, StepBound, ring_us
 
 if TYPE_CHECKING:
     from gt_passes.simulation import Hardware
@@ -25,6 +25,9 @@ _KEPT_WIDTHS = {"save_all": 3.2, "selective": 1.2}
 
 _EXPOSED_EXCHANGES = {False: 1.0, True: 0.4}
 """Of token exchanges, without EP overlap and with it."""
+
+_KERNELS = 120
+"""Launches of a layer, forward and backward."""
 
 _MARGIN = 1.05
 """By how much a guess at memory may exceed the device's before it counts as too much."""
@@ -46,6 +49,9 @@ def guessed_us(
         * ring_us(activations * recipe.cp / recipe.tp / 4, recipe.cp, recipe.tp, hardware)
     )
     computing = bound.compute_us * _BESIDE_PRODUCTS + bound.bubble_us
+    if recipe.pp > 1 or recipe.ep > 1 or recipe.reduces_once:  # nobody records those steps
+        launches = _KERNELS * layers * recipe.num_microbatches
+        computing = max(computing, launches * hardware.host_kernel_us)
     hidden = bound.carried_us.get("fsdp", 0.0) + bound.carried_us.get("efsdp", 0.0)
     hidden *= 2 if recipe.memory_policy != "save_all" else 1.5
     exchanges = bound.carried_us.get("ep", 0.0) * _EXPOSED_EXCHANGES[recipe.ep_overlap]
@@ -65,7 +71,8 @@ def guessed_bytes(
     """What the fullest rank is thought to hold."""
     state = bound.state_bytes * 4 / 3
     tokens = recipe.microbatch * model.seq_len / (recipe.tp * recipe.cp)
-    stages = layout.of_rank(0)
+    ranks = (layout.of_rank(rank) for rank in range(len(layout.by_rank)))
+    stages = max(ranks, key=lambda each: sum(stage.layers.outputs_width for stage in each))
     kept = tokens * sum(_kept_bytes(recipe, model, stage) for stage in stages)
     whole = 0.0
     if recipe.pp > 1 or recipe.reduces_once:  # gathered parameters, and sums of whole gradients
@@ -97,5 +104,7 @@ def _in_flight(recipe: RunRecipe, stages_per_rank: int) -> float:
     """Microbatches of a stage whose forward is waiting for its backward."""
     if recipe.pp == 1:
         return 1.0
-    of_schedule = recipe.pp if stages_per_rank == 1 else recipe.pp * (1 + 1 / stages_per_rank)
-    return min(recipe.num_microbatches, of_schedule)
+    rounds = 1.0 if stages_per_rank == 1 else 1.5
+    if recipe.schedule in SPLIT_BACKWARDS:
+        rounds = 1.1
+    return min(recipe.num_microbatches, recipe.pp * rounds)
