@@ -1,7 +1,7 @@
 """Outcomes and reports made by hand."""
 
 from gt_trainer.planning.cluster import load_cluster
-from gt_trainer.planning.plan_report import PlanReport
+from gt_trainer.planning.plan_answer import PlanAnswer
 from gt_trainer.planning.planner import SearchedPlan
 from gt_trainer.planning.recipe_outcome import RecipeOutcome
 from gt_trainer.planning.run_recipe import RunRecipe
@@ -35,11 +35,11 @@ def outcome(dp_shard=8, *, ms=1000.0, gib=40, moved=None, **changed) -> RecipeOu
     return RecipeOutcome(**(values | changed))
 
 
-def report(*outcomes, num_left=0, machines=1, refusals=()) -> PlanReport:
+def report(*outcomes, num_left=0, machines=1, refusals=()) -> PlanAnswer:
     """Of a plan that simulated these; each has the outcomes on all machines."""
     cluster = load_cluster("h100_sxm")
     relaxed = cluster.with_relaxed({"nic": 800}).hardware
-    return PlanReport(
+    return PlanAnswer(
         model="llama3 8B",
         cluster=cluster,
         num_gpus=8,

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 
 from gt_trainer.dry_run.numbers_as_text import GIB
-from gt_trainer.planning.plan_report import PlanReport, binding, ranking_changes, why_slower
+from gt_trainer.planning.plan_answer import PlanAnswer, binding, ranking_changes, why_slower
 from gt_trainer.planning.recipe_outcome import RecipeOutcome
 
 _WIDTH, _HEIGHT, _MARGIN = 640, 320, 48
@@ -34,7 +34,7 @@ pre { overflow-x: auto; padding: .7rem; border: 1px solid; border-radius: .4rem 
 """.strip()
 
 
-def plan_page(report: PlanReport, *, beside: Sequence[tuple[str, str]] = ()) -> str:
+def plan_page(report: PlanAnswer, *, beside: Sequence[tuple[str, str]] = ()) -> str:
     """An HTML document.
 
     Args:
@@ -51,7 +51,7 @@ def plan_page(report: PlanReport, *, beside: Sequence[tuple[str, str]] = ()) -> 
     )
 
 
-def _body(report: PlanReport, beside: Sequence[tuple[str, str]]) -> Iterator[str]:
+def _body(report: PlanAnswer, beside: Sequence[tuple[str, str]]) -> Iterator[str]:
     plan, ranked = report.plan, report.ranked
     yield (
         f"<p>{report.global_batch_tokens:,} tokens a step. Simulated by a model of the hardware: "
@@ -153,7 +153,7 @@ def _bars(ranked: Sequence[RecipeOutcome]) -> Iterator[str]:
         yield f'<div>{escape(str(each.recipe))}</div><div class="bar">{spans}</div>'
 
 
-def _table(report: PlanReport) -> str:
+def _table(report: PlanAnswer) -> str:
     head = ("s a step", "tokens/s/GPU", "MFU", "GiB", "exposed", "bubble", "$M/T tokens", "recipe")
     price = report.cluster.price_per_gpu_hour
     rows = [

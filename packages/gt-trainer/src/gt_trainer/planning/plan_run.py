@@ -16,8 +16,8 @@ from gt_trainer.planning.candidates import NoRecipeError, PlanRequest, candidate
 from gt_trainer.planning.cluster import Cluster
 from gt_trainer.planning.counted_model import counted_model
 from gt_trainer.planning.model_counts import ModelCounts
+from gt_trainer.planning.plan_answer import PlanAnswer
 from gt_trainer.planning.plan_page import plan_page
-from gt_trainer.planning.plan_report import PlanReport
 from gt_trainer.planning.planner import bounded_candidates, search_plan
 from gt_trainer.planning.simulate_recipes import simulate_recipes
 from gt_trainer.trainer import GraphTrainer
@@ -55,7 +55,7 @@ def make_plan(
     *,
     asked: Collection[str] = (),
     tell: Callable[[str], None] = lambda line: None,
-) -> PlanReport:
+) -> PlanAnswer:
     """Plan runs of a model.
 
     Args:
@@ -100,7 +100,7 @@ def make_plan(
     )
     spec = config.model_spec
     assert spec is not None
-    return PlanReport(
+    return PlanAnswer(
         model=f"{spec.name} {spec.flavor}",
         cluster=question.cluster,
         num_gpus=question.num_gpus,
@@ -112,7 +112,7 @@ def make_plan(
 
 
 def write_plan_page(
-    report: PlanReport, config: GraphTrainer.Config, path: Path, *, asked: Collection[str] = ()
+    report: PlanAnswer, config: GraphTrainer.Config, path: Path, *, asked: Collection[str] = ()
 ) -> list[Path]:
     """Write the plan as a page; beside it as JSON, a trace of its first recipe, and its ranks.
 

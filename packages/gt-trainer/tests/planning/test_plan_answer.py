@@ -4,7 +4,7 @@ import re
 
 from planning.outcomes import outcome, report
 
-from gt_trainer.planning.plan_report import binding, ranking_changes, why_slower
+from gt_trainer.planning.plan_answer import binding, ranking_changes, why_slower
 
 
 def test_the_answer_ranks_what_fits_and_says_what_binds():

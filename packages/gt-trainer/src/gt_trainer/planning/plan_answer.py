@@ -16,7 +16,7 @@ _MOST_REFUSALS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanReport:
+class PlanAnswer:
     """The answer of ``gt-train plan``. Everything in it is simulated."""
 
     model: str
