@@ -9,11 +9,7 @@
     srun gt-train                        this process is the rank that Slurm says
 """
 
-from gt_trainer.launcher.child import (
-    ChildFailedError,
-    ChildTimedOutError,
-    run_in_child,
-)
+from gt_trainer.launcher.child import ChildFailedError, ChildTimedOutError, run_in_child
 from gt_trainer.launcher.fork_safety import ForkUnsafeError, prepare_environment
 from gt_trainer.launcher.launch import Restarts, launch
 from gt_trainer.launcher.rendezvous import Rendezvous, RendezvousError, find_rendezvous
