@@ -1,6 +1,7 @@
 """Which recipes are looked at, and what is said where there is none."""
 
 import random
+from dataclasses import replace
 
 import pytest
 from planning.small_problems import small_model
@@ -46,6 +47,13 @@ def test_experts_add_their_degree_and_overlap():
     assert {each.ep for each in recipes} >= {1, 2, 4}
     assert {each.ep_overlap for each in recipes if each.ep > 1} == {False, True}
     assert {each.ep_overlap for each in recipes if each.ep == 1} == {False}
+
+
+def test_products_in_8_bits_leave_out_what_is_skipped():
+    request = replace(_request(), linears=("none", "float8_rowwise"), skipped=("lm_head",))
+    of_linears = {each.linears: each.settings() for each in candidates(request, _DENSE)}
+    assert of_linears["float8_rowwise"]["--quantization.skip"] == ("lm_head",)
+    assert "--quantization.skip" not in of_linears["none"]
 
 
 def test_what_was_asked_for_holds_for_every_recipe():

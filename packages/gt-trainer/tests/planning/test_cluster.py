@@ -45,7 +45,7 @@ def test_a_constant_of_the_hardware_can_be_set():
 
 def test_takes_a_file_and_its_hardware_file(tmp_path):
     (tmp_path / "mine.toml").write_text(_text().replace("H100 SXM", "Ours"))
-    assert load_cluster(str(tmp_path / "mine.toml")).name == "Ours"
+    assert load_cluster(str(tmp_path / "mine.toml")).hardware.name == "Ours"
 
 
 def test_relaxed_clusters_have_other_nics_or_more_memory():

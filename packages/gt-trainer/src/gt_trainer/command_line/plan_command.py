@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Callable, Sequence
 
 from gt_trainer.command_line.command_line import CommandLine, UsageError, flags_given
-from gt_trainer.command_line.known_flags import typed_values, with_underscores
+from gt_trainer.command_line.known_flags import with_underscores
 from gt_trainer.models.catalog import INTENDED_WORLD_SIZE
 from gt_trainer.planning.candidates import NoRecipeError
 from gt_trainer.planning.cluster import ClusterFileError, load_cluster
@@ -44,11 +45,9 @@ def asked_plan(
     logging.disable(logging.INFO)  # of each mesh that is made
     options = command.plan
     of_recipes, further = split_overrides(command.overrides)
-    fixed = {
-        flag: value
-        for flag, value in typed_values(of_recipes).items()
-        if (flag, value) != (_SHARDS, -1)
-    }
+    values = {flag: _value(config, flag) for flag in sorted(flags_given(of_recipes) & _IN_RECIPES)}
+    if values.get(_SHARDS) == -1:  # whatever is left
+        del values[_SHARDS]
     try:
         question = PlanQuestion(
             cluster=load_cluster(options.cluster),
@@ -56,7 +55,7 @@ def asked_plan(
             global_batch_tokens=options.global_batch_tokens,
             minutes=options.minutes,
             what_if=options.what_if,
-            fixed=fixed,
+            fixed=values,
             further=further,
             model_flags=f"--module {command.module} --config {command.config}",
         )
@@ -85,3 +84,7 @@ def split_overrides(overrides: Sequence[str]) -> tuple[tuple[str, ...], tuple[st
             mine = of_recipes if name in _IN_RECIPES else further
         mine.append(argument)
     return tuple(of_recipes), tuple(further)
+
+
+def _value(config: GraphTrainer.Config, flag: str) -> object:
+    return operator.attrgetter(flag.removeprefix("--"))(config)

@@ -41,6 +41,9 @@ class PlanRequest:
     linears: Sequence[str] = ("none",)
     """Precisions of linear layers to look at."""
 
+    skipped: tuple[str, ...] = ()
+    """Linear layers that are never in 8 bits."""
+
     fixed: Mapping[str, object]
     """Values that were asked for, by flag; recipes with another value are left out."""
 
@@ -50,7 +53,10 @@ def candidates(request: PlanRequest, model: ModelCounts) -> Iterator[RunRecipe]:
     for degrees in _degrees(request, model):
         for policy in MEMORY_POLICIES:
             for linears in request.linears:
-                of_degrees = replace(degrees, memory_policy=policy, linears=linears)
+                skipped = request.skipped if linears != "none" else ()
+                of_degrees = replace(
+                    degrees, memory_policy=policy, linears=linears, skipped=skipped
+                )
                 yield from (each for each in _variants(of_degrees) if _has(each, request.fixed))
 
 

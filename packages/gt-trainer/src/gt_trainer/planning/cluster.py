@@ -19,11 +19,10 @@ source. Which figures there are is told by ``Cluster``; nothing else is accepted
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import tomllib
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -43,8 +42,9 @@ class ClusterFileError(ValueError):
 class Cluster:
     """Machines of one kind, as many as one asks for."""
 
-    name: str
     hardware: Hardware
+    """By the cluster's own name."""
+
     oversubscription: float
     """By how much what leaves a node is slower than its NICs, when all talk at once."""
 
@@ -75,18 +75,18 @@ class Cluster:
         hardware = self.hardware
         if "nic" in what:
             factor = what["nic"] / 8 * _GB / hardware.nic_bytes_per_s
-            hardware = dataclasses.replace(
+            hardware = replace(
                 hardware,
                 nic_bytes_per_s=hardware.nic_bytes_per_s * factor,
                 nic_effective_bytes_per_s=hardware.nic_effective_bytes_per_s * factor,
             )
         if "memory" in what:
             capacity = int(what["memory"] * _GB)
-            hardware = dataclasses.replace(hardware, hbm_capacity_bytes=capacity)
+            hardware = replace(hardware, hbm_capacity_bytes=capacity)
         named = ", ".join(f"{name} {value:g}" for name, value in what.items())
-        return dataclasses.replace(
+        return replace(
             self,
-            hardware=dataclasses.replace(hardware, name=f"{hardware.name} ({named})"),
+            hardware=replace(hardware, name=f"{hardware.name} ({named})"),
         )
 
 
@@ -94,9 +94,7 @@ RELAXABLE = {"nic": "Gb/s of each GPU's NIC", "memory": "GB of each GPU"}
 """What ``--what-if`` sets, and its unit."""
 
 _FIGURES = tuple(
-    field.name
-    for field in dataclasses.fields(Cluster)
-    if field.name not in ("name", "hardware", "sources")
+    field.name for field in fields(Cluster) if field.name not in ("hardware", "sources")
 )
 
 
@@ -159,8 +157,10 @@ def parse_cluster(text: str, *, where: str, folder: Path | None) -> Cluster:
         raise ClusterFileError(f"cluster file {where}:\n  {listed}")
     values = {name: float(entry["value"]) for name, entry in figures.items()}
     return Cluster(
-        name=str(document["name"]),
-        hardware=_changed(hardware, constants, oversubscription=values["oversubscription"]),
+        hardware=replace(
+            _changed(hardware, constants, oversubscription=values["oversubscription"]),
+            name=str(document["name"]),
+        ),
         sources={name: entry["source"] for name, entry in {**figures, **constants}.items()},
         **values,
     )
@@ -178,8 +178,8 @@ def _changed(
     values = {
         name: type(getattr(hardware, name))(entry["value"]) for name, entry in constants.items()
     }
-    changed = dataclasses.replace(hardware, **values)
-    return dataclasses.replace(
+    changed = replace(hardware, **values)
+    return replace(
         changed, nic_effective_bytes_per_s=changed.nic_effective_bytes_per_s / oversubscription
     )
 

@@ -23,6 +23,7 @@ from gt_trainer.planning.simulate_recipes import simulate_recipes
 from gt_trainer.trainer import GraphTrainer
 
 _FLOAT8 = "float8_rowwise"
+_SKIP = "--quantization.skip"
 _MOST_DOUBLINGS = 20
 
 
@@ -82,6 +83,8 @@ def make_plan(
         global_batch=tokens // seq_len,
         gpus_per_node=machine.gpus_per_node,
         linears=_precisions(config, question.fixed),
+        # What was asked for every recipe has.
+        skipped=() if _SKIP in asked else config.quantization.skip or ("lm_head",),
         fixed=question.fixed,
     )
     check_possible(request, model, question.cluster)

@@ -34,6 +34,9 @@ class RunRecipe:
     linears: str = "none"
     """As ``--quantization.linears``."""
 
+    skipped: tuple[str, ...] = ()
+    """Of those, the ones that stay in the run's precision, as ``--quantization.skip``."""
+
     @property
     def num_gpus(self) -> int:
         """Ranks of the run."""
@@ -82,8 +85,8 @@ class RunRecipe:
             # A microbatch may be one sequence, and attention needs all of it.
             settings["--compile.ep_overlap.chunk_dim"] = "seq"
             settings["--compile.ep_overlap.module_fqn"] = "layers.*.moe"
-        if self.linears != "none":
-            settings["--quantization.skip"] = ("lm_head",)
+        if self.linears != "none" and self.skipped:
+            settings["--quantization.skip"] = self.skipped
         return settings
 
     def flags(self) -> tuple[str, ...]:
