@@ -17,7 +17,12 @@ from gt_passes.analysis.symbol_sizes import SymbolSizes, balanced_exchange_sizes
 from gt_passes.simulation.compute_model import device_time
 from gt_passes.simulation.cost_model import CostModel, HostModel
 from gt_passes.simulation.graph_program import GraphProgram
-from gt_passes.simulation.hardware import Hardware, h100_hbm2e_500w, h100_sxm
+from gt_passes.simulation.hardware import (
+    Hardware,
+    h100_hbm2e_500w,
+    h100_sxm,
+    shipped_hardware,
+)
 from gt_passes.simulation.perfetto import write_perfetto_trace
 from gt_passes.simulation.sensitivity import Sensitivity, sensitivity, step_sensitivity
 from gt_passes.simulation.step_simulation import (
@@ -53,6 +58,7 @@ __all__ = [
     "optimizer_step_us",
     "schedule",
     "sensitivity",
+    "shipped_hardware",
     "simulate_step",
     "step_sensitivity",
     "tokens_per_second_per_gpu",

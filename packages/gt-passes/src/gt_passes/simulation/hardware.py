@@ -148,13 +148,29 @@ class Hardware:
 @cache
 def h100_sxm() -> Hardware:
     """NVIDIA H100 SXM, 8 to a node, one 400 Gb/s NIC to each GPU: ``h100_sxm.json``."""
-    return load_hardware(_shipped("h100_sxm.json"))
+    return shipped_hardware("h100_sxm.json")
 
 
 @cache
 def h100_hbm2e_500w() -> Hardware:
     """The same with HBM2e of 2.4 TB/s and a limit of 500 W: ``h100_hbm2e_500w.json``."""
-    return load_hardware(_shipped("h100_hbm2e_500w.json"))
+    return shipped_hardware("h100_hbm2e_500w.json")
+
+
+@cache
+def shipped_hardware(name: str) -> Hardware:
+    """The machine of a data file that is shipped here.
+
+    Args:
+        name: of the file: ``h100_sxm.json``, ``h100_hbm2e_500w.json``, ``h200.json``,
+            ``gb200_nvl72.json``.
+
+    Raises:
+        HardwareDataError: there is no such file.
+    """
+    if name not in _shipped_names():
+        raise HardwareDataError(f"no hardware {name!r}; there are {', '.join(_shipped_names())}")
+    return load_hardware(_shipped(name))
 
 
 def load_hardware(text: str) -> Hardware:
@@ -201,16 +217,19 @@ def _base_constants(document: Mapping[str, Any]) -> dict[str, Any]:
     base = document.get("based_on")
     if base is None:
         return {}
-    folder = resources.files(__package__)
-    shipped = sorted(each.name for each in folder.iterdir() if each.name.endswith(".json"))
-    if base not in shipped:
+    if base not in _shipped_names():
         raise HardwareDataError(
             f"hardware data of {document.get('name')!r}: based_on is {base!r}; allowed: "
-            f"{', '.join(shipped)}"
+            f"{', '.join(_shipped_names())}"
         )
     of_base = _document(_shipped(base))
     constants: dict[str, Any] = of_base["constants"]
     return _base_constants(of_base) | constants
+
+
+def _shipped_names() -> list[str]:
+    folder = resources.files(__package__)
+    return sorted(each.name for each in folder.iterdir() if each.name.endswith(".json"))
 
 
 def _shipped(name: str) -> str:

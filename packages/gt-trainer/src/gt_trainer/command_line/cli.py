@@ -138,9 +138,11 @@ def _run(command: CommandLine, rendezvous: Rendezvous | None, started: float) ->
         world_size = command.world_size or INTENDED_WORLD_SIZE.get(command.config, 1)
     else:
         world_size = num_ranks if rendezvous is None else rendezvous.world_size
-    if command.action != "help-all":
+    if command.action not in ("help-all", "plan"):
         refuse_early(command, world_size)
     num_threads = None
+    if command.action == "plan":
+        prepare_environment(os.environ, num_ranks=2)  # its children are forked
     if num_ranks > 1:
         # The ranks' own clocks start at the fork.
         os.environ.setdefault(PROCESS_START_VARIABLE, str(started))
@@ -153,7 +155,7 @@ def _run(command: CommandLine, rendezvous: Rendezvous | None, started: float) ->
         from gt_trainer import device
 
         # A dry run is of the GPUs that the job is meant for, on whatever machine.
-        dry = command.action == "dry-run"
+        dry = command.action in ("dry-run", "plan")
         with device.intended_for("cuda") if dry else contextlib.nullcontext():
             config = _load_configuration(command)
         from gt_trainer import run
@@ -168,6 +170,8 @@ def _run(command: CommandLine, rendezvous: Rendezvous | None, started: float) ->
     asked = flags_given(command.overrides)
     if command.action == "dry-run":
         return _dry_run(config, world_size, asked=asked, command=command)
+    if command.action == "plan":
+        return _plan(config, command)
     if command.action == "precompile":
         return _precompile(
             config, world_size, asked=asked, hardware=_planning_hardware(command, config)
@@ -433,6 +437,23 @@ def _dry_run(
             _print(f"{found}\n")
 
     return launch(report, num_ranks=1, log_folder=Path(config.dump_folder) / "logs")
+
+
+def _plan(config: GraphTrainer.Config, command: CommandLine) -> int:
+    from gt_trainer.command_line.plan_command import asked_plan
+
+    refusals: list[UsageError] = []
+
+    def report() -> None:
+        try:
+            asked_plan(config, command, tell=_tell, show=_print)
+        except UsageError as error:  # a run that fails is another thing
+            refusals.append(error)
+
+    status = launch(report, num_ranks=1, log_folder=Path(config.dump_folder) / "logs")
+    if refusals:
+        raise refusals[0]
+    return status
 
 
 def _precompile(

@@ -19,6 +19,7 @@ from typing import Literal
 
 from gt_trainer.command_line.known_flags import explain_flags, with_underscores
 from gt_trainer.command_line.near_matches import did_you_mean
+from gt_trainer.command_line.plan_options import PLAN_OPTIONS, PlanOptions, plan_options
 from gt_trainer.command_line.short_names import SHORT_NAMES, written_out
 from gt_trainer.launcher.rendezvous import Rendezvous
 from gt_trainer.models.catalog import CATALOG, CatalogEntry
@@ -26,15 +27,17 @@ from gt_trainer.models.published_runs import PUBLISHED_RUNS, PublishedRun
 from gt_trainer.models.torchtitan_modules import torchtitan_configs, torchtitan_modules
 
 CommandAction = Literal[
-    "train", "dry-run", "precompile", "report", "help", "help-all", "list", "version"
+    "train", "dry-run", "precompile", "plan", "report", "help", "help-all", "list", "version"
 ]
 
 _DEFAULT_MODULE = "llama3"
 _PRECOMPILE: CommandAction = "precompile"
-"""An action that is a word, and the first on the command line: it makes what runs use."""
+_PLAN: CommandAction = "plan"
+_WORDS: Mapping[str, CommandAction] = {"precompile": _PRECOMPILE, "plan": _PLAN}
+"""Actions that are a word, and the first on the command line: they make what runs use."""
 
 _REPORT: CommandAction = "report"
-"""The other one; it takes a folder, and no flags."""
+"""One that takes a folder, and no flags."""
 
 _PRETENDING: tuple[CommandAction, ...] = ("dry-run", _PRECOMPILE)
 """Actions on ranks that do not exist."""
@@ -58,6 +61,7 @@ _VALUED = (
     "--trace",
     "--timeline",
     "--hardware",
+    *PLAN_OPTIONS,
 )
 
 
@@ -102,6 +106,8 @@ class CommandLine:
     """File for the page of a pipeline's ranks; None writes none."""
     hardware: Path | None = None
     """Hardware file of the machine that is simulated; None for H100 SXM."""
+    plan: PlanOptions = field(default_factory=PlanOptions)
+    """Of the action plan."""
     shown_ranks: frozenset[int] = frozenset({0})
     """Ranks whose output is shown; the local ranks of --nproc."""
     overrides: tuple[str, ...] = ()
@@ -178,6 +184,7 @@ def parse_command_line(arguments: Sequence[str]) -> CommandLine:
         otherwise="--timeline writes the schedule of a pipeline that a --dry-run simulates",
     )
     hardware = _hardware(reading)
+    plan = _plan(reading, action)
     if num_processes is not None and action in _PRETENDING:
         name = "precompile" if action == _PRECOMPILE else "--dry-run"
         reading.problems.append(
@@ -202,6 +209,7 @@ def parse_command_line(arguments: Sequence[str]) -> CommandLine:
         trace=trace,
         timeline=timeline,
         hardware=hardware,
+        plan=plan,
         shown_ranks=shown,
         # What is typed comes last, and counts.
         overrides=(*(() if published is None else published.flags), *reading.overrides),
@@ -232,8 +240,8 @@ def check_launch(command: CommandLine, rendezvous: Rendezvous | None) -> None:
             f"--nproc {command.num_processes} starts local ranks, but this process already is "
             f"{job}: leave out one of the two"
         )
-    if command.action in _PRETENDING and rendezvous.world_size > 1:
-        name = "precompile" if command.action == _PRECOMPILE else "--dry-run"
+    if command.action in (*_PRETENDING, _PLAN) and rendezvous.world_size > 1:
+        name = command.action if command.action in _WORDS else "--dry-run"
         raise UsageError(f"{name} needs one process only, and this is {job}")
 
 
@@ -267,9 +275,8 @@ def _line(entry: CatalogEntry, width: int) -> str:
 def _read(arguments: Sequence[str]) -> _Reading:
     reading = _Reading()
     rest = list(arguments)
-    if rest and rest[0] == _PRECOMPILE:
-        reading.actions.append(_PRECOMPILE)
-        rest.pop(0)
+    if rest and rest[0] in _WORDS:
+        reading.actions.append(_WORDS[rest.pop(0)])
     while rest:
         argument = rest.pop(0)
         name, has_value, value = argument.partition("=")
@@ -356,6 +363,25 @@ def _hardware(reading: _Reading) -> Path | None:
             "writes them"
         )
     return path
+
+
+_NOT_IN_PLANS = ("--nproc", "--world-size", "--published", "--hardware", "--log-rank")
+"""What a plan finds, or reads of its cluster."""
+
+
+def _plan(reading: _Reading, action: CommandAction) -> PlanOptions:
+    if action == _PLAN:
+        unwanted = [option for option in _NOT_IN_PLANS if option in reading.values]
+        if unwanted or "dry-run" in reading.actions:
+            listed = ", ".join([*unwanted, *["--dry-run"] * ("dry-run" in reading.actions)])
+            reading.problems.append(
+                f"plan takes --gpus and --cluster, and simulates by itself: leave out {listed}"
+            )
+        return plan_options(reading.values, reading.problems)
+    options = [option for option in PLAN_OPTIONS if option in reading.values]
+    if options:
+        reading.problems.append(f"{', '.join(options)} belongs to gt-train plan")
+    return PlanOptions()
 
 
 def _ranks(reading: _Reading, num_processes: int) -> frozenset[int]:
@@ -449,7 +475,7 @@ HARDWARE_FOR = (
 """Refuses it for a run whose configuration balances and plans nothing."""
 
 _USAGE = """\
-usage: gt-train [precompile] [--module NAME] [--config NAME] [OPTION ...]
+usage: gt-train [precompile | plan] [--module NAME] [--config NAME] [OPTION ...]
                 [--GROUP.FLAG VALUE ...]
        gt-train report FOLDER
 
@@ -467,11 +493,26 @@ examples:
   gt-train --module deepseek_v3 --config deepseek_v3_16b --dry-run --world-size 32
   gt-train precompile --world-size 4 --compile.artifacts graphs \\
            --parallelism.tensor_parallel_degree 2
+  gt-train plan --config llama3_8b --cluster h100_sxm --gpus 8
   torchrun --nproc-per-node 8 -m gt_trainer --config llama3_8b
   srun gt-train --config llama3_70b
 
 precompile: capture the graphs of a run whose ranks do not exist, and store them in
 the folder of --compile.artifacts, from which its ranks then start
+
+plan: search degrees, schedule, microbatch, memory policy and precision for a model on
+a cluster by simulation, and say which recipe is fastest, what limits it and how to run
+it. Flags of the configuration that are given hold for every recipe
+  --cluster NAME     h100_sxm, h100_hbm2e_500w, h200, gb200_nvl72, or a TOML file
+                     (default: h100_sxm)
+  --gpus N           GPUs of the run (default: what the configuration is meant for)
+  --global-batch-tokens N
+                     tokens of one step (default: a sequence on each GPU)
+  --minutes M        how long to search (default: 10)
+  --what-if nic=800,memory=141
+                     look at the same cluster with other NICs (Gb/s), and with other
+                     memory (GB), too
+  --page FILE        write the plan as an HTML page
 
 report: draw the run in a --dump_folder as one page, FOLDER/report.html: loss, throughput
 and memory with restarts marked, what was captured, what passes did and refused

@@ -6,39 +6,29 @@ on the meta device, so that a configuration for a thousand GPUs is checked on a 
 
 from __future__ import annotations
 
-import functools
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from torch import nn
-from torch.distributed.tensor import DTensor
-
 from gt_autoparallel import PlanJudgement
 from gt_config.compile_config import MemoryPolicy
-from gt_config.node_keys import EpExchangeAnnotation
-from gt_passes import DescribeOnly
-from gt_passes.simulation import Hardware, HostModel
-from gt_pipeline.graph import AccumulationGraphs
-from gt_trace import TracedStep, collective_counts, flex_attention_on_cpu, read_annotation
-from gt_trainer.decoder.attention import DocumentCausalSDPA
+from gt_passes.simulation import Hardware
+from gt_trace import collective_counts, flex_attention_on_cpu
 from gt_trainer.dry_run.beside_by_hand import PlacedByHand
+from gt_trainer.dry_run.captured_dry_step import capture_dry_step
 from gt_trainer.dry_run.fake_step import FakeStep, fake_step
 from gt_trainer.dry_run.pipeline_dry_run import PipelineDryRunReport, pipeline_dry_run
-from gt_trainer.dry_run.simulated_run import SimulatedRun, simulate_run
-from gt_trainer.dry_run.step_facts import degrees_of, step_facts
+from gt_trainer.dry_run.simulated_run import SimulatedRun
+from gt_trainer.dry_run.step_facts import degrees_of
 from gt_trainer.dry_run.step_judge import judged_step, keeping_the_best, step_judge
 from gt_trainer.placement.kept_plan import plan_file_of, with_plan_file
 from gt_trainer.placement.plan_judge import judged_by
 from gt_trainer.placement.planned_machine import PlannedMachine, planned_for
 from gt_trainer.quantization.quantized_model import with_quantized_model
 from gt_trainer.startup import StartupClock
-from gt_trainer.steps.captured_microbatches import AccumulationReport, capture_accumulation
-from gt_trainer.steps.captured_step import CaptureReport, capture_training_step
 from gt_trainer.steps.layer_tracer import CaptureLayersReport
-from gt_trainer.steps.recipe import recipe_of
 from gt_trainer.trainer import GraphTrainer
 
 Allows = Callable[[GraphTrainer.Config], bool]
@@ -324,25 +314,15 @@ def _report(
     hardware: Hardware | None,
     trace_path: Path | None = None,
 ) -> DryRunReport:
-    stored = [p.to_local() if isinstance(p, DTensor) else p for p in step.model.parameters()]
     begin = time.perf_counter()
     clock = StartupClock()
-    facts = step_facts(config, step.parallel_dims, stored, flops_per_token=step.flops_per_token)
-    report = _capture(config, step, clock, num_microbatches=facts.num_microbatches)
-    captured = report.traced if isinstance(report, CaptureReport) else report.graphs
+    captured = capture_dry_step(config, step, clock)
+    report, stored = captured.report, captured.stored
     total = time.perf_counter() - begin
     passes = clock.seconds("passes")
     spec = config.model_spec
     assert spec is not None
-    simulated = simulate_run(
-        captured,
-        facts,
-        parallel_dims=step.parallel_dims,
-        hardware=hardware,
-        host=_host(config, captured),
-        attention_note=_attention_note(step.model),
-        trace_path=trace_path,
-    )
+    simulated = captured.simulate(hardware, trace_path=trace_path)
     return DryRunReport(
         model=f"{spec.name} {spec.flavor}",
         world_size=step.parallel_dims.world_size,
@@ -363,45 +343,6 @@ def _report(
     )
 
 
-def _host(config: GraphTrainer.Config, captured: TracedStep | AccumulationGraphs) -> HostModel:
-    """Who launches kernels. What exchanges tokens is recorded up to the first exchange at best."""
-    if not config.compile.cuda_graphs:
-        return "eager"
-    graphs = [captured] if isinstance(captured, TracedStep) else captured.graphs
-    nodes = (node for each in graphs for node in each.graph_module.graph.nodes)
-    has_exchange = any(read_annotation(node, EpExchangeAnnotation) is not None for node in nodes)
-    return "eager" if has_exchange else "cuda_graph"
-
-
-def _capture(
-    config: GraphTrainer.Config, step: FakeStep, clock: StartupClock, *, num_microbatches: int
-) -> CaptureReport | AccumulationReport:
-    options = config.compile
-    recipe = recipe_of(
-        options,
-        reshard_after_forward=config.parallelism.fsdp_reshard_after_forward,
-        debug_folder=Path(config.dump_folder) / "graph_passes" / "dry_run",
-        compiler=DescribeOnly(),
-    )
-    capture: Callable[..., CaptureReport | AccumulationReport] = capture_training_step
-    if options.accumulation == "reduce_once":
-        capture = functools.partial(
-            capture_accumulation,
-            num_microbatches=num_microbatches,
-            verify=options.verify_passes,
-        )
-    return capture(
-        step.model,
-        step.loss_fn,
-        *step.inputs,
-        recipe=recipe,
-        clock=clock,
-        ep_overlap=options.ep_overlap,
-        capture_layers=options.capture_layers,
-        meta_device=step.meta_device,
-    )
-
-
 def _collectives(simulated: SimulatedRun) -> tuple[tuple[str, int], ...]:
     """How often each communication operator runs in a step."""
     counts: Counter[str] = Counter()
@@ -409,13 +350,3 @@ def _collectives(simulated: SimulatedRun) -> tuple[tuple[str, int], ...]:
         for name, count in collective_counts(each.graph_module).items():
             counts[name] += each.count * count
     return tuple(counts.items())
-
-
-def _attention_note(model: nn.Module) -> str | None:
-    """What differs from a GPU where attention was captured for the CPU."""
-    if not any(isinstance(module, DocumentCausalSDPA) for module in model.modules()):
-        return None
-    return (
-        "captured as scaled dot product with a mask, since this machine has no GPU; priced as "
-        "FlexAttention over a causal mask without document boundaries"
-    )

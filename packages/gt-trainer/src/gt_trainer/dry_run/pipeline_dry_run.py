@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from gt_passes.simulation import Hardware
 from gt_pipeline.estimates import local_parameters
+from gt_pipeline.graph import GraphPipelineStage
 from gt_pipeline.schedules import Schedule
 from gt_trace import flex_attention_on_cpu
 from gt_trainer.dry_run.beside_by_hand import PlacedByHand
@@ -150,31 +154,14 @@ def pipeline_dry_run(
         pipeline = capture_divided(config, built, planned_pipeline(config))
         seconds = time.perf_counter() - begin
         schedule = pipeline.plan.schedule
-        by_rank = [
-            [pipeline.stages[index] for index in schedule.stages_of_rank(rank)]
-            for rank in range(schedule.num_ranks)
-        ]
-        stored = [
-            [local for stage in stages for local in local_parameters(stage)] for stages in by_rank
-        ]
-        facts = step_facts(
+        stored = parameters_by_rank(pipeline.stages, schedule)
+        simulated = simulate_captured(
             config,
-            pipeline.parallel_dims,
-            max(stored, key=lambda each: sum(p.numel() for p in each)),
-            flops_per_token=pipeline.flops_per_token,
-        )
-        simulated = simulate_pipeline(
-            pipeline.stages,
-            schedule,
-            facts,
-            parallel_dims=pipeline.parallel_dims,
+            pipeline,
             hardware=hardware,
-            host="cuda_graph" if config.compile.cuda_graphs else "eager",
             overlap_gathers=overlap_gathers,
-            max_unsharded_bytes=gathered_bytes_limit(config.compile),
-            shared_groups=tied_groups(spec.model),
             trace_path=trace_path,
-            page_path=timeline_path,
+            timeline_path=timeline_path,
         )
         return PipelineDryRunReport(
             model=f"{spec.name} {spec.flavor}",
@@ -197,6 +184,64 @@ def pipeline_dry_run(
             simulated=simulated,
             balance=balance,
         )
+
+
+def parameters_by_rank(
+    stages: Sequence[GraphPipelineStage], schedule: Schedule
+) -> list[list[torch.Tensor]]:
+    """Parameters that a rank of each place in the pipeline stores."""
+    return [
+        [
+            local
+            for index in schedule.stages_of_rank(rank)
+            for local in local_parameters(stages[index])
+        ]
+        for rank in range(schedule.num_ranks)
+    ]
+
+
+def simulate_captured(
+    config: GraphTrainer.Config,
+    pipeline: FakePipeline,
+    *,
+    hardware: Hardware | None,
+    overlap_gathers: bool = True,
+    trace_path: Path | None = None,
+    timeline_path: Path | None = None,
+) -> SimulatedPipeline:
+    """Simulate the step of a captured pipeline; within the fake ranks of its capture.
+
+    Args:
+        config: says which schedule runs, and how; ``pipeline.plan`` is its.
+        pipeline: captured for it, or for another schedule of the same stages.
+        hardware: as for ``pipeline_dry_run``, as are the rest.
+        overlap_gathers: see ``hardware``.
+        trace_path: see ``hardware``.
+        timeline_path: see ``hardware``.
+    """
+    spec = config.model_spec
+    assert spec is not None
+    schedule = pipeline.plan.schedule
+    stored = parameters_by_rank(pipeline.stages, schedule)
+    facts = step_facts(
+        config,
+        pipeline.parallel_dims,
+        max(stored, key=lambda each: sum(p.numel() for p in each)),
+        flops_per_token=pipeline.flops_per_token,
+    )
+    return simulate_pipeline(
+        pipeline.stages,
+        schedule,
+        facts,
+        parallel_dims=pipeline.parallel_dims,
+        hardware=hardware,
+        host="cuda_graph" if config.compile.cuda_graphs else "eager",
+        overlap_gathers=overlap_gathers,
+        max_unsharded_bytes=gathered_bytes_limit(config.compile),
+        shared_groups=tied_groups(spec.model),
+        trace_path=trace_path,
+        page_path=timeline_path,
+    )
 
 
 def _described(pipeline: FakePipeline) -> list[tuple[str, int]]:

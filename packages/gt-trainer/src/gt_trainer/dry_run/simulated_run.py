@@ -169,14 +169,18 @@ class SimulatedRun:
         """Whether the estimated peak is within the device's memory."""
         return self.peak_bytes <= self.graph.hardware.hbm_capacity_bytes
 
-    def _memory_line(self) -> str:
-        capacity = self.graph.hardware.hbm_capacity_bytes
+    @property
+    def memory_by_kind(self) -> dict[str, int]:
+        """What a rank holds at the peak of its graph, and the optimizer's state, in bytes."""
         held = self.graph.memory.bytes_by_kind.items()
         parts = [(_MEMORY_LABELS[kind], num_bytes) for kind, num_bytes in held]
         parts.insert(1, ("optimizer state", self.optimizer_state_bytes))
-        listed = ", ".join(
-            f"{num_bytes / GIB:.2f} {kind}" for kind, num_bytes in parts if num_bytes
-        )
+        return dict(parts)
+
+    def _memory_line(self) -> str:
+        capacity = self.graph.hardware.hbm_capacity_bytes
+        held = self.memory_by_kind.items()
+        listed = ", ".join(f"{num_bytes / GIB:.2f} {kind}" for kind, num_bytes in held if num_bytes)
         too_much = "" if self.fits else "; DOES NOT FIT"
         return (
             f"  peak memory      {self.peak_bytes / GIB:.2f} GiB estimated of "

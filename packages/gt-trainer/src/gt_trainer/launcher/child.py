@@ -13,7 +13,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from gt_trainer.launcher.rank_process import die_with
 
@@ -28,6 +28,50 @@ class ChildTimedOutError(ChildFailedError):
     """A child was not done in time."""
 
 
+class RunningChild(Generic[ResultT]):
+    """A child of this process that calls a function.
+
+    Args:
+        function: Its result can be pickled.
+    """
+
+    def __init__(self, function: Callable[[], ResultT]) -> None:
+        context = multiprocessing.get_context("fork")
+        self.receiver: Connection
+        self.receiver, sender = context.Pipe(duplex=False)
+        self._process = context.Process(
+            target=_run, args=(function, sender, os.getpid()), daemon=True
+        )
+        with warnings.catch_warnings():
+            # Python's of forks from a process with threads, for which its time is limited.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self._process.start()
+        sender.close()
+
+    def result(self) -> ResultT:
+        """Wait for what the function returns.
+
+        Raises:
+            ChildFailedError: It raised; the text is the child's traceback. Or the child was killed.
+        """
+        try:
+            succeeded, value = self.receiver.recv()
+        except EOFError:
+            self._process.join()
+            status = self._process.exitcode
+            raise ChildFailedError(f"a child process ended with status {status}") from None
+        self._process.join()
+        if not succeeded:
+            raise ChildFailedError(value)
+        result: ResultT = value
+        return result
+
+    def kill(self) -> None:
+        """End it, whatever it does."""
+        self._process.kill()
+        self._process.join()
+
+
 def run_in_child(function: Callable[[], ResultT], *, timeout_seconds: float) -> ResultT:
     """Call ``function`` in a child of this process, and wait for what it returns.
 
@@ -36,31 +80,14 @@ def run_in_child(function: Callable[[], ResultT], *, timeout_seconds: float) -> 
         timeout_seconds: After which the child is killed.
 
     Raises:
-        ChildFailedError: It raised; the text is the child's traceback. Or the child was killed.
+        ChildFailedError: As ``RunningChild.result``.
         ChildTimedOutError: It took too long.
     """
-    context = multiprocessing.get_context("fork")
-    receiver, sender = context.Pipe(duplex=False)
-    child = context.Process(target=_run, args=(function, sender, os.getpid()), daemon=True)
-    with warnings.catch_warnings():
-        # Python's of forks from a process with threads: the time limit is what is done about them.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        child.start()
-    sender.close()
-    if not receiver.poll(timeout_seconds):
+    child = RunningChild(function)
+    if not child.receiver.poll(timeout_seconds):
         child.kill()
-        child.join()
         raise ChildTimedOutError(f"it was not done after {timeout_seconds:g} s")
-    try:
-        succeeded, value = receiver.recv()
-    except EOFError:
-        child.join()
-        raise ChildFailedError(f"a child process ended with status {child.exitcode}") from None
-    child.join()
-    if not succeeded:
-        raise ChildFailedError(value)
-    result: ResultT = value
-    return result
+    return child.result()
 
 
 def _run(function: Callable[[], object], sender: Connection, parent_pid: int) -> None:

@@ -1,0 +1,90 @@
+"""``gt-train plan``, once the configuration has been imported."""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections.abc import Callable, Sequence
+
+from gt_trainer.command_line.command_line import CommandLine, UsageError, flags_given
+from gt_trainer.command_line.known_flags import with_underscores
+from gt_trainer.models.catalog import INTENDED_WORLD_SIZE
+from gt_trainer.planning.candidates import NoRecipeError
+from gt_trainer.planning.cluster import ClusterFileError, load_cluster
+from gt_trainer.planning.plan_run import PlanQuestion, make_plan, write_plan_page
+from gt_trainer.planning.run_recipe import RunRecipe
+from gt_trainer.trainer import GraphTrainer
+
+_SHARDS = "--parallelism.data_parallel_shard_degree"
+_IN_RECIPES = frozenset(
+    RunRecipe(
+        pp=2, schedule="1F1B", microbatch=1, global_batch=1, memory_policy="", ep_overlap=True
+    ).settings()
+)
+"""Flags that a recipe sets."""
+
+
+def asked_plan(
+    config: GraphTrainer.Config,
+    command: CommandLine,
+    *,
+    tell: Callable[[str], None],
+    show: Callable[[str], object],
+) -> None:
+    """Make the plan that a command line asks for, and show it.
+
+    Args:
+        config: with the flags of the command line.
+        command: the command line.
+        tell: is told of progress, line by line.
+        show: is given the answer.
+
+    Raises:
+        UsageError: it cannot be; the text says what is nearest.
+    """
+    logging.disable(logging.INFO)  # of each mesh that is made
+    options = command.plan
+    of_recipes, further = split_overrides(command.overrides)
+    values = {flag: _value(config, flag) for flag in sorted(flags_given(of_recipes) & _IN_RECIPES)}
+    if values.get(_SHARDS) == -1:  # whatever is left
+        del values[_SHARDS]
+    try:
+        question = PlanQuestion(
+            cluster=load_cluster(options.cluster),
+            num_gpus=options.gpus or INTENDED_WORLD_SIZE.get(command.config, 1),
+            global_batch_tokens=options.global_batch_tokens,
+            minutes=options.minutes,
+            what_if=options.what_if,
+            fixed=values,
+            further=further,
+            model_flags=f"--module {command.module} --config {command.config}",
+        )
+        found = make_plan(
+            config,
+            question,
+            asked=flags_given(further),
+            tell=lambda line: tell(f"gt-train: {line}"),
+        )
+    except (ClusterFileError, NoRecipeError) as error:
+        raise UsageError(str(error)) from None
+    show(f"{found}\n")
+    if options.page is not None:
+        written = write_plan_page(found, config, options.page, asked=flags_given(further))
+        show(f"written: {', '.join(map(str, written))}\n")
+
+
+def split_overrides(overrides: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """What was typed of flags that recipes set, and of all others."""
+    of_recipes: list[str] = []
+    further: list[str] = []
+    mine = further
+    for argument in overrides:
+        if argument.startswith("--"):
+            name = with_underscores(argument.partition("=")[0]).replace(".no_", ".")
+            mine = of_recipes if name in _IN_RECIPES else further
+        mine.append(argument)
+    return tuple(of_recipes), tuple(further)
+
+
+def _value(config: GraphTrainer.Config, flag: str) -> object:
+    return operator.attrgetter(flag.removeprefix("--"))(config)

@@ -1,0 +1,140 @@
+"""The captured step of a dry run: whatever machine is to be simulated, it is captured once."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torchtitan.distributed import ParallelDims
+
+from gt_config.node_keys import EpExchangeAnnotation
+from gt_passes import DescribeOnly
+from gt_passes.simulation import Hardware, HostModel
+from gt_pipeline.graph import AccumulationGraphs
+from gt_trace import TracedStep, read_annotation
+from gt_trainer.decoder.attention import DocumentCausalSDPA
+from gt_trainer.dry_run.fake_step import FakeStep
+from gt_trainer.dry_run.simulated_run import SimulatedRun, simulate_run
+from gt_trainer.dry_run.step_facts import StepFacts, step_facts
+from gt_trainer.startup import StartupClock
+from gt_trainer.steps.captured_microbatches import AccumulationReport, capture_accumulation
+from gt_trainer.steps.captured_step import CaptureReport, capture_training_step
+from gt_trainer.steps.recipe import recipe_of
+from gt_trainer.trainer import GraphTrainer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CapturedDryStep:
+    """The graphs of a step after passes, and all that a simulation asks beside them."""
+
+    report: CaptureReport | AccumulationReport
+    stored: Sequence[torch.Tensor]
+    """Parameters as this rank stores them."""
+
+    facts: StepFacts
+    parallel_dims: ParallelDims
+    host: HostModel
+    attention_note: str | None
+
+    def simulate(
+        self, hardware: Hardware | None, *, trace_path: Path | None = None
+    ) -> SimulatedRun:
+        """The step on a machine; within the fake ranks of the capture.
+
+        Args:
+            hardware: H100 SXM if None.
+            trace_path: where to write a Perfetto trace; None writes none.
+        """
+        return simulate_run(
+            _graphs(self.report),
+            self.facts,
+            parallel_dims=self.parallel_dims,
+            hardware=hardware,
+            host=self.host,
+            attention_note=self.attention_note,
+            trace_path=trace_path,
+        )
+
+
+def capture_dry_step(
+    config: GraphTrainer.Config, step: FakeStep, clock: StartupClock
+) -> CapturedDryStep:
+    """Capture the step of ``config`` and run its passes; within fake ranks.
+
+    Args:
+        config: a finished configuration that ``preflight`` accepts, without a pipeline.
+        step: of ``config``.
+        clock: is told what passes take.
+
+    Raises:
+        Exception: whatever capturing raises, as in a real run.
+    """
+    stored = [p.to_local() if isinstance(p, DTensor) else p for p in step.model.parameters()]
+    facts = step_facts(config, step.parallel_dims, stored, flops_per_token=step.flops_per_token)
+    report = _capture(config, step, clock, num_microbatches=facts.num_microbatches)
+    return CapturedDryStep(
+        report=report,
+        stored=stored,
+        facts=facts,
+        parallel_dims=step.parallel_dims,
+        host=_host(config, _graphs(report)),
+        attention_note=_attention_note(step.model),
+    )
+
+
+def _graphs(report: CaptureReport | AccumulationReport) -> TracedStep | AccumulationGraphs:
+    return report.traced if isinstance(report, CaptureReport) else report.graphs
+
+
+def _host(config: GraphTrainer.Config, captured: TracedStep | AccumulationGraphs) -> HostModel:
+    """Who launches kernels. What exchanges tokens is recorded up to the first exchange at best."""
+    if not config.compile.cuda_graphs:
+        return "eager"
+    graphs = [captured] if isinstance(captured, TracedStep) else captured.graphs
+    nodes = (node for each in graphs for node in each.graph_module.graph.nodes)
+    has_exchange = any(read_annotation(node, EpExchangeAnnotation) is not None for node in nodes)
+    return "eager" if has_exchange else "cuda_graph"
+
+
+def _capture(
+    config: GraphTrainer.Config, step: FakeStep, clock: StartupClock, *, num_microbatches: int
+) -> CaptureReport | AccumulationReport:
+    options = config.compile
+    recipe = recipe_of(
+        options,
+        reshard_after_forward=config.parallelism.fsdp_reshard_after_forward,
+        debug_folder=Path(config.dump_folder) / "graph_passes" / "dry_run",
+        compiler=DescribeOnly(),
+    )
+    capture: Callable[..., CaptureReport | AccumulationReport] = capture_training_step
+    if options.accumulation == "reduce_once":
+        capture = functools.partial(
+            capture_accumulation,
+            num_microbatches=num_microbatches,
+            verify=options.verify_passes,
+        )
+    return capture(
+        step.model,
+        step.loss_fn,
+        *step.inputs,
+        recipe=recipe,
+        clock=clock,
+        ep_overlap=options.ep_overlap,
+        capture_layers=options.capture_layers,
+        meta_device=step.meta_device,
+    )
+
+
+def _attention_note(model: nn.Module) -> str | None:
+    """What differs from a GPU where attention was captured for the CPU."""
+    if not any(isinstance(module, DocumentCausalSDPA) for module in model.modules()):
+        return None
+    return (
+        "captured as scaled dot product with a mask, since this machine has no GPU; priced as "
+        "FlexAttention over a causal mask without document boundaries"
+    )

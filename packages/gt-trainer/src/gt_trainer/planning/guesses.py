@@ -1,0 +1,110 @@
+"""What a recipe is thought to take and to hold, so that the likely best is simulated first.
+
+Bounds say what may be cut; these guesses say in which order the rest is looked at. They add to a
+bound what it leaves out because it cannot be proven: communication that nothing hides, activations
+that a memory policy keeps, microbatches that are in flight. Their factors were read off dry runs of
+Llama 3 8B and 405B; a wrong one costs time, never the answer.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from gt_trainer.planning.model_counts import ModelCounts, PipelineLayout, StageParts
+from gt_trainer.planning.run_recipe import RunRecipe
+from gt_trainer.planning.step_bounds import SPLIT_BACKWARDS, StepBound, ring_us
+
+if TYPE_CHECKING:
+    from gt_passes.simulation import Hardware
+
+_BESIDE_PRODUCTS = 1.12
+"""All operators, over matrix products and attention."""
+
+_KEPT_WIDTHS = {"save_all": 3.2, "selective": 1.2}
+"""Bytes kept for a token, over those of all products' results."""
+
+_EXPOSED_EXCHANGES = {False: 1.0, True: 0.4}
+"""Of token exchanges, without EP overlap and with it."""
+
+_KERNELS = 120
+"""Launches of a layer, forward and backward."""
+
+_MARGIN = 1.05
+"""By how much a guess at memory may exceed the device's before it counts as too much."""
+
+
+def guessed_us(
+    recipe: RunRecipe, model: ModelCounts, bound: StepBound, hardware: Hardware
+) -> float:
+    """What a step is thought to take; more if it is not thought to fit."""
+    layers = len(model.layers) / recipe.pp
+    tokens = recipe.sequences * model.seq_len / recipe.cp
+    activations = tokens * model.dim * model.activation_bytes
+    repeats = recipe.memory_policy == "full_recompute"
+    # Each layer gathers and scatters twice in either direction.
+    tensor_us = (12 if repeats else 8) * layers * ring_us(activations, recipe.tp, 1, hardware)
+    context_us = (
+        (8 if repeats else 6)
+        * layers
+        * ring_us(activations * recipe.cp / recipe.tp / 4, recipe.cp, recipe.tp, hardware)
+    )
+    computing = bound.compute_us * _BESIDE_PRODUCTS + bound.bubble_us
+    if recipe.pp > 1 or recipe.ep > 1 or recipe.reduces_once:  # nobody records those steps
+        launches = _KERNELS * layers * recipe.num_microbatches
+        computing = max(computing, launches * hardware.host_kernel_us)
+    hidden = bound.carried_us.get("fsdp", 0.0) + bound.carried_us.get("efsdp", 0.0)
+    hidden *= 2 if recipe.memory_policy != "save_all" else 1.5
+    exchanges = bound.carried_us.get("ep", 0.0) * _EXPOSED_EXCHANGES[recipe.ep_overlap]
+    replicas_us = ring_us(
+        2 * bound.state_bytes / 3,
+        recipe.dp_replicate,
+        recipe.num_gpus // recipe.dp_replicate,
+        hardware,
+    )
+    total = computing + tensor_us + context_us + exchanges + replicas_us
+    return total + max(0.0, hidden - computing) + bound.optimizer_us
+
+
+def guessed_bytes(
+    recipe: RunRecipe, model: ModelCounts, layout: PipelineLayout, bound: StepBound
+) -> float:
+    """What the fullest rank is thought to hold."""
+    state = bound.state_bytes * 4 / 3
+    tokens = recipe.microbatch * model.seq_len / (recipe.tp * recipe.cp)
+    ranks = (layout.of_rank(rank) for rank in range(len(layout.by_rank)))
+    stages = max(ranks, key=lambda each: sum(stage.layers.outputs_width for stage in each))
+    kept = tokens * sum(_kept_bytes(recipe, model, stage) for stage in stages)
+    whole = 0.0
+    if recipe.pp > 1 or recipe.reduces_once:  # gathered parameters, and sums of whole gradients
+        dense = sum(stage.dense_parameters for stage in stages)
+        experts = sum(stage.layers.expert_parameters for stage in stages)
+        whole = (dense / recipe.tp + experts / recipe.ep) * (model.activation_bytes + 4)
+        whole *= 1 + 2 / 3 / len(stages)  # what the backward of one stage has just made
+    elif recipe.num_microbatches > 1:
+        state += bound.state_bytes / 3
+    ends = 8 * tokens * model.dim * model.activation_bytes
+    return state + kept * _in_flight(recipe, len(stages)) + whole + ends
+
+
+def order(guess_us: float, guess_bytes: float, hardware: Hardware) -> float:
+    """By what is thought to take least; what is not thought to fit comes after it."""
+    over = guess_bytes / (hardware.hbm_capacity_bytes * _MARGIN)
+    return guess_us * (1.0 if over <= 1 else 2.0 * over)
+
+
+def _kept_bytes(recipe: RunRecipe, model: ModelCounts, stage: StageParts) -> float:
+    """For one token of one microbatch."""
+    width = _KEPT_WIDTHS.get(recipe.memory_policy)
+    if width is None:
+        return stage.num_layers * model.dim * model.activation_bytes
+    return width * stage.layers.outputs_width * model.activation_bytes
+
+
+def _in_flight(recipe: RunRecipe, stages_per_rank: int) -> float:
+    """Microbatches of a stage whose forward is waiting for its backward."""
+    if recipe.pp == 1:
+        return 1.0
+    rounds = 1.0 if stages_per_rank == 1 else 1.5
+    if recipe.schedule in SPLIT_BACKWARDS:
+        rounds = 1.1
+    return min(recipe.num_microbatches, recipe.pp * rounds)

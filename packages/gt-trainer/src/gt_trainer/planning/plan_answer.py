@@ -1,0 +1,229 @@
+"""A plan in words: the ranked table, what binds, what would help, and how sure the ranking is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from gt_trainer.dry_run.numbers_as_text import GIB, ms
+from gt_trainer.planning.cluster import Cluster
+from gt_trainer.planning.goodput import Goodput, goodput
+from gt_trainer.planning.planner import SearchedPlan
+from gt_trainer.planning.recipe_outcome import RecipeOutcome
+
+_MOST_ROWS = 10
+_MOST_REFUSALS = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanAnswer:
+    """The answer of ``gt-train plan``. Everything in it is simulated."""
+
+    model: str
+    cluster: Cluster
+    num_gpus: int
+    global_batch_tokens: int
+    plan: SearchedPlan
+    model_flags: str
+    """How the model is chosen on the command line."""
+
+    further: tuple[str, ...]
+    """Flags that every recipe has."""
+
+    @property
+    def ranked(self) -> list[RecipeOutcome]:
+        """Recipes that fit, the fastest first."""
+        return self.plan.ranked()
+
+    def __str__(self) -> str:
+        """The answer as lines for a terminal."""
+        return "\n".join(self._lines())
+
+    def command(self, outcome: RecipeOutcome) -> str:
+        """The command line of a recipe, as a job on the cluster runs it."""
+        return outcome.recipe.command(self.model_flags, further=self.further)
+
+    def as_data(self) -> dict[str, object]:
+        """The answer as plain data, for programs."""
+        plan = self.plan
+        return {
+            "model": self.model,
+            "hardware": self.cluster.hardware.name,
+            "num_gpus": self.num_gpus,
+            "global_batch_tokens": self.global_batch_tokens,
+            "num_candidates": plan.num_candidates,
+            "num_cut": plan.num_cut,
+            "num_simulated": len(plan.outcomes),
+            "num_left": plan.num_left,
+            "recipes": [
+                {
+                    "command": self.command(each),
+                    "step_us": each.step_us,
+                    "tokens_per_second_per_gpu": each.tokens_per_second_per_gpu,
+                    "mfu": each.mfu,
+                    "exposed_us": dict(each.exposed_us),
+                    "bubble": each.bubble,
+                    "peak_bytes": each.peak_bytes,
+                    "memory": dict(each.memory),
+                }
+                for each in self.ranked
+            ],
+        }
+
+    def _lines(self) -> Iterator[str]:
+        yield (
+            f"Plan of {self.model} on {self.num_gpus:,} {self.cluster.hardware.name}, "
+            f"{self.global_batch_tokens:,} tokens a step: simulated, nothing here was measured"
+        )
+        yield from self._search_lines()
+        if not self.ranked:
+            yield from self._nothing_fits()
+            return
+        yield from self._table()
+        best = self.ranked[0]
+        yield f"  binds            {binding(best)}"
+        yield from self._memory_binds(best)
+        if len(self.ranked) > 1:
+            yield f"  second           {why_slower(best, self.ranked[1])}"
+        yield from self._what_if(best)
+        yield from self._sensitivity()
+        yield self._goodput(best)
+        yield "To run it, and to see it in detail:"
+        yield f"  {self.command(best)}"
+        yield f"  {self.command(best)} --dry-run --world-size {self.num_gpus}"
+
+    def _search_lines(self) -> Iterator[str]:
+        plan = self.plan
+        refused = sum(count for _, count in plan.refusals)
+        yield (
+            f"  candidates       {plan.num_candidates:,}: {plan.num_cut:,} bounded away "
+            f"({plan.num_without_memory:,} of them by memory), {len(plan.outcomes):,} simulated, "
+            f"{refused:,} refused by the rules of a run, {len(plan.failures):,} failed, "
+            f"{plan.num_left:,} left; {plan.seconds:.0f} s"
+        )
+        if plan.num_left:
+            yield "  time was up      one of those left may be faster: give more --minutes"
+        for reason, count in plan.refusals[:_MOST_REFUSALS]:
+            yield f"  refused          {count} with {reason}"
+        reasons = dict.fromkeys(each.reason for each in plan.failures)
+        yield from (f"  failed           {reason}" for reason in reasons)
+
+    def _nothing_fits(self) -> Iterator[str]:
+        outcomes = [each[0] for each in self.plan.outcomes]
+        if not outcomes:
+            yield "  nothing was simulated"
+            return
+        least = min(outcomes, key=lambda each: each.peak_bytes)
+        yield (
+            f"  nothing fits     the least that was simulated needs "
+            f"{least.peak_bytes / GIB:.1f} GiB of {least.capacity_bytes / GIB:.1f}: {least.recipe}"
+        )
+
+    def _table(self) -> Iterator[str]:
+        price, watts = self.cluster.price_per_gpu_hour, self.cluster.power_watts_per_gpu
+        yield "    step  tokens/s/GPU    MFU   memory  exposed  bubble  $M/T tokens  MWh/T  recipe"
+        for outcome in self.ranked[:_MOST_ROWS]:
+            dollars = outcome.dollars_per_trillion_tokens(price) / 1e6
+            energy = outcome.megawatt_hours_per_trillion_tokens(watts)
+            yield (
+                f"{outcome.step_us / 1e6:7.2f}s {outcome.tokens_per_second_per_gpu:13,.0f} "
+                f"{outcome.mfu:6.1%} {outcome.peak_bytes / GIB:5.1f}GiB "
+                f"{outcome.all_exposed_us / outcome.step_us:7.1%} {outcome.bubble:7.1%} "
+                f"{dollars:12.2f} {energy:6,.0f}  {outcome.recipe}"
+            )
+        best = self.ranked[0]
+        held = ", ".join(f"{size / GIB:.2f} {kind}" for kind, size in best.memory.items() if size)
+        yield f"  memory           {held} (GiB, the fullest rank of the first)"
+        exposed = ", ".join(f"{ms(us)} {what}" for what, us in best.exposed_us.items())
+        yield f"  exposed          {exposed or 'nothing'} (of the first)"
+
+    def _memory_binds(self, best: RecipeOutcome) -> Iterator[str]:
+        faster = [each[0] for each in self.plan.outcomes if each[0].step_us < best.step_us]
+        if not faster:
+            return
+        first = min(faster, key=lambda each: each.peak_bytes)
+        yield (
+            f"  memory binds     {first.recipe} would take {first.step_us / best.step_us - 1:+.1%} "
+            f"and needs {first.peak_bytes / GIB:.1f} GiB of {first.capacity_bytes / GIB:.1f}"
+        )
+
+    def _what_if(self, best: RecipeOutcome) -> Iterator[str]:
+        for index, machine in enumerate(self.plan.machines[1:], start=1):
+            ranked = self.plan.ranked(index)
+            if not ranked:
+                yield f"  what if          {machine.name}: nothing that was simulated fits"
+                continue
+            other = ranked[0]
+            recipe = "the same recipe" if other.recipe == best.recipe else str(other.recipe)
+            yield (
+                f"  what if          {machine.name}: {ms(other.step_us)}, "
+                f"{other.step_us / best.step_us - 1:+.1%}, with {recipe}"
+            )
+
+    def _sensitivity(self) -> Iterator[str]:
+        changes = ranking_changes(self.ranked)
+        if len(self.ranked) < 2:
+            return
+        if not changes:
+            yield (
+                "  sensitivity      the first stays first with ±30% of compute, memory, network, "
+                "latency, and all of them"
+            )
+        for moved, winner, gain in changes:
+            yield f"  sensitivity      {moved}: {winner.recipe} is {gain:.1%} faster than the first"
+
+    def _goodput(self, best: RecipeOutcome) -> str:
+        of_cluster = goodput_on(self.cluster, self.num_gpus)
+        hours = of_cluster.seconds_between_failures / 3600
+        speed = best.tokens_per_second_per_gpu * of_cluster.fraction
+        return (
+            f"  failures         one in {hours:,.1f} hours; a checkpoint every "
+            f"{of_cluster.checkpoint_every_seconds / 60:,.1f} minutes loses least: "
+            f"{of_cluster.fraction:.1%} goodput, {speed:,.0f} tokens/s/GPU in the long run"
+        )
+
+
+def goodput_on(cluster: Cluster, num_gpus: int) -> Goodput:
+    """Of a run on so many GPUs, by the cluster's figures."""
+    return goodput(
+        num_gpus,
+        failures_per_gpu_day=cluster.failures_per_gpu_day,
+        checkpoint_seconds=cluster.checkpoint_seconds,
+        restart_seconds=cluster.restart_seconds,
+    )
+
+
+def binding(outcome: RecipeOutcome) -> str:
+    """What a step's time is spent on most, beside computing."""
+    parts = {f"{name} (network)": us for name, us in outcome.exposed_us.items()}
+    parts["bubble"] = outcome.bubble * outcome.step_us
+    parts["optimizer"] = outcome.optimizer_us
+    name, most = max(parts.items(), key=lambda part: part[1])
+    computing = outcome.computing_us / outcome.step_us
+    share = most / outcome.step_us
+    return f"{computing:.0%} of the step computes; most of the rest: {share:.1%} {name}"
+
+
+def why_slower(best: RecipeOutcome, other: RecipeOutcome) -> str:
+    """What another recipe spends more time on, most first."""
+    names = list(dict.fromkeys((*best.exposed_us, *other.exposed_us)))
+    more = {
+        name: other.exposed_us.get(name, 0.0) - best.exposed_us.get(name, 0.0) for name in names
+    }
+    more["computing"] = other.computing_us - best.computing_us
+    more["bubble"] = other.bubble * other.step_us - best.bubble * best.step_us
+    more["the optimizer"] = other.optimizer_us - best.optimizer_us
+    name, us = max(more.items(), key=lambda part: part[1])
+    behind = other.step_us - best.step_us
+    return f"{ms(behind)} behind, {ms(us)} of {name} more: {other.recipe}"
+
+
+def ranking_changes(ranked: Sequence[RecipeOutcome]) -> list[tuple[str, RecipeOutcome, float]]:
+    """Changes of the machine that put another recipe first: which, and how much faster it is."""
+    found = []
+    for moved in ranked[0].moved if ranked else ():
+        winner = min(ranked, key=lambda each: each.moved[moved])
+        if winner.recipe != ranked[0].recipe:
+            gain = ranked[0].moved[moved] / winner.moved[moved] - 1
+            found.append((moved, winner, gain))
+    return found

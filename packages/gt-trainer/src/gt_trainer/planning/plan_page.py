@@ -1,0 +1,181 @@
+"""A plan as one HTML page that needs no network: time against memory, where time goes, commands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from html import escape
+
+from gt_trainer.dry_run.numbers_as_text import GIB
+from gt_trainer.planning.plan_answer import PlanAnswer, binding, ranking_changes, why_slower
+from gt_trainer.planning.recipe_outcome import RecipeOutcome
+
+_WIDTH, _HEIGHT, _MARGIN = 640, 320, 48
+_MOST_ROWS = 10
+
+_STYLE = """
+:root { color-scheme: light dark; --fits: #2f6fd0; --over: #9aa0a8; --best: #d0592f }
+@media (prefers-color-scheme: dark) { :root { --fits: #7fb0ff; --over: #777d86; --best: #ff9a6b } }
+body { font: 15px/1.5 system-ui, sans-serif; margin: 1.5rem auto; max-width: 60rem;
+  padding: 0 1rem }
+svg { width: 100%; height: auto } text { font-size: 12px; fill: currentColor }
+.axis { stroke: currentColor; stroke-opacity: .3 }
+.limit { stroke: var(--best); stroke-dasharray: 5 4 }
+.fits { fill: var(--fits) } .over { fill: var(--over) } .best { fill: var(--best) }
+.front { fill: none; stroke: var(--fits); stroke-opacity: .5 }
+.wide { overflow-x: auto } table { border-collapse: collapse }
+td, th { padding: .25rem .7rem; text-align: right; white-space: nowrap }
+td:last-child, th:last-child { text-align: left }
+pre { overflow-x: auto; padding: .7rem; border: 1px solid; border-radius: .4rem }
+.bar { display: flex; height: 1.1rem; margin: .15rem 0 .6rem; border-radius: .2rem;
+  overflow: hidden }
+.bar span { display: block } .computing { background: #3a9d5d } .network { background: #9b5fc0 }
+.bubble { background: #8a8f98 } .optimizer { background: #e08a2b } .waiting { background: #c9a227 }
+.key { display: inline-block; width: .9em; height: .9em; margin: 0 .3em 0 1em }
+""".strip()
+
+
+def plan_page(report: PlanAnswer, *, beside: Sequence[tuple[str, str]] = ()) -> str:
+    """An HTML document.
+
+    Args:
+        report: of the plan.
+        beside: files that lie beside the page: what each is, and its name.
+    """
+    title = f"{report.model} on {report.num_gpus:,} {report.cluster.hardware.name}"
+    body = "\n".join(_body(report, beside))
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8"/>\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1"/>\n'
+        f"<title>{escape(title)}</title>\n<style>\n{_STYLE}\n</style>\n</head>\n<body>\n"
+        f"<h1>{escape(title)}</h1>\n{body}\n</body>\n</html>\n"
+    )
+
+
+def _body(report: PlanAnswer, beside: Sequence[tuple[str, str]]) -> Iterator[str]:
+    plan, ranked = report.plan, report.ranked
+    yield (
+        f"<p>{report.global_batch_tokens:,} tokens a step. Simulated by a model of the hardware: "
+        f"nothing here was measured. Of {plan.num_candidates:,} candidates {plan.num_cut:,} were "
+        f"bounded away, {len(plan.outcomes):,} simulated, and {plan.num_left:,} are left that "
+        "could be faster.</p>"
+    )
+    if not ranked:
+        yield "<p><strong>Nothing that was simulated fits.</strong></p>"
+        return
+    best = ranked[0]
+    yield (
+        f"<p><strong>Fastest:</strong> {escape(str(best.recipe))}: {best.step_us / 1e6:.2f} s a "
+        f"step, {best.tokens_per_second_per_gpu:,.0f} tokens/s/GPU, {best.mfu:.1%} MFU, "
+        f"{best.peak_bytes / GIB:.1f} of {best.capacity_bytes / GIB:.1f} GiB.<br/>"
+        f"<strong>What limits it:</strong> {escape(binding(best))}.</p>"
+    )
+    if len(ranked) > 1:
+        yield f"<p><strong>Second:</strong> {escape(why_slower(best, ranked[1]))}.</p>"
+    yield "<h2>Time against memory</h2>"
+    yield _front([each[0] for each in plan.outcomes], best)
+    yield "<h2>Where the time goes</h2>"
+    yield from _bars(ranked[:_MOST_ROWS])
+    yield "<h2>Recipes that fit</h2>"
+    yield _table(report)
+    yield f"<h2>How sure the order is</h2><p>{escape(_surely(ranked))}</p>"
+    yield f"<h2>To run the fastest</h2><pre>{escape(report.command(best))}</pre>"
+    if beside:
+        links = ", ".join(f'<a href="{escape(name)}">{escape(what)}</a>' for what, name in beside)
+        yield f"<p>Beside this page: {links}.</p>"
+
+
+def _front(outcomes: Sequence[RecipeOutcome], best: RecipeOutcome) -> str:
+    """A point for each recipe; those that nothing beats in both are joined."""
+    most_gib = 1.05 * max(best.capacity_bytes, *(each.peak_bytes for each in outcomes)) / GIB
+    most_us = 1.05 * max(each.step_us for each in outcomes)
+
+    def place(outcome: RecipeOutcome) -> tuple[float, float]:
+        across = (_WIDTH - 2 * _MARGIN) * outcome.peak_bytes / GIB / most_gib
+        up = (_HEIGHT - 2 * _MARGIN) * outcome.step_us / most_us
+        return _MARGIN + across, _HEIGHT - _MARGIN - up
+
+    points = "".join(
+        f'<circle class="{_class(each, best)}" cx="{x:.1f}" cy="{y:.1f}" r="5"><title>'
+        f"{escape(str(each.recipe))}: {each.step_us / 1e6:.2f} s, "
+        f"{each.peak_bytes / GIB:.1f} GiB</title></circle>"
+        for each in outcomes
+        for x, y in [place(each)]
+    )
+    joined = " ".join(f"{x:.1f},{y:.1f}" for x, y in map(place, pareto_front(outcomes)))
+    limit = _MARGIN + (_WIDTH - 2 * _MARGIN) * best.capacity_bytes / GIB / most_gib
+    bottom, right = _HEIGHT - _MARGIN, _WIDTH - _MARGIN
+    return (
+        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="step time by memory">'
+        f'<line class="axis" x1="{_MARGIN}" x2="{right}" y1="{bottom}" y2="{bottom}"/>'
+        f'<line class="axis" x1="{_MARGIN}" x2="{_MARGIN}" y1="{_MARGIN}" y2="{bottom}"/>'
+        f'<line class="limit" x1="{limit:.1f}" x2="{limit:.1f}" y1="{_MARGIN}" y2="{bottom}"/>'
+        f'<text x="{limit - 4:.1f}" y="{_MARGIN - 6}" text-anchor="end">'
+        f"{best.capacity_bytes / GIB:.0f} GiB</text>"
+        f'<text x="{right}" y="{bottom + 30}" text-anchor="end">GiB of the fullest rank, up to '
+        f"{most_gib:.0f}</text>"
+        f'<text x="4" y="{_MARGIN - 20}">seconds a step, up to {most_us / 1e6:.2f}</text>'
+        f'<polyline class="front" points="{joined}"/>{points}</svg>'
+    )
+
+
+def pareto_front(outcomes: Sequence[RecipeOutcome]) -> list[RecipeOutcome]:
+    """Those for which nothing is both faster and smaller, from the smallest on."""
+    front: list[RecipeOutcome] = []
+    for each in sorted(outcomes, key=lambda one: (one.peak_bytes, one.step_us)):
+        if not front or each.step_us < front[-1].step_us:
+            front.append(each)
+    return front
+
+
+def _class(outcome: RecipeOutcome, best: RecipeOutcome) -> str:
+    if outcome is best:
+        return "best"
+    return "fits" if outcome.fits else "over"
+
+
+def _bars(ranked: Sequence[RecipeOutcome]) -> Iterator[str]:
+    kinds = ("computing", "network", "bubble", "optimizer", "waiting")
+    yield "<p>" + "".join(f'<span class="key {kind}"></span>{kind}' for kind in kinds) + "</p>"
+    for each in ranked:
+        parts = {
+            "computing": each.computing_us / each.step_us,
+            "network": each.all_exposed_us / each.step_us,
+            "bubble": each.bubble,
+            "optimizer": each.optimizer_us / each.step_us,
+        }
+        parts["waiting"] = max(0.0, 1 - sum(parts.values()))
+        longest = each.step_us / ranked[-1].step_us
+        spans = "".join(
+            f'<span class="{kind}" style="width: {100 * part * longest:.2f}%" '
+            f'title="{kind} {part:.1%}"></span>'
+            for kind, part in parts.items()
+        )
+        yield f'<div>{escape(str(each.recipe))}</div><div class="bar">{spans}</div>'
+
+
+def _table(report: PlanAnswer) -> str:
+    head = ("s a step", "tokens/s/GPU", "MFU", "GiB", "exposed", "bubble", "$M/T tokens", "recipe")
+    price = report.cluster.price_per_gpu_hour
+    rows = [
+        (
+            f"{each.step_us / 1e6:.2f}",
+            f"{each.tokens_per_second_per_gpu:,.0f}",
+            f"{each.mfu:.1%}",
+            f"{each.peak_bytes / GIB:.1f}",
+            f"{each.all_exposed_us / each.step_us:.1%}",
+            f"{each.bubble:.1%}",
+            f"{each.dollars_per_trillion_tokens(price) / 1e6:.2f}",
+            escape(str(each.recipe)),
+        )
+        for each in report.ranked[:_MOST_ROWS]
+    ]
+    lines = ["<tr>" + "".join(f"<th>{cell}</th>" for cell in head) + "</tr>"]
+    lines += ["<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows]
+    return '<div class="wide"><table>\n' + "\n".join(lines) + "\n</table></div>"
+
+
+def _surely(ranked: Sequence[RecipeOutcome]) -> str:
+    changes = ranking_changes(ranked)
+    if not changes:
+        return "The first stays first with compute, memory, network and latency 30 % up and down."
+    return "; ".join(f"{moved}: {winner.recipe} is first" for moved, winner, _ in changes) + "."

@@ -1,0 +1,223 @@
+"""From what was asked for to a plan: what can be planned at all, the search, the answer."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import json
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from gt_trainer.dry_run.numbers_as_text import GIB
+from gt_trainer.launcher.child import RunningChild
+from gt_trainer.planning.candidates import NoRecipeError, PlanRequest, candidates, divides
+from gt_trainer.planning.cluster import Cluster
+from gt_trainer.planning.counted_model import counted_model
+from gt_trainer.planning.model_counts import ModelCounts
+from gt_trainer.planning.plan_answer import PlanAnswer
+from gt_trainer.planning.plan_page import plan_page
+from gt_trainer.planning.planner import bounded_candidates, search_plan
+from gt_trainer.planning.simulate_recipes import simulate_recipes
+from gt_trainer.trainer import GraphTrainer
+
+_FLOAT8 = "float8_rowwise"
+_SKIP = "--quantization.skip"
+_MOST_DOUBLINGS = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanQuestion:
+    """What is asked of a plan."""
+
+    cluster: Cluster
+    num_gpus: int
+    global_batch_tokens: int | None = None
+    """Of one step; None for one sequence on each GPU."""
+
+    minutes: float = 10.0
+    what_if: Mapping[str, float]
+    """As for ``Cluster.with_relaxed``: each alone."""
+
+    fixed: Mapping[str, object]
+    """Values that recipes must have, by flag."""
+
+    further: tuple[str, ...] = ()
+    """Flags of the configuration that are no part of a recipe, as typed."""
+
+    model_flags: str
+    """How the model is chosen on the command line."""
+
+
+def make_plan(
+    config: GraphTrainer.Config,
+    question: PlanQuestion,
+    *,
+    asked: Collection[str] = (),
+    tell: Callable[[str], None] = lambda line: None,
+) -> PlanAnswer:
+    """Plan runs of a model.
+
+    Args:
+        config: with the flags that every recipe has. Not changed.
+        question: what is asked.
+        asked: the flags of ``config`` that the user gave.
+        tell: is told what was found, recipe by recipe.
+
+    Raises:
+        NoRecipeError: it cannot be; the text says what is nearest.
+    """
+    model = counted_model(config)
+    machine = question.cluster.hardware
+    seq_len = model.seq_len
+    tokens = question.global_batch_tokens or question.num_gpus * seq_len
+    if tokens % seq_len:
+        nearest = max(1, round(tokens / seq_len)) * seq_len
+        raise NoRecipeError(
+            f"--global-batch-tokens {tokens} is no multiple of the {seq_len} tokens of a sequence: "
+            f"the nearest is {nearest}"
+        )
+    request = PlanRequest(
+        num_gpus=question.num_gpus,
+        global_batch=tokens // seq_len,
+        gpus_per_node=machine.gpus_per_node,
+        linears=_precisions(config, question.fixed),
+        # What was asked for every recipe has.
+        skipped=() if _SKIP in asked else config.quantization.skip or ("lm_head",),
+        fixed=question.fixed,
+    )
+    check_possible(request, model, question.cluster)
+    relaxed = [
+        question.cluster.with_relaxed({name: value}).hardware
+        for name, value in question.what_if.items()
+    ]
+    plan = search_plan(
+        config,
+        model,
+        request,
+        [machine, *relaxed],
+        asked=asked,
+        seconds=60 * question.minutes,
+        tell=tell,
+    )
+    spec = config.model_spec
+    assert spec is not None
+    return PlanAnswer(
+        model=f"{spec.name} {spec.flavor}",
+        cluster=question.cluster,
+        num_gpus=question.num_gpus,
+        global_batch_tokens=tokens,
+        plan=plan,
+        model_flags=question.model_flags,
+        further=question.further,
+    )
+
+
+def write_plan_page(
+    report: PlanAnswer, config: GraphTrainer.Config, path: Path, *, asked: Collection[str] = ()
+) -> list[Path]:
+    """Write the plan as a page; beside it as JSON, a trace of its first recipe, and its ranks.
+
+    Args:
+        report: of ``make_plan``.
+        config: as for ``make_plan``.
+        path: of the page.
+        asked: as for ``make_plan``.
+
+    Returns:
+        What was written.
+
+    Raises:
+        ChildFailedError: capturing the first recipe once more failed.
+    """
+    data = path.with_suffix(".json")
+    data.write_text(json.dumps(report.as_data(), indent=1) + "\n", encoding="utf-8")
+    beside = [("the plan as data", data)]
+    if report.ranked:
+        recipe = report.ranked[0].recipe
+        trace = path.with_suffix(".trace.json")
+        beside.append(("a trace of the fastest, for ui.perfetto.dev", trace))
+        timeline = path.with_suffix(".ranks.html") if recipe.pp > 1 else None
+        if timeline is not None:
+            beside.append(("the ranks of its pipeline", timeline))
+        RunningChild(
+            partial(
+                simulate_recipes,
+                config,
+                [recipe],
+                report.plan.machines[:1],
+                asked=asked,
+                trace_path=trace,
+                timeline_path=timeline,
+            )
+        ).result()
+    path.write_text(
+        plan_page(report, beside=[(what, each.name) for what, each in beside]), encoding="utf-8"
+    )
+    return [path, *(each for _, each in beside)]
+
+
+def check_possible(request: PlanRequest, model: ModelCounts, cluster: Cluster) -> None:
+    """Refuse what no recipe can do.
+
+    Raises:
+        NoRecipeError: the text says what is nearest.
+    """
+    if not any(candidates(replace(request, fixed={}), model)):
+        batch = nearest_batch(request, model)
+        raise NoRecipeError(
+            f"no degrees divide {request.global_batch:,} sequences a step among "
+            f"{request.num_gpus:,} GPUs: the nearest batch that can be divided is "
+            f"--global-batch-tokens {batch * model.seq_len}"
+        )
+    if not any(candidates(request, model)):
+        listed = " ".join(f"{flag} {value}" for flag, value in request.fixed.items())
+        raise NoRecipeError(
+            f"no recipe for {request.num_gpus:,} GPUs and {request.global_batch:,} sequences a "
+            f"step has {listed}: leave one of these flags out"
+        )
+    if _fits(request, model, cluster):
+        return
+    state = model.num_parameters * 4 * model.parameter_bytes
+    gib = cluster.hardware.hbm_capacity_bytes / GIB
+    raise NoRecipeError(
+        f"the model does not fit: its parameters, gradients and the optimizer's states are "
+        f"{state / GIB:,.0f} GiB, and {request.num_gpus:,} GPUs of {gib:.1f} GiB have no room for "
+        f"them{_enough_gpus(request, model, cluster)}"
+    )
+
+
+def nearest_batch(request: PlanRequest, model: ModelCounts) -> int:
+    """The batch next to the one asked for that some degrees divide; in sequences."""
+    for distance in itertools.count(1):
+        for batch in (request.global_batch + distance, request.global_batch - distance):
+            if batch > 0 and divides(replace(request, global_batch=batch), model):
+                return batch
+    raise AssertionError("one sequence for each GPU can be divided")
+
+
+def _enough_gpus(request: PlanRequest, model: ModelCounts, cluster: Cluster) -> str:
+    for doublings in range(1, _MOST_DOUBLINGS):
+        gpus = request.num_gpus << doublings
+        larger = replace(request, num_gpus=gpus, global_batch=max(gpus, request.global_batch))
+        if _fits(larger, model, cluster):
+            return f": {gpus:,} such GPUs might"
+    return ""
+
+
+def _fits(request: PlanRequest, model: ModelCounts, cluster: Cluster) -> bool:
+    capacity = cluster.hardware.hbm_capacity_bytes
+    bounded = bounded_candidates(candidates(request, model), model, [cluster.hardware])
+    return any(bound.peak_bytes <= capacity for _, bound in bounded)
+
+
+def _precisions(config: GraphTrainer.Config, fixed: Mapping[str, object]) -> list[str]:
+    """What was asked for; else the run's own precision, and 8 bits where they can be had."""
+    asked = fixed.get("--quantization.linears")
+    if asked is not None:
+        return [str(asked)]
+    published = config.quantization.linears
+    if importlib.util.find_spec("torchao") is None:
+        return ["none"]
+    return ["none", _FLOAT8 if published == "none" else published]

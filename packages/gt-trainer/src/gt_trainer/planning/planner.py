@@ -1,0 +1,235 @@
+"""The search of a plan, in children of this process: bounds, then simulations, best guess first.
+
+A child captures one recipe, and simulates it and the other schedules that its capture serves. It
+ends when it has told what it found, so that no capture burdens the next one. This process imports
+everything once, has no thread and runs no graph, so that children can be forked from it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing.connection import wait
+
+from gt_config import ConfigError
+from gt_passes.simulation import Hardware
+from gt_pipeline.errors import GtPipelineError
+from gt_trainer.device import intended_for
+from gt_trainer.launcher.child import ChildFailedError, RunningChild
+from gt_trainer.planning.candidates import PlanRequest, candidates
+from gt_trainer.planning.guesses import guessed_bytes, guessed_us, order
+from gt_trainer.planning.model_counts import ModelCounts
+from gt_trainer.planning.pipeline_layouts import PipelineLayouts
+from gt_trainer.planning.recipe_config import recipe_config
+from gt_trainer.planning.recipe_outcome import RecipeOutcome, Unsimulated
+from gt_trainer.planning.run_recipe import RunRecipe
+from gt_trainer.planning.search import Bounded, Frontier
+from gt_trainer.planning.simulate_recipes import (
+    Outcomes,
+    capture_key,
+    refused,
+    simulate_recipes,
+)
+from gt_trainer.planning.step_bounds import StepBound, step_bound
+from gt_trainer.trainer import GraphTrainer
+
+_MOST_CHILDREN = 4
+"""Each holds up to 1.5 GB."""
+
+_Numbered = list[tuple[int, RunRecipe]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchedPlan:
+    """What a search found, and what it did not look at."""
+
+    machines: tuple[Hardware, ...]
+    """The one that was asked for, then those that one might have."""
+
+    outcomes: tuple[Outcomes, ...]
+    """Of each simulated recipe on each machine, in the order in which they were found."""
+
+    num_candidates: int
+    num_without_memory: int
+    """Whose parameters and states alone are more than a GPU has, on every machine."""
+
+    num_cut: int
+    """Whose bound is above what was found, those without memory included."""
+
+    num_left: int
+    """That could still be better: time was up."""
+
+    refusals: tuple[tuple[str, int], ...]
+    """By why a run cannot have a recipe, how many that came up."""
+
+    failures: tuple[Unsimulated, ...]
+    seconds: float
+
+    def ranked(self, machine: int = 0) -> list[RecipeOutcome]:
+        """Recipes that fit, the fastest first."""
+        of_machine = [each[machine] for each in self.outcomes if each[machine].fits]
+        return sorted(of_machine, key=lambda each: each.step_us)
+
+
+@dataclass(slots=True)
+class _Found:
+    outcomes: list[Outcomes] = field(default_factory=list)
+    refusals: Counter[str] = field(default_factory=Counter)
+    failures: list[Unsimulated] = field(default_factory=list)
+
+
+def search_plan(
+    base: GraphTrainer.Config,
+    model: ModelCounts,
+    request: PlanRequest,
+    machines: Sequence[Hardware],
+    *,
+    asked: Collection[str] = (),
+    seconds: float,
+    tell: Callable[[str], None] = lambda line: None,
+) -> SearchedPlan:
+    """Search until nothing is left that could be better, or time is up.
+
+    Args:
+        base: with the flags that every recipe has. Not changed.
+        model: its counts.
+        request: what is planned.
+        machines: the first is what is planned for; the others are looked at beside it.
+        asked: the flags of ``base`` that the user gave.
+        seconds: for which to search; what is not done by then is left.
+        tell: is told, once in a while, what has been found.
+    """
+    begin = time.monotonic()
+    bounded = list(bounded_candidates(candidates(request, model), model, machines))
+    frontier = Frontier(each for each, _ in bounded)
+    found = _Found()
+    with intended_for("cuda"):
+        batches = _batches(frontier, base, asked, found)
+        _simulate(batches, frontier, base, machines, asked, found, begin + seconds, tell)
+    return SearchedPlan(
+        machines=tuple(machines),
+        outcomes=tuple(found.outcomes),
+        num_candidates=frontier.num_candidates,
+        num_without_memory=sum(not any(map(math.isfinite, each.bounds)) for each, _ in bounded),
+        num_cut=frontier.num_cut,
+        num_left=frontier.num_left,
+        refusals=tuple(found.refusals.most_common()),
+        failures=tuple(found.failures),
+        seconds=time.monotonic() - begin,
+    )
+
+
+def bounded_candidates(
+    recipes: Iterable[RunRecipe], model: ModelCounts, machines: Sequence[Hardware]
+) -> Iterator[tuple[Bounded[RunRecipe], StepBound]]:
+    """Recipes whose stages exist, with their bounds on each machine; and those on the first."""
+    layouts = PipelineLayouts(model)
+    for recipe in recipes:
+        try:
+            layout = layouts.of(recipe)
+        except GtPipelineError:
+            continue
+        bounds = [step_bound(recipe, model, layout, machine) for machine in machines]
+        held = guessed_bytes(recipe, model, layout, bounds[0])
+        orders = [
+            order(guessed_us(recipe, model, bound, machine), held, machine)
+            for bound, machine in zip(bounds, machines, strict=True)
+        ]
+        costs = tuple(
+            bound.step_us if bound.peak_bytes <= machine.hbm_capacity_bytes else math.inf
+            for bound, machine in zip(bounds, machines, strict=True)
+        )
+        yield Bounded(item=recipe, bounds=costs, guess=min(orders)), bounds[0]
+
+
+def _batches(
+    frontier: Frontier[RunRecipe],
+    base: GraphTrainer.Config,
+    asked: Collection[str],
+    found: _Found,
+) -> Iterator[_Numbered]:
+    """What one child after another is to simulate: a recipe that a run may have, and its like."""
+    while (taken := frontier.take()) is not None:
+        number, recipe = taken
+        try:
+            recipe_config(base, recipe, asked=asked)
+        except ConfigError as error:
+            frontier.record(number, [math.inf] * frontier.num_goals)
+            found.refusals[refused(recipe, error).reason] += 1
+            continue
+        key = capture_key(recipe)
+        alike = frontier.take_also(lambda other, key=key: capture_key(other) == key)  # type: ignore[misc]  # mypy knows no default of a lambda
+        yield [(number, recipe), *alike]
+
+
+def _simulate(
+    batches: Iterator[_Numbered],
+    frontier: Frontier[RunRecipe],
+    base: GraphTrainer.Config,
+    machines: Sequence[Hardware],
+    asked: Collection[str],
+    found: _Found,
+    until: float,
+    tell: Callable[[str], None],
+) -> None:
+    num_children = min(_MOST_CHILDREN, len(os.sched_getaffinity(0)))
+    running: dict[RunningChild[list[Outcomes | Unsimulated]], _Numbered] = {}
+    try:
+        while time.monotonic() < until:
+            while len(running) < num_children and (batch := next(batches, None)) is not None:
+                work = partial(
+                    simulate_recipes, base, [each for _, each in batch], machines, asked=asked
+                )
+                running[RunningChild(work)] = batch
+            if not running:
+                return
+            ready = wait(
+                [child.receiver for child in running], timeout=max(0.0, until - time.monotonic())
+            )
+            for child in [each for each in running if each.receiver in ready]:
+                _take_results(child, running.pop(child), frontier, found, tell)
+    finally:
+        for child, batch in running.items():
+            child.kill()
+            for number, _ in batch:
+                frontier.put_back(number)
+
+
+def _take_results(
+    child: RunningChild[list[Outcomes | Unsimulated]],
+    batch: _Numbered,
+    frontier: Frontier[RunRecipe],
+    found: _Found,
+    tell: Callable[[str], None],
+) -> None:
+    nothing = [math.inf] * frontier.num_goals
+    try:
+        results = child.result()
+    except ChildFailedError as error:
+        reason = str(error).strip().splitlines()[-1]
+        results = [
+            Unsimulated(recipe=recipe, reason=reason, is_refused=False) for _, recipe in batch
+        ]
+    for (number, _), result in zip(batch, results, strict=True):
+        if not isinstance(result, Unsimulated):
+            frontier.record(number, [o.step_us if o.fits else math.inf for o in result])
+            found.outcomes.append(result)
+            tell(_line(result[0]))
+            continue
+        frontier.record(number, nothing)
+        if result.is_refused:
+            found.refusals[result.reason] += 1
+        else:
+            found.failures.append(result)
+            tell(f"failed: {result.recipe}: {result.reason}")
+
+
+def _line(outcome: RecipeOutcome) -> str:
+    fits = "" if outcome.fits else ", DOES NOT FIT"
+    gib = outcome.peak_bytes / 2**30
+    return f"{outcome.step_us / 1000:,.0f} ms, {gib:.1f} GiB{fits}: {outcome.recipe}"

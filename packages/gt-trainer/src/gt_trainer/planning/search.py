@@ -1,0 +1,120 @@
+"""Best first, and nothing that could still win is cut: the search, whatever a candidate is.
+
+Each candidate has a lower bound on its cost for each goal (a machine, say), and a guess at it. The
+guess says who is next; only bounds cut. A candidate is cut for good when for every goal something
+simulated is no worse than its bound (and, at equality, came earlier), so that a search that ends
+with nothing left has found exactly what simulating everything would have.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+ItemT = TypeVar("ItemT")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounded(Generic[ItemT]):
+    """A candidate before it is simulated."""
+
+    item: ItemT
+    bounds: tuple[float, ...]
+    """For each goal what it cannot cost less than; infinite where it cannot be at all."""
+
+    guess: float
+    """What it is thought to cost. Only the order depends on it."""
+
+
+class Frontier(Generic[ItemT]):
+    """Candidates that nobody has simulated yet, and the best that was found.
+
+    Args:
+        candidates: in any order, which decides between equals.
+    """
+
+    def __init__(self, candidates: Iterable[Bounded[ItemT]]) -> None:
+        self._all = list(candidates)
+        self.num_goals = len(self._all[0].bounds) if self._all else 0
+        self._best: list[tuple[float, int]] = [(math.inf, -1)] * self.num_goals
+        self._heap = [(each.guess, index) for index, each in enumerate(self._all)]
+        heapq.heapify(self._heap)
+        self._open = set(range(len(self._all)))
+
+    @property
+    def num_candidates(self) -> int:
+        """All that there were."""
+        return len(self._all)
+
+    @property
+    def num_left(self) -> int:
+        """Those that could still win."""
+        return sum(self._can_win(index) for index in self._open)
+
+    @property
+    def num_cut(self) -> int:
+        """Those that were not taken and can win nothing any more."""
+        return len(self._open) - self.num_left
+
+    def best(self, goal: int = 0) -> tuple[float, ItemT] | None:
+        """The least cost for a goal, and whose it is; None before anything was found."""
+        cost, index = self._best[goal] if self._best else (math.inf, -1)
+        return (cost, self._all[index].item) if index >= 0 else None
+
+    def take(self) -> tuple[int, ItemT] | None:
+        """The next to simulate with its number; None if none is left that could win."""
+        while self._heap:
+            _, index = heapq.heappop(self._heap)
+            if index in self._open and self._can_win(index):
+                self._open.discard(index)
+                return index, self._all[index].item
+        return None
+
+    def take_also(self, is_wanted: Callable[[ItemT], bool]) -> list[tuple[int, ItemT]]:
+        """All that are wanted beside one that was taken, and could win."""
+        found = [
+            index
+            for index in sorted(self._open)
+            if is_wanted(self._all[index].item) and self._can_win(index)
+        ]
+        self._open.difference_update(found)
+        return [(index, self._all[index].item) for index in found]
+
+    def put_back(self, number: int) -> None:
+        """One that was taken was not simulated after all: it is left."""
+        self._open.add(number)
+
+    def record(self, number: int, costs: Sequence[float]) -> None:
+        """What was found for one that was taken; infinite for what cannot be.
+
+        Raises:
+            AssertionError: it costs less than its bound, so that the search cannot be trusted.
+        """
+        for goal, cost in enumerate(costs):
+            bound = self._all[number].bounds[goal]
+            assert cost >= bound * (1 - 1e-9), (
+                f"{self._all[number].item} costs {cost:g}, and its bound is {bound:g}"
+            )
+            if math.isfinite(cost):
+                self._best[goal] = min(self._best[goal], (cost, number))
+
+    def _can_win(self, index: int) -> bool:
+        bounds = self._all[index].bounds
+        return any(
+            math.isfinite(bound) and (bound, index) < best
+            for bound, best in zip(bounds, self._best, strict=True)
+        )
+
+
+def search(
+    candidates: Iterable[Bounded[ItemT]], simulate: Callable[[ItemT], Sequence[float]]
+) -> Frontier[ItemT]:
+    """Simulate candidates one after another until none is left that could win."""
+    frontier = Frontier(candidates)
+    while (taken := frontier.take()) is not None:
+        number, item = taken
+        frontier.record(number, simulate(item))
+    return frontier

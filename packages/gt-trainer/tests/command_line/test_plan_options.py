@@ -1,0 +1,84 @@
+"""The options of gt-train plan, and what is wrong with them."""
+
+from pathlib import Path
+
+import pytest
+
+from gt_trainer.command_line.command_line import UsageError, parse_command_line
+from gt_trainer.command_line.plan_command import split_overrides
+
+
+def test_reads_what_a_plan_was_asked(tmp_path):
+    page = tmp_path / "plan.html"
+    command = parse_command_line(
+        [
+            "plan",
+            "--config",
+            "llama3_405b",
+            "--cluster",
+            "h200",
+            "--gpus",
+            "16384",
+            "--global-batch-tokens",
+            "16777216",
+            "--minutes",
+            "2.5",
+            "--what-if",
+            "nic=800,memory=141",
+            "--page",
+            str(page),
+        ]
+    )
+    assert command.action == "plan"
+    assert command.plan.cluster == "h200"
+    assert command.plan.gpus == 16_384
+    assert command.plan.global_batch_tokens == 16_777_216
+    assert command.plan.minutes == 2.5
+    assert command.plan.what_if == {"nic": 800.0, "memory": 141.0}
+    assert command.plan.page == Path(page)
+
+
+def test_every_mistake_is_told_at_once():
+    with pytest.raises(UsageError) as raised:
+        parse_command_line(
+            [
+                "plan",
+                "--gpus",
+                "0",
+                "--minutes",
+                "soon",
+                "--what-if",
+                "nics=800",
+                "--global-batch-tokens",
+                "1.5",
+                "--page",
+                "/nowhere/x.html",
+                "--nproc",
+                "4",
+            ]
+        )
+    assert raised.value.problems == (
+        "plan takes --gpus and --cluster, and simulates by itself: leave out --nproc",
+        "--page is '/nowhere/x.html', and must be a file in a folder that exists",
+        "--gpus is '0', and must be a number above 0",
+        "--global-batch-tokens is '1.5', and must be a whole number",
+        "--minutes is 'soon', and must be a number above 0",
+        (
+            "--what-if has 'nics=800', and takes nic=GBIT_PER_S and memory=GB, such as "
+            "nic=800,memory=141"
+        ),
+    )
+
+
+def test_options_of_a_plan_belong_to_nothing_else():
+    with pytest.raises(UsageError, match="--gpus, --minutes belongs to gt-train plan"):
+        parse_command_line(["--gpus", "8", "--minutes", "1"])
+
+
+def test_flags_that_recipes_set_are_told_from_others():
+    typed = ("--training.seq_len", "4096", "--compile.ep_overlap.no_enabled")
+    typed += ("--parallelism.tensor_parallel_degree=4", "--debug.seed", "7")
+    assert split_overrides(typed) == (
+        ("--compile.ep_overlap.no_enabled", "--parallelism.tensor_parallel_degree=4"),
+        ("--training.seq_len", "4096", "--debug.seed", "7"),
+    )

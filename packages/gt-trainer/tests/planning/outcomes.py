@@ -1,0 +1,60 @@
+"""Outcomes and reports made by hand."""
+
+from gt_trainer.planning.cluster import load_cluster
+from gt_trainer.planning.plan_answer import PlanAnswer
+from gt_trainer.planning.planner import SearchedPlan
+from gt_trainer.planning.recipe_outcome import RecipeOutcome
+from gt_trainer.planning.run_recipe import RunRecipe
+
+GIB = 2**30
+
+
+def outcome(dp_shard=8, *, ms=1000.0, gib=40, moved=None, **changed) -> RecipeOutcome:
+    """Of a recipe that is told apart by its degree."""
+    recipe = RunRecipe(
+        dp_shard=dp_shard,
+        dp_replicate=8 // dp_shard,
+        microbatch=1,
+        global_batch=8,
+        memory_policy="selective",
+    )
+    values = {
+        "recipe": recipe,
+        "step_us": ms * 1000,
+        "tokens_per_second_per_gpu": 8e6 / ms,
+        "mfu": 0.4,
+        "computing_us": ms * 800,
+        "exposed_us": {"FSDP unshard": ms * 150},
+        "bubble": 0.0,
+        "optimizer_us": ms * 50,
+        "memory": {"optimizer state": gib * GIB},
+        "peak_bytes": gib * GIB,
+        "capacity_bytes": 74 * GIB,
+        "moved": moved or {"network -30%": ms * 1100},
+    }
+    return RecipeOutcome(**(values | changed))
+
+
+def report(*outcomes, num_left=0, machines=1, refusals=()) -> PlanAnswer:
+    """Of a plan that simulated these; each has the outcomes on all machines."""
+    cluster = load_cluster("h100_sxm")
+    relaxed = cluster.with_relaxed({"nic": 800}).hardware
+    return PlanAnswer(
+        model="llama3 8B",
+        cluster=cluster,
+        num_gpus=8,
+        global_batch_tokens=65_536,
+        plan=SearchedPlan(
+            machines=(cluster.hardware, relaxed)[:machines],
+            outcomes=tuple(outcomes),
+            num_candidates=100,
+            num_without_memory=20,
+            num_cut=90,
+            num_left=num_left,
+            refusals=refusals,
+            failures=(),
+            seconds=12.0,
+        ),
+        model_flags="--module llama3 --config llama3_8b",
+        further=("--training.seq_len", "8192"),
+    )

@@ -1,0 +1,88 @@
+"""The answer in words."""
+
+import re
+
+from planning.outcomes import outcome, report
+
+from gt_trainer.planning.plan_answer import binding, ranking_changes, why_slower
+
+
+def test_the_answer_ranks_what_fits_and_says_what_binds():
+    too_large = outcome(8, ms=700.0, gib=90)
+    text = str(report((outcome(4),), (outcome(2, ms=1250.0),), (too_large,)))
+    rows = [line for line in text.splitlines() if re.match(r" +\d\.\d\ds ", line)]
+    assert [row.split("GiB")[0].split() for row in rows] == [
+        ["1.00s", "8,000", "40.0%", "40.0"],
+        ["1.25s", "6,400", "40.0%", "40.0"],
+    ]
+    assert (
+        "  candidates       100: 90 bounded away (20 of them by memory), 3 simulated, 0 refused by "
+        "the rules of a run, 0 failed, 0 left; 12 s"
+    ) in text
+    assert (
+        "  binds            80% of the step computes; most of the rest: 15.0% FSDP unshard" in text
+    )
+    assert (
+        "  memory binds     dp_shard 8 | 1 x 1 seq selective would take -30.0% and needs 90.0 GiB "
+        "of 74.0"
+    ) in text
+    assert "  second           250.0 ms behind, 200.0 ms of computing more: " in text
+    assert "time was up" not in text
+
+
+def test_the_answer_ends_with_command_lines():
+    *_, command, dry_run = str(report((outcome(8),))).splitlines()
+    assert command.strip().startswith(
+        "gt-train --module llama3 --config llama3_8b --training.seq_len 8192 --parallelism."
+    )
+    assert dry_run == f"{command} --dry-run --world-size 8"
+
+
+def test_a_search_that_stopped_says_that_something_may_be_faster():
+    text = str(report((outcome(8),), num_left=7, refusals=(("--a 1: allowed is 2", 3),)))
+    assert "  time was up      one of those left may be faster: give more --minutes" in text
+    assert "  refused          3 with --a 1: allowed is 2" in text
+
+
+def test_nothing_that_fits_is_told_with_the_least_that_was_simulated():
+    text = str(report((outcome(8, gib=90),), (outcome(4, gib=80),)))
+    assert (
+        "  nothing fits     the least that was simulated needs 80.0 GiB of 74.0: dp_replicate 2 x "
+        "dp_shard 4 | 1 x 1 seq selective"
+    ) in text
+
+
+def test_a_relaxed_machine_is_compared_with_the_best_on_the_one_that_is_there():
+    now, then = outcome(8), outcome(8, ms=900.0)
+    faster_then = outcome(4, ms=800.0)
+    text = str(report((now, then), (outcome(4, ms=1100.0), faster_then), machines=2))
+    assert (
+        "  what if          H100 SXM (nic 800): 800.0 ms, -20.0%, with dp_replicate 2 x dp_shard 4"
+    ) in text
+
+
+def test_the_ranking_survives_or_it_is_said_what_changes_it():
+    steady = [outcome(8), outcome(4, ms=1250.0)]
+    assert ranking_changes(steady) == []
+    shaky = [outcome(8, moved={"network -30%": 2e6}), outcome(4, ms=1250.0)]
+    ((moved, winner, gain),) = ranking_changes(shaky)
+    assert (moved, winner) == ("network -30%", shaky[1])
+    assert gain == 2e6 / 1.375e6 - 1
+    assert "  sensitivity      the first stays first with ±30%" in str(
+        report(*[(o,) for o in steady])
+    )
+    assert "  sensitivity      network -30%: dp_replicate 2" in str(report(*[(o,) for o in shaky]))
+
+
+def test_a_bubble_can_bind_and_be_why_another_is_slower():
+    best, other = outcome(8), outcome(4, ms=1200.0, bubble=0.3, computing_us=800e3)
+    assert binding(other).endswith("30.0% bubble")
+    assert why_slower(best, other).startswith("200.0 ms behind, 360.0 ms of bubble more")
+
+
+def test_programs_read_the_same_as_data():
+    data = report((outcome(8, gib=90),), (outcome(4),)).as_data()
+    (recipe,) = data["recipes"]
+    assert data["num_simulated"] == 2
+    assert recipe["command"].startswith("gt-train --module llama3")
+    assert recipe["step_us"] == 1e6

@@ -1,0 +1,72 @@
+"""The page: complete, without a network, and with the answers in it."""
+
+from html.parser import HTMLParser
+
+from planning.outcomes import outcome, report
+
+from gt_trainer.planning.plan_page import pareto_front, plan_page
+
+_VOID = {"meta", "br", "line", "circle", "polyline"}
+
+
+class _Balanced(HTMLParser):
+    def __init__(self):
+        super().__init__()
+        self.open, self.problems, self.tags = [], [], []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag not in _VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        if tag in _VOID:
+            return
+        if not self.open or self.open.pop() != tag:
+            self.problems.append(tag)
+
+
+def _page():
+    outcomes = [(outcome(8),), (outcome(4, ms=1250.0, gib=30),), (outcome(2, ms=800.0, gib=90),)]
+    return plan_page(report(*outcomes), beside=[("a trace", "plan.trace.json")])
+
+
+def test_the_page_is_well_formed_and_asks_for_nothing():
+    page = _page()
+    parsed = _Balanced()
+    parsed.feed(page)
+    assert parsed.problems == []
+    assert parsed.open == []
+    assert "http" not in page
+    asked = [attrs for _, attrs in parsed.tags if "src" in attrs or attrs.get("rel")]
+    assert asked == []
+    assert not any(tag in ("script", "link", "iframe") for tag, _ in parsed.tags)
+
+
+def test_the_page_fits_a_phone_and_a_dark_room():
+    page = _page()
+    assert '<meta name="viewport" content="width=device-width, initial-scale=1"/>' in page
+    assert "prefers-color-scheme: dark" in page
+
+
+def test_the_page_says_what_fits_what_is_fastest_and_what_limits_it():
+    page = _page()
+    assert "<strong>Fastest:</strong> dp_shard 8 | 1 x 1 seq selective: 1.00 s a step" in page
+    assert "<strong>What limits it:</strong> 80% of the step computes" in page
+    assert page.count('class="fits"') == 1
+    assert page.count('class="best"') == 1
+    assert page.count('class="over"') == 1
+    assert 'href="plan.trace.json"' in page
+
+
+def test_a_plan_without_a_recipe_that_fits_has_a_page_too():
+    assert "Nothing that was simulated fits." in plan_page(report((outcome(8, gib=90),)))
+
+
+def test_the_front_has_what_nothing_beats_in_both():
+    small, fast = outcome(8, gib=30, ms=1200.0), outcome(4, gib=60, ms=900.0)
+    worse = outcome(2, gib=61, ms=950.0)
+    assert pareto_front([worse, fast, small]) == [small, fast]

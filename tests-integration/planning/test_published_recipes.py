@@ -1,0 +1,81 @@
+"""Published recipes are candidates of a plan, and no bound is above what was measured."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+
+from gt_passes import simulation
+from gt_trainer.command_line.overrides import apply_overrides
+from gt_trainer.device import intended_for
+from gt_trainer.models.adapt import with_positions
+from gt_trainer.models.published_runs import PUBLISHED_RUNS, PublishedRun
+from gt_trainer.planning.candidates import PlanRequest, candidates
+from gt_trainer.planning.counted_model import counted_model
+from gt_trainer.planning.pipeline_layouts import PipelineLayouts
+from gt_trainer.planning.run_recipe import RunRecipe
+from gt_trainer.planning.step_bounds import step_bound
+from gt_trainer.preflight.preflight import topology_of
+from gt_trainer.trainer import GraphTrainer
+
+# One of each kind: the others differ in what no bound knows.
+_RUNS = (
+    "llama3_8b_8_fsdp",
+    "llama3_8b_128_fsdp_compiled_float8",
+    "llama3_8b_64k",
+    "llama3_70b_fsdp_tp",
+    "llama3_405b_1f1b",
+    "llama3_405b_interleaved",
+)
+
+
+def configuration(run: PublishedRun) -> GraphTrainer.Config:
+    with intended_for("cuda"):
+        module = importlib.import_module(f"gt_trainer.models.{run.module}")
+        config = getattr(module, run.config)()
+        if run.positions is not None:
+            config = with_positions(config, run.positions)
+        return apply_overrides(config, run.flags)
+
+
+def recipe_of(config: GraphTrainer.Config, world_size: int) -> RunRecipe:
+    mesh = topology_of(config, world_size)
+    is_pipelined = mesh.pp > 1
+    return RunRecipe(
+        dp_replicate=mesh.dp_replicate,
+        dp_shard=mesh.dp_shard,
+        cp=mesh.cp,
+        tp=mesh.tp,
+        ep=mesh.ep,
+        pp=mesh.pp,
+        schedule=config.parallelism.pipeline_parallel_schedule if is_pipelined else None,
+        microbatch=mesh.microbatch_size if is_pipelined else mesh.batch_size,
+        global_batch=mesh.batch_size * mesh.dp_replicate * mesh.dp_shard,
+        memory_policy=config.compile.memory_policy,
+        linears=config.quantization.linears,
+    )
+
+
+@pytest.mark.parametrize("name", _RUNS)
+def test_a_published_recipe_is_a_candidate_whose_bounds_are_below_what_was_measured(
+    name: str,
+) -> None:
+    run = PUBLISHED_RUNS[name]
+    config = configuration(run)
+    recipe = recipe_of(config, run.world_size)
+    model = counted_model(config)
+    request = PlanRequest(
+        num_gpus=run.world_size,
+        global_batch=recipe.global_batch,
+        gpus_per_node=8,
+        linears=(recipe.linears,),
+        fixed={},
+    )
+    assert recipe in set(candidates(request, model))
+    hardware = getattr(simulation, run.hardware)()
+    bound = step_bound(recipe, model, PipelineLayouts(model).of(recipe), hardware)
+    assert bound.peak_bytes < hardware.hbm_capacity_bytes
+    tokens = recipe.global_batch * model.seq_len
+    measured_us = 1e6 * tokens / run.tokens_per_second_per_gpu / run.world_size
+    assert 0.4 * measured_us < bound.step_us < measured_us
