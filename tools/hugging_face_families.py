@@ -117,7 +117,8 @@ def small_model(family: str) -> nn.Module:
     """A model with random weights, as it is trained."""
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(family, **{**_SMALL, **FAMILIES[family]})
-    model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
+    made = transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]  # transformers leaves it unannotated
+    model: nn.Module = made
     return model.train()
 
 

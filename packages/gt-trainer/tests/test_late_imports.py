@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
 
-from gt_trainer.late_imports import compiling_nothing, imported_when_used
+from gt_trainer.late_imports import compiling_nothing, imported_when_used, left_out
+from gt_trainer.models.llama3 import llama3_debugmodel
 
 PACKAGE = """
 class Box:
@@ -24,7 +28,7 @@ class Box:
 
 
 @pytest.fixture
-def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A package of two modules, and a user of both."""
     folder = tmp_path / "boxes_to_import"
     folder.mkdir()
@@ -79,6 +83,18 @@ def test_functions_are_compiled_again_afterwards(monkeypatch: pytest.MonkeyPatch
         assert torch.compile(doubled, backend="eager") is doubled
     assert os.environ["TORCHDYNAMO_DISABLE"] == "0"
     assert torch.compile(doubled, backend="eager") is not doubled
+
+
+def test_what_a_run_will_use_is_known_before_ranks_are_forked():
+    config = llama3_debugmodel()
+    assert left_out(config) == []
+    config.compile = replace(config.compile, inductor_compilation="regional")
+    assert left_out(config) == ["torch._inductor.compile_fx"]
+    config.validator.dataloader = HuggingFaceTextDataLoader.Config()
+    config.validator.enable = False
+    assert left_out(config) == ["torch._inductor.compile_fx"]
+    config.validator.enable = True
+    assert left_out(config) == ["torch._inductor.compile_fx", "datasets"]
 
 
 START = """

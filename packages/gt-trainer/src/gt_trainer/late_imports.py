@@ -24,6 +24,7 @@ from types import ModuleType
 from typing import Any
 
 _NO_COMPILATION = "TORCHDYNAMO_DISABLE"
+_DATA_SETS = "torchtitan.hf_datasets."
 
 
 @contextmanager
@@ -61,6 +62,24 @@ def compiling_nothing() -> Iterator[None]:
         del os.environ[_NO_COMPILATION]
         if before is not None:
             os.environ[_NO_COMPILATION] = before
+
+
+def left_out(config: Any) -> list[str]:
+    """Modules that were left out and that a run of this configuration will use.
+
+    A launcher imports them before it forks: each rank would else import them for itself.
+
+    Args:
+        config: torchtitan's, with this project's ``compile`` options.
+    """
+    loaders = [config.dataloader]
+    if config.validator.enable:
+        loaders.append(config.validator.dataloader)
+    bases = {base.__module__ for loader in loaders for base in type(loader).__mro__}
+    used = ["torch._inductor.compile_fx"] if config.compile.inductor_compilation != "none" else []
+    if any(module.startswith(_DATA_SETS) for module in bases):
+        used.append("datasets")
+    return used
 
 
 class _LateFinder(MetaPathFinder, Loader):

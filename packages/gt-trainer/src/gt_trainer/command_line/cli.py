@@ -35,6 +35,7 @@ from gt_trainer.command_line.command_line import (
 from gt_trainer.command_line.early_refusal import refuse_early
 from gt_trainer.command_line.known_flags import full_help, help_text
 from gt_trainer.command_line.near_matches import did_you_mean
+from gt_trainer.late_imports import compiling_nothing, imported_when_used, left_out
 from gt_trainer.launcher import (
     ForkUnsafeError,
     Rendezvous,
@@ -195,6 +196,9 @@ def _run(command: CommandLine, rendezvous: Rendezvous | None, started: float) ->
     if rendezvous is None and (use := use_of(Path(config.dump_folder))) is not None:
         raise UsageError(f"{use}; wait for it, or choose another --dump_folder")
     restarts = _restarts(command.restarts, config) if command.restarts else None
+    with _without_garbage_collection():
+        for name in left_out(config):
+            importlib.import_module(name)
     status = launch(
         partial(run.train, config, hardware=hardware),
         num_ranks=num_ranks,
@@ -233,7 +237,6 @@ def _without_garbage_collection() -> Iterator[None]:
 def _load_configuration(command: CommandLine) -> GraphTrainer.Config:
     """Import the module and call the function; this is where the heavy imports happen."""
     from gt_trainer.device import DeviceUnavailableError, install, intended_device_type
-    from gt_trainer.late_imports import compiling_nothing, imported_when_used
 
     try:
         installed = install()
