@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,7 +31,15 @@ def counted_model(config: GraphTrainer.Config) -> ModelCounts:
     spec = config.model_spec
     if spec is None or not isinstance(spec.model, Decoder.Config):
         raise TypeError("a plan is made of torchtitan's decoders, and this configuration has none")
-    spec.model.update_from_config(config=config)
+    # The whole model, whatever degrees were asked for: whether it can have them is asked later.
+    alone = replace(
+        config.parallelism,
+        tensor_parallel_degree=1,
+        context_parallel_degree=1,
+        expert_parallel_degree=1,
+        pipeline_parallel_degree=1,
+    )
+    spec.model.update_from_config(config=replace(config, parallelism=alone))
     dtype = TORCH_DTYPE_MAP[config.training.dtype]
     with torch.device("meta"), titan_utils.set_default_dtype(dtype):
         model: Any = spec.model.build()

@@ -1,0 +1,38 @@
+"""What is counted of debug models."""
+
+import torch
+
+from gt_trainer.device import intended_for
+from gt_trainer.models.deepseek_v3 import deepseek_v3_debugmodel
+from gt_trainer.models.llama3 import llama3_debugmodel
+from gt_trainer.planning.counted_model import counted_model
+
+
+def test_every_parameter_is_counted_once():
+    with intended_for("cuda"):
+        for make in (llama3_debugmodel, deepseek_v3_debugmodel):
+            config = make()
+            counted = counted_model(config)
+            with torch.device("meta"):
+                model = config.model_spec.model.build()
+            assert counted.num_parameters == sum(p.numel() for p in model.parameters())
+            assert counted.output_products == model.lm_head.weight.numel()
+
+
+def test_layers_have_what_their_configuration_says():
+    with intended_for("cuda"):
+        dense = counted_model(llama3_debugmodel())
+        sparse = counted_model(deepseek_v3_debugmodel())
+    assert (len(dense.layers), dense.dim, dense.num_experts) == (6, 256, None)
+    assert dense.layers[0].expert_parameters == 0
+    assert dense.layers[0].repeated_dense < dense.layers[0].dense_products
+    of_experts = sparse.layers[-1]
+    assert (sparse.num_experts, of_experts.sent_copies) == (8, 3.0)
+    assert of_experts.expert_products == of_experts.expert_parameters * 3 / 8
+
+
+def test_degrees_that_a_model_cannot_have_do_not_matter():
+    with intended_for("cuda"):
+        config = llama3_debugmodel()
+        config.parallelism.tensor_parallel_degree = 3
+        assert counted_model(config).num_parameters > 0
