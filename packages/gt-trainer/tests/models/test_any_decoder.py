@@ -16,6 +16,7 @@ from gt_trainer.data.text_dataloader import StdlibTextDataLoader
 from gt_trainer.decoder.attention import DocumentCausalSDPA
 from gt_trainer.device import intended_for
 from gt_trainer.models.any_decoder import UnadaptableError, adapt_any
+from gt_trainer.trainer import GraphTrainer
 
 
 def refusal(published):
@@ -67,6 +68,25 @@ def test_somebodys_trainer_is_not_left_out_in_silence():
         "its trainer Restrained would not run: let it derive from gt_trainer.trainer.GraphTrainer in "
         "place of torchtitan's Trainer"
     )
+
+
+def test_rules_of_the_published_configuration_are_kept():
+    @dataclasses.dataclass(kw_only=True, slots=True)
+    class Strict(Trainer.Config):
+        def __post_init__(self):
+            if self.parallelism.tensor_parallel_degree > 1:
+                raise ValueError("its optimizer knows no tensor parallelism")
+
+    published = gpt_oss.gpt_oss_20b()
+    values = {each.name: getattr(published, each.name) for each in dataclasses.fields(published)}
+    adapted = adapt_any(Strict(**values))
+    assert isinstance(adapted, GraphTrainer.Config)
+    sharded = dataclasses.replace(adapted.parallelism, data_parallel_shard_degree=8)
+    dataclasses.replace(adapted, parallelism=sharded)
+    with pytest.raises(ValueError, match="its optimizer knows no tensor parallelism"):
+        dataclasses.replace(
+            adapted, parallelism=dataclasses.replace(sharded, tensor_parallel_degree=2)
+        )
 
 
 def with_images(*, may_be_none):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -61,12 +62,31 @@ def adapt_any(published: Trainer.Config) -> GraphTrainer.Config:
     if intended_device_type() != "cpu":
         _attend_with_flex_attention(model, adapted.model_spec.name)
     if published.hf_assets_path != _TEST_ASSETS:
-        return adapt_published(adapted)
+        return _keeping_rules(adapt_published(adapted), type(published))
     return adapt_debug(
         dataclasses.replace(adapted, tokenizer=HuggingFaceTokenizer.Config()),
         learning_rate=_learning_rate(published),
         batch_size=_DEBUG_BATCH_SIZE,
     )
+
+
+def _keeping_rules(config: GraphTrainer.Config, kind: type[Trainer.Config]) -> GraphTrainer.Config:
+    """The same configuration, judged by what the published class asks of it too, as it changes."""
+    if kind is Trainer.Config:
+        return config
+    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    return _with_rules(kind)(**values)  # type: ignore[arg-type]  # mypy asks its instances for a hash
+
+
+@functools.cache
+def _with_rules(kind: type[Trainer.Config]) -> type[GraphTrainer.Config]:
+    def judge(self: Any) -> None:
+        GraphTrainer.Config.__post_init__(self)
+        kind.__post_init__(self)
+
+    base = GraphTrainer.Config
+    names = {"__slots__": (), "__module__": base.__module__, "__qualname__": base.__qualname__}
+    return type(base.__name__, (base,), {**names, "__post_init__": judge})
 
 
 def _obstacles(published: Trainer.Config) -> Iterator[str]:
