@@ -9,6 +9,7 @@ from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.models.common.attention import FlexAttention, VarlenAttention
 from torchtitan.models.gpt_oss import config_registry as gpt_oss
 from torchtitan.models.muse_glimmer import config_registry as muse_glimmer
+from torchtitan.trainer import Trainer
 
 from gt_trainer.data.shipped_tokenizer import shipped_tokenizer_path
 from gt_trainer.data.text_dataloader import StdlibTextDataLoader
@@ -49,6 +50,23 @@ def test_offsets_of_documents_become_masks_on_gpus(caplog):
     model = adapted.model_spec.model
     assert not list(model.traverse(VarlenAttention.Config))
     assert len(list(model.traverse(FlexAttention.Config))) == len(model.layers)
+
+
+class Restrained(Trainer):
+    """A trainer of somebody's, which configures nothing of its own."""
+
+    @dataclasses.dataclass(kw_only=True, slots=True)
+    class Config(Trainer.Config):
+        pass
+
+
+def test_somebodys_trainer_is_not_left_out_in_silence():
+    published = gpt_oss.gpt_oss_debugmodel()
+    fields = {each.name: getattr(published, each.name) for each in dataclasses.fields(published)}
+    assert refusal(Restrained.Config(**fields)) == (
+        "its trainer Restrained would not run: let it derive from gt_trainer.trainer.GraphTrainer in "
+        "place of torchtitan's Trainer"
+    )
 
 
 def with_images(*, may_be_none):

@@ -79,8 +79,8 @@ def _obstacles(published: Trainer.Config) -> Iterator[str]:
         )
     elif published._owner is not Trainer:
         yield (
-            f"it is of the trainer {_owner_name(published)}, which would not run: let it derive "
-            "from gt_trainer.trainer.GraphTrainer in place of torchtitan's Trainer"
+            f"its trainer {_owner_name(published)} would not run: let it derive from "
+            "gt_trainer.trainer.GraphTrainer in place of torchtitan's Trainer"
         )
     model = published.model_spec.model if published.model_spec is not None else None
     if not isinstance(model, Decoder.Config):
