@@ -15,6 +15,7 @@ from torchtitan.config import ParallelismConfig
 
 from gt_config import CompileConfig
 from gt_trainer import run
+from gt_trainer.dry_run import dry_run
 from gt_trainer.metrics.metrics_history import MetricsFileError
 from gt_trainer.models import llama3
 
@@ -137,7 +138,7 @@ class TestSearchForAPlan:
         config.dump_folder = str(folder)
         config.compile = replace(config.compile, autoparallel=True)
         config.comm.init_timeout_seconds = 1
-        monkeypatch.setattr(run, "plan_before_training", search)
+        monkeypatch.setattr(dry_run, "plan_before_training", search)
         return run._with_plan(config, None).compile.autoparallel_solver.plan
 
     def test_the_best_plan_yet_is_taken_and_that_is_said(self, tmp_path, monkeypatch, caplog):
