@@ -272,7 +272,7 @@ def _captured(
         fake_step(config, world_size) as step,
         flex_attention_on_cpu(),
     ):
-        if judging.judgement is None or trace_path is not None:
+        if not best or trace_path is not None:
             best[:] = [_report(config, step, hardware=hardware, trace_path=trace_path)]
     return replace(best[0], judgement=judging.judgement)
 
