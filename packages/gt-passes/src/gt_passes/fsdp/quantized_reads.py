@@ -142,8 +142,11 @@ def _is_view_of_all(node: Node, source: Node) -> bool:
     value, given = value_of(node), value_of(source)
     if not isinstance(value, torch.Tensor) or not isinstance(given, torch.Tensor):
         return False
-    same = value.dtype == given.dtype and value.numel() == given.numel()
-    return same and is_only_a_view(node) and node.all_input_nodes == [source]
+    if not is_only_a_view(node) or node.all_input_nodes != [source]:
+        return False
+    # Two sizes that data decide cannot be compared, and are no weight's.
+    sizes = (value.numel(), given.numel())
+    return value.dtype == given.dtype and {*map(type, sizes)} == {int} and sizes[0] == sizes[1]
 
 
 def _cast_to_float8(source: Node, reader: Node) -> tuple[Node, ...]:
