@@ -100,10 +100,10 @@ def test_what_a_run_will_use_is_known_before_ranks_are_forked():
 START = """
 import json, sys
 from pathlib import Path
-from gt_trainer.command_line.cli import _load_configuration
+from gt_trainer.command_line.load_configuration import load_configuration
 from gt_trainer.command_line.command_line import parse_command_line
 
-_load_configuration(parse_command_line(["--config", "llama3_debugmodel"]))
+load_configuration(parse_command_line(["--config", "llama3_debugmodel"]))
 unused = ("pandas", "pyarrow", "torch._inductor.compile_fx", "gt_autoparallel")
 assert not [name for name in unused if name in sys.modules], sorted(sys.modules)
 

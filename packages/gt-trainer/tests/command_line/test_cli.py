@@ -20,6 +20,7 @@ from gt_config import CompileConfig, ConfigError, Violation
 from gt_trainer.command_line import cli
 from gt_trainer.command_line.command_line import usage
 from gt_trainer.command_line.interruption import ending_at_once
+from gt_trainer.command_line.load_configuration import _with_own_folder
 from gt_trainer.models.catalog import CATALOG
 from gt_trainer.models.torchtitan_modules import torchtitan_modules
 from gt_trainer.quantization.quantization_options import QuantizationConfig
@@ -199,7 +200,7 @@ def test_imports_are_done_without_collecting_garbage_and_stay_exempt_from_it():
     [("./outputs", "outputs/tiny"), ("runs", "runs")],
 )
 def test_a_configuration_has_a_dump_folder_of_its_own_unless_it_chose_one(chosen, own):
-    config = cli._with_own_folder(GraphTrainer.Config(dump_folder=chosen), "tiny")
+    config = _with_own_folder(GraphTrainer.Config(dump_folder=chosen), "tiny")
     assert config.dump_folder == own
 
 
@@ -213,10 +214,12 @@ def no_models(monkeypatch):
         parallelism=ParallelismConfig(),
         compile=CompileConfig(),
         model_spec=None,
+        dataloader=None,
+        validator=SimpleNamespace(enable=False),
         quantization=QuantizationConfig(),
     )
     checks = []
-    monkeypatch.setattr(cli, "_load_configuration", lambda command: config)
+    monkeypatch.setattr(cli, "load_configuration", lambda command: config)
     monkeypatch.setattr(
         "gt_trainer.command_line.overrides.apply_overrides", lambda config, flags: config
     )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import dataclasses
 import gc
 import importlib
 import importlib.metadata
@@ -34,8 +33,8 @@ from gt_trainer.command_line.command_line import (
 )
 from gt_trainer.command_line.early_refusal import refuse_early
 from gt_trainer.command_line.known_flags import full_help, help_text
-from gt_trainer.command_line.near_matches import did_you_mean
-from gt_trainer.late_imports import compiling_nothing, imported_when_used, left_out
+from gt_trainer.command_line.load_configuration import load_configuration
+from gt_trainer.late_imports import left_out
 from gt_trainer.launcher import (
     ForkUnsafeError,
     Rendezvous,
@@ -46,15 +45,12 @@ from gt_trainer.launcher import (
     prepare_environment,
 )
 from gt_trainer.models.catalog import CATALOG, INTENDED_WORLD_SIZE
-from gt_trainer.models.torchtitan_modules import python_module
 from gt_trainer.report.dump_folder import ReportError, read_run
 from gt_trainer.report.page import report_page
 from gt_trainer.run_files import REPORT_FILE
 from gt_trainer.startup import PROCESS_START_VARIABLE
 
 if TYPE_CHECKING:
-    from torchtitan.trainer import Trainer
-
     from gt_passes.simulation import Hardware
     from gt_trainer.trainer import GraphTrainer
 
@@ -158,7 +154,7 @@ def _run(command: CommandLine, rendezvous: Rendezvous | None, started: float) ->
         # A dry run is of the GPUs that the job is meant for, on whatever machine.
         dry = command.action in ("dry-run", "plan")
         with device.intended_for("cuda") if dry else contextlib.nullcontext():
-            config = _load_configuration(command)
+            config = load_configuration(command)
         from gt_trainer import run
         from gt_trainer.command_line import overrides
         from gt_trainer.command_line.what_is_left import left_by_ended, results_of
@@ -232,94 +228,6 @@ def _without_garbage_collection() -> Iterator[None]:
         atexit.register(gc.unfreeze)  # or native modules report all their objects as leaked
         if was_enabled:
             gc.enable()
-
-
-def _load_configuration(command: CommandLine) -> GraphTrainer.Config:
-    """Import the module and call the function; this is where the heavy imports happen."""
-    from gt_trainer.device import DeviceUnavailableError, install, intended_device_type
-
-    try:
-        installed = install()
-    except DeviceUnavailableError as error:
-        raise UsageError(str(error)) from None
-    if installed == "cpu":
-        # PyTorch asks for GPUs at each fake operator, and looks for the driver each time.
-        os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
-    # On a CPU models attend otherwise, and nothing calls the functions that torchtitan compiles.
-    attends_otherwise = intended_device_type() == "cpu"
-    with (
-        imported_when_used("datasets"),
-        compiling_nothing() if attends_otherwise else contextlib.nullcontext(),
-    ):
-        from torchtitan.trainer import Trainer
-
-        from gt_trainer.metrics.log_lines import start_logging
-        from gt_trainer.trainer import GraphTrainer
-
-    start_logging()
-    name = python_module(command.module)
-    try:
-        module = importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if command.module in CATALOG or error.name is None:
-            raise
-        missing = f"there is no Python module {error.name!r}"
-        needs = f"it needs the Python module {error.name!r}, which is not there"
-        its_own = name == error.name or name.startswith(f"{error.name}.")
-        raise UsageError(f"--module {name}: {missing if its_own else needs}") from None
-    function = getattr(module, command.config, None)
-    if not callable(function):
-        functions = [
-            key
-            for key, value in vars(module).items()
-            if callable(value) and not isinstance(value, type) and not key.startswith("_")
-        ]
-        raise UsageError(
-            f"module {name!r} has no function {command.config!r}."
-            f"{did_you_mean(command.config, functions)}"
-        )
-    config = function()
-    if isinstance(config, Trainer.Config) and not isinstance(config, GraphTrainer.Config):
-        config = _adapted(config, f"{name}.{command.config}")
-    if not isinstance(config, GraphTrainer.Config):
-        raise UsageError(
-            f"{name}.{command.config} returned {config!r}, which is no configuration of a trainer"
-        )
-    from gt_trainer.models.adapt import adapt_published, is_as_published
-
-    if is_as_published(config):
-        config = adapt_published(config)
-    # What was assigned to it since it was made may be torchtitan's own: it is given our options.
-    config = dataclasses.replace(config)
-    if command.published is not None:
-        if command.published.positions is not None:
-            from gt_trainer.models.adapt import with_positions
-
-            config = with_positions(config, command.published.positions)
-        return _with_own_folder(config, command.published.name)
-    is_short = "." not in command.module
-    return _with_own_folder(config, command.config if is_short else f"{name}.{command.config}")
-
-
-def _adapted(config: Trainer.Config, name: str) -> GraphTrainer.Config:
-    """What somebody published for torchtitan's own trainer."""
-    from gt_trainer.models.any_decoder import UnadaptableError, adapt_any
-
-    try:
-        return adapt_any(config)
-    except UnadaptableError as error:
-        raise UsageError(f"{name} cannot be trained here: {error}") from None
-
-
-def _with_own_folder(config: GraphTrainer.Config, name: str) -> GraphTrainer.Config:
-    """Let a configuration that leaves torchtitan's dump folder as it is write into one of its own.
-
-    Else each would find the checkpoints of the one before it.
-    """
-    default = next(f.default for f in dataclasses.fields(config) if f.name == "dump_folder")
-    if config.dump_folder != default:
-        return config
-    return dataclasses.replace(config, dump_folder=str(Path(config.dump_folder, name)))
 
 
 def _restarts(at_most: int, config: GraphTrainer.Config) -> Restarts:
