@@ -111,6 +111,24 @@ def _change_keyword(graph: Graph, node: Node, draw: random.Random) -> str:
     return f"{name}: {kwargs.get(name, 'left out')} for {old}"
 
 
+def _change_text(graph: Graph, node: Node, draw: random.Random) -> str:
+    """Another group, or another reduction."""
+    indices = [index for index, each in enumerate(node.args) if isinstance(each, str)]
+    if not indices:
+        raise UnfitEditError("no text")
+    index = draw.choice(indices)
+    old = node.args[index]
+    texts = {
+        argument
+        for each in graph.nodes
+        for argument in each.args
+        if isinstance(argument, str) and argument != old
+    }
+    new = draw.choice(sorted({*texts, "sum", "avg", "max"} - {old}))
+    node.update_arg(index, new)
+    return f"argument {index}: {new} for {old}"
+
+
 def _call_another(graph: Graph, node: Node, draw: random.Random) -> str:
     fitting = [each for each in _EXCHANGED if node.target in each]
     if not fitting:
@@ -237,6 +255,7 @@ _EDITS: tuple[Callable[[Graph, Node, random.Random], str], ...] = (
     _change_number,
     _change_number,
     _change_keyword,
+    _change_text,
     _call_another,
     _leave_out,
     _move,

@@ -64,7 +64,8 @@ def _of_peers(x: torch.Tensor, group_name: Any, size: int) -> list[torch.Tensor]
     name = group_name if isinstance(group_name, str) else group_name.group_name
     if not x.is_floating_point():
         return [x] * size
-    of_group = zlib.crc32(name.encode()) % 5
+    # Of a million, so that groups by other names have other factors.
+    of_group = zlib.crc32(name.encode()) % 2**20 / 2**20
     return [x, *(x * (1 + (rank + of_group) / 8) for rank in range(1, size))]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,8 @@ from gt_passes import (
     default_recipe,
     known_passes,
     optimize,
+    optimize_step,
+    recipes,
 )
 from gt_trace import TracedStep, graph_text, trace_step
 
@@ -91,5 +95,26 @@ def test_a_value_that_no_run_can_have_is_refused_with_all_others():
 
 def test_what_needs_experts_is_not_judged_by_a_mesh_that_nobody_named():
     _, traced = captured()
-    report = optimize(traced, CompileConfig(fsdp_into_dense_regions=True, mode="none"))
+    report = optimize(traced, CompileConfig(fsdp_into_dense_regions=True))
     assert "schedule-fsdp-into-dense-regions" in [each.name for each in report.records]
+
+
+def test_options_that_would_do_nothing_are_refused_by_name():
+    _, traced = captured()
+    with pytest.raises(ConfigError) as error:
+        optimize(traced, CompileConfig(mode="aot_joint", debug_graph_passes=True))
+    assert str(error.value) == (
+        "the configuration has 2 problems:\n"
+        "  1. --compile.mode is 'aot_joint'\n"
+        "     allowed: its default 'aot_fx_trace': no pass on a captured step reads it\n"
+        "     fix: leave it out\n"
+        "  2. --compile.debug_graph_passes is True\n"
+        "     allowed: its default False: no pass on a captured step reads it\n"
+        "     fix: leave it out"
+    )
+
+
+def test_every_option_is_read_by_the_recipe_or_refused():
+    read = inspect.getsource(recipes) + inspect.getsource(optimize_step.optimize)
+    for field in dataclasses.fields(CompileConfig):
+        assert (f"options.{field.name}" in read) or field.name in optimize_step._OF_NO_CAPTURED_STEP

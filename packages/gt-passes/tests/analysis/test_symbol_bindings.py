@@ -35,3 +35,6 @@ def test_copies_find_out_sizes_of_their_own_whatever_their_input_has_given_befor
     (symbol,) = symbols_of(scalar.meta["val"])
     assert symbol not in taken
     assert set(symbols_bound_by(scalar)) == {symbol}
+    with fake_mode:
+        later = evaluate(scalar)
+    assert symbols_of(later).isdisjoint({symbol, *taken})

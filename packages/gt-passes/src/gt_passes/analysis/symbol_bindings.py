@@ -58,10 +58,12 @@ def renew_symbols(nodes: Iterable[Node], taken: Set[Any], fake_mode: FakeTensorM
         taken: the symbols that are another's; fake values that mention one are made anew.
         fake_mode: that of the values.
     """
-    # Fake tensors know which symbol they gave, until the next epoch.
+    # Fake tensors know which symbol they gave, until the next epoch: the copies must not be told
+    # those of the others, nor whoever comes after them those of the copies.
     fake_mode.epoch += 1
     with quiet_fake_execution(fake_mode, learns_sizes=True):
         for node in nodes:
             if not taken.isdisjoint(symbols_of(value_of(node))):
                 node.meta["val"] = evaluate(node)
                 bind_symbols_anew(node)
+    fake_mode.epoch += 1
