@@ -69,6 +69,15 @@ from torch.fx.experimental.symbolic_shapes import (
 # What make_fx writes to ``meta["tensor_meta"]``.
 from torch.fx.passes.shape_prop import TensorMetadata
 
+# The hooks that run in the calls of all modules. Functions that register them are public; none
+# tells which there are.
+from torch.nn.modules.module import (
+    _global_backward_hooks,
+    _global_backward_pre_hooks,
+    _global_forward_hooks,
+    _global_forward_pre_hooks,
+)
+
 # The tree functions of torch itself: the same registrations as every other torch tracer.
 from torch.utils import _pytree as pytree
 
@@ -85,6 +94,14 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
     from torch.fx import Graph, GraphModule, Node
+
+GLOBAL_HOOKS: dict[str, Mapping[int, Any]] = {
+    "forward pre-hooks": _global_forward_pre_hooks,
+    "forward hooks": _global_forward_hooks,
+    "backward pre-hooks": _global_backward_pre_hooks,
+    "backward hooks": _global_backward_hooks,
+}
+"""PyTorch's own tables of the hooks that run in the calls of all modules, by kinds of hooks."""
 
 DATA_DEPENDENT = (
     DataDependentOutputException,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as all_modules
+from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.hooks import RemovableHandle
 
 from gt_trace import CaptureError, StateMismatchError, TracedStep, trace_step
 from gt_trace.joint import export_joint_graph
@@ -84,6 +87,7 @@ def test_what_the_graph_would_ignore_is_refused_before_and_after_binding(
 ):
     module = model()
     bound = step.bind(module)
+    bound(torch.ones(2, 4))
     change(module)
     with pytest.raises(StateMismatchError, match=message):
         bound(torch.ones(2, 4))
@@ -231,8 +235,133 @@ def test_hooks_that_every_call_installs_are_refused():
         captured(_HooksItself(each_time=True))
     assert str(refused.value) == (
         "the step installs other hooks each time that it runs, and a graph has those of its "
-        "capture:\n  module first has 2 hooks, and had 1"
+        "capture; let it install each once:\n  module first has 2 hooks, and had 1"
     )
+
+
+class _ReplacesHooks(nn.Module):
+    """Doubles what its layer returns, by hooks that each call registers anew."""
+
+    def __init__(self, num_hooks: int = 1) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+        self.num_hooks = num_hooks
+        self.handles: list[RemovableHandle] = []
+
+    def double(self, _module: nn.Module, _args: Any, output: Tensor) -> Tensor:
+        return output * 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        while self.handles:
+            self.handles.pop().remove()
+        for _ in range(self.num_hooks):
+            self.handles.append(self.layer.register_forward_hook(self.double))
+        return self.layer(x)
+
+
+REPLACED = [
+    (1, "a hook of module layer was replaced by another"),
+    (2, "2 hooks of module layer were replaced by others"),
+]
+
+
+@pytest.mark.parametrize(("num_hooks", "message"), REPLACED)
+def test_hooks_that_every_call_replaces_are_refused_each_time(num_hooks: int, message: str):
+    module = _ReplacesHooks(num_hooks)
+    for _ in range(4):  # a new bound method has the address of the last but one
+        with pytest.raises(CaptureError) as refused:
+            captured(module)
+        assert str(refused.value).splitlines()[1:] == [f"  {message}"]
+
+
+@pytest.fixture
+def handles() -> Iterator[list[RemovableHandle]]:
+    """Handles of hooks that are removed when the test is over."""
+    held: list[RemovableHandle] = []
+    yield held
+    for handle in held:
+        handle.remove()
+
+
+def _does_nothing(*_: Any) -> None:
+    pass
+
+
+GLOBAL_HOOKS = [
+    (all_modules.register_module_forward_pre_hook, "forward pre-hooks"),
+    (all_modules.register_module_forward_hook, "forward hooks"),
+    (all_modules.register_module_full_backward_pre_hook, "backward pre-hooks"),
+    (all_modules.register_module_full_backward_hook, "backward hooks"),
+]
+
+
+@pytest.mark.parametrize(("register", "kind"), GLOBAL_HOOKS)
+def test_global_hooks_are_refused_at_the_capture_and_at_every_run(
+    step: TracedStep,
+    handles: list[RemovableHandle],
+    register: Callable[..., RemovableHandle],
+    kind: str,
+):
+    module = model()
+    bound = step.bind(module)
+    bound(torch.ones(2, 4))
+    handles.append(register(_does_nothing))
+    problem = (
+        f"  {kind} of all modules: 1, which a replay would not run; remove them, or register them "
+        "on modules"
+    )
+    with pytest.raises(CaptureError) as at_capture:
+        captured(module)
+    assert str(at_capture.value) == f"a capture refuses global hooks:\n{problem}"
+    for refused in (lambda: bound(torch.ones(2, 4)), lambda: step.bind(module)):
+        with pytest.raises(StateMismatchError) as at_run:
+            refused()
+        assert str(at_run.value) == f"this is not as it was when it was captured:\n{problem}"
+    handles[0].remove()
+    bound(torch.ones(2, 4))
+
+
+@pytest.mark.parametrize("has_module", [True, False])
+def test_global_hooks_that_the_first_call_installs_are_refused(
+    handles: list[RemovableHandle], has_module: bool
+):
+    module = model()
+
+    def step(x: Tensor) -> Tensor:
+        if not handles:
+            handles.append(all_modules.register_module_forward_hook(_does_nothing))
+        return module(x).sum() if has_module else x.sum()
+
+    with pytest.raises(CaptureError, match=r"a capture refuses global hooks:\n  forward hooks of"):
+        trace_step(step, module=module if has_module else None)(torch.ones(2, 4))
+
+
+def test_a_step_may_have_global_hooks_that_it_removes():
+    def step(x: Tensor) -> Tensor:
+        with all_modules.register_module_forward_hook(lambda _module, _args, output: output * 2):
+            return nn.Identity()(x)
+
+    x = torch.rand(3)
+    assert torch.equal(trace_step(step)(x).bind()(x), 2 * x)
+
+
+def test_a_mode_of_torch_that_follows_calls_counts_captures_and_runs(step: TracedStep):
+    module = model()
+    bound = step.bind(module)
+    counts = []
+    for run in (lambda: module(torch.ones(2, 4)).sum().backward(), lambda: bound(torch.ones(2, 4))):
+        with FlopCounterMode(display=False) as counter:
+            run()
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1] > 0
+    with FlopCounterMode(display=False):
+        assert captured(module).mode == step.mode
+
+
+def test_a_joint_graph_with_global_hooks_is_refused(handles: list[RemovableHandle]):
+    handles.append(all_modules.register_module_forward_hook(_does_nothing))
+    with pytest.raises(CaptureError, match="a capture refuses global hooks"):
+        export_joint_graph(model(), (torch.ones(2, 4),))
 
 
 def test_a_joint_graph_has_hooks_that_the_first_call_installs():

@@ -64,3 +64,24 @@ def test_step_that_fixes_a_dynamic_dimension_is_refused() -> None:
 def test_preparer_inside_the_trace_becomes_part_of_the_graph() -> None:
     bound = trace_step(lambda x: x + 1, input_preparers=[Double(), Double()])(torch.ones(2)).bind()
     assert torch.equal(bound(torch.full((2,), 3.0)), torch.full((2,), 13.0))
+
+
+def test_inputs_are_prepared_again_when_a_step_that_installs_hooks_is_captured_again() -> None:
+    layer = torch.nn.Linear(3, 3)
+    handles: list[object] = []
+    prepared: list[torch.Tensor] = []
+
+    class Counts(InputPreparer):
+        def before_faking(self, inputs: TraceInputs) -> TraceInputs:
+            prepared.append(inputs.args[0])
+            return inputs
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        if not handles:
+            handles.append(layer.register_forward_hook(lambda *_: None))
+        return layer(x)
+
+    x = torch.rand(2, 3)
+    trace_step(step, module=layer, input_preparers=[Counts()])(x)
+    assert len(prepared) == 2
+    assert all(each is x for each in prepared)

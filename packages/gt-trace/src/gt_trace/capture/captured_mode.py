@@ -2,7 +2,8 @@
 
 Python read them once, while it traced. A replay runs operators and nothing else, so that another
 mode, or a hook that came later, would change nothing and say nothing. They are recorded with the
-capture, and compared before every run.
+capture, and compared before every run. Global hooks, which run in the calls of all modules, are
+refused at the capture and at every run.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from gt_trace._torch_internals import is_any_autocast_enabled
+from gt_trace._torch_internals import GLOBAL_HOOKS, is_any_autocast_enabled
 from gt_trace.capture.failing_node import note_failing_node
 from gt_trace.errors import CaptureError, StateMismatchError
 
@@ -107,9 +108,10 @@ class ModeGuard:
             self._version = version
         if (
             [each.training for each in self._modules] != self._training
-            or list(chain.from_iterable(self._hooks)) != self._hook_ids
+            or list(chain.from_iterable(self._hooks)) != self._hook_numbers
             or [each.requires_grad for each in self._parameters] != self._trainable
             or any(getattr(each, kind) for kind in self._lost_hooks for each in self._parameters)
+            or _global_hook_problems()
         ):
             self._refuse(self._module_problems() or ["hooks of modules were replaced by others"])
         autocast = _autocast_now()
@@ -124,7 +126,7 @@ class ModeGuard:
         self._modules = [] if self._module is None else list(self._module.modules())
         self._training = [each.training for each in self._modules]
         self._hooks = [hooks for each in self._modules for hooks in _hook_tables_of(each)]
-        self._hook_ids = list(chain.from_iterable(self._hooks))
+        self._hook_numbers = list(chain.from_iterable(self._hooks))
         self._parameters = [] if self._module is None else list(self._module.parameters())
         self._trainable = [each.requires_grad for each in self._parameters]
 
@@ -155,7 +157,7 @@ class ModeGuard:
             problems.append(f"parameter {name} {requires}")
         if self._module is not None:
             problems += hook_problems(self._module, self._lost_hooks)
-        return problems
+        return problems + _global_hook_problems()
 
     def _refuse(self, problems: Iterable[str]) -> None:
         raise StateMismatchError(
@@ -185,11 +187,31 @@ def refuse_gradient_hooks(module: nn.Module | None) -> None:
         raise CaptureError("a capture loses hooks of parameters:\n  " + "\n  ".join(problems))
 
 
+def _global_hook_problems() -> list[str]:
+    """A sentence for each kind of hooks of all modules, but for those by which PyTorch watches."""
+    counts = {
+        kind: sum(not _is_of_torch(hook) for hook in hooks.values())
+        for kind, hooks in GLOBAL_HOOKS.items()
+    }
+    return [
+        f"{kind} of all modules: {count}, which a replay would not run; remove them, or register "
+        "them on modules"
+        for kind, count in counts.items()
+        if count
+    ]
+
+
+def _is_of_torch(hook: object) -> bool:
+    """Whether PyTorch registered it: ``FlopCounterMode`` and its like follow calls, no more."""
+    return str(getattr(hook, "__module__", None)).partition(".")[0] == "torch"
+
+
 def with_settled_hooks(module: nn.Module | None, capture: Callable[[], Captured]) -> Captured:
     """Capture again if the module installed hooks while it ran for the first time.
 
     Whether those ran in the first capture depends on where they were installed. In the second they
-    were there from the beginning, as in every later call.
+    were there from the beginning, as in every later call. Hooks are told apart by the numbers of
+    their handles, which PyTorch gives once: one that is removed and registered again is another.
 
     Args:
         module: that is captured.
@@ -199,26 +221,35 @@ def with_settled_hooks(module: nn.Module | None, capture: Callable[[], Captured]
         What ``capture`` returned, for the module with the hooks that it has.
 
     Raises:
-        CaptureError: it installs others each time.
+        CaptureError: it installs others each time, or there are global hooks.
     """
-    before = _hook_ids(module)
+    before = _hook_numbers(module)
     captured = capture()
-    settled = _hook_ids(module)
+    settled = _hook_numbers(module)
     if settled == before:
         return captured
     captured = capture()
-    after = _hook_ids(module)
+    after = _hook_numbers(module)
     if after == settled:
         return captured
     problems = [
-        f"{_of(name)} has {len(after.get(name, ()))} hooks, and had {len(settled.get(name, ()))}"
+        _hooks_changed(_of(name), settled.get(name, []), after.get(name, []))
         for name in dict.fromkeys((*settled, *after))
         if settled.get(name) != after.get(name)
     ]
     raise CaptureError(
         "the step installs other hooks each time that it runs, and a graph has those of its "
-        "capture:\n  " + "\n  ".join(problems)
+        "capture; let it install each once:\n  " + "\n  ".join(problems)
     )
+
+
+def _hooks_changed(module: str, before: list[int], after: list[int]) -> str:
+    if len(before) != len(after):
+        return f"{module} has {len(after)} hooks, and had {len(before)}"
+    num_replaced = len(set(before) - set(after))
+    if num_replaced == 1:
+        return f"a hook of {module} was replaced by another"
+    return f"{num_replaced} hooks of {module} were replaced by others"
 
 
 class _Replay:
@@ -257,11 +288,17 @@ def hooks_of(module: nn.Module) -> list[Any]:
     return [hook for hooks in _hook_tables_of(module) for hook in hooks.values()]
 
 
-def _hook_ids(module: nn.Module | None) -> dict[str, list[int]]:
-    """The hooks of each module that has any, in the order in which they run, by its name."""
+def _hook_numbers(module: nn.Module | None) -> dict[str, list[int]]:
+    """The numbers of the hooks of each module that has any, by its name.
+
+    Raises:
+        CaptureError: there are global hooks.
+    """
+    if problems := _global_hook_problems():
+        raise CaptureError("a capture refuses global hooks:\n  " + "\n  ".join(problems))
     named = {} if module is None else dict(module.named_modules())
-    found = {name: [id(hook) for hook in hooks_of(each)] for name, each in named.items()}
-    return {name: ids for name, ids in found.items() if ids}
+    found = {name: [*chain.from_iterable(_hook_tables_of(each))] for name, each in named.items()}
+    return {name: numbers for name, numbers in found.items() if numbers}
 
 
 def _hook_tables_of(module: nn.Module) -> list[Mapping[int, Any]]:

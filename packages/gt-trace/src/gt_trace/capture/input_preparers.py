@@ -30,7 +30,8 @@ class InputPreparer:
         """Change the real inputs, or mark their dimensions as dynamic.
 
         Marking is ``torch._dynamo.mark_dynamic`` or ``mark_unbacked``. The structure returned is
-        the one that callers of the captured step must use.
+        the one that callers of the captured step must use. A step that installs hooks of modules is
+        captured twice, and its inputs are prepared twice, each time from those given.
         """
         return inputs
 

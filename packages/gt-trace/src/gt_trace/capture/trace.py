@@ -62,7 +62,8 @@ def trace_step(
         fn: runs forward and loss, calls ``torch.autograd.grad``, optionally steps the optimizer,
             and returns a tree of tensors. It reads ``module`` and ``optimizer`` by closure. It
             runs once, on fake tensors; no kernel runs. If it installed hooks of modules, it runs
-            again, with them.
+            again, with them: the preparers' ``before_faking`` too, so that Python state which
+            either changes (a counter, a list) is changed twice.
         module: its parameters and buffers become the leading inputs of the graph. Nodes traced in
             the forward of a submodule carry that module's name. In-place updates of buffers are
             captured and happen at replay.

@@ -69,8 +69,10 @@ def export_joint_graph(
 
     Args:
         module: parallelized or not; its parameters may be DTensors. Its forward runs on fake
-            tensors a few times; no kernel runs. Nodes traced in the forward of a submodule carry
-            that module's name, and so do the backward nodes that they cause.
+            tensors a few times, and as often again if it installed hooks of modules; no kernel
+            runs. Python state which it changes (a counter, a list) is changed each time. Nodes
+            traced in the forward of a submodule carry that module's name, and so do the backward
+            nodes that they cause.
         args: example arguments, trees of tensors, or of numbers, strings and None, which become
             constants. Shapes are static except in dimensions marked dynamic
             (``torch._dynamo.mark_dynamic``).
