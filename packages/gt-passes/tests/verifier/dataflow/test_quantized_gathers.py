@@ -158,6 +158,23 @@ MUTATIONS = {
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_anything_else_is_not_the_same(name: str):
     assert differs(quantized_after, MUTATIONS[name])
+    assert differs(MUTATIONS[name], quantized_after)
+
+
+def test_one_element_scaled_in_float64_is_not_one_of_those_scaled_in_float32():
+    """Only without dims does a number in float64 have its dtype decide that of the product."""
+
+    def scale(x):
+        return reduce(x.abs().max()).double().clamp(min=1e-12).reciprocal() * 448
+
+    def before(x, y):
+        return cast(gather(x)[0, 0], scale(x))
+
+    def after(x, y):
+        return gather_bytes(cast(x, scale(x)))[0, 0]
+
+    assert differs(before, after)
+    assert differs(after, before)
 
 
 def test_bytes_taken_as_another_dtype_are_not_the_same():

@@ -10,7 +10,7 @@ that was gathered and then quantized:
 - Scaled by a number that all of these ranks have in common, and cast to 8 bits, an element is the
   same on the rank that has it and on those that gather it::
 
-      q(x) = float8(clamp(float32(x) * s, -m, m))
+      q(x) = float8(clamp(float32(x) * s, -m, m))        # products in float32
       q(all_gather(x)) = all_gather(q(x))
 
 - Bytes are gathered as what they stand for::
@@ -110,7 +110,7 @@ def quantized_gather(table: ValueTable, atom: int, dtype: torch.dtype) -> int | 
     clamped = table.definitions[atom]
     is_clamped = clamped[:2] == ("elementwise", _aten.clamp.default) and clamped[3:] == bounds
     product = table.definitions[_number(clamped[2])] if is_clamped else clamped
-    if product[0] != "scaled":
+    if product[:2] != ("scaled", torch.float32) or table.dtype_of_atom(atom) != torch.float32:
         return None
     wide, scale = _number(product[2]), _number(product[3])
     if table.dtype_of_atom(wide) != torch.float32:
