@@ -17,6 +17,9 @@ that was gathered and then quantized:
 
       all_gather(view(x, uint8)) = view(all_gather(x), uint8)
 
+What ranks exchange by these rules and not in the graph at hand, another graph may: the table
+numbers it where the rule is applied, so that ranks whose buckets have it in other orders differ.
+
 A maximum counts only if it is of everything that is gathered, each element once: of a part, other
 ranks may have cut elsewhere. A number is in common to the ranks of a group if it comes of a maximum
 reduced over that very group, by arithmetic with constants of the program that all of them run, and
@@ -63,7 +66,10 @@ def maximum(table: ValueTable, arguments: Arguments, recorded: Any) -> Value | N
         return table.tensor((), whole(_maximum_of(table, atom), 1))
     (_, _, group, _), magnitudes = gathered
     local = table.tensor((), whole(_maximum_of(table, table.joined_atom(magnitudes)), 1))
-    return all_reduce(table, (local, "max", group), recorded)
+    reduced = all_reduce(table, (local, "max", group), recorded)
+    assert reduced is not None  # of a tensor with an element
+    table.exchanges_of(reduced)
+    return reduced
 
 
 def scaled(table: ValueTable, arguments: Arguments, recorded: Any) -> Value | None:
@@ -130,7 +136,9 @@ def quantized_gather(table: ValueTable, atom: int, dtype: torch.dtype) -> int | 
             part = _derived(table, definition, part, torch.float32)
         return _derived(table, ("cast", dtype, part), part, dtype)
 
-    return as_gathered(table, gathering, table.map_atoms(_parts(table, gathering), quantized))
+    found = as_gathered(table, gathering, table.map_atoms(_parts(table, gathering), quantized))
+    table.exchange(found)
+    return found
 
 
 def is_cast_to_float8(recorded: object) -> bool:
