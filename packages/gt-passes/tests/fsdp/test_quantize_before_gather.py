@@ -129,6 +129,16 @@ def test_does_nothing_where_nothing_is_quantized():
     assert report.refusals == ()
 
 
+def test_an_activation_in_float8_is_no_weight_of_its_norm():
+    def function(a, b, x):
+        y = x * weight(a[:, 0], "layers.0.norm").float()
+        return cast(y, scale_of(y.abs().max()))
+
+    _, report = run(function)
+    assert not report.changed
+    assert report.refusals == ()
+
+
 def test_the_backward_has_the_scale_of_the_forward():
     """Gathered again, quantized again, and the maximum is reduced once."""
 
@@ -201,6 +211,63 @@ def padded(a, b, x):
     return linear(x, weight(a, "layers.0.a")[:3])
 
 
+def strided(a, b, x):
+    whole = weight(a, "layers.0.a").as_strided((4, 4), (1, 4))
+    return cast(whole, scale_of(whole.abs().max()))
+
+
+def negated_later(a, b, x):
+    whole = torch.ops.aten._neg_view(weight(a, "layers.0.a"))
+    return cast(whole, scale_of(whole.abs().max()))
+
+
+def clamped_before(a, b, x):
+    whole = weight(a, "layers.0.a")
+    scaled = whole.float().clamp(-448.0, 448.0) * scale_of(whole.abs().max())
+    return scaled.clamp(-448.0, 448.0).to(E4M3)
+
+
+def clamped_twice(a, b, x):
+    whole = weight(a, "layers.0.a")
+    scaled = whole.float() * scale_of(whole.abs().max())
+    return scaled.clamp(-448.0, 448.0).clamp(-448.0, 448.0).to(E4M3)
+
+
+def clamped_more(a, b, x):
+    whole = weight(a, "layers.0.a")
+    return (whole.float() * scale_of(whole.abs().max())).clamp(-100.0, 100.0).to(E4M3)
+
+
+def divided(a, b, x):
+    whole = weight(a, "layers.0.a")
+    return (whole.float() / scale_of(whole.abs().max())).clamp(-448.0, 448.0).to(E4M3)
+
+
+def without_scale(a, b, x):
+    return weight(a, "layers.0.a").to(E4M3)
+
+
+def in_another_dtype(a, b, x):
+    whole = weight(a, "layers.0.a")
+    scaled = whole.double() * scale_of(whole.abs().max())
+    return scaled.clamp(-448.0, 448.0).to(E4M3)
+
+
+def by_a_scale(scale):
+    """Quantized by what a function makes of the largest magnitude."""
+
+    def function(a, b, x):
+        whole = weight(a, "layers.0.a")
+        return cast(whole, scale(whole.abs().max().float()))
+
+    return function
+
+
+def cast_once(a, b, x):
+    wide = weight(a, "layers.0.a").float()
+    return (wide * scale_of(wide.abs().max())).clamp(-448.0, 448.0).to(E4M3)
+
+
 def by_another_scale(a, b, x):
     return cast(weight(a, "layers.0.a"), scale_of(x.abs().max()))
 
@@ -241,7 +308,29 @@ def written(a, b, x):
         (with_another_reader, "sum_1 reads it as it is"),
         (by_another_scale, "its scale is not that of its largest magnitude alone"),
         (in_two_ways, "it is quantized in several ways"),
-        (clamped_otherwise, "_to_copy_5 reads it as it is"),
+        (clamped_otherwise, "clamp_2 clamps it to other bounds than those of its dtype"),
+        (clamped_more, "clamp_1 clamps it to other bounds than those of its dtype"),
+        (clamped_before, "clamp is no part of a scaled cast"),
+        (clamped_twice, "clamp_2 is no part of a scaled cast"),
+        (divided, "div is no part of a scaled cast"),
+        (without_scale, "_to_copy_1 is no part of a scaled cast"),
+        (in_another_dtype, "_to_copy_1 is not in float32, in which it must be scaled"),
+        (cast_once, "_to_copy_1 is read for something else than to quantize it"),
+        (padded, "slice_1 is no view of all its elements as they are"),
+        (strided, "as_strided is no view of all its elements as they are"),
+        (negated_later, "_neg_view is no view of all its elements as they are"),
+        (
+            by_a_scale(lambda amax: amax * amax),
+            "its scale is made by mul, which does not round one number exactly",
+        ),
+        (
+            by_a_scale(lambda amax: torch.pow(2.0, amax)),
+            "its scale is made by pow_1, which does not round one number exactly",
+        ),
+        (
+            by_a_scale(lambda amax: amax.exp2()),
+            "its scale is made by exp2, which does not round one number exactly",
+        ),
         (of_a_maximum_that_is_read, "something else is made of its largest magnitude"),
         (along_two_axes, "its shard is gathered along another axis before"),
         (written, "a_1 shares memory that is written to"),
@@ -255,12 +344,6 @@ def test_refuses_what_would_have_another_scale_or_is_needed_as_it_is(function, r
     assert program(graph_module) == text
 
 
-def test_leaves_a_parameter_alone_that_is_cut_off_behind_the_gathering():
-    graph_module = capture(padded, A, B, X)
-    report = run_pass(QuantizeBeforeGather(), graph_module)
-    assert not report.changed
-
-
 @pytest.mark.parametrize("values", [A, torch.zeros(2, 4), A * 1e-20, A * 1e30])
 def test_every_bit_is_that_of_what_was_gathered_and_quantized(values, one_rank_group):
     def function(a, b, x):
@@ -271,3 +354,25 @@ def test_every_bit_is_that_of_what_was_gathered_and_quantized(values, one_rank_g
     run_pass(QuantizeBeforeGather(), graph_module)
     graph_module.recompile()
     assert same_bits(graph_module(values, B, X), before)
+
+
+def test_a_scale_has_the_same_bits_among_many_as_alone(one_rank_group):
+    """Loops over several numbers are vectorized, and what is left over is not."""
+    generator = torch.Generator().manual_seed(4)
+    shards = [torch.randn(2, 4, generator=generator) for _ in range(37)]
+
+    def function(*shards):
+        results = []
+        for index, shard in enumerate(shards):
+            whole = weight(shard, f"layers.0.{index}", num_ranks=1, group=one_rank_group)
+            amax = whole.abs().max().float()
+            scale = ((amax.sqrt() / 3).clamp(min=1e-12).reciprocal() * 447).floor() * 0.1
+            results += [cast(whole, scale).view(torch.uint8), scale]
+        return results
+
+    graph_module = capture(function, *shards)
+    before = graph_module(*shards)
+    report = run_pass(QuantizeBeforeGather(), graph_module)
+    assert report.counts == {"quantized": 37, "reductions_of_maxima": 1}
+    graph_module.recompile()
+    assert same_bits(graph_module(*shards), before)

@@ -57,8 +57,9 @@ class QuantizeBeforeGather(FsdpPass):
         q = view(wait_tensor(all_gather_into_tensor(view(c, uint8), 8, "fsdp")), float8_e4m3fn)
 
     *Refuses*: parameters that somebody reads as they are; scales that are not of the largest
-    magnitude of all elements, as those of rows; shards that are padded, or written to; several ways
-    to quantize one parameter.
+    magnitude of all elements, as those of rows, or are made by what rounds inexactly, as ``exp2``;
+    products in another dtype than float32, and other clamps; shards that are padded, or written to;
+    several ways to quantize one parameter.
 
     *Preserves numerics*: yes. A maximum over ranks is exact, and a cast does to an element what it
     does to it anywhere. Of a parameter with NaN, which makes all of it NaN here, some backends

@@ -3,11 +3,12 @@
 ::
 
     amax  = max(abs(w))                                             # w: gathered, or a view of it
-    scale = float32(reciprocal(clamp(float64(amax), 1e-12)) * 448)  # or other arithmetic
+    scale = float32(reciprocal(clamp(float64(amax), 1e-12)) * 448)  # or other exact arithmetic
     q     = float8(clamp(float32(w) * scale, -448, 448))
 
 Which library wrote them does not matter. What counts is that the scale is made of the largest of
-all magnitudes, and that nobody reads the parameter for anything else.
+all magnitudes, to the same bits whether for one parameter or for several at once, and that nobody
+reads the parameter for anything else.
 """
 
 from __future__ import annotations
@@ -20,10 +21,31 @@ from torch.fx import Node
 
 from gt_passes._torch_internals import OpOverload, value_of
 from gt_passes.analysis.collectives import is_wait
+from gt_passes.analysis.exact_operators import is_exact, is_only_a_cast
 from gt_passes.analysis.operator_effects import is_only_a_view
 
 _aten = torch.ops.aten
 _ALL_REDUCE = torch.ops._c10d_functional.all_reduce.default
+_VIEWS = frozenset(
+    {
+        "aten::_unsafe_view",
+        "aten::alias",
+        "aten::detach",
+        "aten::expand",
+        "aten::narrow",
+        "aten::permute",
+        "aten::reshape",
+        "aten::select",
+        "aten::slice",
+        "aten::squeeze",
+        "aten::t",
+        "aten::transpose",
+        "aten::unsqueeze",
+        "aten::view",
+    }
+)
+"""Of the same elements, wherever they lie: not ``as_strided``, which addresses memory."""
+
 _FLOAT8 = frozenset(
     {torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz}
 )
@@ -83,11 +105,17 @@ def find_quantized_reads(wait: Node) -> QuantizedReads | str | None:
         for reader in source.users:
             if reader in views:
                 continue
-            operators = _cast_to_float8(source, reader)
+            if reader.target is _aten.abs.default:
+                magnitudes.append(reader)
+                continue
+            operators = _path_to_float8(source, reader)
+            reason = _reason_not_scaled_cast(source, operators)
+            if reason is not None:
+                return reason
             if operators:
                 reads.append(QuantizedRead(views=chain, operators=operators))
             else:
-                (magnitudes if reader.target is _aten.abs.default else others).append(reader)
+                others.append(reader)
     if not reads:
         return None
     if others:
@@ -95,9 +123,11 @@ def find_quantized_reads(wait: Node) -> QuantizedReads | str | None:
     if any(_tensor(each.scale).dim() for each in reads):
         return "it has a scale for each row or column, which ranks would have to gather too"
     maxima = [user for each in magnitudes for user in each.users]
-    scales = [_from_maximum(scale) for scale in dict.fromkeys(each.scale for each in reads)]
-    whole = [chain for chain in scales if chain and chain[0] in maxima]
-    if len(whole) < len(scales) or {chain[0] for chain in whole} < set(maxima):
+    whole = [_from_maximum(scale) for scale in dict.fromkeys(each.scale for each in reads)]
+    for first in (chain[0] for chain in whole):
+        if first.op == "call_function" and first.target is not _aten.max.default:
+            return f"its scale is made by {first.name}, which does not round one number exactly"
+    if {chain[0] for chain in whole} != set(maxima):
         return "its scale is not that of its largest magnitude alone"
     forms = {tuple(map(form_of, chain)) for chain in whole}
     casts = {tuple(map(form_of, each.operators)) for each in reads}
@@ -139,52 +169,74 @@ def _views_of(wait: Node) -> dict[Node, tuple[Node, ...]]:
 
 
 def _is_view_of_all(node: Node, source: Node) -> bool:
+    if not isinstance(node.target, OpOverload) or node.target._schema.name not in _VIEWS:
+        return False
+    return _has_as_many(node, source) and _tensor(node).dtype == _tensor(source).dtype
+
+
+def _has_as_many(node: Node, source: Node) -> bool:
+    """Whether a node makes a tensor with as many elements as another has."""
     value, given = value_of(node), value_of(source)
     if not isinstance(value, torch.Tensor) or not isinstance(given, torch.Tensor):
         return False
-    if not is_only_a_view(node) or node.all_input_nodes != [source]:
-        return False
     # Two sizes that data decide cannot be compared, and are no weight's.
     sizes = (value.numel(), given.numel())
-    return value.dtype == given.dtype and {*map(type, sizes)} == {int} and sizes[0] == sizes[1]
+    return {*map(type, sizes)} == {int} and sizes[0] == sizes[1]
 
 
-def _cast_to_float8(source: Node, reader: Node) -> tuple[Node, ...]:
-    """The operators from a reader of ``source`` to a cast to 8 bits; empty if it is no such."""
-    operators = [reader]
-    while operators[-1].target is not _aten._to_copy.default or not _is_float8(operators[-1]):
-        node = operators[-1]
-        if not _is_step_of_cast(node, source, is_first=len(operators) == 1):
-            return ()
-        if len(node.users) != 1:
-            return ()
-        source = node
-        operators += node.users
-    largest = torch.finfo(_tensor(operators[-1]).dtype).max
-    clamps = [node.args[1:] for node in operators if node.target is _aten.clamp.default]
-    is_cast = (
-        sum(node.target is _aten.mul.Tensor for node in operators) == 1
-        and all(repr(bounds) == repr((-largest, largest)) for bounds in clamps)
-        and _only_casts(operators[-1])
-    )
-    return tuple(operators) if is_cast else ()
+def _path_to_float8(source: Node, reader: Node) -> tuple[Node, ...]:
+    """The views and elementwise operators from a reader to a cast to 8 bits; empty without one."""
+    pending: list[tuple[Node, tuple[Node, ...]]] = [(source, (reader,))]
+    seen: set[Node] = set()
+    while pending:
+        given, path = pending.pop()
+        node = path[-1]
+        if node in seen or not (is_only_a_view(node) or _is_elementwise(node, given)):
+            continue
+        if _is_float8(node) and node.target is _aten._to_copy.default:
+            return path
+        seen.add(node)
+        pending += [(node, (*path, user)) for user in node.users]
+    return ()
 
 
-def _is_step_of_cast(node: Node, source: Node, *, is_first: bool) -> bool:
-    value = value_of(node)
-    if not isinstance(value, torch.Tensor) or value.dtype != torch.float32:
+def _is_elementwise(node: Node, source: Node) -> bool:
+    """Whether a node makes as many elements as its argument has, perhaps by others' elements."""
+    if not isinstance(node.target, OpOverload) or not _has_as_many(node, source):
         return False
-    if node.target is _aten._to_copy.default:
-        return is_first and _only_casts(node)
-    if node.target is _aten.mul.Tensor:
-        first, second = node.args
-        return first is source and isinstance(second, Node) and second is not source
-    return node.target is _aten.clamp.default and node.all_input_nodes == [source]
+    return torch.Tag.pointwise in node.target.tags or node.target is _aten._to_copy.default
 
 
-def _only_casts(node: Node) -> bool:
-    """Whether a copy does no more than to cast."""
-    return node.kwargs.keys() == {"dtype"}
+def _reason_not_scaled_cast(source: Node, operators: tuple[Node, ...]) -> str | None:
+    """Why operators up to a cast to 8 bits are not a cast, a product, a clamp and this cast."""
+    for node in operators:
+        if is_only_a_view(node):
+            return f"{node.name} is no view of all its elements as they are"
+    for node in operators[:-1]:
+        if len(node.users) > 1:
+            return f"{node.name} is read for something else than to quantize it"
+        if _tensor(node).dtype != torch.float32:
+            return f"{node.name} is not in float32, in which it must be scaled"
+    remaining = list(operators)
+    if len(remaining) > 1 and is_only_a_cast(remaining[0]):
+        source = remaining.pop(0)
+    if remaining and _is_product(remaining[0], source):
+        remaining.pop(0)
+        if remaining[0].target is _aten.clamp.default:
+            largest = torch.finfo(_tensor(operators[-1]).dtype).max
+            if repr(remaining[0].args[1:]) != repr((-largest, largest)):
+                return f"{remaining[0].name} clamps it to other bounds than those of its dtype"
+            remaining.pop(0)
+        if is_only_a_cast(remaining[0]):
+            return None
+    return f"{remaining[0].name} is no part of a scaled cast" if remaining else None
+
+
+def _is_product(node: Node, source: Node) -> bool:
+    if node.target is not _aten.mul.Tensor:
+        return False
+    first, second = node.args
+    return first is source and isinstance(second, Node) and second is not source
 
 
 def _is_float8(node: Node) -> bool:
@@ -193,30 +245,18 @@ def _is_float8(node: Node) -> bool:
 
 
 def _from_maximum(scale: Node) -> tuple[Node, ...]:
-    """How a number is made of a maximum over all elements of something, in order; empty if not."""
+    """How a number is made, in order, from a maximum on; or from the last that is no step of it."""
     chain = [scale]
-    while chain[-1].target is not _aten.max.default:
-        node = chain[-1]
-        value = value_of(node)
-        is_number = isinstance(value, torch.Tensor) and value.dim() == 0
-        if not is_number or len(node.all_input_nodes) != 1 or not _is_step_of_scale(node):
-            return ()
-        chain += node.all_input_nodes
-    return tuple(reversed(chain)) if len(chain[-1].all_input_nodes) == 1 else ()
+    while _tensor(chain[-1]).dim() == 0 and _is_step_of_scale(chain[-1]):
+        chain += chain[-1].all_input_nodes
+    return tuple(reversed(chain))
 
 
 def _is_step_of_scale(node: Node) -> bool:
-    """Whether a node does the same to a number as to each of several."""
-    if is_wait(node):
-        return True
+    """Whether a node does the same to a number as to each of several, to the last bit."""
     if node.target is _ALL_REDUCE:
         return bool(node.args[1] == "max")
-    if node.target is _aten._to_copy.default:
-        return _only_casts(node)
-    if not isinstance(node.target, OpOverload):
-        return False
-    tags = node.target.tags
-    return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
+    return is_wait(node) or is_exact(node)
 
 
 def _tensor(node: Node) -> torch.Tensor:

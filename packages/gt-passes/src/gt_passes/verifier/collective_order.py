@@ -127,7 +127,7 @@ def compare_collective_sequences(
     return tuple(differences)
 
 
-def note_exchanges(exchanges: Mapping[Node, tuple[int, ...]]) -> None:
+def note_exchanges(exchanges: Mapping[Node, tuple[str, ...]]) -> None:
     """Let the sequence say which exchanges each launch stands for, and not only how large it is.
 
     A bucket in which two equal-shaped values changed places is a right graph for itself, as long as
@@ -136,8 +136,8 @@ def note_exchanges(exchanges: Mapping[Node, tuple[int, ...]]) -> None:
     Args:
         exchanges: by launch; see ``gt_passes.verifier.dataflow.check_dataflow.Dataflow.exchanges``.
     """
-    for launch, numbers in exchanges.items():
-        launch.meta[_EXCHANGES_KEY] = numbers
+    for launch, names in exchanges.items():
+        launch.meta[_EXCHANGES_KEY] = names
 
 
 def _first_difference(
@@ -168,8 +168,8 @@ def _calls(graph_module: GraphModule) -> Iterator[CollectiveCall]:
 
 
 def _exchanges(node: Node) -> str:
-    numbers = node.meta.get(_EXCHANGES_KEY)
-    return f", exchange {' and '.join(map(str, numbers))}" if numbers else ""
+    names = node.meta.get(_EXCHANGES_KEY)
+    return f", exchange {' and '.join(names)}" if names else ""
 
 
 def _purpose(node: Node) -> str:

@@ -9,6 +9,12 @@ import torch
 from pass_graphs import capture, collectives
 
 from gt_passes.analysis.bucket_copies import PACK_BUCKET, UNPACK_BUCKET
+from gt_passes.verifier.collective_order import (
+    CollectiveDifference,
+    CollectiveSequence,
+    compare_collective_sequences,
+    note_exchanges,
+)
 from gt_passes.verifier.dataflow.check_dataflow import Dataflow
 from gt_passes.verifier.dataflow.value_table import ValueTable
 
@@ -102,6 +108,53 @@ def test_maxima_may_be_reduced_in_one_bucket_and_over_further_axes():
     assert not differs(before, after)
 
 
+def in_buckets(maxima, gathered):
+    """Both shards quantized and gathered, in buckets with members in these orders."""
+
+    def function(x, y):
+        shards = [x, y]
+        packed = PACK_BUCKET([shards[i].abs().max() for i in maxima], 1, torch.bfloat16)
+        unpacked = UNPACK_BUCKET(scale_of(reduce(packed)), 1, [1, 1])
+        scales = {i: unpacked[k].view([]) for k, i in enumerate(maxima)}
+        packed = [cast(shards[i], scales[i]).view(torch.uint8) for i in gathered]
+        parts = UNPACK_BUCKET(gather(PACK_BUCKET(packed, 1, torch.uint8)), RANKS, [8, 8])
+        wholes = {i: parts[k].view(8, 4).view(E4M3) for k, i in enumerate(gathered)}
+        return wholes[0], wholes[1]
+
+    return function
+
+
+def differences_of_ranks(*ranks) -> tuple[CollectiveDifference, ...]:
+    """Where ranks differ of which each was captured so and made another such graph by passes."""
+    sequences = {}
+    for rank, (before, after) in enumerate(ranks):
+        table = ValueTable()
+        graph_module = capture(after, X, Y)
+        first = Dataflow.of(capture(before, X, Y), table=table)
+        second = Dataflow.of(graph_module, table=table)
+        assert not list(first.find_differences(second))
+        note_exchanges(second.exchanges)
+        sequences[rank] = CollectiveSequence.of(graph_module)
+    return compare_collective_sequences(sequences)
+
+
+@pytest.mark.parametrize(
+    ("maxima", "gathered", "position"), [((1, 0), (0, 1), 0), ((0, 1), (1, 0), 1)]
+)
+def test_buckets_in_another_order_on_one_rank_are_found(maxima, gathered, position):
+    """For itself each rank is right: what it packs elsewhere, it takes elsewhere."""
+
+    def captured(x, y):
+        return tuple(cast(w, scale_of(w.abs().max())) for w in (gather(x), gather(y)))
+
+    right, permuted = in_buckets((0, 1), (0, 1)), in_buckets(maxima, gathered)
+    assert differences_of_ranks((captured, right), (captured, right)) == ()
+    (difference,) = differences_of_ranks((captured, right), (captured, permuted))
+    assert difference.position == position
+    mine, theirs = difference.calls
+    assert mine.text.split(", exchange ")[0] == theirs.text.split(", exchange ")[0]
+
+
 def with_scale(scale):
     """The shard cast with what a function makes of both shards, then gathered."""
     return lambda x, y: gather_bytes(cast(x, scale(x, y))).t()
@@ -158,6 +211,23 @@ MUTATIONS = {
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_anything_else_is_not_the_same(name: str):
     assert differs(quantized_after, MUTATIONS[name])
+    assert differs(MUTATIONS[name], quantized_after)
+
+
+def test_one_element_scaled_in_float64_is_not_one_of_those_scaled_in_float32():
+    """Only without dims does a number in float64 have its dtype decide that of the product."""
+
+    def scale(x):
+        return reduce(x.abs().max()).double().clamp(min=1e-12).reciprocal() * 448
+
+    def before(x, y):
+        return cast(gather(x)[0, 0], scale(x))
+
+    def after(x, y):
+        return gather_bytes(cast(x, scale(x)))[0, 0]
+
+    assert differs(before, after)
+    assert differs(after, before)
 
 
 def test_bytes_taken_as_another_dtype_are_not_the_same():

@@ -43,7 +43,7 @@ class Dataflow:
         return self.execution.table
 
     @property
-    def exchanges(self) -> Mapping[Node, tuple[int, ...]]:
+    def exchanges(self) -> Mapping[Node, tuple[str, ...]]:
         """``ValueTable.exchanges_of`` the result of each launch of a collective."""
         return self.execution.exchanges
 

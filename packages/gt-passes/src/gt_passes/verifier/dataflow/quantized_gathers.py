@@ -10,12 +10,15 @@ that was gathered and then quantized:
 - Scaled by a number that all of these ranks have in common, and cast to 8 bits, an element is the
   same on the rank that has it and on those that gather it::
 
-      q(x) = float8(clamp(float32(x) * s, -m, m))
+      q(x) = float8(clamp(float32(x) * s, -m, m))        # products in float32
       q(all_gather(x)) = all_gather(q(x))
 
 - Bytes are gathered as what they stand for::
 
       all_gather(view(x, uint8)) = view(all_gather(x), uint8)
+
+What ranks exchange by these rules and not in the graph at hand, another graph may: the table
+numbers it where the rule is applied, so that ranks whose buckets have it in other orders differ.
 
 A maximum counts only if it is of everything that is gathered, each element once: of a part, other
 ranks may have cut elsewhere. A number is in common to the ranks of a group if it comes of a maximum
@@ -63,7 +66,10 @@ def maximum(table: ValueTable, arguments: Arguments, recorded: Any) -> Value | N
         return table.tensor((), whole(_maximum_of(table, atom), 1))
     (_, _, group, _), magnitudes = gathered
     local = table.tensor((), whole(_maximum_of(table, table.joined_atom(magnitudes)), 1))
-    return all_reduce(table, (local, "max", group), recorded)
+    reduced = all_reduce(table, (local, "max", group), recorded)
+    assert reduced is not None  # of a tensor with an element
+    table.exchanges_of(reduced)
+    return reduced
 
 
 def scaled(table: ValueTable, arguments: Arguments, recorded: Any) -> Value | None:
@@ -110,7 +116,7 @@ def quantized_gather(table: ValueTable, atom: int, dtype: torch.dtype) -> int | 
     clamped = table.definitions[atom]
     is_clamped = clamped[:2] == ("elementwise", _aten.clamp.default) and clamped[3:] == bounds
     product = table.definitions[_number(clamped[2])] if is_clamped else clamped
-    if product[0] != "scaled":
+    if product[:2] != ("scaled", torch.float32) or table.dtype_of_atom(atom) != torch.float32:
         return None
     wide, scale = _number(product[2]), _number(product[3])
     if table.dtype_of_atom(wide) != torch.float32:
@@ -130,7 +136,9 @@ def quantized_gather(table: ValueTable, atom: int, dtype: torch.dtype) -> int | 
             part = _derived(table, definition, part, torch.float32)
         return _derived(table, ("cast", dtype, part), part, dtype)
 
-    return as_gathered(table, gathering, table.map_atoms(_parts(table, gathering), quantized))
+    found = as_gathered(table, gathering, table.map_atoms(_parts(table, gathering), quantized))
+    table.exchange(found)
+    return found
 
 
 def is_cast_to_float8(recorded: object) -> bool:

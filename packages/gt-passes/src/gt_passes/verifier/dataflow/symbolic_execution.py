@@ -62,7 +62,7 @@ class SymbolicExecution:
         # All random draws, all calls of unknown effect, all point-to-point messages, in order.
         self.draws = self.unknown_calls = self.messages = table.number(("start",))
         self.checks: set[int] = set()  # what the graph asserts
-        self.exchanges: dict[Node, tuple[int, ...]] = {}
+        self.exchanges: dict[Node, tuple[str, ...]] = {}
         self._before = before
         self._names: dict[int, str] = {}  # of what is not in self._values
         self._scan = scan

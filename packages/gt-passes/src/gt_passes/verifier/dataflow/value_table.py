@@ -122,7 +122,7 @@ class ValueTable:
     _made: dict[Hashable, _MadeOfOnePiece] = field(default_factory=dict)
     """What forms of calls make of one piece of any atom."""
 
-    _exchanges: dict[int, int] = field(default_factory=dict)
+    _exchanges: dict[int, str] = field(default_factory=dict)
 
     _numbers: dict[Definition, int] = field(default_factory=dict)
     _tensors: dict[Definition, TensorValue] = field(default_factory=dict)
@@ -383,17 +383,33 @@ class ValueTable:
         """From now on symbols are those of another graph."""
         self._symbols.clear()
 
-    def exchanges_of(self, value: Value) -> tuple[int, ...]:
+    def exchanges_of(self, value: Value) -> tuple[str, ...]:
         """The exchanges between ranks of which the result of a launch consists.
 
-        Exchanges are numbered as they are first asked for. Ranks whose graphs launch the same
-        collectives, and whose passes did the same, give the same numbers.
+        Exchanges are numbered as they are first asked for, or as a rule foresees them. Ranks whose
+        graphs launch the same collectives, and whose passes did the same, give the same numbers.
         """
         if isinstance(value, TupleValue):
             return tuple(number for item in value.items for number in self.exchanges_of(item))
         made = list(atoms_of(value.contents)) if isinstance(value, TensorValue) else []
         made = made or [value.number]  # where this rank has no elements, too
-        return tuple(self._exchanges.setdefault(each, len(self._exchanges)) for each in made)
+        return tuple(map(self.exchange, made))
+
+    def exchange(self, number: int, assumption: str = "") -> str:
+        """What an exchange is called, the first time by its number and what is assumed of it.
+
+        A rule that says what another graph may exchange instead asks for it in the graph that it
+        is applied to: the other graph may have its exchanges in any order.
+
+        Args:
+            number: of the atom that it makes; in bits of another dtype it is the same exchange.
+            assumption: what must be the same on all ranks for the rule to be right.
+        """
+        definition = self.definitions[number]
+        if definition[0] == "bits":
+            assert isinstance(definition[2], int)
+            return self.exchange(definition[2], assumption)
+        return self._exchanges.setdefault(number, f"{len(self._exchanges)}{assumption}")
 
     def tuple_of(self, items: tuple[Value, ...]) -> TupleValue:
         """Several values together."""
