@@ -26,6 +26,7 @@ from gt_passes.fsdp.bucket_all_reduces import BucketAllReduces
 from gt_passes.fsdp.bucket_reduce_scatters import BucketReduceScatters
 from gt_passes.fsdp.delay_waits import DelayWaits
 from gt_passes.fsdp.prefetch_all_gathers import PrefetchAllGathers
+from gt_passes.fsdp.quantize_before_gather import QuantizeBeforeGather
 from gt_passes.fsdp.reshard_after_forward import ReshardAfterForward
 from gt_passes.fsdp.schedule_fsdp_into_dense_regions import ScheduleFsdpIntoDenseRegions
 from gt_passes.fsdp.separate_reduction_group import SeparateReductionGroup
@@ -76,6 +77,7 @@ __all__ = [
     "PassRecord",
     "PassReport",
     "PrefetchAllGathers",
+    "QuantizeBeforeGather",
     "RecipeError",
     "RecomputeTagged",
     "Refusal",

@@ -105,6 +105,6 @@ def test_a_file_that_is_based_on_none_that_is_shipped_is_refused():
     with pytest.raises(HardwareDataError) as error:
         load_hardware(text)
     assert str(error.value) == (
-        "hardware data of 'x': based_on is '../x.json'; allowed: h100_hbm2e_500w.json, "
-        "h100_sxm.json"
+        "hardware data of 'x': based_on is '../x.json'; allowed: gb200_nvl72.json, "
+        "h100_hbm2e_500w.json, h100_sxm.json, h200.json"
     )
