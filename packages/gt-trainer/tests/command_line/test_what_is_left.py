@@ -1,4 +1,4 @@
-"""What a run that a signal ended says of its checkpoints. What a finished one says: test_cli.py."""
+"""What a run that a signal ended says of its checkpoints, and where one ended by itself."""
 
 from types import SimpleNamespace
 
@@ -7,7 +7,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torchtitan.components.checkpoint import CheckpointManager
 
-from gt_trainer.command_line.what_is_left import left_by_ended
+from gt_trainer.command_line.what_is_left import left_by_ended, results_of
 
 NOTHING = "  nothing was saved: --checkpoint.enable keeps what a run has reached"
 
@@ -60,3 +60,21 @@ class TestLeftByEnded:
 
     def test_a_remote_folder_is_not_read(self):
         assert ended("s3://bucket/run") == "  what was saved is in s3://bucket/run/checkpoint"
+
+
+@pytest.mark.parametrize(
+    ("last", "said"),
+    [
+        (12, "gt-train: ended at step 12 of 20, where the data did"),
+        (20, "gt-train: finished 20 steps"),
+    ],
+)
+def test_a_run_whose_data_ended_does_not_say_that_it_trained_all_its_steps(tmp_path, last, said):
+    lines = "".join(f'{{"step": {step}, "loss": 1.0}}\n' for step in range(1, last + 1))
+    (tmp_path / "metrics.jsonl").write_text(lines)
+    config = SimpleNamespace(
+        dump_folder=str(tmp_path),
+        training=SimpleNamespace(steps=20),
+        checkpoint=CheckpointManager.Config(),
+    )
+    assert results_of(config).splitlines()[0] == said

@@ -25,7 +25,7 @@ def test_a_folder_with_metrics_alone_is_a_run(tmp_path: Path):
 
 def test_starts_after_the_first_are_restarts(tmp_path: Path):
     write_lines(tmp_path / "metrics.jsonl", {"step": 1, "loss": 1.0})
-    write_lines(tmp_path / "starts.jsonl", {"step": 1}, {"step": 5}, {"step": 9})
+    write_lines(tmp_path / "starts.jsonl", *({"step": step, "time": 0.0} for step in (1, 5, 9)))
     assert read_run(tmp_path).restarts == (5, 9)
 
 
@@ -57,6 +57,8 @@ def test_a_folder_of_no_run_is_refused(tmp_path: Path):
     [
         ("startup.json", "{", "startup.json is not JSON ("),
         ("captures.json", "{}", "captures.json is not what a run writes"),
+        ("captures.json", "[1]", "captures.json is not what a run writes"),
+        ("starts.jsonl", '{"step": 1}\n', "starts.jsonl is not what a run writes"),
         ("starts.jsonl", "nothing\n", "line 1 is not a metrics record: 'nothing'"),
     ],
 )

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from torchtitan.tools import filesystem
 
+from gt_trainer.metrics.metrics_history import METRICS_FILE, read_metrics
 from gt_trainer.preflight.checkpoint_folder import can_be_resumed
 from gt_trainer.step_folders import newest_checkpoint
 from gt_trainer.trainer import GraphTrainer
@@ -13,10 +14,14 @@ from gt_trainer.trainer import GraphTrainer
 
 def results_of(config: GraphTrainer.Config) -> str:
     """Return where the results of a finished run are, as far as they are there, in lines."""
-    folder = Path(config.dump_folder)
-    lines = [f"gt-train: finished {config.training.steps} steps"]
-    if (folder / "metrics.jsonl").exists():
-        lines.append(f"  metrics:    {folder / 'metrics.jsonl'}")
+    folder, steps = Path(config.dump_folder), config.training.steps
+    trained = read_metrics(folder / METRICS_FILE)
+    last = trained[-1]["step"] if trained else steps
+    lines = [f"gt-train: finished {steps} steps"]
+    if last < steps:
+        lines = [f"gt-train: ended at step {last} of {steps}, where the data did"]
+    if (folder / METRICS_FILE).exists():
+        lines.append(f"  metrics:    {folder / METRICS_FILE}")
     newest = newest_checkpoint(_folder(config)) if config.checkpoint.enable else None
     if newest is not None:
         lines.append(f"  checkpoint: {newest}")

@@ -71,7 +71,7 @@ def read_run(folder: Path) -> RunRecord:
             "trained a step"
         )
     try:
-        return RunRecord(
+        found = RunRecord(
             folder=folder,
             steps=read_metrics(folder / METRICS_FILE),
             validations=read_metrics(folder / VALIDATION_FILE),
@@ -80,6 +80,9 @@ def read_run(folder: Path) -> RunRecord:
             captures=_read(folder / CAPTURES_FILE, otherwise=[]),
             files=tuple(_linked_files(folder)),
         )
+        _check(STARTS_FILE, found.starts, keys=("step", "time"))
+        _check(CAPTURES_FILE, found.captures, keys=("captured", "graphs", "memory"))
+        return found
     except (OSError, ValueError) as error:
         raise ReportError(f"the run in {str(folder)!r} cannot be read: {error}") from None
 
@@ -94,6 +97,11 @@ def _read(path: Path, *, otherwise: Any) -> Any:
     if type(found) is not type(otherwise):
         raise ReportError(f"{path.name} is not what a run writes")
     return found
+
+
+def _check(name: str, records: Sequence[Any], *, keys: Sequence[str]) -> None:
+    if not all(isinstance(each, dict) and each.keys() >= {*keys} for each in records):
+        raise ReportError(f"{name} is not what a run writes")
 
 
 def _linked_files(folder: Path) -> list[LinkedFile]:

@@ -47,7 +47,10 @@ class CaptureLog:
                 "memory": memory,
             }
         )
-        self._path.write_text(json.dumps(self._captures) + "\n")
+        # Whole or not at all, for whoever reads it meanwhile.
+        being_written = self._path.with_suffix(".tmp")
+        being_written.write_text(json.dumps(self._captures) + "\n")
+        being_written.replace(self._path)
 
 
 def _as_data(record: PassRecord) -> dict[str, Any]:
