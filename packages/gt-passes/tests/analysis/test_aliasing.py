@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import torch
+from mutation_graphs import capture_attention
 from pass_graphs import capture, collectives, node_of
 from torch.fx import GraphModule, Node
 
-from gt_passes.analysis.aliasing import AliasClasses, has_unknown_effects, written_nodes
+from gt_passes.analysis.aliasing import (
+    AliasClasses,
+    has_unknown_effects,
+    shared_nodes,
+    written_nodes,
+)
 
 aten = torch.ops.aten
 X = torch.ones(4, 6)
@@ -86,3 +92,14 @@ def test_arithmetic_on_sizes_has_no_effects():
     assert not has_unknown_effects(call(operator.add))
     assert not has_unknown_effects(call(torch.sym_max))
     assert has_unknown_effects(call(operator.setitem))
+
+
+def test_what_attention_gives_is_memory_of_its_own():
+    """Else a product that is scaled in place before attention would write to the mask."""
+    graph = capture_attention().graph_module.graph
+    (attention,) = (node for node in graph.nodes if str(node.target) == "flex_attention")
+    aliases = AliasClasses(graph)
+    read = {aliases.class_of(node) for node in attention.all_input_nodes}
+    assert aliases.class_of(attention) not in read
+    assert all(aliases.class_of(user) not in read for user in attention.users)
+    assert [*shared_nodes(attention)] == []

@@ -29,6 +29,7 @@ _SHARES_DESPITE_SCHEMA = frozenset(
 )
 
 _PURE_HIGHER_ORDER_OPERATORS = frozenset({"flex_attention", "flex_attention_backward"})
+"""They write to nothing, and their results are memory of their own."""
 
 _PURE_FUNCTION_MODULES = frozenset({"_operator", "math", "builtins"})
 
@@ -114,11 +115,15 @@ def has_unknown_effects(node: Node) -> bool:
     if region is not None:
         return any(map(has_unknown_effects, region.body.graph.nodes))
     if isinstance(node.target, HigherOrderOperator):
-        return str(node.target) not in _PURE_HIGHER_ORDER_OPERATORS
+        return not _makes_fresh_results(node.target)
     if getattr(node.target, "__module__", None) in _PURE_FUNCTION_MODULES:
         return node.target in (operator.setitem, operator.delitem)
     # torch.sym_max and its like, on symbolic sizes
     return not getattr(node.target, "__name__", "").startswith("sym_")
+
+
+def _makes_fresh_results(target: object) -> bool:
+    return isinstance(target, HigherOrderOperator) and str(target) in _PURE_HIGHER_ORDER_OPERATORS
 
 
 def written_nodes(node: Node) -> Iterator[Node]:
@@ -144,6 +149,8 @@ def shared_nodes(node: Node) -> Iterator[Node]:
     if region is not None:
         inputs = region_inputs(node)
         yield from (inputs[position] for position in _memory_of(region).shared_inputs)
+    elif _makes_fresh_results(target):
+        return
     elif not isinstance(target, OpOverload) or target in _SHARES_DESPITE_SCHEMA or is_wait(node):
         yield from node.all_input_nodes
     elif _has_aliased_results(target):
