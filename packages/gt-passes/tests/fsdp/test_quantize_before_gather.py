@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from expecttest import assert_expected_inline
 from fsdp_graphs import gathered
 from pass_graphs import capture, collectives, program, run_pass, same_bits
+from torch.distributed.device_mesh import init_device_mesh
 from torch.fx import GraphModule
 
 from gt_config.node_keys import FsdpCollectiveAnnotation, ModuleAnnotation
@@ -16,6 +18,7 @@ from gt_passes.fsdp.quantize_before_gather import QuantizeBeforeGather
 from gt_trace import collective_counts
 from gt_trace.annotate import annotate, phase
 from gt_trace.node_metadata import phase_of, read_annotation
+from gt_trace.testing import fake_world
 
 E4M3 = torch.float8_e4m3fn
 A = torch.randn(2, 4, generator=torch.Generator().manual_seed(1))
@@ -162,20 +165,37 @@ def test_the_backward_has_the_scale_of_the_forward():
     assert phases == ["forward", "backward"]
 
 
-def test_other_maxima_over_ranks_are_reduced_for_all_of_a_block_too():
+def with_a_scale_reduced_over(other: str, *, fsdp: str):
     def scale(weight):
         amax = weight.abs().max().double()
-        reduced = collectives.wait_tensor(collectives.all_reduce(amax, "max", "tp"))
+        reduced = collectives.wait_tensor(collectives.all_reduce(amax, "max", other))
         return (reduced.clamp(min=1e-12).reciprocal() * 448).float()
 
     def function(a, b, x):
-        wholes = [weight(a, "layers.0.a"), weight(b, "layers.0.b")]
+        wholes = [weight(a, "layers.0.a", group=fsdp), weight(b, "layers.0.b", group=fsdp)]
         return [cast(whole, scale(whole)) for whole in wholes]
 
-    graph_module, _ = run(function)
+    return function
+
+
+def test_other_maxima_over_ranks_are_reduced_for_all_of_a_block_too():
+    with fake_world(rank=1, world_size=4):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
+        fsdp, tp = (mesh.get_group(name).group_name for name in ("fsdp", "tp"))
+        graph_module, _ = run(with_a_scale_reduced_over(tp, fsdp=fsdp))
     assert collective_counts(graph_module) == {"all_reduce": 2, "all_gather_into_tensor": 2}
     groups = [n.args[-1] for n in graph_module.graph.nodes if is_collective(n)]
-    assert groups == ["fsdp", "tp", "fsdp", "fsdp"]
+    assert groups == [fsdp, tp, fsdp, fsdp]
+
+
+def test_refuses_maxima_over_ranks_that_are_no_axis_of_the_mesh():
+    with fake_world(rank=0, world_size=6):
+        fsdp, other = (dist.new_group(ranks).group_name for ranks in ([0, 2], [0, 1, 2]))
+        _, report = run(with_a_scale_reduced_over(other, fsdp=fsdp))
+    assert [each.reason for each in report.refusals] == [
+        "all_reduce reduces its scale over ranks of another mesh than those it is of",
+        "all_reduce_1 reduces its scale over ranks of another mesh than those it is of",
+    ]
 
 
 def test_quantized_parameters_of_a_block_are_gathered_in_one_bucket():

@@ -49,6 +49,35 @@ def group_identity(name: str) -> GroupIdentity:
     return GroupIdentity(name=name, ranks=ranks, ordinal=ordinal)
 
 
+def are_axes_of_one_mesh(first: str, second: str) -> bool:
+    """Whether two groups are axes of one mesh, or of axes flattened, one perhaps part of another.
+
+    One rank sees only its own groups: every rank must have groups that look the same, as ranks do
+    whose sequences of collectives agree. Of n ranks, k apart, there is then one way to cut a world.
+    """
+    one, other = _progression(first), _progression(second)
+    if one is None or other is None:
+        return False
+    # The finer one first, and of equally fine ones the longer.
+    (step, end), (other_step, other_end) = sorted(
+        (one, other), key=lambda each: (each[0], -each[1])
+    )
+    is_outside = other_step % end == 0
+    is_part = other_step % step == 0 and end % other_end == 0
+    return is_outside or is_part
+
+
+def _progression(name: str) -> tuple[int, int] | None:
+    """How far apart the ranks of a group are, and how far those behind its end."""
+    ranks = group_identity(name).ranks
+    if ranks is None:
+        return None
+    step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+    if step < 1 or ranks != tuple(range(ranks[0], ranks[0] + step * len(ranks), step)):
+        return None
+    return step, step * len(ranks)
+
+
 def group_name_of(node: Node) -> str | None:
     """The name of the process group that an operator is given; None for an operator without one."""
     if node.op != "call_function" or not isinstance(node.target, OpOverload):

@@ -23,6 +23,7 @@ from gt_passes._torch_internals import OpOverload, value_of
 from gt_passes.analysis.collectives import is_wait
 from gt_passes.analysis.exact_operators import is_exact, is_only_a_cast
 from gt_passes.analysis.operator_effects import is_only_a_view
+from gt_passes.analysis.process_groups import are_axes_of_one_mesh, group_name_of
 
 _aten = torch.ops.aten
 _ALL_REDUCE = torch.ops._c10d_functional.all_reduce.default
@@ -129,6 +130,9 @@ def find_quantized_reads(wait: Node) -> QuantizedReads | str | None:
             return f"its scale is made by {first.name}, which does not round one number exactly"
     if {chain[0] for chain in whole} != set(maxima):
         return "its scale is not that of its largest magnitude alone"
+    for node in (node for chain in whole for node in chain if node.target is _ALL_REDUCE):
+        if not _is_over_an_axis(node, wait):
+            return f"{node.name} reduces its scale over ranks of another mesh than those it is of"
     forms = {tuple(map(form_of, chain)) for chain in whole}
     casts = {tuple(map(form_of, each.operators)) for each in reads}
     if len(forms) > 1 or len(casts) > 1:
@@ -257,6 +261,13 @@ def _is_step_of_scale(node: Node) -> bool:
     if node.target is _ALL_REDUCE:
         return bool(node.args[1] == "max")
     return is_wait(node) or is_exact(node)
+
+
+def _is_over_an_axis(reduction: Node, wait: Node) -> bool:
+    """Whether a reduction is over an axis of the mesh of a gathering that is waited for."""
+    (launch,) = wait.all_input_nodes
+    over, group = group_name_of(reduction), group_name_of(launch)
+    return over is not None and group is not None and are_axes_of_one_mesh(over, group)
 
 
 def _tensor(node: Node) -> torch.Tensor:

@@ -6,7 +6,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 from pass_graphs import capture, collectives
+from torch.distributed.device_mesh import init_device_mesh
 
 from gt_passes.analysis.bucket_copies import PACK_BUCKET, UNPACK_BUCKET
 from gt_passes.verifier.collective_order import (
@@ -17,6 +19,7 @@ from gt_passes.verifier.collective_order import (
 )
 from gt_passes.verifier.dataflow.check_dataflow import Dataflow
 from gt_passes.verifier.dataflow.value_table import ValueTable
+from gt_trace.testing import fake_world
 
 RANKS = 4
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -91,21 +94,63 @@ def test_a_shard_may_be_cast_or_in_parts():
 
 
 def test_maxima_may_be_reduced_in_one_bucket_and_over_further_axes():
-    def before(x, y):
-        wholes = [gather(x).t(), gather(y).t()]
-        return [cast(w, scale_of(reduce(w.abs().max().double(), group="tp"))) for w in wholes]
+    with fake_world(rank=0, world_size=8):
+        mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("fsdp", "tp"))
+        fsdp, tp = (mesh.get_group(name).group_name for name in ("fsdp", "tp"))
 
-    def after(x, y):
-        maxima = [x.abs().max(), y.abs().max()]
-        packed = PACK_BUCKET(maxima, 1, torch.bfloat16)
-        scales = scale_of(reduce(reduce(packed).double(), group="tp"))
-        each = UNPACK_BUCKET(scales, 1, [1, 1])
-        shards = [cast(s, m.view([])) for s, m in zip((x, y), each, strict=True)]
-        packed = PACK_BUCKET([s.view(torch.uint8) for s in shards], 1, torch.uint8)
-        parts = UNPACK_BUCKET(gather(packed), RANKS, [8, 8])
-        return [part.view(8, 4).view(E4M3).t() for part in parts]
+        def before(x, y):
+            wholes = [gather(x, fsdp).t(), gather(y, fsdp).t()]
+            return [cast(w, scale_of(reduce(w.abs().max().double(), group=tp))) for w in wholes]
 
-    assert not differs(before, after)
+        def after(x, y):
+            maxima = [x.abs().max(), y.abs().max()]
+            packed = PACK_BUCKET(maxima, 1, torch.bfloat16)
+            scales = scale_of(reduce(reduce(packed, group=fsdp).double(), group=tp))
+            each = UNPACK_BUCKET(scales, 1, [1, 1])
+            shards = [cast(s, m.view([])) for s, m in zip((x, y), each, strict=True)]
+            packed = PACK_BUCKET([s.view(torch.uint8) for s in shards], 1, torch.uint8)
+            parts = UNPACK_BUCKET(gather(packed, fsdp), RANKS, [8, 8])
+            return [part.view(8, 4).view(E4M3).t() for part in parts]
+
+        assert not differs(before, after)
+
+
+def test_a_maximum_over_ranks_that_are_no_axis_of_the_mesh_makes_no_scale_common():
+    """Ranks 1 and 3 gather, 0 to 2 and 3 to 5 reduce: to rank 3 come others than to rank 1."""
+
+    def scale(x, over):
+        return scale_of(reduce(reduce(x.abs().max(), group=over[0]), group=over[1]))
+
+    with fake_world(rank=0, world_size=8):
+        names = [dist.new_group(ranks).group_name for ranks in ([0, 2], [0, 1, 2])]
+        assert differs(
+            lambda x, y: cast(gather(x, names[0]), scale(x, names)),
+            lambda x, y: gather_bytes(cast(x, scale(x, names)), names[0]),
+        )
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda x, s: cast(x, s * 2),
+        lambda x, s: cast(x, s.clamp(max=1.0)),
+        lambda x, s: cast(x, s.bfloat16()),
+        lambda x, s: (x.float() * s).to(E4M3),
+    ],
+)
+def test_another_scale_or_cast_on_one_rank_is_found(other):
+    """Constants are a rank's own, and each graph is right for itself."""
+
+    def rank(quantize):
+        return (
+            lambda x, y: quantize(gather(x), scale_of(largest(x, y))),
+            lambda x, y: gather_bytes(quantize(x, scale_of(largest(x, y)))),
+        )
+
+    (difference,) = differences_of_ranks(rank(cast), rank(other))
+    assert difference.position == 1
+    assert ", exchange 0 quantized by " in difference.calls[0].text
+    assert differences_of_ranks(rank(other), rank(other)) == ()
 
 
 def in_buckets(maxima, gathered):

@@ -22,9 +22,11 @@ numbers it where the rule is applied, so that ranks whose buckets have it in oth
 
 A maximum counts only if it is of everything that is gathered, each element once: of a part, other
 ranks may have cut elsewhere. A number is in common to the ranks of a group if it comes of a maximum
-reduced over that very group, by arithmetic with constants of the program that all of them run, and
-by further maxima over groups, which are axes of one mesh. Nothing else that treats elements alike
-is moved past a gathering: what it does may be another thing on another rank.
+reduced over that very group, by exact arithmetic with constants, and by further maxima over groups
+that are axes of one mesh with it. That all ranks do the same arithmetic by the same constants no
+single graph shows: a digest of it is part of what the exchange is called, and ranks compare that.
+Nothing else that treats elements alike is moved past a gathering: what it does may be another thing
+on another rank, and nobody compares it.
 
 A maximum of a tensor with NaN is NaN, and backends differ in whether reducing it over ranks is: the
 first rule is of numbers.
@@ -32,12 +34,15 @@ first rule is of numbers.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from typing import Any
 
 import torch
 
+from gt_passes.analysis.exact_operators import EXACT_OPERATORS
 from gt_passes.analysis.graph_constants import frozen_literal
+from gt_passes.analysis.process_groups import are_axes_of_one_mesh, group_identity
 from gt_passes.verifier.dataflow.collective_dataflow import all_reduce, as_gathered
 from gt_passes.verifier.dataflow.flat_contents import Contents, Dims, Piece, whole
 from gt_passes.verifier.dataflow.value_table import (
@@ -124,7 +129,10 @@ def quantized_gather(table: ValueTable, atom: int, dtype: torch.dtype) -> int | 
     given = table.definitions[wide]
     is_cast = given[:2] == ("cast", torch.float32)
     gathering = table.definitions[_number(given[2])] if is_cast else given
-    if gathering[0] != "all_gather" or not _is_common(table, scale, gathering[2]):
+    if gathering[0] != "all_gather":
+        return None
+    steps = _steps_from_maximum(table, scale, gathering[2])
+    if steps is None:
         return None
 
     def quantized(part: int) -> int:
@@ -137,7 +145,9 @@ def quantized_gather(table: ValueTable, atom: int, dtype: torch.dtype) -> int | 
         return _derived(table, ("cast", dtype, part), part, dtype)
 
     found = as_gathered(table, gathering, table.map_atoms(_parts(table, gathering), quantized))
-    table.exchange(found)
+    same_on_all_ranks = (*steps, is_cast, is_clamped, dtype)
+    digest = hashlib.sha256(" ".join(map(str, same_on_all_ranks)).encode()).hexdigest()
+    table.exchange(found, f" quantized by {digest[:16]}")
     return found
 
 
@@ -162,19 +172,29 @@ def _magnitudes_gathered(table: ValueTable, atom: int) -> tuple[Definition, Cont
     return gathering, table.map_atoms(_parts(table, gathering), magnitude)
 
 
-def _is_common(table: ValueTable, atom: int, group: object) -> bool:
-    """Whether a number comes of a maximum that was reduced over a group."""
+def _steps_from_maximum(table: ValueTable, atom: int, group: object) -> tuple[object, ...] | None:
+    """How a number is made of a maximum reduced over a group; None if it is not in common to it."""
+    steps: list[object] = []
     while True:
         definition = table.definitions[atom]
         match definition:
             case ("all_reduce", "max", over, int(reduced)):
                 if over == group:
-                    return True
+                    return tuple(steps)
+                if not isinstance(over, str) or not isinstance(group, str):
+                    return None
+                if not are_axes_of_one_mesh(over, group):
+                    return None
+                steps.append(("max", str(group_identity(over))))
                 atom = reduced
-            case ("cast", _, int(source)) | ("elementwise", _, int(source), *_):
+            case ("cast", dtype, int(source)):
+                steps.append(dtype)
+                atom = source
+            case ("elementwise", target, int(source), *constants) if target in EXACT_OPERATORS:
+                steps.append((str(target), *constants))
                 atom = source
             case _:
-                return False
+                return None
 
 
 def _parts(table: ValueTable, gathering: Definition) -> Contents:
