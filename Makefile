@@ -135,7 +135,6 @@ smoke: build
 	$(BIN)/python tools/smoke.py --uv $(BIN)/uv $(ARGS)
 
 release: $(STAMP)
-	rm -rf dist
 	$(BIN)/python tools/release.py --uv $(BIN)/uv $(ARGS)
 
 test-torch: $(STAMP)

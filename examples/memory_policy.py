@@ -6,8 +6,8 @@
     python examples/memory_policy.py
 
 A policy is a pass that answers one question about each operator, and is registered like a pass.
-By its name, ``gt-train --module my.module --compile.passes recompute-some-feed-forwards`` runs it
-too, if my/module.py imports this file.
+By its name, ``gt-train --module my.module --config my_config --compile.passes
+recompute-some-feed-forwards`` runs it too, if my/module.py imports this file.
 """
 
 from dataclasses import dataclass

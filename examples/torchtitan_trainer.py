@@ -4,7 +4,7 @@
 
     pip install ./packages/gt-config ./packages/gt-trace ./packages/gt-passes
     pip install ./packages/gt-pipeline ./packages/gt-autoparallel ./packages/gt-trainer
-    PYTHONPATH=. gt-train --nproc 2 --module examples.torchtitan_trainer --config counting \
+    gt-train --nproc 2 --module examples.torchtitan_trainer --config counting \
         --parallelism.data_parallel_shard_degree 2 \
         --hf_assets_path packages/gt-trainer/src/gt_trainer/data/tokenizer
 

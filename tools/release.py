@@ -9,6 +9,7 @@ were. Nothing is published: the commands that do so are printed.
 import argparse
 import datetime
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
@@ -136,6 +137,7 @@ def _release(workspace: Workspace, releases: list[Release], *, uv: str) -> None:
     try:
         for path, text in zip(paths, before, strict=True):
             path.write_text(with_date(text, _today()), encoding="utf-8")
+        shutil.rmtree(root / "dist", ignore_errors=True)
         subprocess.run(
             (uv, "build", "--quiet", "--all-packages", "--out-dir", "dist"), cwd=root, check=True
         )

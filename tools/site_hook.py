@@ -35,4 +35,4 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     pages = {each.src_uri for each in files.documentation_pages()}
     outside = {each.src_uri for each in files if each.generated_by is not None}
     source = repository_path(page.file.src_uri, outside)
-    return with_site_links(markdown, source=source, site_pages=pages)
+    return with_site_links(markdown, source=source, site_pages=pages, root=ROOT)

@@ -2,12 +2,13 @@
 
 Pages link to each other as files of the repository do, so that they can be read there. On the site,
 ``docs/`` is the root, everything else keeps its path, and what is no page (a source, a folder
-without a README) has nothing to link to: its text stays.
+without a README) has nothing to link to: its text stays. What is nowhere is refused.
 """
 
 import posixpath
 import re
 from collections.abc import Collection
+from pathlib import Path
 
 ROOT_README = "README.md"
 """Its place on the site is that of the first page."""
@@ -28,13 +29,21 @@ def repository_path(on_site: str, pages: Collection[str]) -> str:
     return on_site if on_site in pages else f"docs/{on_site}"
 
 
-def with_site_links(markdown: str, *, source: str, site_pages: Collection[str]) -> str:
+class BrokenLinkError(Exception):
+    """A page links to what is not in the repository."""
+
+
+def with_site_links(markdown: str, *, source: str, site_pages: Collection[str], root: Path) -> str:
     """The text of a page with its links as they lead on the site.
 
     Args:
         markdown: the text, with relative links between files of the repository.
         source: path of the page in the repository.
         site_pages: paths on the site of all pages.
+        root: folder of the repository.
+
+    Raises:
+        BrokenLinkError: A link leads to no file and no folder.
     """
 
     def replaced(match: re.Match[str]) -> str:
@@ -43,6 +52,8 @@ def with_site_links(markdown: str, *, source: str, site_pages: Collection[str]) 
         if not path or re.match(r"[a-z]+:", path):
             return match[0]
         wanted = posixpath.normpath(posixpath.join(posixpath.dirname(source), path))
+        if not (root / wanted).exists():
+            raise BrokenLinkError(f"{source} links to {target}, but there is no {wanted}")
         for each in (wanted, f"{wanted}/README.md"):
             page = site_path(each)
             if page in site_pages:

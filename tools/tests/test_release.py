@@ -111,7 +111,10 @@ def git(root: Path, *arguments: str) -> list[str]:
 
 
 def test_a_release_is_dated_committed_and_tagged(repository):
+    (repository / "dist").mkdir()
+    (repository / "dist" / "older.whl").touch()
     released(repository, smoke="")
+    assert not (repository / "dist" / "older.whl").exists()
     assert git(repository, "tag") == ["gt-high-0.1.0", "gt-low-0.2.0"]
     assert git(repository, "log", "-1", "--format=%s") == ["Release gt-low 0.2.0, gt-high 0.1.0"]
     assert (

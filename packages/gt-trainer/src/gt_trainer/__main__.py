@@ -1,12 +1,18 @@
 """The program ``gt-train``, which ``python -m gt_trainer`` is too."""
 
+import os
 import sys
 
 from gt_trainer.command_line.interruption import ending_at_once
 
 
 def main() -> int:
-    """Run ``gt-train`` on the arguments of this process, and return the exit status."""
+    """Run ``gt-train`` on the arguments of this process, and return the exit status.
+
+    Modules of the current folder can be imported, as by ``python -m``.
+    """
+    if os.getcwd() not in sys.path and not sys.flags.safe_path:
+        sys.path.insert(0, os.getcwd())
     with ending_at_once():
         from gt_trainer.command_line import cli
 

@@ -400,6 +400,25 @@ def test_a_module_of_the_users_is_imported_and_judged(capsys, monkeypatch, tmp_p
     ]
 
 
+def test_modules_of_the_current_folder_are_found_by_an_installed_program(tmp_path):
+    here, elsewhere = tmp_path / "here", tmp_path / "bin"
+    for folder in (here, elsewhere):
+        folder.mkdir()
+    (here / "my_models.py").write_text("print('imported')\n")
+    program = elsewhere / "gt-train"  # as pip writes it
+    program.write_text(
+        "import sys\n"
+        "from gt_trainer.__main__ import main\n"
+        "sys.argv[1:] = ['--version']\n"
+        "main()\n"
+        "import my_models\n"
+    )
+    finished = subprocess.run(
+        [sys.executable, str(program)], capture_output=True, text=True, check=False, cwd=here
+    )
+    assert finished.stdout.endswith("\nimported\n"), finished.stderr
+
+
 def test_what_torchtitan_trains_otherwise_is_refused_with_the_reasons(capsys, monkeypatch):
     monkeypatch.setattr("gt_trainer.metrics.log_lines.init_logger", lambda: None)
     assert cli.main(["--module", "flux", "--config", "flux_debugmodel"]) == 2

@@ -43,7 +43,7 @@ def test_a_run_without_torchao_is_told_what_needs_it(torchao, tmp_path):
     assert refused(tmp_path, quantization=ROWWISE) == PROBLEM.format(
         "--quantization.linears is 'float8_rowwise'",
         f"'none' here: torchao is not installed, and 18 linear layers need it: {FEED_FORWARD}",
-        "pip install 'gt-trainer[float8]', or give --quantization.linears none to multiply in the "
+        "pip install './packages/gt-trainer[float8]' in a clone, or give --quantization.linears none to multiply in the "
         "run's precision",
     )
 
@@ -85,7 +85,7 @@ def test_a_torchao_that_is_too_old_is_refused(torchao, tmp_path):
         "--quantization.experts is 'mxfp8'",
         "'none' here: torchao 0.9.1+cu126 is installed, and 0.18 is needed, and 5 experts "
         "need it: layers.1-5.moe.routed_experts.inner_experts",
-        "pip install 'gt-trainer[float8]', or give --quantization.experts none to multiply in the "
+        "pip install './packages/gt-trainer[float8]' in a clone, or give --quantization.experts none to multiply in the "
         "run's precision",
     )
 

@@ -82,8 +82,8 @@ def torchao_violations(config: GraphTrainer.Config) -> Iterator[Violation]:
             value=precision,
             allowed=f"'none' here: torchao {problem}, and {len(names)} {_NOUNS[kind]} need it: "
             f"{names_in_short(names)}",
-            fix=f"pip install 'gt-trainer[float8]', or give {_FLAGS[kind]} none to multiply in the "
-            "run's precision",
+            fix="pip install './packages/gt-trainer[float8]' in a clone, or give "
+            f"{_FLAGS[kind]} none to multiply in the run's precision",
         )
 
 
