@@ -8,7 +8,6 @@ The others run on two processes or one.
 from __future__ import annotations
 
 import ast
-import json
 import os
 import re
 import subprocess
@@ -135,23 +134,13 @@ def test_an_unmodified_llama_runs_in_stages_of_tensor_parallel_ranks():
     assert float(the_only(r"largest relative difference from one process: (\S+)", printed)) < 1e-5
 
 
-MODES = ["aot_fx_trace", pytest.param("none", marks=pytest.mark.slow)]
-
-
-@pytest.fixture(scope="module")
-def losses_by_mode() -> dict[str, list[float]]:
-    return {}
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_trainer_of_torchtitan_trains_with_captured_steps(
-    mode: str, losses_by_mode: dict[str, list[float]], tmp_path: Path
-):
+def trained_by_torchtitans_trainer(mode: str, folder: Path) -> list[float]:
+    """The losses of five steps, of which the run's page and records are what they should be."""
     tokenizer = Path(gt_trainer.__path__[0], "data", "tokenizer")
     options = [
         *("--module", f"examples.{OF_TORCHTITAN.removesuffix('.py')}", "--config", "counting"),
         *("--parallelism.data_parallel_shard_degree", "2", "--compile.mode", mode),
-        *("--hf_assets_path", str(tokenizer), "--dump_folder", str(tmp_path)),
+        *("--hf_assets_path", str(tokenizer), "--dump_folder", str(folder)),
     ]
     printed = run_python(
         ["-m", "gt_trainer", "--nproc", "2", *options],
@@ -159,12 +148,7 @@ def test_a_trainer_of_torchtitan_trains_with_captured_steps(
     )
     assert ("Captured the training step" in printed) == (mode != "none")
     assert float(the_only(r"The parameters are (\S+) from their average", printed)) > 0.1
-    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    losses_by_mode[mode] = losses = [json.loads(line)["loss"] for line in lines]
-    assert len(losses) == 5
-    assert losses[-1] < losses[0]
-    assert losses == losses_by_mode.get("aot_fx_trace", losses)
-    run = read_run(tmp_path)
+    run = read_run(folder)
     (start,) = run.starts
     assert (start["step"], start["last_step"], start["num_ranks"]) == (1, 5, 2)
     assert start["model"] == "llama3 debugmodel"
@@ -172,6 +156,19 @@ def test_a_trainer_of_torchtitan_trains_with_captured_steps(
     page = report_page(run)
     assert ("bucket-all-gathers" in page) == (mode != "none")
     assert "rank_1.log" in page
+    return [each["loss"] for each in run.steps]
+
+
+def test_a_trainer_of_torchtitan_trains_with_captured_steps(tmp_path: Path):
+    losses = trained_by_torchtitans_trainer("aot_fx_trace", tmp_path)
+    assert len(losses) == 5
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.slow  # two runs of two processes
+def test_captured_steps_of_a_trainer_of_torchtitan_have_the_bits_of_eager_ones(tmp_path: Path):
+    captured = trained_by_torchtitans_trainer("aot_fx_trace", tmp_path / "captured")
+    assert captured == trained_by_torchtitans_trainer("none", tmp_path / "eager")
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
