@@ -8,6 +8,7 @@ import pytest
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.models.common.attention import FlexAttention, VarlenAttention
 from torchtitan.models.gpt_oss import config_registry as gpt_oss
+from torchtitan.models.llama3 import config_registry as llama3
 from torchtitan.models.muse_glimmer import config_registry as muse_glimmer
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
@@ -94,6 +95,26 @@ def test_offsets_of_documents_become_masks_on_gpus(caplog):
     model = adapted.model_spec.model
     assert not list(model.traverse(VarlenAttention.Config))
     assert len(list(model.traverse(FlexAttention.Config))) == len(model.layers)
+
+
+def with_window(published, window_size):
+    for _, attention, _, _ in published.model_spec.model.traverse(VarlenAttention.Config):
+        attention.window_size = window_size
+    return published
+
+
+def test_a_window_that_would_be_lost_is_refused():
+    published = with_window(llama3.llama3_debugmodel_varlen_attn(), (128, 0))
+    assert refusal(published) == (
+        "its VarlenAttention has window_size (128, 0), and neither FlexAttention nor attention on "
+        "cpu, which would replace it, has a window: let get_attention_masks of the model make a "
+        "mask of it"
+    )
+    adapt_any(with_window(published, (-1, 0)), is_debug=True)
+
+
+def test_a_decoder_that_makes_its_own_masks_may_have_windows():
+    adapt_any(with_window(gpt_oss.gpt_oss_debugmodel(), (128, 0)), is_debug=True)
 
 
 class Restrained(Trainer):

@@ -21,12 +21,16 @@ from torchtitan.models.common.decoder import Decoder
 from torchtitan.trainer import Trainer
 
 from gt_trainer.data.text_dataloader import StdlibTextDataLoader
+from gt_trainer.decoder.own_masks import makes_own_masks
 from gt_trainer.device import intended_device_type
 from gt_trainer.models.adapt import adapt_debug, adapt_published, say_once
 from gt_trainer.trainer import GraphTrainer
 
 _ENCODERS = ("vision_encoder", "vision_adapter", "vision_projection", "perception_emb_norm")
 """Parts of a decoder that read images. A configuration may leave them out."""
+
+_NO_WINDOW = (-1, 0)
+"""All earlier tokens, and none later: torchtitan's default."""
 
 _CHANGED_IN_DEBUG = (
     "hf_assets_path",
@@ -159,6 +163,13 @@ def _obstacles(published: Trainer.Config, *, is_debug: bool) -> Iterator[str]:
             "Triton) run on GPUs alone and take the offsets of documents as numbers, which differ "
             "in every batch where a graph has fixed ones"
         )
+    windows = _windows(model)
+    if windows:
+        yield (
+            f"its VarlenAttention has window_size {', '.join(map(str, windows))}, and neither "
+            "FlexAttention nor attention on cpu, which would replace it, has a window: let "
+            "get_attention_masks of the model make a mask of it"
+        )
     has_images = any(getattr(model, name, None) is not None for name in _ENCODERS)
     if has_images and not is_debug and not isinstance(published.dataloader, _TEXT):
         yield (
@@ -168,6 +179,14 @@ def _obstacles(published: Trainer.Config, *, is_debug: bool) -> Iterator[str]:
     needed = [name for name in _ENCODERS if has_images and not _may_be_none(model, name)]
     if needed:
         yield f"{_name(model)} cannot be built without {', '.join(needed)}, and is given text alone"
+
+
+def _windows(model: Decoder.Config) -> list[tuple[int, int]]:
+    """Windows of attention that no mask would have: what replaces VarlenAttention has none."""
+    if makes_own_masks(model):
+        return []
+    found = (each.window_size for _, each, _, _ in model.traverse(VarlenAttention.Config))
+    return sorted({(left, right) for left, right in found} - {_NO_WINDOW})
 
 
 def _owner_name(published: Trainer.Config) -> str:
