@@ -8,11 +8,13 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torchtitan.tools.logging import logger
 
 from gt_trainer.checkpoints.checked_writer import CheckedWriter
 from gt_trainer.checkpoints.checksums import (
@@ -27,7 +29,9 @@ from gt_trainer.checkpoints.damages import (
     damages_of,
     set_aside_damaged,
 )
+from gt_trainer.checkpoints.manager import _finish_hugging_face
 from gt_trainer.checkpoints.plain_reader import NotPlainDataError, PlainLoadPlanner, PlainReader
+from gt_trainer.models.llama3 import llama3_debugmodel
 
 
 @pytest.fixture(scope="module")
@@ -311,3 +315,23 @@ def test_1000_kills_while_saving_never_leave_what_looks_whole_and_is_not(tmp_pat
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert int(done.stdout) > 0  # how many were complete; on a slow machine few are
+
+
+def test_weights_stay_and_get_checksums_where_the_assets_are_damaged(
+    one_rank, tmp_path, caplog, monkeypatch
+):
+    monkeypatch.setattr(logger, "propagate", True)
+    assets, folder = tmp_path / "assets", tmp_path / "step-3"
+    assets.mkdir()
+    folder.mkdir()
+    (assets / "config.json").write_text('{"eos_token_id": ')
+    (folder / "model.safetensors").write_bytes(b"weights")
+    adapter = SimpleNamespace(
+        hf_assets_path=str(assets), model_config=llama3_debugmodel().model_spec.model
+    )
+    _finish_hugging_face(folder, adapter)
+    line = caplog.messages[-1]
+    assert line.startswith(f"{folder} has weights without config.json: JSONDecodeError: Expecting")
+    assert read_checksums(folder).sha256 == {
+        "model.safetensors": sha256_of(folder / "model.safetensors")
+    }

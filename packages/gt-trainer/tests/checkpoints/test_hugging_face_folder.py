@@ -104,10 +104,14 @@ def test_a_folder_gets_the_tokenizer_and_what_its_publisher_says_of_it(tmp_path)
     assets.mkdir()
     folder.mkdir()
     (assets / "tokenizer.json").write_text("{}")
-    (assets / "config.json").write_text('{"eos_token_id": 7, "hidden_size": 3}')
-    assert complete_folder(folder, model_of(llama3.llama3_debugmodel), assets) is None
+    (assets / "config.json").write_text(
+        '{"eos_token_id": 7, "hidden_size": 3, "max_position_embeddings": 5}'
+    )
+    model = model_of(llama3.llama3_debugmodel)
+    assert complete_folder(folder, model, assets) is None
     written = json.loads((folder / "config.json").read_text())
     assert (written["eos_token_id"], written["hidden_size"]) == (7, 256)
+    assert written["max_position_embeddings"] == model.max_seq_len
     assert (folder / "tokenizer.json").read_text() == "{}"
 
 

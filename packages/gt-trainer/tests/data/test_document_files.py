@@ -11,7 +11,7 @@ import pytest
 from pyarrow import parquet
 
 from gt_trainer.data.document_files import TextSourceError
-from gt_trainer.data.packed_text import PackedText
+from gt_trainer.data.packed_text import DataResumeError, PackedText
 from gt_trainer.data.text_source import TextSource, text_directory
 
 TEXTS = ["first", "schön", "drei\nZeilen\nlang"]
@@ -50,10 +50,34 @@ def test_empty_lines_and_a_last_line_without_an_end_are_fine(tmp_path: Path):
     assert texts_of(text_directory(tmp_path)) == ["one", "two"]
 
 
-@pytest.mark.parametrize("line", [b'"words"', b'{"text": 3}', b"{text", b'{"text": "\xff"}'])
-def test_a_line_without_text_is_skipped_as_a_file_would_be(line: bytes, tmp_path: Path):
-    (tmp_path / "a.jsonl").write_bytes(line + b'\n{"text": "one"}\n')
-    assert texts_of(text_directory(tmp_path)) == [None, "one"]
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b'"words"', "JSON, but no object with a field 'text'"),
+        (b'{"text": 3}', "its 'text' is 3, and no text"),
+        (b'{"text": null}', "its 'text' is null"),
+        (
+            b"{text",
+            "no JSON (Expecting property name enclosed in double quotes: line 1 column 2 (char 1))",
+        ),
+        (b'{"text": "\xff"}', "not UTF-8 text"),
+    ],
+)
+def test_a_line_without_text_is_skipped_and_the_warning_says_why(
+    line: bytes, reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    (tmp_path / "a.jsonl").write_bytes(line + b'\n{"text": "one, two"}\n')
+    source = text_directory(tmp_path)
+    assert texts_of(source) == [None, "one, two"]
+    with caplog.at_level("WARNING"):
+        list(PackedText(source, tokenizer=Bytes(), seq_len=4, batch_size=1, infinite=False))
+    assert caplog.messages == [f"skipped {tmp_path / 'a.jsonl:0'}: {reason}"]
+
+
+def test_a_row_of_parquet_without_text_is_null(tmp_path: Path):
+    write_parquet(tmp_path / "a.parquet", {"text": ["one", None]})
+    source = text_directory(tmp_path)
+    assert source.why_no_text(source.documents[1]) == "its 'text' is null"
 
 
 def test_each_row_of_a_parquet_file_is_a_document(tmp_path: Path):
@@ -119,6 +143,27 @@ def test_neighbours_in_a_row_group_are_read_one_after_the_other(tmp_path: Path):
     assert sorted(set(blocks)) == list(range(8))
     assert sum(a != b for a, b in pairwise(blocks)) == 7
     assert blocks != sorted(blocks)
+
+
+def test_refuses_to_resume_in_another_field_of_the_same_rows(tmp_path: Path):
+    write_json_lines(tmp_path / "a.jsonl", {"text": "one", "summary": "two"})
+
+    def stream(field: str) -> PackedText:
+        source = text_directory(tmp_path, text_field=field)
+        return PackedText(source, tokenizer=Bytes(), seq_len=4, batch_size=1)
+
+    with pytest.raises(DataResumeError) as error:
+        stream("summary").load_state_dict(stream("text").state_dict())
+    assert "stopped: text_field (saved 'text', now 'summary') changed; " in str(error.value)
+
+
+def test_the_field_does_not_matter_where_there_are_no_rows(tmp_path: Path):
+    (tmp_path / "a.txt").write_text("one")
+    source = text_directory(tmp_path, text_field="summary")
+    assert (
+        "text_field"
+        not in PackedText(source, tokenizer=Bytes(), seq_len=4, batch_size=1).state_dict()
+    )
 
 
 def test_a_stream_over_rows_resumes_where_it_stopped(tmp_path: Path):

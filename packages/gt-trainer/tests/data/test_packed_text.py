@@ -46,6 +46,9 @@ class Texts(TextSource):
         text: str | None = self.texts[int(document.path)]
         return text
 
+    def why_no_text(self, document: Document) -> str:
+        return "nothing"
+
 
 def packed(source: TextSource, **options: Any) -> PackedText:
     options = {"seq_len": 8, "batch_size": 1, "infinite": False, **options}
@@ -242,7 +245,7 @@ def test_refuses_an_endless_stream_of_nothing() -> None:
     with pytest.raises(TextSourceError) as error:
         take(packed(Texts(None, None, None), infinite=True, dp_rank=1, dp_world_size=2), 1)
     assert str(error.value) == (
-        "none of the 1 document(s) of texts for data-parallel rank 1 is UTF-8 text"
+        "none of the 1 document(s) of texts for data-parallel rank 1 has UTF-8 text in it"
     )
 
 

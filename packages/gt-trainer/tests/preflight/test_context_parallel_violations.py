@@ -89,7 +89,7 @@ def test_attention_by_where_documents_begin_is_refused():
 
 
 def test_a_model_whose_layers_have_masks_of_their_own_is_refused():
-    config = any_decoder.adapt_any(config_registry.muse_glimmer_debugmodel())
+    config = any_decoder.adapt_any(config_registry.muse_glimmer_debugmodel(), is_debug=True)
     config.parallelism = dataclasses.replace(config.parallelism, context_parallel_degree=2)
     assert text(config) == (
         "the configuration has 1 problem:\n"

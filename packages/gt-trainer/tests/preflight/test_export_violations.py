@@ -30,7 +30,7 @@ def test_adapters_that_know_every_parameter_are_accepted():
 
 
 def test_an_adapter_that_leaves_parameters_out_is_refused():
-    assert text(adapt_any(gpt_oss.gpt_oss_debugmodel())) == (
+    assert text(adapt_any(gpt_oss.gpt_oss_debugmodel(), is_debug=True)) == (
         "the configuration has 1 problem:\n"
         "  1. --checkpoint.last_save_in_hf is True\n"
         "     allowed: False for gpt_oss debugmodel: torchtitan's GptOssStateDictAdapter leaves out "
@@ -48,6 +48,6 @@ def test_a_model_without_an_adapter_is_refused():
 
 
 def test_nothing_is_judged_where_nothing_is_exported():
-    config = adapt_any(gpt_oss.gpt_oss_debugmodel())
+    config = adapt_any(gpt_oss.gpt_oss_debugmodel(), is_debug=True)
     assert text(config, last_save_in_hf=False) == ""
     assert text(config, enable=False) == ""

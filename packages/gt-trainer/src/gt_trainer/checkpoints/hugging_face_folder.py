@@ -18,7 +18,7 @@ from torchtitan.models.common.rope import RoPE
 
 CONFIG = "config.json"
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
-_OF_PUBLISHER = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")
+_OF_PUBLISHER = ("bos_token_id", "eos_token_id", "pad_token_id")
 """Of a published config.json in the assets, what the configuration of a model does not say."""
 
 

@@ -165,14 +165,22 @@ def _begin_hugging_face(folder: Path) -> None:
     dist.barrier()
 
 
+def _why_incomplete(folder: Path, adapter: object) -> str | None:
+    """Complete the folder. No failure goes further: the other ranks are waiting."""
+    assets: str | None = getattr(adapter, "hf_assets_path", None)
+    try:
+        return complete_folder(
+            folder, getattr(adapter, "model_config", None), Path(assets) if assets else None
+        )
+    except Exception as error:  # noqa: BLE001  # whatever it is, the weights are whole without it
+        return f"{type(error).__name__}: {error}"
+
+
 def _finish_hugging_face(folder: Path, adapter: object) -> None:
     """Leave what transformers reads, once, with checksums, when all ranks have written theirs."""
     dist.barrier()
     if dist.get_rank() == 0:
-        assets: str | None = getattr(adapter, "hf_assets_path", None)
-        reason = complete_folder(
-            folder, getattr(adapter, "model_config", None), Path(assets) if assets else None
-        )
+        reason = _why_incomplete(folder, adapter)
         if reason is not None:
             logger.warning(f"{folder} has weights without config.json: {reason}")
     dist.barrier()

@@ -67,7 +67,7 @@ def load_configuration(command: CommandLine) -> GraphTrainer.Config:
         )
     config = function()
     if isinstance(config, Trainer.Config) and not isinstance(config, GraphTrainer.Config):
-        config = _adapted(config, f"{name}.{command.config}")
+        config = _adapted(config, name, command.config)
     if not isinstance(config, GraphTrainer.Config):
         raise UsageError(
             f"{name}.{command.config} returned {config!r}, which is no configuration of a trainer"
@@ -88,14 +88,14 @@ def load_configuration(command: CommandLine) -> GraphTrainer.Config:
     return _with_own_folder(config, command.config if is_short else f"{name}.{command.config}")
 
 
-def _adapted(config: Trainer.Config, name: str) -> GraphTrainer.Config:
+def _adapted(config: Trainer.Config, module: str, function: str) -> GraphTrainer.Config:
     """What somebody published for torchtitan's own trainer."""
-    from gt_trainer.models.any_decoder import UnadaptableError, adapt_any
+    from gt_trainer.models.any_decoder import UnadaptableError, adapt_any, is_debug_configuration
 
     try:
-        return adapt_any(config)
+        return adapt_any(config, is_debug=is_debug_configuration(module, function))
     except UnadaptableError as error:
-        raise UsageError(f"{name} cannot be trained here: {error}") from None
+        raise UsageError(f"{module}.{function} cannot be trained here: {error}") from None
 
 
 def _with_own_folder(config: GraphTrainer.Config, name: str) -> GraphTrainer.Config:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 JSON_LINES = ".jsonl"
 PARQUET = ".parquet"
 _SHOWN_FIELDS = 8
+_SHOWN_CHARACTERS = 40
 
 
 class TextSourceError(ValueError):
@@ -53,6 +54,13 @@ class Document:
         return self.name if self.block is None else f"{self.path}:{self.block}"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _NoText:
+    """Why there is no text in a document."""
+
+    reason: str
+
+
 def documents_of(file: Path, *, relative: str, text_field: str) -> Iterator[Document]:
     """List the documents of one file.
 
@@ -85,25 +93,48 @@ def read_document(root: Path, document: Document, *, text_field: str) -> str | N
         TextSourceError: A row has no such field.
         OSError: The file cannot be read, or is gone.
     """
-    file = root / document.path
+    found = _text_of(root / document.path, document, text_field)
+    return found if isinstance(found, str) else None
+
+
+def why_no_text(root: Path, document: Document, *, text_field: str) -> str:
+    """Say why ``read_document`` returns None.
+
+    Raises:
+        As ``read_document``.
+    """
+    found = _text_of(root / document.path, document, text_field)
+    assert isinstance(found, _NoText)
+    return found.reason
+
+
+def _text_of(file: Path, document: Document, text_field: str) -> str | _NoText:
     if document.block is not None:
         assert document.row is not None
         first, texts = _row_group(file, document.block, text_field)
-        return texts[document.row - first]
+        return _text_or_reason(texts[document.row - first], text_field)
     try:
         if document.row is None:
             return file.read_bytes().decode("utf-8")
         with file.open("rb") as lines:
             lines.seek(document.row)
             record = json.loads(lines.read(document.num_bytes).decode("utf-8"))
-    except ValueError:
-        return None
+    except UnicodeDecodeError:
+        return _NoText(reason="not UTF-8 text")
+    except ValueError as error:
+        return _NoText(reason=f"no JSON ({error})")
     if not isinstance(record, dict):
-        return None
+        return _NoText(reason=f"JSON, but no object with a field {text_field!r}")
     if text_field not in record:
         raise _no_field(file, text_field, record)
-    text = record[text_field]
-    return text if isinstance(text, str) else None
+    return _text_or_reason(record[text_field], text_field)
+
+
+def _text_or_reason(value: object, text_field: str) -> str | _NoText:
+    if isinstance(value, str):
+        return value
+    what = "null" if value is None else f"{json.dumps(value)[:_SHOWN_CHARACTERS]}, and no text"
+    return _NoText(reason=f"its {text_field!r} is {what}")
 
 
 def _rows_of_parquet(file: Path, relative: str, text_field: str) -> Iterator[Document]:

@@ -137,7 +137,7 @@ class PackedText(IterableDataset[Batch], Stateful):
 
     @property
     def num_undecodable(self) -> int:
-        """Documents met so far that are not UTF-8."""
+        """Documents met so far that have no text: not UTF-8, or rows without any."""
         return len(self._undecodable)
 
     def __iter__(self) -> Iterator[Batch]:
@@ -204,11 +204,13 @@ class PackedText(IterableDataset[Batch], Stateful):
         digest = hashlib.sha256()
         for document in self.source.documents:
             digest.update(f"{document.num_bytes} {document.name}\n".encode(errors="replace"))
+        has_rows = any(document.row is not None for document in self.source.documents)
         return {
             "documents": digest.hexdigest()[:16],
             "num_documents": len(self.source.documents),
             "seed": self.seed,
             "infinite": self.infinite,
+            **({"text_field": self.source.text_field} if has_rows else {}),
         }
 
     def _order(self, epoch: int) -> list[Document]:
@@ -257,7 +259,7 @@ class PackedText(IterableDataset[Batch], Stateful):
             if num_used == 0 and position.document == 0:
                 raise TextSourceError(
                     f"none of the {len(order)} document(s) of {self.source.name} for "
-                    f"data-parallel rank {self.dp_rank} is UTF-8 text"
+                    f"data-parallel rank {self.dp_rank} has UTF-8 text in it"
                 )
             position = Position(epoch=position.epoch + 1)
             logger.info("%s: epoch %d begins", self.source.name, position.epoch)
@@ -267,7 +269,8 @@ class PackedText(IterableDataset[Batch], Stateful):
         if text is None:
             if document.name not in self._undecodable:
                 self._undecodable.add(document.name)
-                logger.warning("skipped %s: not UTF-8 text", self.source.root / document.name)
+                name, reason = self.source.root / document.name, self.source.why_no_text(document)
+                logger.warning("skipped %s: %s", name, reason)
             return torch.empty(0, dtype=torch.int64)
         token_ids = self.tokenizer.encode(text, add_bos=True, add_eos=True)
         return torch.tensor(token_ids, dtype=torch.int64)

@@ -6,8 +6,10 @@ dataloader, because building the tokenizer needs them too, and needs no torch.
 
 A text file is one document, and so is a row of a file of JSON lines or a Parquet file
 (``document_files``). Documents are ordered by their path relative to the root and their place in
-the file, and fall into a training and a validation split by a hash of these alone: a document never
-changes sides when others come or go, and validation never sees a training document.
+the file, and fall into a training and a validation split by a hash of these alone: a file never
+changes sides when others come or go, and validation never sees a training document. Rows are not
+known by their text: one that is put in or taken out renames those after it in its file, and they
+may change sides. Appended rows and new files change nothing for the others.
 """
 
 import fnmatch
@@ -26,6 +28,7 @@ from gt_trainer.data.document_files import (
     TextSourceError,
     documents_of,
     read_document,
+    why_no_text,
 )
 
 Split = Literal["train", "validation"]
@@ -82,6 +85,14 @@ class TextSource:
             OSError: The file cannot be read, or is gone.
         """
         return read_document(self.root, document, text_field=self.text_field)
+
+    def why_no_text(self, document: Document) -> str:
+        """Say why ``read`` returns None.
+
+        Raises:
+            As ``read``.
+        """
+        return why_no_text(self.root, document, text_field=self.text_field)
 
     def split(
         self, split: Split, *, validation_fraction: float = DEFAULT_VALIDATION_FRACTION

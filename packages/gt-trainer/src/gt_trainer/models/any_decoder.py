@@ -21,6 +21,7 @@ from torchtitan.models.common.decoder import Decoder
 from torchtitan.trainer import Trainer
 
 from gt_trainer.data.text_dataloader import StdlibTextDataLoader
+from gt_trainer.decoder.own_masks import makes_own_masks
 from gt_trainer.device import intended_device_type
 from gt_trainer.models.adapt import adapt_debug, adapt_published, say_once
 from gt_trainer.trainer import GraphTrainer
@@ -28,9 +29,22 @@ from gt_trainer.trainer import GraphTrainer
 _ENCODERS = ("vision_encoder", "vision_adapter", "vision_projection", "perception_emb_norm")
 """Parts of a decoder that read images. A configuration may leave them out."""
 
-_TEST_ASSETS = "./tests/assets/tokenizer"
-"""Where torchtitan's debug configurations find a tokenizer: in its repository's root."""
+_NO_WINDOW = (-1, 0)
+"""All earlier tokens, and none later: torchtitan's default."""
 
+_CHANGED_IN_DEBUG = (
+    "hf_assets_path",
+    "tokenizer",
+    "dataloader",
+    "optimizer",
+    "lr_scheduler",
+    "training",
+    "parallelism",
+    "checkpoint",
+    "validator",
+    "debug",
+)
+"""Fields that ``adapt_debug`` sets, and this module for it."""
 
 _DEBUG_BATCH_SIZE = 2
 """Sequences of a step: experts that compute in bfloat16 in any precision are slow on a CPU."""
@@ -40,19 +54,30 @@ class UnadaptableError(ValueError):
     """A configuration of torchtitan's that cannot be trained here."""
 
 
-def adapt_any(published: Trainer.Config) -> GraphTrainer.Config:
-    """Make a configuration of torchtitan's one that Graph Trainer runs.
+def is_debug_configuration(module: str, function: str) -> bool:
+    """Whether a configuration is one of torchtitan's own debug models.
 
-    A debug configuration, which expects to be started in torchtitan's repository, gets the text
-    and the tokenizer that we ship, and trains as ``adapt_debug`` says.
+    They expect to be started in torchtitan's repository, where their text and tokenizer are.
+
+    Args:
+        module: The Python module that it was loaded from.
+        function: The name of the function that returned it.
+    """
+    return module.startswith("torchtitan.") and "_debugmodel" in function
+
+
+def adapt_any(published: Trainer.Config, *, is_debug: bool) -> GraphTrainer.Config:
+    """Make a configuration of torchtitan's one that Graph Trainer runs.
 
     Args:
         published: Of a decoder. Not changed.
+        is_debug: Whether to train on the text and with the tokenizer that we ship, as
+            ``adapt_debug`` says. What that replaces is said in the log. Else all of it is kept.
 
     Raises:
         UnadaptableError: Names everything that stands in the way.
     """
-    reasons = list(_obstacles(published))
+    reasons = list(_obstacles(published, is_debug=is_debug))
     if reasons:
         raise UnadaptableError("; ".join(reasons))
     adapted = copy.deepcopy(published)
@@ -61,13 +86,35 @@ def adapt_any(published: Trainer.Config) -> GraphTrainer.Config:
     _read_text_alone(model, adapted.model_spec.name)
     if intended_device_type() != "cpu":
         _attend_with_flex_attention(model, adapted.model_spec.name)
-    if published.hf_assets_path != _TEST_ASSETS:
+    if not is_debug:
         return _keeping_rules(adapt_published(adapted), type(published))
-    return adapt_debug(
+    debug = adapt_debug(
         dataclasses.replace(adapted, tokenizer=HuggingFaceTokenizer.Config()),
         learning_rate=_learning_rate(published),
         batch_size=_DEBUG_BATCH_SIZE,
     )
+    replaced = [
+        line
+        for name in _CHANGED_IN_DEBUG
+        for line in _replaced(name, getattr(published, name), getattr(debug, name))
+    ]
+    spec = adapted.model_spec
+    say_once(f"{spec.name} {spec.flavor} trains on the text at hand, with {'; '.join(replaced)}")
+    return debug
+
+
+def _replaced(name: str, before: object, after: object) -> Iterator[str]:
+    """Say what differs, field by field where it is of one kind."""
+    if before == after:
+        return
+    if dataclasses.is_dataclass(before) and isinstance(after, type(before)):
+        for field in dataclasses.fields(before):
+            values = (getattr(each, field.name) for each in (before, after))
+            yield from _replaced(f"{name}.{field.name}", *values)
+    elif dataclasses.is_dataclass(before) or dataclasses.is_dataclass(after):
+        yield f"{name} {_name(after)} in place of {_name(before)}"
+    else:
+        yield f"{name} {after!r} in place of {before!r}"
 
 
 def _keeping_rules(config: GraphTrainer.Config, kind: type[Trainer.Config]) -> GraphTrainer.Config:
@@ -89,7 +136,7 @@ def _with_rules(kind: type[Trainer.Config]) -> type[GraphTrainer.Config]:
     return type(base.__name__, (base,), {**names, "__post_init__": judge})
 
 
-def _obstacles(published: Trainer.Config) -> Iterator[str]:
+def _obstacles(published: Trainer.Config, *, is_debug: bool) -> Iterator[str]:
     extra = {field.name for field in dataclasses.fields(published)}
     extra -= {field.name for field in dataclasses.fields(Trainer.Config)}
     if extra:
@@ -116,8 +163,14 @@ def _obstacles(published: Trainer.Config) -> Iterator[str]:
             "Triton) run on GPUs alone and take the offsets of documents as numbers, which differ "
             "in every batch where a graph has fixed ones"
         )
+    windows = _windows(model)
+    if windows:
+        yield (
+            f"its VarlenAttention has window_size {', '.join(map(str, windows))}, and neither "
+            "FlexAttention nor attention on cpu, which would replace it, has a window: let "
+            "get_attention_masks of the model make a mask of it"
+        )
     has_images = any(getattr(model, name, None) is not None for name in _ENCODERS)
-    is_debug = published.hf_assets_path == _TEST_ASSETS
     if has_images and not is_debug and not isinstance(published.dataloader, _TEXT):
         yield (
             f"its data are images ({_name(published.dataloader)}), of which every batch has "
@@ -126,6 +179,14 @@ def _obstacles(published: Trainer.Config) -> Iterator[str]:
     needed = [name for name in _ENCODERS if has_images and not _may_be_none(model, name)]
     if needed:
         yield f"{_name(model)} cannot be built without {', '.join(needed)}, and is given text alone"
+
+
+def _windows(model: Decoder.Config) -> list[tuple[int, int]]:
+    """Windows of attention that no mask would have: what replaces VarlenAttention has none."""
+    if makes_own_masks(model):
+        return []
+    found = (each.window_size for _, each, _, _ in model.traverse(VarlenAttention.Config))
+    return sorted({(left, right) for left, right in found} - {_NO_WINDOW})
 
 
 def _owner_name(published: Trainer.Config) -> str:
