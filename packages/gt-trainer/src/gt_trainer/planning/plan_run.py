@@ -20,6 +20,7 @@ from gt_trainer.planning.plan_answer import PlanAnswer
 from gt_trainer.planning.plan_page import plan_page
 from gt_trainer.planning.planner import bounded_candidates, search_plan
 from gt_trainer.planning.simulate_recipes import simulate_recipes
+from gt_trainer.planning.unplanned_flags import check_plannable
 from gt_trainer.trainer import GraphTrainer
 
 _FLOAT8 = "float8_rowwise"
@@ -68,6 +69,7 @@ def make_plan(
     Raises:
         NoRecipeError: it cannot be; the text says what is nearest.
     """
+    check_plannable(config, asked=asked)
     model = counted_model(config)
     machine = question.cluster.hardware
     seq_len = model.seq_len
