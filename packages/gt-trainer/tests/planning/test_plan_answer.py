@@ -71,6 +71,8 @@ def test_the_ranking_survives_or_it_is_said_what_changes_it():
     assert "  sensitivity      the first stays first with ±30%" in str(
         report(*[(o,) for o in steady])
     )
+    assert "all of them, among the 2 simulated that fit" in str(report(*[(o,) for o in steady]))
+    assert "sensitivity" not in str(report((steady[0],)))
     assert "  sensitivity      network -30%: dp_replicate 2" in str(report(*[(o,) for o in shaky]))
 
 
@@ -84,5 +86,6 @@ def test_programs_read_the_same_as_data():
     data = report((outcome(8, gib=90),), (outcome(4),)).as_data()
     (recipe,) = data["recipes"]
     assert data["num_simulated"] == 2
+    assert data["simulated"] is True
     assert recipe["command"].startswith("gt-train --module llama3")
     assert recipe["step_us"] == 1e6

@@ -25,7 +25,7 @@ from gt_trainer.trainer import GraphTrainer
 
 _FLOAT8 = "float8_rowwise"
 _SKIP = "--quantization.skip"
-_MOST_DOUBLINGS = 20
+_MOST_DOUBLINGS = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,7 +200,7 @@ def nearest_batch(request: PlanRequest, model: ModelCounts) -> int:
 
 
 def _enough_gpus(request: PlanRequest, model: ModelCounts, cluster: Cluster) -> str:
-    for doublings in range(1, _MOST_DOUBLINGS):
+    for doublings in range(1, _MOST_DOUBLINGS + 1):
         gpus = request.num_gpus << doublings
         larger = replace(request, num_gpus=gpus, global_batch=max(gpus, request.global_batch))
         if _fits(larger, model, cluster):

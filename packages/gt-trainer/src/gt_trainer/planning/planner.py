@@ -109,7 +109,7 @@ def search_plan(
     frontier = Frontier(each for each, _ in bounded)
     found = _Found()
     with intended_for("cuda"):
-        batches = _batches(frontier, base, asked, found)
+        batches = _batches(frontier, base, asked, found, begin + seconds)
         _simulate(batches, frontier, base, machines, asked, found, begin + seconds, tell)
     return SearchedPlan(
         machines=tuple(machines),
@@ -152,9 +152,10 @@ def _batches(
     base: GraphTrainer.Config,
     asked: Collection[str],
     found: _Found,
+    until: float,
 ) -> Iterator[_Numbered]:
     """What one child after another is to simulate: a recipe that a run may have, and its like."""
-    while (taken := frontier.take()) is not None:
+    while time.monotonic() < until and (taken := frontier.take()) is not None:
         number, recipe = taken
         try:
             recipe_config(base, recipe, asked=asked)
