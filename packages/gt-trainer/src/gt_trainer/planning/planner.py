@@ -28,7 +28,7 @@ from gt_trainer.planning.pipeline_layouts import PipelineLayouts
 from gt_trainer.planning.recipe_config import recipe_config
 from gt_trainer.planning.recipe_outcome import RecipeOutcome, Unsimulated
 from gt_trainer.planning.run_recipe import RunRecipe
-from gt_trainer.planning.search import Bounded, Frontier
+from gt_trainer.planning.search import Bounded, Frontier, WrongBoundError
 from gt_trainer.planning.simulate_recipes import (
     Outcomes,
     capture_key,
@@ -218,7 +218,15 @@ def _take_results(
         ]
     for (number, _), result in zip(batch, results, strict=True):
         if not isinstance(result, Unsimulated):
-            frontier.record(number, [o.step_us if o.fits else math.inf for o in result])
+            try:
+                frontier.record(number, [o.step_us if o.fits else math.inf for o in result])
+            except WrongBoundError as error:
+                reason = f"its bounds were wrong: {error}"
+                found.failures.append(
+                    Unsimulated(recipe=result[0].recipe, reason=reason, is_refused=False)
+                )
+                tell(f"failed: {result[0].recipe}: {reason}")
+                continue
             found.outcomes.append(result)
             tell(_line(result[0]))
             continue
