@@ -1,9 +1,12 @@
 """What a search makes of what its children tell."""
 
+from types import SimpleNamespace
+
 from planning.outcomes import outcome
 
 from gt_trainer.planning.planner import _Found, _take_results
 from gt_trainer.planning.search import Bounded, Frontier
+from gt_trainer.planning.simulate_recipes import _moved
 
 
 class _Child:
@@ -27,3 +30,9 @@ def test_a_result_below_its_bound_is_a_failure_and_the_search_goes_on():
         f"its bounds were wrong: {wrong.recipe} costs 1e+06, and its bound is 2e+06"
     )
     assert frontier.best() == (1.25e6, right.recipe)
+
+
+def test_moved_constants_are_told_as_faster_and_slower():
+    ranges = [SimpleNamespace(group="latency", faster_us=1.0, slower_us=2.0)]
+    moves = SimpleNamespace(fraction=0.3, ranges=ranges)
+    assert _moved(moves) == {"latency 30% faster": 1.0, "latency 30% slower": 2.0}
