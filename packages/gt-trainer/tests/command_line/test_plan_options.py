@@ -82,3 +82,12 @@ def test_flags_that_recipes_set_are_told_from_others():
         ("--compile.ep_overlap.no_enabled", "--parallelism.tensor_parallel_degree=4"),
         ("--training.seq_len", "4096", "--debug.seed", "7"),
     )
+
+
+def test_a_page_does_not_take_the_place_of_its_data(tmp_path):
+    page = str(tmp_path / "plan.json")
+    with pytest.raises(UsageError) as raised:
+        parse_command_line(["plan", "--config", "llama3_405b", "--gpus", "8", "--page", page])
+    assert raised.value.problems == (
+        f"--page is {page!r}, where the plan's data would be: name it .html",
+    )

@@ -30,7 +30,7 @@ def outcome(dp_shard=8, *, ms=1000.0, gib=40, moved=None, **changed) -> RecipeOu
         "memory": {"optimizer state": gib * GIB},
         "peak_bytes": gib * GIB,
         "capacity_bytes": 74 * GIB,
-        "moved": moved or {"network -30%": ms * 1100},
+        "moved": moved or {"network 30% slower": ms * 1100},
     }
     return RecipeOutcome(**(values | changed))
 

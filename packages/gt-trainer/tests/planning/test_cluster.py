@@ -88,6 +88,36 @@ def test_refuses_what_is_no_toml():
         parse_cluster("{", where="mine", folder=None)
 
 
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        ("nan", "nan, and must be a number above 0"),
+        ("inf", "inf, and must be a number above 0"),
+        ("0.5", "0.5, and must be 1 or more"),
+    ],
+)
+def test_oversubscription_is_a_number_of_one_or_more(value, problem):
+    text = _text().replace("value = 1.0", f"value = {value}")
+    with pytest.raises(ClusterFileError) as raised:
+        parse_cluster(text, where="mine", folder=None)
+    assert str(raised.value) == f"cluster file mine:\n  figures.oversubscription.value is {problem}"
+
+
+def test_whole_numbers_are_not_cut_from_fractions():
+    text = _text() + '[constants.gpus_per_node]\nvalue = 7.5\nsource = "ours"\n'
+    with pytest.raises(ClusterFileError, match=r"value is 7\.5, and must be a whole number"):
+        parse_cluster(text, where="mine", folder=None)
+
+
+def test_refuses_what_is_no_table_or_no_text(tmp_path):
+    text = 'name = "a"\nhardware = "h100_sxm.json"\nfigures = 3\n'
+    with pytest.raises(ClusterFileError, match="figures is 3, and must be a table"):
+        parse_cluster(text, where="mine", folder=None)
+    (tmp_path / "mine.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(ClusterFileError, match=r"mine\.toml is not UTF-8: "):
+        load_cluster(str(tmp_path / "mine.toml"))
+
+
 def _text():
     from importlib import resources
 

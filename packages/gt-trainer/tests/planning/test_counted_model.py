@@ -1,11 +1,14 @@
 """What is counted of debug models."""
 
+import pytest
 import torch
+from torch import nn
 
 from gt_trainer.device import intended_for
 from gt_trainer.models.deepseek_v3 import deepseek_v3_debugmodel
 from gt_trainer.models.llama3 import llama3_debugmodel
-from gt_trainer.planning.counted_model import counted_model
+from gt_trainer.planning.candidates import NoRecipeError
+from gt_trainer.planning.counted_model import _layer, counted_model
 
 
 def test_every_parameter_is_counted_once():
@@ -36,3 +39,9 @@ def test_degrees_that_a_model_cannot_have_do_not_matter():
         config = llama3_debugmodel()
         config.parallelism.tensor_parallel_degree = 3
         assert counted_model(config).num_parameters > 0
+
+
+def test_a_layer_without_attention_is_refused_with_what_it_has():
+    layer = nn.ModuleDict({"mixer": nn.Linear(2, 2, bias=False)})
+    with pytest.raises(NoRecipeError, match=r"no attention\.wo\.weight.*it has mixer\.weight"):
+        _layer(layer, None, 0)

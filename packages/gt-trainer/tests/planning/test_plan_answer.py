@@ -64,14 +64,18 @@ def test_a_relaxed_machine_is_compared_with_the_best_on_the_one_that_is_there():
 def test_the_ranking_survives_or_it_is_said_what_changes_it():
     steady = [outcome(8), outcome(4, ms=1250.0)]
     assert ranking_changes(steady) == []
-    shaky = [outcome(8, moved={"network -30%": 2e6}), outcome(4, ms=1250.0)]
+    shaky = [outcome(8, moved={"network 30% slower": 2e6}), outcome(4, ms=1250.0)]
     ((moved, winner, gain),) = ranking_changes(shaky)
-    assert (moved, winner) == ("network -30%", shaky[1])
+    assert (moved, winner) == ("network 30% slower", shaky[1])
     assert gain == 2e6 / 1.375e6 - 1
     assert "  sensitivity      the first stays first with ±30%" in str(
         report(*[(o,) for o in steady])
     )
-    assert "  sensitivity      network -30%: dp_replicate 2" in str(report(*[(o,) for o in shaky]))
+    assert "all of them, among the 2 simulated that fit" in str(report(*[(o,) for o in steady]))
+    assert "sensitivity" not in str(report((steady[0],)))
+    assert "  sensitivity      network 30% slower: dp_replicate 2" in str(
+        report(*[(o,) for o in shaky])
+    )
 
 
 def test_a_bubble_can_bind_and_be_why_another_is_slower():
@@ -84,5 +88,6 @@ def test_programs_read_the_same_as_data():
     data = report((outcome(8, gib=90),), (outcome(4),)).as_data()
     (recipe,) = data["recipes"]
     assert data["num_simulated"] == 2
+    assert data["simulated"] is True
     assert recipe["command"].startswith("gt-train --module llama3")
     assert recipe["step_us"] == 1e6

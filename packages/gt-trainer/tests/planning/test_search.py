@@ -5,7 +5,7 @@ import math
 import pytest
 from planning.small_problems import small_problem
 
-from gt_trainer.planning.search import Bounded, Frontier, search
+from gt_trainer.planning.search import Bounded, Frontier, WrongBoundError, search
 
 _NUM_PROBLEMS = 200
 
@@ -84,6 +84,6 @@ def test_takes_beside_it_what_is_wanted_and_could_win():
     assert frontier.take()[1] == "b"
 
 
-def test_a_cost_below_its_bound_stops_the_search():
-    with pytest.raises(AssertionError, match="a costs 1, and its bound is 2"):
+def test_a_cost_below_its_bound_is_not_recorded():
+    with pytest.raises(WrongBoundError, match="a costs 1, and its bound is 2"):
         search([_bounded("a", 2.0)], lambda item: (1.0,))

@@ -99,6 +99,15 @@ def test_stages_hold_their_gradients_whole_beside_their_parameters():
     assert bound.peak_bytes == bound.state_bytes + 4 * largest
 
 
+def test_parameters_that_may_be_gathered_in_8_bits_count_as_one_byte():
+    quantized = replace(_RECIPE, linears="float8_tensorwise")
+    pipeline = replace(quantized, dp_shard=8, pp=2, schedule="1F1B")
+    bound = _bound(pipeline)
+    assert bound.peak_bytes == bound.state_bytes + 3 * (3 * 12e6 + 3e6)
+    own = _bound(_RECIPE).carried_us["fsdp"]
+    assert _bound(quantized).carried_us["fsdp"] == pytest.approx(own * 3 / 4)
+
+
 def test_inputs_of_layers_count_where_they_are_more_than_gradients():
     model = replace(_MODEL, seq_len=1_000_000)
     bound = _bound(_RECIPE, model)

@@ -63,6 +63,8 @@ def plan_options(values: Mapping[str, str], problems: list[str]) -> PlanOptions:
         return None if number is None else int(number)
 
     page = values.get("--page")
+    if page is not None and Path(page).suffix == ".json":
+        problems.append(f"--page is {page!r}, where the plan's data would be: name it .html")
     if page is not None and (Path(page).is_dir() or not Path(page).parent.is_dir()):
         problems.append(f"--page is {page!r}, and must be a file in a folder that exists")
     return PlanOptions(

@@ -20,6 +20,7 @@ source. Which figures there are is told by ``Cluster``; nothing else is accepted
 from __future__ import annotations
 
 import difflib
+import math
 import tomllib
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
@@ -119,7 +120,11 @@ def load_cluster(name: str) -> Cluster:
             f"no cluster {name!r}.{_nearest(name, shipped_clusters())} There are "
             f"{', '.join(shipped_clusters())}; or a file of yours"
         )
-    return parse_cluster(path.read_text(encoding="utf-8"), where=name, folder=path.parent)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ClusterFileError(f"{name} is not UTF-8: {error}") from None
+    return parse_cluster(text, where=name, folder=path.parent)
 
 
 def parse_cluster(text: str, *, where: str, folder: Path | None) -> Cluster:
@@ -139,6 +144,14 @@ def parse_cluster(text: str, *, where: str, folder: Path | None) -> Cluster:
         raise ClusterFileError(f"{where} is no TOML: {error}") from None
     problems = list(_unknown(document, ("name", "hardware", "figures", "constants"), "key"))
     problems += [f"{name} is missing" for name in ("name", "hardware") if name not in document]
+    no_tables = [
+        f"{name} is {document[name]!r}, and must be a table"
+        for name in ("figures", "constants")
+        if not isinstance(document.get(name, {}), dict)
+    ]
+    if no_tables:
+        listed = "\n  ".join(no_tables)
+        raise ClusterFileError(f"cluster file {where}:\n  {listed}")
     figures, constants = document.get("figures", {}), document.get("constants", {})
     problems += _unknown(figures, _FIGURES, "figure")
     problems += [f"figures.{name} is missing" for name in _FIGURES if name not in figures]
@@ -152,6 +165,7 @@ def parse_cluster(text: str, *, where: str, folder: Path | None) -> Cluster:
         problems.append(f"hardware is {document['hardware']!r}: {error}")
     if hardware is not None:
         problems += _unknown(constants, tuple(hardware.constants), "constant")
+        problems += _fractions(hardware, constants)
     if problems or hardware is None:
         listed = "\n  ".join(problems)
         raise ClusterFileError(f"cluster file {where}:\n  {listed}")
@@ -198,10 +212,21 @@ def _malformed(table: str, entries: Mapping[str, Any]) -> Iterator[str]:
             continue
         yield from (f"{where}: {each}" for each in _unknown(entry, _ENTRY, "key"))
         value = entry.get("value")
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or not math.isfinite(value) or value <= 0:
             yield f"{where}.value is {value!r}, and must be a number above 0"
+        elif name == "oversubscription" and value < 1:
+            yield f"{where}.value is {value!r}, and must be 1 or more"
         if not entry.get("source"):
             yield f"{where} has no source"
+
+
+def _fractions(hardware: Hardware, constants: Mapping[str, Any]) -> Iterator[str]:
+    for name, entry in constants.items():
+        value = entry.get("value") if isinstance(entry, dict) else None
+        is_whole = not isinstance(value, float) or value.is_integer()
+        if isinstance(getattr(hardware, name, None), int) and not is_whole:
+            yield f"constants.{name}.value is {value!r}, and must be a whole number"
 
 
 def _nearest(word: str, known: Collection[str]) -> str:

@@ -14,10 +14,12 @@ from torchtitan.models.common.decoder import Decoder
 from torchtitan.tools import utils as titan_utils
 
 from gt_trainer.decoder.expert_layers import expert_layers
+from gt_trainer.planning.candidates import NoRecipeError
 from gt_trainer.planning.model_counts import LayerCounts, ModelCounts
 from gt_trainer.preflight.preflight import model_numbers_of
 from gt_trainer.trainer import GraphTrainer
 
+_ATTENTION = "attention.wo.weight"
 _LAST_PRODUCT = "w2"
 """Of feed-forwards and experts: nothing in the backward reads its result."""
 
@@ -26,6 +28,7 @@ def counted_model(config: GraphTrainer.Config) -> ModelCounts:
     """The counts of the model of ``config``.
 
     Raises:
+        NoRecipeError: a layer has no attention as torchtitan's have.
         TypeError: it is no decoder of torchtitan's.
     """
     spec = config.model_spec
@@ -71,6 +74,10 @@ def _layer(layer: nn.Module, num_experts: int | None, top_k: int) -> LayerCounts
     shapes = [(name, parameter.shape) for name, parameter in layer.named_parameters()]
     dense = [(name, shape) for name, shape in shapes if len(shape) == 2]
     experts = [(name, shape) for name, shape in shapes if len(shape) == 3]
+    width = next((shape[1] for name, shape in dense if name == _ATTENTION), None)
+    if width is None:
+        names = ", ".join(name for name, _ in shapes)
+        raise NoRecipeError(f"a layer has no {_ATTENTION}, of which plans are made; it has {names}")
     chosen = top_k / num_experts if num_experts else 0.0
 
     def repeated(of: Sequence[tuple[str, torch.Size]]) -> int:
@@ -83,7 +90,7 @@ def _layer(layer: nn.Module, num_experts: int | None, top_k: int) -> LayerCounts
         expert_products=chosen * sum(shape.numel() for _, shape in experts),
         repeated_dense=repeated(dense),
         repeated_experts=chosen * repeated(experts),
-        attention_width=next(shape[1] for name, shape in dense if name == "attention.wo.weight"),
+        attention_width=width,
         outputs_width=sum(shape[0] for _, shape in dense)
         + top_k * sum(shape[1] for _, shape in experts),
         sent_copies=float(top_k) if experts else 0.0,

@@ -47,6 +47,7 @@ class PlanAnswer:
         """The answer as plain data, for programs."""
         plan = self.plan
         return {
+            "simulated": True,
             "model": self.model,
             "hardware": self.cluster.hardware.name,
             "num_gpus": self.num_gpus,
@@ -167,7 +168,7 @@ class PlanAnswer:
         if not changes:
             yield (
                 "  sensitivity      the first stays first with ±30% of compute, memory, network, "
-                "latency, and all of them"
+                f"latency, and all of them, among the {len(self.ranked)} simulated that fit"
             )
         for moved, winner, gain in changes:
             yield f"  sensitivity      {moved}: {winner.recipe} is {gain:.1%} faster than the first"

@@ -77,7 +77,8 @@ def _body(report: PlanAnswer, beside: Sequence[tuple[str, str]]) -> Iterator[str
     yield from _bars(ranked[:_MOST_ROWS])
     yield "<h2>Recipes that fit</h2>"
     yield _table(report)
-    yield f"<h2>How sure the order is</h2><p>{escape(_surely(ranked))}</p>"
+    if len(ranked) > 1:
+        yield f"<h2>How sure the order is</h2><p>{escape(_surely(ranked))}</p>"
     yield f"<h2>To run the fastest</h2><pre>{escape(report.command(best))}</pre>"
     if beside:
         links = ", ".join(f'<a href="{escape(name)}">{escape(what)}</a>' for what, name in beside)
@@ -177,5 +178,8 @@ def _table(report: PlanAnswer) -> str:
 def _surely(ranked: Sequence[RecipeOutcome]) -> str:
     changes = ranking_changes(ranked)
     if not changes:
-        return "The first stays first with compute, memory, network and latency 30 % up and down."
+        return (
+            "The first stays first with compute, memory, network and latency 30 % up and down, "
+            f"among the {len(ranked)} simulated that fit."
+        )
     return "; ".join(f"{moved}: {winner.recipe} is first" for moved, winner, _ in changes) + "."

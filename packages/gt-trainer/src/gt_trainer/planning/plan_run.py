@@ -20,11 +20,12 @@ from gt_trainer.planning.plan_answer import PlanAnswer
 from gt_trainer.planning.plan_page import plan_page
 from gt_trainer.planning.planner import bounded_candidates, search_plan
 from gt_trainer.planning.simulate_recipes import simulate_recipes
+from gt_trainer.planning.unplanned_flags import check_plannable
 from gt_trainer.trainer import GraphTrainer
 
 _FLOAT8 = "float8_rowwise"
 _SKIP = "--quantization.skip"
-_MOST_DOUBLINGS = 20
+_MOST_DOUBLINGS = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +69,7 @@ def make_plan(
     Raises:
         NoRecipeError: it cannot be; the text says what is nearest.
     """
+    check_plannable(config, asked=asked)
     model = counted_model(config)
     machine = question.cluster.hardware
     seq_len = model.seq_len
@@ -198,7 +200,7 @@ def nearest_batch(request: PlanRequest, model: ModelCounts) -> int:
 
 
 def _enough_gpus(request: PlanRequest, model: ModelCounts, cluster: Cluster) -> str:
-    for doublings in range(1, _MOST_DOUBLINGS):
+    for doublings in range(1, _MOST_DOUBLINGS + 1):
         gpus = request.num_gpus << doublings
         larger = replace(request, num_gpus=gpus, global_batch=max(gpus, request.global_batch))
         if _fits(larger, model, cluster):

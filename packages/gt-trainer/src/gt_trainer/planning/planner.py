@@ -28,7 +28,7 @@ from gt_trainer.planning.pipeline_layouts import PipelineLayouts
 from gt_trainer.planning.recipe_config import recipe_config
 from gt_trainer.planning.recipe_outcome import RecipeOutcome, Unsimulated
 from gt_trainer.planning.run_recipe import RunRecipe
-from gt_trainer.planning.search import Bounded, Frontier
+from gt_trainer.planning.search import Bounded, Frontier, WrongBoundError
 from gt_trainer.planning.simulate_recipes import (
     Outcomes,
     capture_key,
@@ -109,7 +109,7 @@ def search_plan(
     frontier = Frontier(each for each, _ in bounded)
     found = _Found()
     with intended_for("cuda"):
-        batches = _batches(frontier, base, asked, found)
+        batches = _batches(frontier, base, asked, found, begin + seconds)
         _simulate(batches, frontier, base, machines, asked, found, begin + seconds, tell)
     return SearchedPlan(
         machines=tuple(machines),
@@ -152,9 +152,10 @@ def _batches(
     base: GraphTrainer.Config,
     asked: Collection[str],
     found: _Found,
+    until: float,
 ) -> Iterator[_Numbered]:
     """What one child after another is to simulate: a recipe that a run may have, and its like."""
-    while (taken := frontier.take()) is not None:
+    while time.monotonic() < until and (taken := frontier.take()) is not None:
         number, recipe = taken
         try:
             recipe_config(base, recipe, asked=asked)
@@ -217,7 +218,15 @@ def _take_results(
         ]
     for (number, _), result in zip(batch, results, strict=True):
         if not isinstance(result, Unsimulated):
-            frontier.record(number, [o.step_us if o.fits else math.inf for o in result])
+            try:
+                frontier.record(number, [o.step_us if o.fits else math.inf for o in result])
+            except WrongBoundError as error:
+                reason = f"its bounds were wrong: {error}"
+                found.failures.append(
+                    Unsimulated(recipe=result[0].recipe, reason=reason, is_refused=False)
+                )
+                tell(f"failed: {result[0].recipe}: {reason}")
+                continue
             found.outcomes.append(result)
             tell(_line(result[0]))
             continue

@@ -17,6 +17,10 @@ from typing import Generic, TypeVar
 ItemT = TypeVar("ItemT")
 
 
+class WrongBoundError(ValueError):
+    """Something costs less than its bound, so that the bounds cannot be trusted."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounded(Generic[ItemT]):
     """A candidate before it is simulated."""
@@ -91,13 +95,15 @@ class Frontier(Generic[ItemT]):
         """What was found for one that was taken; infinite for what cannot be.
 
         Raises:
-            AssertionError: it costs less than its bound, so that the search cannot be trusted.
+            WrongBoundError: it costs less than its bound. Nothing is recorded.
         """
         for goal, cost in enumerate(costs):
             bound = self._all[number].bounds[goal]
-            assert cost >= bound * (1 - 1e-9), (
-                f"{self._all[number].item} costs {cost:g}, and its bound is {bound:g}"
-            )
+            if cost < bound * (1 - 1e-9):
+                raise WrongBoundError(
+                    f"{self._all[number].item} costs {cost:g}, and its bound is {bound:g}"
+                )
+        for goal, cost in enumerate(costs):
             if math.isfinite(cost):
                 self._best[goal] = min(self._best[goal], (cost, number))
 

@@ -175,6 +175,6 @@ def _moved(moves: Sensitivity) -> dict[str, float]:
     percent = f"{moves.fraction:.0%}"
     found = {}
     for each in moves.ranges:
-        found[f"{each.group} +{percent}"] = each.faster_us
-        found[f"{each.group} -{percent}"] = each.slower_us
+        found[f"{each.group} {percent} faster"] = each.faster_us
+        found[f"{each.group} {percent} slower"] = each.slower_us
     return found

@@ -165,7 +165,12 @@ def _whole_bytes(stage: StageParts, recipe: RunRecipe, model: ModelCounts) -> in
         whole += stage.layers.expert_parameters / recipe.ep
     else:  # however tensor parallelism places them
         whole += stage.layers.expert_parameters / recipe.tp
-    return int(whole * model.activation_bytes * (1 + is_gathered))
+    return int(whole * (model.activation_bytes + is_gathered * _gathered_bytes(recipe, model)))
+
+
+def _gathered_bytes(recipe: RunRecipe, model: ModelCounts) -> int:
+    """Of a gathered parameter at least: linear layers in 8 bits may gather them so."""
+    return model.activation_bytes if recipe.linears == "none" else 1
 
 
 def _optimizer_us(stored: float, model: ModelCounts, hardware: Hardware) -> float:
@@ -184,15 +189,18 @@ def _carried(
     # A pipeline gathers and reduces once, in lanes that may run side by side.
     once = recipe.pp > 1 or recipe.reduces_once
     times = 1 if once else recipe.num_microbatches
-    passes = 1 if recipe.pp > 1 else 2
+    # Gathered and reduced, or in a pipeline the more of both.
+    each_bytes = model.activation_bytes
+    if recipe.pp == 1:
+        each_bytes += _gathered_bytes(recipe, model)
     dense = max(sum(each.dense_parameters for each in stages) for stages in ranks)
     experts = max(sum(each.layers.expert_parameters for each in stages) for stages in ranks)
     shards = recipe.dp_shard * recipe.cp
     together = dense if recipe.ep > 1 else dense + experts
-    gathered = together / recipe.tp * model.activation_bytes * times * passes
+    gathered = together / recipe.tp * each_bytes * times
     yield "fsdp", ring_us(gathered, shards, recipe.tp, hardware)
     if recipe.ep > 1:
-        gathered = experts / recipe.ep * model.activation_bytes * times * passes
+        gathered = experts / recipe.ep * each_bytes * times
         yield "efsdp", ring_us(gathered, shards * recipe.tp // recipe.ep, recipe.ep, hardware)
         tokens = recipe.sequences * model.seq_len / (recipe.tp * recipe.cp)
         copies = max(sum(each.layers.sent_copies for each in stages) for stages in ranks)

@@ -1,0 +1,38 @@
+"""What a search makes of what its children tell."""
+
+from types import SimpleNamespace
+
+from planning.outcomes import outcome
+
+from gt_trainer.planning.planner import _Found, _take_results
+from gt_trainer.planning.search import Bounded, Frontier
+from gt_trainer.planning.simulate_recipes import _moved
+
+
+class _Child:
+    def __init__(self, results):
+        self.result = lambda: results
+
+
+def test_a_result_below_its_bound_is_a_failure_and_the_search_goes_on():
+    wrong, right = outcome(8, ms=1000.0), outcome(4, ms=1250.0)
+    frontier = Frontier(
+        [
+            Bounded(item=wrong.recipe, bounds=(2e6,), guess=0.0),
+            Bounded(item=right.recipe, bounds=(1e6,), guess=1.0),
+        ]
+    )
+    batch, found = [frontier.take(), frontier.take()], _Found()
+    _take_results(_Child([(wrong,), (right,)]), batch, frontier, found, lambda line: None)
+    assert found.outcomes == [(right,)]
+    (failure,) = found.failures
+    assert failure.reason == (
+        f"its bounds were wrong: {wrong.recipe} costs 1e+06, and its bound is 2e+06"
+    )
+    assert frontier.best() == (1.25e6, right.recipe)
+
+
+def test_moved_constants_are_told_as_faster_and_slower():
+    ranges = [SimpleNamespace(group="latency", faster_us=1.0, slower_us=2.0)]
+    moves = SimpleNamespace(fraction=0.3, ranges=ranges)
+    assert _moved(moves) == {"latency 30% faster": 1.0, "latency 30% slower": 2.0}
