@@ -11,7 +11,7 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
@@ -185,7 +185,8 @@ def _windows(model: Decoder.Config) -> list[tuple[int, int]]:
     """Windows of attention that no mask would have: what replaces VarlenAttention has none."""
     if makes_own_masks(model):
         return []
-    found = (each.window_size for _, each, _, _ in model.traverse(VarlenAttention.Config))
+    windowed = (each for _, each, _, _ in model.traverse(VarlenAttention.Config))
+    found = (cast("VarlenAttention.Config", each).window_size for each in windowed)
     return sorted({(left, right) for left, right in found} - {_NO_WINDOW})
 
 

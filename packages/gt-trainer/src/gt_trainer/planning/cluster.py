@@ -211,7 +211,7 @@ def _malformed(table: str, entries: Mapping[str, Any]) -> Iterator[str]:
             yield f"{where} is {entry!r}, and must have value and source"
             continue
         yield from (f"{where}: {each}" for each in _unknown(entry, _ENTRY, "key"))
-        value = entry.get("value")
+        value: Any = entry.get("value")
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not is_number or not math.isfinite(value) or value <= 0:
             yield f"{where}.value is {value!r}, and must be a number above 0"
