@@ -71,7 +71,7 @@ class Case:
         module = importlib.import_module(python_module(self.module))
         config = getattr(module, self.config)()
         if not isinstance(config, GraphTrainer.Config):
-            config = adapt_any(config)
+            config = adapt_any(config, is_debug=True)
         assert config.model_spec is not None
         model: Any = config.model_spec.model
         model.layers = model.layers[: self.num_layers]
