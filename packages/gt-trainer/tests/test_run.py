@@ -1,6 +1,7 @@
 """How a run ends that cannot write, or is interrupted while it writes."""
 
 import errno
+import logging
 import os
 import shutil
 import time
@@ -9,15 +10,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.config import ParallelismConfig
 
+from gt_autoparallel import JudgedStep
 from gt_config import CompileConfig
 from gt_trainer import run
-from gt_trainer.dry_run import dry_run
+from gt_trainer.dry_run import dry_run, pipeline_judge
+from gt_trainer.launcher import RunStoppedError
 from gt_trainer.metrics.metrics_history import MetricsFileError
 from gt_trainer.models import llama3
+from gt_trainer.placement.pipeline_judgement import PipelineJudgement, written_judgement
 
 
 class Interrupting(dcp.FileSystemWriter):
@@ -181,3 +186,100 @@ class TestSearchForAPlan:
         assert self.plan_of(tmp_path, search, monkeypatch) == str(plan)
         assert plan.read_text() == "the plan"
         assert list(tmp_path.iterdir()) == [plan]
+
+
+class TestJudgementOfAPipeline:
+    """Which of its two configurations a pipeline trains with, as its first rank says."""
+
+    PLANNED = JudgedStep(step_us=2e6, peak_bytes=1, fits=True)
+    FASTER = PipelineJudgement(planned=PLANNED, by_hand=replace(PLANNED, step_us=1e6))
+    SLOWER = PipelineJudgement(planned=PLANNED, by_hand=replace(PLANNED, step_us=3e6))
+
+    def trained(self, folder, judge, monkeypatch):
+        """The configuration that is trained with, and what is kept of its judgement."""
+        found = []
+
+        def build(config):
+            def keep_judgement(written):
+                found.append(written)
+
+            found.append(config)
+            return SimpleNamespace(
+                train=lambda: None, close=lambda: None, keep_judgement=keep_judgement
+            )
+
+        config = llama3.llama3_debugmodel()
+        config.dump_folder = str(folder)
+        config.checkpoint.enable = True
+        config.parallelism.pipeline_parallel_degree = 2
+        config.comm.init_timeout_seconds = 60 if judge is not times_out else 1
+        by_hand = replace(config)
+        config.compile = replace(config.compile, autoparallel=True)
+        monkeypatch.setattr(pipeline_judge, "judge_before_training", judge)
+        monkeypatch.setattr(type(config), "build", build)
+        run.train(config, by_hand=by_hand)
+        assert found[0].compile.autoparallel is (len(found) == 1)
+        return found
+
+    @pytest.fixture(autouse=True)
+    def gloo(self, tmp_path, monkeypatch, caplog):
+        """The process group that ranks agree in, of one rank."""
+        caplog.set_level(logging.INFO)
+        monkeypatch.setenv("LOCAL_RANK", "0")
+        store = dist.FileStore(str(tmp_path / "store"), 1)
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        yield
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def test_the_step_by_hand_is_taken_and_its_judgement_kept(self, tmp_path, monkeypatch, caplog):
+        found = self.trained(tmp_path, lambda *_, **__: self.FASTER, monkeypatch)
+        assert found[1:] == [written_judgement(self.FASTER)]
+        assert "pipeline: by hand 1,000.0 ms is faster than the plan's 2,000.0 ms: taken" in (
+            caplog.messages
+        )
+
+    def test_the_plan_is_taken_from_the_file_of_its_search(self, tmp_path, monkeypatch, caplog):
+        plan = tmp_path / "placement.json"
+
+        def judge(*_, **__):
+            plan.touch()
+            return self.SLOWER
+
+        (config,) = self.trained(tmp_path, judge, monkeypatch)
+        assert config.compile.autoparallel_solver.plan == str(plan)
+        assert "pipeline: the plan's 2,000.0 ms are taken, by hand 3,000.0 ms" in caplog.messages
+
+    def test_a_plan_that_could_not_be_judged_in_time_is_taken(self, tmp_path, monkeypatch, caplog):
+        (tmp_path / "placement.json").write_text("the plan of another run")
+        (config,) = self.trained(tmp_path, times_out, monkeypatch)
+        assert config.compile.autoparallel_solver.plan is None
+        assert (
+            "pipeline: the plan is taken; half of --comm.init_timeout_seconds is not enough to "
+            "simulate it beside the step by hand. A dry run does, and says which is faster"
+        ) in caplog.messages
+
+    def test_what_was_judged_before_is_not_judged_again(self, tmp_path, monkeypatch, caplog):
+        complete_checkpoint(tmp_path, 1)
+        kept = tmp_path / "checkpoint" / "placed_by_hand.json"
+        kept.write_bytes(written_judgement(self.FASTER))
+        found = self.trained(tmp_path, None, monkeypatch)
+        assert found[1:] == [written_judgement(self.FASTER)]
+        assert f"{self.FASTER}, kept in {kept}" in caplog.messages
+
+    def test_with_a_plan_that_was_kept_nothing_is_judged(self, tmp_path, monkeypatch):
+        complete_checkpoint(tmp_path, 1)
+        (tmp_path / "checkpoint" / "placement.json").touch()
+        (config,) = self.trained(tmp_path, None, monkeypatch)
+        assert config.compile.autoparallel
+
+    def test_a_failure_says_how_to_train_without_a_judgement(self, tmp_path, monkeypatch):
+        def judge(*_, **__):
+            raise ValueError("no such stage")
+
+        with pytest.raises(RunStoppedError, match=r"(?s)no_simulate_rivals.*no such stage"):
+            self.trained(tmp_path, judge, monkeypatch)
+
+
+def times_out(*_, **__):
+    time.sleep(60)

@@ -9,10 +9,13 @@ import shutil
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
+from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools import filesystem
+from torchtitan.tools import utils as titan_utils
 from torchtitan.tools.logging import logger
 
 from gt_passes.simulation import Hardware
@@ -23,12 +26,22 @@ from gt_trainer.launcher import (
     run_in_child,
 )
 from gt_trainer.parallelism_options import balance_of
-from gt_trainer.placement.kept_plan import PLAN_FILE, plan_file_of, with_plan_file
+from gt_trainer.placement.kept_plan import (
+    PLAN_FILE,
+    by_hand_file_of,
+    is_judged,
+    may_take_by_hand,
+    plan_file_of,
+    with_plan_file,
+)
 from gt_trainer.placement.planned_machine import PlannedMachine, planned_for
 from gt_trainer.preflight.checkpoint_folder import can_be_resumed
 from gt_trainer.run_lock import locked
 from gt_trainer.step_folders import is_complete, newest_checkpoint, step_folders
 from gt_trainer.trainer import GraphTrainer
+
+if TYPE_CHECKING:
+    from gt_trainer.placement.pipeline_judgement import PipelineJudgement
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _NEXT_TO_NOTHING_BYTES = 16 * 2**20
@@ -42,7 +55,12 @@ class DiskFullError(RunStoppedError):
     """There was no room for what the run had to write."""
 
 
-def train(config: GraphTrainer.Config, *, hardware: Hardware | None = None) -> None:
+def train(
+    config: GraphTrainer.Config,
+    *,
+    by_hand: GraphTrainer.Config | None = None,
+    hardware: Hardware | None = None,
+) -> None:
     """Build the trainer, train, and close it also when training fails.
 
     Every rank of a run calls this, with the rendezvous in the environment (RANK, WORLD_SIZE,
@@ -50,6 +68,8 @@ def train(config: GraphTrainer.Config, *, hardware: Hardware | None = None) -> N
 
     Args:
         config: A finished configuration that ``preflight`` accepts.
+        by_hand: The same run without a solver, as ``settled_by_hand`` gives it, which a pipeline
+            takes where it is faster in simulation; None leaves it the plan.
         hardware: The machine by which stages are balanced, and which plans are priced for, where
             that is asked for; H100 SXM by default.
 
@@ -65,13 +85,87 @@ def train(config: GraphTrainer.Config, *, hardware: Hardware | None = None) -> N
         folder = Path(config.dump_folder)
         lock = locked(folder) if is_first and is_local else contextlib.nullcontext()
         with lock, planned_for(PlannedMachine(hardware=hardware)):
-            _train(_with_plan(_balanced(config, hardware), hardware))
+            if by_hand is not None and may_take_by_hand(config):
+                _train_judged(config, by_hand, hardware)
+            else:
+                _train(_with_plan(_balanced(config, hardware), hardware))
     except CheckpointException as error:
         raise _what_ended(error, config) from None
     except OSError as error:
         if not _says_full(error):
             raise
         raise _disk_full(config) from None
+
+
+def _train_judged(
+    config: GraphTrainer.Config, by_hand: GraphTrainer.Config, hardware: Hardware | None
+) -> None:
+    """Train a pipeline with its plan or by hand, as rank 0 says."""
+    judgement = None
+    if os.environ.get("RANK", "0") == "0":
+        if is_judged(config):
+            judgement = _judgement(config, by_hand, hardware)
+            path = Path(config.dump_folder) / PLAN_FILE
+            if judgement is None and path.is_file():
+                config = replace(config, compile=with_plan_file(config.compile, path))
+        if judgement is None:
+            config = _balanced(config, hardware)
+    if _first_rank_says(judgement is not None, config):
+        config = by_hand
+    _train(config, judgement)
+
+
+def _judgement(
+    config: GraphTrainer.Config, by_hand: GraphTrainer.Config, hardware: Hardware | None
+) -> PipelineJudgement | None:
+    """Why the step by hand is taken; None if the plan is, which then is in the dump folder.
+
+    As for ``_with_plan``, in a child and for half of the time that other ranks wait. A plan that
+    was found in that time is taken, if nobody could say what it is worth.
+    """
+    # Imported here: no other run pays for the solver and the simulation.
+    from gt_trainer.dry_run.pipeline_judge import judge_before_training
+    from gt_trainer.placement.pipeline_judgement import read_judgement
+
+    kept = by_hand_file_of(config)
+    if kept is not None:
+        judgement = read_judgement(kept)
+        logger.info(f"{judgement}, kept in {kept}")
+        return judgement
+    (Path(config.dump_folder) / PLAN_FILE).unlink(missing_ok=True)  # that of another run
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    try:
+        judgement = run_in_child(
+            partial(judge_before_training, config, by_hand, world_size, hardware=hardware),
+            timeout_seconds=config.comm.init_timeout_seconds / 2,
+        )
+    except ChildTimedOutError:
+        logger.warning(
+            "pipeline: the plan is taken; half of --comm.init_timeout_seconds is not enough to "
+            "simulate it beside the step by hand. A dry run does, and says which is faster"
+        )
+        return None
+    except ChildFailedError as error:
+        raise RunStoppedError(
+            "the pipeline could not be simulated before training (to train with its plan without: "
+            f"--compile.autoparallel_solver.no_simulate_rivals): {error}"
+        ) from None
+    logger.info(str(judgement))
+    return judgement if judgement.takes_by_hand else None
+
+
+def _first_rank_says(yes: bool, config: GraphTrainer.Config) -> bool:
+    """What rank 0 says, on every rank; they have a process group from then on."""
+    device = titan_utils.get_local_device()
+    titan_utils.device_module.set_device(device)
+    dist_utils.init_distributed(
+        config.comm,
+        enable_cpu_backend=config.training.enable_cpu_offload,
+        base_folder=config.dump_folder,
+    )
+    said = torch.tensor([int(yes)], device=device)
+    torch.distributed.broadcast(said, src=0)
+    return bool(said.item())
 
 
 def _balanced(config: GraphTrainer.Config, hardware: Hardware | None) -> GraphTrainer.Config:
@@ -116,9 +210,9 @@ def _with_plan(config: GraphTrainer.Config, hardware: Hardware | None) -> GraphT
     do, the run goes on with the best plan yet, and says so.
     """
     options = config.compile
-    is_judged = options.autoparallel and options.autoparallel_solver.simulate_rivals
+    has_rivals = options.autoparallel and options.autoparallel_solver.simulate_rivals
     is_pipelined = config.parallelism.pipeline_parallel_degree > 1
-    if not is_judged or is_pipelined or os.environ.get("RANK", "0") != "0":
+    if not has_rivals or is_pipelined or os.environ.get("RANK", "0") != "0":
         return config
     if plan_file_of(config) is not None:
         return config
@@ -164,10 +258,14 @@ def _out_of_time(*, has_plan: bool) -> str:
     )
 
 
-def _train(config: GraphTrainer.Config) -> None:
+def _train(config: GraphTrainer.Config, judgement: PipelineJudgement | None = None) -> None:
     trainer: GraphTrainer | None = None
     try:
         trainer = config.build()  # type: ignore[no-untyped-call]  # torchtitan leaves it unannotated
+        if judgement is not None:
+            from gt_trainer.placement.pipeline_judgement import written_judgement
+
+            trainer.keep_judgement(written_judgement(judgement))
         trainer.train()
     finally:
         if trainer is not None:

@@ -18,6 +18,7 @@ from torch import distributed as dist
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.validate import Validator
+from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.observability import structured_logger as sl
@@ -39,7 +40,13 @@ from gt_trainer.model_identity import identity_of, write_identity
 from gt_trainer.parallelism_options import TrainerParallelismConfig, with_own_options
 from gt_trainer.pipelines.pipeline_plan import PipelinePlan, pipeline_plan
 from gt_trainer.pipelines.tied_weight import TiedSchedule, clip_gradients, settle_tied_weight
-from gt_trainer.placement.kept_plan import PLAN_FILE, keep_plan, plan_file_of, with_plan_file
+from gt_trainer.placement.kept_plan import (
+    BY_HAND_FILE,
+    PLAN_FILE,
+    keep_plan,
+    plan_file_of,
+    with_plan_file,
+)
 from gt_trainer.placement.planned_loss import LossOfParts, loss_of
 from gt_trainer.quantization.quantization_options import QuantizationConfig
 from gt_trainer.quantization.quantized_model import with_quantized_model
@@ -109,9 +116,10 @@ class GraphTrainer(Trainer):
             super().__init__(config)
             if isinstance(self.loss_fn, LossOfParts):
                 self.loss_fn.set_ranks(self.parallel_dims)
-            self._plan_file: bytes | None = None
+            self._kept_file: tuple[str, bytes] | None = None
             if config.compile.autoparallel and dist.get_rank() == 0:
-                self._plan_file = (Path(config.dump_folder) / PLAN_FILE).read_bytes()
+                plan = (Path(config.dump_folder) / PLAN_FILE).read_bytes()
+                self._kept_file = PLAN_FILE, plan
             if config.compile.autoparallel and config.validator.enable:
                 self._allow_validation()
             if config.validator.enable and isinstance(self.validator, GraphValidator):
@@ -127,6 +135,20 @@ class GraphTrainer(Trainer):
             (Path(config.dump_folder) / CAPTURES_FILE).unlink(missing_ok=True)
         self.training_step: TrainingStep = new_training_step(self._step_parts(config))
         """Forward, loss and backward of one batch."""
+
+    def init_distributed(self) -> ParallelDims:
+        """As torchtitan's; the group may be there, if ranks had to agree on how to place."""
+        if dist.is_initialized():
+            return ParallelDims.from_config(self.config.parallelism, dist.get_world_size())
+        return super().init_distributed()
+
+    def keep_judgement(self, written: bytes) -> None:
+        """Keep beside the checkpoints why this run is placed by hand; on rank 0.
+
+        Args:
+            written: the file, as ``written_judgement`` gives it.
+        """
+        self._kept_file = BY_HAND_FILE, written
 
     def post_dataloading_process(
         self, input_dict: dict[str, torch.Tensor], labels: torch.Tensor
@@ -273,11 +295,18 @@ class GraphTrainer(Trainer):
             return
         if not filesystem.is_remote(folder):
             write_identity(Path(folder), self._model_identity)
-        if self._plan_file is not None and not keep_plan(self.config, self._plan_file):
-            logger.warning(
-                f"{folder} is remote, and the plan is not kept there: to go on with it, give "
+        if self._kept_file is None:
+            return
+        name, written = self._kept_file
+        if not keep_plan(self.config, written, name=name):
+            how = (
+                "the plan is not kept there: to go on with it, give "
                 "--compile.autoparallel_solver.plan with a copy of placement.json"
+                if name == PLAN_FILE
+                else "what was judged is not kept there: to go on by hand, leave out "
+                "--compile.autoparallel"
             )
+            logger.warning(f"{folder} is remote, and {how}")
 
     def _first_step_begins(self) -> None:
         self._has_stepped = True

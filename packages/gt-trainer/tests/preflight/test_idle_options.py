@@ -31,7 +31,7 @@ from gt_trainer.artifacts import run_artifacts
 from gt_trainer.decoder import eager_chunks
 from gt_trainer.models import llama3
 from gt_trainer.pipelines import split_model
-from gt_trainer.placement import memory_budget, parallelize, place_decoder
+from gt_trainer.placement import kept_plan, memory_budget, parallelize, place_decoder
 from gt_trainer.preflight import bitwise_violations, quantization_violations
 from gt_trainer.preflight.idle_options import RunOptions, idle_option_violations, read_elsewhere
 from gt_trainer.preflight.preflight import (
@@ -135,7 +135,7 @@ READERS = {
     "autoparallel_solver.memory_budget_gib": memory_budget,
     "autoparallel_solver.time_limit_seconds": place_decoder,
     "autoparallel_solver.relative_gap": place_decoder,
-    "autoparallel_solver.simulate_rivals": place_decoder,
+    "autoparallel_solver.simulate_rivals": kept_plan,
     "autoparallel_solver.experts": place_decoder,
     "autoparallel_solver.plan": place_decoder,
 }

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from refused_configurations import changed, refusal
 
-from gt_autoparallel import write_plan, write_plans
-from gt_config import AutoParallelConfig
+from gt_autoparallel import JudgedStep, write_plan, write_plans
+from gt_config import AutoParallelConfig, Topology
 from gt_passes.simulation import h100_sxm
 from gt_trainer.models import llama3
 from gt_trainer.pipelines.pipeline_plan import pipeline_plan
@@ -17,14 +17,16 @@ from gt_trainer.pipelines.place_stages import StagesToPlace, stage_plans
 from gt_trainer.pipelines.planned_stages import stages_of_plan
 from gt_trainer.pipelines.split_model import cut_stages
 from gt_trainer.placement.expert_blocks import expert_blocks
-from gt_trainer.placement.kept_plan import keep_plan, plan_file_of
+from gt_trainer.placement.kept_plan import BY_HAND_FILE, by_hand_file_of, keep_plan, plan_file_of
+from gt_trainer.placement.pipeline_judgement import PipelineJudgement, written_judgement
 from gt_trainer.placement.place_decoder import placement_plan
 from gt_trainer.placement.planned_machine import PlannedMachine, planned_for
 from gt_trainer.placement.planned_mesh import planned_axes
-from gt_trainer.preflight.plan_file_violations import model_on_meta
+from gt_trainer.preflight.plan_file_violations import model_on_meta, plan_file_violations
 from gt_trainer.preflight.preflight import check_configuration
 
 NUM_RANKS = 4
+TOPOLOGY = Topology(world=NUM_RANKS, pp=2, dp_shard=2, batch_size=2, seq_len=32)
 PLAN = "--compile.autoparallel_solver.plan"
 
 
@@ -299,6 +301,66 @@ def test_a_run_that_goes_on_has_the_plan_that_was_kept(plan, tmp_path):
     assert plan_file_of(dataclasses.replace(config, compile=asked)) == Path("other.json")
     by_hand = dataclasses.replace(config.compile, autoparallel=False)
     assert plan_file_of(dataclasses.replace(config, compile=by_hand)) is None
+
+
+JUDGED = PipelineJudgement(
+    planned=JudgedStep(step_us=2e6, peak_bytes=1, fits=True),
+    by_hand=JudgedStep(step_us=1e6, peak_bytes=1, fits=True),
+)
+
+
+def by_hand_before(tmp_path, content, **changes):
+    """A pipeline whose folder has a checkpoint of one that was judged to be faster by hand."""
+    config = piped(tmp_path, None, **changes)
+    config.checkpoint = dataclasses.replace(config.checkpoint, enable=True)
+    (tmp_path / "checkpoint" / "step-2").mkdir(parents=True)
+    (tmp_path / "checkpoint" / "placement.json").touch()
+    assert keep_plan(config, content, name=BY_HAND_FILE)
+    return config, tmp_path / "checkpoint" / "placed_by_hand.json"
+
+
+def test_a_pipeline_that_goes_on_is_placed_by_hand_again_and_no_more_judged(tmp_path):
+    config, path = by_hand_before(tmp_path, written_judgement(JUDGED))
+    assert by_hand_file_of(config) is None  # step-2 was cut off
+    (tmp_path / "checkpoint" / "step-2" / ".metadata").touch()
+    assert by_hand_file_of(config) == path
+    assert plan_file_of(config) is None  # of another run
+    assert list(plan_file_violations(config, TOPOLOGY)) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "solver"),
+    [
+        ({}, {"plan": "other.json"}),
+        ({}, {"simulate_rivals": False}),
+        ({"pipeline_parallel_degree": 1, "data_parallel_shard_degree": 4}, {}),
+    ],
+)
+def test_a_run_that_is_not_judged_is_not_placed_by_hand(tmp_path, changes, solver):
+    config, _ = by_hand_before(tmp_path, written_judgement(JUDGED), **changes)
+    (tmp_path / "checkpoint" / "step-2" / ".metadata").touch()
+    options = AutoParallelConfig(**solver)
+    config.compile = dataclasses.replace(config.compile, autoparallel_solver=options)
+    assert by_hand_file_of(config) is None
+
+
+def test_what_was_kept_last_is_alone(tmp_path):
+    config, path = by_hand_before(tmp_path, written_judgement(JUDGED))
+    assert [each.name for each in path.parent.iterdir() if each.is_file()] == [path.name]
+    assert keep_plan(config, b"a plan")
+    assert [each.name for each in path.parent.iterdir() if each.is_file()] == ["placement.json"]
+
+
+def test_a_damaged_judgement_is_refused(tmp_path):
+    config, path = by_hand_before(tmp_path, b"{")
+    (tmp_path / "checkpoint" / "step-2" / ".metadata").touch()
+    (found,) = plan_file_violations(config, TOPOLOGY)
+    assert (found.flag, found.value) == ("--checkpoint.folder", str(path.parent))
+    assert found.allowed == "checkpoints with an intact placed_by_hand.json beside them"
+    assert found.fix == (
+        f"{path} does not say why a pipeline is placed by hand; delete that file, and plan and "
+        "step by hand are compared again"
+    )
 
 
 def test_plans_are_not_kept_beside_remote_checkpoints(tmp_path):

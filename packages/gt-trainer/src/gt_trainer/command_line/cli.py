@@ -174,6 +174,7 @@ def _run(command: CommandLine, rendezvous: Rendezvous | None, started: float) ->
             config, world_size, asked=asked, hardware=_planning_hardware(command, config)
         )
     hardware = _planning_hardware(command, config)
+    by_hand = _pipeline_by_hand(config, world_size, asked=asked)
     config, withdrawn = settled_defaults.settle_defaults(config, world_size, asked=asked)
     with planned_for(PlannedMachine(hardware=hardware)):
         preflight.check_configuration(
@@ -196,7 +197,7 @@ def _run(command: CommandLine, rendezvous: Rendezvous | None, started: float) ->
         for name in left_out(config):
             importlib.import_module(name)
     status = launch(
-        partial(run.train, config, hardware=hardware),
+        partial(run.train, config, by_hand=by_hand, hardware=hardware),
         num_ranks=num_ranks,
         log_folder=Path(config.dump_folder) / "logs",
         rendezvous=rendezvous,
@@ -295,6 +296,22 @@ def _precisions(config: GraphTrainer.Config) -> str:
         own_precision=config.training.mixed_precision_param,
     )
     return "".join(f"gt-train: {line}\n" for line in lines)
+
+
+def _pipeline_by_hand(
+    config: GraphTrainer.Config, world_size: int, *, asked: Collection[str]
+) -> GraphTrainer.Config | None:
+    """The run that a pipeline with a solver is held against; None if there is none."""
+    from gt_trainer.placement.kept_plan import may_take_by_hand
+    from gt_trainer.preflight.preflight import configuration_violations
+    from gt_trainer.preflight.settled_defaults import settled_by_hand
+
+    if not may_take_by_hand(config):
+        return None
+    by_hand = settled_by_hand(config, world_size, asked=asked)
+    assert by_hand is not None
+    is_allowed = next(configuration_violations(by_hand, world_size), None) is None
+    return by_hand if is_allowed else None
 
 
 def _hints() -> list[str]:

@@ -20,10 +20,17 @@ from gt_trainer.dry_run.beside_by_hand import PlacedByHand
 from gt_trainer.dry_run.captured_dry_step import capture_dry_step
 from gt_trainer.dry_run.fake_step import FakeStep, fake_step
 from gt_trainer.dry_run.pipeline_dry_run import PipelineDryRunReport, pipeline_dry_run
+from gt_trainer.dry_run.pipeline_judge import judged_pipeline
 from gt_trainer.dry_run.simulated_run import SimulatedRun
 from gt_trainer.dry_run.step_facts import degrees_of
 from gt_trainer.dry_run.step_judge import judged_step, keeping_the_best, step_judge
-from gt_trainer.placement.kept_plan import plan_file_of, with_plan_file
+from gt_trainer.placement.kept_plan import (
+    by_hand_file_of,
+    is_judged,
+    plan_file_of,
+    with_plan_file,
+)
+from gt_trainer.placement.pipeline_judgement import read_judgement
 from gt_trainer.placement.plan_judge import judged_by
 from gt_trainer.placement.planned_machine import PlannedMachine, planned_for
 from gt_trainer.quantization.quantized_model import with_quantized_model
@@ -127,7 +134,7 @@ def dry_run(
         config: a finished configuration that ``preflight`` accepts.
         world_size: number of ranks; none of them is started.
         by_hand: the same run without a solver, as ``settled_by_hand`` gives it: simulated beside
-            the planned one if ``is_allowed``.
+            the planned one if ``is_allowed``. A pipeline takes it where it is faster.
         hardware: the machine to simulate, and to plan for; H100 SXM by default.
         is_allowed: whether a run could have a changed configuration, for one that does not fit.
         trace_path: where to write the simulated step as a Perfetto trace; None writes none.
@@ -163,10 +170,25 @@ def _dry_run(
     trace_path: Path | None,
     timeline_path: Path | None,
 ) -> DryRunReport | PipelineDryRunReport:
+    if by_hand is not None and not is_allowed(by_hand):
+        by_hand = None
+    kept = by_hand_file_of(config)
+    if by_hand is not None and kept is not None:
+        report = _captured(by_hand, world_size, hardware, trace_path, timeline_path)
+        assert isinstance(report, PipelineDryRunReport)
+        return replace(report, placement=f"{read_judgement(kept)}, kept in {kept}")
     report = _captured(config, world_size, hardware, trace_path, timeline_path)
-    if by_hand is not None and is_allowed(by_hand):
-        simulated = _captured(by_hand, world_size, hardware).simulated
-        beside = PlacedByHand(planned=report.simulated, by_hand=simulated)
+    if by_hand is not None:
+        expert = _captured(by_hand, world_size, hardware)
+        beside = PlacedByHand(planned=report.simulated, by_hand=expert.simulated)
+        if isinstance(report, PipelineDryRunReport) and is_judged(config):
+            assert isinstance(expert, PipelineDryRunReport)
+            judgement = judged_pipeline(config, planned=report.simulated, by_hand=expert.simulated)
+            if judgement.takes_by_hand:
+                report = expert
+                if trace_path is not None or timeline_path is not None:  # which show the plan's
+                    _captured(by_hand, world_size, hardware, trace_path, timeline_path)
+            report = replace(report, placement=str(judgement))
         report = replace(report, beside_by_hand=beside)
     if report.simulated.fits:
         return report

@@ -70,7 +70,10 @@ class PipelineDryRunReport:
     """How stages were balanced; None if by layers."""
 
     beside_by_hand: PlacedByHand | None = None
-    """The step placed by hand, if a solver placed this one and the run could be placed so."""
+    """The step placed by hand, if a solver placed another and the run could be placed so."""
+
+    placement: str | None = None
+    """Which of the two a run takes, of which all the rest is; None if nobody had to choose."""
 
     remedy: str | None = None
     """What would make a run fit that does not; None if it fits."""
@@ -100,6 +103,7 @@ class PipelineDryRunReport:
             str(self.simulated),
             *([f"  to make it fit   {self.remedy}"] if self.remedy else []),
             *([str(self.beside_by_hand)] if self.beside_by_hand else []),
+            *([f"  {self.placement}"] if self.placement else []),
         )
         return "\n".join(lines)
 

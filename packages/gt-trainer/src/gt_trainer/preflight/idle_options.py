@@ -35,7 +35,6 @@ from gt_trainer.steps.recipe import ReshardChoice, graphs_of, passes_of
 
 _COMPILE = "--compile."
 _RESHARD = "--parallelism.fsdp_reshard_after_forward"
-_RIVALS = "autoparallel_solver.simulate_rivals"
 _PIPELINE = "--parallelism.pipeline_parallel_degree"
 _NAMES = ("passes", "disable_passes")
 
@@ -109,8 +108,7 @@ def read_elsewhere(run: RunOptions) -> Iterator[str]:
     if run.topology.cp > 1:
         yield "context_parallel"  # what attention is placed
     if options.autoparallel:
-        of_solver = (p for p in option_paths(type(options)) if p.startswith("autoparallel_solver."))
-        yield from (p for p in of_solver if run.topology.pp == 1 or p != _RIVALS)
+        yield from (p for p in option_paths(type(options)) if p.startswith("autoparallel_solver."))
     if graphs:
         yield from ("verify_passes", "debug_graph_passes")  # what surrounds the passes
         yield "on_shape_change"

@@ -18,7 +18,7 @@ from torchtitan.config.override import apply_overrides
 from torchtitan.tools import utils as titan_utils
 
 from gt_config import Topology, Violation
-from gt_trainer.placement.kept_plan import plan_file_of
+from gt_trainer.placement.kept_plan import by_hand_file_of, plan_file_of
 from gt_trainer.trainer import GraphTrainer
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ def plan_file_violations(config: GraphTrainer.Config, topology: Topology) -> Ite
     """
     path = plan_file_of(config)
     if path is None:
+        yield from _by_hand_violations(config)
         return
     # Imported here: no other run pays for the solver.
     from gt_autoparallel import PlacementError
@@ -61,6 +62,24 @@ def plan_file_violations(config: GraphTrainer.Config, topology: Topology) -> Ite
         fix=f"{problem}\nGive back what differs, or {_PLAN} with another plan; or delete that "
         "file, and a plan is searched for",
     )
+
+
+def _by_hand_violations(config: GraphTrainer.Config) -> Iterator[Violation]:
+    """Yield at most one: why nobody can tell that the run was placed by hand before."""
+    path = by_hand_file_of(config)
+    if path is None:
+        return
+    from gt_trainer.placement.pipeline_judgement import NoJudgementError, read_judgement
+
+    try:
+        read_judgement(path)
+    except (NoJudgementError, OSError) as error:
+        yield Violation(
+            flag="--checkpoint.folder",
+            value=str(path.parent),
+            allowed=f"checkpoints with an intact {path.name} beside them",
+            fix=f"{error}; delete that file, and plan and step by hand are compared again",
+        )
 
 
 def _check(path: Path, config: GraphTrainer.Config, topology: Topology) -> None:

@@ -1,0 +1,91 @@
+"""Which step a pipeline with a solver trains with: the planned one, or the one by hand."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from gt_autoparallel import JudgedStep
+
+_FORMAT = {"format": "gt-trainer pipeline judgement", "version": 1}
+
+_NOISE = 1.01
+"""Steps that differ by less are taken for equally fast."""
+
+
+class NoJudgementError(ValueError):
+    """A file says nothing of how a pipeline was judged."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineJudgement:
+    """The simulated steps of a pipeline: as a solver places its stages, and by hand."""
+
+    planned: JudgedStep
+    by_hand: JudgedStep
+    budget_bytes: int | None = None
+    """What a rank was allowed to take; None if nobody asked for less than there is."""
+
+    @property
+    def takes_by_hand(self) -> bool:
+        """Whether the step by hand is faster by more than 1 %, or alone fits.
+
+        Above a budget that was asked for it is not taken, unless the plan takes still more.
+        """
+        planned, by_hand = self.planned, self.by_hand
+        allowed = None if self.budget_bytes is None else max(self.budget_bytes, planned.peak_bytes)
+        if not by_hand.fits or (allowed is not None and by_hand.peak_bytes > allowed):
+            return False
+        return not planned.fits or by_hand.step_us * _NOISE < planned.step_us
+
+    def __str__(self) -> str:
+        planned, by_hand = (f"{e.step_us / 1e3:,.1f} ms" for e in (self.planned, self.by_hand))
+        if self.takes_by_hand:
+            why = "is faster than" if self.planned.fits else "fits, unlike"
+            return f"pipeline: by hand {by_hand} {why} the plan's {planned}: taken"
+        return f"pipeline: the plan's {planned} are taken, by hand {by_hand}{self._against()}"
+
+    def _against(self) -> str:
+        by_hand = self.by_hand
+        if not by_hand.fits:
+            return ", which does not fit"
+        if by_hand.step_us >= self.planned.step_us:
+            return ""
+        gib = by_hand.peak_bytes / 2**30
+        if by_hand.step_us * _NOISE < self.planned.step_us:
+            return f", which takes {gib:.2f} GiB and so more than asked for"
+        return ", which is no more than 1 % faster"
+
+
+def written_judgement(judgement: PipelineJudgement) -> bytes:
+    """The judgement as a file."""
+    return (json.dumps({**_FORMAT, **asdict(judgement)}, indent=1) + "\n").encode()
+
+
+def read_judgement(path: Path) -> PipelineJudgement:
+    """Read why a pipeline was placed by hand.
+
+    Args:
+        path: of a file with what ``written_judgement`` gave.
+
+    Raises:
+        NoJudgementError: the file is something else, of another version, or damaged, or takes the
+            plan.
+        OSError: it cannot be read.
+    """
+    try:
+        found: dict[str, Any] = json.loads(path.read_bytes())
+        if {name: found.pop(name) for name in _FORMAT} != _FORMAT:
+            raise ValueError
+        judgement = PipelineJudgement(
+            planned=JudgedStep(**found.pop("planned")),
+            by_hand=JudgedStep(**found.pop("by_hand")),
+            **found,
+        )
+        if not judgement.takes_by_hand:
+            raise ValueError
+    except (ValueError, TypeError, KeyError, AttributeError):
+        raise NoJudgementError(f"{path} does not say why a pipeline is placed by hand") from None
+    return judgement

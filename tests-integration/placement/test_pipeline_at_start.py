@@ -1,0 +1,70 @@
+"""A pipeline that is faster by hand trains by hand, though a solver was asked, and goes on so."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+_THREE_STARTS = """
+import dataclasses, sys
+from gt_trainer import device
+device.install("cpu")
+from gt_trainer.command_line.cli import main
+from gt_trainer.dry_run import pipeline_judge
+
+simulated = pipeline_judge.pipeline_dry_run
+
+def slow_if_planned(config, *args, **kwargs):
+    report = simulated(config, *args, **kwargs)
+    us = report.simulated.step_us + 1e6 * config.compile.autoparallel
+    return dataclasses.replace(report, simulated=dataclasses.replace(report.simulated, step_us=us))
+
+pipeline_judge.pipeline_dry_run = slow_if_planned
+
+def start(folder, steps, *further):
+    flags = ["--nproc", "4", "--module", "placement.start_cases", "--config", "two_stages"]
+    status = main([*flags, "--dump_folder", folder, "--training.steps", steps, *further])
+    if status:
+        sys.exit(status)
+
+start(sys.argv[1], "1")
+start(sys.argv[1], "2")
+default = ["--compile.autoparallel_solver.relative_gap", "0.001"]
+start(sys.argv[2], "2", "--compile.no_autoparallel", *default)
+"""
+
+
+def test_a_pipeline_trains_by_hand_where_that_is_faster_and_goes_on_by_hand(
+    tmp_path: Path,
+) -> None:
+    judged, by_hand = tmp_path / "judged", tmp_path / "by_hand"
+    own = str(Path(__file__).parents[1])
+    path = os.pathsep.join(filter(None, (own, os.environ.get("PYTHONPATH"))))
+    run = subprocess.run(
+        [sys.executable, "-c", _THREE_STARTS, str(judged), str(by_hand)],
+        env={**os.environ, "GT_DEVICE": "cpu", "PYTHONPATH": path, "PYTHONWARNINGS": "ignore"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout
+    said = [line.partition("pipeline: ")[2] for line in run.stdout.splitlines()]
+    first, second = [line for line in said if line.startswith("by hand ")]
+    kept = judged / "checkpoint" / "placed_by_hand.json"
+    assert first.endswith(" ms: taken")
+    assert second == f"{first}, kept in {kept}"
+    assert not (kept.parent / "placement.json").exists()
+    assert (judged / "placement.json").is_file()  # for who wants it all the same
+    assert losses(judged) == losses(by_hand)
+    assert len(losses(judged)) == 2
+
+
+def losses(folder: Path) -> list[float]:
+    """Of each step."""
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["loss"] for line in lines]
