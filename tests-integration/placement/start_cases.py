@@ -26,10 +26,10 @@ def one_layer() -> GraphTrainer.Config:
 
 def two_stages() -> GraphTrainer.Config:
     """A decoder of two layers, on two stages of two ranks each."""
-    config, whole = one_layer(), llama3.llama3_debugmodel()
+    config = one_layer()
     assert config.model_spec is not None
-    assert whole.model_spec is not None
-    config.model_spec.model.layers = whole.model_spec.model.layers[:2]
+    model = config.model_spec.model
+    model.layers = [*model.layers, *llama3.llama3_debugmodel().model_spec.model.layers[1:2]]
     config.parallelism.pipeline_parallel_degree = 2
     config.parallelism.pipeline_parallel_schedule = "1F1B"
     config.training.local_batch_size = 2

@@ -8,35 +8,54 @@ import subprocess
 import sys
 from pathlib import Path
 
-_THREE_STARTS = """
+import pytest
+
+_STARTS = """
 import dataclasses, sys
-from gt_trainer import device
-device.install("cpu")
-from gt_trainer.command_line.cli import main
-from gt_trainer.dry_run import pipeline_judge
+from gt_trainer.command_line import cli
 
-simulated = pipeline_judge.pipeline_dry_run
+launch = cli.launch
 
-def slow_if_planned(config, *args, **kwargs):
-    report = simulated(config, *args, **kwargs)
-    us = report.simulated.step_us + 1e6 * config.compile.autoparallel
-    return dataclasses.replace(report, simulated=dataclasses.replace(report.simulated, step_us=us))
+def launch_where_plans_are_slow(*args, **kwargs):
+    from gt_trainer import run
 
-pipeline_judge.pipeline_dry_run = slow_if_planned
+    judge = run._judgement
+
+    def judgement(*args):
+        # Not before ranks are forked: it starts threads.
+        from gt_trainer.dry_run import pipeline_judge
+
+        simulated = pipeline_judge.pipeline_dry_run
+
+        def slow_if_planned(config, *args, **kwargs):
+            found = simulated(config, *args, **kwargs)
+            step_us = found.simulated.step_us + 1e6 * config.compile.autoparallel
+            slow = dataclasses.replace(found.simulated, step_us=step_us)
+            return dataclasses.replace(found, simulated=slow)
+
+        pipeline_judge.pipeline_dry_run = slow_if_planned
+        return judge(*args)
+
+    run._judgement = judgement
+    return launch(*args, **kwargs)
+
+cli.launch = launch_where_plans_are_slow
 
 def start(folder, steps, *further):
     flags = ["--nproc", "4", "--module", "placement.start_cases", "--config", "two_stages"]
-    status = main([*flags, "--dump_folder", folder, "--training.steps", steps, *further])
+    status = cli.main([*flags, "--dump_folder", folder, "--training.steps", steps, *further])
     if status:
         sys.exit(status)
 
-start(sys.argv[1], "1")
-start(sys.argv[1], "2")
-default = ["--compile.autoparallel_solver.relative_gap", "0.001"]
-start(sys.argv[2], "2", "--compile.no_autoparallel", *default)
+by_hand = ["--compile.no_autoparallel", "--compile.autoparallel_solver.relative_gap", "0.001"]
+for steps in ("1", "2"):
+    start(sys.argv[1], steps)
+    start(sys.argv[2], steps, *by_hand)
 """
+"""A start and one that goes on, and the same by hand. What is imported is imported once for all."""
 
 
+@pytest.mark.slow
 def test_a_pipeline_trains_by_hand_where_that_is_faster_and_goes_on_by_hand(
     tmp_path: Path,
 ) -> None:
@@ -44,7 +63,7 @@ def test_a_pipeline_trains_by_hand_where_that_is_faster_and_goes_on_by_hand(
     own = str(Path(__file__).parents[1])
     path = os.pathsep.join(filter(None, (own, os.environ.get("PYTHONPATH"))))
     run = subprocess.run(
-        [sys.executable, "-c", _THREE_STARTS, str(judged), str(by_hand)],
+        [sys.executable, "-c", _STARTS, str(judged), str(by_hand)],
         env={**os.environ, "GT_DEVICE": "cpu", "PYTHONPATH": path, "PYTHONWARNINGS": "ignore"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

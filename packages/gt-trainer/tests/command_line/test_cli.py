@@ -244,7 +244,7 @@ def no_models(monkeypatch):
 def test_a_finished_run_says_where_its_results_are(capsys, monkeypatch, tmp_path, no_models):
     monkeypatch.chdir(tmp_path)
 
-    def train(config, *, hardware):
+    def train(config, *, by_hand, hardware):
         checkpoint = Path(config.dump_folder, "checkpoint", "step-2")
         checkpoint.mkdir(parents=True)
         (checkpoint / ".metadata").touch()
@@ -288,7 +288,7 @@ def test_a_run_without_steps_left_says_how_to_train_on_from_what_it_saved(
 
 
 def test_a_failed_run_is_status_1(capsys, monkeypatch, no_models):
-    def train(config, *, hardware):
+    def train(config, *, by_hand, hardware):
         raise ValueError("no such thing")
 
     monkeypatch.setattr("gt_trainer.run.train", train)

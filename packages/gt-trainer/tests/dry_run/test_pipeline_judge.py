@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from gt_autoparallel import JudgedStep
 from gt_config import AutoParallelConfig
 from gt_trainer.device import intended_for
 from gt_trainer.dry_run import dry_run as module
@@ -15,6 +17,7 @@ from gt_trainer.dry_run import pipeline_judge
 from gt_trainer.dry_run.dry_run import dry_run
 from gt_trainer.dry_run.pipeline_dry_run import PipelineDryRunReport, pipeline_dry_run
 from gt_trainer.models import llama3
+from gt_trainer.placement.pipeline_judgement import PipelineJudgement, written_judgement
 from gt_trainer.preflight.settled_defaults import settle_defaults, settled_by_hand
 from gt_trainer.trainer import GraphTrainer
 
@@ -25,8 +28,10 @@ def pipeline(folder: Path) -> tuple[GraphTrainer.Config, GraphTrainer.Config]:
     """A placed pipeline of two layers on two stages of two ranks, and the same by hand."""
     config = llama3.llama3_debugmodel()
     assert config.model_spec is not None
-    config.model_spec.model.layers = config.model_spec.model.layers[:2]
+    model: Any = config.model_spec.model
+    model.layers = model.layers[:2]
     config.dump_folder = str(folder)
+    config.checkpoint.enable = True
     config.training.local_batch_size, config.training.seq_len = 2, 32
     config.parallelism.pipeline_parallel_degree = 2
     config.parallelism.pipeline_parallel_schedule = "1F1B"
@@ -58,6 +63,7 @@ def slower(seconds: float, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return placed
 
 
+@pytest.mark.slow
 def test_the_step_by_hand_is_reported_where_it_wins(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -78,3 +84,78 @@ def test_the_step_by_hand_is_reported_where_it_wins(
     # Whoever starts comes to the same.
     assert str(judged) == last
     assert (tmp_path / "placement.json").is_file()
+
+
+def drawn(planned_ms: float, by_hand_ms: float, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Steps that nobody captures; says of each whether it was planned, and its trace."""
+    asked: list[Any] = []
+
+    def simulated(config: GraphTrainer.Config, *_: Any, **options: Any) -> PipelineDryRunReport:
+        is_placed = config.compile.autoparallel
+        asked.append((is_placed, options.get("trace_path")))
+        us = 1e3 * (planned_ms if is_placed else by_hand_ms)
+        values: dict[str, Any] = dict.fromkeys(
+            each.name for each in dataclasses.fields(PipelineDryRunReport)
+        )
+        step = SimpleNamespace(step_us=us, peak_bytes=1, fits=True)
+        return PipelineDryRunReport(**{**values, "simulated": step})
+
+    monkeypatch.setattr(module, "pipeline_dry_run", simulated)
+    return asked
+
+
+def reported(folder: Path, trace: Path | None = None, **solver: Any) -> PipelineDryRunReport:
+    config, by_hand = pipeline(folder)
+    options = dataclasses.replace(config.compile.autoparallel_solver, **solver)
+    config.compile = dataclasses.replace(config.compile, autoparallel_solver=options)
+    with intended_for("cuda"):
+        found = dry_run(config, NUM_RANKS, by_hand=by_hand, trace_path=trace)
+    assert isinstance(found, PipelineDryRunReport)
+    return found
+
+
+def test_what_is_drawn_is_the_step_that_is_taken(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked, trace = drawn(2, 1, monkeypatch), tmp_path / "trace.json"
+    found = reported(tmp_path, trace)
+    assert found.simulated.step_us == 1e3
+    assert found.placement == "pipeline: by hand 1.0 ms is faster than the plan's 2.0 ms: taken"
+    assert asked == [(True, trace), (False, None), (False, trace)]
+
+
+def test_the_plan_is_reported_where_it_wins(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked = drawn(1, 2, monkeypatch)
+    found = reported(tmp_path)
+    assert found.simulated.step_us == 1e3
+    assert found.placement == "pipeline: the plan's 1.0 ms are taken, by hand 2.0 ms"
+    assert asked == [(True, None), (False, None)]
+
+
+@pytest.mark.parametrize("solver", [{"plan": "placement.json"}, {"simulate_rivals": False}])
+def test_a_plan_that_was_asked_for_is_compared_and_taken(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, solver: dict[str, Any]
+) -> None:
+    drawn(2, 1, monkeypatch)
+    found = reported(tmp_path, **solver)
+    assert found.simulated.step_us == 2e3
+    assert found.placement is None
+    assert found.beside_by_hand is not None
+
+
+def test_what_was_judged_before_is_all_that_is_simulated(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked = drawn(2, 1, monkeypatch)
+    steps = (JudgedStep(step_us=us, peak_bytes=1, fits=True) for us in (2e3, 1e3))
+    judgement = PipelineJudgement(planned=next(steps), by_hand=next(steps))
+    checkpoint = tmp_path / "checkpoint" / "step-1"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / ".metadata").touch()
+    kept = checkpoint.parent / "placed_by_hand.json"
+    kept.write_bytes(written_judgement(judgement))
+    found = reported(tmp_path)
+    assert found.placement == f"{judgement}, kept in {kept}"
+    assert asked == [(False, None)]
