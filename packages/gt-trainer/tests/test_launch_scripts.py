@@ -35,6 +35,13 @@ def test_there_is_a_pair_for_each_published_size_and_no_other():
     assert {path.name for path in LAUNCH.iterdir()} == expected | {"README.md"}
 
 
+def test_the_scripts_are_those_of_the_generator():
+    from launch_scripts import shipped_scripts
+
+    for name, text in shipped_scripts().items():
+        assert (LAUNCH / name).read_text() == text, "run tools/launch_scripts.py"
+
+
 @every_size
 def test_the_slurm_script_starts_the_intended_ranks(entry):
     text = (LAUNCH / f"{entry.config}.sbatch").read_text()

@@ -16,7 +16,7 @@ def test_ships_four_clusters_whose_figures_all_have_a_source():
     assert shipped_clusters() == ["gb200_nvl72", "h100_hbm2e_500w", "h100_sxm", "h200"]
     for name in shipped_clusters():
         cluster = load_cluster(name)
-        assert len(cluster.sources) == 6
+        assert len(cluster.sources) == 7
         assert all(cluster.sources.values())
 
 
@@ -28,6 +28,11 @@ def test_the_failure_rate_is_the_published_one():
 def test_an_nvlink_domain_of_gb200_has_72_gpus():
     assert load_cluster("gb200_nvl72").hardware.gpus_per_node == 72
     assert load_cluster("h200").hardware.hbm_capacity_bytes == 141_000_000_000
+
+
+def test_a_host_of_gb200_has_four_of_its_domains_gpus():
+    assert load_cluster("gb200_nvl72").gpus_per_host == 4
+    assert load_cluster("h100_sxm").gpus_per_host == 8
 
 
 def test_oversubscription_slows_what_leaves_a_node():
@@ -101,6 +106,14 @@ def test_oversubscription_is_a_number_of_one_or_more(value, problem):
     with pytest.raises(ClusterFileError) as raised:
         parse_cluster(text, where="mine", folder=None)
     assert str(raised.value) == f"cluster file mine:\n  figures.oversubscription.value is {problem}"
+
+
+def test_a_host_has_a_whole_number_of_gpus():
+    text = _text().replace(
+        "[figures.gpus_per_host]\nvalue = 8", "[figures.gpus_per_host]\nvalue = 7.5"
+    )
+    with pytest.raises(ClusterFileError, match=r"gpus_per_host.value is 7.5, and must be a whole"):
+        parse_cluster(text, where="mine", folder=None)
 
 
 def test_whole_numbers_are_not_cut_from_fractions():

@@ -91,3 +91,26 @@ def test_programs_read_the_same_as_data():
     assert data["simulated"] is True
     assert recipe["command"].startswith("gt-train --module llama3")
     assert recipe["step_us"] == 1e6
+
+
+def test_a_plan_with_a_recipe_that_fits_is_an_answer():
+    assert report((outcome(8),)).without_answer is None
+
+
+def test_a_plan_without_one_says_why_in_a_sentence():
+    assert report((outcome(8, gib=90),), num_left=7).without_answer == (
+        "none of the 1 recipes that were simulated fits, and 7 are left: give more --minutes"
+    )
+    assert report(num_left=9).without_answer == (
+        "nothing was simulated in 12 s, and 9 are left: give more --minutes"
+    )
+    refusals = (("--a 1: allowed is 2", 3), ("--b 4: allowed is 5", 1))
+    assert report(refusals=refusals).without_answer == (
+        "the rules of a run refuse every recipe that could fit: 3 with --a 1: allowed is 2; 1 with "
+        "--b 4: allowed is 5"
+    )
+
+
+def test_the_answer_says_where_the_ranks_of_each_axis_are():
+    text = str(report((outcome(8),)))
+    assert "  ranks            dp_shard 8: neighbors, all over NVLink" in text

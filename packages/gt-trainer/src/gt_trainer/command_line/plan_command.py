@@ -40,7 +40,8 @@ def asked_plan(
         show: is given the answer.
 
     Raises:
-        UsageError: it cannot be; the text says what is nearest.
+        UsageError: it cannot be, the text says what is nearest; or, after the answer was shown,
+            nothing in it can be run.
     """
     logging.disable(logging.INFO)  # of each mesh that is made
     options = command.plan
@@ -71,6 +72,8 @@ def asked_plan(
     if options.page is not None:
         written = write_plan_page(found, config, options.page, asked=flags_given(further))
         show(f"written: {', '.join(map(str, written))}\n")
+    if found.without_answer is not None:
+        raise UsageError(found.without_answer)
 
 
 def split_overrides(overrides: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:

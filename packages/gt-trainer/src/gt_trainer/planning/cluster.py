@@ -49,6 +49,9 @@ class Cluster:
     oversubscription: float
     """By how much what leaves a node is slower than its NICs, when all talk at once."""
 
+    gpus_per_host: int
+    """Of one operating system, which starts their ranks; an NVLink domain may have several."""
+
     power_watts_per_gpu: float
     """The limit, of the GPU alone."""
 
@@ -170,7 +173,9 @@ def parse_cluster(text: str, *, where: str, folder: Path | None) -> Cluster:
         listed = "\n  ".join(problems)
         raise ClusterFileError(f"cluster file {where}:\n  {listed}")
     values = {name: float(entry["value"]) for name, entry in figures.items()}
+    gpus_per_host = int(values.pop("gpus_per_host"))
     return Cluster(
+        gpus_per_host=gpus_per_host,
         hardware=replace(
             _changed(hardware, constants, oversubscription=values["oversubscription"]),
             name=str(document["name"]),
@@ -217,6 +222,8 @@ def _malformed(table: str, entries: Mapping[str, Any]) -> Iterator[str]:
             yield f"{where}.value is {value!r}, and must be a number above 0"
         elif name == "oversubscription" and value < 1:
             yield f"{where}.value is {value!r}, and must be 1 or more"
+        elif name == "gpus_per_host" and value != int(value):
+            yield f"{where}.value is {value!r}, and must be a whole number"
         if not entry.get("source"):
             yield f"{where} has no source"
 

@@ -9,6 +9,7 @@ from gt_trainer.dry_run.numbers_as_text import GIB, ms
 from gt_trainer.planning.cluster import Cluster
 from gt_trainer.planning.goodput import Goodput, goodput
 from gt_trainer.planning.planner import SearchedPlan
+from gt_trainer.planning.rank_placement import rank_placement
 from gt_trainer.planning.recipe_outcome import RecipeOutcome
 
 _MOST_ROWS = 10
@@ -42,6 +43,22 @@ class PlanAnswer:
     def command(self, outcome: RecipeOutcome) -> str:
         """The command line of a recipe, as a job on the cluster runs it."""
         return outcome.recipe.command(self.model_flags, further=self.further)
+
+    @property
+    def without_answer(self) -> str | None:
+        """Why nothing can be run by this plan, in one sentence; None if something can."""
+        plan = self.plan
+        if self.ranked:
+            return None
+        if plan.outcomes:
+            return (
+                f"none of the {len(plan.outcomes):,} recipes that were simulated fits"
+                f"{_left(plan.num_left)}"
+            )
+        refused = "; ".join(f"{count} with {reason}" for reason, count in plan.refusals)
+        if not plan.num_left and not plan.failures and refused:
+            return f"the rules of a run refuse every recipe that could fit: {refused}"
+        return f"nothing was simulated in {plan.seconds:.0f} s{_left(plan.num_left)}"
 
     def as_data(self) -> dict[str, object]:
         """The answer as plain data, for programs."""
@@ -87,6 +104,7 @@ class PlanAnswer:
         if len(self.ranked) > 1:
             yield f"  second           {why_slower(best, self.ranked[1])}"
         yield from self._what_if(best)
+        yield from self._placement(best)
         yield from self._sensitivity()
         yield self._goodput(best)
         yield "To run it, and to see it in detail:"
@@ -161,6 +179,11 @@ class PlanAnswer:
                 f"{other.step_us / best.step_us - 1:+.1%}, with {recipe}"
             )
 
+    def _placement(self, best: RecipeOutcome) -> Iterator[str]:
+        gpus_per_domain = self.cluster.hardware.gpus_per_node
+        for each in rank_placement(best.recipe, gpus_per_domain=gpus_per_domain):
+            yield f"  ranks            {each}"
+
     def _sensitivity(self) -> Iterator[str]:
         changes = ranking_changes(self.ranked)
         if len(self.ranked) < 2:
@@ -182,6 +205,10 @@ class PlanAnswer:
             f"{of_cluster.checkpoint_every_seconds / 60:,.1f} minutes loses least: "
             f"{of_cluster.fraction:.1%} goodput, {speed:,.0f} tokens/s/GPU in the long run"
         )
+
+
+def _left(num_left: int) -> str:
+    return f", and {num_left:,} are left: give more --minutes" if num_left else ""
 
 
 def goodput_on(cluster: Cluster, num_gpus: int) -> Goodput:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import json
+import re
+import shlex
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,6 +14,7 @@ from pathlib import Path
 
 from gt_trainer.dry_run.numbers_as_text import GIB
 from gt_trainer.launcher.child import RunningChild
+from gt_trainer.launcher.launch_scripts import ClusterRun, launch_scripts
 from gt_trainer.planning.candidates import NoRecipeError, PlanRequest, candidates, divides
 from gt_trainer.planning.cluster import Cluster
 from gt_trainer.planning.counted_model import counted_model
@@ -26,6 +29,7 @@ from gt_trainer.trainer import GraphTrainer
 _FLOAT8 = "float8_rowwise"
 _SKIP = "--quantization.skip"
 _MOST_DOUBLINGS = 6
+_STARTED_BY = {".sbatch": "Slurm", ".sh": "torchrun"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +123,7 @@ def make_plan(
 def write_plan_page(
     report: PlanAnswer, config: GraphTrainer.Config, path: Path, *, asked: Collection[str] = ()
 ) -> list[Path]:
-    """Write the plan as a page; beside it as JSON, a trace of its first recipe, and its ranks.
+    """Write the plan as a page; beside it data, and of the fastest a trace, ranks and scripts.
 
     Args:
         report: of ``make_plan``.
@@ -143,6 +147,12 @@ def write_plan_page(
         timeline = path.with_suffix(".ranks.html") if recipe.pp > 1 else None
         if timeline is not None:
             beside.append(("the ranks of its pipeline", timeline))
+        started = cluster_run(report, path.stem)
+        scripts = {} if started is None else launch_scripts(started)
+        for name, text in scripts.items():
+            script = path.parent / name
+            script.write_text(text, encoding="utf-8")
+            beside.append((f"the fastest for {_STARTED_BY[script.suffix]}", script))
         RunningChild(
             partial(
                 simulate_recipes,
@@ -158,6 +168,30 @@ def write_plan_page(
         plan_page(report, beside=[(what, each.name) for what, each in beside]), encoding="utf-8"
     )
     return [path, *(each for _, each in beside)]
+
+
+def cluster_run(report: PlanAnswer, name: str) -> ClusterRun | None:
+    """What launch scripts start: the fastest recipe, on whole hosts or on a part of one.
+
+    Args:
+        report: with a recipe that fits.
+        name: of job and scripts; what a shell would read otherwise is replaced.
+
+    Returns:
+        None where the GPUs are no whole hosts.
+    """
+    recipe = report.ranked[0].recipe
+    per_host = min(report.cluster.gpus_per_host, report.num_gpus)
+    if report.num_gpus % per_host:
+        return None
+    return ClusterRun(
+        name=re.sub(r"[^\w.-]", "_", name),
+        what=f"{report.model} on {report.num_gpus} {report.cluster.hardware.name}: {recipe}",
+        model=report.model,
+        num_nodes=report.num_gpus // per_host,
+        gpus_per_node=per_host,
+        arguments=(*shlex.split(report.model_flags), *report.further, *recipe.flags()),
+    )
 
 
 def check_possible(request: PlanRequest, model: ModelCounts, cluster: Cluster) -> None:

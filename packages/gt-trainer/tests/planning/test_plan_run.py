@@ -1,0 +1,32 @@
+"""What is written beside a plan's page."""
+
+import dataclasses
+
+from planning.outcomes import outcome, report
+
+from gt_trainer.launcher.launch_scripts import launch_scripts
+from gt_trainer.planning.plan_run import cluster_run
+
+
+def test_scripts_start_the_fastest_recipe_on_whole_hosts():
+    started = cluster_run(report((outcome(8),), (outcome(4, ms=1250.0),)), "my plan;")
+    assert started is not None
+    assert (started.name, started.num_nodes, started.gpus_per_node) == ("my_plan_", 1, 8)
+    text = launch_scripts(started)["my_plan_.torchrun.sh"]
+    assert "# llama3 8B on 8 H100 SXM: dp_shard 8 | 1 x 1 seq selective. Start it" in text
+    assert (
+        "    -m gt_trainer --module llama3 --config llama3_8b --training.seq_len 8192 "
+        "--parallelism.data_parallel_replicate_degree 1 "
+    ) in text
+
+
+def test_an_nvlink_domain_of_many_hosts_is_started_host_by_host():
+    found = report((outcome(8),))
+    four = dataclasses.replace(found.cluster, gpus_per_host=4)
+    started = cluster_run(dataclasses.replace(found, cluster=four), "plan")
+    assert started is not None
+    assert (started.num_nodes, started.gpus_per_node) == (2, 4)
+
+
+def test_gpus_that_are_no_whole_hosts_have_no_scripts():
+    assert cluster_run(dataclasses.replace(report((outcome(8),)), num_gpus=12), "plan") is None
