@@ -134,7 +134,6 @@ class Planner:
     ) -> PlacementPlan:
         """The cheapest placement that keeps constraints and budget.
 
-        Warns if the search ends with a larger gap than was asked for.
         Of equally cheap ones it is one that takes little memory. Whatever the gap, what experts
         would do (``expert_plans``) under the same constraints and budget costs no less, unless the
         time limit ends the proof of that too.
@@ -174,8 +173,6 @@ class Planner:
             accumulates_gradients=self._accumulates_gradients,
         )
         found = self._cheapest(request, relative_gap, time_limit_seconds)
-        if not found.report.proven:
-            warnings.warn(_open_search(found.report, relative_gap), stacklevel=2)
         plan = assemble_plan(
             graph=self.graph,
             mesh=self.mesh,
@@ -409,15 +406,6 @@ class _Found:
 def _shape(placement: PlacementProblem) -> tuple[int, ...]:
     """The numbers of options: where they are equal, one problem's choices are another's."""
     return tuple(map(len, placement.choices))
-
-
-def _open_search(report: SolverReport, relative_gap: float) -> str:
-    return (
-        f"the search for a placement ended with a gap of {report.gap:.2%}, {relative_gap:.2%} was "
-        f"asked for: the plan costs {report.objective_us:.0f} us, and it is only proven that none "
-        f"costs less than {report.lower_bound_us:.0f} us; a larger memory budget or more time "
-        "(time_limit_seconds) may help"
-    )
 
 
 def _solver_report(
