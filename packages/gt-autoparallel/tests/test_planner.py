@@ -20,7 +20,12 @@ from gt_autoparallel.errors import (
     PlacementInputError,
     UnsupportedModelError,
 )
-from gt_autoparallel.find import find_placement, planner_of_model
+from gt_autoparallel.find import (
+    PlacementRequest,
+    find_placement,
+    find_with,
+    planner_of_model,
+)
 from gt_autoparallel.graph.layer_names import window_name
 from gt_autoparallel.graph.layouts import MeshShape
 from gt_autoparallel.plan_file import read_plan, write_plan
@@ -279,8 +284,14 @@ def test_a_plan_whose_search_ended_before_any_bound_is_known_to_cost_something(
 
     monkeypatch.setattr("gt_autoparallel.planner.solve", hurried)
     planner = planner_of_model(Block().to("meta"), MESH, (torch.empty(8, 32, device="meta"),))
-    plan = planner.find()
+    with pytest.warns(UserWarning, match="the search for a placement ended") as warned:
+        plan = find_with(planner, PlacementRequest(memory_budget_bytes=None))
     assert plan.solver.lower_bound_us == 0.0
+    assert str(warned[0].message) == (
+        "the search for a placement ended with a gap of 100.00%, 0.10% was asked for: the plan "
+        f"costs {plan.objective_us:.0f} us, and it is only proven that none costs less than 0 us; "
+        "a larger memory budget or more time (time_limit_seconds) may help"
+    )
     path = write_plan(plan, tmp_path / "plan.json")  # JSON has no infinities
     assert read_plan(path, prices=plan.prices) == plan
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -16,7 +17,7 @@ from gt_autoparallel.graph.capture import capture_placement_graph
 from gt_autoparallel.graph.experts import ExpertBlock, opaque_experts
 from gt_autoparallel.graph.layouts import MeshShape
 from gt_autoparallel.plan.model_signature import model_signature
-from gt_autoparallel.plan.placement_plan import PlacementPlan
+from gt_autoparallel.plan.placement_plan import PlacementPlan, SolverReport
 from gt_autoparallel.planner import Planner, ReportProgress
 from gt_autoparallel.prices.costs import PlacementPrices
 from gt_autoparallel.prices.memory import device_budget_bytes
@@ -159,7 +160,10 @@ def planner_for(
 
 
 def find_with(planner: Planner, request: PlacementRequest) -> PlacementPlan:
-    """The plan of a request by the planner that ``planner_for`` made for it."""
+    """The plan of a request by the planner that ``planner_for`` made for it.
+
+    Warns if its search ended with a larger gap than was asked for.
+    """
     plan = planner.find(
         constraints=request.constraints,
         memory_budget_bytes=_budget_bytes(request),
@@ -167,6 +171,8 @@ def find_with(planner: Planner, request: PlacementRequest) -> PlacementPlan:
         relative_gap=request.relative_gap,
         time_limit_seconds=request.time_limit_seconds,
     )
+    if not plan.solver.proven:
+        warnings.warn(_open_search(plan.solver, request.relative_gap), stacklevel=2)
     if request.judge is None:
         return plan
     return with_rivals(
@@ -175,6 +181,15 @@ def find_with(planner: Planner, request: PlacementRequest) -> PlacementPlan:
         request.judge,
         relative_gap=request.relative_gap,
         time_limit_seconds=request.time_limit_seconds,
+    )
+
+
+def _open_search(report: SolverReport, relative_gap: float) -> str:
+    return (
+        f"the search for a placement ended with a gap of {report.gap:.2%}, {relative_gap:.2%} was "
+        f"asked for: the plan costs {report.objective_us:.0f} us, and it is only proven that none "
+        f"costs less than {report.lower_bound_us:.0f} us; a larger memory budget or more time "
+        "(time_limit_seconds) may help"
     )
 
 

@@ -111,8 +111,17 @@ def test_says_how_far_an_unproven_plan_may_be_off(plan):
         memory_price_us_per_gib=12.5,
     )
     summary = dict(plan_report(replace(plan, solver=solver)).summary)
-    assert summary["no plan costs less"] == "11.5 us: at most 2.00% above the optimum (by hand)"
+    assert summary["no plan costs less"] == "11.5 us: at most 2.04% above the optimum (by hand)"
     assert summary["one GiB more"] == "would save 12.5 us at the margin"
+    # A plan of twice the bound is 100 % above it, though its gap is 50 %.
+    solver = replace(solver, lower_bound_us=solver.objective_us / 2)
+    summary = dict(plan_report(replace(plan, solver=solver)).summary)
+    assert summary["no plan costs less"] == "5.9 us: at most 100.00% above the optimum (by hand)"
+    solver = replace(solver, lower_bound_us=0.0)
+    summary = dict(plan_report(replace(plan, solver=solver)).summary)
+    assert summary["no plan costs less"] == (
+        "0.0 us: how far the plan is above the optimum is not known (by hand)"
+    )
 
 
 def test_buffers_of_alike_layers_stand_in_one_row(plan):

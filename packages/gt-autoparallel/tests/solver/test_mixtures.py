@@ -68,6 +68,38 @@ def shelves(budget: float, *, size: int = 6) -> Problem:
     )
 
 
+def opposed_rows(budget: float, *, size: int = 5, count: int = 4) -> Problem:
+    """Options that are free and large, small in one of two rows, or dear and small in both.
+
+    ``budget`` is that of a thing's part of a variable.
+    """
+    costs = size * np.array([0.0, 10.0, 10.0, 30.0])
+    rows = size * np.array([[10.0, 0.0, 20.0, 5.0], [10.0, 20.0, 0.0, 5.0]])
+    unequal = (1.0 - np.eye(4)).tolist()
+    return Problem(
+        variables=tuple(
+            variable(f"v{number}", costs.tolist(), memory_bytes=rows.tolist())
+            for number in range(count)
+        ),
+        edges=tuple(edge(f"e{number}", number, number + 1, unequal) for number in range(count - 1)),
+        windows=(),
+        memory=tuple(
+            MemoryRow(name=name, budget_bytes=budget * size * count, fixed_bytes=0.0)
+            for name in ("one", "other")
+        ),
+        blocks=(
+            Block(
+                name="things",
+                size=size,
+                variables=tuple(range(count)),
+                windows=(),
+                row=None,
+                passing_bytes=(np.zeros(4),) * count,
+            ),
+        ),
+    )
+
+
 @pytest.mark.parametrize("size", range(1, 40))
 def test_groups_make_any_number(size: int) -> None:
     groups = doubling_groups(size)
@@ -152,6 +184,21 @@ def test_the_best_of_choices_that_are_alike_is_a_mixture() -> None:
     found = solve_mixed(problem, relative_gap=0.0, time_limit_seconds=60.0, warm_start=start)
     assert found.mixture is not None
     assert (found.mixture.objective_us, found.lower_bound_us, found.gap) == (0.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("rounds", [0, 4])
+def test_finds_what_keeps_all_budgets_where_the_least_of_each_exceeds_others(
+    rounds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = importlib.import_module("gt_autoparallel.solver.mixed_search")
+    settings = SearchSettings(small_pairs=0, relaxed_pairs=0, rounds=rounds)
+    monkeypatch.setattr(module, "SearchSettings", lambda: settings)
+    problem = opposed_rows(6.0)
+    found = solve_mixed(problem, relative_gap=0.01, time_limit_seconds=60.0)
+    # Of five things one may take what is free and large, if four take what is small in both rows.
+    assert found.mixture is not None
+    assert found.mixture.objective_us == 4 * 30.0 * len(problem.variables)
+    assert found.gap <= 0.01 * (1 + 1e-9)
 
 
 def test_nothing_that_keeps_a_budget_is_told_by_the_bound() -> None:

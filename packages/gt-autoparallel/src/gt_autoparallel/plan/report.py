@@ -14,7 +14,7 @@ from gt_autoparallel.graph.graph_encoding import spec_text
 from gt_autoparallel.graph.layouts import num_local_elements, short_text
 from gt_autoparallel.plan.layer_ranges import ranged_rows
 from gt_autoparallel.plan.numbers_as_text import size_text, us_text
-from gt_autoparallel.plan.placement_plan import PlacementPlan, plan_problem
+from gt_autoparallel.plan.placement_plan import PlacementPlan, SolverReport, plan_problem
 from gt_autoparallel.plan.plan_picture import times_in_full, windows_of_layers
 from gt_autoparallel.plan.prediction import collective_totals, predicted_collectives
 
@@ -72,12 +72,8 @@ def plan_report(plan: PlacementPlan) -> PlanReport:
 def _summary(plan: PlacementPlan) -> Iterator[tuple[str, str]]:
     solver, total = plan.solver, plan.memory.total
     yield "cost of a step", f"{us_text(plan.objective_us)} (simulated)"
-    certificate = (
-        "a proven optimum"
-        if solver.gap <= _OPTIMUM_GAP
-        else f"at most {solver.gap:.2%} above the optimum"
-    )
-    yield "no plan costs less", f"{us_text(solver.lower_bound_us)}: {certificate} ({solver.method})"
+    bound = f"{us_text(solver.lower_bound_us)}: {_certificate(solver)} ({solver.method})"
+    yield "no plan costs less", bound
     budget = plan.request.memory_budget_bytes
     limit = "no budget" if budget is None else f"of a budget of {size_text(budget)}"
     yield "memory of a rank", f"{size_text(total)}, {limit}"
@@ -90,6 +86,14 @@ def _summary(plan: PlacementPlan) -> Iterator[tuple[str, str]]:
         "problem",
         f"{solver.num_nodes} nodes, {solver.num_variables} choices, {solver.num_options} options",
     )
+
+
+def _certificate(solver: SolverReport) -> str:
+    if solver.gap <= _OPTIMUM_GAP:
+        return "a proven optimum"
+    if solver.lower_bound_us <= 0:
+        return "how far the plan is above the optimum is not known"
+    return f"at most {solver.objective_us / solver.lower_bound_us - 1:.2%} above the optimum"
 
 
 def _parameters(plan: PlacementPlan) -> ReportTable:

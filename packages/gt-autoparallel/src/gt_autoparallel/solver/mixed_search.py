@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -51,6 +51,12 @@ _SWEEPS = 12
 
 _CLOSE = 0.2
 """Of the gap that is asked for: how far the bound may be from the LP when variants are counted."""
+
+_RAISE = 4.0
+"""By which prices of memory are multiplied while promising options keep no budget."""
+
+_LEAST = 0.1
+"""What as many bytes as a budget has cost at least before that, of what choices cost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,7 +197,9 @@ class _MixedSearch:
                 return True
             result = self._relaxed()
             if result is None:
-                return self._bounding.ascend(part, self.settings.rounds // 2)
+                if not self._raise_memory_prices():
+                    return False
+                continue
             if result.feasible is False:
                 return False
             prices = Prices(windows=result.window_prices, memory=result.memory_prices)
@@ -205,10 +213,10 @@ class _MixedSearch:
                     return False
             self._report("LP of promising options")
             room = self.incumbent.cutoff_us - part.lower_bound_us
-            if distance <= 0.02 * (room if room < math.inf else scale):
+            if distance <= min(0.02 * room, _CLOSE * scale):
                 break
         for pairs in self.settings.mixture_pairs[1:]:
-            if self._is_late():
+            if self._is_late() or not part.weights:
                 break
             self._mix(pairs)
             if part.lower_bound_us >= self.incumbent.cutoff_us:
@@ -229,6 +237,20 @@ class _MixedSearch:
         self.programs.take(part.reduced, result)
         part.lower_bound_us = max(part.lower_bound_us, result.lower_bound_us)
         return result
+
+    def _raise_memory_prices(self) -> bool:
+        """Makes promising what exceeds the budgets least; False if nothing is left to look for."""
+        part, cuts = self.part, self.incumbent.price_model.cuts
+        usual = np.median([abs(cut.constant) for cut in cuts]) if cuts else 0.0
+        scale = max(part.lower_bound_us, float(usual))
+        budgets = np.array([row.budget_bytes for row in self.problem.memory])
+        memory = _RAISE * np.maximum(part.prices.memory, _LEAST * scale / np.maximum(budgets, 1.0))
+        alive = self._bounding.settle(part, replace(part.prices, memory=memory), sweeps=_SWEEPS)
+        windows = len(self.problem.windows)
+        if cuts:
+            frugal = min(cuts, key=lambda cut: float(cut.slope[windows:].max(initial=-math.inf)))
+            self.programs.see(frugal.choices)
+        return alive
 
     def _mix(self, pairs: int) -> None:
         found = self.programs.mix(self.part, pairs=pairs, gap=0.1 * self.gap)
