@@ -10,12 +10,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import importlib
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from typing import Any, Literal, get_args
+from types import MappingProxyType
+from typing import Any, ClassVar, Literal, get_args
 
 __all__ = [
     "CHANNELS_VARIABLE",
@@ -63,6 +65,11 @@ class CommandedTraining:
     A step is what ``Trainer.train`` does for one: garbage collection at its interval, then
     ``train_step``. The trainer must have ``startup``, a ``StartupClock``.
     """
+
+    timed_functions: ClassVar[Mapping[StepPart, str]] = MappingProxyType(
+        {"clip": "torchtitan.distributed.utils:clip_grad_norm_"}
+    )
+    """Parts of a step that are functions, as module:name of what the trainer calls."""
 
     def train(self) -> None:
         """Make the first step, report it, and obey until told to stop."""
@@ -114,20 +121,22 @@ def _channel_of_this_rank() -> Connection:
 class _StepMeter:
     """Adds up processor time by part of a step, and catches the loss on its way to the log.
 
-    Five pairs of clock readings a step. Gradient clipping is a function of torchtitan's module, so
-    that function is replaced; the rest are methods of this trainer's own objects.
+    Five pairs of clock readings a step. What is a function of a module is replaced there; the rest
+    are methods of this trainer's own objects.
     """
 
     def __init__(self, trainer: Any) -> None:
-        from torchtitan.distributed import utils as dist_utils
-
         self._parts: dict[StepPart, float] = {}
         self._logged: tuple[float, float] = (float("nan"), float("nan"))
         trainer.forward_backward_step = self._timed(
             "forward_backward", trainer.forward_backward_step
         )
-        dist_utils.clip_grad_norm_ = self._timed("clip", dist_utils.clip_grad_norm_)
-        trainer.optimizers.step = self._timed("optimizer", trainer.optimizers.step)
+        for part, path in trainer.timed_functions.items():
+            module_name, _, name = path.partition(":")
+            module = importlib.import_module(module_name)
+            setattr(module, name, self._timed(part, getattr(module, name)))
+        if "optimizer" not in trainer.timed_functions:
+            trainer.optimizers.step = self._timed("optimizer", trainer.optimizers.step)
         log = self._timed("metrics", trainer.metrics_processor.log)
 
         @functools.wraps(log)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from gt_trainer.trainer import GraphTrainer
 from train_step.commands import CommandedTraining
@@ -19,6 +20,13 @@ __all__ = ["deepseek_v3", "llama3"]
 
 class CommandedGraphTrainer(CommandedTraining, GraphTrainer):
     """Our trainer, stepping on command."""
+
+    timed_functions = MappingProxyType(
+        {
+            "clip": "gt_trainer.trainer:clip_gradients",
+            "optimizer": "gt_trainer.trainer:update_parameters",
+        }
+    )
 
     @dataclass(kw_only=True, slots=True)
     class Config(GraphTrainer.Config):

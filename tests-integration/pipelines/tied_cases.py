@@ -31,8 +31,8 @@ from pipelines.resume_cases import KEPT, different_digests, digests
 from training_cases import differing
 
 from gt_trainer.decoder.tied_stages import EMBEDDING, PROJECTION
+from gt_trainer.local_update import clip_gradients
 from gt_trainer.metrics.metrics_history import read_metrics
-from gt_trainer.pipelines.tied_weight import clip_gradients
 from gt_trainer.trainer import GraphTrainer
 
 TIED = (EMBEDDING, PROJECTION)

@@ -34,12 +34,13 @@ from gt_trainer.context_parallel.ring_masks import ring_masks
 from gt_trainer.context_parallel.token_order import load_balancer_of
 from gt_trainer.decoder.attention import attention_mask_for, has_document_mask
 from gt_trainer.device_transfer import copy_to_host, local_part, send_to_device
+from gt_trainer.local_update import clip_gradients, update_parameters
 from gt_trainer.metrics.metrics_jsonl import GraphMetricsProcessor
 from gt_trainer.metrics.start_record import record_start
 from gt_trainer.model_identity import identity_of, write_identity
 from gt_trainer.parallelism_options import TrainerParallelismConfig, with_own_options
 from gt_trainer.pipelines.pipeline_plan import PipelinePlan, pipeline_plan
-from gt_trainer.pipelines.tied_weight import TiedSchedule, clip_gradients, settle_tied_weight
+from gt_trainer.pipelines.tied_weight import TiedSchedule, settle_tied_weight
 from gt_trainer.placement.kept_plan import (
     BY_HAND_FILE,
     PLAN_FILE,
@@ -247,7 +248,7 @@ class GraphTrainer(Trainer):
             )
             self._step_check.check(parameters, loss, step=self.step)
             self.checkpointer.maybe_wait_for_staging()
-            self.optimizers.step()
+            update_parameters(self.optimizers)
             self.lr_schedulers.step()
         with sl.log_trace_span("collect_dist_metrics"):
             numbers = copy_to_host({**self._over_ranks(loss, batches), "grad_norm": grad_norm})

@@ -22,7 +22,6 @@ from gt_trainer.pipelines.tied_weight import (
     _call_by_embedding,
     _members,
     _Part,
-    clip_gradients,
 )
 
 
@@ -34,40 +33,6 @@ class Stage(nn.Module):
         self.tok_embeddings = nn.Embedding(3, 2) if embeds else None
         self.norm = nn.LayerNorm(2) if projects else None
         self.lm_head = nn.Linear(2, 3, bias=False) if projects else None
-
-
-def with_gradient(*values: float) -> nn.Parameter:
-    parameter = nn.Parameter(torch.zeros(len(values)))
-    parameter.grad = torch.tensor(values)
-    return parameter
-
-
-def test_the_norm_counts_a_weight_once_and_both_copies_are_scaled_by_it():
-    first, other, second = with_gradient(3.0), with_gradient(4.0), with_gradient(3.0)
-    norm = clip_gradients(
-        [first, other, second], 1.0, second_copies=[second], pp_mesh=None, ep_enabled=False
-    )
-    assert norm.item() == pytest.approx(5.0)
-    assert first.grad is not None
-    assert first.grad.item() == pytest.approx(0.6, rel=1e-5)
-    assert second.grad is not None
-    assert torch.equal(first.grad, second.grad)
-
-
-def test_without_second_copies_it_is_torchtitans():
-    ours, theirs = with_gradient(3.0, 4.0), with_gradient(3.0, 4.0)
-    norm = clip_gradients([ours], 1.0, second_copies=[], pp_mesh=None, ep_enabled=False)
-    assert torch.equal(norm, nn.utils.clip_grad_norm_([theirs], 1.0, foreach=True))
-    assert ours.grad is not None
-    assert torch.equal(ours.grad, theirs.grad)
-
-
-def test_a_rank_with_a_second_copy_alone_adds_nothing_to_the_norm():
-    second = with_gradient(3.0)
-    norm = clip_gradients([second], 1.0, second_copies=[second], pp_mesh=None, ep_enabled=False)
-    assert norm.item() == 0
-    assert second.grad is not None
-    assert second.grad.item() == 3
 
 
 def optimizers_of(*parts: nn.Module) -> list[torch.optim.Optimizer]:

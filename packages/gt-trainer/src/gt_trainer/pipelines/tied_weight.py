@@ -6,7 +6,7 @@ Both stages hold a copy. What keeps the copies one weight, each at its place in 
   (``settle_tied_weight``);
 - both get the sum of their gradients, by ``GraphPPRunner`` for captured stages, and here, around
   PyTorch's schedule, for eager ones (``TiedSchedule``);
-- the norm of all gradients counts it once (``clip_gradients``);
+- the norm of all gradients counts it once (``local_update.clip_gradients``);
 - optimizers call both by the name that a whole model's has, so that checkpoints are those of a run
   without a pipeline (``settle_tied_weight``). Model states need nothing: torchtitan saves a tied
   weight under both of its names, of which each stage has one.
@@ -14,16 +14,14 @@ Both stages hold a copy. What keeps the copies one weight, each at its place in 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torchtitan.distributed import ParallelDims
-from torchtitan.distributed import utils as dist_utils
 
 from gt_pipeline.runner.shared_parameters import (
     SharedMember,
@@ -99,40 +97,6 @@ def settle_tied_weight(
         _call_by_embedding(optimizer)
     named = [dict(part.named_parameters()) for part in parts.values()]
     return tuple(each[PROJECTION] for each in named if PROJECTION in each and EMBEDDING not in each)
-
-
-def clip_gradients(
-    parameters: Iterable[nn.Parameter],
-    max_norm: float,
-    *,
-    second_copies: Collection[nn.Parameter],
-    pp_mesh: DeviceMesh | None,
-    ep_enabled: bool,
-) -> torch.Tensor:
-    """As torchtitan's ``clip_grad_norm_``, second copies scaled like the first and not counted.
-
-    Args:
-        parameters: all of this rank's.
-        max_norm: to which gradients are scaled down.
-        second_copies: those of them that are, as ``settle_tied_weight`` says.
-        pp_mesh: over which squares are summed; None without a pipeline.
-        ep_enabled: as torchtitan's.
-
-    Returns:
-        The norm before clipping, a scalar.
-    """
-    uncounted = {id(each) for each in second_copies}
-    counted = [each for each in parameters if id(each) not in uncounted]
-    norm = dist_utils.clip_grad_norm_(
-        # A rank with nothing else still takes part in the sum.
-        counted or [_without_gradient(each) for each in second_copies],
-        max_norm,
-        foreach=True,
-        pp_mesh=pp_mesh,
-        ep_enabled=ep_enabled,
-    )
-    torch.nn.utils.clip_grads_with_norm_(second_copies, max_norm, norm, foreach=True)
-    return norm
 
 
 class TiedSchedule:
@@ -234,10 +198,3 @@ def _placed_as(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
         return gradient.redistribute(placements=parameter.placements)
     return gradient
-
-
-def _without_gradient(parameter: nn.Parameter) -> nn.Parameter:
-    """A parameter like this one, with a gradient of zeros."""
-    alike = nn.Parameter(parameter.detach())
-    alike.grad = torch.zeros_like(parameter)
-    return alike
