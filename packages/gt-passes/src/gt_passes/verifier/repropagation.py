@@ -100,7 +100,7 @@ class Repropagator:
             known = number_of.copy() if was_clean and calls == self._calls else {}
             number_of.clear()
             self._look_at(calls, recorded)  # and see what was written into a recorded value
-            if known == number_of and None not in known.values():
+            if number_of.items() <= known.items() and None not in number_of.values():
                 only = scan.attributes  # whose recorded values the numbers are not those of
         else:
             seen = self._calls.get
