@@ -5,7 +5,7 @@ A new PyTorch needs edits here and nowhere else. Checked against torch 2.11 to 2
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -49,10 +49,12 @@ __all__ = [
     "StorageWeakRef",
     "TorchDispatchMode",
     "WeakIdKeyDictionary",
+    "device_of",
     "fake_mode_of",
     "fast_tensor_attributes",
     "has_declared_effect",
     "is_fake_tensor",
+    "layout_of",
     "pytree",
     "quiet_fake_execution",
     "torch_group_description",
@@ -129,6 +131,25 @@ def fast_tensor_attributes() -> AbstractContextManager[None]:
     """
     disabled: AbstractContextManager[None] = torch._C.DisableTorchFunctionSubclass()
     return disabled
+
+
+# FakeTensor overrides layout and device with properties that ask for its mode and its keys.
+_layout_of_any_tensor: Callable[[torch.Tensor], torch.layout] = vars(torch._C.TensorBase)[
+    "layout"
+].__get__
+
+
+def layout_of(tensor: torch.Tensor) -> torch.layout:
+    """``tensor.layout``, without asking fake tensors that have no keys of their own for them."""
+    if getattr(tensor, "dispatch_keys", None) is None:
+        return _layout_of_any_tensor(tensor)
+    return tensor.layout
+
+
+def device_of(tensor: torch.Tensor) -> torch.device:
+    """``tensor.device``, without asking fake tensors whether a kernel runs, for who runs none."""
+    device: torch.device | None = getattr(tensor, "fake_device", None)
+    return tensor.device if device is None else device
 
 
 def has_declared_effect(node: Node) -> bool:

@@ -2,6 +2,7 @@
 
 import torch
 
+from gt_passes._torch_internals import FakeTensorMode, device_of, layout_of
 from gt_passes.analysis.tensor_signature import describe, signature
 
 
@@ -26,3 +27,18 @@ def test_other_objects_are_the_same_only_as_themselves():
 def test_numbers_that_compare_equal_differ_by_type():
     assert signature(1) != signature(1.0)
     assert signature(1) != signature(True)
+
+
+def test_layout_and_device_are_those_that_a_tensor_says_it_has():
+    dense = torch.randn(3, 4)
+    kinds = [dense, dense.to_sparse(), dense.to_mkldnn(), dense.to("meta")]
+    with FakeTensorMode() as mode:
+        kinds += [torch.empty(3), torch.empty(3, device="cuda"), *map(mode.from_tensor, kinds)]
+    for tensor in kinds:
+        assert layout_of(tensor) == tensor.layout
+        assert device_of(tensor) == tensor.device
+    assert {layout_of(tensor) for tensor in kinds[6:]} == {
+        torch.strided,
+        torch.sparse_coo,
+        torch._mkldnn,
+    }

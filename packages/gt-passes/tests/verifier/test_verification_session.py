@@ -24,6 +24,7 @@ from gt_passes import (
 )
 from gt_passes.verifier.dataflow.check_dataflow import Dataflow
 from gt_passes.verifier.repropagation import Repropagator
+from gt_passes.verifier.verifier import Verifier
 
 aten = torch.ops.aten
 X = torch.ones(4, 6)
@@ -160,6 +161,48 @@ after all passes, the graph has 2 problems:
      got      shape [4, 6], stride [6, 1], dtype torch.float32, device cpu
 to reproduce: run Verifier().verify(graph_module) after each pass: one of them changed a value in node.meta["val"] in place""",
     )
+
+
+def test_a_constant_of_which_another_value_is_recorded_is_found_at_the_end():
+    constant = torch.randn(3, 5)
+    graph_module = capture(lambda x: x.cos() * constant.sum(), X)
+    (attribute,) = graph_module.graph.find_nodes(op="get_attr")
+
+    def transpose_value(edited: GraphModule) -> None:
+        attribute.meta["val"].t_()
+
+    found = problems_of(graph_module, transpose_value)
+    assert "expected shape [3, 5], stride [5, 1]" in found
+    assert "got      shape [5, 3], stride [1, 5]" in found
+
+
+def test_operators_are_asked_again_at_the_end_only_where_a_value_changed(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    asked: list[list[str]] = []
+    check = Repropagator._problems_of
+
+    def note(self, nodes, recorded, fake_mode):
+        asked.append([node.name for node in nodes if node.op == "call_function"])
+        return check(self, nodes, recorded, fake_mode)
+
+    def leave_out(edited: GraphModule) -> None:
+        node_of(edited, "sin").replace_all_uses_with(node_of(edited, "cos"))
+        edited.graph.erase_node(node_of(edited, "sin"))
+
+    monkeypatch.setattr(Repropagator, "_problems_of", note)
+    assert problems_of(capture(lambda x: x.cos().sin().exp(), X), leave_out) == ""
+    assert asked == [["cos", "sin", "exp"], ["exp"], []]
+
+
+def test_a_verifier_that_found_a_problem_finds_it_again():
+    graph_module = capture(lambda x: x.cos().sin(), X)
+    verifier = Verifier()
+    node_of(graph_module, "cos").meta["val"].t_()
+    scan = verifier.scan(graph_module)
+    first = verifier.verify(graph_module, scan=scan)
+    assert first.problems
+    assert verifier.verify(graph_module, scan=scan) == first
 
 
 @pytest.mark.parametrize(

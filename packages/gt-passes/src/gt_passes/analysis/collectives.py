@@ -124,9 +124,16 @@ def _functional_collective_name(node: Node) -> str | None:
     target = node.target
     if node.op != "call_function" or not isinstance(target, OpOverload):
         return None
-    if target.namespace not in FUNCTIONAL_COLLECTIVES:
-        return None
-    return target._schema.name.split("::")[1]
+    known = _names.get(id(target))
+    if known is None:
+        is_functional = target.namespace in FUNCTIONAL_COLLECTIVES
+        name = target._schema.name.split("::")[1] if is_functional else None
+        known = _names[id(target)] = (target, name)
+    return known[1]
+
+
+_names: dict[int, tuple[OpOverload, str | None]] = {}
+"""The names of operators by identity, for which they are kept: operators are slow to hash."""
 
 
 def _num_bytes(value: object) -> int:

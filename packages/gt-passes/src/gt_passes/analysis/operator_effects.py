@@ -39,13 +39,17 @@ _TAGS_OF_PURE_OPERATORS = frozenset(
 
 _DECLARED_PURE: set[str] = set()
 
+# By identity: operators are slow to hash, and PyTorch keeps these.
 _METADATA_READERS = frozenset(
-    {
-        _aten.sym_size.int,
-        _aten.sym_stride.int,
-        _aten.sym_numel.default,
-        _aten.sym_storage_offset.default,
-    }
+    map(
+        id,
+        (
+            _aten.sym_size.int,
+            _aten.sym_stride.int,
+            _aten.sym_numel.default,
+            _aten.sym_storage_offset.default,
+        ),
+    )
 )
 
 _LAYOUT_READERS = frozenset(
@@ -136,7 +140,7 @@ def is_only_a_view(node: Node) -> bool:
 
 def reads_only_metadata(node: Node) -> bool:
     """Whether a node asks for a size or stride, which does not depend on data."""
-    return node.target in _METADATA_READERS
+    return id(node.target) in _METADATA_READERS
 
 
 def reads_memory_layout(node: Node) -> bool:

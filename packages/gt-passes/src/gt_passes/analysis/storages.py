@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from gt_passes._torch_internals import OpOverload, fast_tensor_attributes
+from gt_passes._torch_internals import OpOverload, device_of, fast_tensor_attributes, layout_of
 from gt_passes.analysis.collectives import FUNCTIONAL_COLLECTIVES, is_wait
 from gt_passes.analysis.symbol_sizes import balanced_exchange_sizes
 
@@ -141,7 +141,7 @@ class Storages:
         self.num_bytes.append(-(-num_bytes // self._block_bytes) * self._block_bytes)
         self.maker.append(node)
         self.made_at.append(position)
-        self.device_type.append(value.device.type)
+        self.device_type.append(device_of(value).type)
         return len(self.num_bytes) - 1
 
 
@@ -210,7 +210,7 @@ def flat(held: Held) -> Iterator[int]:
 
 def _storage_bytes(tensor: torch.Tensor, symbol_sizes: Mapping[str, int]) -> int | None:
     """Bytes of the storage behind a tensor that was just made; None if they are not known."""
-    if tensor.layout is not torch.strided:
+    if layout_of(tensor) is not torch.strided:
         return tensor.numel() * tensor.element_size()
     num_bytes = _number(tensor.untyped_storage().nbytes(), symbol_sizes)
     if num_bytes is not None:

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from gt_passes._torch_internals import device_of, layout_of
+
 
 class TensorSignature(NamedTuple):
     """All that decides which elements of its storage a tensor addresses, and as what."""
@@ -86,20 +88,19 @@ def tensor_facts(value: object) -> tuple[object, ...] | None:
     Returns:
         None for what is no strided tensor.
     """
-    if isinstance(value, (tuple, list)):
+    if not isinstance(value, torch.Tensor):
+        if not isinstance(value, (tuple, list)):
+            return None
         facts = tuple(map(tensor_facts, value))
         return None if None in facts else ("several", *facts)
-    if not isinstance(value, torch.Tensor):
-        return None
-    layout = value.layout
-    if layout is not torch.strided:
+    if layout_of(value) is not torch.strided:
         return None
     return (
         value.shape,
         value.stride(),
         value.storage_offset(),
         value.dtype,
-        value.device,
+        device_of(value),
         value.is_conj(),
         value.is_neg(),
     )
@@ -179,14 +180,14 @@ def describe(signed: Hashable) -> str:
 
 
 def _tensor_signature(tensor: torch.Tensor) -> TensorSignature:
-    layout = tensor.layout  # fake tensors work it out each time
+    layout = layout_of(tensor)
     strided = layout is torch.strided
     return TensorSignature(
         _plain_sizes(tensor.shape),
         _plain_sizes(tensor.stride()) if strided else None,
         _plain_size(tensor.storage_offset()) if strided else 0,
         tensor.dtype,
-        tensor.device,
+        device_of(tensor),
         layout,
         tensor.is_conj(),
         tensor.is_neg(),

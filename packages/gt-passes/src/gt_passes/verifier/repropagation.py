@@ -79,6 +79,9 @@ class Repropagator:
     _calls: Mapping[Node, NodeCall] = field(default_factory=dict)
     """What the nodes stood for then."""
 
+    _is_clean: bool = False
+    """Whether each node of those was found to be right, with the numbers that are noted."""
+
     def find_problems(
         self, scan: GraphScan, fake_mode: FakeTensorMode, *, only: Collection[Node] | None = None
     ) -> Iterator[GraphProblem]:
@@ -90,19 +93,30 @@ class Repropagator:
             only: nodes to look at, among them all that changed since the latest look, whose scan
                 this one was made with; None for all.
         """
-        self.unverified = []
         recorded = _RecordedValues(scan, fake_mode)
-        calls, answers, number_of = scan.calls, self._answers, self._number_of
+        calls, number_of = scan.calls, self._number_of
+        was_clean, self._is_clean = self._is_clean, False
         if only is None:
-            only = calls
+            known = number_of.copy() if was_clean and calls == self._calls else {}
             number_of.clear()
-            self._look_at(only, recorded)  # and see what was written into a recorded value
+            self._look_at(calls, recorded)  # and see what was written into a recorded value
+            if number_of.items() <= known.items() and None not in number_of.values():
+                only = scan.attributes  # whose recorded values the numbers are not those of
         else:
             seen = self._calls.get
             self._look_at([node for node in only if seen(node) is not calls[node]], recorded)
         self._calls = calls
+        self.unverified = []
+        problems = list(self._problems_of(calls if only is None else only, recorded, fake_mode))
+        self._is_clean = (was_clean or only is None) and not (problems or self.unverified)
+        yield from problems
+
+    def _problems_of(
+        self, nodes: Collection[Node], recorded: _RecordedValues, fake_mode: FakeTensorMode
+    ) -> Iterator[GraphProblem]:
+        calls, answers, number_of = recorded.scan.calls, self._answers, self._number_of
         with quiet_fake_execution(fake_mode):
-            for node in only:
+            for node in nodes:
                 if node.op == "call_function":
                     form, operands = calls[node].split()
                     key = (form, *map(number_of.get, operands))

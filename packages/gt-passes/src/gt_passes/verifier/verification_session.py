@@ -2,8 +2,8 @@
 
 After a pass, what it did not touch is as right as it was: only nodes that changed and their users
 are propagated again, and the order is only looked at where it changed. What cannot be seen that
-way, because a pass wrote into a recorded value in place, is seen at the end, when everything is
-verified once more.
+way, because a pass wrote into a recorded value in place, is seen at the end, when all values are
+read once more, and every operator is asked again unless all of them are what they were.
 """
 
 from __future__ import annotations
