@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from gt_trainer.models.published_runs import COMPILED, FLOAT8, PublishedRun
+from gt_trainer.models.published_runs import COMPILED, FLOAT8, WHOLE_LOSS, PublishedRun
 
 _BENCHMARKS = "https://github.com/pytorch/torchtitan/blob/main/benchmarks"
 _TENSOR_PARALLEL = f"{_BENCHMARKS}/asyncTP_llama3_h100_2025-06_torchtitan.md"
@@ -35,6 +35,7 @@ def _tensor_parallel(
                 "--parallelism.tensor_parallel_degree",
                 "8",
                 "--compile.no_cuda_graphs",
+                *WHOLE_LOSS,
                 "--training.local_batch_size",
                 str(batch),
                 "--compile.memory_policy",
@@ -63,6 +64,7 @@ def _on_h200(world_size: int, throughput: float, memory_gib: float) -> Published
             "--parallelism.tensor_parallel_degree",
             "1",
             "--compile.no_cuda_graphs",
+            *WHOLE_LOSS,
             "--training.local_batch_size",
             "2",
             "--compile.memory_policy",

@@ -27,7 +27,7 @@ COMPILED: Final = ("--compile.inductor_compilation", "full")
 _EAGER = ("--compile.inductor_compilation", "none")
 FLOAT8: Final = ("--quantization.linears", "float8_tensorwise", "--quantization.skip", "lm_head")
 _ASYNC_TP = ("--compile.async_tensor_parallel",)
-_WHOLE_LOSS = ("--loss.num_chunks", "1")
+WHOLE_LOSS: Final = ("--loss.num_chunks", "1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +87,7 @@ def _of_8b(
             "--parallelism.tensor_parallel_degree",
             "1",
             "--compile.no_cuda_graphs",
-            *_WHOLE_LOSS,
+            *WHOLE_LOSS,
             *flags,
         ),
         positions=positions,
@@ -159,7 +159,7 @@ def _of_70b(
         world_size=256,
         flags=(
             "--compile.no_cuda_graphs",
-            *_WHOLE_LOSS,
+            *WHOLE_LOSS,
             "--training.local_batch_size",
             "16",
             "--compile.memory_policy",
