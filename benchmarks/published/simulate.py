@@ -14,11 +14,12 @@ from gt_trainer import device
 device.install("cpu")
 
 # torchtitan copies the device when it is imported, hence not above.
-from gt_passes import simulation  # noqa: E402
+from gt_passes.simulation.hardware import shipped_hardware  # noqa: E402
 from gt_trainer.command_line.command_line import flags_given  # noqa: E402
 from gt_trainer.command_line.overrides import apply_overrides  # noqa: E402
 from gt_trainer.dry_run.dry_run import dry_run  # noqa: E402
 from gt_trainer.models.adapt import with_positions  # noqa: E402
+from gt_trainer.models.held_out_runs import HELD_OUT_RUNS  # noqa: E402
 from gt_trainer.models.published_runs import PUBLISHED_RUNS  # noqa: E402
 from gt_trainer.preflight.preflight import check_configuration  # noqa: E402
 from gt_trainer.preflight.settled_defaults import settle_defaults  # noqa: E402
@@ -39,7 +40,7 @@ class SimulatedRow:
 
 
 def main(name: str) -> None:
-    published = PUBLISHED_RUNS[name]
+    published = {**PUBLISHED_RUNS, **HELD_OUT_RUNS}[name]
     with device.intended_for("cuda"):
         module = importlib.import_module(f"gt_trainer.models.{published.module}")
         config = getattr(module, published.config)()
@@ -50,7 +51,7 @@ def main(name: str) -> None:
             config, published.world_size, asked=flags_given(published.flags)
         )
         check_configuration(config, published.world_size, will_train=False)
-        hardware = getattr(simulation, published.hardware)()
+        hardware = shipped_hardware(f"{published.hardware}.json")
         simulated = dry_run(config, published.world_size, hardware=hardware).simulated
     row = SimulatedRow(
         tokens_per_second_per_gpu=simulated.tokens_per_second_per_gpu,

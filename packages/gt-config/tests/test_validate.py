@@ -183,8 +183,8 @@ def test_every_topology_field_refuses_a_value_of_another_type(field):
             Violation(
                 flag="--compile.memory_policy",
                 value="zzz",
-                allowed="'save_all', 'selective', 'full_recompute' or 'offload'",
-                fix="give 'save_all', 'selective', 'full_recompute' or 'offload'",
+                allowed="'save_all', 'selective', 'selective_alternate', 'full_recompute' or 'offload'",
+                fix="give 'save_all', 'selective', 'selective_alternate', 'full_recompute' or 'offload'",
             ),
         ),
         (

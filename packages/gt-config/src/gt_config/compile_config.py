@@ -19,7 +19,7 @@ from gt_config.node_keys import ChunkProducer
 Mode = Literal["none", "aot_fx_trace", "aot_joint"]
 CaptureLayers = Literal["auto", "full", "stamped", "compared"]
 InductorCompilation = Literal["none", "regional", "full", "autoparallel_backend"]
-MemoryPolicy = Literal["save_all", "selective", "full_recompute", "offload"]
+MemoryPolicy = Literal["save_all", "selective", "selective_alternate", "full_recompute", "offload"]
 FsdpBucketing = Literal["off", "transformer_block"]
 JointPartitioner = Literal["min_cut", "save_all"]
 ShapeChangePolicy = Literal["error", "recapture"]
@@ -136,6 +136,7 @@ class CompileConfig:
     """What is kept of the forward for the backward.
     save_all: everything.
     selective: what is costly to compute again.
+    selective_alternate: of that, but every second matrix product of a layer.
     full_recompute: the inputs of each layer.
     offload: as selective, but kept in host memory."""
 

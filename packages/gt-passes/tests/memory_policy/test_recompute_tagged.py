@@ -114,7 +114,7 @@ def test_recomputing_again_changes_nothing(policy: MemoryPolicy):
     assert program(captured.graph_module) == before
 
 
-@pytest.mark.parametrize("policy", ["selective", "full_recompute"])
+@pytest.mark.parametrize("policy", ["selective", "selective_alternate", "full_recompute"])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_loss_and_gradients_keep_every_bit(policy: MemoryPolicy, dropout: float):
     captured = capture_decoder(dropout=dropout)

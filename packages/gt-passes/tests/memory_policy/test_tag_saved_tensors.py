@@ -111,6 +111,35 @@ ones_like save""",
     assert program(captured.graph_module) == before
 
 
+class GatedMlp(nn.Module):
+    """A layer of three products, of which the first two are read inside it."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = (nn.Parameter(torch.randn(dim, dim)) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (F.silu(x @ self.gate) * (x @ self.up)) @ self.down
+
+
+def test_selective_alternate_computes_every_second_product_of_a_layer_again():
+    assert_expected_inline(
+        tagged(capture_stack([GatedMlp(4), GatedMlp(4)]), "selective_alternate"),
+        """\
+mm save
+silu recompute
+mm_1 recompute
+mul recompute
+mm_2 save
+mm_3 save
+silu_1 recompute
+mm_4 recompute
+mul_1 recompute
+mm_5 save
+ones_like save""",
+    )
+
+
 def test_full_recompute_saves_what_enters_and_leaves_layers():
     assert_expected_inline(
         tagged(capture_stack(), "full_recompute"),
@@ -189,7 +218,9 @@ def test_a_step_without_a_backward_gets_no_tags():
     assert (report.changed, dict(report.counts), tags(captured)) == (False, {}, "")
 
 
-@pytest.mark.parametrize("policy", ["selective", "full_recompute", "offload"])
+@pytest.mark.parametrize(
+    "policy", ["selective", "selective_alternate", "full_recompute", "offload"]
+)
 def test_tagging_again_changes_nothing(policy: MemoryPolicy):
     captured = capture_decoder(dropout=0.1)
     first = tagged(captured, policy)

@@ -5,9 +5,11 @@ from collections import Counter
 import pytest
 
 from gt_passes import simulation
+from gt_passes.simulation.hardware import shipped_hardware
 from gt_trainer.command_line.command_line import UsageError, listing, parse_command_line
 from gt_trainer.command_line.early_refusal import refuse_early
 from gt_trainer.models.catalog import CATALOG
+from gt_trainer.models.held_out_runs import HELD_OUT_RUNS
 from gt_trainer.models.published_runs import PUBLISHED_RUNS
 
 
@@ -26,6 +28,17 @@ def test_a_published_run_is_a_command_line_that_breaks_no_rule(name):
     command = parse_command_line(["--dry-run", "--published", name])
     assert (command.module, command.config) == (run.module, run.config)
     assert (command.world_size, command.overrides) == (run.world_size, run.flags)
+    refuse_early(command, run.world_size)
+
+
+@pytest.mark.parametrize("name", HELD_OUT_RUNS)
+def test_a_held_out_run_breaks_no_rule_and_is_none_of_the_published(name):
+    run = HELD_OUT_RUNS[name]
+    assert run.name == name
+    assert name not in PUBLISHED_RUNS
+    assert shipped_hardware(f"{run.hardware}.json").gpus_per_node == 8
+    flags = ["--module", run.module, "--config", run.config, *run.flags]
+    command = parse_command_line(["--dry-run", "--world-size", str(run.world_size), *flags])
     refuse_early(command, run.world_size)
 
 

@@ -35,7 +35,12 @@ def test_every_kind_of_recipe_is_among_them():
         "ZBVZeroBubble",
         "DualPipeV",
     }
-    assert {each.memory_policy for each in recipes} == {"save_all", "selective", "full_recompute"}
+    assert {each.memory_policy for each in recipes} == {
+        "save_all",
+        "selective",
+        "selective_alternate",
+        "full_recompute",
+    }
     assert {each.reduces_once for each in recipes} == {False, True}
     assert {each.tp for each in recipes} == {1, 2, 4, 8}
     assert {each.cp for each in recipes} == {1, 2, 4, 8}

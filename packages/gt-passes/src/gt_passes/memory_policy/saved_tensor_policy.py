@@ -17,7 +17,8 @@ optimum and take more than linear time; torch's own partitioner does that for jo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from torch.fx import Node
@@ -57,12 +58,33 @@ EXPENSIVE_OPERATORS: frozenset[str] = frozenset(
 """What the policies selective and offload do not compute again. Collectives and random operators
 come on top. The list is torchtitan's, for selective activation checkpointing
 (``torchtitan/distributed/activation_checkpoint.py``), but for two things: every matrix product is
-saved, not every second one, and of collectives all."""
+saved, not every second one as by ``every_second_product``, and of collectives all."""
+
+_COUNTED_PRODUCTS = frozenset({"aten.mm", "aten.addmm", "aten.linear", "aten._scaled_mm"})
 
 
 def is_one_of(operators: frozenset[str]) -> Callable[[Node], bool]:
     """Whether a node calls one of the operators, named without overload."""
     return lambda node: operator_name(node) in operators
+
+
+def every_second_product(nodes: Iterable[Node], layers: LayerNames) -> frozenset[Node]:
+    """The 2nd, 4th, ... dense product of each layer: what torchtitan's selective computes again.
+
+    Args:
+        nodes: of the forward, in execution order.
+        layers: which layer a node belongs to; what lies in none is not counted.
+    """
+    counts: Counter[str] = Counter()
+    found = []
+    for node in nodes:
+        layer = layers.layer_of(node)
+        if layer is None or operator_name(node) not in _COUNTED_PRODUCTS:
+            continue
+        counts[layer] += 1
+        if counts[layer] % 2 == 0:
+            found.append(node)
+    return frozenset(found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

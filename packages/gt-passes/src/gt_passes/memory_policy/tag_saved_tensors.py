@@ -6,10 +6,11 @@ The decision is written on the nodes, and other passes carry it out: ``recompute
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from gt_config import MemoryPolicy, SavedOpSelector
 from gt_config.graph_kinds import STEP_GRAPHS, GraphKind
@@ -23,6 +24,7 @@ from gt_passes.memory_policy.recomputability import Recomputability
 from gt_passes.memory_policy.saved_tensor_policy import (
     EXPENSIVE_OPERATORS,
     SavedTensorPolicy,
+    every_second_product,
     is_one_of,
 )
 from gt_passes.registry import register_pass
@@ -58,6 +60,7 @@ class TagSavedTensors(GraphPass):
     policy: MemoryPolicy = "save_all"
     """save_all: tag nothing, which means to save everything.
     selective: save what is expensive to compute again, where it is needed.
+    selective_alternate: as selective, but of the matrix products of a layer every second one.
     full_recompute: save the inputs of each layer.
     offload: as selective, and copy what is saved in layers to host memory."""
 
@@ -90,12 +93,9 @@ class TagSavedTensors(GraphPass):
             storages, recompute_collectives=self.recompute_collectives
         )
         layers = LayerNames(self.layers)
-        saved_operators = (
-            frozenset() if self.policy == "full_recompute" else self.expensive_operators
-        )
         decisions = SavedTensorPolicy(
             layers=layers,
-            keeps=is_one_of(saved_operators),
+            keeps=self._keeps(storages, recomputability),
             saved_selectors=self.saved_ops,
         ).decide(storages, recomputability)
         tags = tags_of(decisions, storages, recomputability)
@@ -121,3 +121,16 @@ class TagSavedTensors(GraphPass):
                         tags[view] = "recompute"
                 tags[node] = "offload"
         return PassReport(changed=write_tags(tags), counts=counts_of(decisions))
+
+    def _keeps(
+        self, storages: Storages, recomputability: Recomputability
+    ) -> Callable[[Node], bool]:
+        """Whether what an operator gives is not computed again, by the policy."""
+        if self.policy == "full_recompute":
+            return lambda node: False
+        is_expensive = is_one_of(self.expensive_operators)
+        if self.policy != "selective_alternate":
+            return is_expensive
+        forward = (node for node in storages.nodes if node not in recomputability.is_backward)
+        again = every_second_product(forward, LayerNames(self.layers))
+        return lambda node: is_expensive(node) and node not in again

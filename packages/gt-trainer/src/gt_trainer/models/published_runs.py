@@ -6,7 +6,10 @@ torch, so that ``--help`` and the check of a misspelled name need no import of t
 What a row says is given as it says it. What it leaves open is set as torchtitan did at that time:
 parameters gathered once a transformer block, one block ahead (FSDP2); "torch.compile" compiles each
 block as a whole; "Float8" is one scale for each tensor, of all linear layers but the last; there
-are as many microbatches as pipeline ranks. Nothing is chosen by what we simulate.
+are as many microbatches as pipeline ranks; selective recomputation does every second matrix product
+of a layer again, and the loss is taken of whole logits (torchtitan at 9dec370, the report's commit:
+``torchtitan/parallelisms/parallelize_llama.py`` and ``train.py``). Nothing is chosen by what we
+simulate.
 """
 
 from __future__ import annotations
@@ -14,15 +17,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Final
 
 _SOURCE = (
     "https://github.com/pytorch/torchtitan/blob/main/benchmarks/llama3_h100_202412_torchtitan.md"
 )
 
-_COMPILED = ("--compile.inductor_compilation", "full")
+COMPILED: Final = ("--compile.inductor_compilation", "full")
 _EAGER = ("--compile.inductor_compilation", "none")
-_FLOAT8 = ("--quantization.linears", "float8_tensorwise", "--quantization.skip", "lm_head")
+FLOAT8: Final = ("--quantization.linears", "float8_tensorwise", "--quantization.skip", "lm_head")
 _ASYNC_TP = ("--compile.async_tensor_parallel",)
+WHOLE_LOSS: Final = ("--loss.num_chunks", "1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,8 +52,8 @@ class PublishedRun:
     for; None leaves it as it is. Throughput does not ask what is learned."""
 
     tokens_per_second_per_gpu: float
-    memory_gib: float
-    """The largest over GPUs, as reserved by PyTorch's allocator."""
+    memory_gib: float | None
+    """The largest over GPUs, as reserved by PyTorch's allocator; None where nobody said."""
 
     source: str
     """Address and table."""
@@ -78,7 +83,13 @@ def _of_8b(
         module="llama3",
         config="llama3_8b",
         world_size=world_size,
-        flags=("--parallelism.tensor_parallel_degree", "1", "--compile.no_cuda_graphs", *flags),
+        flags=(
+            "--parallelism.tensor_parallel_degree",
+            "1",
+            "--compile.no_cuda_graphs",
+            *WHOLE_LOSS,
+            *flags,
+        ),
         positions=positions,
         tokens_per_second_per_gpu=tokens_per_second_per_gpu,
         memory_gib=memory_gib,
@@ -89,11 +100,11 @@ def _of_8b(
 def _fsdp_of_8b(
     table: int, world_size: int, *measured: tuple[float, float]
 ) -> tuple[PublishedRun, ...]:
-    batch = ("--training.local_batch_size", "2", "--compile.memory_policy", "selective")
+    batch = ("--training.local_batch_size", "2", "--compile.memory_policy", "selective_alternate")
     variants = (
         ("fsdp", "FSDP", _EAGER),
-        ("fsdp_compiled", "FSDP, torch.compile", _COMPILED),
-        ("fsdp_compiled_float8", "FSDP, torch.compile, Float8", (*_COMPILED, *_FLOAT8)),
+        ("fsdp_compiled", "FSDP, torch.compile", COMPILED),
+        ("fsdp_compiled_float8", "FSDP, torch.compile, Float8", (*COMPILED, *FLOAT8)),
     )
     return tuple(
         _of_8b(
@@ -128,8 +139,8 @@ def _long_8b(
         str(context_parallel),
         "--compile.memory_policy",
         "full_recompute",
-        *_COMPILED,
-        *_FLOAT8,
+        *COMPILED,
+        *FLOAT8,
         world_size=8,
         positions=_positions(thousands),
         tokens_per_second_per_gpu=throughput,
@@ -148,12 +159,13 @@ def _of_70b(
         world_size=256,
         flags=(
             "--compile.no_cuda_graphs",
+            *WHOLE_LOSS,
             "--training.local_batch_size",
             "16",
             "--compile.memory_policy",
             "full_recompute",
-            *_COMPILED,
-            *_FLOAT8,
+            *COMPILED,
+            *FLOAT8,
             *flags,
         ),
         tokens_per_second_per_gpu=throughput,
@@ -183,8 +195,8 @@ def _of_405b(
             "--compile.no_cuda_graphs",
             "--compile.memory_policy",
             "full_recompute",
-            *_COMPILED,
-            *_FLOAT8,
+            *COMPILED,
+            *FLOAT8,
             *_ASYNC_TP,
             "--training.local_batch_size",
             str(batch),

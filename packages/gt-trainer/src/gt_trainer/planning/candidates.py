@@ -17,7 +17,7 @@ from gt_trainer.planning.run_recipe import RunRecipe
 SCHEDULES = ("1F1B", "Interleaved1F1B", "ZBVZeroBubble", "DualPipeV")
 """Of pipelines: one stage on a rank, several, and with gradients of weights put off."""
 
-MEMORY_POLICIES = ("save_all", "selective", "full_recompute")
+MEMORY_POLICIES = ("save_all", "selective", "selective_alternate", "full_recompute")
 _MOST_CP = 64
 _MOST_SEQUENCES = 16
 """Of one microbatch."""

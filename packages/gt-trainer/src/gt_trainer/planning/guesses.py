@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _BESIDE_PRODUCTS = 1.12
 """All operators, over matrix products and attention."""
 
-_KEPT_WIDTHS = {"save_all": 3.2, "selective": 1.2}
+_KEPT_WIDTHS = {"save_all": 3.2, "selective": 1.2, "selective_alternate": 0.75}
 """Bytes kept for a token, over those of all products' results."""
 
 _EXPOSED_EXCHANGES = {False: 1.0, True: 0.4}

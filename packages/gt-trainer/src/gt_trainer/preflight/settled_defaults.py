@@ -42,6 +42,7 @@ _SCALES = "a scale is a maximum over a tensor, and no rule says what that costs 
 _ACTIVATIONS = {
     "save_all": "activations kept",
     "selective": "cheap activations recomputed",
+    "selective_alternate": "cheap activations and every second product recomputed",
     "full_recompute": "layers recomputed",
     "offload": "activations offloaded to the host",
 }
