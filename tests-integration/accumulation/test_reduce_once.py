@@ -66,6 +66,7 @@ def test_losses_and_gradients_are_those_of_sums_that_are_reduced_once(
 
 
 FSDP_TP = {"data_parallel_shard_degree": 2, "tensor_parallel_degree": 2}
+CP_TP = {"context_parallel_degree": 2, "tensor_parallel_degree": 2}
 HSDP = {"data_parallel_shard_degree": 2, "data_parallel_replicate_degree": 2}
 
 
@@ -79,6 +80,7 @@ HSDP = {"data_parallel_shard_degree": 2, "data_parallel_replicate_degree": 2}
         (replace(LLAMA3, parallelism=HSDP), {"memory_policy": "offload", "prefetch_layers": 2}),
         (replace(LLAMA3, parallelism=HSDP, chunked_loss=False), {"fsdp_bucketing": "off"}),
         (replace(LLAMA3, parallelism=HSDP, num_layers=4), {"capture_layers": "stamped"}),
+        (replace(LLAMA3, parallelism=CP_TP), {}),
         (replace(LLAMA3, parallelism=FSDP_TP), {"cuda_graphs": True}),
         (
             replace(LLAMA3, parallelism=HSDP),
@@ -92,6 +94,7 @@ HSDP = {"data_parallel_shard_degree": 2, "data_parallel_replicate_degree": 2}
         "HSDP, offloaded",
         "HSDP, no buckets",
         "HSDP, stamped",
+        "CP x TP",
         "TP, recorded",
         "HSDP, offloaded, recorded",
     ],

@@ -28,11 +28,12 @@ _BLOCK = 128
 
 def shared(ranks: int, config: str = "llama3_debugmodel", **case: Any) -> Case:
     """``ranks`` share each sequence; further degrees and the balancer may be given."""
+    module = config.removesuffix("_debugmodel").removesuffix("_moe")
     names = {field.name for field in dataclasses.fields(Case)}
     settings = {name: value for name, value in case.items() if name in names}
     further = {name: value for name, value in case.items() if name not in names}
     return Case(
-        module=config.removesuffix("_debugmodel"),
+        module=module,
         config=config,
         parallelism={"context_parallel_degree": ranks, **further},
         **settings,
@@ -59,6 +60,8 @@ ON_TWO = [
     slow(shared(2, param_dtype="bfloat16"), "llama3, bfloat16"),
     slow(shared(2, gradient_accumulation_steps=2), "llama3, gradient accumulation"),
     slow(shared(2, "deepseek_v3_debugmodel", **EP_2), "deepseek_v3, EP 2"),
+    slow(shared(2, "qwen3_debugmodel"), "qwen3"),
+    slow(shared(2, "qwen3_moe_debugmodel", **EP_2), "qwen3_moe, EP 2"),
 ]
 ON_FOUR = [
     pytest.param(shared(2, **TP_2), id="llama3, TP 2"),
@@ -70,6 +73,7 @@ ON_FOUR = [
         "llama3, on four, round robin",
     ),
     slow(shared(2, "deepseek_v3_debugmodel", **EP_2, **TP_2), "deepseek_v3, TP 2 x EP 2"),
+    slow(shared(2, "qwen3_debugmodel", **TP_2), "qwen3, TP 2"),
 ]
 
 
@@ -119,6 +123,8 @@ TO_WHOLE = [
         "llama3, on four, round robin",
     ),
     slow(shared(2, "deepseek_v3_debugmodel", **FSDP_2, **EP_2), "deepseek_v3, FSDP 2 x EP 2"),
+    slow(shared(4, "qwen3_debugmodel"), "qwen3, on four"),
+    slow(shared(2, "qwen3_moe_debugmodel", **FSDP_2, **EP_2), "qwen3_moe, FSDP 2 x EP 2"),
 ]
 
 
@@ -136,6 +142,8 @@ RINGS = [
     slow(shared(2, param_dtype="float32"), "llama3"),
     slow(shared(2, context_parallel_load_balancer=None), "llama3, tokens in order"),
     slow(shared(2, "deepseek_v3_debugmodel", **EP_2), "deepseek_v3, EP 2"),
+    slow(shared(2, "qwen3_debugmodel"), "qwen3, fewer keys than queries"),
+    slow(shared(2, "qwen3_moe_debugmodel", **EP_2), "qwen3_moe, EP 2"),
 ]
 
 

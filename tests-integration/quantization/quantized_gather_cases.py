@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from pipelines.batches import set_weights, taken_gradients, unequal
+from pipelines.cases import PipelineCase, step_losses
 from torch.fx import GraphModule, Node
 from training_cases import (
     Case,
-    RecordingTrainer,
     close,
     differing,
     differing_passes,
@@ -22,6 +24,7 @@ from gt_config.node_keys import FsdpCollectiveAnnotation
 from gt_passes._torch_internals import value_of
 from gt_passes.analysis.collectives import is_collective, launch_bytes
 from gt_trace import read_annotation
+from gt_trainer.trainer import GraphTrainer
 
 NUM_STEPS = 2
 
@@ -68,17 +71,53 @@ def compare_gathers(case: Case, folder: str, options: dict[str, object]) -> Both
     found = Both(
         differences=tuple(differences),
         losses=tuple(each.loss.item() for each in quantized.passes),
-        quantized=_gathered(quantized),
-        plain=_gathered(plain),
+        quantized=_gathered(quantized.training_step.reports[0].graph_modules),
+        plain=_gathered(plain.training_step.reports[0].graph_modules),
         verified=all(p.verified for p in quantized.training_step.reports[0].passes),
     )
     close(quantized, plain)
     return found
 
 
-def _gathered(trainer: RecordingTrainer) -> Gathered:
-    (graph_module,) = trainer.training_step.reports[0].graph_modules
-    launches = list(_unshards(graph_module))
+def compare_pipelined_gathers(case: PipelineCase, folder: str) -> Both:
+    """Steps of a schedule, with quantized gathers and without: losses and gradients, every bit."""
+    trainers = []
+    for asked in (True, False):
+        options = {**case.options, "fsdp_quantized_gathers": asked}
+        of_options = dataclasses.replace(case, options=options)
+        trainer = of_options.trainer("aot_fx_trace", f"{folder}/{asked}")
+        for part in trainer.model_parts:
+            set_weights(part)
+        trainers.append(trainer)
+    differences: list[str] = []
+    losses: list[float] = []
+    for batch in range(NUM_STEPS):
+        found, expected = (step_losses(trainer, batch) for trainer in trainers)
+        differences += unequal(f"batch {batch}", found, expected)
+        gradients, expected_gradients = (taken_gradients(each.model_parts) for each in trainers)
+        differences += differing(gradients, expected_gradients, f"batch {batch}: gradient")
+        losses += [loss.item() for loss in found]
+    quantized, plain = (_gathered(_unshard_graphs(trainer)) for trainer in trainers)
+    reports = trainers[0].training_step.reports
+    verified = all(each.verified for report in reports for each in report.passes)
+    for trainer in trainers:
+        trainer.close()
+    return Both(
+        differences=tuple(differences),
+        losses=tuple(losses),
+        quantized=quantized,
+        plain=plain,
+        verified=verified,
+    )
+
+
+def _unshard_graphs(trainer: GraphTrainer) -> list[GraphModule]:
+    stages = trainer.pp_schedule.stages.values()
+    return [stage.graphs.unshard.graph_module for stage in stages]
+
+
+def _gathered(graph_modules: Sequence[GraphModule]) -> Gathered:
+    launches = [node for each in graph_modules for node in _unshards(each)]
     maxima = [node for node in launches if "all_reduce" in str(node.target)]
     gathers = [node for node in launches if node not in maxima]
     as_bytes = [node for node in gathers if _dtype(node) == torch.uint8]

@@ -5,7 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from quantization.quantized_gather_cases import NUM_STEPS, Both, compare_gathers
+from pipelines.cases import PipelineCase
+from quantization.quantized_gather_cases import (
+    NUM_STEPS,
+    Both,
+    compare_gathers,
+    compare_pipelined_gathers,
+)
 from training_cases import NUM_UNSEEN_BATCHES, Case
 
 from gt_trace.testing import GlooWorkers
@@ -18,6 +24,9 @@ pytest.importorskip(
 FSDP = {"data_parallel_shard_degree": 4}
 FSDP_TP = {"data_parallel_shard_degree": 2, "tensor_parallel_degree": 2}
 BLOCKS = ("layers.0", "layers.1")
+
+
+TENSORWISE = QuantizationConfig(linears="float8_tensorwise", skip=("lm_head",), emulate=True)
 
 
 def run(
@@ -34,9 +43,7 @@ def run(
         parallelism=parallelism,
         seq_len=32,
         param_dtype=param_dtype,
-        quantization=QuantizationConfig(
-            linears="float8_tensorwise", skip=("lm_head",), emulate=True
-        ),
+        quantization=TENSORWISE,
     )
     found = workers.run(compare_gathers, case, str(folder), options)
     for rank, each in enumerate(found):
@@ -80,3 +87,32 @@ def test_what_is_gathered_again_has_the_scales_of_the_forward(
     for each in run(four, tmp_path, FSDP, param_dtype="float32", memory_policy=memory_policy):
         check_bytes(each, itemsize=4)
         assert each.quantized.num_maxima == dict.fromkeys(BLOCKS, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
+def test_a_pipeline_quantizes_where_it_gathers_once_for_all_microbatches(
+    schedule: str, four: GlooWorkers, tmp_path: Path
+) -> None:
+    """Two ranks of a stage: their maxima and sums have one order."""
+    model = Case(
+        module="llama3",
+        config="llama3_debugmodel",
+        num_layers=4,
+        parallelism={"data_parallel_shard_degree": 2},
+        seq_len=32,
+        param_dtype="bfloat16",
+        quantization=TENSORWISE,
+    )
+    case = PipelineCase(model=model, schedule=schedule)
+    found = four.run(compare_pipelined_gathers, case, str(tmp_path))
+    blocks: list[str] = []
+    for each in found:
+        assert each.differences == ()
+        assert each.verified
+        assert each.plain.num_maxima == {}
+        check_bytes(each, itemsize=2)
+        assert {*each.quantized.num_maxima.values()} == {1}
+        blocks += each.quantized.num_maxima
+    assert sorted({*blocks}) == [f"layers.{n}" for n in range(4)]
+    assert {len(each.losses) for each in found} == {0, NUM_STEPS * case.num_microbatches}

@@ -165,7 +165,7 @@ def test_options_choose_passes(context: PassContext, options: dict, expected: li
 @pytest.mark.parametrize(
     ("graph", "expected"),
     [
-        ("STAGE", [*CLEAN_UP, "tag-saved-tensors", "recompute-tagged"]),
+        ("STAGE", [*CLEAN_UP, "tag-saved-tensors", "recompute-tagged", QUANTIZE]),
         ("UNSHARD", [*CLEAN_UP[:3], "bucket-all-gathers", "delay-waits"]),
         ("FORWARD", [*CLEAN_UP[:3], "fuse-parallel-matmuls", "compile-regions"]),
         ("OVERLAP_F_B", [*CLEAN_UP[:3], "fuse-parallel-matmuls", "compile-regions"]),
@@ -217,7 +217,8 @@ def test_chunks_of_a_stage_are_made_and_put_in_order_before_its_cut():
         for graph in ("STEP", "STAGE", *PIPELINE_ACTIONS)
     )
     overlap = ["chunk-modules", "schedule-ep-overlap", "separate-exchange-group"]
-    expected = [*CLEAN_UP, overlap[0], "tag-saved-tensors", "recompute-tagged", *overlap[1:]]
+    policy = ["tag-saved-tensors", "recompute-tagged"]
+    expected = [*CLEAN_UP, overlap[0], *policy, QUANTIZE, *overlap[1:]]
     assert list(of_stage) == expected
     assert not any(of_action.keys() & set(overlap) for of_action in of_actions)
     # Which passes know that a stage is a part of a model.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -88,8 +89,8 @@ def refused_mesh() -> str:
     return "no error"
 
 
-class Exact:
-    """A block in float64, by the definition; its gradients by hand."""
+class BlockByDefinition:
+    """A block in the dtype of its operands; its gradients by hand."""
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor
@@ -97,7 +98,7 @@ class Exact:
         scores = self._scores(q, k, mask)
         lse = torch.logsumexp(scores, dim=-1)
         weights = torch.where(lse.isneginf().unsqueeze(-1), 0.0, scores.softmax(dim=-1))
-        return torch.einsum("bnqk,bknw->bqnw", weights, v), lse.transpose(1, 2).float()
+        return torch.einsum("bnqk,bknw->bqnw", weights, v), lse.transpose(1, 2)
 
     def gradients(
         self,
@@ -123,8 +124,51 @@ class Exact:
         return torch.einsum("bqnh,bknh->bnqk", q, k).masked_fill(~mask, float("-inf"))
 
 
-def compare_ring() -> tuple[float, bool]:
-    """The ring against attention to gathered keys, by norms; and whether it repeats its bits."""
+class _FromLogarithms(torch.autograd.Function):
+    """One block, whose backward makes weights of the logarithm of their sum, as kernels do."""
+
+    @staticmethod
+    def forward(ctx: Any, *operands: torch.Tensor) -> torch.Tensor:
+        out, lse = BlockByDefinition().attend(*operands)
+        ctx.save_for_backward(*operands, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        q, k, v, mask, out, lse = ctx.saved_tensors
+        return *BlockByDefinition().gradients(gradient, q, k, v, out, lse, mask), None
+
+
+def attention_to_gathered(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, ranks: SequenceAxis
+) -> torch.Tensor:
+    """Of this rank's queries to the keys of all ranks, in one block."""
+    attended: torch.Tensor = _FromLogarithms.apply(q, *gather_sequence((k, v), ranks), mask)
+    return attended
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RingErrors:
+    """By norms, of the output and three gradients; each relative, the largest."""
+
+    in_float64: float
+    """The ring to gathered keys that PyTorch differentiates, both in float64."""
+
+    ring: float
+    """The ring in float32 to the same."""
+
+    gathered: float
+    """Gathered keys in float32, their backward as kernels have it, to the same."""
+
+    apart: float
+    """The ring to those, both in float32."""
+
+    is_repeatable: bool
+    """Whether a second ring has the bits of the first, in both dtypes."""
+
+
+def compare_ring() -> RingErrors:
+    """The ring beside attention to gathered keys, and both beside the same in float64."""
     here = axis()
     size, rank = here.num_ranks, here.rank
     token = torch.arange(size * LENGTH)
@@ -133,19 +177,37 @@ def compare_ring() -> tuple[float, bool]:
     owners = [(rank - step) % size for step in range(size)]
     masks = [causal[:, n * LENGTH : (n + 1) * LENGTH] for n in owners]
 
-    def run(in_a_ring: bool) -> list[torch.Tensor]:
-        keys, values = (each.detach().double().requires_grad_() for each in keys_and_values())
+    def run(way: str, dtype: torch.dtype) -> list[torch.Tensor]:
+        keys, values = (each.detach().to(dtype).requires_grad_() for each in keys_and_values())
         queries = (keys.detach() * 1.5).requires_grad_()
-        if in_a_ring:
-            out = ring_attention(queries, keys, values, masks, Exact(), here)
+        block = BlockByDefinition()
+        if way == "ring":
+            out = ring_attention(queries, keys, values, masks, block, here)
+        elif way == "gathered":
+            out = attention_to_gathered(queries, keys, values, causal, here)
         else:
-            out, _ = Exact().attend(queries, *gather_sequence((keys, values), here), causal)
+            out, _ = block.attend(queries, *gather_sequence((keys, values), here), causal)
         gradients = torch.autograd.grad((out * weights(out)).sum(), (queries, keys, values))
-        return [out.detach(), *gradients]
+        return [out.detach().double(), *(each.double() for each in gradients)]
 
-    ring, again, gathered = run(True), run(True), run(False)
-    furthest = max(((a - b).norm() / b.norm()).item() for a, b in zip(ring, gathered, strict=True))
-    return furthest, all(torch.equal(a, b) for a, b in zip(ring, again, strict=True))
+    def furthest(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+        pairs = zip(found, expected, strict=True)
+        return max(((a - b).norm() / b.norm()).item() for a, b in pairs)
+
+    exact = run("differentiated by PyTorch", torch.float64)
+    rings = {dtype: run("ring", dtype) for dtype in (torch.float32, torch.float64)}
+    gathered = run("gathered", torch.float32)
+    return RingErrors(
+        in_float64=furthest(rings[torch.float64], exact),
+        ring=furthest(rings[torch.float32], exact),
+        gathered=furthest(gathered, exact),
+        apart=furthest(rings[torch.float32], gathered),
+        is_repeatable=all(
+            torch.equal(a, b)
+            for dtype, found in rings.items()
+            for a, b in zip(run("ring", dtype), found, strict=True)
+        ),
+    )
 
 
 def order_of_a_ring() -> list[str]:
@@ -154,7 +216,7 @@ def order_of_a_ring() -> list[str]:
     mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool)
 
     def step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> Any:
-        out = ring_attention(q, k, v, [mask] * here.num_ranks, Exact(), here)
+        out = ring_attention(q, k, v, [mask] * here.num_ranks, BlockByDefinition(), here)
         return torch.autograd.grad(out.sum(), [q, k, v])
 
     keys, values = keys_and_values()

@@ -45,6 +45,7 @@ from gt_passes.registry import known_passes, register_pass
 from gt_passes.second_groups import GroupPurpose, second_group_of
 from gt_passes.tensor_parallel.async_tensor_parallel import AsyncTensorParallel
 from gt_passes.tensor_parallel.fuse_parallel_matmuls import FuseParallelMatmuls
+from gt_passes.tensor_parallel.symmetric_memory import SymmetricMemoryOnPaper
 from gt_passes.verifier.collective_exchange import exchange_collective_digest
 from gt_passes.verifier.verifier import Verifier
 
@@ -89,6 +90,7 @@ __all__ = [
     "SeparateReductionGroup",
     "ShareAllGathers",
     "SubgraphCompiler",
+    "SymmetricMemoryOnPaper",
     "TagSavedTensors",
     "VerificationError",
     "Verifier",

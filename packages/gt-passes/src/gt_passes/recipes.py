@@ -47,6 +47,7 @@ from gt_passes.pass_order import order_passes
 from gt_passes.registry import find_passes
 from gt_passes.tensor_parallel.async_tensor_parallel import AsyncTensorParallel
 from gt_passes.tensor_parallel.fuse_parallel_matmuls import FuseParallelMatmuls
+from gt_passes.tensor_parallel.symmetric_memory import SymmetricMemory, SymmetricMemoryHere
 
 _GIB = 2**30
 
@@ -99,6 +100,7 @@ def default_passes(
     reshard_after_forward: bool | None = None,
     compiler: SubgraphCompiler | None = None,
     flex_attention_options: Mapping[str, object] | None = None,
+    symmetric_memory: SymmetricMemory | None = None,
 ) -> tuple[GraphPass, ...]:
     """Which passes run on a kind of graph, with which options, in which order.
 
@@ -121,6 +123,7 @@ def default_passes(
         compiler: compiles regions or the whole graph, if ``options`` ask for it; None for Inductor.
         flex_attention_options: of Inductor, with which the model compiles its FlexAttention when it
             runs eagerly; None if it does not. Not asked for a graph that is compiled as a whole.
+        symmetric_memory: knows the groups of async tensor parallelism; None asks this machine.
 
     Raises:
         UnknownPassError: a name that no registered pass has.
@@ -142,7 +145,7 @@ def default_passes(
         *_chunking(options.ep_overlap, graph),
         *(_own_memory_policy(own_policies) if own_policies else _memory_policy(options, graph)),
         *_fsdp(options, graph, reshard_after_forward=reshard_after_forward),
-        *_numerics_changing(options),
+        *_numerics_changing(options, symmetric_memory),
     ]
     compiling = [
         *_flex_attention(options, compiler, flex_attention_options),
@@ -237,10 +240,12 @@ def _fsdp(
         yield ScheduleFsdpIntoDenseRegions()
 
 
-def _numerics_changing(options: CompileConfig) -> Iterator[GraphPass]:
+def _numerics_changing(
+    options: CompileConfig, symmetric_memory: SymmetricMemory | None
+) -> Iterator[GraphPass]:
     """What rounds differently, each by an option of its own or by ``numerics_changing``."""
     if options.async_tensor_parallel:
-        yield AsyncTensorParallel()
+        yield AsyncTensorParallel(symmetric_memory=symmetric_memory or SymmetricMemoryHere())
     if options.numerics_changing:
         yield FuseParallelMatmuls()
 

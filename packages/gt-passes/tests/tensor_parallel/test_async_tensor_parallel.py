@@ -14,6 +14,10 @@ from async_tp_cases import (
     inputs,
     outputs_plain_and_fused,
     reduce_scatter,
+    scaled,
+    scaled_by_rows,
+    scaled_inputs,
+    scaled_outputs_plain_and_fused,
     world,
 )
 from expecttest import assert_expected_inline
@@ -252,6 +256,41 @@ def test_what_is_fused_means_the_same_on_two_ranks():
                 for expected, got in zip(plain, fused, strict=True):
                     assert expected.stride() == got.stride()
                     torch.testing.assert_close(expected, got, rtol=1e-5, atol=1e-5)
+        for cases in workers.run(scaled_outputs_plain_and_fused):
+            assert [torch.equal(plain, fused) for plain, fused in cases] == [True, True]
+            assert all(plain.abs().max() > 1 for plain, _ in cases)
+
+
+def test_can_fuse_a_scattered_product_in_8_bits():
+    graph_module = capture(scaled_by_rows, *scaled_inputs())
+    report = fuse(graph_module)
+    assert report.counts == {"reduce_scatters_fused": 1}
+    assert report.refusals == ()
+    assert_expected_inline(
+        "\n".join(program(graph_module).splitlines()[-5:]),
+        """\
+reshape_default = aten.reshape.default(_to_copy, [2, 8, 32])
+reshape_default_1 = aten.reshape.default(div, [2, 8, 1])
+fused_scaled_matmul_reduce_scatter_default = symm_mem.fused_scaled_matmul_reduce_scatter.default(reshape_default, t_1, reshape_default_1, div_1, sum, 1, 1, 0, [2, 8, 16], out_dtype=torch.bfloat16, use_fast_accum=False)
+add = aten.add.Tensor(fused_scaled_matmul_reduce_scatter_default, 0)
+return add""",
+    )
+
+
+def test_cannot_fuse_a_product_in_8_bits_with_a_bias_or_scattered_along_a_later_dim():
+    def step(x, w, bias):
+        deep = x.view(1, *x.shape)
+        return (
+            scaled(x, w, scales_of_rows=False, bias=bias),
+            scaled(deep, w, scales_of_rows=False, dim=2),
+        )
+
+    assert_expected_inline(
+        refusals(step, *scaled_inputs(), torch.ones(16, dtype=torch.bfloat16)),
+        """\
+reduce_scatter_tensor: its product in 8 bits has a bias or a scale of the result
+reduce_scatter_tensor_1: it scatters dim 2 of a product in 8 bits""",
+    )
 
 
 def test_symmetric_memory_is_asked_for_by_group():

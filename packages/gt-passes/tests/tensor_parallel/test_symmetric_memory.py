@@ -14,7 +14,7 @@ from gt_passes._torch_compilation_internals import (
     load_symmetric_memory_operators,
     symmetric_memory_workspaces,
 )
-from gt_passes.tensor_parallel.symmetric_memory import SymmetricMemoryHere
+from gt_passes.tensor_parallel.symmetric_memory import SymmetricMemoryHere, SymmetricMemoryOnPaper
 from gt_trace.testing import fake_world
 
 
@@ -95,3 +95,15 @@ def test_workspaces_are_those_of_all_groups(monkeypatch):
 def test_there_are_no_workspaces_before_the_operators_are_loaded(monkeypatch):
     monkeypatch.delitem(sys.modules, "torch.distributed._symmetric_memory", raising=False)
     assert symmetric_memory_workspaces() == ()
+
+
+def test_on_paper_the_gpus_of_one_host_have_symmetric_memory():
+    with fake_world(rank=0, world_size=16):
+        whole = dist.group.WORLD.group_name
+        half = dist.new_group(list(range(8))).group_name
+        memory = SymmetricMemoryOnPaper(gpus_per_node=8)
+        assert memory.reason_against(half) is None
+        assert memory.reason_against(whole) == (
+            f"the group {whole!r} spans 2 hosts of 8 GPUs, and symmetric memory is that of one"
+        )
+        assert memory.reason_against("moon") == "this process knows no group 'moon'"

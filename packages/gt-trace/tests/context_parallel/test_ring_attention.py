@@ -9,10 +9,13 @@ from gt_trace.testing import GlooWorkers
 
 
 def _check(workers: GlooWorkers) -> None:
-    for furthest, is_repeatable in workers.run(compare_ring):
-        # Logarithms of sums are float32, an ulp of which is 1e-6 of a sum, whatever else is.
-        assert furthest < 5e-6
-        assert is_repeatable
+    for found in workers.run(compare_ring):
+        # The same function: in float64 nothing but rounding is left.
+        assert found.in_float64 < 1e-12
+        # In float32 both round; neither is the reference.
+        assert found.apart < 2e-6
+        assert found.ring < 2 * found.gathered
+        assert found.is_repeatable
 
 
 def test_a_ring_of_two_finds_what_gathered_keys_would_and_repeats_its_bits(

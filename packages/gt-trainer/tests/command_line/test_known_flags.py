@@ -45,6 +45,15 @@ def test_a_flag_of_the_same_name_in_another_group_is_offered(guess):
     ("arguments", "text"),
     [
         (["--training.steps", "many"], "--training.steps is 'many', and must be an integer"),
+        (
+            ["--quantization.linears", "nvfp4"],
+            (
+                "--quantization.linears is 'nvfp4', and must be 'none', 'float8_tensorwise', "
+                "'float8_rowwise', 'float8_rowwise_with_gw_hp' or 'mxfp8'. torchtitan's NVFP4 layer "
+                "runs on Blackwell GPUs alone, is placed by its backend spmd_types alone, and cannot "
+                "be emulated"
+            ),
+        ),
         (["--training.seq-len=1e3"], "--training.seq_len is '1e3', and must be an integer"),
         ([LEARNING_RATE, "fast"], f"{LEARNING_RATE} is 'fast', and must be a number"),
         (

@@ -33,7 +33,11 @@ _aten = torch.ops.aten
 _KNOWN_NAMESPACES = frozenset({"aten", "prims", "_c10d_functional", "_c10d_functional_autograd"})
 _CAPTURABLE_HIGHER_ORDER = frozenset({"flex_attention", "flex_attention_backward"})
 _CAPTURABLE_SYMMETRIC = frozenset(
-    {"symm_mem::fused_all_gather_matmul", "symm_mem::fused_matmul_reduce_scatter"}
+    {
+        "symm_mem::fused_all_gather_matmul",
+        "symm_mem::fused_matmul_reduce_scatter",
+        "symm_mem::fused_scaled_matmul_reduce_scatter",
+    }
 )
 """They fork to a stream of their own and join it, wait for other ranks in kernels, and use one
 workspace for each group, which is as large as it has to be once every size has run."""

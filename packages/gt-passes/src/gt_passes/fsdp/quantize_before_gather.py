@@ -16,7 +16,7 @@ from gt_config.node_keys import FsdpCollectiveAnnotation
 from gt_passes._torch_internals import FakeTensorMode, quiet_fake_execution, value_of
 from gt_passes.analysis.bucket_copies import PACK_BUCKET, UNPACK_BUCKET
 from gt_passes.analysis.code_motion import CodeMotion
-from gt_passes.analysis.collectives import is_collective, is_wait
+from gt_passes.analysis.collectives import is_collective
 from gt_passes.analysis.fsdp_collective import fsdp_collective
 from gt_passes.analysis.node_calls import evaluate
 from gt_passes.contract import ChangeBounds, PassContext, PassReport, Refusal
@@ -40,7 +40,8 @@ class QuantizeBeforeGather(FsdpPass):
     After ``reshard-after-forward``, whose gatherings for the backward have the scales of the
     forward; before ``bucket-all-gathers``. The maxima of a block are reduced over its ranks at
     once, and whatever else their scales are made by is done for all of them together. What is
-    gathered are bytes, as backends know no float8.
+    gathered are bytes, as backends know no float8. What is done to shards is annotated as part of
+    gathering, so that a pipeline does it where it gathers, once for all microbatches.
 
     *Before*::
 
@@ -67,7 +68,7 @@ class QuantizeBeforeGather(FsdpPass):
     """
 
     name: ClassVar[str] = "quantize-before-gather"
-    runs_on: ClassVar[frozenset[GraphKind]] = frozenset({"STEP"})
+    runs_on: ClassVar[frozenset[GraphKind]] = frozenset({"STEP", "STAGE"})
 
     @property
     def bounds(self) -> ChangeBounds:
@@ -183,7 +184,7 @@ class _Nodes:
         # Which axis other maxima are of, no graph says.
         over_others = FsdpCollectiveAnnotation(kind="unshard", parameter_names=names, mesh_axis="")
         with self._graph.inserting_before(place), quiet_fake_execution(self._fake_mode):
-            maxima = [self._local_maximum(member) for member in members]
+            maxima = [self._local_maximum(member, over_shards) for member in members]
             dtype = first.input_value.dtype
             packed = self._call(PACK_BUCKET, maxima, 1, dtype, like=place, of=over_shards)
             reduced = self._call(
@@ -213,7 +214,7 @@ class _Nodes:
             value = launch.input
             source = operators[0].args[0]
             for node in operators:
-                value = self._again(node, {source: value, reads.reads[0].scale: scale})
+                value = self._again(node, {source: value, reads.reads[0].scale: scale}, own)
                 source = node
             dtype = _dtype(value)
             like = launch.launch
@@ -231,12 +232,12 @@ class _Nodes:
         for node in reversed((launch.launch, *reads.replaced)):
             self._graph.erase_node(node)
 
-    def _local_maximum(self, member: _Gather) -> Node:
+    def _local_maximum(self, member: _Gather, annotation: FsdpCollectiveAnnotation) -> Node:
         maximum = member.reads.scales[0][0]
         (magnitudes,) = maximum.all_input_nodes
         (whole,) = magnitudes.all_input_nodes
-        local = self._again(magnitudes, {whole: member.launch.input})
-        return self._again(maximum, {magnitudes: local})
+        local = self._again(magnitudes, {whole: member.launch.input}, annotation)
+        return self._again(maximum, {magnitudes: local}, annotation)
 
     def _number(
         self, pieces: Node, index: int, member: _Gather, annotation: FsdpCollectiveAnnotation
@@ -249,13 +250,11 @@ class _Nodes:
         self,
         node: Node,
         replaced: dict[Any, Node],
-        collective: FsdpCollectiveAnnotation | None = None,
+        of: FsdpCollectiveAnnotation | None = None,
     ) -> Node:
         """A node that does the same to other arguments."""
         args = map_arg(node.args, lambda each: replaced.get(each, each))
         assert isinstance(args, tuple)
-        is_communication = is_collective(node) or is_wait(node)
-        of = collective if is_communication else None
         return self._call(node.target, *args, like=node, of=of, **node.kwargs)
 
     def _call(

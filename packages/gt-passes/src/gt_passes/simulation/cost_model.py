@@ -13,6 +13,7 @@ from typing import Literal
 
 from torch.fx import Node
 
+from gt_passes.analysis.process_groups import group_name_of
 from gt_passes.analysis.symbol_sizes import SymbolSizes
 from gt_passes.simulation.collective_launch import (
     CollectiveLaunch,
@@ -24,6 +25,11 @@ from gt_passes.simulation.collective_model import CollectiveKind, CollectiveMode
 from gt_passes.simulation.compute_model import device_time
 from gt_passes.simulation.hardware import Hardware, h100_sxm
 from gt_passes.simulation.operands import OperandReader
+from gt_passes.simulation.pipelined_product import (
+    is_pipelined_product,
+    pipelined_product,
+    pipelined_time,
+)
 from gt_passes.simulation.work import OpKind, OpWork, WorkRule, is_masked, work_of
 
 Bound = Literal["compute", "memory", "network", "host", "nothing"]
@@ -164,6 +170,8 @@ class CostModel:
         return self._ranks[group_name]
 
     def _price(self, node: Node) -> OpCost:
+        if is_pipelined_product(node) and node.target not in self._rules:
+            return self._price_pipelined(node)
         work = work_of(node, self.sizes, self._rules)
         if work.kind == "collective":
             return self._price_collective(node)
@@ -180,6 +188,21 @@ class CostModel:
             moved_bytes=work.moved_bytes,
             is_guess=work.is_guess,
             blocks_host=work.blocks_host,
+        )
+        return self.replayed(cost) if self.host == "cuda_graph" else cost
+
+    def _price_pipelined(self, node: Node) -> OpCost:
+        """On the compute stream: what of the copies no product hides, it waits for inside."""
+        num_ranks = len(self.group_ranks(str(group_name_of(node))))
+        product = pipelined_product(node, num_ranks, self.sizes)
+        time = pipelined_time(product, num_ranks, self.hardware)
+        cost = OpCost(
+            kind="matmul",
+            duration_us=time.total_us,
+            host_us=self.hardware.host_kernel_us,
+            bound="network" if time.copy_us > time.part_us else "compute",
+            flops=product.flops,
+            moved_bytes=sum(product.product_bytes),
         )
         return self.replayed(cost) if self.host == "cuda_graph" else cost
 

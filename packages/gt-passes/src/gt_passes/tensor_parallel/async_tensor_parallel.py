@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -18,6 +18,7 @@ from gt_config.graph_kinds import COMPUTING_ACTIONS, JOINT_GRAPHS, STEP_GRAPHS, 
 from gt_config.numerics import Numerics
 from gt_passes._torch_compilation_internals import load_symmetric_memory_operators
 from gt_passes._torch_internals import FakeTensorMode, value_of
+from gt_passes.analysis.node_calls import arguments_of
 from gt_passes.analysis.operator_effects import is_only_a_view
 from gt_passes.contract import ChangeBounds, GraphPass, PassContext, PassReport, Refusal
 from gt_passes.registry import register_pass
@@ -53,6 +54,10 @@ class AsyncTensorParallel(GraphPass):
         y = view(f[1][0], [B*T, D]);  z = view(f[1][1], [B*T, D])
 
         r = fused_matmul_reduce_scatter(view(h, [B, T, K]), b, "sum", 1, "tp")
+
+    Likewise a scattered product of operands in 8 bits (``fused_scaled_matmul_reduce_scatter``),
+    with scales of tensors or of rows. A gathered activation that is rounded to 8 bits afterwards
+    stays as it is: the fused operator gathers what is rounded already.
 
     Whoever else reads the gathered activation gets it from the fused call. Where dims of more than
     one element come before the gathered one, results are copied to the layout that was captured.
@@ -213,6 +218,12 @@ class _Fusion(MatmulFusion):
             return f"it reduces by {product.reduce_op!r}, and the fused operator by sum or avg"
         if product.scatter_dim == len(product.shape) - 1:
             return f"it scatters dim {product.scatter_dim}, the last of the product"
+        if matmul.target is _aten._scaled_mm.default:
+            arguments = arguments_of(matmul)
+            if product.scatter_dim > 1:
+                return f"it scatters dim {product.scatter_dim} of a product in 8 bits"
+            if arguments["bias"] is not None or arguments["scale_result"] is not None:
+                return "its product in 8 bits has a bias or a scale of the result"
         if any(map(self.aliases.is_written, (matmul, *matmul.all_input_nodes))):
             return "the product, or an operand of it, is written to"
         if self.num_barriers[matmul] != self.num_barriers[product.launch]:
@@ -222,25 +233,54 @@ class _Fusion(MatmulFusion):
     def _fuse_scatter(self, product: ScatteredProduct) -> None:
         matmul = product.matmul
         assert matmul is not None
-        left, right = matmul.args
-        assert isinstance(left, Node)
-        left_value = value_of(left)
-        assert isinstance(left_value, torch.Tensor)
         with self.graph.inserting_before(product.launch):
-            if len(product.shape) > 2:
-                shape = [*product.shape[:-1], left_value.shape[1]]
-                left = self.call(_aten.reshape.default, left, shape, stands_for=matmul)
-            fused = self.call(
-                torch.ops.symm_mem.fused_matmul_reduce_scatter.default,
-                left,
-                right,
-                product.reduce_op,
-                product.scatter_dim,
-                product.group_name,
-                stands_for=matmul,
-            )
+            left = self._as_scattered(matmul.args[0], product)
+            if matmul.target is _aten.mm.default:
+                fused = self.call(
+                    torch.ops.symm_mem.fused_matmul_reduce_scatter.default,
+                    left,
+                    matmul.args[1],
+                    product.reduce_op,
+                    product.scatter_dim,
+                    product.group_name,
+                    stands_for=matmul,
+                )
+            else:
+                fused = self._fused_scaled(matmul, left, product)
         product.result.replace_all_uses_with(fused)
         self._erase(product.internals, unless=set())
+
+    def _fused_scaled(self, matmul: Node, left: Node, product: ScatteredProduct) -> Node:
+        arguments = arguments_of(matmul)
+        scale = arguments["scale_a"]
+        value = value_of(scale)
+        assert isinstance(value, torch.Tensor)
+        return self.call(
+            torch.ops.symm_mem.fused_scaled_matmul_reduce_scatter.default,
+            left,
+            arguments["mat2"],
+            self._as_scattered(scale, product) if value.numel() > 1 else scale,
+            arguments["scale_b"],
+            product.reduce_op,
+            product.scatter_dim,
+            product.scatter_dim,
+            product.group_name,
+            list(product.shape),
+            out_dtype=arguments["out_dtype"],
+            use_fast_accum=arguments["use_fast_accum"],
+            stands_for=matmul,
+        )
+
+    def _as_scattered(self, rows: Any, product: ScatteredProduct) -> Node:
+        """A matrix of the product's rows with the dims before them that are scattered."""
+        assert isinstance(rows, Node)
+        assert product.matmul is not None
+        value = value_of(rows)
+        assert isinstance(value, torch.Tensor)
+        if len(product.shape) == 2:
+            return rows
+        shape = [*product.shape[:-1], value.shape[1]]
+        return self.call(_aten.reshape.default, rows, shape, stands_for=product.matmul)
 
     def _contiguous(self, node: Node) -> Node:
         value = value_of(node)

@@ -11,6 +11,8 @@ put together around them::
     p = view(mm(h, b), [B, T, D])
     g = reduce_scatter_tensor(cat(split(p, T/8, 1)), "sum", 8, "tp");  r = wait_tensor(g)
 
+A product that is scattered may be of operands in 8 bits (``_scaled_mm``).
+
 What PyTorch writes there is read off its functional collectives
 (``torch/distributed/_functional_collectives.py``); Inductor recognizes the same in
 ``torch/_inductor/fx_passes/micro_pipeline_tp.py``.
@@ -126,7 +128,7 @@ def find_scattered_products(graph: Graph) -> Iterator[ScatteredProduct]:
             matmul = source.args[0]
             num_readers += len(matmul.users) - 1
             internals.insert(0, source)
-        is_matmul = matmul.target is _aten.mm.default
+        is_matmul = matmul.target in (_aten.mm.default, _aten._scaled_mm.default)
         value = value_of(source)
         assert isinstance(value, torch.Tensor)
         yield ScatteredProduct(

@@ -38,8 +38,8 @@ class BlockAttention(Protocol):
             mask: which query may attend to which of the keys.
 
         Returns:
-            (B, l, N, W), 0 for a query without keys here; and (B, l, N) float32, the natural
-            logarithm of its sum of exponentials, -inf for such a query.
+            (B, l, N, W), 0 for a query without keys here; and (B, l, N), the natural
+            logarithm of its sum of exponentials, in float32 or more, -inf for such a query.
         """
 
     def gradients(
@@ -109,7 +109,7 @@ class _RingAttention(torch.autograd.Function):
                 coming = _launched(here, axis, "pass_on")
             keys, values = _unpacked(here, k, v)
             block_out, block_lse = block.attend(q, keys, values, mask)
-            out, lse = _merged(out, lse, block_out.float(), block_lse)
+            out, lse = _merged(out, lse, _precise(block_out), block_lse)
             if step < axis.num_ranks - 1:
                 assert coming is not None
                 here = _waited_for(coming, axis, "pass_on")
@@ -132,7 +132,7 @@ class _RingAttention(torch.autograd.Function):
                 coming = _launched(here, axis, "pass_on")
             keys, values = _unpacked(here, k, v)
             dq, dk, dv = block.gradients(gradient, q, keys, values, out, lse, mask)
-            of_queries = dq.float() if of_queries is None else of_queries + dq
+            of_queries = _precise(dq) if of_queries is None else of_queries + dq
             of_block = _packed(dk, dv)
             if sums is not None:
                 of_block = of_block + _waited_for(sums, axis, "pass_on_grad")
@@ -144,6 +144,11 @@ class _RingAttention(torch.autograd.Function):
         assert sums is not None
         of_keys, of_values = _unpacked(_waited_for(sums, axis, "pass_on_grad"), k, v)
         return of_queries.to(q.dtype), of_keys, of_values, None, None, None
+
+
+def _precise(tensor: torch.Tensor) -> torch.Tensor:
+    """In float32, in which blocks are summed; float64 stays."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def _merged(

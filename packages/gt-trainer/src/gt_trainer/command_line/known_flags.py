@@ -229,5 +229,12 @@ def _explain_value(name: str, value: str | None, kind: str) -> list[str]:
         return []
     *others, last = [*map(repr, choices), *allowed]
     listed = f"{', '.join(others)} or {last}" if others else last
-    near = did_you_mean(value, choices)
-    return [f"{name} is {value!r}, and must be {listed}{near and f'.{near}'}"]
+    why = _WHY_NOT.get((name, value)) or did_you_mean(value, choices)
+    return [f"{name} is {value!r}, and must be {listed}{why and f'.{why}'}"]
+
+
+_WHY_NOT = {
+    ("--quantization.linears", "nvfp4"): " torchtitan's NVFP4 layer runs on Blackwell GPUs alone, "
+    "is placed by its backend spmd_types alone, and cannot be emulated"
+}
+"""What torchtitan has and a run here has not: of a flag and its value, the reason."""

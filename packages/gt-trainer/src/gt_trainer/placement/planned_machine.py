@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
+from gt_passes import SymmetricMemoryOnPaper
 from gt_passes.simulation import CostModel, Hardware, h100_sxm
 
 
@@ -30,6 +31,10 @@ class PlannedMachine:
     def cost_model(self) -> CostModel:
         """Prices on it."""
         return CostModel(self.described())
+
+    def symmetric_memory(self) -> SymmetricMemoryOnPaper:
+        """Which of its GPUs read each other's memory."""
+        return SymmetricMemoryOnPaper(gpus_per_node=self.described().gpus_per_node)
 
 
 _MACHINE: ContextVar[PlannedMachine] = ContextVar("planned machine")

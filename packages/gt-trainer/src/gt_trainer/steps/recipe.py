@@ -22,6 +22,7 @@ from gt_passes import (
     default_passes,
 )
 from gt_trainer.decoder.attention import flex_attention_options
+from gt_trainer.placement.planned_machine import planned_machine
 from gt_trainer.steps.captured_step import Recipe
 
 ReshardChoice = Literal["default", "always", "never"]
@@ -65,7 +66,8 @@ def passes_of(
     """The passes that ``options`` ask for on a kind of graph; equal where they mean the same.
 
     What models compile by themselves when they run eagerly, FlexAttention on GPUs, is compiled in
-    any case, and in the same way.
+    any case, and in the same way. A graph that is not going to run has the symmetric memory of the
+    machine that it is planned for.
 
     Args:
         options: validated; nothing else of the configuration is read.
@@ -90,6 +92,7 @@ def passes_of(
         reshard_after_forward=_RESHARD[reshard_after_forward],
         compiler=compiler,
         flex_attention_options=flex_attention_options(),
+        symmetric_memory=None if compiler is None else planned_machine().symmetric_memory(),
     )
 
 
