@@ -1,7 +1,7 @@
 #!/bin/bash
 # DeepSeek V3 671B on 512 H100: FSDP 512, EP 64. Start it on each of the 64 nodes:
 # HF_ASSETS_PATH=... RDZV_ENDPOINT=host:port ./deepseek_v3_671b.torchrun.sh [more options of gt-train]
-# Never run on such a machine by its authors; see README.md.
+# Never run on such a machine by its authors; gt-trainer/launch/README.md explains it.
 set -euo pipefail
 : "${HF_ASSETS_PATH:?folder with the tokenizer of DeepSeek V3 671B}"
 export PYTORCH_ALLOC_CONF="${PYTORCH_ALLOC_CONF:-expandable_segments:True}"

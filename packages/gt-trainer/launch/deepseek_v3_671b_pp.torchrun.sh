@@ -1,7 +1,7 @@
 #!/bin/bash
 # DeepSeek V3 671B on 2048 H100: FSDP 128 x PP 16, EP 64. Start it on each of the 256 nodes:
 # HF_ASSETS_PATH=... RDZV_ENDPOINT=host:port ./deepseek_v3_671b_pp.torchrun.sh [more options of gt-train]
-# Never run on such a machine by its authors; see README.md.
+# Never run on such a machine by its authors; gt-trainer/launch/README.md explains it.
 set -euo pipefail
 : "${HF_ASSETS_PATH:?folder with the tokenizer of DeepSeek V3 671B}"
 export PYTORCH_ALLOC_CONF="${PYTORCH_ALLOC_CONF:-expandable_segments:True}"

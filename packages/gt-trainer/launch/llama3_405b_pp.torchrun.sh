@@ -1,7 +1,7 @@
 #!/bin/bash
 # Llama 3.1 405B on 512 H100: FSDP 8 x TP 8 x PP 8. Start it on each of the 64 nodes:
 # HF_ASSETS_PATH=... RDZV_ENDPOINT=host:port ./llama3_405b_pp.torchrun.sh [more options of gt-train]
-# Never run on such a machine by its authors; see README.md.
+# Never run on such a machine by its authors; gt-trainer/launch/README.md explains it.
 set -euo pipefail
 : "${HF_ASSETS_PATH:?folder with the tokenizer of Llama 3.1 405B}"
 export PYTORCH_ALLOC_CONF="${PYTORCH_ALLOC_CONF:-expandable_segments:True}"

@@ -1,7 +1,7 @@
 #!/bin/bash
 # Llama 3.1 70B on 256 H100: FSDP 32 x TP 8. Start it on each of the 32 nodes:
 # HF_ASSETS_PATH=... RDZV_ENDPOINT=host:port ./llama3_70b.torchrun.sh [more options of gt-train]
-# Never run on such a machine by its authors; see README.md.
+# Never run on such a machine by its authors; gt-trainer/launch/README.md explains it.
 set -euo pipefail
 : "${HF_ASSETS_PATH:?folder with the tokenizer of Llama 3.1 70B}"
 export PYTORCH_ALLOC_CONF="${PYTORCH_ALLOC_CONF:-expandable_segments:True}"

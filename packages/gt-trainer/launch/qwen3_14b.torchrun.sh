@@ -1,7 +1,7 @@
 #!/bin/bash
 # Qwen3 14B on 8 H100: FSDP 8. Start it on the node:
 # HF_ASSETS_PATH=... ./qwen3_14b.torchrun.sh [more options of gt-train]
-# Never run on such a machine by its authors; see README.md.
+# Never run on such a machine by its authors; gt-trainer/launch/README.md explains it.
 set -euo pipefail
 : "${HF_ASSETS_PATH:?folder with the tokenizer of Qwen3 14B}"
 export PYTORCH_ALLOC_CONF="${PYTORCH_ALLOC_CONF:-expandable_segments:True}"

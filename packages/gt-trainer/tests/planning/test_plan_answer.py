@@ -1,10 +1,12 @@
 """The answer in words."""
 
+import dataclasses
 import re
 
 from planning.outcomes import outcome, report
 
 from gt_trainer.planning.plan_answer import binding, ranking_changes, why_slower
+from gt_trainer.planning.recipe_outcome import Unsimulated
 
 
 def test_the_answer_ranks_what_fits_and_says_what_binds():
@@ -104,6 +106,12 @@ def test_a_plan_without_one_says_why_in_a_sentence():
     assert report(num_left=9).without_answer == (
         "nothing was simulated in 12 s, and 9 are left: give more --minutes"
     )
+    failed = report()
+    failure = Unsimulated(recipe=outcome(8).recipe, reason="no such operator", is_refused=False)
+    plan = dataclasses.replace(failed.plan, failures=(failure,))
+    assert dataclasses.replace(failed, plan=plan).without_answer == (
+        "nothing was simulated in 12 s: no such operator"
+    )
     refusals = (("--a 1: allowed is 2", 3), ("--b 4: allowed is 5", 1))
     assert report(refusals=refusals).without_answer == (
         "the rules of a run refuse every recipe that could fit: 3 with --a 1: allowed is 2; 1 with "
@@ -113,4 +121,4 @@ def test_a_plan_without_one_says_why_in_a_sentence():
 
 def test_the_answer_says_where_the_ranks_of_each_axis_are():
     text = str(report((outcome(8),)))
-    assert "  ranks            dp_shard 8: neighbors, all over NVLink" in text
+    assert "  ranks            fsdp 8: neighbors, all over NVLink" in text

@@ -30,3 +30,31 @@ def test_an_nvlink_domain_of_many_hosts_is_started_host_by_host():
 
 def test_gpus_that_are_no_whole_hosts_have_no_scripts():
     assert cluster_run(dataclasses.replace(report((outcome(8),)), num_gpus=12), "plan") is None
+
+
+def test_nodes_of_an_nvlink_domain_are_asked_for_together():
+    found = report((outcome(8),))
+    four = dataclasses.replace(found.cluster, gpus_per_host=4)
+    started = cluster_run(dataclasses.replace(found, cluster=four), "plan")
+    slurm, torchrun = launch_scripts(started).values()
+    assert "#SBATCH --segment=2\n" in slurm
+    assert "# torchrun numbers nodes as they come: start those of an NVLink domain (2)" in torchrun
+
+
+def test_folders_that_were_asked_for_are_the_scripts_defaults():
+    further = ("--hf-assets-path=a b", "--training.seq_len", "8192", "--dump_folder", "out")
+    started = cluster_run(dataclasses.replace(report((outcome(8),)), further=further), "plan")
+    text = launch_scripts(started)["plan.sbatch"]
+    assert "[ -n \"${HF_ASSETS_PATH:-}\" ] || HF_ASSETS_PATH='a b'\n" in text
+    assert '[ -n "${DUMP_FOLDER:-}" ] || DUMP_FOLDER=out\n' in text
+    assert "HF_ASSETS_PATH:?" not in text
+    assert text.count("--hf_assets_path") == text.count("--dump_folder") == 1
+    assert "--training.seq_len 8192" in text
+
+
+def test_a_machines_name_cannot_leave_its_comment():
+    found = report((outcome(8),))
+    hardware = dataclasses.replace(found.cluster.hardware, name="my\ntouch x")
+    cluster = dataclasses.replace(found.cluster, hardware=hardware)
+    started = cluster_run(dataclasses.replace(found, cluster=cluster), "plan")
+    assert all("\ntouch" not in text for text in launch_scripts(started).values())

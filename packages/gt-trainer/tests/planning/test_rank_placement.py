@@ -1,7 +1,6 @@
 """Which axis of a recipe lies on which links."""
 
 import pytest
-import torch.distributed as dist
 from torchtitan.distributed import ParallelDims
 
 from gt_trainer.dry_run.fake_step import fake_ranks
@@ -17,7 +16,7 @@ def test_neighbors_share_a_domain_and_what_is_apart_uses_nics():
     recipe = _recipe(tp=4, dp_shard=4, pp=2, schedule="1F1B")
     assert [str(each) for each in rank_placement(recipe, gpus_per_domain=8)] == [
         "tp 4: neighbors, all over NVLink",
-        "dp_shard 4: each 4 ranks apart, up to 2 in each of 2 NVLink domains, over NVLink and NICs",
+        "fsdp 4: each 4 ranks apart, up to 2 in each of 2 NVLink domains, over NVLink and NICs",
         "pp 2: each 16 ranks apart, one in each of 2 NVLink domains, over NICs",
     ]
 
@@ -36,14 +35,33 @@ def test_experts_are_sharded_over_neighbors():
         {"tp": 2, "dp_shard": 8, "ep": 4},
     ],
 )
-def test_strides_are_those_of_torchtitans_mesh(degrees):
+def test_groups_are_those_of_torchtitans_mesh(degrees):
     recipe = _recipe(**degrees)
-    expected = {each.axis: each.stride for each in rank_placement(recipe, gpus_per_domain=8)}
+    placed = rank_placement(recipe, gpus_per_domain=8)
+    expected = {each.axis: [i * each.stride for i in range(each.size)] for each in placed}
     with fake_ranks(recipe.num_gpus):
         dims = ParallelDims(**recipe.degrees, world_size=recipe.num_gpus)
         dims.build_mesh()
         found = {}
         for axis in expected:
-            ranks = dist.get_process_group_ranks(dims.get_mesh(axis).get_group())
-            found[axis] = ranks[1] - ranks[0]
+            names = [name for name in ("dp_shard", "cp") if getattr(dims, name) > 1]
+            mesh = dims.get_mesh(names if axis == "fsdp" else axis)
+            found[axis] = mesh.mesh.flatten().tolist()
     assert found == expected
+
+
+def test_the_widest_group_is_told_where_they_differ():
+    (fsdp, replicas) = rank_placement(_recipe(dp_shard=48, dp_replicate=3), gpus_per_domain=72)
+    assert (fsdp.num_domains, fsdp.most_in_a_domain) == (2, 24)
+    assert str(replicas) == (
+        "dp_replicate 3: each 48 ranks apart, up to 2 in each of 2 NVLink domains, over NVLink "
+        "and NICs"
+    )
+
+
+def test_parameters_are_sharded_over_context_parallelism_too():
+    texts = [str(each) for each in rank_placement(_recipe(dp_shard=8, cp=8), gpus_per_domain=8)]
+    assert texts == [
+        "cp 8: neighbors, all over NVLink",
+        "fsdp 64: neighbors, up to 8 in each of 8 NVLink domains, over NVLink and NICs",
+    ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,8 +26,17 @@ class ClusterRun:
 
     num_nodes: int
     gpus_per_node: int
+    hosts_per_domain: int = 1
+    """Nodes that one NVLink domain connects, which have to be next to one another."""
+
     arguments: Sequence[str]
-    """Of gt-train, as typed; the tokenizer's folder and the dump folder are the scripts' own."""
+    """Of gt-train, as typed, but for the two that follow."""
+
+    hf_assets_path: str | None = None
+    """The tokenizer's folder, unless HF_ASSETS_PATH is set; None asks for that."""
+
+    dump_folder: str | None = None
+    """Unless DUMP_FOLDER is set; None for one of the run's name."""
 
 
 def launch_scripts(run: ClusterRun) -> dict[str, str]:
@@ -49,7 +59,7 @@ def _head(run: ClusterRun, *, slurm: bool) -> list[str]:
         "#!/bin/bash",
         f"# {run.what}." + ("" if slurm else f" Start it on {on_each}:"),
         f"# HF_ASSETS_PATH=... {started} [more options of gt-train]",
-        "# Never run on such a machine by its authors; see README.md.",
+        "# Never run on such a machine by its authors; gt-trainer/launch/README.md explains it.",
     ]
     if slurm:
         lines += [
@@ -60,14 +70,33 @@ def _head(run: ClusterRun, *, slurm: bool) -> list[str]:
             f"#SBATCH --cpus-per-task={_CORES_OF_A_RANK}",
             "#SBATCH --exclusive",
         ]
+        if run.hosts_per_domain > 1:
+            segment = math.gcd(run.num_nodes, run.hosts_per_domain)
+            lines.append(f"#SBATCH --segment={segment}")
+    elif run.hosts_per_domain > 1:
+        lines.append(
+            f"# torchrun numbers nodes as they come: start those of an NVLink domain "
+            f"({run.hosts_per_domain}) with --node-rank in their order."
+        )
     return [
         *lines,
         "set -euo pipefail",
-        f': "${{HF_ASSETS_PATH:?folder with the tokenizer of {run.model}}}"',
+        *_defaults(run),
         'export PYTORCH_ALLOC_CONF="${PYTORCH_ALLOC_CONF:-expandable_segments:True}"',
         f'export OMP_NUM_THREADS="${{OMP_NUM_THREADS:-{_CORES_OF_A_RANK}}}"',
         "",
     ]
+
+
+def _defaults(run: ClusterRun) -> list[str]:
+    needed = f': "${{HF_ASSETS_PATH:?folder with the tokenizer of {run.model}}}"'
+    given = {"HF_ASSETS_PATH": run.hf_assets_path, "DUMP_FOLDER": run.dump_folder}
+    lines = [
+        f'[ -n "${{{name}:-}}" ] || {name}={shlex.quote(folder)}'
+        for name, folder in given.items()
+        if folder is not None
+    ]
+    return lines if run.hf_assets_path is not None else [needed, *lines]
 
 
 def _slurm(run: ClusterRun) -> list[str]:

@@ -50,7 +50,8 @@ class Cluster:
     """By how much what leaves a node is slower than its NICs, when all talk at once."""
 
     gpus_per_host: int
-    """Of one operating system, which starts their ranks; an NVLink domain may have several."""
+    """Of one operating system, which starts their ranks; an NVLink domain may have several, and has
+    one where the file does not say."""
 
     power_watts_per_gpu: float
     """The limit, of the GPU alone."""
@@ -157,7 +158,8 @@ def parse_cluster(text: str, *, where: str, folder: Path | None) -> Cluster:
         raise ClusterFileError(f"cluster file {where}:\n  {listed}")
     figures, constants = document.get("figures", {}), document.get("constants", {})
     problems += _unknown(figures, _FIGURES, "figure")
-    problems += [f"figures.{name} is missing" for name in _FIGURES if name not in figures]
+    needed = (name for name in _FIGURES if name != "gpus_per_host")
+    problems += [f"figures.{name} is missing" for name in needed if name not in figures]
     problems += _malformed("figures", figures)
     problems += _malformed("constants", constants)
     hardware = None
@@ -173,7 +175,7 @@ def parse_cluster(text: str, *, where: str, folder: Path | None) -> Cluster:
         listed = "\n  ".join(problems)
         raise ClusterFileError(f"cluster file {where}:\n  {listed}")
     values = {name: float(entry["value"]) for name, entry in figures.items()}
-    gpus_per_host = int(values.pop("gpus_per_host"))
+    gpus_per_host = int(values.pop("gpus_per_host", hardware.gpus_per_node))
     return Cluster(
         gpus_per_host=gpus_per_host,
         hardware=replace(

@@ -58,7 +58,8 @@ class PlanAnswer:
         refused = "; ".join(f"{count} with {reason}" for reason, count in plan.refusals)
         if not plan.num_left and not plan.failures and refused:
             return f"the rules of a run refuse every recipe that could fit: {refused}"
-        return f"nothing was simulated in {plan.seconds:.0f} s{_left(plan.num_left)}"
+        failed = f": {plan.failures[0].reason}" if plan.failures else ""
+        return f"nothing was simulated in {plan.seconds:.0f} s{_left(plan.num_left)}{failed}"
 
     def as_data(self) -> dict[str, object]:
         """The answer as plain data, for programs."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from gt_trainer.command_line.known_flags import with_underscores
 from gt_trainer.dry_run.numbers_as_text import GIB
 from gt_trainer.launcher.child import RunningChild
 from gt_trainer.launcher.launch_scripts import ClusterRun, launch_scripts
@@ -152,6 +153,7 @@ def write_plan_page(
         for name, text in scripts.items():
             script = path.parent / name
             script.write_text(text, encoding="utf-8")
+            script.chmod(0o755)
             beside.append((f"the fastest for {_STARTED_BY[script.suffix]}", script))
         RunningChild(
             partial(
@@ -184,14 +186,36 @@ def cluster_run(report: PlanAnswer, name: str) -> ClusterRun | None:
     per_host = min(report.cluster.gpus_per_host, report.num_gpus)
     if report.num_gpus % per_host:
         return None
+    arguments = [*shlex.split(report.model_flags), *report.further, *recipe.flags()]
+    assets, dump = (_taken(arguments, flag) for flag in ("--hf_assets_path", "--dump_folder"))
+    what = f"{report.model} on {report.num_gpus} {report.cluster.hardware.name}: {recipe}"
     return ClusterRun(
         name=re.sub(r"[^\w.-]", "_", name),
-        what=f"{report.model} on {report.num_gpus} {report.cluster.hardware.name}: {recipe}",
+        what=" ".join(what.split()),
         model=report.model,
         num_nodes=report.num_gpus // per_host,
         gpus_per_node=per_host,
-        arguments=(*shlex.split(report.model_flags), *report.further, *recipe.flags()),
+        hosts_per_domain=max(1, report.cluster.hardware.gpus_per_node // per_host),
+        arguments=arguments,
+        hf_assets_path=assets,
+        dump_folder=dump,
     )
+
+
+def _taken(arguments: list[str], flag: str) -> str | None:
+    """The last value of a flag, which is taken out; None if there is none."""
+    value = None
+    while (
+        index := next((i for i, a in enumerate(arguments) if _names(a, flag)), None)
+    ) is not None:
+        _, is_one, value = arguments.pop(index).partition("=")
+        if not is_one:
+            value = arguments.pop(index) if index < len(arguments) else ""
+    return value
+
+
+def _names(argument: str, flag: str) -> bool:
+    return argument.startswith("--") and with_underscores(argument.partition("=")[0]) == flag
 
 
 def check_possible(request: PlanRequest, model: ModelCounts, cluster: Cluster) -> None:

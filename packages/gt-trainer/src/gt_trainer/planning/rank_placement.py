@@ -11,7 +11,7 @@ from gt_trainer.planning.run_recipe import RunRecipe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AxisPlacement:
-    """The groups of one mesh axis. Ranks are numbered host by host."""
+    """The groups of one mesh axis, or of two. Ranks are numbered host by host."""
 
     axis: str
     size: int
@@ -19,9 +19,10 @@ class AxisPlacement:
     """From one rank of a group to the next."""
 
     num_domains: int
-    """NVLink domains over which a group is spread."""
+    """NVLink domains over which a group is spread, the widest one if they differ."""
 
     most_in_a_domain: int
+    """Of that group's ranks."""
 
     def __str__(self) -> str:
         """In words."""
@@ -38,33 +39,47 @@ class AxisPlacement:
 
 
 def rank_placement(recipe: RunRecipe, *, gpus_per_domain: int) -> list[AxisPlacement]:
-    """Of each axis with more than one rank, the innermost first.
+    """Of each group of ranks that exchange something, with more than one rank, the innermost first.
 
     Args:
         recipe: ranks are numbered as torchtitan's mesh has them: a tensor-parallel group's are
             neighbors, then come context parallelism, shards, replicas, and pipeline stages
-            outermost. Experts are sharded over neighbors, whichever of those they are.
+            outermost. Parameters are sharded over ranks of context parallelism too (``fsdp``);
+            experts over neighbors, whichever of those they are, and each expert over ``efsdp``.
         gpus_per_domain: GPUs that NVLink connects.
     """
-    return [
-        AxisPlacement(
-            axis=axis,
-            size=size,
-            stride=stride,
-            num_domains=len(domains),
-            most_in_a_domain=max(domains.values()),
+    found = []
+    for axis, size, stride in _axes(recipe):
+        if size < 2:
+            continue
+        firsts = (rank for rank in range(recipe.num_gpus) if rank // stride % size == 0)
+        widest = max(
+            (
+                Counter((first + step * stride) // gpus_per_domain for step in range(size))
+                for first in firsts
+            ),
+            key=len,
         )
-        for axis, size, stride in _axes(recipe)
-        if size > 1
-        for domains in [Counter(rank * stride // gpus_per_domain for rank in range(size))]
-    ]
+        found.append(
+            AxisPlacement(
+                axis=axis,
+                size=size,
+                stride=stride,
+                num_domains=len(widest),
+                most_in_a_domain=max(widest.values()),
+            )
+        )
+    return found
 
 
 def _axes(recipe: RunRecipe) -> Iterator[tuple[str, int, int]]:
     """Name, size and stride."""
-    yield "ep", recipe.ep, 1
-    stride = 1
-    for axis in ("tp", "cp", "dp_shard", "dp_replicate", "pp"):
-        size = recipe.degrees[axis]
-        yield axis, size, stride
-        stride *= size
+    shards = recipe.dp_shard * recipe.cp
+    if recipe.ep > 1:
+        yield "ep", recipe.ep, 1
+        yield "efsdp", shards * recipe.tp // recipe.ep, recipe.ep
+    yield "tp", recipe.tp, 1
+    yield "cp", recipe.cp, recipe.tp
+    yield "fsdp", shards, recipe.tp
+    yield "dp_replicate", recipe.dp_replicate, shards * recipe.tp
+    yield "pp", recipe.pp, shards * recipe.tp * recipe.dp_replicate
