@@ -221,6 +221,29 @@ def test_what_hangs_on_two_waits_moves_with_neither():
     assert report.counts == {"unshard_waits_moved": 3}
 
 
+def test_a_block_whose_second_gatherings_cannot_be_moved_is_prefetched_all_the_same():
+    def step(w, v, x):
+        whole = gathered_twice(w, "layers.0.w")
+        y = x.cos() @ whole
+        return y.cos() @ gathered_twice(v, "layers.1.v").t()
+
+    def gathered_twice(shard, name):
+        transposed = gathered(shard, name).t()
+        with annotate(
+            FsdpCollectiveAnnotation(kind="unshard", parameter_names=(name,), mesh_axis="inner")
+        ):
+            launched = collectives.all_gather_into_tensor(transposed, 2, "inner")
+            return collectives.wait_tensor(launched)
+
+    graph_module = capture(step, W, V, torch.ones(3, 8))
+    report = run_pass(PrefetchAllGathers(), graph_module)
+    assert [each.reason for each in report.refusals] == ["its input is not contiguous"] * 2
+    assert report.counts == {"prefetched": 1}
+    assert order(
+        graph_module, "all_gather_into_tensor_2", "wait_tensor", "cos", "all_gather_into_tensor_1"
+    ) == ["all_gather_into_tensor_2", "wait_tensor", "all_gather_into_tensor_1", "cos"]
+
+
 def test_along_two_axes_the_first_gathering_is_two_blocks_early():
     """
     outer  [= 0 =]        [= 1 =]        [= 2 =]               [= 0 =][= 1 =]   [= 2 =]

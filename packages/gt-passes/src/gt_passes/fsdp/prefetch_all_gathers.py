@@ -91,9 +91,11 @@ def _blocks(launches: Iterable[FsdpLaunch]) -> list[list[FsdpLaunch]]:
 def _first_wait(block: list[FsdpLaunch], to_come: Mapping[Node, int], motion: CodeMotion) -> Node:
     """Where a block begins to compute: its first wait of those that no prefetch moves.
 
-    What is gathered along one axis only to be gathered along another is waited for earlier.
+    What is gathered along one axis only to be gathered along another is waited for earlier. A block
+    may have nothing else, if its gatherings along the other axis cannot be moved.
     """
-    waits = (each.wait for each in block if to_come[each.wait] == 0)
+    least = min(to_come[each.wait] for each in block)
+    waits = (each.wait for each in block if to_come[each.wait] == least)
     return min(waits, key=motion.position.__getitem__)
 
 
