@@ -228,11 +228,11 @@ def test_a_block_whose_second_gatherings_cannot_be_moved_is_prefetched_all_the_s
         return y.cos() @ gathered_twice(v, "layers.1.v").t()
 
     def gathered_twice(shard, name):
-        transposed = gathered(shard, name).t()
+        half = gathered(shard, name)
         with annotate(
             FsdpCollectiveAnnotation(kind="unshard", parameter_names=(name,), mesh_axis="inner")
         ):
-            launched = collectives.all_gather_into_tensor(transposed, 2, "inner")
+            launched = collectives.all_gather_into_tensor(half.t(), 2, "inner")
             return collectives.wait_tensor(launched)
 
     graph_module = capture(step, W, V, torch.ones(3, 8))
