@@ -24,6 +24,7 @@ from gt_passes import (
 )
 from gt_passes.verifier.dataflow.check_dataflow import Dataflow
 from gt_passes.verifier.repropagation import Repropagator
+from gt_passes.verifier.verification_session import VerificationSession
 from gt_passes.verifier.verifier import Verifier
 
 aten = torch.ops.aten
@@ -109,6 +110,33 @@ def test_a_pass_that_did_nothing_costs_a_look(monkeypatch: pytest.MonkeyPatch):
     assert looked_at == [None, None]  # as captured, and at the end
 
 
+def test_two_passes_on_a_graph_taken_as_verified_are_each_looked_at():
+    def retarget(name: str, target: object) -> Edit:
+        return lambda edited: setattr(node_of(edited, name), "target", target)
+
+    def transpose_tanh(edited: GraphModule) -> None:
+        tanh = node_of(edited, "tanh")
+        tanh.target, tanh.meta["val"] = aten.t.default, tanh.meta["val"].t()
+
+    def problems_after_each(*edits: Edit) -> list[str]:
+        graph_module = capture(lambda x: x.cos().sin().exp().tanh().cosh(), X)
+        passes = [ReplaceOperators(edit=edit) for edit in edits]
+        session = VerificationSession(graph_module, passes=passes, same_groups={})
+        session.take_as_verified()
+        said = []
+        for position, edit in enumerate(edits):
+            edit(graph_module)
+            said.append("\n".join(map(str, session.verify_pass(position))))
+        return said
+
+    first = retarget("cos", aten.tan.default)
+    assert problems_after_each(first, retarget("tanh", aten.exp.default)) == ["", ""]
+    found = problems_after_each(first, transpose_tanh)
+    assert found[0] == ""
+    assert "[fake re-propagation] node cosh (aten.cosh.default)" in found[1]
+    assert "expected shape [6, 4], stride [1, 6]" in found[1]
+
+
 @dataclass(frozen=True, kw_only=True)
 class MoveNodes(ReplaceOperators):
     """As above, and keeps the dataflow."""
@@ -174,6 +202,35 @@ def test_a_constant_of_which_another_value_is_recorded_is_found_at_the_end():
     found = problems_of(graph_module, transpose_value)
     assert "expected shape [3, 5], stride [5, 1]" in found
     assert "got      shape [5, 3], stride [1, 5]" in found
+
+
+class Switch:
+    """A constant that cannot be hashed and can change inside."""
+
+    __hash__ = None
+
+    def __init__(self) -> None:
+        self.is_on = False
+
+    def __repr__(self) -> str:
+        return "Switch()"
+
+
+def sin_transposed_if(x: torch.Tensor, switch: Switch) -> torch.Tensor:
+    return x.sin().t() if switch.is_on else x.sin()
+
+
+def test_what_changed_inside_a_constant_of_a_call_is_found_at_the_end():
+    switch = Switch()
+    graph_module = capture(lambda x: x.cos().sin().exp(), X)
+    sin = node_of(graph_module, "sin")
+    sin.target, sin.args = sin_transposed_if, (*sin.args, switch)
+    assert problems_of(graph_module, lambda edited: None) == ""
+
+    found = problems_of(graph_module, lambda edited: setattr(switch, "is_on", True))
+    assert "[fake re-propagation] node sin" in found
+    assert "expected shape [6, 4], stride [1, 6]" in found
+    assert "got      shape [4, 6], stride [6, 1]" in found
 
 
 def test_operators_are_asked_again_at_the_end_only_where_a_value_changed(

@@ -101,10 +101,12 @@ class Repropagator:
             number_of.clear()
             self._look_at(calls, recorded)  # and see what was written into a recorded value
             if number_of.items() <= known.items() and None not in number_of.values():
-                only = scan.attributes  # whose recorded values the numbers are not those of
+                only = _not_told_by_numbers(scan)
         else:
             seen = self._calls.get
-            self._look_at([node for node in only if seen(node) is not calls[node]], recorded)
+            self._look_at(
+                [n for n in only if n not in number_of or seen(n) is not calls[n]], recorded
+            )
         self._calls = calls
         self.unverified = []
         problems = list(self._problems_of(calls if only is None else only, recorded, fake_mode))
@@ -218,6 +220,19 @@ class _RecordedValues:
             # A subgraph may be edited in place: what it was is no matter of its identity.
             return self.scan.attributes[node]
         return signature(value)
+
+
+def _not_told_by_numbers(scan: GraphScan) -> list[Node]:
+    """The nodes that may be wrong though each call and each number is what it was.
+
+    The number of a ``get_attr`` node is that of its constant, not of what is recorded for it; and
+    a constant argument that cannot be hashed may have changed inside.
+    """
+    return [
+        node
+        for node, call in scan.calls.items()
+        if node.op == "get_attr" or (node.op == "call_function" and not call.split()[0].is_exact)
+    ]
 
 
 def _run(node: Node, values: _RecordedValues) -> object:
