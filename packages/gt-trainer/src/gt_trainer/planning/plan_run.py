@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from gt_trainer.command_line.known_flags import with_underscores
 from gt_trainer.dry_run.numbers_as_text import GIB
 from gt_trainer.launcher.child import RunningChild
 from gt_trainer.launcher.launch_scripts import ClusterRun, launch_scripts
@@ -215,7 +214,7 @@ def _taken(arguments: list[str], flag: str) -> str | None:
 
 
 def _names(argument: str, flag: str) -> bool:
-    return argument.startswith("--") and with_underscores(argument.partition("=")[0]) == flag
+    return argument.partition("=")[0].replace("-", "_") == flag.replace("-", "_")
 
 
 def check_possible(request: PlanRequest, model: ModelCounts, cluster: Cluster) -> None:
