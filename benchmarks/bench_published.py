@@ -6,8 +6,9 @@ command line (``gt_trainer.models.published_runs``), and dry-run at its size, on
     python benchmarks/bench_published.py [--json FILE] [--workload 405b] [--held-out]
 
 ``--held-out`` takes the rows of other reports in their place (``gt_trainer.models.held_out_runs``).
-The machine's constants come from other sources and were fixed before the first of these rows was
-simulated (docs/decisions/0007-cost-model.md). Most rows need gt-trainer[float8].
+The machine's constants come from other sources. Those of all H100s were fixed before the first of
+these rows was simulated (docs/decisions/0007-cost-model.md), two of the 500 W card on 2026-11-26,
+when the rows were known (docs/decisions/0066-accuracy.md). Most rows need gt-trainer[float8].
 """
 
 from __future__ import annotations

@@ -50,6 +50,7 @@ FEATURES: Mapping[str, Mapping[str, object]] = {
     "CP": {"parallelism.context_parallel_degree": 2},
     "aot_joint": {"compile.mode": "aot_joint"},
     "selective": {_POLICY: "selective"},
+    "selective_alternate": {_POLICY: "selective_alternate"},
     "full_recompute": {_POLICY: "full_recompute"},
     "offload": {_POLICY: "offload"},
     "EP overlap, graph": {**_OVERLAP, "compile.ep_overlap.strategy": "graph"},

@@ -19,7 +19,12 @@ from gt_trainer.trainer import GraphTrainer
 
 __all__ = ["ExpertRun", "config_by_hand", "expert_runs", "name_of"]
 
-_POLICIES: tuple[MemoryPolicy, ...] = ("full_recompute", "selective", "save_all")
+_POLICIES: tuple[MemoryPolicy, ...] = (
+    "full_recompute",
+    "selective_alternate",
+    "selective",
+    "save_all",
+)
 """The more is kept, the faster is a step, and the more memory it takes."""
 
 _POLICY = "--compile.memory_policy"

@@ -84,7 +84,7 @@ def test_a_value_that_no_run_can_have_is_refused_with_all_others():
     assert str(error.value) == (
         "the configuration has 2 problems:\n"
         "  1. --compile.memory_policy is 'selectiv'\n"
-        "     allowed: 'save_all', 'selective', 'full_recompute' or 'offload'\n"
+        "     allowed: 'save_all', 'selective', 'selective_alternate', 'full_recompute' or 'offload'\n"
         "     fix: did you mean 'selective'?\n"
         "  2. --compile.passes is 'remove-dead-cod'\n"
         "     allowed: the registered passes: "

@@ -98,12 +98,14 @@ def _equal(one: Any, other: Any) -> bool:
 def what_steps_are_given() -> dict[str, tuple[bool, bool]]:
     """For each optimizer, whether it steps on plain tensors, and holds its own afterwards.
 
-    The last has a gradient that is placed otherwise than its parameter.
+    One has a gradient that is placed otherwise than its parameter; the last lets PyTorch choose
+    how it runs.
     """
     seen = {}
-    for name, make in [("Adam", Adam), ("AdamW", AdamW), ("OwnAdam", OwnAdam), ("moved", Adam)]:
+    kinds = [("Adam", Adam), ("AdamW", AdamW), ("OwnAdam", OwnAdam), ("moved", Adam)]
+    for name, make in [*kinds, ("not said", Adam)]:
         held = parameters(with_experts=False)
-        optimizer = make(held, foreach=True)
+        optimizer = make(held, foreach=None if name == "not said" else True)
         _give_gradients(held, 0)
         if name == "moved":
             first: Any = held[0]
@@ -114,6 +116,21 @@ def what_steps_are_given() -> dict[str, tuple[bool, bool]]:
         kept = optimizer.param_groups[0]["params"]
         seen[name] = (is_plain, all(a is b for a, b in zip(kept, held, strict=True)))
     return seen
+
+
+def clipped_elsewhere() -> bool:
+    """Whether a gradient that is cut where its parameter is whole is clipped as torchtitan does."""
+    norms, clipped = [], []
+    for clip in (clip_gradients, dist_utils.clip_grad_norm_):
+        first: Any = parameters(with_experts=False)[3]
+        cut = distribute_tensor(torch.ones(3, 4), first.device_mesh, [Shard(1), Shard(0)])
+        object.__setattr__(first, "grad", cut)
+        if clip is clip_gradients:
+            norms.append(clip([first], 1.0, second_copies=[], pp_mesh=None, ep_enabled=False))
+        else:
+            norms.append(clip([first], 1.0, foreach=True, ep_enabled=False))
+        clipped.append(first.grad)
+    return torch.equal(*norms) and _equal(*clipped) and norms[0].item() > 1
 
 
 def state_after_failure() -> bool:

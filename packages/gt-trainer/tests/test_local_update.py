@@ -7,7 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from local_update_cases import differences, state_after_failure, what_steps_are_given
+from local_update_cases import (
+    clipped_elsewhere,
+    differences,
+    state_after_failure,
+    what_steps_are_given,
+)
 from torch import nn
 from torch.optim import Adam, AdamW
 
@@ -45,7 +50,12 @@ def test_adam_alone_steps_on_plain_tensors(four: GlooWorkers) -> None:
         "AdamW": (True, True),
         "OwnAdam": (False, True),
         "moved": (False, True),
+        "not said": (False, True),
     }
+
+
+def test_a_gradient_that_lies_otherwise_than_its_parameter_is_clipped(four: GlooWorkers) -> None:
+    assert four.run(clipped_elsewhere) == [True] * 4
 
 
 def test_a_step_that_fails_leaves_an_optimizer_with_its_own_parameters(four: GlooWorkers) -> None:

@@ -51,6 +51,7 @@ from gt_autoparallel.solver import (
     solve_mixed,
 )
 from gt_autoparallel.solver.problem import FloatArray
+from gt_autoparallel.solver.solve import PROOF_GAP
 from gt_trace.garbage_collection import held_garbage_collection
 
 ReportProgress = Callable[[str], None]
@@ -263,7 +264,7 @@ class Planner:
                 method=_COUNTED,
                 seconds=found.seconds,
                 memory_prices=found.memory_prices,
-                proven=found.gap <= relative_gap * (1 + 1e-9),
+                proven=found.gap <= max(relative_gap, PROOF_GAP) * (1 + 1e-9),
             ),
         )
 

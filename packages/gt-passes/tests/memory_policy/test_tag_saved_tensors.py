@@ -11,9 +11,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from gt_config import MemoryPolicy, SavedOpSelector
-from gt_config.node_keys import ResidencyAnnotation
+from gt_config.node_keys import ChunkAnnotation, ResidencyAnnotation
 from gt_passes import CanonicalizeViews, RemoveDeadCode, TagSavedTensors
-from gt_trace.node_metadata import read_annotation
+from gt_passes.analysis.layer_names import LayerNames
+from gt_passes.memory_policy.saved_tensor_policy import every_second_product
+from gt_trace.node_metadata import read_annotation, write_annotation
 
 TIDY = (RemoveDeadCode(), CanonicalizeViews())
 
@@ -138,6 +140,21 @@ mul_1 recompute
 mm_5 save
 ones_like save""",
     )
+
+
+def test_each_chunk_of_a_layer_computes_the_same_products_again():
+    captured = capture_stack([GatedMlp(4)])
+    nodes = [node for node in captured.graph_module.graph.nodes if node.name.startswith("mm")][:3]
+    for chunk, node in enumerate(nodes[1:]):
+        annotation = ChunkAnnotation(
+            region_root="layers.0",
+            role="body",
+            chunk_id=chunk,
+            direction="forward",
+            producer="graph",
+        )
+        write_annotation(node, annotation)
+    assert every_second_product(nodes, LayerNames("layers.*")) == set(nodes[1:])
 
 
 def test_full_recompute_saves_what_enters_and_leaves_layers():

@@ -62,7 +62,7 @@ def clip_gradients(
         dist.all_reduce(norm, group=pp_mesh.get_group())
         norm **= 0.5
     torch.nn.utils.clip_grads_with_norm_(
-        [_with_gradient(local_part(each), each.grad) for each in parameters],
+        [_held(each.grad) for each in parameters],
         max_norm,
         norm,
         foreach=True,
@@ -80,9 +80,10 @@ def update_parameters(optimizers: OptimizersContainer[Any]) -> None:
 def on_local_parts(optimizers: Iterable[Optimizer]) -> Iterator[None]:
     """Inside, Adam and AdamW update plain tensors: this rank's parts of parameters and state.
 
-    Afterwards they hold the parameters that they held before, and state that lies as these do. An
-    optimizer of another kind, or with a gradient that lies otherwise than its parameter, is left
-    alone.
+    Afterwards they hold the parameters that they held before, and state that lies as these do. Hooks
+    of an optimizer's own steps see the parts, too. Left alone is an optimizer of another kind, one
+    that leaves to PyTorch how it runs (``foreach`` and ``fused`` None), and one with a gradient that
+    lies otherwise than its parameter.
 
     Args:
         optimizers: those that make a step inside.
@@ -112,6 +113,14 @@ def _whole(norm: torch.Tensor) -> torch.Tensor:
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
+def _held(gradient: torch.Tensor) -> nn.Parameter:
+    """A parameter with this rank's part of a gradient, which may lie otherwise than its own."""
+    part = local_part(gradient)
+    parameter = nn.Parameter(part)
+    parameter.grad = part
+    return parameter
+
+
 def _with_gradient(part: torch.Tensor, gradient: torch.Tensor | None) -> nn.Parameter:
     """A parameter in the memory of a part, with this rank's part of the gradient."""
     parameter = nn.Parameter(part)
@@ -122,6 +131,8 @@ def _with_gradient(part: torch.Tensor, gradient: torch.Tensor | None) -> nn.Para
 def _can_run_on_parts(optimizer: Optimizer) -> bool:
     if type(optimizer) not in (Adam, AdamW):  # a class derived from them may do anything
         return False
+    if any(group["foreach"] is None and group["fused"] is None for group in optimizer.param_groups):
+        return False  # PyTorch chooses by the class of the tensors
     placed = [p for p in _updated(optimizer) if isinstance(p, DTensor)]
     moments = [
         (p, moment)

@@ -20,7 +20,8 @@ from gt_autoparallel.solver.solution import ProgressCallback, Solution, WarmStar
 from gt_autoparallel.solver.ties import prefer_fewer_bytes
 from gt_autoparallel.solver.validation import check_problem
 
-_PROOF_GAP = 1e-9
+PROOF_GAP = 1e-9
+"""A relative gap up to which two costs are equal: a search for the optimum ends there."""
 
 _LAST = 0.1
 """Share of the time that is kept for rivals and ties."""
@@ -85,7 +86,7 @@ def solve(
     if search.infeasible:
         raise explain_infeasibility(problem, solve)
     ended = time.perf_counter()
-    if search.relative_gap > _PROOF_GAP:
+    if search.relative_gap > PROOF_GAP:
         most = max(ended - start, _LAST * time_limit_seconds)
         with search.timed("rivals"):
             beat_rivals(
@@ -110,7 +111,7 @@ def solve(
 def _solution(search: Search, start: float) -> Solution:
     found = evaluate(search.problem, search.incumbent.choices)
     # The search may end exactly at the gap asked for; rounding must not call that too much.
-    proven = search.relative_gap <= max(search.gap, _PROOF_GAP) * (1.0 + 1e-9)
+    proven = search.relative_gap <= max(search.gap, PROOF_GAP) * (1.0 + 1e-9)
     return Solution(
         choices=search.incumbent.choices,
         objective_us=found.objective_us,

@@ -24,12 +24,12 @@ from dataclasses import dataclass
 from torch.fx import Node
 
 from gt_config import SavedOpSelector
-from gt_config.node_keys import Residency
+from gt_config.node_keys import ChunkAnnotation, Residency
 from gt_passes.analysis.fsdp_collective import fsdp_collective
 from gt_passes.analysis.layer_names import LayerNames
 from gt_passes.analysis.storages import Storages
 from gt_passes.memory_policy.recomputability import Recomputability, operator_name
-from gt_trace.node_metadata import module_fqn, phase_of
+from gt_trace.node_metadata import module_fqn, phase_of, read_annotation
 
 EXPENSIVE_OPERATORS: frozenset[str] = frozenset(
     {
@@ -69,20 +69,30 @@ def is_one_of(operators: frozenset[str]) -> Callable[[Node], bool]:
 
 
 def every_second_product(nodes: Iterable[Node], layers: LayerNames) -> frozenset[Node]:
-    """The 2nd, 4th, ... dense product of each layer: what torchtitan's selective computes again.
+    """The 2nd, 4th, ... dense product of each layer, as torchtitan's selective counts dense layers.
+
+    Of experts it leaves the router out of the count, and this does not. Where a layer runs in
+    chunks, each makes the same again.
 
     Args:
         nodes: of the forward, in execution order.
         layers: which layer a node belongs to; what lies in none is not counted.
     """
-    counts: Counter[str] = Counter()
+    whole: Counter[str] = Counter()
+    of_chunk: Counter[tuple[str, int]] = Counter()
     found = []
     for node in nodes:
         layer = layers.layer_of(node)
         if layer is None or operator_name(node) not in _COUNTED_PRODUCTS:
             continue
-        counts[layer] += 1
-        if counts[layer] % 2 == 0:
+        annotation = read_annotation(node, ChunkAnnotation)
+        chunk = None if annotation is None else annotation.chunk_id
+        if chunk is None:
+            whole[layer] += 1
+        else:
+            of_chunk[layer, chunk] += 1
+        number = whole[layer] + (0 if chunk is None else of_chunk[layer, chunk])
+        if number % 2 == 0:
             found.append(node)
     return frozenset(found)
 

@@ -221,7 +221,12 @@ def changes_that_need_less(
         if is_allowed(changed):
             config = changed
             yield "--compile.accumulation every_microbatch", config
-    policies: tuple[MemoryPolicy, ...] = ("save_all", "selective", "full_recompute")
+    policies: tuple[MemoryPolicy, ...] = (
+        "save_all",
+        "selective",
+        "selective_alternate",
+        "full_recompute",
+    )
     policy, flags = config.compile.memory_policy, ""
     for less in policies[policies.index(policy) + 1 :] if policy in policies else policies[-1:]:
         changed = replace(config, compile=replace(config.compile, memory_policy=less))
