@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -31,9 +33,11 @@ from gt_autoparallel.plan_file import (
     check_plan_fits,
     load_plan,
     read_plan,
+    tensors_of_parts,
     write_plan,
     write_plans,
 )
+from gt_autoparallel.prices.costs import PlacementPrices
 from gt_autoparallel.prices.microbatches import Microbatches
 from gt_autoparallel.problem.constraints import Constraints, LayoutConstraint, ResolvedRequest
 
@@ -209,6 +213,85 @@ def test_fields_that_no_plan_has_are_refused(plan, tmp_path: Path):
         read_plan(path, prices=Prices())
     assert str(error.value) == (
         f"{path} has fields that no plan has: content.options[2].recompute, content.speed"
+    )
+
+
+def places(content, at=()):
+    """Where values stand in a file's content, those inside of others too."""
+    yield at
+    if isinstance(content, (dict, list)):
+        for key, value in content.items() if isinstance(content, dict) else enumerate(content):
+            yield from places(value, (*at, key))
+
+
+def with_value(document, at, value):
+    """A copy of a plan's document with another value somewhere, and the digest of that."""
+    changed = copy.deepcopy(document)
+    holder = changed
+    for key in ("content", *at)[:-1]:
+        holder = holder[key]
+    holder[("content", *at)[-1]] = value
+    changed["sha256"] = hashlib.sha256(canonical_json(changed["content"])).hexdigest()
+    return changed
+
+
+def test_whatever_stands_in_a_file_is_read_or_refused(planned, tmp_path: Path):
+    """A digest that is right proves no more than that somebody wrote it."""
+    _, (path, *of_model) = planned
+    document = json.loads(path.read_bytes())
+    other = tmp_path / "other.json"
+    num_refused = 0
+    values = itertools.cycle(("x", 7, [], {}, [7]))
+    everywhere = [at for at in places(document["content"]) if at]
+    for at in everywhere:
+        for value in (None, next(values)):
+            other.write_text(json.dumps(with_value(document, at, value)))
+            try:
+                check_plan_file(other, *of_model)
+            except PlanMismatchError:
+                num_refused += 1
+    assert num_refused > 500
+
+
+@pytest.mark.parametrize(
+    ("at", "value", "problem"),
+    [
+        (
+            ("request", "loss_bytes"),
+            None,
+            "ResolvedRequest: loss_bytes is None; allowed: int",
+        ),
+        (
+            ("memory", "parameters"),
+            2.5,
+            "MemoryBreakdown: parameters is 2.5; allowed: int",
+        ),
+        (
+            ("request", "memory_budget_bytes"),
+            "x",
+            "ResolvedRequest: memory_budget_bytes is 'x'; allowed: int or NoneType",
+        ),
+        (("graph", "nodes", 0, "outputs"), [], "node 'weight' is of kind 'parameter' and makes no tensor"),
+        (("recomputed",), ["x"], "the plan's content cannot be read: KeyError: 'x'"),
+    ],
+)  # fmt: skip
+def test_fields_of_another_kind_are_named(planned, tmp_path: Path, at, value, problem):
+    _, (path, *_) = planned
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps(with_value(json.loads(path.read_bytes()), at, value)))
+    with pytest.raises(PlanMismatchError) as error:
+        read_plan(other, prices=PlacementPrices())
+    assert str(error.value) == f"{other}: {problem}"
+
+
+def test_parts_that_cannot_be_read_are_refused(plan, tmp_path: Path):
+    path = write_plans({"stage0": plan}, tmp_path / "plans.json")
+    document = json.loads(path.read_bytes())
+    path.write_text(json.dumps(with_value(document, ("parts", "stage0", "signature"), {})))
+    with pytest.raises(PlanMismatchError) as error:
+        tensors_of_parts(path)
+    assert str(error.value) == (
+        f"{path}: the plans' content cannot be read: KeyError: 'parameters'"
     )
 
 

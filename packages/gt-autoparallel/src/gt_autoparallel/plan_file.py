@@ -32,7 +32,7 @@ from gt_autoparallel.argument_checks import (
     prices_problem,
 )
 from gt_autoparallel.audit import audit_plan
-from gt_autoparallel.errors import ConstraintError, PlanMismatchError
+from gt_autoparallel.errors import ConstraintError, PlanMismatchError, UnsupportedModelError
 from gt_autoparallel.graph.capture import capture_placement_graph
 from gt_autoparallel.graph.experts import ExpertBlock, opaque_experts
 from gt_autoparallel.graph.graph_encoding import canonical_json, graph_digest, spec_text
@@ -122,9 +122,10 @@ def read_plan(
     content = _of_part(_document(Path(path))["content"], part, path)
     try:
         plan = decode_plan(content, prices)
-    except PlanMismatchError as error:
+        written = encode_plan(plan)
+    except (PlanMismatchError, UnsupportedModelError) as error:
         raise PlanMismatchError(f"{os.fspath(path)}: {error}") from error
-    unknown = list(_unknown_fields(content, encode_plan(plan), "content"))
+    unknown = list(_unknown_fields(content, written, "content"))
     if unknown:
         raise PlanMismatchError(
             f"{os.fspath(path)} has fields that no plan has: {', '.join(unknown)}"
@@ -147,10 +148,18 @@ def tensors_of_parts(path: str | os.PathLike[str]) -> dict[str, frozenset[str]]:
         OSError: it cannot be read.
     """
     check_arguments("tensors_of_parts", path_problem(path))
-    parts: Any = _document(Path(path))["content"].get("parts")
-    if parts is None:
+    content = _document(Path(path))["content"]
+    if not isinstance(content, dict) or "parts" not in content:
         raise PlanMismatchError(f"{os.fspath(path)} has the plan of a whole model, and no parts")
-    return {name: frozenset(part["signature"]["parameters"]) for name, part in parts.items()}
+    try:
+        return {
+            name: frozenset(part["signature"]["parameters"])
+            for name, part in content["parts"].items()
+        }
+    except (AttributeError, KeyError, TypeError) as error:
+        raise PlanMismatchError(
+            f"{os.fspath(path)}: the plans' content cannot be read: {type(error).__name__}: {error}"
+        ) from error
 
 
 def check_plan_file(

@@ -43,6 +43,7 @@ _TORCH_CONSTANTS: tuple[tuple[str, type], ...] = (
     ("layout", torch.layout),
     ("memory_format", torch.memory_format),
 )
+_MAKE_ONE_TENSOR: tuple[NodeKind, ...] = ("parameter", "buffer", "input", "tangent", "share")
 _PLACEMENT = re.compile(r"R|S\((\d+)\)|P\((\w+)\)")
 
 
@@ -127,6 +128,8 @@ def _decode_node(index: int, content: Mapping[str, Any]) -> PlacementNode:
     phase: NodePhase = content["phase"]
     if kind not in get_args(NodeKind) or phase not in get_args(NodePhase):
         raise PlanMismatchError(f"node {content['name']!r} is of kind {kind!r}, phase {phase!r}")
+    if kind in _MAKE_ONE_TENSOR and (len(content["outputs"]) != 1 or not content["outputs"][0]):
+        raise PlanMismatchError(f"node {content['name']!r} is of kind {kind!r} and makes no tensor")
     return PlacementNode(
         index=index,
         name=content["name"],
@@ -264,7 +267,8 @@ def _decode_function(content: Mapping[str, Any]) -> FunctionGraph:
 
 def _decode_operator(content: Any) -> OpOverload | None:
     operator = _decode_target(content)
-    assert operator is None or isinstance(operator, OpOverload)
+    if operator is not None and not isinstance(operator, OpOverload):
+        raise PlanMismatchError(f"a function calls {content!r}, which is no operator")
     return operator
 
 

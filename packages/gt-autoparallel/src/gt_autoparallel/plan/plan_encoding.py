@@ -35,6 +35,7 @@ from gt_autoparallel.plan.placement_plan import (
     SolverReport,
     plan_problem,
 )
+from gt_autoparallel.plan.typed_fields import of_fields
 from gt_autoparallel.prices.costs import StepPrices
 from gt_autoparallel.prices.memory import MemoryBreakdown
 from gt_autoparallel.prices.microbatches import Microbatches
@@ -109,16 +110,16 @@ def decode_plan(content: Mapping[str, Any], prices: StepPrices) -> PlacementPlan
     """
     check_arguments("decode_plan", prices_problem(prices))
     try:
-        plan = _decode(content, prices)
-    except (KeyError, TypeError, ValueError, IndexError) as error:
+        plan, digest = _decode(content, prices), content["prices_digest"]
+    except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
         if isinstance(error, PlanMismatchError):
             raise
         raise PlanMismatchError(
             f"the plan's content cannot be read: {type(error).__name__}: {error}"
         ) from error
-    if prices.digest != content["prices_digest"]:
+    if prices.digest != digest:
         raise PlanMismatchError(
-            f"the plan was made with other prices: digest {content['prices_digest']!r}, those "
+            f"the plan was made with other prices: digest {digest!r}, those "
             f"given have {prices.digest!r}; give the cost model it was made with, or plan again"
         )
     return plan
@@ -140,12 +141,12 @@ def _decode(content: Mapping[str, Any], prices: StepPrices) -> PlacementPlan:
             _decode_redistribution(each, graph) for each in content["redistributions"]
         ),
         compute_us=tuple(float(time_us) for time_us in content["compute_us"]),
-        windows=tuple(PlannedWindow(**window) for window in content["windows"]),
-        memory=MemoryBreakdown(**content["memory"]),
+        windows=tuple(of_fields(PlannedWindow, window) for window in content["windows"]),
+        memory=of_fields(MemoryBreakdown, content["memory"]),
         request=_decode_request(content["request"]),
         prices=prices,
-        solver=SolverReport(**content["solver"]),
-        signature=ModelSignature(**content["signature"]),
+        solver=of_fields(SolverReport, content["solver"]),
+        signature=of_fields(ModelSignature, content["signature"]),
         replicated_nodes=tuple(content["replicated_nodes"]),
         judgement=_decode_judgement(content["judgement"]),
     )
@@ -230,13 +231,14 @@ def _decode_request(content: Mapping[str, Any]) -> ResolvedRequest:
         placements = (None if text is None else _layout(text)[0] for text in each["placements"])
         constraints.append(LayoutConstraint(**{**each, "placements": tuple(placements)}))
     microbatches = content["microbatches"]
-    return ResolvedRequest(
-        **{
+    return of_fields(
+        ResolvedRequest,
+        {
             **content,
             "constraints": tuple(constraints),
             "replicate_unknown": tuple(content["replicate_unknown"]),
-            "microbatches": None if microbatches is None else Microbatches(**microbatches),
-        }
+            "microbatches": None if microbatches is None else of_fields(Microbatches, microbatches),
+        },
     )
 
 
@@ -244,10 +246,13 @@ def _decode_judgement(content: Mapping[str, Any] | None) -> PlanJudgement | None
     if content is None:
         return None
     candidates = tuple(
-        Candidate(**{**each, "step": None if each["step"] is None else JudgedStep(**each["step"])})
+        of_fields(
+            Candidate,
+            {**each, "step": None if each["step"] is None else of_fields(JudgedStep, each["step"])},
+        )
         for each in content["candidates"]
     )
-    return PlanJudgement(chosen=content["chosen"], candidates=candidates)
+    return of_fields(PlanJudgement, {"chosen": content["chosen"], "candidates": candidates})
 
 
 def _layout(text: str | None) -> Layout:

@@ -24,6 +24,7 @@ from gt_passes import known_passes
 from gt_trainer.decoder.expert_layers import expert_layers
 from gt_trainer.device import intended_device_type
 from gt_trainer.preflight.bitwise_violations import bitwise_violations
+from gt_trainer.preflight.budget_violations import budget_violations
 from gt_trainer.preflight.context_parallel_violations import context_parallel_violations
 from gt_trainer.preflight.export_violations import export_violations
 from gt_trainer.preflight.idle_options import idle_option_violations
@@ -77,8 +78,9 @@ def check_configuration(
     else:
         violations += _not_dry_run(config)
         violations += untraceable_violations(config)
-    if not violations:  # for it builds the model
+    if not violations:  # for these build the model
         violations += plan_file_violations(config, topology)
+        violations += budget_violations(config, topology)
     if violations:
         raise ConfigError(violations)
 
