@@ -22,6 +22,7 @@ from gt_trainer.dry_run import dry_run, pipeline_judge
 from gt_trainer.launcher import RunStoppedError
 from gt_trainer.metrics.metrics_history import MetricsFileError
 from gt_trainer.models import llama3
+from gt_trainer.placement import judged_run
 from gt_trainer.placement.pipeline_judgement import PipelineJudgement, written_judgement
 
 
@@ -192,8 +193,10 @@ class TestJudgementOfAPipeline:
     """Which of its two configurations a pipeline trains with, as its first rank says."""
 
     PLANNED = JudgedStep(step_us=2e6, peak_bytes=1, fits=True)
-    FASTER = PipelineJudgement(planned=PLANNED, by_hand=replace(PLANNED, step_us=1e6))
-    SLOWER = PipelineJudgement(planned=PLANNED, by_hand=replace(PLANNED, step_us=3e6))
+    FASTER = PipelineJudgement(
+        planned=PLANNED, by_hand=replace(PLANNED, step_us=1e6), made_for="run"
+    )
+    SLOWER = replace(FASTER, by_hand=replace(PLANNED, step_us=3e6))
 
     def trained(self, folder, judge, monkeypatch):
         """The configuration that is trained with, and what is kept of its judgement."""
@@ -215,6 +218,7 @@ class TestJudgementOfAPipeline:
         config.comm.init_timeout_seconds = 60 if judge is not times_out else 1
         by_hand = replace(config)
         config.compile = replace(config.compile, autoparallel=True)
+        monkeypatch.setattr(judged_run, "judged_run", lambda *_: "run")
         monkeypatch.setattr(pipeline_judge, "judge_before_training", judge)
         monkeypatch.setattr(type(config), "build", build)
         run.train(config, by_hand=by_hand)

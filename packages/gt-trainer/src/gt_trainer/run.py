@@ -125,15 +125,15 @@ def _judgement(
     """
     # Imported here: no other run pays for the solver and the simulation.
     from gt_trainer.dry_run.pipeline_judge import judge_before_training
-    from gt_trainer.placement.pipeline_judgement import read_judgement
+    from gt_trainer.placement.judged_run import judgement_for
 
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
     kept = by_hand_file_of(config)
     if kept is not None:
-        judgement = read_judgement(kept)
+        judgement = judgement_for(kept, config, world_size)
         logger.info(f"{judgement}, kept in {kept}")
         return judgement
     (Path(config.dump_folder) / PLAN_FILE).unlink(missing_ok=True)  # that of another run
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
     try:
         judgement = run_in_child(
             partial(judge_before_training, config, by_hand, world_size, hardware=hardware),

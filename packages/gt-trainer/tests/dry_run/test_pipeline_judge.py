@@ -17,6 +17,7 @@ from gt_trainer.dry_run import pipeline_judge
 from gt_trainer.dry_run.dry_run import dry_run
 from gt_trainer.dry_run.pipeline_dry_run import PipelineDryRunReport, pipeline_dry_run
 from gt_trainer.models import llama3
+from gt_trainer.placement.judged_run import judged_run
 from gt_trainer.placement.pipeline_judgement import PipelineJudgement, written_judgement
 from gt_trainer.preflight.settled_defaults import settle_defaults, settled_by_hand
 from gt_trainer.trainer import GraphTrainer
@@ -150,7 +151,8 @@ def test_what_was_judged_before_is_all_that_is_simulated(
 ) -> None:
     asked = drawn(2, 1, monkeypatch)
     steps = (JudgedStep(step_us=us, peak_bytes=1, fits=True) for us in (2e3, 1e3))
-    judgement = PipelineJudgement(planned=next(steps), by_hand=next(steps))
+    made_for = judged_run(pipeline(tmp_path)[0], NUM_RANKS)
+    judgement = PipelineJudgement(planned=next(steps), by_hand=next(steps), made_for=made_for)
     checkpoint = tmp_path / "checkpoint" / "step-1"
     checkpoint.mkdir(parents=True)
     (checkpoint / ".metadata").touch()

@@ -24,13 +24,13 @@ from gt_trainer.dry_run.pipeline_judge import judged_pipeline
 from gt_trainer.dry_run.simulated_run import SimulatedRun
 from gt_trainer.dry_run.step_facts import degrees_of
 from gt_trainer.dry_run.step_judge import judged_step, keeping_the_best, step_judge
+from gt_trainer.placement.judged_run import judgement_for
 from gt_trainer.placement.kept_plan import (
     by_hand_file_of,
     is_judged,
     plan_file_of,
     with_plan_file,
 )
-from gt_trainer.placement.pipeline_judgement import read_judgement
 from gt_trainer.placement.plan_judge import judged_by
 from gt_trainer.placement.planned_machine import PlannedMachine, planned_for
 from gt_trainer.quantization.quantized_model import with_quantized_model
@@ -174,16 +174,19 @@ def _dry_run(
         by_hand = None
     kept = by_hand_file_of(config)
     if by_hand is not None and kept is not None:
+        judgement = judgement_for(kept, config, world_size)
         report = _captured(by_hand, world_size, hardware, trace_path, timeline_path)
         assert isinstance(report, PipelineDryRunReport)
-        return replace(report, placement=f"{read_judgement(kept)}, kept in {kept}")
+        return replace(report, placement=f"{judgement}, kept in {kept}")
     report = _captured(config, world_size, hardware, trace_path, timeline_path)
     if by_hand is not None:
         expert = _captured(by_hand, world_size, hardware)
         beside = PlacedByHand(planned=report.simulated, by_hand=expert.simulated)
         if isinstance(report, PipelineDryRunReport) and is_judged(config):
             assert isinstance(expert, PipelineDryRunReport)
-            judgement = judged_pipeline(config, planned=report.simulated, by_hand=expert.simulated)
+            judgement = judged_pipeline(
+                config, world_size, planned=report.simulated, by_hand=expert.simulated
+            )
             if judgement.takes_by_hand:
                 report = expert
                 if trace_path is not None or timeline_path is not None:  # which show the plan's
