@@ -22,6 +22,7 @@ from gt_trainer.dry_run import dry_run, pipeline_judge
 from gt_trainer.launcher import RunStoppedError
 from gt_trainer.metrics.metrics_history import MetricsFileError
 from gt_trainer.models import llama3
+from gt_trainer.placement import judged_run
 from gt_trainer.placement.pipeline_judgement import PipelineJudgement, written_judgement
 
 
@@ -192,10 +193,12 @@ class TestJudgementOfAPipeline:
     """Which of its two configurations a pipeline trains with, as its first rank says."""
 
     PLANNED = JudgedStep(step_us=2e6, peak_bytes=1, fits=True)
-    FASTER = PipelineJudgement(planned=PLANNED, by_hand=replace(PLANNED, step_us=1e6))
-    SLOWER = PipelineJudgement(planned=PLANNED, by_hand=replace(PLANNED, step_us=3e6))
+    FASTER = PipelineJudgement(
+        planned=PLANNED, by_hand=replace(PLANNED, step_us=1e6), made_for="run"
+    )
+    SLOWER = replace(FASTER, by_hand=replace(PLANNED, step_us=3e6))
 
-    def trained(self, folder, judge, monkeypatch):
+    def trained(self, folder, judge, monkeypatch, *, may_go_by_hand=True):
         """The configuration that is trained with, and what is kept of its judgement."""
         found = []
 
@@ -215,9 +218,11 @@ class TestJudgementOfAPipeline:
         config.comm.init_timeout_seconds = 60 if judge is not times_out else 1
         by_hand = replace(config)
         config.compile = replace(config.compile, autoparallel=True)
+        monkeypatch.setattr(run, "describe_run", lambda _, world_size: f"a run of {world_size}")
+        monkeypatch.setattr(judged_run, "judged_run", lambda *_: "run")
         monkeypatch.setattr(pipeline_judge, "judge_before_training", judge)
         monkeypatch.setattr(type(config), "build", build)
-        run.train(config, by_hand=by_hand)
+        run.train(config, by_hand=by_hand if may_go_by_hand else None)
         assert found[0].compile.autoparallel is (len(found) == 1)
         return found
 
@@ -256,7 +261,8 @@ class TestJudgementOfAPipeline:
         assert config.compile.autoparallel_solver.plan is None
         assert (
             "pipeline: the plan is taken; half of --comm.init_timeout_seconds is not enough to "
-            "simulate it beside the step by hand. A dry run does, and says which is faster"
+            "simulate it beside the step by hand. A dry run with this --dump_folder "
+            "does, and leaves there what a start then goes by"
         ) in caplog.messages
 
     def test_what_was_judged_before_is_not_judged_again(self, tmp_path, monkeypatch, caplog):
@@ -266,6 +272,62 @@ class TestJudgementOfAPipeline:
         found = self.trained(tmp_path, None, monkeypatch)
         assert found[1:] == [written_judgement(self.FASTER)]
         assert f"{self.FASTER}, kept in {kept}" in caplog.messages
+        assert "By hand, unlike what was said above: a run of 1" in caplog.messages
+
+    def test_what_a_dry_run_found_is_not_judged_again(self, tmp_path, monkeypatch, caplog):
+        left = tmp_path / "placed_by_hand.json"
+        left.write_bytes(written_judgement(self.FASTER))
+        found = self.trained(tmp_path, None, monkeypatch)
+        assert found[1:] == [written_judgement(self.FASTER)]
+        assert f"{self.FASTER}, found by the dry run that wrote {left}" in caplog.messages
+
+    def test_what_a_dry_run_found_of_another_run_is_judged_again(
+        self, tmp_path, monkeypatch, caplog
+    ):
+        left = tmp_path / "placed_by_hand.json"
+        left.write_bytes(written_judgement(replace(self.FASTER, made_for="another")))
+        (config,) = self.trained(tmp_path, lambda *_, **__: self.SLOWER, monkeypatch)
+        assert config.compile.autoparallel
+        assert (
+            f"{left} is of another model, mesh, batch or machine, or of other options: plan and "
+            "step by hand are compared again"
+        ) in caplog.messages
+
+    def test_a_plan_that_was_found_is_taken_where_the_step_by_hand_fails(
+        self, tmp_path, monkeypatch, caplog
+    ):
+        plan = tmp_path / "placement.json"
+
+        def judge(*_, **__):
+            plan.touch()
+            raise ValueError("no such stage")
+
+        (config,) = self.trained(tmp_path, judge, monkeypatch)
+        assert config.compile.autoparallel_solver.plan == str(plan)
+        (warned,) = (each for each in caplog.messages if "could not be simulated" in each)
+        assert warned.startswith("pipeline: the plan is taken; the step by hand could not be ")
+        assert "no such stage" in warned
+
+    def test_says_that_a_run_by_hand_goes_on_with_a_plan(self, tmp_path, monkeypatch, caplog):
+        complete_checkpoint(tmp_path, 1)
+        kept = tmp_path / "checkpoint" / "placed_by_hand.json"
+        kept.write_bytes(written_judgement(self.FASTER))
+        self.trained(tmp_path, None, monkeypatch, may_go_by_hand=False)
+        assert (
+            f"{kept} says that these checkpoints were made by hand, which the options of this run "
+            "do not allow: it goes on with a plan, kept in its place"
+        ) in caplog.messages
+
+    def test_stages_are_balanced_in_the_time_that_judging_left(self, tmp_path, monkeypatch):
+        spent = []
+
+        def balanced(config, _, *, spent_seconds):
+            spent.append(spent_seconds)
+            return config
+
+        monkeypatch.setattr(run, "_balanced", balanced)
+        self.trained(tmp_path, times_out, monkeypatch)
+        assert 0.5 <= spent[0] < 60
 
     def test_with_a_plan_that_was_kept_nothing_is_judged(self, tmp_path, monkeypatch):
         complete_checkpoint(tmp_path, 1)

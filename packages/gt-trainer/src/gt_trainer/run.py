@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import shutil
+import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,6 +28,7 @@ from gt_trainer.launcher import (
 )
 from gt_trainer.parallelism_options import balance_of
 from gt_trainer.placement.kept_plan import (
+    BY_HAND_FILE,
     PLAN_FILE,
     by_hand_file_of,
     is_judged,
@@ -36,6 +38,7 @@ from gt_trainer.placement.kept_plan import (
 )
 from gt_trainer.placement.planned_machine import PlannedMachine, planned_for
 from gt_trainer.preflight.checkpoint_folder import can_be_resumed
+from gt_trainer.preflight.settled_defaults import describe_run
 from gt_trainer.run_lock import locked
 from gt_trainer.step_folders import is_complete, newest_checkpoint, step_folders
 from gt_trainer.trainer import GraphTrainer
@@ -88,6 +91,11 @@ def train(
             if by_hand is not None and may_take_by_hand(config):
                 _train_judged(config, by_hand, hardware)
             else:
+                if is_first and (kept := by_hand_file_of(config)) is not None:
+                    logger.warning(
+                        f"{kept} says that these checkpoints were made by hand, which the options "
+                        "of this run do not allow: it goes on with a plan, kept in its place"
+                    )
                 _train(_with_plan(_balanced(config, hardware), hardware))
     except CheckpointException as error:
         raise _what_ended(error, config) from None
@@ -102,6 +110,7 @@ def _train_judged(
 ) -> None:
     """Train a pipeline with its plan or by hand, as rank 0 says."""
     judgement = None
+    started = time.monotonic()
     if os.environ.get("RANK", "0") == "0":
         if is_judged(config):
             judgement = _judgement(config, by_hand, hardware)
@@ -109,7 +118,10 @@ def _train_judged(
             if judgement is None and path.is_file():
                 config = replace(config, compile=with_plan_file(config.compile, path))
         if judgement is None:
-            config = _balanced(config, hardware)
+            config = _balanced(config, hardware, spent_seconds=time.monotonic() - started)
+        else:
+            world_size = int(os.environ.get("WORLD_SIZE", "1"))
+            logger.info(f"By hand, unlike what was said above: {describe_run(by_hand, world_size)}")
     if _first_rank_says(judgement is not None, config):
         config = by_hand
     _train(config, judgement)
@@ -125,15 +137,25 @@ def _judgement(
     """
     # Imported here: no other run pays for the solver and the simulation.
     from gt_trainer.dry_run.pipeline_judge import judge_before_training
-    from gt_trainer.placement.pipeline_judgement import read_judgement
+    from gt_trainer.placement.judged_run import judgement_for
+    from gt_trainer.placement.pipeline_judgement import NoJudgementError
 
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
     kept = by_hand_file_of(config)
     if kept is not None:
-        judgement = read_judgement(kept)
+        judgement = judgement_for(kept, config, world_size)
         logger.info(f"{judgement}, kept in {kept}")
         return judgement
+    found = Path(config.dump_folder) / BY_HAND_FILE
+    if found.is_file():
+        try:
+            judgement = judgement_for(found, config, world_size)
+        except (NoJudgementError, OSError) as error:
+            logger.warning(f"{error}: plan and step by hand are compared again")
+        else:
+            logger.info(f"{judgement}, found by the dry run that wrote {found}")
+            return judgement
     (Path(config.dump_folder) / PLAN_FILE).unlink(missing_ok=True)  # that of another run
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
     try:
         judgement = run_in_child(
             partial(judge_before_training, config, by_hand, world_size, hardware=hardware),
@@ -142,10 +164,17 @@ def _judgement(
     except ChildTimedOutError:
         logger.warning(
             "pipeline: the plan is taken; half of --comm.init_timeout_seconds is not enough to "
-            "simulate it beside the step by hand. A dry run does, and says which is faster"
+            "simulate it beside the step by hand. A dry run with this --dump_folder does, and "
+            "leaves there what a start then goes by"
         )
         return None
     except ChildFailedError as error:
+        if (Path(config.dump_folder) / PLAN_FILE).is_file():
+            logger.warning(
+                "pipeline: the plan is taken; the step by hand could not be simulated beside it: "
+                f"{error}"
+            )
+            return None
         raise RunStoppedError(
             "the pipeline could not be simulated before training (to train with its plan without: "
             f"--compile.autoparallel_solver.no_simulate_rivals): {error}"
@@ -168,12 +197,15 @@ def _first_rank_says(yes: bool, config: GraphTrainer.Config) -> bool:
     return bool(said.item())
 
 
-def _balanced(config: GraphTrainer.Config, hardware: Hardware | None) -> GraphTrainer.Config:
+def _balanced(
+    config: GraphTrainer.Config, hardware: Hardware | None, *, spent_seconds: float = 0.0
+) -> GraphTrainer.Config:
     """The configuration with its stages by name if they are to be balanced, on rank 0.
 
     A child does it: ranks that do not exist have meshes, and DTensor keeps what it found on these
     for those of the same ranks that do exist. It comes before CUDA and the process group, which no
-    child could use. Rank 0 hands the stages over once there is one; the others wait for it to join.
+    child could use. Rank 0 hands the stages over once there is one; the others wait for it to join,
+    and have done so for ``spent_seconds``.
     """
     balance = balance_of(config.parallelism)
     if balance == "layers" or os.environ.get("RANK", "0") != "0":
@@ -190,7 +222,7 @@ def _balanced(config: GraphTrainer.Config, hardware: Hardware | None) -> GraphTr
     try:
         found = run_in_child(
             partial(balance_before_training, config, world_size, hardware=hardware),
-            timeout_seconds=seconds,
+            timeout_seconds=seconds - spent_seconds,
         )
     except ChildFailedError as error:
         raise RunStoppedError(

@@ -17,6 +17,7 @@ from gt_trainer.dry_run import pipeline_judge
 from gt_trainer.dry_run.dry_run import dry_run
 from gt_trainer.dry_run.pipeline_dry_run import PipelineDryRunReport, pipeline_dry_run
 from gt_trainer.models import llama3
+from gt_trainer.placement.judged_run import judged_run, judgement_for
 from gt_trainer.placement.pipeline_judgement import PipelineJudgement, written_judgement
 from gt_trainer.preflight.settled_defaults import settle_defaults, settled_by_hand
 from gt_trainer.trainer import GraphTrainer
@@ -86,7 +87,9 @@ def test_the_step_by_hand_is_reported_where_it_wins(
     assert (tmp_path / "placement.json").is_file()
 
 
-def drawn(planned_ms: float, by_hand_ms: float, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def drawn(
+    planned_ms: float, by_hand_ms: float, monkeypatch: pytest.MonkeyPatch, *, fits: bool = True
+) -> list[Any]:
     """Steps that nobody captures; says of each whether it was planned, and its trace."""
     asked: list[Any] = []
 
@@ -97,7 +100,7 @@ def drawn(planned_ms: float, by_hand_ms: float, monkeypatch: pytest.MonkeyPatch)
         values: dict[str, Any] = dict.fromkeys(
             each.name for each in dataclasses.fields(PipelineDryRunReport)
         )
-        step = SimpleNamespace(step_us=us, peak_bytes=1, fits=True)
+        step = SimpleNamespace(step_us=us, peak_bytes=1, fits=fits)
         return PipelineDryRunReport(**{**values, "simulated": step})
 
     monkeypatch.setattr(module, "pipeline_dry_run", simulated)
@@ -122,13 +125,17 @@ def test_what_is_drawn_is_the_step_that_is_taken(
     assert found.simulated.step_us == 1e3
     assert found.placement == "pipeline: by hand 1.0 ms is faster than the plan's 2.0 ms: taken"
     assert asked == [(True, trace), (False, None), (False, trace)]
+    judged = judgement_for(tmp_path / "placed_by_hand.json", pipeline(tmp_path)[0], NUM_RANKS)
+    assert str(judged) == found.placement
 
 
 def test_the_plan_is_reported_where_it_wins(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     asked = drawn(1, 2, monkeypatch)
+    (tmp_path / "placed_by_hand.json").write_text("of a dry run before")
     found = reported(tmp_path)
+    assert not (tmp_path / "placed_by_hand.json").exists()
     assert found.simulated.step_us == 1e3
     assert found.placement == "pipeline: the plan's 1.0 ms are taken, by hand 2.0 ms"
     assert asked == [(True, None), (False, None)]
@@ -145,12 +152,15 @@ def test_a_plan_that_was_asked_for_is_compared_and_taken(
     assert found.beside_by_hand is not None
 
 
+@pytest.mark.parametrize("fits", [True, False])
 def test_what_was_judged_before_is_all_that_is_simulated(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, fits: bool
 ) -> None:
-    asked = drawn(2, 1, monkeypatch)
+    asked = drawn(2, 1, monkeypatch, fits=fits)
+    monkeypatch.setattr(module, "_remedy", lambda config, *_: f"{config.compile.autoparallel}")
     steps = (JudgedStep(step_us=us, peak_bytes=1, fits=True) for us in (2e3, 1e3))
-    judgement = PipelineJudgement(planned=next(steps), by_hand=next(steps))
+    made_for = judged_run(pipeline(tmp_path)[0], NUM_RANKS)
+    judgement = PipelineJudgement(planned=next(steps), by_hand=next(steps), made_for=made_for)
     checkpoint = tmp_path / "checkpoint" / "step-1"
     checkpoint.mkdir(parents=True)
     (checkpoint / ".metadata").touch()
@@ -159,3 +169,4 @@ def test_what_was_judged_before_is_all_that_is_simulated(
     found = reported(tmp_path)
     assert found.placement == f"{judgement}, kept in {kept}"
     assert asked == [(False, None)]
+    assert found.remedy == (None if fits else "False")

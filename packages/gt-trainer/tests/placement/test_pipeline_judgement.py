@@ -34,7 +34,7 @@ def judgement(
     planned: JudgedStep, by_hand: JudgedStep, gib: int | None = None
 ) -> PipelineJudgement:
     budget = None if gib is None else gib * GIB
-    return PipelineJudgement(planned=planned, by_hand=by_hand, budget_bytes=budget)
+    return PipelineJudgement(planned=planned, by_hand=by_hand, budget_bytes=budget, made_for="run")
 
 
 @given(STEPS, STEPS)
@@ -120,7 +120,7 @@ OF_A_PLAN = written_judgement(judgement(step(1), step(2)))
         b"[]",
         written_judgement(judgement(step(2), step(1)))[:-20],
         OF_A_PLAN,
-        json.dumps({**WRITTEN, "version": 2}).encode(),
+        json.dumps({**WRITTEN, "version": 1}).encode(),
         json.dumps({**WRITTEN, "format": "gt-autoparallel plan"}).encode(),
         json.dumps({**WRITTEN, "unknown": 1}).encode(),
         json.dumps({**WRITTEN, "planned": {"step_us": 1.0}}).encode(),

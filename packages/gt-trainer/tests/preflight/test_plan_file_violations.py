@@ -17,6 +17,7 @@ from gt_trainer.pipelines.place_stages import StagesToPlace, stage_plans
 from gt_trainer.pipelines.planned_stages import stages_of_plan
 from gt_trainer.pipelines.split_model import cut_stages
 from gt_trainer.placement.expert_blocks import expert_blocks
+from gt_trainer.placement.judged_run import judged_run
 from gt_trainer.placement.kept_plan import BY_HAND_FILE, by_hand_file_of, keep_plan, plan_file_of
 from gt_trainer.placement.pipeline_judgement import PipelineJudgement, written_judgement
 from gt_trainer.placement.place_decoder import placement_plan
@@ -305,8 +306,15 @@ def test_a_run_that_goes_on_has_the_plan_that_was_kept(plan, tmp_path):
 
 JUDGED = PipelineJudgement(
     planned=JudgedStep(step_us=2e6, peak_bytes=1, fits=True),
-    by_hand=JudgedStep(step_us=1e6, peak_bytes=1, fits=True),
+    by_hand=JudgedStep(step_us=1e6, peak_bytes=2 * 2**30, fits=True),
+    made_for="",
 )
+
+
+def judged_for(config):
+    """The file of a judgement that was made for a run."""
+    made_for = judged_run(config, NUM_RANKS)
+    return written_judgement(dataclasses.replace(JUDGED, made_for=made_for))
 
 
 def by_hand_before(tmp_path, content, **changes):
@@ -320,7 +328,7 @@ def by_hand_before(tmp_path, content, **changes):
 
 
 def test_a_pipeline_that_goes_on_is_placed_by_hand_again_and_no_more_judged(tmp_path):
-    config, path = by_hand_before(tmp_path, written_judgement(JUDGED))
+    config, path = by_hand_before(tmp_path, judged_for(piped(tmp_path)))
     assert by_hand_file_of(config) is None  # step-2 was cut off
     (tmp_path / "checkpoint" / "step-2" / ".metadata").touch()
     assert by_hand_file_of(config) == path
@@ -356,10 +364,35 @@ def test_a_damaged_judgement_is_refused(tmp_path):
     (tmp_path / "checkpoint" / "step-2" / ".metadata").touch()
     (found,) = plan_file_violations(config, TOPOLOGY)
     assert (found.flag, found.value) == ("--checkpoint.folder", str(path.parent))
-    assert found.allowed == "checkpoints with an intact placed_by_hand.json beside them"
+    assert found.allowed == (
+        "checkpoints whose judgement, placed_by_hand.json beside them, is for this run"
+    )
     assert found.fix == (
-        f"{path} does not say why a pipeline is placed by hand; delete that file, and plan and "
-        "step by hand are compared again"
+        f"{path} does not say why a pipeline is placed by hand\nGive back what differs, or "
+        "delete that file, and plan and step by hand are compared again"
+    )
+
+
+def test_a_judgement_holds_for_the_run_that_it_was_made_for(tmp_path):
+    config, path = by_hand_before(tmp_path, judged_for(piped(tmp_path)))
+    (tmp_path / "checkpoint" / "step-2" / ".metadata").touch()
+    assert list(plan_file_violations(config, TOPOLOGY)) == []
+    (found,) = plan_file_violations(config, dataclasses.replace(TOPOLOGY, world=8))
+    other = f"{path} is of another model, mesh, batch or machine, or of other options\n"
+    assert found.fix.startswith(other)
+    for part, change in [("training", {"seq_len": 64}), ("compile", {"prefetch_layers": 2})]:
+        options = dataclasses.replace(getattr(config, part), **change)
+        (found,) = plan_file_violations(dataclasses.replace(config, **{part: options}), TOPOLOGY)
+        assert found.fix.startswith(other)
+    with planned_for(PlannedMachine(hardware=dataclasses.replace(h100_sxm(), gpus_per_node=4))):
+        (found,) = plan_file_violations(config, TOPOLOGY)
+    assert found.fix.startswith(other)
+    solver = dataclasses.replace(config.compile.autoparallel_solver, memory_budget_gib=1.0)
+    config.compile = dataclasses.replace(config.compile, autoparallel_solver=solver)
+    (found,) = plan_file_violations(config, TOPOLOGY)
+    assert found.fix.startswith(
+        f"{path} does not take the step by hand for this memory budget: pipeline: the plan's "
+        "2,000.0 ms are taken, by hand 1,000.0 ms, which takes 2.00 GiB and so more than asked for"
     )
 
 

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from torchtitan.tools import filesystem
+
 from gt_autoparallel import PlanJudgement
 from gt_config.compile_config import MemoryPolicy
 from gt_passes.simulation import Hardware
@@ -24,13 +26,15 @@ from gt_trainer.dry_run.pipeline_judge import judged_pipeline
 from gt_trainer.dry_run.simulated_run import SimulatedRun
 from gt_trainer.dry_run.step_facts import degrees_of
 from gt_trainer.dry_run.step_judge import judged_step, keeping_the_best, step_judge
+from gt_trainer.placement.judged_run import judgement_for
 from gt_trainer.placement.kept_plan import (
+    BY_HAND_FILE,
     by_hand_file_of,
     is_judged,
     plan_file_of,
     with_plan_file,
 )
-from gt_trainer.placement.pipeline_judgement import read_judgement
+from gt_trainer.placement.pipeline_judgement import PipelineJudgement, written_judgement
 from gt_trainer.placement.plan_judge import judged_by
 from gt_trainer.placement.planned_machine import PlannedMachine, planned_for
 from gt_trainer.quantization.quantized_model import with_quantized_model
@@ -174,16 +178,22 @@ def _dry_run(
         by_hand = None
     kept = by_hand_file_of(config)
     if by_hand is not None and kept is not None:
+        judgement = judgement_for(kept, config, world_size)
         report = _captured(by_hand, world_size, hardware, trace_path, timeline_path)
         assert isinstance(report, PipelineDryRunReport)
-        return replace(report, placement=f"{read_judgement(kept)}, kept in {kept}")
-    report = _captured(config, world_size, hardware, trace_path, timeline_path)
+        report = replace(report, placement=f"{judgement}, kept in {kept}")
+        config, by_hand = by_hand, None
+    else:
+        report = _captured(config, world_size, hardware, trace_path, timeline_path)
     if by_hand is not None:
         expert = _captured(by_hand, world_size, hardware)
         beside = PlacedByHand(planned=report.simulated, by_hand=expert.simulated)
         if isinstance(report, PipelineDryRunReport) and is_judged(config):
             assert isinstance(expert, PipelineDryRunReport)
-            judgement = judged_pipeline(config, planned=report.simulated, by_hand=expert.simulated)
+            judgement = judged_pipeline(
+                config, world_size, planned=report.simulated, by_hand=expert.simulated
+            )
+            _leave_for_a_start(config, judgement)
             if judgement.takes_by_hand:
                 report = expert
                 if trace_path is not None or timeline_path is not None:  # which show the plan's
@@ -193,6 +203,18 @@ def _dry_run(
     if report.simulated.fits:
         return report
     return replace(report, remedy=_remedy(config, world_size, hardware, is_allowed))
+
+
+def _leave_for_a_start(config: GraphTrainer.Config, judgement: PipelineJudgement) -> None:
+    """Write to the dump folder why the step by hand is taken; or delete what says it is."""
+    if filesystem.is_remote(config.dump_folder):
+        return
+    path = Path(config.dump_folder) / BY_HAND_FILE
+    if judgement.takes_by_hand:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(written_judgement(judgement))
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _remedy(

@@ -13,6 +13,7 @@ from gt_autoparallel import JudgedStep
 from gt_passes.simulation import Hardware
 from gt_trainer.dry_run.pipeline_dry_run import pipeline_dry_run
 from gt_trainer.dry_run.simulated_pipeline import SimulatedPipeline
+from gt_trainer.placement.judged_run import judged_run
 from gt_trainer.placement.memory_budget import asked_budget_bytes
 from gt_trainer.placement.pipeline_judgement import PipelineJudgement
 from gt_trainer.quantization.quantized_model import with_quantized_model
@@ -20,12 +21,17 @@ from gt_trainer.trainer import GraphTrainer
 
 
 def judged_pipeline(
-    config: GraphTrainer.Config, *, planned: SimulatedPipeline, by_hand: SimulatedPipeline
+    config: GraphTrainer.Config,
+    world_size: int,
+    *,
+    planned: SimulatedPipeline,
+    by_hand: SimulatedPipeline,
 ) -> PipelineJudgement:
     """Hold the steps of both against each other, and against the budget that was asked for.
 
     Args:
         config: of the planned one.
+        world_size: ranks of the whole job.
         planned: its step.
         by_hand: the step of the same run without a solver.
     """
@@ -33,6 +39,7 @@ def judged_pipeline(
         planned=_step(planned),
         by_hand=_step(by_hand),
         budget_bytes=asked_budget_bytes(config.compile.autoparallel_solver),
+        made_for=judged_run(config, world_size),
     )
 
 
@@ -64,7 +71,7 @@ def judge_before_training(
     if planned.balance is not None:
         for line in str(planned.balance).splitlines():
             logger.info(line)
-    return judged_pipeline(config, planned=planned.simulated, by_hand=expert.simulated)
+    return judged_pipeline(config, world_size, planned=planned.simulated, by_hand=expert.simulated)
 
 
 def _step(found: SimulatedPipeline) -> JudgedStep:

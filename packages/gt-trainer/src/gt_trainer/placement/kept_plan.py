@@ -21,7 +21,8 @@ PLAN_FILE = "placement.json"
 """Name of the file with a plan: of a run in its dump folder, of checkpoints in theirs."""
 
 BY_HAND_FILE = "placed_by_hand.json"
-"""Name of the file, beside checkpoints, that says why they were not made with a plan."""
+"""Name of the file that says why a pipeline has no plan: beside checkpoints, why they were made so;
+in the dump folder, what a dry run found, for a start that would not have the time."""
 
 
 def plan_file_of(config: Any) -> Path | None:
@@ -83,7 +84,8 @@ def with_plan_file(options: Any, path: Path | None) -> Any:
 def keep_plan(config: Any, written: bytes, *, name: str = PLAN_FILE) -> bool:
     """Keep beside a run's checkpoints the plan that it trains with, or why it has none.
 
-    Whoever reads it there sees the old file or all of the new one, and then not the other kind.
+    Whoever reads it there sees the old file or all of the new one. The file of the other kind goes
+    after that: who reads between sees both, and takes the plan.
 
     Args:
         config: a ``GraphTrainer.Config``.

@@ -9,7 +9,7 @@ from typing import Any
 
 from gt_autoparallel import JudgedStep
 
-_FORMAT = {"format": "gt-trainer pipeline judgement", "version": 1}
+_FORMAT = {"format": "gt-trainer pipeline judgement", "version": 2}
 
 _NOISE = 1.01
 """Steps that differ by less are taken for equally fast."""
@@ -27,6 +27,9 @@ class PipelineJudgement:
     by_hand: JudgedStep
     budget_bytes: int | None = None
     """What a rank was allowed to take; None if nobody asked for less than there is."""
+
+    made_for: str
+    """The run whose steps these are, as ``judged_run`` says it."""
 
     @property
     def takes_by_hand(self) -> bool:

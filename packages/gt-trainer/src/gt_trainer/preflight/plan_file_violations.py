@@ -36,7 +36,7 @@ def plan_file_violations(config: GraphTrainer.Config, topology: Topology) -> Ite
     """
     path = plan_file_of(config)
     if path is None:
-        yield from _by_hand_violations(config)
+        yield from _by_hand_violations(config, topology.world)
         return
     # Imported here: no other run pays for the solver.
     from gt_autoparallel import PlacementError
@@ -64,21 +64,23 @@ def plan_file_violations(config: GraphTrainer.Config, topology: Topology) -> Ite
     )
 
 
-def _by_hand_violations(config: GraphTrainer.Config) -> Iterator[Violation]:
-    """Yield at most one: why nobody can tell that the run was placed by hand before."""
+def _by_hand_violations(config: GraphTrainer.Config, world_size: int) -> Iterator[Violation]:
+    """Yield at most one: why a judgement that was kept does not hold for this run."""
     path = by_hand_file_of(config)
     if path is None:
         return
-    from gt_trainer.placement.pipeline_judgement import NoJudgementError, read_judgement
+    from gt_trainer.placement.judged_run import judgement_for
+    from gt_trainer.placement.pipeline_judgement import NoJudgementError
 
     try:
-        read_judgement(path)
+        judgement_for(path, config, world_size)
     except (NoJudgementError, OSError) as error:
         yield Violation(
             flag="--checkpoint.folder",
             value=str(path.parent),
-            allowed=f"checkpoints with an intact {path.name} beside them",
-            fix=f"{error}; delete that file, and plan and step by hand are compared again",
+            allowed=f"checkpoints whose judgement, {path.name} beside them, is for this run",
+            fix=f"{error}\nGive back what differs, or delete that file, and plan and step by hand "
+            "are compared again",
         )
 
 

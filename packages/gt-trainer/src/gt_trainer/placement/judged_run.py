@@ -1,0 +1,88 @@
+"""What a judgement of a pipeline holds for: two runs alike in it have the same simulated steps."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gt_autoparallel import PlacementPrices
+from gt_trainer.model_identity import identity_of
+from gt_trainer.placement.memory_budget import asked_budget_bytes
+from gt_trainer.placement.pipeline_judgement import (
+    NoJudgementError,
+    PipelineJudgement,
+    read_judgement,
+)
+from gt_trainer.placement.planned_machine import planned_machine
+from gt_trainer.quantization.quantized_model import with_quantized_model
+
+if TYPE_CHECKING:
+    from gt_trainer.trainer import GraphTrainer
+
+_BATCH = (
+    "local_batch_size",
+    "global_batch_size",
+    "seq_len",
+    "dtype",
+    "mixed_precision_param",
+    "mixed_precision_reduce",
+)
+_NO_PART_OF_THE_STEP = ("artifacts", "artifacts_max_gib", "verify_passes", "debug_graph_passes")
+_HOW_TO_SEARCH = ("memory_budget_gib", "time_limit_seconds", "plan")
+
+
+def judged_run(config: GraphTrainer.Config, world_size: int) -> str:
+    """SHA-256 of the model, the mesh, the batch, the options and the machine of a pipeline.
+
+    The memory budget is no part of it: a judgement is held against any.
+
+    Args:
+        config: of the run with a solver. Not changed.
+        world_size: ranks of the whole job.
+    """
+    spec = with_quantized_model(config).model_spec
+    assert spec is not None
+    options = dataclasses.asdict(config.compile)
+    for name in _NO_PART_OF_THE_STEP:
+        del options[name]
+    for name in _HOW_TO_SEARCH:
+        del options["autoparallel_solver"][name]
+    content = {
+        "model": dict(identity_of(spec).fields),
+        "world_size": world_size,
+        "parallelism": dataclasses.asdict(config.parallelism),
+        "training": {name: getattr(config.training, name) for name in _BATCH},
+        "compile": options,
+        "machine": PlacementPrices(planned_machine().cost_model()).digest,
+    }
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def judgement_for(path: Path, config: GraphTrainer.Config, world_size: int) -> PipelineJudgement:
+    """Read why a run is placed by hand, by the budget that it asks for now.
+
+    Args:
+        path: of a file with what ``written_judgement`` gave.
+        config: of the run with a solver. Not changed.
+        world_size: ranks of the whole job.
+
+    Raises:
+        NoJudgementError: as ``read_judgement``; or it is of another run, or the step by hand takes
+            more than this one asks for.
+        OSError: it cannot be read.
+    """
+    judgement = read_judgement(path)
+    if judgement.made_for != judged_run(config, world_size):
+        raise NoJudgementError(
+            f"{path} is of another model, mesh, batch or machine, or of other options"
+        )
+    budget = asked_budget_bytes(config.compile.autoparallel_solver)
+    judgement = dataclasses.replace(judgement, budget_bytes=budget)
+    if not judgement.takes_by_hand:
+        raise NoJudgementError(
+            f"{path} does not take the step by hand for this memory budget: {judgement}"
+        )
+    return judgement
