@@ -80,10 +80,10 @@ def update_parameters(optimizers: OptimizersContainer[Any]) -> None:
 def on_local_parts(optimizers: Iterable[Optimizer]) -> Iterator[None]:
     """Inside, Adam and AdamW update plain tensors: this rank's parts of parameters and state.
 
-    Afterwards they hold the parameters that they held before, and state that lies as these do. Hooks
-    of an optimizer's own steps see the parts, too. Left alone is an optimizer of another kind, one
-    that leaves to PyTorch how it runs (``foreach`` and ``fused`` None), and one with a gradient that
-    lies otherwise than its parameter.
+    Afterwards they hold the parameters that they held before, and state that lies as these do.
+    Hooks of an optimizer's own steps see the parts, too. Left alone is an optimizer of another
+    kind, one that leaves to PyTorch how it runs (``foreach`` and ``fused`` None), and one with a
+    gradient that lies otherwise than its parameter.
 
     Args:
         optimizers: those that make a step inside.

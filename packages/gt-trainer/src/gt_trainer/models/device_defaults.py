@@ -25,8 +25,8 @@ def default_options(
 ) -> TrainerCompileConfig:
     """The options of a run for which nobody sets any.
 
-    On GPUs: the memory policy nearest to the published checkpointing (selective: all products kept), Inductor
-    for what memory bounds, CUDA graphs. ``preflight.settled_defaults`` takes back what does not go
+    On GPUs: the memory policy nearest to the published checkpointing (selective keeps all products),
+    Inductor for what memory bounds, CUDA graphs. ``preflight.settled_defaults`` takes back what does not go
     with the options that a user sets.
 
     Args:
