@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from gt_autoparallel import PlacementPrices
 from gt_trainer.model_identity import identity_of
@@ -18,9 +18,6 @@ from gt_trainer.placement.pipeline_judgement import (
 )
 from gt_trainer.placement.planned_machine import planned_machine
 from gt_trainer.quantization.quantized_model import with_quantized_model
-
-if TYPE_CHECKING:
-    from gt_trainer.trainer import GraphTrainer
 
 _BATCH = (
     "local_batch_size",
@@ -34,13 +31,13 @@ _NO_PART_OF_THE_STEP = ("artifacts", "artifacts_max_gib", "verify_passes", "debu
 _HOW_TO_SEARCH = ("memory_budget_gib", "time_limit_seconds", "plan")
 
 
-def judged_run(config: GraphTrainer.Config, world_size: int) -> str:
+def judged_run(config: Any, world_size: int) -> str:
     """SHA-256 of the model, the mesh, the batch, the options and the machine of a pipeline.
 
     The memory budget is no part of it: a judgement is held against any.
 
     Args:
-        config: of the run with a solver. Not changed.
+        config: a ``GraphTrainer.Config`` with a solver. Not changed.
         world_size: ranks of the whole job.
     """
     spec = with_quantized_model(config).model_spec
@@ -61,12 +58,12 @@ def judged_run(config: GraphTrainer.Config, world_size: int) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def judgement_for(path: Path, config: GraphTrainer.Config, world_size: int) -> PipelineJudgement:
+def judgement_for(path: Path, config: Any, world_size: int) -> PipelineJudgement:
     """Read why a run is placed by hand, by the budget that it asks for now.
 
     Args:
         path: of a file with what ``written_judgement`` gave.
-        config: of the run with a solver. Not changed.
+        config: a ``GraphTrainer.Config`` with a solver. Not changed.
         world_size: ranks of the whole job.
 
     Raises:
