@@ -62,7 +62,7 @@ def clip_gradients(
         dist.all_reduce(norm, group=pp_mesh.get_group())
         norm **= 0.5
     torch.nn.utils.clip_grads_with_norm_(
-        [_held(each.grad) for each in parameters],
+        [_held(each.grad) for each in parameters if each.grad is not None],
         max_norm,
         norm,
         foreach=True,

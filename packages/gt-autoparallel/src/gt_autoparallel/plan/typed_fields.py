@@ -24,7 +24,7 @@ def of_fields(kind: type[_T], content: Mapping[str, Any]) -> _T:
         PlanMismatchError: a value is of another kind than its field; names every such field.
         TypeError: there are other fields, or too few.
     """
-    of_class: type[Any] = kind
+    of_class: Any = kind
     kinds = _plain_kinds(of_class)
     problems = [
         f"{name} is {value!r}; allowed: {' or '.join(each.__name__ for each in kinds[name])}"

@@ -25,9 +25,9 @@ def default_options(
 ) -> TrainerCompileConfig:
     """The options of a run for which nobody sets any.
 
-    On GPUs: the memory policy nearest to the published checkpointing (selective keeps all products),
-    Inductor for what memory bounds, CUDA graphs. ``preflight.settled_defaults`` takes back what does not go
-    with the options that a user sets.
+    On GPUs: the memory policy nearest to the published checkpointing (selective keeps all
+    products), Inductor for what memory bounds, CUDA graphs. ``preflight.settled_defaults`` takes
+    back what does not go with the options that a user sets.
 
     Args:
         activation_checkpoint: torchtitan's, as the configuration is published; None for none.
