@@ -31,7 +31,7 @@ def complete_folder(folder: Path, model: object, assets: Path | None) -> str | N
 
     Args:
         folder: Has the weights.
-        model: The configuration of the decoder that was trained.
+        model: The configuration of the model that was trained.
         assets: The run's ``hf_assets_path``; None if it has none.
 
     Returns:
@@ -40,6 +40,10 @@ def complete_folder(folder: Path, model: object, assets: Path | None) -> str | N
     for name in _TOKENIZER:
         if assets is not None and (assets / name).is_file():
             shutil.copyfile(assets / name, folder / name)
+    own: str | None = getattr(model, "config_json", None)
+    if own is not None:  # a model of transformers' own
+        (folder / CONFIG).write_text(own, encoding="utf-8")
+        return None
     try:
         made = hugging_face_config(model)
     except NoHuggingFaceConfigError as error:

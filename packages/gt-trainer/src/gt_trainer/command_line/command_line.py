@@ -24,6 +24,7 @@ from gt_trainer.command_line.short_names import SHORT_NAMES, written_out
 from gt_trainer.command_line.usage import USAGE
 from gt_trainer.launcher.rendezvous import Rendezvous
 from gt_trainer.models.catalog import CATALOG, CatalogEntry
+from gt_trainer.models.hugging_face.folder import folder_of, folder_problems
 from gt_trainer.models.published_runs import PUBLISHED_RUNS, PublishedRun
 from gt_trainer.models.torchtitan_modules import torchtitan_configs, torchtitan_modules
 
@@ -89,8 +90,8 @@ class CommandLine:
 
     action: CommandAction = "train"
     module: str = _DEFAULT_MODULE
-    """A name of the catalog, another of torchtitan's models, or a dotted path of a Python module
-    with configurations."""
+    """A name of the catalog, another of torchtitan's models, a dotted path of a Python module with
+    configurations, or hf: and a folder of Hugging Face's."""
     config: str = ""
     """A name of the catalog, or of a function in that module."""
     published: PublishedRun | None = None
@@ -160,6 +161,10 @@ def parse_command_line(arguments: Sequence[str]) -> CommandLine:
     module, config = (
         _choose_config(reading) if published is None else (published.module, published.config)
     )
+    if action == _PLAN and folder_of(module) is not None:
+        reading.problems.append(
+            f"plan counts the layers of torchtitan's decoders, and --module {module} is none"
+        )
     shown = _ranks(reading, num_processes or 1)
     restarts = _count(reading, "--restarts", least=0)
     if restarts and (num_processes or 1) == 1:
@@ -419,6 +424,12 @@ def _choose_published(reading: _Reading) -> PublishedRun | None:
 def _choose_config(reading: _Reading) -> tuple[str, str]:
     """Return module and configuration; either may be left out where the other implies it."""
     module, config = reading.values.get("--module"), reading.values.get("--config")
+    folder = None if module is None else folder_of(module)
+    if module is not None and folder is not None:
+        reading.problems += [f"--module {module}: {each}" for each in folder_problems(folder)]
+        if config is not None:
+            reading.problems.append(f"--module {module} is one model: leave out --config {config}")
+        return module, folder.resolve().name
     if module is not None and "." in module:
         if config is None:
             reading.problems.append(f"--module {module} needs --config: a function in that module")
@@ -454,7 +465,7 @@ def _choose_of_torchtitan(reading: _Reading, module: str, config: str | None) ->
         names = [*CATALOG, *torchtitan_modules()]
         reading.problems.append(
             f"no module {module!r}.{did_you_mean(module, names)}\n"
-            f"modules: {', '.join(names)}; or the dotted path of a module of yours"
+            f"modules: {', '.join(names)}; the dotted path of a module of yours; or hf:FOLDER"
         )
         return config or ""
     if config is None:

@@ -13,6 +13,7 @@ from gt_trainer.command_line.command_line import CommandLine, UsageError
 from gt_trainer.command_line.near_matches import did_you_mean
 from gt_trainer.late_imports import compiling_nothing, imported_when_used
 from gt_trainer.models.catalog import CATALOG
+from gt_trainer.models.hugging_face.folder import folder_of
 from gt_trainer.models.torchtitan_modules import python_module
 
 if TYPE_CHECKING:
@@ -44,6 +45,9 @@ def load_configuration(command: CommandLine) -> GraphTrainer.Config:
         from gt_trainer.trainer import GraphTrainer
 
     start_logging()
+    folder = folder_of(command.module)
+    if folder is not None:
+        return _with_own_folder(_of_hugging_face(folder), command.config)
     name = python_module(command.module)
     try:
         module = importlib.import_module(name)
@@ -86,6 +90,18 @@ def load_configuration(command: CommandLine) -> GraphTrainer.Config:
         return _with_own_folder(config, command.published.name)
     is_short = "." not in command.module
     return _with_own_folder(config, command.config if is_short else f"{name}.{command.config}")
+
+
+def _of_hugging_face(folder: Path) -> GraphTrainer.Config:
+    from gt_trainer.models.hugging_face.configuration import (
+        UntrainableFolderError,
+        hugging_face_configuration,
+    )
+
+    try:
+        return hugging_face_configuration(folder)
+    except UntrainableFolderError as error:
+        raise UsageError(f"--module hf:{folder} cannot be trained here: {error}") from None
 
 
 def _adapted(config: Trainer.Config, module: str, function: str) -> GraphTrainer.Config:

@@ -55,7 +55,8 @@ flags that are changed most:
 options:
   --module NAME      model family, another of torchtitan's decoders, or the dotted path of
                      a Python module with functions that return a configuration, ours or
-                     torchtitan's (default: llama3)
+                     torchtitan's (default: llama3); hf:FOLDER trains the model of a local
+                     Hugging Face folder (needs gt-trainer[hf])
   --config NAME      configuration (default: the module's debug model)
   --published NAME   in place of both: repeat a run whose throughput was published, on as
                      many GPUs; with --dry-run on its machine (names: --list)

@@ -44,8 +44,16 @@ def _initialize(initializer: Initializer, parameter: torch.Tensor) -> None:
     initializer(unset)
     if torch.isnan(unset).all():
         return
+    copy_part(unset, parameter)
+
+
+def copy_part(whole: torch.Tensor, parameter: torch.Tensor) -> None:
+    """Fill a parameter, sharded or not, with this rank's part of a whole tensor."""
     with torch.no_grad():
-        parameter.to_local().copy_(_part(unset, parameter))
+        if isinstance(parameter, DTensor):
+            parameter.to_local().copy_(_part(whole, parameter))
+        else:
+            parameter.copy_(whole)
 
 
 def _part(whole: torch.Tensor, like: DTensor) -> torch.Tensor:

@@ -28,7 +28,7 @@ from gt_trainer.decoder.initialization import draw_whole_weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _DataParallel:
+class DataParallel:
     """How one group of parameters is kept: the mesh of its data-parallel axes, and the mode."""
 
     mesh: DeviceMesh
@@ -104,7 +104,7 @@ def parallelize(
             reduction="sum",
             prefix=name,
         )
-    placement = _dense_placement(parallel_dims)
+    placement = dense_placement(parallel_dims)
     uneven = _unevenly_split(model, parallel_dims.get_mesh("fsdp").size())
     if uneven is not None:
         shard(
@@ -152,20 +152,19 @@ def _expert_shard_dim(num_experts: int, parallel_dims: ParallelDims) -> int:
     return 1 if num_shards > num_experts else 0
 
 
-def _dense_placement(parallel_dims: ParallelDims) -> _DataParallel:
+def dense_placement(parallel_dims: ParallelDims) -> DataParallel:
+    """Over all data-parallel ranks."""
     if not parallel_dims.dp_replicate_enabled:
-        return _DataParallel(mesh=parallel_dims.get_mesh("fsdp"), mode="shard")
+        return DataParallel(mesh=parallel_dims.get_mesh("fsdp"), mode="shard")
     if parallel_dims.get_mesh("fsdp").size() == 1:
-        return _DataParallel(mesh=parallel_dims.get_mesh("dp_replicate"), mode="replicate")
-    return _DataParallel(mesh=parallel_dims.get_mesh(["dp_replicate", "fsdp"]), mode="hybrid_shard")
+        return DataParallel(mesh=parallel_dims.get_mesh("dp_replicate"), mode="replicate")
+    return DataParallel(mesh=parallel_dims.get_mesh(["dp_replicate", "fsdp"]), mode="hybrid_shard")
 
 
-def _expert_placement(parallel_dims: ParallelDims) -> _DataParallel:
+def _expert_placement(parallel_dims: ParallelDims) -> DataParallel:
     """The axes beside EP. Of one rank too: they must come from the mesh that EP is part of."""
     if not parallel_dims.ep_enabled:
-        return _dense_placement(parallel_dims)
+        return dense_placement(parallel_dims)
     if not parallel_dims.dp_replicate_enabled:
-        return _DataParallel(mesh=parallel_dims.get_mesh("efsdp"), mode="shard")
-    return _DataParallel(
-        mesh=parallel_dims.get_mesh(["dp_replicate", "efsdp"]), mode="hybrid_shard"
-    )
+        return DataParallel(mesh=parallel_dims.get_mesh("efsdp"), mode="shard")
+    return DataParallel(mesh=parallel_dims.get_mesh(["dp_replicate", "efsdp"]), mode="hybrid_shard")

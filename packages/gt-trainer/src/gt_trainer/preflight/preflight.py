@@ -27,6 +27,7 @@ from gt_trainer.preflight.bitwise_violations import bitwise_violations
 from gt_trainer.preflight.budget_violations import budget_violations
 from gt_trainer.preflight.context_parallel_violations import context_parallel_violations
 from gt_trainer.preflight.export_violations import export_violations
+from gt_trainer.preflight.hugging_face_violations import hugging_face_violations
 from gt_trainer.preflight.idle_options import idle_option_violations
 from gt_trainer.preflight.machine_violations import machine_violations
 from gt_trainer.preflight.pipeline_violations import pipeline_violations
@@ -116,6 +117,7 @@ def configuration_violations(config: GraphTrainer.Config, world_size: int) -> It
     yield from pipeline_violations(config)
     yield from context_parallel_violations(config, topology)
     yield from autoparallel_violations(config, topology)
+    yield from hugging_face_violations(config, topology)
 
 
 def topology_of(config: GraphTrainer.Config, world_size: int) -> Topology:

@@ -1,0 +1,1 @@
+"""Causal language models of transformers, from a local folder."""
