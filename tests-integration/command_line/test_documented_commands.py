@@ -59,6 +59,10 @@ def test_a_command_of_gt_train_is_accepted_as_far_as_it_is_judged_without_torch(
 ):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.json").touch()  # somebody's hardware
+    their_model = tmp_path / "my" / "llama"
+    their_model.mkdir(parents=True)
+    (their_model / "config.json").write_text('{"model_type": "llama"}', encoding="utf-8")
+    (their_model / "tokenizer.json").touch()
     command = parse_command_line(words[1:])
     # What is too large for this machine is started on as many ranks as it is meant for.
     intended = INTENDED_WORLD_SIZE.get(command.config, 1)
