@@ -16,7 +16,7 @@ from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.config import ParallelismConfig
 
 from gt_autoparallel import JudgedStep
-from gt_config import CompileConfig
+from gt_config import CompileConfig, Fingerprint
 from gt_trainer import run
 from gt_trainer.dry_run import dry_run, pipeline_judge
 from gt_trainer.launcher import RunStoppedError
@@ -192,10 +192,9 @@ class TestSearchForAPlan:
 class TestJudgementOfAPipeline:
     """Which of its two configurations a pipeline trains with, as its first rank says."""
 
+    RUN = Fingerprint.of({"world_size": 1})
     PLANNED = JudgedStep(step_us=2e6, peak_bytes=1, fits=True)
-    FASTER = PipelineJudgement(
-        planned=PLANNED, by_hand=replace(PLANNED, step_us=1e6), made_for="run"
-    )
+    FASTER = PipelineJudgement(planned=PLANNED, by_hand=replace(PLANNED, step_us=1e6), made_for=RUN)
     SLOWER = replace(FASTER, by_hand=replace(PLANNED, step_us=3e6))
 
     def trained(self, folder, judge, monkeypatch, *, may_go_by_hand=True):
@@ -219,7 +218,7 @@ class TestJudgementOfAPipeline:
         by_hand = replace(config)
         config.compile = replace(config.compile, autoparallel=True)
         monkeypatch.setattr(run, "describe_run", lambda _, world_size: f"a run of {world_size}")
-        monkeypatch.setattr(judged_run, "judged_run", lambda *_: "run")
+        monkeypatch.setattr(judged_run, "judged_run", lambda *_: self.RUN)
         monkeypatch.setattr(pipeline_judge, "judge_before_training", judge)
         monkeypatch.setattr(type(config), "build", build)
         run.train(config, by_hand=by_hand if may_go_by_hand else None)
@@ -285,12 +284,14 @@ class TestJudgementOfAPipeline:
         self, tmp_path, monkeypatch, caplog
     ):
         left = tmp_path / "placed_by_hand.json"
-        left.write_bytes(written_judgement(replace(self.FASTER, made_for="another")))
+        left.write_bytes(
+            written_judgement(replace(self.FASTER, made_for=Fingerprint.of({"world_size": 2})))
+        )
         (config,) = self.trained(tmp_path, lambda *_, **__: self.SLOWER, monkeypatch)
         assert config.compile.autoparallel
         assert (
-            f"{left} is of another model, mesh, batch or machine, or of other options: plan and "
-            "step by hand are compared again"
+            f"{left} is of another run; stale: 1 field differs between what is stored and this "
+            "run:\n  world_size: 2 became 1: plan and step by hand are compared again"
         ) in caplog.messages
 
     def test_a_plan_that_was_found_is_taken_where_the_step_by_hand_fails(

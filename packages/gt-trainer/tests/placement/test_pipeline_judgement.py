@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gt_autoparallel import JudgedStep
+from gt_config import Fingerprint
 from gt_trainer.placement.pipeline_judgement import (
     NoJudgementError,
     PipelineJudgement,
@@ -18,6 +19,7 @@ from gt_trainer.placement.pipeline_judgement import (
 )
 
 GIB = 2**30
+RUN = Fingerprint.of({"world_size": 2048})
 STEPS = st.builds(
     JudgedStep,
     step_us=st.floats(1.0, 1e9),
@@ -34,7 +36,7 @@ def judgement(
     planned: JudgedStep, by_hand: JudgedStep, gib: int | None = None
 ) -> PipelineJudgement:
     budget = None if gib is None else gib * GIB
-    return PipelineJudgement(planned=planned, by_hand=by_hand, budget_bytes=budget, made_for="run")
+    return PipelineJudgement(planned=planned, by_hand=by_hand, budget_bytes=budget, made_for=RUN)
 
 
 @given(STEPS, STEPS)
@@ -124,6 +126,7 @@ OF_A_PLAN = written_judgement(judgement(step(1), step(2)))
         json.dumps({**WRITTEN, "format": "gt-autoparallel plan"}).encode(),
         json.dumps({**WRITTEN, "unknown": 1}).encode(),
         json.dumps({**WRITTEN, "planned": {"step_us": 1.0}}).encode(),
+        json.dumps({**WRITTEN, "made_for": {**WRITTEN["made_for"], "fields": {}}}).encode(),
     ],
 )
 def test_refuses_what_is_no_judgement_for_the_step_by_hand(tmp_path: Path, content: bytes) -> None:

@@ -9,7 +9,7 @@ import pytest
 from refused_configurations import changed, refusal
 
 from gt_autoparallel import JudgedStep, write_plan, write_plans
-from gt_config import AutoParallelConfig, Topology
+from gt_config import AutoParallelConfig, Fingerprint, Topology
 from gt_passes.simulation import h100_sxm
 from gt_trainer.models import llama3
 from gt_trainer.pipelines.pipeline_plan import pipeline_plan
@@ -307,7 +307,7 @@ def test_a_run_that_goes_on_has_the_plan_that_was_kept(plan, tmp_path):
 JUDGED = PipelineJudgement(
     planned=JudgedStep(step_us=2e6, peak_bytes=1, fits=True),
     by_hand=JudgedStep(step_us=1e6, peak_bytes=2 * 2**30, fits=True),
-    made_for="",
+    made_for=Fingerprint.of({"world_size": 4}),
 )
 
 
@@ -378,12 +378,15 @@ def test_a_judgement_holds_for_the_run_that_it_was_made_for(tmp_path):
     (tmp_path / "checkpoint" / "step-2" / ".metadata").touch()
     assert list(plan_file_violations(config, TOPOLOGY)) == []
     (found,) = plan_file_violations(config, dataclasses.replace(TOPOLOGY, world=8))
-    other = f"{path} is of another model, mesh, batch or machine, or of other options\n"
-    assert found.fix.startswith(other)
-    for part, change in [("training", {"seq_len": 64}), ("compile", {"prefetch_layers": 2})]:
+    other = f"{path} is of another run; stale: 1 field differs between what is stored and this run:"
+    assert found.fix.startswith(f"{other}\n  world_size: 4 became 8\n")
+    for part, change, told in [
+        ("training", {"seq_len": 64}, 'training["seq_len"]: 32 became 64'),
+        ("compile", {"prefetch_layers": 2}, "compile.prefetch_layers: 1 became 2"),
+    ]:
         options = dataclasses.replace(getattr(config, part), **change)
         (found,) = plan_file_violations(dataclasses.replace(config, **{part: options}), TOPOLOGY)
-        assert found.fix.startswith(other)
+        assert found.fix.startswith(f"{other}\n  {told}\n")
     with planned_for(PlannedMachine(hardware=dataclasses.replace(h100_sxm(), gpus_per_node=4))):
         (found,) = plan_file_violations(config, TOPOLOGY)
     assert found.fix.startswith(other)

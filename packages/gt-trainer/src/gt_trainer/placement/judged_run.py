@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 from pathlib import Path
 from typing import Any
 
 from gt_autoparallel import PlacementPrices
+from gt_config import Fingerprint, refuse_stale
+from gt_config.errors import StaleFingerprintError
 from gt_trainer.model_identity import identity_of
 from gt_trainer.placement.memory_budget import asked_budget_bytes
 from gt_trainer.placement.pipeline_judgement import (
@@ -27,12 +27,10 @@ _BATCH = (
     "mixed_precision_param",
     "mixed_precision_reduce",
 )
-_NO_PART_OF_THE_STEP = ("artifacts", "artifacts_max_gib", "verify_passes", "debug_graph_passes")
-_HOW_TO_SEARCH = ("memory_budget_gib", "time_limit_seconds", "plan")
 
 
-def judged_run(config: Any, world_size: int) -> str:
-    """SHA-256 of the model, the mesh, the batch, the options and the machine of a pipeline.
+def judged_run(config: Any, world_size: int) -> Fingerprint:
+    """The model, the mesh, the batch, the options and the machine of a pipeline.
 
     The memory budget is no part of it: a judgement is held against any.
 
@@ -42,20 +40,18 @@ def judged_run(config: Any, world_size: int) -> str:
     """
     spec = with_quantized_model(config).model_spec
     assert spec is not None
-    options = dataclasses.asdict(config.compile)
-    for name in _NO_PART_OF_THE_STEP:
-        del options[name]
-    for name in _HOW_TO_SEARCH:
-        del options["autoparallel_solver"][name]
-    content = {
-        "model": dict(identity_of(spec).fields),
-        "world_size": world_size,
-        "parallelism": dataclasses.asdict(config.parallelism),
-        "training": {name: getattr(config.training, name) for name in _BATCH},
-        "compile": options,
-        "machine": PlacementPrices(planned_machine().cost_model()).digest,
-    }
-    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()
+    options = config.compile
+    solver = dataclasses.replace(options.autoparallel_solver, memory_budget_gib=None)
+    return Fingerprint.of(
+        {
+            "model": identity_of(spec).fields,
+            "world_size": world_size,
+            "parallelism": config.parallelism,
+            "training": {name: getattr(config.training, name) for name in _BATCH},
+            "compile": dataclasses.replace(options, autoparallel_solver=solver),
+            "machine": PlacementPrices(planned_machine().cost_model()).digest,
+        }
+    )
 
 
 def judgement_for(path: Path, config: Any, world_size: int) -> PipelineJudgement:
@@ -72,10 +68,10 @@ def judgement_for(path: Path, config: Any, world_size: int) -> PipelineJudgement
         OSError: it cannot be read.
     """
     judgement = read_judgement(path)
-    if judgement.made_for != judged_run(config, world_size):
-        raise NoJudgementError(
-            f"{path} is of another model, mesh, batch or machine, or of other options"
-        )
+    try:
+        refuse_stale(stored=judgement.made_for, current=judged_run(config, world_size))
+    except StaleFingerprintError as error:
+        raise NoJudgementError(f"{path} is of another run; {error}") from None
     budget = asked_budget_bytes(config.compile.autoparallel_solver)
     judgement = dataclasses.replace(judgement, budget_bytes=budget)
     if not judgement.takes_by_hand:

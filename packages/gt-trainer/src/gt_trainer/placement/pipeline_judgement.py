@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gt_autoparallel import JudgedStep
+from gt_config import Fingerprint
 
 _FORMAT = {"format": "gt-trainer pipeline judgement", "version": 2}
 
@@ -28,7 +29,7 @@ class PipelineJudgement:
     budget_bytes: int | None = None
     """What a rank was allowed to take; None if nobody asked for less than there is."""
 
-    made_for: str
+    made_for: Fingerprint
     """The run whose steps these are, as ``judged_run`` says it."""
 
     @property
@@ -64,7 +65,14 @@ class PipelineJudgement:
 
 def written_judgement(judgement: PipelineJudgement) -> bytes:
     """The judgement as a file."""
-    return (json.dumps({**_FORMAT, **asdict(judgement)}, indent=1) + "\n").encode()
+    content = {
+        **_FORMAT,
+        "planned": asdict(judgement.planned),
+        "by_hand": asdict(judgement.by_hand),
+        "budget_bytes": judgement.budget_bytes,
+        "made_for": json.loads(judgement.made_for.to_json()),
+    }
+    return (json.dumps(content, indent=1) + "\n").encode()
 
 
 def read_judgement(path: Path) -> PipelineJudgement:
@@ -85,6 +93,7 @@ def read_judgement(path: Path) -> PipelineJudgement:
         judgement = PipelineJudgement(
             planned=JudgedStep(**found.pop("planned")),
             by_hand=JudgedStep(**found.pop("by_hand")),
+            made_for=Fingerprint.from_json(json.dumps(found.pop("made_for"))),
             **found,
         )
         if not judgement.takes_by_hand:
