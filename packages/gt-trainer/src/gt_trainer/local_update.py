@@ -50,9 +50,9 @@ def clip_gradients(
     Returns:
         The norm before clipping, a scalar.
     """
-    parameters = [each for each in parameters if each.grad is not None]
+    gradients = [(id(each), each.grad) for each in parameters if each.grad is not None]
     uncounted = {id(each) for each in second_copies}
-    counted = [each.grad for each in parameters if id(each) not in uncounted]
+    counted = [gradient for number, gradient in gradients if number not in uncounted]
     # A rank with nothing else still takes part in the sum.
     norm = _norm(
         counted or [torch.zeros_like(each) for each in second_copies], ep_enabled=ep_enabled
@@ -62,7 +62,8 @@ def clip_gradients(
         dist.all_reduce(norm, group=pp_mesh.get_group())
         norm **= 0.5
     torch.nn.utils.clip_grads_with_norm_(
-        [_held(each.grad) for each in parameters if each.grad is not None],
+        # Of the parameters it reads nothing, and a gradient may lie otherwise than its own.
+        [_with_gradient(local_part(gradient), gradient) for _, gradient in gradients],
         max_norm,
         norm,
         foreach=True,
@@ -111,14 +112,6 @@ def _norm(gradients: list[Any], *, ep_enabled: bool) -> torch.Tensor:
 
 def _whole(norm: torch.Tensor) -> torch.Tensor:
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
-
-
-def _held(gradient: torch.Tensor) -> nn.Parameter:
-    """A parameter with this rank's part of a gradient, which may lie otherwise than its own."""
-    part = local_part(gradient)
-    parameter = nn.Parameter(part)
-    parameter.grad = part
-    return parameter
 
 
 def _with_gradient(part: torch.Tensor, gradient: torch.Tensor | None) -> nn.Parameter:
