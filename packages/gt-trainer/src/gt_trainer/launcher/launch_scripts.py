@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 _CORES_OF_A_RANK = 12
 _NUMA_NODES = 2
+_ASSETS, _DUMP = "--hf_assets_path", "--dump_folder"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,20 +31,16 @@ class ClusterRun:
     """Nodes that one NVLink domain connects, which have to be next to one another."""
 
     arguments: Sequence[str]
-    """Of gt-train, as typed, but for the two that follow."""
-
-    hf_assets_path: str | None = None
-    """The tokenizer's folder, unless HF_ASSETS_PATH is set; None asks for that."""
-
-    dump_folder: str | None = None
-    """Unless DUMP_FOLDER is set; None for one of the run's name."""
+    """Of gt-train, as typed. Where they lack the tokenizer's folder or the dump folder, the scripts
+    take it from a variable."""
 
 
 def launch_scripts(run: ClusterRun) -> dict[str, str]:
     """The scripts' texts, by file name: ``NAME.sbatch`` and ``NAME.torchrun.sh``.
 
-    Ranks are numbered node by node, so that ranks next to one another share a node. Variables
-    that the scripts read are those of ``launch/README.md``.
+    Ranks are numbered node by node, so that ranks next to one another share a node; torchrun's c10d
+    rendezvous sorts nodes by their names (torch/distributed/elastic/rendezvous). Variables that the
+    scripts read are those of ``launch/README.md``.
     """
     return {
         f"{run.name}.sbatch": "\n".join([*_head(run, slurm=True), *_slurm(run)]) + "\n",
@@ -55,10 +52,11 @@ def _head(run: ClusterRun, *, slurm: bool) -> list[str]:
     on_each = "the node" if run.num_nodes == 1 else f"each of the {run.num_nodes} nodes"
     endpoint = "RDZV_ENDPOINT=host:port " if run.num_nodes > 1 else ""
     started = f"sbatch {run.name}.sbatch" if slurm else f"{endpoint}./{run.name}.torchrun.sh"
+    needs_assets = _lacks(run, _ASSETS)
     lines = [
         "#!/bin/bash",
         f"# {run.what}." + ("" if slurm else f" Start it on {on_each}:"),
-        f"# HF_ASSETS_PATH=... {started} [more options of gt-train]",
+        f"# {'HF_ASSETS_PATH=... ' if needs_assets else ''}{started} [more options of gt-train]",
         "# Never run on such a machine by its authors; gt-trainer/launch/README.md explains it.",
     ]
     if slurm:
@@ -75,28 +73,18 @@ def _head(run: ClusterRun, *, slurm: bool) -> list[str]:
             lines.append(f"#SBATCH --segment={segment}")
     elif run.hosts_per_domain > 1:
         lines.append(
-            f"# torchrun numbers nodes as they come: start those of an NVLink domain "
-            f"({run.hosts_per_domain}) with --node-rank in their order."
+            "# torchrun numbers nodes by their sorted names: those of the "
+            f"{run.hosts_per_domain} in an NVLink domain have to be next to one another."
         )
+    lines.append("set -euo pipefail")
+    if needs_assets:
+        lines.append(f': "${{HF_ASSETS_PATH:?folder with the tokenizer of {run.model}}}"')
     return [
         *lines,
-        "set -euo pipefail",
-        *_defaults(run),
         'export PYTORCH_ALLOC_CONF="${PYTORCH_ALLOC_CONF:-expandable_segments:True}"',
         f'export OMP_NUM_THREADS="${{OMP_NUM_THREADS:-{_CORES_OF_A_RANK}}}"',
         "",
     ]
-
-
-def _defaults(run: ClusterRun) -> list[str]:
-    needed = f': "${{HF_ASSETS_PATH:?folder with the tokenizer of {run.model}}}"'
-    given = {"HF_ASSETS_PATH": run.hf_assets_path, "DUMP_FOLDER": run.dump_folder}
-    lines = [
-        f'[ -n "${{{name}:-}}" ] || {name}={shlex.quote(folder)}'
-        for name, folder in given.items()
-        if folder is not None
-    ]
-    return lines if run.hf_assets_path is not None else [needed, *lines]
 
 
 def _slurm(run: ClusterRun) -> list[str]:
@@ -124,8 +112,14 @@ def _torchrun(run: ClusterRun) -> list[str]:
 
 
 def _folders(run: ClusterRun) -> list[str]:
-    return [
-        '    --hf_assets_path "$HF_ASSETS_PATH" \\',
-        f'    --dump_folder "${{DUMP_FOLDER:-outputs/{run.name}}}" \\',
-        '    "$@"',
-    ]
+    given = {
+        _ASSETS: '"$HF_ASSETS_PATH"',
+        _DUMP: f'"${{DUMP_FOLDER:-outputs/{run.name}}}"',
+    }
+    lines = [f"    {flag} {value} \\" for flag, value in given.items() if _lacks(run, flag)]
+    return [*lines, '    "$@"']
+
+
+def _lacks(run: ClusterRun, flag: str) -> bool:
+    typed = (word.partition("=")[0].replace("-", "_") for word in run.arguments)
+    return flag.replace("-", "_") not in typed

@@ -185,8 +185,6 @@ def cluster_run(report: PlanAnswer, name: str) -> ClusterRun | None:
     per_host = min(report.cluster.gpus_per_host, report.num_gpus)
     if report.num_gpus % per_host:
         return None
-    arguments = [*shlex.split(report.model_flags), *report.further, *recipe.flags()]
-    assets, dump = (_taken(arguments, flag) for flag in ("--hf_assets_path", "--dump_folder"))
     what = f"{report.model} on {report.num_gpus} {report.cluster.hardware.name}: {recipe}"
     return ClusterRun(
         name=re.sub(r"[^\w.-]", "_", name),
@@ -195,26 +193,8 @@ def cluster_run(report: PlanAnswer, name: str) -> ClusterRun | None:
         num_nodes=report.num_gpus // per_host,
         gpus_per_node=per_host,
         hosts_per_domain=max(1, report.cluster.hardware.gpus_per_node // per_host),
-        arguments=arguments,
-        hf_assets_path=assets,
-        dump_folder=dump,
+        arguments=(*shlex.split(report.model_flags), *report.further, *recipe.flags()),
     )
-
-
-def _taken(arguments: list[str], flag: str) -> str | None:
-    """The last value of a flag, which is taken out; None if there is none."""
-    value = None
-    while (
-        index := next((i for i, a in enumerate(arguments) if _names(a, flag)), None)
-    ) is not None:
-        _, is_one, value = arguments.pop(index).partition("=")
-        if not is_one:
-            value = arguments.pop(index) if index < len(arguments) else ""
-    return value
-
-
-def _names(argument: str, flag: str) -> bool:
-    return argument.partition("=")[0].replace("-", "_") == flag.replace("-", "_")
 
 
 def check_possible(request: PlanRequest, model: ModelCounts, cluster: Cluster) -> None:
