@@ -53,13 +53,8 @@ def rank_placement(recipe: RunRecipe, *, gpus_per_domain: int) -> list[AxisPlace
         if size < 2:
             continue
         firsts = (rank for rank in range(recipe.num_gpus) if rank // stride % size == 0)
-        widest = max(
-            (
-                Counter((first + step * stride) // gpus_per_domain for step in range(size))
-                for first in firsts
-            ),
-            key=len,
-        )
+        groups = (ranks_by_domain(size, stride, gpus_per_domain, first=first) for first in firsts)
+        widest = max(groups, key=len)
         found.append(
             AxisPlacement(
                 axis=axis,
@@ -70,6 +65,20 @@ def rank_placement(recipe: RunRecipe, *, gpus_per_domain: int) -> list[AxisPlace
             )
         )
     return found
+
+
+def ranks_by_domain(
+    size: int, stride: int, gpus_per_domain: int, *, first: int = 0
+) -> Counter[int]:
+    """How many ranks of a group lie in each NVLink domain, by the domain's number.
+
+    Args:
+        size: of the group.
+        stride: from one of its ranks to the next.
+        gpus_per_domain: GPUs that NVLink connects.
+        first: its first rank.
+    """
+    return Counter((first + step * stride) // gpus_per_domain for step in range(size))
 
 
 def _axes(recipe: RunRecipe) -> Iterator[tuple[str, int, int]]:

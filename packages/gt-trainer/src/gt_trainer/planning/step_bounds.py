@@ -20,12 +20,12 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gt_trainer.planning.model_counts import ModelCounts, PipelineLayout, StageParts
+from gt_trainer.planning.rank_placement import ranks_by_domain
 from gt_trainer.planning.run_recipe import RunRecipe
 
 if TYPE_CHECKING:
@@ -242,7 +242,7 @@ def _bus_bytes_per_s(size: int, stride: int, hardware: Hardware) -> float:
 
 @functools.cache
 def _most_on_a_node(size: int, stride: int, gpus_per_node: int) -> int:
-    return max(Counter(rank * stride // gpus_per_node for rank in range(size)).values())
+    return max(ranks_by_domain(size, stride, gpus_per_node).values())
 
 
 def _peak_flops_per_s(dtype: str, hardware: Hardware) -> float:
