@@ -59,7 +59,6 @@ class FolderCase:
 
     folder: str
     parallelism: dict[str, int] = field(default_factory=dict)
-    draws_weights: bool = False
     seq_len: int = 64
 
     def build(

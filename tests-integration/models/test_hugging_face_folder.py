@@ -14,12 +14,22 @@ from training_cases import NUM_STEPS, NUM_UNSEEN_BATCHES, compare_modes
 from gt_trace.testing import GlooWorkers
 
 FSDP = {"data_parallel_shard_degree": 2}
+REPLICAS = {"data_parallel_shard_degree": 1, "data_parallel_replicate_degree": 2}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", CONFIGS)
-def test_captured_equals_eager_on_two_ranks(family: str, two: GlooWorkers, tmp_path: Path) -> None:
-    case = FolderCase(folder=str(make_folder(tmp_path, family)), parallelism=FSDP)
+@pytest.mark.parametrize(
+    ("family", "parallelism"),
+    [
+        ("llama", FSDP),
+        ("qwen2", FSDP),
+        ("gpt2", FSDP),
+        ("llama", REPLICAS),
+    ],
+)
+def test_captured_equals_eager_on_two_ranks(
+    family: str, parallelism: dict[str, int], two: GlooWorkers, tmp_path: Path
+) -> None:
+    case = FolderCase(folder=str(make_folder(tmp_path, family)), parallelism=parallelism)
     for found in two.run(compare_modes, case, str(tmp_path)):
         assert found.differences == ()
         assert len(found.losses) == NUM_STEPS + NUM_UNSEEN_BATCHES
@@ -29,7 +39,6 @@ def test_captured_equals_eager_on_two_ranks(family: str, two: GlooWorkers, tmp_p
         assert found.verified
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", CONFIGS)
 def test_weights_are_read_and_exported_in_every_bit(
     family: str, two: GlooWorkers, tmp_path: Path
