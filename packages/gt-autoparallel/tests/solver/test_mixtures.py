@@ -201,6 +201,59 @@ def test_finds_what_keeps_all_budgets_where_the_least_of_each_exceeds_others(
     assert found.gap <= 0.01 * (1 + 1e-9)
 
 
+def drawn_rows(seed: int, *, size: int = 5, count: int = 6) -> Problem:
+    """Six options of six variables whose bytes in two to four rows are drawn, within budgets that
+    one drawn choice keeps, and few others."""
+    draw = np.random.default_rng(seed)
+    num_rows = int(draw.integers(2, 5))
+    costs = draw.integers(0, 50, (count, 6)).astype(float)
+    rows = draw.integers(0, 30, (count, num_rows, 6)).astype(float)
+    kept = draw.integers(0, 6, count)
+    least = rows[np.arange(count), :, kept].sum(axis=0)
+    budgets = size * least * (1 + 0.1 * draw.random(num_rows))
+    moves = draw.integers(0, 20, (count - 1, 6, 6)).astype(float)
+    moves[draw.random(moves.shape) < 0.3] = math.inf
+    moves[np.arange(count - 1), kept[:-1], kept[1:]] = 1.0
+    return Problem(
+        variables=tuple(
+            variable(f"v{n}", (size * costs[n]).tolist(), memory_bytes=(size * rows[n]).tolist())
+            for n in range(count)
+        ),
+        edges=tuple(
+            edge(f"e{n}", n, n + 1, (size * moves[n]).tolist()) for n in range(count - 1)
+        ),
+        windows=(),
+        memory=tuple(
+            MemoryRow(name=f"row {n}", budget_bytes=float(budget), fixed_bytes=0.0)
+            for n, budget in enumerate(budgets)
+        ),
+        blocks=(
+            Block(
+                name="things",
+                size=size,
+                variables=tuple(range(count)),
+                windows=(),
+                row=None,
+                passing_bytes=(np.zeros(6),) * count,
+            ),
+        ),
+    )
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_prices_that_were_raised_to_find_options_are_not_those_of_memory(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = drawn_rows(seed)
+    usual = solve_mixed(problem, relative_gap=0.001, time_limit_seconds=60.0)
+    module = importlib.import_module("gt_autoparallel.solver.mixed_search")
+    settings = SearchSettings(small_pairs=0, relaxed_pairs=0, rounds=2)
+    monkeypatch.setattr(module, "SearchSettings", lambda: settings)
+    found = solve_mixed(problem, relative_gap=0.001, time_limit_seconds=60.0)
+    assert sum(found.memory_prices) <= 20 * sum(usual.memory_prices)
+    assert found.warm_start.memory_prices == found.memory_prices
+
+
 def test_nothing_that_keeps_a_budget_is_told_by_the_bound() -> None:
     found = solve_mixed(shelves(1.0), relative_gap=0.1, time_limit_seconds=60.0)
     assert (found.mixture, found.lower_bound_us) == (None, math.inf)

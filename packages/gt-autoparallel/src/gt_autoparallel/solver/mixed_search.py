@@ -149,6 +149,8 @@ class _MixedSearch:
     part: SearchPart = field(init=False)
     _bounding: Bounding = field(init=False)
     _rounds: int = field(init=False)
+    _bound_prices: Prices = field(init=False)
+    """Those of an LP, or at which the bound last rose."""
 
     def __post_init__(self) -> None:
         self.incumbent = Incumbent(self.problem, self.gap, PriceModel(problem=self.problem))
@@ -183,7 +185,9 @@ class _MixedSearch:
         """Bounds and mixes in turns, until the gap is closed or nothing more helps."""
         part = self.part
         alive = self._bounding.ascend(part, self._rounds) and self._bounding.keep_budgets(part)
+        self._bound_prices = part.prices
         alive = alive and self._turns()
+        part.prices = with_settled_windows(part.reduced, self._bound_prices)
         # Whatever was dropped costs no less than the cutoff; inf if there is no mixture at all.
         cutoff = self.incumbent.cutoff_us
         self.lower_bound_us = min(part.lower_bound_us, cutoff) if alive else cutoff
@@ -203,6 +207,7 @@ class _MixedSearch:
             if result.feasible is False:
                 return False
             prices = Prices(windows=result.window_prices, memory=result.memory_prices)
+            self._bound_prices = prices
             if not self._bounding.settle(part, prices, sweeps=_SWEEPS):
                 return False
             distance = result.lower_bound_us - part.lower_bound_us
@@ -239,13 +244,19 @@ class _MixedSearch:
         return result
 
     def _raise_memory_prices(self) -> bool:
-        """Makes promising what exceeds the budgets least; False if nothing is left to look for."""
+        """Makes promising what exceeds the budgets least; False if nothing is left to look for.
+
+        Such prices are guesses: they outlive the search only if they raise the bound.
+        """
         part, cuts = self.part, self.incumbent.price_model.cuts
         usual = np.median([abs(cut.constant) for cut in cuts]) if cuts else 0.0
         scale = max(part.lower_bound_us, float(usual))
         budgets = np.array([row.budget_bytes for row in self.problem.memory])
         memory = _RAISE * np.maximum(part.prices.memory, _LEAST * scale / np.maximum(budgets, 1.0))
-        alive = self._bounding.settle(part, replace(part.prices, memory=memory), sweeps=_SWEEPS)
+        raised, before = replace(part.prices, memory=memory), part.lower_bound_us
+        alive = self._bounding.settle(part, raised, sweeps=_SWEEPS)
+        if part.lower_bound_us > before:
+            self._bound_prices = raised
         windows = len(self.problem.windows)
         if cuts:
             frugal = min(cuts, key=lambda cut: float(cut.slope[windows:].max(initial=-math.inf)))
