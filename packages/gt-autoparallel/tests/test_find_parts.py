@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from gt_autoparallel import (
     Constraints,
+    OpenSearchWarning,
     PartToPlace,
     PlacementError,
     PlacementPlan,
@@ -19,6 +21,7 @@ from gt_autoparallel import (
     find_placements,
 )
 from gt_autoparallel.audit import audit_plan
+from gt_autoparallel.solver import Solution, solve
 from gt_passes.simulation import CostModel, h100_sxm
 
 S0, R = Shard(0), Replicate()
@@ -100,6 +103,19 @@ def test_the_gradient_of_an_input_lies_as_the_input() -> None:
     assert plan.options[gradient.index].operands == ((S0,),)
     (unasked,), _ = found(part(0, needs_gradient=False))
     assert unasked.graph.of_kind("input_gradient") == ()
+
+
+def test_a_search_that_is_left_open_is_warned_of_once_with_the_name_of_its_part(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def hurried(*args: Any, **kwargs: Any) -> Solution:
+        return replace(solve(*args, **kwargs), proven=False)
+
+    monkeypatch.setattr("gt_autoparallel.planner.solve", hurried)
+    with pytest.warns(OpenSearchWarning) as warned:
+        found(part(0, 1), part(2, 3))  # which are alike
+    (said,) = warned
+    assert str(said.message).startswith("the search for a placement of part 0 ended with a gap of ")
 
 
 def test_an_error_says_of_which_part_it_is() -> None:

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from gt_autoparallel.errors import (
     ConstraintError,
     InfeasiblePlacementError,
+    OpenSearchWarning,
     PlacementInputError,
     UnsupportedModelError,
 )
@@ -25,6 +26,7 @@ from gt_autoparallel.find import (
     find_placement,
     find_with,
     planner_of_model,
+    warn_if_open,
 )
 from gt_autoparallel.graph.layer_names import window_name
 from gt_autoparallel.graph.layouts import MeshShape
@@ -284,9 +286,10 @@ def test_a_plan_whose_search_ended_before_any_bound_is_known_to_cost_something(
 
     monkeypatch.setattr("gt_autoparallel.planner.solve", hurried)
     planner = planner_of_model(Block().to("meta"), MESH, (torch.empty(8, 32, device="meta"),))
-    with pytest.warns(UserWarning, match="the search for a placement ended") as warned:
-        plan = find_with(planner, PlacementRequest(memory_budget_bytes=None))
+    plan = find_with(planner, PlacementRequest(memory_budget_bytes=None))
     assert plan.solver.lower_bound_us == 0.0
+    with pytest.warns(OpenSearchWarning) as warned:
+        warn_if_open(plan, 1e-3)
     assert str(warned[0].message) == (
         "the search for a placement ended with a gap of 100.00%, 0.10% was asked for: the plan "
         f"costs {plan.objective_us:.0f} us, and it is only proven that none costs less than 0 us; "

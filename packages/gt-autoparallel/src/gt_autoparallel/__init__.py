@@ -31,6 +31,7 @@ from gt_autoparallel.audit import audit_plan
 from gt_autoparallel.errors import (
     ConstraintError,
     InfeasiblePlacementError,
+    OpenSearchWarning,
     PlacementError,
     PlanMismatchError,
 )
@@ -89,6 +90,7 @@ __all__ = [
     "Microbatches",
     "ModelInterface",
     "ModuleOutput",
+    "OpenSearchWarning",
     "PartToPlace",
     "PlacedModel",
     "PlacementError",

@@ -11,6 +11,8 @@
     ├── PlanMismatchError               a saved plan is damaged, or made for something else
     ├── AuditError                      a plan's cost is not what the solver said: our bug
     └── SolverError                     the solver gave no answer
+
+``OpenSearchWarning`` comes with a plan that is fit for use.
 """
 
 from __future__ import annotations
@@ -50,3 +52,7 @@ class AuditError(PlacementError):
 
 class SolverError(PlacementError):
     """The solver failed without an answer; the message says what it reported."""
+
+
+class OpenSearchWarning(UserWarning):
+    """A search ended with a larger gap than was asked for; the message says what is proven."""

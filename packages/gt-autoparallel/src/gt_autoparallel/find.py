@@ -13,11 +13,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from gt_autoparallel.argument_checks import check_arguments, kind_problem
+from gt_autoparallel.errors import OpenSearchWarning
 from gt_autoparallel.graph.capture import capture_placement_graph
 from gt_autoparallel.graph.experts import ExpertBlock, opaque_experts
 from gt_autoparallel.graph.layouts import MeshShape
 from gt_autoparallel.plan.model_signature import model_signature
-from gt_autoparallel.plan.placement_plan import PlacementPlan, SolverReport
+from gt_autoparallel.plan.placement_plan import PlacementPlan
 from gt_autoparallel.planner import Planner, ReportProgress
 from gt_autoparallel.prices.costs import PlacementPrices
 from gt_autoparallel.prices.memory import device_budget_bytes
@@ -118,6 +119,9 @@ def find_placement(
         request: what the plan must keep, and what it is made for; None for the defaults.
         example_kwargs: keyword arguments of the forward, global tensors likewise.
 
+    Warns:
+        OpenSearchWarning: the search for the plan ended with a larger gap than was asked for.
+
     Raises:
         UnsupportedModelError: the model or its inputs cannot be planned.
         PlacementInputError: an argument is not what it must be, or the mesh does not suit the
@@ -129,7 +133,9 @@ def find_placement(
     request = PlacementRequest() if request is None else request
     allowed = "a PlacementRequest(memory_budget_bytes=..., ...), or None"
     check_arguments("find_placement", kind_problem(request, "request", PlacementRequest, allowed))
-    return find_with(planner_for(model, mesh, example_inputs, request, example_kwargs), request)
+    plan = find_with(planner_for(model, mesh, example_inputs, request, example_kwargs), request)
+    warn_if_open(plan, request.relative_gap)
+    return plan
 
 
 def planner_for(
@@ -160,10 +166,7 @@ def planner_for(
 
 
 def find_with(planner: Planner, request: PlacementRequest) -> PlacementPlan:
-    """The plan of a request by the planner that ``planner_for`` made for it.
-
-    Warns if its search ended with a larger gap than was asked for.
-    """
+    """The plan of a request by the planner that ``planner_for`` made for it."""
     plan = planner.find(
         constraints=request.constraints,
         memory_budget_bytes=_budget_bytes(request),
@@ -171,8 +174,6 @@ def find_with(planner: Planner, request: PlacementRequest) -> PlacementPlan:
         relative_gap=request.relative_gap,
         time_limit_seconds=request.time_limit_seconds,
     )
-    if not plan.solver.proven:
-        warnings.warn(_open_search(plan.solver, request.relative_gap), stacklevel=2)
     if request.judge is None:
         return plan
     return with_rivals(
@@ -184,12 +185,24 @@ def find_with(planner: Planner, request: PlacementRequest) -> PlacementPlan:
     )
 
 
-def _open_search(report: SolverReport, relative_gap: float) -> str:
-    return (
-        f"the search for a placement ended with a gap of {report.gap:.2%}, {relative_gap:.2%} was "
-        f"asked for: the plan costs {report.objective_us:.0f} us, and it is only proven that none "
-        f"costs less than {report.lower_bound_us:.0f} us; a larger memory budget or more time "
-        "(time_limit_seconds) may help"
+def warn_if_open(plan: PlacementPlan, relative_gap: float, *, of: str = "a placement") -> None:
+    """Warn the caller's caller if the search for a plan ended with a larger gap than was asked for.
+
+    Args:
+        plan: which is fit for use.
+        relative_gap: that was asked for.
+        of: what the plan is of.
+    """
+    found = plan.solver
+    if found.proven:
+        return
+    warnings.warn(
+        f"the search for {of} ended with a gap of {found.gap:.2%}, {relative_gap:.2%} was asked "
+        f"for: the plan costs {found.objective_us:.0f} us, and it is only proven that none costs "
+        f"less than {found.lower_bound_us:.0f} us; a larger memory budget or more time "
+        "(time_limit_seconds) may help",
+        OpenSearchWarning,
+        stacklevel=3,
     )
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from gt_autoparallel.audit import audit_plan
-from gt_autoparallel.find import PlacementRequest, find_with, planner_for
+from gt_autoparallel.find import PlacementRequest, find_with, planner_for, warn_if_open
 from gt_autoparallel.graph.graph_encoding import canonical_json, encode_graph
 from gt_autoparallel.graph.layer_names import layer_of_module
 from gt_autoparallel.graph.layouts import MeshShape
@@ -48,6 +48,9 @@ def find_placements(
         parts: by whatever names them.
         mesh: on which each of them runs.
 
+    Warns:
+        OpenSearchWarning: as ``find_placement``, once all parts have plans; names the part.
+
     Raises:
         PlacementError: as ``find_placement``, with a note that names the part.
     """
@@ -66,6 +69,9 @@ def find_placements(
         except Exception as error:
             error.add_note(f"while {key} was planned")
             raise
+    for key, plan in plans.items():
+        if any(plan is each for each in known.values()):  # alike parts are told once
+            warn_if_open(plan, parts[key].request.relative_gap, of=f"a placement of part {key}")
     return plans
 
 

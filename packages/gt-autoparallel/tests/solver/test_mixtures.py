@@ -219,9 +219,7 @@ def drawn_rows(seed: int, *, size: int = 5, count: int = 6) -> Problem:
             variable(f"v{n}", (size * costs[n]).tolist(), memory_bytes=(size * rows[n]).tolist())
             for n in range(count)
         ),
-        edges=tuple(
-            edge(f"e{n}", n, n + 1, (size * moves[n]).tolist()) for n in range(count - 1)
-        ),
+        edges=tuple(edge(f"e{n}", n, n + 1, (size * moves[n]).tolist()) for n in range(count - 1)),
         windows=(),
         memory=tuple(
             MemoryRow(name=f"row {n}", budget_bytes=float(budget), fixed_bytes=0.0)
