@@ -69,7 +69,10 @@ WITH_TP: Runs = {
 }
 POLICIES = both(
     {"blocks": BLOCKS},
-    {name: {"memory_policy": name} for name in ("selective", "full_recompute", "offload")},
+    {
+        name: {"memory_policy": name}
+        for name in ("selective", "selective_alternate", "full_recompute", "offload")
+    },
 )
 FSDP_OPTIONS = both(
     {"blocks": BLOCKS},
@@ -90,6 +93,7 @@ COMPILED: Runs = {
 RECORDED = both({"blocks": BLOCKS}, {"recorded": {"cuda_graphs": True}})
 PASS_OF_OPTION = {
     ("memory_policy", "selective"): "recompute-tagged",
+    ("memory_policy", "selective_alternate"): "recompute-tagged",
     ("memory_policy", "full_recompute"): "recompute-tagged",
     ("memory_policy", "offload"): "offload-tagged",
     ("fsdp_second_group", True): "separate-reduction-group",

@@ -200,6 +200,7 @@ def test_nobody_attends_across_documents_or_into_the_future(
 
 OPTIONS = {
     "selective": {"memory_policy": "selective"},
+    "selective_alternate": {"memory_policy": "selective_alternate"},
     "full_recompute": {"memory_policy": "full_recompute"},
     "offload": {"memory_policy": "offload"},
     "joint": {"mode": "aot_joint"},

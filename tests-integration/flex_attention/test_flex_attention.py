@@ -33,7 +33,7 @@ CASES = {
     "qwen3 with experts": Case(module="qwen3", config="qwen3_moe_debugmodel"),
     "deepseek_v3": Case(module="deepseek_v3", config="deepseek_v3_debugmodel"),
 }
-POLICIES = ("save_all", "selective", "full_recompute", "offload")
+POLICIES = ("save_all", "selective", "selective_alternate", "full_recompute", "offload")
 QUICK = {("llama3, gradient accumulation", "save_all"), ("deepseek_v3", "full_recompute")}
 """Of the product of the two; the others are slow."""
 

@@ -82,7 +82,11 @@ CASES = [
             "DualPipeV",
             memory_policy=policy,
         )
-        for strategy, policy in (("graph", "full_recompute"), ("eager", "selective"))
+        for strategy, policy in (
+            ("graph", "full_recompute"),
+            ("eager", "selective"),
+            ("eager", "selective_alternate"),
+        )
     ),
     *(
         slow(f"{strategy}, blocks-DualPipeV, {load}", BLOCKS, strategy, "DualPipeV", load=load)

@@ -72,6 +72,7 @@ def overlap(module_fqn: str, chunk_dim: str, strategy: str = "eager") -> EpOverl
 # Chunks change what is captured; everything else only what passes do with it.
 OPTIONS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "selective": ("llama3", "FSDP x TP", {"memory_policy": "selective"}),
+    "every second product": ("llama3", "FSDP x TP", {"memory_policy": "selective_alternate"}),
     "saved products": (
         "llama3",
         "FSDP x TP",

@@ -215,6 +215,17 @@ def test_a_pipeline_that_does_not_fit_may_put_off_fewer_dw_and_cut_its_microbatc
     ]
 
 
+def test_a_run_that_does_not_fit_may_compute_ever_more_again() -> None:
+    config = importlib.import_module("gt_trainer.models.llama3").llama3_debugmodel()
+    config.compile = dataclasses.replace(config.compile, memory_policy="save_all")
+    config.training.local_batch_size = 1
+    assert [flags for flags, _ in changes_that_need_less(config, lambda _: True)] == [
+        "--compile.memory_policy selective",
+        "--compile.memory_policy selective_alternate",
+        "--compile.memory_policy full_recompute",
+    ]
+
+
 def balanced(schedule: str) -> PipelineDryRunReport:
     return run(
         "llama3_debugmodel",
