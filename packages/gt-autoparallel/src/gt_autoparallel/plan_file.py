@@ -1,20 +1,14 @@
-"""Plans on disk: one JSON file, which is refused unless every bit and everything around it agrees.
+"""Plans on disk, which are refused unless every bit and everything around them agrees.
 
-::
-
-    {"format": "gt-autoparallel plan", "version": 6, "sha256": "...", "content": {...}}
-
-A file may hold the plans of several parts of a model instead: ``"content": {"parts": {...}}``, by
-their names. The digest covers the canonical spelling of the content, so that white space may change
-and nothing else. Loading for a model checks, besides, its parameters, its captured graph and the
-mesh: a plan for another model is never applied. There is no switch to skip this.
+A file may hold the plans of several parts of a model: ``"content": {"parts": {...}}``, by their
+names. Loading for a model checks, besides the file (``plan.plan_document``), its parameters, its
+captured graph and the mesh: a plan for another model is never applied. There is no switch to skip
+this.
 """
 
 from __future__ import annotations
 
-import hashlib
 import inspect
-import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -35,23 +29,18 @@ from gt_autoparallel.audit import audit_plan
 from gt_autoparallel.errors import ConstraintError, PlanMismatchError, UnsupportedModelError
 from gt_autoparallel.graph.capture import capture_placement_graph
 from gt_autoparallel.graph.experts import ExpertBlock, opaque_experts
-from gt_autoparallel.graph.graph_encoding import canonical_json, graph_digest, spec_text
+from gt_autoparallel.graph.graph_encoding import graph_digest, spec_text
 from gt_autoparallel.graph.layouts import MeshShape, short_text
 from gt_autoparallel.graph.placement_graph import PlacementGraph
 from gt_autoparallel.plan.model_signature import graph_differences, model_differences
 from gt_autoparallel.plan.placement_plan import PlacementPlan, plan_problem
+from gt_autoparallel.plan.plan_document import read_document, write_document
 from gt_autoparallel.plan.plan_encoding import decode_plan, encode_plan
 from gt_autoparallel.prices.costs import PlacementPrices, StepPrices
 from gt_autoparallel.prices.microbatches import Microbatches
 from gt_autoparallel.problem.constraints import Constraints, resolve_constraints
 from gt_autoparallel.request_checks import check_model_arguments, mesh_shape
 from gt_passes.simulation import CostModel
-
-FORMAT = "gt-autoparallel plan"
-FORMAT_VERSION = 6
-"""1 did not know the classes and modes of modules; 2 what of a redistribution hides, nor strides of
-meshes; 3 what is recomputed; 4 microbatches, nor gradients of inputs; 5 what the loss takes,
-gradients of microbatches before, nor rivals."""
 
 
 def write_plan(plan: PlacementPlan, path: str | os.PathLike[str]) -> Path:
@@ -69,7 +58,7 @@ def write_plan(plan: PlacementPlan, path: str | os.PathLike[str]) -> Path:
         OSError: the file cannot be written.
     """
     check_arguments("write_plan", plan_problem(plan), path_problem(path))
-    return _write(encode_plan(plan), Path(path))
+    return write_document(encode_plan(plan), Path(path))
 
 
 def write_plans(plans: Mapping[str, PlacementPlan], path: str | os.PathLike[str]) -> Path:
@@ -79,27 +68,7 @@ def write_plans(plans: Mapping[str, PlacementPlan], path: str | os.PathLike[str]
     """
     check_arguments("write_plans", *map(plan_problem, plans.values()), path_problem(path))
     parts = {name: encode_plan(plan) for name, plan in plans.items()}
-    return _write({"parts": parts}, Path(path))
-
-
-def _write(content: Mapping[str, Any], target: Path) -> Path:
-    document = {
-        "format": FORMAT,
-        "version": FORMAT_VERSION,
-        "sha256": _digest(content),
-        "content": content,
-    }
-    target.parent.mkdir(parents=True, exist_ok=True)
-    scratch = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
-        with scratch.open("wb") as file:
-            file.write(json.dumps(document, indent=1, sort_keys=True).encode("utf-8") + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
-        scratch.replace(target)
-    finally:
-        scratch.unlink(missing_ok=True)
-    return target
+    return write_document({"parts": parts}, Path(path))
 
 
 def read_plan(
@@ -119,7 +88,7 @@ def read_plan(
         OSError: it cannot be read.
     """
     check_arguments("read_plan", path_problem(path), prices_problem(prices))
-    content = _of_part(_document(Path(path))["content"], part, path)
+    content = _of_part(read_document(Path(path))["content"], part, path)
     try:
         plan = decode_plan(content, prices)
         written = encode_plan(plan)
@@ -148,7 +117,7 @@ def tensors_of_parts(path: str | os.PathLike[str]) -> dict[str, frozenset[str]]:
         OSError: it cannot be read.
     """
     check_arguments("tensors_of_parts", path_problem(path))
-    content = _document(Path(path))["content"]
+    content = read_document(Path(path))["content"]
     if not isinstance(content, dict) or "parts" not in content:
         raise PlanMismatchError(f"{os.fspath(path)} has the plan of a whole model, and no parts")
     try:
@@ -498,33 +467,3 @@ def _unknown_fields(found: object, written: object, where: str) -> Iterator[str]
     elif isinstance(found, list) and isinstance(written, (list, tuple)):
         for index, pair in enumerate(zip(found, written, strict=False)):
             yield from _unknown_fields(*pair, f"{where}[{index}]")
-
-
-def _document(path: Path) -> dict[str, Any]:
-    """What a file holds, its digest checked before anything else of it is believed."""
-    try:
-        document = json.loads(path.read_bytes())
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise PlanMismatchError(f"{path} is damaged or no plan: {error}") from error
-    if not isinstance(document, dict) or document.get("format") != FORMAT:
-        raise PlanMismatchError(f"{path} is no plan: its format is not {FORMAT!r}")
-    version = document.get("version")
-    if version != FORMAT_VERSION:
-        age = "an older" if type(version) is int and version < FORMAT_VERSION else "another"
-        raise PlanMismatchError(
-            f"{path} was written by {age} version of gt-autoparallel: its format version is "
-            f"{version!r}, and {FORMAT_VERSION} is read here; plan again"
-        )
-    unknown = sorted(document.keys() - {"format", "version", "sha256", "content"})
-    if unknown:
-        raise PlanMismatchError(f"{path} has fields that no plan has: {', '.join(unknown)}")
-    if document.get("sha256") != _digest(document.get("content")):
-        raise PlanMismatchError(
-            f"{path} was damaged or edited: its content does not have the digest it names; "
-            "to change a plan, plan again with constraints"
-        )
-    return document
-
-
-def _digest(content: object) -> str:
-    return hashlib.sha256(canonical_json(content)).hexdigest()

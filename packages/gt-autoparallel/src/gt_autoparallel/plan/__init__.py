@@ -6,8 +6,8 @@
     plan_assembly       from the chosen options to a plan
     model_signature     what a plan was made for, and in what another model differs
     judgement           the simulated steps of a plan and its rivals
-    plan_encoding, typed_fields
-                        a plan as JSON, and values of the kind that a field has
+    plan_encoding, typed_fields, plan_document
+                        a plan as JSON, values of the kind that a field has, and the file
     prediction          which collectives will run
     report, comparison, layer_ranges, numbers_as_text
                         plans for people; rows of repeated layers as one
