@@ -6,8 +6,8 @@ TORCH_ONLY := gt-trace gt-passes gt-pipeline
 TORCH ?= 2.15.0
 NUM_CASES ?= 2000
 SEED ?= 0
-# Without gpu_step, which needs a GPU: `make bench BENCH=gpu_step`.
-BENCH ?= $(filter-out gpu_step,$(patsubst benchmarks/bench_%.py,%,$(sort $(wildcard benchmarks/bench_*.py))))
+# Without those that need a GPU: `make bench BENCH=gpu_step`.
+BENCH ?= $(filter-out gpu_step gpu_operators,$(patsubst benchmarks/bench_%.py,%,$(sort $(wildcard benchmarks/bench_*.py))))
 ARGS ?=
 
 # The first Python >= 3.11 on PATH; `make PYTHON=... train` names another.

@@ -30,6 +30,8 @@ from gpu_step.model import LLAMA_1B, LLAMA_8B, Workload, batch, placed_model
 from report import Report, Row, Sample
 
 from gt_passes import CudaGraphs, DescribeOnly
+from gt_passes.simulation import h100_sxm
+from gt_passes.simulation.hardware import load_hardware
 
 WORKLOADS = (LLAMA_8B, LLAMA_1B)
 _NUM_WARMUP_STEPS = 3
@@ -87,10 +89,13 @@ def _measure(
             else:
                 ours, theirs = zip(*pairs, strict=True)
                 report.rows += _rows(workload.name, contestant, ours, theirs, operators)
+                report.rows += _simulated(workload.name, contestant, ours)
                 facts = _facts(contestant, inputs, device)
                 report.rows += _counts(workload.name, contestant.name, facts, eager_facts)
                 if contestant.note:
                     report.notes.append(f"{workload.name}: {contestant.name}: {contestant.note}")
+            if options.json is not None:
+                report.write(options.json)  # so far, for a run that ends early
             contestant.release()
             del contestant
             gc.collect()
@@ -119,6 +124,9 @@ def _makers(
                     memory_policy=options.memory_policy,
                     compiler=None if on_gpu else DescribeOnly(),
                     graphs=graphs,
+                    hardware=load_hardware(options.hardware.read_text())
+                    if options.hardware
+                    else h100_sxm(),
                 )
 
             yield make
@@ -173,7 +181,9 @@ class _Facts:
 def _facts(
     contestant: Contestant, inputs: tuple[torch.Tensor, ...], device: torch.device
 ) -> _Facts:
-    peak = peak_gib(lambda: contestant.step(*inputs), device)
+    peak = None
+    if not contestant.is_recorded:
+        peak = peak_gib(lambda: contestant.step(*inputs), device)
     profile = profiled(lambda: contestant.step(*inputs), device)
     return _Facts(launches=profile.launches, idle=profile.idle, peak=peak)
 
@@ -198,6 +208,23 @@ def _rows(
     return [
         row("gpu_step_time", "ms", lambda each: each.step_ms),
         row("host_per_operator", "us", lambda each: 1e3 * each.host_ms / operators),
+    ]
+
+
+def _simulated(workload: str, contestant: Contestant, ours: tuple[Timed, ...]) -> list[Row]:
+    """What the simulation says of the same graph, beside what its step took."""
+    if contestant.simulated_ms is None:
+        return []
+    return [
+        Row(
+            workload=f"{workload}, {contestant.name}",
+            metric="simulated_compute",
+            unit="ms",
+            ours=Sample.of([contestant.simulated_ms]),
+            peer=Sample.of([each.step_ms for each in ours]),
+            peer_name="this GPU, the same step",
+            simulated=True,
+        )
     ]
 
 
@@ -248,6 +275,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--workload", default="", help="only those whose name contains this")
     parser.add_argument("--samples", type=int, default=9, help="steps of each (default: 9)")
     parser.add_argument("--memory-policy", default="save_all", help="of ours (default: save_all)")
+    parser.add_argument("--hardware", type=Path, help="file to simulate (default: H100 SXM)")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--layers", type=int, help="another number of layers")
     parser.add_argument("--width", type=int, help="another width, and what goes with it")

@@ -10,7 +10,7 @@ import dataclasses
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -44,6 +44,14 @@ class Scale:
     copy_bytes: int = 1 << 30
     host_copy_bytes: int = 256 << 20
     matmuls: tuple[tuple[int, int, int], ...] = _MATMULS
+    grouped: tuple[int, int, int, int] = (16384, 8192, 5120, 16)
+    """Rows of all groups, n, k, and groups."""
+
+    attention: tuple[int, int, int] = (32, 8192, 128)
+    """Heads, length, head dim."""
+
+    gather: tuple[int, int, int] = (128256, 4096, 16384)
+    """Rows of the table, its width, rows gathered."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,18 +146,60 @@ def _efficiencies(
         at_peak_us = matmul_us(MatmulShape(m=m, n=n, k=k), torch.bfloat16, base, efficiency=1.0)
         return at_peak_us / (machine.run_us(work) / work.count - fixed_us)
 
+    def grouped_efficiency() -> float:
+        m, n, k, groups = scale.grouped
+        work = Work(kind="grouped_matmul", shape=scale.grouped)
+        shape = MatmulShape(m=m // groups, n=n, k=k, batch=groups)
+        at_peak_us = matmul_us(shape, torch.bfloat16, base, efficiency=1.0)
+        return at_peak_us / (machine.run_us(work) - fixed_us)
+
+    def attention_efficiency(kind: Literal["attention_forward", "attention_backward"]) -> float:
+        heads, length, head_dim = scale.attention
+        products = 5 if kind == "attention_backward" else 2
+        flops = products * 2 * heads * length**2 * head_dim * base.attention_mask_density
+        busy_us = machine.run_us(Work(kind=kind, shape=scale.attention)) - fixed_us
+        return 1e6 * flops / base.peak_bf16_flops_per_s / busy_us
+
     def rate(work: Work, bytes_moved: int) -> float:
         return 1e6 * bytes_moved / (machine.run_us(work) / work.count - fixed_us)
 
+    def gathered_bytes() -> int:
+        _, width, rows = scale.gather
+        return rows * (2 * 2 * width + 8)  # bfloat16 in and out, and the row's number
+
     copy = Work(kind="copy", count=4, num_bytes=scale.copy_bytes)
+    gather = Work(kind="gather", count=4, shape=scale.gather)
     to_host = Work(kind="to_host", num_bytes=scale.host_copy_bytes)
     from_host = Work(kind="from_host", num_bytes=scale.host_copy_bytes)
     shapes = ", ".join("x".join(map(str, shape)) for shape in scale.matmuls)
+    heads, length, head_dim = scale.attention
+    attention = (
+        f"compiled FlexAttention, causal, {heads} heads of {head_dim}, {length} tokens, bfloat16: "
+        "half of all pairs at peak over the device's time; "
+    )
     return {
         "matmul_efficiency": sampled(
             f"bfloat16 products of random numbers ({shapes}): the model's time at peak, partly "
             "filled waves included, over the device's; the median shape",
             lambda: statistics.median(map(matmul_efficiency, scale.matmuls)),
+        ),
+        "grouped_matmul_efficiency": sampled(
+            "torch._grouped_mm in bfloat16, {}x{}x{} in {} equal groups: the model's time at peak "
+            "over the device's".format(*scale.grouped),
+            grouped_efficiency,
+        ),
+        "attention_forward_efficiency": sampled(
+            f"{attention}forward", lambda: attention_efficiency("attention_forward")
+        ),
+        "attention_backward_efficiency": sampled(
+            f"{attention}backward, five products",
+            lambda: attention_efficiency("attention_backward"),
+        ),
+        "hbm_irregular_efficiency": sampled(
+            "rows of a bfloat16 table of {} x {}, {} of them, bytes read and written".format(
+                *scale.gather
+            ),
+            lambda: rate(gather, gathered_bytes()) / base.hbm_bytes_per_s,
         ),
         "hbm_streaming_efficiency": sampled(
             f"copies of {scale.copy_bytes >> 20} MiB on the device, bytes read and written",

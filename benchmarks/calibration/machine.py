@@ -9,11 +9,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional as F
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 WorkKind = Literal[
     "kernel",  # element-wise, on a few numbers: nothing but overhead
@@ -21,6 +24,10 @@ WorkKind = Literal[
     "collective",  # the launch of an all-gather in a group of this rank alone
     "wait",  # for such an all-gather, done long ago
     "matmul",  # in bfloat16, on random numbers
+    "grouped_matmul",  # likewise, of equally many rows for each of several experts
+    "attention_forward",  # causal FlexAttention, compiled, in bfloat16
+    "attention_backward",
+    "gather",  # of rows of a table
     "copy",  # on the device
     "to_host",  # into pinned memory
     "from_host",
@@ -36,8 +43,9 @@ class Work:
     num_bytes: int = 0
     """Read by each copy; as many are written."""
 
-    shape: tuple[int, int, int] = (0, 0, 0)
-    """m, n and k of a matrix product."""
+    shape: tuple[int, ...] = ()
+    """m, n and k of a matrix product, and how many groups share m; heads, length and head dim of an
+    attention; rows of a table, width and rows gathered of a gather."""
 
 
 _MakeInputs = Callable[[], tuple[torch.Tensor, ...]]
@@ -104,9 +112,17 @@ class TorchMachine:
     def run_us(self, work: Work) -> float:
         run, make_inputs = self._work(work)
         inputs = make_inputs()
+        return self.call_us(lambda: run(*inputs))
+
+    def call_us(self, call: Callable[[], object]) -> float:
+        """The device's time for what a call launches, in microseconds; the call is warm."""
+        self._synchronize()
+        with torch.no_grad():
+            begin = self._clock()
+            call()
+            issued_us = 1e6 * (self._clock() - begin)
         # The device is kept busy until all is issued, or what is timed is the host.
-        ahead_us = 2 * self.issue_us(work) + 1000
-        return self._between_events(lambda: run(*inputs), ahead_us=ahead_us)
+        return self._between_events(call, ahead_us=2 * issued_us + 1000)
 
     def replay_us(self, work: Work) -> float:
         run, make_inputs = self._work(work)
@@ -171,8 +187,10 @@ class TorchMachine:
         """The work as the code of a graph, which is how a captured step runs, and warm."""
         if work not in self._prepared:
             function, make_inputs = self._function(work)
-            # A copy to a given place is an operator of nobody's result: called as it is.
-            is_graph = work.kind not in ("copy", "to_host", "from_host")
+            # A copy to a given place is an operator of nobody's result, and a compiled call no
+            # operator: called as they are.
+            called = ("copy", "to_host", "from_host", "attention_forward", "attention_backward")
+            is_graph = work.kind not in called
             run = function
             if is_graph:
                 run = make_fx(function, tracing_mode="fake")(*make_inputs()).forward
@@ -187,6 +205,16 @@ class TorchMachine:
         count = work.count
         if work.kind in ("copy", "to_host", "from_host"):
             return self._copies(work)
+        if work.kind.startswith("attention"):
+            return self._attention(work)
+        if work.kind == "grouped_matmul":
+            return self._grouped_products(work)
+        if work.kind == "gather":
+            num_rows, width, gathered = work.shape
+            table = torch.randn(num_rows, width, device=self._device, dtype=torch.bfloat16)
+            rows = torch.randint(num_rows, (gathered,), device=self._device)
+            gather = torch.ops.aten.embedding.default
+            return lambda t, i: [gather(t, i) for _ in range(count)], lambda: (table, rows)
         if work.kind == "matmul":
             m, n, k = work.shape
             left = torch.randn(m, k, device=self._device, dtype=torch.bfloat16)
@@ -208,6 +236,38 @@ class TorchMachine:
             lambda: tuple(_GATHER(small, 1, group) for _ in range(count)),
         )
 
+    def _grouped_products(self, work: Work) -> tuple[Callable[..., Any], _MakeInputs]:
+        m, n, k, groups = work.shape
+        left = torch.randn(m, k, device=self._device, dtype=torch.bfloat16)
+        right = torch.randn(groups, k, n, device=self._device, dtype=torch.bfloat16)
+        ends = torch.arange(1, groups + 1, device=self._device, dtype=torch.int32) * (m // groups)
+        return (
+            lambda a, b, e: [torch._grouped_mm(a, b, e) for _ in range(work.count)],
+            lambda: (left, right, ends),
+        )
+
+    def _attention(self, work: Work) -> tuple[Callable[..., Any], _MakeInputs]:
+        heads, length, head_dim = work.shape
+        attend = _causal_attention(self._device, length)
+        q, k, v, gradient = (
+            torch.randn(1, heads, length, head_dim, device=self._device, dtype=torch.bfloat16)
+            for _ in range(4)
+        )
+        if work.kind == "attention_forward":
+            return lambda *qkv: [attend(*qkv) for _ in range(work.count)], lambda: (q, k, v)
+        with torch.enable_grad():
+            leaves = [each.requires_grad_() for each in (q, k, v)]
+            output = attend(*leaves)
+
+        def backward(given: torch.Tensor) -> list[torch.Tensor]:
+            return [
+                each
+                for _ in range(work.count)
+                for each in torch.autograd.grad(output, leaves, given, retain_graph=True)
+            ]
+
+        return backward, lambda: (gradient,)
+
     def _copies(self, work: Work) -> tuple[Callable[..., Any], _MakeInputs]:
         here = torch.empty(work.num_bytes, dtype=torch.uint8, device=self._device)
         here.random_(0, 255)
@@ -220,6 +280,18 @@ class TorchMachine:
             lambda a, b: [b.copy_(a, non_blocking=True) for _ in range(work.count)],
             lambda: (source, destination),
         )
+
+
+def _causal_attention(device: torch.device, length: int) -> Callable[..., torch.Tensor]:
+    """FlexAttention as a GPU compiles it; a CPU, which has no backward of it, attends otherwise."""
+    if device.type != "cuda":
+        return partial(F.scaled_dot_product_attention, is_causal=True)
+    mask = create_block_mask(_is_causal, None, None, length, length, device=str(device))
+    return partial(torch.compile(flex_attention), block_mask=mask)
+
+
+def _is_causal(batch: Any, head: Any, query: Any, key: Any) -> Any:
+    return query >= key
 
 
 def _finish(work: Work, results: Sequence[torch.Tensor]) -> None:

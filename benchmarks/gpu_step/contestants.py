@@ -21,6 +21,7 @@ from gt_passes import (
     release_cuda_graphs,
 )
 from gt_passes.cuda_graphs.cuda_graph_safety import CaptureTarget
+from gt_passes.simulation import CostModel, Hardware, simulate_step
 from gt_trace.capture.trace import trace_step
 
 EAGER = "eager"
@@ -37,6 +38,12 @@ class Contestant:
     step: StepFn
     note: str = ""
     """What its passes counted."""
+
+    simulated_ms: float | None = None
+    """How long the simulation says that the GPU computes in a step, where there is a graph."""
+
+    is_recorded: bool = False
+    """Whether CUDA graphs are replayed, whose memory the allocator does not count then."""
 
     release: Callable[[], None] = lambda: None
     """Lets go of recordings."""
@@ -62,6 +69,7 @@ def ours(
     memory_policy: MemoryPolicy,
     compiler: SubgraphCompiler | None = None,
     graphs: CudaGraphs | None = None,
+    hardware: Hardware | None = None,
 ) -> Contestant:
     """A captured step after the default recipe.
 
@@ -74,6 +82,7 @@ def ours(
         compiler: None for Inductor.
         graphs: records in place of the default, which takes collectives that do nothing for
             kernels, as those of NCCL are.
+        hardware: to simulate; None for H100 SXM.
     """
     traced = trace_step(eager_step(model), module=model)(*inputs)
     context = PassContext.of_step(traced)
@@ -83,11 +92,15 @@ def ours(
         backends = frozenset({"nccl", "fake"})
         passes.append(graphs or CudaGraphs(target=CaptureTarget(capturable_backends=backends)))
     report = PassManager(passes, context=context).run(traced.graph_module)
+    cost_model = CostModel(hardware, host="cuda_graph" if recorded else "eager")
+    simulated = simulate_step(traced.graph_module, cost_model)
     counts = {name: count for each in report.records for name, count in each.report.counts.items()}
     return Contestant(
         name=f"ours, {compilation}" + (", graphs" if recorded else ""),
         step=traced.bind(model),
         note=f"{counts.get('pieces', 0)} pieces" if recorded else "",
+        is_recorded=recorded,
+        simulated_ms=simulated.compute_us / 1e3,
         release=lambda: release_cuda_graphs(traced.graph_module),
     )
 

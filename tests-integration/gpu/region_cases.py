@@ -14,17 +14,21 @@ from gpu.sites import Site
 from torch.distributed import _symmetric_memory
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
+from gt_config import CompileConfig
 from gt_passes import (
     AsyncTensorParallel,
     CompileFlexAttention,
     InductorCompiler,
     PassContext,
     PassManager,
+    default_passes,
 )
 from gt_trace import flex_attention_on_cpu
 from gt_trace.capture.trace import trace_step
+from gt_trace.capture.traced_step import TracedStep
 
 Results = tuple[torch.Tensor, ...]
 
@@ -179,3 +183,56 @@ class _Everywhere:
 
     def reason_against(self, group_name: str) -> str | None:
         return None
+
+
+class FlashAttention(torch.autograd.Function):
+    """Causal attention by the operators that ``F.scaled_dot_product_attention`` calls on a GPU.
+
+    They can be captured on any device, and run on a GPU alone.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        results = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)
+        output, logsumexp, *ctx.lengths, seed, offset, _ = results
+        ctx.save_for_backward(q, k, v, output, logsumexp, seed, offset)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Results:
+        q, k, v, output, logsumexp, seed, offset = ctx.saved_tensors
+        saved = (q, k, v, output, logsumexp, *ctx.lengths)
+        return torch.ops.aten._scaled_dot_product_flash_attention_backward(
+            gradient, *saved, 0.0, True, seed, offset
+        )
+
+
+def flash_attention_step(device: torch.device) -> TracedStep:
+    """A captured step whose attention is that of a GPU: output and gradients."""
+    q, k, v, gradient = (
+        torch.randn(1, 4, 256, 64, device=device, dtype=torch.bfloat16) for _ in range(4)
+    )
+
+    def step(*args: torch.Tensor) -> Results:
+        leaves = [each.detach().requires_grad_() for each in args[:3]]
+        output = FlashAttention.apply(*leaves)
+        return output.detach(), *torch.autograd.grad(output, leaves, args[3])
+
+    return trace_step(step)(q, k, v, gradient)
+
+
+def scaled_dot_product_attention_captured(site: Site) -> tuple[Results, Results]:
+    """Output and gradients of PyTorch's own attention, captured and eager."""
+    q, k, v, gradient = (
+        torch.randn(1, 4, 256, 64, device=site.device, dtype=torch.bfloat16) for _ in range(4)
+    )
+
+    def step(*args: torch.Tensor) -> Results:
+        leaves = [each.detach().requires_grad_() for each in args[:3]]
+        output = F.scaled_dot_product_attention(*leaves, is_causal=True)
+        return output.detach(), *torch.autograd.grad(output, leaves, args[3])
+
+    traced = trace_step(step)(q, k, v, gradient)
+    passes = default_passes(CompileConfig(inductor_compilation="none"), graph="STEP")
+    PassManager(passes, context=PassContext.of_step(traced)).run(traced.graph_module)
+    return traced.bind()(q, k, v, gradient), step(q, k, v, gradient)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 
 import pytest
 import torch
 from expecttest import assert_expected_inline
 from pass_graphs import capture, collectives, node_of
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -134,6 +136,34 @@ def test_finds_a_missing_value():
 it has no fake value in node.meta["val"]
 expected shape [8, 8], stride [8, 1], dtype torch.float32, device cpu""",
     )
+
+
+def flash_attention() -> GraphModule:
+    """As a GPU attends; two of its nine results are lengths."""
+    attend = torch.ops.aten._scaled_dot_product_flash_attention.default
+    with FakeTensorMode():
+        q, k, v = (torch.empty(1, 2, 8, 16, dtype=torch.bfloat16) for _ in range(3))
+        return make_fx(lambda *qkv: attend(*qkv, 0.0, True)[0])(q, k, v)
+
+
+def test_numbers_that_nobody_reads_need_no_value():
+    graph_module = flash_attention()
+    lengths = [node for node in graph_module.graph.nodes if node.meta.get("val", None) is None]
+    assert [node.args[1] for node in lengths if node.target is operator.getitem] == [2, 3, 4, 5]
+    assert problems(graph_module) == ""
+
+
+def test_a_number_that_is_read_needs_one():
+    graph_module = flash_attention()
+    (length,) = (
+        node
+        for node in graph_module.graph.nodes
+        if node.target is operator.getitem and node.args[1] == 4
+    )
+    with graph_module.graph.inserting_after(length):
+        longer = graph_module.graph.call_function(operator.add, (length, 1))
+    longer.meta["val"] = 9
+    assert "node getitem_4" in problems(graph_module)
 
 
 def test_finds_a_tuple_that_lost_an_item():

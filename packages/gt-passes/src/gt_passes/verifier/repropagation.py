@@ -172,7 +172,10 @@ class Repropagator:
                 self._answers[key] = answer_number
         if answer_number != self._number_of[node]:
             signatures = {number: signed for signed, number in self._numbers.items()}
-            return _mismatch(node, values.signature_of(node), signatures[answer_number])
+            answer = signatures[answer_number]
+            if _is_unread_number(node, values.value_of(node), answer):
+                return None
+            return _mismatch(node, values.signature_of(node), answer)
         return None
 
     def _look_at(self, nodes: Collection[Node], recorded: _RecordedValues) -> None:
@@ -265,6 +268,15 @@ def _attribute_problems(node: Node, actual: Hashable) -> Iterator[GraphProblem]:
     recorded = value_of(node)
     if isinstance(recorded, torch.Tensor) and signature(recorded) != actual:
         yield _mismatch(node, signature(recorded), actual)
+
+
+def _is_unread_number(node: Node, recorded: object, answer: Hashable) -> bool:
+    """Whether a node is a number that nobody reads, such as the lengths that FlashAttention returns.
+
+    make_fx records nothing for these, and writes them into the calls that use them.
+    """
+    is_number = isinstance(answer, tuple) and answer[:1] in ((int,), (float,), (bool,))
+    return recorded is None and is_number and not node.users
 
 
 def _mismatch(node: Node, recorded: Hashable, answer: Hashable) -> GraphProblem:

@@ -1,0 +1,1 @@
+"""Operators that are timed on a GPU one by one."""
