@@ -271,7 +271,7 @@ def _attribute_problems(node: Node, actual: Hashable) -> Iterator[GraphProblem]:
 
 
 def _is_unread_number(node: Node, recorded: object, answer: Hashable) -> bool:
-    """Whether a node is a number that nobody reads, such as the lengths that FlashAttention returns.
+    """Whether a node is a number that nobody reads, such as a length that FlashAttention returns.
 
     make_fx records nothing for these, and writes them into the calls that use them.
     """
