@@ -29,7 +29,10 @@ from torch._subclasses.fake_tensor import (
     maybe_get_fake_mode,
     unset_fake_temporarily,
 )
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
+
+# Graphs whose code is generated when it is asked for; there is no public way.
+from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 # To measure which memory is alive while a graph runs: the tensors of every operator, and whether
@@ -52,6 +55,7 @@ __all__ = [
     "device_of",
     "fake_mode_of",
     "fast_tensor_attributes",
+    "graph_module_without_code",
     "has_declared_effect",
     "is_fake_tensor",
     "layout_of",
@@ -96,6 +100,17 @@ def fake_mode_of(graph_module: GraphModule) -> FakeTensorMode | None:
             if mode is not None:
                 return mode
     return None
+
+
+def graph_module_without_code(attributes: GraphModule, graph: Graph) -> GraphModule:
+    """A module of a graph whose code is generated when somebody asks for it.
+
+    Args:
+        attributes: has what ``get_attr`` nodes of the graph name.
+        graph: any.
+    """
+    with _use_lazy_graph_module(True):
+        return _make_graph_module(attributes, graph)
 
 
 @contextmanager

@@ -43,7 +43,8 @@ class PassManager:
         estimate_peak_bytes: an estimator of peak memory, for the report of every pass. None:
             ``gt_passes.analysis.liveness.estimate_peak_bytes``, of as many live microbatches as the
             context says, for every pass where there is a
-            ``dump_directory``, else only where ``verify`` is on and a pass declares a bound.
+            ``dump_directory``, else only where ``verify`` is on, a pass declares a bound, and what
+            it did may hold something longer.
 
     Raises:
         PassDeclarationError: a pass breaks the contract.
@@ -193,10 +194,10 @@ class _Run:
         before_ops = self._op_counts()
         before = self._size(before_ops)
         for position, graph_pass in enumerate(self._passes):
-            needs_peak = self._needs_peak(graph_pass)
+            always_estimate = self._manager._always_estimate
             with Elapsed() as estimation:
-                if needs_peak and before.peak_memory_bytes is None:
-                    before = self._with_peak(before)
+                if always_estimate and before.peak_memory_bytes is None:
+                    before = self._with_peak(before, self._graph_module)
             dump_before = self._dump(position, graph_pass, "before")
             with Elapsed() as pass_time:
                 report = self._run_pass(graph_pass)
@@ -207,8 +208,11 @@ class _Run:
                 problems = () if self._session is None else self._session.verify_pass(position)
                 if self._session is not None and self._session.is_unchanged:
                     after = before
-                elif needs_peak and not problems:
-                    after = self._with_peak(after)
+                elif not problems and (always_estimate or self._may_exceed_peak(graph_pass)):
+                    if before.peak_memory_bytes is None:
+                        assert self._session is not None  # it is that which asks
+                        before = self._with_peak(before, self._session.graph_before())
+                    after = self._with_peak(after, self._graph_module)
                 if self._session is not None:
                     _raise_problems(
                         (*problems, *find_bound_problems(graph_pass, before, after)),
@@ -259,16 +263,18 @@ class _Run:
             peak_memory_bytes=None,
         )
 
-    def _needs_peak(self, graph_pass: GraphPass) -> bool:
-        """Whether anybody asks for peak memory around a pass: it costs as much as some do."""
-        bounds = graph_pass.bounds
-        is_bounded = bounds.peak_memory_growth is not None and not bounds.only_removes
-        return self._manager._always_estimate or (self._session is not None and is_bounded)
+    def _may_exceed_peak(self, graph_pass: GraphPass) -> bool:
+        """Whether a pass that has run must be held to a peak of memory by an estimate.
 
-    def _with_peak(self, size: GraphSize) -> GraphSize:
-        return replace(
-            size, peak_memory_bytes=self._manager._estimate_peak_bytes(self._graph_module)
-        )
+        That costs as much as some passes do, and most are seen to hold nothing longer.
+        """
+        bounds = graph_pass.bounds
+        if self._session is None or bounds.peak_memory_growth is None or bounds.only_removes:
+            return False
+        return not self._session.surely_holds_nothing_longer
+
+    def _with_peak(self, size: GraphSize, graph_module: GraphModule) -> GraphSize:
+        return replace(size, peak_memory_bytes=self._manager._estimate_peak_bytes(graph_module))
 
     def _op_counts(self) -> Counter[str]:
         by_target = Counter(

@@ -27,6 +27,7 @@ from hypothesis import strategies as st
 from gt_config import Fingerprint
 from gt_config.errors import StaleFingerprintError
 from gt_trace.artifacts.container import MAX_SECTION_BYTES, open_container, write_container
+from gt_trace.artifacts.strict_json import json_bytes, parse_json
 from gt_trace.errors import ArtifactDamagedError, ArtifactError, ArtifactVersionError
 
 
@@ -121,6 +122,19 @@ def test_equal_content_gives_equal_bytes() -> None:
 def test_refuses_to_write_a_document_and_a_blob_of_one_name() -> None:
     with pytest.raises(ValueError, match="these names are of a document and of a blob: graph"):
         container_bytes({"graph": []}, {"graph": b""})
+
+
+def test_brackets_and_quotes_in_texts_are_no_nesting() -> None:
+    texts = ["", "[", "]" * 200, '"', '"["', "\\", '\\"{', "{}", "a\nb"]
+    draw = random.Random(0)
+    for _ in range(200):
+        chosen = draw.choices(texts, k=6)
+        document: Any = [dict(zip(texts, chosen, strict=False)), *chosen]
+        for _ in range(98):
+            document = [document, draw.choice(texts)]
+        assert parse_json(json_bytes(document)) == document
+        with pytest.raises(ValueError, match="nest deeper than 100 levels"):
+            json_bytes([document])
 
 
 def test_refuses_to_write_what_it_would_not_read(monkeypatch: pytest.MonkeyPatch) -> None:

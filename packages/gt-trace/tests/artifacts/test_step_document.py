@@ -156,6 +156,37 @@ def test_a_node_cannot_read_what_does_not_stand_before_it() -> None:
         loaded(document)
 
 
+@pytest.mark.parametrize("names", [("dtype", "dtype"), ("dtype", 1)])
+def test_keyword_arguments_have_names_of_their_own(names: tuple[object, ...]) -> None:
+    document = document_of(tied().step)
+    node = document["content"]["graph"]["nodes"][-2]
+    node[4] = [[name, None] for name in names]
+
+    with pytest.raises(ArtifactError, match="keyword arguments without a name of their own"):
+        loaded(document)
+
+
+def test_tensors_lie_in_memory_of_the_same_size_as_before() -> None:
+    def step(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        made = x.exp()
+        return made[1:, 1:], made.t(), made[:0], x[:0].clone(), x.sum(0).expand(2, 3)
+
+    captured = trace_step(step)(torch.arange(20.0).view(4, 5)[1:, 2:])
+    read = loaded(document_of(captured))
+
+    assert step_differences(captured, read) == []
+    sizes = [
+        [
+            (value.untyped_storage().nbytes(), value.storage_offset())
+            for node in each.graph_module.graph.nodes
+            if isinstance(value := node.meta.get("val"), torch.Tensor)
+        ]
+        for each in (captured, read)
+    ]
+    assert sizes[0] == sizes[1]
+    assert len(set(sizes[0])) > 3
+
+
 @pytest.mark.parametrize("size", [10**30, -1, "u99", ["__import__", "os"], ["Symbol", 1]])
 def test_sizes_that_there_cannot_be_are_refused(size: object) -> None:
     document = document_of(tied().step)

@@ -127,6 +127,11 @@ class GraphScan:
             len(self.position),
         )
 
+    def is_reordered(self, before: GraphScan) -> bool:
+        """Whether nodes that ``before`` has too changed places since."""
+        places = [place for place in map(before.position.get, self.position) if place is not None]
+        return places != sorted(places)  # which is quick where they are in order
+
     def still_holds(self) -> bool:
         """Whether nothing in the graph changed since, the order and its constants included."""
         nodes = self.graph_module.graph.nodes

@@ -168,6 +168,15 @@ class _Argument:
         return train is False
 
 
+def gives_a_view(target: OpOverload) -> bool:
+    """Whether the one result of an operator lies in the memory of its argument, as it is there."""
+    sources, _ = _behavior_of(target)
+    if sources is None or len(sources) != 1 or target._schema.is_mutable:
+        return False
+    (source,) = sources
+    return source is not None and not source.unless_training
+
+
 @functools.cache
 def _behavior_of(target: OpOverload) -> tuple[tuple[_Argument | None, ...] | None, bool]:
     """What the results of an operator alias, and whether it is of functional collectives."""

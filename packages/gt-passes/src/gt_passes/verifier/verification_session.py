@@ -17,6 +17,7 @@ from torch.fx import GraphModule, Node
 from gt_passes._torch_internals import OpOverload
 from gt_passes.analysis.collectives import is_pure_collective
 from gt_passes.analysis.graph_scan import GraphScan
+from gt_passes.analysis.scanned_graph import made_again
 from gt_passes.contract import GraphPass
 from gt_passes.graph_problem import GraphProblem
 from gt_passes.verifier.barrier_order import find_barrier_problems
@@ -33,6 +34,7 @@ from gt_passes.verifier.declared_bounds import (
 )
 from gt_passes.verifier.memory_order import MemoryOrder, find_memory_order_problems
 from gt_passes.verifier.repropagation import UnverifiedNode
+from gt_passes.verifier.storage_lifetimes import surely_held_no_longer
 from gt_passes.verifier.verifier import GraphInterface, Verifier
 
 
@@ -57,7 +59,7 @@ class VerificationSession:
         self._same_groups = same_groups
         self._verifier = Verifier()
         self._interface = GraphInterface.of(graph_module)
-        self._scan = self._verifier.scan(graph_module)
+        self._scan = self._earlier_scan = self._verifier.scan(graph_module)
         self._tolerated = frozenset(find_repeated_waits(self._scan))
         self._values = ValueTable()
         self._order: MemoryOrder | None = None
@@ -102,6 +104,7 @@ class VerificationSession:
         if self.is_unchanged:
             self._note(position)
             return ()
+        self._earlier_scan = before._scan
         self._scan = self._verifier.scan(self._graph_module, before=before._scan)
         self._order = self._dataflow = None
         problems = self._verifier.find_new_problems(
@@ -111,6 +114,15 @@ class VerificationSession:
             return problems
         self._note(position, before)
         return tuple(self._change_problems(self._passes[position], before))
+
+    @property
+    def surely_holds_nothing_longer(self) -> bool:
+        """Whether what the latest pass did cannot have raised the peak of memory."""
+        return self.is_unchanged or surely_held_no_longer(self._earlier_scan, self._scan)
+
+    def graph_before(self) -> GraphModule:
+        """The graph before the latest pass that changed it, made again."""
+        return made_again(self._earlier_scan)
 
     def _change_problems(
         self, graph_pass: GraphPass, before: VerificationSession

@@ -174,7 +174,7 @@ def _is_well_formed(before: GraphScan, after: GraphScan, changed: Sequence[Node]
             return False
         if node.op == "output" and position[node] != len(position) - 1:
             return False
-    if not _is_reordered(before, after):
+    if not after.is_reordered(before):
         return _are_after_operands(changed, after)
     placeholders = after.graph_module.graph.find_nodes(op="placeholder")
     return all(
@@ -202,12 +202,6 @@ def _touches_interface(before: GraphScan, after: GraphScan, reached: Collection[
         for node, old in zip(placeholders, old_placeholders, strict=False)
     )
     return not same_inputs or any(node.op in ("placeholder", "output") for node in reached)
-
-
-def _is_reordered(before: GraphScan, after: GraphScan) -> bool:
-    """Whether nodes of both graphs changed places."""
-    old = [place for place in map(before.position.get, after.position) if place is not None]
-    return old != sorted(old)  # which is quick where they are in order
 
 
 def _is_surely_sound(scan: GraphScan) -> bool:

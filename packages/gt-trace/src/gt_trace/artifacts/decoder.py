@@ -82,6 +82,8 @@ class Decoder:
         self._decoded: dict[int, Any] = {}
         self._nbytes: list[Any] = document["storages"]
         self._storages: dict[int, torch.UntypedStorage] = {}
+        self._fills: dict[int, torch.Tensor] = {}  # by storage, a tensor that is all of it
+        self._filled_bytes: dict[int, int | None] = {}  # by position of what is known of tensors
         self._symbols: dict[str, Any] = {}
         self._sizes: dict[str, Any] = {}
         shape_env = self.fake_mode.shape_env
@@ -117,12 +119,18 @@ class Decoder:
         elif type(target) is not str or (op == "g" and not target.isidentifier()):
             raise ArtifactError(f"node {name!r} has the target {target!r}")
         operands = tuple([self._argument(each, before) for each in args])
-        named = {key: self._argument(each, before) for key, each in kwargs.items()}
+        named = {key: self._argument(each, before) for key, each in kwargs}
+        if len(named) != len(kwargs) or set(map(type, named)) - {str}:
+            raise ArtifactError(f"node {name!r} has keyword arguments without a name of their own")
         node = add_node(graph, _OPS[op], target, operands, named, name=name)
         if node.name != name:
             raise ArtifactError(f"two nodes are named {name!r}, or that is no name")
+        decoded = self._decoded
         node.meta = {
-            key: self.value(held) if key in _OWN_VALUES else self.shared(held) for key, held in meta
+            key: self.value(held)
+            if key in _OWN_VALUES
+            else (decoded[held] if type(held) is int and held in decoded else self.shared(held))
+            for key, held in meta
         }
         return node
 
@@ -187,8 +195,14 @@ class Decoder:
         _, position, storage_position, place = item
         dtype, device, shape, stride, is_conj, is_neg, requires_grad = self.shared(position)
         offset = self.value(place)
-        element = torch.empty((0,), dtype=dtype, device="meta")
-        element.set_(self._storage(_index(storage_position)), offset, shape, stride)
+        storage_position = _index(storage_position)
+        if offset == 0 and self._is_filled_by(storage_position, position):
+            # The first tensor of a storage mostly fills it, and brings it along.
+            element = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+            self._fills[storage_position] = element
+        else:
+            element = torch.empty((0,), dtype=dtype, device="meta")
+            element.set_(self._storage(storage_position), offset, shape, stride)
         made = fake_over_meta(element, self.fake_mode, device, dispatch_keys=None)
         if is_conj:
             set_conj(made, True)
@@ -196,8 +210,19 @@ class Decoder:
             set_neg(made, True)
         return made.requires_grad_() if requires_grad else made
 
+    def _is_filled_by(self, storage_position: int, position: int) -> bool:
+        """Whether a storage of which nothing was made is as large as a tensor that begins it."""
+        if storage_position in self._fills or storage_position in self._storages:
+            return False
+        if position not in self._filled_bytes:
+            self._filled_bytes[position] = _bytes_behind(*self.shared(position))
+        nbytes = self._nbytes[storage_position]
+        return type(nbytes) is int and nbytes == self._filled_bytes[position]
+
     def _storage(self, position: int) -> torch.UntypedStorage:
         known = self._storages.get(position)
+        if known is None and position in self._fills:
+            known = self._storages[position] = self._fills[position].untyped_storage()
         if known is None:
             nbytes = self.value(self._nbytes[position])
             if isinstance(nbytes, int) and nbytes < 0:
@@ -327,6 +352,18 @@ def _checked(value: Any) -> Any:
             except NodeMetadataError as error:
                 raise ArtifactError(f"an annotation cannot be read: {error}") from error
     return value
+
+
+def _bytes_behind(
+    dtype: torch.dtype, device: object, shape: Sequence[int], stride: Sequence[int], *_: object
+) -> int | None:
+    """Bytes from the first element of a tensor to behind its last; None if not all are known."""
+    if {*map(type, shape), *map(type, stride)} - {int} or min((*shape, *stride), default=0) < 0:
+        return None
+    if 0 in shape:
+        return 0
+    last = sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+    return (last + 1) * dtype.itemsize
 
 
 def _index(item: Any) -> int:

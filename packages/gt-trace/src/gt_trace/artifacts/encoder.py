@@ -124,10 +124,10 @@ class Encoder:
             self._group(arg) if index in group_names else self._argument(arg, positions)
             for index, arg in enumerate(node.args)
         ]
-        kwargs = {
-            name: self._group(arg) if name in group_names else self._argument(arg, positions)
+        kwargs = [  # pairs: each object of a document is looked at for keys that it has twice
+            [name, self._group(arg) if name in group_names else self._argument(arg, positions)]
             for name, arg in node.kwargs.items()
-        }
+        ]
         meta = [
             [key, self._own(key, value) if key in _OWN_VALUES else self.shared(value)]
             for key, value in node.meta.items()

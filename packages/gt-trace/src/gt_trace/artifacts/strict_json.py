@@ -51,7 +51,9 @@ def parse_json(raw: bytes) -> Any:
 def _check_nesting(raw: bytes) -> None:
     """Take away the innermost pairs of brackets, all at once, until none is left."""
     text = re.sub(rb"\\.", b"", raw, flags=re.DOTALL) if b"\\" in raw else raw
-    text = re.sub(rb'"[^"]*"?', b"", text.translate(None, delete=_NO_STRUCTURE))
+    text = text.translate(None, delete=_NO_STRUCTURE)
+    text = text.replace(b'""', b"")  # what is in a text, and what is not, stays so
+    text = re.sub(rb'"[^"]*"?', b"", text)
     text = text.translate(_BRACES_AS_BRACKETS)
     for _ in range(MAX_NESTING):
         if not text:

@@ -54,7 +54,7 @@ def apply_rule(
     """
     form, _ = call.split()
     if not isinstance(form.target, OpOverload):
-        return _item(call, operands)
+        return item_of(call, operands[0]) if operands else None
     known = table.rules.get(form)
     if known is None:
         known = (_rule_for(form), _open_arguments(call))
@@ -102,14 +102,13 @@ def _open_arguments(call: NodeCall) -> list[Any]:
     return list(with_defaults(call.target, args, kwargs).values())
 
 
-def _item(call: NodeCall, operands: Sequence[Value]) -> Value | None:
-    """``operator.getitem`` of a tuple."""
+def item_of(call: NodeCall, value: Value) -> Value | None:
+    """What ``operator.getitem`` takes of several values; None of any other call or value."""
     if getattr(call.target, "__name__", "") != "getitem" or len(call.args) != 2:
         return None
     source, index = call.args
     if not isinstance(source, Node) or not isinstance(index, int):
         return None
-    value = operands[0]
     return value.items[index] if isinstance(value, TupleValue) else None
 
 

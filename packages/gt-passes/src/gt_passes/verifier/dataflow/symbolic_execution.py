@@ -25,7 +25,7 @@ from gt_passes.analysis.operator_effects import is_only_a_view, reads_only_metad
 from gt_passes.analysis.written_memory import memories_written
 from gt_passes.verifier.dataflow.flat_contents import Piece
 from gt_passes.verifier.dataflow.memory_contents import MemoryContents
-from gt_passes.verifier.dataflow.operator_dataflow import apply_rule
+from gt_passes.verifier.dataflow.operator_dataflow import apply_rule, item_of
 from gt_passes.verifier.dataflow.value_table import (
     Definition,
     TensorValue,
@@ -159,12 +159,16 @@ class SymbolicExecution:
                 if node in self._launches and node in self._memory.class_of:
                     self._in_written_memory[node] = self._memory.read(node)
                 return
-            form, nodes = self._scan.calls[node].split()
+            call = self._scan.calls[node]
+            form, nodes = call.split()
             operands = [self._values.get(each) or self._load(each) for each in nodes]
             value: Value | None = None
             if len(operands) == 1:
-                value = self.table.made_of(form, operands[0])
-            if value is None:
+                if type(operands[0]) is TupleValue:
+                    value = item_of(call, operands[0])
+                else:
+                    value = self.table.made_of(form, operands[0])
+            if type(value) is not TensorValue:
                 results = self.table.results
                 definition = ("call", form, *[operand.number for operand in operands])
                 value = results.get(definition)
