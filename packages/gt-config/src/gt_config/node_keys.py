@@ -134,7 +134,7 @@ class NodeAnnotation:
             for value in map(stored.__getitem__, hints)
         )
         try:
-            annotation: Self = _checked(cls, *values)
+            annotation: Self = _checked(cls, *values)  # type: ignore[arg-type]  # a class is hashable
         except TypeError:  # of what cannot be hashed, which no field may hold
             return cls(**dict(zip(hints, values, strict=True)))
         return annotation
