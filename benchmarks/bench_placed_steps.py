@@ -63,14 +63,20 @@ def main(arguments: list[str] | None = None) -> int:
     for entry in workloads():
         if options.workload in entry.config:
             with device.intended_for("cuda"):
-                _compare(entry, report, options)
+                for _ in _compare(entry, report, options):
+                    _write(report, options.json)
     sys.stdout.write(report.table() + "\n")
-    if options.json is not None:
-        report.write(options.json)
+    _write(report, options.json)
     return 0
 
 
-def _compare(entry: CatalogEntry, report: Report, asked: argparse.Namespace) -> None:
+def _write(report: Report, path: Path | None) -> None:
+    if path is not None:
+        report.write(path)
+
+
+def _compare(entry: CatalogEntry, report: Report, asked: argparse.Namespace) -> Iterator[None]:
+    """Add to the report what is simulated of a workload; yields after each step."""
     module = importlib.import_module(f"gt_trainer.models.{entry.module}")
     config = getattr(module, entry.config)()
     solver = dataclasses.replace(
@@ -97,6 +103,7 @@ def _compare(entry: CatalogEntry, report: Report, asked: argparse.Namespace) -> 
     if planned.judgement is not None:
         report.notes += [f"{entry.config}: plan {line}" for line in planned.judgement.lines()]
     sys.stdout.write(f"{planned}\n")
+    yield
     assert planned.beside_by_hand is not None
     by_hand = planned.beside_by_hand.by_hand
     assert isinstance(by_hand, SimulatedRun)
@@ -106,6 +113,7 @@ def _compare(entry: CatalogEntry, report: Report, asked: argparse.Namespace) -> 
     for expert in expert_runs(config, entry.world_size, shipped):
         experts.append(expert)
         report.notes.append(f"{entry.config}: by hand, {expert}")
+        yield
     fitting = [each for each in experts if each.run.fits]
     if fitting:
         best = min(fitting, key=lambda each: each.run.step_us)

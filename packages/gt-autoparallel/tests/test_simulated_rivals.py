@@ -24,6 +24,7 @@ from gt_autoparallel import (
     read_plan,
     write_plan,
 )
+from gt_autoparallel.errors import SolverError
 from gt_autoparallel.graph.redistribution import RedistributionStep
 from gt_autoparallel.planner import Planner
 from gt_autoparallel.prices.queued import QueuedPrices, largest_layer_bytes
@@ -121,6 +122,23 @@ def test_who_costs_much_more_is_not_simulated_and_the_judgement_says_so(
         assert str(each) == (
             f"{each.name}: not simulated: {ratio:.2f} times the cost by the planner's prices"
         )
+
+
+def test_whose_search_ends_without_a_plan_is_not_simulated_and_the_judgement_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    own()
+
+    def find(*_: object, **__: object) -> PlacementPlan:
+        raise SolverError("no choice was found within 12.0 seconds; allow more time")
+
+    monkeypatch.setattr(Planner, "find", find)
+    judgement = judged(lambda _: 1.0).judgement
+    assert judgement is not None
+    reasons = {each.name: each.reason for each in judgement.candidates}
+    assert reasons.pop(OWN) == ""
+    assert reasons.keys() >= {QUEUED, "FSDP"}
+    assert {*reasons.values()} == {"no plan: no choice was found within 12.0 seconds"}
 
 
 def test_a_plan_file_says_who_was_taken_and_all_simulated_times(tmp_path: Path) -> None:

@@ -171,6 +171,19 @@ def test_refuses_a_malformed_annotation(stored, text):
     assert str(error.value) == text
 
 
+@pytest.mark.parametrize(
+    ("stage", "told"), [(True, "True, not an integer"), ([1], "(1,), not"), ({}, "{}, not")]
+)
+def test_refuses_what_equals_or_cannot_be_held_against_a_value_that_was_read(stage, told):
+    stored = {"stage_index": 1, "action": "FORWARD", "slot": 0}
+    meta = {VERSION_KEY: NODE_METADATA_VERSION, "gt.pipeline": stored}
+    assert PipelineAnnotation.from_meta(meta) == PipelineAnnotation(**stored)
+    wrong = {**meta, "gt.pipeline": {**stored, "stage_index": stage}}
+    with pytest.raises(NodeMetadataError) as error:
+        PipelineAnnotation.from_meta(wrong)
+    assert f"stage_index is {told}" in str(error.value)
+
+
 def test_refuses_wrong_values_all_at_once():
     with pytest.raises(NodeMetadataError) as error:
         ChunkAnnotation(region_root=3, role="body", chunk_id="1", direction="up", producer="graphs")

@@ -23,7 +23,11 @@ from gt_trainer.launcher import RunStoppedError
 from gt_trainer.metrics.metrics_history import MetricsFileError
 from gt_trainer.models import llama3
 from gt_trainer.placement import judged_run
-from gt_trainer.placement.pipeline_judgement import PipelineJudgement, written_judgement
+from gt_trainer.placement.pipeline_judgement import (
+    PipelineJudgement,
+    digest_of,
+    written_judgement,
+)
 
 
 class Interrupting(dcp.FileSystemWriter):
@@ -274,16 +278,73 @@ class TestJudgementOfAPipeline:
         assert "By hand, unlike what was said above: a run of 1" in caplog.messages
 
     def test_what_a_dry_run_found_is_not_judged_again(self, tmp_path, monkeypatch, caplog):
-        left = tmp_path / "placed_by_hand.json"
+        left = tmp_path / "pipeline_judgement.json"
         left.write_bytes(written_judgement(self.FASTER))
         found = self.trained(tmp_path, None, monkeypatch)
         assert found[1:] == [written_judgement(self.FASTER)]
         assert f"{self.FASTER}, found by the dry run that wrote {left}" in caplog.messages
 
+    def test_a_plan_that_a_dry_run_took_is_not_judged_again(self, tmp_path, monkeypatch, caplog):
+        plan, left = tmp_path / "placement.json", tmp_path / "pipeline_judgement.json"
+        plan.write_bytes(b"the plan")
+        judged = replace(self.SLOWER, plan_digest=digest_of(b"the plan"))
+        left.write_bytes(written_judgement(judged))
+        monkeypatch.setattr(run, "plan_problem", lambda *_: None)
+        (config,) = self.trained(tmp_path, None, monkeypatch)
+        assert config.compile.autoparallel_solver.plan == str(plan)
+        assert plan.read_bytes() == b"the plan"
+        assert f"{judged}, found by the dry run that wrote {left}" in caplog.messages
+
+    @pytest.mark.parametrize("plan_file", [None, b"that of another search"])
+    def test_a_plan_that_is_not_the_one_that_a_dry_run_took_is_judged(
+        self, tmp_path, monkeypatch, caplog, plan_file
+    ):
+        plan, left = tmp_path / "placement.json", tmp_path / "pipeline_judgement.json"
+        if plan_file is not None:
+            plan.write_bytes(plan_file)
+        left.write_bytes(
+            written_judgement(replace(self.SLOWER, plan_digest=digest_of(b"the plan")))
+        )
+        found = self.trained(tmp_path, lambda *_, **__: self.FASTER, monkeypatch)
+        assert found[1:] == [written_judgement(self.FASTER)]
+        assert (
+            f"{left} takes a plan that is not, or no longer, {plan}: plan and step by hand are "
+            "compared again"
+        ) in caplog.messages
+        assert not plan.exists()
+
+    def test_a_plan_that_a_dry_run_took_and_that_is_not_for_this_run_is_judged(
+        self, tmp_path, monkeypatch, caplog
+    ):
+        plan, left = tmp_path / "placement.json", tmp_path / "pipeline_judgement.json"
+        plan.write_bytes(b"the plan")
+        judged = replace(self.SLOWER, plan_digest=digest_of(b"the plan"))
+        left.write_bytes(written_judgement(judged))
+        monkeypatch.setattr(run, "plan_problem", lambda path, *_: f"{path.name}: planned for 8")
+        found = self.trained(tmp_path, lambda *_, **__: self.FASTER, monkeypatch)
+        assert found[1:] == [written_judgement(self.FASTER)]
+        assert (
+            f"{plan} is not for this run: plan and step by hand are compared again. "
+            "placement.json: planned for 8"
+        ) in caplog.messages
+
+    def test_a_plan_that_a_dry_run_took_in_another_budget_is_judged(
+        self, tmp_path, monkeypatch, caplog
+    ):
+        plan, left = tmp_path / "placement.json", tmp_path / "pipeline_judgement.json"
+        plan.write_bytes(b"the plan")
+        judged = replace(self.SLOWER, budget_bytes=2**30, plan_digest=digest_of(b"the plan"))
+        left.write_bytes(written_judgement(judged))
+        self.trained(tmp_path, lambda *_, **__: self.FASTER, monkeypatch)
+        assert (
+            f"{left} takes a plan that was found for another memory budget: plan and step by hand "
+            "are compared again"
+        ) in caplog.messages
+
     def test_what_a_dry_run_found_of_another_run_is_judged_again(
         self, tmp_path, monkeypatch, caplog
     ):
-        left = tmp_path / "placed_by_hand.json"
+        left = tmp_path / "pipeline_judgement.json"
         left.write_bytes(
             written_judgement(replace(self.FASTER, made_for=Fingerprint.of({"world_size": 2})))
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from gt_autoparallel.errors import ConstraintError, InfeasiblePlacementError
+from gt_autoparallel.errors import ConstraintError, InfeasiblePlacementError, SolverError
 from gt_autoparallel.plan.placement_plan import PlacementPlan
 from gt_autoparallel.planner import Planner
 from gt_autoparallel.problem.axis_styles import AxisStyle, expert_styles, pinned_constraints
@@ -15,7 +15,7 @@ from gt_autoparallel.problem.tensor_parallel_names import TensorParallelNames
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertPlan:
-    """One expert's plan, or why there is none."""
+    """One expert's plan, or why there is none, or why none was found."""
 
     name: str
     plan: PlacementPlan | None
@@ -46,7 +46,7 @@ def expert_plans(
         recomputes: whether the backward may run parts of the forward again, as for
             ``Planner.find``.
         relative_gap: how much each may cost above the cheapest that does the same.
-        time_limit_seconds: for each.
+        time_limit_seconds: for each; who has none by then has no plan.
     """
     if styles is None:
         has_experts = bool(planner.graph.of_kind("experts"))
@@ -67,7 +67,7 @@ def expert_plans(
                 relative_gap=relative_gap,
                 time_limit_seconds=time_limit_seconds,
             )
-        except (ConstraintError, InfeasiblePlacementError) as error:
+        except (ConstraintError, InfeasiblePlacementError, SolverError) as error:
             yield ExpertPlan(name=name, plan=None, impossible=" ".join(str(error).split()))
         else:
             yield ExpertPlan(name=name, plan=plan)

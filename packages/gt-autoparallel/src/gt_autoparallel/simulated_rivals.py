@@ -174,7 +174,7 @@ def _is_same(first: PlacementPlan, second: PlacementPlan) -> bool:
 
 def _reason_against(expert: ExpertPlan, own: PlacementPlan, same: str | None) -> str:
     if expert.plan is None:
-        return f"no such plan: {expert.impossible.partition(';')[0]}"
+        return f"no plan: {expert.impossible.partition(';')[0]}"
     if same is not None:
         return f"not simulated: the same as {same}"
     ratio = expert.plan.objective_us / own.objective_us if own.objective_us else 1.0

@@ -68,6 +68,14 @@ def test_a_wait_inside_sees_what_was_launched_outside():
     assert simulate_step(inside, cost_model()).exposed_us == pytest.approx(expected) != 0
 
 
+def test_prices_of_a_program_are_those_of_its_nodes():
+    graph = capture(gathering_step, X)
+    program = GraphProgram(graph, cost_model())
+    for model in (cost_model(), cost_model().with_hardware(H100.scaled("compute", 0.5))):
+        run = program.run(model)
+        assert run.costs == tuple(map(model.cost, run.nodes))
+
+
 def test_one_reading_serves_several_machines():
     graph = capture(gathering_step, X)
     program = GraphProgram(graph, cost_model())

@@ -28,7 +28,7 @@ from gt_trainer.launcher import (
 )
 from gt_trainer.parallelism_options import balance_of
 from gt_trainer.placement.kept_plan import (
-    BY_HAND_FILE,
+    JUDGEMENT_FILE,
     PLAN_FILE,
     by_hand_file_of,
     is_judged,
@@ -38,6 +38,8 @@ from gt_trainer.placement.kept_plan import (
 )
 from gt_trainer.placement.planned_machine import PlannedMachine, planned_for
 from gt_trainer.preflight.checkpoint_folder import can_be_resumed
+from gt_trainer.preflight.plan_file_violations import plan_problem
+from gt_trainer.preflight.preflight import topology_of
 from gt_trainer.preflight.settled_defaults import describe_run
 from gt_trainer.run_lock import locked
 from gt_trainer.step_folders import is_complete, newest_checkpoint, step_folders
@@ -138,7 +140,6 @@ def _judgement(
     # Imported here: no other run pays for the solver and the simulation.
     from gt_trainer.dry_run.pipeline_judge import judge_before_training
     from gt_trainer.placement.judged_run import judgement_for
-    from gt_trainer.placement.pipeline_judgement import NoJudgementError
 
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     kept = by_hand_file_of(config)
@@ -146,16 +147,10 @@ def _judgement(
         judgement = judgement_for(kept, config, world_size)
         logger.info(f"{judgement}, kept in {kept}")
         return judgement
-    found = Path(config.dump_folder) / BY_HAND_FILE
-    if found.is_file():
-        try:
-            judgement = judgement_for(found, config, world_size)
-        except (NoJudgementError, OSError) as error:
-            logger.warning(f"{error}: plan and step by hand are compared again")
-        else:
-            logger.info(f"{judgement}, found by the dry run that wrote {found}")
-            return judgement
-    (Path(config.dump_folder) / PLAN_FILE).unlink(missing_ok=True)  # that of another run
+    if (left := _left_by_a_dry_run(config, world_size)) is not None:
+        return left if left.takes_by_hand else None
+    plan_path = Path(config.dump_folder) / PLAN_FILE
+    plan_path.unlink(missing_ok=True)  # that of another run
     try:
         judgement = run_in_child(
             partial(judge_before_training, config, by_hand, world_size, hardware=hardware),
@@ -169,7 +164,7 @@ def _judgement(
         )
         return None
     except ChildFailedError as error:
-        if (Path(config.dump_folder) / PLAN_FILE).is_file():
+        if plan_path.is_file():
             logger.warning(
                 "pipeline: the plan is taken; the step by hand could not be simulated beside it: "
                 f"{error}"
@@ -181,6 +176,32 @@ def _judgement(
         ) from None
     logger.info(str(judgement))
     return judgement if judgement.takes_by_hand else None
+
+
+def _left_by_a_dry_run(config: GraphTrainer.Config, world_size: int) -> PipelineJudgement | None:
+    """How a dry run of this run judged; None if there was none, or what it left is of no use."""
+    from gt_trainer.placement.judged_run import judgement_left
+    from gt_trainer.placement.pipeline_judgement import NoJudgementError
+
+    plan_path = Path(config.dump_folder) / PLAN_FILE
+    path = plan_path.with_name(JUDGEMENT_FILE)
+    if not path.is_file():
+        return None
+    try:
+        judgement = judgement_left(path, plan_path, config, world_size)
+    except (NoJudgementError, OSError) as error:
+        logger.warning(f"{error}: plan and step by hand are compared again")
+        return None
+    if not judgement.takes_by_hand:
+        problem = plan_problem(plan_path, config, topology_of(config, world_size))
+        if problem is not None:
+            logger.warning(
+                f"{plan_path} is not for this run: plan and step by hand are compared again. "
+                f"{problem}"
+            )
+            return None
+    logger.info(f"{judgement}, found by the dry run that wrote {path}")
+    return judgement
 
 
 def _first_rank_says(yes: bool, config: GraphTrainer.Config) -> bool:

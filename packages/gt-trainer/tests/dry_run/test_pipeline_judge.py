@@ -17,8 +17,12 @@ from gt_trainer.dry_run import pipeline_judge
 from gt_trainer.dry_run.dry_run import dry_run
 from gt_trainer.dry_run.pipeline_dry_run import PipelineDryRunReport, pipeline_dry_run
 from gt_trainer.models import llama3
-from gt_trainer.placement.judged_run import judged_run, judgement_for
-from gt_trainer.placement.pipeline_judgement import PipelineJudgement, written_judgement
+from gt_trainer.placement.judged_run import judged_run, judgement_left
+from gt_trainer.placement.pipeline_judgement import (
+    PipelineJudgement,
+    digest_of,
+    written_judgement,
+)
 from gt_trainer.preflight.settled_defaults import settle_defaults, settled_by_hand
 from gt_trainer.trainer import GraphTrainer
 
@@ -96,6 +100,8 @@ def drawn(
     def simulated(config: GraphTrainer.Config, *_: Any, **options: Any) -> PipelineDryRunReport:
         is_placed = config.compile.autoparallel
         asked.append((is_placed, options.get("trace_path")))
+        if is_placed:
+            Path(config.dump_folder, "placement.json").write_bytes(b"the plan")
         us = 1e3 * (planned_ms if is_placed else by_hand_ms)
         values: dict[str, Any] = dict.fromkeys(
             each.name for each in dataclasses.fields(PipelineDryRunReport)
@@ -125,17 +131,24 @@ def test_what_is_drawn_is_the_step_that_is_taken(
     assert found.simulated.step_us == 1e3
     assert found.placement == "pipeline: by hand 1.0 ms is faster than the plan's 2.0 ms: taken"
     assert asked == [(True, trace), (False, None), (False, trace)]
-    judged = judgement_for(tmp_path / "placed_by_hand.json", pipeline(tmp_path)[0], NUM_RANKS)
-    assert str(judged) == found.placement
+    assert str(left_in(tmp_path)) == found.placement
 
 
-def test_the_plan_is_reported_where_it_wins(
+def left_in(folder: Path) -> PipelineJudgement:
+    """What a dry run left for a start."""
+    left, plan = folder / "pipeline_judgement.json", folder / "placement.json"
+    return judgement_left(left, plan, pipeline(folder)[0], NUM_RANKS)
+
+
+def test_the_plan_is_reported_where_it_wins_and_left_for_a_start(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     asked = drawn(1, 2, monkeypatch)
-    (tmp_path / "placed_by_hand.json").write_text("of a dry run before")
+    (tmp_path / "pipeline_judgement.json").write_text("of a dry run before")
     found = reported(tmp_path)
-    assert not (tmp_path / "placed_by_hand.json").exists()
+    judged = left_in(tmp_path)
+    assert str(judged) == found.placement
+    assert judged.plan_digest == digest_of(b"the plan")
     assert found.simulated.step_us == 1e3
     assert found.placement == "pipeline: the plan's 1.0 ms are taken, by hand 2.0 ms"
     assert asked == [(True, None), (False, None)]

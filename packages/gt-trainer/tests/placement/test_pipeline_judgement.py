@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from gt_config import Fingerprint
 from gt_trainer.placement.pipeline_judgement import (
     NoJudgementError,
     PipelineJudgement,
+    digest_of,
     read_judgement,
     written_judgement,
 )
@@ -104,15 +106,16 @@ def test_takes_the_plan(judged: PipelineJudgement, said: str) -> None:
     assert str(judged) == said
 
 
-def test_reads_what_it_wrote(tmp_path: Path) -> None:
-    judged = judgement(step(46.279), step(43.446), gib=70)
-    path = tmp_path / "placed_by_hand.json"
+@pytest.mark.parametrize("planned", [step(46.279), step(43.4)])
+def test_reads_what_it_wrote(tmp_path: Path, planned: JudgedStep) -> None:
+    judged = judgement(planned, step(43.446), gib=70)
+    judged = dataclasses.replace(judged, plan_digest=digest_of(b"a plan"))
+    path = tmp_path / "judgement.json"
     path.write_bytes(written_judgement(judged))
     assert read_judgement(path) == judged
 
 
 WRITTEN = json.loads(written_judgement(judgement(step(2), step(1))))
-OF_A_PLAN = written_judgement(judgement(step(1), step(2)))
 
 
 @pytest.mark.parametrize(
@@ -121,17 +124,16 @@ OF_A_PLAN = written_judgement(judgement(step(1), step(2)))
         b"",
         b"[]",
         written_judgement(judgement(step(2), step(1)))[:-20],
-        OF_A_PLAN,
-        json.dumps({**WRITTEN, "version": 1}).encode(),
+        json.dumps({**WRITTEN, "version": 2}).encode(),
         json.dumps({**WRITTEN, "format": "gt-autoparallel plan"}).encode(),
         json.dumps({**WRITTEN, "unknown": 1}).encode(),
         json.dumps({**WRITTEN, "planned": {"step_us": 1.0}}).encode(),
         json.dumps({**WRITTEN, "made_for": {**WRITTEN["made_for"], "fields": {}}}).encode(),
     ],
 )
-def test_refuses_what_is_no_judgement_for_the_step_by_hand(tmp_path: Path, content: bytes) -> None:
-    path = tmp_path / "placed_by_hand.json"
+def test_refuses_what_is_no_judgement(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "judgement.json"
     path.write_bytes(content)
     with pytest.raises(NoJudgementError) as refused:
         read_judgement(path)
-    assert str(refused.value) == f"{path} does not say why a pipeline is placed by hand"
+    assert str(refused.value) == f"{path} does not say how a pipeline was judged"

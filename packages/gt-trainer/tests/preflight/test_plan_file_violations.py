@@ -368,7 +368,7 @@ def test_a_damaged_judgement_is_refused(tmp_path):
         "checkpoints whose judgement, placed_by_hand.json beside them, is for this run"
     )
     assert found.fix == (
-        f"{path} does not say why a pipeline is placed by hand\nGive back what differs, or "
+        f"{path} does not say how a pipeline was judged\nGive back what differs, or "
         "delete that file, and plan and step by hand are compared again"
     )
 

@@ -39,7 +39,7 @@ class Candidate:
 
     name: str
     objective_us: float | None
-    """What it costs by the planner's prices; None if there is no such plan."""
+    """What it costs by the planner's prices; None if there is no plan."""
 
     step: JudgedStep | None
     """None if it was not simulated."""

@@ -12,7 +12,7 @@ launch by the host.
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -56,16 +56,20 @@ class GraphProgram:
     def __init__(self, graph_module: GraphModule, cost_model: CostModel) -> None:
         self._reader = OperandReader(cost_model.sizes)
         self._steps: list[_Step | _Alias] = []
+        self._priced: dict[Hashable, _Priced] = {}
+        """By key: keys are deep, so that to look one up for each node and machine is dear."""
+
         self._read(graph_module, cost_model, "eager")
 
     def run(self, cost_model: CostModel) -> GraphRun:
         """Price and schedule every node. Linear in their number."""
         lowering = _Lowering()
+        costs = [cost_model.cost_of_key(each.key, each.node) for each in self._priced.values()]
         for step in self._steps:
             if isinstance(step, _Alias):
                 lowering.alias(step.node, step.stands_for)
             else:
-                lowering.add(step.node, step.cost(cost_model))
+                lowering.add(step.node, step.cost(cost_model, costs))
         hardware = cost_model.hardware
         replayed = cost_model.host == "cuda_graph"
         timeline = schedule(
@@ -108,7 +112,8 @@ class GraphProgram:
             self._steps.append(_Step(kernel.node, None, kernel.moved_bytes, launch))
         elif kernel.op == "call_function":
             key = cost_model.key(kernel, self._reader)
-            self._steps.append(_Step(kernel, key, 0, launch))
+            priced = self._priced.setdefault(key, _Priced(key, kernel, len(self._priced)))
+            self._steps.append(_Step(kernel, priced.number, 0, launch))
 
 
 class _Alias(NamedTuple):
@@ -118,23 +123,32 @@ class _Alias(NamedTuple):
     stands_for: Node
 
 
+class _Priced(NamedTuple):
+    """All that a price depends on, and the first of the nodes that have it."""
+
+    key: Hashable
+    node: Node
+    number: int
+
+
 class _Step(NamedTuple):
     """One kernel, or the start of a CUDA graph."""
 
     node: Node
-    key: Hashable | None
-    """All that its price depends on; None for a fused kernel, whose bytes are its price."""
+    number: int | None
+    """Of its price; None for a fused kernel, whose bytes are its price."""
 
     moved_bytes: int
     launch: _Launch
 
-    def cost(self, cost_model: CostModel) -> OpCost:
+    def cost(self, cost_model: CostModel, costs: Sequence[OpCost]) -> OpCost:
+        """``costs`` are those of all numbers."""
         if self.launch == "replay":
             return cost_model.replay_launch
-        if self.key is None:
+        if self.number is None:
             cost = cost_model.memory_bound_cost(self.moved_bytes)
         else:
-            cost = cost_model.cost_of_key(self.key, self.node)
+            cost = costs[self.number]
         return cost_model.replayed(cost) if self.launch == "replayed" else cost
 
 

@@ -28,13 +28,18 @@ from gt_trainer.dry_run.step_facts import degrees_of
 from gt_trainer.dry_run.step_judge import judged_step, keeping_the_best, step_judge
 from gt_trainer.placement.judged_run import judgement_for
 from gt_trainer.placement.kept_plan import (
-    BY_HAND_FILE,
+    JUDGEMENT_FILE,
+    PLAN_FILE,
     by_hand_file_of,
     is_judged,
     plan_file_of,
     with_plan_file,
 )
-from gt_trainer.placement.pipeline_judgement import PipelineJudgement, written_judgement
+from gt_trainer.placement.pipeline_judgement import (
+    PipelineJudgement,
+    digest_of,
+    written_judgement,
+)
 from gt_trainer.placement.plan_judge import judged_by
 from gt_trainer.placement.planned_machine import PlannedMachine, planned_for
 from gt_trainer.quantization.quantized_model import with_quantized_model
@@ -206,15 +211,13 @@ def _dry_run(
 
 
 def _leave_for_a_start(config: GraphTrainer.Config, judgement: PipelineJudgement) -> None:
-    """Write to the dump folder why the step by hand is taken; or delete what says it is."""
+    """Write to the dump folder, where the plan is, which step is taken."""
     if filesystem.is_remote(config.dump_folder):
         return
-    path = Path(config.dump_folder) / BY_HAND_FILE
-    if judgement.takes_by_hand:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(written_judgement(judgement))
-    else:
-        path.unlink(missing_ok=True)
+    folder = Path(config.dump_folder)
+    digest = digest_of((folder / PLAN_FILE).read_bytes())
+    left = replace(judgement, plan_digest=digest)
+    (folder / JUDGEMENT_FILE).write_bytes(written_judgement(left))
 
 
 def _remedy(

@@ -14,6 +14,7 @@ from gt_trainer.placement.memory_budget import asked_budget_bytes
 from gt_trainer.placement.pipeline_judgement import (
     NoJudgementError,
     PipelineJudgement,
+    digest_of,
     read_judgement,
 )
 from gt_trainer.placement.planned_machine import planned_machine
@@ -32,7 +33,7 @@ _BATCH = (
 def judged_run(config: Any, world_size: int) -> Fingerprint:
     """The model, the mesh, the batch, the options and the machine of a pipeline.
 
-    The memory budget is no part of it: a judgement is held against any.
+    The memory budget is no part of it: a judgement for the step by hand is held against any.
 
     Args:
         config: a ``GraphTrainer.Config`` with a solver. Not changed.
@@ -67,15 +68,44 @@ def judgement_for(path: Path, config: Any, world_size: int) -> PipelineJudgement
             more than this one asks for.
         OSError: it cannot be read.
     """
-    judgement = read_judgement(path)
-    try:
-        refuse_stale(stored=judgement.made_for, current=judged_run(config, world_size))
-    except StaleFingerprintError as error:
-        raise NoJudgementError(f"{path} is of another run; {error}") from None
+    judgement = _of_this_run(path, config, world_size)
     budget = asked_budget_bytes(config.compile.autoparallel_solver)
     judgement = dataclasses.replace(judgement, budget_bytes=budget)
     if not judgement.takes_by_hand:
         raise NoJudgementError(
             f"{path} does not take the step by hand for this memory budget: {judgement}"
         )
+    return judgement
+
+
+def judgement_left(path: Path, plan_path: Path, config: Any, world_size: int) -> PipelineJudgement:
+    """Read what a dry run left for a start: why it is placed by hand, or that its plan is taken.
+
+    Args:
+        path: of a file with what ``written_judgement`` gave.
+        plan_path: of the plan that the dry run left beside it.
+        config: a ``GraphTrainer.Config`` with a solver. Not changed.
+        world_size: ranks of the whole job.
+
+    Raises:
+        NoJudgementError: as ``judgement_for``; or it takes a plan that was found for another memory
+            budget, or that is no longer there.
+        OSError: it cannot be read.
+    """
+    judgement = _of_this_run(path, config, world_size)
+    if judgement.takes_by_hand:
+        return judgement_for(path, config, world_size)
+    if judgement.budget_bytes != asked_budget_bytes(config.compile.autoparallel_solver):
+        raise NoJudgementError(f"{path} takes a plan that was found for another memory budget")
+    if not plan_path.is_file() or digest_of(plan_path.read_bytes()) != judgement.plan_digest:
+        raise NoJudgementError(f"{path} takes a plan that is not, or no longer, {plan_path}")
+    return judgement
+
+
+def _of_this_run(path: Path, config: Any, world_size: int) -> PipelineJudgement:
+    judgement = read_judgement(path)
+    try:
+        refuse_stale(stored=judgement.made_for, current=judged_run(config, world_size))
+    except StaleFingerprintError as error:
+        raise NoJudgementError(f"{path} is of another run; {error}") from None
     return judgement

@@ -21,8 +21,11 @@ PLAN_FILE = "placement.json"
 """Name of the file with a plan: of a run in its dump folder, of checkpoints in theirs."""
 
 BY_HAND_FILE = "placed_by_hand.json"
-"""Name of the file that says why a pipeline has no plan: beside checkpoints, why they were made so;
-in the dump folder, what a dry run found, for a start that would not have the time."""
+"""Name of the file beside checkpoints that says why a pipeline's have no plan."""
+
+JUDGEMENT_FILE = "pipeline_judgement.json"
+"""Name of the file in the dump folder that says which step of a pipeline a dry run found to be
+faster, for a start that would not have the time."""
 
 
 def plan_file_of(config: Any) -> Path | None:

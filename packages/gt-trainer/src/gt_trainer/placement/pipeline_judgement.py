@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,14 +11,14 @@ from typing import Any
 from gt_autoparallel import JudgedStep
 from gt_config import Fingerprint
 
-_FORMAT = {"format": "gt-trainer pipeline judgement", "version": 2}
+_FORMAT = {"format": "gt-trainer pipeline judgement", "version": 3}
 
 _NOISE = 1.01
 """Steps that differ by less are taken for equally fast."""
 
 
 class NoJudgementError(ValueError):
-    """A file says nothing of how a pipeline was judged."""
+    """A file does not say how a run's pipeline was judged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +32,9 @@ class PipelineJudgement:
 
     made_for: Fingerprint
     """The run whose steps these are, as ``judged_run`` says it."""
+
+    plan_digest: str | None = None
+    """``digest_of`` the plan's file, where a dry run left it; None if nobody is to find it."""
 
     @property
     def takes_by_hand(self) -> bool:
@@ -63,6 +67,11 @@ class PipelineJudgement:
         return ", which is no more than 1 % faster"
 
 
+def digest_of(plan_file: bytes) -> str:
+    """What tells a plan's file from others."""
+    return hashlib.sha256(plan_file).hexdigest()
+
+
 def written_judgement(judgement: PipelineJudgement) -> bytes:
     """The judgement as a file."""
     content = {
@@ -71,33 +80,30 @@ def written_judgement(judgement: PipelineJudgement) -> bytes:
         "by_hand": asdict(judgement.by_hand),
         "budget_bytes": judgement.budget_bytes,
         "made_for": json.loads(judgement.made_for.to_json()),
+        "plan_digest": judgement.plan_digest,
     }
     return (json.dumps(content, indent=1) + "\n").encode()
 
 
 def read_judgement(path: Path) -> PipelineJudgement:
-    """Read why a pipeline was placed by hand.
+    """Read how a pipeline was judged.
 
     Args:
         path: of a file with what ``written_judgement`` gave.
 
     Raises:
-        NoJudgementError: the file is something else, of another version, or damaged, or takes the
-            plan.
+        NoJudgementError: the file is something else, of another version, or damaged.
         OSError: it cannot be read.
     """
     try:
         found: dict[str, Any] = json.loads(path.read_bytes())
         if {name: found.pop(name) for name in _FORMAT} != _FORMAT:
             raise ValueError
-        judgement = PipelineJudgement(
+        return PipelineJudgement(
             planned=JudgedStep(**found.pop("planned")),
             by_hand=JudgedStep(**found.pop("by_hand")),
             made_for=Fingerprint.from_json(json.dumps(found.pop("made_for"))),
             **found,
         )
-        if not judgement.takes_by_hand:
-            raise ValueError
     except (ValueError, TypeError, KeyError, AttributeError):
-        raise NoJudgementError(f"{path} does not say why a pipeline is placed by hand") from None
-    return judgement
+        raise NoJudgementError(f"{path} does not say how a pipeline was judged") from None

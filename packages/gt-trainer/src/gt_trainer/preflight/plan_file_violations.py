@@ -38,14 +38,8 @@ def plan_file_violations(config: GraphTrainer.Config, topology: Topology) -> Ite
     if path is None:
         yield from _by_hand_violations(config, topology.world)
         return
-    # Imported here: no other run pays for the solver.
-    from gt_autoparallel import PlacementError
-
-    try:
-        _check(path, config, topology)
-    except (PlacementError, OSError) as error:
-        problem = str(error)
-    else:
+    problem = plan_problem(path, config, topology)
+    if problem is None:
         return
     if config.compile.autoparallel_solver.plan is not None:
         yield Violation(
@@ -62,6 +56,24 @@ def plan_file_violations(config: GraphTrainer.Config, topology: Topology) -> Ite
         fix=f"{problem}\nGive back what differs, or {_PLAN} with another plan; or delete that "
         "file, and a plan is searched for",
     )
+
+
+def plan_problem(path: Path, config: GraphTrainer.Config, topology: Topology) -> str | None:
+    """Why the plan of a file is not for a run; None if it is, by all that costs no capture.
+
+    Args:
+        path: of the file.
+        config: as for ``plan_file_violations``.
+        topology: likewise.
+    """
+    # Imported here: no other run pays for the solver.
+    from gt_autoparallel import PlacementError
+
+    try:
+        _check(path, config, topology)
+    except (PlacementError, OSError) as error:
+        return str(error)
+    return None
 
 
 def _by_hand_violations(config: GraphTrainer.Config, world_size: int) -> Iterator[Violation]:
