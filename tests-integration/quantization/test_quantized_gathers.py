@@ -93,10 +93,14 @@ def test_what_is_gathered_again_has_the_scales_of_the_forward(
 
 
 @pytest.mark.slow
-def test_shards_that_are_padded_are_quantized_with_their_padding(tmp_path: Path) -> None:
+@pytest.mark.parametrize("memory_policy", ["save_all", "selective"])
+def test_shards_that_are_padded_are_quantized_with_their_padding(
+    memory_policy: str, tmp_path: Path
+) -> None:
     """Three ranks: of 256 rows the last has two less than the others."""
     with GlooWorkers(3, timeout=600, preload=["gt_trainer.testing"]) as three:
-        for each in run(three, tmp_path, {"data_parallel_shard_degree": 3}):
+        degree = {"data_parallel_shard_degree": 3}
+        for each in run(three, tmp_path, degree, memory_policy=memory_policy):
             assert each.refusals == ()
             check_bytes(each, itemsize=2)
             assert each.quantized.num_maxima == dict.fromkeys(BLOCKS, 1)

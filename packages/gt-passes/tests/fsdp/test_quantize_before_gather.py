@@ -274,6 +274,23 @@ def test_what_is_padded_by_zeros_is_quantized_with_its_padding():
     assert gathering.meta["val"].shape == (8, 4)
 
 
+def test_padding_that_is_made_again_for_the_backward_makes_no_other_scale():
+    def function(a, b, x):
+        with phase("forward"):
+            first, last = (
+                without_padding(each, name, group=group)
+                for each, name in ((a, "layers.0.a"), (b, "layers.1.b"))
+            )
+            linear(x, first)
+        with phase("backward"):
+            return linear(x, first), x @ last.t()
+
+    with fake_world(rank=3, world_size=4):
+        group = dist.group.WORLD.group_name
+        _, report = run(function, first=[ReshardAfterForward()])
+    assert report.counts == {"quantized": 2, "reductions_of_maxima": 1}
+
+
 def test_refuses_padding_where_nobody_can_tell_which_part_is_this_ranks():
     _, report = run(lambda a, b, x: linear(x, without_padding(a, "layers.0.a", group="fsdp")))
     assert [each.reason for each in report.refusals] == [

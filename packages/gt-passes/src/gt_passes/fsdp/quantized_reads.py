@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 import torch
 from torch.fx import Node
+from torch.fx.node import map_arg
 
 from gt_passes._torch_internals import OpOverload, value_of
 from gt_passes.analysis.collectives import is_wait
@@ -178,11 +179,8 @@ def find_quantized_reads(wait: Node) -> QuantizedReads | str | None:
 
 def form_of(node: Node) -> Hashable:
     """What a node does, whatever it does it to."""
-
-    def frozen(argument: object) -> Hashable:
-        return Node if isinstance(argument, Node) else repr(argument)
-
-    return node.target, tuple(map(frozen, node.args)), repr(sorted(node.kwargs.items()))
+    args, kwargs = map_arg((node.args, sorted(node.kwargs.items())), lambda _: "node")
+    return node.target, repr(args), repr(kwargs)
 
 
 def _views_of(wait: Node) -> dict[Node, tuple[Node, ...]]:
